@@ -1,0 +1,79 @@
+"""T(silu(a)) * b in TileLang: 16 bytes a thread and load, no shared memory."""
+
+import functools
+
+import tilelang
+import tilelang.language as T
+import torch
+
+
+@functools.lru_cache(maxsize=None)
+@tilelang.jit(pass_configs={"tl.enable_lower_ldgstg": True})
+def swiglu_kernel(I, dtype, vec, threads, repeat):  # noqa: E741
+    """Compile for I columns: a thread makes one vector of `vec` outputs in each of `repeat` rows."""
+    M = T.dynamic("M")
+    a_stride, b_stride, out_stride = T.dynamic("a_stride b_stride out_stride", "int64")
+    vectors = -(-I // vec)
+    columns = min(threads, -(-vectors // 32) * 32)  # threads along a row; short rows share a CTA
+    rows = threads // columns
+    blocks = -(-vectors // columns)  # CTAs along a row
+    exact = dtype == torch.float32  # else the cast to T hides the last bits of the fast exponential and reciprocal
+
+    @T.prim_func
+    def swiglu(
+        a: T.StridedTensor((M, I), (a_stride, 1), dtype),
+        b: T.StridedTensor((M, I), (b_stride, 1), dtype),
+        out: T.StridedTensor((M, I), (out_stride, 1), dtype),
+    ):
+        with T.Kernel(T.ceildiv(M, rows * repeat), blocks, threads=(columns, rows)) as (row_block, column_block):
+            T.assume(a_stride % vec == 0)  # run() chose vec so; it lets the compiler use vector accesses
+            T.assume(b_stride % vec == 0)
+            T.assume(out_stride % vec == 0)
+            column = (column_block * columns + T.get_thread_binding(0)) * vec
+            first_row = row_block * (rows * repeat) + T.get_thread_binding(1)
+            gate = T.alloc_local((repeat, vec), dtype)
+            up = T.alloc_local((repeat, vec), dtype)
+            silu = T.alloc_local((vec,), "float32")
+            result = T.alloc_local((vec,), dtype)
+
+            if column < I:
+                for i in T.unroll(repeat):  # all loads first: they overlap
+                    if first_row + i * rows < M:
+                        for v in T.vectorized(vec):
+                            gate[i, v] = a[first_row + i * rows, column + v]
+                        for v in T.vectorized(vec):
+                            up[i, v] = b[first_row + i * rows, column + v]
+                for i in T.unroll(repeat):
+                    if first_row + i * rows < M:
+                        for v in T.unroll(vec):
+                            g = T.cast(gate[i, v], "float32")
+                            silu[v] = g / (1.0 + T.exp(-g)) if exact else g * T.fast_rcp(1.0 + T.__exp(-g))
+                        for v in T.vectorized(vec):
+                            rounded = T.cast(T.cast(silu[v], dtype), "float32")
+                            result[v] = T.cast(rounded * T.cast(up[i, v], "float32"), dtype)
+                        for v in T.vectorized(vec):
+                            out[first_row + i * rows, column + v] = result[v]
+
+    return swiglu
+
+
+def run(a, b, out, *, threads=256, repeat=None):
+    """out = T(T(silu(a)) * b): silu(v) = v / (1 + exp(-v)) in float32, rounded to T before the product.
+
+    a, b, out: [M, I], last stride 1 (any row stride); T is bfloat16, float16 or float32. A CTA has `threads` threads
+    along the row (short rows share a CTA), each of which makes one vector in `repeat` rows; repeat=None: 2 where that
+    still leaves thousands of CTAs, else 1 (decode). For 16-bit T, silu below -87 gives -0 where float32 holds
+    less than 1e-36 in magnitude.
+    """
+    M, I = out.shape  # noqa: E741
+    if M == 0:
+        return
+    dtype = out.dtype
+    itemsize = dtype.itemsize
+    # The widest power of two, at most 16 bytes, that divides the row, the strides and all addresses.
+    bits = I | a.stride(0) | b.stride(0) | out.stride(0) | 16 // itemsize
+    bits |= (a.data_ptr() | b.data_ptr() | out.data_ptr()) // itemsize
+    vec = bits & -bits
+    if repeat is None:
+        repeat = 2 if M * I >= vec * threads * 2048 else 1
+    swiglu_kernel(I, dtype, vec, threads, repeat)(a, b, out)

@@ -1,0 +1,85 @@
+"""Residual addition followed by RMSNorm over the last axis, Triton."""
+
+import torch
+import triton
+import triton.language as tl
+
+# Up to this many columns a row stays in registers (16 values a thread of each tensor at 32 warps); longer: read twice.
+MAX_REGISTER_COLUMNS = 16384
+LOOP_COLUMNS = 8192
+
+
+@triton.jit(do_not_specialize=["M"])
+def _add_norm_tile(x_ptr, residual_ptr, weight_ptr, out_ptr, x_stride, residual_stride, out_stride, eps, M,
+                   N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    dtype = out_ptr.dtype.element_ty
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    in_row = cols < N
+    mask = (rows < M) & in_row
+    # The weight does not depend on the reduction: ask for it together with x, so that its latency is hidden.
+    weight = tl.load(weight_ptr + cols, mask=in_row, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    residual_ptrs = residual_ptr + rows * residual_stride + cols
+    total = (x + tl.load(residual_ptrs, mask=mask, other=0.0).to(tl.float32)).to(dtype)
+    tl.store(residual_ptrs, total, mask=mask)
+    total = total.to(tl.float32)  # the norm sees the rounded sum, as the next layer will
+    scale = tl.rsqrt(tl.sum(total * total, axis=1, keep_dims=True) / N + eps)
+    normed = (total * scale).to(dtype).to(tl.float32)
+    tl.store(out_ptr + rows * out_stride + cols, (normed * weight).to(dtype), mask=mask)
+
+
+@triton.jit
+def _add_norm_long_row(x_ptr, residual_ptr, weight_ptr, out_ptr, x_stride, residual_stride, out_stride, eps,
+                       N: tl.constexpr, BLOCK_N: tl.constexpr):
+    dtype = out_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_stride
+    residual_ptr += row * residual_stride
+    out_ptr += row * out_stride
+    # One running sum a lane: a single cross-warp reduction at the end instead of one a block.
+    squares = tl.zeros([BLOCK_N], dtype=tl.float32)
+    for start in range(0, N, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        x = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        residual = tl.load(residual_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        total = (x + residual).to(dtype).to(tl.float32)
+        squares += total * total
+    scale = tl.rsqrt(tl.sum(squares, axis=0) / N + eps)
+    # The sum is computed again rather than read back: no thread then depends on another thread's store.
+    for start in range(0, N, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        in_row = cols < N
+        x = tl.load(x_ptr + cols, mask=in_row, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        residual = tl.load(residual_ptr + cols, mask=in_row, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + cols, mask=in_row, other=0.0).to(tl.float32)
+        total = (x + residual).to(dtype)
+        tl.store(residual_ptr + cols, total, mask=in_row)
+        normed = (total.to(tl.float32) * scale).to(dtype).to(tl.float32)
+        tl.store(out_ptr + cols, (normed * weight).to(dtype), mask=in_row)
+
+
+def run(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, *,
+        BLOCK_M=None, num_warps=None):
+    """residual = T(x + residual) in place; out = T(T(residual * rsqrt(mean(residual^2) + eps)) * weight).
+
+    Shapes: x, residual and out [M, N] with unit last stride and any row stride, weight [N]; one dtype T in bfloat16,
+    float16, float32. Sums and statistics in fp32, every cast rounds to nearest even.
+    Mapping: a program owns BLOCK_M whole rows and keeps them in registers: two reads and two writes of M * N values.
+    Rows longer than MAX_REGISTER_COLUMNS are looped over twice by one program a row (BLOCK_M does not apply to them).
+    BLOCK_M = None: 1 while there are few rows to share out, else as many rows as make a tile of 2048 values.
+    num_warps = None: 16 values a thread.
+    """
+    M, N = x.shape
+    if M == 0 or N == 0:
+        return
+    if N > MAX_REGISTER_COLUMNS:
+        _add_norm_long_row[(M,)](x, residual, weight, out, x.stride(0), residual.stride(0), out.stride(0), eps,
+                                 N, LOOP_COLUMNS, num_warps=num_warps or 16)
+        return
+    block_n = 1 << (N - 1).bit_length()  # next power of two; triton.next_power_of_2 costs microseconds a call
+    block_m = BLOCK_M or (1 if M <= 512 else max(1, 2048 // block_n))
+    warps = num_warps or min(32, max(1, block_m * block_n // 512))
+    _add_norm_tile[((M + block_m - 1) // block_m,)](
+        x, residual, weight, out, x.stride(0), residual.stride(0), out.stride(0), eps, M,
+        N, block_m, block_n, num_warps=warps)

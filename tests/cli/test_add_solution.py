@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+RUN = "def run(x, weight, factor, out):\n    out.copy_(x * weight * factor)\n"
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "fused.py"
+    path.write_text(RUN)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path, solution_record):
+    path = tmp_path / "mine"
+    path.mkdir()
+    (path / "kernel.py").write_text(RUN)
+    (path / "solution.json").write_text(json.dumps(solution_record(name="row_scale_mine")))
+    return path
+
+
+def rewrite(folder, record):
+    (folder / "solution.json").write_text(json.dumps(record))
+
+
+def test_one_file_becomes_a_solution_folder(cli, row_scale, source):
+    result = cli("add-solution", source, "-d", "row_scale", "-l", "triton")
+    added = row_scale / "solutions" / "elementwise" / "row_scale" / "row_scale_triton_fused"
+    assert (result.code, result.out) == (0, f"{added}\n")
+    assert "tilegym-db compile row_scale_triton_fused" in result.err
+    assert (added / "fused.py").read_text() == RUN
+    assert json.loads((added / "solution.json").read_text())["spec"]["entry_point"] == "fused.py::run"
+    assert cli("show", "row_scale_triton_fused").code == 0
+
+
+def test_a_python_function_that_takes_only_the_inputs_returns_its_outputs(cli, row_scale, source):
+    source.write_text("def run(x, weight, factor):\n    return x * weight * factor\n")
+    assert cli("add-solution", source, "-d", "row_scale", "-l", "python", "--name", "mine").code == 0
+    record = json.loads((row_scale / "solutions/elementwise/row_scale/mine/solution.json").read_text())
+    assert record["spec"]["destination_passing_style"] is False
+
+
+def test_cuda_tile_is_another_name_of_cutile(cli, row_scale, source):
+    assert cli("add-solution", source, "-d", "row_scale", "-l", "cuda-tile").code == 0
+    assert {row["language"] for row in cli("list", "--solutions", "--json").json()} == {"python", "cutile"}
+
+
+def test_a_folder_is_copied_with_all_its_sources(cli, row_scale, folder, solution_record):
+    (folder / "parts").mkdir()
+    (folder / "parts" / "tile.py").write_text("WIDTH = 4\n")
+    (folder / "notes.txt").write_text("not a source")
+    rewrite(folder, solution_record(name="row_scale_mine", sources=[{"path": "kernel.py"}, {"path": "parts/tile.py"}]))
+    added = row_scale / "solutions" / "elementwise" / "row_scale" / "renamed"
+    assert cli("add-solution", folder, "--name", "renamed").code == 0
+    found = sorted(str(path.relative_to(added)) for path in added.rglob("*") if path.is_file())
+    assert found == ["kernel.py", "parts/tile.py", "solution.json"]
+
+
+BAD_OPTIONS = {
+    "unknown definition": (
+        ["-d", "row_scael", "-l", "triton"],
+        2,
+        "no definition 'row_scael'. Did you mean 'row_scale'?",
+    ),
+    "unknown language": (["-d", "row_scale", "-l", "tritn"], 2, "unknown language 'tritn'. Did you mean 'triton'?"),
+    "no definition": (["-l", "triton"], 2, "--definition is needed for a single file"),
+    "no language": (["-d", "row_scale"], 2, "--language is needed for a single file"),
+    "bad name": (["-d", "row_scale", "-l", "triton", "--name", "a/b"], 1, "name: String should match pattern"),
+    "duplicate name": (
+        ["-d", "row_scale", "-l", "python", "--name", "row_scale_stock"],
+        1,
+        "Choose another with --name",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "code", "message"), BAD_OPTIONS.values(), ids=BAD_OPTIONS.keys())
+def test_wrong_options_are_refused_and_nothing_is_written(options, code, message, cli, row_scale, source, snapshot):
+    before = snapshot(row_scale)
+    result = cli("add-solution", source, *options)
+    assert result.code == code
+    assert message in result.err
+    assert snapshot(row_scale) == before
+
+
+BAD_SOURCES = {
+    "no entry point": ("def go(x): pass\n", "entry_point 'run' is missing in 'fused.py', which defines go"),
+    "not Python": ("def run(x:\n", "source 'fused.py' is not valid Python"),
+    "too few arguments": ("def run(x, out): pass\n", "row_scale calls it with (x, weight, factor, out)"),
+    "too many arguments": ("def run(x, weight, factor, out, extra): pass\n", "calls it with (x, weight, factor, out)"),
+    "keyword without default": (
+        "def run(x, weight, factor, out, *, B): pass\n",
+        "keyword argument 'B' needs a default",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), BAD_SOURCES.values(), ids=BAD_SOURCES.keys())
+def test_a_source_that_cannot_be_called_is_refused(text, message, cli, row_scale, source, snapshot):
+    before = snapshot(row_scale)
+    source.write_text(text)
+    result = cli("add-solution", source, "-d", "row_scale", "-l", "triton")
+    assert result.code == 1
+    assert result.err.startswith(f"error: {source}: ")
+    assert message in result.err
+    assert snapshot(row_scale) == before
+
+
+BAD_RECORDS = {
+    "parent folder": ({"sources": [{"path": "../kernel.py"}]}, "source path '../kernel.py' must be relative"),
+    "absolute path": ({"sources": [{"path": "/etc/passwd"}]}, "source path '/etc/passwd' must be relative"),
+    "missing file": (
+        {"sources": [{"path": "kernel.py"}, {"path": "b.py"}]},
+        "'b.py' does not exist beside solution.json",
+    ),
+    "no source": ({"sources": []}, "sources: "),
+    "entry not a source": (
+        {"spec": {"entry_point": "other.py::run"}},
+        "entry_point file 'other.py' is not among the sources",
+    ),
+    "malformed entry": ({"spec": {"entry_point": "kernel.py"}}, "must read '<file>.py::<function>'"),
+    "unknown language": (
+        {"spec": {"language": "cuda"}},
+        "unknown language 'cuda'; known: python, triton, tilelang, cutile",
+    ),
+    "unknown target": ({"spec": {"target_hardware": ["sm_13"]}}, "unknown target 'sm_13'"),
+    "unknown key": ({"spec": {"warps": 4}}, "unknown key 'spec.warps'"),
+    "undeclared axis": ({"spec": {"constraints": ["K > 1"]}}, "'K'"),
+    "undeclared tensor": (
+        {"spec": {"layouts": {"y": "strided"}}},
+        "spec.layouts names 'y', which is no tensor of row_scale",
+    ),
+    "unknown tunable": ({"spec": {"tunables": {"BLOCK": [1]}}}, "does not accept the tunable 'BLOCK'"),
+    "unknown definition": ({"definition": "row_scael"}, "no definition 'row_scael'. Did you mean 'row_scale'?"),
+    "returns in triton": (
+        {"spec": {"language": "triton", "destination_passing_style": False}},
+        "must use destination passing",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_RECORDS.values(), ids=BAD_RECORDS.keys())
+def test_an_invalid_folder_is_refused_and_nothing_is_written(
+    changes, message, cli, row_scale, folder, solution_record, snapshot
+):
+    before = snapshot(row_scale)
+    rewrite(folder, solution_record(**{"name": "row_scale_mine", **changes}))
+    result = cli("add-solution", folder)
+    assert result.code in (1, 2)
+    assert message in result.err
+    assert snapshot(row_scale) == before
+
+
+def test_a_link_out_of_the_folder_is_refused(cli, row_scale, folder, tmp_path, snapshot):
+    before = snapshot(row_scale)
+    outside = tmp_path / "outside.py"
+    outside.write_text(RUN)
+    (folder / "kernel.py").unlink()
+    (folder / "kernel.py").symlink_to(outside)
+    result = cli("add-solution", folder)
+    assert result.code == 1
+    assert f"'kernel.py' is a link out of the folder ({outside})" in result.err
+    assert snapshot(row_scale) == before
+
+
+def test_a_folder_without_solution_json_is_refused(cli, row_scale, tmp_path):
+    result = cli("add-solution", tmp_path)
+    assert result.code == 1
+    assert f"{tmp_path / 'solution.json'}: cannot read this solution" in result.err
+
+
+def test_an_option_that_contradicts_the_folder_is_wrong_usage(cli, row_scale, folder):
+    result = cli("add-solution", folder, "-l", "triton")
+    assert result.code == 2
+    assert "says 'python'" in result.err
+
+
+def test_a_failing_write_leaves_nothing_behind(cli, row_scale, source, snapshot):
+    before = snapshot(row_scale)
+    target = row_scale / "solutions" / "elementwise" / "row_scale"
+    (target / "row_scale_triton_fused").write_text("a file where the folder should go")
+    result = cli("add-solution", source, "-d", "row_scale", "-l", "triton")
+    assert result.code == 1
+    assert "Nothing was added" in result.err
+    (target / "row_scale_triton_fused").unlink()
+    assert snapshot(row_scale) == before

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+BAD = {
+    "unknown key": ({"axis": {}}, "unknown key 'axis' (did you mean 'axes'?)"),
+    "missing axis": ({"axes": {"M": 4}}, "row_scale needs a size for axis 'N'"),
+    "unknown axis": ({"axes": {"M": 4, "N": 8, "K": 1}}, "row_scale has no axis 'K'; its axes are M, N"),
+    "negative axis": ({"axes": {"M": -4, "N": 8}}, "axis 'M' of row_scale must be a whole number >= 0, not -4"),
+    "fractional axis": ({"axes": {"M": 4.5, "N": 8}}, "axes.M: "),
+    "broken constraint": ({"axes": {"M": 4, "N": 0}}, "row_scale requires N >= 1, which M=4, N=0 breaks"),
+    "dtype outside the set": (
+        {"dtypes": {"T": "float16"}},
+        "dtype 'float16' is not in row_scale's set for 'T': float32, bfloat16",
+    ),
+    "unknown dtype": ({"dtypes": {"T": "half"}}, "dtypes.T: unknown dtype 'half'"),
+    "no dtype": ({"dtypes": {}}, "row_scale needs a dtype for 'T': one of float32, bfloat16"),
+    "no scalar": ({"inputs": {}}, "inputs.factor: row_scale needs a scalar value here"),
+    "scalar tensor": (
+        {"inputs": {"x": {"type": "scalar", "value": 1}}},
+        "inputs.x is a tensor of row_scale, not a scalar",
+    ),
+    "unknown input": ({"inputs": {"y": {"type": "random"}}}, "inputs.y: row_scale has no such input"),
+    "outside the dataset": (
+        {"inputs": {"x": {"type": "safetensors", "path": "../x", "tensor_key": "x"}}},
+        "safetensors path '../x' must be relative",
+    ),
+    "unknown layout": (
+        {"layouts": {"x": "padded"}},
+        "layout 'padded' must be 'contiguous' or 'strided(<stride>, ...)'",
+    ),
+    "wrong rank of strides": ({"layouts": {"x": "strided(1)"}}, "has 1 strides for 2 dimensions"),
+    "another content's uuid": ({"uuid": "6f0e6f5e-5a0c-5d0b-9a53-5b8f7f0f6c11"}, "leave the key out to fill it in"),
+    "unknown definition": ({"definition": "row_scael"}, "no definition 'row_scael'. Did you mean 'row_scale'?"),
+}
+
+
+@pytest.fixture
+def lines(tmp_path):
+    def write(*records):
+        path = tmp_path / "workloads.jsonl"
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD.values(), ids=BAD.keys())
+def test_one_wrong_line_refuses_the_whole_file(changes, message, cli, row_scale, workload_record, lines, snapshot):
+    before = snapshot(row_scale)
+    good = workload_record(axes={"M": 5, "N": 5})
+    file = lines(good, workload_record(**changes))
+    result = cli("add-workload", file)
+    assert result.code in (1, 2)
+    assert f"{file}:2: " in result.err
+    assert message in result.err
+    assert snapshot(row_scale) == before
+
+
+def test_new_workloads_are_appended_and_known_ones_left_alone(cli, row_scale, workload_record, lines):
+    file = lines(workload_record(), workload_record(axes={"M": 5, "N": 5}))
+    result = cli("add-workload", file)
+    path = row_scale / "workloads" / "elementwise" / "row_scale.jsonl"
+    assert (result.code, result.out) == (0, f"{path}\n")
+    assert "added 1 workloads, 1 exist already" in result.err
+    stored = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [record["axes"]["M"] for record in stored] == [4, 5]
+    assert all(record["uuid"] for record in stored)
+    assert len(cli("list", "--workloads", "--json").json()) == 2
+
+
+def test_one_object_over_several_lines_is_read(cli, row_scale, workload_record, tmp_path):
+    file = tmp_path / "one.json"
+    file.write_text(json.dumps(workload_record(axes={"M": 7, "N": 7}), indent=2))
+    assert cli("add-workload", file).code == 0
+
+
+def test_malformed_json_names_the_line(cli, row_scale, tmp_path):
+    file = tmp_path / "w.jsonl"
+    file.write_text('{"definition": "row_scale"\n')
+    result = cli("add-workload", file)
+    assert result.code == 1
+    assert f"{file}:1: not valid JSON" in result.err
+
+
+def test_an_empty_file_is_refused(cli, row_scale, tmp_path):
+    (tmp_path / "w.jsonl").touch()
+    assert "holds no workload" in cli("add-workload", tmp_path / "w.jsonl").err

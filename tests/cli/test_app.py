@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tilegym_db.cli.app import COMMANDS
+from tilegym_db.errors import NoSolutionError, NotFoundError, StoreError, TilegymDBError, UsageError
+
+EVERY_COMMAND = [name for panel in COMMANDS.values() for name in panel]
+
+
+def test_help_lists_every_command(cli):
+    result = cli("--help")
+    assert result.code == 0
+    assert [name for name in EVERY_COMMAND if name not in result.out] == []
+
+
+@pytest.mark.parametrize("name", EVERY_COMMAND)
+def test_every_command_explains_itself(name, cli):
+    result = cli(name, "--help")
+    assert result.code == 0
+    assert "Usage" in result.out
+
+
+def test_an_unknown_command_is_wrong_usage(cli):
+    result = cli("lsit")
+    assert result.code == 2
+    assert "lsit" in result.err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(StoreError, 1), (TilegymDBError, 1), (UsageError, 2), (NotFoundError, 2), (NoSolutionError, 3)]
+)
+def test_an_error_is_one_paragraph_on_stderr_and_its_own_exit_status(error, code, cli, monkeypatch):
+    def fail(*arguments: object, **keywords: object) -> None:
+        raise error("the disk is full. Free some space.")
+
+    monkeypatch.setattr("tilegym_db.catalog.Catalog.default", fail)
+    result = cli("list")
+    assert (result.code, result.out, result.err) == (code, "", "error: the disk is full. Free some space.\n")
+
+
+def test_an_interrupt_exits_130_without_a_traceback(home):
+    # Standard input that never ends keeps the command waiting until it is interrupted.
+    command = [sys.executable, "-m", "tilegym_db.cli.app", "sql", "-"]
+    environment = {**os.environ, "TILEGYM_DB_HOME": str(home)}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
+    ) as process:
+        time.sleep(1.5)
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        text = process.stderr.read()
+        assert process.wait(timeout=20) == 130
+    assert "Traceback" not in text

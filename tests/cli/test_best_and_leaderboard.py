@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+
+@pytest.fixture
+def measured(cli, journal_traces):
+    journal_traces(20.0, 10.0, 30.0)
+    assert cli("ingest").code == 0
+
+
+def test_best_is_the_fastest_verified_trace(cli, measured):
+    (row,) = cli("best", "--json").json()
+    assert (row["solution"], row["latency_us"], row["speedup"], row["gpu"]) == ("row_scale_stock", 10.0, 1.5, "h200")
+    result = cli("best", "row_scale", "--gpu", "h200")
+    assert result.code == 0
+    assert "T=float32" in result.out
+    assert "M=4,N=8" in result.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--gpu", "b200"], 3, "no verified solution for any definition on b200; GPUs with verified traces: h200"),
+        (["--op-type", "norm"], 3, "no verified solution for op_type norm"),
+        (["row_scal"], 2, "Did you mean 'row_scale'?"),
+        (["--gpu", "h300"], 2, "unknown GPU 'h300'. Did you mean 'h200'"),
+    ],
+)
+def test_best_says_what_there_is_instead(arguments, code, message, cli, measured):
+    result = cli("best", *arguments)
+    assert (result.code, result.out) == (code, "")
+    assert message in result.err
+
+
+def test_a_changed_source_is_no_longer_best(cli, measured, row_scale):
+    source = row_scale / "solutions/elementwise/row_scale/row_scale_stock/kernel.py"
+    source.write_text(source.read_text() + "# changed\n")
+    assert cli("best", "--json").code == 3
+    traces = cli("show", "row_scale_stock")
+    assert traces.out.count(" old") == 3
+
+
+def test_leaderboard_counts_shapes_and_wins(cli, measured):
+    (row,) = cli("leaderboard", "--json").json()
+    assert (row["solution"], row["shapes"], row["wins"]) == ("row_scale_stock", 1, 1)
+    assert row["geomean_speedup"] == pytest.approx(1.5)
+    assert "row_scale_stock" in cli("leaderboard", "row_scale", "--gpu", "h200").out
+    assert "nothing verified yet" in cli("leaderboard", "--gpu", "b200").err
+
+
+def test_ingest_is_idempotent_and_rebuilds(cli, journal_traces):
+    journal_traces(1.0, 2.0)
+    assert cli("ingest").code == 0
+    assert cli("ingest", "--json").json()["added"] == 0
+    assert cli("sql", "SELECT count(*) AS n FROM traces", "--csv").out == "n\n2\n"
+    assert cli("ingest", "--rebuild").code == 0
+    assert cli("sql", "SELECT count(*) AS n FROM traces", "--csv").out == "n\n2\n"
+
+
+def test_ingest_names_each_line_that_is_no_trace(cli, journal_traces, home):
+    journal_traces(1.0)
+    journal = home / "runs" / "run-1.jsonl"
+    journal.write_text(journal.read_text() + '{"trace_id": 1}\n')
+    result = cli("ingest", journal)
+    assert result.code == 1
+    assert f"{journal}:2: " in result.err
+    assert cli("sql", "SELECT count(*) AS n FROM traces", "--csv").out == "n\n1\n"
+
+
+def test_ingest_takes_files_or_rebuilds(cli, journal_traces, home):
+    journal_traces(1.0)
+    assert cli("ingest", home / "runs" / "run-1.jsonl", "--rebuild").code == 2
+
+
+def test_publish_writes_traces_and_the_resolver_table(cli, measured, row_scale):
+    result = cli("publish", "--gpu", "h200")
+    assert result.code == 0
+    folder = row_scale / "traces" / "h200"
+    assert set(result.out.split()) == {str(folder / "resolver.json"), str(folder / "elementwise" / "row_scale.jsonl")}
+    table = json.loads((folder / "resolver.json").read_text())
+    assert table["entries"][0]["candidates"][0]["latency_us"] == 10.0
+    assert cli("publish", "--gpu", "h200").out == ""
+
+
+def test_publish_refuses_a_gpu_without_verified_traces(cli, measured):
+    result = cli("publish", "--gpu", "b200")
+    assert result.code == 2
+    assert "no verified trace on 'b200' (GPUs with one: h200)" in result.err

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import pytest
+
+GOOD = """import triton
+import triton.language as tl
+
+
+@triton.jit
+def scale_row(x, weight, factor, out, N: tl.constexpr, BLOCK: tl.constexpr):
+    columns = tl.arange(0, BLOCK)
+    inside = columns < N
+    row = tl.program_id(0).to(tl.int64) * N
+    value = tl.load(x + row + columns, mask=inside) * tl.load(weight + columns, mask=inside) * factor
+    tl.store(out + row + columns, value, mask=inside)
+
+
+def run(x, weight, factor, out):
+    rows, width = x.shape
+    scale_row[(rows,)](x, weight, factor, out, width, triton.next_power_of_2(width))
+"""
+BROKEN = GOOD.replace("columns < N", "columns < N_MISSPELT")
+
+
+@pytest.fixture
+def add(cli, row_scale, tmp_path):
+    def add_source(text: str) -> None:
+        path = tmp_path / "row.py"
+        path.write_text(text)
+        assert cli("add-solution", path, "-d", "row_scale", "-l", "triton", "--name", "mine").code == 0
+
+    return add_source
+
+
+def test_a_kernel_compiles_for_gpus_that_are_not_here(cli, add):
+    add(GOOD)
+    result = cli("compile", "--target", "sm_90a", "--target", "sm_80", "--json")
+    assert result.code == 0
+    outcomes = result.json()
+    assert [(item["target"], item["status"]) for item in outcomes] == [("sm_80", "compiled"), ("sm_90", "compiled")]
+    assert all(kernel["bytes"] > 0 for item in outcomes for kernel in item["kernels"])
+    assert "1/1" in cli("compile", "mine").out
+
+
+def test_a_kernel_that_does_not_compile_is_a_finding_with_the_compilers_words(cli, add):
+    add(BROKEN)
+    result = cli("compile", "row_scale")
+    assert result.code == 1
+    assert "0/1" in result.out
+    assert "N_MISSPELT" in result.out
+    assert "1 of 1 failed" in result.err
+
+
+def test_a_missing_toolchain_names_the_extra_to_install(cli, add, monkeypatch):
+    from tilegym_db.backends import toolchains
+
+    add(GOOD)
+    monkeypatch.setattr(toolchains, "_is_installed", lambda package: package != "triton")
+    result = cli("compile", "mine")
+    assert result.code == 1
+    assert "toolchain-missing" in result.out
+    assert "pip install 'tilegym-db[triton]'" in result.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["mien"], "Did you mean 'mine'"),
+        (["--target", "sm_70"], "unknown compile target 'sm_70'"),
+        (["--language", "tritom"], "unknown language 'tritom'. Did you mean 'triton'"),
+        (["--language", "cutile"], "no tile solution matches"),
+        (["--workload", "stage:nowhere"], "mine has no workload that it declares to support"),
+        (["row_scale_stock"], "no tile solution matches"),
+    ],
+)
+def test_a_selection_of_nothing_is_wrong_usage(arguments, message, cli, add):
+    add(GOOD)
+    result = cli("compile", *arguments)
+    assert result.code == 2
+    assert message in result.err

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+
+def test_list_has_one_row_per_definition(cli, row_scale):
+    (row,) = cli("list", "--json").json()
+    assert row["definition"] == "row_scale"
+    assert (row["status"], row["languages"], row["solutions"], row["workloads"]) == ("verified", ["python"], 1, 1)
+
+
+def test_list_prints_a_table_that_no_narrow_terminal_folds(cli, row_scale):
+    result = cli("list")
+    assert any(
+        "row_scale" in line and "Every row times a weight and a factor." in line for line in result.out.splitlines()
+    )
+    assert "1 listed" in result.err
+
+
+def test_list_filters_by_family_and_status(cli, row_scale):
+    assert len(cli("list", "--op-type", "elementwise", "--status", "verified", "--json").json()) == 1
+    result = cli("list", "--op-type", "norm")
+    assert (result.code, result.err) == (2, "error: no op_type 'norm'; there are elementwise.\n")
+    assert "there are verified" in cli("list", "--status", "open").err
+
+
+def test_list_of_solutions_and_workloads(cli, row_scale):
+    (solution,) = cli("list", "--solutions", "--json").json()
+    assert (solution["solution"], solution["role"], solution["targets"]) == ("row_scale_stock", "baseline", [])
+    (workload,) = cli("list", "--workloads", "--json").json()
+    assert (workload["axes"], workload["dtypes"], workload["tags"]) == ("M=4,N=8", ["float32"], ["tiny"])
+    assert cli("list", "--workloads", "--solutions").code == 2
+
+
+def test_an_empty_catalog_lists_nothing(cli, checkout):
+    result = cli("list")
+    assert (result.code, result.out, result.err) == (0, "", "nothing matches.\n")
+
+
+def test_show_a_definition(cli, row_scale):
+    result = cli("show", "row_scale")
+    assert result.code == 0
+    assert "x[M, N] T, weight[N] T, factor float32" in result.out
+    assert "return (x.float() * weight.float() * factor).to(x.dtype)" in result.out
+    assert "row_scale_stock" in result.out
+    content = cli("show", "row_scale", "--json").json()
+    assert content["definition"]["name"] == "row_scale"
+    assert content["solutions"][0]["solution"] == "row_scale_stock"
+    assert content["leaderboard"] == []
+
+
+def test_show_a_solution(cli, row_scale):
+    result = cli("show", "row_scale_stock")
+    assert "row_scale_stock for row_scale: python, baseline, by tests" in result.out
+    assert "def run(x, weight, factor, out" in result.out
+    assert "no traces yet" in result.err
+    content = cli("show", "row_scale_stock", "--json").json()
+    assert content["sources"].keys() == {"kernel.py"}
+    assert content["traces"] == []
+
+
+def test_show_suggests_the_nearest_names(cli, row_scale):
+    result = cli("show", "row_scal")
+    assert result.code == 2
+    assert "'row_scal' is no definition and no solution. Did you mean 'row_scale'" in result.err
+
+
+def test_a_record_in_the_wrong_place_is_named(cli, row_scale):
+    (row_scale / "definitions" / "norm").mkdir()
+    (row_scale / "definitions" / "elementwise" / "row_scale.json").rename(
+        row_scale / "definitions" / "norm" / "row_scale.json"
+    )
+    result = cli("list")
+    assert result.code == 1
+    assert "this record belongs at definitions/elementwise/row_scale.json" in result.err

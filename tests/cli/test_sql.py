@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import pytest
+
+QUERY = "SELECT name, op_type, 1 AS name FROM definitions"
+
+
+def test_a_fresh_store_answers_as_a_table(cli, row_scale):
+    result = cli("sql", "SELECT definition, axes_key FROM workloads")
+    assert result.code == 0
+    assert "row_scale    M=4,N=8" in result.out
+    assert result.err == "1 row\n"
+
+
+def test_json_keeps_columns_of_the_same_name_apart(cli, row_scale):
+    assert cli("sql", QUERY, "--json").json() == [{"name": "row_scale", "op_type": "elementwise", "name_2": 1}]
+
+
+def test_csv_has_a_header(cli, row_scale):
+    assert cli("sql", QUERY, "--csv").out == "name,op_type,name\nrow_scale,elementwise,1\n"
+
+
+def test_a_statement_is_read_from_standard_input(cli, row_scale):
+    assert cli("sql", "-", "--csv", stdin="SELECT 42 AS answer").out == "answer\n42\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("DROP TABLE meta", "sql only reads"),
+        ("SELECT 1; SELECT 2", "2 statements"),
+        ("", "no statement"),
+        ("SELEC 1", "syntax error"),
+        ("SELECT * FROM tracs", "Views: definitions"),
+        ("COPY definitions TO 'out.csv'", "sql only reads"),
+        ("SELECT * FROM read_csv('/etc/passwd')", "reads the database and no files"),
+    ],
+)
+def test_anything_but_one_read_is_wrong_usage(text, message, cli, row_scale):
+    result = cli("sql", text)
+    assert (result.code, result.out) == (2, "")
+    assert message in result.err
+
+
+def test_two_formats_are_one_too_many(cli, row_scale):
+    assert cli("sql", QUERY, "--json", "--csv").code == 2

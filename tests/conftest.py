@@ -1,0 +1,140 @@
+"""What every test shares: a home folder of its own, a catalog of its own where it writes, and one small operator."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HAS_GPU = os.path.exists("/dev/nvidiactl")
+
+DEFINITION: dict[str, Any] = {
+    "schema_version": 1,
+    "name": "row_scale",
+    "version": "1.0.0",
+    "op_type": "elementwise",
+    "description": "Every row times a weight and a factor.",
+    "tags": ["status:verified"],
+    "dtypes": {"T": ["float32", "bfloat16"]},
+    "axes": {"M": {"type": "var"}, "N": {"type": "var"}},
+    "inputs": {
+        "x": {"shape": ["M", "N"], "dtype": "T"},
+        "weight": {"shape": ["N"], "dtype": "T"},
+        "factor": {"shape": None, "dtype": "float32"},
+    },
+    "outputs": {"out": {"shape": ["M", "N"], "dtype": "T"}},
+    "constraints": ["N >= 1"],
+    "cost": {"flops": "2 * M * N", "bytes": "(2 * M * N + N) * sizeof(T)"},
+    "reference": "# Source: https://example.org/row_scale.py#L1-L2\n"
+    "def run(x, weight, factor):\n    return (x.float() * weight.float() * factor).to(x.dtype)\n",
+}
+KERNEL = "def run(x, weight, factor, out):\n    out.copy_((x.float() * weight.float() * factor).to(x.dtype))\n"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if HAS_GPU:
+        return
+    needing = [item for item in items if item.get_closest_marker("gpu")]
+    if needing:
+        config.hook.pytest_deselected(items=needing)
+        items[:] = [item for item in items if item not in needing]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home folder of its own for every test, not yet created."""
+    folder = tmp_path / "home"
+    monkeypatch.setenv("TILEGYM_DB_HOME", str(folder))
+    return folder
+
+
+@pytest.fixture
+def definition_record() -> Callable[..., dict[str, Any]]:
+    """Make the small operator's record with changes: ``definition_record(version="2.0.0")``; None removes a key."""
+
+    def make(**changes: Any) -> dict[str, Any]:
+        record = {**copy.deepcopy(DEFINITION), **changes}
+        return {key: value for key, value in record.items() if value is not None}
+
+    return make
+
+
+@pytest.fixture
+def solution_record() -> Callable[..., dict[str, Any]]:
+    """Make a Solution's record of the small operator with changes; ``spec`` is merged into the default one."""
+
+    def make(*, spec: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+        return {
+            "name": "row_scale_stock",
+            "definition": "row_scale",
+            "author": "tests",
+            "spec": {"language": "python", "entry_point": "kernel.py::run", **(spec or {})},
+            "sources": [{"path": "kernel.py"}],
+            **changes,
+        }
+
+    return make
+
+
+@pytest.fixture
+def workload_record() -> Callable[..., dict[str, Any]]:
+    """Make a Workload's record of the small operator with changes."""
+
+    def make(**changes: Any) -> dict[str, Any]:
+        return {
+            "definition": "row_scale",
+            "axes": {"M": 4, "N": 8},
+            "dtypes": {"T": "float32"},
+            "inputs": {"factor": {"type": "scalar", "value": 0.5}},
+            "tags": ["tiny"],
+            **changes,
+        }
+
+    return make
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty, writable checkout in place of the shipped catalog."""
+    root = tmp_path / "checkout"
+    for folder in ("definitions", "solutions", "workloads", "traces"):
+        (root / folder).mkdir(parents=True)
+    (root / "pyproject.toml").touch()
+    for module in ("tilegym_db.paths", "tilegym_db.catalog", "tilegym_db.store.publish", "tilegym_db.resolver.table"):
+        monkeypatch.setattr(f"{module}.shipped_root", lambda: root)
+    return root
+
+
+@pytest.fixture
+def row_scale(
+    checkout: Path,
+    definition_record: Callable[..., dict[str, Any]],
+    solution_record: Callable[..., dict[str, Any]],
+    workload_record: Callable[..., dict[str, Any]],
+) -> Path:
+    """The empty checkout with the small operator in it: definition, stock solution, one workload, and the lock."""
+    from tilegym_db.catalog import Catalog
+    from tilegym_db.records import Definition, Solution, Workload
+
+    Catalog.default().add_definition(Definition.from_dict(definition_record()))
+    spec = {"provides": "stock", "role": "baseline"}
+    Catalog.default().add_solution(Solution.from_dict(solution_record(spec=spec)), {"kernel.py": KERNEL.encode()})
+    Catalog.default().add_workloads([Workload.from_dict(workload_record())])
+    return checkout
+
+
+@pytest.fixture
+def write_json(tmp_path: Path) -> Callable[..., Path]:
+    """Write a value as a JSON file and return its path."""
+
+    def write(value: Any, name: str = "record.json") -> Path:
+        path = tmp_path / name
+        path.write_text(json.dumps(value))
+        return path
+
+    return write

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilegym_db.errors import RecordError
+from tilegym_db.records.expressions import evaluate, evaluate_bool, evaluate_int, names_in, parse_expression
+
+AXES = {"M": 7, "N": 4096, "K": 3}
+
+names = st.sampled_from(list(AXES))
+leaves = st.one_of(st.integers(0, 1000).map(str), names)
+
+
+def grow(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    binary = st.tuples(
+        inner, st.sampled_from(["+", "-", "*", "//", "%", "<", "<=", "==", "!=", ">", ">=", "and", "or"]), inner
+    )
+    return st.one_of(
+        binary.map(lambda parts: f"({parts[0]} {parts[1]} {parts[2]})"),
+        inner.map(lambda part: f"(-{part})"),
+        inner.map(lambda part: f"(not {part})"),
+        st.tuples(inner, inner).map(lambda pair: f"min({pair[0]}, {pair[1]})"),
+        st.tuples(inner, inner).map(lambda pair: f"max({pair[0]}, {pair[1]})"),
+    )
+
+
+expressions = st.recursive(leaves, grow, max_leaves=8).filter(lambda text: len(text) <= 400)
+
+
+def pythons_answer(text: str) -> object:
+    """The value that Python gives; the texts are made above, of nothing but arithmetic."""
+    return eval(text, {"__builtins__": {}, "min": min, "max": max}, dict(AXES))
+
+
+@given(expressions)
+def test_arithmetic_means_what_it_means_in_python(text):
+    try:
+        expected = pythons_answer(text)
+    except ZeroDivisionError:
+        with pytest.raises(RecordError, match="divides by zero"):
+            evaluate(text, AXES)
+    else:
+        found = evaluate(text, AXES)
+        # 'and' and 'or' give a truth value here, one of the operands in Python.
+        assert bool(found) == bool(expected) if " and " in text or " or " in text else found == expected
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_either_arithmetic_or_refused(text):
+    try:
+        parse_expression(text)
+    except RecordError:
+        return
+    for call in (lambda: evaluate(text, AXES), lambda: names_in(text)):
+        with contextlib.suppress(RecordError):
+            call()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "__import__('os').system('true')",
+        "().__class__",
+        "M.real",
+        "M[0]",
+        "[M]",
+        "lambda: 1",
+        "M if N else K",
+        "f'{M}'",
+        "'text'",
+        "None",
+        "1j",
+        "M := 3",
+        "min(M)",
+        "ceil_div(M)",
+        "ceil_div(M, N, K)",
+        "abs(M)",
+        "min(*M, N)",
+        "min(M, N, key=K)",
+        "sizeof(M + 1)",
+        "M in N",
+        "M is N",
+        "M @ N",
+        "M << 60",
+        "~M",
+        "",
+        "M +",
+        "M; N",
+        "(" * 300,
+    ],
+)
+def test_whatever_is_not_arithmetic_is_refused(text):
+    with pytest.raises(RecordError, match="is not arithmetic over axes"):
+        parse_expression(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("ceil_div(N, 128)", 32),
+        ("ceil_div(M, 2)", 4),
+        ("2 * M * N * sizeof(T)", 2 * 7 * 4096 * 2),
+        ("N * sizeof(float4_e2m1)", 2048),
+        ("2 <= K < 4", True),
+        ("2 <= K < 3", False),
+        ("K % 2 == 0 or K == 3", True),
+        ("N / 8192", 0.5),
+        ("M ** 2", 49),
+    ],
+)
+def test_the_forms_that_records_use(text, value):
+    assert evaluate(text, AXES, {"T": "bfloat16"}) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("10 ** 10 ** 10", "out of range"),
+        ("(" + " * ".join(["N"] * 40) + ")", "out of range"),
+        ("1e999", "out of range"),
+        ("1e999 - 1e999", "out of range"),
+        ("M // (K - 3)", "divides by zero at K=3, M=7, N=4096"),
+        ("H", "uses the axis 'H', which has no value"),
+        ("sizeof(U)", r"uses sizeof\(U\), which has no value"),
+        ("M " + "+ M " * 200, "too long"),
+    ],
+)
+def test_what_has_no_value_names_the_text_and_the_sizes(text, message):
+    with pytest.raises(RecordError, match=message):
+        evaluate(text, AXES)
+
+
+def test_a_shape_must_be_a_whole_number():
+    assert evaluate_int("N // 128", AXES) == 32
+    assert evaluate_int(5, AXES) == 5
+    with pytest.raises(RecordError, match=r"must be a whole number but is 3\.5"):
+        evaluate_int("M / 2", AXES)
+
+
+def test_names_are_split_into_axes_and_dtype_variables():
+    assert names_in("ceil_div(M, N) * sizeof(T) + sizeof(float32)") == ({"M", "N"}, {"T"})
+    assert evaluate_bool("M", AXES) is True

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilegym_db.errors import HardwareError, RecordError
+from tilegym_db.records import Definition, Workload, axes_key
+from tilegym_db.records.hardware import GPU_SLUGS, gpu_family, gpu_slug, normalise_target, parse_gpu, same_gpu
+from tilegym_db.records.layouts import accepts, contiguous_strides, layout_class, layout_strides
+
+
+@pytest.fixture
+def make(workload_record):
+    return lambda **changes: Workload.from_dict(workload_record(**changes), "w.jsonl:1")
+
+
+def test_the_uuid_is_that_of_the_content_whatever_the_tags(make):
+    workload = make()
+    assert make(tags=["other"]).uuid == workload.uuid
+    assert make(uuid=workload.uuid) == workload
+    assert make(axes={"N": 8, "M": 4}).uuid == workload.uuid
+    assert make(axes={"M": 4, "N": 9}).uuid != workload.uuid
+    assert make(layouts={"x": "strided(2 * N, 1)"}).uuid != workload.uuid
+
+
+def test_layout_classes_are_those_of_the_strides(make, definition_record):
+    definition = Definition.from_dict(definition_record())
+    assert make().layout_classes(definition) == {}
+    assert make(layouts={"x": "strided(N, 1)"}).layout_classes(definition) == {}
+    assert make(layouts={"x": "strided(2 * N, 1)"}).layout_classes(definition) == {"x": "row_contiguous"}
+    assert make(layouts={"x": "strided(1, M)"}).layout_classes(definition) == {"x": "strided"}
+    with pytest.raises(RecordError, match="negative stride"):
+        make(layouts={"x": "strided(N - 100, 1)"}).check_against(definition)
+
+
+def test_axes_are_spelled_in_one_way():
+    assert axes_key({"N": 4096, "M": 1}) == "M=1,N=4096"
+
+
+@given(st.lists(st.integers(0, 6), max_size=4))
+def test_contiguous_strides_are_contiguous(shape):
+    assert layout_class(shape, contiguous_strides(shape)) == "contiguous"
+
+
+def test_strides_may_hold_commas_inside_calls():
+    assert layout_strides("strided(max(M, N), 1)", (4, 8), {"M": 4, "N": 8}) == (8, 1)
+
+
+def test_a_wider_class_accepts_a_narrower_one():
+    assert accepts("strided", "contiguous")
+    assert not accepts("contiguous", "row_contiguous")
+
+
+@pytest.mark.parametrize(
+    ("driver", "slug"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA A100-SXM4-80GB", "a100-sxm"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GeForce GTX 1080 Ti", "geforce-gtx-1080-ti"),
+    ],
+)
+def test_the_drivers_name_decides_the_slug(driver, slug):
+    assert gpu_slug(driver) == slug
+
+
+def test_a_family_covers_its_members_and_a_slug_only_itself():
+    assert same_gpu("h100", "h100-sxm")
+    assert not same_gpu("h100-sxm", "h100-pcie")
+    assert not same_gpu("h200", "h200-nvl")
+    assert all(same_gpu(slug, slug) for slug in GPU_SLUGS)
+    assert gpu_family("rtx-pro-6000") == "rtx-pro-6000"
+
+
+def test_an_unknown_gpu_or_target_lists_the_known_ones():
+    assert parse_gpu(" H100 ") == "h100"
+    with pytest.raises(HardwareError, match=r"unknown GPU 'h1000'\. Did you mean 'h100'"):
+        parse_gpu("h1000")
+    assert [normalise_target(text) for text in ("sm_90", "sm_90a", "90", "SM_120f")] == [
+        "sm_90",
+        "sm_90",
+        "sm_90",
+        "sm_120",
+    ]
+    with pytest.raises(HardwareError, match="unknown compile target 'sm_70'; known: sm_80"):
+        normalise_target("sm_70")

@@ -1,0 +1,237 @@
+"""What is picked, and the reason for everything that is not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tilegym_db.errors import UsageError
+from tilegym_db.resolver import Decision, Request, decide, load_table, make_request
+
+
+def ask(shop: Any, *, definition: str = "scale_rows", axes: dict[str, int] | None = None, **changes: Any) -> Request:
+    if definition == "scale_rows":
+        changes = {"dtypes": {"T": "bfloat16"}, **changes}
+    return make_request(shop.definition(definition), axes=axes or {"M": 4, "N": 8}, **{"gpu": "h200", **changes})
+
+
+def decide_in(shop: Any, request: Request) -> Decision:
+    solutions = {files.name: files for files in shop.catalog.solutions_for(request.definition.name)}
+    return decide(request, load_table(request.gpu), solutions)
+
+
+def reasons(decision: Decision) -> dict[str, str]:
+    return {str(candidate): reason for candidate, reason in decision.rejected}
+
+
+def publish(shop: Any, candidates: Sequence[dict[str, Any]], **changes: Any) -> None:
+    shop.publish([shop.entry("scale_rows", {"M": 4, "N": 8}, list(candidates), **changes)], gpu="h200")
+
+
+@pytest.fixture
+def rival(shop: Any, kernel: Any) -> Any:
+    return shop.add("scale_rows", "scale_rows_rival", "def run(x, weight, eps, out):\n    out.copy_(x)\n")
+
+
+def test_the_fastest_verified_solution_at_the_exact_axes_is_picked(shop: Any, kernel: Any, rival: Any) -> None:
+    publish(shop, [shop.candidate(kernel, 9.0, config={"BIAS": 1}), shop.candidate(rival, 10.0)])
+    decision = decide_in(shop, ask(shop))
+    assert decision.solution is not None
+    assert (decision.solution.name, decision.config) == ("scale_rows_kernel", {"BIAS": 1})
+    assert (decision.evidence.source, decision.evidence.axes) == ("exact", {"M": 4, "N": 8})
+    assert reasons(decision) == {"scale_rows_rival": "slower: 10.00 us against 9.00 us of scale_rows_kernel[BIAS=1]"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"solution_digest": "0" * 64}, "digest differs from the catalog's source: verified 000000000000"),
+        ({"tier": "interpreter"}, "tier interpreter: not a verified measurement"),
+        ({"speedup_ci_low": 1.02}, "not faster than stock by more than noise: speedup 1.50x, CI low 1.020 <= 1.02"),
+        ({"speedup": 0.8, "speedup_ci_low": 0.79}, "slower than stock: speedup 0.80x"),
+        ({"speedup": None, "speedup_ci_low": None}, "not compared with the stock code"),
+    ],
+)
+def test_a_candidate_is_rejected_for(shop: Any, kernel: Any, changes: dict[str, Any], reason: str) -> None:
+    publish(shop, [shop.candidate(kernel, **changes)])
+    decision = decide_in(shop, ask(shop))
+    assert decision.solution is None
+    assert decision.evidence.source == "stock"
+    assert reason in reasons(decision)["scale_rows_kernel"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "request_changes", "reason"),
+    [
+        ({"constraints": ["N >= 16"]}, {}, "its constraint N >= 16 excludes this shape"),
+        ({"dtypes": {"T": ["float32"]}}, {}, "dtype T=bfloat16 is not among float32"),
+        ({"language": "triton", "target_hardware": ["sm_100"]}, {}, "it is not declared for sm_90"),
+        ({"role": "baseline", "provides": "library"}, {}, "role baseline (library): measured to compare with"),
+        ({}, {"mode": "training"}, "mode training: it has no verified backward"),
+        ({}, {"unavailable": {"python": "not installed: pip install it"}}, "not installed: pip install it"),
+    ],
+)
+def test_a_solution_is_rejected_for(
+    shop: Any, spec: dict[str, Any], request_changes: dict[str, Any], reason: str
+) -> None:
+    files = shop.add("scale_rows", "special", "def run(x, weight, eps, out):\n    pass\n", **spec)
+    publish(shop, [shop.candidate(files)])
+    decision = decide_in(shop, ask(shop, **request_changes))
+    assert decision.solution is None
+    assert reason in reasons(decision)["special"]
+
+
+def test_a_layout_the_solution_does_not_read_is_a_reason(shop: Any, kernel: Any) -> None:
+    publish(shop, [shop.candidate(kernel)], layouts={"x": "row_contiguous"})
+    decision = decide_in(shop, ask(shop, layouts={"x": "row_contiguous"}))
+    assert reasons(decision)["scale_rows_kernel"] == "it reads x as contiguous, not row_contiguous"
+
+
+def test_another_layout_than_measured_is_outside_the_envelope(shop: Any) -> None:
+    files = shop.add("scale_rows", "any", "def run(x, weight, eps, out):\n    pass\n", layouts={"x": "strided"})
+    publish(shop, [shop.candidate(files)])
+    assert decide_in(shop, ask(shop)).solution is not None
+    decision = decide_in(shop, ask(shop, layouts={"x": "strided"}))
+    assert decision.solution is None
+    assert decision.evidence.reason == "scale_rows was not measured on h200 with these layouts (x strided)"
+
+
+def test_a_solution_without_a_measurement_is_reported(shop: Any, kernel: Any, rival: Any) -> None:
+    publish(shop, [shop.candidate(kernel)])
+    assert "not in the table" in reasons(decide_in(shop, ask(shop)))["scale_rows_rival"]
+
+
+def test_a_candidate_whose_solution_is_gone_is_reported(shop: Any, kernel: Any) -> None:
+    publish(shop, [shop.candidate(kernel, solution="gone")])
+    assert reasons(decide_in(shop, ask(shop)))["gone"] == "it is not in the catalog any more"
+
+
+@pytest.mark.parametrize(
+    ("request_changes", "entry_changes", "reason"),
+    [
+        ({"gpu": "b200"}, {}, "nothing is published for b200"),
+        ({"dtypes": {"T": "float32"}}, {}, "not measured on h200 with T=float32 (measured: T=bfloat16)"),
+        ({"definition": "add_into", "axes": {"M": 4}}, {}, "add_into was not measured on h200"),
+        ({}, {"definition_digest": "0"}, "measured on h200 under another meaning than version 1.0.0"),
+    ],
+)
+def test_without_an_entry_stock_runs_and_the_reason_says_why(
+    shop: Any, kernel: Any, request_changes: dict[str, Any], entry_changes: dict[str, Any], reason: str
+) -> None:
+    publish(shop, [shop.candidate(kernel)], **entry_changes)
+    decision = decide_in(shop, ask(shop, **request_changes))
+    assert decision.solution is None
+    assert reason in decision.evidence.reason
+    assert all(why == decision.evidence.reason for why in reasons(decision).values())
+
+
+def publish_range(shop: Any, kernel: Any, rival: Any, **changes: Any) -> None:
+    """The rival wins at M=1, the kernel at M=1024."""
+    fast, slow = {"latency_us": 5.0, "ci_high_us": 5.01, **changes}, {"latency_us": 9.0, "ci_low_us": 8.9, **changes}
+    entries = [
+        shop.entry("scale_rows", {"M": m, "N": 8}, [shop.candidate(one, **fast), shop.candidate(two, **slow)])
+        for m, one, two in ((1, rival, kernel), (1024, kernel, rival))
+    ]
+    shop.publish(entries, gpu="h200")
+
+
+@pytest.mark.parametrize(
+    ("m", "winner"), [(2, "scale_rows_rival"), (31, "scale_rows_rival"), (33, "scale_rows_kernel")]
+)
+def test_between_measured_points_the_nearest_in_log_space_decides(
+    shop: Any, kernel: Any, rival: Any, m: int, winner: str
+) -> None:
+    publish_range(shop, kernel, rival)
+    decision = decide_in(shop, ask(shop, axes={"M": m, "N": 8}))
+    assert decision.solution is not None
+    assert (decision.solution.name, decision.evidence.source) == (winner, "nearest")
+
+
+@pytest.mark.parametrize("axes", [{"M": 2048, "N": 8}, {"M": 0, "N": 8}, {"M": 64, "N": 9}])
+def test_outside_the_measured_range_stock_runs(shop: Any, kernel: Any, rival: Any, axes: dict[str, int]) -> None:
+    publish_range(shop, kernel, rival)
+    decision = decide_in(shop, ask(shop, axes=axes))
+    assert decision.solution is None
+    assert "outside the measured range" in decision.evidence.reason
+
+
+def test_another_shape_than_the_measured_one_needs_an_envelope(shop: Any, kernel: Any, rival: Any) -> None:
+    publish_range(shop, kernel, rival, envelope_cases=None)
+    assert decide_in(shop, ask(shop, axes={"M": 1, "N": 8})).solution is not None
+    decision = decide_in(shop, ask(shop, axes={"M": 2, "N": 8}))
+    assert decision.solution is None
+    assert "without an envelope" in reasons(decision)["scale_rows_kernel"]
+
+
+def test_a_request_is_judged_at_its_own_axes_not_at_the_measured_ones(shop: Any) -> None:
+    files = shop.add("scale_rows", "even", "def run(x, weight, eps, out):\n    pass\n", constraints=["M % 2 == 0"])
+    shop.publish([shop.entry("scale_rows", {"M": m, "N": 8}, [shop.candidate(files)]) for m in (2, 64)], gpu="h200")
+    assert decide_in(shop, ask(shop, axes={"M": 4, "N": 8})).solution is not None
+    assert decide_in(shop, ask(shop, axes={"M": 5, "N": 8})).solution is None
+
+
+def test_a_tie_inside_noise_goes_to_the_incumbent(shop: Any, kernel: Any, rival: Any) -> None:
+    publish(shop, [shop.candidate(kernel, 10.0), shop.candidate(rival, 10.05)])
+    picked = decide_in(shop, ask(shop)).solution
+    assert picked is not None
+    assert picked.name == "scale_rows_kernel"
+    decision = decide_in(shop, ask(shop, incumbent="scale_rows_rival"))
+    assert decision.solution is not None
+    assert decision.solution.name == "scale_rows_rival"
+    assert "inside noise of the incumbent" in reasons(decision)["scale_rows_kernel"]
+
+
+def test_an_incumbent_slower_than_noise_loses(shop: Any, kernel: Any, rival: Any) -> None:
+    publish(shop, [shop.candidate(kernel, 10.0), shop.candidate(rival, 10.5)])
+    decision = decide_in(shop, ask(shop, incumbent="scale_rows_rival"))
+    assert decision.solution is not None
+    assert decision.solution.name == "scale_rows_kernel"
+
+
+def test_a_continuous_scalar_need_not_match_but_the_equal_one_is_preferred(shop: Any, kernel: Any, rival: Any) -> None:
+    shop.publish(
+        [
+            shop.entry("scale_rows", {"M": 4, "N": 8}, [shop.candidate(files)], scalars={"eps": eps})
+            for files, eps in ((kernel, 1e-5), (rival, 1e-6))
+        ],
+        gpu="h200",
+    )
+    chosen = {eps: decide_in(shop, ask(shop, scalars={"eps": eps})).solution for eps in (1e-5, 1e-6, 0.5)}
+    assert {eps: files.name for eps, files in chosen.items() if files} == {
+        1e-5: "scale_rows_kernel",
+        1e-6: "scale_rows_rival",
+        0.5: "scale_rows_kernel",
+    }
+
+
+def test_a_scalar_that_selects_code_must_match(shop: Any) -> None:
+    files = shop.add("halves", "halves_kernel", "def run(x, swap, out):\n    pass\n")
+    shop.publish([shop.entry("halves", {"M": 4, "I": 8}, [shop.candidate(files)], scalars={"swap": True})], gpu="h200")
+    request = ask(shop, definition="halves", axes={"M": 4, "I": 8}, scalars={"swap": True})
+    assert decide_in(shop, request).solution is not None
+    decision = decide_in(shop, replace(request, scalars={"swap": False}))
+    assert decision.solution is None
+    assert "code-selecting scalars" in decision.evidence.reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"axes": {"M": 4}}, "scale_rows needs a size for axis 'N'"),
+        ({"axes": {"M": -4, "N": 8}}, "axis 'M' of scale_rows must be a whole number >= 0, not -4"),
+        ({"axes": {"M": 4, "N": 8, "K": 1}}, "scale_rows has no axis 'K'"),
+        ({"dtypes": {}}, "needs a dtype for 'T'"),
+        ({"dtypes": {"T": "int8"}}, "dtype 'int8' is not in scale_rows's set"),
+        ({"layouts": {"y": "strided"}}, "scale_rows has no tensor 'y'"),
+        ({"layouts": {"x": "diagonal"}}, "layout of 'x' must be one of contiguous"),
+        ({"scalars": {"epz": 1.0}}, "scale_rows has no scalar 'epz' .*did you mean 'eps'"),
+        ({"mode": "serving"}, "mode must be inference or training"),
+        ({"definition": "halves", "axes": {"M": 1, "I": 1}}, "halves needs the scalar 'swap'"),
+    ],
+)
+def test_a_request_that_does_not_fit_is_refused(shop: Any, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=f"(?i){message}"):
+        ask(shop, **changes)

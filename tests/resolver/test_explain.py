@@ -1,0 +1,95 @@
+"""``tilegym-db explain``: the decision for a person and for a program, and its exit statuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from tilegym_db.cli import explain
+
+POINT = ["scale_rows", "--axes", "M=4,N=8", "--dtype", "T=float32", "--gpu", "cpu"]
+
+
+def run(*arguments: str) -> Result:
+    app = typer.Typer()
+    app.command("explain")(explain.command)
+    return CliRunner().invoke(app, arguments)
+
+
+def test_the_table_shows_the_pick_and_every_reason(shop: Any, publish_kernel: Callable[..., None]) -> None:
+    publish_kernel(config={"BIAS": 1})
+    shop.add("scale_rows", "never_measured", "def run(x, weight, eps, out):\n    pass\n")
+    result = run(*POINT, "--scalar", "eps=1e-5")
+    assert result.exit_code == 0
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert any(line.startswith("picked scale_rows_kernel python BIAS=1 5 1.5 1.45 fastest verified") for line in lines)
+    assert any(line.startswith("scale_rows_stock") and "role baseline (stock)" in line for line in lines)
+    assert any(line.startswith("never_measured") and "not in the table" in line for line in lines)
+
+
+def test_json_has_the_same_for_programs(shop: Any, publish_kernel: Callable[..., None]) -> None:
+    publish_kernel()
+    answer = json.loads(run(*POINT, "--json").stdout)
+    assert (answer["solution"], answer["stock"], answer["evidence"]["source"]) == (
+        "scale_rows_kernel",
+        "scale_rows_stock",
+        "exact",
+    )
+    assert answer["evidence"]["measurement"]["latency_us"] == 5.0
+    assert [item["solution"] for item in answer["rejected"]] == ["scale_rows_stock"]
+
+
+def test_no_verified_solution_exits_3_and_names_what_runs(shop: Any, stock: Any, kernel: Any) -> None:
+    result = run(*POINT)
+    assert result.exit_code == 3
+    assert "stock (scale_rows_stock)" in result.stdout
+    assert "nothing is published for cpu" in result.stdout
+
+
+def test_a_layout_is_part_of_the_question(shop: Any, publish_kernel: Callable[..., None]) -> None:
+    publish_kernel()
+    result = run(*POINT, "--layout", "x=row_contiguous")
+    assert result.exit_code == 3
+    assert "not measured on cpu with these layouts (x row_contiguous)" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--axes", "M=-4,N=8"], "axis 'M' of scale_rows must be a whole number >= 0, not -4"),
+        (["--axes", "M=4"], "scale_rows needs a size for axis 'N'"),
+        (["--axes", "M=4,N=8,K=2"], "scale_rows has no axis 'K'"),
+        (["--axes", "M=four,N=8"], "--axes: M must be a whole number, not 'four'"),
+        (["--axes", "M"], "--axes: 'M' must read name=value"),
+        (["--axes", "M=4,M=5,N=8"], "--axes: 'M' is given twice"),
+        (["--axes", "M=4,N=8", "--dtype", "T=int8"], "dtype 'int8' is not in scale_rows's set"),
+        (["--axes", "M=4,N=8", "--gpu", "h2000"], "unknown GPU 'h2000'"),
+        (["--axes", "M=4,N=8", "--mode", "serving"], "mode must be inference or training"),
+        ([], "scale_rows needs a size for axis 'M', 'N'"),
+    ],
+)
+def test_a_wrong_question_exits_2(shop: Any, arguments: list[str], message: str) -> None:
+    base = [] if "--dtype" in arguments else ["--dtype", "T=float32"]
+    result = run("scale_rows", *base, *arguments)
+    assert getattr(result.exception, "exit_code", None) == 2
+    assert message in str(result.exception)
+
+
+def test_an_unknown_definition_suggests_the_nearest(shop: Any) -> None:
+    result = run("scale_row", "--axes", "M=4,N=8")
+    assert getattr(result.exception, "exit_code", None) == 2
+    assert "Did you mean 'scale_rows'?" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("true", True), ("False", False), ("none", None), ("3", 3), ("1e-5", 1e-5), ("relu", "relu")],
+)
+def test_a_scalar_is_read_as_what_it_looks_like(text: str, value: object) -> None:
+    assert explain.parse_scalar(text) == value
+    assert type(explain.parse_scalar(text)) is type(value)

@@ -1,0 +1,114 @@
+"""The public way in: ``resolve``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tilegym_db.errors import HardwareError, NoSolutionError, NotFoundError, UsageError
+from tilegym_db.resolver import call_site, resolve
+
+FLOAT32 = {"dtypes": {"T": "float32"}}
+
+
+def test_real_arguments_resolve_and_run(shop: Any, publish_kernel: Callable[..., None]) -> None:
+    publish_kernel(config={"BIAS": 1})
+    x, weight, out = torch.ones(4, 8), torch.ones(8), torch.zeros(4, 8)
+    resolved = resolve("scale_rows", like=(x, weight, 0.5), catalog=shop.catalog)
+    assert (resolved.solution.name, resolved.config, resolved.is_stock) == ("scale_rows_kernel", {"BIAS": 1}, False)
+    assert resolved.evidence.candidate is not None
+    assert resolved.evidence.candidate.latency_us == 5.0
+    assert [str(candidate) for candidate, _ in resolved.rejected] == ["scale_rows_stock"]
+    resolved(x, weight, 0.5, out)
+    assert out.eq(2.5).all()
+    assert resolved.report().kernel_calls == 1
+
+
+def test_axes_and_dtypes_resolve_to_the_same(shop: Any, publish_kernel: Callable[..., None]) -> None:
+    publish_kernel()
+    resolved = resolve("scale_rows", axes={"M": 4, "N": 8}, gpu="cpu", catalog=shop.catalog, **FLOAT32)
+    assert resolved.solution.name == "scale_rows_kernel"
+
+
+def test_where_nothing_is_verified_the_stock_solution_runs(shop: Any, stock: Any) -> None:
+    x, weight, out = torch.ones(4, 8), torch.ones(8), torch.zeros(4, 8)
+    resolved = resolve("scale_rows", like=(x, weight, 0.5), catalog=shop.catalog)
+    assert (resolved.solution.name, resolved.is_stock) == ("scale_rows_stock", True)
+    resolved(x, weight, 0.5, out)
+    assert out.eq(1.5).all()
+
+
+def test_the_answer_for_another_gpu_never_runs_here(shop: Any, publish_kernel: Any, kernel: Any) -> None:
+    candidates = [shop.candidate(kernel, config={"BIAS": 1})]
+    shop.publish([shop.entry("scale_rows", {"M": 4, "N": 8}, candidates, **FLOAT32)], gpu="h200")
+    publish_kernel(speedup_ci_low=1.0)
+    resolved = resolve("scale_rows", axes={"M": 4, "N": 8}, gpu="h200", catalog=shop.catalog, **FLOAT32)
+    assert resolved.solution.name == "scale_rows_kernel"
+    out = torch.zeros(4, 8)
+    resolved(torch.ones(4, 8), torch.ones(8), 0.5, out)
+    assert out.eq(1.5).all()
+
+
+def test_without_kernel_and_stock_the_reasons_are_given(shop: Any, kernel: Any) -> None:
+    with pytest.raises(NoSolutionError, match=r"nothing is published for b200.*scale_rows_kernel") as caught:
+        resolve("scale_rows", axes={"M": 4, "N": 8}, gpu="b200", catalog=shop.catalog, **FLOAT32)
+    assert caught.value.exit_code == 3
+
+
+def test_training_resolves_to_stock(shop: Any, publish_kernel: Callable[..., None]) -> None:
+    publish_kernel()
+    resolved = resolve("scale_rows", axes={"M": 4, "N": 8}, gpu="cpu", mode="training", catalog=shop.catalog, **FLOAT32)
+    assert resolved.is_stock
+
+
+@pytest.mark.parametrize(
+    ("name", "request_changes", "error", "message"),
+    [
+        ("scale_row", {}, NotFoundError, "did you mean 'scale_rows'"),
+        ("scale_rows", {"gpu": "h2000"}, HardwareError, "unknown GPU 'h2000'"),
+        ("scale_rows", {"like": (torch.ones(1),)}, UsageError, "not both"),
+        ("scale_rows", {"axes": None, "dtypes": None, "like": (1, 2, 3)}, UsageError, "'x' of scale_rows is a tensor"),
+    ],
+)
+def test_a_wrong_request_is_refused(
+    shop: Any, stock: Any, name: str, request_changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    request = {"axes": {"M": 4, "N": 8}, **FLOAT32, **request_changes}
+    with pytest.raises(error, match=f"(?i){message}"):
+        resolve(name, catalog=shop.catalog, **request)
+
+
+def test_a_language_that_is_not_installed_is_left_to_stock(
+    shop: Any, publish_kernel: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tilegym_db.backends import toolchains
+
+    publish_kernel()
+    call = (torch.ones(4, 8), torch.ones(8), 0.5, torch.zeros(4, 8))
+    assert call_site(shop.definition("scale_rows"), shop.catalog).attempt(*call)
+    absent = toolchains.ToolchainStatus(False, detail="no package", fix="pip install it")
+    monkeypatch.setattr(toolchains, "toolchain_status", lambda language: absent)
+    assert not call_site(shop.definition("scale_rows"), shop.catalog).attempt(*call)
+    resolved = resolve("scale_rows", like=call, catalog=shop.catalog)
+    reasons = {candidate.solution: reason for candidate, reason in resolved.rejected}
+    assert reasons["scale_rows_kernel"] == "python cannot run here: no package. Try: pip install it"
+
+
+def test_asking_needs_no_torch(shop: Any, publish_kernel: Callable[..., None]) -> None:
+    publish_kernel()
+    program = f"""
+import sys
+from pathlib import Path
+from tilegym_db.catalog import Catalog
+from tilegym_db.resolver import call_site, resolve
+answer = resolve("scale_rows", axes={{"M": 4, "N": 8}}, dtypes={{"T": "float32"}}, gpu="cpu",
+                 catalog=Catalog((Path({str(shop.root)!r}),)))
+print(answer.solution.name, sorted({{"torch", "duckdb"}} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "scale_rows_kernel []\n"

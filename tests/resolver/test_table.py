@@ -1,0 +1,104 @@
+"""Published snapshots: which file is read, what is refused, when it is read again."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import pytest
+
+from tilegym_db.errors import RecordError
+from tilegym_db.resolver.table import Entry, load_table
+
+
+def test_nothing_published_is_no_table(shop: Any) -> None:
+    assert load_table("h200") is None
+
+
+def test_entries_are_found_by_definition_and_dtypes(shop: Any, kernel: Any) -> None:
+    candidates = [shop.candidate(kernel, 5.0, config={"BIAS": 1})]
+    shop.publish([shop.entry("scale_rows", {"M": 4, "N": 8}, candidates)], gpu="h200")
+    table = load_table("h200")
+    assert table is not None
+    assert (table.gpu, table.sm, table.size, table.definitions) == ("h200", "sm_90", 1, ("scale_rows",))
+    (entry,) = table.entries("scale_rows", {"T": "bfloat16"})
+    assert str(entry.candidates[0]) == "scale_rows_kernel[BIAS=1]"
+    assert table.entries("scale_rows", {"T": "float32"}) == ()
+    assert table.entries("halves", {}) == ()
+    assert list(table) == [entry]
+
+
+def test_a_table_published_here_wins_over_the_shipped_one(shop: Any) -> None:
+    shipped = shop.root / "traces" / "h200" / "resolver.json"
+    shipped.parent.mkdir(parents=True)
+    shipped.write_bytes(shop.publish([], gpu="h200", published="2020").read_bytes())
+    shop.publish([], gpu="h200", published="2026")
+    local = load_table("h200")
+    assert local is not None
+    assert local.published == "2026"
+    (shop.home / "published" / "h200" / "resolver.json").unlink()
+    fallback = load_table("h200")
+    assert fallback is not None
+    assert fallback.published == "2020"
+
+
+def test_a_family_means_any_of_its_gpus(shop: Any) -> None:
+    shop.publish([], gpu="h100-pcie")
+    table = load_table("h100")
+    assert table is not None
+    assert table.gpu == "h100-pcie"
+    assert load_table("h100-sxm") is None
+
+
+def test_a_table_is_read_again_when_it_changes(shop: Any) -> None:
+    path = shop.publish([], gpu="h200", published="one")
+    first = load_table("h200")
+    assert first is load_table("h200")
+    shop.publish([], gpu="h200", published="two")
+    os.utime(path, ns=(1, 1))
+    changed = load_table("h200")
+    assert changed is not None
+    assert changed.published == "two"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "cannot read this resolver table"),
+        ("[]", "not a resolver table"),
+        ('{"schema_version": 1}', "not a resolver table: 'gpu' is missing"),
+        ('{"schema_version": 2}', "written by a newer tilegym-db"),
+    ],
+)
+def test_a_file_that_is_no_table_is_named(shop: Any, text: str, message: str) -> None:
+    path = shop.publish([], gpu="h200")
+    path.write_text(text)
+    with pytest.raises(RecordError, match=message) as caught:
+        load_table("h200")
+    assert str(path) in str(caught.value)
+
+
+def test_an_entry_with_an_unknown_key_is_refused(shop: Any) -> None:
+    shop.publish([shop.entry("halves", {"M": 1, "I": 1}, [], surprise=1)], gpu="h200")
+    table = load_table("h200")
+    assert table is not None
+    with pytest.raises(RecordError, match=r"an entry of halves is not valid: .*surprise"):
+        table.entries("halves", {})
+
+
+def test_distance_is_in_octaves() -> None:
+    entry = Entry("d", "1.0.0", "", "toy", {"M": 8, "N": 64}, ())
+    assert entry.log_distance({"M": 8, "N": 64}) == 0
+    assert entry.log_distance({"M": 32, "N": 64}) == pytest.approx(2)
+    assert entry.log_distance({"M": 4, "N": 128}) == pytest.approx(2**0.5)
+
+
+def test_published_tables_of_the_checkout_are_valid() -> None:
+    from tilegym_db.paths import shipped_root
+    from tilegym_db.resolver.table import read_table
+
+    for path in (shipped_root() / "traces").glob("*/resolver.json"):
+        table = read_table(path)
+        assert table.gpu == path.parent.name
+        assert table.size == len(list(table)) == len(json.loads(path.read_text())["entries"])

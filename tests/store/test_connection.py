@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import duckdb
+import pytest
+
+from tilegym_db.catalog import Catalog
+from tilegym_db.errors import RecordError, StoreError
+from tilegym_db.store.connection import open_store
+from tilegym_db.store.journal import Journal
+from tilegym_db.store.queries import count_traces, definition_by_digest
+
+NOBODY = 65534
+
+HOLDER = """
+import sys, duckdb
+connection = duckdb.connect(sys.argv[1])
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def read_only_folder(root: Path) -> Iterator[Path]:
+    """A folder that this process may not write, even where the tests run as root; the catalog stays readable."""
+    folder = Path(tempfile.mkdtemp(prefix="tilegym-db-test-"))
+    shutil.copytree(root, folder / "catalog")
+    (folder / "home").mkdir()
+    user = os.geteuid()
+    for path in (folder, folder / "home"):
+        path.chmod(0o555)
+    if user == 0:
+        os.seteuid(NOBODY)
+    yield folder
+    if user == 0:
+        os.seteuid(user)
+    for path in (folder, folder / "home"):
+        path.chmod(0o755)
+    shutil.rmtree(folder)
+
+
+def names(store, view: str) -> list[str]:
+    return [row["name"] for row in store.rows(f"SELECT name FROM {view} ORDER BY name")]
+
+
+def test_a_fresh_store_holds_the_catalog_the_shipped_traces_and_the_journals(opened, home, root, trace):
+    shipped = root / "traces" / "h200" / "norm"
+    shipped.mkdir(parents=True)
+    (shipped / "scale.jsonl").write_text(trace().to_json() + "\n")
+    with Journal("run-1", home) as journal:
+        journal.append(trace())
+    with opened() as store:
+        assert names(store, "definitions") == ["scale", "shift"]
+        assert names(store, "solutions") == [
+            f"{d}_{k}" for d in ("scale", "shift") for k in ("stock", "tilelang", "triton")
+        ]
+        assert store.rows("SELECT count(*) AS n FROM workloads WHERE axes['M'] = 4096 AND 'model:toy' IN tags") == [
+            {"n": 2}
+        ]
+        assert count_traces(store) == 2
+
+
+def test_a_reader_makes_the_store_where_there_is_none(opened, home):
+    with opened(read_only=True) as store:
+        assert names(store, "definitions") == ["scale", "shift"]
+    assert sorted(path.name for path in home.iterdir()) == ["tilegym.duckdb", "tilegym.duckdb.lock"]
+
+
+def test_files_open_in_duckdb_1_5(opened, home):
+    with opened():
+        pass
+    with duckdb.connect(home / "tilegym.duckdb", read_only=True) as connection:
+        (tags,) = connection.execute("SELECT tags FROM duckdb_databases() WHERE path IS NOT NULL").fetchone()
+    assert tags["storage_version"].startswith("v1.5.0")
+
+
+def test_a_changed_catalog_reaches_the_next_reader_and_old_texts_stay(opened, root, catalog):
+    old = catalog.definition("scale")
+    with opened():
+        pass
+    path = root / "definitions" / "norm" / "scale.json"
+    path.write_text(path.read_text().replace("x * 2", "x * 3.0").replace("1.0.0", "1.1.0"))
+    shutil.rmtree(root / "solutions" / "norm" / "scale" / "scale_tilelang")
+    with opened(read_only=True) as store:
+        assert store.stale is None
+        assert store.rows("SELECT version FROM definitions WHERE name = 'scale'") == [{"version": "1.1.0"}]
+        assert "scale_tilelang" not in names(store, "solutions")
+        assert definition_by_digest(store, old.digest) == old.to_dict()
+        assert definition_by_digest(store, "0" * 64) is None
+
+
+def test_an_invalid_record_is_named_and_leaves_the_store_as_it_was(opened, root, home):
+    with opened() as store:
+        before = store.rows("FROM definition_records")
+    path = root / "definitions" / "norm" / "scale.json"
+    good = path.read_text()
+    path.write_text("{")
+    with pytest.raises(RecordError, match=r"scale\.json"), opened():
+        pass
+    path.write_text(good)
+    with opened() as store:
+        assert store.rows("FROM definition_records") == before
+
+
+def test_a_failed_creation_leaves_nothing(opened, root, home):
+    (root / "definitions" / "norm" / "scale.json").write_text("{")
+    with pytest.raises(RecordError), opened():
+        pass
+    assert [path.name for path in home.iterdir()] == ["tilegym.duckdb.lock"]
+
+
+def test_a_store_held_by_another_program_says_by_which(opened, home):
+    with opened():
+        pass
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(home / "tilegym.duckdb")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    for read_only in (True, False):
+        with pytest.raises(StoreError, match=rf"locked.*PID {holder.pid}"), opened(read_only=read_only):
+            pass
+    holder.communicate()
+    with opened() as store:
+        assert not store.read_only
+
+
+def test_a_writer_waits_its_turn_and_says_for_whom(opened):
+    with opened(), pytest.raises(StoreError, match=r"locked.*this process"), opened():
+        pass
+    with opened():
+        pass
+
+
+def test_a_reader_beside_another_reader_goes_on_with_the_old_catalog_and_says_so(opened, root):
+    with opened(read_only=True) as first:
+        assert first.stale is None
+        shutil.rmtree(root / "solutions" / "norm" / "scale" / "scale_tilelang")
+        with opened(read_only=True) as second:
+            assert "scale_tilelang" in names(second, "solutions")
+            assert "catalog changed" in second.stale
+
+
+@pytest.mark.parametrize(("version", "advice"), [(2, "pip install --upgrade tilegym-db"), (0, "ingest --rebuild")])
+def test_a_store_of_another_schema_version_is_refused(opened, version, advice):
+    with opened() as store, store.transaction("age") as connection:
+        connection.execute("UPDATE meta SET value = $v WHERE key = 'schema_version'", {"v": str(version)})
+    for read_only in (True, False):
+        with pytest.raises(StoreError, match=advice), opened(read_only=read_only):
+            pass
+
+
+def test_a_file_that_is_no_store_is_left_alone(opened, home):
+    home.mkdir()
+    path = home / "tilegym.duckdb"
+    path.write_bytes(b"not a database" * 1000)
+    with pytest.raises(StoreError, match="ingest --rebuild"), opened():
+        pass
+    assert path.read_bytes() == b"not a database" * 1000
+
+    path.unlink()
+    with duckdb.connect(path) as connection:
+        connection.execute("CREATE TABLE mine AS SELECT 1 AS a")
+    with pytest.raises(StoreError, match="not a tilegym-db database"), opened():
+        pass
+
+
+def test_a_read_only_folder_is_named_with_the_way_out(read_only_folder):
+    catalog = Catalog((read_only_folder / "catalog",))
+    for read_only in (True, False):
+        with pytest.raises(StoreError, match="TILEGYM_DB_HOME"):
+            open_store(read_only_folder / "home", read_only=read_only, catalog=catalog)
+    assert list((read_only_folder / "home").iterdir()) == []
+
+
+def test_a_full_disk_leaves_no_half_made_store(opened, home, file_size_limit):
+    with file_size_limit(64 * 1024), pytest.raises(StoreError, match=r"disk is full.*TILEGYM_DB_HOME"), opened():
+        pass
+    assert [path.name for path in home.iterdir()] == ["tilegym.duckdb.lock"]
+    with opened() as store:
+        assert names(store, "definitions") == ["scale", "shift"]
+
+
+def test_a_failed_write_changes_nothing(opened):
+    def spoil(store):
+        with store.transaction("spoil") as connection:
+            connection.execute("DELETE FROM definition_records")
+            connection.execute("INSERT INTO meta VALUES (NULL, NULL)")
+
+    with opened() as store:
+        with pytest.raises(StoreError, match="cannot spoil"):
+            spoil(store)
+        assert names(store, "definitions") == ["scale", "shift"]
+
+
+def test_a_reader_cannot_write(opened):
+    with opened(read_only=True) as store, pytest.raises(StoreError, match="read-only"), store.transaction("write to"):
+        pass
+
+
+def test_a_store_is_not_used_across_a_fork(opened):
+    with opened() as store:
+        child = os.fork()
+        if child == 0:
+            try:
+                store.rows("SELECT 1")
+            except StoreError as error:
+                os._exit(0 if "fork" in str(error) else 1)
+            os._exit(2)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert names(store, "definitions") == ["scale", "shift"]
+
+
+def test_importing_the_store_loads_no_engine_and_no_torch():
+    code = (
+        "import sys, tilegym_db.store; early = set(sys.modules)\n"
+        "import tilegym_db.store.connection, tilegym_db.store.ingest, tilegym_db.store.publish, tilegym_db.store.sql\n"
+        "late = set(sys.modules)\n"
+        "assert not early & {'duckdb', 'pydantic', 'torch'}, early\n"
+        "assert not late & {'duckdb', 'torch', 'triton', 'pyarrow', 'numpy'}, late\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tilegym_db.errors import StoreError
+from tilegym_db.records.workload import axes_key
+from tilegym_db.store.ingest import ingest, ingest_journals, rebuild
+from tilegym_db.store.journal import Journal
+from tilegym_db.store.queries import count_traces, definition_by_digest, read_traces
+
+INGESTER = """
+import sys
+from pathlib import Path
+from tilegym_db.catalog import Catalog
+from tilegym_db.store.connection import open_store
+from tilegym_db.store.ingest import ingest
+
+home, root, file = map(Path, sys.argv[1:])
+sys.stdin.readline()
+with open_store(home, catalog=Catalog((root,)), lock_timeout_s=60) as store:
+    print(ingest(store, [file]).added)
+"""
+
+
+def full_trace(trace):
+    """A trace that uses every field."""
+    return trace(
+        m=4096,
+        config={"num_warps": 8, "BLOCK_M": 4, "fast": True, "mode": "a b", "ratio": 0.1},
+        attempt=2,
+        sandbox_level=3,
+        driver="580.1",
+        cuda="13.0",
+        libs={"triton": "3.9", "torch": "2.13"},
+        scalars={"eps": 1e-5, "is_causal": True, "window": None},
+        layouts={"x": "row_contiguous"},
+        envelope={"cases": 24, "digest": "d" * 64, "seed": str(2**64 - 1)},
+        log="two\nlines, a 'quote' and \u00fc",
+        correctness={
+            "rel_fro": 0.1 + 0.2,
+            "worst_row_rel": 2e-300,
+            "max_abs": 0.5,
+            "matched_ratio": 1.0,
+            "deterministic": False,
+            "gate": "frobenius",
+            "oracle": "fp32",
+            "cases": 28,
+        },
+        performance={
+            "latency_us": 12.5,
+            "ci_low_us": 12.25,
+            "ci_high_us": 12.75,
+            "samples": 100,
+            "host_us": 20.5,
+            "cold_l2": True,
+            "timer": "cupti",
+            "comparisons": [
+                {"with": "scale_stock", "provides": "stock", "ratio": 2.0, "ci_low": 1.9, "ci_high": 2.1},
+                {"with": "incumbent", "ratio": 1.0, "ci_low": 0.9, "ci_high": 1.1},
+            ],
+            "sol_us": 6.25,
+            "sol_ratio": 0.5,
+            "clock_mhz": 1980,
+            "throttled": False,
+        },
+    )
+
+
+def test_a_trace_comes_back_as_it_was_written(opened, write_traces, trace):
+    written = [full_trace(trace), trace(), trace(status="UNSUPPORTED"), trace(status="INCORRECT_NUMERICAL")]
+    written += [trace(tier="interpreter", gpu="cpu")]
+    with opened() as store:
+        ingest(store, [write_traces(*written)])
+        assert read_traces(store, [item.trace_id for item in written]) == {item.trace_id: item for item in written}
+
+
+def test_metrics_are_columns_and_axes_are_a_map(opened, write_traces, trace):
+    with opened() as store:
+        ingest(store, [write_traces(full_trace(trace), trace(m=1))])
+        (row,) = store.rows("FROM traces WHERE axes['M'] = 4096")
+    assert row["axes_key"] == axes_key(row["axes"]) == "M=4096,N=4096"
+    assert row["dtypes_key"] == "T=bfloat16"
+    assert row["layouts_key"] == "x=row_contiguous"
+    assert row["config_key"] == 'BLOCK_M=4,fast=true,mode="a b",num_warps=8,ratio=0.1'
+    assert (row["latency_us"], row["speedup"], row["speedup_ci_low"], row["sol_ratio"]) == (12.5, 2.0, 1.9, 0.5)
+    assert (row["rel_fro"], row["cases"], row["envelope_cases"]) == (0.1 + 0.2, 28, 24)
+    assert [item["with"] for item in row["comparisons"]] == ["scale_stock", "incumbent"]
+
+
+def test_times_are_utc_whatever_the_zone_they_were_written_in(opened, write_traces, trace):
+    with opened() as store:
+        ingest(store, [write_traces(trace(timestamp="2026-03-01T02:00:00+02:00"))])
+        assert [str(row["timestamp"]) for row in store.rows("SELECT timestamp FROM traces")] == ["2026-03-01 00:00:00"]
+
+
+def test_ingesting_again_adds_nothing(opened, write_traces, trace):
+    first, second = trace(), trace()
+    with opened() as store:
+        report = ingest(store, [write_traces(first, first), write_traces(second, first)])
+        assert (report.files, report.added, report.known) == (2, 2, 2)
+        assert ingest(store, [write_traces(first, second)]).added == 0
+        assert count_traces(store) == 2
+
+
+def test_only_journals_that_grew_are_read(opened, home, trace):
+    with Journal("run-1", home) as journal:
+        journal.append(trace())
+        with opened() as store:
+            assert ingest(store).files == 0  # a fresh store has them already
+            journal.append(trace())
+            assert (ingest_journals(store).added, ingest_journals(store).files) == (1, 0)
+
+
+def test_a_bad_line_is_reported_and_costs_only_itself(opened, write_traces, trace, tmp_path):
+    good = [trace() for _ in range(4)]
+    lines = [item.to_json() for item in good]
+    lines[1:1] = [
+        "{",
+        json.dumps(json.loads(lines[0]) | {"status": "FINE"}),
+        json.dumps({key: value for key, value in json.loads(lines[0]).items() if key != "performance"}),
+        json.dumps(json.loads(lines[0]) | {"axes": {"M": "many"}}),
+    ]
+    path = tmp_path / "mixed[1].jsonl"
+    path.write_text("\n".join(lines) + '\n{"trace_id": "torn')
+    with opened() as store:
+        report = ingest(store, [path, write_traces(good[0])])
+        assert (report.added, report.known) == (4, 1)
+        assert count_traces(store) == 4
+    assert [line.line for line in report.rejected] == [2, 3, 4, 5, 9]
+    reasons = [line.reason for line in report.rejected]
+    assert "not valid JSON" in reasons[0]
+    assert "status" in reasons[1]
+    assert "needs 'performance'" in reasons[2]
+    assert "axes.M" in reasons[3]
+    assert "cut off" in reasons[4]
+
+
+def test_a_folder_with_pattern_characters_is_read_literally(opened, write_traces, trace, tmp_path):
+    folder = tmp_path / "a[b]*?"
+    folder.mkdir()
+    path = write_traces(trace()).rename(folder / "t.jsonl")
+    with opened() as store:
+        assert ingest(store, [path]).added == 1
+
+
+def test_a_missing_file_is_named(opened):
+    with opened() as store, pytest.raises(StoreError, match=r"/nowhere\.jsonl: no such file"):
+        ingest(store, [Path("/nowhere.jsonl")])
+
+
+def test_two_ingests_at_once_both_land(home, root, write_traces, trace):
+    files = [write_traces(*(trace() for _ in range(50))) for _ in range(2)]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", INGESTER, str(home), str(root), str(file)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for file in files
+    ]
+    for process in started:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    assert [process.communicate()[0].strip() for process in started] == ["50", "50"]
+
+
+def test_a_full_disk_ingests_nothing_and_the_store_still_opens(opened, home, write_traces, trace, file_size_limit):
+    before = trace()
+    many = write_traces(*(trace(log="".join(chr(33 + i * j % 90) for j in range(3000))) for i in range(1, 1500)))
+    with opened() as store:
+        ingest(store, [write_traces(before)])
+    limit = file_size_limit((home / "tilegym.duckdb").stat().st_size + 256 * 1024)
+    with limit, pytest.raises(StoreError, match=r"disk is full.*TILEGYM_DB_HOME"), opened() as store:
+        ingest(store, [many])
+    with opened() as store:
+        assert list(read_traces(store, [before.trace_id])) == [before.trace_id]
+        assert count_traces(store) == 1
+        assert ingest(store, [many]).added == 1499
+
+
+def test_the_database_can_be_made_anew_from_journals(opened, home, root, trace, catalog):
+    old_definition = catalog.definition("scale")
+    kept = [trace(), trace(kind="tilelang")]
+    with Journal("run-1", home) as journal:
+        for item in kept:
+            journal.append(item)
+    with opened():
+        pass
+    path = root / "definitions" / "norm" / "scale.json"
+    path.write_text(path.read_text().replace("1.0.0", "1.1.0"))
+    with opened() as store, store.transaction("spoil") as connection:
+        connection.execute("UPDATE trace_records SET status = 'TIMEOUT'")
+
+    assert rebuild(home, catalog=type(catalog)((root,))).added == 2
+    with opened() as store:
+        assert read_traces(store, [item.trace_id for item in kept]) == {item.trace_id: item for item in kept}
+        assert definition_by_digest(store, old_definition.digest) == old_definition.to_dict()
+        assert ingest(store).files == 0
+
+
+def test_a_damaged_database_is_made_anew(opened, home, catalog, trace):
+    with Journal("run-1", home) as journal:
+        journal.append(trace())
+    with opened():
+        pass
+    path = home / "tilegym.duckdb"
+    path.write_bytes(b"x" * path.stat().st_size)
+    report = rebuild(home, catalog=catalog)
+    assert report.added == 1
+    assert "damaged" in report.notes[0]
+    with opened() as store:
+        assert count_traces(store) == 1
+
+
+def test_a_rebuild_leaves_a_newer_store_and_an_open_one_alone(opened, home, catalog):
+    with opened() as store:
+        with pytest.raises(StoreError, match="locked"):
+            rebuild(home, catalog=catalog, lock_timeout_s=0.1)
+        with store.transaction("age") as connection:
+            connection.execute("UPDATE meta SET value = '99' WHERE key = 'schema_version'")
+    before = (home / "tilegym.duckdb").read_bytes()
+    with pytest.raises(StoreError, match="newer version"):
+        rebuild(home, catalog=catalog)
+    assert (home / "tilegym.duckdb").read_bytes() == before

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from tilegym_db.errors import NotFoundError, StoreError
+from tilegym_db.store.ingest import ingest
+from tilegym_db.store.journal import read_journal
+from tilegym_db.store.publish import publish, published_folder
+
+
+@pytest.fixture
+def traces(trace):
+    """Two shapes of ``scale`` and one of ``shift``; the slower of two configs and failures are not to be published."""
+    return {
+        "decode": trace(m=1, kind="triton", latency_us=2.0, speedup=1.5, config={"BLOCK_M": 4}),
+        "prefill": trace(kind="triton", latency_us=9.0),
+        "prefill stock": trace(kind="stock", latency_us=12.0),
+        "shift": trace("shift", kind="tilelang", latency_us=3.0),
+        "slower config": trace(m=1, kind="triton", latency_us=2.5),
+        "failure": trace("shift", kind="triton", status="INCORRECT_NUMERICAL"),
+        "other gpu": trace("shift", kind="triton", gpu="l4"),
+    }
+
+
+def test_the_snapshot_holds_the_best_trace_per_solution_and_shape(opened, write_traces, traces, tmp_path):
+    with opened() as store:
+        ingest(store, [write_traces(*traces.values())])
+        report = publish(store, "h200", tmp_path / "out")
+    folder = tmp_path / "out" / "traces" / "h200"
+    assert (report.folder, report.entries, report.traces) == (folder, 3, 4)
+    assert sorted(report.written) == sorted(path for path in folder.rglob("*") if path.is_file())
+    scale = read_journal(folder / "norm" / "scale.jsonl").traces
+    assert scale == (traces["decode"], traces["prefill stock"], traces["prefill"])
+    assert read_journal(folder / "activation" / "shift.jsonl").traces == (traces["shift"],)
+
+
+def test_the_resolver_table_lists_candidates_by_latency(opened, write_traces, traces, catalog, tmp_path):
+    with opened() as store:
+        ingest(store, [write_traces(*traces.values())])
+        publish(store, "h200", tmp_path)
+    table = json.loads((tmp_path / "traces" / "h200" / "resolver.json").read_text())
+    entries = table.pop("entries")
+    published = table.pop("published")
+    assert published.endswith("Z")
+    assert table == {"schema_version": 1, "gpu": "h200", "sm": "sm_90"}
+    assert [(entry["definition"], entry["axes"]["M"], len(entry["candidates"])) for entry in entries] == [
+        ("scale", 1, 1),
+        ("scale", 4096, 2),
+        ("shift", 4096, 1),
+    ]
+    decode, prefill, _ = entries
+    (candidate,) = decode.pop("candidates")
+    assert decode == {
+        "definition": "scale",
+        "definition_version": "1.0.0",
+        "definition_digest": catalog.definition("scale").digest,
+        "op_type": "norm",
+        "dtypes": {"T": "bfloat16"},
+        "axes": {"M": 1, "N": 4096},
+        "scalars": {"eps": 1e-5},
+        "layouts": {},
+    }
+    assert candidate == {
+        "solution": "scale_triton",
+        "solution_digest": catalog.solution("scale_triton").digest,
+        "language": "triton",
+        "role": "kernel",
+        "config": {"BLOCK_M": 4},
+        "latency_us": 2.0,
+        "ci_low_us": 1.98,
+        "ci_high_us": 2.02,
+        "speedup": 1.5,
+        "speedup_ci_low": 1.35,
+        "tier": "screen",
+        "trace_id": traces["decode"].trace_id,
+        "envelope_cases": 0,
+    }
+    assert [(item["solution"], item["role"]) for item in prefill["candidates"]] == [
+        ("scale_triton", "kernel"),
+        ("scale_stock", "baseline"),
+    ]
+
+
+def test_publishing_again_changes_nothing_and_a_new_result_only_what_it_touches(
+    opened, write_traces, traces, trace, tmp_path
+):
+    with opened() as store:
+        ingest(store, [write_traces(*traces.values())])
+        publish(store, "h200", tmp_path)
+        assert publish(store, "h200", tmp_path).written == ()
+        ingest(store, [write_traces(trace("shift", kind="tilelang", latency_us=1.0))])
+        written = publish(store, "h200", tmp_path).written
+    assert [path.name for path in written] == ["shift.jsonl", "resolver.json"]
+
+
+def test_what_was_published_fills_a_fresh_store(opened, write_traces, traces, root):
+    with opened() as store:
+        ingest(store, [write_traces(*traces.values())])
+        publish(store, "h200", root)
+        before = store.rows("FROM best WHERE gpu = 'h200' ORDER BY trace_id")
+        database = store.path
+    database.unlink()
+    with opened(read_only=True) as store:
+        assert store.rows("FROM best ORDER BY trace_id") == before
+        assert publish(store, "h200", root).written == ()
+
+
+def test_a_file_with_nothing_verified_any_more_is_reported_and_kept(opened, write_traces, traces, root, tmp_path):
+    with opened() as store:
+        ingest(store, [write_traces(*traces.values())])
+        publish(store, "h200", tmp_path)
+    shutil.rmtree(root / "solutions" / "activation" / "shift" / "shift_tilelang")
+    with opened() as store:
+        report = publish(store, "h200", tmp_path)
+    (leftover,) = report.leftover
+    assert leftover.name == "shift.jsonl"
+    assert leftover.is_file()
+
+
+def test_a_gpu_without_verified_traces_is_refused_with_those_that_have_some(opened, write_traces, traces, tmp_path):
+    with opened() as store:
+        ingest(store, [write_traces(*traces.values())])
+        with pytest.raises(NotFoundError, match=r"'b200'.*h200, l4.*bench"):
+            publish(store, "b200", tmp_path)
+    assert list(tmp_path.glob("traces/*")) == []
+
+
+def test_a_store_behind_the_catalog_is_not_published(opened, write_traces, traces, root, tmp_path):
+    with opened() as store:
+        ingest(store, [write_traces(*traces.values())])
+    with opened(read_only=True):
+        shutil.rmtree(root / "solutions" / "norm" / "scale" / "scale_tilelang")
+        with opened(read_only=True) as behind, pytest.raises(StoreError, match="cannot publish: the catalog changed"):
+            publish(behind, "h200", tmp_path)
+
+
+def test_a_failed_publish_keeps_the_table_that_was_there(
+    opened, write_traces, traces, trace, tmp_path, file_size_limit
+):
+    with opened() as store:
+        ingest(store, [write_traces(*traces.values())])
+        publish(store, "h200", tmp_path)
+        table = tmp_path / "traces" / "h200" / "resolver.json"
+        before = table.read_bytes()
+        ingest(store, [write_traces(trace("shift", kind="tilelang", latency_us=1.0))])
+        with file_size_limit(200), pytest.raises(StoreError, match=r"shift\.jsonl"):
+            publish(store, "h200", tmp_path)
+    assert table.read_bytes() == before
+    assert not [path for path in tmp_path.glob("traces/**/.*") if path.is_file()]
+
+
+def test_without_a_checkout_the_users_folder_is_published_to(monkeypatch, tmp_path):
+    from tilegym_db.store import publish as module
+
+    monkeypatch.setenv("TILEGYM_DB_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(module, "shipped_root", lambda: tmp_path / "installed" / "_data")
+    assert published_folder("h200") == tmp_path / "home" / "published" / "h200"
+    assert published_folder("h200", tmp_path) == tmp_path / "traces" / "h200"

@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tilegym_db.catalog import Catalog, write_atomically
+from tilegym_db.errors import ConflictError, NotFoundError, RecordError, StoreError
+from tilegym_db.paths import shipped_root
+from tilegym_db.records import Definition, Solution, Workload
+
+DEFINITION_FILE = "definitions/elementwise/row_scale.json"
+SOLUTION_FOLDER = "solutions/elementwise/row_scale/row_scale_stock"
+WORKLOAD_FILE = "workloads/elementwise/row_scale.jsonl"
+
+Record = Callable[..., dict[str, Any]]
+
+
+def test_records_are_read_from_their_folders(row_scale: Path):
+    catalog = Catalog.default()
+    assert list(catalog.definitions) == ["row_scale"]
+    assert catalog.solution("row_scale_stock").folder == row_scale / SOLUTION_FOLDER
+    assert [solution.name for solution in catalog.solutions_for("row_scale")] == ["row_scale_stock"]
+    assert len(list(catalog.all_workloads())) == 1
+
+
+def test_names_that_do_not_exist_get_suggestions(row_scale: Path):
+    with pytest.raises(
+        NotFoundError, match=r"no definition 'row_scael'\. Did you mean 'row_scale'\? Try: tilegym-db list"
+    ):
+        Catalog.default().definition("row_scael")
+    with pytest.raises(NotFoundError, match=r"no solution 'row_scale_stok'\. Did you mean 'row_scale_stock'"):
+        Catalog.default().solution("row_scale_stok")
+
+
+def test_a_name_lives_in_one_root_only(row_scale: Path, home: Path):
+    overlay = home / "catalog" / DEFINITION_FILE
+    overlay.parent.mkdir(parents=True)
+    overlay.write_bytes((row_scale / DEFINITION_FILE).read_bytes())
+    with pytest.raises(ConflictError) as raised:
+        _ = Catalog.default().definitions
+    assert str(overlay) in str(raised.value)
+    assert str(row_scale / DEFINITION_FILE) in str(raised.value)
+
+
+def test_the_overlays_workloads_follow_the_shipped_ones(row_scale: Path, home: Path, workload_record: Record):
+    file = home / "catalog" / WORKLOAD_FILE
+    file.parent.mkdir(parents=True)
+    records = [workload_record(), workload_record(axes={"M": 9, "N": 9})]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert [workload.axes["M"] for workload in Catalog.default().workloads_for("row_scale")] == [4, 9]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", ":2: not valid JSON"),
+        ('{"definition": "other", "axes": {}}', ":2: definition is 'other', but the file is row_scale.jsonl"),
+        (
+            '{"definition": "row_scale", "axes": {"M": 1}, "dtypes": {"T": "float32"}}',
+            ":2: row_scale needs a size for axis 'N'",
+        ),
+    ],
+)
+def test_a_wrong_workload_names_file_and_line(row_scale: Path, text: str, message: str):
+    with (row_scale / WORKLOAD_FILE).open("a") as file:
+        file.write(text + "\n")
+    with pytest.raises(RecordError) as raised:
+        Catalog.default().workloads_for("row_scale")
+    assert str(row_scale / WORKLOAD_FILE) + message in str(raised.value)
+
+
+def test_a_solution_of_a_definition_that_is_gone_names_its_file(row_scale: Path):
+    (row_scale / DEFINITION_FILE).unlink()
+    with pytest.raises(RecordError, match=r"solution\.json: no definition 'row_scale'"):
+        _ = Catalog.default().solutions
+
+
+def test_a_solution_that_cannot_be_called_is_refused_when_read(row_scale: Path):
+    (row_scale / SOLUTION_FOLDER / "kernel.py").write_text("def run(x): ...\n")
+    with pytest.raises(RecordError, match=r"solution.json: entry_point run\(x\) does not fit"):
+        Catalog.default().solution("row_scale_stock")
+
+
+def test_a_solution_in_the_wrong_folder_is_refused(row_scale: Path):
+    (row_scale / SOLUTION_FOLDER).rename(row_scale / SOLUTION_FOLDER.replace("stock", "moved"))
+    with pytest.raises(RecordError, match="belongs in solutions/<op_type>/row_scale/row_scale_stock/"):
+        _ = Catalog.default().solutions
+
+
+def test_the_digest_follows_the_bytes_of_the_sources(row_scale: Path):
+    before = Catalog.default().solution("row_scale_stock").digest
+    with (row_scale / SOLUTION_FOLDER / "kernel.py").open("a") as file:
+        file.write("# one more line\n")
+    assert Catalog.default().solution("row_scale_stock").digest != before
+
+
+def test_the_lock_finds_a_changed_meaning_under_an_old_version(row_scale: Path, definition_record: Record):
+    assert Catalog.default().lock_findings() == []
+    changed = Definition.from_dict(definition_record(constraints=["N >= 2"]))
+    (row_scale / DEFINITION_FILE).write_text(changed.to_json())
+    (finding,) = Catalog.default().lock_findings()
+    assert finding.startswith(f"{row_scale / DEFINITION_FILE}: its meaning changed but its version is still 1.0.0.")
+    assert Catalog.default().update_lock(row_scale) == []
+    assert Catalog.default().lock_findings() == [finding]
+
+
+def test_the_lock_finds_and_takes_a_new_version(row_scale: Path, definition_record: Record):
+    newer = Definition.from_dict(definition_record(version="1.1.0", constraints=["N >= 2"]))
+    (row_scale / DEFINITION_FILE).write_text(newer.to_json())
+    assert "version 1.1.0 is not in definitions.lock.json" in Catalog.default().lock_findings()[0]
+    assert Catalog.default().update_lock(row_scale) == ["row_scale 1.1.0"]
+    assert Catalog.default().lock_findings() == []
+    lock = json.loads((row_scale / "definitions" / "definitions.lock.json").read_text())
+    assert list(lock["row_scale"]) == ["1.0.0", "1.1.0"]
+
+
+def test_a_damaged_lock_is_named(row_scale: Path):
+    (row_scale / "definitions" / "definitions.lock.json").write_text("{")
+    with pytest.raises(RecordError, match=r"definitions.lock.json: the lock cannot be read"):
+        Catalog.default().lock_findings()
+
+
+def test_an_older_version_never_replaces_a_newer_one(row_scale: Path, definition_record: Record):
+    Catalog.default().add_definition(Definition.from_dict(definition_record(version="1.10.0", constraints=[])))
+    with pytest.raises(ConflictError, match=r"Raise 'version' above 1\.10\.0"):
+        Catalog.default().add_definition(Definition.from_dict(definition_record(version="1.9.0")))
+
+
+def test_a_full_disk_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "record.json"
+    write_atomically(path, b"old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StoreError, match=r"cannot write .*record.json: No space left on device. Nothing was changed"):
+        write_atomically(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_adds_no_half_solution(row_scale: Path, monkeypatch: pytest.MonkeyPatch, solution_record: Record):
+    def full(self: Path, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    before = sorted(row_scale.rglob("*"))
+    record = Solution.from_dict(solution_record(name="another"))
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(StoreError, match=r"No space left on device\. Nothing was added"):
+        Catalog.default().add_solution(record, {"kernel.py": b"def run(x, weight, factor, out): ..."})
+    assert sorted(row_scale.rglob("*")) == before
+
+
+def test_a_workload_that_exists_is_not_added_again(row_scale: Path, workload_record: Record):
+    known, new = workload_record(), workload_record(axes={"M": 9, "N": 9})
+    added = Catalog.default().add_workloads(Workload.from_dict(record) for record in (known, new, new))
+    assert [workload.axes["M"] for _, workload in added] == [9]
+    assert len((row_scale / WORKLOAD_FILE).read_text().splitlines()) == 2
+
+
+def test_every_shipped_record_is_valid_and_locked():
+    catalog = Catalog((shipped_root(),))
+    assert {"rms_norm", "fused_add_rms_norm", "silu_and_mul", "swiglu", "rope_neox", "softmax", "gemm"} <= set(
+        catalog.definitions
+    )
+    assert all(solution.digest for solution in catalog.solutions.values())
+    assert {workload.definition for workload in catalog.all_workloads()} == set(catalog.definitions)
+    assert catalog.lock_findings() == []

@@ -1,0 +1,64 @@
+"""tilegym-db: transformer operators, the tile kernels that implement them, and what each kernel measured.
+
+The public names below load on first use, so that ``import tilegym_db`` costs next to nothing and never imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from tilegym_db.bench.session import benchmark
+    from tilegym_db.catalog import Catalog
+    from tilegym_db.errors import TilegymDBError
+    from tilegym_db.integrations.transformers import patch, patched, patched_init
+    from tilegym_db.records import Definition, Solution, Trace, Workload
+    from tilegym_db.resolver.resolve import resolve
+    from tilegym_db.store.connection import open_store
+
+__all__ = [
+    "Catalog",
+    "Definition",
+    "Solution",
+    "TilegymDBError",
+    "Trace",
+    "Workload",
+    "benchmark",
+    "open_store",
+    "patch",
+    "patched",
+    "patched_init",
+    "resolve",
+]
+
+# Public name -> the module that defines it.
+_HOMES = {
+    "Catalog": "tilegym_db.catalog",
+    "Definition": "tilegym_db.records",
+    "Solution": "tilegym_db.records",
+    "TilegymDBError": "tilegym_db.errors",
+    "Trace": "tilegym_db.records",
+    "Workload": "tilegym_db.records",
+    "benchmark": "tilegym_db.bench.session",
+    "open_store": "tilegym_db.store.connection",
+    "patch": "tilegym_db.integrations.transformers",
+    "patched": "tilegym_db.integrations.transformers",
+    "patched_init": "tilegym_db.integrations.transformers",
+    "resolve": "tilegym_db.resolver.resolve",
+}
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'tilegym_db' has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

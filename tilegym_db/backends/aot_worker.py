@@ -1,0 +1,144 @@
+"""The process that compiles: ``python -m tilegym_db.backends.aot_worker LANGUAGE``.
+
+Jobs arrive on stdin and results leave on stdout, one JSON object a line; the first line out says whether the language
+imports. Solutions get neither: their stdin is empty and what they print goes to stderr, which the parent keeps for
+logs. No GPU is visible here, nothing is launched, and a job that hangs ends the process with a traceback of where.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import importlib
+import json
+import logging
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol, TextIO, cast
+
+from tilegym_db.backends.jobs import CompileJob, CompileResult, CompileStatus
+from tilegym_db.backends.load import clipped_traceback, load_entry, unload_entry
+from tilegym_db.backends.toolchains import prepare_environment
+from tilegym_db.errors import SolutionError, ToolchainError
+from tilegym_db.records.trace import clip_log
+
+__all__ = ["compile_job", "main"]
+
+
+class Interception(Protocol):
+    """What the module of a language offers."""
+
+    recording: Callable[[str, str], AbstractContextManager[Any]]
+    compile_probe: Callable[[str], None]
+
+
+def main(language: str) -> None:
+    """Serve jobs of one language until stdin closes."""
+    jobs, results = _take_channels()
+    prepare_environment(language)
+    logging.disable(logging.CRITICAL)  # compilers log, at length, what they then raise
+    try:
+        interception = _import_language(language)
+    except Exception as error:  # a process boundary: the parent reports it
+        print(json.dumps({"ready": False, "log": clipped_traceback(error, Path())}), file=results, flush=True)
+        return
+    print(json.dumps({"ready": True, "log": ""}), file=results, flush=True)
+    for line in jobs:
+        timeout_s = json.loads(line)["timeout_s"]
+        faulthandler.dump_traceback_later(timeout_s, exit=True)
+        result = _run(line, interception)
+        faulthandler.cancel_dump_traceback_later()
+        print(result.to_json(), file=results, flush=True)
+
+
+def compile_job(job: CompileJob, interception: Interception) -> CompileResult:
+    """Call the Solution's ``run`` on arguments without contents, with the language intercepted.
+
+    Raises:
+        ToolchainError: a dependency of the Solution is missing.
+        SolutionError: the source does not import, or launches nothing.
+        Exception: whatever the compiler, or ``run`` itself, raises.
+    """
+    from tilegym_db.backends.arguments import call_arguments
+    from tilegym_db.backends.devices import pretend_device
+
+    arguments = call_arguments(job.definition, job.workload)
+    start = time.perf_counter()
+    try:
+        with interception.recording(job.target, job.solution.digest) as recorder, pretend_device(job.target):
+            load_entry(job.solution)(*arguments, **job.config)
+    finally:
+        unload_entry(job.solution)  # another target must not meet kernels that the source caches by itself
+    seconds = time.perf_counter() - start
+    if not recorder.launches and _writes_something(job):
+        language = job.solution.record.spec.language
+        raise SolutionError(f"{job.solution.name}: run returned without launching a {language} kernel.")
+    return CompileResult("compiled", seconds, recorder.artifacts)
+
+
+def _run(line: str, interception: Interception) -> CompileResult:
+    start = time.perf_counter()
+    folder = Path(json.loads(line)["folder"])
+    status: CompileStatus = "failed"
+    try:
+        return compile_job(CompileJob.from_json(line), interception)
+    except ToolchainError as error:
+        status, log = "toolchain-missing", str(error)
+    except SolutionError as error:
+        log = str(error)
+    except (Exception, SystemExit) as error:  # a process boundary: it is the job's result
+        log = _explain(error, folder)
+    seconds = time.perf_counter() - start
+    if status == "failed":
+        refusal = _refusal(interception.compile_probe, json.loads(line)["target"])
+        if refusal:
+            status, log = "refused", refusal
+    return CompileResult(status, seconds, log=clip_log(log))
+
+
+@functools.cache
+def _refusal(compile_probe: Callable[[str], None], target: str) -> str:
+    """Why the toolchain cannot make code for a target, from its smallest kernel; empty where it can."""
+    try:
+        compile_probe(target)
+    except (Exception, SystemExit) as error:  # the same boundary
+        return _explain(error, Path())
+    return ""
+
+
+def _explain(error: BaseException, folder: Path) -> str:
+    """The error for a log; from nvcc, whose output TileLang's error puts after the CUDA source, only its errors."""
+    source, marker, messages = str(error).partition("Compilation error:\n")
+    if not marker or "__global__" not in source:
+        return clipped_traceback(error, folder)
+    errors = re.findall(r"^[^\n]*\berror\b.*?(?=^[^\n]*\bwarning\b|^Command:|\Z)", messages, re.MULTILINE | re.DOTALL)
+    return clip_log("nvcc:\n" + ("".join(errors) or messages).strip())
+
+
+def _writes_something(job: CompileJob) -> bool:
+    axes = job.definition.bind_axes(job.workload.axes)
+    return all(0 not in job.definition.shape_of(name, axes) for name in job.definition.outputs)
+
+
+def _import_language(language: str) -> Interception:
+    return cast(Interception, importlib.import_module(f"tilegym_db.backends.{language}"))
+
+
+def _take_channels() -> tuple[TextIO, TextIO]:
+    """The real stdin and stdout, for this module alone."""
+    jobs = os.fdopen(os.dup(0), "r", encoding="utf-8")
+    results = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return jobs, results
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

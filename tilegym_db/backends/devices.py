@@ -1,0 +1,92 @@
+"""What a compile target stands for where there is no such device: its limits, and a stand-in for ``torch.cuda``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from tilegym_db.errors import SolutionError
+
+__all__ = ["DEVICES", "Device", "check_grid", "check_shared_memory", "pretend_device"]
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU that a target is named after. Limits are those of the compute capability (CUDA programming guide)."""
+
+    name: str
+    major: int
+    minor: int
+    multiprocessors: int
+    shared_bytes: int
+    """Shared memory that one block may ask for."""
+
+
+DEVICES: dict[str, Device] = {
+    "sm_80": Device("NVIDIA A100-SXM4-80GB", 8, 0, 108, 163 << 10),
+    "sm_89": Device("NVIDIA L40S", 8, 9, 142, 99 << 10),
+    "sm_90": Device("NVIDIA H200", 9, 0, 132, 227 << 10),
+    "sm_100": Device("NVIDIA B200", 10, 0, 148, 227 << 10),
+    "sm_120": Device("NVIDIA GeForce RTX 5090", 12, 0, 170, 99 << 10),
+}
+
+_MAX_BLOCKS = (2**31 - 1, 2**16 - 1, 2**16 - 1)
+
+
+def check_shared_memory(kernel: str, shared_bytes: int, target: str) -> None:
+    """Raise :class:`SolutionError` where a block asks for more than the target has: the compiler would not say so."""
+    limit = DEVICES[target].shared_bytes
+    if shared_bytes > limit:
+        raise SolutionError(
+            f"{kernel} asks for {shared_bytes} bytes of shared memory a block; {target} has {limit}. "
+            "Use smaller tiles or fewer stages there, or leave the target out of spec.target_hardware."
+        )
+
+
+def check_grid(kernel: str, grid: object) -> None:
+    """Raise :class:`SolutionError` unless the grid is one that CUDA can launch: 1 to 3 sizes within its limits."""
+    sizes = tuple(grid) if isinstance(grid, tuple | list) else (grid,)
+    whole = all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
+    if not 1 <= len(sizes) <= 3 or not whole:
+        raise SolutionError(f"{kernel}: the grid {grid!r} is not 1 to 3 whole numbers.")
+    for axis, (size, limit) in enumerate(zip(sizes, _MAX_BLOCKS, strict=False)):
+        if not 0 < size <= limit:
+            raise SolutionError(f"{kernel}: axis {axis} of the grid {grid!r} must be between 1 and {limit}.")
+
+
+@contextmanager
+def pretend_device(target: str) -> Iterator[None]:
+    """Answer what a Solution may ask ``torch.cuda`` before a launch as the target's device would; undone on exit.
+
+    ``is_available`` stays false: sources that ask it know that there is no GPU.
+    """
+    device = DEVICES[target]
+    properties = SimpleNamespace(
+        name=device.name,
+        major=device.major,
+        minor=device.minor,
+        multi_processor_count=device.multiprocessors,
+        shared_memory_per_block_optin=device.shared_bytes,
+        warp_size=32,
+    )
+    stream = SimpleNamespace(cuda_stream=0, device=torch.device("cuda", 0))
+    answers: dict[str, Callable[..., Any]] = {
+        "current_stream": lambda device=None: stream,
+        "current_device": lambda: 0,
+        "get_device_properties": lambda device=None: properties,
+        "get_device_capability": lambda device=None: (properties.major, properties.minor),
+        "get_device_name": lambda device=None: properties.name,
+    }
+    before = {name: getattr(torch.cuda, name) for name in answers}
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, answer)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(torch.cuda, name, function)

@@ -1,0 +1,183 @@
+"""Import a Solution's entry point from its folder, without a trace on ``sys.path``.
+
+The module runs exactly the bytes that the Solution's digest covers. Its name is derived from that digest, so two loads
+of one source share their compiled kernels, and an edited source is another module. Source files beside the entry file
+can be imported as ``from .other import x`` or as ``import other``.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from pathlib import Path, PurePosixPath
+from types import CodeType, ModuleType
+from typing import Any
+
+from tilegym_db.backends.toolchains import TOOLCHAINS, check_dependencies, require_toolchain
+from tilegym_db.catalog import SolutionFiles
+from tilegym_db.errors import SolutionError, ToolchainError
+from tilegym_db.records.trace import clip_log
+
+__all__ = ["clipped_traceback", "load_entry", "unload_entry"]
+
+PACKAGE_PREFIX = "_tilegym_db_solution_"
+
+_lock = threading.RLock()  # the import of one Solution must not see the siblings of another
+
+
+def load_entry(solution: SolutionFiles) -> Callable[..., Any]:
+    """The entry function of a Solution; the same function again for the same digest in the same process.
+
+    Raises:
+        ToolchainError: the language, or a declared dependency, is missing or too old; names what installs it.
+        SolutionError: the source on disk is not the one that was read, raised while it was imported, or has no such
+            function. The message ends with the traceback, clipped, without this package's own frames.
+    """
+    with _lock:
+        name = f"{_package_name(solution)}.{_module_name(solution.record.spec.entry_path)}"
+        module = sys.modules.get(name) or _import(solution, name)
+        function = getattr(module, solution.record.spec.entry_function, None)
+        if not callable(function):
+            where = solution.record.spec.entry_point
+            raise SolutionError(f"{solution.name}: entry_point {where} names no function of that file.")
+        return function  # type: ignore[no-any-return]
+
+
+def unload_entry(solution: SolutionFiles) -> None:
+    """Forget a loaded Solution, so that the next load starts with empty caches of its own."""
+    with _lock:
+        package = _package_name(solution)
+        for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
+            del sys.modules[name]
+
+
+def clipped_traceback(error: BaseException, folder: Path) -> str:
+    """The message of an error with the frames that lie in a Solution's folder, and the type of its cause if any."""
+    every = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in every if Path(frame.filename).is_relative_to(folder)]
+    if isinstance(error, SyntaxError) or not frames:
+        lines = traceback.format_exception_only(error)
+    else:
+        lines = ["Traceback (frames of the solution only):\n", *traceback.format_list(frames)]
+        lines += traceback.format_exception_only(error)
+    if error.__cause__ is not None:
+        lines += ["caused by: ", *traceback.format_exception_only(error.__cause__)]
+    return clip_log("".join(lines).strip())
+
+
+def _import(solution: SolutionFiles, name: str) -> ModuleType:
+    spec = solution.record.spec
+    require_toolchain(spec.language)
+    check_dependencies(spec.dependencies, solution.name)
+    _check_unchanged(solution)
+    package = ModuleType(_package_name(solution))
+    package.__path__ = [str(solution.folder)]
+    sys.modules[package.__name__] = package
+    try:
+        with _siblings(solution):
+            return importlib.import_module(name)
+    except BaseException as error:
+        unload_entry(solution)
+        if not isinstance(error, Exception | SystemExit):
+            raise
+        if isinstance(error, ImportError) and _is_the_language(error.name, spec.language):
+            toolchain = TOOLCHAINS[spec.language]
+            raise ToolchainError(
+                f"{spec.language} is installed but does not import: {error}. "
+                f"Fix: pip install --force-reinstall 'tilegym-db[{toolchain.extra}]'"
+            ) from error
+        trace = clipped_traceback(error, solution.folder)
+        raise SolutionError(f"{solution.name}: {spec.entry_path} failed to import.\n{trace}") from error
+
+
+def _is_the_language(module: str | None, language: str) -> bool:
+    package = TOOLCHAINS[language].package
+    return module is not None and f"{module}.".startswith(f"{package}.")
+
+
+def _check_unchanged(solution: SolutionFiles) -> None:
+    # Triton and TileLang read a kernel's text from the file again: it must be the text that the digest covers.
+    for path, content in solution.sources.items():
+        try:
+            same = (solution.folder / path).read_bytes() == content
+        except OSError as error:
+            raise SolutionError(f"{solution.name}: cannot read {solution.folder / path}: {error.strerror}.") from error
+        if not same:
+            raise SolutionError(f"{solution.folder / path} changed after it was read. Run the command again.")
+
+
+def _package_name(solution: SolutionFiles) -> str:
+    return f"{PACKAGE_PREFIX}{solution.digest[:32]}"
+
+
+def _module_name(path: str) -> str:
+    """``kernel`` for ``kernel.py``, ``parts.tile`` for ``parts/tile.py``, ``parts`` for ``parts/__init__.py``."""
+    parts = PurePosixPath(path).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+class _ExactSource(importlib.machinery.SourceFileLoader):
+    """Runs bytes that are already read, and leaves no ``__pycache__`` in the catalog."""
+
+    def __init__(self, name: str, path: str, content: bytes) -> None:
+        super().__init__(name, path)
+        self._content = content
+
+    def get_code(self, fullname: str) -> CodeType:
+        return compile(self._content, self.path, "exec", dont_inherit=True)
+
+
+class _SiblingFinder:
+    """Resolves a Solution's own files, by their names inside its package and by their plain names."""
+
+    def __init__(self, folder: Path, package: str, sources: Mapping[str, bytes]) -> None:
+        self.package = package
+        files = {path: content for path, content in sources.items() if path.endswith(".py")}
+        self.modules = {_module_name(path): (folder / path, content) for path, content in files.items()}
+        nested = {parent for name in self.modules for parent in _parents(name)} - set(self.modules)
+        self.folders = {name: folder.joinpath(*name.split(".")) for name in nested}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        name = fullname.removeprefix(f"{self.package}.")
+        if name in self.folders:
+            spec = ModuleSpec(fullname, None, is_package=True)
+            spec.submodule_search_locations = [str(self.folders[name])]
+            return spec
+        if name not in self.modules:
+            return None
+        file, content = self.modules[name]
+        locations = [str(file.parent)] if file.name == "__init__.py" else None
+        loader = _ExactSource(fullname, str(file), content)
+        return importlib.util.spec_from_file_location(
+            fullname, file, loader=loader, submodule_search_locations=locations
+        )
+
+
+def _parents(name: str) -> Iterator[str]:
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+@contextmanager
+def _siblings(solution: SolutionFiles) -> Iterator[None]:
+    """Let a Solution import its own files for as long as it is being imported; plain names are forgotten afterwards."""
+    finder = _SiblingFinder(solution.folder, _package_name(solution), solution.sources)
+    plain = {name for name in (*finder.modules, *finder.folders)}
+    hidden = {name: sys.modules.pop(name) for name in plain & set(sys.modules)}
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in plain & set(sys.modules):
+            del sys.modules[name]
+        sys.modules.update(hidden)

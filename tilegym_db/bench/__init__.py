@@ -1,0 +1,1 @@
+"""The harness: plan what to measure, verify and time it, write a Trace the moment it exists."""

@@ -1,0 +1,31 @@
+"""One timing at a time per device, across processes: a lock file named after the GPU's UUID."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["timing_lock"]
+
+
+@contextlib.contextmanager
+def timing_lock(device: str) -> Iterator[None]:
+    """Hold the device for timing; waits for whoever holds it. The lock dies with its process."""
+    path = Path(tempfile.gettempdir()) / f"tilegym-db-timing-{_identity(device)}.lock"
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _identity(device: str) -> str:
+    if device == "cpu":
+        return "cpu"
+    import torch
+
+    return str(torch.cuda.get_device_properties(device).uuid)

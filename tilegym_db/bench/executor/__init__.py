@@ -1,0 +1,1 @@
+"""Where a plan runs: on this machine (``local``)."""

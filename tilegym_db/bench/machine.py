@@ -1,0 +1,117 @@
+"""What this machine is: its GPU as the driver says, software versions, and the check that a label is true."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tilegym_db.errors import HardwareError
+from tilegym_db.records.hardware import CPU, gpu_slug, parse_gpu, same_gpu
+
+__all__ = ["Machine", "select_machine"]
+
+LIBRARIES = ("torch", "triton", "tilelang", "cuda-tile", "nvidia-cuda-tileiras", "transformers")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One device to measure on. ``device`` is torch's name, ``gpu`` the slug, ``sm`` empty on a CPU."""
+
+    device: str
+    gpu: str
+    gpu_name: str
+    sm: str = ""
+    driver: str = ""
+    cuda: str = ""
+    libs: dict[str, str] = field(default_factory=dict)
+    memory_bytes: int = 0
+
+    @property
+    def is_gpu(self) -> bool:
+        """True for a CUDA device."""
+        return self.gpu != CPU
+
+
+def library_versions() -> dict[str, str]:
+    """Installed versions of what a measurement depends on."""
+    versions = {}
+    for name in LIBRARIES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def select_machine(asked: str, index: int = 0) -> Machine:
+    """The device that ``--gpu`` names.
+
+    Args:
+        asked: ``auto`` (the GPU if there is one, else the CPU), ``cpu``, or a GPU slug or family.
+        index: which CUDA device.
+
+    Raises:
+        HardwareError: the GPU asked for is unknown, or is not the one that the driver reports.
+    """
+    wanted = None if asked == "auto" else parse_gpu(asked)
+    if wanted == CPU:
+        return cpu_machine()
+    found = _cuda_machine(index)
+    if wanted is None:
+        return found or cpu_machine()
+    if found is None:
+        raise HardwareError(
+            f"--gpu {asked}: this machine has no usable GPU. Use --gpu cpu or --gpu auto here, or run the command on a "
+            f"machine that has one; 'tilegym-db doctor' says what is missing."
+        )
+    if not same_gpu(wanted, found.gpu):
+        raise HardwareError(
+            f"--gpu {asked}: the GPU here is {found.gpu_name} ({found.gpu}), and a trace is never labelled with another. "
+            f"Use --gpu {found.gpu} or --gpu auto."
+        )
+    return found
+
+
+def cpu_machine() -> Machine:
+    """This machine's processor."""
+    return Machine("cpu", CPU, cpu_name(), libs=library_versions())
+
+
+def cpu_name() -> str:
+    """The processor as the kernel names it."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _cuda_machine(index: int) -> Machine | None:
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(index)
+    return Machine(
+        device=f"cuda:{index}",
+        gpu=gpu_slug(properties.name),
+        gpu_name=properties.name,
+        sm=f"sm_{properties.major}{properties.minor}",
+        driver=_driver_version(),
+        cuda=torch.version.cuda or "",
+        libs=library_versions(),
+        memory_bytes=properties.total_memory,
+    )
+
+
+def _driver_version() -> str:
+    try:
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return answer.stdout.splitlines()[0].strip() if answer.returncode == 0 and answer.stdout else ""

@@ -1,0 +1,204 @@
+"""Chooses what a bench run measures. Pure: catalog and options in, a plan with reasons for everything left out."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from tilegym_db.bench.machine import Machine
+from tilegym_db.catalog import Catalog, SolutionFiles
+from tilegym_db.errors import NotFoundError, UsageError, did_you_mean
+from tilegym_db.records import LANGUAGES, Definition, Workload, axes_key
+
+__all__ = ["DefinitionPlan", "Options", "Plan", "Skipped", "make_plan"]
+
+# What one workload may cost on a CPU before it is left to GPUs: about a tenth of a second a call on two cores.
+CPU_MAX_FLOPS = 4e9
+CPU_MAX_BYTES = 64e6
+INTERPRETER_MAX_ELEMENTS = 1 << 15
+QUICK_WORKLOADS = 2
+
+DoneKey = tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for. ``workload`` is a glob over uuid, tags and axes key."""
+
+    names: tuple[str, ...] = ()
+    language: str | None = None
+    workload: str | None = None
+    quick: bool = False
+    again: bool = False
+    configs: str = "default"
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """One thing that is not measured, and why."""
+
+    solution: str
+    workload: str
+    reason: str
+
+
+@dataclass
+class DefinitionPlan:
+    """The Solutions and Workloads of one Definition, and which pairs to run.
+
+    ``timed`` are measured together, interleaved; ``interpreted`` are only verified, in the Triton interpreter.
+    """
+
+    definition: Definition
+    workloads: list[Workload] = field(default_factory=list)
+    timed: list[SolutionFiles] = field(default_factory=list)
+    interpreted: list[SolutionFiles] = field(default_factory=list)
+    pairs: set[tuple[str, str]] = field(default_factory=set)
+
+    def wants(self, solution: SolutionFiles, workload: Workload) -> bool:
+        """True where this pair is part of the plan."""
+        return (solution.name, workload.uuid) in self.pairs
+
+
+@dataclass
+class Plan:
+    """Everything one run does."""
+
+    definitions: list[DefinitionPlan] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+
+    @property
+    def pair_count(self) -> int:
+        """How many (solution, workload) pairs will get a trace."""
+        return sum(len(item.pairs) for item in self.definitions)
+
+
+def make_plan(catalog: Catalog, machine: Machine, options: Options, done: Collection[DoneKey]) -> Plan:
+    """Select pairs of Solution and Workload.
+
+    Args:
+        catalog: the records.
+        machine: where it will run; decides which languages can be timed and which sizes are sensible.
+        options: names (of Definitions or Solutions), language, workload glob, quick, again.
+        done: (solution digest, definition digest, workload uuid) that already have a trace on this GPU at this tier.
+
+    Raises:
+        NotFoundError: a name is neither a Definition nor a Solution.
+        UsageError: an unknown language, or nothing matches.
+    """
+    if options.language is not None and options.language not in LANGUAGES:
+        raise UsageError(f"unknown language {options.language!r}; known: {', '.join(LANGUAGES)}.")
+    plan = Plan()
+    for definition, solutions in _selected(catalog, options):
+        item = DefinitionPlan(definition)
+        item.workloads = _workloads(catalog, definition, machine, options, plan)
+        for solution in solutions:
+            _place(item, solution, machine, plan)
+        _choose_pairs(item, machine, options, done, plan)
+        if item.pairs:
+            plan.definitions.append(item)
+    if not plan.definitions and not plan.skipped:
+        raise UsageError("nothing matches: no solution or no workload is selected. Try: tilegym-db list --solutions")
+    return plan
+
+
+def _selected(catalog: Catalog, options: Options) -> list[tuple[Definition, list[SolutionFiles]]]:
+    definitions, solutions = catalog.definitions, catalog.solutions
+    chosen: dict[str, set[str]] = {}
+    for name in options.names or tuple(definitions):
+        if name in definitions:
+            chosen.setdefault(name, set()).update(s.name for s in catalog.solutions_for(name))
+        elif name in solutions:
+            definition = solutions[name].record.definition
+            # The stock code comes along: without it there is nothing to be faster than.
+            stock = {s.name for s in catalog.solutions_for(definition) if s.record.spec.provides == "stock"}
+            chosen.setdefault(definition, set()).update({name} | stock)
+        else:
+            hint = did_you_mean(name, [*definitions, *solutions])
+            raise NotFoundError(f"'{name}' is no definition and no solution.{hint} Try: tilegym-db list")
+    selected = []
+    for name, names in sorted(chosen.items()):
+        members = [solutions[s] for s in sorted(names)]
+        if options.language is not None:
+            members = [
+                s for s in members if s.record.spec.language == options.language or s.record.spec.provides == "stock"
+            ]
+        if members:
+            selected.append((definitions[name], members))
+    return selected
+
+
+def _workloads(
+    catalog: Catalog, definition: Definition, machine: Machine, options: Options, plan: Plan
+) -> list[Workload]:
+    chosen = []
+    for workload in catalog.workloads_for(definition.name):
+        if options.workload is not None and not _matches(workload, options.workload):
+            continue
+        if not machine.is_gpu and options.workload is None:
+            flops, size = definition.cost_of(
+                definition.bind_axes(workload.axes), definition.bind_dtypes(workload.dtypes)
+            )
+            if flops > CPU_MAX_FLOPS or size > CPU_MAX_BYTES:
+                reason = "too large for a CPU (name it with --workload to run it all the same)"
+                plan.skipped.append(Skipped("*", axes_key(workload.axes), reason))
+                continue
+        chosen.append(workload)
+    if options.quick:
+        chosen = _quick(chosen, machine)
+    return chosen
+
+
+def _quick(workloads: Sequence[Workload], machine: Machine) -> list[Workload]:
+    """A few per kind: on a CPU one tiny (the interpreter's) and one modest, on a GPU one decode and one prefill."""
+    kinds = ("stage:decode", "stage:prefill") if machine.is_gpu else ("tiny", "cpu")
+    chosen: list[Workload] = []
+    for kind in kinds:
+        chosen += [workload for workload in workloads if kind in workload.tags][: QUICK_WORKLOADS // 2]
+    return chosen or list(workloads[:QUICK_WORKLOADS])
+
+
+def _matches(workload: Workload, pattern: str) -> bool:
+    names = (workload.uuid, axes_key(workload.axes), *workload.tags)
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names)
+
+
+def _place(item: DefinitionPlan, solution: SolutionFiles, machine: Machine, plan: Plan) -> None:
+    language = solution.record.spec.language
+    if machine.is_gpu or language == "python":
+        item.timed.append(solution)
+    elif language == "triton":
+        item.interpreted.append(solution)
+    else:
+        reason = f"{language} kernels run on a GPU only (here they can be compiled: tilegym-db compile)"
+        plan.skipped.append(Skipped(solution.name, "*", reason))
+
+
+def _choose_pairs(
+    item: DefinitionPlan, machine: Machine, options: Options, done: Collection[DoneKey], plan: Plan
+) -> None:
+    for workload in item.workloads:
+        wanted = []
+        for solution in (*item.timed, *item.interpreted):
+            if solution in item.interpreted and _elements(item.definition, workload) > INTERPRETER_MAX_ELEMENTS:
+                plan.skipped.append(Skipped(solution.name, axes_key(workload.axes), "too large for the interpreter"))
+            elif not options.again and (solution.digest, item.definition.digest, workload.uuid) in done:
+                plan.skipped.append(
+                    Skipped(solution.name, axes_key(workload.axes), "already measured (--again repeats it)")
+                )
+            else:
+                wanted.append(solution.name)
+        # Stock code alone is worth a run only if it was asked for; as an opponent it runs with whoever needs it.
+        item.pairs |= {(name, workload.uuid) for name in wanted}
+
+
+def _elements(definition: Definition, workload: Workload) -> int:
+    axes = definition.bind_axes(workload.axes)
+    total = 0
+    for name in (*definition.tensor_inputs, *definition.outputs):
+        size = 1
+        for length in definition.shape_of(name, axes):
+            size *= length
+        total += size
+    return total

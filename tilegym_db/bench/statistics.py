@@ -1,0 +1,76 @@
+"""Medians with exact confidence intervals, and ratios from interleaved rounds. Pure Python, no distribution assumed.
+
+The interval of a median comes from order statistics: with n samples, the k-th smallest and k-th largest enclose the median
+with probability 1 - 2 P(Binomial(n, 1/2) < k). Unlike a bootstrap it needs no random numbers and is exact for any
+distribution (``docs/decisions/0002-order-statistics.md``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+__all__ = ["Interval", "median", "median_interval", "paired_ratio"]
+
+CONFIDENCE = 0.99
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A median with the bounds of its confidence interval, in the samples' own unit."""
+
+    median: float
+    low: float
+    high: float
+
+    @property
+    def half_width(self) -> float:
+        """Half the interval relative to the median; no unit."""
+        return (self.high - self.low) / (2 * self.median) if self.median else math.inf
+
+
+def median(samples: Sequence[float]) -> float:
+    """The middle value, or the mean of the two middle ones."""
+    ordered = sorted(samples)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+@lru_cache(maxsize=4096)
+def _rank(count: int) -> int:
+    """How many samples may be left out on each side at :data:`CONFIDENCE`; 0 keeps the extremes."""
+    total = 0.0
+    for k in range(count // 2 + 1):
+        total += math.comb(count, k) * 0.5**count if count < 1000 else 0.0
+        if count >= 1000:
+            break
+        if 2 * total > 1 - CONFIDENCE:
+            return max(k - 1, 0)
+    # The normal approximation of the binomial; exact enough from a thousand samples on.
+    return max(int(count / 2 - 2.5758 * math.sqrt(count) / 2) - 1, 0)
+
+
+def median_interval(samples: Sequence[float]) -> Interval:
+    """The median with its 99% interval; with fewer than eight samples the interval is their whole range.
+
+    Raises:
+        ValueError: no samples.
+    """
+    if not samples:
+        raise ValueError("a median needs at least one sample")
+    ordered = sorted(samples)
+    rank = _rank(len(ordered))
+    return Interval(median(ordered), ordered[rank], ordered[-1 - rank])
+
+
+def paired_ratio(this: Sequence[float], other: Sequence[float]) -> Interval:
+    """``other / this`` over interleaved rounds (above 1: ``this`` is faster), with its 99% interval.
+
+    Args:
+        this: one time per round.
+        other: the other's time in the same rounds; pairing cancels drift that both see.
+    """
+    logs = median_interval([math.log(b / a) for a, b in zip(this, other, strict=True)])
+    return Interval(math.exp(logs.median), math.exp(logs.low), math.exp(logs.high))

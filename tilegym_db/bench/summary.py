@@ -1,0 +1,49 @@
+"""What a run found, one row per Solution. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tilegym_db.records import Trace
+
+__all__ = ["SummaryRow", "summarise"]
+
+
+@dataclass(frozen=True)
+class SummaryRow:
+    """``speedup`` is the geometric mean of the ratios against stock code; ``note`` the first failure's reason."""
+
+    solution: str
+    language: str
+    passed: int
+    total: int
+    speedup: float | None
+    note: str
+
+
+def summarise(traces: Sequence[Trace]) -> list[SummaryRow]:
+    """Rows in the order in which Solutions first appear; workloads that a Solution excludes do not count."""
+    grouped: dict[str, list[Trace]] = {}
+    for trace in traces:
+        grouped.setdefault(trace.solution, []).append(trace)
+    return [_row(solution, members) for solution, members in grouped.items()]
+
+
+def _row(solution: str, traces: list[Trace]) -> SummaryRow:
+    counted = [trace for trace in traces if trace.status != "UNSUPPORTED"]
+    failures = [trace for trace in counted if trace.status != "PASSED"]
+    ratios = [
+        comparison.ratio
+        for trace in counted
+        if trace.performance is not None
+        for comparison in trace.performance.comparisons
+        if comparison.provides == "stock"
+    ]
+    speedup = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
+    note = f"{failures[0].status}: {failures[0].reason}" if failures else ""
+    if not failures and all(trace.tier == "interpreter" for trace in counted) and counted:
+        note = "verified in the interpreter, not timed"
+    passed = len(counted) - len(failures)
+    return SummaryRow(solution, traces[0].language, passed, len(counted), speedup, note)

@@ -1,0 +1,147 @@
+"""Times verified members against each other: blocks in random order, round after round, until the medians settle.
+
+Every member has its own worker, so none can touch another's clock or memory; being timed in the same rounds, any two of
+them can be compared by the ratios of their block medians, which cancels the drift that both see.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tilegym_db.bench.member import Member, Verified
+from tilegym_db.bench.statistics import median, median_interval, paired_ratio
+from tilegym_db.records.trace import Comparison, Performance
+from tilegym_db.verify.verifier import Failure
+
+__all__ = ["Effort", "Entrant", "run_tournament"]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure. Times in seconds of wall clock for one workload, all members together."""
+
+    min_rounds: int = 12
+    max_rounds: int = 40
+    min_samples: int = 30
+    max_block: int = 10
+    block_us: float = 4000.0
+    budget_s: float = 4.0
+    half_width: float = 0.005
+
+    @classmethod
+    def quick(cls) -> Effort:
+        """Enough to show the machinery, with wider intervals."""
+        return cls(min_rounds=8, max_rounds=10, min_samples=8, max_block=4, budget_s=1.5)
+
+
+@dataclass
+class Entrant:
+    """One member in one tournament, with its samples in microseconds."""
+
+    member: Member
+    verified: Verified
+    block: int = 1
+    rounds: list[float] = field(default_factory=list)
+    samples: list[float] = field(default_factory=list)
+    host: list[float] = field(default_factory=list)
+    failure: Failure | None = None
+    used_slots: set[int] = field(default_factory=set)
+
+    def order(self, generator: random.Random) -> list[int]:
+        """A random sequence of slots for the next block, so that no call sees the addresses of the one before."""
+        count = self.verified.arena.slots
+        first = generator.randrange(count)
+        return [(first + step * (1 + generator.randrange(max(count - 1, 1)))) % count for step in range(self.block)]
+
+
+def run_tournament(entrants: list[Entrant], effort: Effort, seed: int) -> dict[str, Performance | Failure]:
+    """Time every entrant; member name -> performance with comparisons against each baseline, or why it failed."""
+    generator = random.Random(seed)
+    deadline = time.monotonic() + effort.budget_s
+    for entrant in entrants:
+        entrant.failure = entrant.member.ready_to_time(entrant.verified)
+        if entrant.failure is None:
+            _warm_up(entrant, effort, generator)
+    for number in range(effort.max_rounds):
+        running = [entrant for entrant in entrants if entrant.failure is None]
+        generator.shuffle(running)
+        for entrant in running:
+            _play(entrant, generator)
+        if number + 1 >= effort.min_rounds and (_settled(running, effort) or time.monotonic() > deadline):
+            break
+    for entrant in entrants:
+        if entrant.failure is None:
+            entrant.failure = entrant.member.check_timed_outputs(entrant.verified, sorted(entrant.used_slots))
+    finished = [entrant for entrant in entrants if entrant.failure is None]
+    results: dict[str, Performance | Failure] = {e.member.name: e.failure for e in entrants if e.failure is not None}
+    for entrant in finished:
+        results[entrant.member.name] = _performance(entrant, finished)
+    return results
+
+
+def _warm_up(entrant: Entrant, effort: Effort, generator: random.Random) -> None:
+    """Two untimed blocks; the second tells how many calls make a block of the wanted length."""
+    for _ in range(2):
+        entrant.block = 3
+        outcome = entrant.member.time_block(entrant.order(generator))
+        if isinstance(outcome, Failure):
+            entrant.failure = outcome
+            return
+        latency_us = median(outcome[0])
+    wanted = max(1, min(effort.max_block, int(effort.block_us / latency_us)))
+    entrant.block = max(wanted, -(-effort.min_samples // effort.max_rounds))
+
+
+def _play(entrant: Entrant, generator: random.Random) -> None:
+    order = entrant.order(generator)
+    outcome = entrant.member.time_block(order)
+    if isinstance(outcome, Failure):
+        entrant.failure = outcome
+        return
+    device, host = outcome
+    entrant.used_slots.update(order)
+    entrant.rounds.append(median(device))
+    entrant.samples += device
+    entrant.host += host
+
+
+def _settled(entrants: list[Entrant], effort: Effort) -> bool:
+    return all(
+        len(entrant.samples) >= effort.min_samples and median_interval(entrant.samples).half_width <= effort.half_width
+        for entrant in entrants
+    )
+
+
+def _performance(entrant: Entrant, finished: list[Entrant]) -> Performance:
+    interval = median_interval(entrant.samples)
+    on_gpu = entrant.member.device != "cpu"
+    return Performance(
+        latency_us=round(interval.median, 4),
+        ci_low_us=round(interval.low, 4),
+        ci_high_us=round(interval.high, 4),
+        samples=len(entrant.samples),
+        host_us=round(median(entrant.host), 3),
+        cold_l2=on_gpu,
+        timer="events" if on_gpu else "wall",
+        comparisons=tuple(_compare(entrant, other) for other in finished if _is_opponent(entrant, other)),
+    )
+
+
+def _is_opponent(entrant: Entrant, other: Entrant) -> bool:
+    return other is not entrant and other.member.solution.record.spec.provides is not None
+
+
+def _compare(entrant: Entrant, other: Entrant) -> Comparison:
+    shared: Mapping[str, list[float]] = {"this": entrant.rounds, "other": other.rounds}
+    count = min(len(rounds) for rounds in shared.values())
+    ratio = paired_ratio(shared["this"][:count], shared["other"][:count])
+    return Comparison.against(
+        other.member.name,
+        other.member.solution.record.spec.provides,
+        ratio=round(ratio.median, 5),
+        ci_low=round(ratio.low, 5),
+        ci_high=round(ratio.high, 5),
+    )

@@ -1,0 +1,202 @@
+"""``tilegym-db add-solution``: a kernel for an operator, into the catalog."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tilegym_db.cli.output import note
+
+if TYPE_CHECKING:
+    from tilegym_db.catalog import Catalog
+    from tilegym_db.records import Definition, Solution
+
+# What a new Solution declares to depend on; its author narrows it in solution.json.
+DEPENDENCIES: dict[str, tuple[str, ...]] = {
+    "python": ("torch>=2.8",),
+    "triton": ("triton>=3.4",),
+    "tilelang": ("tilelang>=0.1.15",),
+    "cutile": ("cuda-tile>=1.7",),
+}
+
+
+def command(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            help="A .py file that defines run(), or a folder with solution.json.", exists=True, readable=True
+        ),
+    ],
+    definition: Annotated[str | None, typer.Option("--definition", "-d", help="The operator it implements.")] = None,
+    language: Annotated[
+        str | None, typer.Option("--language", "-l", help="python, triton, tilelang or cutile.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the solution; default: from definition, language, file.")
+    ] = None,
+    author: Annotated[str | None, typer.Option(help="Who wrote it; default: the name of the login.")] = None,
+    description: Annotated[str, typer.Option(help="How it works, in one line.")] = "",
+) -> None:
+    """Validate a solution and copy it into the catalog in one step: it appears whole or not at all."""
+    from tilegym_db.catalog import Catalog
+    from tilegym_db.errors import RecordError
+
+    catalog = Catalog.default()
+    if path.is_dir():
+        record, sources = from_folder(path, definition, language, name)
+    else:
+        record, sources = from_file(path, catalog, definition, language, name, author or login_name(), description)
+    operator = catalog.definition(record.definition)
+    try:
+        record.check_against(operator)
+    except ValueError as error:
+        raise RecordError(f"{path}: {error}.") from None
+    check_callable(record, sources, operator, path)
+    folder = catalog.add_solution(record, sources)
+    typer.echo(str(folder))
+    after = f"tilegym-db bench {record.name}"
+    steps = after if record.spec.language == "python" else f"tilegym-db compile {record.name}, then: {after}"
+    note(f"added solution '{record.name}' for {record.definition}. Next: {steps}")
+
+
+def from_folder(
+    folder: Path, definition: str | None, language: str | None, name: str | None
+) -> tuple[Solution, dict[str, bytes]]:
+    """The Solution of a folder; options may repeat what its ``solution.json`` says, and ``name`` replaces its name.
+
+    Raises:
+        RecordError: the folder holds no valid Solution.
+        UsageError: an option contradicts it.
+    """
+    from tilegym_db.catalog import SolutionFiles
+    from tilegym_db.errors import UsageError
+    from tilegym_db.records import Solution
+
+    files = SolutionFiles.read(folder)
+    record = files.record
+    for option, given, written in (
+        ("--definition", definition, record.definition),
+        ("--language", normalise_language(language), record.spec.language),
+    ):
+        if given is not None and given != written:
+            raise UsageError(
+                f"{option} {given}: {folder / 'solution.json'} says '{written}'. Leave the option out or edit the file."
+            )
+    if name is not None:
+        record = Solution.from_dict({**record.to_dict(), "name": name}, "--name")
+    return record, dict(files.sources)
+
+
+def from_file(
+    file: Path,
+    catalog: Catalog,
+    definition: str | None,
+    language: str | None,
+    name: str | None,
+    author: str,
+    description: str,
+) -> tuple[Solution, dict[str, bytes]]:
+    """A Solution made of one source file; it declares nothing but contiguous tensors and every target.
+
+    Raises:
+        UsageError: ``definition`` or ``language`` is missing or unknown, or the file is no Python source.
+        NotFoundError: no such Definition.
+        RecordError: the source does not parse or defines no ``run``.
+    """
+    from tilegym_db.catalog import check_entry_point, read_bytes
+    from tilegym_db.errors import UsageError
+    from tilegym_db.records import Solution
+
+    if file.suffix != ".py":
+        raise UsageError(f"{file}: give a .py file that defines run(), or a folder with solution.json.")
+    if definition is None or language is None:
+        missing = "--definition" if definition is None else "--language"
+        raise UsageError(
+            f"{file}: {missing} is needed for a single file. Try: tilegym-db add-solution {file} -d NAME -l triton"
+        )
+    operator = catalog.definition(definition)
+    language = normalise_language(language)
+    assert language is not None
+    sources = {file.name: read_bytes(file, "source")}
+    spec: dict[str, object] = {
+        "language": language,
+        "entry_point": f"{file.name}::run",
+        "dependencies": DEPENDENCIES[language],
+        "destination_passing_style": True,
+    }
+    values = {
+        "name": name or default_name(definition, language, file.stem),
+        "definition": definition,
+        "author": author,
+        "description": description,
+        "spec": spec,
+        "sources": [{"path": file.name}],
+    }
+    record = Solution.from_dict(values, file)
+    check_entry_point(record, sources, file)
+    if language == "python" and returns_its_outputs(record, sources[file.name], operator):
+        record = Solution.from_dict({**values, "spec": {**spec, "destination_passing_style": False}}, file)
+    return record, sources
+
+
+def normalise_language(language: str | None) -> str | None:
+    """The language as records spell it.
+
+    Raises:
+        UsageError: no such language.
+    """
+    from tilegym_db.errors import UsageError, did_you_mean
+    from tilegym_db.records import LANGUAGES
+
+    if language is None or language in LANGUAGES:
+        return language
+    if language in ("cuda-tile", "cuTile"):
+        return "cutile"
+    raise UsageError(
+        f"unknown language {language!r}.{did_you_mean(language.lower(), LANGUAGES)} Known: {', '.join(LANGUAGES)}."
+    )
+
+
+def returns_its_outputs(record: Solution, source: bytes, definition: Definition) -> bool:
+    """True where ``run`` takes the inputs only, so that it must return what it computes."""
+    from tilegym_db.records.signature import find_function
+
+    function = find_function(source, record.spec.entry_function)
+    if function is None or function.args.vararg is not None:
+        return False
+    positional = len(function.args.posonlyargs) + len(function.args.args)
+    required = positional - len(function.args.defaults)
+    inputs = len(definition.inputs)
+    return required <= inputs and positional < inputs + len(definition.written_outputs)
+
+
+def check_callable(record: Solution, sources: dict[str, bytes], definition: Definition, where: Path) -> None:
+    """Raise :class:`RecordError` where the entry point cannot take the arguments of the Definition."""
+    from tilegym_db.errors import RecordError
+    from tilegym_db.records.signature import signature_problem
+
+    problem = signature_problem(record, sources[record.spec.entry_path], definition)
+    if problem is not None:
+        raise RecordError(f"{where}: entry_point {problem}.")
+
+
+def default_name(definition: str, language: str, stem: str) -> str:
+    """``rms_norm_triton_row`` for ``row.py``; file names that say nothing add nothing."""
+    detail = re.sub(r"[^a-z0-9]+", "_", stem.lower()).strip("_")
+    parts = [definition, language]
+    if detail not in ("kernel", "solution", "run", "main", *parts, "_".join(parts)):
+        parts.append(detail.removeprefix(definition).removeprefix(f"_{language}").strip("_") or detail)
+    return "_".join(parts)
+
+
+def login_name() -> str:
+    """Who runs this, as the system says."""
+    import getpass
+
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user need not have a name
+        return "unknown"

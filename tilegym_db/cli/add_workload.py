@@ -1,0 +1,77 @@
+"""``tilegym-db add-workload``: concrete sizes for the operators, into the catalog."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tilegym_db.cli.output import note
+
+if TYPE_CHECKING:
+    from tilegym_db.catalog import Catalog
+    from tilegym_db.records import Workload
+
+
+def command(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="Workloads, one JSON object a line (or one object).", exists=True, dir_okay=False, readable=True
+        ),
+    ],
+) -> None:
+    """Validate workloads and append them to the catalog; all of them or, where one is wrong, none."""
+    from tilegym_db.catalog import Catalog
+
+    catalog = Catalog.default()
+    workloads = read_workloads(file, catalog)
+    added = catalog.add_workloads(workloads)
+    for path in sorted({path for path, _ in added}):
+        typer.echo(str(path))
+    known = len(workloads) - len(added)
+    names = ", ".join(sorted({workload.definition for workload in workloads}))
+    note(
+        f"added {len(added)} workloads"
+        + (f", {known} exist already" if known else "")
+        + f". Next: tilegym-db bench {names}"
+    )
+
+
+def read_workloads(file: Path, catalog: Catalog) -> list[Workload]:
+    """Every Workload of a file, checked against its Definition.
+
+    Raises:
+        RecordError: a line is no Workload, or does not fit its Definition; names file, line and key.
+        NotFoundError: a line names an unknown Definition.
+    """
+    from tilegym_db.catalog import read_bytes
+    from tilegym_db.errors import NotFoundError, RecordError
+    from tilegym_db.records import Workload
+
+    workloads = []
+    for where, text in split_objects(file, read_bytes(file, "workload file")):
+        workload = Workload.from_json(text, where)
+        try:
+            workload.check_against(catalog.definition(workload.definition))
+        except NotFoundError as error:
+            raise NotFoundError(f"{where}: {error}") from None
+        except RecordError as error:
+            raise RecordError(f"{where}: {error}") from None
+        workloads.append(workload)
+    if not workloads:
+        raise RecordError(f"{file}: holds no workload. Write one JSON object a line.")
+    return workloads
+
+
+def split_objects(file: Path, content: bytes) -> list[tuple[str, bytes]]:
+    """(where, text) of every object: the whole file if it is one JSON object over several lines, else its lines."""
+    import json
+
+    try:
+        json.loads(content)
+    except ValueError:
+        lines = enumerate(content.splitlines(), start=1)
+        return [(f"{file}:{number}", line) for number, line in lines if line.strip()]
+    return [(str(file), content)]

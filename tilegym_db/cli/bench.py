@@ -1,0 +1,82 @@
+"""``tilegym-db bench``: verify and time Solutions on this machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from tilegym_db.bench.session import BenchReport
+
+
+def command(
+    names: Annotated[list[str] | None, typer.Argument(help="Definitions or solutions; none means all.")] = None,
+    language: Annotated[str | None, typer.Option(help="Only solutions in this language.")] = None,
+    gpu: Annotated[str, typer.Option(help="auto, cpu, or the GPU in this machine (h100, h200, ...).")] = "auto",
+    workload: Annotated[str | None, typer.Option(help="Glob over tags, axes (M=1,*) and uuid.")] = None,
+    quick: Annotated[bool, typer.Option(help="Few workloads and samples.")] = False,
+    again: Annotated[bool, typer.Option(help="Measure anew what has a trace already.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the traces as JSON lines.")] = False,
+) -> None:
+    """Build, verify and time solutions; every result becomes a trace in the database.
+
+    Interrupt it at any time: what was measured is kept, and the next run goes on from there.
+    """
+    from tilegym_db.bench.session import benchmark
+    from tilegym_db.cli.bench_progress import Progress
+
+    with Progress(quiet=as_json and not sys.stderr.isatty()) as progress:
+        report = benchmark(
+            tuple(names or ()),
+            gpu=gpu,
+            language=language,
+            workload=workload,
+            quick=quick,
+            again=again,
+            observer=progress.observer(),
+        )
+    if as_json:
+        for trace in report.traces:
+            typer.echo(trace.to_json())
+    else:
+        print_summary(report)
+    if report.interrupted:
+        raise typer.Exit(130)
+    if any(status not in ("PASSED", "UNSUPPORTED") for status in report.counts):
+        raise typer.Exit(1)
+
+
+def print_summary(report: BenchReport) -> None:
+    """One row per solution: workloads passed, geometric mean against stock, and each kind of failure with its reason."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from tilegym_db.bench.summary import summarise
+
+    console = Console()
+    rows = summarise(report.traces)
+    table = Table(title=f"{report.machine.gpu_name} ({report.machine.gpu}), run {report.run_id}")
+    for heading, side in (
+        ("solution", "left"),
+        ("language", "left"),
+        ("passed", "right"),
+        ("vs stock", "right"),
+        ("", "left"),
+    ):
+        table.add_column(heading, justify=side)  # type: ignore[arg-type]
+    for row in rows:
+        speedup = "" if row.speedup is None else f"{row.speedup:.2f}x"
+        note = row.note if len(row.note) <= 200 else row.note[:197] + "..."
+        table.add_row(row.solution, row.language, f"{row.passed}/{row.total}", speedup, note)
+    if rows:
+        console.print(table)
+    skipped: dict[str, int] = {}
+    for item in report.plan.skipped:
+        skipped[item.reason] = skipped.get(item.reason, 0) + 1
+    for reason, count in skipped.items():
+        console.print(f"[dim]{count} not run: {reason}[/dim]", highlight=False)
+    counts = json.dumps(dict(report.counts)) if report.traces else "nothing new"
+    console.print(f"traces: {counts}. Next: tilegym-db best --gpu {report.machine.gpu}", highlight=False)

@@ -1,0 +1,64 @@
+"""The progress bar of ``bench``: traces done of traces planned, what runs now, time left. On stderr."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+if TYPE_CHECKING:
+    from tilegym_db.bench.machine import Machine
+    from tilegym_db.bench.plan import Plan
+    from tilegym_db.bench.session import Observer
+    from tilegym_db.records import Trace
+
+__all__ = ["Progress"]
+
+
+class Progress:
+    """A context manager that shows a bench run as it goes; prints plain lines where stderr is no terminal."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        """``quiet`` shows nothing at all."""
+        self._console = Console(stderr=True, quiet=quiet)
+        self._bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+        )
+        self._task = self._bar.add_task("planning", total=None)
+
+    def __enter__(self) -> Progress:
+        if self._console.is_terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    def observer(self) -> Observer:
+        """Callbacks for :func:`tilegym_db.bench.session.benchmark`."""
+        from tilegym_db.bench.session import Observer
+
+        return Observer(planned=self._planned, starting=self._starting, traced=self._traced)
+
+    def _planned(self, plan: Plan, machine: Machine) -> None:
+        self._bar.update(self._task, total=plan.pair_count)
+        self._console.print(
+            f"{plan.pair_count} (solution, workload) pairs on {machine.gpu_name} ({machine.gpu})", highlight=False
+        )
+
+    def _starting(self, what: str) -> None:
+        self._bar.update(self._task, description=what)
+        if not self._console.is_terminal:
+            self._console.print(what, highlight=False)
+
+    def _traced(self, trace: Trace) -> None:
+        self._bar.advance(self._task)
+        if trace.status not in ("PASSED", "UNSUPPORTED"):
+            self._bar.console.print(f"{trace.solution} {trace.status}: {trace.reason}", highlight=False, markup=False)

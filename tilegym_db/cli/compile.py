@@ -1,0 +1,224 @@
+"""``tilegym-db compile``: build solutions ahead of time for GPUs that this machine need not have."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tilegym_db.cli.output import note, print_json, print_table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tilegym_db.backends.jobs import CompileJob, CompileResult
+    from tilegym_db.catalog import Catalog, SolutionFiles
+    from tilegym_db.records import Definition, Workload
+
+    Outcome = tuple[CompileJob, CompileResult]
+
+
+def command(
+    names: Annotated[list[str] | None, typer.Argument(help="Definitions or solutions; none means all.")] = None,
+    target: Annotated[
+        list[str] | None, typer.Option(help="sm_80, sm_89, sm_90, sm_100, sm_120, or all; repeatable.")
+    ] = None,
+    language: Annotated[str | None, typer.Option("--language", "-l", help="Only solutions in this language.")] = None,
+    workload: Annotated[
+        str | None, typer.Option(help="Glob over tags, axes and uuid; default: one size per dtype.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
+) -> None:
+    """Compile every matching solution for a target (default sm_90). Needs the compilers, but no GPU.
+
+    Exit status 1 if a compilation fails, if a compiler is missing, or if nothing could be compiled.
+    """
+    from tilegym_db.catalog import Catalog
+
+    outcomes = compile_catalog(Catalog.default(), names or (), parse_targets(target), language, workload)
+    if as_json:
+        print_json([outcome_record(*outcome) for outcome in outcomes])
+    else:
+        print_outcomes(outcomes)
+    if failure_count(outcomes) or not any(result.status == "compiled" for _, result in outcomes):
+        raise typer.Exit(1)
+
+
+def compile_catalog(
+    catalog: Catalog,
+    names: Sequence[str],
+    targets: Sequence[str],
+    language: str | None = None,
+    workload: str | None = None,
+) -> list[Outcome]:
+    """Compile what :func:`select_jobs` selects, with a progress bar; outcomes by definition, solution and target."""
+    from tilegym_db.backends.aot import compile_many
+
+    jobs = select_jobs(catalog, names, targets, language, workload)
+    with progress(len(jobs)) as advance:
+        results = compile_many(jobs, lambda job, _: advance(job.solution.name))
+    outcomes = list(zip(jobs, results, strict=True))
+    return sorted(
+        outcomes, key=lambda outcome: (outcome[0].definition.name, outcome[0].solution.name, outcome[0].target)
+    )
+
+
+def parse_targets(texts: Sequence[str] | None) -> tuple[str, ...]:
+    """The targets that ``--target`` names, once each, in the order given.
+
+    Raises:
+        HardwareError: no such target.
+    """
+    from tilegym_db.records.hardware import TARGETS, normalise_target
+
+    if texts and "all" in texts:
+        return TARGETS
+    return tuple(dict.fromkeys(normalise_target(text) for text in texts or ("sm_90",)))
+
+
+def select_jobs(
+    catalog: Catalog, names: Sequence[str], targets: Sequence[str], language: str | None, workload: str | None
+) -> list[CompileJob]:
+    """What to compile: every tile solution, in every dtype that it declares, for every target that it declares.
+
+    Raises:
+        NotFoundError: a name is neither a Definition nor a Solution.
+        UsageError: unknown language, or nothing is left to compile; says why.
+    """
+    from tilegym_db.backends.jobs import CompileJob
+    from tilegym_db.cli.add_solution import normalise_language
+    from tilegym_db.errors import UsageError
+    from tilegym_db.records import TILE_LANGUAGES
+
+    wanted = normalise_language(language)
+    jobs, excluded = [], ""
+    for solution in named_solutions(catalog, names):
+        spoken = solution.record.spec.language
+        if spoken not in TILE_LANGUAGES or (wanted is not None and spoken != wanted):
+            continue
+        definition = catalog.definition(solution.record.definition)
+        for target in targets:
+            if target not in solution.record.spec.target_hardware:
+                excluded = f" {solution.name} is not declared for {target}."
+                continue
+            chosen = choose_workloads(definition, solution, catalog.workloads_for(definition.name), workload)
+            if not chosen:
+                excluded = f" {solution.name} has no workload that it declares to support."
+            jobs += [CompileJob(definition, solution, item, target) for item in chosen]
+    if not jobs:
+        raise UsageError(f"nothing to compile: no tile solution matches.{excluded} Try: tilegym-db list --solutions")
+    return jobs
+
+
+def named_solutions(catalog: Catalog, names: Sequence[str]) -> list[SolutionFiles]:
+    """The Solutions that names of Solutions or Definitions stand for, by name; all of them where none is given."""
+    from tilegym_db.errors import NotFoundError, did_you_mean
+
+    chosen: dict[str, SolutionFiles] = {}
+    for name in names or tuple(catalog.definitions):
+        if name in catalog.definitions:
+            chosen.update((item.name, item) for item in catalog.solutions_for(name))
+        elif name in catalog.solutions:
+            chosen[name] = catalog.solution(name)
+        else:
+            hint = did_you_mean(name, [*catalog.definitions, *catalog.solutions])
+            raise NotFoundError(f"'{name}' is no definition and no solution.{hint} Try: tilegym-db list")
+    return [item for _, item in sorted(chosen.items())]
+
+
+def choose_workloads(
+    definition: Definition, solution: SolutionFiles, workloads: Sequence[Workload], pattern: str | None
+) -> list[Workload]:
+    """The Workloads to compile for: those that match a glob, else the first real one of each dtype binding."""
+    from tilegym_db.records import axes_key
+
+    chosen: dict[str, Workload] = {}
+    # 'tiny' ones exist for tests: they serve only where a dtype has nothing else.
+    for workload in sorted(workloads, key=lambda item: "tiny" in item.tags):
+        dtypes = definition.bind_dtypes(workload.dtypes)
+        axes = definition.bind_axes(workload.axes)
+        if solution.record.unsupported(axes, dtypes, workload.layout_classes(definition)) is not None:
+            continue
+        if pattern is None:
+            chosen.setdefault(",".join(dtypes.values()), workload)
+        elif any(
+            fnmatch.fnmatchcase(text, pattern) for text in (workload.uuid, axes_key(workload.axes), *workload.tags)
+        ):
+            chosen[workload.uuid] = workload
+    return list(chosen.values())
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr where that is a terminal; yields what to call after each job."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("compiling", total=total)
+        yield lambda name: bar.update(task, advance=1, description=name)
+
+
+COLUMNS = ("solution", "language", "target", "compiled", "seconds", "KiB", "note")
+
+
+def summarise(outcomes: Sequence[Outcome]) -> list[tuple[Any, ...]]:
+    """One row per solution and target: how many sizes compiled, seconds, size, and the first thing that went wrong."""
+    groups: dict[tuple[str, str], list[Outcome]] = {}
+    for job, result in outcomes:
+        groups.setdefault((job.solution.name, job.target), []).append((job, result))
+    rows = []
+    for (name, target), members in groups.items():
+        results = [result for _, result in members]
+        compiled = sum(result.status == "compiled" for result in results)
+        size = sum(artifact.bytes for result in results for artifact in result.artifacts)
+        wrong = next((item for item in members if item[1].status != "compiled"), None)
+        language = members[0][0].solution.record.spec.language
+        seconds = round(sum(result.seconds for result in results), 1)
+        rows.append((name, language, target, f"{compiled}/{len(results)}", seconds, size // 1024, _reason(wrong)))
+    return rows
+
+
+def _reason(outcome: Outcome | None) -> str:
+    if outcome is None:
+        return ""
+    job, result = outcome
+    lines = [line.strip() for line in result.log.splitlines() if line.strip()]
+    text = lines[-1] if result.status == "failed" and lines else " ".join(lines)
+    dtypes = ",".join(job.workload.dtypes.values())
+    return f"{result.status} ({dtypes}): {text[:300]}"
+
+
+def outcome_record(job: CompileJob, result: CompileResult) -> dict[str, Any]:
+    """One compilation as JSON."""
+    return {
+        "definition": job.definition.name,
+        "solution": job.solution.name,
+        "solution_digest": job.solution.digest,
+        "language": job.solution.record.spec.language,
+        "target": job.target,
+        "workload_uuid": job.workload.uuid,
+        "axes": job.workload.axes,
+        "dtypes": job.workload.dtypes,
+        "status": result.status,
+        "seconds": result.seconds,
+        "kernels": [{"kernel": item.kernel, "bytes": item.bytes} for item in result.artifacts],
+        "log": result.log,
+    }
+
+
+def failure_count(outcomes: Sequence[Outcome]) -> int:
+    """How many failed or lack their compiler. A target that a compiler refuses altogether is reported, not counted."""
+    return sum(result.status in ("failed", "toolchain-missing") for _, result in outcomes)
+
+
+def print_outcomes(outcomes: Sequence[Outcome]) -> None:
+    """The summary table, and where to read on if something failed."""
+    print_table(COLUMNS, summarise(outcomes))
+    if failure_count(outcomes):
+        note(f"{failure_count(outcomes)} of {len(outcomes)} failed; --json has the compilers' own output")

@@ -1,0 +1,170 @@
+"""``tilegym-db doctor``: what this machine can do and, for each thing it cannot, the exact fix."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import typer
+
+from tilegym_db.cli.output import note, print_json
+
+State = Literal["ok", "missing", "problem"]
+MARKS: dict[State, str] = {"ok": "ok     ", "missing": "missing", "problem": "PROBLEM"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report. ``missing`` is something optional that is not here, ``problem`` something broken."""
+
+    what: str
+    state: State
+    detail: str
+    fix: str = ""
+
+
+def command(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False) -> None:
+    """Say what works here and how to fix what does not. Exit status 1 if anything is broken."""
+    found = [check for checks in CHECKS for check in checks()]
+    if as_json:
+        print_json([dataclasses.asdict(check) for check in found])
+    else:
+        for check in found:
+            typer.echo(f"{MARKS[check.state]}  {check.what:<10}  {check.detail}")
+            if check.fix:
+                typer.echo(f"{'':<21}fix: {check.fix}")
+        broken = sum(check.state == "problem" for check in found)
+        note(f"{broken} problem{'' if broken == 1 else 's'}")
+    if any(check.state == "problem" for check in found):
+        raise typer.Exit(1)
+
+
+def check_python() -> Iterator[Check]:
+    """The interpreter and this package."""
+    import tilegym_db
+
+    yield Check("python", "ok", f"{sys.version.split()[0]} at {sys.executable}")
+    yield Check("tilegym-db", "ok", tilegym_db.__version__)
+
+
+def check_gpu() -> Iterator[Check]:
+    """What the driver reports, and whether PyTorch can use it."""
+    import importlib.util
+
+    names = driver_gpus()
+    if importlib.util.find_spec("torch") is None:
+        yield Check("torch", "missing", "PyTorch is not installed", "pip install 'tilegym-db[torch]'")
+        yield Check("gpu", "ok" if names else "missing", ", ".join(names) or "the driver reports none")
+        return
+    import torch
+
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
+    yield Check("torch", "ok", f"{torch.__version__} ({built})")
+    yield gpu_check(names, usable_gpus(), torch.version.cuda)
+
+
+def gpu_check(driver: tuple[str, ...], usable: tuple[str, ...], torch_cuda: str | None) -> Check:
+    """Compare the GPUs that the driver reports with those that PyTorch can use."""
+    if usable:
+        return Check("gpu", "ok", ", ".join(usable))
+    if not driver:
+        detail = "none here; looking, authoring, checking and compiling work without one"
+        return Check("gpu", "missing", detail, "run 'tilegym-db bench' on a machine with an NVIDIA GPU")
+    if torch_cuda is None:
+        fix = "install a CUDA build of PyTorch for this driver (see pytorch.org, 'Get started')"
+        return Check("gpu", "problem", f"{', '.join(driver)} is here, but this PyTorch is a CPU build", fix)
+    detail = f"{', '.join(driver)} is here, but PyTorch (CUDA {torch_cuda}) cannot use it"
+    fix = "update the driver, or install a PyTorch built for its CUDA version; nvidia-smi shows it"
+    return Check("gpu", "problem", detail, fix)
+
+
+def driver_gpus() -> tuple[str, ...]:
+    """The device names that the NVIDIA driver reports; none where there is no driver."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return tuple(line.strip() for line in answer.stdout.splitlines() if line.strip()) if answer.returncode == 0 else ()
+
+
+def usable_gpus() -> tuple[str, ...]:
+    """The CUDA devices of PyTorch, with the slug and target that tilegym-db calls them."""
+    import torch
+
+    from tilegym_db.records.hardware import gpu_slug
+
+    if not torch.cuda.is_available():
+        return ()
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return tuple(f"{item.name} ({gpu_slug(item.name)}, sm_{item.major}{item.minor})" for item in devices)
+
+
+def check_toolchains() -> Iterator[Check]:
+    """Every tile language's compiler."""
+    from tilegym_db.backends.toolchains import toolchain_status
+    from tilegym_db.records import TILE_LANGUAGES
+
+    for language in TILE_LANGUAGES:
+        status = toolchain_status(language)
+        if status.available:
+            yield Check(language, "ok", f"{status.version} {status.detail}".strip())
+        else:
+            # Installed but unusable is broken; not installed is a choice.
+            yield Check(language, "problem" if status.version else "missing", status.detail, status.fix)
+
+
+def check_libraries() -> Iterator[Check]:
+    """What the model integration and bulk ingest use."""
+    import importlib.metadata
+
+    for name, extra in (("transformers", "transformers"), ("pyarrow", "arrow")):
+        try:
+            yield Check(name, "ok", importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            yield Check(name, "missing", "not installed", f"pip install 'tilegym-db[{extra}]'")
+
+
+def check_catalog() -> Iterator[Check]:
+    """Every record can be read."""
+    from tilegym_db.catalog import Catalog
+    from tilegym_db.errors import TilegymDBError
+
+    catalog = Catalog.default()
+    where = ", ".join(str(root) for root in catalog.roots)
+    try:
+        counts = f"{len(catalog.definitions)} definitions, {len(catalog.solutions)} solutions, "
+        counts += f"{sum(1 for _ in catalog.all_workloads())} workloads"
+    except TilegymDBError as error:
+        yield Check("catalog", "problem", str(error), "tilegym-db check lists every finding")
+        return
+    yield Check("catalog", "ok", f"{counts} in {where}")
+    yield Check("new records", "ok", f"are written to {catalog.write_root}")
+
+
+def check_store() -> Iterator[Check]:
+    """The database can be opened, written and read."""
+    from tilegym_db.errors import TilegymDBError
+    from tilegym_db.store.connection import open_store
+    from tilegym_db.store.queries import count_traces, measured_gpus
+
+    try:
+        with open_store() as store:
+            counted, measured = count_traces(store), ", ".join(measured_gpus(store)) or "none"
+            yield Check("store", "ok", f"{store.path}: {counted} traces; GPUs with verified ones: {measured}")
+    except TilegymDBError as error:
+        yield Check("store", "problem", str(error))  # the message says what to do
+
+
+CHECKS: tuple[Callable[[], Iterator[Check]], ...] = (
+    check_python,
+    check_gpu,
+    check_toolchains,
+    check_libraries,
+    check_catalog,
+    check_store,
+)

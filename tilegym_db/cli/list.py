@@ -1,0 +1,130 @@
+"""``tilegym-db list``: what the catalog holds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tilegym_db.cli.output import note, print_json, print_table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tilegym_db.catalog import Catalog
+    from tilegym_db.records import Definition
+
+
+def command(
+    solutions: Annotated[bool, typer.Option("--solutions", help="List solutions.")] = False,
+    workloads: Annotated[bool, typer.Option("--workloads", help="List workloads.")] = False,
+    op_type: Annotated[str | None, typer.Option(help="Only this family: norm, activation, gemm, ...")] = None,
+    status: Annotated[str | None, typer.Option(help="Only definitions with the tag status:<this>.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
+) -> None:
+    """List definitions, or with --solutions or --workloads what belongs to them."""
+    from tilegym_db.catalog import Catalog
+    from tilegym_db.errors import UsageError
+
+    if solutions and workloads:
+        raise UsageError("--solutions and --workloads list different things; give one of them.")
+    catalog = Catalog.default()
+    chosen = select_definitions(catalog, op_type, status)
+    describe = solution_rows if solutions else workload_rows if workloads else definition_rows
+    rows = describe(catalog, chosen)
+    if as_json:
+        print_json(rows)
+    elif rows:
+        print_table(list(rows[0]), [tuple(_spelled(value) for value in row.values()) for row in rows])
+        note(f"{len(rows)} listed. Look closer: tilegym-db show NAME")
+    else:
+        note("nothing matches.")
+
+
+def _spelled(value: Any) -> Any:
+    """A cell of the table: lists joined, a description cut to its first sentence."""
+    if isinstance(value, list):
+        return ", ".join(value)
+    return value.partition(". ")[0] if isinstance(value, str) else value
+
+
+def select_definitions(catalog: Catalog, op_type: str | None, status: str | None) -> list[Definition]:
+    """The Definitions of a family and status, by name.
+
+    Raises:
+        NotFoundError: no Definition has that family or status; lists those there are.
+    """
+    from tilegym_db.errors import NotFoundError
+
+    found = list(catalog.definitions.values())
+    families = sorted({item.op_type for item in found})
+    if op_type is not None and op_type not in families:
+        raise NotFoundError(f"no op_type '{op_type}'; there are {', '.join(families) or 'none'}.")
+    statuses = sorted({status_of(item) for item in found})
+    if status is not None and status not in statuses:
+        raise NotFoundError(f"no definition has the status '{status}'; there are {', '.join(statuses) or 'none'}.")
+    return [
+        item
+        for item in found
+        if (op_type is None or item.op_type == op_type) and (status is None or status_of(item) == status)
+    ]
+
+
+def status_of(definition: Definition) -> str:
+    """The value of the ``status:`` tag, ``-`` where there is none."""
+    return next((tag.removeprefix("status:") for tag in definition.tags if tag.startswith("status:")), "-")
+
+
+def definition_rows(catalog: Catalog, definitions: Sequence[Definition]) -> list[dict[str, Any]]:
+    """One row per Definition."""
+    rows = []
+    for item in definitions:
+        kernels = [solution.record.spec for solution in catalog.solutions_for(item.name)]
+        rows.append(
+            {
+                "definition": item.name,
+                "op_type": item.op_type,
+                "version": item.version,
+                "status": status_of(item),
+                "languages": sorted({spec.language for spec in kernels}),
+                "solutions": len(kernels),
+                "workloads": len(catalog.workloads_for(item.name)),
+                "description": item.description,
+            }
+        )
+    return rows
+
+
+def solution_rows(catalog: Catalog, definitions: Sequence[Definition]) -> list[dict[str, Any]]:
+    """One row per Solution of the Definitions."""
+    return [
+        {
+            "solution": solution.name,
+            "definition": item.name,
+            "language": solution.record.spec.language,
+            "role": solution.record.spec.role,
+            "targets": [] if solution.record.spec.language == "python" else [*solution.record.spec.target_hardware],
+            "digest": solution.digest[:12],
+            "description": solution.record.description,
+        }
+        for item in definitions
+        for solution in catalog.solutions_for(item.name)
+    ]
+
+
+def workload_rows(catalog: Catalog, definitions: Sequence[Definition]) -> list[dict[str, Any]]:
+    """One row per Workload of the Definitions."""
+    from tilegym_db.records import axes_key
+
+    return [
+        {
+            "workload": workload.uuid,
+            "definition": item.name,
+            "axes": axes_key(workload.axes),
+            "dtypes": [*workload.dtypes.values()],
+            "layouts": sorted(workload.layout_classes(item)),
+            "tags": [*workload.tags],
+        }
+        for item in definitions
+        for workload in catalog.workloads_for(item.name)
+    ]

@@ -1,0 +1,157 @@
+"""``tilegym-db show``: one definition or solution, whole: record, source, and what was measured."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tilegym_db.cli.output import note, print_json, print_table, spelled_map
+
+if TYPE_CHECKING:
+    from tilegym_db.catalog import Catalog, SolutionFiles
+    from tilegym_db.records import Definition, TensorSpec
+
+TRACES_SHOWN = 40
+
+
+def command(
+    name: Annotated[str, typer.Argument(help="A definition or a solution.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show a definition with its reference and solutions, or a solution with its source and traces."""
+    from tilegym_db.catalog import Catalog
+    from tilegym_db.errors import NotFoundError, did_you_mean
+
+    catalog = Catalog.default()
+    if name in catalog.definitions:
+        show_definition(catalog, catalog.definition(name), as_json)
+    elif name in catalog.solutions:
+        show_solution(catalog.solution(name), as_json)
+    else:
+        hint = did_you_mean(name, [*catalog.definitions, *catalog.solutions])
+        raise NotFoundError(f"'{name}' is no definition and no solution.{hint} Try: tilegym-db list")
+
+
+def show_definition(catalog: Catalog, definition: Definition, as_json: bool) -> None:
+    """Print a Definition, its Solutions, and how they rank."""
+    from tilegym_db.cli.leaderboard import print_leaderboard
+    from tilegym_db.cli.list import solution_rows
+    from tilegym_db.cli.reader import open_reader
+    from tilegym_db.store.queries import leaderboard_rows
+
+    solutions = solution_rows(catalog, [definition])
+    with open_reader() as store:
+        ranks = leaderboard_rows(store, definition=definition.name)
+    workloads = len(catalog.workloads_for(definition.name))
+    if as_json:
+        content = {**definition.to_dict(), "digest": definition.digest, "workloads": workloads}
+        print_json({"definition": content, "solutions": solutions, "leaderboard": ranks})
+        return
+    typer.echo(f"{definition.name} {definition.version} ({definition.op_type})  {definition.digest[:12]}")
+    typer.echo(definition.description)
+    for label, values in definition_facts(definition).items():
+        typer.echo(f"  {label:<12}{values}")
+    typer.echo("")
+    print_source(definition.reference)
+    if solutions:
+        print_table(("solution", "language", "role"), [(s["solution"], s["language"], s["role"]) for s in solutions])
+    if ranks:
+        print_leaderboard(ranks)
+    note(f"{workloads} workloads. What the resolver would pick: tilegym-db explain {definition.name}")
+
+
+def definition_facts(definition: Definition) -> dict[str, str]:
+    """Label -> text of what a Definition declares, without what it leaves out."""
+    axes = {name: "" if axis.value is None else f"={axis.value}" for name, axis in definition.axes.items()}
+    facts = {
+        "axes": ", ".join(f"{name}{value}" for name, value in axes.items()),
+        "dtypes": "; ".join(f"{name}: {', '.join(choices)}" for name, choices in definition.dtypes.items()),
+        "inputs": ", ".join(_tensor(name, spec) for name, spec in definition.inputs.items()),
+        "outputs": ", ".join(_tensor(name, spec) for name, spec in definition.outputs.items()),
+        "in place": ", ".join(f"{source} becomes {target}" for source, target in definition.in_place.items()),
+        "constraints": "; ".join(definition.constraints),
+        "flops": definition.cost.flops if definition.cost else "",
+        "bytes": definition.cost.bytes if definition.cost else "",
+        "tags": ", ".join(definition.tags),
+    }
+    return {label: text for label, text in facts.items() if text}
+
+
+def _tensor(name: str, spec: TensorSpec) -> str:
+    shape = "" if spec.shape is None else "[" + ", ".join(str(entry) for entry in spec.shape) + "]"
+    return f"{name}{shape} {spec.dtype}"
+
+
+def show_solution(solution: SolutionFiles, as_json: bool) -> None:
+    """Print a Solution, its source, and its latest traces."""
+    from tilegym_db.cli.reader import open_reader
+    from tilegym_db.store.queries import traces_of
+
+    with open_reader() as store:
+        traces = traces_of(store, solution.name)
+    record = solution.record
+    if as_json:
+        sources = {path: content.decode(errors="replace") for path, content in solution.sources.items()}
+        content = {**record.to_dict(), "digest": solution.digest, "folder": str(solution.folder)}
+        print_json({"solution": content, "sources": sources, "traces": traces})
+        return
+    spec = record.spec
+    author = f"{spec.language}, {spec.role}, by {record.author}"
+    typer.echo(f"{record.name} for {record.definition}: {author}  {solution.digest[:12]}")
+    typer.echo(record.description)
+    facts = {
+        "folder": str(solution.folder),
+        "targets": "" if spec.language == "python" else ", ".join(spec.target_hardware),
+        "needs": ", ".join(spec.dependencies),
+        "dtypes": "; ".join(f"{name}: {', '.join(choices)}" for name, choices in spec.dtypes.items()),
+        "constraints": "; ".join(spec.constraints),
+        "layouts": spelled_map(spec.layouts),
+        "tunables": "; ".join(f"{name}: {', '.join(map(str, values))}" for name, values in spec.tunables.items()),
+    }
+    for label, text in facts.items():
+        if text:
+            typer.echo(f"  {label:<12}{text}")
+    typer.echo("")
+    print_source(solution.sources[spec.entry_path].decode(errors="replace"))
+    print_traces(traces, solution.digest)
+
+
+def print_traces(traces: list[dict[str, Any]], digest: str) -> None:
+    """The newest traces; one of another source than today's is marked as old."""
+    if not traces:
+        note("no traces yet. Try: tilegym-db bench")
+        return
+    columns = ("timestamp", "gpu", "dtypes", "axes", "config", "tier", "status", "latency_us", "speedup", "source")
+    print_table(
+        columns,
+        [
+            (
+                row["timestamp"].isoformat(sep=" ", timespec="seconds"),
+                row["gpu"],
+                row["dtypes_key"],
+                row["axes_key"],
+                row["config_key"] or None,
+                row["tier"],
+                row["status"],
+                row["latency_us"],
+                row["speedup"],
+                "current" if row["solution_digest"] == digest else "old",
+            )
+            for row in traces[:TRACES_SHOWN]
+        ],
+    )
+    if len(traces) > TRACES_SHOWN:
+        note(f"the newest {TRACES_SHOWN} of {len(traces)} traces; all of them: --json")
+
+
+def print_source(text: str) -> None:
+    """Python source, highlighted where a person reads it and byte for byte where a program does."""
+    if not sys.stdout.isatty():
+        typer.echo(text)
+        return
+    from rich.console import Console
+    from rich.syntax import Syntax
+
+    Console().print(Syntax(text, "python", background_color="default", word_wrap=True))

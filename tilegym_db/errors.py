@@ -1,0 +1,96 @@
+"""Every exception tilegym-db raises, in one tree rooted at :class:`TilegymDBError`.
+
+A message is one paragraph: what is wrong, where (file and key), and the next step. The command line prints it as it is
+and exits with ``exit_code``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "CompileError",
+    "ConflictError",
+    "HardwareError",
+    "NoSolutionError",
+    "NotFoundError",
+    "QueryError",
+    "RecordError",
+    "SolutionError",
+    "StoreError",
+    "TilegymDBError",
+    "ToolchainError",
+    "UsageError",
+    "did_you_mean",
+]
+
+
+class TilegymDBError(Exception):
+    """Base of every error of this package.
+
+    ``exit_code`` is what the command line exits with: 1 a finding, 2 wrong usage, 3 no verified solution.
+    """
+
+    exit_code = 1
+
+
+class RecordError(TilegymDBError, ValueError):
+    """A Definition, Solution, Workload or Trace is not valid; names the file and the key."""
+
+
+class ConflictError(TilegymDBError):
+    """A record clashes with one that exists: duplicate name, or a semantic change without a version bump."""
+
+
+class NotFoundError(TilegymDBError, KeyError):
+    """No record of that name; the message suggests the nearest ones."""
+
+    exit_code = 2
+
+    def __str__(self) -> str:  # KeyError would print repr(message)
+        return str(self.args[0]) if self.args else ""
+
+
+class UsageError(TilegymDBError):
+    """The request itself makes no sense: a missing axis, an option that does not apply."""
+
+    exit_code = 2
+
+
+class HardwareError(UsageError):
+    """The GPU asked for is unknown or is not the one in this machine."""
+
+
+class ToolchainError(TilegymDBError):
+    """A compiler or library that a Solution needs is missing or too old; names the pip extra to install."""
+
+
+class CompileError(TilegymDBError):
+    """A Solution's source did not compile for a target; carries the compiler's own message, clipped."""
+
+
+class SolutionError(TilegymDBError):
+    """A Solution's source failed to load or raised while it ran."""
+
+
+class StoreError(TilegymDBError):
+    """The database or its folder cannot be used: locked, read-only, full, or written by a newer version."""
+
+
+class QueryError(UsageError):
+    """The SQL given is not a single read-only statement, or DuckDB refused it."""
+
+
+class NoSolutionError(TilegymDBError):
+    """Nothing verified can serve the request, and there is no stock code to fall back on."""
+
+    exit_code = 3
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`` Did you mean 'rms_norm'?`` for the nearest known name, or an empty string."""
+    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    if not close:
+        return ""
+    return " Did you mean " + " or ".join(repr(match) for match in close) + "?"

@@ -1,0 +1,1 @@
+"""Where tilegym-db meets other systems: models that run its kernels, formats it exchanges."""

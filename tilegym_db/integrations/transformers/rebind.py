@@ -1,0 +1,64 @@
+"""Ways to give one instance other behaviour without touching its class, its module or its ``__dict__``."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Mapping
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+__all__ = ["forget_shadow", "shadow_function", "subclass"]
+
+_numbers = itertools.count()
+
+
+def subclass(base: type[torch.nn.Module], forward: Callable[..., Any]) -> type[torch.nn.Module]:
+    """A class that differs from ``base`` in ``forward`` only.
+
+    It keeps the name, so that configs keyed by class name go on working; copying or pickling an instance gives back the base
+    class, so that nothing of this package ends up in a checkpoint.
+    """
+
+    def reduce_ex(self: Any, protocol: Any) -> Any:
+        reduced: Any = base.__reduce_ex__(self, protocol)
+        function, arguments, *rest = reduced
+        restored = tuple(base if argument is patched else argument for argument in arguments)
+        return (function, restored, *rest)
+
+    namespace = {
+        "forward": forward,
+        "__reduce_ex__": reduce_ex,
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+    }
+    patched = type(base.__name__, (base,), namespace)
+    return patched
+
+
+def shadow_function(function: FunctionType, replacements: Mapping[str, Any]) -> FunctionType:
+    """The same code, reading the replaced names first from a module of its own.
+
+    The module is registered under a private name because tracers look a function's globals up by module name; take it away
+    again with :func:`forget_shadow`.
+    """
+    shadow = ModuleType(f"{function.__module__}__tilegym_db_{next(_numbers)}")
+    private = {"__name__", "__spec__", "__loader__"}
+    vars(shadow).update({name: value for name, value in function.__globals__.items() if name not in private})
+    vars(shadow).update(replacements)
+    sys.modules[shadow.__name__] = shadow
+    copied = FunctionType(
+        function.__code__, vars(shadow), function.__name__, function.__defaults__, function.__closure__
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    copied.__annotations__ = dict(function.__annotations__)
+    copied.__doc__ = function.__doc__
+    return copied
+
+
+def forget_shadow(function: FunctionType) -> None:
+    """Drop the module that :func:`shadow_function` registered."""
+    sys.modules.pop(function.__globals__["__name__"], None)

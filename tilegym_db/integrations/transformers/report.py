@@ -1,0 +1,88 @@
+"""What a patched model did: one entry per call site, as data and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from tilegym_db.resolver.site_report import SiteReport
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["CallSite", "Report"]
+
+
+@dataclass(frozen=True)
+class CallSite:
+    """One group of modules. ``reason`` says why the site is stock as a whole; ``counts`` is None there."""
+
+    kind: str
+    module_class: str
+    modules: int
+    definition: str
+    reason: str
+    counts: SiteReport | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """Every call site of a patched model, patched or not."""
+
+    sites: tuple[CallSite, ...]
+
+    @property
+    def kernel_calls(self) -> int:
+        """Calls that ran a verified kernel, over all sites."""
+        return sum(site.counts.kernel_calls for site in self.sites if site.counts is not None)
+
+    def hits(self) -> dict[str, int]:
+        """Definition -> calls that ran a verified kernel."""
+        totals: dict[str, int] = {}
+        for site in self.sites:
+            if site.counts is not None:
+                totals[site.definition] = totals.get(site.definition, 0) + site.counts.kernel_calls
+        return totals
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready content."""
+        return {"sites": [asdict(site) for site in self.sites]}
+
+    def table(self) -> Table:
+        """For a terminal: one row per call site and kind of call."""
+        from rich.table import Table
+
+        table = Table(title="call sites")
+        for heading in ("site", "definition", "call", "calls", "by kernel", "served by", "why"):
+            table.add_column(heading, justify="right" if heading in ("calls", "by kernel") else "left")
+        for site in self.sites:
+            for row in _rows(site):
+                table.add_row(f"{site.module_class} x{site.modules}", site.definition or site.kind, *row)
+        return table
+
+    def __str__(self) -> str:
+        """The table as text."""
+        from rich.console import Console
+
+        console = Console(width=160)
+        with console.capture() as capture:
+            console.print(self.table())
+        return capture.get()
+
+
+def _rows(site: CallSite) -> Sequence[tuple[str, str, str, str, str]]:
+    if site.counts is None:
+        return [("", "", "", "stock", site.reason)]
+    if not site.counts.keys:
+        return [("", "0", "0", "", "not called yet")]
+    merged: dict[tuple[str, str, str], list[int]] = {}
+    for key in site.counts.keys:
+        sizes = " ".join(f"{name}={size}" for name, size in key.axes.items())
+        totals = merged.setdefault((sizes, key.solution or "stock", key.reason), [0, 0])
+        totals[0] += key.calls
+        totals[1] += key.kernel_calls
+    return [
+        (sizes, str(calls), str(kernel_calls), solution, reason)
+        for (sizes, solution, reason), (calls, kernel_calls) in merged.items()
+    ]

@@ -1,0 +1,329 @@
+"""Definition: what one operator computes, for which axes and dtypes, and how that is proved."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import AfterValidator, Field, field_validator, model_validator
+
+from tilegym_db.errors import RecordError
+from tilegym_db.records.base import NAME_PATTERN, Record, RecordPart, canonical_json, length_prefixed_digest
+from tilegym_db.records.dtypes import DTYPE_BYTES, RECORD_DTYPES, DType
+from tilegym_db.records.expressions import evaluate, evaluate_bool, evaluate_int, names_in, parse_expression
+
+__all__ = ["Axis", "Cost", "Definition", "InputGenerator", "PlantedError", "SelfTest", "TensorSpec", "Tolerance"]
+
+_IDENTIFIER = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
+_VERSION = r"^(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)$"
+
+
+def _arithmetic(text: str) -> str:
+    try:
+        parse_expression(text)
+    except RecordError as error:
+        raise ValueError(str(error)) from None
+    return text
+
+
+ExpressionText = Annotated[str, AfterValidator(_arithmetic)]
+
+
+class Axis(RecordPart):
+    """One axis: ``var`` (bound by a Workload) or ``const`` (``value``)."""
+
+    type: Literal["var", "const"]
+    value: int | None = None
+    description: str = ""
+
+    @model_validator(mode="after")
+    def _const_has_value(self) -> Self:
+        if (self.type == "const") != (self.value is not None):
+            raise ValueError("a const axis needs 'value', a var axis has none")
+        if self.value is not None and self.value < 0:
+            raise ValueError(f"'value' must not be negative, not {self.value}")
+        return self
+
+
+class TensorSpec(RecordPart):
+    """One input or output. ``shape`` null is a Python scalar, ``[]`` a 0-d tensor; entries are axes or expressions."""
+
+    shape: tuple[str | int, ...] | None
+    dtype: str
+    description: str = ""
+
+    @property
+    def is_scalar(self) -> bool:
+        """True for a Python number, which is passed by value and has no layout."""
+        return self.shape is None
+
+
+class Cost(RecordPart):
+    """Compulsory work of one call: ``flops`` and ``bytes`` (each tensor moved once) over axes and ``sizeof(T)``."""
+
+    flops: ExpressionText
+    bytes: ExpressionText
+
+
+class Tolerance(RecordPart):
+    """Overrides of the per-dtype defaults of the verifier for one output dtype, with the reason."""
+
+    tau: float | None = Field(default=None, gt=0)
+    rtol: float | None = Field(default=None, gt=0)
+    a: float | None = Field(default=None, gt=0)
+    reason: str = Field(min_length=10)
+
+
+class InputGenerator(RecordPart):
+    """How an input is drawn where N(0, 1) makes no sense.
+
+    ``normal`` (scale), ``uniform`` (low, high), ``integers`` (low, high exclusive; expressions over axes),
+    ``rotary_cos`` / ``rotary_sin`` (tables of real rotary angles, base ``scale``).
+    """
+
+    kind: Literal["normal", "uniform", "integers", "rotary_cos", "rotary_sin"]
+    scale: float = 1.0
+    low: float | str = 0.0
+    high: float | str = 1.0
+
+
+class PlantedError(RecordPart):
+    """A mistake in the maths, as a text replacement in ``reference``, that the verifier must reject."""
+
+    find: str = Field(min_length=1)
+    replace: str
+    why: str = Field(min_length=5)
+
+
+class SelfTest(RecordPart):
+    """What proves the Definition: another formulation that must agree, and planted mistakes that must not."""
+
+    independent: str
+    planted_errors: tuple[PlantedError, ...] = Field(min_length=3)
+
+
+class Definition(Record):
+    """One operator: axes, dtypes, inputs, outputs, PyTorch reference, constraints and cost."""
+
+    kind: ClassVar[str] = "definition"
+
+    schema_version: Literal[1] = 1
+    name: str = Field(pattern=NAME_PATTERN)
+    version: str = Field(pattern=_VERSION)
+    op_type: str = Field(pattern=NAME_PATTERN)
+    description: str = ""
+    tags: tuple[str, ...] = ()
+    dtypes: dict[str, tuple[DType, ...]] = {}
+    axes: dict[str, Axis]
+    inputs: dict[str, TensorSpec] = Field(min_length=1)
+    outputs: dict[str, TensorSpec] = Field(min_length=1)
+    in_place: dict[str, str] = {}
+    constraints: tuple[ExpressionText, ...] = ()
+    cost: Cost | None = None
+    tolerance: dict[str, Tolerance] = {}
+    oracle: Literal["lifted", "as_written"] = "lifted"
+    independent_axes: tuple[str, ...] = ()
+    input_generators: dict[str, InputGenerator] = {}
+    reference: str
+    self_test: SelfTest | None = None
+
+    @field_validator("dtypes")
+    @classmethod
+    def _dtype_variables_have_values(cls, value: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+        for variable, choices in value.items():
+            if not choices:
+                raise ValueError(f"dtype variable '{variable}' lists no dtype")
+            if variable in DTYPE_BYTES or not _IDENTIFIER.match(variable):
+                raise ValueError(f"'{variable}' cannot name a dtype variable")
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        for name in (*self.axes, *self.inputs, *self.outputs):
+            if not _IDENTIFIER.match(name):
+                raise ValueError(f"'{name}' is not an identifier")
+        clash = set(self.inputs) & set(self.outputs)
+        if clash:
+            raise ValueError(
+                f"'{sorted(clash)[0]}' is both an input and an output; state an in-place output in 'in_place'"
+            )
+        self._check_tensors()
+        self._check_in_place()
+        self._check_expressions()
+        for key, known, what in (
+            ("input_generators", self.inputs, "input"),
+            ("independent_axes", self.axes, "axis"),
+            ("tolerance", DTYPE_BYTES, "dtype"),
+        ):
+            for name in getattr(self, key):
+                if name not in known:
+                    raise ValueError(f"{key} names the undeclared {what} '{name}'")
+        check_function(self.reference, "reference", tuple(self.inputs))
+        if not self.reference.lstrip().startswith("# Source:"):
+            raise ValueError(
+                "reference must start with a '# Source: <permalink>' line that names the maths it restates"
+            )
+        if self.self_test is not None:
+            self._check_self_test(self.self_test)
+        return self
+
+    def _check_tensors(self) -> None:
+        for group, specs in (("inputs", self.inputs), ("outputs", self.outputs)):
+            for name, spec in specs.items():
+                where = f"{group}.{name}"
+                if spec.dtype not in self.dtypes and spec.dtype not in RECORD_DTYPES:
+                    known = ", ".join([*self.dtypes, "or a dtype such as bfloat16"])
+                    raise ValueError(f"{where} uses undeclared dtype '{spec.dtype}' (known: {known})")
+                if spec.shape is None and group == "outputs":
+                    raise ValueError(f"{where} has no shape: an output is a tensor")
+                for entry in spec.shape or ():
+                    if isinstance(entry, int):
+                        continue
+                    axes, _ = _names(entry, where)
+                    for axis in sorted(axes - set(self.axes)):
+                        raise ValueError(f"{where} uses undeclared axis '{axis}'")
+
+    def _check_in_place(self) -> None:
+        for source, target in self.in_place.items():
+            if source not in self.inputs or target not in self.outputs:
+                raise ValueError(f"in_place '{source}': '{target}' must map an input to an output")
+            one, two = self.inputs[source], self.outputs[target]
+            if one.shape != two.shape or one.dtype != two.dtype:
+                raise ValueError(f"in_place '{source}' and '{target}' differ in shape or dtype")
+
+    def _check_expressions(self) -> None:
+        named = [(f"constraints[{i}]", text) for i, text in enumerate(self.constraints)]
+        if self.cost is not None:
+            named += [("cost.flops", self.cost.flops), ("cost.bytes", self.cost.bytes)]
+        for where, text in named:
+            axes, variables = names_in(text)
+            for axis in sorted(axes - set(self.axes)):
+                raise ValueError(f"{where} uses undeclared axis '{axis}'")
+            for variable in sorted(variables - set(self.dtypes)):
+                raise ValueError(f"{where} uses undeclared dtype variable '{variable}'")
+
+    def _check_self_test(self, test: SelfTest) -> None:
+        check_function(test.independent, "self_test.independent", tuple(self.inputs))
+        for index, planted in enumerate(test.planted_errors):
+            if self.reference.count(planted.find) < 1:
+                raise ValueError(f"self_test.planted_errors[{index}]: {planted.find!r} does not occur in the reference")
+
+    # -- questions the rest of the package asks -----------------------------------------------------------------------
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 of the semantic fields; description, tags, self-test and axis descriptions are not part of it."""
+        content = self.model_dump(mode="json", exclude={"description", "tags", "self_test", "schema_version"})
+        for group in ("axes", "inputs", "outputs"):
+            for item in content[group].values():
+                item.pop("description", None)
+        ordered = {**content, "inputs": list(content["inputs"].items()), "outputs": list(content["outputs"].items())}
+        return length_prefixed_digest([canonical_json(ordered).encode()])
+
+    @property
+    def is_open(self) -> bool:
+        """True while the operator has a reference and workloads but no kernels yet (tag ``status:open``)."""
+        return "status:open" in self.tags
+
+    @property
+    def written_outputs(self) -> tuple[str, ...]:
+        """The outputs that are arguments of ``run``: all but the in-place ones."""
+        replaced = set(self.in_place.values())
+        return tuple(name for name in self.outputs if name not in replaced)
+
+    @property
+    def tensor_inputs(self) -> tuple[str, ...]:
+        """The inputs that are tensors, in order."""
+        return tuple(name for name, spec in self.inputs.items() if not spec.is_scalar)
+
+    @property
+    def var_axes(self) -> tuple[str, ...]:
+        """The axes that a Workload binds, in order."""
+        return tuple(name for name, axis in self.axes.items() if axis.type == "var")
+
+    def bind_axes(self, axes: Mapping[str, int]) -> dict[str, int]:
+        """Every axis with its size, const axes included.
+
+        Raises:
+            RecordError: an axis is missing, unknown, negative, disagrees with a const axis or breaks a constraint.
+        """
+        bound = {name: axis.value for name, axis in self.axes.items() if axis.value is not None}
+        for name, size in axes.items():
+            if name not in self.axes:
+                raise RecordError(f"{self.name} has no axis '{name}'; its axes are {', '.join(self.axes)}.")
+            if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+                raise RecordError(f"axis '{name}' of {self.name} must be a whole number >= 0, not {size!r}.")
+            if name in bound and bound[name] != size:
+                raise RecordError(f"axis '{name}' of {self.name} is fixed at {bound[name]}, not {size}.")
+            bound[name] = size
+        missing = [name for name in self.axes if name not in bound]
+        if missing:
+            raise RecordError(f"{self.name} needs a size for axis {', '.join(repr(name) for name in missing)}.")
+        for text in self.constraints:
+            if not evaluate_bool(text, bound):
+                sizes = ", ".join(f"{name}={size}" for name, size in bound.items())
+                raise RecordError(f"{self.name} requires {text}, which {sizes} breaks.")
+        return {name: bound[name] for name in self.axes}
+
+    def bind_dtypes(self, dtypes: Mapping[str, str]) -> dict[str, str]:
+        """Every dtype variable with its dtype; one with a single choice need not be given.
+
+        Raises:
+            RecordError: a variable is missing or unknown, or its dtype is not one that the Definition lists.
+        """
+        bound: dict[str, str] = {}
+        for name in dtypes:
+            if name not in self.dtypes:
+                known = ", ".join(self.dtypes) or "none"
+                raise RecordError(f"{self.name} has no dtype variable '{name}' (its variables: {known}).")
+        for name, choices in self.dtypes.items():
+            value = dtypes.get(name, choices[0] if len(choices) == 1 else None)
+            if value is None:
+                raise RecordError(f"{self.name} needs a dtype for '{name}': one of {', '.join(choices)}.")
+            if value not in choices:
+                raise RecordError(f"dtype '{value}' is not in {self.name}'s set for '{name}': {', '.join(choices)}.")
+            bound[name] = value
+        return bound
+
+    def dtype_of(self, name: str, dtypes: Mapping[str, str]) -> str:
+        """The concrete dtype of an input or output under a dtype binding."""
+        spec = self.inputs.get(name) or self.outputs[name]
+        return dtypes.get(spec.dtype, spec.dtype)
+
+    def shape_of(self, name: str, axes: Mapping[str, int]) -> tuple[int, ...]:
+        """The concrete shape of a tensor under an axis binding."""
+        spec = self.inputs.get(name) or self.outputs[name]
+        return tuple(evaluate_int(entry, axes) for entry in spec.shape or ())
+
+    def cost_of(self, axes: Mapping[str, int], dtypes: Mapping[str, str]) -> tuple[float, float]:
+        """(flops, compulsory bytes) of one call; (0, 0) where the Definition states no cost."""
+        if self.cost is None:
+            return 0.0, 0.0
+        return float(evaluate(self.cost.flops, axes, dtypes)), float(evaluate(self.cost.bytes, axes, dtypes))
+
+
+def _names(entry: str, where: str) -> tuple[frozenset[str], frozenset[str]]:
+    try:
+        return names_in(entry)
+    except RecordError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def check_function(source: str, where: str, parameters: tuple[str, ...]) -> None:
+    """Raise ``ValueError`` unless ``source`` is Python that defines ``run`` with exactly these parameters, in order."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError as error:
+        raise ValueError(f"{where} is not valid Python: {error.msg} (line {error.lineno})") from None
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "run"]
+    if not functions:
+        raise ValueError(f"{where} defines no function 'run'")
+    arguments = functions[-1].args
+    found = tuple(argument.arg for argument in (*arguments.posonlyargs, *arguments.args))
+    if found != parameters or arguments.vararg or arguments.kwarg or arguments.kwonlyargs:
+        raise ValueError(
+            f"{where}: run({', '.join(found)}) must take the inputs in order: run({', '.join(parameters)})"
+        )

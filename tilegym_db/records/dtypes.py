@@ -1,0 +1,50 @@
+"""The dtype names that records may use, with their storage size and kind. No torch: names only."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+__all__ = ["DTYPE_BYTES", "FLOAT_DTYPES", "INTEGER_DTYPES", "RECORD_DTYPES", "DType", "Scalar", "short_dtype"]
+
+Scalar = bool | int | float | str | None
+"""A value that JSON and DuckDB both hold: what a scalar input or a tunable may be."""
+
+# float4_e2m1 is stored packed, two codes a byte; its half byte is what a cost formula must count.
+DTYPE_BYTES: dict[str, float] = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float8_e8m0fnu": 1,
+    "float4_e2m1": 0.5,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "uint32": 4,
+    "bool": 1,
+}
+FLOAT_DTYPES = frozenset(name for name in DTYPE_BYTES if name.startswith(("float", "bfloat")))
+INTEGER_DTYPES = frozenset(name for name in DTYPE_BYTES if name.startswith(("int", "uint")))
+RECORD_DTYPES = frozenset(DTYPE_BYTES) - {"float64"}  # float64 is for oracles, never for a Definition
+
+_SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+
+
+def _known(name: str) -> str:
+    if name not in RECORD_DTYPES:
+        raise ValueError(f"unknown dtype {name!r}; known: {', '.join(sorted(RECORD_DTYPES))}")
+    return name
+
+
+DType = Annotated[str, AfterValidator(_known), Field(json_schema_extra={"enum": sorted(RECORD_DTYPES)})]
+
+
+def short_dtype(name: str) -> str:
+    """The usual abbreviation (``bfloat16`` -> ``bf16``), for tables a person reads."""
+    return _SHORT.get(name, name)

@@ -1,0 +1,202 @@
+"""Arithmetic over axes: constraints, derived shapes, costs and strides, without ever calling ``eval``.
+
+The grammar is Python's, cut down to integers and floats, axis names, ``+ - * / // % **``, comparisons, ``and or not``,
+``min``, ``max``, ``ceil_div`` and ``sizeof(T)``. Everything else is refused when the record is read, with the text and
+the offending part named.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from tilegym_db.errors import RecordError
+from tilegym_db.records.dtypes import DTYPE_BYTES
+
+__all__ = ["evaluate", "evaluate_bool", "evaluate_int", "names_in", "parse_expression"]
+
+MAX_LENGTH = 400
+MAX_EXPONENT = 64
+MAX_MAGNITUDE = 1 << 256
+
+_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+_UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+    ast.Not: operator.not_,
+}
+_COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+_CALLS: dict[str, Callable[..., Any]] = {
+    "min": min,
+    "max": max,
+    "ceil_div": lambda a, b: -(-a // b),
+}
+
+
+@lru_cache(maxsize=4096)
+def parse_expression(text: str) -> ast.expr:
+    """The checked syntax tree of ``text``; raises :class:`RecordError` for anything but arithmetic."""
+    if len(text) > MAX_LENGTH:
+        raise RecordError(f"expression of {len(text)} characters is too long (at most {MAX_LENGTH}): {text[:60]!r}...")
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise RecordError(f"{text!r} is not arithmetic over axes: {error}") from None
+    _check(tree, text)
+    return tree
+
+
+def names_in(text: str) -> tuple[frozenset[str], frozenset[str]]:
+    """The axis names and the ``sizeof`` dtype variables that ``text`` uses."""
+    axes: set[str] = set()
+    dtypes: set[str] = set()
+    _collect(parse_expression(text), axes, dtypes)
+    return frozenset(axes), frozenset(dtypes)
+
+
+def evaluate(text: str, axes: Mapping[str, int], dtypes: Mapping[str, str] | None = None) -> int | float | bool:
+    """The value of ``text`` where each axis is its integer size and ``sizeof(T)`` the bytes of the dtype bound to T.
+
+    A value that is not an axis but a dtype name (``sizeof(float32)``) is looked up as that dtype. Raises
+    :class:`RecordError` for an unknown name, a division by zero or a number out of bounds.
+    """
+    try:
+        value: int | float | bool = _evaluate(parse_expression(text), axes, dtypes or {})
+        return value
+    except ZeroDivisionError:
+        raise RecordError(f"{text!r} divides by zero at {_spelled(axes)}") from None
+    except (OverflowError, RecursionError):
+        raise RecordError(f"{text!r} is out of range at {_spelled(axes)}") from None
+    except LookupError as error:
+        raise RecordError(f"{text!r} uses {error.args[0]}, which has no value at {_spelled(axes)}") from None
+
+
+def evaluate_int(text: str | int, axes: Mapping[str, int], dtypes: Mapping[str, str] | None = None) -> int:
+    """As :func:`evaluate`, for a shape or stride: the value must be a whole number."""
+    if isinstance(text, int):
+        return text
+    value = evaluate(text, axes, dtypes)
+    if isinstance(value, bool) or value != int(value):
+        raise RecordError(f"{text!r} must be a whole number but is {value} at {_spelled(axes)}")
+    return int(value)
+
+
+def evaluate_bool(text: str, axes: Mapping[str, int], dtypes: Mapping[str, str] | None = None) -> bool:
+    """As :func:`evaluate`, for a constraint: true where it holds."""
+    return bool(evaluate(text, axes, dtypes))
+
+
+def _spelled(axes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in sorted(axes.items())) or "no axes"
+
+
+def _refuse(text: str, node: ast.AST) -> RecordError:
+    part = ast.unparse(node) if isinstance(node, ast.expr) else type(node).__name__
+    return RecordError(
+        f"{text!r} is not arithmetic over axes: {part!r} is not allowed "
+        "(numbers, axis names, + - * / // % **, comparisons, and/or/not, min, max, ceil_div, sizeof)"
+    )
+
+
+def _check(node: ast.expr, text: str) -> None:
+    match node:
+        case ast.Constant(value=bool() | int() | float()):
+            return
+        case ast.Name():
+            return
+        case ast.BinOp(op=op) if type(op) in _BINARY:
+            _check(node.left, text)
+            _check(node.right, text)
+        case ast.UnaryOp(op=op) if type(op) in _UNARY:
+            _check(node.operand, text)
+        case ast.BoolOp():
+            for value in node.values:
+                _check(value, text)
+        case ast.Compare(ops=ops) if all(type(op) in _COMPARE for op in ops):
+            for value in (node.left, *node.comparators):
+                _check(value, text)
+        case ast.Call(func=ast.Name(id="sizeof"), args=[ast.Name()], keywords=[]):
+            return
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _CALLS and len(args) >= 2:
+            if name == "ceil_div" and len(args) != 2:
+                raise _refuse(text, node)
+            for value in args:
+                _check(value, text)
+        case _:
+            raise _refuse(text, node)
+
+
+def _collect(node: ast.expr, axes: set[str], dtypes: set[str]) -> None:
+    match node:
+        case ast.Name(id=name):
+            axes.add(name)
+        case ast.Call(func=ast.Name(id="sizeof"), args=[ast.Name(id=name)]):
+            if name not in DTYPE_BYTES:
+                dtypes.add(name)
+        case ast.Call(args=args):
+            for value in args:
+                _collect(value, axes, dtypes)
+        case _:
+            for child in ast.iter_child_nodes(node):
+                if isinstance(child, ast.expr):
+                    _collect(child, axes, dtypes)
+
+
+def _bounded(value: Any) -> Any:
+    if isinstance(value, complex) or not abs(value) <= MAX_MAGNITUDE:  # NaN is not in bounds either
+        raise OverflowError
+    return value
+
+
+def _evaluate(node: ast.expr, axes: Mapping[str, int], dtypes: Mapping[str, str]) -> Any:
+    match node:
+        case ast.Constant(value=value):
+            return _bounded(value)
+        case ast.Name(id=name):
+            if name not in axes:
+                raise LookupError(f"the axis {name!r}")
+            return axes[name]
+        case ast.BinOp(left=left, op=op, right=right):
+            a, b = _evaluate(left, axes, dtypes), _evaluate(right, axes, dtypes)
+            if isinstance(op, ast.Pow) and abs(b) > MAX_EXPONENT:
+                raise OverflowError
+            return _bounded(_BINARY[type(op)](a, b))
+        case ast.UnaryOp(op=op, operand=operand):
+            return _UNARY[type(op)](_evaluate(operand, axes, dtypes))
+        case ast.BoolOp(op=op, values=values):
+            results = (_evaluate(value, axes, dtypes) for value in values)
+            return all(results) if isinstance(op, ast.And) else any(results)
+        case ast.Compare(left=left, ops=ops, comparators=comparators):
+            current = _evaluate(left, axes, dtypes)
+            for comparison, comparator in zip(ops, comparators, strict=True):
+                following = _evaluate(comparator, axes, dtypes)
+                if not _COMPARE[type(comparison)](current, following):
+                    return False
+                current = following
+            return True
+        case ast.Call(func=ast.Name(id="sizeof"), args=[ast.Name(id=name)]):
+            dtype = dtypes.get(name, name)
+            if dtype not in DTYPE_BYTES:
+                raise LookupError(f"sizeof({name})")
+            return DTYPE_BYTES[dtype]
+        case ast.Call(func=ast.Name(id=name), args=args):
+            return _bounded(_CALLS[name](*(_evaluate(value, axes, dtypes) for value in args)))
+    raise AssertionError(f"unchecked node {ast.dump(node)}")

@@ -1,0 +1,99 @@
+"""Names of GPUs and compile targets, and how a driver's device name becomes a slug."""
+
+from __future__ import annotations
+
+import re
+
+from tilegym_db.errors import HardwareError, did_you_mean
+
+__all__ = ["CPU", "GPU_SLUGS", "TARGETS", "gpu_family", "gpu_slug", "normalise_target", "parse_gpu", "same_gpu"]
+
+CPU = "cpu"
+
+# slug -> compute capability. A slug tells apart what differs in speed; its first word is the family that users type.
+GPU_SLUGS: dict[str, str] = {
+    "cpu": "",
+    "a100-sxm": "sm_80",
+    "a100-pcie": "sm_80",
+    "a10": "sm_86",
+    "rtx3090": "sm_86",
+    "l4": "sm_89",
+    "l40s": "sm_89",
+    "rtx4090": "sm_89",
+    "h100-sxm": "sm_90",
+    "h100-pcie": "sm_90",
+    "h100-nvl": "sm_90",
+    "h200": "sm_90",
+    "h200-nvl": "sm_90",
+    "gh200": "sm_90",
+    "b200": "sm_100",
+    "gb200": "sm_100",
+    "b300": "sm_103",
+    "rtx5090": "sm_120",
+    "rtx-pro-6000": "sm_120",
+}
+
+TARGETS: tuple[str, ...] = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+"""The compile targets a Solution may declare; each backend maps them to what its compiler wants."""
+
+# The driver's name ("NVIDIA H100 80GB HBM3") carries no slug; the first pattern that matches decides.
+_DRIVER_NAMES: tuple[tuple[str, str], ...] = (
+    (r"GH200", "gh200"),
+    (r"H200 NVL", "h200-nvl"),
+    (r"H200", "h200"),
+    (r"H100 NVL", "h100-nvl"),
+    (r"H100 PCIe", "h100-pcie"),
+    (r"H100", "h100-sxm"),
+    (r"GB200", "gb200"),
+    (r"B200", "b200"),
+    (r"B300", "b300"),
+    (r"A100.*PCIe", "a100-pcie"),
+    (r"A100", "a100-sxm"),
+    (r"RTX PRO 6000", "rtx-pro-6000"),
+    (r"RTX 5090", "rtx5090"),
+    (r"RTX 4090", "rtx4090"),
+    (r"RTX 3090", "rtx3090"),
+    (r"L40S", "l40s"),
+    (r"\bL4\b", "l4"),
+    (r"\bA10\b", "a10"),
+)
+
+
+def gpu_slug(driver_name: str) -> str:
+    """The slug of the device that the driver calls ``driver_name``; an unknown one is spelled from its own name."""
+    for pattern, slug in _DRIVER_NAMES:
+        if re.search(pattern, driver_name, re.IGNORECASE):
+            return slug
+    return re.sub(r"[^a-z0-9]+", "-", driver_name.lower().removeprefix("nvidia")).strip("-") or "unknown"
+
+
+def gpu_family(slug: str) -> str:
+    """``h100`` for ``h100-sxm``: what a query for any of them names."""
+    return slug.split("-")[0] if slug in GPU_SLUGS and not slug.startswith("rtx-") else slug
+
+
+def same_gpu(asked: str, slug: str) -> bool:
+    """True where ``asked`` (a slug or a family) covers ``slug``."""
+    return asked == slug or (asked not in GPU_SLUGS and gpu_family(slug) == asked)
+
+
+def parse_gpu(text: str) -> str:
+    """A GPU slug or family that a user typed, in lower case.
+
+    Raises:
+        HardwareError: no such GPU; the message lists the known ones.
+    """
+    name = text.strip().lower()
+    known = sorted({*GPU_SLUGS, *(gpu_family(slug) for slug in GPU_SLUGS)})
+    if name not in known:
+        raise HardwareError(f"unknown GPU {text!r}.{did_you_mean(name, known)} Known: {', '.join(known)}, auto.")
+    return name
+
+
+def normalise_target(text: str) -> str:
+    """``sm_90`` for ``sm_90``, ``sm_90a`` or ``90``; raises :class:`HardwareError` for a target nobody declares."""
+    match = re.fullmatch(r"(?:sm_?)?(\d{2,3})[af]?", text.strip().lower())
+    target = f"sm_{match.group(1)}" if match else text
+    if target not in TARGETS:
+        raise HardwareError(f"unknown compile target {text!r}; known: {', '.join(TARGETS)}.")
+    return target

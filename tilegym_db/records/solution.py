@@ -1,0 +1,200 @@
+"""Solution: one kernel (or baseline) for a Definition, as source files with everything needed to run them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from pathlib import PurePosixPath
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from tilegym_db.records.base import NAME_PATTERN, Record, RecordPart, canonical_json, length_prefixed_digest
+from tilegym_db.records.definition import Definition, ExpressionText
+from tilegym_db.records.dtypes import DType
+from tilegym_db.records.expressions import evaluate_bool, names_in
+from tilegym_db.records.hardware import TARGETS
+from tilegym_db.records.layouts import LAYOUT_CLASSES, accepts
+
+__all__ = ["LANGUAGES", "TILE_LANGUAGES", "Config", "Solution", "SolutionSpec", "Source"]
+
+LANGUAGES: tuple[str, ...] = ("python", "triton", "tilelang", "cutile")
+TILE_LANGUAGES: tuple[str, ...] = ("triton", "tilelang", "cutile")
+
+Tunable = bool | int | float | str
+Config = dict[str, Tunable]
+"""A chosen value per tunable; empty means the source's own defaults."""
+
+
+class Source(RecordPart):
+    """One source file, relative to the folder of ``solution.json``."""
+
+    path: str
+
+    @field_validator("path")
+    @classmethod
+    def _stays_inside(cls, value: str) -> str:
+        path = PurePosixPath(value)
+        if not path.parts or "\\" in value or path.is_absolute() or ".." in path.parts or str(path) != value:
+            raise ValueError(
+                f"source path {value!r} must be relative, plain and inside the solution's folder (no '..')"
+            )
+        return value
+
+
+class SolutionSpec(RecordPart):
+    """How to build and call the source, and the envelope its author declares."""
+
+    language: Literal["python", "triton", "tilelang", "cutile"]
+    entry_point: str
+    role: Literal["kernel", "baseline"] = "kernel"
+    destination_passing_style: bool = True
+    target_hardware: tuple[str, ...] = TARGETS
+    dependencies: tuple[str, ...] = ()
+    dtypes: dict[str, tuple[DType, ...]] = {}
+    constraints: tuple[ExpressionText, ...] = ()
+    layouts: dict[str, Literal["contiguous", "row_contiguous", "strided"]] = {}
+    deterministic: bool = True
+    math: Literal["ieee", "tf32"] = "ieee"
+    tunables: dict[str, tuple[Tunable, ...]] = {}
+    provides: Literal["stock", "library", "compile"] | None = None
+    """For a baseline: the code a model runs today (``stock``), a vendor library's call, or ``torch.compile``."""
+
+    @field_validator("language", mode="before")
+    @classmethod
+    def _known_language(cls, value: object) -> object:
+        if value == "cuda-tile":
+            return "cutile"
+        if value not in LANGUAGES:
+            raise ValueError(f"unknown language {value!r}; known: {', '.join(LANGUAGES)}")
+        return value
+
+    @field_validator("target_hardware")
+    @classmethod
+    def _known_targets(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for target in value:
+            if target not in TARGETS and target != "cpu":
+                raise ValueError(f"unknown target {target!r}; known: {', '.join((*TARGETS, 'cpu'))}")
+        return value
+
+    @field_validator("entry_point")
+    @classmethod
+    def _file_and_function(cls, value: str) -> str:
+        path, separator, function = value.partition("::")
+        if not separator or not path.endswith(".py") or not function.isidentifier():
+            raise ValueError(f"entry_point {value!r} must read '<file>.py::<function>'")
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.language in TILE_LANGUAGES and not self.destination_passing_style:
+            raise ValueError(
+                f"a {self.language} solution must use destination passing, so that its outputs can be guarded"
+            )
+        for name, values in self.tunables.items():
+            if not values or not name.isidentifier():
+                raise ValueError(f"tunable {name!r} needs an identifier and at least one value")
+        if self.provides == "compile" and self.role != "baseline":
+            raise ValueError("torch.compile compiles at run time, so it can only be a baseline")
+        if self.language in TILE_LANGUAGES and self.provides is not None:
+            raise ValueError("'provides' is for python solutions")
+        return self
+
+    @property
+    def entry_path(self) -> str:
+        """The file of the entry point."""
+        return self.entry_point.partition("::")[0]
+
+    @property
+    def entry_function(self) -> str:
+        """The function of the entry point."""
+        return self.entry_point.partition("::")[2]
+
+
+class Solution(Record):
+    """One kernel for one Definition. Its sources lie beside ``solution.json``."""
+
+    kind: ClassVar[str] = "solution"
+
+    schema_version: Literal[1] = 1
+    name: str = Field(pattern=NAME_PATTERN)
+    definition: str = Field(pattern=NAME_PATTERN)
+    author: str = Field(min_length=1)
+    description: str = ""
+    spec: SolutionSpec
+    sources: tuple[Source, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _entry_is_a_source(self) -> Self:
+        paths = [source.path for source in self.sources]
+        if len(set(paths)) != len(paths):
+            raise ValueError("sources: a path is listed twice")
+        if self.spec.entry_path not in paths:
+            raise ValueError(f"entry_point file '{self.spec.entry_path}' is not among the sources ({', '.join(paths)})")
+        return self
+
+    def digest(self, sources: Mapping[str, bytes]) -> str:
+        """sha256 over definition, spec and every source's path and bytes, each length-prefixed.
+
+        Args:
+            sources: path -> bytes of every file in ``self.sources``.
+        """
+        spec = canonical_json(self.spec.model_dump(mode="json"))
+        parts = [self.definition.encode(), spec.encode()]
+        for path in sorted(sources):
+            parts += [path.encode(), sources[path]]
+        return length_prefixed_digest(parts)
+
+    def check_against(self, definition: Definition) -> None:
+        """Raise ``ValueError`` where the spec names an axis, tensor or dtype that the Definition does not have."""
+        tensors = {*definition.tensor_inputs, *definition.outputs}
+        for name in self.spec.layouts:
+            if name not in tensors:
+                raise ValueError(f"spec.layouts names '{name}', which is no tensor of {definition.name}")
+        for text in self.spec.constraints:
+            axes, variables = names_in(text)
+            unknown = sorted(axes - set(definition.axes)) or sorted(variables - set(definition.dtypes))
+            if unknown:
+                raise ValueError(f"spec.constraints {text!r} uses '{unknown[0]}', unknown to {definition.name}")
+        for variable, choices in self.spec.dtypes.items():
+            if variable not in definition.dtypes:
+                raise ValueError(f"spec.dtypes names '{variable}', which is no dtype variable of {definition.name}")
+            outside = [choice for choice in choices if choice not in definition.dtypes[variable]]
+            if outside or not choices:
+                raise ValueError(f"spec.dtypes.{variable}: {outside or 'nothing'} is not in {definition.name}'s set")
+
+    def unsupported(
+        self,
+        axes: Mapping[str, int],
+        dtypes: Mapping[str, str],
+        layouts: Mapping[str, str] | None = None,
+        *,
+        target: str | None = None,
+    ) -> str | None:
+        """Why this Solution does not serve the request, or None where its declared envelope covers it.
+
+        Args:
+            axes: every axis of the Definition with its size.
+            dtypes: dtype variable -> dtype.
+            layouts: tensor -> layout class; a tensor not named is contiguous.
+            target: the device's ``sm_XX``, or ``cpu``; None where it does not matter.
+        """
+        for variable, choices in self.spec.dtypes.items():
+            if dtypes.get(variable) not in choices:
+                return f"dtype {variable}={dtypes.get(variable)} is not among {', '.join(choices)}"
+        for text in self.spec.constraints:
+            if not evaluate_bool(text, axes, dtypes):
+                return f"its constraint {text} excludes this shape"
+        for tensor, found in (layouts or {}).items():
+            declared = self.spec.layouts.get(tensor, LAYOUT_CLASSES[0])
+            if not accepts(declared, found):
+                return f"it reads {tensor} as {declared}, not {found}"
+        if target is not None and self.spec.language != "python" and target not in self.spec.target_hardware:
+            return f"it is not declared for {target}"
+        return None
+
+    def configs(self) -> Iterator[Config]:
+        """Every point of the search space, in a fixed order; one empty config where nothing is tunable."""
+        names = list(self.spec.tunables)
+        for values in itertools.product(*(self.spec.tunables[name] for name in names)):
+            yield dict(zip(names, values, strict=True))

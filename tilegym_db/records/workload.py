@@ -1,0 +1,134 @@
+"""Workload: concrete axis sizes, dtypes and input specs, taken from a real model."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import PurePosixPath
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from tilegym_db.errors import RecordError
+from tilegym_db.records.base import NAME_PATTERN, Record, RecordPart, canonical_json
+from tilegym_db.records.definition import Definition
+from tilegym_db.records.dtypes import DType, Scalar
+from tilegym_db.records.layouts import layout_class, layout_strides, parse_layout
+
+__all__ = ["NAMESPACE", "RandomInput", "SafetensorsInput", "ScalarInput", "Workload", "axes_key"]
+
+NAMESPACE = uuid.UUID("6f0e6f5e-5a0c-5d0b-9a53-5b8f7f0f6c11")
+"""Namespace of every uuid5 of this project."""
+
+
+class RandomInput(RecordPart):
+    """Drawn by the harness from the Definition's generator (N(0, 1) where it has none), scaled by ``scale``."""
+
+    type: Literal["random"]
+    seed: int | None = None
+    scale: float = 1.0
+
+
+class ScalarInput(RecordPart):
+    """A Python number."""
+
+    type: Literal["scalar"]
+    value: Scalar
+
+
+class SafetensorsInput(RecordPart):
+    """A tensor of a real model, kept in a safetensors file relative to the dataset."""
+
+    type: Literal["safetensors"]
+    path: str
+    tensor_key: str
+
+    @field_validator("path")
+    @classmethod
+    def _stays_inside(cls, value: str) -> str:
+        path = PurePosixPath(value)
+        if path.is_absolute() or ".." in path.parts:
+            raise ValueError(f"safetensors path {value!r} must be relative and inside the dataset")
+        return value
+
+
+InputSpec = Annotated[RandomInput | ScalarInput | SafetensorsInput, Field(discriminator="type")]
+
+
+class Workload(Record):
+    """One concrete call of a Definition. ``uuid`` is the uuid5 of the content, and is computed where it is absent."""
+
+    kind: ClassVar[str] = "workload"
+
+    uuid: str = ""
+    definition: str = Field(pattern=NAME_PATTERN)
+    axes: dict[str, int]
+    dtypes: dict[str, DType] = {}
+    inputs: dict[str, InputSpec] = {}
+    layouts: dict[str, str] = {}
+    tags: tuple[str, ...] = ()
+
+    @field_validator("layouts")
+    @classmethod
+    def _known_layouts(cls, value: dict[str, str]) -> dict[str, str]:
+        for text in value.values():
+            parse_layout(text)
+        return value
+
+    @model_validator(mode="after")
+    def _uuid_matches(self) -> Self:
+        expected = content_uuid(self.model_dump(mode="json", exclude_defaults=True))
+        if not self.uuid:
+            object.__setattr__(self, "uuid", expected)
+        elif self.uuid != expected:
+            raise ValueError(
+                f"uuid {self.uuid} is not that of the content ({expected}); leave the key out to fill it in"
+            )
+        return self
+
+    def check_against(self, definition: Definition) -> None:
+        """Raise :class:`RecordError` where the Workload does not fit the Definition."""
+        axes = definition.bind_axes(self.axes)
+        definition.bind_dtypes(self.dtypes)
+        for name in self.inputs:
+            if name not in definition.inputs:
+                raise RecordError(f"inputs.{name}: {definition.name} has no such input.")
+        for name, spec in definition.inputs.items():
+            given = self.inputs.get(name)
+            if spec.is_scalar and not isinstance(given, ScalarInput):
+                raise RecordError(f"inputs.{name}: {definition.name} needs a scalar value here.")
+            if not spec.is_scalar and isinstance(given, ScalarInput):
+                raise RecordError(f"inputs.{name} is a tensor of {definition.name}, not a scalar.")
+        for name in self.layouts:
+            if name not in definition.tensor_inputs and name not in definition.outputs:
+                raise RecordError(f"layouts.{name}: {definition.name} has no such tensor.")
+            layout_strides(self.layouts[name], definition.shape_of(name, axes), axes)
+
+    def scalars(self) -> dict[str, Scalar]:
+        """The scalar inputs by name."""
+        return {name: spec.value for name, spec in self.inputs.items() if isinstance(spec, ScalarInput)}
+
+    def layout_classes(self, definition: Definition) -> dict[str, str]:
+        """Layout class of every tensor that is not contiguous."""
+        axes = definition.bind_axes(self.axes)
+        classes = {}
+        for name, text in self.layouts.items():
+            shape = definition.shape_of(name, axes)
+            found = layout_class(shape, layout_strides(text, shape, axes))
+            if found != "contiguous":
+                classes[name] = found
+        return classes
+
+
+def content_uuid(value: dict[str, Any]) -> str:
+    """uuid5 over definition, axes, dtypes, inputs and layouts; tags do not change what is measured."""
+    content = {key: value[key] for key in ("definition", "axes", "dtypes", "inputs", "layouts") if value.get(key)}
+    try:
+        text = canonical_json(content)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"not plain JSON: {error}") from None
+    return str(uuid.uuid5(NAMESPACE, text))
+
+
+def axes_key(axes: dict[str, int]) -> str:
+    """Canonical spelling of an axis binding, ``M=4096,N=4096``, to group and join by."""
+    return ",".join(f"{name}={axes[name]}" for name in sorted(axes))

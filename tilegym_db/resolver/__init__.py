@@ -1,0 +1,32 @@
+"""Which verified kernel serves a call: a published table, a pure decision, and a call site's cache."""
+
+from tilegym_db.resolver.decide import Decision, Evidence, Rejection, decide
+from tilegym_db.resolver.request import Request, make_request
+from tilegym_db.resolver.resolve import (
+    Resolved,
+    call_site,
+    decide_request,
+    resolve,
+    stock_solution,
+    unavailable_languages,
+)
+from tilegym_db.resolver.table import Candidate, Entry, ResolverTable, load_table
+
+__all__ = [
+    "Candidate",
+    "Decision",
+    "Entry",
+    "Evidence",
+    "Rejection",
+    "Request",
+    "Resolved",
+    "ResolverTable",
+    "call_site",
+    "decide",
+    "decide_request",
+    "load_table",
+    "make_request",
+    "resolve",
+    "stock_solution",
+    "unavailable_languages",
+]

@@ -1,0 +1,252 @@
+"""The decision: which verified solution serves a request, and why every other one does not. Pure: no I/O, no torch.
+
+The measured point is the exact one, else the nearest in log space inside the measured range, else there is none. Of its
+candidates, those that are verified with today's source, declared for the request and faster than the stock code by
+more than noise compete on latency. Where nobody is left, the stock code runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from tilegym_db.catalog import SolutionFiles
+from tilegym_db.records import axes_key
+from tilegym_db.records.binding import is_code_selecting
+from tilegym_db.records.solution import Config
+from tilegym_db.resolver.request import Request
+from tilegym_db.resolver.table import Candidate, Entry, ResolverTable
+
+__all__ = ["MIN_SPEEDUP_CI_LOW", "Decision", "Evidence", "Rejection", "decide"]
+
+MIN_SPEEDUP_CI_LOW = 1.02
+"""The lower end of the speedup against stock that a kernel must exceed: faster by more than noise."""
+
+CONTIGUOUS = "contiguous"
+
+
+class Rejection(NamedTuple):
+    """A candidate that was not picked, and the reason in one sentence."""
+
+    candidate: Candidate
+    reason: str
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a decision rests on: a measured point and its measurement, or the reason why stock code runs."""
+
+    source: Literal["exact", "nearest", "stock"]
+    reason: str
+    gpu: str
+    published: str | None = None
+    axes: Mapping[str, int] | None = None
+    """The measured point; differs from the request's axes where the source is ``nearest``."""
+    candidate: Candidate | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """``solution`` is None where stock code runs."""
+
+    solution: SolutionFiles | None
+    config: Config
+    evidence: Evidence
+    rejected: tuple[Rejection, ...]
+
+
+class _Point(NamedTuple):
+    """A measured point, and whether it is the request's own."""
+
+    entry: Entry
+    exact: bool
+
+
+def decide(request: Request, table: ResolverTable | None, solutions: Mapping[str, SolutionFiles]) -> Decision:
+    """Pick the fastest verified solution for a request, or none.
+
+    Args:
+        request: a checked request.
+        table: the published measurements of the request's GPU; None where there are none.
+        solutions: the catalog's solutions of the Definition, by name.
+    """
+    if table is None:
+        return _stock(request, None, solutions, f"nothing is published for {request.gpu}")
+    point = _find_point(request, table)
+    if isinstance(point, str):
+        return _stock(request, table, solutions, point)
+    entry, exact = point
+    eligible: list[Candidate] = []
+    rejected: list[Rejection] = []
+    for candidate in entry.candidates:
+        reason = _disqualify(candidate, request, solutions.get(candidate.solution), exact=exact)
+        if reason is None:
+            eligible.append(candidate)
+        else:
+            rejected.append(Rejection(candidate, reason))
+    where = f"{axes_key(dict(entry.axes))} on {table.gpu}"
+    measured = {candidate.solution for candidate in entry.candidates}
+    rejected += _unmeasured(solutions, measured, f"not in the table: no verified measurement at {where}")
+    if not eligible:
+        reason = f"no verified solution is faster than stock at {where}"
+        return Decision(None, {}, Evidence("stock", reason, table.gpu, table.published, entry.axes), tuple(rejected))
+    winner, lost = _fastest(eligible, request.incumbent)
+    reason = f"fastest verified solution at {where}" if exact else f"fastest at {where}, the nearest measured point"
+    evidence = Evidence("exact" if exact else "nearest", reason, table.gpu, table.published, entry.axes, winner)
+    return Decision(solutions[winner.solution], dict(winner.config), evidence, (*lost, *rejected))
+
+
+def _stock(
+    request: Request, table: ResolverTable | None, solutions: Mapping[str, SolutionFiles], reason: str
+) -> Decision:
+    gpu, published = (table.gpu, table.published) if table else (request.gpu, None)
+    evidence = Evidence("stock", reason, gpu, published)
+    return Decision(None, {}, evidence, tuple(_unmeasured(solutions, set(), reason)))
+
+
+def _unmeasured(solutions: Mapping[str, SolutionFiles], measured: set[str], reason: str) -> list[Rejection]:
+    found = []
+    for name, files in sorted(solutions.items()):
+        if name not in measured:
+            spec = files.record.spec
+            found.append(Rejection(Candidate(name, files.digest, spec.language, spec.role, spec.provides), reason))
+    return found
+
+
+# -- the measured point -----------------------------------------------------------------------------------------------
+
+
+def _find_point(request: Request, table: ResolverTable) -> _Point | str:
+    """The entry to judge by, or why there is none."""
+    definition = request.definition
+    entries: Sequence[Entry] = table.entries(definition.name, request.dtypes)
+    if not entries:
+        return _why_no_entries(request, table)
+    entries = [entry for entry in entries if entry.definition_digest == definition.digest]
+    if not entries:
+        return f"{definition.name} was measured on {table.gpu} under another meaning than version {definition.version}"
+    entries = [entry for entry in entries if _scalars_match(entry, request)]
+    if not entries:
+        return f"{definition.name} was not measured on {table.gpu} with these code-selecting scalars"
+    entries = [entry for entry in entries if _layouts_match(entry, request)]
+    if not entries:
+        spelled = ", ".join(f"{name} {layout}" for name, layout in sorted(request.layouts.items())) or "all contiguous"
+        return f"{definition.name} was not measured on {table.gpu} with these layouts ({spelled})"
+    exact = [entry for entry in entries if all(entry.axes[name] == size for name, size in _sizes(request).items())]
+    if exact:
+        return _Point(max(exact, key=lambda entry: _equal_scalars(entry, request)), exact=True)
+    outside = _outside_range(request, entries)
+    if outside:
+        return outside
+    nearest = min(entries, key=lambda entry: (entry.log_distance(_sizes(request)), axes_key(dict(entry.axes))))
+    return _Point(nearest, exact=False)
+
+
+def _sizes(request: Request) -> dict[str, int]:
+    """The axes that a Workload binds; const axes are the same everywhere."""
+    return {name: request.axes[name] for name in request.definition.var_axes}
+
+
+def _why_no_entries(request: Request, table: ResolverTable) -> str:
+    measured = [", ".join(f"{k}={v}" for k, v in dtypes.items()) for dtypes in table.dtypes_of(request.definition.name)]
+    if not measured:
+        return f"{request.definition.name} was not measured on {table.gpu}"
+    asked = ", ".join(f"{name}={dtype}" for name, dtype in request.dtypes.items())
+    return f"{request.definition.name} was not measured on {table.gpu} with {asked} (measured: {'; '.join(measured)})"
+
+
+def _scalars_match(entry: Entry, request: Request) -> bool:
+    """Scalars that select code must be equal; a continuous one such as eps does not change which kernel is fastest."""
+    return all(
+        entry.scalars.get(name) == value
+        for name, value in request.scalars.items()
+        if is_code_selecting(request.definition, name)
+    )
+
+
+def _equal_scalars(entry: Entry, request: Request) -> int:
+    return sum(entry.scalars.get(name) == value for name, value in request.scalars.items())
+
+
+def _layouts_match(entry: Entry, request: Request) -> bool:
+    """Verified and timed for these layouts: each tensor of the same class, outputs only where stated."""
+    for name in (*request.definition.tensor_inputs, *request.definition.outputs):
+        stated = request.layouts.get(name)
+        if stated is None and name in request.definition.outputs:
+            continue
+        if entry.layouts.get(name, CONTIGUOUS) != (stated or CONTIGUOUS):
+            return False
+    return True
+
+
+def _outside_range(request: Request, entries: Sequence[Entry]) -> str | None:
+    for name, size in _sizes(request).items():
+        sizes = [entry.axes[name] for entry in entries]
+        if not min(sizes) <= size <= max(sizes):
+            return f"{name}={size} is outside the measured range {min(sizes)}..{max(sizes)}"
+    return None
+
+
+# -- the candidates of a point ----------------------------------------------------------------------------------------
+
+
+def _disqualify(candidate: Candidate, request: Request, files: SolutionFiles | None, *, exact: bool) -> str | None:
+    """Why a measured candidate may not serve the request, whatever its latency; None where it may."""
+    if files is None:
+        return "it is not in the catalog any more"
+    if candidate.solution_digest != files.digest:
+        return (
+            f"its digest differs from the catalog's source: verified {candidate.solution_digest[:12]}, "
+            f"now {files.digest[:12]}; bench and publish it again"
+        )
+    spec = files.record.spec
+    if spec.role != "kernel":
+        what = f" ({spec.provides})" if spec.provides else ""
+        return f"role {spec.role}{what}: measured to compare with, never dispatched"
+    if request.mode == "training":
+        return "mode training: it has no verified backward"
+    if candidate.tier in (None, "interpreter"):
+        return f"tier {candidate.tier or 'unknown'}: not a verified measurement"
+    reason = files.record.unsupported(request.axes, request.dtypes, request.layouts, target=request.sm)
+    if reason is None and spec.language in request.unavailable:
+        reason = request.unavailable[spec.language]
+    if reason is None and not exact and not candidate.envelope_cases:
+        reason = "it was verified at the measured shape only, without an envelope that covers others"
+    return reason or _not_faster(candidate)
+
+
+def _not_faster(candidate: Candidate) -> str | None:
+    """Why the measurement does not say "faster than stock, by more than noise"."""
+    if candidate.latency_us is None or candidate.speedup_ci_low is None:
+        return "it was not compared with the stock code"
+    if candidate.speedup_ci_low > MIN_SPEEDUP_CI_LOW:
+        return None
+    ratio = f"{candidate.speedup:.2f}x" if candidate.speedup is not None else "unknown"
+    verdict = "slower than stock" if (candidate.speedup or 1.0) < 1.0 else "not faster than stock by more than noise"
+    return f"{verdict}: speedup {ratio}, CI low {candidate.speedup_ci_low:.3f} <= {MIN_SPEEDUP_CI_LOW}"
+
+
+def _fastest(eligible: Sequence[Candidate], incumbent: str | None) -> tuple[Candidate, list[Rejection]]:
+    """The lowest latency, unless the incumbent is inside its noise; and why each of the others lost."""
+    ranked = sorted(eligible, key=lambda candidate: (candidate.latency_us or 0.0, str(candidate)))
+    best = ranked[0]
+    tied = [candidate for candidate in ranked if _inside_noise(candidate, best)]
+    winner = next((candidate for candidate in tied if candidate.solution == incumbent), best)
+    lost = []
+    for candidate in ranked:
+        times = f"{candidate.latency_us:.2f} us against {winner.latency_us:.2f} us of {winner}"
+        if candidate is winner:
+            continue
+        if winner is not best and candidate in tied:
+            lost.append(Rejection(candidate, f"inside noise of the incumbent, which stays: {times}"))
+        else:
+            lost.append(Rejection(candidate, f"slower: {times}"))
+    return winner, lost
+
+
+def _inside_noise(candidate: Candidate, best: Candidate) -> bool:
+    """True where the confidence intervals overlap; a missing interval is the point itself."""
+    low = candidate.ci_low_us if candidate.ci_low_us is not None else candidate.latency_us
+    high = best.ci_high_us if best.ci_high_us is not None else best.latency_us
+    return low is not None and high is not None and low <= high

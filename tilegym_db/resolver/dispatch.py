@@ -1,0 +1,229 @@
+"""One call site's cache, from what a call looks like to the launcher that serves it.
+
+The key is everything that decides correctness: type, shape, strides, dtype and device of every tensor argument, outputs
+included, and the scalars that select code. A key seen before costs one dict lookup; a new one is bound to the
+Definition, decided, loaded, and remembered. A kernel that raises is put in quarantine for its key. Whatever no verified
+kernel can serve is left to the stock code.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tilegym_db.errors import NoSolutionError, SolutionError, TilegymDBError
+from tilegym_db.records import Definition
+from tilegym_db.records.binding import Binding, bind_call
+from tilegym_db.resolver import device
+from tilegym_db.resolver.decide import Decision
+from tilegym_db.resolver.hot_path import compile_attempt
+from tilegym_db.resolver.loader import Launcher, load_launcher
+from tilegym_db.resolver.site_report import Failure, KeyReport, SiteReport
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["MAX_KEYS", "Choose", "Dispatcher"]
+
+MAX_KEYS = 4096
+"""Keys a call site remembers; beyond that the oldest is forgotten (a server sees a new token count at every step)."""
+
+Choose = Callable[[Binding, "torch.device", str | None], Decision]
+"""(binding, device, name of the solution that served this call site last) -> Decision."""
+
+
+class _Bound:
+    """What one key is bound to; ``launch`` None means stock."""
+
+    __slots__ = ("axes", "calls", "kernel_calls", "launch", "reason", "solution", "undoes")
+
+    def __init__(
+        self,
+        launch: Launcher | None,
+        reason: str,
+        solution: str | None = None,
+        axes: dict[str, int] | None = None,
+    ) -> None:
+        self.launch = launch
+        self.reason = reason
+        self.solution = solution
+        self.axes = axes or {}
+        self.calls = 0
+        self.kernel_calls: int | None = None  # set when a kernel is retired; until then every call ran it
+        self.undoes = True  # a launch that raises leaves the inputs as they were
+
+    @property
+    def kernel_calls_so_far(self) -> int:
+        if self.kernel_calls is not None:
+            return self.kernel_calls
+        return 0 if self.launch is None else self.calls
+
+    def retire(self, reason: str) -> None:
+        """Leave this key to stock code from now on; the call that failed is not counted as a kernel's."""
+        self.kernel_calls = self.calls - 1
+        self.launch = None
+        self.reason = reason
+
+
+class Dispatcher:
+    """Serves the calls of one call site.
+
+    ``attempt(*inputs, *written_outputs)`` runs a verified kernel and returns True, or returns False with nothing done:
+    the caller then runs its own stock code. Calling the dispatcher does both, with the ``stock`` it was given.
+    """
+
+    def __init__(
+        self,
+        definition: Definition,
+        choose: Choose,
+        *,
+        stock: Launcher | None = None,
+        is_capturing: Callable[[], bool] = device.is_capturing,
+        max_keys: int = MAX_KEYS,
+    ) -> None:
+        """Make a call site with an empty cache.
+
+        Args:
+            definition: the operator that is called here.
+            choose: decides for a call that is new; see :data:`Choose`.
+            stock: destination-passing stock code, for ``__call__``.
+            is_capturing: whether a CUDA graph is being captured on the current stream.
+            max_keys: how many keys to remember.
+        """
+        self.definition = definition
+        self._choose = choose
+        self._stock = stock
+        self._is_capturing = is_capturing
+        self._max_keys = max_keys
+        self._keys: dict[Any, _Bound] = {}
+        self._quarantined: dict[Any, Failure] = {}
+        self._incumbent: str | None = None
+        self._misses = self._capture_misses = self._forgotten_calls = self._forgotten_kernel_calls = 0
+        self._binding_a_key = threading.Lock()
+        self.attempt = compile_attempt(definition, self._keys.get, self._miss, self._failed)
+
+    def __call__(self, *args: Any) -> None:
+        """Run the call: a verified kernel, or the stock code.
+
+        Raises:
+            NoSolutionError: no verified kernel serves the call and the call site has no stock code.
+        """
+        if not self.attempt(*args):
+            self.run_stock(*args)
+
+    def run_stock(self, *args: Any) -> None:
+        """Run the stock code that the call site was given; raises as calling the dispatcher does."""
+        if self._stock is None:
+            raise NoSolutionError(
+                f"no verified kernel serves this call of {self.definition.name}, and the call site has no stock code."
+            )
+        self._stock(*args)
+
+    def report(self) -> SiteReport:
+        """What this call site did so far. Counts may lag by a few while several threads call at once."""
+        bound = list(self._keys.values())
+        calls = self._forgotten_calls + self._capture_misses + sum(item.calls for item in bound)
+        return SiteReport(
+            definition=self.definition.name,
+            calls=calls,
+            hits=calls - self._misses,
+            misses=self._misses,
+            capture_misses=self._capture_misses,
+            kernel_calls=self._forgotten_kernel_calls + sum(item.kernel_calls_so_far for item in bound),
+            keys=tuple(KeyReport(b.axes, b.solution, b.reason, b.calls, b.kernel_calls_so_far) for b in bound),
+            failures=tuple(self._quarantined.values()),
+        )
+
+    # -- a call seen for the first time -------------------------------------------------------------------------------
+
+    def _miss(self, key: Any, args: tuple[Any, ...]) -> _Bound:
+        self._misses += 1
+        if self._is_capturing():
+            # Loading and compiling allocate and synchronise, which a capture forbids: frozen until it ends.
+            self._capture_misses += 1
+            return _Bound(None, "first seen while a CUDA graph was being captured")
+        with self._binding_a_key:
+            bound = self._keys.get(key)
+            if bound is None:
+                bound = self._bind(key, args)
+                while len(self._keys) >= self._max_keys:
+                    self._forget_oldest()
+                self._keys[key] = bound
+        return bound
+
+    def _forget_oldest(self) -> None:
+        forgotten = self._keys.pop(next(iter(self._keys)))
+        self._forgotten_calls += forgotten.calls
+        self._forgotten_kernel_calls += forgotten.kernel_calls_so_far
+
+    def _bind(self, key: Any, args: tuple[Any, ...]) -> _Bound:
+        if key in self._quarantined:
+            return _Bound(None, self._quarantined[key].summary)
+        where = device.common_device(args)
+        if isinstance(where, str):
+            return _Bound(None, where)
+        try:
+            binding = bind_call(self.definition, args)
+            decision = self._choose(binding, where, self._incumbent)
+        except TilegymDBError as error:  # not a call that the database knows; stock code may well serve it
+            return _Bound(None, str(error))
+        candidate = decision.evidence.candidate
+        if decision.solution is None or candidate is None:
+            return _Bound(None, decision.evidence.reason, axes=binding.axes)
+        try:
+            launch = load_launcher(self.definition, decision.solution, decision.config, candidate.solution_digest)
+        except TilegymDBError as error:
+            failure = self._quarantine(key, str(candidate), binding.axes, error)
+            return _Bound(None, failure.summary, axes=binding.axes)
+        self._incumbent = candidate.solution
+        launch = device.on_device(launch, where)
+        bound = _Bound(launch, decision.evidence.reason, str(candidate), binding.axes)
+        if self.definition.in_place:
+            bound.launch = self._first_launch(bound, launch)
+        return bound
+
+    def _first_launch(self, bound: _Bound, launch: Launcher) -> Launcher:
+        """A launch that can be undone, for an operator that overwrites an input; the one that follows it cannot.
+
+        Compile and argument errors show at the first launch. Keeping a copy at every launch would cost what the kernel
+        saves.
+        """
+        names = list(self.definition.inputs)
+        overwritten = [names.index(name) for name in self.definition.in_place]
+
+        def launch_with_backup(*args: Any) -> None:
+            backup = [args[index].clone() for index in overwritten]
+            try:
+                launch(*args)
+            except BaseException:
+                for index, saved in zip(overwritten, backup, strict=True):
+                    args[index].copy_(saved)
+                raise
+            bound.launch, bound.undoes = launch, False
+
+        return launch_with_backup
+
+    # -- a kernel that cannot be used ---------------------------------------------------------------------------------
+
+    def _failed(self, key: Any, bound: _Bound, error: Exception) -> None:
+        """Retire a kernel that raised.
+
+        Raises:
+            SolutionError: an input may be overwritten already, so that stock code would compute something else.
+        """
+        failure = self._quarantine(key, str(bound.solution), bound.axes, error)
+        bound.retire(failure.summary)
+        if not bound.undoes:
+            raise SolutionError(
+                f"{failure.summary}. It may have overwritten {', '.join(self.definition.in_place)} before, so that "
+                "stock code cannot repeat this call: run the step again from fresh inputs."
+            ) from error
+
+    def _quarantine(self, key: Any, solution: str, axes: dict[str, int], error: Exception) -> Failure:
+        text = "".join(traceback.format_exception(error))
+        failure = self._quarantined[key] = Failure(self.definition.name, solution, dict(axes), text)
+        warnings.warn(f"tilegym-db: {failure.summary}; stock code runs instead", RuntimeWarning, stacklevel=5)
+        return failure

@@ -1,0 +1,86 @@
+"""From a decision to a callable: load exactly the source that was verified, and give every solution one signature.
+
+The digest is taken from the files as they lie on disk now, and loading goes through a private copy of those very bytes.
+Compilers read a kernel's text again long after its import, when a new size or dtype is first compiled: an edit to the
+catalog under a running model must not reach them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from tilegym_db.backends.load import load_entry
+from tilegym_db.catalog import SolutionFiles
+from tilegym_db.errors import SolutionError
+from tilegym_db.records import Definition
+from tilegym_db.records.solution import Config
+
+__all__ = ["Launcher", "load_launcher", "load_verified"]
+
+Launcher = Callable[..., Any]
+"""``launch(*inputs, *written_outputs)``: runs one call, writes the outputs, returns nothing of interest."""
+
+_LOADED: dict[str, Callable[..., Any]] = {}
+_LOADING = threading.Lock()
+
+
+def load_verified(solution: SolutionFiles, verified_digest: str) -> Callable[..., Any]:
+    """The entry point of a solution, if its source is the verified one. Loaded once per digest and process.
+
+    Raises:
+        SolutionError: the source on disk is not the verified one, or fails to import.
+        ToolchainError: the solution's language is not installed.
+    """
+    with _LOADING:
+        entry = _LOADED.get(verified_digest)
+        if entry is None:
+            current = SolutionFiles.read(solution.folder)
+            if current.digest != verified_digest:
+                raise SolutionError(
+                    f"{solution.folder}: the source differs from the verified one ({current.digest[:12]}, verified "
+                    f"{verified_digest[:12]}). Restore it, or bench and publish it again."
+                )
+            entry = _LOADED[verified_digest] = load_entry(_private_copy(current))
+    return entry
+
+
+def load_launcher(definition: Definition, solution: SolutionFiles, config: Config, verified_digest: str) -> Launcher:
+    """A destination-passing callable with the config bound; raises as :func:`load_verified` does."""
+    entry = load_verified(solution, verified_digest)
+    bound = partial(entry, **config) if config else entry
+    if solution.record.spec.destination_passing_style:
+        return bound
+    return partial(_write_returned, bound, len(definition.inputs))
+
+
+def _write_returned(entry: Callable[..., Any], inputs: int, *args: Any) -> None:
+    """Call a value-returning solution and copy what it returns into the outputs that were passed."""
+    returned = entry(*args[:inputs])
+    outputs = args[inputs:]
+    values = returned if isinstance(returned, tuple) else (returned,) if outputs else ()
+    for output, value in zip(outputs, values, strict=True):
+        output.copy_(value)
+
+
+def _private_copy(solution: SolutionFiles) -> SolutionFiles:
+    folder = _session_folder() / solution.digest / solution.folder.name
+    for name, content in solution.sources.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return replace(solution, folder=folder)
+
+
+@cache
+def _session_folder() -> Path:
+    """A folder only this user can enter, for the life of the process: compilers read sources long after import."""
+    folder = Path(tempfile.mkdtemp(prefix="tilegym-db-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder

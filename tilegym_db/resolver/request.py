@@ -1,0 +1,108 @@
+"""What is asked of the resolver: one call of a Definition, on one GPU, checked before anything is decided."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tilegym_db.errors import RecordError, UsageError, did_you_mean
+from tilegym_db.records import Definition
+from tilegym_db.records.binding import is_code_selecting
+from tilegym_db.records.dtypes import Scalar
+from tilegym_db.records.hardware import CPU, GPU_SLUGS, same_gpu
+from tilegym_db.records.layouts import LAYOUT_CLASSES
+
+__all__ = ["MODES", "Mode", "Request", "compile_target", "make_request"]
+
+Mode = Literal["inference", "training"]
+MODES: tuple[Mode, ...] = ("inference", "training")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call to serve. Build it with :func:`make_request`, which checks it."""
+
+    definition: Definition
+    axes: Mapping[str, int]
+    dtypes: Mapping[str, str]
+    scalars: Mapping[str, Scalar]
+    layouts: Mapping[str, str]
+    """Layout class per tensor. An input not named is contiguous; an output not named is whatever was measured."""
+    gpu: str
+    sm: str
+    """The device's ``sm_XX``, or ``cpu``."""
+    mode: Mode = "inference"
+    incumbent: str | None = None
+    """The solution that serves this call site now; it keeps the place in a tie inside noise."""
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+    """Language -> why it cannot run in this process (its toolchain is not installed)."""
+
+
+def make_request(
+    definition: Definition,
+    *,
+    axes: Mapping[str, int],
+    gpu: str,
+    sm: str | None = None,
+    dtypes: Mapping[str, str] | None = None,
+    layouts: Mapping[str, str] | None = None,
+    scalars: Mapping[str, Scalar] | None = None,
+    mode: str = "inference",
+    incumbent: str | None = None,
+    unavailable: Mapping[str, str] | None = None,
+) -> Request:
+    """A checked request: const axes and single-choice dtypes filled in, everything else as the Definition wants it.
+
+    Raises:
+        UsageError: an axis, dtype, layout or scalar is missing, unknown or not allowed; the message names it.
+    """
+    if mode not in MODES:
+        raise UsageError(f"mode must be {' or '.join(MODES)}, not {mode!r}.")
+    try:
+        bound_axes, bound_dtypes = definition.bind_axes(axes), definition.bind_dtypes(dtypes or {})
+    except RecordError as error:
+        raise UsageError(str(error)) from None
+    _check_layouts(definition, layouts or {})
+    _check_scalars(definition, scalars or {})
+    return Request(
+        definition=definition,
+        axes=bound_axes,
+        dtypes=bound_dtypes,
+        scalars=dict(scalars or {}),
+        layouts=dict(layouts or {}),
+        gpu=gpu,
+        sm=sm or compile_target(gpu),
+        mode=mode,
+        incumbent=incumbent,
+        unavailable=dict(unavailable or {}),
+    )
+
+
+def compile_target(gpu: str) -> str:
+    """``sm_90`` for ``h200``, or for the family ``h100``; ``cpu`` for the CPU."""
+    if gpu == CPU:
+        return CPU
+    return next((sm for slug, sm in GPU_SLUGS.items() if same_gpu(gpu, slug)), "")
+
+
+def _check_layouts(definition: Definition, layouts: Mapping[str, str]) -> None:
+    tensors = (*definition.tensor_inputs, *definition.outputs)
+    for name, layout in layouts.items():
+        if name not in tensors:
+            raise UsageError(f"{definition.name} has no tensor '{name}'.{did_you_mean(name, tensors)}")
+        if layout not in LAYOUT_CLASSES:
+            raise UsageError(f"layout of '{name}' must be one of {', '.join(LAYOUT_CLASSES)}, not {layout!r}.")
+
+
+def _check_scalars(definition: Definition, scalars: Mapping[str, Scalar]) -> None:
+    known = [name for name, spec in definition.inputs.items() if spec.is_scalar]
+    for name in scalars:
+        if name not in known:
+            raise UsageError(
+                f"{definition.name} has no scalar '{name}' (its scalars: {', '.join(known) or 'none'})."
+                f"{did_you_mean(name, known)}"
+            )
+    for name in known:
+        if name not in scalars and is_code_selecting(definition, name):
+            raise UsageError(f"{definition.name} needs the scalar '{name}': its value selects which code runs.")

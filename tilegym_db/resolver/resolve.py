@@ -1,0 +1,207 @@
+"""Resolving outside of a model: ``resolve("rms_norm", like=(x, weight, eps))(x, weight, eps, out)``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tilegym_db.catalog import Catalog, SolutionFiles
+from tilegym_db.errors import NoSolutionError, UsageError
+from tilegym_db.records import Definition
+from tilegym_db.records.binding import Binding, bind_call
+from tilegym_db.records.dtypes import Scalar
+from tilegym_db.records.hardware import parse_gpu
+from tilegym_db.records.solution import Config
+from tilegym_db.resolver.decide import Decision, Evidence, Rejection, decide
+from tilegym_db.resolver.device import common_device, default_gpu, device_gpu
+from tilegym_db.resolver.request import Mode, Request, compile_target, make_request
+from tilegym_db.resolver.table import ResolverTable, load_table
+
+if TYPE_CHECKING:
+    import torch
+
+    from tilegym_db.resolver.dispatch import Choose, Dispatcher
+    from tilegym_db.resolver.loader import Launcher
+    from tilegym_db.resolver.site_report import SiteReport
+
+__all__ = ["Resolved", "call_site", "decide_request", "resolve", "stock_solution", "unavailable_languages"]
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The answer to one request, and a callable.
+
+    ``solution``, ``config`` and ``evidence`` answer the request as it was asked. Calling it with tensors
+    (``*inputs, *written_outputs``) decides by those tensors and the device they lie on, so that it is safe for any of
+    them: a call of another shape, or on another device, runs what is verified there, else the stock code.
+    """
+
+    request: Request
+    solution: SolutionFiles
+    config: Config
+    evidence: Evidence
+    rejected: tuple[Rejection, ...]
+    dispatcher: Dispatcher
+
+    @property
+    def is_stock(self) -> bool:
+        """True where nothing verified is faster, so that ``solution`` is the Definition's stock code."""
+        return self.evidence.source == "stock"
+
+    def __call__(self, *args: Any) -> None:
+        """Run on real tensors; outputs are written. Raises what the stock code raises where that is what runs."""
+        if not self.dispatcher.attempt(*args):
+            self.dispatcher.run_stock(*args)
+
+    def report(self) -> SiteReport:
+        """Calls, hits, misses and failures so far."""
+        return self.dispatcher.report()
+
+
+def resolve(
+    definition: str | Definition,
+    *,
+    axes: Mapping[str, int] | None = None,
+    dtypes: Mapping[str, str] | None = None,
+    layouts: Mapping[str, str] | None = None,
+    scalars: Mapping[str, Scalar] | None = None,
+    gpu: str | None = None,
+    mode: Mode = "inference",
+    like: Sequence[Any] | None = None,
+    catalog: Catalog | None = None,
+) -> Resolved:
+    """The fastest verified solution for a call, else the Definition's stock code.
+
+    Args:
+        definition: name or record of the operator.
+        axes: size per axis; const axes may be left out.
+        dtypes: dtype per dtype variable; one with a single choice may be left out.
+        layouts: layout class per tensor that is not contiguous.
+        scalars: scalar inputs; those that select code are needed.
+        gpu: a GPU slug or family such as ``h200``; this machine's device where absent or ``auto``.
+        mode: ``training`` resolves to stock until a solution has a verified backward.
+        like: real arguments (inputs, optionally outputs) to read axes, dtypes, layouts and scalars from, instead.
+        catalog: where to read records; :meth:`Catalog.default` where absent.
+
+    Raises:
+        NotFoundError: no such Definition.
+        UsageError: the request does not fit the Definition, or the GPU is unknown.
+        NoSolutionError: nothing verified is faster, and the Definition has no stock solution.
+    """
+    catalog = catalog or Catalog.default()
+    record = catalog.definition(definition) if isinstance(definition, str) else definition
+    if like is not None:
+        if axes or dtypes or layouts or scalars:
+            raise UsageError("give either like=(real arguments) or axes, dtypes, layouts and scalars, not both.")
+        binding = bind_call(record, like)
+    else:
+        binding = Binding(dict(axes or {}), dict(dtypes or {}), dict(layouts or {}), dict(scalars or {}))
+    slug, target = _gpu(gpu, like)
+    unavailable = unavailable_languages(catalog.solutions_for(record.name)) if _is_this_machine(gpu) else None
+    request = make_request(record, **vars(binding), gpu=slug, sm=target, mode=mode, unavailable=unavailable)
+    decision, solutions = decide_request(request, catalog)
+    stock = stock_solution(solutions)
+    chosen = decision.solution or stock
+    if chosen is None:
+        raise NoSolutionError(_why_nothing(request, decision))
+    dispatcher = call_site(record, catalog, mode=mode, stock=_stock_launcher(record, stock) if stock else None)
+    return Resolved(request, chosen, decision.config, decision.evidence, decision.rejected, dispatcher)
+
+
+def decide_request(request: Request, catalog: Catalog) -> tuple[Decision, dict[str, SolutionFiles]]:
+    """Decide by the published table of the request's GPU; also returns the catalog's solutions that were considered."""
+    solutions = {files.name: files for files in catalog.solutions_for(request.definition.name)}
+    return decide(request, load_table(request.gpu), solutions), solutions
+
+
+def stock_solution(solutions: Mapping[str, SolutionFiles]) -> SolutionFiles | None:
+    """The code that a model runs today, as the catalog's solution that ``provides`` it."""
+    found = (files for _, files in sorted(solutions.items()) if files.record.spec.provides == "stock")
+    return next(found, None)
+
+
+def call_site(
+    definition: Definition, catalog: Catalog, *, mode: Mode = "inference", stock: Launcher | None = None
+) -> Dispatcher:
+    """A new call site of a Definition; see :class:`~tilegym_db.resolver.dispatch.Dispatcher`.
+
+    Args:
+        definition: the operator that is called there.
+        catalog: whose solutions may serve it, read once, now.
+        mode: ``training`` leaves every call to stock.
+        stock: destination-passing stock code of the call site, for calling the dispatcher itself.
+    """
+    from tilegym_db.resolver.dispatch import Dispatcher
+
+    return Dispatcher(definition, _chooser(definition, catalog, mode), stock=stock)
+
+
+def _chooser(definition: Definition, catalog: Catalog, mode: Mode) -> Choose:
+    solutions = {files.name: files for files in catalog.solutions_for(definition.name)}
+    unavailable = unavailable_languages(solutions.values())
+
+    tables: dict[str, ResolverTable | None] = {}  # what is published later must not change a running model
+
+    def choose(binding: Binding, device: torch.device, incumbent: str | None) -> Decision:
+        gpu, target = device_gpu(device)
+        if gpu not in tables:
+            tables[gpu] = load_table(gpu)
+        request = make_request(
+            definition, **vars(binding), gpu=gpu, sm=target, mode=mode, incumbent=incumbent, unavailable=unavailable
+        )
+        return decide(request, tables[gpu], solutions)
+
+    return choose
+
+
+def unavailable_languages(solutions: Iterable[SolutionFiles]) -> dict[str, str]:
+    """Language -> why this process cannot run it and what to do, for the languages of some solutions."""
+    from tilegym_db.backends import toolchains
+
+    found = {}
+    for language in sorted({files.record.spec.language for files in solutions}):
+        status = toolchains.toolchain_status(language)
+        if not status.available:
+            found[language] = f"{language} cannot run here: {status.detail}. Try: {status.fix}"
+    return found
+
+
+def _stock_launcher(definition: Definition, stock: SolutionFiles) -> Callable[..., None]:
+    """The stock solution, loaded at its first call: asking what would run needs no PyTorch."""
+    loaded: list[Launcher] = []
+
+    def launch_stock(*args: Any) -> None:
+        if not loaded:
+            from tilegym_db.resolver.loader import load_launcher
+
+            loaded.append(load_launcher(definition, stock, {}, stock.digest))
+        loaded[0](*args)
+
+    return launch_stock
+
+
+def _is_this_machine(asked: str | None) -> bool:
+    return asked is None or asked.strip().lower() == "auto"
+
+
+def _gpu(asked: str | None, like: Sequence[Any] | None) -> tuple[str, str]:
+    """(slug or family, compile target) of the device a request is about."""
+    if asked is not None and not _is_this_machine(asked):
+        name = parse_gpu(asked)
+        return name, compile_target(name)
+    if like is None:
+        return default_gpu()
+    device = common_device(like)
+    if isinstance(device, str):
+        raise UsageError(f"cannot tell the device from like: {device}. Pass gpu=, or tensors of one device.")
+    return device_gpu(device)
+
+
+def _why_nothing(request: Request, decision: Decision) -> str:
+    name = request.definition.name
+    reasons = "; ".join(f"{candidate}: {reason}" for candidate, reason in decision.rejected[:5])
+    return (
+        f"no solution can serve {name} on {request.gpu}: {decision.evidence.reason}, and the Definition has no stock "
+        f"solution. {reasons or 'It has no solutions yet'}. Try: tilegym-db list --solutions"
+    )

@@ -1,0 +1,169 @@
+"""Opening the store: making it where it does not exist, refusing one that is newer, and keeping it in step.
+
+Writers take turns under a file lock and wait for it; a reader that finds an older catalog in it brings that up to date
+first if it can, and otherwise reads on and says so (:attr:`Store.stale`).
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from tilegym_db.catalog import Catalog
+from tilegym_db.errors import StoreError
+from tilegym_db.paths import home
+from tilegym_db.store import statements
+from tilegym_db.store.database import Store, connect, remove_database
+from tilegym_db.store.journal import journal_files
+from tilegym_db.store.loading import IngestReport, combined, load_journals
+from tilegym_db.store.lock import writer_lock
+from tilegym_db.store.refresh import fingerprints, outdated, refresh
+
+__all__ = ["DATABASE_NAME", "LOCK_TIMEOUT_S", "Store", "checked_meta", "create_database", "database_path", "open_store"]
+
+DATABASE_NAME = "tilegym.duckdb"
+LOCK_TIMEOUT_S = 10.0
+
+
+def database_path(place: Path | None = None) -> Path:
+    """The database file of a folder; a path that names one already (``*.duckdb``) stays."""
+    folder = place or home()
+    return folder if folder.suffix == ".duckdb" else folder / DATABASE_NAME
+
+
+def open_store(
+    path: Path | None = None,
+    *,
+    read_only: bool = False,
+    catalog: Catalog | None = None,
+    lock_timeout_s: float = LOCK_TIMEOUT_S,
+) -> Store:
+    """Open the database, and make it first where there is none.
+
+    A fresh store holds the catalog's records, the traces shipped with it, and those of any journals beside it.
+
+    Args:
+        path: the database file (``*.duckdb``) or the folder it is in; by default :func:`~tilegym_db.paths.home`.
+        read_only: several readers may be open at once, and no writer beside them. A reader cannot touch files.
+        catalog: what definitions and solutions count as current; by default :meth:`Catalog.default`.
+        lock_timeout_s: how long to wait for another process to be done with it.
+
+    Raises:
+        StoreError: locked by another process, not writable, on a full disk, damaged, or written by a newer version.
+        RecordError: the catalog changed and one of its records is not valid.
+    """
+    path = database_path(path)
+    catalog = catalog or Catalog.default()
+    if not read_only:
+        return _open_writer(path, catalog, lock_timeout_s)
+    if not path.exists():
+        _open_writer(path, catalog, lock_timeout_s).close()
+    store = _open_reader(path, lock_timeout_s)
+    behind = outdated(checked_meta(store), fingerprints(catalog))
+    if not behind:
+        return store
+    store.close()
+    try:
+        _open_writer(path, catalog, 0.0).close()
+    except StoreError as error:
+        store = _open_reader(path, lock_timeout_s)
+        store.stale = f"the {' and '.join(behind)} changed since this store was last written, and now {error}"
+        return store
+    return _open_reader(path, lock_timeout_s)
+
+
+def _open_reader(path: Path, lock_timeout_s: float) -> Store:
+    store = Store(path, connect(path, read_only=True, timeout_s=lock_timeout_s), read_only=True)
+    try:
+        checked_meta(store)
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+def _open_writer(path: Path, catalog: Catalog, lock_timeout_s: float) -> Store:
+    with ExitStack() as resources:
+        resources.enter_context(writer_lock(path, lock_timeout_s))
+        if not path.exists():
+            create_database(path, catalog)
+        store = Store(path, connect(path, read_only=False, timeout_s=lock_timeout_s), read_only=False)
+        resources.callback(store.close)
+        wanted = fingerprints(catalog)
+        behind = outdated(checked_meta(store), wanted)
+        if behind:
+            refresh(store, catalog, wanted, behind)
+        store.resources = resources.pop_all()
+        return store
+
+
+def checked_meta(store: Store) -> dict[str, str]:
+    """What the store says about itself.
+
+    Raises:
+        StoreError: not a database of this package, or one whose tables this version does not know.
+    """
+    if not any(row["table_name"] == "meta" for row in store.rows(statements.TABLE_NAMES)):
+        raise StoreError(f"{store.path} is not a tilegym-db database. Move it away, or set TILEGYM_DB_HOME elsewhere.")
+    meta = {row["key"]: row["value"] for row in store.rows(statements.META)}
+    version = int(meta["schema_version"])
+    if version > statements.SCHEMA_VERSION:
+        raise StoreError(
+            f"{store.path} was written by a newer version of tilegym-db (schema {version}; this one knows "
+            f"{statements.SCHEMA_VERSION}). Try: pip install --upgrade tilegym-db, or set TILEGYM_DB_HOME elsewhere."
+        )
+    if version < statements.SCHEMA_VERSION:
+        raise StoreError(
+            f"{store.path} was written by an older version of tilegym-db (schema {version}). The journals beside it "
+            "hold the traces; make it anew with: tilegym-db ingest --rebuild"
+        )
+    return meta
+
+
+def create_database(path: Path, catalog: Catalog, history: Path | None = None) -> IngestReport:
+    """Make a whole database and move it to ``path`` in one step, so that nobody ever opens half of one.
+
+    The caller holds the writers' lock.
+
+    Args:
+        path: where it goes; the journals are those beside it.
+        catalog: its records and its shipped traces go in.
+        history: a database whose older definitions and solutions are taken over.
+    """
+    staging = path.with_name(f".{path.name}.new")
+    try:
+        remove_database(staging)  # of a process that was killed here
+        with Store(staging, connect(staging, read_only=False, timeout_s=0.0), read_only=False) as store:
+            report = _fill(store, path, catalog, history)
+        remove_database(path)  # its write-ahead log must not be replayed into the new file
+        staging.replace(path)
+    except OSError as error:
+        raise StoreError(f"cannot create {path}: {error.strerror or error}.") from None
+    finally:
+        remove_database(staging)
+    return report
+
+
+def _fill(store: Store, path: Path, catalog: Catalog, history: Path | None) -> IngestReport:
+    wanted = fingerprints(catalog)
+    with store.transaction("create") as connection:
+        connection.execute(statements.schema_sql())
+        connection.execute(statements.REMEMBER_META, {"key": "schema_version", "value": str(statements.SCHEMA_VERSION)})
+    shipped = refresh(store, catalog, wanted, wanted.keys())
+    journaled = load_journals(store, journal_files(path.parent))
+    if history is not None:
+        _adopt_history(store, history)
+    with store.translated("create"):  # all of it into the one file that is moved; closing would hide a full disk
+        store.connection.execute("CHECKPOINT")
+    return combined(shipped, journaled)
+
+
+def _adopt_history(store: Store, old: Path) -> None:
+    with store.translated("take over the history of"):
+        literal = str(old).replace("'", "''")  # ATTACH takes no parameters
+        store.connection.execute(f"ATTACH '{literal}' AS old (READ_ONLY)")
+    with store.transaction("create") as connection:
+        for statement in statements.ADOPT_HISTORY:
+            connection.execute(statement)
+    with store.translated("create"):
+        store.connection.execute("DETACH old")

@@ -1,0 +1,207 @@
+"""One open DuckDB file: how it is connected to, and how its errors read.
+
+Everything here knows DuckDB and nothing of traces; :mod:`tilegym_db.store.connection` decides what to open and when.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from tilegym_db.errors import StoreError
+from tilegym_db.store.lock import POLL_S
+
+if TYPE_CHECKING:
+    from duckdb import DuckDBPyConnection
+
+__all__ = ["STORAGE_VERSION", "Store", "connect", "is_damage", "remove_database"]
+
+STORAGE_VERSION = "v1.5.0"
+"""Files are written in this format, so that DuckDB 1.5's command line and UI open them."""
+
+_Settings = dict[str, str | bool | int | float | list[str]]
+_BASE: _Settings = {
+    "autoinstall_known_extensions": "false",
+    "autoload_known_extensions": "false",
+    "python_enable_replacements": "false",  # a SQL name must never resolve to a caller's Python variable
+}
+_WRITER: _Settings = {**_BASE, "storage_compatibility_version": STORAGE_VERSION}
+# What a reader runs may come from a user: it reaches the database and nothing else, not even to spill.
+_READER: _Settings = {**_BASE, "enable_external_access": "false", "temp_directory": ""}
+
+# What marks an error of DuckDB, first match counts, and how it is told.
+_MARKS: dict[str, tuple[str, ...]] = {
+    "locked": ("Could not set lock",),
+    "open here": ("different configuration",),
+    "full": ("No space left", "File too large", "Disk quota"),
+    "denied": ("Permission denied", "Read-only file system"),
+    "newer": ("created with a newer version",),
+    "damaged": ("not a valid DuckDB database", "Corrupt", "corrupt", "checksum"),
+    "other": ("",),
+}
+_MESSAGES = {
+    "locked": "{path} is locked: {holder} has it open. Close that program or wait for it to finish, and try again.",
+    "open here": "{path} is locked: this process has it open already. Close that store first.",
+    "full": "cannot {action} {path}: the disk is full. Nothing was changed; free some space or set TILEGYM_DB_HOME to "
+    "another disk, and run the command again.",
+    "denied": "cannot {action} {path}: {cause}. Make the file and its folder writable, or set TILEGYM_DB_HOME to a "
+    "folder that is.",
+    "newer": "{path} was written by a newer DuckDB than the one installed. Try: pip install --upgrade duckdb",
+    "damaged": "cannot {action} {path}: {cause} The journals beside it hold the traces; make it anew with: "
+    "tilegym-db ingest --rebuild",
+    "other": "cannot {action} {path}: {cause}",
+}
+_HOLDER = re.compile(r"lock is held in (?P<program>.+?) \(PID (?P<pid>\d+)\)")
+
+
+@dataclass
+class Store:
+    """An open database. A context manager; use it in the process and the moment it was opened for, then close it."""
+
+    path: Path
+    connection: DuckDBPyConnection = field(repr=False)
+    read_only: bool
+    stale: str | None = None
+    """Why a reader sees an older catalog than the one on disk; None where it does not."""
+    resources: ExitStack = field(default_factory=ExitStack, repr=False)
+    """What is held as long as the store is open: a writer's lock."""
+    _pid: int = field(default_factory=os.getpid, repr=False)
+
+    @property
+    def home(self) -> Path:
+        """The folder of the database, which also holds the journals (``runs/``)."""
+        return self.path.parent
+
+    def rows(self, sql: str, parameters: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+        """Run one of this package's queries; every row as column -> value."""
+        with self.translated("query"):
+            cursor = self.connection.execute(sql, parameters) if parameters else self.connection.execute(sql)
+            names = [column[0] for column in cursor.description or ()]
+            return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+
+    @contextmanager
+    def transaction(self, action: str) -> Iterator[DuckDBPyConnection]:
+        """All of the block or nothing of it; ``action`` names it in error messages ("ingest traces into")."""
+        import duckdb
+
+        if self.read_only:
+            raise StoreError(f"cannot {action} {self.path}: it was opened read-only.")
+        with self.translated(action):
+            self.connection.execute("BEGIN")
+            try:
+                yield self.connection
+                self.connection.execute("COMMIT")
+            except BaseException:
+                with suppress(duckdb.Error):  # already rolled back, or the connection is beyond use
+                    self.connection.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def translated(self, action: str) -> Iterator[None]:
+        """DuckDB's errors inside the block become :class:`StoreError`."""
+        if os.getpid() != self._pid:
+            raise StoreError(f"{self.path} was opened before a fork; open it anew in this process.")
+        with translated(self.path, action):
+            yield
+
+    def close(self) -> None:
+        """Write everything out and let other processes in."""
+        import duckdb
+
+        try:
+            if os.getpid() == self._pid:
+                with suppress(duckdb.FatalException):  # reported when it happened; nothing uncommitted is kept
+                    self.connection.close()
+        finally:
+            self.resources.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def connect(path: Path, *, read_only: bool, timeout_s: float) -> DuckDBPyConnection:
+    """Connect to a DuckDB file, waiting up to ``timeout_s`` seconds for another process to let go of it.
+
+    A reader's connection cannot write, reach files, load extensions, or change its own settings.
+
+    Raises:
+        StoreError: locked, read-only, not a database, or written by a newer DuckDB.
+    """
+    import duckdb
+
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            connection = duckdb.connect(path, read_only=read_only, config=_READER if read_only else _WRITER)
+            break
+        except duckdb.IOException as error:
+            if "Could not set lock" not in str(error) or time.monotonic() >= deadline:
+                raise explained(error, path, "open") from error
+        except duckdb.Error as error:
+            raise explained(error, path, "open") from error
+        time.sleep(POLL_S)
+    _settle(connection, read_only)
+    return connection
+
+
+def _settle(connection: DuckDBPyConnection, read_only: bool) -> None:
+    """What can only be set once connected. Connections of one process to one file share it."""
+    locked = connection.execute("SELECT current_setting('lock_configuration')").fetchall()
+    if not locked[0][0]:
+        connection.execute("SET GLOBAL TimeZone = 'UTC'")
+        if read_only:
+            connection.execute("SET lock_configuration = true")
+
+
+@contextmanager
+def translated(path: Path, action: str) -> Iterator[None]:
+    """DuckDB's errors inside the block become :class:`StoreError` with what to do next."""
+    import duckdb
+
+    try:
+        yield
+    except duckdb.Error as error:
+        raise explained(error, path, action) from error
+
+
+def explained(error: Exception, path: Path, action: str) -> StoreError:
+    """The :class:`StoreError` that says what a DuckDB error means for the one who ran the command."""
+    text = str(error)
+    return StoreError(_MESSAGES[_kind(text)].format(path=path, action=action, cause=_cause(text), holder=_holder(text)))
+
+
+def is_damage(error: StoreError) -> bool:
+    """True where the file itself is the trouble, so that only making it anew helps."""
+    return error.__cause__ is not None and _kind(str(error.__cause__)) == "damaged"
+
+
+def _kind(text: str) -> str:
+    return next((kind for kind, marks in _MARKS.items() if any(mark in text for mark in marks)), "other")
+
+
+def _cause(text: str) -> str:
+    """DuckDB's own first line, without the class of the error in front."""
+    return text.partition("\n")[0].partition(": ")[2] or text
+
+
+def _holder(text: str) -> str:
+    match = _HOLDER.search(text)
+    return f"{match['program']} (PID {match['pid']})" if match else "another process"
+
+
+def remove_database(path: Path) -> None:
+    """Delete a database file and its write-ahead log, where they exist."""
+    for file in (path, path.with_name(path.name + ".wal")):
+        file.unlink(missing_ok=True)

@@ -1,0 +1,71 @@
+"""From journals to the database: what is new (:func:`ingest`), or everything from scratch (:func:`rebuild`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tilegym_db.catalog import Catalog
+from tilegym_db.errors import StoreError
+from tilegym_db.store.connection import LOCK_TIMEOUT_S, checked_meta, create_database, database_path
+from tilegym_db.store.database import Store, connect, is_damage
+from tilegym_db.store.journal import journal_files
+from tilegym_db.store.loading import IngestReport, load_journals, load_traces
+from tilegym_db.store.lock import writer_lock
+
+__all__ = ["IngestReport", "ingest", "ingest_journals", "rebuild"]
+
+
+def ingest(store: Store, files: Sequence[Path] | None = None) -> IngestReport:
+    """Bring traces into the database; those it has already, by ``trace_id``, are left alone.
+
+    Args:
+        store: opened for writing; being that, it holds the writers' lock.
+        files: JSONL files of traces; without any, the journals beside the database that grew since the last time.
+
+    Returns:
+        Counts, and each line that is no trace. Such lines stop nothing: a killed process leaves one behind.
+
+    Raises:
+        StoreError: a file cannot be read, or the disk is full; then nothing at all was ingested.
+    """
+    return load_traces(store, files) if files else load_journals(store, journal_files(store.home))
+
+
+def ingest_journals(store: Store) -> IngestReport:
+    """:func:`ingest` of the journals beside the database."""
+    return ingest(store)
+
+
+def rebuild(
+    path: Path | None = None, *, catalog: Catalog | None = None, lock_timeout_s: float = LOCK_TIMEOUT_S
+) -> IngestReport:
+    """Make the database anew from the catalog, its shipped traces and the journals; the old one is replaced at the end.
+
+    Older definitions and solutions are taken over where the old database can still be read. Traces that were ingested
+    from files other than journals are not.
+
+    Raises:
+        StoreError: another process has the database open, it is newer than this version, or the disk is full; the old
+            database is then left as it was.
+    """
+    path = database_path(path)
+    with writer_lock(path, lock_timeout_s):
+        history, notes = _history(path, lock_timeout_s)
+        report = create_database(path, catalog or Catalog.default(), history)
+    return replace(report, notes=notes)
+
+
+def _history(path: Path, lock_timeout_s: float) -> tuple[Path | None, tuple[str, ...]]:
+    """The old database, settled (its write-ahead log folded in), or None with why it cannot be read."""
+    if not path.exists():
+        return None, ()
+    try:
+        with Store(path, connect(path, read_only=False, timeout_s=lock_timeout_s), read_only=False) as store:
+            checked_meta(store)
+    except StoreError as error:
+        if not is_damage(error):
+            raise
+        return None, (f"{path} was damaged, so definitions and solutions that left the catalog are forgotten.",)
+    return path, ()

@@ -1,0 +1,184 @@
+"""The journal: one fsynced JSON line per trace, written the moment the trace exists.
+
+Journals are the truth and the database is derived from them. A process that is killed loses at most the line it was
+writing; the next writer ends that torn line, and readers report it and go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tilegym_db.errors import RecordError, StoreError, UsageError
+from tilegym_db.paths import home as default_home
+from tilegym_db.records import Trace
+
+__all__ = ["Journal", "JournalContent", "RejectedLine", "journal_files", "read_journal"]
+
+_RUN_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$")
+
+
+@dataclass(frozen=True)
+class RejectedLine:
+    """A journal line that is no trace. ``line`` counts from 1."""
+
+    path: Path
+    line: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class JournalContent:
+    """What a journal holds: its traces in order, and the lines that are none."""
+
+    traces: tuple[Trace, ...]
+    rejected: tuple[RejectedLine, ...] = ()
+    torn: bool = False
+    """True where the last line was cut off in mid write."""
+
+
+class Journal:
+    """Append-only file of one run's traces, ``<home>/runs/<run_id>.jsonl``. One process may write it at a time.
+
+    Raises:
+        UsageError: ``run_id`` cannot name a file.
+        StoreError: the folder cannot be written, or another process writes this run's journal.
+    """
+
+    def __init__(self, run_id: str, home: Path | None = None) -> None:
+        if not _RUN_ID.match(run_id):
+            raise UsageError(f"run id {run_id!r} must be letters, digits, '_', '.' or '-', and at most 128 of them.")
+        self.path = (home or default_home()) / "runs" / f"{run_id}.jsonl"
+        self._descriptor = _open_for_append(self.path)
+
+    def append(self, trace: Trace) -> None:
+        """Write one trace as one line and wait until it is on disk.
+
+        Raises:
+            RecordError: the trace holds NaN or infinity, which JSON cannot say.
+            StoreError: the disk is full or gone; the journal then ends with its last whole line.
+        """
+        try:
+            line = (trace.to_json() + "\n").encode()
+        except ValueError as error:
+            raise RecordError(f"trace {trace.trace_id} of '{trace.solution}' is not plain JSON: {error}.") from None
+        end = os.fstat(self._descriptor).st_size
+        try:
+            write_fully(self._descriptor, line)
+            os.fsync(self._descriptor)
+        except OSError as error:
+            with contextlib.suppress(OSError):  # a disk that is gone: readers step over a torn line
+                os.ftruncate(self._descriptor, end)
+            raise StoreError(
+                f"cannot append to {self.path}: {error.strerror}. This trace is lost, earlier ones are safe; "
+                "free some space or set TILEGYM_DB_HOME to another disk, and run the command again to resume."
+            ) from None
+
+    def close(self) -> None:
+        """Let another process write this run; an empty journal is removed."""
+        if self._descriptor < 0:
+            return
+        if os.fstat(self._descriptor).st_size == 0:
+            self.path.unlink(missing_ok=True)
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _open_for_append(path: Path) -> int:
+    descriptor = -1
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _end_torn_line(descriptor)
+        _sync_folder(path.parent)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise StoreError(
+            f"{path} is being written by another process. Wait for that run, or start a new one."
+        ) from None
+    except OSError as error:
+        if descriptor >= 0:
+            os.close(descriptor)
+        raise StoreError(
+            f"cannot write the journal {path}: {error.strerror or error}. Make its folder writable, "
+            "or set TILEGYM_DB_HOME to one that is."
+        ) from None
+    return descriptor
+
+
+def _end_torn_line(descriptor: int) -> None:
+    """A line that a killed process left unfinished must not swallow the next one."""
+    size = os.fstat(descriptor).st_size
+    if size and os.pread(descriptor, 1, size - 1) != b"\n":
+        write_fully(descriptor, b"\n")
+
+
+def _sync_folder(folder: Path) -> None:
+    """A new file survives a power cut only once its folder's entry is on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_fully(descriptor: int, content: bytes) -> None:
+    """``os.write`` until nothing is left: a nearly full disk takes a part and fails on the rest."""
+    view = memoryview(content)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def journal_files(home: Path) -> list[Path]:
+    """The journals of a home folder, by name."""
+    return sorted((home / "runs").glob("*.jsonl"))
+
+
+def read_journal(path: Path) -> JournalContent:
+    """Every trace of a journal (or of a published traces file), with each line that is none and why.
+
+    Raises:
+        StoreError: the file cannot be read.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror or error}.") from None
+    traces: list[Trace] = []
+    rejected: list[RejectedLine] = []
+    torn = False
+    for number, line, finished in _lines(content):
+        try:
+            traces.append(Trace.from_json(line, f"{path}:{number}"))
+        except RecordError as error:
+            torn = not finished
+            reason = str(error).removeprefix(f"{path}:{number}: ")
+            rejected.append(RejectedLine(path, number, "cut off in mid write." if torn else reason))
+    return JournalContent(tuple(traces), tuple(rejected), torn)
+
+
+def _lines(content: bytes) -> Iterator[tuple[int, bytes, bool]]:
+    """(number from 1, line, whether a newline ends it) of every line that is not blank."""
+    lines = content.split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            yield number, line, number < len(lines)

@@ -1,0 +1,136 @@
+"""The published snapshot: what the resolver reads and what ships with the package.
+
+``traces/<gpu>/<op_type>/<definition>.jsonl`` holds the best verified trace per solution and shape, and
+``traces/<gpu>/resolver.json`` the same as a table of candidates per shape. Everything is put together before the first
+file is written, and the table is written last, so that it never cites a trace that is not there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tilegym_db.catalog import write_atomically
+from tilegym_db.errors import NotFoundError, StoreError
+from tilegym_db.paths import home, shipped_root
+from tilegym_db.store import queries
+from tilegym_db.store.database import Store
+
+__all__ = ["PublishReport", "publish", "published_folder", "resolver_table"]
+
+TABLE_NAME = "resolver.json"
+TABLE_VERSION = 1
+
+_SHAPE = ("definition", "dtypes_key", "axes_key", "scalars_key", "layouts_key")
+_ENTRY = (
+    "definition", "definition_version", "definition_digest", "op_type", "dtypes", "axes", "scalars", "layouts",
+)  # fmt: skip
+_CANDIDATE = (
+    "solution", "solution_digest", "language", "role", "config", "latency_us", "ci_low_us", "ci_high_us",
+    "speedup", "speedup_ci_low", "tier", "trace_id", "envelope_cases",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PublishReport:
+    """What was published. ``written`` leaves out files that were the same already."""
+
+    folder: Path
+    entries: int
+    traces: int
+    written: tuple[Path, ...]
+    leftover: tuple[Path, ...]
+    """Trace files of this GPU that hold nothing verified any more; yours to delete."""
+
+
+def published_folder(gpu: str, root: Path | None = None) -> Path:
+    """``<root>/traces/<gpu>``; without a root that of a writable checkout, else ``<home>/published/<gpu>``."""
+    shipped = shipped_root()
+    if root is None and (shipped / "pyproject.toml").is_file():
+        root = shipped
+    return root / "traces" / gpu if root is not None else home() / "published" / gpu
+
+
+def publish(store: Store, gpu: str, root: Path | None = None) -> PublishReport:
+    """Write the snapshot of one GPU (a slug, such as ``h200``).
+
+    Publishing the same traces again changes no byte, not even the date.
+
+    Raises:
+        NotFoundError: nothing verified was measured on that GPU.
+        StoreError: the folder cannot be written, or ``store`` is behind the catalog.
+    """
+    if store.stale is not None:
+        raise StoreError(f"cannot publish: {store.stale}")
+    rows = queries.verified_rows(store, gpu)
+    if not rows:
+        measured = ", ".join(queries.measured_gpus(store)) or "none"
+        raise NotFoundError(
+            f"no verified trace on '{gpu}' (GPUs with one: {measured}). Measure first, on that GPU: tilegym-db bench"
+        )
+    folder = published_folder(gpu, root)
+    contents = _trace_files(store, rows, folder)
+    entries = resolver_entries(rows)
+    table = folder / TABLE_NAME
+    if not _holds(table, entries):
+        contents[table] = _table_text(resolver_table(gpu, rows[0]["sm"], entries, datetime.now(UTC)))
+    leftover = set(folder.glob("*/*.jsonl")) - set(contents)
+    changed = {path: text for path, text in contents.items() if not _same(path, text)}
+    for path, text in changed.items():
+        write_atomically(path, text.encode())
+    return PublishReport(folder, len(entries), len(rows), tuple(changed), tuple(sorted(leftover)))
+
+
+def resolver_entries(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One entry per shape, its candidates by latency, from rows ordered as :func:`queries.verified_rows` gives them."""
+    entries = []
+    for _, group in itertools.groupby(rows, key=lambda row: [row[key] for key in _SHAPE]):
+        candidates = list(group)
+        entry = {key: candidates[0][key] for key in _ENTRY}
+        entry["candidates"] = [{key: row[key] for key in _CANDIDATE} for row in candidates]
+        entries.append(entry)
+    return entries
+
+
+def resolver_table(gpu: str, sm: str, entries: list[dict[str, Any]], published: datetime) -> dict[str, Any]:
+    """The content of ``resolver.json``."""
+    date = published.strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {"schema_version": TABLE_VERSION, "gpu": gpu, "sm": sm, "published": date, "entries": entries}
+
+
+def _table_text(table: dict[str, Any]) -> str:
+    """JSON with one entry a line, so that a diff shows which shapes changed."""
+    head = json.dumps({key: value for key, value in table.items() if key != "entries"})
+    lines = ",\n".join(json.dumps(entry, sort_keys=False) for entry in table["entries"])
+    return f'{head[:-1]}, "entries": [\n{lines}\n]}}\n'
+
+
+def _trace_files(store: Store, rows: list[dict[str, Any]], folder: Path) -> dict[Path, str]:
+    traces = queries.read_traces(store, [row["trace_id"] for row in rows])
+    contents: dict[Path, str] = {}
+    for (op_type, definition), group in itertools.groupby(rows, key=lambda row: (row["op_type"], row["definition"])):
+        ordered = sorted(group, key=lambda row: ([row[key] for key in _SHAPE], row["solution"]))
+        lines = (traces[row["trace_id"]].to_json() + "\n" for row in ordered)
+        contents[folder / op_type / f"{definition}.jsonl"] = "".join(lines)
+    return contents
+
+
+def _holds(path: Path, entries: list[dict[str, Any]]) -> bool:
+    """True where a published table says the same already, whenever it was published."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return False  # none, or damaged: write it
+    return isinstance(found, dict) and found.get("schema_version") == TABLE_VERSION and found.get("entries") == entries
+
+
+def _same(path: Path, text: str) -> bool:
+    try:
+        return path.read_bytes() == text.encode()
+    except OSError:
+        return False

@@ -1,0 +1,82 @@
+-- Tables of the store. They hold records as they were written; what users query are the views in views.sql.
+-- No primary keys and no indexes: they slow bulk ingest down, and ingest is made idempotent by an anti-join instead.
+-- A change here needs a new SCHEMA_VERSION in statements.py.
+
+CREATE TABLE meta (key VARCHAR NOT NULL, value VARCHAR NOT NULL);
+
+-- Every definition and solution ever seen, by digest, so that old traces stay explainable; `is_current` marks the catalog's.
+CREATE TABLE definition_records (
+    name VARCHAR NOT NULL,
+    version VARCHAR NOT NULL,
+    digest VARCHAR NOT NULL,
+    op_type VARCHAR NOT NULL,
+    is_current BOOLEAN NOT NULL,
+    record JSON NOT NULL
+);
+
+CREATE TABLE solution_records (
+    name VARCHAR NOT NULL,
+    definition VARCHAR NOT NULL,
+    digest VARCHAR NOT NULL,
+    is_current BOOLEAN NOT NULL,
+    record JSON NOT NULL
+);
+
+CREATE TABLE workload_records (
+    uuid VARCHAR NOT NULL,
+    definition VARCHAR NOT NULL,
+    axes_key VARCHAR NOT NULL,
+    dtypes_key VARCHAR NOT NULL,
+    record JSON NOT NULL
+);
+
+-- Journals are append-only, so one of unchanged size has nothing new.
+CREATE TABLE ingested_files (path VARCHAR NOT NULL, size BIGINT NOT NULL);
+
+-- A *_key is the canonical spelling of the map beside it ('M=4096,N=4096', sorted by name), to group and join by.
+CREATE TABLE trace_records (
+    trace_id VARCHAR NOT NULL,
+    run_id VARCHAR NOT NULL,
+    timestamp TIMESTAMP NOT NULL, -- UTC
+    definition VARCHAR NOT NULL,
+    definition_version VARCHAR NOT NULL,
+    definition_digest VARCHAR NOT NULL,
+    op_type VARCHAR NOT NULL,
+    solution VARCHAR NOT NULL,
+    solution_digest VARCHAR NOT NULL,
+    language VARCHAR NOT NULL,
+    role VARCHAR NOT NULL,
+    config JSON NOT NULL,
+    config_key VARCHAR NOT NULL,
+    workload_uuid VARCHAR NOT NULL,
+    axes MAP(VARCHAR, BIGINT) NOT NULL,
+    axes_key VARCHAR NOT NULL,
+    dtypes MAP(VARCHAR, VARCHAR) NOT NULL,
+    dtypes_key VARCHAR NOT NULL,
+    scalars JSON NOT NULL,
+    scalars_key VARCHAR NOT NULL,
+    layouts MAP(VARCHAR, VARCHAR) NOT NULL,
+    layouts_key VARCHAR NOT NULL,
+    gpu VARCHAR NOT NULL,
+    gpu_name VARCHAR NOT NULL,
+    sm VARCHAR NOT NULL,
+    driver VARCHAR NOT NULL,
+    cuda VARCHAR NOT NULL,
+    libs MAP(VARCHAR, VARCHAR) NOT NULL,
+    tier VARCHAR NOT NULL,
+    attempt INTEGER NOT NULL,
+    sandbox_level INTEGER NOT NULL,
+    evidence_level VARCHAR NOT NULL,
+    envelope STRUCT(cases BIGINT, digest VARCHAR, seed VARCHAR),
+    status VARCHAR NOT NULL,
+    reason VARCHAR NOT NULL,
+    log VARCHAR NOT NULL,
+    correctness STRUCT(
+        rel_fro DOUBLE, worst_row_rel DOUBLE, max_abs DOUBLE, matched_ratio DOUBLE, deterministic BOOLEAN,
+        gate VARCHAR, oracle VARCHAR, cases BIGINT),
+    performance STRUCT(
+        latency_us DOUBLE, ci_low_us DOUBLE, ci_high_us DOUBLE, samples BIGINT, host_us DOUBLE, cold_l2 BOOLEAN,
+        timer VARCHAR,
+        comparisons STRUCT("with" VARCHAR, provides VARCHAR, ratio DOUBLE, ci_low DOUBLE, ci_high DOUBLE)[],
+        sol_us DOUBLE, sol_ratio DOUBLE, clock_mhz BIGINT, throttled BOOLEAN)
+);

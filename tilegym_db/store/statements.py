@@ -1,0 +1,147 @@
+"""The SQL that makes the tables and views, and fills them. Values reach it as bound parameters only.
+
+Tables and views are beside this file, in ``schema.sql`` and ``views.sql``; questions are in ``queries``.
+"""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from string import Template
+
+from tilegym_db.records.trace import STATUSES, Tier
+
+__all__ = ["SCHEMA_VERSION", "VERIFIED_TIERS", "schema_sql", "views_sql"]
+
+SCHEMA_VERSION = 1
+"""Version of ``schema.sql``."""
+
+VERIFIED_TIERS: tuple[str, ...] = ("screen", "promotion")
+"""Tiers whose passes count as verified. Never ``interpreter``: it runs no GPU code."""
+
+TIERS: tuple[str, ...] = Tier.__args__  # type: ignore[attr-defined]
+
+
+def schema_sql() -> str:
+    """The statements that make the tables of an empty database."""
+    return files(__package__).joinpath("schema.sql").read_text(encoding="utf-8")
+
+
+def views_sql() -> str:
+    """The statements that make, or renew, the views."""
+    tiers = ", ".join(f"'{tier}'" for tier in VERIFIED_TIERS)
+    text = files(__package__).joinpath("views.sql").read_text(encoding="utf-8")
+    return Template(text).substitute(verified_tiers=tiers)
+
+
+# -- making and refreshing a store ------------------------------------------------------------------------------------
+
+TABLE_NAMES = "SELECT table_name FROM duckdb_tables() WHERE NOT internal"
+META = "SELECT key, value FROM meta"
+FORGET_META = "DELETE FROM meta WHERE key = $key"
+REMEMBER_META = "INSERT INTO meta VALUES ($key, $value)"
+
+# Each takes $records, one JSON array. A record that left the catalog stays, no longer current; one that is back, or
+# whose description changed, is replaced.
+_GIVEN_DEFINITIONS = """(SELECT unnest(from_json($records::JSON,
+    '[{"name":"VARCHAR","version":"VARCHAR","digest":"VARCHAR","op_type":"VARCHAR","record":"JSON"}]'),
+    recursive := true))"""
+_GIVEN_SOLUTIONS = """(SELECT unnest(from_json($records::JSON,
+    '[{"name":"VARCHAR","definition":"VARCHAR","digest":"VARCHAR","record":"JSON"}]'), recursive := true))"""
+_GIVEN_WORKLOADS = """(SELECT unnest(from_json($records::JSON,
+    '[{"uuid":"VARCHAR","definition":"VARCHAR","axes_key":"VARCHAR","dtypes_key":"VARCHAR","record":"JSON"}]'),
+    recursive := true))"""
+
+RETIRE_RECORDS = (
+    "UPDATE definition_records SET is_current = false",
+    "UPDATE solution_records SET is_current = false",
+    "DELETE FROM workload_records",
+)
+SYNC_DEFINITIONS = (
+    f"DELETE FROM definition_records WHERE (name, digest) IN (SELECT (name, digest) FROM {_GIVEN_DEFINITIONS})",
+    f"INSERT INTO definition_records SELECT name, version, digest, op_type, true, record FROM {_GIVEN_DEFINITIONS}",
+)
+SYNC_SOLUTIONS = (
+    f"DELETE FROM solution_records WHERE (name, digest) IN (SELECT (name, digest) FROM {_GIVEN_SOLUTIONS})",
+    f"INSERT INTO solution_records SELECT name, definition, digest, true, record FROM {_GIVEN_SOLUTIONS}",
+)
+SYNC_WORKLOADS = (
+    f"INSERT INTO workload_records SELECT uuid, definition, axes_key, dtypes_key, record FROM {_GIVEN_WORKLOADS}",
+)
+
+ADOPT_HISTORY = (
+    """INSERT INTO definition_records SELECT * REPLACE (false AS is_current) FROM old.definition_records
+        WHERE (name, digest) NOT IN (SELECT (name, digest) FROM definition_records)""",
+    """INSERT INTO solution_records SELECT * REPLACE (false AS is_current) FROM old.solution_records
+        WHERE (name, digest) NOT IN (SELECT (name, digest) FROM solution_records)""",
+)
+
+# -- ingest -----------------------------------------------------------------------------------------------------------
+
+# The nested columns are read with the types of schema.sql; what a line leaves out is null here and defaulted below.
+STAGE = """
+    CREATE OR REPLACE TEMP TABLE staged AS
+    FROM read_json($files, format = 'newline_delimited', columns = {
+        trace_id: 'VARCHAR', run_id: 'VARCHAR', timestamp: 'TIMESTAMPTZ',
+        definition: 'VARCHAR', definition_version: 'VARCHAR', definition_digest: 'VARCHAR', op_type: 'VARCHAR',
+        solution: 'VARCHAR', solution_digest: 'VARCHAR', language: 'VARCHAR', role: 'VARCHAR',
+        config: 'MAP(VARCHAR, JSON)', workload_uuid: 'VARCHAR', axes: 'MAP(VARCHAR, BIGINT)',
+        dtypes: 'MAP(VARCHAR, VARCHAR)', scalars: 'MAP(VARCHAR, JSON)', layouts: 'MAP(VARCHAR, VARCHAR)',
+        gpu: 'VARCHAR', gpu_name: 'VARCHAR', sm: 'VARCHAR', driver: 'VARCHAR', cuda: 'VARCHAR',
+        libs: 'MAP(VARCHAR, VARCHAR)', tier: 'VARCHAR', attempt: 'INTEGER', sandbox_level: 'INTEGER',
+        evidence_level: 'VARCHAR', envelope: 'STRUCT(cases BIGINT, digest VARCHAR, seed VARCHAR)',
+        status: 'VARCHAR', reason: 'VARCHAR', log: 'VARCHAR',
+        correctness: 'STRUCT(rel_fro DOUBLE, worst_row_rel DOUBLE, max_abs DOUBLE, matched_ratio DOUBLE,
+            deterministic BOOLEAN, gate VARCHAR, oracle VARCHAR, cases BIGINT)',
+        performance: 'STRUCT(latency_us DOUBLE, ci_low_us DOUBLE, ci_high_us DOUBLE, samples BIGINT, host_us DOUBLE,
+            cold_l2 BOOLEAN, timer VARCHAR, comparisons STRUCT("with" VARCHAR, provides VARCHAR, ratio DOUBLE,
+            ci_low DOUBLE, ci_high DOUBLE)[], sol_us DOUBLE, sol_ratio DOUBLE, clock_mhz BIGINT, throttled BOOLEAN)'})
+"""
+
+# The rules of records.Trace that views and resolver rely on. A batch that breaks one is read again line by line, so
+# that the report names the line and the reason.
+STAGED_COUNTS = f"""
+    SELECT count(*) AS lines, count(DISTINCT trace_id) AS traces, count(*) FILTER (WHERE coalesce(NOT (
+        trace_id IS NOT NULL AND run_id IS NOT NULL AND timestamp IS NOT NULL AND definition IS NOT NULL
+        AND definition_version IS NOT NULL AND definition_digest IS NOT NULL AND op_type IS NOT NULL
+        AND solution IS NOT NULL AND solution_digest IS NOT NULL AND language IS NOT NULL
+        AND workload_uuid IS NOT NULL AND axes IS NOT NULL AND gpu IS NOT NULL AND gpu_name IS NOT NULL
+        AND tier IN ({", ".join(f"'{tier}'" for tier in TIERS)})
+        AND status IN ({", ".join(f"'{status}'" for status in STATUSES)})
+        AND (correctness IS NOT NULL) = (status IN ('PASSED', 'INCORRECT_NUMERICAL'))
+        AND (performance IS NOT NULL) = (status = 'PASSED' AND tier <> 'interpreter')
+        AND (performance IS NULL OR (performance.latency_us > 0 AND performance.ci_low_us IS NOT NULL
+            AND performance.ci_high_us IS NOT NULL AND performance.samples >= 1 AND performance.timer IS NOT NULL))
+        AND (status = 'PASSED' OR coalesce(reason, '') <> '' OR coalesce(log, '') <> '')), true)) AS invalid
+    FROM staged
+"""
+
+DROP_REPEATED = "DELETE FROM staged WHERE rowid NOT IN (SELECT min(rowid) FROM staged GROUP BY trace_id)"
+
+
+def _key_of(column: str) -> str:
+    """SQL that spells a map as ``records.axes_key`` does: ``name=value`` by name, joined by commas."""
+    return (
+        f"coalesce(array_to_string(list_transform(list_sort(map_keys({column})), "
+        f"lambda name: name || '=' || {column}[name]), ','), '')"
+    )
+
+
+INSERT_STAGED = f"""
+    INSERT INTO trace_records SELECT
+        trace_id, run_id, make_timestamp(epoch_us(timestamp)),
+        definition, definition_version, definition_digest, op_type,
+        solution, solution_digest, language, coalesce(role, 'kernel'),
+        coalesce(to_json(config), '{{}}'), {_key_of("config")},
+        workload_uuid, axes, {_key_of("axes")}, coalesce(dtypes, MAP {{}}), {_key_of("dtypes")},
+        coalesce(to_json(scalars), '{{}}'), {_key_of("scalars")}, coalesce(layouts, MAP {{}}), {_key_of("layouts")},
+        gpu, gpu_name, coalesce(sm, ''), coalesce(driver, ''), coalesce(cuda, ''), coalesce(libs, MAP {{}}),
+        tier, coalesce(attempt, 0), coalesce(sandbox_level, 0), coalesce(evidence_level, 'op'),
+        envelope, status, coalesce(reason, ''), coalesce(log, ''), correctness, performance
+    FROM staged ANTI JOIN trace_records USING (trace_id)
+"""
+
+DROP_STAGED = "DROP TABLE staged"
+
+INGESTED_FILES = "SELECT path, size FROM ingested_files"
+FORGET_FILES = "DELETE FROM ingested_files WHERE path IN (SELECT unnest($paths::VARCHAR[]))"
+REMEMBER_FILES = "INSERT INTO ingested_files SELECT unnest($paths::VARCHAR[]), unnest($sizes::BIGINT[])"

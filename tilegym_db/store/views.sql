@@ -1,0 +1,126 @@
+-- What users query. Recreated whenever this text changes; $verified_tiers is filled in from statements.VERIFIED_TIERS.
+
+CREATE OR REPLACE VIEW definitions AS
+SELECT
+    name, version, op_type,
+    record->>'description' AS description,
+    coalesce(from_json(record->'tags', '["VARCHAR"]'), []) AS tags,
+    list_contains(coalesce(from_json(record->'tags', '["VARCHAR"]'), []), 'status:open') AS is_open,
+    digest,
+    record->>'reference' AS reference,
+    record
+FROM definition_records WHERE is_current;
+
+CREATE OR REPLACE VIEW solutions AS
+SELECT
+    s.name, s.definition, d.op_type,
+    s.record->>'/spec/language' AS language,
+    coalesce(s.record->>'/spec/role', 'kernel') AS role,
+    s.record->>'/spec/provides' AS provides,
+    s.record->>'author' AS author,
+    s.record->>'description' AS description,
+    s.digest, s.record
+FROM solution_records s JOIN definition_records d ON d.name = s.definition AND d.is_current
+WHERE s.is_current;
+
+CREATE OR REPLACE VIEW workloads AS
+SELECT
+    w.uuid, w.definition, d.op_type,
+    from_json(w.record->'axes', '"MAP(VARCHAR, BIGINT)"') AS axes,
+    w.axes_key,
+    coalesce(from_json(w.record->'dtypes', '"MAP(VARCHAR, VARCHAR)"'), MAP {}) AS dtypes,
+    w.dtypes_key,
+    coalesce(from_json(w.record->'layouts', '"MAP(VARCHAR, VARCHAR)"'), MAP {}) AS layouts,
+    coalesce(from_json(w.record->'tags', '["VARCHAR"]'), []) AS tags,
+    w.record
+FROM workload_records w JOIN definition_records d ON d.name = w.definition AND d.is_current;
+
+-- One row per trace, with the nested metrics as columns. `speedup` is stock time over this time; where a trace was
+-- compared with several stock implementations, the least favourable ratio counts.
+CREATE OR REPLACE VIEW traces AS
+SELECT
+    trace_id, run_id, timestamp,
+    definition, definition_version, definition_digest, op_type,
+    solution, solution_digest, language, role, config, config_key,
+    workload_uuid, axes, axes_key, dtypes, dtypes_key, scalars, scalars_key, layouts, layouts_key,
+    gpu, gpu_name, sm, driver, cuda, libs,
+    tier, attempt, sandbox_level, evidence_level, status, reason, log,
+    performance.latency_us AS latency_us,
+    performance.ci_low_us AS ci_low_us,
+    performance.ci_high_us AS ci_high_us,
+    performance.samples AS samples,
+    performance.host_us AS host_us,
+    performance.cold_l2 AS cold_l2,
+    performance.timer AS timer,
+    list_min(list_transform(
+        list_filter(performance.comparisons, lambda c: c.provides = 'stock'), lambda c: c.ratio)) AS speedup,
+    list_min(list_transform(
+        list_filter(performance.comparisons, lambda c: c.provides = 'stock'), lambda c: c.ci_low)) AS speedup_ci_low,
+    performance.comparisons AS comparisons,
+    performance.sol_us AS sol_us,
+    performance.sol_ratio AS sol_ratio,
+    performance.clock_mhz AS clock_mhz,
+    performance.throttled AS throttled,
+    correctness.rel_fro AS rel_fro,
+    correctness.worst_row_rel AS worst_row_rel,
+    correctness.max_abs AS max_abs,
+    correctness.matched_ratio AS matched_ratio,
+    correctness.deterministic AS deterministic,
+    correctness.gate AS gate,
+    correctness.oracle AS oracle,
+    correctness.cases AS cases,
+    envelope.cases AS envelope_cases,
+    envelope.digest AS envelope_digest,
+    envelope.seed AS envelope_seed
+FROM trace_records;
+
+-- What a failure takes back. A null column means "any". A wrong, crashing or hanging kernel loses every earlier pass of
+-- that source and config on that GPU; a cheating source loses them in every config; a compile error says nothing about
+-- workloads that did compile, so it only takes back its own; UNSUPPORTED is the solution's own, honest limit.
+CREATE OR REPLACE VIEW revocations AS
+SELECT
+    definition_digest, solution_digest, gpu,
+    CASE WHEN status <> 'REJECTED' THEN config_key END AS config_key,
+    CASE WHEN status = 'COMPILE_ERROR' THEN workload_uuid END AS workload_uuid,
+    max(timestamp) AS revoked_at
+FROM trace_records WHERE status NOT IN ('PASSED', 'UNSUPPORTED')
+GROUP BY ALL;
+
+-- Passed in a tier that counts, with exactly the definition and source that the catalog holds now, and not taken back.
+CREATE OR REPLACE VIEW verified AS
+SELECT t.* FROM traces t
+WHERE t.status = 'PASSED' AND t.tier IN ($verified_tiers) AND t.latency_us IS NOT NULL
+    AND EXISTS (
+        FROM definition_records d WHERE d.is_current AND d.name = t.definition AND d.digest = t.definition_digest)
+    AND EXISTS (
+        FROM solution_records s WHERE s.is_current AND s.name = t.solution AND s.digest = t.solution_digest)
+    AND NOT EXISTS (
+        FROM revocations r
+        WHERE r.definition_digest = t.definition_digest AND r.solution_digest = t.solution_digest AND r.gpu = t.gpu
+            AND coalesce(r.config_key, t.config_key) = t.config_key
+            AND coalesce(r.workload_uuid, t.workload_uuid) = t.workload_uuid
+            AND r.revoked_at >= t.timestamp);
+
+-- The fastest verified trace of each solution, per GPU and shape. Ties fall to the smaller trace_id, so that two
+-- readers of the same traces always see the same row.
+CREATE OR REPLACE VIEW best_per_solution AS
+SELECT * FROM traces WHERE trace_id IN (
+    SELECT arg_min(trace_id, row(latency_us, trace_id)) FROM verified
+    GROUP BY definition, gpu, dtypes_key, axes_key, scalars_key, layouts_key, solution);
+
+-- The fastest verified trace of any solution, per GPU and shape.
+CREATE OR REPLACE VIEW best AS
+SELECT * FROM traces WHERE trace_id IN (
+    SELECT arg_min(trace_id, row(latency_us, trace_id)) FROM verified
+    GROUP BY definition, gpu, dtypes_key, axes_key, scalars_key, layouts_key);
+
+-- How each solution fares over all shapes of a definition on a GPU; means are geometric.
+CREATE OR REPLACE VIEW leaderboard AS
+SELECT
+    definition, op_type, gpu, solution, language, role,
+    count(*) AS shapes,
+    count(*) FILTER (WHERE trace_id IN (SELECT trace_id FROM best)) AS wins,
+    exp(avg(ln(speedup)) FILTER (WHERE speedup > 0)) AS geomean_speedup,
+    exp(avg(ln(sol_ratio)) FILTER (WHERE sol_ratio > 0)) AS geomean_sol_ratio
+FROM best_per_solution
+GROUP BY definition, op_type, gpu, solution, language, role;

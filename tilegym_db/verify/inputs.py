@@ -1,0 +1,211 @@
+"""Draws the inputs of one call: contents by distribution, secret seed, declared layout."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilegym_db.errors import RecordError
+from tilegym_db.records import Definition, Workload, axes_key
+from tilegym_db.records.definition import InputGenerator
+from tilegym_db.records.dtypes import Scalar
+from tilegym_db.records.expressions import evaluate
+from tilegym_db.records.layouts import layout_strides
+from tilegym_db.records.workload import RandomInput, SafetensorsInput
+from tilegym_db.verify.torch_dtypes import storage_dtype
+
+__all__ = ["DISTRIBUTIONS", "Case", "draw_inputs"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call to verify: sizes, dtypes, scalars, layouts, and how the contents are drawn."""
+
+    axes: dict[str, int]
+    dtypes: dict[str, str]
+    scalars: dict[str, Scalar]
+    layouts: dict[str, str] = field(default_factory=dict)
+    distribution: str = "normal"
+    seed: int = 0
+    files: dict[str, SafetensorsInput] = field(default_factory=dict)
+    scales: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of_workload(cls, definition: Definition, workload: Workload, *, distribution: str, seed: int) -> Case:
+        """The Workload's own shape, with fresh contents."""
+        return cls(
+            axes=definition.bind_axes(workload.axes),
+            dtypes=definition.bind_dtypes(workload.dtypes),
+            scalars=workload.scalars(),
+            layouts=dict(workload.layouts),
+            distribution=distribution,
+            seed=seed,
+            files={name: spec for name, spec in workload.inputs.items() if isinstance(spec, SafetensorsInput)},
+            scales={name: spec.scale for name, spec in workload.inputs.items() if isinstance(spec, RandomInput)},
+        )
+
+    def __str__(self) -> str:
+        """Short form for reasons: sizes, dtypes, contents."""
+        dtypes = ",".join(self.dtypes.values())
+        layouts = " strided" if self.layouts else ""
+        return f"{axes_key(self.axes)} {dtypes}{layouts} contents={self.distribution}"
+
+    def strides(self, definition: Definition, name: str) -> tuple[int, ...]:
+        """Strides in elements of one tensor of this case."""
+        shape = definition.shape_of(name, self.axes)
+        return layout_strides(self.layouts.get(name, "contiguous"), shape, self.axes)
+
+
+Shape = tuple[int, ...]
+Draw = Callable[[torch.Generator, Shape, torch.dtype], torch.Tensor]
+
+
+def _normal(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32)
+
+
+def _row_scale(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    # Half precision overflows past 2^16, and products of two such tensors past half of that exponent.
+    reach = 4.0 if dtype == torch.float16 else 10.0
+    exponent = torch.rand((*shape[:-1], 1), generator=generator, device=generator.device) * (2 * reach) - reach
+    return _normal(generator, shape, dtype) * torch.exp2(exponent)
+
+
+def _outliers(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    value = _normal(generator, shape, dtype)
+    rare = torch.rand(shape, generator=generator, device=generator.device) < 1e-3
+    return torch.where(rare, value * 100, value)
+
+
+def _small_integers(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randint(-4, 5, shape, generator=generator, device=generator.device).float()
+
+
+def _constant_rows(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    row = torch.randn((*shape[:-1], 1), generator=generator, device=generator.device)
+    return row.expand(shape).clone()
+
+
+def _planted(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    value = _normal(generator, shape, dtype)
+    for special in (math.nan, math.inf, -math.inf):
+        index = tuple(int(torch.randint(0, size, (1,), generator=generator, device=generator.device)) for size in shape)
+        value[index] = special
+    return value
+
+
+# What fills a floating-point tensor of two or more dimensions that has no generator of its own; vectors (weights) and
+# generated inputs (tables, indices) keep their own contents in every set.
+DISTRIBUTIONS: dict[str, Draw] = {
+    "normal": _normal,
+    "row_scale": _row_scale,
+    "outliers": _outliers,
+    "small_integers": _small_integers,
+    "constant_rows": _constant_rows,
+    "planted_nan_inf": _planted,
+}
+
+
+def draw_inputs(
+    definition: Definition, case: Case, device: str, *, dataset: Path | None = None
+) -> dict[str, torch.Tensor | Scalar]:
+    """Input name -> tensor or scalar, in Definition order.
+
+    Tensors are drawn in fp32 from ``case.seed`` on the device and rounded to the target dtype; they are contiguous (the
+    caller lays them out by ``case.strides``).
+
+    Args:
+        definition: names, shapes, dtypes and generators.
+        case: sizes and contents.
+        device: ``cpu`` or ``cuda:<n>``. The same seed draws other numbers on another device.
+        dataset: folder that safetensors inputs are relative to.
+    """
+    drawn: dict[str, torch.Tensor | Scalar] = {}
+    for name, spec in definition.inputs.items():
+        if spec.is_scalar:
+            drawn[name] = case.scalars[name]
+        elif name in case.files:
+            drawn[name] = _load(case.files[name], dataset, definition, case, name).to(device)
+        else:
+            drawn[name] = _draw(definition, case, name, device)
+    return drawn
+
+
+def _draw(definition: Definition, case: Case, name: str, device: str) -> torch.Tensor:
+    shape = definition.shape_of(name, case.axes)
+    dtype = storage_dtype(definition.dtype_of(name, case.dtypes))
+    generator = torch.Generator(device).manual_seed(_input_seed(case.seed, name))
+    generated = definition.input_generators.get(name)
+    if generated is not None:
+        value = _generate(generated, generator, shape, case.axes)
+    elif not dtype.is_floating_point:
+        low, high = (0, 2) if dtype == torch.bool else (-100, 100) if dtype.is_signed else (0, 200)
+        value = torch.randint(low, high, shape, generator=generator, device=device)
+    elif 0 in shape:
+        value = torch.empty(shape, device=device)
+    elif len(shape) >= 2:
+        value = DISTRIBUTIONS[case.distribution](generator, shape, dtype)
+    else:
+        value = _normal(generator, shape, dtype)
+    scale = case.scales.get(name, 1.0)
+    return (value if scale == 1.0 else value * scale).to(dtype)
+
+
+def _input_seed(seed: int, name: str) -> int:
+    mixed = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return int.from_bytes(mixed[:8], "little") >> 1
+
+
+def _generate(spec: InputGenerator, generator: torch.Generator, shape: Shape, axes: Mapping[str, int]) -> torch.Tensor:
+    device = generator.device
+    if spec.kind == "normal":
+        return torch.randn(shape, generator=generator, device=device) * spec.scale
+    low, high = (float(evaluate(str(bound), axes)) for bound in (spec.low, spec.high))
+    if spec.kind == "uniform":
+        return torch.rand(shape, generator=generator, device=device) * (high - low) + low
+    if spec.kind == "integers":
+        return torch.randint(int(low), max(int(high), int(low) + 1), shape, generator=generator, device=device)
+    return _rotary_table(spec, generator, shape)
+
+
+def _rotary_table(spec: InputGenerator, generator: torch.Generator, shape: Shape) -> torch.Tensor:
+    """cos or sin of real positions: [..., S, D] with two identical halves, base ``scale`` (10000 where it is 1)."""
+    device, (length, dim) = generator.device, shape[-2:]
+    base = spec.scale if spec.scale > 1 else 10000.0
+    exponents = torch.arange(0, dim // 2, device=device, dtype=torch.float64) * 2 / max(dim, 1)
+    # cos and sin of one call must belong to the same angles, so positions depend on the shape alone.
+    positions = torch.arange(length, device=device, dtype=torch.float64)
+    leading = math.prod(shape[:-2])
+    offsets = torch.arange(leading, device=device, dtype=torch.float64) * 17
+    angles = (offsets[:, None, None] + positions[None, :, None]) * (base**-exponents)[None, None, :]
+    table = torch.cat([angles, angles], dim=-1)
+    table = torch.cos(table) if spec.kind == "rotary_cos" else torch.sin(table)
+    return table.reshape(shape).float()
+
+
+def _load(spec: SafetensorsInput, dataset: Path | None, definition: Definition, case: Case, name: str) -> torch.Tensor:
+    if dataset is None:
+        raise RecordError(f"inputs.{name}: {spec.path} is relative to a dataset folder, and none is known here.")
+    try:
+        from safetensors import safe_open
+    except ImportError:
+        raise RecordError(f"inputs.{name}: reading {spec.path} needs safetensors: pip install safetensors.") from None
+    path = dataset / spec.path
+    if not path.is_file():
+        raise RecordError(f"inputs.{name}: {path} does not exist.")
+    with safe_open(str(path), framework="pt") as file:
+        value: Any = file.get_tensor(spec.tensor_key)
+    expected = definition.shape_of(name, case.axes)
+    if tuple(value.shape) != expected:
+        raise RecordError(f"inputs.{name}: {path} holds shape {tuple(value.shape)}, the workload says {expected}.")
+    dtype: torch.dtype = storage_dtype(definition.dtype_of(name, case.dtypes))
+    tensor: torch.Tensor = value
+    if tensor.dtype != dtype:
+        raise RecordError(f"inputs.{name}: {path} holds {tensor.dtype}, the workload says {dtype}.")
+    return tensor

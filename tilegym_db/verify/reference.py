@@ -1,0 +1,127 @@
+"""Runs a Definition's reference: as written, or lifted to fp64 to serve as the oracle."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tilegym_db.errors import RecordError
+from tilegym_db.records import Definition
+
+__all__ = ["Lifted", "load_function", "oracle", "run_lifted", "run_reference"]
+
+Inputs = Mapping[str, Any]
+Outputs = dict[str, torch.Tensor]
+
+_FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+
+class Lifted(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Turns every floating-point dtype that the code inside asks for into float64.
+
+    A reference restates a model's own code, which casts down and up between steps; lifted, those casts round nothing, so
+    the result differs from the mathematical one by fp64 rounding only.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operator with any floating ``dtype`` argument replaced."""
+        kwargs = dict(kwargs or {})
+        if kwargs.get("dtype") in _FLOATS:
+            kwargs["dtype"] = torch.float64
+        return func(*(torch.float64 if _is_float_dtype(value) else value for value in args), **kwargs)
+
+
+def _is_float_dtype(value: Any) -> bool:
+    return isinstance(value, torch.dtype) and value in _FLOATS
+
+
+@functools.lru_cache(maxsize=512)
+def load_function(source: str, where: str) -> Callable[..., Any]:
+    """The ``run`` that a reference's source text defines.
+
+    Raises:
+        RecordError: the text raises when it is executed; carries the last lines of the traceback.
+    """
+    scope: dict[str, Any] = {"__name__": f"tilegym_db_reference_{abs(hash(where))}"}
+    try:
+        # Definitions are reviewed records, admitted by the self-test; a Solution's source never takes this road.
+        exec(compile(source, where, "exec"), scope)
+    except Exception as error:
+        raise RecordError(f"{where}: the reference raises when it is loaded: {error!r}.") from None
+    function: Callable[..., Any] = scope["run"]
+    return function
+
+
+def run_reference(definition: Definition, inputs: Inputs, *, source: str | None = None) -> Outputs:
+    """Every output of the Definition by name, in-place ones included, computed as the reference is written.
+
+    Args:
+        definition: the Definition.
+        inputs: input name -> tensor or scalar. Tensors are never modified: in-place ones are copied first.
+        source: another text that defines ``run``, such as the self-test's independent formulation.
+
+    Raises:
+        RecordError: the reference raises, or returns another number of outputs, shape or kind than declared.
+    """
+    where = f"{definition.name}: {'reference' if source is None else 'alternative formulation'}"
+    function = load_function(source or definition.reference, where)
+    given = {
+        name: value.clone() if name in definition.in_place and isinstance(value, torch.Tensor) else value
+        for name, value in inputs.items()
+    }
+    try:
+        with torch.no_grad():
+            returned = function(*(given[name] for name in definition.inputs))
+    except Exception:
+        raise RecordError(f"{where} raises:\n{traceback.format_exc(limit=-3)}") from None
+    return name_outputs(definition, returned, given, where)
+
+
+def name_outputs(definition: Definition, returned: Any, given: Inputs, where: str) -> Outputs:
+    """Match what a function returned with the Definition's outputs.
+
+    A function may return every output, or only those that are not written in place.
+    """
+    values = returned if isinstance(returned, tuple | list) else (returned,)
+    replaced = {target: source for source, target in definition.in_place.items()}
+    names: Iterable[str]
+    if len(values) == len(definition.outputs):
+        names = definition.outputs
+    elif len(values) == len(definition.written_outputs):
+        names = definition.written_outputs
+    else:
+        raise RecordError(
+            f"{where} returns {len(values)} values; {definition.name} has outputs {', '.join(definition.outputs)}."
+        )
+    outputs = dict(zip(names, values, strict=True))
+    for target, source in replaced.items():
+        outputs.setdefault(target, given[source])
+    for name, value in outputs.items():
+        if not isinstance(value, torch.Tensor):
+            raise RecordError(f"{where} returns a {type(value).__name__} for '{name}', not a tensor.")
+    return {name: outputs[name] for name in definition.outputs}
+
+
+def run_lifted(definition: Definition, inputs: Inputs, *, source: str | None = None) -> Outputs:
+    """As :func:`run_reference`, with every floating input and every cast in the reference lifted to fp64."""
+    lifted = {
+        name: value.double() if isinstance(value, torch.Tensor) and value.dtype in _FLOATS else value
+        for name, value in inputs.items()
+    }
+    mode: Any = Lifted
+    with mode():
+        return run_reference(definition, lifted, source=source)
+
+
+def oracle(definition: Definition, inputs: Inputs) -> Outputs:
+    """The outputs that a Solution is compared with: fp64 on the same quantised bits, or as written for quantisers."""
+    if definition.oracle == "as_written":
+        return run_reference(definition, inputs)
+    return run_lifted(definition, inputs)

@@ -1,0 +1,202 @@
+"""The worker process: loads one Solution and calls it on shared memory when the supervisor says so.
+
+Untrusted from the moment a Solution is loaded. It never sees the oracle, the seeds or the store; what it answers is only
+used as described in :mod:`tilegym_db.verify.sandbox.protocol`. Started as ``python -m tilegym_db.verify.sandbox.worker FD_IN
+FD_OUT``; standard output and error belong to the Solution and go to a log.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from tilegym_db.verify.sandbox import protocol
+
+__all__ = ["Worker", "main"]
+
+# How the languages' own compile errors are told from errors while running: by the class names along the exception chain.
+COMPILE_ERROR_NAMES = ("Compil", "TileSyntax", "TileType", "TileValue", "TileUnsupported", "OutOfResources", "PTXAS")
+
+
+class Worker:
+    """State of one worker: the loaded entry point and the attached arena."""
+
+    def __init__(self, device: str) -> None:
+        """Prepare for one device, ``cpu`` or ``cuda:<n>``."""
+        self.device = device
+        self.entry: Callable[..., Any] | None = None
+        self.config: dict[str, Any] = {}
+        self.returns = False
+        self.release: Callable[[], None] | None = None
+        self.slots: list[dict[str, Any]] = []
+        self.order: list[str] = []
+        self.outputs: list[str] = []
+        self.in_place: dict[str, str] = {}
+        self.pristine: dict[tuple[int, str], Any] = {}
+        self.timer: Any = None
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def load(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Import the Solution from its folder, if its digest is the one announced."""
+        from pathlib import Path
+
+        import torch
+
+        from tilegym_db.backends.load import load_entry
+        from tilegym_db.catalog import SolutionFiles
+        from tilegym_db.verify.sandbox.timing import BlockTimer
+
+        if self.device != "cpu":
+            torch.cuda.set_device(self.device)
+        self.timer = BlockTimer(self.device)  # takes its clocks before the Solution can
+        files = SolutionFiles.read(Path(request["folder"]))
+        if files.digest != request["digest"]:
+            raise RuntimeError(f"the source of {files.name} changed on disk while it was being measured")
+        self.entry = load_entry(files)
+        self.returns = not files.record.spec.destination_passing_style
+        self.order, self.outputs = request["inputs"], request["outputs"]
+        self.in_place = request["in_place"]
+        return {}
+
+    def attach(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Map the arena and build the arguments of every slot."""
+        from tilegym_db.verify.sandbox.arena import attach, tensor_view
+
+        self.detach({})
+        memory, plan, self.release = attach(request["arena"])
+        self.config = request["config"]
+        for index in range(request["arena"]["slots"]):
+            slot = memory[index * plan.size : (index + 1) * plan.size]
+            tensors = {tensor.name: tensor_view(slot, tensor) for tensor in plan.tensors}
+            self.slots.append({**request["scalars"], **tensors})
+        return {}
+
+    def detach(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Forget the arena."""
+        self.slots, self.pristine = [], {}
+        if self.release is not None:
+            self.release()
+            self.release = None
+        return {}
+
+    def call(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Call the Solution once on one slot and wait for it; a returned value is copied to the slot's outputs."""
+        slot = self.slots[request["slot"]]
+        returned = self._bound(slot)()
+        mismatch = self._copy_returned(slot, returned) if self.returns else None
+        self._synchronize()
+        return {"mismatch": mismatch} if mismatch else {}
+
+    def keep(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Remember the in-place inputs of every slot, to restore them before each timed call."""
+        self.pristine = {
+            (index, name): slot[name].clone() for index, slot in enumerate(self.slots) for name in self.in_place
+        }
+        self._synchronize()
+        return {}
+
+    def time(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Time one call on each of the slots listed, in that order."""
+        calls = {index: self._bound(self.slots[index]) for index in set(request["slots"])}
+        samples = self.timer.time(
+            [calls[index] for index in request["slots"]],
+            [self._restore(index) for index in request["slots"]],
+        )
+        return {
+            "device_us": [sample.device_us for sample in samples],
+            "host_us": [sample.host_us for sample in samples],
+        }
+
+    # -- details ------------------------------------------------------------------------------------------------------
+
+    def _bound(self, slot: dict[str, Any]) -> Callable[[], Any]:
+        assert self.entry is not None
+        entry, config = self.entry, self.config
+        names = self.order if self.returns else [*self.order, *self.outputs]
+        arguments = [slot[name] for name in names]
+        return lambda: entry(*arguments, **config)
+
+    def _restore(self, index: int) -> Callable[[], None]:
+        pairs = [(self.slots[index][name], kept) for (at, name), kept in self.pristine.items() if at == index]
+
+        def restore() -> None:
+            for target, kept in pairs:
+                target.copy_(kept)
+
+        return restore
+
+    def _copy_returned(self, slot: dict[str, Any], returned: Any) -> dict[str, str] | None:
+        import torch
+
+        values = returned if isinstance(returned, tuple | list) else (returned,)
+        if len(values) != len(self.outputs):
+            return {"kind": "shape", "what": f"{len(values)} values returned, {len(self.outputs)} expected"}
+        for name, value in zip(self.outputs, values, strict=True):
+            target = slot[name]
+            if type(value) is not torch.Tensor:
+                return {"kind": "shape", "what": f"{name} is a {type(value).__name__}, not a plain tensor"}
+            if value.shape != target.shape:
+                return {"kind": "shape", "what": f"{name} has shape {list(value.shape)}, expected {list(target.shape)}"}
+            if value.dtype != target.dtype:
+                return {"kind": "dtype", "what": f"{name} has dtype {value.dtype}, expected {target.dtype}"}
+            if value.device != target.device:
+                return {"kind": "shape", "what": f"{name} is on {value.device}, expected {target.device}"}
+            target.copy_(value)
+        return None
+
+    def _synchronize(self) -> None:
+        if self.device != "cpu":
+            import torch
+
+            torch.cuda.synchronize()
+
+    def serve(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Answer one request; whatever the Solution raises becomes part of the answer."""
+        handlers = {
+            "load": self.load,
+            "attach": self.attach,
+            "detach": self.detach,
+            "call": self.call,
+            "keep": self.keep,
+            "time": self.time,
+        }
+        try:
+            return {"id": request["id"], "ok": True, **handlers[request["op"]](request)}
+        except Exception as error:  # the boundary to untrusted code: recorded whole, judged by the supervisor
+            kind = "compile" if _is_compile_error(error) else "runtime"
+            text = "".join(traceback.format_exception(error, limit=-8))
+            return {"id": request["id"], "ok": False, "kind": kind, "error": text[-8000:]}
+
+
+def _is_compile_error(error: BaseException) -> bool:
+    seen: BaseException | None = error
+    while seen is not None:
+        if any(part in type(seen).__name__ for part in COMPILE_ERROR_NAMES):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def main(fd_in: int, fd_out: int, device: str) -> None:
+    """Serve requests until the supervisor closes the pipe."""
+    worker = Worker(device)
+    with os.fdopen(fd_in, "rb") as requests, os.fdopen(fd_out, "wb", buffering=0) as replies:
+        # Imports are the slow part of a start; done before the first request, a spare worker is warm.
+        import torch
+
+        if device != "cpu":
+            torch.zeros(1, device=device)
+        replies.write(protocol.encode({"id": 0, "ok": True}))
+        for line in requests:
+            request = protocol.decode(line)
+            if request["op"] == "exit":
+                return
+            replies.write(protocol.encode(worker.serve(request)))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

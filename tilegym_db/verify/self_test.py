@@ -1,0 +1,188 @@
+"""The admission test of a Definition: right results must pass the verifier, and known kinds of wrong ones must fail it.
+
+A Definition whose verifier cannot tell a dropped row or an omitted epsilon from the truth would certify anything, so none is
+admitted before this passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from tilegym_db.errors import RecordError
+from tilegym_db.records import Definition, Workload
+from tilegym_db.verify.gates import MIN_ELEMENTS_FOR_NORMS, check_output
+from tilegym_db.verify.inputs import Case, draw_inputs
+from tilegym_db.verify.reference import run_lifted, run_reference
+from tilegym_db.verify.tolerance import limits_for
+from tilegym_db.verify.verifier import Expected, expect
+
+__all__ = ["Finding", "self_test", "tiny_workloads"]
+
+SEEDS = (20_240_229, 77_003)
+
+# One step down in precision: what a kernel gives that computes in the wrong format and widens the result.
+_COARSER: dict[torch.dtype, torch.dtype] = {
+    torch.float32: torch.bfloat16,
+    torch.float16: torch.float8_e4m3fn,
+    torch.bfloat16: torch.float8_e4m3fn,
+}
+
+Outputs = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that a Definition's self-test found wrong."""
+
+    definition: str
+    check: str
+    what: str
+
+    def __str__(self) -> str:
+        """One line for a person."""
+        return f"{self.definition}: {self.check}: {self.what}"
+
+
+def self_test(definition: Definition, workloads: list[Workload]) -> list[Finding]:
+    """Every finding on a Definition; empty where it may be admitted.
+
+    Args:
+        definition: must carry a ``self_test``.
+        workloads: small ones (a few thousand elements); each dtype binding among them is tested.
+    """
+    if definition.self_test is None:
+        return [
+            Finding(
+                definition.name, "self_test", "the record has none; add an independent formulation and planted errors"
+            )
+        ]
+    if not workloads:
+        return [Finding(definition.name, "self_test", "it has no workload tagged 'tiny' to run on")]
+    findings: list[Finding] = []
+    for workload in workloads:
+        case = Case.of_workload(definition, workload, distribution="normal", seed=SEEDS[0])
+        try:
+            findings += _test_case(definition, case)
+        except RecordError as error:
+            findings.append(Finding(definition.name, f"at {case}", str(error)))
+    return findings
+
+
+def _test_case(definition: Definition, case: Case) -> list[Finding]:
+    expected = expect(definition, case, "cpu")
+    if expected is None:
+        return [Finding(definition.name, "reference", f"in its own dtype it fails its own comparison at {case}")]
+    findings = _must_agree(definition, case, expected)
+    for check, wrong in _wrong_results(definition, case, expected):
+        if _accepted(definition, case, expected, wrong):
+            findings.append(Finding(definition.name, check, f"is accepted by the comparison at {case}"))
+    return findings
+
+
+def _must_agree(definition: Definition, case: Case, expected: Expected) -> list[Finding]:
+    assert definition.self_test is not None
+    independent = definition.self_test.independent
+    findings = []
+    in_dtype = run_reference(definition, expected.inputs, source=independent)
+    if not _accepted(definition, case, expected, in_dtype):
+        findings.append(Finding(definition.name, "independent formulation", f"disagrees in the dtype itself at {case}"))
+    if definition.oracle == "lifted":
+        lifted = run_lifted(definition, expected.inputs, source=independent)
+        for name, value in lifted.items():
+            # Scalars such as eps are fp32 constants in some library calls; fp64 agreement ends there.
+            verdict = check_output(
+                name, value.double(), expected.outputs[name].double(), limits_for(definition, "float32")
+            )
+            if not verdict.passed:
+                findings.append(
+                    Finding(definition.name, "independent formulation", f"{verdict.reason} (fp64) at {case}")
+                )
+    return findings
+
+
+def _wrong_results(definition: Definition, case: Case, expected: Expected) -> list[tuple[str, Outputs]]:
+    right = run_reference(definition, expected.inputs)
+    other_case = Case(case.axes, case.dtypes, case.scalars, case.layouts, case.distribution, SEEDS[1])
+    other = run_reference(definition, draw_inputs(definition, other_case, "cpu"))
+    wrong: list[tuple[str, Outputs]] = [
+        ("zeros", {name: torch.zeros_like(value) for name, value in right.items()}),
+        ("another seed's output", other),
+        ("one dropped row", {name: _without_last_row(value) for name, value in right.items()}),
+    ]
+    copied = _copied_input(definition, expected, right)
+    if copied is not None:
+        wrong.append(("the input, copied", copied))
+    coarse = {name: _coarser(value) for name, value in right.items()}
+    if any(value is not None for value in coarse.values()) and _large_enough(right):
+        lower = {name: right[name] if value is None else value for name, value in coarse.items()}
+        wrong.append(("a lower-precision result", lower))
+    assert definition.self_test is not None
+    for planted in definition.self_test.planted_errors:
+        source = definition.reference.replace(planted.find, planted.replace)
+        wrong.append((f"planted error ({planted.why})", run_reference(definition, expected.inputs, source=source)))
+    return wrong
+
+
+def _accepted(definition: Definition, case: Case, expected: Expected, outputs: Outputs) -> bool:
+    for name, value in outputs.items():
+        truth = expected.outputs[name]
+        if value.shape != truth.shape:
+            return False
+        limits = limits_for(definition, definition.dtype_of(name, case.dtypes))
+        if not check_output(name, value, truth, limits, expected.e_base[name]).passed:
+            return False
+    return True
+
+
+def _without_last_row(value: torch.Tensor) -> torch.Tensor:
+    rows = value.clone().reshape(-1, value.shape[-1] if value.dim() else 1)
+    flat = rows.view(torch.uint8) if rows.element_size() == 1 else rows
+    flat[-1] = 0
+    return rows.reshape(value.shape)
+
+
+def _copied_input(definition: Definition, expected: Expected, right: Outputs) -> Outputs | None:
+    """The first input of the right shape and dtype for each output, or None where some output has none."""
+    copied = {}
+    for name, value in right.items():
+        matching = [
+            given
+            for given in expected.inputs.values()
+            if isinstance(given, torch.Tensor) and given.shape == value.shape and given.dtype == value.dtype
+        ]
+        if not matching:
+            return None
+        copied[name] = matching[0]
+    return copied
+
+
+def _coarser(value: torch.Tensor) -> torch.Tensor | None:
+    target = _COARSER.get(value.dtype)
+    return None if target is None else value.to(target).to(value.dtype)
+
+
+def _large_enough(outputs: Outputs) -> bool:
+    return any(value.numel() >= MIN_ELEMENTS_FOR_NORMS for value in outputs.values())
+
+
+def tiny_workloads(definition: Definition, workloads: list[Workload]) -> list[Workload]:
+    """One workload per dtype binding among those tagged ``tiny``: the largest, so that every gate applies."""
+    best: dict[str, tuple[float, Workload]] = {}
+    for workload in workloads:
+        if "tiny" in workload.tags:
+            key = ",".join(definition.bind_dtypes(workload.dtypes).values())
+            axes = definition.bind_axes(workload.axes)
+            size = sum(_count(definition.shape_of(name, axes)) for name in definition.outputs)
+            if key not in best or size > best[key][0]:
+                best[key] = (size, workload)
+    return [workload for _, workload in best.values()]
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    total = 1
+    for length in shape:
+        total *= length
+    return total

@@ -1,0 +1,240 @@
+"""Verifies calls of one Solution: the supervisor fills shared memory, the worker calls, the gates decide.
+
+Everything that decides lives here, in the supervisor: contents, poison, guard bands, the oracle and the comparison.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tilegym_db.records import Definition, Solution
+from tilegym_db.records.trace import Correctness, Status
+from tilegym_db.verify.gates import OutputVerdict, check_output, relative_error
+from tilegym_db.verify.inputs import Case, draw_inputs
+from tilegym_db.verify.reference import oracle, run_reference
+from tilegym_db.verify.sandbox.arena import Arena, tensor_view
+from tilegym_db.verify.sandbox.process import WorkerDied, WorkerProcess, WorkerTimeout
+from tilegym_db.verify.tolerance import limits_for
+
+__all__ = ["Expected", "Failure", "Verdict", "expect", "verify_slot"]
+
+POISON_NAN = 0xFF  # every floating dtype reads all-ones bytes as NaN, every signed integer as -1
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a case must give: its inputs, the oracle's outputs and the reference's own error per output."""
+
+    case: Case
+    inputs: Mapping[str, Any]
+    outputs: Mapping[str, torch.Tensor]
+    e_base: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a Solution did not pass: the status, the gate, the case, and a sentence for whoever wrote it."""
+
+    status: Status
+    reason: str
+    log: str = ""
+    gate: str | None = None
+    correctness: Correctness | None = None
+
+
+@dataclass
+class Verdict:
+    """The worst figures over the cases that passed."""
+
+    rel_fro: float = 0.0
+    worst_row_rel: float = 0.0
+    max_abs: float = 0.0
+    matched_ratio: float = 1.0
+    cases: int = 0
+    deterministic: bool = True
+    dropped: list[str] = field(default_factory=list)
+
+    def add(self, outputs: Mapping[str, OutputVerdict]) -> None:
+        """Take one passed case into account."""
+        self.cases += 1
+        for verdict in outputs.values():
+            self.rel_fro = max(self.rel_fro, verdict.rel_fro)
+            self.worst_row_rel = max(self.worst_row_rel, verdict.worst_row_rel)
+            self.max_abs = max(self.max_abs, verdict.max_abs)
+            self.matched_ratio = min(self.matched_ratio, verdict.matched_ratio)
+
+    def correctness(self, oracle_name: str = "fp64") -> Correctness:
+        """The figures as a Trace stores them."""
+        return Correctness(
+            rel_fro=self.rel_fro,
+            worst_row_rel=self.worst_row_rel,
+            max_abs=self.max_abs,
+            matched_ratio=self.matched_ratio,
+            deterministic=self.deterministic,
+            oracle=oracle_name,
+            cases=self.cases,
+        )
+
+
+def expect(definition: Definition, case: Case, device: str) -> Expected | None:
+    """Draw a case and evaluate the oracle; None where the reference as written fails it, so that it proves nothing.
+
+    Args:
+        definition: the operator.
+        case: sizes and contents.
+        device: where inputs are drawn and the oracle runs.
+    """
+    inputs = draw_inputs(definition, case, device)
+    as_written = run_reference(definition, inputs)
+    truth = as_written if definition.oracle == "as_written" else oracle(definition, inputs)
+    e_base: dict[str, float] = {}
+    for name, value in as_written.items():
+        limits = limits_for(definition, definition.dtype_of(name, case.dtypes))
+        e_base[name] = relative_error(value, truth[name]) if limits is not None and not limits.codes else 0.0
+        if not check_output(name, value, truth[name], limits, e_base[name]).passed:
+            return None
+    return Expected(case, inputs, truth, e_base)
+
+
+def fill_slot(arena: Arena, index: int, definition: Definition, expected: Expected, poison: int | None) -> None:
+    """Write guard bytes, inputs and poisoned outputs; ``poison`` None draws random bytes, else repeats that byte."""
+    slot = arena.slot(index)
+    slot.random_(0, 256) if poison is None else slot.fill_(poison)
+    for plan in arena.plan.inputs:
+        tensor_view(slot, plan).copy_(expected.inputs[plan.name])
+
+
+def verify_slot(
+    worker: WorkerProcess,
+    arena: Arena,
+    index: int,
+    definition: Definition,
+    solution: Solution,
+    expected: Expected,
+    *,
+    timeout_s: float,
+) -> tuple[dict[str, OutputVerdict], dict[str, torch.Tensor]] | Failure:
+    """Call the Solution twice on one slot, with different poison, and put both results through every gate.
+
+    Returns:
+        The verdict and the (contiguous) value of every output, or the failure.
+    """
+    first = _one_call(worker, arena, index, definition, expected, POISON_NAN, timeout_s)
+    if isinstance(first, Failure):
+        return first
+    judged = _judge(definition, solution, expected, first)
+    if isinstance(judged, Failure):
+        return judged
+    second = _one_call(worker, arena, index, definition, expected, None, timeout_s)
+    if isinstance(second, Failure):
+        return second
+    for name, value in first.items():
+        if solution.spec.deterministic and not _same_bytes(value, second[name]):
+            what = f"{name}: two calls on the same inputs gave different bytes at {expected.case}"
+            hint = "an element is not written, memory is read before it is written, or the sum's order varies"
+            return _incorrect("poison", f"{what}; {hint}", verdicts=judged)
+    return judged, first
+
+
+def _one_call(
+    worker: WorkerProcess,
+    arena: Arena,
+    index: int,
+    definition: Definition,
+    expected: Expected,
+    poison: int | None,
+    timeout_s: float,
+) -> dict[str, torch.Tensor] | Failure:
+    fill_slot(arena, index, definition, expected, poison)
+    before = arena.slot(index).clone()
+    failure = _call(worker, index, expected.case, timeout_s)
+    if failure is None:
+        failure = _check_memory(arena, index, before, definition, expected.case)
+    return _read_outputs(arena, index, definition) if failure is None else failure
+
+
+def _call(worker: WorkerProcess, index: int, case: Case, timeout_s: float) -> Failure | None:
+    try:
+        reply = worker.request("call", slot=index, timeout_s=timeout_s)
+    except WorkerTimeout as error:
+        return Failure("TIMEOUT", f"the call did not return within {timeout_s:g} s at {case}", str(error))
+    except WorkerDied as error:
+        return Failure("RUNTIME_ERROR", f"the worker died during a call at {case}", str(error))
+    if not reply.ok:
+        status: Status = "COMPILE_ERROR" if reply.is_compile_error else "RUNTIME_ERROR"
+        return Failure(status, f"raised at {case}", reply.error)
+    mismatch = reply.content.get("mismatch")
+    if isinstance(mismatch, dict):
+        kind: Status = "INCORRECT_DTYPE" if mismatch.get("kind") == "dtype" else "INCORRECT_SHAPE"
+        return Failure(kind, f"{mismatch.get('what')} at {case}", gate="shape")
+    return None
+
+
+def _check_memory(arena: Arena, index: int, before: torch.Tensor, definition: Definition, case: Case) -> Failure | None:
+    """Every byte that is no output must be what it was: inputs, padding between rows, guard bands."""
+    after = arena.slot(index).clone()
+    writable = [plan for plan in arena.plan.tensors if plan in arena.plan.outputs or plan.name in definition.in_place]
+    for plan in writable:
+        tensor_view(after, plan).copy_(tensor_view(before, plan))
+    if torch.equal(before, after):
+        return None
+    position = int(torch.nonzero(before != after)[0])
+    for plan in arena.plan.tensors:
+        if plan.offset <= position < plan.offset + plan.span:
+            where = "its padding between rows" if plan in writable else "an input"
+            return _incorrect("memory", f"wrote to {plan.name}, {where}, at byte {position - plan.offset} at {case}")
+    nearest = min(
+        arena.plan.tensors, key=lambda plan: min(abs(position - plan.offset), abs(position - plan.offset - plan.span))
+    )
+    return _incorrect("memory", f"wrote outside the tensors, near {nearest.name}, at {case}")
+
+
+def _read_outputs(arena: Arena, index: int, definition: Definition) -> dict[str, torch.Tensor]:
+    replaced = {target: source for source, target in definition.in_place.items()}
+    return {
+        name: arena.tensor(index, replaced.get(name, name)).clone(memory_format=torch.contiguous_format)
+        for name in definition.outputs
+    }
+
+
+def _judge(
+    definition: Definition, solution: Solution, expected: Expected, outputs: Mapping[str, torch.Tensor]
+) -> dict[str, OutputVerdict] | Failure:
+    verdicts = {}
+    for name, value in outputs.items():
+        limits = limits_for(definition, definition.dtype_of(name, expected.case.dtypes), solution.spec.math)
+        verdicts[name] = check_output(name, value, expected.outputs[name], limits, expected.e_base[name])
+    for verdict in verdicts.values():
+        if verdict.gate is not None:
+            return _incorrect(verdict.gate, f"{verdict.reason} at {expected.case}", verdicts=verdicts)
+    return verdicts
+
+
+def _incorrect(gate: str, reason: str, verdicts: Mapping[str, OutputVerdict] | None = None) -> Failure:
+    worst = Verdict()
+    worst.add(verdicts or {})
+    if verdicts is None:
+        correctness = Correctness(gate=gate, cases=1)
+    else:
+        correctness = Correctness(
+            rel_fro=_finite(worst.rel_fro),
+            worst_row_rel=_finite(worst.worst_row_rel),
+            max_abs=_finite(worst.max_abs),
+            matched_ratio=worst.matched_ratio,
+            gate=gate,
+            cases=1,
+        )
+    return Failure("INCORRECT_NUMERICAL", reason, gate=gate, correctness=correctness)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _same_bytes(one: torch.Tensor, two: torch.Tensor) -> bool:
+    return bool(torch.equal(one.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8)))
