@@ -18,11 +18,12 @@ install: $(STAMP) ## create .venv and install the package with everything that '
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "tilegym-db needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.11")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
+	@echo "installing tilegym-db[all,dev] into $(VENV) (about 3 GB; a minute or two)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
 	@touch $@
 
 demo: install ## check, compile, bench, query and patch, end to end, in a few minutes
-	$(BIN)/python -m tilegym_db.cli.demo
+	$(BIN)/tilegym-db demo
 
 test: lint ## format, lint, types, layer contracts, then every test
 	$(BIN)/python -m pytest -n 2 --dist worksteal

@@ -132,6 +132,12 @@ def test_an_older_version_never_replaces_a_newer_one(row_scale: Path, definition
         Catalog.default().add_definition(Definition.from_dict(definition_record(version="1.9.0")))
 
 
+def test_a_new_version_stays_in_its_family(row_scale: Path, definition_record: Record):
+    with pytest.raises(ConflictError, match="with op_type 'elementwise', and a new version keeps it"):
+        Catalog.default().add_definition(Definition.from_dict(definition_record(version="2.0.0", op_type="norm")))
+    assert list(Catalog.default().definitions) == ["row_scale"]
+
+
 def test_a_full_disk_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "record.json"
     write_atomically(path, b"old")

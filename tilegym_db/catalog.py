@@ -258,6 +258,11 @@ class Catalog:
                 )
             if existing.digest == record.digest:
                 raise ConflictError(f"definition '{record.name}' {existing.version} already exists at {path}.")
+            if existing.op_type != record.op_type:
+                raise ConflictError(
+                    f"definition '{record.name}' exists at {path} with op_type '{existing.op_type}', and a new version "
+                    f"keeps it. Use another name, or move the file and its solutions and workloads first."
+                )
             if version_tuple(record.version) <= version_tuple(existing.version):
                 raise ConflictError(
                     f"definition '{record.name}' {existing.version} exists at {path} with another meaning. "

@@ -1,4 +1,4 @@
-"""A tiny Definition (scale a matrix) with one kernel in each language, written out as Solutions in a temporary folder."""
+"""A tiny Definition (scale a matrix) with one kernel in each language, written out as Solutions into a folder."""
 
 from __future__ import annotations
 
@@ -96,16 +96,20 @@ def run(x, factor, out):
 """,
 }
 
-WriteSolution = Callable[..., SolutionFiles]
+
+@pytest.fixture
+def kernels() -> dict[str, str]:
+    """Language -> source of its scale kernel."""
+    return dict(KERNELS)
 
 
 @pytest.fixture
 def definition() -> Definition:
-    return Definition.model_validate(DEFINITION)
+    return Definition.from_dict(DEFINITION)
 
 
 @pytest.fixture
-def write_solution(tmp_path: Path) -> WriteSolution:
+def write_solution(tmp_path: Path) -> Callable[..., SolutionFiles]:
     """Write a Solution: the language's scale kernel, or the given source, with spec keys replaced and files added."""
 
     def write(
@@ -130,13 +134,19 @@ def write_solution(tmp_path: Path) -> WriteSolution:
     return write
 
 
-def workload(M: int = 3, N: int = 256, dtype: str = "bfloat16", **layouts: str) -> Workload:
-    return Workload.model_validate(
-        {
-            "definition": "scale",
-            "axes": {"M": M, "N": N},
-            "dtypes": {"T": dtype},
-            "inputs": {"factor": {"type": "scalar", "value": 0.5}},
-            "layouts": layouts,
-        }
-    )
+@pytest.fixture
+def workload() -> Callable[..., Workload]:
+    """Make a Workload of the tiny Definition: ``workload(M=8, x="strided(N + 8, 1)")``."""
+
+    def make(M: int = 3, N: int = 256, dtype: str = "bfloat16", **layouts: str) -> Workload:
+        return Workload.from_dict(
+            {
+                "definition": "scale",
+                "axes": {"M": M, "N": N},
+                "dtypes": {"T": dtype},
+                "inputs": {"factor": {"type": "scalar", "value": 0.5}},
+                "layouts": layouts,
+            }
+        )
+
+    return make

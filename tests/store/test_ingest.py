@@ -27,6 +27,16 @@ with open_store(home, catalog=Catalog((root,)), lock_timeout_s=60) as store:
 """
 
 
+KILLED = (
+    INGESTER
+    + """
+    import os, signal
+    sys.stdout.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+)
+
+
 def full_trace(trace):
     """A trace that uses every field."""
     return trace(
@@ -149,7 +159,7 @@ def test_a_folder_with_pattern_characters_is_read_literally(opened, write_traces
 
 
 def test_a_missing_file_is_named(opened):
-    with opened() as store, pytest.raises(StoreError, match=r"/nowhere\.jsonl: no such file"):
+    with opened() as store, pytest.raises(StoreError, match=r"/nowhere\.jsonl: No such file or directory"):
         ingest(store, [Path("/nowhere.jsonl")])
 
 
@@ -169,6 +179,16 @@ def test_two_ingests_at_once_both_land(home, root, write_traces, trace):
         process.stdin.write("\n")
         process.stdin.flush()
     assert [process.communicate()[0].strip() for process in started] == ["50", "50"]
+
+
+def test_an_ingest_that_is_killed_afterwards_is_seen_by_readers_and_writers(opened, home, root, write_traces, trace):
+    file = write_traces(*(trace() for _ in range(50)))
+    command = [sys.executable, "-c", KILLED, str(home), str(root), str(file)]
+    assert subprocess.run(command, input="\n", capture_output=True, text=True).stdout.strip() == "50"
+    assert (home / "tilegym.duckdb.wal").exists()
+    for read_only in (True, False):
+        with opened(read_only=read_only) as store:
+            assert count_traces(store) == 50
 
 
 def test_a_full_disk_ingests_nothing_and_the_store_still_opens(opened, home, write_traces, trace, file_size_limit):

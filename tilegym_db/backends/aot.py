@@ -21,6 +21,9 @@ from tilegym_db.records.solution import Tunable
 
 __all__ = ["Artifact", "CompileJob", "CompileResult", "CompileStatus", "compile_many", "compile_solution"]
 
+JOBS_WORTH_A_WORKER = 4
+MAX_WORKERS = 16  # a worker with PyTorch and a compiler loaded takes the better part of a gigabyte
+
 OnResult = Callable[[CompileJob, CompileResult], None]
 
 
@@ -52,7 +55,8 @@ def compile_many(
     Args:
         jobs: what to compile.
         on_result: called in this thread with every result as it comes, in no particular order.
-        processes: how many workers at most; one less than the machine's cores by default.
+        processes: how many workers at most. By default one less than the machine's cores, but no more than are worth
+            the seconds that each takes to import its language.
 
     Returns:
         The results in the order of the jobs.
@@ -73,9 +77,13 @@ def compile_many(
         else:
             finish(index, early)
     if waiting:
-        workers = processes if processes is not None else max(1, (os.cpu_count() or 2) - 1)
-        _Pool(waiting).run(finish, min(max(1, workers), len(waiting)))
+        _Pool(waiting).run(finish, processes or _default_processes(len(waiting)))
     return [results[index] for index in range(len(jobs))]
+
+
+def _default_processes(jobs: int) -> int:
+    worth_importing = -(-jobs // JOBS_WORTH_A_WORKER)
+    return max(1, min((os.cpu_count() or 2) - 1, worth_importing, MAX_WORKERS))
 
 
 def _unsupported(job: CompileJob) -> CompileResult | None:

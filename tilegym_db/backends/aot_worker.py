@@ -49,9 +49,9 @@ def main(language: str) -> None:
         return
     print(json.dumps({"ready": True, "log": ""}), file=results, flush=True)
     for line in jobs:
-        timeout_s = json.loads(line)["timeout_s"]
-        faulthandler.dump_traceback_later(timeout_s, exit=True)
-        result = _run(line, interception)
+        fields = json.loads(line)
+        faulthandler.dump_traceback_later(fields["timeout_s"], exit=True)
+        result = _run(line, Path(fields["folder"]), fields["target"], interception)
         faulthandler.cancel_dump_traceback_later()
         print(result.to_json(), file=results, flush=True)
 
@@ -81,9 +81,8 @@ def compile_job(job: CompileJob, interception: Interception) -> CompileResult:
     return CompileResult("compiled", seconds, recorder.artifacts)
 
 
-def _run(line: str, interception: Interception) -> CompileResult:
+def _run(line: str, folder: Path, target: str, interception: Interception) -> CompileResult:
     start = time.perf_counter()
-    folder = Path(json.loads(line)["folder"])
     status: CompileStatus = "failed"
     try:
         return compile_job(CompileJob.from_json(line), interception)
@@ -95,7 +94,7 @@ def _run(line: str, interception: Interception) -> CompileResult:
         log = _explain(error, folder)
     seconds = time.perf_counter() - start
     if status == "failed":
-        refusal = _refusal(interception.compile_probe, json.loads(line)["target"])
+        refusal = _refusal(interception.compile_probe, target)
         if refusal:
             status, log = "refused", refusal
     return CompileResult(status, seconds, log=clip_log(log))
@@ -122,7 +121,7 @@ def _explain(error: BaseException, folder: Path) -> str:
 
 def _writes_something(job: CompileJob) -> bool:
     axes = job.definition.bind_axes(job.workload.axes)
-    return all(0 not in job.definition.shape_of(name, axes) for name in job.definition.outputs)
+    return any(0 not in job.definition.shape_of(name, axes) for name in job.definition.outputs)
 
 
 def _import_language(language: str) -> Interception:

@@ -5,9 +5,9 @@ Read-only: looks at the file system and at a mapping of environment variables, a
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ __all__ = [
     "inspect_triton",
     "nothing_to_change",
     "nothing_to_find",
+    "package_folders",
     "tilelang_environment",
 ]
 
@@ -88,21 +89,26 @@ def inspect_triton(environ: Environment) -> Findings:
 
 def find_nvcc(environ: Environment) -> Nvcc | None:
     """The nvcc for TileLang: a toolkit that the user names, ``PATH``, the default toolkit, then the Python packages."""
+    packaged = _packaged_nvcc()
     for variable in TOOLKIT_VARIABLES:
         if environ.get(variable) and _is_executable(path := Path(environ[variable]) / "bin" / "nvcc"):
-            return Nvcc(path, "toolkit")
+            return packaged if packaged is not None and path == packaged.path else Nvcc(path, "toolkit")
     on_path = shutil.which("nvcc", path=environ.get("PATH", ""))
     if on_path:
         return Nvcc(Path(on_path), "path")
     if _is_executable(path := DEFAULT_TOOLKIT / "bin" / "nvcc"):
         return Nvcc(path, "default")
-    packaged = _in_packages("bin/nvcc")
-    if packaged is None or not _is_executable(packaged):
+    return packaged
+
+
+def _packaged_nvcc() -> Nvcc | None:
+    path = _in_packages("bin/nvcc")
+    if path is None or not _is_executable(path):
         return None
     headers = _in_packages("include/nv/target")
-    own = packaged.parent.parent / "include"
+    own = path.parent.parent / "include"
     outside = headers.parent.parent if headers is not None and headers.parent.parent != own else None
-    return Nvcc(packaged, "packages", outside)
+    return Nvcc(path, "packages", outside)
 
 
 def inspect_nvcc(environ: Environment) -> Findings:
@@ -132,6 +138,8 @@ def tilelang_environment(environ: Environment) -> EnvironmentChanges:
     changes: EnvironmentChanges = {name: None for name in TOOLKIT_VARIABLES if name in environ}
     if nvcc.source != "path":
         changes["CUDA_HOME"] = str(nvcc.root)
+        if environ.get("CUDA_HOME") == str(nvcc.root):
+            del changes["CUDA_HOME"]
     if nvcc.headers is not None:
         includes = f"-I{nvcc.headers} -I{nvcc.headers / 'cccl'}"
         flags = environ.get("NVCC_PREPEND_FLAGS", "")
@@ -190,14 +198,19 @@ def cutile_environment(environ: Environment) -> EnvironmentChanges:
 
 def _in_packages(relative: str) -> Path | None:
     """A file of the ``nvidia/cu<major>`` folders, which wheels of several names share, newest CUDA first."""
-    spec = importlib.util.find_spec("nvidia")
     found = [
         (int(root.name.removeprefix("cu")), root / relative)
-        for location in (spec.submodule_search_locations or () if spec else ())
-        for root in Path(location).glob("cu[0-9]*")
+        for folder in package_folders()
+        for root in folder.glob("cu[0-9]*")
         if root.name.removeprefix("cu").isdigit() and (root / relative).exists()
     ]
-    return max(found)[1] if found else None
+    return max(found, key=lambda item: item[0])[1] if found else None
+
+
+def package_folders() -> list[Path]:
+    """Every ``nvidia`` folder that Python packages were installed into, in the order of ``sys.path``."""
+    folders = (Path(entry) / "nvidia" for entry in sys.path if entry)
+    return [folder for folder in folders if folder.is_dir()]
 
 
 def _is_executable(path: Path) -> bool:

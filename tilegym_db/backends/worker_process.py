@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from tilegym_db.backends.jobs import CompileJob, CompileResult
+from tilegym_db.backends.toolchains import TOOLCHAINS
 from tilegym_db.records.trace import clip_log
 
 __all__ = ["WorkerProcess"]
@@ -37,7 +38,7 @@ class WorkerProcess:
     def __init__(self, language: str) -> None:
         self.language = language
         self._process: subprocess.Popen[bytes] | None = None
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
+        self._log = tempfile.NamedTemporaryFile(suffix=".log")  # noqa: SIM115 - closed by __exit__
         self._unread = b""
         self._broken = ""
 
@@ -52,16 +53,16 @@ class WorkerProcess:
 
     def compile(self, job: CompileJob) -> CompileResult:
         """Run one job. A crash or a timeout is a ``failed`` result that carries what is known, never an exception."""
-        start, begin = time.monotonic(), 0
+        start, begin, limit_s = time.monotonic(), 0, START_TIMEOUT_S
         try:
             self._start()
             if self._broken:
                 return CompileResult("toolchain-missing", log=self._broken)
-            begin = self._log.seek(0, os.SEEK_END)
-            result = CompileResult.from_json(self._ask(job.to_json(), job.timeout_s + GRACE_S))
+            start, begin, limit_s = time.monotonic(), self._log.seek(0, os.SEEK_END), job.timeout_s
+            result = CompileResult.from_json(self._ask(job.to_json(), limit_s + GRACE_S))
         except _WorkerLostError as lost:
             seconds = time.monotonic() - start
-            reason = f"timed out after {job.timeout_s:g} s" if seconds >= job.timeout_s else self._how_it_ended(lost)
+            reason = f"timed out after {limit_s:g} s" if seconds >= limit_s else self._how_it_ended(lost)
             self.close()
             return CompileResult("failed", seconds, log=_join(reason, self._printed(begin)))
         if result.status == "failed":
@@ -91,19 +92,20 @@ class WorkerProcess:
     def _start(self) -> None:
         if self._process is not None:
             return
-        self._log.seek(0)
-        self._log.truncate()
         self._unread = b""
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tilegym_db.backends.aot_worker", self.language],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env=_environment(),
-            start_new_session=True,
-        )
+        with open(self._log.name, "ab") as log:  # a position of its own: the parent reads while the worker writes
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tilegym_db.backends.aot_worker", self.language],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=_environment(),
+                start_new_session=True,
+            )
         ready = json.loads(self._answer(START_TIMEOUT_S))
-        self._broken = "" if ready["ready"] else f"{self.language} is installed but does not import.\n{ready['log']}"
+        if not ready["ready"]:
+            fix = f"pip install --force-reinstall 'tilegym-db[{TOOLCHAINS[self.language].extra}]'"
+            self._broken = f"{self.language} is installed but does not import. Fix: {fix}\n{ready['log']}"
 
     def _ask(self, line: str, timeout_s: float) -> bytes:
         assert self._process is not None
@@ -135,20 +137,18 @@ class WorkerProcess:
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(GRACE_S)
-        code = self._process.returncode
-        end = (
-            "still running"
-            if code is None
-            else f"signal {signal.Signals(-code).name}"
-            if code < 0
-            else f"exit code {code}"
-        )
-        return f"the {self.language} compiler process {lost} ({end})"
+        return f"the {self.language} compiler process {lost} ({_describe_exit(self._process.returncode)})"
 
     def _printed(self, begin: int) -> str:
         """What the worker, its compilers and the Solution wrote since a position."""
         self._log.seek(begin)
         return self._log.read().decode(errors="replace").strip()
+
+
+def _describe_exit(code: int | None) -> str:
+    if code is None:
+        return "still running"
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def _join(reason: str, printed: str) -> str:

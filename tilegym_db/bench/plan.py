@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tilegym_db.bench.machine import Machine
@@ -31,7 +31,6 @@ class Options:
     workload: str | None = None
     quick: bool = False
     again: bool = False
-    configs: str = "default"
 
 
 @dataclass(frozen=True)
@@ -74,30 +73,41 @@ class Plan:
         return sum(len(item.pairs) for item in self.definitions)
 
 
-def make_plan(catalog: Catalog, machine: Machine, options: Options, done: Collection[DoneKey]) -> Plan:
+def make_plan(
+    catalog: Catalog,
+    machine: Machine,
+    options: Options,
+    done: Collection[DoneKey],
+    unusable: Mapping[str, str] | None = None,
+) -> Plan:
     """Select pairs of Solution and Workload.
 
     Args:
         catalog: the records.
         machine: where it will run; decides which languages can be timed and which sizes are sensible.
         options: names (of Definitions or Solutions), language, workload glob, quick, again.
-        done: (solution digest, definition digest, workload uuid) that already have a trace on this GPU at this tier.
+        done: (solution digest, definition digest, workload uuid) that already have a trace on this GPU.
+        unusable: language -> what is missing for it here, and the command that installs it.
 
     Raises:
         NotFoundError: a name is neither a Definition nor a Solution.
-        UsageError: an unknown language, or nothing matches.
+        UsageError: an unknown language, a glob that fits no workload, or nothing at all to run.
     """
     if options.language is not None and options.language not in LANGUAGES:
         raise UsageError(f"unknown language {options.language!r}; known: {', '.join(LANGUAGES)}.")
     plan = Plan()
+    matched = False
     for definition, solutions in _selected(catalog, options):
         item = DefinitionPlan(definition)
         item.workloads = _workloads(catalog, definition, machine, options, plan)
         for solution in solutions:
-            _place(item, solution, machine, plan)
-        _choose_pairs(item, machine, options, done, plan)
+            _place(item, solution, machine, unusable or {}, plan)
+        _choose_pairs(item, options, done, plan)
+        matched = matched or bool(item.workloads)
         if item.pairs:
             plan.definitions.append(item)
+    if options.workload is not None and not matched:
+        raise UsageError(f"no workload matches {options.workload!r}: it is a glob over tags, axes (M=1,*) and uuid.")
     if not plan.definitions and not plan.skipped:
         raise UsageError("nothing matches: no solution or no workload is selected. Try: tilegym-db list --solutions")
     return plan
@@ -164,9 +174,13 @@ def _matches(workload: Workload, pattern: str) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for name in names)
 
 
-def _place(item: DefinitionPlan, solution: SolutionFiles, machine: Machine, plan: Plan) -> None:
+def _place(
+    item: DefinitionPlan, solution: SolutionFiles, machine: Machine, unusable: Mapping[str, str], plan: Plan
+) -> None:
     language = solution.record.spec.language
-    if machine.is_gpu or language == "python":
+    if language in unusable and (machine.is_gpu or language == "triton"):
+        plan.skipped.append(Skipped(solution.name, "*", unusable[language]))
+    elif machine.is_gpu or language == "python":
         item.timed.append(solution)
     elif language == "triton":
         item.interpreted.append(solution)
@@ -175,9 +189,7 @@ def _place(item: DefinitionPlan, solution: SolutionFiles, machine: Machine, plan
         plan.skipped.append(Skipped(solution.name, "*", reason))
 
 
-def _choose_pairs(
-    item: DefinitionPlan, machine: Machine, options: Options, done: Collection[DoneKey], plan: Plan
-) -> None:
+def _choose_pairs(item: DefinitionPlan, options: Options, done: Collection[DoneKey], plan: Plan) -> None:
     for workload in item.workloads:
         wanted = []
         for solution in (*item.timed, *item.interpreted):
@@ -189,7 +201,6 @@ def _choose_pairs(
                 )
             else:
                 wanted.append(solution.name)
-        # Stock code alone is worth a run only if it was asked for; as an opponent it runs with whoever needs it.
         item.pairs |= {(name, workload.uuid) for name in wanted}
 
 

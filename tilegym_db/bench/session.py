@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+from tilegym_db.backends.toolchains import TOOLCHAINS, toolchain_status
 from tilegym_db.bench.executor.local import LocalExecutor
 from tilegym_db.bench.machine import Machine, select_machine
 from tilegym_db.bench.plan import Options, Plan, make_plan
@@ -89,12 +90,22 @@ def benchmark(
     with open_store(where, catalog=records) as store:
         ingest_journals(store)
         done = done_keys(store, machine.gpu)
-    plan = make_plan(records, machine, options, done)
+    plan = make_plan(records, machine, options, done, unusable_languages())
     watching.planned(plan, machine)
     report = run_plan(plan, machine, where, Effort.quick() if quick else Effort(), watching)
     with open_store(where, catalog=records) as store:
         ingest_journals(store)
     return report
+
+
+def unusable_languages() -> dict[str, str]:
+    """Language -> why its Solutions cannot run here and what to install. A trace would blame them for it."""
+    statuses = {language: toolchain_status(language) for language in TOOLCHAINS}
+    return {
+        language: f"{language} cannot be used here: {status.detail}. Fix: {status.fix}"
+        for language, status in statuses.items()
+        if not status.available
+    }
 
 
 def run_plan(plan: Plan, machine: Machine, store_home: Path, effort: Effort, observer: Observer) -> BenchReport:

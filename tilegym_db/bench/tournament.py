@@ -30,6 +30,8 @@ class Effort:
     block_us: float = 4000.0
     budget_s: float = 4.0
     half_width: float = 0.005
+    resolution_us: float = 0.1
+    """Below this, an interval is as narrow as the clocks allow."""
 
     @classmethod
     def quick(cls) -> Effort:
@@ -53,8 +55,19 @@ class Entrant:
     def order(self, generator: random.Random) -> list[int]:
         """A random sequence of slots for the next block, so that no call sees the addresses of the one before."""
         count = self.verified.arena.slots
-        first = generator.randrange(count)
-        return [(first + step * (1 + generator.randrange(max(count - 1, 1)))) % count for step in range(self.block)]
+        sequence = [generator.randrange(count)]
+        while len(sequence) < self.block:
+            sequence.append((sequence[-1] + 1 + generator.randrange(max(count - 1, 1))) % count)
+        return sequence
+
+    def check(self) -> Failure | None:
+        """Compare what the timed calls so far have left in the slots with the verified outputs."""
+        used, self.used_slots = sorted(self.used_slots), set()
+        return self.member.check_timed_outputs(self.verified, used)
+
+    def refill(self) -> Failure | None:
+        """Other contents and fresh poison in every slot; before that, :meth:`check`."""
+        return self.check() or self.member.ready_to_time(self.verified)
 
 
 def run_tournament(entrants: list[Entrant], effort: Effort, seed: int) -> dict[str, Performance | Failure]:
@@ -63,9 +76,15 @@ def run_tournament(entrants: list[Entrant], effort: Effort, seed: int) -> dict[s
     deadline = time.monotonic() + effort.budget_s
     for entrant in entrants:
         entrant.failure = entrant.member.ready_to_time(entrant.verified)
+    for entrant in entrants:
         if entrant.failure is None:
             _warm_up(entrant, effort, generator)
+    # Work that is done once per address and then skipped leaves stale memory after a refill that it cannot foresee.
+    refill = generator.randrange(1, effort.min_rounds)
     for number in range(effort.max_rounds):
+        if number == refill:
+            for entrant in entrants:
+                entrant.failure = entrant.failure or entrant.refill()
         running = [entrant for entrant in entrants if entrant.failure is None]
         generator.shuffle(running)
         for entrant in running:
@@ -74,7 +93,7 @@ def run_tournament(entrants: list[Entrant], effort: Effort, seed: int) -> dict[s
             break
     for entrant in entrants:
         if entrant.failure is None:
-            entrant.failure = entrant.member.check_timed_outputs(entrant.verified, sorted(entrant.used_slots))
+            entrant.failure = entrant.check()
     finished = [entrant for entrant in entrants if entrant.failure is None]
     results: dict[str, Performance | Failure] = {e.member.name: e.failure for e in entrants if e.failure is not None}
     for entrant in finished:
@@ -109,10 +128,14 @@ def _play(entrant: Entrant, generator: random.Random) -> None:
 
 
 def _settled(entrants: list[Entrant], effort: Effort) -> bool:
-    return all(
-        len(entrant.samples) >= effort.min_samples and median_interval(entrant.samples).half_width <= effort.half_width
-        for entrant in entrants
-    )
+    return all(_is_settled(entrant, effort) for entrant in entrants)
+
+
+def _is_settled(entrant: Entrant, effort: Effort) -> bool:
+    if len(entrant.samples) < effort.min_samples:
+        return False
+    interval = median_interval(entrant.samples)
+    return interval.half_width <= max(effort.half_width, effort.resolution_us / interval.median)
 
 
 def _performance(entrant: Entrant, finished: list[Entrant]) -> Performance:

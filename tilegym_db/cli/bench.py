@@ -52,6 +52,7 @@ def command(
 def print_summary(report: BenchReport) -> None:
     """One row per solution: workloads passed, geometric mean against stock, and each kind of failure with its reason."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from tilegym_db.bench.summary import summarise
@@ -70,13 +71,13 @@ def print_summary(report: BenchReport) -> None:
     for row in rows:
         speedup = "" if row.speedup is None else f"{row.speedup:.2f}x"
         note = row.note if len(row.note) <= 200 else row.note[:197] + "..."
-        table.add_row(row.solution, row.language, f"{row.passed}/{row.total}", speedup, note)
+        table.add_row(row.solution, row.language, f"{row.passed}/{row.total}", speedup, escape(note))
     if rows:
         console.print(table)
     skipped: dict[str, int] = {}
     for item in report.plan.skipped:
         skipped[item.reason] = skipped.get(item.reason, 0) + 1
     for reason, count in skipped.items():
-        console.print(f"[dim]{count} not run: {reason}[/dim]", highlight=False)
+        console.print(f"[dim]{count} not run: {escape(reason)}[/dim]", highlight=False)
     counts = json.dumps(dict(report.counts)) if report.traces else "nothing new"
     console.print(f"traces: {counts}. Next: tilegym-db best --gpu {report.machine.gpu}", highlight=False)

@@ -149,7 +149,8 @@ def build_llama(layers: int = 2) -> Any:
         num_key_value_heads=8,
         head_dim=64,
     )
-    return LlamaForCausalLM(config).eval()
+    model: Any = LlamaForCausalLM(config)
+    return model.eval()
 
 
 def explain_sites(config: Any, catalog: Catalog, *, tokens: int) -> Any:

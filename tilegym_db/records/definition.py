@@ -126,6 +126,8 @@ class Definition(Record):
     tolerance: dict[str, Tolerance] = {}
     oracle: Literal["lifted", "as_written"] = "lifted"
     independent_axes: tuple[str, ...] = ()
+    special_values: tuple[Literal["nan", "inf"], ...] = ("nan", "inf")
+    """Special inputs for which the operator is defined, so that every Solution must treat them as the reference does."""
     input_generators: dict[str, InputGenerator] = {}
     reference: str
     self_test: SelfTest | None = None
@@ -216,9 +218,13 @@ class Definition(Record):
     @cached_property
     def digest(self) -> str:
         """sha256 of the semantic fields; description, tags, self-test and axis descriptions are not part of it."""
-        content = self.model_dump(mode="json", exclude={"description", "tags", "self_test", "schema_version"})
+        content = self.model_dump(
+            mode="json",
+            exclude={"description", "tags", "self_test", "schema_version"},
+            exclude_defaults=True,  # so that a new optional field leaves every digest as it is
+        )
         for group in ("axes", "inputs", "outputs"):
-            for item in content[group].values():
+            for item in content.get(group, {}).values():
                 item.pop("description", None)
         ordered = {**content, "inputs": list(content["inputs"].items()), "outputs": list(content["outputs"].items())}
         return length_prefixed_digest([canonical_json(ordered).encode()])

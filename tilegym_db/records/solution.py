@@ -139,7 +139,7 @@ class Solution(Record):
         Args:
             sources: path -> bytes of every file in ``self.sources``.
         """
-        spec = canonical_json(self.spec.model_dump(mode="json"))
+        spec = canonical_json(self.spec.model_dump(mode="json", exclude_defaults=True))
         parts = [self.definition.encode(), spec.encode()]
         for path in sorted(sources):
             parts += [path.encode(), sources[path]]

@@ -17,6 +17,7 @@ from tilegym_db.records.binding import is_code_selecting
 from tilegym_db.records.solution import Config
 from tilegym_db.resolver.request import Request
 from tilegym_db.resolver.table import Candidate, Entry, ResolverTable
+from tilegym_db.store.statements import VERIFIED_TIERS
 
 __all__ = ["MIN_SPEEDUP_CI_LOW", "Decision", "Evidence", "Rejection", "decide"]
 
@@ -206,7 +207,7 @@ def _disqualify(candidate: Candidate, request: Request, files: SolutionFiles | N
         return f"role {spec.role}{what}: measured to compare with, never dispatched"
     if request.mode == "training":
         return "mode training: it has no verified backward"
-    if candidate.tier in (None, "interpreter"):
+    if candidate.tier not in VERIFIED_TIERS:
         return f"tier {candidate.tier or 'unknown'}: not a verified measurement"
     reason = files.record.unsupported(request.axes, request.dtypes, request.layouts, target=request.sm)
     if reason is None and spec.language in request.unavailable:

@@ -159,7 +159,7 @@ def unavailable_languages(solutions: Iterable[SolutionFiles]) -> dict[str, str]:
     """Language -> why this process cannot run it and what to do, for the languages of some solutions."""
     from tilegym_db.backends import toolchains
 
-    found = {}
+    found: dict[str, str] = {}
     for language in sorted({files.record.spec.language for files in solutions}):
         status = toolchains.toolchain_status(language)
         if not status.available:

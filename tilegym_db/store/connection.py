@@ -58,28 +58,28 @@ def open_store(
         return _open_writer(path, catalog, lock_timeout_s)
     if not path.exists():
         _open_writer(path, catalog, lock_timeout_s).close()
-    store = _open_reader(path, lock_timeout_s)
-    behind = outdated(checked_meta(store), fingerprints(catalog))
+    store, meta = _open_reader(path, lock_timeout_s)
+    behind = outdated(meta, fingerprints(catalog))
     if not behind:
         return store
     store.close()
+    stale = None
     try:
         _open_writer(path, catalog, 0.0).close()
     except StoreError as error:
-        store = _open_reader(path, lock_timeout_s)
-        store.stale = f"the {' and '.join(behind)} changed since this store was last written, and now {error}"
-        return store
-    return _open_reader(path, lock_timeout_s)
+        stale = f"the {' and '.join(behind)} changed since this store was last written, and now {error}"
+    store, _ = _open_reader(path, lock_timeout_s)
+    store.stale = stale
+    return store
 
 
-def _open_reader(path: Path, lock_timeout_s: float) -> Store:
+def _open_reader(path: Path, lock_timeout_s: float) -> tuple[Store, dict[str, str]]:
     store = Store(path, connect(path, read_only=True, timeout_s=lock_timeout_s), read_only=True)
     try:
-        checked_meta(store)
+        return store, checked_meta(store)
     except BaseException:
         store.close()
         raise
-    return store
 
 
 def _open_writer(path: Path, catalog: Catalog, lock_timeout_s: float) -> Store:
@@ -88,7 +88,7 @@ def _open_writer(path: Path, catalog: Catalog, lock_timeout_s: float) -> Store:
         if not path.exists():
             create_database(path, catalog)
         store = Store(path, connect(path, read_only=False, timeout_s=lock_timeout_s), read_only=False)
-        resources.callback(store.close)
+        resources.callback(store.connection.close)
         wanted = fingerprints(catalog)
         behind = outdated(checked_meta(store), wanted)
         if behind:

@@ -7,7 +7,6 @@ Python, which takes longer, keeps what is good, and says of each other line wher
 from __future__ import annotations
 
 import glob
-import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,8 +18,6 @@ from tilegym_db.store import statements
 from tilegym_db.store.journal import RejectedLine, read_journal
 
 if TYPE_CHECKING:
-    from duckdb import DuckDBPyConnection
-
     from tilegym_db.store.database import Store
 
 __all__ = ["IngestReport", "combined", "load_journals", "load_traces"]
@@ -51,10 +48,10 @@ def combined(*reports: IngestReport) -> IngestReport:
 
 def load_journals(store: Store, journals: Sequence[Path]) -> IngestReport:
     """As :func:`load_traces`, for those journals that grew since they were last read."""
-    # sizes before reading: what is appended from now on comes next time
-    sizes = {str(path): path.stat().st_size for path in journals}
     known = {row["path"]: row["size"] for row in store.rows(statements.INGESTED_FILES)}
-    pending = {name: size for name, size in sizes.items() if known.get(name) != size}
+    # sizes before reading: what is appended from now on comes next time
+    sizes = {str(path): _size(path) for path in journals}
+    pending = {name: size for name, size in sizes.items() if size and known.get(name) != size}
     if not pending:
         return IngestReport()
     report = load_traces(store, [Path(name) for name in pending])
@@ -64,60 +61,78 @@ def load_journals(store: Store, journals: Sequence[Path]) -> IngestReport:
     return report
 
 
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0  # a run that measured nothing takes its empty journal away
+
+
 def load_traces(store: Store, files: Sequence[Path]) -> IngestReport:
     """Insert every trace of ``files`` that the database does not have yet: all of them, or none where that fails.
+
+    Keys that this version does not know are left out, not refused: a journal may come from a newer one.
 
     Raises:
         StoreError: a file cannot be read, or the disk is full.
     """
     if not files:
         return IngestReport()
-    for path in files:
-        if not os.access(path, os.R_OK):
-            raise StoreError(f"cannot read {path}: " + ("permission denied." if path.exists() else "no such file."))
-    rejected: tuple[RejectedLine, ...] = ()
-    with store.translated("ingest traces into"):
-        # staged before the transaction starts, because an unreadable line would abort it
-        lines = _stage(store.connection, files)
-        if lines is None:
-            lines, rejected = _stage_line_by_line(store.connection, files)
-    with store.transaction("ingest traces into") as connection:
-        added = connection.execute(statements.INSERT_STAGED).fetchall()[0][0]
-        connection.execute(statements.DROP_STAGED)
+    lines = sum(_count_lines(path) for path in files)
+    added = _insert(store, files)
+    if added is not None:
+        return IngestReport(len(files), added, lines - added)
+    with tempfile.TemporaryDirectory(prefix="tilegym-db-") as folder:
+        cleaned = Path(folder) / "traces.jsonl"
+        lines, rejected = _clean(files, cleaned)
+        added = _insert(store, [cleaned])
+    if added is None:
+        names = ", ".join(str(path) for path in files)
+        raise StoreError(f"the traces of {names} hold a value that the database cannot. Nothing was ingested.")
     return IngestReport(len(files), added, lines - added, rejected)
 
 
-def _stage(connection: DuckDBPyConnection, files: Sequence[Path]) -> int | None:
-    """Fill ``staged``; the number of lines, or None where not every line is a trace."""
+def _count_lines(path: Path) -> int:
+    try:
+        with path.open("rb") as file:
+            return sum(not line.isspace() for line in file)
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror or error}. Nothing was ingested.") from None
+
+
+def _insert(store: Store, files: Sequence[Path]) -> int | None:
+    """How many traces were new, or None, with nothing changed, where not every line is a trace."""
     import duckdb
 
+    # read_json takes patterns, so a bracket in a folder's name must not act as one
+    parameters = {"files": [glob.escape(str(path.absolute())) for path in files]}
     try:
-        # read_json takes a pattern, so a bracket in a folder's name must not act as one
-        connection.execute(statements.STAGE, {"files": [glob.escape(str(path.absolute())) for path in files]})
-    except (duckdb.InvalidInputException, duckdb.ConversionException):
-        return None
-    lines, traces, invalid = connection.execute(statements.STAGED_COUNTS).fetchall()[0]
-    if invalid:
-        return None
-    if traces < lines:
-        connection.execute(statements.DROP_REPEATED)
-    return int(lines)
+        with store.transaction("ingest traces into") as connection:
+            last = {"last": connection.execute(statements.LAST_ROW).fetchall()[0][0]}
+            added = connection.execute(statements.INSERT_TRACES, parameters).fetchall()[0][0]
+            repeated = connection.execute(statements.COUNT_REPEATED, last).fetchall()[0][0]
+            if repeated:
+                connection.execute(statements.DELETE_REPEATED, last)
+            return int(added - repeated)
+    except StoreError as error:
+        if isinstance(
+            error.__cause__, duckdb.InvalidInputException | duckdb.ConversionException | duckdb.ConstraintException
+        ):
+            return None
+        raise
 
 
-def _stage_line_by_line(connection: DuckDBPyConnection, files: Sequence[Path]) -> tuple[int, tuple[RejectedLine, ...]]:
+def _clean(files: Sequence[Path], target: Path) -> tuple[int, tuple[RejectedLine, ...]]:
+    """Write what is a trace in ``files`` to ``target``; how many there are, and the lines that are none."""
     rejected: list[RejectedLine] = []
-    with tempfile.TemporaryDirectory(prefix="tilegym-db-") as folder:
-        cleaned = Path(folder) / "traces.jsonl"
-        try:
-            with cleaned.open("w", encoding="utf-8") as out:
-                for path in files:
-                    content = read_journal(path)
-                    rejected += content.rejected
-                    out.writelines(trace.to_json() + "\n" for trace in content.traces)
-        except OSError as error:
-            raise StoreError(f"cannot write {cleaned}: {error.strerror or error}. Nothing was ingested.") from None
-        lines = _stage(connection, [cleaned])
-    if lines is None:
-        names = ", ".join(str(path) for path in files)
-        raise StoreError(f"the traces of {names} hold a value that the database cannot. Nothing was ingested.")
-    return lines, tuple(rejected)
+    count = 0
+    try:
+        with target.open("w", encoding="utf-8") as out:
+            for path in files:
+                content = read_journal(path)
+                rejected += content.rejected
+                count += len(content.traces)
+                out.writelines(trace.to_json() + "\n" for trace in content.traces)
+    except OSError as error:
+        raise StoreError(f"cannot write {target}: {error.strerror or error}. Nothing was ingested.") from None
+    return count, tuple(rejected)

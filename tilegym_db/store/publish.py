@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -49,9 +50,9 @@ class PublishReport:
 
 
 def published_folder(gpu: str, root: Path | None = None) -> Path:
-    """``<root>/traces/<gpu>``; without a root that of a writable checkout, else ``<home>/published/<gpu>``."""
+    """``<root>/traces/<gpu>``; without a root, that of a writable checkout, else ``<home>/published/<gpu>``."""
     shipped = shipped_root()
-    if root is None and (shipped / "pyproject.toml").is_file():
+    if root is None and (shipped / "pyproject.toml").is_file() and os.access(shipped, os.W_OK):
         root = shipped
     return root / "traces" / gpu if root is not None else home() / "published" / gpu
 

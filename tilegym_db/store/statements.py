@@ -21,6 +21,10 @@ VERIFIED_TIERS: tuple[str, ...] = ("screen", "promotion")
 TIERS: tuple[str, ...] = Tier.__args__  # type: ignore[attr-defined]
 
 
+def _listed(values: tuple[str, ...]) -> str:
+    return ", ".join(f"'{value}'" for value in values)
+
+
 def schema_sql() -> str:
     """The statements that make the tables of an empty database."""
     return files(__package__).joinpath("schema.sql").read_text(encoding="utf-8")
@@ -28,9 +32,8 @@ def schema_sql() -> str:
 
 def views_sql() -> str:
     """The statements that make, or renew, the views."""
-    tiers = ", ".join(f"'{tier}'" for tier in VERIFIED_TIERS)
     text = files(__package__).joinpath("views.sql").read_text(encoding="utf-8")
-    return Template(text).substitute(verified_tiers=tiers)
+    return Template(text).substitute(verified_tiers=_listed(VERIFIED_TIERS))
 
 
 # -- making and refreshing a store ------------------------------------------------------------------------------------
@@ -77,45 +80,31 @@ ADOPT_HISTORY = (
 
 # -- ingest -----------------------------------------------------------------------------------------------------------
 
-# The nested columns are read with the types of schema.sql; what a line leaves out is null here and defaulted below.
-STAGE = """
-    CREATE OR REPLACE TEMP TABLE staged AS
-    FROM read_json($files, format = 'newline_delimited', columns = {
-        trace_id: 'VARCHAR', run_id: 'VARCHAR', timestamp: 'TIMESTAMPTZ',
-        definition: 'VARCHAR', definition_version: 'VARCHAR', definition_digest: 'VARCHAR', op_type: 'VARCHAR',
-        solution: 'VARCHAR', solution_digest: 'VARCHAR', language: 'VARCHAR', role: 'VARCHAR',
-        config: 'MAP(VARCHAR, JSON)', workload_uuid: 'VARCHAR', axes: 'MAP(VARCHAR, BIGINT)',
-        dtypes: 'MAP(VARCHAR, VARCHAR)', scalars: 'MAP(VARCHAR, JSON)', layouts: 'MAP(VARCHAR, VARCHAR)',
-        gpu: 'VARCHAR', gpu_name: 'VARCHAR', sm: 'VARCHAR', driver: 'VARCHAR', cuda: 'VARCHAR',
-        libs: 'MAP(VARCHAR, VARCHAR)', tier: 'VARCHAR', attempt: 'INTEGER', sandbox_level: 'INTEGER',
-        evidence_level: 'VARCHAR', envelope: 'STRUCT(cases BIGINT, digest VARCHAR, seed VARCHAR)',
-        status: 'VARCHAR', reason: 'VARCHAR', log: 'VARCHAR',
-        correctness: 'STRUCT(rel_fro DOUBLE, worst_row_rel DOUBLE, max_abs DOUBLE, matched_ratio DOUBLE,
-            deterministic BOOLEAN, gate VARCHAR, oracle VARCHAR, cases BIGINT)',
-        performance: 'STRUCT(latency_us DOUBLE, ci_low_us DOUBLE, ci_high_us DOUBLE, samples BIGINT, host_us DOUBLE,
-            cold_l2 BOOLEAN, timer VARCHAR, comparisons STRUCT("with" VARCHAR, provides VARCHAR, ratio DOUBLE,
-            ci_low DOUBLE, ci_high DOUBLE)[], sol_us DOUBLE, sol_ratio DOUBLE, clock_mhz BIGINT, throttled BOOLEAN)'})
-"""
+# Nested columns have the types of schema.sql; what a line leaves out is null here and defaulted below.
+_FILES = """read_json($files, format = 'newline_delimited', columns = {
+    trace_id: 'VARCHAR', run_id: 'VARCHAR', timestamp: 'TIMESTAMPTZ',
+    definition: 'VARCHAR', definition_version: 'VARCHAR', definition_digest: 'VARCHAR', op_type: 'VARCHAR',
+    solution: 'VARCHAR', solution_digest: 'VARCHAR', language: 'VARCHAR', role: 'VARCHAR',
+    config: 'MAP(VARCHAR, JSON)', workload_uuid: 'VARCHAR', axes: 'MAP(VARCHAR, BIGINT)',
+    dtypes: 'MAP(VARCHAR, VARCHAR)', scalars: 'MAP(VARCHAR, JSON)', layouts: 'MAP(VARCHAR, VARCHAR)',
+    gpu: 'VARCHAR', gpu_name: 'VARCHAR', sm: 'VARCHAR', driver: 'VARCHAR', cuda: 'VARCHAR',
+    libs: 'MAP(VARCHAR, VARCHAR)', tier: 'VARCHAR', attempt: 'INTEGER', sandbox_level: 'INTEGER',
+    evidence_level: 'VARCHAR', envelope: 'STRUCT(cases BIGINT, digest VARCHAR, seed VARCHAR)',
+    status: 'VARCHAR', reason: 'VARCHAR', log: 'VARCHAR',
+    correctness: 'STRUCT(rel_fro DOUBLE, worst_row_rel DOUBLE, max_abs DOUBLE, matched_ratio DOUBLE,
+        deterministic BOOLEAN, gate VARCHAR, oracle VARCHAR, cases BIGINT)',
+    performance: 'STRUCT(latency_us DOUBLE, ci_low_us DOUBLE, ci_high_us DOUBLE, samples BIGINT, host_us DOUBLE,
+        cold_l2 BOOLEAN, timer VARCHAR, comparisons STRUCT("with" VARCHAR, provides VARCHAR, ratio DOUBLE,
+        ci_low DOUBLE, ci_high DOUBLE)[], sol_us DOUBLE, sol_ratio DOUBLE, clock_mhz BIGINT, throttled BOOLEAN)'})"""
 
-# The rules of records.Trace that views and resolver rely on. A batch that breaks one is read again line by line, so
-# that the report names the line and the reason.
-STAGED_COUNTS = f"""
-    SELECT count(*) AS lines, count(DISTINCT trace_id) AS traces, count(*) FILTER (WHERE coalesce(NOT (
-        trace_id IS NOT NULL AND run_id IS NOT NULL AND timestamp IS NOT NULL AND definition IS NOT NULL
-        AND definition_version IS NOT NULL AND definition_digest IS NOT NULL AND op_type IS NOT NULL
-        AND solution IS NOT NULL AND solution_digest IS NOT NULL AND language IS NOT NULL
-        AND workload_uuid IS NOT NULL AND axes IS NOT NULL AND gpu IS NOT NULL AND gpu_name IS NOT NULL
-        AND tier IN ({", ".join(f"'{tier}'" for tier in TIERS)})
-        AND status IN ({", ".join(f"'{status}'" for status in STATUSES)})
-        AND (correctness IS NOT NULL) = (status IN ('PASSED', 'INCORRECT_NUMERICAL'))
-        AND (performance IS NOT NULL) = (status = 'PASSED' AND tier <> 'interpreter')
-        AND (performance IS NULL OR (performance.latency_us > 0 AND performance.ci_low_us IS NOT NULL
-            AND performance.ci_high_us IS NOT NULL AND performance.samples >= 1 AND performance.timer IS NOT NULL))
-        AND (status = 'PASSED' OR coalesce(reason, '') <> '' OR coalesce(log, '') <> '')), true)) AS invalid
-    FROM staged
-"""
-
-DROP_REPEATED = "DELETE FROM staged WHERE rowid NOT IN (SELECT min(rowid) FROM staged GROUP BY trace_id)"
+# The rules of records.Trace that views and resolver rely on; NOT NULL in schema.sql takes care of the required keys.
+_IS_TRACE = f"""coalesce(
+    tier IN ({_listed(TIERS)}) AND status IN ({_listed(STATUSES)})
+    AND (correctness IS NOT NULL) = (status IN ('PASSED', 'INCORRECT_NUMERICAL'))
+    AND (performance IS NOT NULL) = (status = 'PASSED' AND tier <> 'interpreter')
+    AND (performance IS NULL OR (performance.latency_us > 0 AND performance.ci_low_us IS NOT NULL
+        AND performance.ci_high_us IS NOT NULL AND performance.samples >= 1 AND performance.timer IS NOT NULL))
+    AND (status = 'PASSED' OR coalesce(reason, '') <> '' OR coalesce(log, '') <> ''), false)"""
 
 
 def _key_of(column: str) -> str:
@@ -126,7 +115,9 @@ def _key_of(column: str) -> str:
     )
 
 
-INSERT_STAGED = f"""
+# One pass, from file to table: a staging table would cost half as much again. A line that is no trace ends it with an
+# error, and the files are then read line by line in Python, which can say where and why.
+INSERT_TRACES = f"""
     INSERT INTO trace_records SELECT
         trace_id, run_id, make_timestamp(epoch_us(timestamp)),
         definition, definition_version, definition_digest, op_type,
@@ -137,10 +128,17 @@ INSERT_STAGED = f"""
         gpu, gpu_name, coalesce(sm, ''), coalesce(driver, ''), coalesce(cuda, ''), coalesce(libs, MAP {{}}),
         tier, coalesce(attempt, 0), coalesce(sandbox_level, 0), coalesce(evidence_level, 'op'),
         envelope, status, coalesce(reason, ''), coalesce(log, ''), correctness, performance
-    FROM staged ANTI JOIN trace_records USING (trace_id)
+    FROM {_FILES} ANTI JOIN trace_records USING (trace_id)
+    WHERE CASE WHEN {_IS_TRACE} THEN true ELSE error('not a trace') END
 """
 
-DROP_STAGED = "DROP TABLE staged"
+# A trace may be twice in one batch, which the anti-join cannot see. New rows have the highest row ids.
+LAST_ROW = "SELECT coalesce(max(rowid), -1) FROM trace_records"
+COUNT_REPEATED = "SELECT count(*) - count(DISTINCT trace_id) FROM trace_records WHERE rowid > $last"
+DELETE_REPEATED = """
+    DELETE FROM trace_records WHERE rowid > $last
+        AND rowid NOT IN (SELECT min(rowid) FROM trace_records WHERE rowid > $last GROUP BY trace_id)
+"""
 
 INGESTED_FILES = "SELECT path, size FROM ingested_files"
 FORGET_FILES = "DELETE FROM ingested_files WHERE path IN (SELECT unnest($paths::VARCHAR[]))"

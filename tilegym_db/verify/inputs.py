@@ -20,7 +20,7 @@ from tilegym_db.records.layouts import layout_strides
 from tilegym_db.records.workload import RandomInput, SafetensorsInput
 from tilegym_db.verify.torch_dtypes import storage_dtype
 
-__all__ = ["DISTRIBUTIONS", "Case", "draw_inputs"]
+__all__ = ["DISTRIBUTIONS", "PLANTED", "Case", "draw_inputs"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class Case:
     layouts: dict[str, str] = field(default_factory=dict)
     distribution: str = "normal"
     seed: int = 0
+    offset: int = 0
+    """Elements by which every tensor's address is moved off its alignment."""
     files: dict[str, SafetensorsInput] = field(default_factory=dict)
     scales: dict[str, float] = field(default_factory=dict)
 
@@ -54,7 +56,8 @@ class Case:
         """Short form for reasons: sizes, dtypes, contents."""
         dtypes = ",".join(self.dtypes.values())
         layouts = " strided" if self.layouts else ""
-        return f"{axes_key(self.axes)} {dtypes}{layouts} contents={self.distribution}"
+        offset = f" offset={self.offset}" if self.offset else ""
+        return f"{axes_key(self.axes)} {dtypes}{layouts}{offset} contents={self.distribution}"
 
     def strides(self, definition: Definition, name: str) -> tuple[int, ...]:
         """Strides in elements of one tensor of this case."""
@@ -62,8 +65,12 @@ class Case:
         return layout_strides(self.layouts.get(name, "contiguous"), shape, self.axes)
 
 
+PLANTED = "planted_special_values"
+
 Shape = tuple[int, ...]
 Draw = Callable[[torch.Generator, Shape, torch.dtype], torch.Tensor]
+
+_SPECIAL: dict[str, tuple[float, ...]] = {"nan": (math.nan,), "inf": (math.inf, -math.inf)}
 
 
 def _normal(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
@@ -92,11 +99,11 @@ def _constant_rows(generator: torch.Generator, shape: Shape, dtype: torch.dtype)
     return row.expand(shape).clone()
 
 
-def _planted(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    value = _normal(generator, shape, dtype)
-    for special in (math.nan, math.inf, -math.inf):
-        index = tuple(int(torch.randint(0, size, (1,), generator=generator, device=generator.device)) for size in shape)
-        value[index] = special
+def _plant(value: torch.Tensor, generator: torch.Generator, specials: tuple[str, ...]) -> torch.Tensor:
+    """One of each special value that the operator is defined for, at random places."""
+    for special in (number for name in specials for number in _SPECIAL[name]):
+        draws = (torch.randint(0, size, (1,), generator=generator, device=generator.device) for size in value.shape)
+        value[tuple(int(draw) for draw in draws)] = special
     return value
 
 
@@ -108,7 +115,7 @@ DISTRIBUTIONS: dict[str, Draw] = {
     "outliers": _outliers,
     "small_integers": _small_integers,
     "constant_rows": _constant_rows,
-    "planted_nan_inf": _planted,
+    PLANTED: _normal,  # then _plant, which needs to know what the Definition allows
 }
 
 
@@ -151,6 +158,8 @@ def _draw(definition: Definition, case: Case, name: str, device: str) -> torch.T
         value = torch.empty(shape, device=device)
     elif len(shape) >= 2:
         value = DISTRIBUTIONS[case.distribution](generator, shape, dtype)
+        if case.distribution == PLANTED:
+            value = _plant(value, generator, definition.special_values)
     else:
         value = _normal(generator, shape, dtype)
     scale = case.scales.get(name, 1.0)
@@ -179,8 +188,9 @@ def _rotary_table(spec: InputGenerator, generator: torch.Generator, shape: Shape
     device, (length, dim) = generator.device, shape[-2:]
     base = spec.scale if spec.scale > 1 else 10000.0
     exponents = torch.arange(0, dim // 2, device=device, dtype=torch.float64) * 2 / max(dim, 1)
-    # cos and sin of one call must belong to the same angles, so positions depend on the shape alone.
-    positions = torch.arange(length, device=device, dtype=torch.float64)
+    # cos and sin of one call must belong to the same angles, so positions depend on the shape alone; they start past
+    # zero, where the rotation would be the identity and a kernel that copies would pass.
+    positions = torch.arange(length, device=device, dtype=torch.float64) + 1009
     leading = math.prod(shape[:-2])
     offsets = torch.arange(leading, device=device, dtype=torch.float64) * 17
     angles = (offsets[:, None, None] + positions[None, :, None]) * (base**-exponents)[None, None, :]

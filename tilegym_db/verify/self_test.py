@@ -107,18 +107,17 @@ def _wrong_results(definition: Definition, case: Case, expected: Expected) -> li
     right = run_reference(definition, expected.inputs)
     other_case = Case(case.axes, case.dtypes, case.scalars, case.layouts, case.distribution, SEEDS[1])
     other = run_reference(definition, draw_inputs(definition, other_case, "cpu"))
-    wrong: list[tuple[str, Outputs]] = [
-        ("zeros", {name: torch.zeros_like(value) for name, value in right.items()}),
-        ("another seed's output", other),
-        ("one dropped row", {name: _without_last_row(value) for name, value in right.items()}),
-    ]
-    copied = _copied_input(definition, expected, right)
-    if copied is not None:
-        wrong.append(("the input, copied", copied))
-    coarse = {name: _coarser(value) for name, value in right.items()}
-    if any(value is not None for value in coarse.values()) and _large_enough(right):
-        lower = {name: right[name] if value is None else value for name, value in coarse.items()}
-        wrong.append(("a lower-precision result", lower))
+    wrong: list[tuple[str, Outputs]] = [("another seed's output", other)]
+    for name, value in right.items():  # one output at a time, or a second one would hide what the first lets through
+        made = {
+            "zeros": torch.zeros_like(value),
+            "one dropped row": _without_last_row(value),
+            "the input, copied": _copied_input(expected, value),
+            "a lower-precision result": _coarser(value),
+        }
+        wrong += [
+            (f"{check} as {name}", {**right, name: result}) for check, result in made.items() if result is not None
+        ]
     assert definition.self_test is not None
     for planted in definition.self_test.planted_errors:
         source = definition.reference.replace(planted.find, planted.replace)
@@ -144,28 +143,20 @@ def _without_last_row(value: torch.Tensor) -> torch.Tensor:
     return rows.reshape(value.shape)
 
 
-def _copied_input(definition: Definition, expected: Expected, right: Outputs) -> Outputs | None:
-    """The first input of the right shape and dtype for each output, or None where some output has none."""
-    copied = {}
-    for name, value in right.items():
-        matching = [
-            given
-            for given in expected.inputs.values()
-            if isinstance(given, torch.Tensor) and given.shape == value.shape and given.dtype == value.dtype
-        ]
-        if not matching:
-            return None
-        copied[name] = matching[0]
-    return copied
+def _copied_input(expected: Expected, value: torch.Tensor) -> torch.Tensor | None:
+    """The first input of an output's shape and dtype, or None where there is none."""
+    for given in expected.inputs.values():
+        if isinstance(given, torch.Tensor) and given.shape == value.shape and given.dtype == value.dtype:
+            return given
+    return None
 
 
 def _coarser(value: torch.Tensor) -> torch.Tensor | None:
+    """The output in the next coarser format and back; None for what has none, or is too small for norms to see it."""
     target = _COARSER.get(value.dtype)
-    return None if target is None else value.to(target).to(value.dtype)
-
-
-def _large_enough(outputs: Outputs) -> bool:
-    return any(value.numel() >= MIN_ELEMENTS_FOR_NORMS for value in outputs.values())
+    if target is None or value.numel() < MIN_ELEMENTS_FOR_NORMS:
+        return None
+    return value.to(target).to(value.dtype)
 
 
 def tiny_workloads(definition: Definition, workloads: list[Workload]) -> list[Workload]:

@@ -35,13 +35,12 @@ LIMITS: dict[str, Limits] = {
     "bfloat16": Limits(4e-3, 1.6e-2, 3e-2),
     "float8_e4m3fn": Limits(4e-2, codes=True),
     "float8_e5m2": Limits(8e-2, codes=True),
-    "float8_e8m0fnu": Limits(1e-12, codes=True),
     "float4_e2m1": Limits(1.2e-1, codes=True),
 }
 
 
 def limits_for(definition: Definition, dtype: str, math: str = "ieee") -> Limits | None:
-    """The bounds for an output of this dtype, or None for integers and booleans, which must be exact.
+    """The bounds for an output of this dtype, or None for integers, booleans and e8m0 scales, which must be exact.
 
     Args:
         definition: its ``tolerance`` may override the defaults, with a stated reason.

@@ -6,12 +6,14 @@ Everything that decides lives here, in the supervisor: contents, poison, guard b
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition, Solution
 from tilegym_db.records.trace import Correctness, Status
 from tilegym_db.verify.gates import OutputVerdict, check_output, relative_error
@@ -20,8 +22,12 @@ from tilegym_db.verify.reference import oracle, run_reference
 from tilegym_db.verify.sandbox.arena import Arena, tensor_view
 from tilegym_db.verify.sandbox.process import WorkerDied, WorkerProcess, WorkerTimeout
 from tilegym_db.verify.tolerance import limits_for
+from tilegym_db.verify.torch_dtypes import storage_dtype
 
 __all__ = ["Expected", "Failure", "Verdict", "expect", "verify_slot"]
+
+# A comparison widens its output to fp64 several times over; one at a time bounds the memory it takes.
+_comparing = threading.Lock()
 
 POISON_NAN = 0xFF  # every floating dtype reads all-ones bytes as NaN, every signed integer as -1
 
@@ -71,9 +77,9 @@ class Verdict:
     def correctness(self, oracle_name: str = "fp64") -> Correctness:
         """The figures as a Trace stores them."""
         return Correctness(
-            rel_fro=self.rel_fro,
-            worst_row_rel=self.worst_row_rel,
-            max_abs=self.max_abs,
+            rel_fro=_finite(self.rel_fro),
+            worst_row_rel=_finite(self.worst_row_rel),
+            max_abs=_finite(self.max_abs),
             matched_ratio=self.matched_ratio,
             deterministic=self.deterministic,
             oracle=oracle_name,
@@ -88,9 +94,13 @@ def expect(definition: Definition, case: Case, device: str) -> Expected | None:
         definition: the operator.
         case: sizes and contents.
         device: where inputs are drawn and the oracle runs.
+
+    Raises:
+        RecordError: the reference raises, or returns another shape or dtype than the Definition declares.
     """
     inputs = draw_inputs(definition, case, device)
     as_written = run_reference(definition, inputs)
+    _check_declared(definition, case, as_written)
     truth = as_written if definition.oracle == "as_written" else oracle(definition, inputs)
     e_base: dict[str, float] = {}
     for name, value in as_written.items():
@@ -99,6 +109,20 @@ def expect(definition: Definition, case: Case, device: str) -> Expected | None:
         if not check_output(name, value, truth[name], limits, e_base[name]).passed:
             return None
     return Expected(case, inputs, truth, e_base)
+
+
+def _check_declared(definition: Definition, case: Case, outputs: Mapping[str, torch.Tensor]) -> None:
+    for name, value in outputs.items():
+        found = (tuple(value.shape), value.dtype)
+        declared = (
+            definition.shape_of(name, case.axes),
+            storage_dtype(definition.dtype_of(name, case.dtypes)),
+        )
+        if found != declared:
+            raise RecordError(
+                f"{definition.name}: reference: '{name}' has shape {found[0]} and dtype {found[1]} at {case}, "
+                f"but outputs.{name} declares {declared[0]} and {declared[1]}."
+            )
 
 
 def fill_slot(arena: Arena, index: int, definition: Definition, expected: Expected, poison: int | None) -> None:
@@ -121,6 +145,8 @@ def verify_slot(
 ) -> tuple[dict[str, OutputVerdict], dict[str, torch.Tensor]] | Failure:
     """Call the Solution twice on one slot, with different poison, and put both results through every gate.
 
+    Two results of a deterministic Solution must be the same bytes; those of any other must both pass, close together.
+
     Returns:
         The verdict and the (contiguous) value of every output, or the failure.
     """
@@ -133,12 +159,36 @@ def verify_slot(
     second = _one_call(worker, arena, index, definition, expected, None, timeout_s)
     if isinstance(second, Failure):
         return second
+    if not solution.spec.deterministic:
+        failure = _check_spread(definition, solution, expected, first, second)
+        return (judged, first) if failure is None else failure
     for name, value in first.items():
-        if solution.spec.deterministic and not _same_bytes(value, second[name]):
+        if not _same_bytes(value, second[name]):
             what = f"{name}: two calls on the same inputs gave different bytes at {expected.case}"
             hint = "an element is not written, memory is read before it is written, or the sum's order varies"
             return _incorrect("poison", f"{what}; {hint}", verdicts=judged)
     return judged, first
+
+
+def _check_spread(
+    definition: Definition,
+    solution: Solution,
+    expected: Expected,
+    first: Mapping[str, torch.Tensor],
+    second: Mapping[str, torch.Tensor],
+) -> Failure | None:
+    judged = _judge(definition, solution, expected, second)
+    if isinstance(judged, Failure):
+        return judged
+    for name, value in first.items():
+        limits = limits_for(definition, definition.dtype_of(name, expected.case.dtypes), solution.spec.math)
+        if limits is None or limits.codes:
+            continue  # the gates leave no room there
+        spread, allowed = relative_error(second[name], value), max(limits.tau / 10, expected.e_base[name])
+        if spread > allowed:
+            what = f"{name}: two calls on the same inputs lie {spread:.3g} apart, more than {allowed:.3g}"
+            return _incorrect("spread", f"{what} at {expected.case}", verdicts=judged)
+    return None
 
 
 def _one_call(
@@ -152,6 +202,7 @@ def _one_call(
 ) -> dict[str, torch.Tensor] | Failure:
     fill_slot(arena, index, definition, expected, poison)
     before = arena.slot(index).clone()
+    arena.settle()
     failure = _call(worker, index, expected.case, timeout_s)
     if failure is None:
         failure = _check_memory(arena, index, before, definition, expected.case)
@@ -167,11 +218,10 @@ def _call(worker: WorkerProcess, index: int, case: Case, timeout_s: float) -> Fa
         return Failure("RUNTIME_ERROR", f"the worker died during a call at {case}", str(error))
     if not reply.ok:
         status: Status = "COMPILE_ERROR" if reply.is_compile_error else "RUNTIME_ERROR"
-        return Failure(status, f"raised at {case}", reply.error)
-    mismatch = reply.content.get("mismatch")
-    if isinstance(mismatch, dict):
-        kind: Status = "INCORRECT_DTYPE" if mismatch.get("kind") == "dtype" else "INCORRECT_SHAPE"
-        return Failure(kind, f"{mismatch.get('what')} at {case}", gate="shape")
+        return Failure(status, f"raised at {case}: {reply.summary}", reply.error)
+    if reply.mismatch is not None:
+        dtype, what = reply.mismatch
+        return Failure("INCORRECT_DTYPE" if dtype else "INCORRECT_SHAPE", f"{what} at {case}", gate="shape")
     return None
 
 
@@ -203,12 +253,17 @@ def _read_outputs(arena: Arena, index: int, definition: Definition) -> dict[str,
 
 
 def _judge(
-    definition: Definition, solution: Solution, expected: Expected, outputs: Mapping[str, torch.Tensor]
+    definition: Definition,
+    solution: Solution,
+    expected: Expected,
+    outputs: Mapping[str, torch.Tensor],
 ) -> dict[str, OutputVerdict] | Failure:
     verdicts = {}
     for name, value in outputs.items():
-        limits = limits_for(definition, definition.dtype_of(name, expected.case.dtypes), solution.spec.math)
-        verdicts[name] = check_output(name, value, expected.outputs[name], limits, expected.e_base[name])
+        dtype = definition.dtype_of(name, expected.case.dtypes)
+        limits = limits_for(definition, dtype, solution.spec.math)
+        with _comparing:
+            verdicts[name] = check_output(name, value, expected.outputs[name], limits, expected.e_base[name])
     for verdict in verdicts.values():
         if verdict.gate is not None:
             return _incorrect(verdict.gate, f"{verdict.reason} at {expected.case}", verdicts=verdicts)

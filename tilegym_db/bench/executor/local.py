@@ -111,7 +111,12 @@ class LocalExecutor:
         with ThreadPoolExecutor(max_workers=max(len(supported), 1)) as pool:
             seed = self.context.seed
             verified = pool.map(lambda member: member.verify(workload, anchors, seed, cache), supported)
-            outcomes += list(zip(supported, verified, strict=True))
+            try:
+                outcomes += list(zip(supported, verified, strict=True))
+            except KeyboardInterrupt:
+                for member in supported:
+                    member.abort()  # or the pool would wait for a call that hangs
+                raise
         return outcomes
 
     def _finish(self, plan: DefinitionPlan, workload: Workload, entrants: list[Entrant]) -> None:

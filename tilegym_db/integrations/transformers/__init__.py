@@ -4,6 +4,7 @@
 stock code; :meth:`Handle.unpatch` takes everything away again. Nothing of transformers itself is changed.
 """
 
-from tilegym_db.integrations.transformers.patch import Handle, patch, patched, patched_init
+from tilegym_db.integrations.transformers.building import patched_init
+from tilegym_db.integrations.transformers.patch import Handle, patch, patched
 
 __all__ = ["Handle", "patch", "patched", "patched_init"]

@@ -1,9 +1,13 @@
-"""Finds the call sites of a model that a Definition describes. Looks, never touches."""
+"""Finds the call sites of a model that a Definition describes. Looks, never touches.
+
+What a module may be is judged by what it holds and what its code calls; which variant it is, by the fingerprint of that code;
+whether that is so, by a probe. No list of models is consulted.
+"""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -15,9 +19,13 @@ from tilegym_db.integrations.transformers.fingerprint import fingerprint
 from tilegym_db.integrations.transformers.probe import probe_mlp, probe_norm, probe_rope
 from tilegym_db.integrations.transformers.variants import MLPS, NORMS, ROPES, ROTATE_HALF, Variant
 
-__all__ = ["Found", "discover"]
+__all__ = ["ROPE_FUNCTION", "Found", "discover", "probed_activation"]
 
 ROPE_FUNCTION = "apply_rotary_pos_emb"
+NORM_CALLS = frozenset({"rsqrt", "rms_norm"})
+
+REPLACED = "its forward is already replaced on the instance (accelerate, Liger or kernels?); left alone"
+NOT_IN_MEMORY = "its weights are not in memory"
 
 
 @dataclass(frozen=True)
@@ -37,37 +45,52 @@ class Found:
 
 def discover(model: torch.nn.Module, catalog: Catalog) -> list[Found]:
     """Every group of modules that looks like a norm, a gated MLP, or attention with rotary embeddings."""
-    groups: dict[tuple[str, type[torch.nn.Module], Any], list[torch.nn.Module]] = {}
+    groups: dict[tuple[str, type[torch.nn.Module], int | None, bool], list[torch.nn.Module]] = {}
     for module in model.modules():
         kind = _kind(module)
         if kind is not None:
-            detail = _act_class(module) if kind == "mlp" else None
-            groups.setdefault((kind, type(module), detail), []).append(module)
-    return [_judge(kind, cls, tuple(modules), catalog) for (kind, cls, _), modules in groups.items()]
+            detail = id(probed_activation(module)) if kind == "mlp" else None
+            groups.setdefault((kind, type(module), detail, "forward" in vars(module)), []).append(module)
+    return [_judge(kind, tuple(modules), catalog) for (kind, *_), modules in groups.items()]
 
 
-def _kind(module: torch.nn.Module) -> str | None:
-    """What part a module may play, judged by what it holds."""
-    if isinstance(getattr(module, "weight", None), torch.nn.Parameter) and "RMSNorm" in type(module).__name__:
-        return "norm"
-    children = dict(module.named_children())
-    if {"gate_proj", "up_proj", "down_proj"} <= set(children) and hasattr(module, "act_fn"):
-        return "mlp"
-    if "q_proj" in children and _global(type(module).forward, ROPE_FUNCTION) is not None:
-        return "rope"
-    return None
-
-
-def _act_class(module: torch.nn.Module) -> Any:
-    activation = module.act_fn
+def probed_activation(module: torch.nn.Module) -> Any:
+    """What the activation of a gated MLP is known by: the class of a module, or the function itself."""
+    activation: Any = module.act_fn
     return type(activation) if isinstance(activation, torch.nn.Module) else activation
 
 
-def _judge(kind: str, cls: type[torch.nn.Module], modules: tuple[torch.nn.Module, ...], catalog: Catalog) -> Found:
-    overridden = [module for module in modules if "forward" in vars(module)]
-    if overridden:
-        reason = "its forward is already replaced on the instance (accelerate, Liger or kernels?); left alone"
-        return Found(kind, cls, modules, reason=reason)
+# -- what part a module may play --------------------------------------------------------------------------------------
+
+
+def _kind(module: torch.nn.Module) -> str | None:
+    if _calls(inspect.unwrap(type(module).forward), ROPE_FUNCTION):
+        return "rope"
+    if callable(getattr(module, "act_fn", None)) and "down_proj" in {*module._modules, *module._parameters}:
+        return "mlp"
+    weight = module._parameters.get("weight")
+    if weight is not None and weight.dim() == 1 and not module._modules and _normalises(type(module)):
+        return "norm"
+    return None
+
+
+def _calls(function: Any, name: str) -> bool:
+    return isinstance(function, FunctionType) and name in function.__code__.co_names
+
+
+def _normalises(cls: type[torch.nn.Module]) -> bool:
+    own = cls.__mro__[: cls.__mro__.index(torch.nn.Module)]
+    methods = (value for owner in own for value in vars(owner).values())
+    return any(isinstance(method, FunctionType) and NORM_CALLS & set(method.__code__.co_names) for method in methods)
+
+
+# -- which variant it is, and whether it may be patched ---------------------------------------------------------------
+
+
+def _judge(kind: str, modules: tuple[torch.nn.Module, ...], catalog: Catalog) -> Found:
+    cls = type(modules[0])
+    if "forward" in vars(modules[0]):
+        return Found(kind, cls, modules, reason=REPLACED)
     variant = _nominate(kind, cls)
     if isinstance(variant, str):
         return Found(kind, cls, modules, reason=variant)
@@ -78,52 +101,50 @@ def _judge(kind: str, cls: type[torch.nn.Module], modules: tuple[torch.nn.Module
 
 def _nominate(kind: str, cls: type[torch.nn.Module]) -> Variant | str:
     forward: Any = cls.forward
+    if hasattr(forward, "__wrapped__"):
+        return "its forward is wrapped by a decorator, whose part is not known"
     if kind == "rope":
-        function = _global(forward, ROPE_FUNCTION)
-        half = _global(function, "rotate_half") if function is not None else None
-        if function is None or half is None or fingerprint(half) not in ROTATE_HALF:
-            return "its rotary function is no variant that is known"
-        return ROPES.get(fingerprint(function) or "", f"its {ROPE_FUNCTION} is no variant that is known")
+        return _nominate_rope(forward.__globals__.get(ROPE_FUNCTION))
     table = NORMS if kind == "norm" else MLPS
     return table.get(fingerprint(forward) or "", f"its {kind} forward is no variant that is known")
 
 
+def _nominate_rope(function: Any) -> Variant | str:
+    if not isinstance(function, FunctionType):
+        return (
+            f"its {ROPE_FUNCTION} is a {type(function).__name__}, no plain function (replaced by the kernels package?)"
+        )
+    if fingerprint(function.__globals__.get("rotate_half")) not in ROTATE_HALF:
+        return f"its {ROPE_FUNCTION} rotates in no way that is known"
+    return ROPES.get(fingerprint(function) or "", f"its {ROPE_FUNCTION} is no variant that is known")
+
+
 def _probe(kind: str, module: torch.nn.Module, variant: Variant, catalog: Catalog) -> str | None:
     definition = catalog.definition(variant.definition)
-    parameter = next(module.parameters(), None)
-    if parameter is None or parameter.device.type == "meta" or not parameter.dtype.is_floating_point:
-        return "its weights are not in memory, or not plain floating point"
-    if type(parameter.data) is not torch.Tensor:
-        return f"its weights are {type(parameter.data).__name__}, not plain tensors"
     if kind == "norm":
-        return probe_norm(module, definition, getattr(module, variant.eps_attribute))
+        weight: Any = module.weight
+        if type(weight.data) is not torch.Tensor or not weight.dtype.is_floating_point:
+            return f"its weight is a {type(weight.data).__name__} of {weight.dtype}, not plain floating point"
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    if device.type == "meta":
+        return NOT_IN_MEMORY
+    if kind == "norm":
+        return probe_norm(module, definition, variant.eps_attribute)
     if kind == "mlp":
-        return probe_mlp(module.act_fn, definition, parameter)  # type: ignore[arg-type]
-    function = _global(type(module).forward, ROPE_FUNCTION)
-    assert function is not None
-    return probe_rope(function, definition, int(module.head_dim), parameter)  # type: ignore[arg-type]
+        return probe_mlp(module.act_fn, definition, device)  # type: ignore[arg-type]
+    forward: Any = type(module).forward
+    rotate: Callable[..., Any] = forward.__globals__[ROPE_FUNCTION]
+    return probe_rope(rotate, definition, device)
 
 
 def _distinct(kind: str, modules: tuple[torch.nn.Module, ...]) -> Iterator[torch.nn.Module]:
-    """One module per distinct size, dtype and device: the probe of one speaks for its likes."""
+    """The modules to probe: a norm speaks for its size, dtype and device, attention for its device, an MLP for itself."""
     seen = set()
     for module in modules:
         parameter = next(module.parameters(), None)
-        detail = None if parameter is None else (tuple(parameter.shape), parameter.dtype, parameter.device)
-        if detail not in seen:
+        detail: Hashable = None if parameter is None else parameter.device
+        if kind == "norm" and parameter is not None:
+            detail = (parameter.shape, parameter.dtype, parameter.device)
+        if kind == "mlp" or detail not in seen:
             seen.add(detail)
             yield module
-
-
-def _global(function: Any, name: str) -> Callable[..., Any] | None:
-    """The plain Python function that ``function`` calls by this global name, or None."""
-    function = _unwrapped(function)
-    if function is None or name not in function.__code__.co_names:
-        return None
-    found = function.__globals__.get(name)
-    return found if isinstance(found, FunctionType) else None
-
-
-def _unwrapped(function: Any) -> FunctionType | None:
-    """The function whose code runs, where nothing is wrapped around it."""
-    return function if isinstance(function, FunctionType) and function.__module__ in sys.modules else None

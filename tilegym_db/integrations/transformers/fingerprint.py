@@ -1,50 +1,51 @@
-"""A fingerprint of what a function's source does, blind to the names it uses.
+"""A fingerprint of what a function's source does, blind to the names of its local variables.
 
-Two ``forward`` methods that differ in variable names, annotations, docstrings or formatting have one fingerprint; two that
-differ in any operation, attribute or constant do not. It only nominates: a behavioural probe confirms.
+Two ``forward`` methods that differ in local names, annotations, docstrings or formatting have one fingerprint; two that
+differ in any operation, attribute, constant or parameter do not. Parameter names count because callers may pass them by
+keyword. It only nominates: a behavioural probe confirms.
 """
 
 from __future__ import annotations
 
 import ast
-import functools
 import hashlib
 import inspect
 import textwrap
-from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 __all__ = ["fingerprint", "source_fingerprint"]
 
 
-@functools.lru_cache(maxsize=4096)
-def fingerprint(function: Callable[..., Any]) -> str | None:
-    """16 hex digits, or None where the source is not to be had (built-in, generated, wrapped in C)."""
+def fingerprint(function: Any) -> str | None:
+    """16 hex digits, or None where the code that runs is not to be had as source.
+
+    That is so for what is built in, generated, or wrapped: a wrapper shows the source of what it wraps and does more.
+    """
+    if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
+        return None
     try:
         source = inspect.getsource(function)
-    except (OSError, TypeError):
+    except OSError:
         return None
     return source_fingerprint(source)
 
 
 def source_fingerprint(source: str) -> str | None:
-    """As :func:`fingerprint`, from the text of one function."""
+    """As :func:`fingerprint`, from the text of one function; None where it is anything else."""
     try:
         tree = ast.parse(textwrap.dedent(source))
-    except SyntaxError:
+    except SyntaxError:  # a lambda in the middle of an expression, for one
         return None
-    function = tree.body[0]
+    function = tree.body[0] if tree.body else None
     if not isinstance(function, ast.FunctionDef):
         return None
-    names: dict[str, str] = {}
-    for argument in _arguments(function.args):
-        names[argument.arg] = f"v{len(names)}"
-    normalised = _Normalise(names)
+    parameters = [argument.arg for argument in _arguments(function.args)]
+    normalised = _Normalise(parameters)
     body = [normalised.visit(statement) for statement in _without_docstring(function.body)]
-    parameters = [names[argument.arg] for argument in _arguments(function.args)]
     # Unparsed, not dumped: the text of a tree is the same in every Python version, its dump is not.
     text = ast.unparse(ast.fix_missing_locations(ast.Module(body=body, type_ignores=[])))
-    defaults = [ast.unparse(value) for value in function.args.defaults]
+    defaults = [ast.unparse(value) for value in (*function.args.defaults, *function.args.kw_defaults) if value]
     return hashlib.sha256(repr((parameters, defaults, text)).encode()).hexdigest()[:16]
 
 
@@ -62,14 +63,16 @@ def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 class _Normalise(ast.NodeTransformer):
-    """Renames parameters and local variables in order of appearance; globals and attributes keep their names."""
+    """Renames local variables in order of appearance; parameters, globals and attributes keep their names."""
 
-    def __init__(self, names: dict[str, str]) -> None:
-        self._names = names
+    def __init__(self, parameters: list[str]) -> None:
+        self._names = {name: name for name in parameters}
+        self._locals = 0
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         if isinstance(node.ctx, ast.Store) and node.id not in self._names:
-            self._names[node.id] = f"v{len(self._names)}"
+            self._names[node.id] = f"${self._locals}"  # no identifier, so that no global can have this name
+            self._locals += 1
         return ast.Name(id=self._names.get(node.id, node.id), ctx=node.ctx)
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
@@ -81,4 +84,5 @@ class _Normalise(ast.NodeTransformer):
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
         if node.value is None:
             return ast.Pass()
-        return ast.Assign(targets=[self.visit(node.target)], value=self.visit(node.value))
+        value = self.visit(node.value)
+        return ast.Assign(targets=[self.visit(node.target)], value=value)

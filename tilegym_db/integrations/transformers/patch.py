@@ -3,85 +3,111 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-import weakref
 from collections.abc import Callable, Collection, Iterator
-from types import FunctionType
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import UsageError
-from tilegym_db.integrations.transformers.discover import ROPE_FUNCTION, Found, discover
-from tilegym_db.integrations.transformers.points import mlp_forward, norm_forward, rope_function
-from tilegym_db.integrations.transformers.rebind import forget_shadow, shadow_function, subclass
+from tilegym_db.integrations.transformers.discover import ROPE_FUNCTION, Found, discover, probed_activation
+from tilegym_db.integrations.transformers.points import (
+    Site,
+    attention_forward,
+    mlp_forward,
+    norm_forward,
+    rope_function,
+)
+from tilegym_db.integrations.transformers.rebind import is_patched, shadow_function, subclass
 from tilegym_db.integrations.transformers.report import CallSite, Report
 from tilegym_db.resolver.dispatch import Dispatcher
 from tilegym_db.resolver.resolve import call_site
 
-__all__ = ["Handle", "patch", "patched", "patched_init"]
+__all__ = ["Handle", "patch", "patched"]
 
 MODES = ("inference",)
 POLICIES = ("verified",)
 
-# Which model object carries which patch: a second patch of the same object would wrap the first.
-_patched: weakref.WeakKeyDictionary[torch.nn.Module, Handle] = weakref.WeakKeyDictionary()
+Module = torch.nn.Module
 
 
 class Handle:
-    """One patch on one model. Keep it to read the report and to undo the patch."""
+    """One patch on one model. Keep it to read the report and to undo the patch.
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    The patch itself lives in the classes of the modules: a model that is dropped takes it along.
+    """
+
+    def __init__(self) -> None:
         """An empty patch; :func:`patch` fills it."""
-        self.model = model
-        self._changed: list[tuple[torch.nn.Module, type[torch.nn.Module]]] = []
-        self._shadows: list[FunctionType] = []
-        self._sites: list[tuple[Found, Dispatcher | None, str]] = []
+        self._changed: list[tuple[Module, type[Module]]] = []
+        self._forget_shadows: list[Callable[[], Any]] = []
+        self._sites: list[tuple[CallSite, Dispatcher | None, Site | None]] = []
 
     def report(self) -> Report:
         """Each call site: what it is, what serves it and why, how often it was called."""
         return Report(
             tuple(
-                CallSite(
-                    found.kind,
-                    found.module_class.__name__,
-                    len(found.modules),
-                    found.definition,
-                    reason,
-                    None if dispatcher is None else dispatcher.report(),
-                )
-                for found, dispatcher, reason in self._sites
+                described
+                if dispatcher is None or site is None
+                else replace(described, counts=dispatcher.report(), bypassed=dict(site.bypassed))
+                for described, dispatcher, site in self._sites
             )
         )
 
     def unpatch(self) -> None:
-        """Give every module its own class back. Safe to call twice; the report stays readable."""
-        while self._changed:
-            module, original = self._changed.pop()
-            module.__class__ = original
-        while self._shadows:
-            forget_shadow(self._shadows.pop())
-        if _patched.get(self.model) is self:
-            del _patched[self.model]
+        """Give every module its own class back. Safe to call twice; the report stays readable.
 
-    def _install(self, found: Found, dispatcher: Dispatcher) -> None:
-        base = found.module_class
-        changed = subclass(base, self._forward(found, dispatcher))
+        Raises:
+            UsageError: something else changed the class of a module after the patch. Those modules run their own code but
+                keep their class; all others are restored.
+        """
+        for _, _, site in self._sites:
+            if site is not None:
+                site.close()
+        while self._forget_shadows:
+            self._forget_shadows.pop()()
+        left = [(module, ours) for module, ours in self._changed if not _restore(module, ours)]
+        self._changed = left
+        if left:
+            names = ", ".join(sorted({type(module).__name__ for module, _ in left}))
+            raise UsageError(
+                f"{len(left)} modules were given another class after they were patched ({names}): a wrapper such as FSDP or a "
+                "parametrization. They run their own code again; remove the wrapper and call unpatch() once more."
+            )
+
+    def _add(self, found: Found, reason: str, catalog: Catalog) -> None:
+        """Install a group, or only note why not."""
+        described = CallSite(found.kind, found.module_class.__name__, len(found.modules), found.definition, reason)
+        if reason:
+            self._sites.append((described, None, None))
+            return
+        dispatcher = call_site(catalog.definition(found.definition), catalog)
+        site = Site(dispatcher.attempt)
+        self._sites.append((described, dispatcher, site))
+        ours = subclass(found.module_class, self._forward(found, site))
         for module in found.modules:
-            module.__class__ = changed
-            self._changed.append((module, base))
+            module.__class__ = ours
+            self._changed.append((module, ours))
 
-    def _forward(self, found: Found, dispatcher: Dispatcher) -> Callable[..., Any]:
+    def _forward(self, found: Found, site: Site) -> Callable[..., Any]:
         stock: Any = found.module_class.forward
         if found.kind == "norm":
-            return norm_forward(stock, dispatcher.attempt, found.eps_attribute)
+            return norm_forward(stock, site, found.eps_attribute)
         if found.kind == "mlp":
-            return mlp_forward(stock, dispatcher.attempt)
-        rotate = stock.__globals__[ROPE_FUNCTION]
-        shadow = shadow_function(stock, {ROPE_FUNCTION: rope_function(rotate, dispatcher.attempt)})
-        self._shadows.append(shadow)
-        return shadow
+            return mlp_forward(stock, site, probed_activation(found.modules[0]))
+        rotate = rope_function(stock.__globals__[ROPE_FUNCTION], site)
+        shadow, forget = shadow_function(stock, {ROPE_FUNCTION: rotate})
+        self._forget_shadows.append(forget)
+        return attention_forward(stock, shadow, site)
+
+
+def _restore(module: Module, ours: type[Module]) -> bool:
+    """Give a module back the class it had, unless its class is not the one that the patch gave it."""
+    if type(module) is ours:
+        module.__class__ = ours.__mro__[1]
+        return True
+    return not issubclass(type(module), ours)
 
 
 def patch(
@@ -111,30 +137,29 @@ def patch(
     """
     if mode not in MODES or policy not in POLICIES:
         raise UsageError(f"mode must be one of {MODES} and policy one of {POLICIES}, not {mode!r} and {policy!r}.")
-    if model in _patched:
-        raise UsageError("this model is patched already; call unpatch() on its handle first.")
+    if any(is_patched(module) for module in model.modules()):
+        raise UsageError("this model, or a part of it, is patched already; call unpatch() on its handle first.")
     records = catalog or Catalog.default()
     unknown = sorted(set(ops or ()) - set(records.definitions))
     if unknown:
         raise UsageError(f"ops names {unknown[0]!r}, which is no definition. Try: tilegym-db list")
-    handle = Handle(model)
+    handle = Handle()
     try:
         for found in discover(model, records):
-            reason = found.reason
-            if not reason and ops is not None and found.definition not in ops:
-                reason = "not among the ops asked for"
-            if not reason and dry_run:
-                reason = "dry run"
-            dispatcher = None if reason else call_site(records.definition(found.definition), records)
-            handle._sites.append((found, dispatcher, reason))
-            if dispatcher is not None:
-                handle._install(found, dispatcher)
+            handle._add(found, _why_not(found, ops, dry_run), records)
     except BaseException:
         handle.unpatch()
         raise
-    if not dry_run:
-        _patched[model] = handle
     return handle
+
+
+def _why_not(found: Found, ops: Collection[str] | None, dry_run: bool) -> str:
+    """Why a group stays stock; empty where it is to be patched."""
+    if found.reason:
+        return found.reason
+    if ops is not None and found.definition not in ops:
+        return "not among the ops asked for"
+    return "dry run" if dry_run else ""
 
 
 @contextlib.contextmanager
@@ -145,31 +170,3 @@ def patched(model: torch.nn.Module, **options: Any) -> Iterator[Handle]:
         yield handle
     finally:
         handle.unpatch()
-
-
-@contextlib.contextmanager
-def patched_init(**options: Any) -> Iterator[list[Handle]]:
-    """Patch every transformers model that is built inside the ``with`` block, once it is complete.
-
-    The models stay patched after the block. Yields the list of their handles, filled as the block ends.
-    """
-    from transformers import PreTrainedModel
-
-    built: list[torch.nn.Module] = []
-    handles: list[Handle] = []
-    original = PreTrainedModel.__init__
-
-    here = threading.get_ident()
-
-    def remember(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if threading.get_ident() == here:  # a model that another thread builds meanwhile is none of ours
-            built.append(self)
-
-    PreTrainedModel.__init__ = remember  # type: ignore[method-assign]
-    try:
-        yield handles
-    finally:
-        PreTrainedModel.__init__ = original  # type: ignore[method-assign]
-    inner = {id(module) for model in built for module in model.modules() if module is not model}
-    handles += [patch(model, **options) for model in built if id(model) not in inner]

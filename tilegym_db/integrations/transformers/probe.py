@@ -1,7 +1,12 @@
-"""Confirms by running it that a piece of a model computes what its fingerprint says: bit for bit, on random bf16 data."""
+"""Confirms by running it that a piece of a model computes what its fingerprint says: bit for bit, on random bf16 data.
+
+Always in bf16 and with random weights, whatever the model holds: in fp32, or with weights of one, variants that round at
+different places agree. Nothing of the model is changed, none of its hooks runs, and the global random state is untouched.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,42 +17,54 @@ from tilegym_db.verify.reference import run_reference
 
 __all__ = ["probe_mlp", "probe_norm", "probe_rope"]
 
-ROWS = 3
+SHAPE = (5, 64)
 SEED = 1234
 
 
-def probe_norm(module: torch.nn.Module, definition: Definition, eps: float) -> str | None:
+def probe_norm(module: torch.nn.Module, definition: Definition, eps_attribute: str) -> str | None:
     """Why the norm does not compute ``definition``, or None where it does."""
     weight: torch.Tensor = module.weight  # type: ignore[assignment]
-    x = _random((ROWS, weight.shape[0]), weight)
+    draw = _Draw(weight.device)
+    x, random_weight = draw(SHAPE[0], weight.shape[0]), draw(weight.shape[0])
+    twin = copy.copy(module)
+    vars(twin)["_parameters"] = {"weight": torch.nn.Parameter(random_weight, requires_grad=False)}
     with torch.no_grad():
-        stock = type(module).forward(module, x)
-    return _compare(stock, definition, {"x": x, "weight": weight.detach(), "eps": eps})
+        stock = type(module).forward(twin, x)
+    eps = getattr(module, eps_attribute)
+    return _compare(stock, definition, {"x": x, "weight": random_weight, "eps": eps})
 
 
-def probe_mlp(
-    activation: Callable[[torch.Tensor], torch.Tensor], definition: Definition, like: torch.Tensor
-) -> str | None:
+def probe_mlp(activation: Callable[..., Any], definition: Definition, device: torch.device) -> str | None:
     """Why ``activation(a) * b`` does not compute ``definition``, or None where it does."""
-    a, b = _random((ROWS, 64), like), _random((ROWS, 64), like, seed=SEED + 1)
+    draw = _Draw(device)
+    a, b = draw(*SHAPE), draw(*SHAPE)
+    function = activation.forward if isinstance(activation, torch.nn.Module) else activation
     with torch.no_grad():
-        stock = activation(a) * b
+        stock = function(a) * b
     return _compare(stock, definition, {"a": a, "b": b})
 
 
-def probe_rope(function: Callable[..., Any], definition: Definition, head_dim: int, like: torch.Tensor) -> str | None:
+def probe_rope(function: Callable[..., Any], definition: Definition, device: torch.device) -> str | None:
     """Why the function does not compute ``definition``, or None where it does."""
-    q, k = _random((1, 2, ROWS, head_dim), like), _random((1, 1, ROWS, head_dim), like, seed=SEED + 1)
-    angles = torch.linspace(0.0, 3.0, ROWS * head_dim, device=like.device).reshape(1, ROWS, head_dim)
-    inputs = {"q": q, "k": k, "cos": angles.cos().to(q.dtype), "sin": angles.sin().to(q.dtype)}
+    draw = _Draw(device)
+    length, dim = SHAPE
+    # Tables whose halves differ: a variant that reads one half only is another one.
+    shapes = {"q": (2, 4, length, dim), "k": (2, 2, length, dim), "cos": (2, length, dim), "sin": (2, length, dim)}
+    inputs = {name: draw(*shape) for name, shape in shapes.items()}
     with torch.no_grad():
         stock = function(*inputs.values())
     return _compare(stock, definition, inputs)
 
 
-def _random(shape: tuple[int, ...], like: torch.Tensor, seed: int = SEED) -> torch.Tensor:
-    generator = torch.Generator(like.device).manual_seed(seed)
-    return torch.randn(shape, generator=generator, device=like.device).to(like.dtype)
+class _Draw:
+    """Random bf16 tensors on one device from a generator of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._generator = torch.Generator(device).manual_seed(SEED)
+
+    def __call__(self, *shape: int) -> torch.Tensor:
+        drawn = torch.randn(shape, generator=self._generator, device=self._generator.device)
+        return drawn.to(torch.bfloat16)
 
 
 def _compare(stock: Any, definition: Definition, inputs: dict[str, Any]) -> str | None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 
-__all__ = ["forget_shadow", "shadow_function", "subclass"]
+__all__ = ["is_patched", "shadow_function", "subclass"]
 
+_MARK = "_tilegym_db_replaces"
 _numbers = itertools.count()
 
 
@@ -34,16 +36,22 @@ def subclass(base: type[torch.nn.Module], forward: Callable[..., Any]) -> type[t
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
+        _MARK: base,
     }
     patched = type(base.__name__, (base,), namespace)
     return patched
 
 
-def shadow_function(function: FunctionType, replacements: Mapping[str, Any]) -> FunctionType:
-    """The same code, reading the replaced names first from a module of its own.
+def is_patched(module: torch.nn.Module) -> bool:
+    """True where the module's class, or one that it derives from, was made by :func:`subclass`."""
+    return hasattr(type(module), _MARK)
 
-    The module is registered under a private name because tracers look a function's globals up by module name; take it away
-    again with :func:`forget_shadow`.
+
+def shadow_function(function: FunctionType, replacements: Mapping[str, Any]) -> tuple[FunctionType, Callable[[], Any]]:
+    """The same code, reading its globals from a module of its own in which some are replaced; and what removes that module.
+
+    The module is registered under a private name because tracers look a function's globals up by module name. It is removed
+    by the second result, or with the function.
     """
     shadow = ModuleType(f"{function.__module__}__tilegym_db_{next(_numbers)}")
     private = {"__name__", "__spec__", "__loader__"}
@@ -54,11 +62,7 @@ def shadow_function(function: FunctionType, replacements: Mapping[str, Any]) -> 
         function.__code__, vars(shadow), function.__name__, function.__defaults__, function.__closure__
     )
     copied.__kwdefaults__ = function.__kwdefaults__
-    copied.__annotations__ = dict(function.__annotations__)
-    copied.__doc__ = function.__doc__
-    return copied
-
-
-def forget_shadow(function: FunctionType) -> None:
-    """Drop the module that :func:`shadow_function` registered."""
-    sys.modules.pop(function.__globals__["__name__"], None)
+    copied.__qualname__ = function.__qualname__
+    forget = weakref.finalize(copied, sys.modules.pop, shadow.__name__, None)
+    forget.atexit = False
+    return copied, forget

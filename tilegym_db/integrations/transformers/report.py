@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tilegym_db.resolver.site_report import SiteReport
@@ -16,14 +16,19 @@ __all__ = ["CallSite", "Report"]
 
 @dataclass(frozen=True)
 class CallSite:
-    """One group of modules. ``reason`` says why the site is stock as a whole; ``counts`` is None there."""
+    """One group of modules. ``reason`` says why the site is stock as a whole; ``counts`` is None there.
+
+    ``bypassed`` counts by reason the calls that ran stock code without asking for a kernel: training, a gradient, a tracer.
+    Calls under ``torch.compile`` are not counted at all.
+    """
 
     kind: str
     module_class: str
     modules: int
     definition: str
     reason: str
-    counts: SiteReport | None
+    counts: SiteReport | None = None
+    bypassed: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -74,15 +79,15 @@ class Report:
 def _rows(site: CallSite) -> Sequence[tuple[str, str, str, str, str]]:
     if site.counts is None:
         return [("", "", "", "stock", site.reason)]
-    if not site.counts.keys:
-        return [("", "0", "0", "", "not called yet")]
     merged: dict[tuple[str, str, str], list[int]] = {}
     for key in site.counts.keys:
         sizes = " ".join(f"{name}={size}" for name, size in key.axes.items())
         totals = merged.setdefault((sizes, key.solution or "stock", key.reason), [0, 0])
         totals[0] += key.calls
         totals[1] += key.kernel_calls
-    return [
+    rows = [
         (sizes, str(calls), str(kernel_calls), solution, reason)
         for (sizes, solution, reason), (calls, kernel_calls) in merged.items()
     ]
+    rows += [("", str(calls), "0", "stock", reason) for reason, calls in site.bypassed.items()]
+    return rows or [("", "0", "0", "", "not called yet")]

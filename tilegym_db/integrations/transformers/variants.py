@@ -22,16 +22,16 @@ class Variant:
 
 # forward of the norm: normalise in fp32, round, multiply by the weight in the activation dtype.
 NORMS: dict[str, Variant] = {
-    "b907833bb115d88e": Variant("rms_norm", "Llama, Mistral, Qwen2, Qwen3", eps_attribute="variance_epsilon"),
+    "a7dfd4f03eb3ea7f": Variant("rms_norm", "Llama, Mistral, Qwen2, Qwen3", eps_attribute="variance_epsilon"),
 }
 
 # forward of the gated MLP with separate gate and up projections; the activation itself is probed.
 MLPS: dict[str, Variant] = {
-    "c702323319a8f806": Variant("swiglu", "Llama, Mistral, Qwen2, Qwen3"),
+    "3d02dbd242fed4ec": Variant("swiglu", "Llama, Mistral, Qwen2, Qwen3"),
 }
 
 # apply_rotary_pos_emb with half-split rotation; valid only together with ROTATE_HALF.
 ROPES: dict[str, Variant] = {
-    "108bcaf4a43f8ac0": Variant("rope_neox", "Llama, Mistral, Qwen2, Qwen3"),
+    "2418abfc5d155e5e": Variant("rope_neox", "Llama, Mistral, Qwen2, Qwen3"),
 }
-ROTATE_HALF = frozenset({"03b4a15f16377e85"})
+ROTATE_HALF = frozenset({"3a581a793982b0d2"})

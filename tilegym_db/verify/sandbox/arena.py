@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import ctypes
 import mmap
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +76,7 @@ class SlotPlan:
 
 
 def plan_slot(definition: Definition, case: Case) -> SlotPlan:
-    """Lay out the tensors of one call: 512-byte aligned, 4 KiB of guard before, between and after them."""
+    """Lay out the tensors of one call: 512-byte aligned plus the case's offset, 4 KiB of guard around each."""
     offset = GUARD_BYTES
 
     def place(name: str) -> TensorPlan:
@@ -84,8 +85,9 @@ def plan_slot(definition: Definition, case: Case) -> SlotPlan:
         shape, strides = definition.shape_of(name, case.axes), case.strides(definition, name)
         elements = 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
         span = elements * storage_dtype(dtype).itemsize
-        plan = TensorPlan(name, dtype, shape, strides, offset, span)
-        offset = -(-(offset + span + GUARD_BYTES) // ALIGNMENT) * ALIGNMENT
+        start = offset + case.offset * storage_dtype(dtype).itemsize
+        plan = TensorPlan(name, dtype, shape, strides, start, span)
+        offset = -(-(start + span + GUARD_BYTES) // ALIGNMENT) * ALIGNMENT
         return plan
 
     inputs = tuple(place(name) for name in definition.tensor_inputs)
@@ -136,6 +138,11 @@ class Arena:
         plan = next(tensor for tensor in self.plan.tensors if tensor.name == name)
         return tensor_view(self.slot(index), plan)
 
+    def settle(self) -> None:
+        """Wait until everything written here has arrived: a worker's stream knows nothing of this process's streams."""
+        if self.device != "cpu":
+            torch.cuda.synchronize(self.device)
+
     def to_message(self) -> dict[str, Any]:
         """What a worker needs to attach."""
         return {**self._handle, "size": self.memory.numel(), "slots": self.slots, "plan": self.plan.to_message()}
@@ -168,7 +175,7 @@ def _map_file(path: Path, size: int, *, create: bool) -> tuple[torch.Tensor, Any
     if create:
         with path.open("wb") as file:
             try:
-                file.truncate(size)
+                os.posix_fallocate(file.fileno(), 0, size)  # a sparse file would end in SIGBUS on a full disk
             except OSError as error:
                 raise StoreError(f"cannot allocate {size} bytes of shared memory in {path.parent}: {error}.") from None
     with path.open("r+b") as file:

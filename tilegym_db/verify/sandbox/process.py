@@ -25,12 +25,15 @@ __all__ = ["SANDBOX_LEVEL", "WorkerDied", "WorkerProcess", "WorkerTimeout"]
 SANDBOX_LEVEL = 1
 START_TIMEOUT_S = 180.0
 LOG_TAIL_BYTES = 4000
+MAX_SUMMARY = 300
 
 # What a compiler or the CUDA driver needs to find itself; nothing else of the user's environment reaches a Solution.
 KEPT_VARIABLES = (
     "PATH",
     "LD_LIBRARY_PATH",
     "PYTHONPATH",
+    "CUDA_HOME",
+    "CUDA_PATH",
     "CUDA_VISIBLE_DEVICES",
     "NVIDIA_VISIBLE_DEVICES",
     "VIRTUAL_ENV",
@@ -49,7 +52,7 @@ class WorkerTimeout(Exception):
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer: ``ok`` with its content, or the Solution's error."""
+    """An answer: ``ok`` with its content, or the Solution's error. Its texts are the worker's word, made fit to store."""
 
     ok: bool
     content: Mapping[str, Any]
@@ -57,12 +60,30 @@ class Reply:
     @property
     def error(self) -> str:
         """The traceback, where the Solution raised."""
-        return str(self.content.get("error", ""))
+        return _storable(self.content.get("error", ""))
+
+    @property
+    def summary(self) -> str:
+        """The last line of the traceback: the exception and its message."""
+        return (self.error.strip().splitlines() or ["no message"])[-1][:MAX_SUMMARY]
+
+    @property
+    def mismatch(self) -> tuple[bool, str] | None:
+        """Where a returned value does not fit its output: (true for its dtype, false for its shape or kind; what)."""
+        found = self.content.get("mismatch")
+        if not isinstance(found, dict):
+            return None
+        return found.get("kind") == "dtype", _storable(found.get("what"))[:MAX_SUMMARY]
 
     @property
     def is_compile_error(self) -> bool:
         """True where the language's compiler refused the kernel."""
         return self.content.get("kind") == "compile"
+
+
+def _storable(text: object) -> str:
+    """Text without what JSON, a database or a terminal must not be given: lone surrogates, NUL, escape sequences."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in str(text))
 
 
 class WorkerProcess:
@@ -145,7 +166,11 @@ class WorkerProcess:
             os.write(self._requests, protocol.encode({"id": self._next_id, "op": op, **content}))
         except OSError:
             raise self._died("is gone") from None
-        message = self._receive(self._next_id, timeout_s)
+        try:
+            message = self._receive(self._next_id, timeout_s)
+        except KeyboardInterrupt:
+            self.kill()  # nobody waits for its answer any more, and the next request must not get it
+            raise
         return Reply(bool(message.get("ok")), message)
 
     def _receive(self, expected: int, timeout_s: float) -> dict[str, Any]:
@@ -184,7 +209,7 @@ class WorkerProcess:
         size = path.stat().st_size
         with path.open("rb") as file:
             file.seek(max(0, size - LOG_TAIL_BYTES))
-            tail = file.read().decode(errors="replace").strip()
+            tail = _storable(file.read().decode(errors="replace")).strip()
         return f"; its last output:\n{tail}" if tail else ""
 
     def kill(self) -> None:

@@ -8,7 +8,10 @@ FD_OUT``; standard output and error belong to the Solution and go to a log.
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -47,7 +50,9 @@ class Worker:
         import torch
 
         from tilegym_db.backends.load import load_entry
+        from tilegym_db.backends.toolchains import prepare_environment
         from tilegym_db.catalog import SolutionFiles
+        from tilegym_db.verify.sandbox.interpreter import repair_interpreter
         from tilegym_db.verify.sandbox.timing import BlockTimer
 
         if self.device != "cpu":
@@ -56,6 +61,9 @@ class Worker:
         files = SolutionFiles.read(Path(request["folder"]))
         if files.digest != request["digest"]:
             raise RuntimeError(f"the source of {files.name} changed on disk while it was being measured")
+        prepare_environment(files.record.spec.language)
+        if files.record.spec.language == "triton" and os.environ.get("TRITON_INTERPRET") == "1":
+            repair_interpreter()
         self.entry = load_entry(files)
         self.returns = not files.record.spec.destination_passing_style
         self.order, self.outputs = request["inputs"], request["outputs"]
@@ -181,8 +189,20 @@ def _is_compile_error(error: BaseException) -> bool:
     return False
 
 
+def _end_with(supervisor: int) -> None:
+    """Follow a supervisor that was killed: a call that hangs would otherwise keep its device for ever."""
+
+    def watch(sleep: Callable[[float], None] = time.sleep) -> None:
+        while os.getppid() == supervisor:
+            sleep(0.5)
+        os.killpg(0, signal.SIGKILL)  # with every compiler that was started here
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def main(fd_in: int, fd_out: int, device: str) -> None:
     """Serve requests until the supervisor closes the pipe."""
+    _end_with(os.getppid())
     worker = Worker(device)
     with os.fdopen(fd_in, "rb") as requests, os.fdopen(fd_out, "wb", buffering=0) as replies:
         # Imports are the slow part of a start; done before the first request, a spare worker is warm.

@@ -6,8 +6,18 @@ import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["M"])
-def _swiglu_tile(a_ptr, b_ptr, out_ptr, a_stride, b_stride, out_stride, M, I: tl.constexpr,
-                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _swiglu_tile(
+    a_ptr,
+    b_ptr,
+    out_ptr,
+    a_stride,
+    b_stride,
+    out_stride,
+    M,
+    I: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     # Column blocks vary fastest, so neighbouring programs read neighbouring memory.
     column_blocks: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
     dtype = out_ptr.dtype.element_ty
@@ -31,7 +41,7 @@ def run(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, BLOCK=None, num_
     BLOCK = None: 2048 values a program, or 512 where 2048 would leave most of the machine idle (decode).
     num_warps = None: 16 values a thread for 2048 (8 for 512).
     """
-    M, I = out.shape  # noqa: E741 - the Definition's axis name
+    M, I = out.shape
     if M == 0 or I == 0:
         return
     block = BLOCK or (2048 if M * I >= 1 << 18 else 512)

@@ -7,7 +7,7 @@ import tilelang.language as T
 import torch
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 @tilelang.jit
 def gemm_dense_kernel(N, K, dtype, block_M, block_N, block_K, stages, group, split, tma_store, multiprocessors):
     """Compile the kernel for many rows: one CTA a multiprocessor walks over the output tiles.
@@ -20,16 +20,13 @@ def gemm_dense_kernel(N, K, dtype, block_M, block_N, block_K, stages, group, spl
     a_stride, b_stride, out_stride = T.dynamic("a_stride b_stride out_stride", "int64")
     steps = -(-K // (block_K * split))
     policy = T.GemmWarpPolicy.FullRow if block_M == 128 else T.GemmWarpPolicy.FullCol
-    if split > 1:
-        out_tensor = T.Tensor((split, M, N), "float32")
-    else:
-        out_tensor = T.StridedTensor((M, N), (out_stride, 1), dtype)
+    one_out, partial_out = T.StridedTensor((M, N), (out_stride, 1), dtype), T.Tensor((split, M, N), "float32")
 
     @T.prim_func
     def gemm_dense(
         a: T.StridedTensor((M, K), (a_stride, 1), dtype),
         b: T.StridedTensor((N, K), (b_stride, 1), dtype),
-        out: out_tensor,
+        out: one_out if split == 1 else partial_out,
     ):
         with T.Kernel(multiprocessors, threads=256) as block:
             T.assume(a_stride % 8 == 0)  # TMA wants rows aligned to 16 bytes; run() checked it
@@ -75,7 +72,7 @@ def gemm_dense_kernel(N, K, dtype, block_M, block_N, block_K, stages, group, spl
     return gemm_dense
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 @tilelang.jit(pass_configs={"tl.enable_lower_ldgstg": True})
 def gemm_reduce_kernel(N, dtype, split, vec):
     """Compile out[m, n] = T(partial[0, m, n] + partial[1, m, n] + ...), always summed in this order."""
@@ -107,7 +104,7 @@ def gemm_reduce_kernel(N, dtype, split, vec):
     return gemm_reduce
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 @tilelang.jit
 def gemm_skinny_kernel(N, K, dtype, block_M, block_N, block_K, stages):
     """Compile the kernel for block_M rows of a at most: it multiplies b by a.T, so that b's rows fill the tensor cores.
@@ -142,7 +139,7 @@ def gemm_skinny_kernel(N, K, dtype, block_M, block_N, block_K, stages):
     return gemm_skinny
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 @tilelang.jit
 def gemm_plain_kernel(N, K, dtype):
     """Compile the kernel for rows that TMA cannot address (not aligned to 16 bytes): one element a load, no overlap."""
@@ -178,7 +175,7 @@ def gemm_plain_kernel(N, K, dtype):
     return gemm_plain
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def multiprocessor_count(index):
     """Multiprocessors of a GPU; 132, those of an H100 or H200, where there is none (compiling without a GPU)."""
     return torch.cuda.get_device_properties(index).multi_processor_count if torch.cuda.is_available() else 132
@@ -191,8 +188,8 @@ def default_tile(M, N, K, multiprocessors):
         block_M, block_N = 64, 128
     else:
         block_M = 128
-        small, large = (-(-M // 128) * -(-N // width) for width in (128, 256))
-        block_N = 256 if 2 * -(-large // multiprocessors) <= -(-small // multiprocessors) else 128
+        waves = [-(-(-(-M // 128) * -(-N // width)) // multiprocessors) for width in (128, 256)]
+        block_N = 256 if 7 * waves[1] <= 4 * waves[0] else 128  # a wave of the larger costs twice, less some reuse
     tiles = -(-M // block_M) * -(-N // block_N)
     return block_M, block_N, max(1, min(8, multiprocessors // tiles, K // 512))
 
@@ -215,9 +212,9 @@ def run(a, b, out, *, block_M=None, block_N=None, split=None, block_K=64, group=
         gemm_plain_kernel(N, K, dtype)(a, b, out)
         return
     multiprocessors = multiprocessor_count(a.device.index)
-    if M <= (skinny_M or (32 if N <= 64 * multiprocessors else 64)):
+    if (skinny_M or (32 if 64 * multiprocessors >= N else 64)) >= M:
         if skinny_N is None:  # at least a CTA a multiprocessor where N allows, else fewer, larger ones that reuse a
-            skinny_N = 16 if N <= 16 * multiprocessors else 32 if N <= 64 * multiprocessors else 64
+            skinny_N = 16 if 16 * multiprocessors >= N else 32 if 64 * multiprocessors >= N else 64
         rows = 16 if M <= 16 else 32 if M <= 32 else 64
         skinny_K = 256 if rows + skinny_N <= 48 else 128
         stages = min(6, 96 * 1024 // ((rows + skinny_N) * skinny_K * 2))  # leaves room for two CTAs

@@ -8,7 +8,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _sm_count(device: torch.device) -> int:
     """Multiprocessors of the device; those of an H200 where there is no GPU (compile-only machines)."""
     return torch.cuda.get_device_properties(device).multi_processor_count if torch.cuda.is_available() else 132
@@ -32,7 +32,7 @@ def _gemv(a_ptr, b_ptr, out_ptr, b_stride, N, K, BLOCK_N: tl.constexpr, BLOCK_K:
 
 @triton.jit
 def _tile_coordinates(tile, m_tiles, n_tiles, GROUP_M: tl.constexpr):
-    """Tiles in groups of GROUP_M rows of tiles, down a column first: neighbours in time share rows of a and of b in L2."""
+    """Tiles in groups of GROUP_M rows of tiles, down a column first: neighbours in time share a and b in L2."""
     group_size = GROUP_M * n_tiles
     first_m = tile // group_size * GROUP_M
     rows = tl.minimum(m_tiles - first_m, GROUP_M)
@@ -40,9 +40,22 @@ def _tile_coordinates(tile, m_tiles, n_tiles, GROUP_M: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["M"])
-def _gemm_pointers(a_ptr, b_ptr, out_ptr, a_stride, b_stride, out_stride, M, N, K,
-                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
-                   GROUP_M: tl.constexpr):
+def _gemm_pointers(
+    a_ptr,
+    b_ptr,
+    out_ptr,
+    a_stride,
+    b_stride,
+    out_stride,
+    M,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
     """Any stride and alignment: used for few rows, for float32, and where the tensor copy engine cannot be."""
     m_tile, n_tile = _tile_coordinates(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
     m = (m_tile * BLOCK_M).to(tl.int64) + tl.arange(0, BLOCK_M)
@@ -67,9 +80,24 @@ def _gemm_pointers(a_ptr, b_ptr, out_ptr, a_stride, b_stride, out_stride, M, N, 
 
 
 @triton.jit(do_not_specialize=["M", "splits", "k_tiles_per_split"])
-def _gemm_descriptors(a_desc, b_desc, out_desc, partial_ptr, M, N, K, splits, k_tiles_per_split,
-                      BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-                      SPLIT_K: tl.constexpr, SUBTILES: tl.constexpr, FLATTEN: tl.constexpr):
+def _gemm_descriptors(
+    a_desc,
+    b_desc,
+    out_desc,
+    partial_ptr,
+    M,
+    N,
+    K,
+    splits,
+    k_tiles_per_split,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    SUBTILES: tl.constexpr,
+    FLATTEN: tl.constexpr,
+):
     """Tensor copy engine and asynchronous tensor cores. A program works off tiles pid, pid + programs, ...: flattened
     with the loop over K, the loads of the next tile run while this one is stored. The engine zero-fills and clips."""
     m_tiles = tl.cdiv(M, BLOCK_M)
@@ -117,13 +145,20 @@ def _sum_splits(partial_ptr, out_ptr, out_stride, M, N, SPLIT: tl.constexpr, BLO
     tl.store(out_ptr + row * out_stride + cols, acc.to(out_ptr.dtype.element_ty), mask=cols < N)
 
 
-# Launch configurations of each kernel, by index VARIANT. The first of each is a fair choice everywhere.
-_GEMV = ((4, 1024, 4), (8, 512, 4), (2, 2048, 4), (1, 4096, 4), (8, 1024, 8), (16, 256, 4))  # BLOCK_N, BLOCK_K, num_warps
+# Launch configurations of each kernel, by index VARIANT.
+# BLOCK_N, BLOCK_K, num_warps
+_GEMV = ((4, 1024, 4), (8, 512, 4), (2, 2048, 4), (1, 4096, 4), (8, 1024, 8), (16, 256, 4))
 # BLOCK_N, BLOCK_K, num_warps, num_stages
 _NARROW = ((16, 256, 2, 4), (32, 256, 4, 4), (32, 128, 4, 6), (16, 128, 2, 6), (16, 512, 2, 3), (64, 128, 4, 5))
 # BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages, SUBTILES
-_TILES = ((128, 256, 64, 8, 4, 2), (128, 128, 64, 8, 5, 1), (64, 128, 64, 4, 6, 1), (128, 256, 64, 8, 3, 1),
-          (128, 128, 64, 4, 3, 1), (64, 256, 64, 4, 4, 1))
+_TILES = (
+    (128, 256, 64, 8, 4, 2),
+    (128, 128, 64, 8, 5, 1),
+    (64, 128, 64, 4, 6, 1),
+    (128, 256, 64, 8, 3, 1),
+    (128, 128, 64, 4, 3, 2),
+    (64, 256, 64, 4, 4, 1),
+)
 
 
 def _cdiv(value: int, divisor: int) -> int:
@@ -133,7 +168,10 @@ def _cdiv(value: int, divisor: int) -> int:
 def _default_tile(M: int, N: int, sms: int) -> int:
     if M <= 64:
         return 2
-    return 0 if _cdiv(M, 128) * _cdiv(N, 256) >= sms * 3 // 4 else 1
+    # Rounds of tiles over the machine times the cost of a tile; two small tiles take about 1.15 times one large one.
+    rounds_large = _cdiv(_cdiv(M, 128) * _cdiv(N, 256), sms)
+    rounds_small = _cdiv(_cdiv(M, 128) * _cdiv(N, 128), sms)
+    return 0 if 2 * rounds_large <= 1.15 * rounds_small else 1
 
 
 def _copy_engine_reads(tensor: torch.Tensor) -> bool:
@@ -168,13 +206,29 @@ def run(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, VARIANT=None, SP
         if fp32:
             block_m, block_n, block_k, warps, stages = (16, 32, 64, 4, 3) if M <= 16 else (64, 64, 16, 4, 3)
         elif M <= 16:  # bound by reading b: narrow tiles, so that every multiprocessor streams its own part of b
-            variant = VARIANT if VARIANT is not None else 0 if N < 64 * sms else 1
+            variant = VARIANT if VARIANT is not None else 0 if 64 * sms > N else 1
             block_m, (block_n, block_k, warps, stages) = 16, _NARROW[variant]
         else:
             block_m, block_n, block_k, warps, stages = 128, 128, 32, 8, 4
         grid = _cdiv(M, block_m) * _cdiv(N, block_n)
-        _gemm_pointers[(grid,)](a, b, out, a.stride(0), b.stride(0), out.stride(0), M, N, K,
-                                block_m, block_n, block_k, K % block_k == 0, GROUP_M, num_warps=warps, num_stages=stages)
+        _gemm_pointers[(grid,)](
+            a,
+            b,
+            out,
+            a.stride(0),
+            b.stride(0),
+            out.stride(0),
+            M,
+            N,
+            K,
+            block_m,
+            block_n,
+            block_k,
+            K % block_k == 0,
+            GROUP_M,
+            num_warps=warps,
+            num_stages=stages,
+        )
         return
 
     variant = VARIANT if VARIANT is not None else _default_tile(M, N, sms)
@@ -191,7 +245,21 @@ def run(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, VARIANT=None, SP
         TensorDescriptor(a, [M, K], [a.stride(0), 1], [block_m, block_k]),
         TensorDescriptor(b, [N, K], [b.stride(0), 1], [block_n, block_k]),
         TensorDescriptor(out, [M, N], [out.stride(0), 1], [block_m, block_n // subtiles]),
-        partial, M, N, K, splits, k_tiles_per_split, block_m, block_n, block_k, GROUP_M,
-        splits > 1, subtiles, PERSISTENT and work > sms, num_warps=warps, num_stages=stages)
+        partial,
+        M,
+        N,
+        K,
+        splits,
+        k_tiles_per_split,
+        block_m,
+        block_n,
+        block_k,
+        GROUP_M,
+        splits > 1,
+        subtiles,
+        PERSISTENT and work > sms,
+        num_warps=warps,
+        num_stages=stages,
+    )
     if splits > 1:
         _sum_splits[(M * _cdiv(N, 1024),)](partial, out, out.stride(0), M, N, splits, 1024, num_warps=4)

@@ -10,8 +10,20 @@ LOOP_COLUMNS = 8192
 
 
 @triton.jit(do_not_specialize=["M"])
-def _add_norm_tile(x_ptr, residual_ptr, weight_ptr, out_ptr, x_stride, residual_stride, out_stride, eps, M,
-                   N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _add_norm_tile(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    x_stride,
+    residual_stride,
+    out_stride,
+    eps,
+    M,
+    N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     dtype = out_ptr.dtype.element_ty
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
@@ -30,8 +42,18 @@ def _add_norm_tile(x_ptr, residual_ptr, weight_ptr, out_ptr, x_stride, residual_
 
 
 @triton.jit
-def _add_norm_long_row(x_ptr, residual_ptr, weight_ptr, out_ptr, x_stride, residual_stride, out_stride, eps,
-                       N: tl.constexpr, BLOCK_N: tl.constexpr):
+def _add_norm_long_row(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    x_stride,
+    residual_stride,
+    out_stride,
+    eps,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     dtype = out_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
@@ -59,8 +81,16 @@ def _add_norm_long_row(x_ptr, residual_ptr, weight_ptr, out_ptr, x_stride, resid
         tl.store(out_ptr + cols, (normed * weight).to(dtype), mask=in_row)
 
 
-def run(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, *,
-        BLOCK_M=None, num_warps=None):
+def run(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    *,
+    BLOCK_M=None,
+    num_warps=None,
+):
     """residual = T(x + residual) in place; out = T(T(residual * rsqrt(mean(residual^2) + eps)) * weight).
 
     Shapes: x, residual and out [M, N] with unit last stride and any row stride, weight [N]; one dtype T in bfloat16,
@@ -74,12 +104,35 @@ def run(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: floa
     if M == 0 or N == 0:
         return
     if N > MAX_REGISTER_COLUMNS:
-        _add_norm_long_row[(M,)](x, residual, weight, out, x.stride(0), residual.stride(0), out.stride(0), eps,
-                                 N, LOOP_COLUMNS, num_warps=num_warps or 16)
+        _add_norm_long_row[(M,)](
+            x,
+            residual,
+            weight,
+            out,
+            x.stride(0),
+            residual.stride(0),
+            out.stride(0),
+            eps,
+            N,
+            LOOP_COLUMNS,
+            num_warps=num_warps or 16,
+        )
         return
     block_n = 1 << (N - 1).bit_length()  # next power of two; triton.next_power_of_2 costs microseconds a call
     block_m = BLOCK_M or (1 if M <= 512 else max(1, 2048 // block_n))
     warps = num_warps or min(32, max(1, block_m * block_n // 512))
     _add_norm_tile[((M + block_m - 1) // block_m,)](
-        x, residual, weight, out, x.stride(0), residual.stride(0), out.stride(0), eps, M,
-        N, block_m, block_n, num_warps=warps)
+        x,
+        residual,
+        weight,
+        out,
+        x.stride(0),
+        residual.stride(0),
+        out.stride(0),
+        eps,
+        M,
+        N,
+        block_m,
+        block_n,
+        num_warps=warps,
+    )

@@ -4,12 +4,9 @@ import functools
 
 import tilelang
 import tilelang.language as T
-import torch
-
-KEPT_BYTES = 128  # of its row that a thread keeps in registers; longer rows are read a second time, from L2
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 @tilelang.jit(pass_configs={"tl.enable_lower_ldgstg": True})
 def rms_norm_kernel(N, dtype, vec, threads, rows):
     """Compile for rows of N elements: `threads` threads a row, moving `vec` elements at a time; `rows` rows a CTA."""
@@ -17,7 +14,8 @@ def rms_norm_kernel(N, dtype, vec, threads, rows):
     x_stride, out_stride = T.dynamic("x_stride", "int64"), T.dynamic("out_stride", "int64")
     warps = threads // 32
     chunks = -(-N // (threads * vec))
-    kept = chunks * vec * dtype.itemsize <= KEPT_BYTES
+    # A row stays in registers where they suffice: a thread of 1024 has 64. Longer rows are read again, from L2.
+    kept = chunks * vec * dtype.itemsize <= (128 if threads <= 512 else 64)
     full = rows == 1 and N % (threads * vec) == 0  # then no access needs a bounds check
     loop, slots = (T.unroll, chunks) if kept else (T.serial, 1)
 
@@ -86,7 +84,7 @@ def rms_norm_kernel(N, dtype, vec, threads, rows):
     return rms_norm
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def default_shape(N, vec):
     """Threads a row and rows a CTA: two vectors a thread, four warps a CTA where a row needs fewer."""
     threads = min(1024, 32 * -(-N // (2 * vec * 32)))
@@ -111,4 +109,5 @@ def run(x, weight, eps, out, *, threads=None, rows=None):
     if threads is None or rows is None:
         chosen = default_shape(N, vec)
         threads, rows = threads or chosen[0], rows or chosen[1]
+    rows = min(rows, 1024 // threads)
     rms_norm_kernel(N, dtype, vec, threads, rows)(x, weight, eps, out)

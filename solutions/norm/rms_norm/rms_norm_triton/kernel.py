@@ -10,8 +10,18 @@ LOOP_COLUMNS = 8192
 
 
 @triton.jit(do_not_specialize=["M"])
-def _rms_norm_tile(x_ptr, weight_ptr, out_ptr, x_stride, out_stride, eps, M,
-                   N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _rms_norm_tile(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    x_stride,
+    out_stride,
+    eps,
+    M,
+    N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     in_row = cols < N
@@ -46,9 +56,10 @@ def _rms_norm_long_row(x_ptr, weight_ptr, out_ptr, x_stride, out_stride, eps, N:
 
 
 def run(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, *, BLOCK_M=None, num_warps=None):
-    """out = T(T(x * rsqrt(mean(x^2) + eps)) * weight), statistics in fp32, both casts round to nearest even.
+    """out = T(T(x * rsqrt(mean(x^2) + eps)) * weight), statistics in fp32, both casts to nearest even.
 
-    Shapes: x and out [M, N] with unit last stride and any row stride, weight [N]; one dtype T in bfloat16, float16, float32.
+    Shapes: x and out [M, N] with unit last stride and any row stride, weight [N]; one dtype T in bfloat16, float16,
+    float32.
     Mapping: a program owns BLOCK_M whole rows and keeps them in registers, so x is read once. Rows longer than
     MAX_REGISTER_COLUMNS are looped over twice by one program a row (BLOCK_M does not apply to them).
     BLOCK_M = None: 1 while there are few rows to share out, else as many rows as make a tile of 2048 values.
@@ -58,11 +69,13 @@ def run(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, *,
     if M == 0 or N == 0:
         return
     if N > MAX_REGISTER_COLUMNS:
-        _rms_norm_long_row[(M,)](x, weight, out, x.stride(0), out.stride(0), eps, N, LOOP_COLUMNS,
-                                 num_warps=num_warps or 16)
+        _rms_norm_long_row[(M,)](
+            x, weight, out, x.stride(0), out.stride(0), eps, N, LOOP_COLUMNS, num_warps=num_warps or 16
+        )
         return
     block_n = 1 << (N - 1).bit_length()  # next power of two; triton.next_power_of_2 costs microseconds a call
     block_m = BLOCK_M or (1 if M <= 512 else max(1, 2048 // block_n))
     warps = num_warps or min(32, max(1, block_m * block_n // 512))
-    _rms_norm_tile[((M + block_m - 1) // block_m,)](x, weight, out, x.stride(0), out.stride(0), eps, M,
-                                                    N, block_m, block_n, num_warps=warps)
+    _rms_norm_tile[((M + block_m - 1) // block_m,)](
+        x, weight, out, x.stride(0), out.stride(0), eps, M, N, block_m, block_n, num_warps=warps
+    )

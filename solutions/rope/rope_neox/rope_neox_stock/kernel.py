@@ -9,9 +9,7 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
     return (x * cos) + (turned * sin)
 
 
-def run(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def run(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """q [B, Hq, S, D], k [B, Hkv, S, D], cos and sin [1 or B, S, D] -> rotated q and k."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return _rotated(q, cos, sin), _rotated(k, cos, sin)

@@ -6,7 +6,7 @@ import tilelang
 import tilelang.language as T
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 @tilelang.jit(pass_configs={"tl.enable_lower_ldgstg": True})  # keeps 16-byte stores whole
 def rope_neox_kernel(q_heads, k_heads, D, dtype, vec, groups):
     """Compile for head size D: threads (D / 2 / vec, groups), one of which rotates `vec` pairs of every groups-th head."""
@@ -31,19 +31,22 @@ def rope_neox_kernel(q_heads, k_heads, D, dtype, vec, groups):
 
     @T.macro
     def rotate(rows, i, cos_row, sin_row, result, out, b, head, s, column):
-        """Products and sum are rounded to T each; T.fmul keeps float32 products out of a fused multiply-add."""
+        """Products and sum are rounded to T each; T.fmul keeps float32 products out of a fused multiply-add.
+
+        Every store has elements of `result` of its own: TileLang 0.1.15 may store a stale value of a reused one.
+        """
         for v in T.vectorized(vec):
             kept = T.cast(T.fmul(T.cast(rows[i, 0, v], "float32"), T.cast(cos_row[0, v], "float32")), dtype)
             crossed = T.cast(T.fmul(-T.cast(rows[i, 1, v], "float32"), T.cast(sin_row[0, v], "float32")), dtype)
-            result[v] = T.cast(T.cast(kept, "float32") + T.cast(crossed, "float32"), dtype)
+            result[i, 0, v] = T.cast(T.cast(kept, "float32") + T.cast(crossed, "float32"), dtype)
         for v in T.vectorized(vec):
-            out[b, head, s, column + v] = result[v]
+            out[b, head, s, column + v] = result[i, 0, v]
         for v in T.vectorized(vec):
             kept = T.cast(T.fmul(T.cast(rows[i, 1, v], "float32"), T.cast(cos_row[1, v], "float32")), dtype)
             crossed = T.cast(T.fmul(T.cast(rows[i, 0, v], "float32"), T.cast(sin_row[1, v], "float32")), dtype)
-            result[v] = T.cast(T.cast(kept, "float32") + T.cast(crossed, "float32"), dtype)
+            result[i, 1, v] = T.cast(T.cast(kept, "float32") + T.cast(crossed, "float32"), dtype)
         for v in T.vectorized(vec):
-            out[b, head, s, half + column + v] = result[v]
+            out[b, head, s, half + column + v] = result[i, 1, v]
 
     @T.prim_func
     def rope_neox(
@@ -63,7 +66,8 @@ def rope_neox_kernel(q_heads, k_heads, D, dtype, vec, groups):
             sin_row = T.alloc_local((2, vec), dtype)
             q_rows = T.alloc_local((q_rounds, 2, vec), dtype)
             k_rows = T.alloc_local((k_rounds, 2, vec), dtype)
-            result = T.alloc_local((vec,), dtype)
+            q_result = T.alloc_local((q_rounds, 2, vec), dtype)
+            k_result = T.alloc_local((k_rounds, 2, vec), dtype)
 
             for side in T.unroll(2):  # all loads first: they overlap
                 for v in T.vectorized(vec):
@@ -78,10 +82,10 @@ def rope_neox_kernel(q_heads, k_heads, D, dtype, vec, groups):
                     load(k, k_rows, i, b, group + i * groups, s, column)
             for i in T.unroll(q_rounds):
                 if group + i * groups < q_heads:
-                    rotate(q_rows, i, cos_row, sin_row, result, q_out, b, group + i * groups, s, column)
+                    rotate(q_rows, i, cos_row, sin_row, q_result, q_out, b, group + i * groups, s, column)
             for i in T.unroll(k_rounds):
                 if group + i * groups < k_heads:
-                    rotate(k_rows, i, cos_row, sin_row, result, k_out, b, group + i * groups, s, column)
+                    rotate(k_rows, i, cos_row, sin_row, k_result, k_out, b, group + i * groups, s, column)
 
     return rope_neox
 

@@ -6,8 +6,21 @@ import triton.language as tl
 
 
 @triton.jit
-def _rotate_heads(x_ptr, out_ptr, x_head_stride, out_head_stride, first_head, cos_low, cos_high, sin_low, sin_high,
-                  HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr):
+def _rotate_heads(
+    x_ptr,
+    out_ptr,
+    x_head_stride,
+    out_head_stride,
+    first_head,
+    cos_low,
+    cos_high,
+    sin_low,
+    sin_high,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     heads = first_head + tl.arange(0, BLOCK_H)[:, None]
     dims = tl.arange(0, BLOCK_D)[None, :]
     mask = (heads < HEADS) & (dims < HALF)
@@ -26,12 +39,38 @@ def _rotate_heads(x_ptr, out_ptr, x_head_stride, out_head_stride, first_head, co
 
 
 @triton.jit(do_not_specialize=["S"])
-def _rope_neox_token(q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr,
-                     q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
-                     cos_stride_b, cos_stride_s, sin_stride_b, sin_stride_s,
-                     q_out_stride_b, q_out_stride_h, q_out_stride_s, k_out_stride_b, k_out_stride_h, k_out_stride_s,
-                     S, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, GROUPS: tl.constexpr,
-                     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr):
+def _rope_neox_token(
+    q_ptr,
+    k_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    q_stride_b,
+    q_stride_h,
+    q_stride_s,
+    k_stride_b,
+    k_stride_h,
+    k_stride_s,
+    cos_stride_b,
+    cos_stride_s,
+    sin_stride_b,
+    sin_stride_s,
+    q_out_stride_b,
+    q_out_stride_h,
+    q_out_stride_s,
+    k_out_stride_b,
+    k_out_stride_h,
+    k_out_stride_s,
+    S,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     pid = tl.program_id(0)
     group = pid % GROUPS
     token = pid // GROUPS
@@ -47,16 +86,49 @@ def _rope_neox_token(q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr,
     sin_low = tl.load(sin_ptrs, mask=mask, other=0.0).to(tl.float32)
     sin_high = tl.load(sin_ptrs + HALF, mask=mask, other=0.0).to(tl.float32)
 
-    _rotate_heads(q_ptr + b * q_stride_b + s * q_stride_s, q_out_ptr + b * q_out_stride_b + s * q_out_stride_s,
-                  q_stride_h, q_out_stride_h, group * BLOCK_Q, cos_low, cos_high, sin_low, sin_high,
-                  Q_HEADS, HALF, BLOCK_Q, BLOCK_D)
-    _rotate_heads(k_ptr + b * k_stride_b + s * k_stride_s, k_out_ptr + b * k_out_stride_b + s * k_out_stride_s,
-                  k_stride_h, k_out_stride_h, group * BLOCK_K, cos_low, cos_high, sin_low, sin_high,
-                  K_HEADS, HALF, BLOCK_K, BLOCK_D)
+    _rotate_heads(
+        q_ptr + b * q_stride_b + s * q_stride_s,
+        q_out_ptr + b * q_out_stride_b + s * q_out_stride_s,
+        q_stride_h,
+        q_out_stride_h,
+        group * BLOCK_Q,
+        cos_low,
+        cos_high,
+        sin_low,
+        sin_high,
+        Q_HEADS,
+        HALF,
+        BLOCK_Q,
+        BLOCK_D,
+    )
+    _rotate_heads(
+        k_ptr + b * k_stride_b + s * k_stride_s,
+        k_out_ptr + b * k_out_stride_b + s * k_out_stride_s,
+        k_stride_h,
+        k_out_stride_h,
+        group * BLOCK_K,
+        cos_low,
+        cos_high,
+        sin_low,
+        sin_high,
+        K_HEADS,
+        HALF,
+        BLOCK_K,
+        BLOCK_D,
+    )
 
 
-def run(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-        q_out: torch.Tensor, k_out: torch.Tensor, *, GROUPS=None, num_warps=None):
+def run(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    q_out: torch.Tensor,
+    k_out: torch.Tensor,
+    *,
+    GROUPS=None,
+    num_warps=None,
+):
     """y = T(T(x * cos) + T(cat(-x2, x1) * sin)) for x = q and x = k, x1 and x2 being the halves of a head.
 
     Shapes: q, q_out [B, Hq, S, D]; k, k_out [B, Hkv, S, D]; cos, sin [1 or B, S, D]; unit last stride, any other
@@ -85,8 +157,28 @@ def run(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
         cos_stride_b = sin_stride_b = 0
     # Without contraction: a fused multiply-add would skip the rounding of a product when T is float32.
     _rope_neox_token[(tokens * groups,)](
-        q, k, cos, sin, q_out, k_out,
-        *q.stride()[:3], *k.stride()[:3], cos_stride_b, cos_stride_s, sin_stride_b, sin_stride_s,
-        *q_out.stride()[:3], *k_out.stride()[:3],
-        S, q_heads, k_heads, D // 2, groups, block_q, block_k, block_d,
-        num_warps=warps, enable_fp_fusion=False)
+        q,
+        k,
+        cos,
+        sin,
+        q_out,
+        k_out,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        cos_stride_b,
+        cos_stride_s,
+        sin_stride_b,
+        sin_stride_s,
+        *q_out.stride()[:3],
+        *k_out.stride()[:3],
+        S,
+        q_heads,
+        k_heads,
+        D // 2,
+        groups,
+        block_q,
+        block_k,
+        block_d,
+        num_warps=warps,
+        enable_fp_fusion=False,
+    )

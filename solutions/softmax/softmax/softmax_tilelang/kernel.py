@@ -22,7 +22,7 @@ def reduce_block(kind, thread, row, warps, value, partial):
             value[0] = T.max(value[0], partial[row, w]) if kind == "max" else value[0] + partial[row, w]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 @tilelang.jit(pass_configs={"tl.enable_lower_ldgstg": True})  # keeps 16-byte stores whole
 def softmax_short_kernel(N, dtype, vec, threads, rows):
     """Compile for rows of N elements: `threads` threads a row, moving `vec` elements at a time; `rows` rows a CTA."""
@@ -85,7 +85,7 @@ def softmax_short_kernel(N, dtype, vec, threads, rows):
     return softmax_short
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 @tilelang.jit(pass_configs={"tl.enable_lower_ldgstg": True})  # keeps 16-byte stores whole
 def softmax_long_kernel(N, dtype, vec, threads, repeat):
     """Compile for rows of N elements: a CTA of `threads` threads a row, with `repeat` loads of `vec` in flight each."""
@@ -157,7 +157,7 @@ def softmax_long_kernel(N, dtype, vec, threads, repeat):
     return softmax_long
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def default_shape(N, vec):
     """Threads a row and rows a CTA: 16 elements a thread, four warps a CTA where a row needs fewer."""
     threads = min(1024, 32 * -(-N // (max(vec, 16) * 32)))
@@ -182,7 +182,8 @@ def run(x, out, *, threads=None, rows=None, repeat=4):
     if threads is None or rows is None:
         chosen = default_shape(N, vec)
         threads, rows = threads or chosen[0], rows or chosen[1]
-    if N <= threads * KEPT_ELEMENTS:
+    rows = min(rows, 1024 // threads)
+    if threads * KEPT_ELEMENTS >= N:
         softmax_short_kernel(N, dtype, vec, threads, rows)(x, out)
     else:
         softmax_long_kernel(N, dtype, vec, 1024, repeat)(x, out)

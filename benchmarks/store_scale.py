@@ -1,0 +1,262 @@
+"""How the store fares with 100,000 traces: ingest, the best kernel per operator, and the resolver table.
+
+Run it with ``python benchmarks/store_scale.py``. It makes a synthetic catalog and journal in a temporary folder, goes
+through the same code as the command line, prints a table, and exits with 1 where a limit is missed. The timings are
+medians; ingest and rebuild, which change the store, run on a fresh one each time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tilegym_db.catalog import Catalog
+from tilegym_db.records import Config, Definition, Solution, Workload
+from tilegym_db.records.trace import new_trace_id
+from tilegym_db.store.connection import Store, open_store
+from tilegym_db.store.ingest import ingest
+from tilegym_db.store.publish import resolver_entries, resolver_table
+from tilegym_db.store.queries import best_rows, verified_rows
+
+DEFINITIONS = 20
+WORKLOADS = 50
+LANGUAGES = ("python", "triton", "triton", "tilelang", "cutile")  # one Solution each
+GPUS = ("h200", "b200")
+START = datetime(2026, 1, 1, tzinfo=UTC)
+BEST_PER_OP = """
+    SELECT definition, arg_min(solution, latency_us) AS solution, min(latency_us) AS latency_us
+    FROM best WHERE gpu = 'h200' GROUP BY definition ORDER BY definition
+"""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One line of the table: wall time, the CPU time of all threads, and the limit on the former where there is one."""
+
+    what: str
+    seconds: float
+    cpu_s: float
+    limit_s: float | None
+    detail: str
+
+    @property
+    def missed(self) -> bool:
+        """True where it took longer than it may."""
+        return self.limit_s is not None and self.seconds > self.limit_s
+
+
+def write_catalog(root: Path) -> Catalog:
+    """``DEFINITIONS`` operators, each with a Solution per entry of ``LANGUAGES`` and ``WORKLOADS`` shapes."""
+    for index in range(DEFINITIONS):
+        name = f"op{index:02d}"
+        definition = Definition.from_dict(
+            {
+                "name": name,
+                "version": "1.0.0",
+                "op_type": f"family{index % 6}",
+                "dtypes": {"T": ["bfloat16"]},
+                "axes": {"M": {"type": "var"}, "N": {"type": "var"}},
+                "inputs": {"x": {"shape": ["M", "N"], "dtype": "T"}, "eps": {"shape": None, "dtype": "float32"}},
+                "outputs": {"out": {"shape": ["M", "N"], "dtype": "T"}},
+                "reference": "# Source: made up\ndef run(x, eps):\n    return x\n",
+            }
+        )
+        _write(root / "definitions" / definition.op_type / f"{name}.json", definition.to_json())
+        lines = [_workload(name, number).to_json() for number in range(WORKLOADS)]
+        _write(root / "workloads" / definition.op_type / f"{name}.jsonl", "\n".join(lines) + "\n")
+        for number, language in enumerate(LANGUAGES):
+            _write_solution(root / "solutions" / definition.op_type / name, name, number, language)
+    return Catalog((root,))
+
+
+def _write_solution(folder: Path, definition: str, number: int, language: str) -> None:
+    spec = {"language": language, "entry_point": "kernel.py::run", "role": "kernel" if number else "baseline"}
+    name = f"{definition}_{language}_{number}"
+    record = {
+        "name": name,
+        "definition": definition,
+        "author": "made up",
+        "spec": spec,
+        "sources": [{"path": "kernel.py"}],
+    }
+    _write(folder / name / "solution.json", Solution.from_dict(record).to_json())
+    _write(folder / name / "kernel.py", f"def run(x, eps, out):\n    pass  # {name}\n")
+
+
+def _workload(definition: str, number: int) -> Workload:
+    return Workload.from_dict(
+        {
+            "definition": definition,
+            "axes": {"M": 1 << (number % 15), "N": 1024 * (1 + number // 15)},
+            "dtypes": {"T": "bfloat16"},
+            "inputs": {"eps": {"type": "scalar", "value": 1e-5}},
+        }
+    )
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def trace_lines(catalog: Catalog, count: int) -> Iterator[str]:
+    """``count`` journal lines: every solution on every shape of two GPUs, again and again, a tenth failing at first."""
+    rng = random.Random(0)
+    points = [
+        (gpu, catalog.definition(workload.definition), solution, workload)
+        for gpu in GPUS
+        for name in catalog.definitions
+        for workload in catalog.workloads_for(name)
+        for solution in catalog.solutions_for(name)
+    ]
+    for number in range(count):
+        gpu, definition, solution, workload = points[number % len(points)]
+        attempt = number // len(points)
+        config: Config = {"BLOCK_M": 1 << attempt % 4, "num_warps": 4}
+        failed = attempt == 0 and rng.random() < 0.1
+        yield json.dumps(
+            {
+                "trace_id": new_trace_id("run", "screen", attempt, solution.digest, config, workload.uuid + gpu),
+                "run_id": f"run-{attempt}",
+                "timestamp": (START + timedelta(seconds=number)).isoformat(),
+                "definition": definition.name,
+                "definition_version": definition.version,
+                "definition_digest": definition.digest,
+                "op_type": definition.op_type,
+                "solution": solution.name,
+                "solution_digest": solution.digest,
+                "language": solution.record.spec.language,
+                "role": solution.record.spec.role,
+                "config": config,
+                "workload_uuid": workload.uuid,
+                "axes": workload.axes,
+                "dtypes": workload.dtypes,
+                "scalars": workload.scalars(),
+                "gpu": gpu,
+                "gpu_name": f"NVIDIA {gpu.upper()}",
+                "sm": "sm_90" if gpu == "h200" else "sm_100",
+                "driver": "580.65.06",
+                "cuda": "13.0",
+                "libs": {"torch": "2.13.0", "triton": "3.9.0", "tilelang": "0.1.15", "cuda-tile": "1.7.0"},
+                "tier": "screen",
+                "attempt": attempt,
+                "sandbox_level": 1,
+                **(_failure() if failed else _pass(rng)),
+            }
+        )
+
+
+def _failure() -> dict[str, Any]:
+    return {
+        "status": "INCORRECT_NUMERICAL",
+        "reason": "frobenius 0.1 > 0.004",
+        "correctness": {"rel_fro": 0.1, "cases": 9},
+    }
+
+
+def _pass(rng: random.Random) -> dict[str, Any]:
+    latency = rng.uniform(5, 500)
+    comparison = {"ratio": rng.uniform(0.5, 3), "ci_low": 1.0, "ci_high": 1.2}
+    return {
+        "status": "PASSED",
+        "correctness": {"rel_fro": 0.001, "worst_row_rel": 0.002, "max_abs": 0.01, "matched_ratio": 1.0, "cases": 9},
+        "performance": {
+            "latency_us": latency,
+            "ci_low_us": latency * 0.99,
+            "ci_high_us": latency * 1.01,
+            "samples": 60,
+            "host_us": 20.0,
+            "cold_l2": True,
+            "timer": "events",
+            "comparisons": [{"with": name, "provides": name, **comparison} for name in ("stock", "library", "compile")],
+            "sol_us": latency / 2,
+            "sol_ratio": 0.5,
+            "clock_mhz": 1980,
+        },
+    }
+
+
+def timed(action: Callable[[], object]) -> tuple[float, float]:
+    """Wall time and CPU time (all threads) of one call, in seconds; the latter says more on a busy machine."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    action()
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def medians(samples: list[tuple[float, float]]) -> tuple[float, float]:
+    """Of wall and of CPU times."""
+    return statistics.median(wall for wall, _ in samples), statistics.median(cpu for _, cpu in samples)
+
+
+def measure(folder: Path, traces: int, repeats: int) -> list[Measurement]:
+    """Time everything ``repeats`` times."""
+    catalog = write_catalog(folder / "catalog")
+    journal = folder / "traces.jsonl"
+    journal.write_text("".join(line + "\n" for line in trace_lines(catalog, traces)))
+    size = f"{journal.stat().st_size / 1e6:.0f} MB of JSONL"
+    ingests = []
+    for number in range(repeats):
+        with open_store(folder / f"home{number}", catalog=catalog) as store:
+            ingests.append(timed(partial(ingest, store, [journal])))
+    found = [Measurement(f"ingest {traces:,} traces", *medians(ingests), 2.0, size)]
+    with open_store(folder / "home0", catalog=catalog) as store:
+        again = timed(lambda: ingest(store, [journal]))
+        found.append(Measurement("ingest them again (adds nothing)", *again, None, size))
+        size = f"{store.path.stat().st_size / 1e6:.0f} MB database"
+    opens = [
+        timed(lambda: open_store(folder / "home0", read_only=True, catalog=catalog).close()) for _ in range(repeats)
+    ]
+    found.append(Measurement("open for reading", *medians(opens), None, size))
+    with open_store(folder / "home0", read_only=True, catalog=catalog) as store:
+        for what, question, limit_s in QUESTIONS:
+            rows = len(question(store))
+            samples = [timed(partial(question, store)) for _ in range(repeats)]
+            found.append(Measurement(what, *medians(samples), limit_s, f"{rows} rows"))
+    return found
+
+
+def _table(store: Store) -> list[Any]:
+    entries = resolver_entries(verified_rows(store, "h200"))
+    return list(json.loads(json.dumps(resolver_table("h200", "sm_90", entries, START)))["entries"])
+
+
+QUESTIONS: tuple[tuple[str, Callable[[Store], list[Any]], float], ...] = (
+    ("best per operator (SQL)", lambda store: store.rows(BEST_PER_OP), 0.1),
+    ("best per operator, one definition", lambda store: best_rows(store, definition="op07"), 0.1),
+    ("resolver table of one GPU", _table, 1.0),
+)
+
+
+def main() -> int:
+    """Measure, print, and say with the exit status whether every limit held."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--traces", type=int, default=100_000)
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="tilegym-db-scale-") as folder:
+        found = measure(Path(folder), arguments.traces, arguments.repeats)
+    table = Table("what", "took", "CPU", "limit", "of", title=f"store with {arguments.traces:,} traces")
+    for item in found:
+        limit = "" if item.limit_s is None else f"{item.limit_s * 1e3:.0f} ms"
+        took, cpu = f"{item.seconds * 1e3:.0f} ms", f"{item.cpu_s * 1e3:.0f} ms"
+        table.add_row(item.what, took, cpu, limit, item.detail, style="red" if item.missed else None)
+    Console().print(table)
+    return int(any(item.missed for item in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

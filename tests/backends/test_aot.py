@@ -1,0 +1,329 @@
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tilegym_db.backends.aot import CompileJob, CompileResult, compile_many, compile_solution
+from tilegym_db.catalog import SolutionFiles
+from tilegym_db.errors import SolutionError
+from tilegym_db.records import TILE_LANGUAGES, Definition, Workload
+from tilegym_db.records.hardware import TARGETS
+
+WriteSolution = Callable[..., SolutionFiles]
+MakeWorkload = Callable[..., Workload]
+
+
+def children() -> set[int]:
+    return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("language", TILE_LANGUAGES)
+def test_every_target_is_compiled_without_a_gpu(
+    language: str,
+    definition: Definition,
+    write_solution: WriteSolution,
+    workload: MakeWorkload,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # of the user's own process; it must not reach the compiler
+    solution = write_solution(language)
+
+    results = compile_many([CompileJob(definition, solution, workload(), target) for target in TARGETS], processes=1)
+
+    assert [(result.status, result.log) for result in results] == [("compiled", "")] * len(TARGETS)
+    assert all(len(result.artifacts) == 1 and result.artifacts[0].bytes > 1000 for result in results)
+    assert len({result.artifacts[0].key for result in results}) == len(TARGETS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("language", TILE_LANGUAGES)
+def test_the_number_of_tokens_does_not_recompile_and_the_row_length_does(
+    language: str, definition: Definition, write_solution: WriteSolution, workload: MakeWorkload
+) -> None:
+    solution = write_solution(language, layouts={"x": "row_contiguous"})
+    works = [workload(M=3), workload(M=61), workload(M=0), workload(M=3, N=512), workload(M=3, x="strided(N + 3, 1)")]
+
+    results = compile_many([CompileJob(definition, solution, work, "sm_90") for work in works], processes=1)
+
+    assert [result.status for result in results] == ["compiled"] * len(works), results
+    few, many, none, longer, padded = ({artifact.key for artifact in result.artifacts} for result in results)
+    assert few == many
+    assert none == set()
+    assert len(longer - few) == len(padded) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("language", "find", "put", "message"),
+    [
+        ("triton", "tl.store(", "tl.no_such_operation(", "no attribute 'no_such_operation'"),
+        ("tilelang", "T.cast(T.cast(", "T.no_such_operation(T.cast(", "no attribute 'no_such_operation'"),
+        (
+            "tilelang",
+            'T.cast(x[row, column], "float32")',
+            'T.call_extern("float32", "undefined_function")',
+            'error: identifier "undefined_function" is undefined',
+        ),
+        ("cutile", "index=(row, 0), shape", "index=(row, 0, 0), shape", "Index size 3 does not match the array rank 2"),
+    ],
+)
+def test_a_broken_kernel_fails_with_the_message_of_its_compiler(
+    language: str,
+    find: str,
+    put: str,
+    message: str,
+    definition: Definition,
+    write_solution: WriteSolution,
+    workload: MakeWorkload,
+    kernels: dict[str, str],
+) -> None:
+    solution = write_solution(language, kernels[language].replace(find, put))
+
+    result = compile_solution(definition, solution, workload(), "sm_90")
+
+    assert (result.status, result.artifacts) == ("failed", ())
+    assert message in result.log
+    assert "aot_worker.py" not in result.log
+    assert len(result.log) <= 4000
+
+
+@pytest.mark.slow
+def test_what_a_job_does_to_its_process_costs_that_job_only(
+    definition: Definition, write_solution: WriteSolution, workload: MakeWorkload, kernels: dict[str, str]
+) -> None:
+    bodies = {
+        "hangs": "import time\ndef run(x, factor, out):\n    while True:\n        time.sleep(0.05)\n",
+        "crashes": "import os, signal\ndef run(x, factor, out):\n    os.kill(os.getpid(), signal.SIGSEGV)\n",
+        "exits": "import sys\ndef run(x, factor, out):\n    sys.exit(3)\n",
+        "reads": "import sys\ndef run(x, factor, out):\n    raise ValueError(repr(sys.stdin.read()))\n",
+        "talks": kernels["triton"] + "    print('{}', flush=True)\n",
+    }
+    before = children()
+    jobs = [
+        CompileJob(definition, write_solution("triton", body, name=name), workload(), "sm_90", timeout_s=20)
+        for name, body in bodies.items()
+    ]
+    jobs[0] = CompileJob(definition, jobs[0].solution, workload(), "sm_90", timeout_s=2)
+
+    results = dict(zip(bodies, compile_many(jobs, processes=1), strict=True))
+
+    assert [result.status for result in results.values()] == ["failed"] * 4 + ["compiled"]
+    assert results["hangs"].log.startswith("timed out after 2 s")
+    assert re.search(r'hangs/kernel.py", line [34] in run', results["hangs"].log)
+    assert "(signal SIGSEGV)" in results["crashes"].log
+    assert "SystemExit: 3" in results["exits"].log
+    assert "ValueError: ''" in results["reads"].log
+    assert children() == before
+
+
+@pytest.mark.slow
+def test_a_launch_that_cuda_would_refuse_fails(
+    definition: Definition, write_solution: WriteSolution, workload: MakeWorkload, kernels: dict[str, str]
+) -> None:
+    triton, tilelang, cutile = (kernels[language] for language in ("triton", "tilelang", "cutile"))
+    greedy = tilelang.replace(
+        "for column", "tile = T.alloc_shared((N, 120), 'float32')\n            tile[0, 0] = 1.0\n            for column"
+    ).replace("* factor", "* factor + tile[0, 0]")
+    solutions = {
+        "wide_grid": write_solution("triton", triton.replace("[(M,)]", "[lambda meta: (1, 65536)]"), name="wide_grid"),
+        "empty_grid": write_solution("cutile", cutile.replace("(M, 1, 1)", "(M, 0, 1)"), name="empty_grid"),
+        "wrong_dtype": write_solution("tilelang", tilelang.replace("x.dtype,", "'float16',"), name="wrong_dtype"),
+        "greedy": write_solution("tilelang", greedy, name="greedy"),
+        "silent": write_solution("triton", "def run(x, factor, out): ...\n", name="silent"),
+        "tuned": write_solution(
+            "triton",
+            triton.replace(
+                "@triton.jit", "@triton.autotune([triton.Config({}, num_warps=n) for n in (1, 2)], key=[])\n@triton.jit"
+            ).replace("num_warps=num_warps", ""),
+            name="tuned",
+        ),
+    }
+    jobs = [CompileJob(definition, solution, workload(), "sm_89") for solution in solutions.values()]
+
+    results = dict(zip(solutions, compile_many(jobs, processes=1), strict=True))
+
+    assert {result.status for result in results.values()} == {"failed"}, results
+    assert "axis 1 of the grid (1, 65536) must be between 1 and 65535" in results["wide_grid"].log
+    assert "axis 1 of the grid (3, 0, 1)" in results["empty_grid"].log
+    assert "argument 0 is torch.bfloat16 [3, 256], not torch.float16 [?, 256]" in results["wrong_dtype"].log
+    assert "asks for 122880 bytes of shared memory a block; sm_89 has 101376" in results["greedy"].log
+    assert "without launching a triton kernel" in results["silent"].log
+    assert "measures at run time" in results["tuned"].log
+
+
+def run_worker(language: str, preparation: str, jobs: list[CompileJob], **environment: str) -> list[CompileResult]:
+    """The worker process, after a line of Python that changes what this machine looks like to it."""
+    script = f"from tilegym_db.backends import aot_worker\n{preparation}\naot_worker.main({language!r})\n"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        input="".join(f"{job.to_json()}\n" for job in jobs),
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    ready, *lines = done.stdout.splitlines()
+    assert '"ready": true' in ready
+    return [CompileResult.from_json(line) for line in lines]
+
+
+@pytest.mark.slow
+def test_a_target_that_the_toolchain_does_not_know_is_refused_not_failed(
+    definition: Definition, write_solution: WriteSolution, workload: MakeWorkload
+) -> None:
+    older = (
+        "from dataclasses import replace\nfrom tilegym_db.backends.toolchains import TOOLCHAINS\n"
+        "TOOLCHAINS['cutile'] = replace(TOOLCHAINS['cutile'], targets={'sm_80': 'sm_70', 'sm_90': 'sm_90'})"
+    )
+    solution = write_solution("cutile")
+
+    refused, compiled = run_worker(
+        "cutile", older, [CompileJob(definition, solution, workload(), target) for target in ("sm_80", "sm_90")]
+    )
+
+    assert (refused.status, compiled.status) == ("refused", "compiled")
+    assert "sm_70" in refused.log
+
+
+@pytest.mark.slow
+def test_tilelang_compiles_with_python_packages_alone(
+    definition: Definition, write_solution: WriteSolution, workload: MakeWorkload, tmp_path: Path
+) -> None:
+    """Needs nvidia-cuda-nvcc and nvidia-cuda-cccl, which the extra 'tilelang' installs."""
+    no_toolkit = (
+        "from pathlib import Path\nfrom tilegym_db.backends import cuda_tools\n"
+        "cuda_tools.DEFAULT_TOOLKIT = Path('/no-toolkit')"
+    )
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for folder in os.environ["PATH"].split(os.pathsep):  # a PATH with everything but nvcc
+        for tool in Path(folder).glob("*"):
+            if tool.name != "nvcc" and not (tools / tool.name).exists():
+                (tools / tool.name).symlink_to(tool)
+
+    (result,) = run_worker(
+        "tilelang",
+        no_toolkit,
+        [CompileJob(definition, write_solution("tilelang"), workload(), "sm_90")],
+        PATH=str(tools),
+        CUDA_HOME=str(tmp_path / "gone"),
+        TILELANG_CACHE_DIR=str(tmp_path / "cache"),
+    )
+
+    assert (result.status, result.log) == ("compiled", "")
+
+
+@pytest.mark.slow
+def test_cutile_compiles_although_an_old_toolkit_is_named(
+    definition: Definition,
+    write_solution: WriteSolution,
+    workload: MakeWorkload,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    library = tmp_path / "cuda-12" / "nvvm" / "lib64" / "libnvvm.so.4"
+    library.parent.mkdir(parents=True)
+    library.write_bytes(b"not a library")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda-12"))
+    monkeypatch.setenv("CUDA_PATH", str(tmp_path / "cuda-12"))
+
+    result = compile_solution(definition, write_solution("cutile"), workload(), "sm_90")
+
+    assert result.status == "compiled", result.log
+
+
+def test_what_a_solution_does_not_promise_is_unsupported(
+    definition: Definition, write_solution: WriteSolution, workload: MakeWorkload
+) -> None:
+    triton = write_solution("triton", target_hardware=["sm_90"], dtypes={"T": ["float16"]}, constraints=["N <= 256"])
+    jobs = [
+        CompileJob(definition, write_solution("python"), workload(), "sm_90"),
+        CompileJob(definition, triton, workload(dtype="float16"), "sm_80"),
+        CompileJob(definition, triton, workload(), "sm_90"),
+        CompileJob(definition, triton, workload(N=512, dtype="float16"), "sm_90"),
+        CompileJob(definition, triton, workload(dtype="float16", x="strided(N + 1, 1)"), "sm_90"),
+    ]
+
+    results = compile_many(jobs)
+
+    assert {result.status for result in results} == {"unsupported"}
+    assert [result.log for result in results] == [
+        "a python solution has nothing to compile ahead of time",
+        "it is not declared for sm_80",
+        "dtype T=bfloat16 is not among float16",
+        "its constraint N <= 256 excludes this shape",
+        "it reads x as contiguous, not row_contiguous",
+    ]
+
+
+def test_a_missing_toolchain_is_a_result_with_the_extra_to_install(
+    definition: Definition, write_solution: WriteSolution, workload: MakeWorkload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "cuda.tile" else find_spec(name))
+
+    result = compile_solution(definition, write_solution("cutile"), workload(), "sm_90")
+
+    assert result.status == "toolchain-missing"
+    assert result.log == "cutile: the Python package 'cuda-tile' is missing. Fix: pip install 'tilegym-db[cutile]'"
+
+
+@pytest.mark.slow
+def test_a_toolchain_that_does_not_import_is_reported_as_such(
+    definition: Definition,
+    write_solution: WriteSolution,
+    workload: MakeWorkload,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "site" / "triton").mkdir(parents=True)
+    (tmp_path / "site" / "triton" / "__init__.py").write_text("raise OSError('libtriton.so: wrong ELF class')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+
+    result = compile_solution(definition, write_solution("triton"), workload(), "sm_90")
+
+    assert result.status == "toolchain-missing"
+    assert "Fix: pip install --force-reinstall 'tilegym-db[triton]'" in result.log
+    assert "wrong ELF class" in result.log
+
+
+@pytest.mark.slow
+def test_results_are_reported_in_the_calling_thread_and_an_interrupt_ends_the_workers(
+    definition: Definition, write_solution: WriteSolution, workload: MakeWorkload
+) -> None:
+    waits = "import time\ndef run(x, factor, out):\n    time.sleep(60)\n"
+    jobs = [
+        CompileJob(definition, write_solution("triton", name="quick"), workload(), "sm_90"),
+        CompileJob(definition, write_solution("triton", waits, name="waits"), workload(), "sm_90"),
+    ]
+    before, threads = children(), []
+
+    def interrupt(job: CompileJob, result: CompileResult) -> None:
+        threads.append(threading.current_thread())
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compile_many(jobs, interrupt, processes=2)
+
+    assert threads == [threading.main_thread()]
+    assert children() == before
+
+
+def test_a_queued_source_that_changed_is_not_compiled_as_the_old_one(
+    definition: Definition, write_solution: WriteSolution, workload: MakeWorkload
+) -> None:
+    job = CompileJob(definition, write_solution("triton"), workload(), "sm_90")
+    line = job.to_json()
+    write_solution("triton", "def run(x, factor, out): ...\n")
+
+    with pytest.raises(SolutionError, match="the source changed while it was queued"):
+        CompileJob.from_json(line)

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from tilegym_db.backends.load import load_entry, unload_entry
+from tilegym_db.catalog import SolutionFiles
+from tilegym_db.errors import SolutionError, ToolchainError
+
+WriteSolution = Callable[..., SolutionFiles]
+
+
+def test_the_entry_function_runs_and_is_the_same_on_the_next_load(write_solution: WriteSolution) -> None:
+    solution = write_solution("python", "def run(x):\n    return x + 1\n", destination_passing_style=False)
+
+    assert load_entry(solution)(1) == 2
+    assert load_entry(solution) is load_entry(solution)
+
+
+def test_an_edited_source_is_another_module(write_solution: WriteSolution) -> None:
+    before = load_entry(write_solution("python", "def run():\n    return 'before'\n"))
+    after = load_entry(write_solution("python", "def run():\n    return 'after'\n"))
+
+    assert (before(), after()) == ("before", "after")
+
+
+def test_unloading_starts_over(write_solution: WriteSolution) -> None:
+    solution = write_solution("python", "calls = []\ndef run():\n    calls.append(1)\n    return len(calls)\n")
+    load_entry(solution)()
+
+    unload_entry(solution)
+
+    assert load_entry(solution)() == 1
+
+
+@pytest.mark.parametrize(
+    "statement", ["from .parts import table", "from parts import table", "from parts.table import ROWS"]
+)
+def test_sibling_sources_are_importable_by_either_name(write_solution: WriteSolution, statement: str) -> None:
+    value = "ROWS" if statement.endswith("ROWS") else "table.ROWS"
+    solution = write_solution(
+        "python", f"{statement}\ndef run():\n    return {value}\n", files={"parts/table.py": "ROWS = 7\n"}
+    )
+
+    assert load_entry(solution)() == 7
+
+
+def test_siblings_of_one_name_in_two_solutions_do_not_meet(write_solution: WriteSolution) -> None:
+    source = "import sizes\ndef run():\n    return sizes.N\n"
+    one = load_entry(write_solution("python", source, name="one", files={"sizes.py": "N = 1\n"}))
+    two = load_entry(write_solution("python", source, name="two", files={"sizes.py": "N = 2\n"}))
+
+    assert (one(), two()) == (1, 2)
+
+
+def test_loading_leaves_no_trace_but_its_own_modules(write_solution: WriteSolution) -> None:
+    solution = write_solution("python", "import sizes\ndef run(): ...\n", files={"sizes.py": ""})
+    path, finders, modules = list(sys.path), list(sys.meta_path), set(sys.modules)
+
+    load_entry(solution)
+
+    assert (sys.path, sys.meta_path) == (path, finders)
+    assert all(name.startswith("_tilegym_db_solution_") for name in set(sys.modules) - modules)
+    assert not list(solution.folder.rglob("__pycache__"))
+
+
+def test_an_import_that_raises_names_the_line_and_leaves_nothing(write_solution: WriteSolution) -> None:
+    solution = write_solution("python", "table = {}\nvalue = table['missing']\ndef run(): ...\n")
+    modules = set(sys.modules)
+
+    with pytest.raises(
+        SolutionError, match=r"(?s)scale_python: kernel.py failed to import.*line 2.*KeyError: 'missing'"
+    ) as caught:
+        load_entry(solution)
+
+    assert "load.py" not in str(caught.value)
+    assert set(sys.modules) == modules
+
+
+def test_a_source_changed_since_it_was_read_is_refused(write_solution: WriteSolution) -> None:
+    solution = write_solution("python", "def run(): ...\n")
+    (solution.folder / "kernel.py").write_text("def run():\n    return 'other'\n")
+
+    with pytest.raises(SolutionError, match="changed after it was read"):
+        load_entry(solution)
+
+
+def test_a_missing_language_is_named_with_its_extra(
+    write_solution: WriteSolution, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    solution = write_solution("tilelang")
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tilelang" else find_spec(name))
+
+    with pytest.raises(ToolchainError, match=r"'tilelang' is missing. Fix: pip install 'tilegym-db\[tilelang\]'"):
+        load_entry(solution)
+
+
+def test_a_language_that_is_broken_is_not_blamed_on_the_solution(write_solution: WriteSolution) -> None:
+    solution = write_solution("triton", "import triton.no_such_module\ndef run(): ...\n")
+
+    with pytest.raises(ToolchainError, match=r"does not import: No module named 'triton.no_such_module'"):
+        load_entry(solution)
+
+
+def test_a_dependency_out_of_range_is_named(write_solution: WriteSolution) -> None:
+    solution = write_solution("python", "def run(): ...\n", dependencies=["packaging>=9999"])
+    version = importlib.metadata.version("packaging")
+
+    with pytest.raises(ToolchainError, match=rf"needs packaging>=9999, but {version} is installed"):
+        load_entry(solution)

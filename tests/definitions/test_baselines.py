@@ -1,0 +1,68 @@
+"""The PyTorch baselines compute what their Definitions say, also on the strided tensors they accept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tilegym_db.backends.load import load_entry
+from tilegym_db.catalog import Catalog
+from tilegym_db.records import Definition, Workload
+from tilegym_db.verify.gates import check_output
+from tilegym_db.verify.inputs import DISTRIBUTIONS, Case, draw_inputs
+from tilegym_db.verify.reference import name_outputs, oracle, run_reference
+from tilegym_db.verify.tolerance import limits_for
+
+EAGER = [
+    "rms_norm_stock", "rms_norm_aten", "fused_add_rms_norm_stock", "silu_and_mul_stock", "swiglu_stock", "rope_neox_stock",
+    "softmax_stock", "gemm_cublas",
+]  # fmt: skip
+
+
+def test_every_core_operator_has_one_stock_baseline(core: Definition, catalog: Catalog) -> None:
+    stock = [entry for entry in catalog.solutions_for(core.name) if entry.record.spec.provides == "stock"]
+    assert len(stock) == 1
+    assert stock[0].record.spec.role == "baseline"
+    for name in (*core.tensor_inputs, *core.written_outputs):
+        assert stock[0].record.spec.layouts.get(name) == "strided"
+
+
+@pytest.mark.parametrize("name", ["rms_norm_compile", "swiglu_compile"])
+def test_torch_compile_is_a_baseline_only(name: str, catalog: Catalog) -> None:
+    spec = catalog.solution(name).record.spec
+    assert (spec.role, spec.provides) == ("baseline", "compile")
+
+
+@pytest.mark.parametrize("distribution", sorted(DISTRIBUTIONS))
+@pytest.mark.parametrize("name", EAGER)
+def test_baseline_matches_the_oracle(name: str, distribution: str, catalog: Catalog) -> None:
+    entry = catalog.solution(name)
+    definition = catalog.definition(entry.record.definition)
+    run = load_entry(entry)
+    for workload in catalog.workloads_for(definition.name):
+        if "tiny" in workload.tags:
+            case = Case.of_workload(definition, workload, distribution=distribution, seed=7)
+            _check(definition, workload, run, draw_inputs(definition, case, "cpu"))
+
+
+def test_stock_norm_reads_padded_rows(catalog: Catalog) -> None:
+    run = load_entry(catalog.solution("rms_norm_stock"))
+    wide, weight = torch.randn(5, 96), torch.randn(64)
+    assert torch.equal(run(wide[:, :64], weight, 1e-5), run(wide[:, :64].contiguous(), weight, 1e-5))
+
+
+def _check(definition: Definition, workload: Workload, run: Callable[..., Any], inputs: dict[str, Any]) -> None:
+    given = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+    found = name_outputs(definition, run(*given.values()), given, definition.name)
+    as_written, truth = run_reference(definition, inputs), oracle(definition, inputs)
+    dtypes = definition.bind_dtypes(workload.dtypes)
+    for name, value in found.items():
+        limits = limits_for(definition, definition.dtype_of(name, dtypes))
+        if check_output(
+            name, as_written[name], truth[name], limits
+        ).passed:  # a case that defeats the reference proves nothing
+            verdict = check_output(name, value, truth[name], limits)
+            assert verdict.passed, f"{workload.dtypes} {verdict.reason}"

@@ -1,0 +1,64 @@
+"""The shipped Workloads fit their Definitions and cover what is promised: models, stages, odd, large, tiny and CPU sizes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tilegym_db.catalog import Catalog
+from tilegym_db.paths import shipped_root
+from tilegym_db.records import Definition, Workload
+
+LARGE_BYTES = 0.3e9
+TINY_BYTES = 1e5
+
+
+def test_no_workload_is_listed_twice(definition: Definition, catalog: Catalog) -> None:
+    path = shipped_root() / "workloads" / definition.op_type / f"{definition.name}.jsonl"
+    lines = [line for line in path.read_text().splitlines() if line.strip()]
+    assert len(catalog.workloads_for(definition.name)) == len(lines)  # reading drops repeats, and refuses a misfit
+
+
+def test_three_tiny_workloads_reach_every_dtype(definition: Definition, catalog: Catalog) -> None:
+    tiny = [workload for workload in catalog.workloads_for(definition.name) if "tiny" in workload.tags]
+    assert len(tiny) == 3
+    assert max(_bytes(definition, workload) for workload in tiny) < TINY_BYTES
+    for variable, choices in definition.dtypes.items():
+        assert {workload.dtypes[variable] for workload in tiny} == set(choices)
+
+
+def test_odd_and_cpu_sizes_are_there(definition: Definition, catalog: Catalog) -> None:
+    tags = {tag for workload in catalog.workloads_for(definition.name) for tag in workload.tags}
+    assert tags >= {"odd", "cpu", "tiny"}
+
+
+def test_core_operators_have_both_stages_of_a_model_and_a_large_case(core: Definition, catalog: Catalog) -> None:
+    workloads = catalog.workloads_for(core.name)
+    tags = {tag for workload in workloads for tag in workload.tags}
+    assert tags >= {"stage:prefill", "stage:decode", "model:llama-3.1-8b", "model:llama-3.2-1b"}
+    assert max(_bytes(core, workload) for workload in workloads) >= LARGE_BYTES
+    assert {workload.dtypes["T"] for workload in workloads} == {"bfloat16", "float16", "float32"}
+
+
+@pytest.mark.parametrize("size", [(32, 128), (8, 128), (131072, 128), (32768, 128), (1, 4096), (4096, 4096), (1, 2048)])
+def test_rms_norm_covers_the_norms_of_a_patched_model(size: tuple[int, int], catalog: Catalog) -> None:
+    sizes = {(workload.axes["M"], workload.axes["N"]) for workload in catalog.workloads_for("rms_norm")}
+    assert size in sizes
+
+
+def test_rope_takes_q_and_k_as_models_pass_them(catalog: Catalog) -> None:
+    definition = catalog.definition("rope_neox")
+    for workload in catalog.workloads_for("rope_neox"):
+        axes = workload.axes
+        if axes["S"] > 1 and axes["Hkv"] > 1:
+            classes = workload.layout_classes(definition)
+            assert classes == dict.fromkeys(("q", "k", "q_out", "k_out"), "row_contiguous")
+
+
+def test_rms_norm_has_a_padded_row(catalog: Catalog) -> None:
+    definition = catalog.definition("rms_norm")
+    classes = [workload.layout_classes(definition) for workload in catalog.workloads_for("rms_norm")]
+    assert {"x": "row_contiguous"} in classes
+
+
+def _bytes(definition: Definition, workload: Workload) -> float:
+    return definition.cost_of(definition.bind_axes(workload.axes), definition.bind_dtypes(workload.dtypes))[1]

@@ -1,0 +1,96 @@
+"""Patched forwards hand over views, and give outputs the strides of the stock code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tilegym_db.integrations.transformers.points import Site, norm_forward, rope_function
+from tilegym_db.resolver.device import common_device
+
+WIDE = torch.arange(2 * 6 * 8, dtype=torch.float32).reshape(2, 6, 8)
+INPUTS: dict[str, tuple[torch.Tensor, list[int] | None]] = {
+    "matrix": (WIDE[0], [6, 8]),
+    "batch": (WIDE, [12, 8]),
+    "heads": (WIDE.view(2, 6, 2, 4), [24, 4]),
+    "last token": (WIDE[:, -1:], [2, 8]),
+    "padded rows": (WIDE[..., :5], [12, 5]),
+    "some tokens": (WIDE[:, :4], None),
+    "transposed": (WIDE.transpose(1, 2), None),
+    "columns": (WIDE[0].T, None),
+    "vector": (WIDE[0, 0], None),
+    "no tokens": (WIDE[:, :0], None),
+}
+
+
+class Norm(torch.nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(size), requires_grad=False)
+        self.eps = 0.0
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states + 1
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_a_norm_is_given_its_rows_as_a_view_or_not_at_all(name: str) -> None:
+    value, rows = INPUTS[name]
+    given: list[torch.Tensor] = []
+
+    def attempt(x: torch.Tensor, weight: Any, eps: float, out: torch.Tensor) -> bool:
+        given.append(x)
+        out.copy_(x + 1)
+        return True
+
+    module, site = Norm(value.shape[-1]).eval(), Site(attempt)
+    found = norm_forward(Norm.forward, site, "eps")(module, value)
+    assert torch.equal(found, value + 1)
+    assert found.stride() == (value + 1).stride()
+    assert [list(x.shape) for x in given] == ([rows] if rows else [])
+    assert all(x.data_ptr() == value.data_ptr() for x in given)
+    assert sum(site.bypassed.values()) == (not rows)
+
+
+LAYOUTS = {
+    "as models pass it": lambda b, h, s, d: torch.randn(b, s, h, d).transpose(1, 2),
+    "contiguous": lambda b, h, s, d: torch.randn(b, h, s, d),
+    "part of a fused projection": lambda b, h, s, d: torch.randn(b, s, h + 3, d)[:, :, :h].transpose(1, 2),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("length", [1, 5])
+def test_rotated_heads_have_the_strides_that_stock_gives(layout: str, length: int, sizes: Any) -> None:
+    make = LAYOUTS[layout]
+    q, k, cos = make(2, 4, length, 8), make(2, 2, length, 8), torch.randn(1, length, 8)
+
+    def stock(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        return q * cos + q * sin, k * cos + k * sin
+
+    given: list[Any] = []
+    served = rope_function(stock, Site(lambda *args: given.append(args) or True))(q, k, cos, cos)
+    assert len(given) == 1
+    for got, want in zip(served, stock(q, k, cos, cos), strict=True):
+        sizes = zip(got.shape, got.stride(), want.stride(), strict=True)
+        assert all(ours == theirs for size, ours, theirs in sizes if size > 1)
+
+
+def test_another_axis_order_of_the_tables_is_left_to_stock() -> None:
+    site = Site(lambda *args: pytest.fail("must not be asked"))
+    q = torch.randn(1, 5, 2, 8)
+    assert rope_function(lambda *args: args[-1], site)(q, q, q, q, 2) == 2
+
+
+@pytest.mark.gpu
+def test_a_served_norm_allocates_its_output_and_nothing_else() -> None:
+    module, x = Norm(1024).eval().cuda(), torch.randn(4, 1024, device="cuda")
+    assert common_device([x]) == x.device
+    forward = norm_forward(Norm.forward, Site(lambda *args: True), "eps")
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    out = forward(module, x)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before + 1
+    assert out.shape == x.shape

@@ -1,0 +1,238 @@
+"""Each gate must reject its planted failure and pass the honest result that lies next to it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tilegym_db.verify.gates import OutputVerdict, check_output, relative_error
+from tilegym_db.verify.tolerance import LIMITS
+
+
+def judge(actual: torch.Tensor, oracle: torch.Tensor, dtype: str | None = None, e_base: float = 0.0) -> OutputVerdict:
+    name = dtype or str(actual.dtype).removeprefix("torch.")
+    return check_output("out", actual, oracle, LIMITS.get(name), e_base)
+
+
+def honest(dtype: torch.dtype, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rounded once, exact)."""
+    exact = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return exact.to(dtype), exact
+
+
+def softmax_over_a_vocabulary(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, float]:
+    scores = torch.randn(2, 131_072, generator=torch.Generator().manual_seed(0)).to(dtype)
+    exact = torch.softmax(scores.double(), dim=-1)
+    as_written = torch.softmax(scores.float(), dim=-1).to(dtype)
+    return as_written, exact, relative_error(as_written, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(64, 128), (1, 5000), (2000, 3), (7,), (3, 0), ()])
+def test_one_rounding_passes_in_every_dtype_and_shape(dtype, shape):
+    actual, exact = honest(dtype, *shape)
+    assert judge(actual, exact).passed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_an_all_zero_softmax_over_a_vocabulary_fails_though_every_entry_is_tiny(dtype):
+    as_written, exact, e_base = softmax_over_a_vocabulary(dtype)
+    assert judge(as_written, exact, e_base=e_base).passed
+    assert torch.allclose(torch.zeros_like(exact), exact, atol=1e-2)  # the rule that was fooled by it
+    assert judge(torch.zeros_like(as_written), exact, e_base=e_base).gate == "rel_fro"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_one_missing_probability_among_a_vocabulary_fails(dtype):
+    as_written, exact, e_base = softmax_over_a_vocabulary(dtype)
+    as_written[1, 77] = 0
+    verdict = judge(as_written, exact, e_base=e_base)
+    assert not verdict.passed
+    assert "first at [1, 77]" in verdict.reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("columns", [512, 8])
+def test_one_dropped_row_of_many_fails(dtype, columns):
+    actual, exact = honest(dtype, 4096, columns)
+    actual[1234] = 0
+    verdict = judge(actual, exact)
+    assert verdict.gate in ("worst_row", "rel_fro")
+    assert "[1234, 0]" in verdict.reason
+
+
+@pytest.mark.parametrize("columns", [512, 8])
+def test_one_dropped_row_whose_values_are_small_fails(columns):
+    actual, exact = honest(torch.bfloat16, 4096, columns)
+    exact[1234] *= 0.05
+    actual = exact.to(torch.bfloat16)
+    assert judge(actual, exact).passed
+    actual[1234] = 0
+    assert not judge(actual, exact).passed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_one_wrong_element_of_a_million_fails(dtype):
+    actual, exact = honest(dtype, 1000, 1000)
+    actual[700, 3] += 0.5
+    verdict = judge(actual, exact)
+    assert not verdict.passed
+    assert "first at [700, 3]" in verdict.reason
+    assert verdict.matched_ratio == pytest.approx(1 - 1e-6)
+
+
+@pytest.mark.parametrize(("wrong", "right"), [(math.nan, 1.0), (1.0, math.nan), (math.inf, 1.0), (math.inf, -math.inf)])
+def test_a_nan_or_infinity_that_differs_from_the_oracle_fails(wrong, right):
+    actual, exact = honest(torch.float32, 64, 64)
+    actual[3, 5], exact[3, 5] = wrong, right
+    verdict = judge(actual, exact)
+    assert verdict.gate == "nan_inf_mask"
+    assert "first at [3, 5]" in verdict.reason
+
+
+@pytest.mark.parametrize("special", [math.nan, math.inf, -math.inf])
+def test_a_nan_or_infinity_that_the_oracle_has_too_passes(special):
+    actual, exact = honest(torch.float32, 64, 64)
+    actual[3], exact[3] = special, special
+    verdict = judge(actual, exact)
+    assert verdict.passed
+    assert verdict.rel_fro < 1e-7
+
+
+def test_an_overflow_that_the_output_dtype_forces_is_expected():
+    exact = torch.full((64, 64), 1e5, dtype=torch.float64)
+    assert judge(torch.full((64, 64), math.inf, dtype=torch.float16), exact).passed
+    assert judge(torch.full((64, 64), 65504.0, dtype=torch.float16), exact).gate == "nan_inf_mask"
+
+
+def test_half_precision_accumulation_of_a_long_product_fails_where_float32_is_the_contract():
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(64, 4096, generator=generator).half()
+    b = torch.randn(4096, 64, generator=generator).half()
+    exact = a.double() @ b.double()
+    in_float32 = (a.float() @ b.float()).half()
+    in_half = torch.zeros(64, 64, dtype=torch.float16)
+    for start in range(0, 4096, 32):  # partial sums kept in half precision
+        in_half += (a[:, start : start + 32].float() @ b[start : start + 32].float()).half()
+    e_base = relative_error(in_float32, exact)
+    assert judge(in_float32, exact, e_base=e_base).passed
+    assert judge(in_half, exact, e_base=e_base).gate == "rel_fro"
+
+
+def test_a_product_in_tf32_passes_only_where_it_is_declared():
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(256, 256, generator=generator) for _ in range(2))
+
+    def tf32(value: torch.Tensor) -> torch.Tensor:
+        return ((value.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)  # ten bits of mantissa
+
+    exact = a.double() @ b.double()
+    actual = tf32(a) @ tf32(b)
+    assert judge(actual, exact, "tf32").passed
+    assert judge(actual, exact, "float32").gate == "rel_fro"
+
+
+def test_the_references_own_error_widens_the_norms_but_never_past_ten_times_tau():
+    exact = torch.ones(64, 64, dtype=torch.float64)
+    off = (exact * (1 + 8e-6)).float()
+    assert judge(off, exact).passed
+    worse = (exact * (1 + 4e-5)).float()
+    assert judge(worse, exact).gate == "rel_fro"
+    assert judge(worse, exact, e_base=3e-5).gate != "rel_fro"
+    hopeless = (exact * (1 + 2e-4)).float()
+    assert judge(hopeless, exact, e_base=math.inf).gate == "rel_fro"
+
+
+def test_a_few_elements_are_held_to_the_elementwise_bound_alone():
+    exact = torch.ones(4, 8, dtype=torch.float64)
+    assert judge((exact * 1.005).bfloat16(), exact).passed
+    assert judge((exact * 1.1).bfloat16(), exact).gate == "elementwise"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_zero_output_passes_where_zero_is_right_and_nothing_else_does(dtype):
+    exact = torch.zeros(64, 64, dtype=torch.float64)
+    actual = torch.zeros(64, 64, dtype=dtype)
+    assert judge(actual, exact).passed
+    actual[5, 5] = 1e-3
+    assert not judge(actual, exact).passed
+
+
+def test_a_short_row_near_zero_is_measured_by_its_neighbours():
+    actual, exact = honest(torch.float32, 1000, 4)
+    exact[10] = 1e-9
+    actual[10] = 1e-7  # a hundred times off, and nothing beside the other rows
+    assert judge(actual, exact).passed
+
+
+def test_integers_must_be_equal():
+    oracle = torch.arange(5000).reshape(50, 100)
+    assert judge(oracle.int(), oracle, "int32").passed
+    wrong = oracle.int()
+    wrong[7, 9] += 1
+    verdict = judge(wrong, oracle, "int32")
+    assert verdict.gate == "exact"
+    assert "1 of 5000 values differ" in verdict.reason
+    assert "first at [7, 9]: expected 709, got 710" in verdict.reason
+
+
+def test_booleans_must_be_equal():
+    oracle = torch.tensor([[True, False], [False, True]])
+    assert judge(oracle.clone(), oracle).passed
+    assert judge(~oracle, oracle).gate == "exact"
+
+
+def quantised(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    exact = torch.randn(100, 100, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 30
+    return exact.to(dtype), exact
+
+
+def neighbours(codes: torch.Tensor, count: int, step: int) -> torch.Tensor:
+    """The first ``count`` codes moved ``step`` codes away from zero."""
+    moved = codes.clone().view(torch.uint8)
+    moved.view(-1)[:count] += step
+    return moved.view(codes.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_one_percent_of_the_codes_may_be_next_to_the_right_one(dtype):
+    codes, exact = quantised(dtype)
+    assert judge(codes, exact).passed
+    assert judge(neighbours(codes, 100, 1), exact).passed
+    assert judge(neighbours(codes, 101, 1), exact).gate == "codes"
+    assert judge(neighbours(codes, 1, 2), exact).gate == "codes"
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_sign_is_many_codes_away(dtype):
+    codes, exact = quantised(dtype)
+    codes.view(torch.uint8)[50, 50] ^= 0x80
+    assert judge(codes, exact).gate == "codes"
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [(torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)])
+def test_a_nan_or_infinity_is_no_neighbour_of_the_largest_code(dtype, largest):
+    exact = torch.full((100, 100), largest, dtype=torch.float64)
+    codes = exact.to(dtype)
+    assert judge(codes, exact).passed
+    assert judge(neighbours(codes, 1, 1), exact).gate == "nan_inf_mask"
+
+
+def test_scales_must_be_equal_bit_for_bit():
+    scales = torch.tensor([0x00, 0x7F, 0x80, 0xFF], dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    assert judge(scales.clone(), scales).passed
+    assert judge(neighbours(scales, 1, 1), scales).gate == "exact"
+
+
+def test_the_relative_error_of_something_against_nothing_is_infinite():
+    zero = torch.zeros(4, 4, dtype=torch.float64)
+    assert relative_error(zero.float(), zero) == 0
+    assert relative_error(torch.ones(4, 4), zero) == math.inf
+
+
+def test_a_wrong_zero_dimensional_output_fails():
+    verdict = judge(torch.tensor(1.5), torch.tensor(1.0, dtype=torch.float64))
+    assert verdict.gate == "elementwise"
+    assert "expected 1, got 1.5" in verdict.reason

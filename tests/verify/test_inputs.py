@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tilegym_db.errors import RecordError
+from tilegym_db.records import Workload
+from tilegym_db.verify.inputs import DISTRIBUTIONS, PLANTED, Case, draw_inputs
+
+
+def case(distribution: str = "normal", seed: int = 1, dtype: str = "float32", **axes: int) -> Case:
+    return Case(axes or {"M": 64, "N": 128}, {"T": dtype}, {"factor": 2.0}, distribution=distribution, seed=seed)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_same_seed_draws_the_same_contents_and_another_seed_others(distribution, dtype, operator):
+    definition = operator()
+    one, same, other = (draw_inputs(definition, case(distribution, seed, dtype), "cpu") for seed in (1, 1, 2))
+    assert list(one) == ["x", "weight", "factor"]
+    assert one["factor"] == 2.0
+    assert torch.equal(one["x"].view(torch.uint8), same["x"].view(torch.uint8))
+    assert not torch.equal(one["x"], other["x"])
+    assert (tuple(one["x"].shape), str(one["x"].dtype)) == ((64, 128), f"torch.{dtype}")
+
+
+def test_two_inputs_of_one_shape_get_different_contents(operator):
+    tensor = {"shape": ["M", "N"], "dtype": "T"}
+    definition = operator("return x + y", inputs={"x": tensor, "y": tensor}, self_test=None)
+    drawn = draw_inputs(definition, case(), "cpu")
+    assert not torch.equal(drawn["x"], drawn["y"])
+
+
+def test_small_integers_are_integers_that_sum_exactly(operator):
+    x = draw_inputs(operator(), case("small_integers"), "cpu")["x"]
+    assert torch.equal(x, x.round())
+    assert x.abs().max() <= 4
+
+
+def test_constant_rows_are_constant_along_the_last_axis_only(operator):
+    x = draw_inputs(operator(), case("constant_rows"), "cpu")["x"]
+    assert torch.equal(x, x[:, :1].expand_as(x))
+    assert len(x[:, 0].unique()) == 64
+
+
+def test_outliers_are_rare_and_large(operator):
+    x = draw_inputs(operator(), case("outliers", M=256, N=256), "cpu")["x"]
+    assert 20 < int((x.abs() > 8).sum()) < 200
+
+
+def test_row_scales_stay_finite_in_half_precision(operator):
+    definition = operator(dtypes={"T": ["float16"]})
+    x = draw_inputs(definition, case("row_scale", dtype="float16"), "cpu")["x"].float()
+    assert torch.isfinite(x).all()
+    assert x.norm(dim=1).max() / x.norm(dim=1).min() > 16
+
+
+@pytest.mark.parametrize(
+    ("special_values", "found"),
+    [(["nan", "inf"], {"nan", "inf", "-inf"}), (["nan"], {"nan"}), ([], set())],
+)
+def test_only_special_values_that_the_operator_is_defined_for_are_planted(special_values, found, operator):
+    definition = operator(special_values=special_values)
+    planted: set[str] = set()
+    for seed in range(3):  # two may fall on one place
+        x = draw_inputs(definition, case(PLANTED, seed), "cpu")["x"]
+        planted |= {str(float(value)) for value in x[~torch.isfinite(x)]}
+    assert planted == found
+
+
+def test_a_vector_keeps_its_own_contents_in_every_set(operator):
+    drawn = [draw_inputs(operator(), case(name), "cpu")["weight"] for name in DISTRIBUTIONS]
+    assert all(torch.equal(drawn[0], weight) for weight in drawn)
+
+
+def test_generated_inputs_stay_within_their_bounds_and_follow_the_axes(operator):
+    tensor = {"shape": ["M", "N"], "dtype": "float32"}
+    definition = operator(
+        "return x * 0",
+        inputs={"x": tensor, "p": tensor, "index": {"shape": ["M"], "dtype": "int64"}},
+        input_generators={
+            "p": {"kind": "uniform", "low": 0.25, "high": 0.5},
+            "index": {"kind": "integers", "low": 0, "high": "N"},
+        },
+        outputs={"out": tensor},
+        dtypes={},
+        cost=None,
+        self_test=None,
+    )
+    drawn = draw_inputs(definition, replace(case(M=4000, N=7), dtypes={}), "cpu")
+    assert 0.25 <= drawn["p"].min() <= drawn["p"].max() < 0.5
+    assert sorted(drawn["index"].unique().tolist()) == list(range(7))
+
+
+def test_rotary_tables_are_of_one_angle_each(operator):
+    tensor = {"shape": ["M", "N"], "dtype": "float32"}
+    definition = operator(
+        "return cos * 0",
+        inputs={"cos": tensor, "sin": tensor},
+        input_generators={"cos": {"kind": "rotary_cos"}, "sin": {"kind": "rotary_sin"}},
+        outputs={"out": tensor},
+        dtypes={},
+        cost=None,
+        self_test=None,
+    )
+    drawn = draw_inputs(definition, replace(case(M=5, N=8), dtypes={}), "cpu")
+    assert torch.allclose(drawn["cos"] ** 2 + drawn["sin"] ** 2, torch.ones(5, 8))
+    assert torch.equal(drawn["cos"][:, :4], drawn["cos"][:, 4:])
+    assert math.isclose(drawn["sin"][3, 1], math.sin(3 / 10), rel_tol=1e-6)
+
+
+def test_an_axis_of_size_zero_gives_empty_tensors(operator):
+    assert draw_inputs(operator(), case(PLANTED, M=0, N=4), "cpu")["x"].shape == (0, 4)
+
+
+def test_a_workload_fixes_sizes_scalars_scales_and_strides(operator, workload_record):
+    definition = operator()
+    inputs = {"factor": {"type": "scalar", "value": 3.0}, "x": {"type": "random", "scale": 100.0}}
+    record = workload_record(inputs=inputs, layouts={"x": "strided(N + 8, 1)"})
+    drawn_case = Case.of_workload(definition, Workload.from_dict(record), distribution="normal", seed=1)
+    plain = replace(drawn_case, scales={})
+    assert drawn_case.strides(definition, "x") == (16, 1)
+    assert drawn_case.strides(definition, "out") == (8, 1)
+    assert drawn_case.scalars == {"factor": 3.0}
+    x, unscaled = (draw_inputs(definition, item, "cpu")["x"] for item in (drawn_case, plain))
+    assert torch.allclose(x, unscaled * 100)
+
+
+@pytest.fixture
+def stored(operator, workload_record, tmp_path):
+    """Draw ``x`` from a file that holds this tensor."""
+
+    def draw(tensor: torch.Tensor, key: str = "layer.x") -> torch.Tensor:
+        from safetensors.torch import save_file
+
+        save_file({"layer.x": tensor}, str(tmp_path / "model.safetensors"))
+        spec = {"type": "safetensors", "path": "model.safetensors", "tensor_key": key}
+        record = workload_record(inputs={"factor": {"type": "scalar", "value": 3.0}, "x": spec})
+        drawn_case = Case.of_workload(operator(), Workload.from_dict(record), distribution="normal", seed=1)
+        return draw_inputs(operator(), drawn_case, "cpu", dataset=tmp_path)["x"]
+
+    return draw
+
+
+def test_a_tensor_of_a_real_model_is_read_from_its_file(stored):
+    tensor = torch.arange(32.0).reshape(4, 8)
+    assert torch.equal(stored(tensor), tensor)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.zeros(8, 4), r"inputs.x: .*model.safetensors holds shape \(8, 4\), the workload says \(4, 8\)"),
+        (torch.zeros(4, 8).half(), "inputs.x: .* holds torch.float16, the workload says torch.float32"),
+    ],
+)
+def test_a_stored_tensor_that_does_not_fit_is_named(tensor, message, stored):
+    with pytest.raises(RecordError, match=message):
+        stored(tensor)
