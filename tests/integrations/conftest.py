@@ -74,7 +74,7 @@ def _prompt(batch: int = 1, length: int = 9, seed: int = 0) -> torch.Tensor:
 
 @dataclass
 class Shop:
-    """A catalog root beside the shipped one, and the table published for the CPU."""
+    """The user's catalog overlay beside the shipped catalog, and the table published for the CPU."""
 
     root: Path
     home: Path
@@ -159,9 +159,9 @@ class Shop:
 
 
 @pytest.fixture
-def shop(tmp_path: Path, home: Path) -> Shop:
-    """Nothing is offered and nothing published yet."""
-    return Shop(tmp_path / "overlay", home)
+def shop(home: Path) -> Shop:
+    """The user's overlay; nothing is offered and nothing published yet."""
+    return Shop(home / "catalog", home)
 
 
 @pytest.fixture

@@ -10,19 +10,19 @@ from tilegym_db.integrations.transformers.fingerprint import fingerprint, source
 
 CODE = """\
 def forward(self, x, scale=2):
-    kind = x.dtype
-    y = x.float() * scale
-    return self.weight * y.to(kind)
+    given = x.dtype
+    wide = x.float() * scale
+    return self.weight * wide.to(given)
 """
 
 
 @pytest.mark.parametrize(
     "same",
     [
-        CODE.replace("kind", "dtype").replace("y", "wide"),
+        CODE.replace("given", "kind").replace("wide", "given"),
         CODE.replace("x, scale", "x: Tensor, scale: int").replace("):", ") -> Tensor:"),
-        CODE.replace("    kind", '    """What it does."""\n    # how\n    kind'),
-        CODE.replace("y = ", "y: Tensor = "),
+        CODE.replace("    given", '    """What it does."""\n    # how\n    given'),
+        CODE.replace("wide = ", "wide: Tensor = "),
         "    " + CODE.replace("\n", "\n    "),
     ],
 )
@@ -37,9 +37,9 @@ def test_names_annotations_and_comments_do_not_count(same: str) -> None:
         CODE.replace("* scale", "+ scale"),
         CODE.replace("self.weight", "self.bias"),
         CODE.replace("x.float()", "x.double()"),
-        CODE.replace("self.weight * y.to(kind)", "(self.weight * y).to(kind)"),
+        CODE.replace("self.weight * wide.to(given)", "(self.weight * wide).to(given)"),
         CODE.replace("x", "hidden"),
-        CODE.replace("(kind)", "(dtype)"),
+        CODE.replace("(given)", "(other)"),
     ],
 )
 def test_operations_attributes_constants_and_parameters_count(other: str) -> None:

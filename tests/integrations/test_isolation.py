@@ -151,9 +151,10 @@ def test_a_dropped_model_takes_its_patch_along(kernels: Catalog, logits: Any, bu
 @pytest.mark.parametrize("part", ["model", "model.norm"])
 def test_a_patched_part_is_not_patched_again(part: str, kernels: Catalog, build: Any) -> None:
     model = build()
-    with patched(model.get_submodule(part), catalog=kernels):
-        with pytest.raises(TilegymDBError, match="is patched already; call unpatch"):
-            patch(model, catalog=kernels)
+    handle = patch(model.get_submodule(part), catalog=kernels)
+    with pytest.raises(TilegymDBError, match="is patched already; call unpatch"):
+        patch(model, catalog=kernels)
+    handle.unpatch()
     patch(model, catalog=kernels).unpatch()
 
 
@@ -222,8 +223,13 @@ def test_blocks_of_two_threads_may_overlap(kernels: Catalog, build: Any) -> None
 
 def test_an_exception_while_building_leaves_models_stock(kernels: Catalog, build: Any) -> None:
     init, built = PreTrainedModel.__init__, []
-    with pytest.raises(ZeroDivisionError), patched_init(catalog=kernels):
-        built.append(build())
-        raise ZeroDivisionError
+
+    def fail_after_building() -> None:
+        with patched_init(catalog=kernels):
+            built.append(build())
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_after_building()
     assert PreTrainedModel.__init__ is init
     assert model_state(built[0]) == model_state(build())

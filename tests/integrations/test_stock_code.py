@@ -39,12 +39,13 @@ def test_gradients_are_those_of_stock(training: bool, poison: Catalog, build: An
     assert set(bypassed(handle)) == {"rms_norm", "swiglu", "rope_neox"}
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_computes_the_same_twice(
     reentrant: bool, poison: Catalog, build: Any, prompt: Any
 ) -> None:
     model, ids = build().train(), prompt(2)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     model.enable_input_require_grads()
     stock = gradients(model, ids)
     with patched(model, catalog=poison):
@@ -114,7 +115,7 @@ class Subclass(torch.Tensor):
 @pytest.mark.parametrize("way", ["vmap", "jvp", "jit.trace", "export", "dispatch mode", "subclass"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_tracers_and_transforms_see_the_models_own_code(way: str, poison: Catalog, build: Any) -> None:
-    model, hidden = build(), torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(1))
+    model, hidden = build().requires_grad_(False), torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         stock = transformed(model, hidden)[way]()
         with patched(model, catalog=poison):
@@ -136,7 +137,7 @@ def test_hooks_fire_on_patched_modules(kernels: Catalog, logits: Any, build: Any
     assert len(stock) == 6
 
 
-def change_nothing(mlp: Any, seen: list[int]) -> None:
+def add_a_hook(mlp: Any, seen: list[int]) -> None:
     mlp.act_fn.register_forward_hook(lambda module, args, output: seen.append(1))
 
 
@@ -149,7 +150,7 @@ def replace(mlp: Any, seen: list[int]) -> None:
     mlp.act_fn = Counted()
 
 
-@pytest.mark.parametrize("change", [change_nothing, replace])
+@pytest.mark.parametrize("change", [add_a_hook, replace])
 def test_an_activation_with_hooks_or_replaced_later_still_runs(
     change: Any, kernels: Catalog, logits: Any, build: Any, prompt: Any
 ) -> None:

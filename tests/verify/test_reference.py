@@ -90,6 +90,6 @@ def test_a_reference_that_cannot_be_used_is_named_with_its_mistake(body, message
 def test_a_source_that_raises_when_it_is_loaded_is_named(operator):
     definition = without_self_test(operator, "return x")
     with pytest.raises(
-        RecordError, match="row_scale: alternative formulation: .*raises when it is loaded.*ZeroDivision"
+        RecordError, match=r"row_scale: alternative formulation: .*raises when it is loaded.*ZeroDivision"
     ):
         run_reference(definition, {"x": torch.ones(1, 1)}, source="1 / 0\ndef run(x): return x")

@@ -22,7 +22,8 @@ from tilegym_db.integrations.transformers.variants import MLPS, NORMS, ROPES, RO
 __all__ = ["ROPE_FUNCTION", "Found", "discover", "probed_activation"]
 
 ROPE_FUNCTION = "apply_rotary_pos_emb"
-NORM_CALLS = frozenset({"rsqrt", "rms_norm"})
+ACTIVATIONS = ("act_fn", "activation_fn")
+NORM_CALLS = ("rsqrt", "rms_norm")
 
 REPLACED = "its forward is already replaced on the instance (accelerate, Liger or kernels?); left alone"
 NOT_IN_MEMORY = "its weights are not in memory"
@@ -56,7 +57,7 @@ def discover(model: torch.nn.Module, catalog: Catalog) -> list[Found]:
 
 def probed_activation(module: torch.nn.Module) -> Any:
     """What the activation of a gated MLP is known by: the class of a module, or the function itself."""
-    activation: Any = module.act_fn
+    activation: Any = next((getattr(module, name) for name in ACTIVATIONS if hasattr(module, name)), None)
     return type(activation) if isinstance(activation, torch.nn.Module) else activation
 
 
@@ -64,9 +65,9 @@ def probed_activation(module: torch.nn.Module) -> Any:
 
 
 def _kind(module: torch.nn.Module) -> str | None:
-    if _calls(inspect.unwrap(type(module).forward), ROPE_FUNCTION):
+    if _calls(type(module).forward, ROPE_FUNCTION):
         return "rope"
-    if callable(getattr(module, "act_fn", None)) and "down_proj" in {*module._modules, *module._parameters}:
+    if "down_proj" in {*module._modules, *module._parameters} and any(hasattr(module, name) for name in ACTIVATIONS):
         return "mlp"
     weight = module._parameters.get("weight")
     if weight is not None and weight.dim() == 1 and not module._modules and _normalises(type(module)):
@@ -75,13 +76,14 @@ def _kind(module: torch.nn.Module) -> str | None:
 
 
 def _calls(function: Any, name: str) -> bool:
-    return isinstance(function, FunctionType) and name in function.__code__.co_names
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code is not None and name in code.co_names
 
 
 def _normalises(cls: type[torch.nn.Module]) -> bool:
     own = cls.__mro__[: cls.__mro__.index(torch.nn.Module)]
-    methods = (value for owner in own for value in vars(owner).values())
-    return any(isinstance(method, FunctionType) and NORM_CALLS & set(method.__code__.co_names) for method in methods)
+    methods = [value for owner in own for value in vars(owner).values() if isinstance(value, FunctionType)]
+    return any(_calls(method, name) for method in methods for name in NORM_CALLS)
 
 
 # -- which variant it is, and whether it may be patched ---------------------------------------------------------------
@@ -112,7 +114,7 @@ def _nominate(kind: str, cls: type[torch.nn.Module]) -> Variant | str:
 def _nominate_rope(function: Any) -> Variant | str:
     if not isinstance(function, FunctionType):
         return (
-            f"its {ROPE_FUNCTION} is a {type(function).__name__}, no plain function (replaced by the kernels package?)"
+            f"its {ROPE_FUNCTION} is of type {type(function).__name__}, not a plain function (replaced by the kernels package?)"
         )
     if fingerprint(function.__globals__.get("rotate_half")) not in ROTATE_HALF:
         return f"its {ROPE_FUNCTION} rotates in no way that is known"

@@ -25,7 +25,8 @@ def subclass(base: type[torch.nn.Module], forward: Callable[..., Any]) -> type[t
     """
 
     def reduce_ex(self: Any, protocol: Any) -> Any:
-        reduced: Any = base.__reduce_ex__(self, protocol)
+        # Protocol 1 has the class among its arguments; picklers refuse another class there in the later ones.
+        reduced: Any = base.__reduce_ex__(self, min(int(protocol), 1))
         function, arguments, *rest = reduced
         restored = tuple(base if argument is patched else argument for argument in arguments)
         return (function, restored, *rest)

@@ -177,6 +177,7 @@ def _map_file(path: Path, size: int, *, create: bool) -> tuple[torch.Tensor, Any
             try:
                 os.posix_fallocate(file.fileno(), 0, size)  # a sparse file would end in SIGBUS on a full disk
             except OSError as error:
+                path.unlink()
                 raise StoreError(f"cannot allocate {size} bytes of shared memory in {path.parent}: {error}.") from None
     with path.open("r+b") as file:
         mapping = mmap.mmap(file.fileno(), size)

@@ -198,6 +198,11 @@ class WorkerProcess:
         return message
 
     def _died(self, how: str) -> WorkerDied:
+        if how == "ended":
+            try:
+                self._process.wait(1.0)  # its pipe closes a moment before its exit status is known
+            except subprocess.TimeoutExpired:
+                how = "closed its pipe"
         self.kill()
         code = self._process.returncode
         by = f" by {signal.Signals(-code).name}" if code is not None and code < 0 and how == "ended" else ""

@@ -1,0 +1,85 @@
+"""Catalogs of one tiny operator, on disk, with whatever Solutions and Workloads a test needs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tilegym_db.catalog import Catalog
+from tilegym_db.records import Definition, Workload
+
+ROW_SCALE: dict[str, Any] = {
+    "name": "row_scale",
+    "version": "1.0.0",
+    "op_type": "elementwise",
+    "dtypes": {"T": ["float32"]},
+    "axes": {"M": {"type": "var"}, "N": {"type": "var"}},
+    "inputs": {
+        "x": {"shape": ["M", "N"], "dtype": "T"},
+        "weight": {"shape": ["N"], "dtype": "T"},
+        "factor": {"shape": None, "dtype": "float32"},
+    },
+    "outputs": {"out": {"shape": ["M", "N"], "dtype": "T"}},
+    "constraints": ["N >= 1"],
+    "cost": {"flops": "2 * M * N", "bytes": "(2 * M * N + N) * sizeof(T)"},
+    "reference": "# Source: https://example.org/row_scale.py#L1\n"
+    "def run(x, weight, factor):\n    return x * weight * factor\n",
+}
+HONEST = "def run(x, weight, factor, out):\n    out.copy_(x * weight * factor)\n"
+STOCK = {"role": "baseline", "provides": "stock"}
+
+
+@pytest.fixture(scope="session")
+def make_catalog() -> Callable[..., Catalog]:
+    """Write a catalog of ``row_scale`` under a root folder.
+
+    ``solutions``: name -> source, or (source, changes of its spec); ``row_scale_stock`` is always there.
+    ``workloads``: records, of which only the axes must be given.
+    """
+
+    def make(
+        root: Path,
+        solutions: Mapping[str, str | tuple[str, dict[str, Any]]] | None = None,
+        workloads: tuple[dict[str, Any], ...] = ({"axes": {"M": 40, "N": 32}},),
+        definition: dict[str, Any] | None = None,
+    ) -> Catalog:
+        record = Definition.from_dict({**ROW_SCALE, **(definition or {})})
+        folder = f"{record.op_type}/{record.name}"
+        write(root / "definitions" / f"{folder}.json", record.to_json())
+        for name, given in {f"{record.name}_stock": (HONEST, STOCK), **(solutions or {})}.items():
+            source, changes = (given, {}) if isinstance(given, str) else given
+            write(root / "solutions" / folder / name / "kernel.py", source)
+            solution = {
+                "name": name,
+                "definition": record.name,
+                "author": "tests",
+                "spec": {"language": "python", "entry_point": "kernel.py::run", **changes},
+                "sources": [{"path": "kernel.py"}],
+            }
+            write(root / "solutions" / folder / name / "solution.json", json.dumps(solution))
+        lines = []
+        for changes in workloads:
+            scalar = {"factor": {"type": "scalar", "value": 0.5}}
+            content = {
+                "definition": record.name,
+                "dtypes": {"T": "float32"},
+                "inputs": scalar,
+                "tags": ["cpu"],
+                **changes,
+            }
+            lines.append(Workload.from_dict(content).to_json())
+        write(root / "workloads" / f"{folder}.jsonl", "\n".join(lines))
+        catalog = Catalog((root,))
+        catalog.update_lock(root)
+        return Catalog((root,))
+
+    return make
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tilegym_db.bench import machine
+from tilegym_db.bench.machine import Machine, select_machine
+from tilegym_db.errors import HardwareError
+
+H200 = Machine("cuda:0", "h200", "NVIDIA H200", "sm_90")
+
+
+@pytest.mark.parametrize("asked", ["cpu", "auto"])
+def test_without_a_gpu_the_processor_is_measured(asked, monkeypatch):
+    monkeypatch.setattr(machine, "_cuda_machine", lambda index: None)
+    found = select_machine(asked)
+    assert (found.device, found.gpu, found.is_gpu) == ("cpu", "cpu", False)
+    assert found.gpu_name
+    assert found.libs["torch"] == torch.__version__.partition("+")[0] or found.libs["torch"] == torch.__version__
+
+
+def test_a_gpu_that_is_not_here_is_refused_with_what_to_do(monkeypatch):
+    monkeypatch.setattr(machine, "_cuda_machine", lambda index: None)
+    with pytest.raises(HardwareError, match="--gpu h100: this machine has no usable GPU. Use --gpu cpu or --gpu auto"):
+        select_machine("h100")
+
+
+def test_a_gpu_is_never_taken_for_another(monkeypatch):
+    monkeypatch.setattr(machine, "_cuda_machine", lambda index: H200)
+    assert select_machine("auto") == select_machine("H200") == H200
+    assert select_machine("cpu").device == "cpu"
+    with pytest.raises(HardwareError, match=r"the GPU here is NVIDIA H200 \(h200\).*Use --gpu h200"):
+        select_machine("h100")
+
+
+def test_an_unknown_gpu_is_refused_with_a_suggestion():
+    with pytest.raises(HardwareError, match=r"unknown GPU 'h20'\. Did you mean .*'h200'"):
+        select_machine("h20")

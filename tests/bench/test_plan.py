@@ -1,0 +1,159 @@
+"""What a run selects. Pure: a catalog on disk, a machine that need not be here, options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tilegym_db.bench.machine import Machine
+from tilegym_db.bench.plan import Options, Plan, make_plan
+from tilegym_db.catalog import Catalog
+from tilegym_db.errors import NotFoundError, UsageError
+
+HERE = Machine("cpu", "cpu", "a processor")
+H200 = Machine("cuda:0", "h200", "NVIDIA H200", "sm_90")
+TRITON = "def run(x, weight, factor, out): pass\n"
+SIZES = {
+    "tiny": {"axes": {"M": 4, "N": 8}, "tags": ["tiny"]},
+    "modest": {"axes": {"M": 100, "N": 1000}, "tags": ["cpu"]},
+    "decode": {"axes": {"M": 1, "N": 4096}, "tags": ["model:llama", "stage:decode"]},
+    "prefill": {"axes": {"M": 8192, "N": 4096}, "tags": ["model:llama", "stage:prefill"]},
+}
+
+
+@pytest.fixture
+def catalog(make_catalog, tmp_path) -> Catalog:
+    languages = {f"row_scale_{name}": (TRITON, {"language": name}) for name in ("triton", "tilelang", "cutile")}
+    return make_catalog(tmp_path / "catalog", languages, tuple(SIZES.values()))
+
+
+@pytest.fixture
+def plan(catalog) -> Callable[..., Plan]:
+    def make(*names: str, machine: Machine = HERE, done=(), unusable=None, **options: object) -> Plan:
+        return make_plan(catalog, machine, Options(names, **options), done, unusable)
+
+    return make
+
+
+def pairs(plan: Plan) -> set[str]:
+    """``stock tiny``: the end of the solution's name and the kind of workload."""
+    kinds = {(size["axes"]["M"], size["axes"]["N"]): kind for kind, size in SIZES.items()}
+    named = set()
+    for item in plan.definitions:
+        workloads = {workload.uuid: kinds[workload.axes["M"], workload.axes["N"]] for workload in item.workloads}
+        named |= {f"{solution.removeprefix('row_scale_')} {workloads[uuid]}" for solution, uuid in item.pairs}
+    return named
+
+
+def reasons(plan: Plan) -> dict[tuple[str, str], str]:
+    return {(item.solution, item.workload): item.reason for item in plan.skipped}
+
+
+def test_a_processor_times_python_and_interprets_small_triton_calls(plan):
+    made = plan()
+    assert pairs(made) == {"stock tiny", "stock modest", "stock decode", "triton tiny", "triton decode"}
+    item = made.definitions[0]
+    assert [solution.name for solution in item.timed] == ["row_scale_stock"]
+    assert [solution.name for solution in item.interpreted] == ["row_scale_triton"]
+
+
+def test_everything_left_out_has_its_reason(plan):
+    said = reasons(plan())
+    assert "too large for a CPU" in said["*", "M=8192,N=4096"]
+    assert "cutile kernels run on a GPU only" in said["row_scale_cutile", "*"]
+    assert said["row_scale_triton", "M=100,N=1000"] == "too large for the interpreter"
+
+
+def test_a_gpu_runs_every_language_on_every_workload(plan):
+    made = plan(machine=H200)
+    assert made.pair_count == 16
+    assert made.skipped == []
+
+
+def test_a_solutions_name_brings_the_stock_code_to_compare_it_with(plan):
+    solutions = {pair.split()[0] for pair in pairs(plan("row_scale_cutile", machine=H200))}
+    assert solutions == {"cutile", "stock"}
+
+
+def test_a_language_brings_the_stock_code_too(plan):
+    assert {pair.split()[0] for pair in pairs(plan(machine=H200, language="tilelang"))} == {"tilelang", "stock"}
+
+
+@pytest.mark.parametrize(
+    ("glob", "kinds"),
+    [
+        ("stage:decode", {"decode"}),
+        ("model:*", {"decode", "prefill"}),
+        ("M=1,*", {"decode"}),
+        ("*", {"tiny", "modest", "decode", "prefill"}),
+    ],
+)
+def test_a_glob_selects_workloads_by_tag_or_axes(glob, kinds, plan):
+    assert {pair.split()[1] for pair in pairs(plan(machine=H200, workload=glob))} == kinds
+
+
+def test_a_uuid_selects_one_workload(plan, catalog):
+    uuid = catalog.workloads_for("row_scale")[3].uuid
+    assert {pair.split()[1] for pair in pairs(plan(machine=H200, workload=uuid))} == {"prefill"}
+
+
+def test_a_workload_that_is_asked_for_runs_on_a_processor_however_large(plan):
+    assert pairs(plan(workload="stage:prefill")) == {"stock prefill"}
+
+
+@pytest.mark.parametrize("machine", [HERE, H200])
+def test_a_glob_that_selects_nothing_is_wrong_usage(machine, plan):
+    with pytest.raises(UsageError, match="no workload matches 'stage:decoding'"):
+        plan(machine=machine, workload="stage:decoding")
+
+
+def test_quick_takes_one_workload_of_each_kind_that_suits_the_machine(plan):
+    assert {pair.split()[1] for pair in pairs(plan(quick=True))} == {"tiny", "modest"}
+    assert {pair.split()[1] for pair in pairs(plan(quick=True, machine=H200))} == {"decode", "prefill"}
+
+
+def test_what_has_a_trace_is_not_measured_again_unless_asked(plan, catalog):
+    definition, solution = catalog.definition("row_scale"), catalog.solution("row_scale_stock")
+    tiny = catalog.workloads_for("row_scale")[0]
+    done = {(solution.digest, definition.digest, tiny.uuid)}
+    made = plan(done=done)
+    assert "stock tiny" not in pairs(made)
+    assert "triton tiny" in pairs(made)
+    assert "already measured" in reasons(made)["row_scale_stock", "M=4,N=8"]
+    assert "stock tiny" in pairs(plan(done=done, again=True))
+
+
+def test_a_trace_of_another_source_or_another_meaning_does_not_count(plan, catalog):
+    definition, solution = catalog.definition("row_scale"), catalog.solution("row_scale_stock")
+    tiny = catalog.workloads_for("row_scale")[0]
+    for done in ((solution.digest, "another", tiny.uuid), ("another", definition.digest, tiny.uuid)):
+        assert "stock tiny" in pairs(plan(done={done}))
+
+
+def test_a_language_without_its_toolchain_is_left_out_with_the_fix(plan):
+    missing = {"cutile": "cutile cannot be used here: ... Fix: pip install 'tilegym-db[cutile]'"}
+    made = plan(machine=H200, unusable=missing)
+    assert {pair.split()[0] for pair in pairs(made)} == {"stock", "triton", "tilelang"}
+    assert "pip install 'tilegym-db[cutile]'" in reasons(made)["row_scale_cutile", "*"]
+
+
+def test_an_unknown_name_suggests_the_nearest(plan):
+    with pytest.raises(NotFoundError, match=r"'row_scal' is no definition and no solution\. Did you mean 'row_scale'"):
+        plan("row_scal")
+    with pytest.raises(NotFoundError, match="Did you mean 'row_scale_triton'"):
+        plan("row_scale_tritom")
+
+
+def test_an_unknown_language_lists_the_known_ones(plan):
+    with pytest.raises(UsageError, match="unknown language 'cuda'; known: python, triton, tilelang, cutile"):
+        plan(language="cuda")
+
+
+def test_an_operator_without_solutions_is_nothing_to_run(make_catalog, tmp_path):
+    import shutil
+
+    made = make_catalog(tmp_path / "open")
+    shutil.rmtree(tmp_path / "open" / "solutions")
+    with pytest.raises(UsageError, match="nothing matches"):
+        make_plan(Catalog(made.roots), HERE, Options(("row_scale",)), ())

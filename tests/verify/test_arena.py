@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import errno
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tilegym_db.errors import StoreError
+from tilegym_db.verify.inputs import Case
+from tilegym_db.verify.sandbox.arena import ALIGNMENT, GUARD_BYTES, Arena, SlotPlan, attach, plan_slot, tensor_view
+
+
+def case(offset: int = 0, dtype: str = "float32", layouts: dict[str, str] | None = None, **axes: int) -> Case:
+    return Case(axes or {"M": 4, "N": 8}, {"T": dtype}, {"factor": 1.0}, layouts or {}, offset=offset)
+
+
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.integers(0, 40),
+    columns=st.integers(1, 300),
+    padding=st.integers(0, 9),
+    offset=st.integers(0, 3),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+)
+def test_tensors_keep_a_guard_band_from_each_other_and_from_the_next_slot(
+    rows, columns, padding, offset, dtype, operator
+):
+    plan = plan_slot(operator(), case(offset, dtype, {"x": f"strided(N + {padding}, 1)"}, M=rows, N=columns))
+    end = 0
+    for tensor in plan.tensors:
+        assert tensor.offset - end >= GUARD_BYTES
+        end = tensor.offset + tensor.span
+    assert plan.size - end >= GUARD_BYTES
+    assert plan.size % ALIGNMENT == 0
+    assert SlotPlan.from_message(plan.to_message()) == plan
+
+
+def test_a_tensor_starts_at_an_aligned_address_unless_the_case_moves_it(operator):
+    aligned, moved = (plan_slot(operator(), case(offset)) for offset in (0, 1))
+    assert all(tensor.offset % ALIGNMENT == 0 for tensor in aligned.tensors)
+    assert all(tensor.offset % ALIGNMENT == 4 for tensor in moved.tensors)
+
+
+def test_a_layout_gives_its_strides_and_the_span_up_to_its_last_element(operator, tmp_path):
+    plan = plan_slot(operator(), case(layouts={"x": "strided(N + 8, 1)", "out": "strided(1, M)"}))
+    x, _, out = plan.tensors
+    assert (x.strides, x.span) == ((16, 1), (3 * 16 + 8) * 4)
+    assert (out.strides, out.span) == ((1, 4), 32 * 4)
+    with Arena(plan, 1, "cpu", tmp_path) as arena:
+        assert (arena.tensor(0, "out").shape, arena.tensor(0, "out").stride()) == ((4, 8), (1, 4))
+
+
+def test_two_slots_and_two_tensors_of_one_slot_share_no_byte(operator, tmp_path):
+    with Arena(plan_slot(operator(), case()), 2, "cpu", tmp_path) as arena:
+        arena.memory.zero_()
+        views = [arena.tensor(slot, name) for slot in (0, 1) for name in ("x", "weight", "out")]
+        for number, view in enumerate(views, start=1):
+            view.fill_(number)
+        assert [int(view.unique()) for view in views] == [1, 2, 3, 4, 5, 6]
+
+
+def test_what_one_side_writes_the_other_side_reads(operator, tmp_path):
+    with Arena(plan_slot(operator(), case()), 2, "cpu", tmp_path) as arena:
+        memory, plan, _ = attach(arena.to_message())
+        tensor_view(memory[plan.size :], plan.outputs[0]).fill_(7)
+        assert torch.equal(arena.tensor(1, "out"), torch.full((4, 8), 7.0))
+
+
+def test_a_closed_arena_leaves_no_file(operator, tmp_path):
+    Arena(plan_slot(operator(), case()), 2, "cpu", tmp_path).close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_an_error_and_not_a_crash_at_the_first_write(operator, tmp_path, monkeypatch):
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(StoreError, match=r"cannot allocate .* bytes of shared memory in .*No space left on device"):
+        Arena(plan_slot(operator(), case()), 1, "cpu", tmp_path)
+    assert list(tmp_path.iterdir()) == []
