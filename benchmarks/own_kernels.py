@@ -63,7 +63,7 @@ def foreign_kernels(launched: Iterable[str], functions: Iterable[str]) -> list[s
 
 def device_activities(call: Callable[[], Any]) -> list[str]:
     """Names of everything that ran on the GPU during the call: kernels, copies, cleared memory."""
-    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    synchronize: Callable[[], Any] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         call()

@@ -16,12 +16,14 @@ def test_without_a_gpu_the_processor_is_measured(asked, monkeypatch):
     found = select_machine(asked)
     assert (found.device, found.gpu, found.is_gpu) == ("cpu", "cpu", False)
     assert found.gpu_name
-    assert found.libs["torch"] == torch.__version__.partition("+")[0] or found.libs["torch"] == torch.__version__
+    assert found.libs["torch"].startswith(torch.__version__.partition("+")[0])
 
 
 def test_a_gpu_that_is_not_here_is_refused_with_what_to_do(monkeypatch):
     monkeypatch.setattr(machine, "_cuda_machine", lambda index: None)
-    with pytest.raises(HardwareError, match="--gpu h100: this machine has no usable GPU. Use --gpu cpu or --gpu auto"):
+    with pytest.raises(
+        HardwareError, match=r"--gpu h100: this machine has no usable GPU\. Use --gpu cpu or --gpu auto"
+    ):
         select_machine("h100")
 
 

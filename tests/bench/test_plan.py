@@ -76,6 +76,15 @@ def test_a_solutions_name_brings_the_stock_code_to_compare_it_with(plan):
     assert solutions == {"cutile", "stock"}
 
 
+def test_stock_code_plays_against_whoever_is_new_though_it_was_measured_before(plan, catalog):
+    definition, stock = catalog.definition("row_scale"), catalog.solution("row_scale_stock")
+    done = {(stock.digest, definition.digest, workload.uuid) for workload in catalog.workloads_for("row_scale")}
+    made = plan(done=done)
+    assert pairs(made) == {"triton tiny", "triton decode"}
+    assert made.pair_count == 4
+    assert plan("row_scale_stock", done=done).pair_count == 0
+
+
 def test_a_language_brings_the_stock_code_too(plan):
     assert {pair.split()[0] for pair in pairs(plan(machine=H200, language="tilelang"))} == {"tilelang", "stock"}
 

@@ -33,7 +33,7 @@ def test_the_interval_is_the_narrowest_that_covers_the_median_with_99_percent(co
     assert coverage(count, left_out(count)) >= 0.99 > coverage(count, left_out(count) + 1)
 
 
-@pytest.mark.parametrize("count", [1000, 1001, 2500, 10_000])
+@pytest.mark.parametrize("count", [1000, 1001, 3000])
 def test_the_interval_of_many_samples_covers_the_median_with_99_percent_too(count):
     assert 0.99 <= coverage(count, left_out(count)) < 0.9925
 

@@ -68,6 +68,16 @@ def test_a_rotary_function_replaced_by_a_module_is_left_alone(
     assert "is of type Identity, not a plain function" in reason_of(build(), "LlamaAttention", kernels)
 
 
+def test_a_rotary_function_is_only_known_with_what_it_calls(
+    kernels: Catalog, monkeypatch: pytest.MonkeyPatch, build: Any
+) -> None:
+    def rotate_half(x: torch.Tensor) -> torch.Tensor:
+        return torch.roll(x, 1)
+
+    monkeypatch.setattr(modeling_llama, "rotate_half", rotate_half)
+    assert "rotates in no way that is known" in reason_of(build(), "LlamaAttention", kernels)
+
+
 def test_weights_that_are_not_in_memory_are_not_probed(kernels: Catalog, build: Any) -> None:
     sites = patch(build().to("meta"), catalog=kernels).report().sites
     assert {site.reason for site in sites} == {"its weights are not in memory"}

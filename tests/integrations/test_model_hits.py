@@ -15,9 +15,8 @@ from tilegym_db.errors import HardwareError
 from tilegym_db.paths import shipped_root
 from tilegym_db.records.solution import TILE_LANGUAGES
 
-TILE_SOLUTIONS = [
-    name for name, files in Catalog((shipped_root(),)).solutions.items() if files.record.spec.language in TILE_LANGUAGES
-]
+SHIPPED = Catalog((shipped_root(),))
+TILE_SOLUTIONS = [name for name, files in SHIPPED.solutions.items() if files.record.spec.language in TILE_LANGUAGES]
 
 
 @pytest.fixture
@@ -68,13 +67,12 @@ def test_operators_without_kernels_and_wrong_logits_are_findings(
 
 @pytest.mark.parametrize("name", TILE_SOLUTIONS)
 def test_each_tile_solution_is_profiled_at_a_size_it_declares(name: str, own_kernels: ModuleType) -> None:
-    catalog = Catalog((shipped_root(),))
-    solution = catalog.solution(name)
-    definition = catalog.definition(solution.record.definition)
+    solution = SHIPPED.solution(name)
+    definition = SHIPPED.definition(solution.record.definition)
     cases = list(own_kernels.declared_cases(definition, solution, "sm_90"))
     dtypes = solution.record.spec.dtypes.get("T", definition.dtypes["T"])
     assert {case.dtypes["T"] for _, case in cases} == set(dtypes)
-    stock = next(files for files in catalog.solutions_for(definition.name) if files.record.spec.role == "baseline")
+    stock = next(files for files in SHIPPED.solutions_for(definition.name) if files.record.spec.role == "baseline")
     own_kernels.bound_call(definition, stock, cases[0][1], "cpu")
 
 
@@ -100,10 +98,11 @@ def test_only_kernels_of_the_solution_itself_are_its_own(own_kernels: ModuleType
 
 
 def test_the_functions_of_every_source_count(own_kernels: ModuleType) -> None:
-    names = own_kernels.function_names(Catalog((shipped_root(),)).solution("rms_norm_tilelang"))
+    names = own_kernels.function_names(SHIPPED.solution("rms_norm_tilelang"))
     assert {"run", "rms_norm", "rms_norm_kernel"} <= names
 
 
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
 def test_nothing_runs_on_a_device_that_is_not_there(own_kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert own_kernels.device_activities(lambda: torch.ones(3) + 1) == []

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from tilegym_db import Catalog, patched
@@ -98,7 +99,14 @@ def transformed(model: Any, hidden: torch.Tensor) -> dict[str, Callable[[], torc
         with FlopCounterMode(display=False):
             return block(hidden)
 
+    def tangent() -> torch.Tensor:
+        with forward_ad.dual_level():
+            found = forward_ad.unpack_dual(block(forward_ad.make_dual(hidden, torch.ones_like(hidden)))).tangent
+            assert found is not None
+            return found
+
     return {
+        "dual numbers": tangent,
         "vmap": lambda: torch.vmap(block)(hidden),
         "jvp": lambda: torch.func.jvp(block, (hidden,), (torch.ones_like(hidden),))[1],
         "jit.trace": lambda: torch.jit.trace(block, hidden[:, :1], check_trace=False)(hidden),
@@ -112,14 +120,27 @@ class Subclass(torch.Tensor):
     pass
 
 
-@pytest.mark.parametrize("way", ["vmap", "jvp", "jit.trace", "export", "dispatch mode", "subclass"])
+@pytest.mark.parametrize(
+    ("way", "reason"),
+    [
+        ("vmap", "must see PyTorch operations"),
+        ("jvp", "must see PyTorch operations"),
+        ("dual numbers", "must see PyTorch operations"),
+        ("jit.trace", "must see PyTorch operations"),
+        ("dispatch mode", "must see PyTorch operations"),
+        ("subclass", "no plain tensor"),
+        ("export", ""),  # a compiler sees no counters
+    ],
+)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_tracers_and_transforms_see_the_models_own_code(way: str, poison: Catalog, build: Any) -> None:
+def test_tracers_and_transforms_see_the_models_own_code(way: str, reason: str, poison: Catalog, build: Any) -> None:
     model, hidden = build().requires_grad_(False), torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         stock = transformed(model, hidden)[way]()
-        with patched(model, catalog=poison):
+        with patched(model, catalog=poison) as handle:
             assert torch.equal(transformed(model, hidden)[way](), stock)
+            assert all(reason in text for texts in bypassed(handle).values() for text in texts)
+            assert bool(bypassed(handle)["swiglu"]) == bool(reason)
             assert model.model.norm(hidden).isnan().all()
 
 

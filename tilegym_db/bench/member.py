@@ -302,7 +302,7 @@ class Member:
         for slot in range(verified.arena.slots):
             fill_slot(verified.arena, slot, self.definition, verified.contents[verified.content_of(slot)], None)
         verified.arena.settle()
-        return self._ask("keep")
+        return self._ask("copy_in")
 
     def time_block(self, slots: Sequence[int]) -> tuple[list[float], list[float]] | Failure:
         """(device, host) microseconds of one call on each slot, in order."""
@@ -325,6 +325,9 @@ class Member:
         spec = self.solution.record.spec
         if not spec.destination_passing_style or not spec.deterministic:
             return None
+        failure = self._ask("copy_out")
+        if failure is not None:
+            return failure
         for slot in slots:
             for name, want in verified.outputs[verified.content_of(slot)].items():
                 replaced = {target: source for source, target in self.definition.in_place.items()}

@@ -55,8 +55,10 @@ class DefinitionPlan:
     interpreted: list[SolutionFiles] = field(default_factory=list)
     pairs: set[tuple[str, str]] = field(default_factory=set)
 
-    def wants(self, solution: SolutionFiles, workload: Workload) -> bool:
-        """True where this pair is part of the plan."""
+    def takes_part(self, solution: SolutionFiles, workload: Workload) -> bool:
+        """True where this pair is planned, or the Solution is stock code that one that is planned is compared with."""
+        if solution.record.spec.provides == "stock":
+            return any(uuid == workload.uuid for _, uuid in self.pairs)
         return (solution.name, workload.uuid) in self.pairs
 
 
@@ -70,7 +72,12 @@ class Plan:
     @property
     def pair_count(self) -> int:
         """How many (solution, workload) pairs will get a trace."""
-        return sum(len(item.pairs) for item in self.definitions)
+        return sum(
+            item.takes_part(solution, workload)
+            for item in self.definitions
+            for solution in (*item.timed, *item.interpreted)
+            for workload in item.workloads
+        )
 
 
 def make_plan(

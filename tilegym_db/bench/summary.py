@@ -13,7 +13,10 @@ __all__ = ["SummaryRow", "summarise"]
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """``speedup`` is the geometric mean of the ratios against stock code; ``note`` the first failure's reason."""
+    """One Solution in one run.
+
+    ``speedup``: geometric mean of the ratios against stock code. ``note``: the first failure's reason, or why nothing ran.
+    """
 
     solution: str
     language: str
@@ -42,8 +45,12 @@ def _row(solution: str, traces: list[Trace]) -> SummaryRow:
         if comparison.provides == "stock"
     ]
     speedup = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
-    note = f"{failures[0].status}: {failures[0].reason}" if failures else ""
-    if not failures and all(trace.tier == "interpreter" for trace in counted) and counted:
+    note = ""
+    if not counted:
+        note = f"{traces[0].status}: {traces[0].reason}"
+    elif failures:
+        note = f"{failures[0].status}: {failures[0].reason}"
+    elif all(trace.tier == "interpreter" for trace in counted):
         note = "verified in the interpreter, not timed"
     passed = len(counted) - len(failures)
     return SummaryRow(solution, traces[0].language, passed, len(counted), speedup, note)

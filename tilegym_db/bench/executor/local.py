@@ -52,21 +52,20 @@ class LocalExecutor:
         with ExitStack() as stack:
             members: dict[str, Member] = {}
             for solution in (*plan.timed, *plan.interpreted):
-                if any((solution.name, workload.uuid) in plan.pairs for workload in plan.workloads) or _is_stock(
-                    solution
-                ):
+                if any(plan.takes_part(solution, workload) for workload in plan.workloads):
                     member = self._member(plan, solution)
                     stack.callback(member.close)
                     member.start()
                     members[solution.name] = member
             for workload in plan.workloads:
-                if any(plan.wants(member.solution, workload) for member in members.values()):
-                    self._run_workload(plan, workload, members, cache)
+                taking_part = [member for member in members.values() if plan.takes_part(member.solution, workload)]
+                if taking_part:
+                    self._run_workload(plan, workload, taking_part, cache)
                 cache.clear()
 
     def _member(self, plan: DefinitionPlan, solution: SolutionFiles) -> Member:
         machine = self.context.machine
-        arena_bytes = min(6 << 30, machine.memory_bytes // 24) if machine.is_gpu else CPU_ARENA_BYTES
+        arena_bytes = min(4 << 30, machine.memory_bytes // 32) if machine.is_gpu else CPU_ARENA_BYTES
         return Member(
             plan.definition,
             solution,
@@ -78,15 +77,12 @@ class LocalExecutor:
         )
 
     def _run_workload(
-        self, plan: DefinitionPlan, workload: Workload, members: dict[str, Member], cache: ExpectedCache
+        self, plan: DefinitionPlan, workload: Workload, members: list[Member], cache: ExpectedCache
     ) -> None:
-        taking_part = [
-            member for member in members.values() if plan.wants(member.solution, workload) or _is_stock(member.solution)
-        ]
         self.starting(f"{plan.definition.name} {' '.join(f'{k}={v}' for k, v in workload.axes.items())}")
         entrants: list[Entrant] = []
         try:
-            for member, outcome in self._verify(taking_part, workload, plan.workloads, cache):
+            for member, outcome in self._verify(members, workload, plan.workloads, cache):
                 if isinstance(outcome, Failure):
                     self._emit_failure(plan, member, workload, outcome)
                 else:
@@ -158,7 +154,3 @@ class LocalExecutor:
                 entrant.member.config,
             )
         )
-
-
-def _is_stock(solution: SolutionFiles) -> bool:
-    return solution.record.spec.provides == "stock"

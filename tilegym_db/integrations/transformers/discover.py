@@ -113,9 +113,8 @@ def _nominate(kind: str, cls: type[torch.nn.Module]) -> Variant | str:
 
 def _nominate_rope(function: Any) -> Variant | str:
     if not isinstance(function, FunctionType):
-        return (
-            f"its {ROPE_FUNCTION} is of type {type(function).__name__}, not a plain function (replaced by the kernels package?)"
-        )
+        found = type(function).__name__
+        return f"its {ROPE_FUNCTION} is of type {found}, not a plain function (replaced by the kernels package?)"
     if fingerprint(function.__globals__.get("rotate_half")) not in ROTATE_HALF:
         return f"its {ROPE_FUNCTION} rotates in no way that is known"
     return ROPES.get(fingerprint(function) or "", f"its {ROPE_FUNCTION} is no variant that is known")

@@ -87,8 +87,8 @@ class Handle:
         self._sites.append((described, dispatcher, site))
         ours = subclass(found.module_class, self._forward(found, site))
         for module in found.modules:
+            self._changed.append((module, ours))  # first, so that an interrupt in between is undone too
             module.__class__ = ours
-            self._changed.append((module, ours))
 
     def _forward(self, found: Found, site: Site) -> Callable[..., Any]:
         stock: Any = found.module_class.forward

@@ -70,10 +70,10 @@ class Site:
         """
         if training:
             self.bypass(IN_TRAINING)
-        elif _grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            self.bypass(NEEDS_GRAD)
         elif type(tensors[0]) is not _Tensor:
             self.bypass(NOT_PLAIN)
+        elif _grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            self.bypass(NEEDS_GRAD)
         elif _dispatch_modes() or _jit_tracing() or _functorch_level() or forward_ad._current_level >= 0:
             self.bypass(TRACED)
         elif not self.is_open:
@@ -99,7 +99,7 @@ def norm_forward(stock: Callable[..., Any], site: Site, eps_attribute: str) -> C
             return stock(self, hidden_states)
         out = torch.empty_like(rows, memory_format=torch.contiguous_format)
         if site.attempt(rows, weight, getattr(self, eps_attribute), out):
-            return out.view(hidden_states.shape)
+            return out.view_as(hidden_states)
         return stock(self, hidden_states)
 
     return forward
@@ -128,7 +128,7 @@ def mlp_forward(stock: Callable[..., Any], site: Site, activation: Any) -> Calla
             else:
                 out = torch.empty_like(gate_rows, memory_format=torch.contiguous_format)
                 if site.attempt(gate_rows, up_rows, out):
-                    return self.down_proj(out.view(gate.shape))
+                    return self.down_proj(out.view_as(gate))
         return self.down_proj(act_fn(gate) * up)
 
     return forward

@@ -35,10 +35,11 @@ class Worker:
         self.returns = False
         self.release: Callable[[], None] | None = None
         self.slots: list[dict[str, Any]] = []
+        self._scalars: frozenset[str] = frozenset()
         self.order: list[str] = []
         self.outputs: list[str] = []
         self.in_place: dict[str, str] = {}
-        self.pristine: dict[tuple[int, str], Any] = {}
+        self.private: list[dict[str, Any]] = []
         self.timer: Any = None
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -77,6 +78,7 @@ class Worker:
         self.detach({})
         memory, plan, self.release = attach(request["arena"])
         self.config = request["config"]
+        self._scalars = frozenset(request["scalars"])
         for index in range(request["arena"]["slots"]):
             slot = memory[index * plan.size : (index + 1) * plan.size]
             tensors = {tensor.name: tensor_view(slot, tensor) for tensor in plan.tensors}
@@ -85,10 +87,11 @@ class Worker:
 
     def detach(self, request: dict[str, Any]) -> dict[str, Any]:
         """Forget the arena."""
-        self.slots, self.pristine = [], {}
+        self.slots, self.private = [], []
         if self.release is not None:
             self.release()
             self.release = None
+            self._give_back_memory()
         return {}
 
     def call(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -99,17 +102,35 @@ class Worker:
         self._synchronize()
         return {"mismatch": mismatch} if mismatch else {}
 
-    def keep(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Remember the in-place inputs of every slot, to restore them before each timed call."""
-        self.pristine = {
-            (index, name): slot[name].clone() for index, slot in enumerate(self.slots) for name in self.in_place
-        }
+    def copy_in(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Copy every slot, inputs and garbage in the outputs alike, to memory of this process, to be timed there.
+
+        Memory mapped from another process can be slower than a process's own, at random and by half
+        (``docs/decisions/0005-time-in-private-memory.md``). The copies keep their addresses when they are filled again,
+        so that a Solution that goes by addresses is still found out.
+        """
+        if not self.private:
+            self.private = [
+                {name: value if name in self._scalars else _empty_like(value) for name, value in slot.items()}
+                for slot in self.slots
+            ]
+        for slot, private in zip(self.slots, self.private, strict=True):
+            for name in slot.keys() - self._scalars:
+                private[name].copy_(slot[name])
+        self._synchronize()
+        return {}
+
+    def copy_out(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Copy what the timed calls left in the private outputs back to the slots, where the supervisor reads."""
+        for slot, private in zip(self.slots, self.private, strict=True):
+            for name in (*self.outputs, *self.in_place):
+                slot[name].copy_(private[name])
         self._synchronize()
         return {}
 
     def time(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Time one call on each of the slots listed, in that order."""
-        calls = {index: self._bound(self.slots[index]) for index in set(request["slots"])}
+        """Time one call on the private copy of each of the slots listed, in that order."""
+        calls = {index: self._bound(self.private[index]) for index in set(request["slots"])}
         samples = self.timer.time(
             [calls[index] for index in request["slots"]],
             [self._restore(index) for index in request["slots"]],
@@ -129,11 +150,11 @@ class Worker:
         return lambda: entry(*arguments, **config)
 
     def _restore(self, index: int) -> Callable[[], None]:
-        pairs = [(self.slots[index][name], kept) for (at, name), kept in self.pristine.items() if at == index]
+        pairs = [(self.private[index][name], self.slots[index][name]) for name in self.in_place]
 
         def restore() -> None:
-            for target, kept in pairs:
-                target.copy_(kept)
+            for target, pristine in pairs:
+                target.copy_(pristine)
 
         return restore
 
@@ -156,6 +177,12 @@ class Worker:
             target.copy_(value)
         return None
 
+    def _give_back_memory(self) -> None:
+        if self.device != "cpu":
+            import torch
+
+            torch.cuda.empty_cache()  # the next workload's members need it
+
     def _synchronize(self) -> None:
         if self.device != "cpu":
             import torch
@@ -169,7 +196,8 @@ class Worker:
             "attach": self.attach,
             "detach": self.detach,
             "call": self.call,
-            "keep": self.keep,
+            "copy_in": self.copy_in,
+            "copy_out": self.copy_out,
             "time": self.time,
         }
         try:
@@ -178,6 +206,13 @@ class Worker:
             kind = "compile" if _is_compile_error(error) else "runtime"
             text = "".join(traceback.format_exception(error, limit=-8))
             return {"id": request["id"], "ok": False, "kind": kind, "error": text[-8000:]}
+
+
+def _empty_like(tensor: Any) -> Any:
+    """Memory elsewhere for a tensor of this shape, with the same strides."""
+    import torch
+
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
 def _is_compile_error(error: BaseException) -> bool:

@@ -1,0 +1,137 @@
+"""The order of play and what is made of it, with members whose times are known. Real members: ``test_member.py``."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilegym_db.bench.tournament import Effort, Entrant, run_tournament
+from tilegym_db.verify.verifier import Failure
+
+SLOTS = 8
+
+
+@dataclass
+class Clock:
+    """What every member sees slowing down: each call takes a little longer than the one before."""
+
+    drift: float = 1.0
+
+    def tick(self) -> float:
+        self.drift *= 1.001
+        return self.drift
+
+
+@dataclass
+class Simulated:
+    """A member that takes ``latency_us``, times the clock's drift."""
+
+    name: str
+    latency_us: float
+    clock: Clock = field(default_factory=Clock)
+    provides: str | None = None
+    fails_at: int = -1
+    noise: float = 0.0
+    device: str = "cpu"
+    blocks: list[list[int]] = field(default_factory=list)
+    refills: int = 0
+    checked: list[int] = field(default_factory=list)
+
+    @property
+    def solution(self) -> Any:
+        return SimpleNamespace(record=SimpleNamespace(spec=SimpleNamespace(provides=self.provides)))
+
+    def ready_to_time(self, verified: object) -> Failure | None:
+        self.refills += 1
+        return None
+
+    def time_block(self, slots: Sequence[int]) -> tuple[list[float], list[float]] | Failure:
+        self.blocks.append(list(slots))
+        if len(self.blocks) == self.fails_at:
+            return Failure("RUNTIME_ERROR", "died")
+        generator = random.Random(len(self.blocks))
+        times = [self.latency_us * self.clock.tick() * generator.uniform(1, 1 + self.noise) for _ in slots]
+        return times, [1.0] * len(slots)
+
+    def check_timed_outputs(self, verified: object, slots: Sequence[int]) -> Failure | None:
+        self.checked += slots
+        return None
+
+
+def play(*members: Simulated, effort: Effort | None = None, seed: int = 1) -> dict[str, Any]:
+    verified: Any = SimpleNamespace(arena=SimpleNamespace(slots=SLOTS))
+    entrants = [Entrant(member, verified) for member in members]  # type: ignore[arg-type]
+    return run_tournament(entrants, effort or Effort(), seed)
+
+
+def test_a_ratio_survives_a_clock_that_slows_down_all_the_time():
+    clock = Clock()
+    results = play(Simulated("stock", 200, clock, "stock"), Simulated("kernel", 100, clock))
+    (comparison,) = results["kernel"].comparisons
+    assert (comparison.other, comparison.provides) == ("stock", "stock")
+    assert comparison.ratio == pytest.approx(2, rel=0.02)
+    assert 1.95 < comparison.ci_low <= comparison.ci_high < 2.05
+    spread = results["kernel"].ci_high_us / results["kernel"].ci_low_us
+    assert spread > comparison.ci_high / comparison.ci_low
+
+
+def test_only_baselines_are_compared_with():
+    members = [
+        Simulated("stock", 3, provides="stock"),
+        Simulated("library", 2, provides="library"),
+        Simulated("a", 1),
+        Simulated("b", 1),
+    ]
+    results = play(*members)
+    assert [comparison.other for comparison in results["a"].comparisons] == ["stock", "library"]
+    assert [comparison.other for comparison in results["stock"].comparisons] == ["library"]
+
+
+def test_a_member_that_fails_leaves_the_others_in_play():
+    results = play(Simulated("stock", 2, provides="stock"), Simulated("dies", 1, fails_at=7), Simulated("kernel", 1))
+    assert results["dies"] == Failure("RUNTIME_ERROR", "died")
+    assert [comparison.other for comparison in results["kernel"].comparisons] == ["stock"]
+
+
+def test_steady_times_end_the_rounds_early_and_noisy_ones_at_the_limit():
+    effort = Effort(min_rounds=12, max_rounds=40, budget_s=60)
+    steady, noisy = Simulated("steady", 1000), Simulated("noisy", 1000, noise=1.0)
+    steady.clock.tick = noisy.clock.tick = lambda: 1.0  # type: ignore[method-assign]
+    assert play(steady, effort=effort)["steady"].samples < play(noisy, effort=effort)["noisy"].samples
+    assert len(noisy.blocks) == effort.max_rounds + 2  # and the warm-up
+
+
+def test_noisy_times_end_with_the_budget():
+    noisy = Simulated("noisy", 1000, noise=1.0)
+    play(noisy, effort=Effort(min_rounds=5, max_rounds=10_000, budget_s=0.0))
+    assert len(noisy.blocks) == 5 + 2
+
+
+@given(seed=st.integers(0, 2**62))
+def test_every_slot_that_was_played_is_checked_and_refilled_once_on_the_way(seed):
+    member = Simulated("kernel", 500)
+    play(member, seed=seed)
+    assert member.refills == 2
+    assert set(member.checked) == {slot for block in member.blocks[2:] for slot in block}
+
+
+@given(seed=st.integers(0, 2**62), slots=st.integers(2, SLOTS), block=st.integers(1, 20))
+def test_no_call_gets_the_addresses_of_the_one_before(seed, slots, block):
+    verified: Any = SimpleNamespace(arena=SimpleNamespace(slots=slots))
+    order = Entrant(None, verified, block).order(random.Random(seed))  # type: ignore[arg-type]
+    assert len(order) == block
+    assert set(order) <= set(range(slots))
+    assert all(one != two for one, two in itertools.pairwise(order))
+
+
+def test_a_single_slot_is_played_again_and_again():
+    verified: Any = SimpleNamespace(arena=SimpleNamespace(slots=1))
+    assert Entrant(None, verified, 3).order(random.Random(0)) == [0, 0, 0]  # type: ignore[arg-type]

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tilegym_db.bench import machine
+
+WRONG = 'def run(x, weight, factor, out):\n    raise ValueError("[/red] is no colour")\n'
+
+
+@pytest.fixture(autouse=True)
+def without_a_gpu(monkeypatch):
+    monkeypatch.setattr(machine, "_cuda_machine", lambda index: None)
+
+
+@pytest.fixture
+def wrong(cli, row_scale, tmp_path):
+    path = tmp_path / "wrong.py"
+    path.write_text(WRONG)
+    assert cli("add-solution", path, "-d", "row_scale", "-l", "python", "--name", "row_scale_wrong").code == 0
+
+
+def test_a_run_ends_with_a_summary_and_the_next_one_has_nothing_to_do(cli, row_scale, home):
+    result = cli("bench", "--gpu", "cpu")
+    assert result.code == 0
+    assert "row_scale_stock" in result.out
+    assert "1/1" in result.out
+    assert 'traces: {"PASSED": 1}. Next: tilegym-db best --gpu cpu' in result.out
+    assert "1 (solution, workload) pairs on" in result.err
+    again = cli("bench", "--gpu", "cpu")
+    assert again.code == 0
+    assert "1 not run: already measured (--again repeats it)" in again.out
+    assert "traces: nothing new." in again.out
+    stored = cli("sql", "SELECT solution, status, gpu FROM traces", "--json").json()
+    assert stored == [{"solution": "row_scale_stock", "status": "PASSED", "gpu": "cpu"}]
+
+
+def test_traces_can_be_had_as_json_lines_and_a_failure_is_a_finding(cli, wrong):
+    result = cli("bench", "row_scale_wrong", "--json")
+    traces = {trace["solution"]: trace for trace in map(json.loads, result.out.splitlines())}
+    assert result.code == 1
+    assert traces["row_scale_stock"]["status"] == "PASSED"
+    assert traces["row_scale_wrong"]["status"] == "RUNTIME_ERROR"
+
+
+def test_a_failure_is_shown_with_its_reason_whatever_characters_are_in_it(cli, wrong):
+    result = cli("bench", "row_scale_wrong")
+    assert result.code == 1
+    assert "row_scale_wrong RUNTIME_ERROR: raised at" in result.err
+    assert "[/red] is no colour" in " ".join(result.err.split())
+    assert "0/1" in result.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu", "h100"], "--gpu h100: this machine has no usable GPU. Use --gpu cpu or --gpu auto here"),
+        (["--gpu", "h20"], "unknown GPU 'h20'. Did you mean"),
+        (["row_scal"], "'row_scal' is no definition and no solution. Did you mean 'row_scale'"),
+        (["--language", "cuda"], "unknown language 'cuda'; known: python, triton, tilelang, cutile"),
+        (["--workload", "M=5,*"], "no workload matches 'M=5,*'"),
+    ],
+)
+def test_what_cannot_be_run_is_wrong_usage_and_says_what_can(arguments, message, cli, row_scale, home):
+    result = cli("bench", *arguments)
+    assert (result.code, result.out) == (2, "")
+    assert message in result.err
+    assert not (home / "runs").exists()

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+SELF_TEST = {
+    "independent": "def run(x, weight, factor):\n    return (x.float() * (weight.float() * factor)).to(x.dtype)\n",
+    "planted_errors": [
+        {"find": "* factor", "replace": "/ factor", "why": "divides by the factor"},
+        {"find": "weight.float()", "replace": "weight.float().flip(0)", "why": "weights in reverse"},
+        {"find": "* factor", "replace": "+ factor", "why": "adds the factor"},
+    ],
+}
+
+
+@pytest.fixture
+def edit(row_scale):
+    """Change the definition's file in place: the lock knows nothing of it."""
+    path = row_scale / "definitions" / "elementwise" / "row_scale.json"
+
+    def change(**changes):
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return change
+
+
+@pytest.fixture
+def sound(edit):
+    edit(self_test=SELF_TEST)  # not part of the meaning that is locked
+
+
+def test_a_sound_catalog_has_no_findings(cli, sound):
+    result = cli("check")
+    assert (result.code, result.out) == (0, "")
+    assert "checked 1 definitions: 0 findings" in result.err
+
+
+def test_findings_are_printed_one_a_line_and_as_json(cli, row_scale):
+    result = cli("check")
+    assert result.code == 1
+    assert result.out == (
+        "row_scale: self_test: the record has none; add an independent formulation and planted errors\n"
+    )
+    assert cli("check", "row_scale", "--json").json() == [result.out.strip()]
+
+
+def test_a_verifier_that_cannot_tell_is_found(cli, sound, edit):
+    harmless = {"find": "* factor", "replace": "* factor * 1.0", "why": "changes nothing"}
+    edit(self_test={**SELF_TEST, "planted_errors": [*SELF_TEST["planted_errors"], harmless]})
+    result = cli("check")
+    assert result.code == 1
+    assert "row_scale: planted error (changes nothing): is accepted by the comparison at M=4,N=8" in result.out
+
+
+def test_a_change_of_meaning_without_a_new_version_is_found(cli, sound, edit):
+    edit(constraints=["N >= 2"])
+    assert "its meaning changed but its version is still 1.0.0" in cli("check").out
+    assert "its meaning changed" in cli("check", "--update-lock").out  # a lock is never rewritten
+    edit(version="1.0.1")
+    assert "version 1.0.1 is not in definitions.lock.json. Try: tilegym-db check --update-lock" in cli("check").out
+    result = cli("check", "--update-lock")
+    assert result.code == 0
+    assert "locked row_scale 1.0.1" in result.err
+
+
+def test_a_reference_that_raises_is_found(cli, sound, edit):
+    source = "# Source: https://example.org/row_scale.py#L1\ndef run(x, weight, factor):\n    {}\n"
+    edit(version="2.0.0", self_test=None, reference=source.format("return unknown"))
+    edit(self_test={**SELF_TEST, "planted_errors": [{"find": "unknown", "replace": "x", "why": "works"}] * 3})
+    result = cli("check")
+    assert result.code == 1
+    assert "NameError: name 'unknown' is not defined" in result.out
+
+
+def test_an_operator_without_stock_code_is_found_unless_it_is_still_open(cli, sound, edit, row_scale):
+    shutil.rmtree(row_scale / "solutions" / "elementwise" / "row_scale")
+    assert "row_scale: no solution provides its stock code" in cli("check").out
+    edit(tags=["status:open"])
+    assert cli("check").code == 0
+
+
+def test_a_solution_or_workload_that_is_not_valid_is_found(cli, sound, row_scale):
+    source = row_scale / "solutions" / "elementwise" / "row_scale" / "row_scale_stock" / "kernel.py"
+    source.write_text("def walk(): pass")
+    assert "entry_point 'run' is missing in 'kernel.py', which defines walk" in cli("check").out
+    (row_scale / "workloads" / "elementwise" / "row_scale.jsonl").write_text("{}")
+    result = cli("check")
+    assert result.code == 1
+    assert "row_scale.jsonl:1: " in result.out
+
+
+def test_a_definition_that_is_not_valid_is_an_error(cli, sound, edit):
+    edit(colour="red")
+    result = cli("check")
+    assert result.code == 1
+    assert "unknown key 'colour'" in result.err
+
+
+def test_an_unknown_name_suggests_the_nearest(cli, sound):
+    result = cli("check", "row_scal")
+    assert result.code == 2
+    assert "no definition 'row_scal'. Did you mean 'row_scale'" in result.err
