@@ -131,7 +131,7 @@ def report(make_catalog, folder) -> Iterator[BenchReport]:
     workloads = ({"axes": {"M": 40, "N": 32}, "tags": ["tiny"]}, {"axes": {"M": 24, "N": 48}})
     catalog = make_catalog(folder / "catalog", solutions, workloads)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tilegym_db.bench.executor.local.Limits", functools.partial(Limits, first_call_s=4.0))
+        patch.setattr("tilegym_db.bench.executor.local.Limits", functools.partial(Limits, first_call_s=15.0))
         yield benchmark(gpu="cpu", catalog=catalog, store_home=folder / "home", quick=True)
 
 

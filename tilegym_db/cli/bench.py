@@ -10,6 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from tilegym_db.bench.session import BenchReport
+    from tilegym_db.bench.summary import SummaryRow
 
 
 def command(
@@ -53,27 +54,16 @@ def print_summary(report: BenchReport) -> None:
     """One row per solution: workloads passed, geometric mean against stock, and each kind of failure with its reason."""
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
     from tilegym_db.bench.summary import summarise
+    from tilegym_db.cli.output import print_table
 
     console = Console()
     rows = summarise(report.traces)
-    table = Table(title=f"{report.machine.gpu_name} ({report.machine.gpu}), run {report.run_id}")
-    for heading, side in (
-        ("solution", "left"),
-        ("language", "left"),
-        ("passed", "right"),
-        ("vs stock", "right"),
-        ("", "left"),
-    ):
-        table.add_column(heading, justify=side)  # type: ignore[arg-type]
-    for row in rows:
-        speedup = "" if row.speedup is None else f"{row.speedup:.2f}x"
-        note = row.note if len(row.note) <= 200 else row.note[:197] + "..."
-        table.add_row(row.solution, row.language, f"{row.passed}/{row.total}", speedup, escape(note))
     if rows:
-        console.print(table)
+        console.print(f"{report.machine.gpu_name} ({report.machine.gpu}), run {report.run_id}", highlight=False)
+        columns = ("solution", "language", "passed", "vs stock", "note")
+        print_table(columns, [_summary_cells(row) for row in rows])
     skipped: dict[str, int] = {}
     for item in report.plan.skipped:
         skipped[item.reason] = skipped.get(item.reason, 0) + 1
@@ -81,3 +71,9 @@ def print_summary(report: BenchReport) -> None:
         console.print(f"[dim]{count} not run: {escape(reason)}[/dim]", highlight=False)
     counts = json.dumps(dict(report.counts)) if report.traces else "nothing new"
     console.print(f"traces: {counts}. Next: tilegym-db best --gpu {report.machine.gpu}", highlight=False)
+
+
+def _summary_cells(row: SummaryRow) -> tuple[str, str, str, str, str]:
+    speedup = "" if row.speedup is None else f"{row.speedup:.2f}x"
+    note = row.note if len(row.note) <= 200 else row.note[:197] + "..."
+    return row.solution, row.language, f"{row.passed}/{row.total}", speedup, note

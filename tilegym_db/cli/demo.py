@@ -29,7 +29,7 @@ REFERENCE_GPU = "h200"
 
 def command(
     target: Annotated[str, typer.Option(help="Compile target of the tile kernels.")] = "sm_90",
-    tokens: Annotated[int, typer.Option(help="Prompt length of the model.")] = 64,
+    tokens: Annotated[int, typer.Option(help="Prompt length of the model.")] = 128,
 ) -> None:
     """Show the whole of tilegym-db on this machine in a few minutes."""
     from tilegym_db.bench.machine import select_machine
@@ -97,23 +97,20 @@ def _bench(console: Console, gpu: str) -> int:
 
 
 def _ask(console: Console, gpu: str) -> None:
-    from rich.table import Table
-
+    from tilegym_db.cli.output import print_table
     from tilegym_db.store.sql import run_user_query
 
     _step(console, f"4. fastest verified kernel per operator on {gpu}, at its largest shape")
     query = BEST_PER_OP.format(gpu=gpu)
     console.print(query, style="dim", highlight=False)
     answer = run_user_query(query)
-    table = Table(*answer.columns)
-    for row in answer.rows:
-        table.add_row(*("" if value is None else str(value) for value in row))
-    console.print(table)
+    print_table(answer.columns, answer.rows)
 
 
 def _model(console: Console, catalog: Catalog, device: str, tokens: int) -> None:
     import torch
 
+    from tilegym_db.cli.output import print_table
     from tilegym_db.integrations.transformers import patched
 
     _step(console, "5. a random-weight Llama, patched")
@@ -123,7 +120,7 @@ def _model(console: Console, catalog: Catalog, device: str, tokens: int) -> None
         stock = model(ids).logits
         with patched(model, catalog=catalog) as handle:
             logits = model(ids).logits
-            console.print(handle.report().table())
+            typer.echo(str(handle.report()))
         again = model(ids).logits
     error = float((logits.float() - stock.float()).norm() / stock.float().norm())
     console.print(
@@ -131,7 +128,8 @@ def _model(console: Console, catalog: Catalog, device: str, tokens: int) -> None
         highlight=False,
     )
     _step(console, f"6. what the same call sites would get on an {REFERENCE_GPU}")
-    console.print(explain_sites(model.config, catalog, tokens=4096))
+    columns = ("definition", "call", "solution", "evidence")
+    print_table(columns, explain_sites(model.config, catalog, tokens=4096))
 
 
 def build_llama(layers: int = 2) -> Any:
@@ -153,20 +151,18 @@ def build_llama(layers: int = 2) -> Any:
     return model.eval()
 
 
-def explain_sites(config: Any, catalog: Catalog, *, tokens: int) -> Any:
-    """A table of what the resolver gives each call site of such a model, for one prompt and for one new token."""
-    from rich.table import Table
-
+def explain_sites(config: Any, catalog: Catalog, *, tokens: int) -> list[tuple[str, str, str, str]]:
+    """What the resolver gives each call site of such a model, for one prompt and for one new token: rows of a table."""
     from tilegym_db.resolver import decide_request, make_request
 
     heads = {"Hq": config.num_attention_heads, "Hkv": config.num_key_value_heads, "D": config.head_dim}
     transposed = {name: "row_contiguous" for name in ("q", "k", "q_out", "k_out")}
-    table = Table("definition", "call", "solution", "evidence")
-    for rows in (tokens, 1):
+    rows: list[tuple[str, str, str, str]] = []
+    for count in (tokens, 1):
         sites: list[tuple[str, dict[str, int], dict[str, str]]] = [
-            ("rms_norm", {"M": rows, "N": config.hidden_size}, {}),
-            ("swiglu", {"M": rows, "I": config.intermediate_size}, {}),
-            ("rope_neox", {"B": 1, "Bc": 1, "S": rows, **heads}, transposed if rows > 1 else {}),
+            ("rms_norm", {"M": count, "N": config.hidden_size}, {}),
+            ("swiglu", {"M": count, "I": config.intermediate_size}, {}),
+            ("rope_neox", {"B": 1, "Bc": 1, "S": count, **heads}, transposed if count > 1 else {}),
         ]
         for name, axes, layouts in sites:
             definition = catalog.definition(name)
@@ -174,5 +170,5 @@ def explain_sites(config: Any, catalog: Catalog, *, tokens: int) -> Any:
             decision, _ = decide_request(request, catalog)
             chosen = "stock" if decision.solution is None else decision.solution.name
             sizes = " ".join(f"{axis}={size}" for axis, size in axes.items())
-            table.add_row(name, sizes, chosen, str(decision.evidence.reason))
-    return table
+            rows.append((name, sizes, chosen, decision.evidence.reason))
+    return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -103,8 +104,9 @@ class LocalExecutor:
                 supported.append(member)
             else:
                 outcomes.append((member, Failure("UNSUPPORTED", reason)))
-        # One thread a member: they wait for compilers, each in its own worker; the GPU work of verification interleaves.
-        with ThreadPoolExecutor(max_workers=max(len(supported), 1)) as pool:
+        # Members wait for compilers, each in its own worker, while the GPU work of verification interleaves; more of them at
+        # once than there are cores would only run into each other's deadlines.
+        with ThreadPoolExecutor(max_workers=max(1, min(len(supported), os.cpu_count() or 1))) as pool:
             seed = self.context.seed
             verified = pool.map(lambda member: member.verify(workload, anchors, seed, cache), supported)
             try:
