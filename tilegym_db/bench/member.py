@@ -20,7 +20,7 @@ from tilegym_db.verify.inputs import PLANTED, Case
 from tilegym_db.verify.sandbox.arena import Arena, plan_slot
 from tilegym_db.verify.sandbox.process import WorkerDied, WorkerProcess, WorkerTimeout
 from tilegym_db.verify.shapes import fuzz_axes
-from tilegym_db.verify.verifier import Expected, Failure, Verdict, expect, fill_slot, verify_slot
+from tilegym_db.verify.verifier import Expected, Failure, Verdict, expect, fill_slot, same_bytes, verify_slot
 
 __all__ = ["ExpectedCache", "Limits", "Member", "Verified"]
 
@@ -294,7 +294,7 @@ class Member:
     # -- timing -------------------------------------------------------------------------------------------------------
 
     def ready_to_time(self, verified: Verified) -> Failure | None:
-        """Fresh inputs and poison in every slot, and a copy of in-place inputs in the worker.
+        """Fresh inputs and poison in every slot, and a private copy of all of it in the worker.
 
         Every slot gets other contents than it had before, so that an output remembered by its address is a wrong one.
         """
@@ -328,11 +328,10 @@ class Member:
         failure = self._ask("copy_out")
         if failure is not None:
             return failure
+        replaced = {target: source for source, target in self.definition.in_place.items()}
         for slot in slots:
             for name, want in verified.outputs[verified.content_of(slot)].items():
-                replaced = {target: source for source, target in self.definition.in_place.items()}
-                got = verified.arena.tensor(slot, replaced.get(name, name))
-                if not torch.equal(got.reshape(-1).view(torch.uint8), want.reshape(-1).view(torch.uint8)):
+                if not same_bytes(verified.arena.tensor(slot, replaced.get(name, name)), want):
                     return Failure("REJECTED", f"{name}: the timed calls left another result than the verified ones")
         return None
 

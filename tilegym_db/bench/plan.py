@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -213,10 +214,5 @@ def _choose_pairs(item: DefinitionPlan, options: Options, done: Collection[DoneK
 
 def _elements(definition: Definition, workload: Workload) -> int:
     axes = definition.bind_axes(workload.axes)
-    total = 0
-    for name in (*definition.tensor_inputs, *definition.outputs):
-        size = 1
-        for length in definition.shape_of(name, axes):
-            size *= length
-        total += size
-    return total
+    tensors = (*definition.tensor_inputs, *definition.outputs)
+    return sum(math.prod(definition.shape_of(name, axes)) for name in tensors)

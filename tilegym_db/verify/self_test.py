@@ -6,6 +6,7 @@ admitted before this passes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -166,14 +167,7 @@ def tiny_workloads(definition: Definition, workloads: list[Workload]) -> list[Wo
         if "tiny" in workload.tags:
             key = ",".join(definition.bind_dtypes(workload.dtypes).values())
             axes = definition.bind_axes(workload.axes)
-            size = sum(_count(definition.shape_of(name, axes)) for name in definition.outputs)
+            size = sum(math.prod(definition.shape_of(name, axes)) for name in definition.outputs)
             if key not in best or size > best[key][0]:
                 best[key] = (size, workload)
     return [workload for _, workload in best.values()]
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    total = 1
-    for length in shape:
-        total *= length
-    return total

@@ -24,7 +24,7 @@ from tilegym_db.verify.sandbox.process import WorkerDied, WorkerProcess, WorkerT
 from tilegym_db.verify.tolerance import limits_for
 from tilegym_db.verify.torch_dtypes import storage_dtype
 
-__all__ = ["Expected", "Failure", "Verdict", "expect", "verify_slot"]
+__all__ = ["Expected", "Failure", "Verdict", "expect", "same_bytes", "verify_slot"]
 
 # A comparison widens its output to fp64 several times over; one at a time bounds the memory it takes.
 _comparing = threading.Lock()
@@ -163,7 +163,7 @@ def verify_slot(
         failure = _check_spread(definition, solution, expected, first, second)
         return (judged, first) if failure is None else failure
     for name, value in first.items():
-        if not _same_bytes(value, second[name]):
+        if not same_bytes(value, second[name]):
             what = f"{name}: two calls on the same inputs gave different bytes at {expected.case}"
             hint = "an element is not written, memory is read before it is written, or the sum's order varies"
             return _incorrect("poison", f"{what}; {hint}", verdicts=judged)
@@ -291,5 +291,6 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _same_bytes(one: torch.Tensor, two: torch.Tensor) -> bool:
+def same_bytes(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """True where two tensors of one dtype hold the same bytes, NaN payloads and signs of zero included."""
     return bool(torch.equal(one.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8)))
