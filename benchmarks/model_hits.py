@@ -6,7 +6,6 @@ logits are further from fp32 than the stock ones by more than ``ERROR_FACTOR``.
 
     python benchmarks/model_hits.py --out hits.json              # Llama-3.2-1B in bf16 on the GPU
     python benchmarks/model_hits.py --tiny --device cpu --out hits.json
-    python benchmarks/model_hits.py --profile --out kernels.json  # which kernels each tile solution launches
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from typing import Any
 
 import torch
 
-from tilegym_db.errors import TilegymDBError
 from tilegym_db.integrations.transformers import Handle, patch
 
 LLAMA_1B: dict[str, Any] = {
@@ -246,7 +244,7 @@ def environment(device: str) -> dict[str, str]:
 
 
 def main() -> int:
-    """Run one of the two modes; write JSON; 1 where there is a finding."""
+    """Measure; write JSON; 1 where there is a finding."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--device", default="cuda")
@@ -254,21 +252,10 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="a model of a few kilobytes, to try the script itself")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt")
     parser.add_argument("--new", type=int, default=32, help="tokens to generate, at least 2")
-    parser.add_argument("--profile", action="store_true", help="list the kernels of each tile solution instead")
-    parser.add_argument("--only", default="*", help="with --profile: solutions whose name matches, such as '*_triton'")
     options = parser.parse_args()
-    results: dict[str, Any]
-    if options.profile:
-        from own_kernels import profile_catalog
-
-        try:
-            results = profile_catalog(options.only, say)
-        except TilegymDBError as error:
-            parser.exit(error.exit_code, f"{error}\n")
-    else:
-        sizes = TINY if options.tiny else LLAMA_1B
-        results = measure(sizes, options.device, getattr(torch, options.dtype), options.prompt, options.new)
-        results["findings"] = findings(results)
+    sizes = TINY if options.tiny else LLAMA_1B
+    results = measure(sizes, options.device, getattr(torch, options.dtype), options.prompt, options.new)
+    results["findings"] = findings(results)
     results = {"environment": environment(options.device), **results}
     options.out.write_text(json.dumps(results, indent=1) + "\n")
     brief = {key: value for key, value in results.items() if key in ("environment", "hits", "findings")}

@@ -30,7 +30,7 @@ from tilegym_db.records.trace import new_trace_id
 from tilegym_db.store.connection import Store, open_store
 from tilegym_db.store.ingest import ingest
 from tilegym_db.store.publish import resolver_entries, resolver_table
-from tilegym_db.store.queries import best_rows, verified_rows
+from tilegym_db.store.queries import best_rows, find_traces, promotable, publishable_rows
 
 DEFINITIONS = 20
 WORKLOADS = 50
@@ -114,7 +114,10 @@ def _write(path: Path, text: str) -> None:
 
 
 def trace_lines(catalog: Catalog, count: int) -> Iterator[str]:
-    """``count`` journal lines: every solution on every shape of two GPUs, again and again, a tenth failing at first."""
+    """``count`` journal lines: every solution on every shape of two GPUs, again and again.
+
+    Each is screened once, a tenth failing, and promoted from then on.
+    """
     rng = random.Random(0)
     points = [
         (gpu, catalog.definition(workload.definition), solution, workload)
@@ -127,10 +130,11 @@ def trace_lines(catalog: Catalog, count: int) -> Iterator[str]:
         gpu, definition, solution, workload = points[number % len(points)]
         attempt = number // len(points)
         config: Config = {"BLOCK_M": 1 << attempt % 4, "num_warps": 4}
+        tier = "promotion" if attempt else "screen"
         failed = attempt == 0 and rng.random() < 0.1
         yield json.dumps(
             {
-                "trace_id": new_trace_id("run", "screen", attempt, solution.digest, config, workload.uuid + gpu),
+                "trace_id": new_trace_id("run", tier, attempt, solution.digest, config, workload.uuid + gpu),
                 "run_id": f"run-{attempt}",
                 "timestamp": (START + timedelta(seconds=number)).isoformat(),
                 "definition": definition.name,
@@ -152,19 +156,32 @@ def trace_lines(catalog: Catalog, count: int) -> Iterator[str]:
                 "driver": "580.65.06",
                 "cuda": "13.0",
                 "libs": {"torch": "2.13.0", "triton": "3.9.0", "tilelang": "0.1.15", "cuda-tile": "1.7.0"},
-                "tier": "screen",
+                "tier": tier,
                 "attempt": attempt,
-                "sandbox_level": 1,
-                **(_failure() if failed else _pass(rng)),
+                "sandbox_level": 3,
+                **(_failure(workload) if failed else _pass(rng)),
             }
         )
 
 
-def _failure() -> dict[str, Any]:
+def _failure(workload: Workload) -> dict[str, Any]:
     return {
         "status": "INCORRECT_NUMERICAL",
         "reason": "frobenius 0.1 > 0.004",
         "correctness": {"rel_fro": 0.1, "cases": 9},
+        "failure": {
+            "gate": "frobenius",
+            "axes": workload.axes,
+            "dtypes": workload.dtypes,
+            "contents": "outliers",
+            "seed": "1234567890123456789",
+            "output": "out",
+            "index": [0, 17],
+            "expected": "1.5",
+            "got": "0",
+            "worst_row": 0,
+            "command": "tilegym-db reproduce op00_triton_1 --gpu h200 --contents outliers --seed 1234567890123456789",
+        },
     }
 
 
@@ -173,6 +190,8 @@ def _pass(rng: random.Random) -> dict[str, Any]:
     comparison = {"ratio": rng.uniform(0.5, 3), "ci_low": 1.0, "ci_high": 1.2}
     return {
         "status": "PASSED",
+        "envelope": {"cases": 28, "digest": "0" * 64, "seed": "1234567890123456789"},
+        "audit": {"wall_us": latency * 1.02, "owned_share": 1.0, "kernels": ["op_kernel"]},
         "correctness": {"rel_fro": 0.001, "worst_row_rel": 0.002, "max_abs": 0.01, "matched_ratio": 1.0, "cases": 9},
         "performance": {
             "latency_us": latency,
@@ -212,7 +231,7 @@ def measure(folder: Path, traces: int, repeats: int) -> list[Measurement]:
     for number in range(repeats):
         with open_store(folder / f"home{number}", catalog=catalog) as store:
             ingests.append(timed(partial(ingest, store, [journal])))
-    found = [Measurement(f"ingest {traces:,} traces", *medians(ingests), 2.0, size)]
+    found = [Measurement(f"ingest {traces:,} traces", *medians(ingests), 1.5, size)]
     with open_store(folder / "home0", catalog=catalog) as store:
         again = timed(lambda: ingest(store, [journal]))
         found.append(Measurement("ingest them again (adds nothing)", *again, None, size))
@@ -230,14 +249,16 @@ def measure(folder: Path, traces: int, repeats: int) -> list[Measurement]:
 
 
 def _table(store: Store) -> list[Any]:
-    entries = resolver_entries(verified_rows(store, "h200"))
+    entries = resolver_entries(publishable_rows(store, "h200"))
     return list(json.loads(json.dumps(resolver_table("h200", "sm_90", entries, START)))["entries"])
 
 
 QUESTIONS: tuple[tuple[str, Callable[[Store], list[Any]], float], ...] = (
-    ("best per operator (SQL)", lambda store: store.rows(BEST_PER_OP), 0.1),
-    ("best per operator, one definition", lambda store: best_rows(store, definition="op07"), 0.1),
-    ("resolver table of one GPU", _table, 1.0),
+    ("best per operator (SQL)", lambda store: store.rows(BEST_PER_OP), 0.06),
+    ("best of one definition, every column", lambda store: best_rows(store, definition="op07"), 0.1),
+    ("resolver table of one GPU", _table, 0.3),
+    ("what a promotion may be tried on", lambda store: promotable(store, "h200"), 0.1),
+    ("one trace by its id", lambda store: find_traces(store, "0000"), 0.1),
 )
 
 

@@ -1,4 +1,7 @@
-"""One run over Solutions that break every rule: each gets its verdict, and none disturbs another's."""
+"""One run over Solutions that break every rule: each gets its verdict, and none disturbs another's.
+
+The static scan is out of the way here, so that the gates behind it are what is tested.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from tilegym_db.bench.session import BenchReport, benchmark
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Trace
 from tilegym_db.store.connection import open_store
+from tilegym_db.verify.sandbox.levels import best_level
 
 RETURNS = {"destination_passing_style": False}
 HEAD = "import os, time, torch\ndef run(x, weight, factor, out):\n    right = x * weight * factor\n    "
@@ -89,12 +93,12 @@ ZOO: dict[str, tuple[str, dict[str, object], str, str]] = {
     "remembers_outputs_by_address": (
         "known = {}\n" + HEAD + "out.copy_(known.setdefault((out.data_ptr(), out.shape), right))",
         {},
-        "REJECTED",
-        "the timed calls left another result",
+        "INCORRECT_NUMERICAL",
+        "out: ",
     ),
-    "stops_working_at_an_address_it_knows": (
-        "calls = {}\n" + HEAD + "at = (out.data_ptr(), out.shape); calls[at] = calls.get(at, 0) + 1\n"
-        "    if calls[at] <= 3: out.copy_(right)",
+    "stops_working_after_a_while": (
+        "calls = {}\n" + HEAD + "calls[x.shape] = calls.get(x.shape, 0) + 1\n"
+        "    if calls[x.shape] <= 14: out.copy_(right)",
         {},
         "REJECTED",
         "the timed calls left another result",
@@ -132,6 +136,7 @@ def report(make_catalog, folder) -> Iterator[BenchReport]:
     catalog = make_catalog(folder / "catalog", solutions, workloads)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tilegym_db.bench.executor.local.Limits", functools.partial(Limits, first_call_s=15.0))
+        patch.setattr("tilegym_db.verify.scan.scan_sources", lambda solution, sources: ())
         yield benchmark(gpu="cpu", catalog=catalog, store_home=folder / "home", quick=True)
 
 
@@ -159,7 +164,7 @@ def test_every_trace_is_in_the_database(report, folder):
 
 def test_a_passed_trace_says_how_it_was_verified_and_timed(report):
     trace = traces_of(report, "writes_into_its_output")[0]
-    assert (trace.tier, trace.gpu, trace.sandbox_level) == ("screen", "cpu", 1)
+    assert (trace.tier, trace.gpu, trace.sandbox_level) == ("screen", "cpu", best_level("cpu").level)
     assert trace.correctness is not None
     assert trace.correctness.cases == trace.envelope.cases == 8  # four shapes and four content sets
     assert trace.performance.timer == "wall"

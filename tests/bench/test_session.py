@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tilegym_db.bench.session import BenchReport, Observer, benchmark
+from tilegym_db.bench.rigor import MIN_SANDBOX_LEVEL
+from tilegym_db.bench.session import BenchReport, Observer, benchmark, promote
 from tilegym_db.catalog import Catalog
+from tilegym_db.errors import HardwareError
 from tilegym_db.records import Trace
 from tilegym_db.store.connection import open_store
 
@@ -142,3 +145,55 @@ def test_again_measures_anew_and_keeps_what_was_there(first, catalog, folder):
     assert [trace.solution for trace in report.traces] == ["row_add_stock"]
     assert stored_ids(folder, catalog) == before | {only(report, "row_add_stock").trace_id}
     assert only(report, "row_add_stock").envelope.seed != only(first, "row_add_stock").envelope.seed
+
+
+@pytest.fixture(scope="module")
+def promoted(first, catalog, folder) -> BenchReport:
+    return promote(gpu="cpu", catalog=catalog, store_home=folder / "home")
+
+
+def test_promotion_leaves_out_what_failed_the_screen_and_what_cannot_be_timed_here(promoted):
+    assert sorted((trace.solution, trace.tier) for trace in promoted.traces) == [
+        ("row_add_stock", "promotion"),
+        ("row_scale_stock", "promotion"),
+    ]
+    reasons = {item.solution: item.reason for item in promoted.plan.skipped}
+    assert reasons["row_scale_stock"] == "did not pass the screen: UNSUPPORTED"
+    assert reasons["row_scale_triton"].startswith("triton kernels run on a GPU only")
+
+
+def test_a_promotion_says_what_it_looked_into(promoted, first):
+    trace = only(promoted, "row_add_stock")
+    assert trace.sandbox_level >= MIN_SANDBOX_LEVEL
+    assert trace.audit is not None
+    assert trace.audit.wall_us is not None
+    assert trace.audit.owned_share is None  # nobody owns a processor's time
+    assert trace.envelope is not None
+    assert trace.envelope.seed not in {t.envelope.seed for t in first.traces if t.envelope}
+
+
+def test_a_second_promotion_has_nothing_to_do(promoted, catalog, folder):
+    again = promote(gpu="cpu", catalog=catalog, store_home=folder / "home")
+    assert again.traces == []
+
+
+def test_bench_can_promote_what_passed_in_one_go(catalog, tmp_path):
+    report = benchmark(("row_scale_stock",), gpu="cpu", quick=True, promote=True, catalog=catalog, store_home=tmp_path)
+    tiers = [(trace.tier, trace.status) for trace in report.traces if trace.status != "UNSUPPORTED"]
+    assert tiers == [("screen", "PASSED"), ("promotion", "PASSED")]
+
+
+def test_promotion_is_refused_where_workers_cannot_be_confined(catalog, tmp_path, monkeypatch):
+    weak = SimpleNamespace(level=1, description="", reasons=("this kernel has no Landlock",))
+    monkeypatch.setattr("tilegym_db.bench.session.best_level", lambda device: weak)
+    with pytest.raises(HardwareError, match=r"reaches 1: this kernel has no Landlock\. With --allow-unsandboxed"):
+        promote(gpu="cpu", catalog=catalog, store_home=tmp_path)
+
+
+def test_what_the_static_scan_refuses_is_never_run(make_catalog, tmp_path):
+    source = "import ctypes\nraise SystemExit\ndef run(x, weight, factor, out): out.copy_(x * weight * factor)"
+    catalog = make_catalog(tmp_path / "catalog", {"opens_a_door": source})
+    report = benchmark(gpu="cpu", catalog=catalog, store_home=tmp_path / "home", quick=True)
+    refused = only(report, "opens_a_door", "REJECTED")
+    assert refused.reason.startswith("the static scan: kernel.py:1: ")
+    assert only(report, "row_scale_stock").sandbox_level >= MIN_SANDBOX_LEVEL

@@ -42,16 +42,12 @@ class Simulated:
     noise: float = 0.0
     device: str = "cpu"
     blocks: list[list[int]] = field(default_factory=list)
-    refills: int = 0
-    checked: list[int] = field(default_factory=list)
+    checked: list[list[int]] = field(default_factory=list)
+    wrong_when_checked: bool = False
 
     @property
     def solution(self) -> Any:
         return SimpleNamespace(record=SimpleNamespace(spec=SimpleNamespace(provides=self.provides)))
-
-    def ready_to_time(self, verified: object) -> Failure | None:
-        self.refills += 1
-        return None
 
     def time_block(self, slots: Sequence[int]) -> tuple[list[float], list[float]] | Failure:
         self.blocks.append(list(slots))
@@ -61,15 +57,33 @@ class Simulated:
         times = [self.latency_us * self.clock.tick() * generator.uniform(1, 1 + self.noise) for _ in slots]
         return times, [1.0] * len(slots)
 
-    def check_timed_outputs(self, verified: object, slots: Sequence[int]) -> Failure | None:
-        self.checked += slots
-        return None
+    def check_timed_outputs(self, stage: object, verified: object, slots: Sequence[int]) -> Failure | None:
+        self.checked.append(list(slots))
+        return Failure("REJECTED", "another result") if self.wrong_when_checked else None
 
 
-def play(*members: Simulated, effort: Effort | None = None, seed: int = 1) -> dict[str, Any]:
-    verified: Any = SimpleNamespace(arena=SimpleNamespace(slots=SLOTS))
+@dataclass
+class SimulatedStage:
+    """Remembers what was asked of it."""
+
+    slots: int = SLOTS
+    fills: int = 0
+    poisoned: list[list[int]] = field(default_factory=list)
+
+    def fill(self) -> None:
+        self.fills += 1
+
+    def prepare(self, slots: Sequence[int], *, poison: bool) -> None:
+        if poison:
+            self.poisoned.append(sorted(set(slots)))
+
+
+def play(
+    *members: Simulated, effort: Effort | None = None, seed: int = 1, stage: SimulatedStage | None = None
+) -> dict[str, Any]:
+    verified: Any = None
     entrants = [Entrant(member, verified) for member in members]  # type: ignore[arg-type]
-    return run_tournament(entrants, effort or Effort(), seed)
+    return run_tournament(entrants, stage or SimulatedStage(), effort or Effort(), seed)  # type: ignore[arg-type]
 
 
 def test_a_ratio_survives_a_clock_that_slows_down_all_the_time():
@@ -116,22 +130,29 @@ def test_noisy_times_end_with_the_budget():
 
 
 @given(seed=st.integers(0, 2**62))
-def test_every_slot_that_was_played_is_checked_and_refilled_once_on_the_way(seed):
-    member = Simulated("kernel", 500)
-    play(member, seed=seed)
-    assert member.refills == 2
-    assert set(member.checked) == {slot for block in member.blocks[2:] for slot in block}
+def test_secretly_chosen_blocks_start_from_garbage_and_are_checked_and_contents_change_once(seed):
+    member, stage = Simulated("kernel", 500), SimulatedStage()
+    play(member, seed=seed, stage=stage)
+    assert stage.fills == 1
+    assert 2 <= len(member.checked) <= 3
+    assert stage.poisoned == member.checked
+    played = [sorted(set(block)) for block in member.blocks[2:]]
+    assert all(slots in played for slots in member.checked)
+
+
+def test_a_timed_call_that_left_another_result_ends_the_member():
+    results = play(Simulated("stock", 2, provides="stock"), Simulated("cheat", 1, wrong_when_checked=True))
+    assert results["cheat"] == Failure("REJECTED", "another result")
+    assert results["stock"].latency_us > 0
 
 
 @given(seed=st.integers(0, 2**62), slots=st.integers(2, SLOTS), block=st.integers(1, 20))
 def test_no_call_gets_the_addresses_of_the_one_before(seed, slots, block):
-    verified: Any = SimpleNamespace(arena=SimpleNamespace(slots=slots))
-    order = Entrant(None, verified, block).order(random.Random(seed))  # type: ignore[arg-type]
+    order = Entrant(None, None, block).order(slots, random.Random(seed))  # type: ignore[arg-type]
     assert len(order) == block
     assert set(order) <= set(range(slots))
     assert all(one != two for one, two in itertools.pairwise(order))
 
 
 def test_a_single_slot_is_played_again_and_again():
-    verified: Any = SimpleNamespace(arena=SimpleNamespace(slots=1))
-    assert Entrant(None, verified, 3).order(random.Random(0)) == [0, 0, 0]  # type: ignore[arg-type]
+    assert Entrant(None, None, 3).order(1, random.Random(0)) == [0, 0, 0]  # type: ignore[arg-type]

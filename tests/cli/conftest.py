@@ -68,8 +68,9 @@ def journal_traces(row_scale: Path, home: Path) -> Callable[..., list[str]]:
         written = []
         with Journal(f"run-{len(latencies_us)}") as journal:
             for attempt, latency in enumerate(latencies_us):
+                tier, config = changes.get("tier", "promotion"), changes.get("config", {})
                 content = {
-                    "trace_id": new_trace_id("run", "screen", attempt, solution.digest, {}, workload.uuid),
+                    "trace_id": new_trace_id("run", tier, attempt, solution.digest, config, workload.uuid),
                     "run_id": "run",
                     "timestamp": datetime(2026, 11, 1, tzinfo=UTC) + timedelta(minutes=attempt),
                     "definition": definition.name,
@@ -87,7 +88,8 @@ def journal_traces(row_scale: Path, home: Path) -> Callable[..., list[str]]:
                     "gpu": "h200",
                     "gpu_name": "NVIDIA H200",
                     "sm": "sm_90",
-                    "tier": "screen",
+                    "tier": "promotion",
+                    "sandbox_level": 3,
                     "attempt": attempt,
                     "status": "PASSED",
                     "correctness": {"rel_fro": 1e-7, "cases": 3},

@@ -4,7 +4,35 @@ import json
 
 import pytest
 
-RUN = "def run(x, weight, factor, out):\n    out.copy_(x * weight * factor)\n"
+RUN = """import triton
+import triton.language as tl
+
+
+@triton.jit
+def scale_row(x, weight, factor, out, N, BLOCK: tl.constexpr):
+    columns = tl.arange(0, BLOCK)
+    row = tl.program_id(0) * N
+    value = tl.load(x + row + columns, mask=columns < N) * tl.load(weight + columns, mask=columns < N)
+    tl.store(out + row + columns, value * factor, mask=columns < N)
+
+
+def run(x, weight, factor, out):
+    rows, width = x.shape
+    scale_row[(rows,)](x, weight, factor, out, width, triton.next_power_of_2(width))
+"""
+EAGER = "def run(x, weight, factor, out):\n    out.copy_(x * weight * factor)\n"
+CUTILE = """import cuda.tile as ct
+import torch
+
+
+@ct.kernel
+def scale_row(x, out):
+    pass
+
+
+def run(x, weight, factor, out):
+    ct.launch(torch.cuda.current_stream(), (1, 1, 1), scale_row, (x, out))
+"""
 
 
 @pytest.fixture
@@ -18,7 +46,7 @@ def source(tmp_path):
 def folder(tmp_path, solution_record):
     path = tmp_path / "mine"
     path.mkdir()
-    (path / "kernel.py").write_text(RUN)
+    (path / "kernel.py").write_text(EAGER)
     (path / "solution.json").write_text(json.dumps(solution_record(name="row_scale_mine")))
     return path
 
@@ -45,6 +73,7 @@ def test_a_python_function_that_takes_only_the_inputs_returns_its_outputs(cli, r
 
 
 def test_cuda_tile_is_another_name_of_cutile(cli, row_scale, source):
+    source.write_text(CUTILE)
     assert cli("add-solution", source, "-d", "row_scale", "-l", "cuda-tile").code == 0
     assert {row["language"] for row in cli("list", "--solutions", "--json").json()} == {"python", "cutile"}
 
@@ -71,7 +100,7 @@ BAD_OPTIONS = {
     "no language": (["-d", "row_scale"], 2, "--language is needed for a single file"),
     "bad name": (["-d", "row_scale", "-l", "triton", "--name", "a/b"], 1, "name: String should match pattern"),
     "duplicate name": (
-        ["-d", "row_scale", "-l", "python", "--name", "row_scale_stock"],
+        ["-d", "row_scale", "-l", "triton", "--name", "row_scale_stock"],
         1,
         "Choose another with --name",
     ),
@@ -108,6 +137,52 @@ def test_a_source_that_cannot_be_called_is_refused(text, message, cli, row_scale
     assert result.err.startswith(f"error: {source}: ")
     assert message in result.err
     assert snapshot(row_scale) == before
+
+
+REFUSED = {
+    "a module that reaches the verdict": (
+        "python",
+        "import ctypes\n" + EAGER,
+        "1: hard: imports-native-code: imports ctypes",
+    ),
+    "a patch of torch": (
+        "python",
+        EAGER + "import torch\ntorch.equal = run\n",
+        "4: hard: foreign-assignment: changes torch.equal",
+    ),
+    "torch's work under a tile language's name": (
+        "triton",
+        EAGER,
+        "0: hard: no-kernel: no source makes a triton kernel",
+    ),
+    "torch's work around a kernel": ("triton", RUN + "    out.mul_(2)\n", "16: hard: torch-compute: calls .mul_()"),
+}
+
+
+@pytest.mark.parametrize(("language", "text", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_the_static_scan_refuses_is_not_added(language, text, message, cli, row_scale, source, snapshot):
+    before = snapshot(row_scale)
+    source.write_text(text)
+    result = cli("add-solution", source, "-d", "row_scale", "-l", language)
+    assert result.code == 1
+    assert f"error: {source}: the static scan refuses this solution, and nothing was added.\n" in result.err
+    assert f"\n  fused.py:{message}" in result.err
+    assert snapshot(row_scale) == before
+
+
+def test_a_folder_is_scanned_with_all_its_sources(cli, row_scale, folder, solution_record, snapshot):
+    (folder / "part.py").write_text("import threading\n")
+    rewrite(folder, solution_record(name="row_scale_mine", sources=[{"path": "kernel.py"}, {"path": "part.py"}]))
+    before = snapshot(row_scale)
+    assert "part.py:1: hard: imports-concurrency: imports threading" in cli("add-solution", folder).err
+    assert snapshot(row_scale) == before
+
+
+def test_what_the_static_scan_only_notes_is_added(cli, row_scale, source):
+    source.write_text("import os\n" + RUN)
+    result = cli("add-solution", source, "-d", "row_scale", "-l", "triton")
+    assert result.code == 0
+    assert "the static scan noted 1 places" in result.err
 
 
 BAD_RECORDS = {

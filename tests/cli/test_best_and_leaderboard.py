@@ -4,14 +4,24 @@ import json
 
 import pytest
 
+from tilegym_db.store import statements
+
 
 @pytest.fixture
 def measured(cli, journal_traces):
-    journal_traces(20.0, 10.0, 30.0)
+    journal_traces(5.0, 30.0, 10.0)
     assert cli("ingest").code == 0
 
 
-def test_best_is_the_fastest_verified_trace(cli, measured):
+@pytest.fixture
+def screened(cli, journal_traces, monkeypatch):
+    """A screen pass and nothing else, in a store that only takes promotions for verified."""
+    monkeypatch.setattr(statements.views_sql, "__defaults__", (("promotion",),))
+    journal_traces(5.0, tier="screen")
+    assert cli("ingest").code == 0
+
+
+def test_best_is_the_newest_verified_trace_of_the_fastest_solution(cli, measured):
     (row,) = cli("best", "--json").json()
     assert (row["solution"], row["latency_us"], row["speedup"], row["gpu"]) == ("row_scale_stock", 10.0, 1.5, "h200")
     result = cli("best", "row_scale", "--gpu", "h200")
@@ -41,6 +51,27 @@ def test_a_changed_source_is_no_longer_best(cli, measured, row_scale):
     assert cli("best", "--json").code == 3
     traces = cli("show", "row_scale_stock")
     assert traces.out.count(" old") == 3
+
+
+def test_passes_of_a_screen_are_pointed_out(cli, screened):
+    waiting = "1 screen pass is not verified yet: run tilegym-db promote"
+    result = cli("best", "row_scale")
+    assert result.code == 3
+    assert f"{waiting} row_scale" in " ".join(result.err.split())
+    for name in ([], ["row_scale"]):
+        result = cli("leaderboard", *name)
+        assert (result.code, result.out) == (0, "")
+        assert result.err.strip() == " ".join([waiting, *name])
+    assert cli("leaderboard", "--gpu", "b200").err == "nothing verified yet. Try: tilegym-db bench --promote\n"
+
+
+def test_passes_of_a_screen_are_pointed_out_beside_what_is_verified(cli, screened, journal_traces):
+    journal_traces(9.0, 8.0, config={"BLOCK": 1})
+    assert cli("ingest").code == 0
+    for command in ("best", "leaderboard"):
+        result = cli(command)
+        assert result.code == 0
+        assert result.err.endswith("1 screen pass is not verified yet: run tilegym-db promote\n")
 
 
 def test_leaderboard_counts_shapes_and_wins(cli, measured):
@@ -83,6 +114,17 @@ def test_publish_writes_traces_and_the_resolver_table(cli, measured, row_scale):
     table = json.loads((folder / "resolver.json").read_text())
     assert table["entries"][0]["candidates"][0]["latency_us"] == 10.0
     assert cli("publish", "--gpu", "h200").out == ""
+
+
+def test_publish_says_what_it_leaves_out_and_why(cli, measured, journal_traces):
+    journal_traces(1.0, 1.0, config={"BLOCK": 1}, sandbox_level=1)
+    journal_traces(1.0, 1.0, 1.0, 1.0, config={"BLOCK": 2}, tier="screen")
+    journal_traces(1.0, 1.0, 1.0, 1.0, 1.0, config={"BLOCK": 3})
+    assert cli("ingest").code == 0
+    result = cli("publish", "--gpu", "h200")
+    assert "left out 1: the worker was not confined" in result.err
+    assert "left out 1: passed a screen and was not promoted since" in result.err
+    assert "1 traces of 1 shapes" in result.err
 
 
 def test_publish_refuses_a_gpu_without_verified_traces(cli, measured):

@@ -91,6 +91,27 @@ def test_a_solution_or_workload_that_is_not_valid_is_found(cli, sound, row_scale
     assert "row_scale.jsonl:1: " in result.out
 
 
+def test_a_source_that_the_static_scan_refuses_is_found(cli, sound, row_scale):
+    source = row_scale / "solutions" / "elementwise" / "row_scale" / "row_scale_stock" / "kernel.py"
+    source.write_text(f"import os\nimport gc\n{source.read_text()}")
+    refused = "row_scale_stock: kernel.py:2: hard: imports-introspection: imports gc"
+    quiet = cli("check")
+    assert quiet.code == 1
+    assert quiet.out.startswith(refused)
+    assert "imports-os" not in quiet.out + quiet.err
+    (listed,) = cli("check", "--verbose", "--json").json()
+    assert listed.startswith(refused)
+
+
+def test_what_the_static_scan_only_notes_is_no_finding(cli, sound, row_scale):
+    source = row_scale / "solutions" / "elementwise" / "row_scale" / "row_scale_stock" / "kernel.py"
+    source.write_text(f"import os\n{source.read_text()}")
+    result = cli("check", "--verbose")
+    assert (result.code, result.out) == (0, "")
+    assert "note: row_scale_stock: kernel.py:1: soft: imports-os: imports os" in result.err
+    assert "imports-os" not in cli("check").err
+
+
 def test_a_definition_that_is_not_valid_is_an_error(cli, sound, edit):
     edit(colour="red")
     result = cli("check")

@@ -51,6 +51,20 @@ def test_a_kernel_that_does_not_compile_is_a_finding_with_the_compilers_words(cl
     assert "1 of 1 failed" in result.err
 
 
+def test_what_the_static_scan_refuses_is_never_built(cli, row_scale, add, tmp_path):
+    add(GOOD)
+    (source,) = row_scale.glob("solutions/*/row_scale/mine/row.py")
+    marker = tmp_path / "it-ran"
+    source.write_text(f"import pathlib\npathlib.Path({str(marker)!r}).touch()\n{GOOD}")
+    result = cli("compile", "mine", "--target", "sm_90", "--json")
+    assert result.code == 1
+    (outcome,) = result.json()
+    assert (outcome["status"], outcome["kernels"]) == ("failed", [])
+    assert outcome["log"].startswith("refused by the static scan: row.py:1: hard: imports-files: imports pathlib")
+    assert not marker.exists()
+    assert "refused by the static scan" in cli("compile", "mine").out.replace("\n", " ")
+
+
 def test_a_missing_toolchain_names_the_extra_to_install(cli, add, monkeypatch):
     from tilegym_db.backends import toolchains
 

@@ -60,7 +60,7 @@ def test_show_a_solution(cli, row_scale):
 def test_show_suggests_the_nearest_names(cli, row_scale):
     result = cli("show", "row_scal")
     assert result.code == 2
-    assert "'row_scal' is no definition and no solution. Did you mean 'row_scale'" in result.err
+    assert "'row_scal' is no definition, no solution and no trace. Did you mean 'row_scale'" in result.err
 
 
 def test_a_record_in_the_wrong_place_is_named(cli, row_scale):

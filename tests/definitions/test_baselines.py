@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from tilegym_db.backends.load import load_entry
+from tilegym_db.backends.load import load_entry, unload_entry
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Definition, Workload
 from tilegym_db.verify.gates import check_output
@@ -18,7 +19,8 @@ from tilegym_db.verify.tolerance import limits_for
 
 EAGER = [
     "rms_norm_stock", "rms_norm_aten", "fused_add_rms_norm_stock", "silu_and_mul_stock", "swiglu_stock", "rope_neox_stock",
-    "softmax_stock", "gemm_cublas",
+    "softmax_stock", "gemm_cublas", "rms_norm_fp32_stock", "rms_norm_fp32_aten", "rms_norm_gemma_stock", "qk_rms_norm_stock",
+    "qk_rms_norm_aten", "gelu_tanh_and_mul_stock", "rope_partial_stock",
 ]  # fmt: skip
 
 
@@ -30,10 +32,50 @@ def test_every_core_operator_has_one_stock_baseline(core: Definition, catalog: C
         assert stock[0].record.spec.layouts.get(name) == "strided"
 
 
-@pytest.mark.parametrize("name", ["rms_norm_compile", "swiglu_compile"])
+@pytest.mark.parametrize("name", ["rms_norm_compile", "rms_norm_gemma_compile", "swiglu_compile"])
 def test_torch_compile_is_a_baseline_only(name: str, catalog: Catalog) -> None:
     spec = catalog.solution(name).record.spec
     assert (spec.role, spec.provides) == ("baseline", "compile")
+
+
+@pytest.mark.parametrize("name", ["rms_norm_compile", "swiglu_compile"])
+def test_torch_compile_runs_a_static_graph_of_every_shape(
+    name: str, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With PyTorch's own cache and its own limit of graphs; only the code generation is left out."""
+    compiled: list[tuple[int, ...]] = []
+    runs = 0
+
+    def backend(graph: Any, inputs: list[Any]) -> Callable[..., Any]:
+        compiled.append(
+            tuple(next(item for item in inputs if isinstance(item, torch.Tensor) and item.dim() == 2).shape)
+        )
+
+        def run_graph(*arguments: Any) -> Any:
+            nonlocal runs
+            runs += 1
+            return graph(*arguments)
+
+        return run_graph
+
+    torch.compiler.reset()
+    entry = catalog.solution(name)
+    unload_entry(entry)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+        run = load_entry(entry)
+    definition = catalog.definition(entry.record.definition)
+    shapes = [(rows, 8 * rows) for rows in range(1, 21)]
+    for shape in (*shapes, shapes[0]):
+        tensors = {inputs: torch.randn(shape) for inputs in definition.tensor_inputs}
+        if "weight" in tensors:
+            tensors["weight"] = torch.randn(shape[1])
+        given = [tensors.get(item, 1e-5) for item in definition.inputs]
+        for _ in range(3):
+            run(*given)
+    unload_entry(entry)
+    assert compiled == [*shapes, shapes[0]]  # once each, never for sizes in general
+    assert runs == 3 * len(compiled)  # and never the eager code instead
 
 
 @pytest.mark.parametrize("distribution", sorted(DISTRIBUTIONS))

@@ -1,118 +1,568 @@
-"""What the descriptions promise about zero rows, infinities, ties and in-place tensors, checked on the references."""
+"""The edges of every operator: zero and empty rows, infinities, ties, tails, strides and in-place tensors.
+
+Each is put to the reference, to the independent formulation and to every eager baseline, which must agree with the fp64 oracle
+by the gates that kernels face; what the descriptions promise of the edge is then checked on the reference.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from tilegym_db.backends.load import load_entry
 from tilegym_db.catalog import Catalog
-from tilegym_db.verify.reference import run_reference
+from tilegym_db.errors import RecordError
+from tilegym_db.records import Definition
+from tilegym_db.records.binding import solve_axes, solve_dtypes
+from tilegym_db.verify.comparison import base_errors, check_outputs
+from tilegym_db.verify.reference import name_outputs, oracle, run_reference
+from tilegym_db.verify.torch_dtypes import dtype_name
 
-INF = float("inf")
+INF = math.inf
+NORMS = ["rms_norm", "rms_norm_fp32", "rms_norm_gemma"]
+GATES = ["swiglu", "gelu_tanh_and_mul", "silu_and_mul"]
+ROPES = ["rope_neox", "rope_partial"]
+CASTS = ["per_token_cast", "per_block_cast", "per_channel_cast"]
+HALF = [torch.bfloat16, torch.float16]
+FLOATS = [torch.float32, *HALF]
+
+Outputs = dict[str, torch.Tensor]
+Agree = Callable[..., Outputs]
 
 
-def outputs(catalog: Catalog, name: str, *values: Any) -> dict[str, torch.Tensor]:
-    """The reference's outputs for the given inputs, in order."""
+@pytest.fixture
+def agree(catalog: Catalog) -> Agree:
+    """Run every formulation of an operator on the inputs, in order; all must pass. Returns the reference's outputs.
+
+    ``independent=False`` leaves out the independent formulation, where it takes a short cut that the edge is beyond: a sum in
+    the exponent, one half of a table, a maximum over nothing.
+    """
+
+    def run(name: str, *values: Any, independent: bool = True) -> Outputs:
+        definition = catalog.definition(name)
+        inputs = dict(zip(definition.inputs, values, strict=True))
+        tensors = {key: value for key, value in inputs.items() if isinstance(value, torch.Tensor)}
+        dtypes = solve_dtypes(definition, {key: dtype_name(value.dtype) for key, value in tensors.items()})
+        axes = solve_axes(definition, {key: value.shape for key, value in tensors.items()})
+        written, truth = run_reference(definition, inputs), oracle(definition, inputs)
+        assert definition.self_test is not None
+        found = {"the reference": written, **_baselines(catalog, definition, inputs)}
+        if independent:
+            source = definition.self_test.independent
+            found["the independent formulation"] = run_reference(definition, inputs, source=source)
+        e_base = base_errors(definition, dtypes, written, truth)
+        for who, outputs in found.items():
+            shapes = {key: tuple(value.shape) for key, value in outputs.items()}
+            assert shapes == {key: definition.shape_of(key, axes) for key in definition.outputs}, who
+            for verdict in check_outputs(definition, dtypes, inputs, truth, outputs, e_base).values():
+                assert verdict.passed, f"{who}: {verdict.reason}"
+        return written
+
+    return run
+
+
+def _baselines(catalog: Catalog, definition: Definition, inputs: dict[str, Any]) -> dict[str, Outputs]:
+    found = {}
+    for entry in catalog.solutions_for(definition.name):
+        if entry.record.spec.language == "python" and entry.record.spec.provides != "compile":
+            given = {
+                key: value.clone() if key in definition.in_place and isinstance(value, torch.Tensor) else value
+                for key, value in inputs.items()
+            }
+            assert not entry.record.spec.destination_passing_style
+            found[entry.name] = name_outputs(definition, load_entry(entry)(*given.values()), given, entry.name)
+    return found
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def packed(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor whose rows are a part of longer ones."""
+    return random(*shape[:-1], 3 * shape[-1], dtype=dtype)[..., : shape[-1]]
+
+
+# -- every operator --------------------------------------------------------------------------------------------------------
+
+# The arguments at zero tokens; the other sizes are as small as they may be.
+EMPTY: dict[str, Callable[[], tuple[Any, ...]]] = {
+    **{name: lambda: (torch.ones(0, 5), torch.ones(5), 1e-6) for name in NORMS},
+    "fused_add_rms_norm": lambda: (torch.ones(0, 5), torch.ones(0, 5), torch.ones(5), 1e-6),
+    "qk_rms_norm": lambda: (torch.ones(0, 3, 5), torch.ones(0, 1, 5), torch.ones(5), torch.ones(5), 1e-6),
+    "swiglu": lambda: (torch.ones(0, 5), torch.ones(0, 5)),
+    "gelu_tanh_and_mul": lambda: (torch.ones(0, 5), torch.ones(0, 5)),
+    "silu_and_mul": lambda: (torch.ones(0, 10),),
+    "rope_neox": lambda: (*(torch.ones(2, heads, 0, 4) for heads in (3, 1)), torch.ones(1, 0, 4), torch.ones(1, 0, 4)),
+    "rope_partial": lambda: (*(torch.ones(2, heads, 0, 4) for heads in (3, 1)), *(torch.ones(1, 0, 2),) * 2),
+    "softmax": lambda: (torch.ones(0, 5),),
+    "gemm": lambda: (torch.ones(0, 5), torch.ones(3, 5)),
+    "topk_gate": lambda: (torch.ones(0, 9),),
+    "batched_transpose": lambda: (torch.ones(2, 0, 5),),
+    "engram_gate_fwd": lambda: (
+        *(torch.ones(0, 2, 5).bfloat16(),) * 2, torch.ones(0, 5).bfloat16(), *(torch.ones(2, 5).bfloat16(),) * 2, 1e-6, 1e-20,
+    ),
+    "mhc_sinkhorn": lambda: (torch.ones(0, 4, 4), 3, 1e-6),
+    **{name: lambda: (torch.ones(0, 5).bfloat16(), True) for name in CASTS},
+}  # fmt: skip
+
+
+def test_no_tokens_give_an_empty_output(definition: Definition, agree: Agree) -> None:
+    outputs = agree(definition.name, *EMPTY[definition.name](), independent=definition.op_type != "quant")
+    assert all(value.numel() == 0 for value in outputs.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        *((name, {"M": 4, "N": 0}) for name in (*NORMS, "fused_add_rms_norm", "softmax")),
+        *((name, {"M": 4, "I": 0}) for name in GATES),
+        ("gemm", {"M": 4, "N": 4, "K": 0}),  # a sum of nothing is no linear layer
+        ("qk_rms_norm", {"M": 4, "Hq": 2, "Hkv": 1, "D": 0}),
+        *((name, {"B": 1, "Bc": 1, "Hq": 1, "Hkv": 1, "S": 1, "D": 5, "R": 3}) for name in ROPES),
+        ("rope_neox", {"B": 4, "Bc": 2, "Hq": 1, "Hkv": 1, "S": 1, "D": 4}),
+        ("rope_partial", {"B": 1, "Bc": 1, "Hq": 1, "Hkv": 1, "S": 1, "D": 4, "R": 6}),
+        ("topk_gate", {"M": 4, "E": 7}),
+        ("per_channel_cast", {"M": 64, "H": 8}),
+        ("mhc_sinkhorn", {"M": 4, "C": 0}),
+    ],
+)
+def test_a_size_that_means_nothing_is_refused(name: str, axes: dict[str, int], catalog: Catalog) -> None:
     definition = catalog.definition(name)
-    return run_reference(definition, dict(zip(definition.inputs, values, strict=True)))
+    given = {axis: size for axis, size in axes.items() if axis in definition.axes}
+    with pytest.raises(RecordError, match="requires"):
+        definition.bind_axes(given)
 
 
-def test_rms_norm_of_a_zero_row_is_zero_and_nan_stays_in_its_row(catalog: Catalog) -> None:
+# -- norms -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norm_of_a_zero_row_is_zero_and_nan_stays_in_its_row(name: str, agree: Agree) -> None:
     x = torch.ones(3, 8)
     x[0] = 0
     x[1, 3] = torch.nan
-    out = outputs(catalog, "rms_norm", x, torch.full((8,), 2.0), 1e-5)["out"]
+    out = agree(name, x, torch.full((8,), 2.0), 1e-5)["out"]
     assert out[0].eq(0).all()
     assert out[1].isnan().all()
-    torch.testing.assert_close(out[2], torch.full((8,), 2.0))
+    want = torch.full((8,), 3.0 if name == "rms_norm_gemma" else 2.0)
+    torch.testing.assert_close(out[2], want, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rms_norm_rounds_before_it_multiplies_with_the_weight(dtype: torch.dtype, catalog: Catalog) -> None:
-    generator = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(64, 64, generator=generator).to(dtype), torch.randn(64, generator=generator).to(dtype)
-    out = outputs(catalog, "rms_norm", x, weight, 1e-5)["out"]
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(1, 1), (1, 4096), (5, 37), (129, 96)])
+@pytest.mark.parametrize("name", NORMS)
+def test_norm_of_one_row_one_column_and_odd_tails(name: str, shape: tuple[int, int], dtype: Any, agree: Agree) -> None:
+    agree(name, random(*shape, dtype=dtype), random(shape[1], dtype=dtype, seed=1), 1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e4, 1e-4])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", NORMS)
+def test_norm_of_large_and_small_rows_is_computed_in_float32(
+    name: str, dtype: torch.dtype, scale: float, agree: Agree
+) -> None:
+    x, weight = random(16, 96) * scale, random(96, seed=1).to(dtype)
+    out = agree(name, x.to(dtype), weight, 1e-12)["out"]
+    assert out.isfinite().all()
+    assert 0.1 < float(out.float().square().mean()) < 10
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norm_without_epsilon_does_not_see_a_rows_scale(name: str, agree: Agree) -> None:
+    x, weight = random(8, 64), random(64, seed=1)
+    assert torch.equal(agree(name, x, weight, 0.0)["out"], agree(name, x * 1024, weight, 0.0)["out"])
+    assert agree(name, torch.zeros(1, 64), weight, 0.0)["out"].isnan().all()
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norm_of_subnormal_rows_is_what_epsilon_makes_of_them(name: str, agree: Agree) -> None:
+    x = random(8, 64) * 1e-40
+    out = agree(name, x, torch.ones(64), 1e-6)["out"]
+    factor = 2 if name == "rms_norm_gemma" else 1
+    torch.testing.assert_close(out.double(), x.double() * 1000 * factor, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norm_reads_padded_rows(name: str, agree: Agree) -> None:
+    x, weight = packed(5, 37), random(37, seed=1)
+    assert torch.equal(agree(name, x, weight, 1e-5)["out"], agree(name, x.contiguous(), weight, 1e-5)["out"])
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_each_norm_rounds_where_its_model_does(dtype: torch.dtype, agree: Agree) -> None:
+    x, weight = random(64, 64, dtype=dtype), random(64, dtype=dtype, seed=1)
     normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5)
-    assert torch.equal(out, (normed.to(dtype).float() * weight.float()).to(dtype))
-    assert not torch.equal(out, (normed * weight.float()).to(dtype))
+    twice, once = (normed.to(dtype).float() * weight.float()).to(dtype), (normed * weight.float()).to(dtype)
+    assert not torch.equal(once, twice)
+    assert torch.equal(agree("rms_norm", x, weight, 1e-5)["out"], twice)
+    assert torch.equal(agree("rms_norm_fp32", x, weight, 1e-5)["out"], once)
+    shifted = (normed * (1 + weight.float())).to(dtype)
+    assert torch.equal(agree("rms_norm_gemma", x, weight, 1e-5)["out"], shifted)
 
 
-def test_fused_add_rms_norm_normalises_the_rounded_sum(catalog: Catalog) -> None:
+def test_gemma_norm_adds_one_to_a_small_weight_in_float32(agree: Agree) -> None:
+    x = random(64, 64, dtype=torch.bfloat16)
+    weight = torch.full((64,), 2.0**-9, dtype=torch.bfloat16)  # 1 + 2**-9 is no bfloat16
+    plain, shifted = (agree("rms_norm_gemma", x, value, 1e-6)["out"] for value in (weight * 0, weight))
+    assert not torch.equal(plain, shifted)
+
+
+def test_fused_add_rms_norm_normalises_the_rounded_sum(agree: Agree) -> None:
     x = torch.full((1, 4), 1.0, dtype=torch.bfloat16)
     residual = torch.tensor([[2.0**-9, 0.0, -1.0, 1.0]], dtype=torch.bfloat16)
-    result = outputs(catalog, "fused_add_rms_norm", x, residual, torch.ones(4, dtype=torch.bfloat16), 1e-6)
+    result = agree("fused_add_rms_norm", x, residual, torch.ones(4, dtype=torch.bfloat16), 1e-6)
     assert result["residual_out"].tolist() == [[1.0, 1.0, 0.0, 2.0]]
     assert result["out"][0, 0] == result["out"][0, 1]
     assert residual[0, 3] == 1.0  # the reference works on a copy
 
 
-@pytest.mark.parametrize("name", ["silu_and_mul", "swiglu"])
-def test_gate_saturates_without_nan(name: str, catalog: Catalog) -> None:
-    gate, up = torch.tensor([[-1e4, 1e4, INF, -INF]]), torch.ones(1, 4)
-    inputs = (torch.cat((gate, up), dim=-1),) if name == "silu_and_mul" else (gate, up)
-    out = outputs(catalog, name, *inputs)["out"][0]
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_residual_that_cancels_leaves_a_zero_row_and_nan_stays_in_its_own(dtype: torch.dtype, agree: Agree) -> None:
+    x = random(3, 37, dtype=dtype)
+    residual = -x
+    residual[1, 5] = torch.nan
+    result = agree("fused_add_rms_norm", x, residual, random(37, dtype=dtype, seed=1), 1e-5)
+    for value in result.values():
+        assert value[[0, 2]].eq(0).all()
+    assert result["out"][1].isnan().all()
+    assert int(result["residual_out"].isnan().sum()) == 1
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (7, 1000)])
+def test_x_and_residual_may_be_one_tensor(shape: tuple[int, int], agree: Agree) -> None:
+    x = random(*shape)
+    result = agree("fused_add_rms_norm", x, x, torch.ones(shape[1]), 1e-6)
+    assert torch.equal(result["residual_out"], 2 * x)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(3, 1, 3), (1, 2, 1), (24, 2, 96)])
+def test_heads_are_normalised_each_for_itself(heads: int, kv_heads: int, dim: int, agree: Agree) -> None:
+    q, k = random(5, heads, dim), random(5, kv_heads, dim, seed=1)
+    q[2, 0], k[3, 0, 0] = 0, torch.nan
+    result = agree("qk_rms_norm", q, k, random(dim, seed=2), random(dim, seed=3), 1e-6)
+    assert result["q_out"][2, 0].eq(0).all()
+    assert result["q_out"].isfinite().all()
+    assert int(result["k_out"].isnan().sum()) == dim
+
+
+def test_heads_may_be_views_of_one_projection(agree: Agree) -> None:
+    qkv, weights = random(5, 3 + 2 + 2, 16), (random(16, seed=1), random(16, seed=2))
+    q, k = qkv[:, :3], qkv[:, 3:5]
+    views = agree("qk_rms_norm", q, k, *weights, 1e-6)
+    copies = agree("qk_rms_norm", q.contiguous(), k.contiguous(), *weights, 1e-6)
+    assert all(torch.equal(views[name], copies[name]) for name in views)
+
+
+# -- activations -----------------------------------------------------------------------------------------------------------
+
+
+def gated(name: str, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (torch.cat((a, b), dim=-1),) if name == "silu_and_mul" else (a, b)
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_gate_saturates_without_nan_and_an_infinite_one_is_nan(name: str, agree: Agree) -> None:
+    gate, up = torch.tensor([[-1e4, 1e4, INF, -INF, torch.nan]]), torch.ones(1, 5)
+    out = agree(name, *gated(name, gate, up))["out"][0]
     assert out[0] == 0
     assert torch.signbit(out[0])
     assert out[1] == 1e4
     assert out[2] == INF
-    assert out[3].isnan()
+    assert out[3:].isnan().all()
 
 
-def test_rope_reads_both_halves_of_the_tables(catalog: Catalog) -> None:
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(1, 1), (7, 37), (1, 2880), (129, 3)])
+@pytest.mark.parametrize("name", GATES)
+def test_gates_of_odd_widths(name: str, shape: tuple[int, int], dtype: torch.dtype, agree: Agree) -> None:
+    agree(name, *gated(name, random(*shape, dtype=dtype), random(*shape, dtype=dtype, seed=1)))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", GATES)
+def test_gates_of_tiny_and_huge_values(name: str, dtype: torch.dtype, agree: Agree) -> None:
+    finfo = torch.finfo(dtype)
+    values = torch.tensor([finfo.tiny, finfo.tiny / 4, 1.0, finfo.max, finfo.max / 4], dtype=torch.float64)
+    a, b = torch.cartesian_prod(torch.cat((values, -values)), values).to(dtype).T.reshape(2, 1, -1)
+    out = agree(name, *gated(name, a, b))["out"]
+    assert not out.isnan().any()
+    assert out.isinf().any()  # max * max
+
+
+@pytest.mark.parametrize("name", ["swiglu", "gelu_tanh_and_mul"])
+def test_gate_and_up_may_be_halves_of_one_projection(name: str, agree: Agree) -> None:
+    both = random(5, 2 * 37)
+    a, b = both[:, :37], both[:, 37:]
+    assert torch.equal(agree(name, a, b)["out"], agree(name, a.contiguous(), b.contiguous())["out"])
+
+
+def test_packed_gate_may_have_padded_rows(agree: Agree) -> None:
+    x = packed(5, 74)
+    assert torch.equal(agree("silu_and_mul", x)["out"], agree("silu_and_mul", x.contiguous())["out"])
+
+
+# -- rotary embeddings -----------------------------------------------------------------------------------------------------
+
+
+def rotary(positions: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = positions[..., None].double() * 10000.0 ** (-torch.arange(0, dim, 2) / dim)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos().float(), angles.sin().float()
+
+
+def test_rope_reads_both_halves_of_the_tables(agree: Agree) -> None:
     q = k = torch.tensor([1.0, 10.0]).view(1, 1, 1, 2)
     cos, sin = torch.tensor([[[2.0, 3.0]]]), torch.tensor([[[5.0, 7.0]]])
-    assert outputs(catalog, "rope_neox", q, k, cos, sin)["q_out"].flatten().tolist() == [2 - 50, 30 + 7]
+    for name in ROPES:
+        out = agree(name, q, k, cos, sin, independent=False)["q_out"]
+        assert out.flatten().tolist() == [2 - 50, 30 + 7]
 
 
-def test_softmax_of_infinities(catalog: Catalog) -> None:
+@pytest.mark.parametrize("name", ROPES)
+def test_rope_at_position_zero_changes_nothing_and_repeated_positions_repeat(name: str, agree: Agree) -> None:
+    q, k = random(1, 3, 4, 8), random(1, 1, 4, 8, seed=1)
+    q[:, :, 3], k[:, :, 3] = q[:, :, 1], k[:, :, 1]
+    result = agree(name, q, k, *rotary(torch.tensor([[0, 131071, 5, 131071]]), 8))
+    for given, value in ((q, result["q_out"]), (k, result["k_out"])):
+        assert torch.equal(value[:, :, 0], given[:, :, 0])
+        assert torch.equal(value[:, :, 1], value[:, :, 3])
+        assert not torch.equal(value[:, :, 1], given[:, :, 1])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(5, 1, 2), (24, 8, 6), (1, 3, 256)])
+@pytest.mark.parametrize("name", ROPES)
+def test_rope_of_uneven_heads_and_odd_dimensions(
+    name: str, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, agree: Agree
+) -> None:
+    q, k = random(2, heads, 3, dim, dtype=dtype), random(2, kv_heads, 3, dim, dtype=dtype, seed=1)
+    tables = (table.to(dtype) for table in rotary(torch.tensor([[7, 1, 9], [0, 2, 4]]), dim))
+    agree(name, q, k, *tables)
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_rope_takes_q_and_k_as_models_pass_them(name: str, agree: Agree) -> None:
+    qkv = random(2, 3, 7, 8)  # [B, S, heads, D], q before k before v
+    q, k = qkv[:, :, :4].transpose(1, 2), qkv[:, :, 4:6].transpose(1, 2)
+    tables = rotary(torch.arange(3)[None], 8)
+    views, copies = agree(name, q, k, *tables), agree(name, q.contiguous(), k.contiguous(), *tables)
+    assert all(torch.equal(views[output], copies[output]) for output in views)
+
+
+def test_partial_rope_passes_the_tail_through_bit_for_bit(agree: Agree) -> None:
+    q, k = random(1, 2, 3, 7), random(1, 1, 3, 7, seed=1)
+    q[..., 4], q[..., 5], q[..., 6] = torch.nan, INF, 1e-40
+    result = agree("rope_partial", q, k, *rotary(torch.tensor([[3, 1, 2]]), 4))
+    assert torch.equal(result["q_out"][..., 4:].view(torch.int32), q[..., 4:].view(torch.int32))
+    assert result["q_out"][..., :4].isfinite().all()
+    assert torch.equal(result["k_out"][..., 4:], k[..., 4:])
+
+
+# -- softmax and products --------------------------------------------------------------------------------------------------
+
+
+def test_softmax_of_infinities(agree: Agree) -> None:
     x = torch.tensor([[-INF, 0.0, 0.0], [-INF, -INF, -INF], [INF, 0.0, 0.0]])
-    out = outputs(catalog, "softmax", x)["out"]
+    agree("softmax", x[:2])
+    out = agree("softmax", x, independent=False)["out"]
     assert out[0].tolist() == [0.0, 0.5, 0.5]
     assert out[1:].isnan().all()
 
 
-def test_topk_gate_prefers_the_smaller_index_of_equal_scores(catalog: Catalog) -> None:
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(3, 1), (1, 257), (2, 131_072), (33, 300)])
+def test_softmax_of_one_column_of_tails_and_of_a_vocabulary(
+    shape: tuple[int, int], dtype: torch.dtype, agree: Agree
+) -> None:
+    out = agree("softmax", random(*shape, dtype=dtype))["out"]
+    torch.testing.assert_close(out.double().sum(-1), torch.ones(shape[0]).double(), rtol=0, atol=2e-3)
+
+
+def test_softmax_subtracts_the_maximum_and_shares_ties_equally(agree: Agree) -> None:
+    x = torch.tensor([[3e38, 3e38, 1e38, -3e38], [-1e30, -1e30, -3e38, -3e38]])
+    assert agree("softmax", x, independent=False)["out"].tolist() == [[0.5, 0.5, 0, 0]] * 2
+
+
+def test_softmax_reads_padded_rows(agree: Agree) -> None:
+    x = packed(5, 37)
+    assert torch.equal(agree("softmax", x)["out"], agree("softmax", x.contiguous())["out"])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 129, 2880), (3, 1, 1), (65, 33, 17)])
+def test_product_of_one_row_and_of_odd_tails(m: int, n: int, k: int, dtype: torch.dtype, agree: Agree) -> None:
+    agree("gemm", random(m, k, dtype=dtype), random(n, k, dtype=dtype, seed=1))
+
+
+def test_product_keeps_zero_rows_and_nan_in_their_place(agree: Agree) -> None:
+    a, b = random(4, 40), random(5, 40, seed=1)
+    a[0], a[2, 7], b[3, 9] = 0, torch.nan, INF
+    out = agree("gemm", a, b)["out"]
+    assert out[0, [0, 1, 2, 4]].eq(0).all()
+    assert out[2].isnan().all()
+    assert out[0, 3].isnan()  # 0 * inf
+    assert out[[1, 3], 3].isinf().all()
+
+
+def test_product_of_integers_is_exact_and_reads_any_strides(agree: Agree) -> None:
+    a = torch.randint(-4, 5, (64, 7), generator=torch.Generator().manual_seed(0)).float().T
+    b = torch.randint(-4, 5, (9, 128), generator=torch.Generator().manual_seed(1)).float()[:, ::2]
+    assert torch.equal(agree("gemm", a, b)["out"].long(), a.long() @ b.long().T)
+
+
+# -- experts, casts, transposes and the rest -------------------------------------------------------------------------------
+
+
+def test_topk_gate_prefers_the_smaller_index_of_equal_scores(agree: Agree) -> None:
     scores = torch.zeros(2, 12)
     scores[1, 9], scores[1, 0] = 1.0, -INF
-    chosen = outputs(catalog, "topk_gate", scores)["topk_idx"]
+    chosen = agree("topk_gate", scores)["topk_idx"]
     assert chosen.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7], [9, 1, 2, 3, 4, 5, 6, 7]]
 
 
-@pytest.mark.parametrize("name", ["per_token_cast", "per_block_cast", "per_channel_cast"])
-def test_cast_of_zeros_has_the_smallest_scale(name: str, catalog: Catalog) -> None:
-    result = outputs(catalog, name, torch.zeros(128, 192, dtype=torch.bfloat16), False)
+def test_topk_gate_of_as_many_experts_as_choices_is_their_order(agree: Agree) -> None:
+    scores = torch.tensor([[-INF, 1.0, INF, -1.0, 0.5, -INF, 1e-40, 2.0], [-INF] * 8])
+    assert agree("topk_gate", scores)["topk_idx"].tolist() == [[2, 7, 1, 4, 6, 3, 0, 5], [*range(8)]]
+
+
+@pytest.mark.parametrize("round_scale", [False, True])
+@pytest.mark.parametrize("name", CASTS)
+def test_cast_of_zeros_has_the_smallest_scale(name: str, round_scale: bool, agree: Agree) -> None:
+    result = agree(name, torch.zeros(128, 192, dtype=torch.bfloat16), round_scale)
     assert result["out"].float().eq(0).all()
-    torch.testing.assert_close(result["scale"], torch.full_like(result["scale"], 1e-4 / 448), rtol=1e-6, atol=0)
+    smallest = 2.0**-22 if round_scale else 1e-4 / 448
+    torch.testing.assert_close(result["scale"], torch.full_like(result["scale"], smallest), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("name", ["per_token_cast", "per_block_cast", "per_channel_cast"])
-def test_rounded_scale_is_the_next_power_of_two(name: str, catalog: Catalog) -> None:
+@pytest.mark.parametrize("name", ["per_token_cast", "per_block_cast"])
+def test_rounded_scale_is_the_next_power_of_two(name: str, agree: Agree) -> None:
     x = torch.full((128, 128), 448.0)
-    assert set(outputs(catalog, name, x, True)["scale"].flatten().tolist()) == {1.0}
-    slightly_more = outputs(catalog, name, x * (1 + 2**-20), True)
+    assert set(agree(name, x, True)["scale"].flatten().tolist()) == {1.0}
+    slightly_more = agree(name, x * (1 + 2**-20), True)
     assert set(slightly_more["scale"].flatten().tolist()) == {2.0}
     assert set(slightly_more["out"].float().flatten().tolist()) == {224.0}
 
 
-def test_batched_transpose_keeps_every_bit(catalog: Catalog) -> None:
+@pytest.mark.parametrize("round_scale", [False, True])
+@pytest.mark.parametrize("columns", [1, 64, 200])
+@pytest.mark.parametrize("name", CASTS)
+def test_cast_of_tails_reads_padded_rows(name: str, columns: int, round_scale: bool, agree: Agree) -> None:
+    x = packed(128 if name == "per_channel_cast" else 131, columns, dtype=torch.bfloat16)
+    assert not x.is_contiguous()
+    one, other = agree(name, x, round_scale), agree(name, x.contiguous(), round_scale)
+    assert all(torch.equal(one[key].view(torch.uint8), other[key].view(torch.uint8)) for key in one)
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_one_outlier_fills_the_range_and_drowns_its_block_alone(name: str, agree: Agree) -> None:
+    x = torch.full((256, 256), 1e-3, dtype=torch.bfloat16)
+    x[5, 7] = -(2.0**20)
+    codes = agree(name, x, False)["out"].float()
+    assert codes[5, 7] == -448
+    rows, columns = {"per_token_cast": (6, 128), "per_block_cast": (128, 128), "per_channel_cast": (128, 8)}[name]
+    block = codes[5 if name == "per_token_cast" else 0 : rows, 7 if name == "per_channel_cast" else 0 : columns]
+    assert int(block.ne(0).sum()) == 1
+    assert int(codes.eq(0).sum()) == block.numel() - 1
+
+
+@pytest.mark.parametrize("name", ["per_token_cast", "per_block_cast"])
+def test_casting_what_was_cast_changes_no_value(name: str, agree: Agree) -> None:
+    def values(result: Outputs) -> torch.Tensor:
+        scale = result["scale"].repeat_interleave(128, -1)[:, :200]
+        return result["out"].float() * (scale if name == "per_token_cast" else scale.repeat_interleave(128, 0)[:130])
+
+    first = values(agree(name, random(130, 200) * 3, True))
+    assert torch.equal(values(agree(name, first, True)), first)
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_cast_keeps_signs_of_zeros_and_of_what_underflows(name: str, agree: Agree) -> None:
+    x = torch.full((128, 128), -1e-30, dtype=torch.bfloat16)
+    x[0] = -0.0
+    codes = agree(name, x, False)["out"].view(torch.uint8)
+    assert set(codes.flatten().tolist()) == {0x80}
+
+
+def test_batched_transpose_keeps_every_bit(agree: Agree) -> None:
     payload = torch.tensor([0x7FC1, 0x8000 - 0x10000, 0x0001, 0x3F80], dtype=torch.int16).view(torch.bfloat16)
-    out = outputs(catalog, "batched_transpose", payload.view(1, 1, 4))["out"]
+    out = agree("batched_transpose", payload.view(1, 1, 4))["out"]
     assert torch.equal(out.view(torch.int16).flatten(), payload.view(torch.int16))
 
 
-def test_engram_gate_of_orthogonal_key_is_a_half(catalog: Catalog) -> None:
-    hidden, key = torch.zeros(1, 1, 4, dtype=torch.bfloat16), torch.zeros(1, 1, 4, dtype=torch.bfloat16)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (0, 3, 5), (2, 3, 0), (3, 33, 17)])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+def test_batched_transpose_of_tails_and_strides(shape: tuple[int, ...], dtype: torch.dtype, agree: Agree) -> None:
+    wide = torch.arange(math.prod(shape) * 2).reshape(*shape[:-1], 2 * shape[-1]).to(dtype)
+    for x in (wide[..., : shape[-1]], wide[..., : shape[-1]].contiguous()):
+        out = agree("batched_transpose", x, independent=shape[0] > 0)["out"]
+        assert torch.equal(out, x.transpose(1, 2))
+
+
+def engram(hidden: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[Any, ...]:
+    ones = torch.ones(hidden.shape[1:], dtype=torch.bfloat16)
+    return (*(tensor.bfloat16() for tensor in (hidden, key, value)), ones, ones, 1e-6, 1e-20)
+
+
+def test_engram_gate_of_orthogonal_key_is_a_half(agree: Agree) -> None:
+    hidden, key = torch.zeros(1, 1, 4), torch.zeros(1, 1, 4)
     hidden[..., 0], key[..., 1] = 1, 1
-    ones = torch.ones(1, 4, dtype=torch.bfloat16)
-    out = outputs(catalog, "engram_gate_fwd", hidden, key, ones, ones, ones, 1e-6, 1e-20)["out"]
-    assert out.flatten().tolist() == [1.5, 0.5, 0.5, 0.5]
+    assert agree("engram_gate_fwd", *engram(hidden, key, torch.ones(1, 4)))["out"].flatten().tolist() == [
+        1.5,
+        0.5,
+        0.5,
+        0.5,
+    ]
 
 
-def test_sinkhorn_ends_with_a_column_step(catalog: Catalog) -> None:
-    z = torch.randn(16, 4, 4, generator=torch.Generator().manual_seed(0))
-    one, many = (outputs(catalog, "mhc_sinkhorn", z, repeat, 1e-6)["out"] for repeat in (1, 20))
+def test_engram_gate_of_zero_rows_is_a_half(agree: Agree) -> None:
+    zero = torch.zeros(3, 2, 8)
+    out = agree("engram_gate_fwd", *engram(zero, random(3, 2, 8), torch.ones(3, 8)))["out"]
+    assert out.eq(0.5).all()
+
+
+def test_engram_gate_follows_the_sign_of_the_score_and_is_flat_near_zero(agree: Agree) -> None:
+    hidden = torch.zeros(3, 1, 4)
+    hidden[:, 0, 0] = 1
+    key = torch.tensor([[1.0, 0, 0, 0], [-1.0, 0, 0, 0], [2.0**-20, 1, 0, 0]])[:, None]
+    out = agree("engram_gate_fwd", *engram(hidden, key, torch.tensor([[0.0, 1, 0, 0]] * 3)))["out"][:, 0, 1]
+    assert out[0] > 0.5 > out[1]
+    assert 0.5 <= out[2] < 0.502  # sigmoid(sqrt(clamp)), rounded
+
+
+def test_engram_gate_reads_key_and_value_out_of_one_tensor(agree: Agree) -> None:
+    hidden, both = random(3, 2, 8).bfloat16(), random(3, 3, 8, seed=1).bfloat16()
+    views = agree("engram_gate_fwd", *engram(hidden, both[:, :2], both[:, 2]))
+    copies = agree("engram_gate_fwd", *engram(hidden, both[:, :2].contiguous(), both[:, 2].contiguous()))
+    assert torch.equal(views["out"], copies["out"])
+
+
+def test_sinkhorn_ends_with_a_column_step(agree: Agree) -> None:
+    z = random(16, 4, 4)
+    one, many = (agree("mhc_sinkhorn", z, repeat, 1e-6)["out"] for repeat in (1, 20))
     torch.testing.assert_close(one.sum(-2), torch.ones(16, 4), rtol=0, atol=1e-5)
     assert (one.sum(-1) - 1).abs().max() > 0.1
     torch.testing.assert_close(many.sum(-1), torch.ones(16, 4), rtol=0, atol=1e-3)
+
+
+def test_sinkhorn_of_one_stream_and_of_very_negative_rows(agree: Agree) -> None:
+    torch.testing.assert_close(
+        agree("mhc_sinkhorn", random(5, 1, 1), 10, 1e-6)["out"], torch.ones(5, 1, 1), rtol=0, atol=1e-5
+    )
+    z = random(5, 4, 4)
+    z[:, 2] -= 1e4  # the same for a whole row, so the row's softmax does not see it
+    torch.testing.assert_close(
+        agree("mhc_sinkhorn", z, 10, 1e-6)["out"],
+        agree("mhc_sinkhorn", random(5, 4, 4), 10, 1e-6)["out"],
+        rtol=1e-2,
+        atol=1e-3,
+    )
+    masked = random(5, 4, 4)
+    masked[:, 1, 1:] = -INF
+    out = agree("mhc_sinkhorn", masked, 10, 1e-6)["out"]
+    assert out.isfinite().all()
+    assert (out[:, 1, 1:] < 1e-4).all()

@@ -15,23 +15,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+import transformers
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
 
-OPS = ("rms_norm", "swiglu", "rope_neox")
+NORMS = ("rms_norm", "rms_norm_fp32", "rms_norm_gemma")
+ROPES = ("rope_neox", "rope_partial")
+OPS = (*NORMS, "swiglu", "silu_and_mul", "gelu_tanh_and_mul", *ROPES)
 LARGEST = 4096
-TENSORS = {"rms_norm": ("x", "out"), "swiglu": ("a", "b", "out"), "rope_neox": ("q", "k", "q_out", "k_out")}
 SIZES = {
     "vocab_size": 96,
     "hidden_size": 64,
@@ -45,24 +37,67 @@ SIZES = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
-MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM, {}),
-    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 6}),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+MLA = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "n_group": 2,
+    "topk_group": 1,
+    "head_dim": 8,
+}
+WINDOW = {"sliding_window": 6}
+LOCAL_AND_GLOBAL = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+# name -> (prefix of the classes in transformers, what its config changes)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", WINDOW),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {}),
+    "phi3": (
+        "Phi3",
+        {**WINDOW, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": ("Olmo3", LOCAL_AND_GLOBAL),
+    "glm4": ("Glm4", {}),
+    "gemma3": ("Gemma3", {**LOCAL_AND_GLOBAL, "query_pre_attn_scalar": 16}),
+    "qwen3_moe": ("Qwen3Moe", MOE),
+    "olmoe": ("Olmoe", MOE),
+    "deepseek_v2": ("DeepseekV2", {**MLA, "topk_method": "greedy"}),
+    "deepseek_v3": ("DeepseekV3", MLA),
+    "gpt_oss": ("GptOss", {**MOE, **LOCAL_AND_GLOBAL}),
+    "qwen3_next": ("Qwen3Next", {**MOE, **LINEAR, "shared_expert_intermediate_size": 32, "partial_rotary_factor": 0.5}),
+    "qwen3_5": ("Qwen3_5", LINEAR),
 }
 NAN = "    for value in {outputs}:\n        value.fill_(float('nan'))\n"
 
 
 def _build(name: str = "llama", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """A tiny model in eval mode; the same weights at every call. Norm weights are random, not ones."""
-    config_class, model_class, own = MODELS[name]
+    prefix, own = MODELS[name]
+    config_class = getattr(transformers, f"{prefix}TextConfig", None) or getattr(transformers, f"{prefix}Config")
     torch.manual_seed(0)
-    model = model_class(config_class(**{**SIZES, **own, **changes}))
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config_class(**{**SIZES, **own, **changes}))
     for parameter_name, parameter in model.named_parameters():
         if "norm" in parameter_name:
             torch.nn.init.normal_(parameter, 1.0, 0.3)
-        elif parameter.dim() == 2:
+        elif parameter.dim() >= 2:
             torch.nn.init.normal_(parameter, 0.0, 0.2)
     return model.to(dtype).eval()
 
@@ -72,6 +107,15 @@ def _prompt(batch: int = 1, length: int = 9, seed: int = 0) -> torch.Tensor:
     return torch.randint(1, 96, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
+def _layouts(op: str) -> list[dict[str, str]]:
+    """The layouts in which models pass these tensors, in any combination; all others are contiguous."""
+    varying = ("q", "k", "q_out", "k_out") if op in ROPES else ("x",) if op in NORMS else ()
+    return [
+        {name: "row_contiguous" for name, strided in zip(varying, chosen, strict=True) if strided}
+        for chosen in itertools.product((False, True), repeat=len(varying))
+    ]
+
+
 @dataclass
 class Shop:
     """The user's catalog overlay beside the shipped catalog, and the table published for the CPU."""
@@ -79,12 +123,17 @@ class Shop:
     root: Path
     home: Path
 
-    def offer(self, body: str | None = None) -> Catalog:
-        """Publish one kernel per operator; a body replaces the stock computation. Returns the catalog with them."""
+    def offer(self, body: str | None = None, *, rounding: str = "stock") -> Catalog:
+        """Publish one kernel per operator. Returns the catalog with them.
+
+        Args:
+            body: replaces what the kernels compute.
+            rounding: ``stock`` computes as the models do, bit for bit; ``reference`` as the Definition says.
+        """
         shipped = Catalog((shipped_root(),))
         entries = []
         for op in OPS:
-            self._write(shipped, op, body)
+            self._write(shipped, op, body, rounding)
             entries += self._entries(Catalog((shipped_root(), self.root)), op)
         table = {
             "schema_version": 1,
@@ -98,7 +147,7 @@ class Shop:
         path.write_text(json.dumps(table))
         return Catalog((shipped_root(), self.root))
 
-    def _write(self, shipped: Catalog, op: str, body: str | None) -> None:
+    def _write(self, shipped: Catalog, op: str, body: str | None, rounding: str) -> None:
         definition, stock = shipped.definition(op), shipped.solution(f"{op}_stock")
         inputs, outputs = ", ".join(definition.inputs), ", ".join(definition.written_outputs)
         if body is None:
@@ -110,7 +159,8 @@ class Shop:
         folder = self.root / "solutions" / definition.op_type / op / f"{op}_cpu"
         folder.mkdir(parents=True, exist_ok=True)
         source = f"import stock\n\n\ndef run({inputs}, {outputs}):\n{body.replace('{outputs}', f'({outputs},)')}"
-        (folder / "stock.py").write_bytes(stock.sources["kernel.py"])
+        code = stock.sources["kernel.py"] if rounding == "stock" else definition.reference.encode()
+        (folder / "stock.py").write_bytes(code)
         (folder / "kernel.py").write_text(source)
         record = {
             "name": f"{op}_cpu",
@@ -119,7 +169,7 @@ class Shop:
             "spec": {
                 "language": "python",
                 "entry_point": "kernel.py::run",
-                "layouts": dict.fromkeys(TENSORS[op], "strided"),
+                "layouts": dict.fromkeys([*definition.tensor_inputs, *definition.outputs], "strided"),
             },
             "sources": [{"path": "kernel.py"}, {"path": "stock.py"}],
         }
@@ -136,11 +186,11 @@ class Shop:
             "latency_us": 5.0,
             "speedup": 2.0,
             "speedup_ci_low": 1.9,
-            "tier": "screen",
+            "tier": "promotion",
+            "sandbox_level": 3,
             "trace_id": "t",
             "envelope_cases": 9,
         }
-        transposed = dict.fromkeys(TENSORS[op], "row_contiguous")
         return [
             {
                 "definition": op,
@@ -152,9 +202,7 @@ class Shop:
                 "layouts": layouts,
                 "candidates": [candidate],
             }
-            for dtype, size, layouts in itertools.product(
-                definition.dtypes["T"], (1, LARGEST), ({}, transposed) if op == "rope_neox" else ({},)
-            )
+            for dtype, size, layouts in itertools.product(definition.dtypes["T"], (1, LARGEST), _layouts(op))
         ]
 
 
@@ -183,12 +231,6 @@ def build() -> Callable[..., Any]:
 
 
 @pytest.fixture
-def sizes() -> dict[str, Any]:
-    """The config of every tiny model."""
-    return SIZES
-
-
-@pytest.fixture
 def prompt() -> Callable[..., torch.Tensor]:
     """Make token ids: ``prompt(batch, length, seed)``."""
     return _prompt
@@ -204,3 +246,16 @@ def logits() -> Callable[..., torch.Tensor]:
         return found
 
     return run
+
+
+@pytest.fixture
+def left_padded() -> Callable[..., dict[str, torch.Tensor]]:
+    """Make a batch of prompts of several lengths: ``left_padded((9, 4, 7))`` -> input_ids and attention_mask."""
+
+    def make(lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
+        ids = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
+        for row, length in enumerate(lengths):
+            ids[row, -length:] = _prompt(1, length, seed=row)
+        return {"input_ids": ids, "attention_mask": (ids != 0).long()}
+
+    return make

@@ -8,38 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.llama import modeling_llama
 
 from tilegym_db import Catalog, patch, patched
-
-MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-# model -> what is served, and what is not (class -> part of the reason)
-OTHERS: dict[str, tuple[set[str], dict[str, str]]] = {
-    "Gemma3": ({"rope_neox"}, {"Gemma3RMSNorm": "norm forward", "Gemma3MLP": "does not give the bits of swiglu"}),
-    "GptOss": (set(), {"GptOssRMSNorm": "norm forward", "GptOssAttention": "apply_rotary_pos_emb"}),
-    "Olmo2": ({"swiglu"}, {"Olmo2RMSNorm": "norm forward", "Olmo2Attention": "apply_rotary_pos_emb"}),
-    "Phi3": ({"rms_norm"}, {"Phi3MLP": "mlp forward", "Phi3Attention": "apply_rotary_pos_emb"}),
-    "Qwen3Moe": ({"rms_norm", "rope_neox"}, {"Qwen3MoeExperts": "wrapped by a decorator"}),
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_variants_that_are_not_recognised_stay_stock_with_a_reason(
-    name: str, kernels: Catalog, logits: Any, prompt: Any, sizes: Any
-) -> None:
-    config_class = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(config_class(**sizes, **MOE)).eval()
-    ids, (served, reasons) = prompt(2), OTHERS[name]
-    stock = logits(model, ids)
-    with patched(model, catalog=kernels) as handle:
-        assert torch.equal(logits(model, ids), stock)
-    report = handle.report()
-    assert {op for op, hits in report.hits().items() if hits} == served
-    found = {site.module_class: site.reason for site in report.sites if site.reason}
-    assert set(found) == set(reasons)
-    assert all(part in found[cls] for cls, part in reasons.items())
+from tilegym_db.integrations.transformers.variants import NORMS, Variant
 
 
 def reason_of(model: Any, module_class: str, catalog: Catalog) -> str:
@@ -48,8 +21,52 @@ def reason_of(model: Any, module_class: str, catalog: Catalog) -> str:
 
 
 def test_a_known_forward_with_another_activation_is_found_out_by_the_probe(kernels: Catalog, build: Any) -> None:
-    reason = reason_of(build(hidden_act="gelu_pytorch_tanh"), "LlamaMLP", kernels)
-    assert reason == "probed, it does not give the bits of swiglu ('out' differs)"
+    reason = reason_of(build(hidden_act="relu"), "LlamaMLP", kernels)
+    assert reason == "probed, it does not give the bits of swiglu or gelu_tanh_and_mul"
+    reason = reason_of(build("phi3", hidden_act="gelu_pytorch_tanh"), "Phi3MLP", kernels)
+    assert reason == "probed, it does not give the bits of silu_and_mul"
+
+
+def test_the_activation_decides_which_definition_a_gated_mlp_computes(kernels: Catalog, build: Any) -> None:
+    report = patch(build(hidden_act="gelu_pytorch_tanh"), catalog=kernels, dry_run=True).report()
+    assert {site.definition for site in report.sites if site.kind == "mlp"} == {"gelu_tanh_and_mul"}
+
+
+def test_a_norm_with_the_bits_of_another_is_not_what_its_code_says(
+    kernels: Catalog, monkeypatch: pytest.MonkeyPatch, build: Any
+) -> None:
+    other = Variant("", ("rms_norm_fp32",), eps_attribute="variance_epsilon")
+    monkeypatch.setitem(NORMS, "another fingerprint", NORMS["a7dfd4f03eb3ea7f"])
+    monkeypatch.setitem(NORMS, "a7dfd4f03eb3ea7f", other)
+    reason = reason_of(build(), "LlamaRMSNorm", kernels)
+    assert reason == "probed, it gives the bits of rms_norm; expected were those of rms_norm_fp32 alone"
+
+
+def test_a_norm_is_only_known_with_the_method_it_calls(
+    kernels: Catalog, monkeypatch: pytest.MonkeyPatch, build: Any
+) -> None:
+    monkeypatch.setattr(modeling_gemma3.Gemma3RMSNorm, "_norm", lambda self, x: x * torch.rsqrt(x.var(-1, True)))
+    assert "relies on a _norm that is not the one" in reason_of(build("gemma3"), "Gemma3RMSNorm", kernels)
+
+
+def test_two_activations_of_one_class_do_not_share_a_site(kernels: Catalog, build: Any) -> None:
+    model = build()
+    model.model.layers[1].mlp.act_fn = torch.nn.GELU(approximate="tanh")
+    sites = patch(model, catalog=kernels, dry_run=True).report().sites
+    assert {site.definition: site.modules for site in sites if site.kind == "mlp"} == {
+        "swiglu": 1,
+        "gelu_tanh_and_mul": 1,
+    }
+
+
+def test_the_second_rotary_function_of_a_forward_is_served_where_it_is_called(
+    kernels: Catalog, logits: Any, build: Any, prompt: Any
+) -> None:
+    model, ids = build("deepseek_v3", rope_interleave=False), prompt(2)
+    stock = logits(model, ids)
+    with patched(model, catalog=kernels) as handle:
+        assert torch.equal(logits(model, ids), stock)
+    assert handle.report().hits()["rope_neox"] == 2
 
 
 def test_a_wrapped_forward_is_not_what_its_source_says(
@@ -75,7 +92,7 @@ def test_a_rotary_function_is_only_known_with_what_it_calls(
         return torch.roll(x, 1)
 
     monkeypatch.setattr(modeling_llama, "rotate_half", rotate_half)
-    assert "rotates in no way that is known" in reason_of(build(), "LlamaAttention", kernels)
+    assert "relies on a rotate_half that is not the one" in reason_of(build(), "LlamaAttention", kernels)
 
 
 def test_weights_that_are_not_in_memory_are_not_probed(kernels: Catalog, build: Any) -> None:

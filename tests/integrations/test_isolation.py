@@ -18,7 +18,7 @@ from transformers.models.llama import modeling_llama
 
 from tilegym_db import Catalog, TilegymDBError, patch, patched, patched_init
 from tilegym_db.integrations.transformers import patch as patch_package
-from tilegym_db.integrations.transformers.patch import call_site
+from tilegym_db.integrations.transformers.patch import make_site
 
 
 def transformers_state() -> dict[str, Any]:
@@ -101,19 +101,20 @@ def test_a_patch_that_fails_half_way_is_undone(kernels: Catalog, monkeypatch: py
     def fail_at_the_third(*args: Any) -> Any:
         if next(calls) == 2:
             raise KeyboardInterrupt
-        return call_site(*args)
+        return make_site(*args)
 
-    monkeypatch.setattr(sys.modules[patch_package.__module__], "call_site", fail_at_the_third)
+    monkeypatch.setattr(sys.modules[patch_package.__module__], "make_site", fail_at_the_third)
     with pytest.raises(KeyboardInterrupt):
         patch(model, catalog=kernels)
     assert model_state(model) == before
     assert set(sys.modules) == modules
 
 
+@pytest.mark.parametrize("name", ["qwen3", "phi3", "gemma3"])
 def test_copies_and_checkpoints_are_stock_and_know_nothing_of_this_package(
-    poison: Catalog, logits: Any, build: Any, prompt: Any
+    name: str, poison: Catalog, logits: Any, build: Any, prompt: Any
 ) -> None:
-    model, ids = build("qwen3"), prompt()
+    model, ids = build(name), prompt()
     before, stock, keys = model_state(model), logits(model, ids), list(model.state_dict())
     saved = io.BytesIO()
     with patched(model, catalog=poison):

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from tilegym_db.integrations.transformers.points import Site, norm_forward, rope_function
+from tilegym_db.integrations.transformers.operators import ALLOCATE
+from tilegym_db.integrations.transformers.points import norm_forward, rope_function
+from tilegym_db.integrations.transformers.site import Site
 
 WIDE = torch.arange(2 * 6 * 8, dtype=torch.float32).reshape(2, 6, 8)
 INPUTS: dict[str, tuple[torch.Tensor, list[int] | None]] = {
@@ -16,12 +18,20 @@ INPUTS: dict[str, tuple[torch.Tensor, list[int] | None]] = {
     "heads": (WIDE.view(2, 6, 2, 4), [24, 4]),
     "last token": (WIDE[:, -1:], [2, 8]),
     "padded rows": (WIDE[..., :5], [12, 5]),
+    "heads before tokens": (WIDE.view(2, 6, 2, 4).transpose(1, 2), [24, 4]),
+    "one head before tokens": (WIDE.view(2, 6, 1, 8).transpose(1, 2), [12, 8]),
+    "heads inside a projection": (WIDE.view(2, 6, 2, 4).transpose(1, 2)[..., :3], None),
     "some tokens": (WIDE[:, :4], None),
     "transposed": (WIDE.transpose(1, 2), None),
     "columns": (WIDE[0].T, None),
     "vector": (WIDE[0, 0], None),
     "no tokens": (WIDE[:, :0], None),
 }
+
+
+def steps(value: torch.Tensor) -> list[int]:
+    """The strides that matter: nobody steps along an axis of one."""
+    return [stride for size, stride in zip(value.shape, value.stride(), strict=True) if size > 1]
 
 
 class Norm(torch.nn.Module):
@@ -39,18 +49,25 @@ def test_a_norm_is_given_its_rows_as_a_view_or_not_at_all(name: str) -> None:
     value, rows = INPUTS[name]
     given: list[torch.Tensor] = []
 
-    def attempt(x: torch.Tensor, weight: Any, eps: float, out: torch.Tensor) -> bool:
+    def serve(x: torch.Tensor, weight: Any, eps: float) -> torch.Tensor:
         given.append(x)
-        out.copy_(x + 1)
-        return True
+        return (x + 1).contiguous()
 
-    module, site = Norm(value.shape[-1]).eval(), Site(attempt)
+    module, site = Norm(value.shape[-1]).eval(), Site(serve)
     found = norm_forward(Norm.forward, site, "eps")(module, value)
     assert torch.equal(found, value + 1)
-    assert found.stride() == (value + 1).stride()
+    assert steps(found) == steps(value + 1)
     assert [list(x.shape) for x in given] == ([rows] if rows else [])
     assert all(x.data_ptr() == value.data_ptr() for x in given)
     assert sum(site.bypassed.values()) == (not rows)
+
+
+def test_a_call_by_keyword_is_for_the_stock_code() -> None:
+    site = Site(lambda *args: pytest.fail("must not be asked"))
+    forward = norm_forward(Norm.forward, site, "eps")
+    assert torch.equal(forward(Norm(8).eval(), hidden_states=WIDE), WIDE + 1)
+    with pytest.raises(TypeError, match="hidden_states"):
+        forward(Norm(8).eval())
 
 
 LAYOUTS = {
@@ -62,7 +79,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("length", [1, 5])
-def test_rotated_heads_have_the_strides_that_stock_gives(layout: str, length: int, sizes: Any) -> None:
+def test_rotated_heads_have_the_strides_that_stock_gives(layout: str, length: int) -> None:
     make = LAYOUTS[layout]
     q, k, cos = make(2, 4, length, 8), make(2, 2, length, 8), torch.randn(1, length, 8)
 
@@ -71,11 +88,15 @@ def test_rotated_heads_have_the_strides_that_stock_gives(layout: str, length: in
         return q * cos + q * sin, k * cos + k * sin
 
     given: list[Any] = []
-    served = rope_function(stock, Site(lambda *args: given.append(args) or True))(q, k, cos, cos)
+
+    def serve(*inputs: Any) -> Any:
+        given.append(inputs)
+        return ALLOCATE["rope_neox"](*inputs)
+
+    served = rope_function(stock, Site(serve))(q, k, cos, cos)
     assert len(given) == 1
     for got, want in zip(served, stock(q, k, cos, cos), strict=True):
-        sizes = zip(got.shape, got.stride(), want.stride(), strict=True)
-        assert all(ours == theirs for size, ours, theirs in sizes if size > 1)
+        assert steps(got) == steps(want)
 
 
 def test_another_axis_order_of_the_tables_is_left_to_stock() -> None:
@@ -87,7 +108,7 @@ def test_another_axis_order_of_the_tables_is_left_to_stock() -> None:
 @pytest.mark.gpu
 def test_a_served_norm_allocates_its_output_and_nothing_else() -> None:
     module, x = Norm(1024).eval().cuda(), torch.randn(4, 1024, device="cuda")
-    forward = norm_forward(Norm.forward, Site(lambda *args: True), "eps")
+    forward = norm_forward(Norm.forward, Site(ALLOCATE["rms_norm"]), "eps")
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     out = forward(module, x)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before + 1

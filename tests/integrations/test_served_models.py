@@ -9,54 +9,6 @@ import torch
 
 from tilegym_db import Catalog, patched
 
-OPS = ("rms_norm", "swiglu", "rope_neox")
-MODELS = ("llama", "mistral", "qwen2", "qwen3")
-GENERATE: dict[str, dict[str, Any]] = {
-    "dynamic cache": {},
-    "static cache": {"cache_implementation": "static", "disable_compile": True},
-    "chunked prefill": {"prefill_chunk_size": 4},
-    "no cache": {"use_cache": False},
-}
-
-
-def left_padded(prompt: Any, lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    ids = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
-    for row, length in enumerate(lengths):
-        ids[row, -length:] = prompt(1, length, seed=row)
-    return {"input_ids": ids, "attention_mask": (ids != 0).long()}
-
-
-def generate(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> list[list[int]]:
-    tokens: list[list[int]] = model.generate(**inputs, max_new_tokens=6, do_sample=False, **options).tolist()
-    return tokens
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_prefill_runs_a_kernel_at_every_call_site_and_gives_the_bits_of_stock(
-    name: str, kernels: Catalog, logits: Any, build: Any, prompt: Any
-) -> None:
-    model, ids = build(name), prompt(2)
-    stock = logits(model, ids)
-    with patched(model, catalog=kernels) as handle:
-        assert torch.equal(logits(model, ids), stock)
-    norms = {"qwen3": 9}.get(name, 5)  # Qwen3 normalises q and k per head too
-    assert handle.report().hits() == {"rope_neox": 2, "rms_norm": norms, "swiglu": 2}
-
-
-@pytest.mark.parametrize("way", GENERATE)
-@pytest.mark.parametrize("name", MODELS)
-def test_greedy_generation_gives_the_tokens_of_stock(
-    name: str, way: str, kernels: Catalog, build: Any, prompt: Any
-) -> None:
-    model, options = build(name), GENERATE[way]
-    for inputs in ({"input_ids": prompt()}, left_padded(prompt, (9, 4, 7))):
-        stock = generate(model, inputs, **options)
-        with patched(model, catalog=kernels) as handle:
-            assert generate(model, inputs, **options) == stock
-        report = handle.report()
-        assert set(report.hits()) == set(OPS)
-        assert all(site.counts and site.counts.stock_calls == 0 and not site.bypassed for site in report.sites)
-
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_dtype_is_served(dtype: torch.dtype, kernels: Catalog, logits: Any, build: Any, prompt: Any) -> None:

@@ -119,6 +119,19 @@ def test_names_that_refer_to_nothing_are_refused(make):
     refused(make, "out has no shape", outputs={"out": {"shape": None, "dtype": "T"}})
 
 
+def test_indices_gather_from_a_tensor_with_their_own_rows(make):
+    index = {"shape": ["M", "4"], "dtype": "int64"}
+    outputs = {"index": index, "out": {"shape": ["M", "N"], "dtype": "T"}}
+    assert make(outputs=outputs, gathers={"index": "x"}).gathers == {"index": "x"}
+    assert make(outputs=outputs, gathers={"index": "out"}).digest != make(outputs=outputs).digest
+    refused(make, "gathers 'choice': no such output", outputs=outputs, gathers={"choice": "x"})
+    refused(make, "indices are integers", outputs=outputs, gathers={"out": "x"})
+    refused(make, "'scores' must be an input or another output", outputs=outputs, gathers={"index": "scores"})
+    refused(make, "'index' must be an input or another output", outputs=outputs, gathers={"index": "index"})
+    for source in ("weight", "factor"):
+        refused(make, f"'{source}' must have its shape but for the last", outputs=outputs, gathers={"index": source})
+
+
 def test_a_planted_error_must_occur_in_the_reference(make):
     planted = [{"find": text, "replace": "0", "why": "a mistake"} for text in ("weight", "factor", "sqrt")]
     independent = "def run(x, weight, factor):\n    return x\n"

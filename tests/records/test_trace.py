@@ -3,6 +3,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Trace
@@ -63,6 +65,31 @@ def test_metrics_are_present_exactly_when_the_status_allows(status, changes, mes
         trace(status, **changes)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('"max_abs": 1e999', r"correctness\.max_abs: .*finite"),
+        ('"max_abs": NaN', "not valid JSON"),
+        ('"cases": 9223372036854775808', r"correctness\.cases: .*64 bits"),
+        ('"gate": "\\ud800"', "not valid JSON"),
+    ],
+)
+def test_what_the_database_cannot_hold_is_refused(text, message):
+    line = trace("PASSED", correctness=CORRECTNESS, performance=PERFORMANCE).to_json()
+    with pytest.raises(RecordError, match=message):
+        Trace.from_json(line.replace('"rel_fro": 0.001', text))
+
+
+@pytest.mark.parametrize("written", ["2026-11-01T00:00:00", "2026-11-01T02:00:00+02:00", 1793491200])
+def test_times_are_utc_however_they_are_written(written):
+    assert '"timestamp": "2026-11-01T00:00:00Z"' in trace("TIMEOUT", reason="slow", timestamp=written).to_json()
+
+
+def test_a_time_before_the_first_year_is_refused():
+    with pytest.raises(RecordError, match="is no time in UTC"):
+        trace("TIMEOUT", reason="slow", timestamp="0001-01-01T00:00:00+01:00")
+
+
 def test_the_same_measurement_has_the_same_id():
     first = new_trace_id("r", "screen", 0, "s", {"B": 1, "A": 2}, "w")
     assert new_trace_id("r", "screen", 0, "s", {"A": 2, "B": 1}, "w") == first
@@ -73,4 +100,24 @@ def test_a_long_log_keeps_its_head_and_tail():
     clipped = clip_log("first" + "x" * 10_000 + "last")
     assert clipped.startswith("first")
     assert clipped.endswith("last")
-    assert len(clipped) <= MAX_LOG_CHARACTERS + 40
+    assert " characters cut ..." in clipped
+    assert len(clipped) <= MAX_LOG_CHARACTERS
+
+
+@pytest.mark.parametrize(
+    "line", ["kernel.py:7:9: error: expected 2 arguments", "ptxas fatal   : out of registers", "  E  ValueError: no"]
+)
+def test_a_long_log_keeps_the_lines_that_name_an_error(line):
+    listing = [f"  %{number} = arith.addf" for number in range(1000)]
+    clipped = clip_log("\n".join([*listing, line, *listing, "the end"]))
+    assert line in clipped.splitlines()
+    assert clipped.endswith("the end")
+    assert len(clipped) <= MAX_LOG_CHARACTERS
+
+
+@given(st.lists(st.text(max_size=3000) | st.just("an error of " + "long " * 200), max_size=8))
+def test_a_clipped_log_is_short_whatever_is_in_it(lines):
+    text = "\n".join(lines)
+    clipped = clip_log(text)
+    assert len(clipped) <= MAX_LOG_CHARACTERS
+    assert clipped == text or (clipped[:1000] == text[:1000] and clipped[-1000:] == text[-1000:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -49,7 +50,10 @@ def test_the_fastest_verified_solution_at_the_exact_axes_is_picked(shop: Any, ke
     ("changes", "reason"),
     [
         ({"solution_digest": "0" * 64}, "digest differs from the catalog's source: verified 000000000000"),
-        ({"tier": "interpreter"}, "tier interpreter: not a verified measurement"),
+        ({"tier": "interpreter"}, "tier interpreter: not a verified measurement; promote it (tilegym-db promote scale"),
+        ({"tier": None}, "tier unknown: not a verified measurement"),
+        ({"sandbox_level": 1}, "sandbox level 1: its worker could have reached what judged it"),
+        ({"sandbox_level": None}, "sandbox level 0: its worker could have reached what judged it"),
         ({"speedup_ci_low": 1.02}, "not faster than stock by more than noise: speedup 1.50x, CI low 1.020 <= 1.02"),
         ({"speedup": 0.8, "speedup_ci_low": 0.79}, "slower than stock: speedup 0.80x"),
         ({"speedup": None, "speedup_ci_low": None}, "not compared with the stock code"),
@@ -61,6 +65,16 @@ def test_a_candidate_is_rejected_for(shop: Any, kernel: Any, changes: dict[str, 
     assert decision.solution is None
     assert decision.evidence.source == "stock"
     assert reason in reasons(decision)["scale_rows_kernel"]
+
+
+def test_a_pass_of_the_screen_is_no_verified_measurement(
+    shop: Any, kernel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.import_module("tilegym_db.resolver.decide"), "VERIFIED_TIERS", ("promotion",))
+    publish(shop, [shop.candidate(kernel, tier="screen")])
+    decision = decide_in(shop, ask(shop))
+    assert decision.solution is None
+    assert "tier screen: not a verified measurement" in reasons(decision)["scale_rows_kernel"]
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,54 @@ def test_no_verified_solution_exits_3_and_names_what_runs(shop: Any, stock: Any,
     assert "nothing is published for cpu" in result.stdout
 
 
+@pytest.fixture
+def screened(shop: Any, kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store in which the kernel passed a screen on the CPU, and only that."""
+    from tilegym_db.records import Trace
+    from tilegym_db.store import statements
+    from tilegym_db.store.journal import Journal
+
+    monkeypatch.setattr(statements.views_sql, "__defaults__", (("promotion",),))
+    definition = shop.definition("scale_rows")
+    passed = {
+        "trace_id": "t",
+        "run_id": "r",
+        "timestamp": "2026-11-01T00:00:00Z",
+        "definition": definition.name,
+        "definition_version": definition.version,
+        "definition_digest": definition.digest,
+        "op_type": "toy",
+        "solution": kernel.name,
+        "solution_digest": kernel.digest,
+        "language": "python",
+        "workload_uuid": "w",
+        "axes": {"M": 4, "N": 8},
+        "gpu": "cpu",
+        "gpu_name": "a processor",
+        "tier": "screen",
+        "status": "PASSED",
+        "correctness": {},
+        "performance": {"latency_us": 1.0, "ci_low_us": 1.0, "ci_high_us": 1.0, "samples": 1, "timer": "wall"},
+    }
+    with Journal("r") as journal:
+        journal.append(Trace.from_dict(passed))
+
+
+def test_where_stock_runs_what_waits_for_its_promotion_is_named(shop: Any, stock: Any, screened: None) -> None:
+    result = run(*POINT)
+    assert result.exit_code == 3
+    assert "1 screen pass is not verified yet: run tilegym-db promote scale_rows" in result.stderr
+
+
+def test_a_store_that_cannot_be_read_takes_nothing_from_the_answer(shop: Any, stock: Any, kernel: Any) -> None:
+    shop.home.mkdir(exist_ok=True)
+    (shop.home / "tilegym.duckdb").write_bytes(b"not a database" * 1000)
+    result = run(*POINT)
+    assert result.exit_code == 3
+    assert "nothing is published for cpu" in result.stdout
+    assert "ingest --rebuild" in result.stderr
+
+
 def test_a_layout_is_part_of_the_question(shop: Any, publish_kernel: Callable[..., None]) -> None:
     publish_kernel()
     result = run(*POINT, "--layout", "x=row_contiguous")

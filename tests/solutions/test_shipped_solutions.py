@@ -51,14 +51,14 @@ def test_it_passes_every_gate_in_the_interpreter(name: str, interpreted: dict[st
     assert {(trace.tier, trace.status) for trace in traces} == {("interpreter", "PASSED")}, [t.reason for t in traces]
 
 
-def test_seven_operators_have_a_kernel_in_each_language() -> None:
+def test_every_operator_with_kernels_has_one_in_each_language() -> None:
     found: dict[str, set[str]] = {}
     for name in KERNELS:
         record = CATALOG.solutions[name].record
         found.setdefault(record.definition, set()).add(record.spec.language)
     verified = {name for name, definition in CATALOG.definitions.items() if "status:verified" in definition.tags}
     assert set(found) == verified
-    assert len(verified) == 7
+    assert len(verified) == 12
     assert all(languages == set(TILE_LANGUAGES) for languages in found.values())
 
 

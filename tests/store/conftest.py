@@ -131,7 +131,7 @@ class TraceWriter:
         sol_ratio: float | None = None,
         status: str = "PASSED",
         gpu: str = "h200",
-        tier: str = "screen",
+        tier: str = "promotion",
         config: dict[str, Any] | None = None,
         **changes: Any,
     ) -> Trace:
@@ -162,6 +162,7 @@ class TraceWriter:
             "gpu_name": "NVIDIA H200",
             "sm": "sm_90",
             "tier": tier,
+            "sandbox_level": 3,
             "status": status,
             "reason": "" if status == "PASSED" else "seen to fail",
             "correctness": {"rel_fro": 0.001, "cases": 9} if status in ("PASSED", "INCORRECT_NUMERICAL") else None,

@@ -14,8 +14,9 @@ import pytest
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.store.connection import open_store
+from tilegym_db.store.ingest import ingest, rebuild
 from tilegym_db.store.journal import Journal
-from tilegym_db.store.queries import count_traces, definition_by_digest
+from tilegym_db.store.queries import count_traces, definition_by_digest, read_traces
 
 NOBODY = 65534
 
@@ -151,13 +152,104 @@ def test_a_reader_beside_another_reader_goes_on_with_the_old_catalog_and_says_so
             assert "catalog changed" in second.stale
 
 
-@pytest.mark.parametrize(("version", "advice"), [(2, "pip install --upgrade tilegym-db"), (0, "ingest --rebuild")])
-def test_a_store_of_another_schema_version_is_refused(opened, version, advice):
+def test_a_store_of_a_newer_schema_version_is_refused(opened):
     with opened() as store, store.transaction("age") as connection:
-        connection.execute("UPDATE meta SET value = $v WHERE key = 'schema_version'", {"v": str(version)})
+        connection.execute("UPDATE meta SET value = '99' WHERE key = 'schema_version'")
     for read_only in (True, False):
-        with pytest.raises(StoreError, match=advice), opened(read_only=read_only):
+        with pytest.raises(StoreError, match="pip install --upgrade tilegym-db"), opened(read_only=read_only):
             pass
+
+
+# What schema 2 added, taken away again.
+TO_SCHEMA_1 = """
+    ALTER TABLE trace_records DROP COLUMN audit;
+    ALTER TABLE trace_records DROP COLUMN failure;
+    ALTER TABLE trace_records ALTER COLUMN attempt SET DATA TYPE INTEGER;
+    ALTER TABLE trace_records ALTER COLUMN sandbox_level SET DATA TYPE INTEGER;
+    ALTER TABLE trace_records ALTER COLUMN envelope SET DATA TYPE STRUCT(cases BIGINT, digest VARCHAR, seed VARCHAR);
+    UPDATE meta SET value = '1' WHERE key = 'schema_version';
+"""
+
+
+@pytest.fixture
+def old_store(opened, home, root, catalog, trace, write_traces):
+    """A store with the tables of schema 1, and its traces: one of a journal, one of a file that is gone."""
+    journaled, given = trace(), trace(envelope={"cases": 24, "digest": "d", "seed": "7"})
+    with Journal("run-1", home) as journal:
+        journal.append(journaled)
+    with opened() as store:
+        file = write_traces(given)
+        ingest(store, [file])
+        file.unlink()
+        for (view,) in store.connection.execute(
+            "SELECT view_name FROM duckdb_views() WHERE NOT internal AND database_name = current_database()"
+        ).fetchall():
+            store.connection.execute(f"DROP VIEW {view}")
+        store.connection.execute(TO_SCHEMA_1)
+    path = root / "definitions" / "norm" / "scale.json"
+    path.write_text(path.read_text().replace("x * 2", "x * 3.0").replace("1.0.0", "1.1.0"))
+    return {item.trace_id: item for item in (journaled, given)}
+
+
+@pytest.mark.parametrize("read_only", [True, False])
+def test_a_store_of_an_older_schema_is_made_anew_once_and_loses_nothing(
+    opened, old_store, catalog, home, caplog, read_only
+):
+    with opened(read_only=read_only) as store:
+        assert read_traces(store, old_store) == old_store
+        assert definition_by_digest(store, catalog.definition("scale").digest) is not None
+        assert store.rows("SELECT envelope_dropped, failure FROM traces WHERE envelope_cases = 24") == [
+            {"envelope_dropped": None, "failure": None}
+        ]
+    with opened(read_only=read_only) as store:
+        assert count_traces(store) == 2
+    (record,) = caplog.records
+    assert "tables of an older tilegym-db (schema 1, now 2): making it anew, once" in record.getMessage()
+    assert sorted(path.name for path in home.iterdir()) == ["runs", "tilegym.duckdb", "tilegym.duckdb.lock"]
+
+
+def test_a_rebuild_makes_a_store_of_an_older_schema_anew_from_its_journals_alone(opened, old_store, home, root):
+    assert rebuild(home, catalog=Catalog((root,))).added == 1
+    with opened() as store:
+        assert read_traces(store, old_store) == dict([next(iter(old_store.items()))])
+
+
+def test_the_first_command_after_an_upgrade_says_on_stderr_that_the_store_is_made_anew(old_store, home, root):
+    code = (
+        "import sys; from pathlib import Path; from tilegym_db.catalog import Catalog\n"
+        "from tilegym_db.store.connection import open_store\n"
+        "open_store(Path(sys.argv[1]), read_only=True, catalog=Catalog((Path(sys.argv[2]),))).close()\n"
+    )
+    command = [sys.executable, "-c", code, str(home), str(root)]
+    told = [subprocess.run(command, check=True, capture_output=True, text=True).stderr for _ in range(2)]
+    assert told[0].count("making it anew") == 1
+    assert told[1] == ""
+
+
+def test_an_older_store_stays_whole_where_there_is_no_room_for_the_new_one(opened, old_store, home, file_size_limit):
+    before = (home / "tilegym.duckdb").read_bytes()
+    for read_only in (True, False):
+        with file_size_limit(64 * 1024), pytest.raises(StoreError, match="disk is full"), opened(read_only=read_only):
+            pass
+    assert (home / "tilegym.duckdb").read_bytes() == before
+    with opened() as store:
+        assert read_traces(store, old_store) == old_store
+
+
+def test_a_reader_that_cannot_make_an_older_store_anew_says_why(opened, old_store, home):
+    reading = HOLDER.replace("(sys.argv[1])", "(sys.argv[1], read_only=True)")
+    holder = subprocess.Popen(
+        [sys.executable, "-c", reading, str(home / "tilegym.duckdb")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    why = rf"older tilegym-db and must be made anew, but .*locked.*PID {holder.pid}"
+    with pytest.raises(StoreError, match=why), opened(read_only=True):
+        pass
+    holder.communicate()
 
 
 def test_a_file_that_is_no_store_is_left_alone(opened, home):

@@ -49,7 +49,8 @@ def full_trace(trace):
         libs={"triton": "3.9", "torch": "2.13"},
         scalars={"eps": 1e-5, "is_causal": True, "window": None},
         layouts={"x": "row_contiguous"},
-        envelope={"cases": 24, "digest": "d" * 64, "seed": str(2**64 - 1)},
+        envelope={"cases": 24, "digest": "d" * 64, "seed": str(2**64 - 1), "dropped": ["M=1, \u00b1max/4"]},
+        audit={"wall_us": 12.75, "owned_share": 1.0, "kernels": ["rms_norm", "k2"], "notes": ["kernel.py:3: try"]},
         log="two\nlines, a 'quote' and \u00fc",
         correctness={
             "rel_fro": 0.1 + 0.2,
@@ -81,8 +82,29 @@ def full_trace(trace):
     )
 
 
+FAILURE = {
+    "gate": "elementwise",
+    "axes": {"M": 17, "N": 4096},
+    "dtypes": {"T": "bfloat16"},
+    "layouts": {"x": "strided(2 * N, 1)"},
+    "contents": "outliers",
+    "seed": str(2**64 - 1),
+    "offset": 1,
+    "output": "out",
+    "index": [16, 4095],
+    "expected": "1.5",
+    "got": "nan",
+    "worst_row": 16,
+    "command": "tilegym-db reproduce scale_triton --axes M=17",
+}
+
+
 def test_a_trace_comes_back_as_it_was_written(opened, write_traces, trace):
     written = [full_trace(trace), trace(), trace(status="UNSUPPORTED"), trace(status="INCORRECT_NUMERICAL")]
+    written += [trace(status="TIMEOUT", failure=FAILURE)]
+    written += [
+        trace(status="TIMEOUT", failure={key: FAILURE[key] for key in ("gate", "axes", "contents", "seed", "command")})
+    ]
     written += [trace(tier="interpreter", gpu="cpu")]
     with opened() as store:
         ingest(store, [write_traces(*written)])
@@ -100,6 +122,23 @@ def test_metrics_are_columns_and_axes_are_a_map(opened, write_traces, trace):
     assert (row["latency_us"], row["speedup"], row["speedup_ci_low"], row["sol_ratio"]) == (12.5, 2.0, 1.9, 0.5)
     assert (row["rel_fro"], row["cases"], row["envelope_cases"]) == (0.1 + 0.2, 28, 24)
     assert [item["with"] for item in row["comparisons"]] == ["scale_stock", "incumbent"]
+    assert (row["wall_us"], row["owned_share"], row["kernels"]) == (12.75, 1.0, ["rms_norm", "k2"])
+    assert (row["scan_notes"], row["envelope_dropped"]) == (["kernel.py:3: try"], ["M=1, \u00b1max/4"])
+    assert (row["failure"], row["failure_command"]) == (None, None)
+
+
+def test_where_a_trace_failed_is_a_struct_and_its_command_a_column(opened, write_traces, trace):
+    with opened() as store:
+        ingest(store, [write_traces(trace(status="TIMEOUT", failure=FAILURE))])
+        (row,) = store.rows("""SELECT failure.gate, failure."index", failure."offset", failure.axes['M'] AS m,
+            failure_command FROM traces""")
+    assert row == {
+        "gate": "elementwise",
+        "index": [16, 4095],
+        "offset": 1,
+        "m": 17,
+        "failure_command": FAILURE["command"],
+    }
 
 
 def test_times_are_utc_whatever_the_zone_they_were_written_in(opened, write_traces, trace):
@@ -134,6 +173,9 @@ def test_a_bad_line_is_reported_and_costs_only_itself(opened, write_traces, trac
         json.dumps(json.loads(lines[0]) | {"status": "FINE"}),
         json.dumps({key: value for key, value in json.loads(lines[0]).items() if key != "performance"}),
         json.dumps(json.loads(lines[0]) | {"axes": {"M": "many"}}),
+        json.dumps(json.loads(lines[0]) | {"failure": {"gate": "shape"}}),
+        json.dumps(json.loads(lines[0]) | {"envelope": {"cases": 1}}),
+        json.dumps(json.loads(lines[0]) | {"audit": {"owned_share": 1.5}}),
     ]
     path = tmp_path / "mixed[1].jsonl"
     path.write_text("\n".join(lines) + '\n{"trace_id": "torn')
@@ -141,13 +183,16 @@ def test_a_bad_line_is_reported_and_costs_only_itself(opened, write_traces, trac
         report = ingest(store, [path, write_traces(good[0])])
         assert (report.added, report.known) == (4, 1)
         assert count_traces(store) == 4
-    assert [line.line for line in report.rejected] == [2, 3, 4, 5, 9]
+    assert [line.line for line in report.rejected] == [2, 3, 4, 5, 6, 7, 8, 12]
     reasons = [line.reason for line in report.rejected]
     assert "not valid JSON" in reasons[0]
     assert "status" in reasons[1]
     assert "needs 'performance'" in reasons[2]
     assert "axes.M" in reasons[3]
-    assert "cut off" in reasons[4]
+    assert "missing key 'failure.axes'" in reasons[4]
+    assert "missing key 'envelope.digest'" in reasons[5]
+    assert "audit.owned_share" in reasons[6]
+    assert "cut off" in reasons[7]
 
 
 def test_a_folder_with_pattern_characters_is_read_literally(opened, write_traces, trace, tmp_path):

@@ -9,11 +9,12 @@ from tilegym_db.errors import NotFoundError, StoreError
 from tilegym_db.store.ingest import ingest
 from tilegym_db.store.journal import read_journal
 from tilegym_db.store.publish import publish, published_folder
+from tilegym_db.store.queries import publishable_rows
 
 
 @pytest.fixture
 def traces(trace):
-    """Two shapes of ``scale`` and one of ``shift``; the slower of two configs and failures are not to be published."""
+    """Two shapes of ``scale`` and one of ``shift``; the slower of two configs and the others are not to be published."""
     return {
         "decode": trace(m=1, kind="triton", latency_us=2.0, speedup=1.5, config={"BLOCK_M": 4}),
         "prefill": trace(kind="triton", latency_us=9.0),
@@ -21,6 +22,8 @@ def traces(trace):
         "shift": trace("shift", kind="tilelang", latency_us=3.0),
         "slower config": trace(m=1, kind="triton", latency_us=2.5),
         "failure": trace("shift", kind="triton", status="INCORRECT_NUMERICAL"),
+        "screened": trace("shift", kind="stock", tier="screen", latency_us=1.0),
+        "unconfined": trace("shift", kind="stock", latency_us=2.0, sandbox_level=1, config={"BLOCK_M": 8}),
         "other gpu": trace("shift", kind="triton", gpu="l4"),
     }
 
@@ -30,7 +33,11 @@ def test_the_snapshot_holds_the_best_trace_per_solution_and_shape(opened, write_
         ingest(store, [write_traces(*traces.values())])
         report = publish(store, "h200", tmp_path / "out")
     folder = tmp_path / "out" / "traces" / "h200"
-    assert (report.folder, report.entries, report.traces) == (folder, 3, 4)
+    assert (report.folder, report.entries, report.traces, report.revocations) == (folder, 3, 4, 0)
+    assert report.left_out == {
+        "the worker was not confined (sandbox level below 2)": 1,
+        "passed a screen and was not promoted since (tilegym-db promote)": 1,
+    }
     assert sorted(report.written) == sorted(path for path in folder.rglob("*") if path.is_file())
     scale = read_journal(folder / "norm" / "scale.jsonl").traces
     assert scale == (traces["decode"], traces["prefill stock"], traces["prefill"])
@@ -74,7 +81,8 @@ def test_the_resolver_table_lists_candidates_by_latency(opened, write_traces, tr
         "ci_high_us": 2.02,
         "speedup": 1.5,
         "speedup_ci_low": 1.35,
-        "tier": "screen",
+        "tier": "promotion",
+        "sandbox_level": 3,
         "trace_id": traces["decode"].trace_id,
         "envelope_cases": 0,
     }
@@ -100,11 +108,11 @@ def test_what_was_published_fills_a_fresh_store(opened, write_traces, traces, ro
     with opened() as store:
         ingest(store, [write_traces(*traces.values())])
         publish(store, "h200", root)
-        before = store.rows("FROM best WHERE gpu = 'h200' ORDER BY trace_id")
+        before = publishable_rows(store, "h200")
         database = store.path
     database.unlink()
     with opened(read_only=True) as store:
-        assert store.rows("FROM best ORDER BY trace_id") == before
+        assert publishable_rows(store, "h200") == before
         assert publish(store, "h200", root).written == ()
 
 
@@ -118,6 +126,69 @@ def test_a_file_with_nothing_verified_any_more_is_reported_and_kept(opened, writ
     (leftover,) = report.leftover
     assert leftover.name == "shift.jsonl"
     assert leftover.is_file()
+
+
+def test_what_a_later_failure_took_back_is_published_no_more(opened, write_traces, traces, trace, tmp_path):
+    with opened() as store:
+        ingest(store, [write_traces(*traces.values())])
+        publish(store, "h200", tmp_path)
+        failure = trace("shift", kind="tilelang", tier="screen", status="REJECTED", m=1)
+        ingest(store, [write_traces(failure)])
+        report = publish(store, "h200", tmp_path)
+    folder = tmp_path / "traces" / "h200"
+    assert report.left_out["a later failure took the pass back"] == 1
+    assert (report.entries, report.revocations, report.leftover) == (2, 1, ())
+    entries = json.loads((folder / "resolver.json").read_text())["entries"]
+    assert {entry["definition"] for entry in entries} == {"scale"}
+    assert read_journal(folder / "activation" / "shift.jsonl").traces == (failure,)
+
+
+def test_a_store_that_has_the_older_snapshot_learns_what_was_taken_back(
+    opened, write_traces, traces, trace, root, home
+):
+    with opened() as store:
+        ingest(store, [write_traces(*traces.values())])
+        publish(store, "h200", root)
+    for file in home.iterdir():
+        file.unlink()
+    ids = "SELECT trace_id FROM verified WHERE definition = 'shift' AND gpu = 'h200'"
+    with opened() as elsewhere:
+        assert elsewhere.rows(ids) == [{"trace_id": traces["shift"].trace_id}]
+        ingest(elsewhere, [write_traces(trace("shift", kind="tilelang", status="TIMEOUT"))])
+        publish(elsewhere, "h200", root)
+    for file in home.iterdir():
+        file.unlink()
+    with opened() as elsewhere:
+        ingest(elsewhere, [write_traces(traces["shift"])])
+        assert elsewhere.rows(ids) == []
+
+
+def test_a_table_whose_last_pass_was_taken_back_is_emptied(opened, write_traces, trace, tmp_path):
+    with opened() as store:
+        ingest(store, [write_traces(trace())])
+        publish(store, "h200", tmp_path)
+        ingest(store, [write_traces(trace(status="INCORRECT_NUMERICAL"))])
+        publish(store, "h200", tmp_path)
+        table = json.loads((tmp_path / "traces" / "h200" / "resolver.json").read_text())
+        assert (table["gpu"], table["sm"], table["entries"]) == ("h200", "sm_90", [])
+        assert publish(store, "h200", tmp_path).written == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"tier": "screen"}, "1: passed a screen and was not promoted since"),
+        ({"sandbox_level": 1}, "1: the worker was not confined"),
+    ],
+)
+def test_a_gpu_where_nothing_can_be_published_says_why_and_writes_nothing(
+    opened, write_traces, trace, tmp_path, changes, reason
+):
+    with opened() as store:
+        ingest(store, [write_traces(trace(**changes))])
+        with pytest.raises(NotFoundError, match=rf"nothing on 'h200' can be published. Left out: {reason}"):
+            publish(store, "h200", tmp_path)
+    assert list(tmp_path.glob("traces/*")) == []
 
 
 def test_a_gpu_without_verified_traces_is_refused_with_those_that_have_some(opened, write_traces, traces, tmp_path):

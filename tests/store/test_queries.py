@@ -5,7 +5,21 @@ from contextlib import contextmanager
 import pytest
 
 from tilegym_db.store.ingest import ingest
-from tilegym_db.store.queries import best_rows, done_keys, leaderboard_rows, measured_gpus, traces_of, verified_rows
+from tilegym_db.store.queries import (
+    Promotable,
+    best_rows,
+    count_unverified,
+    done_keys,
+    failed_screen,
+    find_traces,
+    leaderboard_rows,
+    measured_gpus,
+    promotable,
+    publishable_rows,
+    traces_of,
+    verified_rows,
+)
+from tilegym_db.store.statements import VERIFIED_TIERS, views_sql
 
 REVOKING = ["INCORRECT_SHAPE", "INCORRECT_DTYPE", "INCORRECT_NUMERICAL", "RUNTIME_ERROR", "TIMEOUT", "REJECTED"]
 
@@ -32,7 +46,7 @@ def test_best_is_the_fastest_verified_solution_per_shape_and_gpu(filled, trace):
     other_shape = trace(kind="stock", m=1, latency_us=3.0)
     other_gpu = trace(latency_us=50.0, gpu="l4")
     with filled(
-        trace(latency_us=9.0),
+        trace(latency_us=9.0, config={"BLOCK_M": 4}),
         winner,
         trace(kind="tilelang", latency_us=8.5),
         trace(kind="stock", latency_us=12.0),
@@ -75,6 +89,46 @@ def test_the_order_of_keys_in_a_journal_line_does_not_matter(filled, trace):
         assert [row["trace_id"] for row in best_rows(store)] == [two.trace_id]
 
 
+@pytest.mark.parametrize("tier", ["screen", "interpreter"])
+def test_a_pass_of_a_lesser_tier_is_never_verified(filled, trace, tier):
+    with filled(trace(tier=tier)) as store:
+        store.connection.execute(views_sql(("promotion",)))
+        assert verified_ids(store) == []
+        assert best_rows(store) == leaderboard_rows(store) == measured_gpus(store) == []
+
+
+def test_a_promotion_is_verified_and_an_interpreter_never():
+    assert "promotion" in VERIFIED_TIERS
+    assert "interpreter" not in VERIFIED_TIERS
+
+
+def test_the_newest_pass_counts_however_fast_an_older_one_was(filled, trace):
+    lucky, slower, rival = trace(latency_us=1.0), trace(latency_us=9.0), trace(kind="tilelang", latency_us=5.0)
+    tuned, other_shape = trace(latency_us=8.0, config={"BLOCK_M": 4}), trace(m=1, latency_us=2.0)
+    with filled(rival, other_shape, slower, tuned, lucky) as store:
+        assert {row["trace_id"] for row in store.rows("FROM verified")} == {
+            item.trace_id for item in (slower, rival, tuned, other_shape)
+        }
+        assert verified_ids(store) == [other_shape.trace_id, rival.trace_id, tuned.trace_id]
+        assert [row["trace_id"] for row in best_rows(store)] == [other_shape.trace_id, rival.trace_id]
+
+
+def test_of_passes_at_the_same_instant_every_reader_sees_the_same_one(filled, trace):
+    first = trace()
+    twins = [first, trace(latency_us=1.0, timestamp=first.timestamp)]
+    for order in (twins, twins[::-1]):
+        with filled(*order) as store:
+            assert verified_ids(store) == [max(item.trace_id for item in twins)]
+
+
+def test_a_pass_without_a_sandbox_counts_here_and_supersedes_none_that_can_be_published(filled, trace):
+    confined, unconfined = trace(latency_us=9.0), trace(latency_us=1.0, sandbox_level=1)
+    tuned, alone = trace(sandbox_level=0, latency_us=2.0, config={"BLOCK_M": 4}), trace("shift", sandbox_level=1)
+    with filled(confined, unconfined, tuned, alone) as store:
+        assert verified_ids(store) == [tuned.trace_id, alone.trace_id]
+        assert [row["trace_id"] for row in publishable_rows(store, "h200")] == [confined.trace_id]
+
+
 @pytest.mark.parametrize("status", REVOKING)
 def test_a_later_failure_takes_back_earlier_passes_of_that_source_and_config(filled, trace, status):
     passed, config = trace(m=1), {"BLOCK_M": 4}
@@ -106,10 +160,29 @@ def test_a_compile_error_takes_back_its_own_workload_only(filled, trace):
         assert verified_ids(store) == [small.trace_id]
 
 
-def test_an_honest_limit_takes_nothing_back(filled, trace):
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"status": "UNSUPPORTED"},
+        {"status": "UNSUPPORTED", "tier": "screen"},
+        {"status": "INCORRECT_NUMERICAL", "tier": "interpreter"},
+        {"status": "INCORRECT_NUMERICAL", "gpu": "l4"},
+        {"status": "REJECTED", "solution_digest": "0" * 64},
+        {"status": "REJECTED", "definition_digest": "0" * 64},
+    ],
+)
+def test_what_says_nothing_about_this_kernel_on_this_gpu_takes_nothing_back(filled, trace, changes):
     passed = trace()
-    with filled(passed, trace(status="UNSUPPORTED")) as store:
+    with filled(passed, trace(**changes)) as store:
         assert verified_ids(store) == [passed.trace_id]
+
+
+@pytest.mark.parametrize("failure", [{"tier": "screen"}, {"tier": "promotion", "sandbox_level": 0}])
+@pytest.mark.parametrize("status", ["REJECTED", "INCORRECT_NUMERICAL"])
+def test_a_failure_counts_in_whatever_tier_and_sandbox_it_was_found(filled, trace, status, failure):
+    with filled(trace(), trace(status=status, **failure)) as store:
+        assert verified_ids(store) == []
+        assert best_rows(store) == []
 
 
 def test_only_the_catalogs_own_source_and_definition_are_verified(filled, trace):
@@ -138,7 +211,7 @@ def test_the_leaderboard_counts_wins_and_takes_geometric_means(filled, trace):
         trace(m=4096, latency_us=3.0, speedup=1.0, sol_ratio=0.125),
         trace(m=1, kind="tilelang", latency_us=2.0, speedup=2.0),
         trace(m=4096, kind="tilelang", latency_us=2.0, speedup=1.5),
-        trace(m=4096, kind="tilelang", latency_us=2.5, speedup=1.2),
+        trace(m=4096, kind="tilelang", latency_us=2.5, speedup=1.2, config={"BLOCK_M": 4}),
         trace(m=4096, kind="stock", latency_us=3.0),
     ) as store:
         rows = {row["solution"]: row for row in leaderboard_rows(store, definition="scale", gpu="h200")}
@@ -162,7 +235,7 @@ def test_verified_rows_are_ordered_by_shape_then_latency(filled, trace):
 
 
 def test_done_covers_every_verdict_on_that_gpu_and_tier(filled, trace):
-    passed, failed = trace(), trace(kind="tilelang", status="TIMEOUT")
+    passed, failed = trace(tier="screen"), trace(kind="tilelang", tier="screen", status="TIMEOUT")
     with filled(passed, failed, trace("shift", gpu="l4"), trace("shift", tier="promotion")) as store:
         keys = {(item.solution_digest, item.definition_digest, item.workload_uuid) for item in (passed, failed)}
         assert done_keys(store, "h200", "screen") == keys
@@ -173,3 +246,65 @@ def test_traces_of_a_solution_come_newest_first(filled, trace):
     first, second = trace(), trace(status="TIMEOUT")
     with filled(first, second, trace(kind="stock")) as store:
         assert [row["trace_id"] for row in traces_of(store, "scale_triton")] == [second.trace_id, first.trace_id]
+
+
+def pair(trace):
+    return Promotable(
+        trace.solution, trace.solution_digest, trace.definition_digest, trace.workload_uuid, dict(trace.config)
+    )
+
+
+def test_what_passed_its_newest_screen_can_be_promoted(filled, trace):
+    passed = trace(tier="screen", config={"BLOCK_M": 4, "fast": True})
+    worse = [trace(m=1, tier="screen"), trace(m=1, tier="screen", status="TIMEOUT")]
+    better = [trace("shift", tier="screen", status="TIMEOUT"), trace("shift", tier="screen")]
+    with filled(
+        passed,
+        *worse,
+        *better,
+        trace(kind="tilelang", tier="interpreter"),
+        trace(kind="tilelang", tier="screen", status="UNSUPPORTED"),
+        trace(kind="stock", tier="screen", gpu="l4"),
+        trace(kind="stock", tier="screen", solution_digest="0" * 64),
+        trace(kind="stock", tier="screen", definition_digest="0" * 64),
+    ) as store:
+        assert promotable(store, "h200") == [pair(passed), pair(better[1])]
+        assert set(failed_screen(store, "h200").values()) == {"TIMEOUT", "UNSUPPORTED"}
+
+
+@pytest.mark.parametrize("status", ["PASSED", "REJECTED", "UNSUPPORTED"])
+def test_a_promotion_verdict_settles_a_pair_until_the_next_screen(filled, trace, status):
+    first = trace(tier="screen")
+    with filled(first, trace(status=status)) as store:
+        assert promotable(store, "h200") == []
+    with filled(first, trace(status=status), trace(tier="screen")) as store:
+        assert promotable(store, "h200") == [pair(first)]
+    with filled(trace("shift", tier="screen"), trace("shift", config={"BLOCK_M": 4})) as store:
+        assert [item.solution for item in promotable(store, "h200")] == ["scale_triton", "shift_triton"]
+
+
+def test_passes_of_a_screen_are_counted_until_they_are_verified(filled, trace):
+    promoted = [trace(tier="screen"), trace()]
+    waiting = [trace("shift", tier="screen"), trace("shift", tier="screen", gpu="h100-pcie")]
+    screened_again = trace(tier="screen")
+    with filled(*promoted, *waiting, screened_again) as store:
+        store.connection.execute(views_sql(("promotion",)))
+        assert count_unverified(store) == 2
+        assert count_unverified(store, definition="scale") == 0
+        assert count_unverified(store, op_type="activation", gpu="h100") == 1
+
+
+def test_a_trace_is_found_by_the_start_of_its_id_with_what_it_counts_for(filled, trace):
+    passed, changed = trace(), trace("shift", solution_digest="0" * 64)
+    failed = trace(status="REJECTED")
+    again = trace()
+    with filled(passed, changed, failed, again) as store:
+        (row,) = find_traces(store, passed.trace_id[:8])
+        assert (row["trace_id"], row["is_verified"], row["is_current"]) == (passed.trace_id, False, True)
+        assert row["revoked_by"] == failed.trace_id
+        (row,) = find_traces(store, changed.trace_id)
+        assert (row["is_verified"], row["is_current"], row["revoked_by"]) == (False, False, None)
+        (row,) = find_traces(store, again.trace_id)
+        assert (row["is_verified"], row["revoked_by"]) == (True, None)
+        assert len(find_traces(store, "", most=3)) == 3
+        assert find_traces(store, "no such trace") == []

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import os
 
 import pytest
 import torch
@@ -43,17 +44,17 @@ def test_a_tensor_starts_at_an_aligned_address_unless_the_case_moves_it(operator
     assert all(tensor.offset % ALIGNMENT == 4 for tensor in moved.tensors)
 
 
-def test_a_layout_gives_its_strides_and_the_span_up_to_its_last_element(operator, tmp_path):
+def test_a_layout_gives_its_strides_and_the_span_up_to_its_last_element(operator):
     plan = plan_slot(operator(), case(layouts={"x": "strided(N + 8, 1)", "out": "strided(1, M)"}))
     x, _, out = plan.tensors
     assert (x.strides, x.span) == ((16, 1), (3 * 16 + 8) * 4)
     assert (out.strides, out.span) == ((1, 4), 32 * 4)
-    with Arena(plan, 1, "cpu", tmp_path) as arena:
+    with Arena(plan, 1, "cpu") as arena:
         assert (arena.tensor(0, "out").shape, arena.tensor(0, "out").stride()) == ((4, 8), (1, 4))
 
 
-def test_two_slots_and_two_tensors_of_one_slot_share_no_byte(operator, tmp_path):
-    with Arena(plan_slot(operator(), case()), 2, "cpu", tmp_path) as arena:
+def test_two_slots_and_two_tensors_of_one_slot_share_no_byte(operator):
+    with Arena(plan_slot(operator(), case()), 2, "cpu") as arena:
         arena.memory.zero_()
         views = [arena.tensor(slot, name) for slot in (0, 1) for name in ("x", "weight", "out")]
         for number, view in enumerate(views, start=1):
@@ -61,23 +62,44 @@ def test_two_slots_and_two_tensors_of_one_slot_share_no_byte(operator, tmp_path)
         assert [int(view.unique()) for view in views] == [1, 2, 3, 4, 5, 6]
 
 
-def test_what_one_side_writes_the_other_side_reads(operator, tmp_path):
-    with Arena(plan_slot(operator(), case()), 2, "cpu", tmp_path) as arena:
-        memory, plan, _ = attach(arena.to_message())
+def test_what_one_side_writes_the_other_side_reads(operator):
+    with Arena(plan_slot(operator(), case()), 2, "cpu") as arena:
+        memory, plan, _ = attach(arena.to_message(), os.dup(arena.descriptor))
         tensor_view(memory[plan.size :], plan.outputs[0]).fill_(7)
         assert torch.equal(arena.tensor(1, "out"), torch.full((4, 8), 7.0))
 
 
-def test_a_closed_arena_leaves_no_file(operator, tmp_path):
-    Arena(plan_slot(operator(), case()), 2, "cpu", tmp_path).close()
-    assert list(tmp_path.iterdir()) == []
+def test_a_worker_can_neither_shrink_nor_grow_the_memory(operator):
+    with Arena(plan_slot(operator(), case()), 1, "cpu") as arena:
+        for size in (0, 1 << 30):
+            with pytest.raises(PermissionError):
+                os.ftruncate(arena.descriptor, size)
 
 
-def test_a_full_disk_is_an_error_and_not_a_crash_at_the_first_write(operator, tmp_path, monkeypatch):
+def test_an_arena_can_be_closed_twice_and_leaves_no_descriptor(operator):
+    before = len(os.listdir("/proc/self/fd"))
+    arena = Arena(plan_slot(operator(), case()), 2, "cpu")
+    arena.close()
+    arena.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_too_little_memory_is_an_error_and_not_a_crash_at_the_first_write(operator, monkeypatch):
     def full(*_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("os.posix_fallocate", full)
-    with pytest.raises(StoreError, match=r"cannot allocate .* bytes of shared memory in .*No space left on device"):
-        Arena(plan_slot(operator(), case()), 1, "cpu", tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(StoreError, match=r"cannot allocate .* bytes of shared memory: .*No space left on device"):
+        Arena(plan_slot(operator(), case()), 1, "cpu")
+
+
+@pytest.mark.gpu
+def test_device_memory_is_shared_by_its_descriptor_and_outlives_who_exported_it(operator):
+    arena = Arena(plan_slot(operator(), case()), 2, "cuda:0")
+    memory, plan, release = attach(arena.to_message(), os.dup(arena.descriptor))
+    tensor_view(memory[plan.size :], plan.outputs[0]).fill_(7)
+    arena.settle()
+    assert torch.equal(arena.tensor(1, "out").cpu(), torch.full((4, 8), 7.0))
+    arena.close()
+    assert float(tensor_view(memory[plan.size :], plan.outputs[0]).sum()) == 7.0 * 32
+    release()

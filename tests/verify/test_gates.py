@@ -7,13 +7,15 @@ import math
 import pytest
 import torch
 
-from tilegym_db.verify.gates import OutputVerdict, check_output, relative_error
+from tilegym_db.verify.gates import OutputVerdict, check_output, must_be_exact, relative_error
 from tilegym_db.verify.tolerance import LIMITS
 
 
-def judge(actual: torch.Tensor, oracle: torch.Tensor, dtype: str | None = None, e_base: float = 0.0) -> OutputVerdict:
+def judge(
+    actual: torch.Tensor, oracle: torch.Tensor, dtype: str | None = None, e_base: float = 0.0, *, exact: bool = False
+) -> OutputVerdict:
     name = dtype or str(actual.dtype).removeprefix("torch.")
-    return check_output("out", actual, oracle, LIMITS.get(name), e_base)
+    return check_output("out", actual, oracle, LIMITS.get(name), e_base, exact=exact)
 
 
 def honest(dtype: torch.dtype, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -236,3 +238,172 @@ def test_a_wrong_zero_dimensional_output_fails():
     verdict = judge(torch.tensor(1.5), torch.tensor(1.0, dtype=torch.float64))
     assert verdict.gate == "elementwise"
     assert "expected 1, got 1.5" in verdict.reason
+
+
+def product(dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Operands of a product with a long inner axis."""
+    generator = torch.Generator().manual_seed(seed)
+    a, b = (torch.randn(shape, generator=generator).to(dtype) for shape in ((64, 4096), (4096, 64)))
+    return a, b
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("splits", [1, 2, 8, 64])
+def test_an_honest_order_of_summation_passes(dtype, splits):
+    a, b = product(dtype)
+    exact = a.double() @ b.double()
+    partial = [x.float() @ y.float() for x, y in zip(a.chunk(splits, 1), b.chunk(splits, 0), strict=True)]
+    actual = torch.stack(partial).sum(0).to(dtype)
+    assert judge(actual, exact, e_base=relative_error((a.float() @ b.float()).to(dtype), exact)).passed
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sums_kept_in_half_precision_fail(dtype):
+    a, b = product(dtype)
+    exact = a.double() @ b.double()
+    actual = torch.zeros(64, 64, dtype=dtype)
+    for x, y in zip(a.chunk(128, 1), b.chunk(128, 0), strict=True):
+        actual += (x.float() @ y.float()).to(dtype)
+    e_base = relative_error((a.float() @ b.float()).to(dtype), exact)
+    assert judge(actual, exact, e_base=e_base).gate == "rel_fro"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_product_of_inputs_rounded_to_eight_bits_fails(dtype):
+    a, b = product(dtype)
+    exact = a.double() @ b.double()
+    actual = (a.to(torch.float8_e4m3fn).float() @ b.to(torch.float8_e4m3fn).float()).to(dtype)
+    e_base = relative_error((a.float() @ b.float()).to(dtype), exact)
+    assert judge(actual, exact, e_base=e_base).gate == "rel_fro"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_an_error_of_four_percent_fails_though_the_cosine_hardly_sees_it(dtype):
+    _, exact = honest(dtype, 64, 128)
+    noise = torch.randn(exact.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    actual = (exact + noise * 0.045 * exact.norm() / noise.norm()).to(dtype)
+    got = actual.double()
+    similarity = float(2 * (got * exact).sum() / (got.square() + exact.square()).sum())
+    assert 1 - similarity < 1.1e-3  # the rule that was fooled by it
+    assert judge(actual, exact).gate == "rel_fro"
+
+
+def test_two_tokens_of_garbage_among_forty_fail_though_most_elements_match():
+    actual, exact = honest(torch.bfloat16, 40, 512)
+    actual[[7, 31]] = torch.randn(2, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
+    verdict = judge(actual, exact)
+    assert verdict.matched_ratio >= 0.95  # the rule that was fooled by it
+    assert not verdict.passed
+    assert verdict.worst_row in (7, 31)
+
+
+def test_indices_off_by_five_fail_though_they_are_close():
+    indices = torch.randint(1000, 2000, (64, 8), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    assert torch.allclose((indices + 5).double(), indices.double(), rtol=1e-2)  # the rule that was fooled by it
+    assert judge(indices.clone(), indices, "int32").passed
+    assert judge(indices + 5, indices, "int32").gate == "exact"
+
+
+def test_a_failure_says_where_and_what_as_fields_too():
+    actual, exact = honest(torch.float32, 2, 32, 64)
+    actual[1, 3, 5], exact[1, 3, 5] = 9.0, 0.5
+    verdict = judge(actual, exact)
+    assert (verdict.index, verdict.expected, verdict.got) == ((1, 3, 5), "0.5", "9")
+    assert verdict.worst_row == 32 + 3
+    assert "first at [1, 3, 5]: expected 0.5, got 9" in verdict.reason
+
+
+@pytest.mark.parametrize("kind", ["mask", "exact", "codes"])
+def test_the_worst_row_is_the_one_with_most_wrong_elements_where_there_is_no_error_to_measure(kind):
+    dtype = {"mask": torch.float32, "exact": torch.int32, "codes": torch.float8_e4m3fn}[kind]
+    actual, exact = honest(torch.float32, 64, 64)
+    actual, exact = (actual * 10).to(dtype), (exact * 10).to(dtype)
+    wrong = {"mask": math.nan, "exact": 77, "codes": 300.0}[kind]
+    actual[3, 5] = actual[9, 1] = actual[9, 2] = wrong
+    verdict = judge(actual, exact)
+    assert (verdict.index, verdict.worst_row) == ((3, 5), 9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_hardware_may_flush_to_zero_is_no_error(dtype):
+    exact = torch.full((64, 64), torch.finfo(dtype).tiny / 2, dtype=torch.float64)
+    assert judge(torch.zeros(64, 64, dtype=dtype), exact).passed
+    assert relative_error(torch.zeros(64, 64, dtype=dtype), exact) == 0.0
+
+
+def test_the_subnormals_of_half_precision_must_be_there():
+    exact = torch.full((64, 64), 2.0**-16, dtype=torch.float64)
+    assert judge(exact.half(), exact).passed
+    assert judge(torch.zeros(64, 64, dtype=torch.float16), exact).gate == "rel_fro"
+
+
+def integers(*shape: int) -> torch.Tensor:
+    return torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(0)).double()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_product_of_small_integers_must_be_exact(dtype):
+    truth = integers(32, 512) @ integers(512, 32)
+    as_written = truth.to(dtype)  # nothing is rounded before the output
+    assert must_be_exact(as_written, truth)
+    assert judge(as_written, truth, exact=True).passed
+    off = as_written.clone()
+    off[3, 5] = torch.nextafter(off[3, 5].float(), torch.tensor(1e9)).to(dtype) + off[3, 5].abs() * 2**-7
+    assert judge(off, truth).gate != "exact"
+    verdict = judge(off, truth, exact=True)
+    assert (verdict.gate, verdict.index) == ("exact", (3, 5))
+
+
+def test_the_sign_of_zero_does_not_matter_where_values_must_be_exact():
+    assert judge(torch.full((64, 64), -0.0), torch.zeros(64, 64, dtype=torch.float64), exact=True).passed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(64, 64), (2, 40)])
+def test_a_function_that_rounds_need_not_be_exact_though_its_rounded_results_agree(dtype, shape):
+    truth = torch.softmax(integers(*shape), dim=-1)
+    assert not must_be_exact(truth.to(dtype), truth)
+
+
+def test_a_few_results_that_happen_to_be_exact_bind_nobody():
+    truth = torch.full((3, 1), 2.0, dtype=torch.float64)
+    assert not must_be_exact(truth.float(), truth)
+
+
+def test_an_operator_that_rounds_on_its_way_need_not_be_exact():
+    truth = integers(64, 64) + 256.0
+    rounded_twice = (truth + 0.5).bfloat16()
+    assert not must_be_exact(rounded_twice, truth)
+
+
+def test_an_oracle_that_is_the_reference_as_written_proves_nothing_exact():
+    value = integers(64, 64).float()
+    assert not must_be_exact(value, value)
+
+
+def test_float32_scales_must_be_equal_bit_for_bit_but_any_nan_is_one():
+    scales = torch.tensor([1.0, 0.0, math.nan, 2.0**-120])
+    other_nan = torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)
+    assert check_output("scale", torch.cat([scales[:2], other_nan, scales[3:]]), scales, None).passed
+    for index, value in ((0, 1.0000001), (1, -0.0), (2, 1.0), (3, 0.0)):
+        wrong = scales.clone()
+        wrong[index] = value
+        verdict = check_output("scale", wrong, scales, None)
+        assert (verdict.gate, verdict.index) == ("exact", (index,))
+
+
+def packed(low: int, high: int) -> torch.Tensor:
+    return torch.full((50, 64), high << 4 | low, dtype=torch.uint8)
+
+
+def test_four_bit_codes_are_compared_one_by_one():
+    codes = packed(3, 10)  # 1.5 and -1.0
+    assert judge(codes.clone(), codes, "float4_e2m1").passed
+    few = codes.clone()
+    few.view(-1)[:32] = (11 << 4) | 3  # half a percent of the codes, one step on
+    assert judge(few, codes, "float4_e2m1").passed
+    few[7, 9] = (10 << 4) | 5  # two steps
+    verdict = judge(few, codes, "float4_e2m1")
+    assert (verdict.gate, verdict.index) == ("codes", (7, 18))
+    assert (verdict.expected, verdict.got) == ("1.5", "3")
+    assert judge(packed(3, 2), codes, "float4_e2m1").gate == "codes"  # another sign

@@ -51,6 +51,35 @@ def test_outliers_are_rare_and_large(operator):
     assert 20 < int((x.abs() > 8).sum()) < 200
 
 
+def test_one_hot_rows_have_a_single_one_or_nothing_at_all(operator):
+    x = draw_inputs(operator(), case("one_hot", M=256, N=32), "cpu")["x"]
+    assert set(x.unique().tolist()) == {0.0, 1.0}
+    assert set(x.sum(dim=1).tolist()) == {0.0, 1.0}
+    assert len(x.argmax(dim=1).unique()) > 16
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_quarter_of_the_largest_number_comes_in_both_signs(dtype, operator):
+    definition = operator(dtypes={"T": [dtype]})
+    x = draw_inputs(definition, case("max_quarter", dtype=dtype), "cpu")["x"]
+    quarter = torch.finfo(x.dtype).max / 4
+    assert set((x.double() / quarter).round(decimals=2).unique().tolist()) == {-1.0, 1.0}
+
+
+@pytest.mark.parametrize(("dtype", "share"), [("float32", 0.5), ("bfloat16", 0.5), ("float16", 1.0)])
+def test_subnormals_are_not_zero(dtype, share, operator):
+    definition = operator(dtypes={"T": [dtype]})
+    x = draw_inputs(definition, case("subnormals", dtype=dtype), "cpu")["x"]
+    subnormal = (x != 0) & (x.abs().double() < torch.finfo(x.dtype).tiny)
+    assert float(subnormal.double().mean()) == pytest.approx(share, abs=0.05)
+
+
+def test_ties_are_everywhere(operator):
+    x = draw_inputs(operator(), case("ties"), "cpu")["x"]
+    assert len(x.unique()) == 3
+    assert all(len(row.unique()) == 3 for row in x)
+
+
 def test_row_scales_stay_finite_in_half_precision(operator):
     definition = operator(dtypes={"T": ["float16"]})
     x = draw_inputs(definition, case("row_scale", dtype="float16"), "cpu")["x"].float()
@@ -71,9 +100,25 @@ def test_only_special_values_that_the_operator_is_defined_for_are_planted(specia
     assert planted == found
 
 
-def test_a_vector_keeps_its_own_contents_in_every_set(operator):
-    drawn = [draw_inputs(operator(), case(name), "cpu")["weight"] for name in DISTRIBUTIONS]
-    assert all(torch.equal(drawn[0], weight) for weight in drawn)
+def test_a_vector_keeps_its_own_contents_in_every_set_but_the_exact_one(operator):
+    drawn = {name: draw_inputs(operator(), case(name), "cpu")["weight"] for name in DISTRIBUTIONS}
+    integers = drawn.pop("small_integers")
+    assert all(torch.equal(drawn["normal"], weight) for weight in drawn.values())
+    assert torch.equal(integers, integers.round())
+
+
+def test_only_the_case_of_small_integers_is_exact():
+    assert {name for name in DISTRIBUTIONS if case(name).exact} == {"small_integers"}
+
+
+def test_one_row_is_masked_where_infinities_are_defined_and_there_are_rows_to_spare(operator):
+    def masked(rows: int, **changes: object) -> int:
+        x = draw_inputs(operator(**changes), case(PLANTED, M=rows, N=64), "cpu")["x"]
+        return int((x == -math.inf).sum(dim=1).ge(62).sum())  # two specials may lie in the masked row
+
+    assert masked(4) == masked(100) == 1
+    assert masked(3) == 0
+    assert masked(100, special_values=["nan"]) == 0
 
 
 def test_generated_inputs_stay_within_their_bounds_and_follow_the_axes(operator):

@@ -1,68 +1,50 @@
-"""The supervisor's end of the pipe against a process at the other end that does not behave."""
+"""The supervisor's end of the channel against a process at the other end that does not behave."""
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import os
-import sys
+import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tilegym_db.verify.sandbox.process import WorkerDied, WorkerProcess, WorkerTimeout
 
-# Stands in for the worker: no torch, and in place of its loop whatever the test wants.
-PEER = """#!{python}
-import json, os, signal, sys, time
-requests, replies = os.fdopen(int(sys.argv[3]), "rb"), int(sys.argv[4])
-def say(line):
-    os.write(replies, line if isinstance(line, bytes) else json.dumps(line).encode() + b"\\n")
-say({{"id": 0}})
-request = json.loads(requests.readline())
-{body}
-time.sleep(60)
-"""
-
-
-@pytest.fixture
-def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], WorkerProcess]:
-    """A worker process whose other end runs these lines once it got its first request."""
-    with contextlib.ExitStack() as stack:
-
-        def start(body: str) -> WorkerProcess:
-            script = tmp_path / "peer"
-            script.write_text(PEER.format(python=sys.executable, body=body))
-            script.chmod(0o755)
-            monkeypatch.setattr(sys, "executable", str(script))
-            worker = WorkerProcess("cpu", tmp_path / "worker")
-            stack.callback(worker.close)
-            return worker
-
-        yield start
-
 
 def test_an_answer_with_the_right_id_is_believed(peer):
-    reply = peer('say({"id": 1, "ok": True, "got": request})').request("call", timeout_s=10, slot=3)
+    reply = peer("answer(got=request)").request("call", timeout_s=10, slot=3)
     assert reply.ok
-    assert reply.content["got"] == {"id": 1, "op": "call", "slot": 3}
+    assert reply.content["got"] == {"id": reply.content["id"], "op": "call", "slot": 3}
+
+
+def test_ids_cannot_be_foreseen(peer):
+    worker = peer("while True:\n    answer()\n    request = hear()")
+    ids = [worker.request("call", timeout_s=10).content["id"] for _ in range(8)]
+    gaps = {after - before for before, after in itertools.pairwise(ids)}
+    assert len(gaps) == 7
+    assert max(ids) > 1 << 40
 
 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
         ('say(b"garbage\\n")', "broke the protocol: not JSON"),
+        ('say(b"\\xff\\x00\\n")', "broke the protocol: not JSON"),
         ("say([1])", "broke the protocol: not a message with an id"),
-        ('say({"id": 0, "ok": True})', "answered request 0 instead of 1"),
-        ('say({"id": 2, "ok": True})', "answered request 2 instead of 1"),
+        ('say({"id": 0, "ok": True})', "answered another request than the one that it was asked"),
+        ('say({"id": request["id"] + 1, "ok": True})', "answered another request than the one that it was asked"),
+        ("say(b'{\"id\": ' + b'{\"id\": 5}\\n')", "broke the protocol: not JSON"),
         ('say(b"x" * (1 << 20) + b"y\\n")', "broke the protocol: a message of 1048577 bytes"),
         ('while True: say(b"x" * (1 << 16))', "sent an endless message"),
         ("sys.exit(3)", r"ended \(exit status 3\)"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", r"ended by SIGSEGV \(exit status -11\)"),
-        ("os.close(replies)", "closed its pipe"),
+        ("channel.close()", "closed its channel"),
+        ("channel.shutdown(socket.SHUT_RDWR)", "closed its channel"),
         ('print("first\\nlast words", flush=True); os._exit(1)', "its last output:\nfirst\nlast words"),
         ('print("\\x1b[31m\\0red", flush=True); os._exit(1)', "last output:\n\N{REPLACEMENT CHARACTER}.31m.red"),
+        ('raise ValueError("by mistake")', "ValueError: by mistake"),
     ],
 )
 def test_anything_else_is_a_death_that_says_how(body, message, peer):
@@ -72,10 +54,27 @@ def test_anything_else_is_a_death_that_says_how(body, message, peer):
     assert not worker.alive
 
 
+@pytest.mark.parametrize("second", ["answer(second=True)", 'say(b"half a mess")', 'say({"id": 7})'])
+def test_what_nobody_asked_for_ends_the_worker_and_is_no_answer(second, peer):
+    worker = peer(f"answer(); {second}")
+    assert worker.request("call", timeout_s=10).ok
+    time.sleep(0.2)
+    with pytest.raises(WorkerDied, match="sent something that it was not asked for"):
+        worker.request("call", timeout_s=10)
+    assert not worker.alive
+
+
+def test_an_answer_in_pieces_is_put_together(peer):
+    body = 'line = json.dumps({"id": request["id"], "ok": True}).encode() + b"\\n"\n'
+    body += "for number in range(len(line)):\n    say(line[number:number + 1])\n    time.sleep(0.001)"
+    assert peer(body).request("call", timeout_s=10).ok
+
+
 def test_silence_is_a_timeout_and_the_worker_is_gone(peer):
-    worker = peer("")
+    worker = peer('print("thinking", flush=True)')
+    worker.wait_until_ready()
     started = time.monotonic()
-    with pytest.raises(WorkerTimeout, match=r"no answer within 0\.3 s"):
+    with pytest.raises(WorkerTimeout, match=r"no answer within 0\.3 s; its last output:\nthinking"):
         worker.request("call", timeout_s=0.3)
     assert time.monotonic() - started < 5
     assert not worker.alive
@@ -83,38 +82,92 @@ def test_silence_is_a_timeout_and_the_worker_is_gone(peer):
         worker.request("call", timeout_s=1)
 
 
-def test_a_worker_is_killed_with_the_processes_that_it_started(peer):
-    worker = peer('child = os.fork() or time.sleep(60)\nsay({"id": 1, "ok": True, "child": child})')
-    child = worker.request("call", timeout_s=10).content["child"]
+def test_half_an_answer_is_a_timeout(peer):
+    worker = peer("say(b'{\"id\": ')")
+    with pytest.raises(WorkerTimeout):
+        worker.request("call", timeout_s=0.5)
+
+
+def test_a_worker_that_does_not_listen_is_a_timeout_too(peer):
+    worker = peer("answer(); time.sleep(60)")
+    worker.request("call", timeout_s=10)
+    with pytest.raises(WorkerTimeout):
+        worker.request("call", timeout_s=0.5, much="x" * 900_000)
+
+
+def test_a_late_answer_is_never_credited(peer):
+    worker = peer("time.sleep(0.4); answer()")
+    with pytest.raises(WorkerTimeout):
+        worker.request("call", timeout_s=0.2)
+    time.sleep(0.4)
+    with pytest.raises(WorkerDied, match="is gone"):
+        worker.request("call", timeout_s=1)
+
+
+def test_open_files_go_with_a_request(peer, tmp_path):
+    body = "line, descriptors, _, _ = socket.recv_fds(channel, 1 << 16, 4)\nrequest = json.loads(line)\n"
+    body += 'os.write(descriptors[1], b"written by the worker")\nanswer(read=os.pread(descriptors[0], 100, 0).decode())'
+    worker = peer("answer()\n" + body)
+    worker.request("call", timeout_s=10)
+    with (tmp_path / "in").open("w+b", buffering=0) as first, (tmp_path / "out").open("w+b") as second:
+        first.write(b"for the worker")
+        reply = worker.request("call", timeout_s=10, descriptors=(first.fileno(), second.fileno()))
+    assert reply.content["read"] == "for the worker"
+    assert (tmp_path / "out").read_bytes() == b"written by the worker"
+
+
+def test_a_worker_cannot_give_the_supervisor_open_files(peer):
+    before = len(os.listdir("/proc/self/fd"))
+    body = 'line = json.dumps({"id": request["id"], "ok": True}).encode() + b"\\n"\n'
+    worker = peer(body + "socket.send_fds(channel, [line], [0, 1, 2])")
+    during = len(os.listdir("/proc/self/fd"))
+    assert worker.request("call", timeout_s=10).ok
+    assert len(os.listdir("/proc/self/fd")) == during
     worker.close()
-    deadline = time.monotonic() + 5
-    while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
-        if Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-            break  # dead, and waiting for whoever adopts orphans here
-        time.sleep(0.02)
-    else:
-        assert not Path(f"/proc/{child}").exists()
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
-def test_only_what_compilers_need_of_the_environment_reaches_the_worker(peer, monkeypatch, tmp_path):
+def test_a_worker_is_killed_with_the_processes_that_it_started(peer):
+    worker = peer("child = os.fork() or time.sleep(60)\nanswer(child=child)")
+    child = worker.request("call", timeout_s=10).content["child"]
+    assert Path(f"/proc/{child}").exists()
+    worker.close()
+    assert not Path(f"/proc/{child}").exists()
+
+
+def test_only_what_compilers_need_of_the_environment_reaches_the_worker(peer, monkeypatch):
     monkeypatch.setenv("API_TOKEN", "secret")
-    worker = peer('say({"id": 1, "ok": True, "environment": dict(os.environ), "folder": os.getcwd()})')
+    worker = peer("answer(environment=dict(os.environ), folder=os.getcwd())", environment={"TRITON_INTERPRET": "1"})
     content = worker.request("call", timeout_s=10).content
     environment = content["environment"]
     assert "API_TOKEN" not in environment
     assert "TILEGYM_DB_HOME" not in environment
+    assert environment["TRITON_INTERPRET"] == "1"
     assert environment["PATH"] == os.environ["PATH"]
-    assert environment["HOME"] == content["folder"] == str(tmp_path / "worker")
+    assert environment["HOME"] == content["folder"] == str(worker.folder)
     caches = [value for name, value in environment.items() if "CACHE" in name]
     assert len(caches) == 5
-    assert all(Path(value).is_relative_to(tmp_path) for value in caches)
+    assert all(Path(value).is_relative_to(worker.folder) for value in caches)
 
 
-def test_closing_a_worker_leaves_nothing_and_can_be_done_twice(peer, tmp_path):
+def test_a_worker_has_its_channel_and_its_output_and_no_other_open_file(peer):
+    body = 'answer(open=sorted(int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")))'
+    assert set(peer(body).request("call", timeout_s=10).content["open"]) == {0, 1, 2, 3}
+
+
+def test_closing_a_worker_leaves_nothing_and_can_be_done_twice(peer):
     worker = peer("")
     worker.close()
     worker.close()
-    assert not (tmp_path / "worker").exists()
+    assert not worker.folder.exists()
+
+
+def test_a_worker_whose_keeper_was_killed_is_gone_too(peer):
+    worker: WorkerProcess = peer("answer(keeper=os.getppid(), worker=os.getpid())")
+    ids = worker.request("call", timeout_s=10).content
+    os.kill(ids["keeper"], signal.SIGKILL)
+    with pytest.raises(WorkerDied):
+        worker.request("call", timeout_s=10)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +181,7 @@ def test_closing_a_worker_leaves_nothing_and_can_be_done_twice(peer, tmp_path):
     ],
 )
 def test_an_error_can_be_stored_whatever_the_worker_says(content, summary, peer):
-    reply = peer(f'say({{"id": 1, "ok": False, **{content!r}}})').request("call", timeout_s=10)
+    reply = peer(f'say({{"id": request["id"], "ok": False, **{content!r}}})').request("call", timeout_s=10)
     assert reply.summary.startswith(summary)
     assert len(reply.summary) <= 300
     reply.error.encode()

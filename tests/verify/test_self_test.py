@@ -129,3 +129,31 @@ def test_the_largest_tiny_workload_of_each_dtype_is_tested(operator, workload_re
         )
     ]
     assert tiny_workloads(operator(), made) == [made[1], made[2]]
+
+
+TOPK = {
+    "outputs": {"index": {"shape": ["M", "4"], "dtype": "int64"}},
+    "gathers": {"index": "x"},
+    "special_values": ["inf"],
+    "self_test": {
+        "independent": "import torch\ndef run(x, weight, factor):\n"
+        "    return torch.topk(x.float().flip(-1), 4, dim=-1).indices.neg() + x.shape[-1] - 1\n",
+        "planted_errors": [
+            {"find": "descending=True", "replace": "descending=False", "why": "the smallest scores"},
+            {"find": "[:, :4]", "replace": "[:, 1:5]", "why": "one rank too low"},
+            {"find": "dim=-1", "replace": "dim=0", "why": "the order of the columns"},
+        ],
+    },
+}
+BEST = "return x.float().sort(dim=-1, descending=True, stable=True).indices[:, :4].contiguous()"
+
+
+def test_an_operator_that_returns_indices_is_tested_by_what_they_gather(operator, findings):
+    assert findings(operator(BEST, **TOPK)) == []
+
+
+def test_a_planted_error_in_the_choice_among_ties_is_a_finding_where_any_choice_is_right(operator, findings):
+    errors = [*TOPK["self_test"]["planted_errors"], planted(".sort(dim=-1,", ".flip(-1).flip(-1).sort(dim=-1,")]
+    changed = {**TOPK, "self_test": {**TOPK["self_test"], "planted_errors": errors}}
+    found = findings(operator(BEST, **changed))
+    assert [text.split(": is accepted")[0] for text in found] == ["row_scale: planted error (the planted one)"]

@@ -1,63 +1,209 @@
 from __future__ import annotations
 
+import itertools
+import time
+from typing import Any
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tilegym_db.catalog import Catalog
+from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition, Solution
-from tilegym_db.verify.shapes import MAX_ELEMENTS, fuzz_axes
+from tilegym_db.records.layouts import layout_class
+from tilegym_db.verify.distributions import DISTRIBUTIONS, PLANTED, REFERENCE_MAY_FAIL
+from tilegym_db.verify.inputs import Case
+from tilegym_db.verify.shapes import MAX_ELEMENTS, SIZES, fuzz_cases, why_no_case
+from tilegym_db.verify.verifier import expect
 
-ANCHORS = ({"M": 1000, "N": 4096},)
+ANCHORS = ({"M": 1000, "N": 4096}, {"M": 48, "N": 1536})
+PADDED = {"x": "row_contiguous", "out": "row_contiguous"}
+CATALOG = Catalog((shipped_root(),))
 
 
-def solution(*constraints: str) -> Solution:
-    spec = {"language": "python", "entry_point": "kernel.py::run", "constraints": list(constraints)}
+def solution(*constraints: str, **spec: Any) -> Solution:
+    full = {"language": "python", "entry_point": "kernel.py::run", "constraints": list(constraints), **spec}
     return Solution.from_dict(
-        {"name": "any", "definition": "row_scale", "author": "tests", "spec": spec, "sources": [{"path": "kernel.py"}]}
+        {"name": "any", "definition": "row_scale", "author": "tests", "spec": full, "sources": [{"path": "kernel.py"}]}
     )
 
 
-def fuzz(definition: Definition, *constraints: str, count: int = 8, seed: int = 1) -> list[dict[str, int]]:
-    return fuzz_axes(definition, solution(*constraints), ANCHORS, {"T": "float32"}, count, seed)
+def fuzz(definition: Definition, *constraints: str, count: int = 8, seed: int = 1, **spec: Any) -> list[Case]:
+    scalars = {"factor": 2.0}
+    record = solution(*constraints, **spec)
+    return fuzz_cases(definition, record, ANCHORS, {"T": "float32"}, scalars, count=count, seed=seed)
 
 
-def test_the_same_seed_gives_the_same_sizes_and_another_seed_others(operator):
+def classes(definition: Definition, case: Case) -> dict[str, str]:
+    return {
+        name: layout_class(definition.shape_of(name, case.axes), case.strides(definition, name))
+        for name in case.layouts
+    }
+
+
+def test_the_same_seed_gives_the_same_cases_and_another_seed_others(operator):
     assert fuzz(operator(), seed=1) == fuzz(operator(), seed=1) != fuzz(operator(), seed=2)
 
 
-def test_sizes_are_distinct_and_some_come_from_a_real_workload(operator):
-    sizes = fuzz(operator(), count=16)
-    assert len({(axes["M"], axes["N"]) for axes in sizes}) == 16
-    assert any(axes["M"] == 1000 or axes["N"] == 4096 for axes in sizes)
-    assert any(axes["M"] != 1000 and axes["N"] != 4096 for axes in sizes)
+@pytest.mark.parametrize("seed", range(10))
+def test_four_cases_have_an_offset_a_padded_row_an_odd_size_and_a_special_value(seed, operator):
+    cases = fuzz(operator(), count=4, seed=seed, layouts=PADDED)
+    assert len(cases) == 4
+    assert any(case.offset for case in cases)
+    assert any(case.layouts for case in cases)
+    assert any(case.axes["M"] % 2 and case.axes["N"] % 2 for case in cases)
+    assert any(case.distribution == PLANTED and min(case.axes.values()) >= 5 for case in cases)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_second_case_takes_sizes_of_a_real_workload(seed, operator):
+    cases = fuzz(operator(), count=20, seed=seed)
+    real = [{case.axes["M"], case.axes["N"]} & {48, 1000, 1536, 4096} for case in cases]
+    assert all(real[1::2][:-1])  # the last one is the empty one
+    assert not any(real[0::2])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_full_envelope_meets_every_kind_of_size_contents_and_layout(seed, operator):
+    definition = operator()
+    cases = fuzz(definition, count=24, seed=seed, layouts=PADDED)
+    assert {case.distribution for case in cases} == set(DISTRIBUTIONS)
+    assert {case.offset for case in cases} == {0, 1}
+    paddings = {
+        case.strides(definition, name)[0] - case.axes["N"]
+        for case in cases
+        for name in case.layouts
+        if case.axes["M"] > 1
+    }
+    assert {padding % 2 for padding in paddings} == {0, 1}
+    for axis, sizes in itertools.product("MN", SIZES.values()):
+        assert {case.axes[axis] for case in cases} & set(sizes), f"{axis} is never one of {sizes}"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_full_envelope_meets_most_contents_at_both_alignments(seed, operator):
+    cases = fuzz(operator(), count=24, seed=seed, layouts=PADDED)
+    met = {(case.distribution, case.offset) for case in cases}
+    assert len(met) >= 0.8 * 2 * len(DISTRIBUTIONS)
+    assert len({(case.distribution, bool(case.layouts)) for case in cases}) >= 0.8 * 2 * len(DISTRIBUTIONS)
+
+
+def test_special_values_are_left_out_where_the_operator_is_not_defined_for_them(operator):
+    assert PLANTED not in {case.distribution for case in fuzz(operator(special_values=[]), count=24)}
+
+
+def test_one_case_of_a_full_envelope_is_empty_where_an_axis_may_be(operator):
+    cases = fuzz(operator(), count=24)
+    assert [case.axes["M"] for case in cases].count(0) == 1
+    assert all(case.axes["N"] for case in cases)  # the Definition forbids it
+    assert all(case.axes["M"] for case in fuzz(operator(), "M >= 1", count=24))
+    assert all(case.axes["M"] for case in fuzz(operator(), count=4))
 
 
 @pytest.mark.parametrize(
     "constraints",
-    [("N % 8 == 0",), ("N % 2 == 0", "M >= 3"), ("M == N",), ("N == 64 or N == 128",), ("N >= 100",)],
+    [
+        ("N % 8 == 0",),
+        ("N % 2 == 0", "M >= 3"),
+        ("M == N",),
+        ("N == 64 or N == 128",),
+        ("N >= 100",),
+        ("N * sizeof(T) % 16 == 0",),
+        ("M <= N",),
+    ],
     ids=" and ".join,
 )
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**62), own=st.sampled_from(("N <= 128", "M > 1")))
 def test_every_constraint_of_the_definition_and_of_the_solution_holds(constraints, seed, own, operator):
-    sizes = fuzz(operator(constraints=constraints), own, seed=seed, count=4)
-    assert len(sizes) == 4
-    for axes in sizes:
-        assert all(eval(text, {}, dict(axes)) for text in (*constraints, own))
-        assert axes["M"] * axes["N"] <= MAX_ELEMENTS
+    definition = operator(constraints=[text for text in constraints if "sizeof" not in text])
+    record = solution(*constraints, own, layouts=PADDED)
+    cases = fuzz_cases(definition, record, ANCHORS, {"T": "float32"}, {}, count=4, seed=seed)
+    assert len(cases) == 4
+    for case in cases:
+        assert definition.bind_axes(case.axes) == case.axes
+        assert record.unsupported(case.axes, case.dtypes, classes(definition, case)) is None
+        assert case.axes["M"] * case.axes["N"] <= MAX_ELEMENTS
 
 
-def test_few_sizes_are_found_where_the_constraints_leave_few(operator):
-    assert fuzz(operator(), "M == 3", "N == 5") == [{"M": 3, "N": 5}]
+@pytest.mark.parametrize(
+    ("declared", "found"),
+    [
+        ({}, set()),
+        ({"x": "row_contiguous"}, {("x", "row_contiguous")}),
+        ({"x": "strided", "weight": "strided"}, {("x", "row_contiguous"), ("x", "strided"), ("weight", "strided")}),
+    ],
+)
+def test_only_tensors_that_are_declared_so_are_laid_out_so(declared, found, operator):
+    definition = operator()
+    cases = fuzz(definition, "M >= 2", "N >= 2", count=24, layouts=declared)
+    assert {pair for case in cases for pair in classes(definition, case).items()} - {("x", "contiguous")} == found
+
+
+def test_one_shape_is_verified_with_many_contents(operator):
+    cases = fuzz(operator(), "M == 3", "N == 5", count=24)
+    assert {(case.axes["M"], case.axes["N"]) for case in cases} == {(3, 5)}
+    assert {case.distribution for case in cases} == set(DISTRIBUTIONS)
+    assert len({case.seed for case in cases}) == 24
+
+
+def test_a_solution_for_large_shapes_only_gets_large_ones(operator):
+    cases = fuzz(operator(), "M == 256", "N == 16384", count=4)
+    assert [case.axes for case in cases] == [{"M": 256, "N": 16384}] * 4
+
+
+def test_a_solution_for_shapes_that_cannot_be_tried_gets_a_reason(operator):
     assert fuzz(operator(), "M == 12345", "N == 54321") == []
+    assert fuzz(operator(), "N < 1") == []
+    reason = why_no_case(operator(), solution("M == 12345", "N == 54321"))
+    assert "meets the constraints (N >= 1 and M == 12345 and N == 54321)" in reason
 
 
-def test_an_operator_without_free_axes_has_one_size(operator):
-    fixed = {"M": {"type": "const", "value": 4}, "N": {"type": "const", "value": 8}}
-    assert fuzz(operator(axes=fixed)) == [{}]
+def test_an_operator_without_free_axes_still_varies_in_its_contents(operator):
+    fixed = {"M": {"type": "const", "value": 40}, "N": {"type": "const", "value": 8}}
+    cases = fuzz(operator(axes=fixed), count=24)
+    assert {(case.axes["M"], case.axes["N"]) for case in cases} == {(40, 8)}
+    assert {case.distribution for case in cases} == set(DISTRIBUTIONS)
 
 
 def test_a_shape_that_is_no_whole_number_is_left_out(operator):
     halves = {"x": {"shape": ["M", "N / 2"], "dtype": "T"}}
     definition = operator("return x", inputs=halves, outputs={"out": halves["x"]}, self_test=None, cost=None)
-    assert {axes["N"] % 2 for axes in fuzz(definition)} == {0}
+    assert {case.axes["N"] % 2 for case in fuzz(definition)} == {0}
+
+
+@pytest.mark.parametrize("name", sorted(CATALOG.solutions))
+def test_a_shipped_solution_gets_a_full_envelope_of_memory_that_does_not_overlap_in_no_time(name):
+    record = CATALOG.solution(name).record
+    definition = CATALOG.definition(record.definition)
+    anchors = [workload.axes for workload in CATALOG.workloads_for(definition.name)]
+    dtypes = {variable: choices[0] for variable, choices in definition.dtypes.items()}
+    seconds = []
+    for seed in range(3):
+        start = time.process_time()
+        cases = fuzz_cases(definition, record, anchors, dtypes, {}, count=24, seed=seed)
+        seconds.append(time.process_time() - start)
+    assert min(seconds) < 0.1  # 30 ms where it takes longest, on an idle core
+    assert len(cases) == 24
+    for case in cases:
+        assert record.unsupported(case.axes, dtypes, classes(definition, case)) is None
+        for tensor in case.layouts:
+            shape, strides = definition.shape_of(tensor, case.axes), case.strides(definition, tensor)
+            spans = sorted((step, size) for size, step in zip(shape, strides, strict=True) if size > 1)
+            assert all(step * (size - 1) < following for (step, size), (following, _) in itertools.pairwise(spans)), (
+                f"{tensor} {shape} {strides}"
+            )
+
+
+@pytest.mark.parametrize("name", sorted(CATALOG.definitions))
+def test_most_cases_of_a_shipped_operator_prove_something(name):
+    """Its reference survives them, the empty one too; it may not survive the extremes of its dtype."""
+    definition = CATALOG.definition(name)
+    workloads = CATALOG.workloads_for(name)
+    dtypes = {variable: choices[-1] for variable, choices in definition.dtypes.items()}
+    anchors = [workload.axes for workload in workloads]
+    cases = fuzz_cases(definition, solution(), anchors, dtypes, workloads[0].scalars(), count=12, seed=4)
+    survived = [case for case in cases if expect(definition, case, "cpu") is not None]
+    assert len(survived) >= 9
+    assert {case.distribution for case in cases if case not in survived} <= REFERENCE_MAY_FAIL

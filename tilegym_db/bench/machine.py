@@ -11,7 +11,7 @@ from pathlib import Path
 from tilegym_db.errors import HardwareError
 from tilegym_db.records.hardware import CPU, gpu_slug, parse_gpu, same_gpu
 
-__all__ = ["Machine", "select_machine"]
+__all__ = ["Machine", "require_healthy", "select_machine"]
 
 LIBRARIES = ("torch", "triton", "tilelang", "cuda-tile", "nvidia-cuda-tileiras", "transformers")
 
@@ -106,6 +106,27 @@ def _cuda_machine(index: int) -> Machine | None:
         libs=library_versions(),
         memory_bytes=properties.total_memory,
     )
+
+
+def require_healthy(machine: Machine) -> None:
+    """A canary on the GPU, after a worker was lost: a kernel whose result is known.
+
+    Raises:
+        HardwareError: the device no longer answers, or answers wrongly; nothing measured after this could be believed.
+    """
+    import torch
+
+    if not machine.is_gpu:
+        return
+    count = 1 << 20
+    try:
+        total = int(torch.arange(count, device=machine.device, dtype=torch.int64).sum())
+    except RuntimeError as error:
+        raise HardwareError(f"{machine.gpu_name} no longer works after a worker was lost: {error}") from None
+    if total != count * (count - 1) // 2:
+        raise HardwareError(
+            f"{machine.gpu_name} computes wrongly after a worker was lost: sum of 0..{count - 1} = {total}."
+        )
 
 
 def _driver_version() -> str:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import threading
+import os
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
+from tilegym_db.bench.contents import ExpectedCache, WorkloadContents
+from tilegym_db.bench.rigor import SCREEN, Rigor
+from tilegym_db.bench.stage import Stage
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.records import Config, Definition, Workload
@@ -16,19 +21,17 @@ from tilegym_db.records.base import canonical_json
 from tilegym_db.records.binding import is_code_selecting
 from tilegym_db.records.hardware import CPU
 from tilegym_db.verify.gates import OutputVerdict
-from tilegym_db.verify.inputs import PLANTED, Case
+from tilegym_db.verify.inputs import Case
+from tilegym_db.verify.ownership import KernelUse
 from tilegym_db.verify.sandbox.arena import Arena, plan_slot
-from tilegym_db.verify.sandbox.process import WorkerDied, WorkerProcess, WorkerTimeout
-from tilegym_db.verify.shapes import fuzz_axes
-from tilegym_db.verify.verifier import Expected, Failure, Verdict, expect, fill_slot, same_bytes, verify_slot
+from tilegym_db.verify.sandbox.process import Reply, WorkerDied, WorkerProcess, WorkerTimeout
+from tilegym_db.verify.shapes import fuzz_cases
+from tilegym_db.verify.verifier import Expected, Failure, Verdict, judge, read_outputs, same_bytes, verify_slot
 
-__all__ = ["ExpectedCache", "Limits", "Member", "Verified"]
+__all__ = ["Limits", "Member", "Verified"]
 
-FUZZ_CASES = 4
-CONTENT_SETS = ("normal", "row_scale", "outliers", "small_integers")
-FUZZ_CONTENTS = ("normal", "constant_rows", PLANTED, "outliers")
-POINTER_SETS = 8
 MAX_DEATHS = 3
+MAX_ENVELOPE_WORKERS = 6
 
 
 @dataclass(frozen=True)
@@ -38,46 +41,25 @@ class Limits:
     first_call_s: float = 180.0
     call_s: float = 60.0
     arena_bytes: int = 6 << 30
-
-
-class ExpectedCache:
-    """Oracle results, computed once per case and shared by every member; safe to ask from several threads."""
-
-    def __init__(self, definition: Definition, device: str) -> None:
-        """For one Definition on one device."""
-        self._definition = definition
-        self._device = device
-        self._lock = threading.Lock()
-        self._known: dict[str, Expected | None] = {}
-
-    def get(self, case: Case) -> Expected | None:
-        """The case with its oracle, or None where the reference itself does not pass it."""
-        key = f"{case} {case.seed} {canonical_json(case.layouts)} {canonical_json(case.scalars)}"
-        with self._lock:
-            if key not in self._known:
-                self._known[key] = expect(self._definition, case, self._device)
-            return self._known[key]
-
-    def clear(self) -> None:
-        """Forget everything; the tensors of large workloads must not pile up."""
-        with self._lock:
-            self._known.clear()
+    envelope_workers: int = 1
+    """Worker processes that share the cases of one fuzz envelope, each of which may have to be compiled for."""
 
 
 @dataclass
 class Verified:
-    """A member that passed one workload: its arena, filled and ready to be timed, and what each slot must give."""
+    """A member that passed one workload: what it wrote for each content set, and how it was verified."""
 
-    arena: Arena
-    contents: list[Expected]
     outputs: list[Mapping[str, torch.Tensor]]
     verdict: Verdict
-    envelope: list[str]
-    rotation: int = 0
+    envelope: Envelope
 
-    def content_of(self, slot: int) -> int:
-        """Which content set a slot holds."""
-        return (slot + self.rotation) % len(self.contents)
+
+@dataclass
+class Envelope:
+    """The fuzz cases that a Solution passed, and those that proved nothing."""
+
+    passed: list[str] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -89,13 +71,17 @@ class Member:
     device: str
     sm: str
     folder: Path
+    rigor: Rigor = SCREEN
     config: Config = field(default_factory=dict)
     interpret: bool = False
     limits: Limits = field(default_factory=Limits)
     worker: WorkerProcess | None = None
-    envelopes: dict[str, list[str] | Failure] = field(default_factory=dict)
+    envelopes: dict[str, Envelope | Failure] = field(default_factory=dict)
     broken: Failure | None = None
     deaths: int = 0
+    spoilt: bool = False
+    notes: tuple[str, ...] = ()
+    """Soft findings of the static scan."""
     _starts: int = 0
     _warm: bool = False
 
@@ -104,13 +90,22 @@ class Member:
         """The Solution's name."""
         return self.solution.name
 
+    @property
+    def sandbox_level(self) -> int:
+        """How well the worker is confined; 0 while there is none."""
+        return 0 if self.worker is None else self.worker.sandbox_level
+
     def start(self) -> None:
         """Begin to start the worker, in the background."""
         if self.worker is None:
-            self._starts += 1
-            environment = {"TRITON_INTERPRET": "1"} if self.interpret else {}
-            self.worker = WorkerProcess(self.device, self.folder / f"{self.name}-{self._starts}", environment)
+            self.worker = self._new_worker()
             self._warm = False
+
+    def _new_worker(self) -> WorkerProcess:
+        self._starts += 1
+        environment = {"TRITON_INTERPRET": "1"} if self.interpret else {}
+        folder = self.folder / f"{self.name}-{self._starts}"
+        return WorkerProcess(self.device, folder, environment, readable=(self.solution.folder,))
 
     def abort(self) -> None:
         """Kill the worker, so that whoever waits for its answer, in whatever thread, is told that it died."""
@@ -133,48 +128,92 @@ class Member:
             target=None if target == CPU else target,
         )
 
+    # -- verification -------------------------------------------------------------------------------------------------
+
     def verify(
-        self, workload: Workload, anchors: Sequence[Workload], seed: int, cache: ExpectedCache
+        self, contents: WorkloadContents, anchors: Sequence[Workload], seed: int, cache: ExpectedCache
     ) -> Verified | Failure:
         """Fuzz once per dtype binding, then verify the workload's own shape with every content set.
 
-        Returns:
-            Verified, whose arena the caller must close, or the failure. A worker that died is replaced at the next call.
-            Where there is no oracle or no memory for the workload, that is a failure of this workload alone.
+        A worker that is lost on the way may have been lost to something else than the Solution, so the Solution gets a
+        second chance in a fresh one; not after a timeout, which would only be waited for again.
         """
+        outcome = self._verify(contents, anchors, seed, cache)
+        if (
+            isinstance(outcome, Failure)
+            and outcome.status == "RUNTIME_ERROR"
+            and self.broken is None
+            and not self.usable
+        ):
+            self.close()
+            again = self._verify(contents, anchors, seed, cache)
+            if isinstance(again, Failure) and again.status == outcome.status:
+                return replace(again, reason=f"{again.reason} (twice, the second time in a fresh process)")
+            return again
+        return outcome
+
+    @property
+    def usable(self) -> bool:
+        """True while the worker lives and nothing has spoilt its CUDA context."""
+        return self.worker is not None and self.worker.alive and not self.spoilt
+
+    def _verify(
+        self, contents: WorkloadContents, anchors: Sequence[Workload], seed: int, cache: ExpectedCache
+    ) -> Verified | Failure:
         if self.broken is not None:
             return self.broken
         loaded = self._load()
         if loaded is not None:
             return loaded
         try:
-            envelope = self._fuzz(workload, anchors, seed, cache)
+            envelope = self._fuzz(contents.workload, anchors, seed, cache)
             if isinstance(envelope, Failure):
                 return envelope
-            return self._verify_shape(workload, seed, cache, envelope)
+            return self._verify_shape(contents, envelope)
         except (RecordError, StoreError, torch.OutOfMemoryError) as error:
             return Failure("UNSUPPORTED", f"cannot be verified on this machine: {error}")
 
-    def after_failure(self, failure: Failure) -> None:
-        """Replace a worker that did not survive; give up on the Solution after the third death."""
-        if self.worker is not None and not self.worker.alive:
-            self.close()
-            self.deaths += 1
-            if self.deaths >= MAX_DEATHS:
-                reason = f"its worker died {self.deaths} times; last: {failure.reason}"
-                self.broken = Failure(failure.status, reason, failure.log)
+    def verify_alone(self, expected: Expected) -> Verdict | Failure:
+        """Every gate on one case, and nothing else."""
+        failure = self._load()
+        if failure is not None:
+            return failure
+        assert self.worker is not None
+        return self._verify_case(self.worker, expected, self.rigor.calls)
+
+    def after_failure(self, failure: Failure) -> bool:
+        """End a worker that did not survive; true if so. The Solution is given up on after the third death."""
+        if self.worker is None or self.usable:
+            return False
+        self.close()
+        self.deaths += 1
+        if self.deaths >= MAX_DEATHS:
+            reason = f"its worker died {self.deaths} times; last: {failure.reason}"
+            self.broken = replace(failure, reason=reason)
+        return True
 
     def _load(self) -> Failure | None:
-        if self.worker is not None and not self.worker.alive:
+        if self.worker is not None and not self.usable:
             self.close()
         self.start()
         assert self.worker is not None
         if self._warm:
             return None
+        self.spoilt = False
+        self.broken = self._load_into(self.worker)
+        self._warm = self.broken is None
+        return self.broken
+
+    def _load_into(self, worker: WorkerProcess) -> Failure | None:
+        """Everything before the Solution's first call. What its source does at import happens here."""
+        timeout_s = self.limits.first_call_s
+        failure = self._ask(worker, "prepare", timeout_s, profile=self.rigor.audited)
+        if failure is not None:
+            return failure
         try:
-            reply = self.worker.request(
+            reply = worker.request(
                 "load",
-                timeout_s=self.limits.first_call_s,
+                timeout_s=timeout_s,
                 folder=str(self.solution.folder),
                 digest=self.solution.digest,
                 inputs=list(self.definition.inputs),
@@ -182,163 +221,213 @@ class Member:
                 in_place=self.definition.in_place,
             )
         except WorkerTimeout as error:
-            self.broken = Failure("TIMEOUT", "loading the source did not finish", str(error))
+            return Failure("TIMEOUT", "loading the source did not finish", str(error))
         except WorkerDied as error:
-            self.broken = Failure("RUNTIME_ERROR", "the worker died while loading the source", str(error))
-        else:
-            if not reply.ok:
-                status = "COMPILE_ERROR" if reply.is_compile_error else "RUNTIME_ERROR"
-                self.broken = Failure(status, "the source does not load", reply.error)  # type: ignore[arg-type]
-        self._warm = self.broken is None
-        return self.broken
+            return Failure("RUNTIME_ERROR", "the worker died while loading the source", str(error))
+        if reply.ok:
+            return None
+        status = "COMPILE_ERROR" if reply.is_compile_error else "RUNTIME_ERROR"
+        return Failure(status, "the source does not load", reply.error)  # type: ignore[arg-type]
 
     def _fuzz(
         self, workload: Workload, anchors: Sequence[Workload], seed: int, cache: ExpectedCache
-    ) -> list[str] | Failure:
+    ) -> Envelope | Failure:
         dtypes = self.definition.bind_dtypes(workload.dtypes)
         # A continuous scalar such as eps selects no code: one envelope serves all its values.
-        selecting = {n: v for n, v in workload.scalars().items() if is_code_selecting(self.definition, n)}
+        scalars = workload.scalars()
+        selecting = {n: v for n, v in scalars.items() if is_code_selecting(self.definition, n)}
         key = canonical_json([dtypes, selecting])
         if key not in self.envelopes:
             sizes = [anchor.axes for anchor in anchors]
-            chosen = fuzz_axes(self.definition, self.solution.record, sizes, dtypes, FUZZ_CASES, seed)
-            passed: list[str] = []
-            for number, axes in enumerate(chosen):
-                contents = FUZZ_CONTENTS[number % len(FUZZ_CONTENTS)]
-                bound = self.definition.bind_axes(axes)
-                # Odd cases lie one element off: a model may pass a view whose address is aligned to nothing.
-                case = Case(bound, dtypes, workload.scalars(), {}, contents, seed + number, offset=number % 2)
-                expected = cache.get(case)
-                if expected is None:
-                    continue
-                outcome = self._verify_case(expected)
-                if isinstance(outcome, Failure):
-                    if outcome.status in ("TIMEOUT", "RUNTIME_ERROR", "COMPILE_ERROR"):
-                        return outcome  # the machine's trouble or the source's: tried again for the next workload
-                    self.envelopes[key] = outcome
-                    return outcome
-                passed.append(str(case))
-            self.envelopes[key] = passed
+            count = self.rigor.fuzz_cases_of(self.solution.record)
+            cases = fuzz_cases(self.definition, self.solution.record, sizes, dtypes, scalars, count=count, seed=seed)
+            outcome = self._verify_envelope(cases, cache)
+            if isinstance(outcome, Failure) and outcome.status in ("TIMEOUT", "RUNTIME_ERROR", "COMPILE_ERROR"):
+                return outcome  # the machine's trouble or the source's: tried again for the next workload
+            self.envelopes[key] = outcome
         return self.envelopes[key]
 
-    def _verify_case(self, expected: Expected) -> Failure | None:
-        with Arena(plan_slot(self.definition, expected.case), 1, self.device, self.folder) as arena:
-            failure = self._attach(arena, expected.case)
-            if failure is None:
-                outcome = self._slot(arena, 0, expected)
-                failure = outcome if isinstance(outcome, Failure) else None
-            self._detach()
-        return failure
-
-    def _verify_shape(
-        self, workload: Workload, seed: int, cache: ExpectedCache, envelope: list[str]
-    ) -> Verified | Failure:
-        contents = []
-        verdict = Verdict(deterministic=self.solution.record.spec.deterministic)
-        for number, distribution in enumerate(CONTENT_SETS):
-            case = Case.of_workload(self.definition, workload, distribution=distribution, seed=seed + 1000 + number)
+    def _verify_envelope(self, cases: Sequence[Case], cache: ExpectedCache) -> Envelope | Failure:
+        """Every case, spread over the worker and as many helpers as the machine has room for."""
+        assert self.worker is not None
+        envelope = Envelope()
+        proving: list[Expected] = []
+        for case in cases:
             expected = cache.get(case)
             if expected is None:
-                verdict.dropped.append(distribution)
+                envelope.dropped.append(str(case))
             else:
-                contents.append(expected)
-        if not contents:
-            return Failure(
-                "UNSUPPORTED", "the reference itself passes no content set at this shape, so nothing can be proved"
-            )
-        plan = plan_slot(self.definition, contents[0].case)
-        slots = max(len(contents), min(POINTER_SETS, self.limits.arena_bytes // plan.size))
-        arena = Arena(plan, 1 if self.interpret else slots, self.device, self.folder)
-        failure = self._attach(arena, contents[0].case)
+                proving.append(expected)
+        if not proving:
+            reason = "no shape beside the measured one can be verified: its constraints, or the reference, exclude all"
+            return Failure("UNSUPPORTED", reason, gate="envelope")
+        helpers = [self._new_worker() for _ in range(min(self.limits.envelope_workers, len(proving)) - 1)]
+        workers = [self.worker, *helpers]
+        try:
+            with ThreadPoolExecutor(max_workers=len(workers)) as pool:
+                shares = [proving[number :: len(workers)] for number in range(len(workers))]
+                failures = list(pool.map(self._verify_share, workers, shares))
+        finally:
+            for helper in helpers:
+                helper.close()
+        failure = next((failure for failure in failures if failure is not None), None)
+        envelope.passed = [str(expected.case) for expected in proving]
+        return envelope if failure is None else failure
+
+    def _verify_share(self, worker: WorkerProcess, share: Sequence[Expected]) -> Failure | None:
+        failure = None if worker is self.worker else self._load_into(worker)
+        for expected in share:
+            if failure is None:
+                outcome = self._verify_case(worker, expected, calls=2)
+                failure = outcome if isinstance(outcome, Failure) else None
+        return failure
+
+    def _verify_case(self, worker: WorkerProcess, expected: Expected, calls: int) -> Verdict | Failure:
+        verdict = Verdict(deterministic=self.solution.record.spec.deterministic)
+        with Arena(plan_slot(self.definition, expected.case), 1, self.device) as arena:
+            outcome = self._attach(worker, arena, expected.case) or self._slot(worker, arena, expected, calls)
+            self._detach(worker)
+        if isinstance(outcome, Failure):
+            return outcome
+        verdict.add(outcome[0])
+        return verdict
+
+    def _verify_shape(self, contents: WorkloadContents, envelope: Envelope) -> Verified | Failure:
+        assert self.worker is not None
+        verdict = Verdict(deterministic=self.solution.record.spec.deterministic)
         outputs: list[Mapping[str, torch.Tensor]] = []
-        for number, expected in enumerate(contents):
-            if failure is not None:
-                break
-            outcome = self._slot(arena, number % arena.slots, expected)
-            if isinstance(outcome, Failure):
-                failure = outcome
-            else:
-                verdict.add(outcome[0])
-                outputs.append(outcome[1])
+        case = contents.sets[0].case
+        with Arena(plan_slot(self.definition, case), 1, self.device) as arena:
+            failure = self._attach(self.worker, arena, case)
+            for number, expected in enumerate(contents.sets):
+                if failure is not None:
+                    break
+                calls = self.rigor.calls if number == 0 else 2
+                outcome = self._slot(self.worker, arena, expected, calls=calls)
+                if isinstance(outcome, Failure):
+                    failure = outcome
+                else:
+                    verdict.add(outcome[0])
+                    outputs.append(outcome[1])
+            self._detach(self.worker)
         if failure is not None:
-            self._detach()
-            arena.close()
             return failure
-        verdict.cases += len(envelope)
-        return Verified(arena, contents, outputs, verdict, envelope)
+        verdict.cases += len(envelope.passed)
+        return Verified(outputs, verdict, envelope)
 
     def _slot(
-        self, arena: Arena, slot: int, expected: Expected
+        self, worker: WorkerProcess, arena: Arena, expected: Expected, calls: int
     ) -> tuple[dict[str, OutputVerdict], dict[str, torch.Tensor]] | Failure:
-        assert self.worker is not None
         timeout_s = self.limits.first_call_s  # any new shape may compile anew
-        return verify_slot(
-            self.worker, arena, slot, self.definition, self.solution.record, expected, timeout_s=timeout_s
+        record = self.solution.record
+        outcome = verify_slot(worker, arena, 0, self.definition, record, expected, calls=calls, timeout_s=timeout_s)
+        if isinstance(outcome, Failure):
+            self._note_spoilt(worker, outcome.log)
+        return outcome
+
+    def _note_spoilt(self, worker: WorkerProcess, text: str) -> None:
+        """After an illegal access every later CUDA call of that process fails, whoever makes it."""
+        if worker is self.worker and ("CUDA error" in text or "CUDA_ERROR" in text or "cudaError" in text):
+            self.spoilt = True
+
+    def _attach(self, worker: WorkerProcess, arena: Arena, case: Case) -> Failure | None:
+        return self._ask(
+            worker,
+            "attach",
+            self.limits.call_s,
+            descriptors=(arena.descriptor,),
+            arena=arena.to_message(),
+            config=self.config,
+            scalars=case.scalars,
         )
 
-    def _attach(self, arena: Arena, case: Case) -> Failure | None:
-        return self._ask("attach", arena=arena.to_message(), config=self.config, scalars=case.scalars)
+    def _detach(self, worker: WorkerProcess) -> None:
+        if worker.alive:
+            self._ask(worker, "detach", self.limits.call_s)
 
-    def _detach(self) -> None:
-        if self.worker is not None and self.worker.alive:
-            self._ask("detach")
+    def _ask(
+        self, worker: WorkerProcess, op: str, timeout_s: float, descriptors: Sequence[int] = (), **content: object
+    ) -> Failure | None:
+        reply = self._reply(worker, op, timeout_s, descriptors, **content)
+        return reply if isinstance(reply, Failure) else None
 
-    def _ask(self, op: str, **content: object) -> Failure | None:
-        assert self.worker is not None
+    def _reply(
+        self, worker: WorkerProcess, op: str, timeout_s: float, descriptors: Sequence[int] = (), **content: object
+    ) -> Reply | Failure:
         try:
-            reply = self.worker.request(op, timeout_s=self.limits.call_s, **content)
-        except (WorkerDied, WorkerTimeout) as error:
+            reply = worker.request(op, timeout_s=timeout_s, descriptors=descriptors, **content)
+        except WorkerTimeout as error:
+            return Failure("TIMEOUT", f"'{op}' did not finish", str(error))
+        except WorkerDied as error:
             return Failure("RUNTIME_ERROR", f"the worker was lost during '{op}'", str(error))
-        return None if reply.ok else Failure("RUNTIME_ERROR", f"'{op}' failed in the worker", reply.error)
+        if reply.ok:
+            return reply
+        self._note_spoilt(worker, reply.error)
+        return Failure("RUNTIME_ERROR", f"'{op}' failed in the worker: {reply.summary}", reply.error)
 
-    # -- timing -------------------------------------------------------------------------------------------------------
+    # -- on the stage -------------------------------------------------------------------------------------------------
 
-    def ready_to_time(self, verified: Verified) -> Failure | None:
-        """Fresh inputs and poison in every slot, and a private copy of all of it in the worker.
+    def enter(self, stage: Stage) -> Failure | None:
+        """Map the memory that all members are timed in."""
+        assert self.worker is not None
+        return self._attach(self.worker, stage.arena, stage.contents[0].case)
 
-        Every slot gets other contents than it had before, so that an output remembered by its address is a wrong one.
-        """
-        verified.rotation += 1
-        for slot in range(verified.arena.slots):
-            fill_slot(verified.arena, slot, self.definition, verified.contents[verified.content_of(slot)], None)
-        verified.arena.settle()
-        return self._ask("copy_in")
+    def leave(self) -> None:
+        """Let go of the stage."""
+        if self.worker is not None:
+            self._detach(self.worker)
 
     def time_block(self, slots: Sequence[int]) -> tuple[list[float], list[float]] | Failure:
-        """(device, host) microseconds of one call on each slot, in order."""
+        """(device, host) microseconds of one call on each slot, in order, by the worker's clocks."""
         assert self.worker is not None
-        try:
-            reply = self.worker.request("time", timeout_s=self.limits.call_s, slots=list(slots))
-        except WorkerTimeout as error:
-            return Failure("TIMEOUT", "timing did not finish", str(error))
-        except WorkerDied as error:
-            return Failure("RUNTIME_ERROR", "the worker died while it was timed", str(error))
-        if not reply.ok:
-            return Failure("RUNTIME_ERROR", "raised while it was timed", reply.error)
+        reply = self._reply(self.worker, "time", self.limits.call_s, slots=list(slots))
+        if isinstance(reply, Failure):
+            return replace(reply, reason=f"while it was timed: {reply.reason}")
         device, host = reply.content.get("device_us"), reply.content.get("host_us")
         if not _are_times(device, len(slots)) or not _are_times(host, len(slots)):
-            return Failure("REJECTED", "the worker's timing reply is not a list of positive times")
+            return Failure("REJECTED", "the worker's timing reply is not a list of positive times", gate="timing reply")
         return device, host  # type: ignore[return-value]
 
-    def check_timed_outputs(self, verified: Verified, slots: Sequence[int]) -> Failure | None:
-        """A deterministic kernel must have left exactly its verified output in every slot it was timed on."""
-        spec = self.solution.record.spec
-        if not spec.destination_passing_style or not spec.deterministic:
-            return None
-        failure = self._ask("copy_out")
-        if failure is not None:
-            return failure
-        replaced = {target: source for source, target in self.definition.in_place.items()}
+    def check_timed_outputs(self, stage: Stage, verified: Verified, slots: Sequence[int]) -> Failure | None:
+        """The timed calls must have left in their slots what the verified calls gave on the same contents."""
+        record = self.solution.record
         for slot in slots:
-            for name, want in verified.outputs[verified.content_of(slot)].items():
-                if not same_bytes(verified.arena.tensor(slot, replaced.get(name, name)), want):
-                    return Failure("REJECTED", f"{name}: the timed calls left another result than the verified ones")
+            found = read_outputs(stage.arena, slot, self.definition)
+            number = stage.content_of(slot)
+            if record.spec.deterministic:
+                wrong = [name for name, want in verified.outputs[number].items() if not same_bytes(found[name], want)]
+            else:
+                outcome = judge(self.definition, record, stage.contents[number], found)
+                wrong = [outcome.output or ""] if isinstance(outcome, Failure) else []
+            if wrong:
+                reason = f"{wrong[0]}: the timed calls left another result than the verified ones"
+                return Failure("REJECTED", reason, gate="timed output", case=stage.contents[number].case)
         return None
 
-    def finish(self, verified: Verified) -> None:
-        """Let go of the workload's memory."""
-        self._detach()
-        verified.arena.close()
+    def run_calls(self, slots: Sequence[int], busy_us: float) -> float | Failure:
+        """Microseconds by this process's clock from asking for one call on each slot to the answer that all is done."""
+        assert self.worker is not None
+        start = time.perf_counter_ns()
+        reply = self._reply(self.worker, "run", self.limits.call_s, slots=list(slots), busy_us=busy_us)
+        elapsed_us = (time.perf_counter_ns() - start) / 1e3
+        return reply if isinstance(reply, Failure) else elapsed_us
+
+    def profile(self, slots: Sequence[int]) -> list[KernelUse] | Failure:
+        """What ran on the device because of one call on each slot."""
+        assert self.worker is not None
+        reply = self._reply(self.worker, "profile", self.limits.call_s, slots=list(slots))
+        if isinstance(reply, Failure):
+            return reply
+        found = reply.content.get("activities")
+        used = [KernelUse.from_message(item) for item in found] if isinstance(found, list) else [None]
+        if any(use is None for use in used):
+            return Failure("REJECTED", "the worker's profile is not a list of kernels", gate="ownership")
+        return [use for use in used if use is not None]
+
+
+def envelope_workers(members: int) -> int:
+    """How many processes each of the members may use for its fuzz envelope on this machine."""
+    return max(1, min(MAX_ENVELOPE_WORKERS, (os.cpu_count() or 1) // max(members, 1)))
 
 
 def _are_times(value: object, count: int) -> bool:

@@ -6,6 +6,7 @@ import fnmatch
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from tilegym_db.bench.machine import Machine
 from tilegym_db.catalog import Catalog, SolutionFiles
@@ -32,6 +33,7 @@ class Options:
     workload: str | None = None
     quick: bool = False
     again: bool = False
+    tier: Literal["screen", "promotion"] = "screen"
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ def make_plan(
     options: Options,
     done: Collection[DoneKey],
     unusable: Mapping[str, str] | None = None,
+    excluded: Mapping[DoneKey, str] | None = None,
 ) -> Plan:
     """Select pairs of Solution and Workload.
 
@@ -96,6 +99,7 @@ def make_plan(
         options: names (of Definitions or Solutions), language, workload glob, quick, again.
         done: (solution digest, definition digest, workload uuid) that already have a trace on this GPU.
         unusable: language -> what is missing for it here, and the command that installs it.
+        excluded: pairs, keyed as ``done``, that are not to be run, with the reason.
 
     Raises:
         NotFoundError: a name is neither a Definition nor a Solution.
@@ -109,8 +113,8 @@ def make_plan(
         item = DefinitionPlan(definition)
         item.workloads = _workloads(catalog, definition, machine, options, plan)
         for solution in solutions:
-            _place(item, solution, machine, unusable or {}, plan)
-        _choose_pairs(item, options, done, plan)
+            _place(item, solution, machine, options, unusable or {}, plan)
+        _choose_pairs(item, options, done, excluded or {}, plan)
         matched = matched or bool(item.workloads)
         if item.pairs:
             plan.definitions.append(item)
@@ -183,27 +187,41 @@ def _matches(workload: Workload, pattern: str) -> bool:
 
 
 def _place(
-    item: DefinitionPlan, solution: SolutionFiles, machine: Machine, unusable: Mapping[str, str], plan: Plan
+    item: DefinitionPlan,
+    solution: SolutionFiles,
+    machine: Machine,
+    options: Options,
+    unusable: Mapping[str, str],
+    plan: Plan,
 ) -> None:
     language = solution.record.spec.language
     if language in unusable and (machine.is_gpu or language == "triton"):
         plan.skipped.append(Skipped(solution.name, "*", unusable[language]))
     elif machine.is_gpu or language == "python":
         item.timed.append(solution)
-    elif language == "triton":
+    elif language == "triton" and options.tier == "screen":
         item.interpreted.append(solution)
     else:
         reason = f"{language} kernels run on a GPU only (here they can be compiled: tilegym-db compile)"
         plan.skipped.append(Skipped(solution.name, "*", reason))
 
 
-def _choose_pairs(item: DefinitionPlan, options: Options, done: Collection[DoneKey], plan: Plan) -> None:
+def _choose_pairs(
+    item: DefinitionPlan,
+    options: Options,
+    done: Collection[DoneKey],
+    excluded: Mapping[DoneKey, str],
+    plan: Plan,
+) -> None:
     for workload in item.workloads:
         wanted = []
         for solution in (*item.timed, *item.interpreted):
+            key = (solution.digest, item.definition.digest, workload.uuid)
             if solution in item.interpreted and _elements(item.definition, workload) > INTERPRETER_MAX_ELEMENTS:
                 plan.skipped.append(Skipped(solution.name, axes_key(workload.axes), "too large for the interpreter"))
-            elif not options.again and (solution.digest, item.definition.digest, workload.uuid) in done:
+            elif key in excluded:
+                plan.skipped.append(Skipped(solution.name, axes_key(workload.axes), excluded[key]))
+            elif not options.again and key in done:
                 plan.skipped.append(
                     Skipped(solution.name, axes_key(workload.axes), "already measured (--again repeats it)")
                 )

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import secrets
-import tempfile
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -14,17 +13,21 @@ from tilegym_db.backends.toolchains import TOOLCHAINS, toolchain_status
 from tilegym_db.bench.executor.local import LocalExecutor
 from tilegym_db.bench.machine import Machine, select_machine
 from tilegym_db.bench.plan import Options, Plan, make_plan
+from tilegym_db.bench.rigor import INTERPRETER, MIN_SANDBOX_LEVEL, PROMOTION, SCREEN, Rigor
 from tilegym_db.bench.tournament import Effort
 from tilegym_db.bench.tracing import RunContext
 from tilegym_db.catalog import Catalog
+from tilegym_db.errors import HardwareError
 from tilegym_db.paths import home
 from tilegym_db.records import Trace
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.ingest import ingest_journals
 from tilegym_db.store.journal import Journal
-from tilegym_db.store.queries import done_keys
+from tilegym_db.store.queries import done_keys, failed_screen
+from tilegym_db.verify.sandbox.levels import best_level
+from tilegym_db.verify.sandbox.scratch import scratch_folder
 
-__all__ = ["BenchReport", "Observer", "benchmark", "run_plan"]
+__all__ = ["BenchReport", "Observer", "benchmark", "promote", "run_plan"]
 
 
 @dataclass
@@ -46,6 +49,11 @@ class BenchReport:
     traces: list[Trace] = field(default_factory=list)
     interrupted: bool = False
 
+    def followed_by(self, later: BenchReport) -> BenchReport:
+        """This run and the one after it on the same machine, as one report named after the later."""
+        traces = [*self.traces, *later.traces]
+        return BenchReport(later.run_id, later.machine, later.plan, traces, later.interrupted)
+
     @property
     def counts(self) -> Counter[str]:
         """How many traces ended with each status."""
@@ -60,11 +68,13 @@ def benchmark(
     workload: str | None = None,
     quick: bool = False,
     again: bool = False,
+    promote: bool = False,
+    allow_unsandboxed: bool = False,
     catalog: Catalog | None = None,
     store_home: Path | None = None,
     observer: Observer | None = None,
 ) -> BenchReport:
-    """Verify and time Solutions, and store a Trace for each (solution, workload) pair.
+    """Screen Solutions: verify and time them, and store a Trace for each (solution, workload) pair.
 
     Args:
         names: Definitions or Solutions; empty means all.
@@ -73,29 +83,87 @@ def benchmark(
         workload: glob over uuid, tags and axes key, such as ``stage:decode`` or ``M=1,*``.
         quick: few workloads and few samples.
         again: measure pairs anew that have a trace already.
+        promote: afterwards run the promotion tier on what passed, as :func:`promote` does; its traces are in the report.
+        allow_unsandboxed: promote on a machine that cannot confine a worker; the traces say so and are never published.
         catalog: the records; the shipped ones and the user's overlay by default.
         store_home: folder of the store; ``$TILEGYM_DB_HOME`` or the user data folder by default.
         observer: callbacks for progress.
 
     Raises:
-        HardwareError: the GPU asked for is not the one in this machine.
+        HardwareError: the GPU asked for is not the one in this machine; or it cannot confine a worker.
         NotFoundError: a name that is neither a Definition nor a Solution.
         StoreError: the store cannot be used.
     """
-    watching = observer or Observer()
-    where = store_home or home()
-    records = catalog or Catalog.default()
-    machine = select_machine(gpu)
     options = Options(tuple(names), language, workload, quick, again)
-    with open_store(where, catalog=records) as store:
-        ingest_journals(store)
-        done = done_keys(store, machine.gpu)
-    plan = make_plan(records, machine, options, done, unusable_languages())
-    watching.planned(plan, machine)
-    report = run_plan(plan, machine, where, Effort.quick() if quick else Effort(), watching)
-    with open_store(where, catalog=records) as store:
-        ingest_journals(store)
+    session = _Session(gpu, catalog, store_home, observer)
+    if promote:
+        session.require_sandbox(allow_unsandboxed)
+    report = session.run(options, SCREEN)
+    if promote and not report.interrupted:
+        report = report.followed_by(session.run(replace(options, tier="promotion"), PROMOTION))
     return report
+
+
+def promote(
+    names: tuple[str, ...] = (),
+    *,
+    gpu: str = "auto",
+    language: str | None = None,
+    workload: str | None = None,
+    quick: bool = False,
+    again: bool = False,
+    allow_unsandboxed: bool = False,
+    catalog: Catalog | None = None,
+    store_home: Path | None = None,
+    observer: Observer | None = None,
+) -> BenchReport:
+    """Verify Solutions for good: fresh processes, fresh secrets, the whole fuzz envelope and every audit.
+
+    Only what passes here is verified: ``best``, the resolver and patched models use nothing else. Pairs whose newest screen
+    failed are left out. Arguments and errors are those of :func:`benchmark`.
+    """
+    session = _Session(gpu, catalog, store_home, observer)
+    session.require_sandbox(allow_unsandboxed)
+    return session.run(Options(tuple(names), language, workload, quick, again, "promotion"), PROMOTION)
+
+
+class _Session:
+    """One machine, one catalog and one store, for one run or two."""
+
+    def __init__(self, gpu: str, catalog: Catalog | None, store_home: Path | None, observer: Observer | None) -> None:
+        self.machine = select_machine(gpu)
+        self.catalog = catalog or Catalog.default()
+        self.home = store_home or home()
+        self.observer = observer or Observer()
+
+    def require_sandbox(self, allow_unsandboxed: bool) -> None:
+        sandbox = best_level(self.machine.device)
+        if sandbox.level < MIN_SANDBOX_LEVEL and not allow_unsandboxed:
+            raise HardwareError(
+                f"promotion needs workers confined at level {MIN_SANDBOX_LEVEL} or better, and this machine reaches "
+                f"{sandbox.level}: {'; '.join(sandbox.reasons)}. With --allow-unsandboxed the traces are recorded as such "
+                "and never published."
+            )
+
+    def run(self, options: Options, rigor: Rigor) -> BenchReport:
+        with open_store(self.home, catalog=self.catalog) as store:
+            ingest_journals(store)
+            done = done_keys(store, self.machine.gpu, rigor.tier)
+            if rigor is SCREEN:
+                done |= done_keys(store, self.machine.gpu, INTERPRETER.tier)
+            failed = failed_screen(store, self.machine.gpu) if rigor is PROMOTION and not options.again else {}
+        excluded = {key: _screen_failure(status) for key, status in failed.items()}
+        plan = make_plan(self.catalog, self.machine, options, done, unusable_languages(), excluded)
+        self.observer.planned(plan, self.machine)
+        effort = Effort.quick() if options.quick else Effort()
+        report = run_plan(plan, self.machine, self.home, effort, rigor, self.observer)
+        with open_store(self.home, catalog=self.catalog) as store:
+            ingest_journals(store)
+        return report
+
+
+def _screen_failure(status: str) -> str:
+    return f"did not pass the screen: {status}"
 
 
 def unusable_languages() -> dict[str, str]:
@@ -108,19 +176,21 @@ def unusable_languages() -> dict[str, str]:
     }
 
 
-def run_plan(plan: Plan, machine: Machine, store_home: Path, effort: Effort, observer: Observer) -> BenchReport:
+def run_plan(
+    plan: Plan, machine: Machine, store_home: Path, effort: Effort, rigor: Rigor, observer: Observer
+) -> BenchReport:
     """Run a plan and journal its traces; the caller ingests them. No database is open while workers run."""
     run_id = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{machine.gpu}-{secrets.token_hex(3)}"
     context = RunContext(run_id, machine, secrets.randbits(62))
     report = BenchReport(run_id, machine, plan)
-    with Journal(run_id, store_home) as journal, tempfile.TemporaryDirectory(prefix="tilegym-db-") as scratch:
+    with Journal(run_id, store_home) as journal, scratch_folder() as scratch:
 
         def emit(trace: Trace) -> None:
             journal.append(trace)
             report.traces.append(trace)
             observer.traced(trace)
 
-        executor = LocalExecutor(context, Path(scratch), effort, emit, observer.starting)
+        executor = LocalExecutor(context, scratch, effort, rigor, emit, observer.starting)
         try:
             for item in plan.definitions:
                 executor.run(item)

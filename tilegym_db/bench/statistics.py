@@ -11,8 +11,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
-__all__ = ["Interval", "median", "median_interval", "paired_ratio"]
+__all__ = ["Interval", "Verdict", "median", "median_interval", "paired_ratio", "verdict_of"]
+
+Verdict = Literal["faster", "slower", "tie"]
 
 CONFIDENCE = 0.99
 
@@ -74,3 +77,20 @@ def paired_ratio(this: Sequence[float], other: Sequence[float]) -> Interval:
     """
     logs = median_interval([math.log(b / a) for a, b in zip(this, other, strict=True)])
     return Interval(math.exp(logs.median), math.exp(logs.low), math.exp(logs.high))
+
+
+def verdict_of(ratio: Interval, noise: float = 0.0) -> Verdict:
+    """What a ratio of times proves: ``faster`` or ``slower`` where the whole interval is beyond the noise, else a ``tie``.
+
+    Args:
+        ratio: ``other / this`` with its interval, as :func:`paired_ratio` gives it; above 1, this is faster.
+        noise: relative differences up to this count for nothing, however sure they are: what pairing does not cancel
+            (0.02 where a kernel replaces stock code, more in a session whose control kernels moved).
+
+    A tie is no draw of lots: whoever held the place before keeps it. The verdict of the reversed ratio is the reverse.
+    """
+    if noise < 0:
+        raise ValueError(f"noise is a relative difference >= 0, not {noise}")
+    if ratio.low > 1 + noise:
+        return "faster"
+    return "slower" if ratio.high < 1 / (1 + noise) else "tie"

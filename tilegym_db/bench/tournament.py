@@ -12,11 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tilegym_db.bench.member import Member, Verified
+from tilegym_db.bench.stage import Stage
 from tilegym_db.bench.statistics import median, median_interval, paired_ratio
 from tilegym_db.records.trace import Comparison, Performance
 from tilegym_db.verify.verifier import Failure
 
 __all__ = ["Effort", "Entrant", "run_tournament"]
+
+CHECKED_ROUNDS = 2
+"""How many secretly chosen rounds are checked, besides the one after the contents change."""
 
 
 @dataclass(frozen=True)
@@ -50,50 +54,43 @@ class Entrant:
     samples: list[float] = field(default_factory=list)
     host: list[float] = field(default_factory=list)
     failure: Failure | None = None
-    used_slots: set[int] = field(default_factory=set)
 
-    def order(self, generator: random.Random) -> list[int]:
+    def order(self, slots: int, generator: random.Random) -> list[int]:
         """A random sequence of slots for the next block, so that no call sees the addresses of the one before."""
-        count = self.verified.arena.slots
-        sequence = [generator.randrange(count)]
+        sequence = [generator.randrange(slots)]
         while len(sequence) < self.block:
-            sequence.append((sequence[-1] + 1 + generator.randrange(max(count - 1, 1))) % count)
+            sequence.append((sequence[-1] + 1 + generator.randrange(max(slots - 1, 1))) % slots)
         return sequence
 
-    def check(self) -> Failure | None:
-        """Compare what the timed calls so far have left in the slots with the verified outputs."""
-        used, self.used_slots = sorted(self.used_slots), set()
-        return self.member.check_timed_outputs(self.verified, used)
 
-    def refill(self) -> Failure | None:
-        """Other contents and fresh poison in every slot; before that, :meth:`check`."""
-        return self.check() or self.member.ready_to_time(self.verified)
+def run_tournament(
+    entrants: list[Entrant], stage: Stage, effort: Effort, seed: int
+) -> dict[str, Performance | Failure]:
+    """Time every entrant; member name -> performance with comparisons against each baseline, or why it failed.
 
-
-def run_tournament(entrants: list[Entrant], effort: Effort, seed: int) -> dict[str, Performance | Failure]:
-    """Time every entrant; member name -> performance with comparisons against each baseline, or why it failed."""
+    Args:
+        entrants: each has entered the stage, or carries the failure to do so.
+        stage: where all of them are timed.
+        effort: how long.
+        seed: secret of this run; decides the order of everything, and which blocks are checked.
+    """
     generator = random.Random(seed)
     deadline = time.monotonic() + effort.budget_s
     for entrant in entrants:
-        entrant.failure = entrant.member.ready_to_time(entrant.verified)
-    for entrant in entrants:
         if entrant.failure is None:
-            _warm_up(entrant, effort, generator)
+            _warm_up(entrant, stage, effort, generator)
     # Work that is done once per address and then skipped leaves stale memory after a refill that it cannot foresee.
     refill = generator.randrange(1, effort.min_rounds)
+    checked = {refill, *generator.sample(range(effort.min_rounds), CHECKED_ROUNDS)}
     for number in range(effort.max_rounds):
         if number == refill:
-            for entrant in entrants:
-                entrant.failure = entrant.failure or entrant.refill()
+            stage.fill()
         running = [entrant for entrant in entrants if entrant.failure is None]
         generator.shuffle(running)
         for entrant in running:
-            _play(entrant, generator)
+            _play(entrant, stage, generator, checked=number in checked)
         if number + 1 >= effort.min_rounds and (_settled(running, effort) or time.monotonic() > deadline):
             break
-    for entrant in entrants:
-        if entrant.failure is None:
-            entrant.failure = entrant.check()
     finished = [entrant for entrant in entrants if entrant.failure is None]
     results: dict[str, Performance | Failure] = {e.member.name: e.failure for e in entrants if e.failure is not None}
     for entrant in finished:
@@ -101,11 +98,13 @@ def run_tournament(entrants: list[Entrant], effort: Effort, seed: int) -> dict[s
     return results
 
 
-def _warm_up(entrant: Entrant, effort: Effort, generator: random.Random) -> None:
+def _warm_up(entrant: Entrant, stage: Stage, effort: Effort, generator: random.Random) -> None:
     """Two untimed blocks; the second tells how many calls make a block of the wanted length."""
     for _ in range(2):
         entrant.block = 3
-        outcome = entrant.member.time_block(entrant.order(generator))
+        order = entrant.order(stage.slots, generator)
+        stage.prepare(order, poison=False)
+        outcome = entrant.member.time_block(order)
         if isinstance(outcome, Failure):
             entrant.failure = outcome
             return
@@ -114,14 +113,17 @@ def _warm_up(entrant: Entrant, effort: Effort, generator: random.Random) -> None
     entrant.block = max(wanted, -(-effort.min_samples // effort.max_rounds))
 
 
-def _play(entrant: Entrant, generator: random.Random) -> None:
-    order = entrant.order(generator)
+def _play(entrant: Entrant, stage: Stage, generator: random.Random, *, checked: bool) -> None:
+    order = entrant.order(stage.slots, generator)
+    # Other members write to the same outputs, so a block that is checked starts from garbage.
+    stage.prepare(order, poison=checked)
     outcome = entrant.member.time_block(order)
     if isinstance(outcome, Failure):
         entrant.failure = outcome
         return
     device, host = outcome
-    entrant.used_slots.update(order)
+    if checked:
+        entrant.failure = entrant.member.check_timed_outputs(stage, entrant.verified, sorted(set(order)))
     entrant.rounds.append(median(device))
     entrant.samples += device
     entrant.host += host

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -12,11 +13,20 @@ from tilegym_db.bench.machine import Machine
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.records import Config, Definition, Trace, Workload
 from tilegym_db.records.base import canonical_json
-from tilegym_db.records.trace import Correctness, Envelope, Performance, Tier, clip_log, new_trace_id
-from tilegym_db.verify.sandbox.process import SANDBOX_LEVEL
+from tilegym_db.records.trace import (
+    Audit,
+    Correctness,
+    Envelope,
+    FailurePoint,
+    Performance,
+    Tier,
+    clip_log,
+    new_trace_id,
+)
+from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.verifier import Failure
 
-__all__ = ["RunContext", "envelope_of"]
+__all__ = ["RunContext", "envelope_of", "failure_point", "reproduce_command"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +46,7 @@ class RunContext:
         tier: Tier,
         failure: Failure,
         config: Config,
+        sandbox_level: int,
     ) -> Trace:
         """The trace of a pair that did not pass."""
         correctness = failure.correctness if failure.status == "INCORRECT_NUMERICAL" else None
@@ -44,8 +55,9 @@ class RunContext:
             "reason": failure.reason,
             "log": clip_log(failure.log),
             "correctness": correctness,
+            "failure": failure_point(failure, definition, solution, config, self.machine.gpu),
         }
-        return self._trace(definition, solution, workload, tier, config, verdict)
+        return self._trace(definition, solution, workload, tier, config, sandbox_level, verdict)
 
     def passed(
         self,
@@ -56,7 +68,9 @@ class RunContext:
         correctness: Correctness,
         performance: Performance | None,
         envelope: Envelope | None,
+        audit: Audit | None,
         config: Config,
+        sandbox_level: int,
     ) -> Trace:
         """The trace of a pair that passed; without performance in the interpreter tier."""
         verdict = {
@@ -64,8 +78,9 @@ class RunContext:
             "correctness": correctness,
             "performance": performance,
             "envelope": envelope,
+            "audit": audit,
         }
-        return self._trace(definition, solution, workload, tier, config, verdict)
+        return self._trace(definition, solution, workload, tier, config, sandbox_level, verdict)
 
     def _trace(
         self,
@@ -74,6 +89,7 @@ class RunContext:
         workload: Workload,
         tier: Tier,
         config: Config,
+        sandbox_level: int,
         verdict: Mapping[str, Any],
     ) -> Trace:
         key = (solution.digest, workload.uuid, canonical_json(config))
@@ -106,12 +122,53 @@ class RunContext:
             libs=machine.libs,
             tier=tier,
             attempt=attempt,
-            sandbox_level=SANDBOX_LEVEL,
+            sandbox_level=sandbox_level,
             **verdict,
         )
 
 
-def envelope_of(cases: list[str], seed: int) -> Envelope:
-    """The fuzz cases that a solution passed in this run, as a count and a digest of their descriptions."""
+def envelope_of(cases: list[str], dropped: list[str], seed: int) -> Envelope:
+    """The cases that a solution passed in this run, as a count and a digest of their descriptions."""
     digest = hashlib.sha256("\n".join(sorted(cases)).encode()).hexdigest()
-    return Envelope(cases=len(cases), digest=digest, seed=str(seed))
+    return Envelope(cases=len(cases), digest=digest, seed=str(seed), dropped=tuple(dropped))
+
+
+def failure_point(
+    failure: Failure, definition: Definition, solution: SolutionFiles, config: Config, gpu: str
+) -> FailurePoint | None:
+    """Where a Solution failed, if it failed at one case."""
+    case, verdict = failure.case, failure.verdict
+    if case is None:
+        return None
+    return FailurePoint(
+        gate=failure.gate or failure.status.lower(),
+        axes=case.axes,
+        dtypes=case.dtypes,
+        layouts=case.layouts,
+        contents=case.distribution,
+        seed=str(case.seed),
+        offset=case.offset,
+        output=failure.output,
+        index=verdict.index if verdict else (),
+        expected=verdict.expected if verdict else "",
+        got=verdict.got if verdict else "",
+        worst_row=verdict.worst_row if verdict else None,
+        command=reproduce_command(definition, solution.name, case, config, gpu),
+    )
+
+
+def reproduce_command(definition: Definition, solution: str, case: Case, config: Config, gpu: str) -> str:
+    """The command that verifies this one case again, alone. Seeds draw other numbers on another kind of device."""
+    variable = {name: size for name, size in case.axes.items() if name in definition.var_axes}
+    words = ["tilegym-db", "reproduce", solution, "--gpu", gpu]
+    for option, values in (
+        ("--axes", variable),
+        ("--dtype", case.dtypes),
+        ("--scalar", case.scalars),
+        ("--layout", case.layouts),
+        ("--config", config),
+    ):
+        for name, value in values.items():
+            words += [option, f"{name}={value}"]
+    words += ["--contents", case.distribution, "--seed", str(case.seed)]
+    return shlex.join(words + (["--offset", str(case.offset)] if case.offset else []))

@@ -55,11 +55,14 @@ def command(
     except ValueError as error:
         raise RecordError(f"{path}: {error}.") from None
     check_callable(record, sources, operator, path)
+    noted = check_source(record, sources, path)
     folder = catalog.add_solution(record, sources)
     typer.echo(str(folder))
     after = f"tilegym-db bench {record.name}"
     steps = after if record.spec.language == "python" else f"tilegym-db compile {record.name}, then: {after}"
     note(f"added solution '{record.name}' for {record.definition}. Next: {steps}")
+    if noted:
+        note(f"the static scan noted {noted} places, which is no fault. To read them: tilegym-db check --verbose")
 
 
 def from_folder(
@@ -181,6 +184,23 @@ def check_callable(record: Solution, sources: dict[str, bytes], definition: Defi
     problem = signature_problem(record, sources[record.spec.entry_path], definition)
     if problem is not None:
         raise RecordError(f"{where}: entry_point {problem}.")
+
+
+def check_source(record: Solution, sources: dict[str, bytes], where: Path) -> int:
+    """Scan the sources; returns how many places the scan notes without refusing them.
+
+    Raises:
+        RecordError: the scan refuses something; names every line and rule.
+    """
+    from tilegym_db.errors import RecordError
+    from tilegym_db.verify.scan import hard_findings, scan_sources
+
+    findings = scan_sources(record, sources)
+    refused = hard_findings(findings)
+    if refused:
+        lines = "\n".join(f"  {finding}" for finding in refused)
+        raise RecordError(f"{where}: the static scan refuses this solution, and nothing was added.\n{lines}")
+    return len(findings)
 
 
 def default_name(definition: str, language: str, stem: str) -> str:

@@ -23,7 +23,9 @@ from tilegym_db.cli import (
     ingest,
     leaderboard,
     list,
+    promote,
     publish,
+    reproduce,
     show,
     sql,
     version,
@@ -51,6 +53,8 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     },
     "Measure": {
         "bench": bench.command,
+        "promote": promote.command,
+        "reproduce": reproduce.command,
         "publish": publish.command,
         "ingest": ingest.command,
     },

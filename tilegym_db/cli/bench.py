@@ -20,11 +20,16 @@ def command(
     workload: Annotated[str | None, typer.Option(help="Glob over tags, axes (M=1,*) and uuid.")] = None,
     quick: Annotated[bool, typer.Option(help="Few workloads and samples.")] = False,
     again: Annotated[bool, typer.Option(help="Measure anew what has a trace already.")] = False,
+    promote: Annotated[bool, typer.Option("--promote", help="Then promote what passed (see promote).")] = False,
+    allow_unsandboxed: Annotated[
+        bool, typer.Option(help="Promote where workers cannot be confined; such traces are never published.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the traces as JSON lines.")] = False,
 ) -> None:
     """Build, verify and time solutions; every result becomes a trace in the database.
 
-    Interrupt it at any time: what was measured is kept, and the next run goes on from there.
+    This is the screen: what passes it is a candidate, and counts as verified once it is promoted. Interrupt it at any time:
+    what was measured is kept, and the next run goes on from there.
     """
     from tilegym_db.bench.session import benchmark
     from tilegym_db.cli.bench_progress import Progress
@@ -37,8 +42,15 @@ def command(
             workload=workload,
             quick=quick,
             again=again,
+            promote=promote,
+            allow_unsandboxed=allow_unsandboxed,
             observer=progress.observer(),
         )
+    finish(report, as_json=as_json)
+
+
+def finish(report: BenchReport, *, as_json: bool) -> None:
+    """Print a run and leave with its exit status: 130 interrupted, 1 where something failed."""
     if as_json:
         for trace in report.traces:
             typer.echo(trace.to_json())
@@ -70,7 +82,9 @@ def print_summary(report: BenchReport) -> None:
     for reason, count in skipped.items():
         console.print(f"[dim]{count} not run: {escape(reason)}[/dim]", highlight=False)
     counts = json.dumps(dict(report.counts)) if report.traces else "nothing new"
-    console.print(f"traces: {counts}. Next: tilegym-db best --gpu {report.machine.gpu}", highlight=False)
+    screened = bool(report.traces) and all(trace.tier != "promotion" for trace in report.traces)
+    after = f"promote --gpu {report.machine.gpu}" if screened else f"best --gpu {report.machine.gpu}"
+    console.print(f"traces: {counts}. Next: tilegym-db {after}", highlight=False)
 
 
 def _summary_cells(row: SummaryRow) -> tuple[str, str, str, str, str]:

@@ -19,7 +19,7 @@ def command(
 ) -> None:
     """Print the fastest verified solution per operator, shape and GPU. Exit status 3 where there is none."""
     from tilegym_db.catalog import Catalog
-    from tilegym_db.cli.reader import open_reader
+    from tilegym_db.cli.reader import open_reader, unverified_note
     from tilegym_db.errors import NoSolutionError
     from tilegym_db.store.queries import best_rows, measured_gpus
 
@@ -29,18 +29,21 @@ def command(
     with open_reader() as store:
         rows = best_rows(store, definition=name, op_type=op_type, gpu=chosen)
         measured = measured_gpus(store)
+        unverified = unverified_note(store, definition=name, op_type=op_type, gpu=chosen)
     if not rows:
         what = name or (f"op_type {op_type}" if op_type else "any definition")
         where = f" on {chosen}" if chosen else ""
         raise NoSolutionError(
             f"no verified solution for {what}{where}; GPUs with verified traces: {', '.join(measured) or 'none'}. "
-            f"Try: tilegym-db bench {name or ''}".rstrip()
+            + (unverified or f"Try: tilegym-db bench --promote {name or ''}".rstrip())
         )
     if as_json:
         print_json(rows)
     else:
         print_table(COLUMNS, [best_cells(row) for row in rows])
         note("speedup: against the model's own code. Why this one: tilegym-db explain NAME")
+        if unverified:
+            note(unverified)
 
 
 COLUMNS = (

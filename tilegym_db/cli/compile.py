@@ -58,12 +58,29 @@ def compile_catalog(
     from tilegym_db.backends.aot import compile_many
 
     jobs = select_jobs(catalog, names, targets, language, workload)
-    with progress(len(jobs)) as advance:
-        results = compile_many(jobs, lambda job, _: advance(job.solution.name))
-    outcomes = list(zip(jobs, results, strict=True))
+    refused = scan_refusals(jobs)
+    built = [job for job in jobs if job.solution.name not in refused]
+    with progress(len(built)) as advance:
+        results = compile_many(built, lambda job, _: advance(job.solution.name))
+    outcomes = list(zip(built, results, strict=True))
+    outcomes += [(job, refused[job.solution.name]) for job in jobs if job.solution.name in refused]
     return sorted(
         outcomes, key=lambda outcome: (outcome[0].definition.name, outcome[0].solution.name, outcome[0].target)
     )
+
+
+def scan_refusals(jobs: Sequence[CompileJob]) -> dict[str, CompileResult]:
+    """Solution -> why it is not built, for each one that the static scan refuses: a build runs its code."""
+    from tilegym_db.backends.jobs import CompileResult
+    from tilegym_db.verify.scan import hard_findings, scan_sources
+
+    refused = {}
+    for solution in {job.solution.name: job.solution for job in jobs}.values():
+        found = hard_findings(scan_sources(solution.record, solution.sources))
+        if found:
+            log = "\n".join(f"refused by the static scan: {finding}" for finding in found)
+            refused[solution.name] = CompileResult("failed", log=log)
+    return refused
 
 
 def parse_targets(texts: Sequence[str] | None) -> tuple[str, ...]:

@@ -54,6 +54,8 @@ def command(
         print_json(answer)
     else:
         _print(answer)
+        if decision.solution is None:
+            _note_unverified(name, slug)
     if decision.solution is None:
         raise typer.Exit(NO_VERIFIED_SOLUTION)
 
@@ -147,7 +149,20 @@ def _print(answer: dict[str, Any]) -> None:
     if evidence["published"]:
         note(f"Measured on {evidence['gpu']}, published {evidence['published']}. Speedup is against stock code.")
     elif answer["solution"] is None:
-        note("Measure and publish on that GPU: tilegym-db bench, then tilegym-db publish.")
+        note("Measure and publish on that GPU: tilegym-db bench --promote, then tilegym-db publish.")
+
+
+def _note_unverified(definition: str, gpu: str) -> None:
+    from tilegym_db.cli.reader import open_reader, unverified_note
+    from tilegym_db.errors import StoreError
+
+    try:
+        with open_reader() as store:
+            unverified = unverified_note(store, definition=definition, gpu=gpu)
+    except StoreError as error:  # the decision above was made without the store, and stands
+        unverified = f"note: {error}"
+    if unverified:
+        note(unverified)
 
 
 def _stock_label(answer: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ def command(
     """Rank solutions per operator and GPU: shapes measured, shapes won, geometric means."""
     from tilegym_db.catalog import Catalog
     from tilegym_db.cli.best import chosen_gpu
-    from tilegym_db.cli.reader import open_reader
+    from tilegym_db.cli.reader import open_reader, unverified_note
     from tilegym_db.store.queries import leaderboard_rows
 
     if name is not None:
@@ -28,15 +28,19 @@ def command(
     chosen = chosen_gpu(gpu)
     with open_reader() as store:
         rows = leaderboard_rows(store, definition=name, op_type=op_type, gpu=chosen)
+        unverified = unverified_note(store, definition=name, op_type=op_type, gpu=chosen)
     if as_json:
         print_json(rows)
-    elif rows:
+        return
+    if rows:
         print_leaderboard(rows)
         note(
             "speedup: against the model's own code; sol: share of the speed of light; both geometric means over shapes."
         )
-    else:
-        note("nothing verified yet. Try: tilegym-db bench")
+    elif not unverified:
+        note("nothing verified yet. Try: tilegym-db bench --promote")
+    if unverified:
+        note(unverified)
 
 
 def print_leaderboard(rows: list[dict[str, Any]]) -> None:

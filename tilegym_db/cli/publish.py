@@ -1,4 +1,4 @@
-"""``tilegym-db publish``: the best verified traces of a GPU, as the files that the resolver reads."""
+"""``tilegym-db publish``: the best promoted traces of a GPU, as the files that the resolver reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ def command(
 ) -> None:
     """Write the traces and the resolver table of one GPU: into the checkout, or into the user's folder.
 
-    From then on resolve() and patch() on that GPU use what was published; nothing else changes what they do.
+    From then on resolve() and patch() on that GPU use what was published; nothing else changes what they do. Only what the
+    promotion tier verified in a confined process is published; what a later failure took back is taken out.
     """
     from tilegym_db.cli.best import chosen_gpu
     from tilegym_db.cli.reader import open_reader
@@ -27,5 +28,9 @@ def command(
     for path in report.written:
         typer.echo(str(path))
     note(f"{report.traces} traces of {report.entries} shapes in {report.folder}; {len(report.written)} files changed")
+    for reason, count in report.left_out.items():
+        note(f"left out {count}: {reason}")
+    if report.revocations:
+        note(f"{report.revocations} failures go along, so that other stores take those passes back too")
     for path in report.leftover:
         note(f"nothing verified is left in {path}; delete it if that is meant")

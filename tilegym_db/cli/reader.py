@@ -11,7 +11,7 @@ from tilegym_db.cli.output import note
 if TYPE_CHECKING:
     from tilegym_db.store.connection import Store
 
-__all__ = ["open_reader"]
+__all__ = ["open_reader", "unverified_note"]
 
 
 @contextmanager
@@ -23,3 +23,16 @@ def open_reader() -> Iterator[Store]:
         if store.stale:
             note(f"note: {store.stale}")
         yield store
+
+
+def unverified_note(
+    store: Store, definition: str | None = None, op_type: str | None = None, gpu: str | None = None
+) -> str | None:
+    """What to run where passes of a screen wait for their promotion, or None where none do."""
+    from tilegym_db.store.queries import count_unverified
+
+    count = count_unverified(store, definition=definition, op_type=op_type, gpu=gpu)
+    if not count:
+        return None
+    passes = "1 screen pass is" if count == 1 else f"{count} screen passes are"
+    return f"{passes} not verified yet: run tilegym-db promote {definition or ''}".rstrip()

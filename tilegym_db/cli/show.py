@@ -1,4 +1,4 @@
-"""``tilegym-db show``: one definition or solution, whole: record, source, and what was measured."""
+"""``tilegym-db show``: one definition, solution or trace, whole: record, source, and what was measured."""
 
 from __future__ import annotations
 
@@ -14,14 +14,19 @@ if TYPE_CHECKING:
     from tilegym_db.records import Definition, TensorSpec
 
 TRACES_SHOWN = 40
+TRACE_ID_SHOWN = 8
 
 
 def command(
-    name: Annotated[str, typer.Argument(help="A definition or a solution.")],
+    name: Annotated[str, typer.Argument(help="A definition, a solution, or a trace by its id or the start of it.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show a definition with its reference and solutions, or a solution with its source and traces."""
+    """Show a definition with its reference and solutions, a solution with its source and traces, or one trace.
+
+    A trace that failed is shown with where it failed and the command that shows it again.
+    """
     from tilegym_db.catalog import Catalog
+    from tilegym_db.cli.show_trace import show_trace
     from tilegym_db.errors import NotFoundError, did_you_mean
 
     catalog = Catalog.default()
@@ -29,9 +34,9 @@ def command(
         show_definition(catalog, catalog.definition(name), as_json)
     elif name in catalog.solutions:
         show_solution(catalog.solution(name), as_json)
-    else:
+    elif not show_trace(name, as_json):
         hint = did_you_mean(name, [*catalog.definitions, *catalog.solutions])
-        raise NotFoundError(f"'{name}' is no definition and no solution.{hint} Try: tilegym-db list")
+        raise NotFoundError(f"'{name}' is no definition, no solution and no trace.{hint} Try: tilegym-db list")
 
 
 def show_definition(catalog: Catalog, definition: Definition, as_json: bool) -> None:
@@ -123,11 +128,14 @@ def print_traces(traces: list[dict[str, Any]], digest: str) -> None:
     if not traces:
         note("no traces yet. Try: tilegym-db bench")
         return
-    columns = ("timestamp", "gpu", "dtypes", "axes", "config", "tier", "status", "latency_us", "speedup", "source")
+    columns = (
+        "trace", "timestamp", "gpu", "dtypes", "axes", "config", "tier", "status", "latency_us", "speedup", "source",
+    )  # fmt: skip
     print_table(
         columns,
         [
             (
+                row["trace_id"][:TRACE_ID_SHOWN],
                 row["timestamp"].isoformat(sep=" ", timespec="seconds"),
                 row["gpu"],
                 row["dtypes_key"],
@@ -144,6 +152,9 @@ def print_traces(traces: list[dict[str, Any]], digest: str) -> None:
     )
     if len(traces) > TRACES_SHOWN:
         note(f"the newest {TRACES_SHOWN} of {len(traces)} traces; all of them: --json")
+    failed = next((row for row in traces[:TRACES_SHOWN] if row["status"] not in ("PASSED", "UNSUPPORTED")), None)
+    if failed is not None:
+        note(f"why one failed: tilegym-db show {failed['trace_id'][:TRACE_ID_SHOWN]}")
 
 
 def print_source(text: str) -> None:

@@ -7,21 +7,32 @@ import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic_core import from_json
 
 from tilegym_db.errors import RecordError
 
-__all__ = ["NAME_PATTERN", "Record", "RecordPart", "canonical_json", "length_prefixed_digest"]
+__all__ = ["NAME_PATTERN", "Int64", "Record", "RecordPart", "canonical_json", "length_prefixed_digest"]
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9_.-]{0,127}$"
+
+
+def _in_64_bits(value: int) -> int:
+    if not -(1 << 63) <= value < 1 << 63:
+        raise ValueError("this whole number does not fit in 64 bits")
+    return value
+
+
+Int64 = Annotated[int, AfterValidator(_in_64_bits)]
+"""A whole number that the database can hold too."""
 
 
 class RecordPart(BaseModel):
     """A piece of a record: frozen, and an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class Record(RecordPart):
@@ -41,20 +52,32 @@ class Record(RecordPart):
             RecordError: malformed JSON, an unknown or missing key, or a value that breaks a rule of the record.
         """
         try:
-            value = json.loads(text)
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+            # Stricter than the json module: no NaN, no half of a surrogate pair, no number that takes forever to read.
+            value = from_json(text, allow_inf_nan=False)
+        except (ValueError, TypeError) as error:  # TypeError: a str that no encoding can hold
             raise RecordError(f"{source}: not valid JSON: {error}. Fix the file and run the command again.") from None
-        return cls.from_dict(value, source)
+        return cls._validated(value, source)
 
     @classmethod
     def from_dict(cls, value: Any, source: str | Path = "<value>") -> Self:
         """As :meth:`from_json`, for a value that is already parsed."""
+        record = cls._validated(value, source)
+        try:
+            record.to_json().encode()
+        except ValueError as error:
+            raise RecordError(f"{source}: not a valid {cls.kind}: JSON cannot hold it: {error}.") from None
+        return record
+
+    @classmethod
+    def _validated(cls, value: Any, source: str | Path) -> Self:
         if not isinstance(value, dict):
             raise RecordError(f"{source}: a {cls.kind} is a JSON object, not {type(value).__name__}.")
         try:
             return cls.model_validate(value)
         except ValidationError as error:
             raise RecordError(f"{source}: not a valid {cls.kind}: {_explain(error, cls)}") from None
+        except UnicodeEncodeError as error:  # half of a surrogate pair, in what pydantic would quote in its message
+            raise RecordError(f"{source}: not a valid {cls.kind}: {error}.") from None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready content without the keys that hold their default."""

@@ -11,8 +11,8 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from tilegym_db.errors import RecordError
-from tilegym_db.records.base import NAME_PATTERN, Record, RecordPart, canonical_json, length_prefixed_digest
-from tilegym_db.records.dtypes import DTYPE_BYTES, RECORD_DTYPES, DType
+from tilegym_db.records.base import NAME_PATTERN, Int64, Record, RecordPart, canonical_json, length_prefixed_digest
+from tilegym_db.records.dtypes import DTYPE_BYTES, INTEGER_DTYPES, RECORD_DTYPES, DType
 from tilegym_db.records.expressions import evaluate, evaluate_bool, evaluate_int, names_in, parse_expression
 
 __all__ = ["Axis", "Cost", "Definition", "InputGenerator", "PlantedError", "SelfTest", "TensorSpec", "Tolerance"]
@@ -36,7 +36,7 @@ class Axis(RecordPart):
     """One axis: ``var`` (bound by a Workload) or ``const`` (``value``)."""
 
     type: Literal["var", "const"]
-    value: int | None = None
+    value: Int64 | None = None
     description: str = ""
 
     @model_validator(mode="after")
@@ -129,6 +129,8 @@ class Definition(Record):
     special_values: tuple[Literal["nan", "inf"], ...] = ("nan", "inf")
     """Special inputs for which the operator is defined, so that every Solution must treat them as the reference does."""
     input_generators: dict[str, InputGenerator] = {}
+    gathers: dict[str, str] = {}
+    """Index output -> the tensor whose last axis its indices point into; any choice among equal values is then right."""
     reference: str
     self_test: SelfTest | None = None
 
@@ -154,6 +156,7 @@ class Definition(Record):
             )
         self._check_tensors()
         self._check_in_place()
+        self._check_gathers()
         self._check_expressions()
         for key, known, what in (
             ("input_generators", self.inputs, "input"),
@@ -195,6 +198,19 @@ class Definition(Record):
             one, two = self.inputs[source], self.outputs[target]
             if one.shape != two.shape or one.dtype != two.dtype:
                 raise ValueError(f"in_place '{source}' and '{target}' differ in shape or dtype")
+
+    def _check_gathers(self) -> None:
+        for output, source in self.gathers.items():
+            if output not in self.outputs:
+                raise ValueError(f"gathers '{output}': no such output")
+            indices, values = self.outputs[output], {**self.inputs, **self.outputs}.get(source)
+            choices = self.dtypes.get(indices.dtype, (indices.dtype,))
+            if not INTEGER_DTYPES.issuperset(choices):
+                raise ValueError(f"gathers '{output}': its dtype is {', '.join(choices)}, and indices are integers")
+            if values is None or source == output:
+                raise ValueError(f"gathers '{output}': '{source}' must be an input or another output")
+            if not indices.shape or not values.shape or indices.shape[:-1] != values.shape[:-1]:
+                raise ValueError(f"gathers '{output}': '{source}' must have its shape but for the last axis")
 
     def _check_expressions(self) -> None:
         named = [(f"constraints[{i}]", text) for i, text in enumerate(self.constraints)]

@@ -21,6 +21,8 @@ __all__ = ["evaluate", "evaluate_bool", "evaluate_int", "names_in", "parse_expre
 MAX_LENGTH = 400
 MAX_EXPONENT = 64
 MAX_MAGNITUDE = 1 << 256
+MAX_DEPTH = 64
+"""Checking and evaluating recurse once a level, and must not depend on how deep the caller's own stack is."""
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -60,8 +62,17 @@ def parse_expression(text: str) -> ast.expr:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise RecordError(f"{text!r} is not arithmetic over axes: {error}") from None
+    if _depth(tree) > MAX_DEPTH:
+        raise RecordError(f"{text[:60]!r}... is not arithmetic over axes: it is nested more than {MAX_DEPTH} deep")
     _check(tree, text)
     return tree
+
+
+def _depth(tree: ast.AST) -> int:
+    level, depth = [tree], 0
+    while level:
+        level, depth = [child for node in level for child in ast.iter_child_nodes(node)], depth + 1
+    return depth
 
 
 def names_in(text: str) -> tuple[frozenset[str], frozenset[str]]:
@@ -108,8 +119,8 @@ def _spelled(axes: Mapping[str, int]) -> str:
     return ", ".join(f"{name}={value}" for name, value in sorted(axes.items())) or "no axes"
 
 
-def _refuse(text: str, node: ast.AST) -> RecordError:
-    part = ast.unparse(node) if isinstance(node, ast.expr) else type(node).__name__
+def _refuse(text: str, node: ast.expr) -> RecordError:
+    part = ast.get_source_segment(text.strip(), node) or type(node).__name__
     return RecordError(
         f"{text!r} is not arithmetic over axes: {part!r} is not allowed "
         "(numbers, axis names, + - * / // % **, comparisons, and/or/not, min, max, ceil_div, sizeof)"

@@ -1,4 +1,4 @@
-"""JSON Schema of the four records, generated from their models: ``python -m tilegym_db.records.schema [--check] DIR``.
+"""JSON Schema of the records, generated from their models: ``python -m tilegym_db.records.schema [--check] DIR``.
 
 The files let an editor or another language check a record. They say what a schema can say; what ties fields together
 (an axis that a shape uses must be declared) only the models check.
@@ -14,13 +14,14 @@ from typing import Any
 
 from tilegym_db.records.base import Record
 from tilegym_db.records.definition import Definition
+from tilegym_db.records.peaks import GpuPeaks
 from tilegym_db.records.solution import Solution
 from tilegym_db.records.trace import Trace
 from tilegym_db.records.workload import Workload
 
 __all__ = ["RECORDS", "json_schema", "schema_files"]
 
-RECORDS: tuple[type[Record], ...] = (Definition, Solution, Workload, Trace)
+RECORDS: tuple[type[Record], ...] = (Definition, Solution, Workload, Trace, GpuPeaks)
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 

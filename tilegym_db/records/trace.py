@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import uuid
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from tilegym_db.records.base import NAME_PATTERN, Record, RecordPart, canonical_json
+from tilegym_db.records.base import NAME_PATTERN, Int64, Record, RecordPart, canonical_json
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.solution import Tunable
 from tilegym_db.records.workload import NAMESPACE
 
 __all__ = [
     "STATUSES",
+    "Audit",
     "Comparison",
     "Correctness",
     "Envelope",
+    "FailurePoint",
     "Performance",
     "Status",
     "Tier",
@@ -41,6 +44,8 @@ STATUSES: tuple[str, ...] = Status.__args__  # type: ignore[attr-defined]
 Tier = Literal["interpreter", "screen", "promotion"]
 
 MAX_LOG_CHARACTERS = 4000
+MAX_ERROR_LINE = 300
+_ERROR = re.compile(r"\b(error|fatal|exception|undefined)\b|\w(Error|Exception)\b", re.IGNORECASE)
 
 
 class Correctness(RecordPart):
@@ -56,7 +61,7 @@ class Correctness(RecordPart):
     gate: str | None = None
     """The gate that decided a failure, or that came closest to one."""
     oracle: str = "fp64"
-    cases: int = 0
+    cases: Int64 = 0
     """Fuzz cases and content sets that were compared."""
 
 
@@ -85,7 +90,7 @@ class Performance(RecordPart):
     latency_us: float = Field(gt=0)
     ci_low_us: float
     ci_high_us: float
-    samples: int = Field(ge=1)
+    samples: Int64 = Field(ge=1)
     host_us: float | None = None
     """Host time from call to return, median."""
     cold_l2: bool = False
@@ -94,17 +99,53 @@ class Performance(RecordPart):
     sol_us: float | None = None
     """Speed-of-light time from the Definition's cost and the GPU's calibrated peaks."""
     sol_ratio: float | None = None
-    clock_mhz: int | None = None
+    clock_mhz: Int64 | None = None
     throttled: bool | None = None
 
 
 class Envelope(RecordPart):
     """What the solution was verified over, for this very config."""
 
-    cases: int
+    cases: Int64
     digest: str
     seed: str
     """The run's secret seed, stored after the fact (a 64-bit integer, in decimal)."""
+    dropped: tuple[str, ...] = ()
+    """Cases that proved nothing, because the reference as written does not pass them itself."""
+
+
+class Audit(RecordPart):
+    """What the promotion tier found out about a pass beyond its outputs."""
+
+    wall_us: float | None = None
+    """The supervisor's own measure of one call, by its wall clock over calls on contents never seen before."""
+    owned_share: float | None = Field(default=None, ge=0, le=1)
+    """Share of the device time that was spent in kernels which the Solution's own language built; null on a CPU."""
+    kernels: tuple[str, ...] = ()
+    """Names of the device kernels that one call launched."""
+    notes: tuple[str, ...] = ()
+    """Soft findings of the static scan, each with its line and rule."""
+
+
+class FailurePoint(RecordPart):
+    """Where a Solution failed, for whoever wrote it, and the command that shows it again."""
+
+    gate: str
+    axes: dict[str, Int64]
+    dtypes: dict[str, str] = {}
+    layouts: dict[str, str] = {}
+    contents: str
+    """The distribution that the inputs were drawn from."""
+    seed: str
+    offset: Int64 = 0
+    """Elements by which every tensor's address was moved off its alignment."""
+    output: str | None = None
+    index: tuple[Int64, ...] = ()
+    """Of the first wrong element."""
+    expected: str = ""
+    got: str = ""
+    worst_row: Int64 | None = None
+    command: str
 
 
 class Trace(Record):
@@ -125,7 +166,7 @@ class Trace(Record):
     role: Literal["kernel", "baseline"] = "kernel"
     config: dict[str, Tunable] = {}
     workload_uuid: str
-    axes: dict[str, int]
+    axes: dict[str, Int64]
     dtypes: dict[str, str] = {}
     scalars: dict[str, Scalar] = {}
     layouts: dict[str, str] = {}
@@ -136,8 +177,8 @@ class Trace(Record):
     cuda: str = ""
     libs: dict[str, str] = {}
     tier: Tier
-    attempt: int = 0
-    sandbox_level: int = 0
+    attempt: Int64 = 0
+    sandbox_level: Int64 = 0
     evidence_level: Literal["op"] = "op"
     envelope: Envelope | None = None
     status: Status
@@ -145,6 +186,16 @@ class Trace(Record):
     log: str = ""
     correctness: Correctness | None = None
     performance: Performance | None = None
+    audit: Audit | None = None
+    failure: FailurePoint | None = None
+
+    @field_validator("timestamp")
+    @classmethod
+    def _in_utc(cls, value: datetime) -> datetime:
+        try:
+            return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+        except OverflowError:
+            raise ValueError(f"{value} is no time in UTC") from None
 
     @model_validator(mode="after")
     def _metrics_match_status(self) -> Self:
@@ -171,8 +222,28 @@ def new_trace_id(
 
 
 def clip_log(text: str) -> str:
-    """The head and tail of a long log; compilers say what is wrong first or last."""
+    """A log of at most :data:`MAX_LOG_CHARACTERS`: head, tail, and of what lies between, the lines that name an error.
+
+    Compilers say what is wrong first or last; but a generated kernel's listing may come before it and a stack after.
+    """
     if len(text) <= MAX_LOG_CHARACTERS:
         return text
-    half = MAX_LOG_CHARACTERS // 2 - 20
-    return f"{text[:half]}\n... {len(text) - 2 * half} characters cut ...\n{text[-half:]}"
+    third = MAX_LOG_CHARACTERS // 3 - 40
+    named = _lines_naming_an_error(text[third:-third], third)
+    if not named:
+        half = MAX_LOG_CHARACTERS // 2 - 20
+        return f"{text[:half]}\n... {len(text) - 2 * half} characters cut ...\n{text[-half:]}"
+    cut = len(text) - 2 * third
+    return f"{text[:third]}\n... {cut} characters cut, among them ...\n{named}\n...\n{text[-third:]}"
+
+
+def _lines_naming_an_error(text: str, room: int) -> str:
+    found: list[str] = []
+    for line in text.splitlines():
+        if _ERROR.search(line):
+            line = line[:MAX_ERROR_LINE]
+            room -= len(line) + 1
+            if room < 0:
+                break
+            found.append(line)
+    return "\n".join(found)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from tilegym_db.errors import RecordError
-from tilegym_db.records.base import NAME_PATTERN, Record, RecordPart, canonical_json
+from tilegym_db.records.base import NAME_PATTERN, Int64, Record, RecordPart, canonical_json
 from tilegym_db.records.definition import Definition
 from tilegym_db.records.dtypes import DType, Scalar
 from tilegym_db.records.layouts import layout_class, layout_strides, parse_layout
@@ -61,7 +61,7 @@ class Workload(Record):
 
     uuid: str = ""
     definition: str = Field(pattern=NAME_PATTERN)
-    axes: dict[str, int]
+    axes: dict[str, Int64]
     dtypes: dict[str, DType] = {}
     inputs: dict[str, InputSpec] = {}
     layouts: dict[str, str] = {}

@@ -17,7 +17,7 @@ from tilegym_db.records.binding import is_code_selecting
 from tilegym_db.records.solution import Config
 from tilegym_db.resolver.request import Request
 from tilegym_db.resolver.table import Candidate, Entry, ResolverTable
-from tilegym_db.store.statements import VERIFIED_TIERS
+from tilegym_db.store.statements import PUBLISHED_SANDBOX_LEVEL, VERIFIED_TIERS
 
 __all__ = ["MIN_SPEEDUP_CI_LOW", "Decision", "Evidence", "Rejection", "decide"]
 
@@ -207,14 +207,26 @@ def _disqualify(candidate: Candidate, request: Request, files: SolutionFiles | N
         return f"role {spec.role}{what}: measured to compare with, never dispatched"
     if request.mode == "training":
         return "mode training: it has no verified backward"
-    if candidate.tier not in VERIFIED_TIERS:
-        return f"tier {candidate.tier or 'unknown'}: not a verified measurement"
-    reason = files.record.unsupported(request.axes, request.dtypes, request.layouts, target=request.sm)
+    reason = _not_verified(candidate) or files.record.unsupported(
+        request.axes, request.dtypes, request.layouts, target=request.sm
+    )
     if reason is None and spec.language in request.unavailable:
         reason = request.unavailable[spec.language]
     if reason is None and not exact and not candidate.envelope_cases:
         reason = "it was verified at the measured shape only, without an envelope that covers others"
     return reason or _not_faster(candidate)
+
+
+def _not_verified(candidate: Candidate) -> str | None:
+    """Why the measurement is not one to trust. Publishing leaves such out; a table may have been written by hand."""
+    if candidate.tier not in VERIFIED_TIERS:
+        return (
+            f"tier {candidate.tier or 'unknown'}: not a verified measurement; promote it (tilegym-db promote "
+            f"{candidate.solution}) and publish again"
+        )
+    if candidate.tier == "promotion" and (candidate.sandbox_level or 0) < PUBLISHED_SANDBOX_LEVEL:
+        return f"sandbox level {candidate.sandbox_level or 0}: its worker could have reached what judged it"
+    return None
 
 
 def _not_faster(candidate: Candidate) -> str | None:

@@ -19,17 +19,20 @@ from tilegym_db.records import Definition
 from tilegym_db.records.binding import Binding, bind_call
 from tilegym_db.resolver import device
 from tilegym_db.resolver.decide import Decision
-from tilegym_db.resolver.hot_path import compile_attempt
+from tilegym_db.resolver.hot_path import compile_attempt, compile_serve
 from tilegym_db.resolver.loader import Launcher, load_launcher
 from tilegym_db.resolver.site_report import Failure, KeyReport, SiteReport
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MAX_KEYS", "Choose", "Dispatcher"]
+__all__ = ["MAX_KEYS", "Allocate", "Choose", "Dispatcher"]
 
 MAX_KEYS = 4096
 """Keys a call site remembers; beyond that the oldest is forgotten (a server sees a new token count at every step)."""
+
+Allocate = Callable[..., Any]
+"""``allocate(*inputs)``: the one output, or a tuple of them, uninitialised."""
 
 Choose = Callable[[Binding, "torch.device", str | None], Decision]
 """(binding, device, name of the solution that served this call site last) -> Decision."""
@@ -73,6 +76,7 @@ class Dispatcher:
 
     ``attempt(*inputs, *written_outputs)`` runs a verified kernel and returns True, or returns False with nothing done:
     the caller then runs its own stock code. Calling the dispatcher does both, with the ``stock`` it was given.
+    :meth:`serving` makes the same for a caller that has no outputs yet.
     """
 
     def __init__(
@@ -114,6 +118,31 @@ class Dispatcher:
         if not self.attempt(*args):
             self.run_stock(*args)
 
+    def serving(self, allocate: Allocate) -> Callable[..., Any]:
+        """``serve(*inputs)``: the outputs by a verified kernel, or None with nothing done and nothing allocated.
+
+        Args:
+            allocate: the outputs for some inputs, uninitialised. Their layout may depend on what the inputs' key says and on
+                nothing else; to decide about a new key it is called with tensors on the ``meta`` device.
+        """
+
+        def miss(key: Any, inputs: tuple[Any, ...]) -> _Bound:
+            return self._miss(key, inputs, allocate)
+
+        return compile_serve(self.definition, self._keys.get, miss, self._failed, allocate)
+
+    def would_serve(self, inputs: tuple[Any, ...], where: torch.device, allocate: Allocate) -> bool:
+        """Whether a call with such inputs (tensors on ``meta`` will do) on a device is decided in favour of a kernel.
+
+        Nothing is loaded, remembered or counted.
+        """
+        try:
+            binding = bind_call(self.definition, _with_outputs(inputs, allocate))
+            decision = self._choose(binding, where, self._incumbent)
+        except TilegymDBError:
+            return False
+        return decision.solution is not None
+
     def run_stock(self, *args: Any) -> None:
         """Run the stock code that the call site was given; raises as calling the dispatcher does."""
         if self._stock is None:
@@ -139,7 +168,7 @@ class Dispatcher:
 
     # -- a call seen for the first time -------------------------------------------------------------------------------
 
-    def _miss(self, key: Any, args: tuple[Any, ...]) -> _Bound:
+    def _miss(self, key: Any, args: tuple[Any, ...], allocate: Allocate | None = None) -> _Bound:
         self._misses += 1
         if self._is_capturing():
             # Loading and compiling allocate and synchronise, which a capture forbids: frozen until it ends.
@@ -148,7 +177,7 @@ class Dispatcher:
         with self._binding_a_key:
             bound = self._keys.get(key)
             if bound is None:
-                bound = self._bind(key, args)
+                bound = self._bind(key, args, allocate)
                 while len(self._keys) >= self._max_keys:
                     self._forget_oldest()
                 self._keys[key] = bound
@@ -159,12 +188,14 @@ class Dispatcher:
         self._forgotten_calls += forgotten.calls
         self._forgotten_kernel_calls += forgotten.kernel_calls_so_far
 
-    def _bind(self, key: Any, args: tuple[Any, ...]) -> _Bound:
+    def _bind(self, key: Any, args: tuple[Any, ...], allocate: Allocate | None) -> _Bound:
         if key in self._quarantined:
             return _Bound(None, self._quarantined[key].summary)
         where = device.common_device(args)
         if isinstance(where, str):
             return _Bound(None, where)
+        if allocate is not None:
+            args = _with_outputs(args, allocate)
         try:
             binding = bind_call(self.definition, args)
             decision = self._choose(binding, where, self._incumbent)
@@ -227,3 +258,17 @@ class Dispatcher:
         failure = self._quarantined[key] = Failure(self.definition.name, solution, dict(axes), text)
         warnings.warn(f"tilegym-db: {failure.summary}; stock code runs instead", RuntimeWarning, stacklevel=5)
         return failure
+
+
+def _with_outputs(inputs: tuple[Any, ...], allocate: Allocate) -> tuple[Any, ...]:
+    """Inputs and outputs as they would be, without memory: enough to bind a call by shapes, strides and dtypes."""
+    import torch
+
+    shadows = tuple(
+        torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        if isinstance(value, torch.Tensor)
+        else value
+        for value in inputs
+    )
+    outputs = allocate(*shadows)
+    return (*shadows, *(outputs if isinstance(outputs, tuple) else (outputs,)))

@@ -105,7 +105,7 @@ def resolve(
     chosen = decision.solution or stock
     if chosen is None:
         raise NoSolutionError(_why_nothing(request, decision))
-    dispatcher = call_site(record, catalog, mode=mode, stock=_stock_launcher(record, stock) if stock else None)
+    dispatcher = call_site(record, catalog, mode=mode, stock=stock_launcher(record, stock) if stock else None)
     return Resolved(request, chosen, decision.config, decision.evidence, decision.rejected, dispatcher)
 
 
@@ -167,8 +167,8 @@ def unavailable_languages(solutions: Iterable[SolutionFiles]) -> dict[str, str]:
     return found
 
 
-def _stock_launcher(definition: Definition, stock: SolutionFiles) -> Callable[..., None]:
-    """The stock solution, loaded at its first call: asking what would run needs no PyTorch."""
+def stock_launcher(definition: Definition, stock: SolutionFiles) -> Callable[..., None]:
+    """``launch(*inputs, *outputs)`` of a stock solution, loaded at its first call: asking what would run needs no PyTorch."""
     loaded: list[Launcher] = []
 
     def launch_stock(*args: Any) -> None:

@@ -50,6 +50,7 @@ class Candidate:
     speedup: float | None = None
     speedup_ci_low: float | None = None
     tier: str | None = None
+    sandbox_level: int | None = None
     trace_id: str | None = None
     envelope_cases: int | None = None
 

@@ -1,11 +1,14 @@
 """Opening the store: making it where it does not exist, refusing one that is newer, and keeping it in step.
 
 Writers take turns under a file lock and wait for it; a reader that finds an older catalog in it brings that up to date
-first if it can, and otherwise reads on and says so (:attr:`Store.stale`).
+first if it can, and otherwise reads on and says so (:attr:`Store.stale`). One with older tables is made anew by whoever
+opens it first: from the journals, and from the old file for what they do not hold.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,13 +16,15 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.errors import StoreError
 from tilegym_db.paths import home
 from tilegym_db.store import statements
-from tilegym_db.store.database import Store, connect, remove_database
+from tilegym_db.store.database import Store, connect, remove_database, write_ahead_log
 from tilegym_db.store.journal import journal_files
 from tilegym_db.store.loading import IngestReport, combined, load_journals
 from tilegym_db.store.lock import writer_lock
 from tilegym_db.store.refresh import fingerprints, outdated, refresh
 
-__all__ = ["DATABASE_NAME", "LOCK_TIMEOUT_S", "Store", "checked_meta", "create_database", "database_path", "open_store"]
+__all__ = ["DATABASE_NAME", "LOCK_TIMEOUT_S", "Store", "create_database", "database_path", "open_store", "settle"]
+
+_log = logging.getLogger(__name__)
 
 DATABASE_NAME = "tilegym.duckdb"
 LOCK_TIMEOUT_S = 10.0
@@ -58,7 +63,14 @@ def open_store(
         return _open_writer(path, catalog, lock_timeout_s)
     if not path.exists():
         _open_writer(path, catalog, lock_timeout_s).close()
-    store, meta = _open_reader(path, lock_timeout_s)
+    store, meta = _connect(path, True, lock_timeout_s)
+    if _is_older(meta):
+        store.close()
+        try:
+            _open_writer(path, catalog, lock_timeout_s).close()
+        except StoreError as error:
+            raise StoreError(f"{path} was written by an older tilegym-db and must be made anew, but {error}") from error
+        store, meta = _connect(path, True, lock_timeout_s)
     behind = outdated(meta, fingerprints(catalog))
     if not behind:
         return store
@@ -68,18 +80,9 @@ def open_store(
         _open_writer(path, catalog, 0.0).close()
     except StoreError as error:
         stale = f"the {' and '.join(behind)} changed since this store was last written, and now {error}"
-    store, _ = _open_reader(path, lock_timeout_s)
+    store, _ = _connect(path, True, lock_timeout_s)
     store.stale = stale
     return store
-
-
-def _open_reader(path: Path, lock_timeout_s: float) -> tuple[Store, dict[str, str]]:
-    store = Store(path, connect(path, read_only=True, timeout_s=lock_timeout_s), read_only=True)
-    try:
-        return store, checked_meta(store)
-    except BaseException:
-        store.close()
-        raise
 
 
 def _open_writer(path: Path, catalog: Catalog, lock_timeout_s: float) -> Store:
@@ -87,17 +90,45 @@ def _open_writer(path: Path, catalog: Catalog, lock_timeout_s: float) -> Store:
         resources.enter_context(writer_lock(path, lock_timeout_s))
         if not path.exists():
             create_database(path, catalog)
-        store = Store(path, connect(path, read_only=False, timeout_s=lock_timeout_s), read_only=False)
+        store, meta = _connect(path, False, lock_timeout_s)
+        if _is_older(meta):
+            store.close()
+            _upgrade(path, catalog, meta["schema_version"])
+            store, meta = _connect(path, False, lock_timeout_s)
         resources.callback(store.connection.close)
         wanted = fingerprints(catalog)
-        behind = outdated(checked_meta(store), wanted)
+        behind = outdated(meta, wanted)
         if behind:
             refresh(store, catalog, wanted, behind)
         store.resources = resources.pop_all()
         return store
 
 
-def checked_meta(store: Store) -> dict[str, str]:
+def _connect(path: Path, read_only: bool, lock_timeout_s: float) -> tuple[Store, dict[str, str]]:
+    """The open database and what it says about itself; :class:`StoreError` where it is none that this version knows."""
+    store = Store(path, connect(path, read_only=read_only, timeout_s=lock_timeout_s), read_only)
+    try:
+        return store, _checked_meta(store)
+    except BaseException:
+        store.close()
+        raise
+
+
+def settle(path: Path, lock_timeout_s: float) -> None:
+    """Fold a database's write-ahead log in, so that the file alone is all of it.
+
+    Raises:
+        StoreError: as for :func:`open_store`.
+    """
+    store, _ = _connect(path, False, lock_timeout_s)
+    store.close()
+
+
+def _is_older(meta: dict[str, str]) -> bool:
+    return int(meta["schema_version"]) < statements.SCHEMA_VERSION
+
+
+def _checked_meta(store: Store) -> dict[str, str]:
     """What the store says about itself.
 
     Raises:
@@ -112,15 +143,23 @@ def checked_meta(store: Store) -> dict[str, str]:
             f"{store.path} was written by a newer version of tilegym-db (schema {version}; this one knows "
             f"{statements.SCHEMA_VERSION}). Try: pip install --upgrade tilegym-db, or set TILEGYM_DB_HOME elsewhere."
         )
-    if version < statements.SCHEMA_VERSION:
-        raise StoreError(
-            f"{store.path} was written by an older version of tilegym-db (schema {version}). The journals beside it "
-            "hold the traces; make it anew with: tilegym-db ingest --rebuild"
-        )
     return meta
 
 
-def create_database(path: Path, catalog: Catalog, history: Path | None = None) -> IngestReport:
+def _upgrade(path: Path, catalog: Catalog, version: str) -> None:
+    """Make a database with older tables anew. It stays as it was until the new one, with all that it held, is whole."""
+    _log.warning(
+        "%s has the tables of an older tilegym-db (schema %s, now %d): making it anew, once.",
+        path,
+        version,
+        statements.SCHEMA_VERSION,
+    )
+    create_database(path, catalog, path, keep_traces=True)
+
+
+def create_database(
+    path: Path, catalog: Catalog, history: Path | None = None, *, keep_traces: bool = False
+) -> IngestReport:
     """Make a whole database and move it to ``path`` in one step, so that nobody ever opens half of one.
 
     The caller holds the writers' lock.
@@ -129,13 +168,14 @@ def create_database(path: Path, catalog: Catalog, history: Path | None = None) -
         path: where it goes; the journals are those beside it.
         catalog: its records and its shipped traces go in.
         history: a database whose older definitions and solutions are taken over.
+        keep_traces: take over the traces of ``history`` too that neither the journals nor the shipped files hold.
     """
     staging = path.with_name(f".{path.name}.new")
     try:
         remove_database(staging)  # of a process that was killed here
         with Store(staging, connect(staging, read_only=False, timeout_s=0.0), read_only=False) as store:
-            report = _fill(store, path, catalog, history)
-        remove_database(path)  # its write-ahead log must not be replayed into the new file
+            report = _fill(store, path, catalog, history, keep_traces)
+        write_ahead_log(path).unlink(missing_ok=True)  # it must not be replayed into the new file
         staging.replace(path)
     except OSError as error:
         raise StoreError(f"cannot create {path}: {error.strerror or error}.") from None
@@ -144,7 +184,7 @@ def create_database(path: Path, catalog: Catalog, history: Path | None = None) -
     return report
 
 
-def _fill(store: Store, path: Path, catalog: Catalog, history: Path | None) -> IngestReport:
+def _fill(store: Store, path: Path, catalog: Catalog, history: Path | None, keep_traces: bool) -> IngestReport:
     wanted = fingerprints(catalog)
     with store.transaction("create") as connection:
         connection.execute(statements.schema_sql())
@@ -152,18 +192,18 @@ def _fill(store: Store, path: Path, catalog: Catalog, history: Path | None) -> I
     shipped = refresh(store, catalog, wanted, wanted.keys())
     journaled = load_journals(store, journal_files(path.parent))
     if history is not None:
-        _adopt_history(store, history)
+        _adopt(store, history, (*statements.ADOPT_HISTORY, *([statements.ADOPT_TRACES] if keep_traces else [])))
     with store.translated("create"):  # all of it into the one file that is moved; closing would hide a full disk
         store.connection.execute("CHECKPOINT")
     return combined(shipped, journaled)
 
 
-def _adopt_history(store: Store, old: Path) -> None:
+def _adopt(store: Store, old: Path, adoptions: Iterable[str]) -> None:
     with store.translated("take over the history of"):
         literal = str(old).replace("'", "''")  # ATTACH takes no parameters
         store.connection.execute(f"ATTACH '{literal}' AS old (READ_ONLY)")
     with store.transaction("create") as connection:
-        for statement in statements.ADOPT_HISTORY:
+        for statement in adoptions:
             connection.execute(statement)
     with store.translated("create"):
         store.connection.execute("DETACH old")

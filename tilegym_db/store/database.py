@@ -21,7 +21,7 @@ from tilegym_db.store.lock import POLL_S
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
-__all__ = ["STORAGE_VERSION", "Store", "connect", "is_damage", "remove_database"]
+__all__ = ["STORAGE_VERSION", "Store", "connect", "is_damage", "remove_database", "write_ahead_log"]
 
 STORAGE_VERSION = "v1.5.0"
 """Files are written in this format, so that DuckDB 1.5's command line and UI open them."""
@@ -203,5 +203,10 @@ def _holder(text: str) -> str:
 
 def remove_database(path: Path) -> None:
     """Delete a database file and its write-ahead log, where they exist."""
-    for file in (path, path.with_name(path.name + ".wal")):
+    for file in (path, write_ahead_log(path)):
         file.unlink(missing_ok=True)
+
+
+def write_ahead_log(path: Path) -> Path:
+    """Where DuckDB keeps what a database file does not have yet; there is none while nobody writes."""
+    return path.with_name(path.name + ".wal")

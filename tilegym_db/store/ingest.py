@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import StoreError
-from tilegym_db.store.connection import LOCK_TIMEOUT_S, checked_meta, create_database, database_path
-from tilegym_db.store.database import Store, connect, is_damage
+from tilegym_db.store.connection import LOCK_TIMEOUT_S, create_database, database_path, settle
+from tilegym_db.store.database import Store, is_damage
 from tilegym_db.store.journal import journal_files
 from tilegym_db.store.loading import IngestReport, load_journals, load_traces
 from tilegym_db.store.lock import writer_lock
@@ -62,8 +62,7 @@ def _history(path: Path, lock_timeout_s: float) -> tuple[Path | None, tuple[str,
     if not path.exists():
         return None, ()
     try:
-        with Store(path, connect(path, read_only=False, timeout_s=lock_timeout_s), read_only=False) as store:
-            checked_meta(store)
+        settle(path, lock_timeout_s)
     except StoreError as error:
         if not is_damage(error):
             raise

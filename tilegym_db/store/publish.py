@@ -1,8 +1,9 @@
 """The published snapshot: what the resolver reads and what ships with the package.
 
-``traces/<gpu>/<op_type>/<definition>.jsonl`` holds the best verified trace per solution and shape, and
-``traces/<gpu>/resolver.json`` the same as a table of candidates per shape. Everything is put together before the first
-file is written, and the table is written last, so that it never cites a trace that is not there.
+``traces/<gpu>/<op_type>/<definition>.jsonl`` holds the best promoted trace per solution and shape, and
+``traces/<gpu>/resolver.json`` the same as a table of candidates per shape. Beside the passes lie the failures that took
+others back, since a store that has an older snapshot would go on believing it. Everything is put together before the
+first file is written, and the table is written last, so that it never cites a trace that is not there.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,6 +22,7 @@ from tilegym_db.errors import NotFoundError, StoreError
 from tilegym_db.paths import home, shipped_root
 from tilegym_db.store import queries
 from tilegym_db.store.database import Store
+from tilegym_db.store.statements import PUBLISHED_SANDBOX_LEVEL
 
 __all__ = ["PublishReport", "publish", "published_folder", "resolver_table"]
 
@@ -33,7 +35,7 @@ _ENTRY = (
 )  # fmt: skip
 _CANDIDATE = (
     "solution", "solution_digest", "language", "role", "config", "latency_us", "ci_low_us", "ci_high_us",
-    "speedup", "speedup_ci_low", "tier", "trace_id", "envelope_cases",
+    "speedup", "speedup_ci_low", "tier", "sandbox_level", "trace_id", "envelope_cases",
 )  # fmt: skip
 
 
@@ -44,6 +46,10 @@ class PublishReport:
     folder: Path
     entries: int
     traces: int
+    revocations: int
+    """Failures that go along, because they took back what was promoted before."""
+    left_out: dict[str, int]
+    """Why solutions with a config and a shape were left out, and how many of them; only what there is any of."""
     written: tuple[Path, ...]
     leftover: tuple[Path, ...]
     """Trace files of this GPU that hold nothing verified any more; yours to delete."""
@@ -63,32 +69,53 @@ def publish(store: Store, gpu: str, root: Path | None = None) -> PublishReport:
     Publishing the same traces again changes no byte, not even the date.
 
     Raises:
-        NotFoundError: nothing verified was measured on that GPU.
+        NotFoundError: nothing of that GPU can be published, and no failure took anything back; says what was left out.
         StoreError: the folder cannot be written, or ``store`` is behind the catalog.
     """
     if store.stale is not None:
         raise StoreError(f"cannot publish: {store.stale}")
-    rows = queries.verified_rows(store, gpu)
-    if not rows:
-        measured = ", ".join(queries.measured_gpus(store)) or "none"
-        raise NotFoundError(
-            f"no verified trace on '{gpu}' (GPUs with one: {measured}). Measure first, on that GPU: tilegym-db bench"
-        )
+    rows, failures = queries.publishable_rows(store, gpu), queries.revoking_rows(store, gpu)
+    left_out = _left_out(store, gpu)
+    if not rows and not failures:
+        raise NotFoundError(_nothing_to_publish(store, gpu, left_out))
     folder = published_folder(gpu, root)
-    contents = _trace_files(store, rows, folder)
+    contents = _trace_files(store, [*rows, *failures], folder)
     entries = resolver_entries(rows)
     table = folder / TABLE_NAME
     if not _holds(table, entries):
-        contents[table] = _table_text(resolver_table(gpu, rows[0]["sm"], entries, datetime.now(UTC)))
+        contents[table] = _table_text(resolver_table(gpu, [*rows, *failures][0]["sm"], entries, datetime.now(UTC)))
     leftover = set(folder.glob("*/*.jsonl")) - set(contents)
     changed = {path: text for path, text in contents.items() if not _same(path, text)}
     for path, text in changed.items():
         write_atomically(path, text.encode())
-    return PublishReport(folder, len(entries), len(rows), tuple(changed), tuple(sorted(leftover)))
+    return PublishReport(
+        folder, len(entries), len(rows), len(failures), left_out, tuple(changed), tuple(sorted(leftover))
+    )
+
+
+def _left_out(store: Store, gpu: str) -> dict[str, int]:
+    kept = queries.kept_back(store, gpu)
+    counts = {
+        "a later failure took the pass back": kept["revoked"],
+        f"the worker was not confined (sandbox level below {PUBLISHED_SANDBOX_LEVEL})": kept["unconfined"],
+        "passed a screen and was not promoted since (tilegym-db promote)": len(queries.promotable(store, gpu)),
+    }
+    return {reason: count for reason, count in counts.items() if count}
+
+
+def _nothing_to_publish(store: Store, gpu: str, left_out: Mapping[str, int]) -> str:
+    if left_out:
+        reasons = "; ".join(f"{count}: {reason}" for reason, count in left_out.items())
+        return f"nothing on '{gpu}' can be published. Left out: {reasons}."
+    measured = ", ".join(queries.measured_gpus(store)) or "none"
+    return (
+        f"no verified trace on '{gpu}' (GPUs with one: {measured}). "
+        "Measure first, on that GPU: tilegym-db bench --promote"
+    )
 
 
 def resolver_entries(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One entry per shape, its candidates by latency, from rows ordered as :func:`queries.verified_rows` gives them."""
+    """One entry per shape, its candidates by latency, from rows ordered as :func:`queries.publishable_rows` gives them."""
     entries = []
     for _, group in itertools.groupby(rows, key=lambda row: [row[key] for key in _SHAPE]):
         candidates = list(group)
@@ -113,10 +140,10 @@ def _table_text(table: dict[str, Any]) -> str:
 
 def _trace_files(store: Store, rows: list[dict[str, Any]], folder: Path) -> dict[Path, str]:
     traces = queries.read_traces(store, [row["trace_id"] for row in rows])
+    ordered = sorted(rows, key=lambda row: (*(row[key] for key in _SHAPE), row["solution"], row["trace_id"]))
     contents: dict[Path, str] = {}
-    for (op_type, definition), group in itertools.groupby(rows, key=lambda row: (row["op_type"], row["definition"])):
-        ordered = sorted(group, key=lambda row: ([row[key] for key in _SHAPE], row["solution"]))
-        lines = (traces[row["trace_id"]].to_json() + "\n" for row in ordered)
+    for (op_type, definition), group in itertools.groupby(ordered, key=lambda row: (row["op_type"], row["definition"])):
+        lines = (traces[row["trace_id"]].to_json() + "\n" for row in group)
         contents[folder / op_type / f"{definition}.jsonl"] = "".join(lines)
     return contents
 

@@ -8,22 +8,31 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from datetime import UTC
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tilegym_db.records import Trace
+from tilegym_db.records import Config, Trace
 from tilegym_db.records.hardware import GPU_SLUGS, same_gpu
+from tilegym_db.store.statements import PUBLISHED_SANDBOX_LEVEL
 
 if TYPE_CHECKING:
     from tilegym_db.store.database import Store
 
 __all__ = [
+    "Promotable",
     "best_rows",
     "count_traces",
+    "count_unverified",
     "definition_by_digest",
     "done_keys",
+    "failed_screen",
+    "find_traces",
+    "kept_back",
     "leaderboard_rows",
     "measured_gpus",
+    "promotable",
+    "publishable_rows",
     "read_traces",
+    "revoking_rows",
     "traces_of",
     "verified_rows",
 ]
@@ -33,13 +42,51 @@ DONE = """
     WHERE gpu = $gpu AND ($tier IS NULL OR tier = $tier)
 """
 
-VERIFIED = """
-    SELECT definition, definition_version, definition_digest, op_type, dtypes, dtypes_key, axes, axes_key,
+_POINT = """definition, definition_version, definition_digest, op_type, dtypes, dtypes_key, axes, axes_key,
         scalars, scalars_key, layouts, layouts_key, solution, solution_digest, language, role, config, sm,
-        latency_us, ci_low_us, ci_high_us, speedup, speedup_ci_low, tier, trace_id,
-        coalesce(envelope_cases, 0) AS envelope_cases
-    FROM best_per_solution WHERE gpu = $gpu
-    ORDER BY definition, dtypes_key, axes_key, scalars_key, layouts_key, latency_us, trace_id
+        latency_us, ci_low_us, ci_high_us, speedup, speedup_ci_low, tier, sandbox_level, trace_id,
+        coalesce(envelope_cases, 0) AS envelope_cases"""
+_BY_POINT = "ORDER BY definition, dtypes_key, axes_key, scalars_key, layouts_key, latency_us, trace_id"
+
+VERIFIED = f"SELECT {_POINT} FROM best_per_solution WHERE gpu = $gpu {_BY_POINT}"
+
+PUBLISHABLE = f"""
+    SELECT {_POINT} FROM traces WHERE gpu = $gpu AND trace_id IN (
+        SELECT arg_min(trace_id, row(latency_us, trace_id)) FROM verified
+        WHERE gpu = $gpu AND tier = 'promotion' AND sandbox_level >= {PUBLISHED_SANDBOX_LEVEL}
+        GROUP BY definition, dtypes_key, axes_key, scalars_key, layouts_key, solution)
+    {_BY_POINT}
+"""
+
+# Of the solutions, configs and shapes that were promoted on a GPU with today's sources: how many a later failure took
+# back, and how many are verified, but by a worker that could have reached what judges it.
+KEPT_BACK = f"""
+    SELECT count(*) FILTER (NOT verified) AS revoked, count(*) FILTER (verified AND NOT confined) AS unconfined
+    FROM (
+        SELECT
+            bool_or(v.trace_id IS NOT NULL) AS verified,
+            bool_or(v.trace_id IS NOT NULL AND t.sandbox_level >= {PUBLISHED_SANDBOX_LEVEL}) AS confined
+        FROM trace_records t
+        JOIN definition_records d ON d.is_current AND d.name = t.definition AND d.digest = t.definition_digest
+        JOIN solution_records s ON s.is_current AND s.name = t.solution AND s.digest = t.solution_digest
+        LEFT JOIN verified v ON v.trace_id = t.trace_id
+        WHERE t.gpu = $gpu AND t.tier = 'promotion' AND t.status = 'PASSED'
+        GROUP BY t.solution, t.config_key, t.axes_key, t.dtypes_key, t.scalars_key, t.layouts_key)
+"""
+
+REVOKING = """
+    SELECT definition, op_type, dtypes_key, axes_key, scalars_key, layouts_key, solution, sm, trace_id
+    FROM trace_records WHERE trace_id IN (
+        SELECT r.trace_id FROM revocations r
+        JOIN definition_records d ON d.is_current AND d.digest = r.definition_digest
+        JOIN solution_records s ON s.is_current AND s.digest = r.solution_digest
+        SEMI JOIN trace_records p ON p.status = 'PASSED' AND p.tier = 'promotion'
+            AND p.definition_digest = r.definition_digest AND p.solution_digest = r.solution_digest
+            AND p.gpu = r.gpu AND p.timestamp <= r.revoked_at
+            AND p.config_key = coalesce(r.config_key, p.config_key)
+            AND p.workload_uuid = coalesce(r.workload_uuid, p.workload_uuid)
+        WHERE r.gpu = $gpu)
+    ORDER BY definition, dtypes_key, axes_key, scalars_key, layouts_key, solution, trace_id
 """
 
 BEST = """
@@ -49,15 +96,12 @@ BEST = """
     ORDER BY definition, gpu, dtypes_key, axes_key, scalars_key, layouts_key
 """
 
-LEADERBOARD = """
-    FROM leaderboard
-    WHERE ($definition IS NULL OR definition = $definition) AND ($op_type IS NULL OR op_type = $op_type)
-        AND ($gpus::VARCHAR[] IS NULL OR list_contains($gpus::VARCHAR[], gpu))
-    ORDER BY definition, gpu, geomean_speedup DESC NULLS LAST, wins DESC, solution
+FAILED_SCREEN = """
+    SELECT solution_digest, definition_digest, workload_uuid, arg_max(status, timestamp) AS status
+    FROM traces WHERE gpu = $gpu AND tier = 'screen'
+    GROUP BY ALL HAVING arg_max(status, timestamp) <> 'PASSED'
 """
 
-TRACES_OF = "FROM traces WHERE solution = $solution ORDER BY timestamp DESC, trace_id"
-COUNT_TRACES = "SELECT count(*) AS traces FROM trace_records"
 LEADERBOARD = """
     FROM leaderboard
     WHERE ($definition IS NULL OR definition = $definition) AND ($op_type IS NULL OR op_type = $op_type)
@@ -65,8 +109,34 @@ LEADERBOARD = """
     ORDER BY definition, gpu, wins DESC, geomean_speedup DESC NULLS LAST, solution
 """
 
+PROMOTABLE = """
+    SELECT solution, solution_digest, definition_digest, workload_uuid, config FROM promotable WHERE gpu = $gpu
+    ORDER BY definition, solution, workload_uuid, config_key
+"""
+
+UNVERIFIED = """
+    SELECT count(*) AS pairs FROM promotable p
+    ANTI JOIN verified v ON v.definition_digest = p.definition_digest AND v.solution_digest = p.solution_digest
+        AND v.gpu = p.gpu AND v.workload_uuid = p.workload_uuid AND v.config_key = p.config_key
+    WHERE ($definition IS NULL OR p.definition = $definition) AND ($op_type IS NULL OR p.op_type = $op_type)
+        AND ($gpus::VARCHAR[] IS NULL OR list_contains($gpus::VARCHAR[], p.gpu))
+"""
+
 TRACES_OF = "FROM traces WHERE solution = $solution ORDER BY timestamp DESC, trace_id"
-COUNT_TRACES = "SELECT count(*) AS traces FROM traces"
+FIND_TRACES = """
+    SELECT
+        t.*, v.trace_id IS NOT NULL AS is_verified,
+        EXISTS (FROM definition_records d WHERE d.is_current AND d.digest = t.definition_digest)
+            AND EXISTS (FROM solution_records s WHERE s.is_current AND s.digest = t.solution_digest) AS is_current,
+        (SELECT arg_max(r.trace_id, r.revoked_at) FROM revocations r
+            WHERE r.definition_digest = t.definition_digest AND r.solution_digest = t.solution_digest
+                AND r.gpu = t.gpu AND r.revoked_at >= t.timestamp
+                AND coalesce(r.config_key, t.config_key) = t.config_key
+                AND coalesce(r.workload_uuid, t.workload_uuid) = t.workload_uuid) AS revoked_by
+    FROM traces t LEFT JOIN verified v ON v.trace_id = t.trace_id
+    WHERE starts_with(t.trace_id, $prefix) ORDER BY t.trace_id LIMIT $most
+"""
+COUNT_TRACES = "SELECT count(*) AS traces FROM trace_records"
 MEASURED_GPUS = "SELECT DISTINCT gpu FROM verified ORDER BY gpu"
 TRACES_BY_ID = "FROM trace_records WHERE trace_id IN (SELECT unnest($trace_ids::VARCHAR[]))"
 DEFINITION_BY_DIGEST = "SELECT record FROM definition_records WHERE digest = $digest"
@@ -83,12 +153,61 @@ def done_keys(store: Store, gpu: str, tier: str | None = None) -> set[tuple[str,
     return {(row["solution_digest"], row["definition_digest"], row["workload_uuid"]) for row in rows}
 
 
+def failed_screen(store: Store, gpu: str) -> dict[tuple[str, str, str], str]:
+    """What did not pass the newest screen on a GPU: (solution digest, definition digest, workload uuid) -> status."""
+    rows = store.rows(FAILED_SCREEN, {"gpu": gpu})
+    return {(row["solution_digest"], row["definition_digest"], row["workload_uuid"]): row["status"] for row in rows}
+
+
 def verified_rows(store: Store, gpu: str) -> list[dict[str, Any]]:
     """The fastest verified trace of every solution per shape on one GPU slug, ordered by shape, then latency.
 
     ``config`` and ``scalars`` are dicts; times are microseconds; ``speedup`` is against stock code, or None.
     """
     return _parsed(store.rows(VERIFIED, {"gpu": gpu}))
+
+
+def publishable_rows(store: Store, gpu: str) -> list[dict[str, Any]]:
+    """As :func:`verified_rows`, of what may leave this machine: promoted, by a confined worker."""
+    return _parsed(store.rows(PUBLISHABLE, {"gpu": gpu}))
+
+
+def kept_back(store: Store, gpu: str) -> dict[str, int]:
+    """How many solutions, configs and shapes of a GPU were promoted and are not publishable, as reason -> count.
+
+    The reasons are ``revoked`` (a later failure) and ``unconfined`` (below the sandbox level of what is published).
+    """
+    (counts,) = store.rows(KEPT_BACK, {"gpu": gpu})
+    return counts
+
+
+def revoking_rows(store: Store, gpu: str) -> list[dict[str, Any]]:
+    """The newest failures that took promotions of today's sources back on a GPU, by shape: their ids and where they go."""
+    return store.rows(REVOKING, {"gpu": gpu})
+
+
+class Promotable(NamedTuple):
+    """A pair whose newest screen passed, under the config it passed with."""
+
+    solution: str
+    solution_digest: str
+    definition_digest: str
+    workload_uuid: str
+    config: Config
+
+
+def promotable(store: Store, gpu: str) -> list[Promotable]:
+    """What a promotion may be tried on: pairs that passed their newest screen and have no promotion verdict since."""
+    rows = store.rows(PROMOTABLE, {"gpu": gpu})
+    return [Promotable(**{**row, "config": json.loads(row["config"])}) for row in rows]
+
+
+def count_unverified(
+    store: Store, definition: str | None = None, op_type: str | None = None, gpu: str | None = None
+) -> int:
+    """How many pairs passed a screen and only that; arguments as for :func:`best_rows`."""
+    rows = store.rows(UNVERIFIED, {"definition": definition, "op_type": op_type, "gpus": _slugs(gpu)})
+    return int(rows[0]["pairs"])
 
 
 def best_rows(
@@ -111,6 +230,15 @@ def leaderboard_rows(
 def traces_of(store: Store, solution: str) -> list[dict[str, Any]]:
     """Every trace of a Solution by name, newest first, whatever its digest was then; columns as in the view."""
     return _parsed(store.rows(TRACES_OF, {"solution": solution}))
+
+
+def find_traces(store: Store, prefix: str, most: int = 10) -> list[dict[str, Any]]:
+    """The traces whose id starts so, at most ``most`` of them.
+
+    Columns as in the view, and ``is_verified``, ``is_current`` (measured with the catalog's definition and source of
+    today) and ``revoked_by`` (the id of the later failure that takes a pass back, or None).
+    """
+    return _parsed(store.rows(FIND_TRACES, {"prefix": prefix, "most": most}))
 
 
 def count_traces(store: Store) -> int:

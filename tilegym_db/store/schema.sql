@@ -64,10 +64,10 @@ CREATE TABLE trace_records (
     cuda VARCHAR NOT NULL,
     libs MAP(VARCHAR, VARCHAR) NOT NULL,
     tier VARCHAR NOT NULL,
-    attempt INTEGER NOT NULL,
-    sandbox_level INTEGER NOT NULL,
+    attempt BIGINT NOT NULL,
+    sandbox_level BIGINT NOT NULL,
     evidence_level VARCHAR NOT NULL,
-    envelope STRUCT(cases BIGINT, digest VARCHAR, seed VARCHAR),
+    envelope STRUCT(cases BIGINT, digest VARCHAR, seed VARCHAR, dropped VARCHAR[]),
     status VARCHAR NOT NULL,
     reason VARCHAR NOT NULL,
     log VARCHAR NOT NULL,
@@ -78,5 +78,10 @@ CREATE TABLE trace_records (
         latency_us DOUBLE, ci_low_us DOUBLE, ci_high_us DOUBLE, samples BIGINT, host_us DOUBLE, cold_l2 BOOLEAN,
         timer VARCHAR,
         comparisons STRUCT("with" VARCHAR, provides VARCHAR, ratio DOUBLE, ci_low DOUBLE, ci_high DOUBLE)[],
-        sol_us DOUBLE, sol_ratio DOUBLE, clock_mhz BIGINT, throttled BOOLEAN)
+        sol_us DOUBLE, sol_ratio DOUBLE, clock_mhz BIGINT, throttled BOOLEAN),
+    audit STRUCT(wall_us DOUBLE, owned_share DOUBLE, kernels VARCHAR[], notes VARCHAR[]),
+    failure STRUCT(
+        gate VARCHAR, axes MAP(VARCHAR, BIGINT), dtypes MAP(VARCHAR, VARCHAR), layouts MAP(VARCHAR, VARCHAR),
+        contents VARCHAR, seed VARCHAR, "offset" BIGINT, output VARCHAR, "index" BIGINT[], expected VARCHAR,
+        got VARCHAR, worst_row BIGINT, command VARCHAR)
 );

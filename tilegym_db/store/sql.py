@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["VIEWS", "QueryResult", "run_user_query"]
 
-VIEWS = ("definitions", "solutions", "workloads", "traces", "verified", "best", "leaderboard")
+VIEWS = (
+    "definitions", "solutions", "workloads", "traces", "verified", "best", "leaderboard", "promotable", "revocations",
+)  # fmt: skip
 """What a query may be about, for help texts."""
 
 

@@ -10,13 +10,16 @@ from string import Template
 
 from tilegym_db.records.trace import STATUSES, Tier
 
-__all__ = ["SCHEMA_VERSION", "VERIFIED_TIERS", "schema_sql", "views_sql"]
+__all__ = ["PUBLISHED_SANDBOX_LEVEL", "SCHEMA_VERSION", "VERIFIED_TIERS", "schema_sql", "views_sql"]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Version of ``schema.sql``."""
 
-VERIFIED_TIERS: tuple[str, ...] = ("screen", "promotion")
+VERIFIED_TIERS: tuple[str, ...] = ("promotion",)
 """Tiers whose passes count as verified. Never ``interpreter``: it runs no GPU code."""
+
+PUBLISHED_SANDBOX_LEVEL = 2
+"""A worker confined less than this could have reached what judges it, so its pass never leaves the machine it was made on."""
 
 TIERS: tuple[str, ...] = Tier.__args__  # type: ignore[attr-defined]
 
@@ -30,10 +33,10 @@ def schema_sql() -> str:
     return files(__package__).joinpath("schema.sql").read_text(encoding="utf-8")
 
 
-def views_sql() -> str:
-    """The statements that make, or renew, the views."""
+def views_sql(tiers: tuple[str, ...] = VERIFIED_TIERS) -> str:
+    """The statements that make, or renew, the views; passes of ``tiers`` are what they call verified."""
     text = files(__package__).joinpath("views.sql").read_text(encoding="utf-8")
-    return Template(text).substitute(verified_tiers=_listed(VERIFIED_TIERS))
+    return Template(text).substitute(verified_tiers=_listed(tiers), sandbox_level=PUBLISHED_SANDBOX_LEVEL)
 
 
 # -- making and refreshing a store ------------------------------------------------------------------------------------
@@ -77,6 +80,8 @@ ADOPT_HISTORY = (
     """INSERT INTO solution_records SELECT * REPLACE (false AS is_current) FROM old.solution_records
         WHERE (name, digest) NOT IN (SELECT (name, digest) FROM solution_records)""",
 )
+# By name: a column, or a key of a struct, that an older schema does not have is null.
+ADOPT_TRACES = "INSERT INTO trace_records BY NAME FROM old.trace_records ANTI JOIN trace_records USING (trace_id)"
 
 # -- ingest -----------------------------------------------------------------------------------------------------------
 
@@ -88,14 +93,18 @@ _FILES = """read_json($files, format = 'newline_delimited', columns = {
     config: 'MAP(VARCHAR, JSON)', workload_uuid: 'VARCHAR', axes: 'MAP(VARCHAR, BIGINT)',
     dtypes: 'MAP(VARCHAR, VARCHAR)', scalars: 'MAP(VARCHAR, JSON)', layouts: 'MAP(VARCHAR, VARCHAR)',
     gpu: 'VARCHAR', gpu_name: 'VARCHAR', sm: 'VARCHAR', driver: 'VARCHAR', cuda: 'VARCHAR',
-    libs: 'MAP(VARCHAR, VARCHAR)', tier: 'VARCHAR', attempt: 'INTEGER', sandbox_level: 'INTEGER',
-    evidence_level: 'VARCHAR', envelope: 'STRUCT(cases BIGINT, digest VARCHAR, seed VARCHAR)',
+    libs: 'MAP(VARCHAR, VARCHAR)', tier: 'VARCHAR', attempt: 'BIGINT', sandbox_level: 'BIGINT',
+    evidence_level: 'VARCHAR', envelope: 'STRUCT(cases BIGINT, digest VARCHAR, seed VARCHAR, dropped VARCHAR[])',
     status: 'VARCHAR', reason: 'VARCHAR', log: 'VARCHAR',
     correctness: 'STRUCT(rel_fro DOUBLE, worst_row_rel DOUBLE, max_abs DOUBLE, matched_ratio DOUBLE,
         deterministic BOOLEAN, gate VARCHAR, oracle VARCHAR, cases BIGINT)',
     performance: 'STRUCT(latency_us DOUBLE, ci_low_us DOUBLE, ci_high_us DOUBLE, samples BIGINT, host_us DOUBLE,
         cold_l2 BOOLEAN, timer VARCHAR, comparisons STRUCT("with" VARCHAR, provides VARCHAR, ratio DOUBLE,
-        ci_low DOUBLE, ci_high DOUBLE)[], sol_us DOUBLE, sol_ratio DOUBLE, clock_mhz BIGINT, throttled BOOLEAN)'})"""
+        ci_low DOUBLE, ci_high DOUBLE)[], sol_us DOUBLE, sol_ratio DOUBLE, clock_mhz BIGINT, throttled BOOLEAN)',
+    audit: 'STRUCT(wall_us DOUBLE, owned_share DOUBLE, kernels VARCHAR[], notes VARCHAR[])',
+    failure: 'STRUCT(gate VARCHAR, axes MAP(VARCHAR, BIGINT), dtypes MAP(VARCHAR, VARCHAR),
+        layouts MAP(VARCHAR, VARCHAR), contents VARCHAR, seed VARCHAR, "offset" BIGINT, output VARCHAR,
+        "index" BIGINT[], expected VARCHAR, got VARCHAR, worst_row BIGINT, command VARCHAR)'})"""
 
 # The rules of records.Trace that views and resolver rely on; NOT NULL in schema.sql takes care of the required keys.
 _IS_TRACE = f"""coalesce(
@@ -104,6 +113,10 @@ _IS_TRACE = f"""coalesce(
     AND (performance IS NOT NULL) = (status = 'PASSED' AND tier <> 'interpreter')
     AND (performance IS NULL OR (performance.latency_us > 0 AND performance.ci_low_us IS NOT NULL
         AND performance.ci_high_us IS NOT NULL AND performance.samples >= 1 AND performance.timer IS NOT NULL))
+    AND (envelope IS NULL OR (envelope.cases IS NOT NULL AND envelope.digest IS NOT NULL AND envelope.seed IS NOT NULL))
+    AND (audit IS NULL OR audit.owned_share IS NULL OR audit.owned_share BETWEEN 0 AND 1)
+    AND (failure IS NULL OR (failure.gate IS NOT NULL AND failure.axes IS NOT NULL AND failure.contents IS NOT NULL
+        AND failure.seed IS NOT NULL AND failure.command IS NOT NULL))
     AND (status = 'PASSED' OR coalesce(reason, '') <> '' OR coalesce(log, '') <> ''), false)"""
 
 
@@ -127,7 +140,7 @@ INSERT_TRACES = f"""
         coalesce(to_json(scalars), '{{}}'), {_key_of("scalars")}, coalesce(layouts, MAP {{}}), {_key_of("layouts")},
         gpu, gpu_name, coalesce(sm, ''), coalesce(driver, ''), coalesce(cuda, ''), coalesce(libs, MAP {{}}),
         tier, coalesce(attempt, 0), coalesce(sandbox_level, 0), coalesce(evidence_level, 'op'),
-        envelope, status, coalesce(reason, ''), coalesce(log, ''), correctness, performance
+        envelope, status, coalesce(reason, ''), coalesce(log, ''), correctness, performance, audit, failure
     FROM {_FILES} ANTI JOIN trace_records USING (trace_id)
     WHERE CASE WHEN {_IS_TRACE} THEN true ELSE error('not a trace') END
 """

@@ -1,4 +1,5 @@
--- What users query. Recreated whenever this text changes; $verified_tiers is filled in from statements.VERIFIED_TIERS.
+-- What users query. Recreated whenever this text changes; $verified_tiers and $sandbox_level are filled in from
+-- statements.VERIFIED_TIERS and PUBLISHED_SANDBOX_LEVEL.
 
 CREATE OR REPLACE VIEW definitions AS
 SELECT
@@ -71,24 +72,33 @@ SELECT
     correctness.cases AS cases,
     envelope.cases AS envelope_cases,
     envelope.digest AS envelope_digest,
-    envelope.seed AS envelope_seed
+    envelope.seed AS envelope_seed,
+    envelope.dropped AS envelope_dropped,
+    audit.wall_us AS wall_us,
+    audit.owned_share AS owned_share,
+    audit.kernels AS kernels,
+    audit.notes AS scan_notes,
+    failure.command AS failure_command,
+    failure
 FROM trace_records;
 
--- What a failure takes back. A null column means "any". A wrong, crashing or hanging kernel loses every earlier pass of
--- that source and config on that GPU; a cheating source loses them in every config; a compile error says nothing about
--- workloads that did compile, so it only takes back its own; UNSUPPORTED is the solution's own, honest limit.
+-- What a failure takes back, whatever tier and sandbox found it: nothing makes a failure look better than a pass. A null
+-- column means "any". A wrong, crashing or hanging kernel loses every earlier pass of that source and config on that
+-- GPU; a cheating source loses them in every config; a compile error says nothing about workloads that did compile, so
+-- it only takes back its own. UNSUPPORTED is the solution's own, honest limit; and an interpreter runs no code of a GPU.
 CREATE OR REPLACE VIEW revocations AS
 SELECT
     definition_digest, solution_digest, gpu,
     CASE WHEN status <> 'REJECTED' THEN config_key END AS config_key,
     CASE WHEN status = 'COMPILE_ERROR' THEN workload_uuid END AS workload_uuid,
-    max(timestamp) AS revoked_at
-FROM trace_records WHERE status NOT IN ('PASSED', 'UNSUPPORTED')
+    max(timestamp) AS revoked_at,
+    arg_max(trace_id, row(timestamp, trace_id)) AS trace_id
+FROM trace_records WHERE status NOT IN ('PASSED', 'UNSUPPORTED') AND tier <> 'interpreter'
 GROUP BY ALL;
 
 -- Passed in a tier that counts, with exactly the definition and source that the catalog holds now, and not taken back.
 -- The joins match one row each; as semi joins they would say so, but DuckDB then plans the anti join twice as slow.
-CREATE OR REPLACE VIEW verified AS
+CREATE OR REPLACE VIEW standing AS
 SELECT t.* FROM traces t
 JOIN definition_records d ON d.is_current AND d.name = t.definition AND d.digest = t.definition_digest
 JOIN solution_records s ON s.is_current AND s.name = t.solution AND s.digest = t.solution_digest
@@ -98,18 +108,52 @@ ANTI JOIN revocations r ON r.definition_digest = t.definition_digest AND r.solut
     AND coalesce(r.workload_uuid, t.workload_uuid) = t.workload_uuid
 WHERE t.status = 'PASSED' AND t.tier IN ($verified_tiers) AND t.latency_us IS NOT NULL;
 
+-- The newest of them per solution, config, shape and GPU: a lucky measurement must not outlive the ones that came after.
+-- A pass that can be published is not superseded by one that cannot.
+CREATE OR REPLACE VIEW newest_passes AS
+SELECT
+    definition, gpu, dtypes_key, axes_key, scalars_key, layouts_key, solution, config_key,
+    arg_max(
+        {trace_id: trace_id, latency_us: latency_us},
+        row(sandbox_level >= $sandbox_level, timestamp, trace_id)) AS newest
+FROM standing GROUP BY ALL;
+
+-- Here and below: `gpu` is joined on, although the id says it all, so that a reader's condition on it reaches the inside.
+CREATE OR REPLACE VIEW verified AS
+SELECT t.* FROM traces t JOIN newest_passes n ON n.gpu = t.gpu AND n.newest.trace_id = t.trace_id;
+
 -- The fastest verified trace of each solution, per GPU and shape. Ties fall to the smaller trace_id, so that two
 -- readers of the same traces always see the same row.
 CREATE OR REPLACE VIEW best_per_solution AS
-SELECT * FROM traces WHERE trace_id IN (
-    SELECT arg_min(trace_id, row(latency_us, trace_id)) FROM verified
-    GROUP BY definition, gpu, dtypes_key, axes_key, scalars_key, layouts_key, solution);
+SELECT t.* FROM traces t JOIN (
+    SELECT gpu, arg_min(newest.trace_id, row(newest.latency_us, newest.trace_id)) AS trace_id FROM newest_passes
+    GROUP BY definition, gpu, dtypes_key, axes_key, scalars_key, layouts_key, solution
+) b ON b.gpu = t.gpu AND b.trace_id = t.trace_id;
 
 -- The fastest verified trace of any solution, per GPU and shape.
 CREATE OR REPLACE VIEW best AS
-SELECT * FROM traces WHERE trace_id IN (
-    SELECT arg_min(trace_id, row(latency_us, trace_id)) FROM verified
-    GROUP BY definition, gpu, dtypes_key, axes_key, scalars_key, layouts_key);
+SELECT t.* FROM traces t JOIN (
+    SELECT gpu, arg_min(newest.trace_id, row(newest.latency_us, newest.trace_id)) AS trace_id FROM newest_passes
+    GROUP BY definition, gpu, dtypes_key, axes_key, scalars_key, layouts_key
+) b ON b.gpu = t.gpu AND b.trace_id = t.trace_id;
+
+-- What a promotion may be tried on: passed its newest screen, with the definition and source that the catalog holds now,
+-- and not judged by the promotion tier since.
+CREATE OR REPLACE VIEW promotable AS
+SELECT
+    t.definition, t.op_type, t.definition_digest, t.solution, t.solution_digest, t.gpu, t.workload_uuid, t.config,
+    t.config_key, t.screened_at
+FROM (
+    SELECT
+        definition, op_type, definition_digest, solution, solution_digest, gpu, workload_uuid, config, config_key,
+        max(timestamp) AS screened_at, arg_max(status, row(timestamp, trace_id)) AS status
+    FROM trace_records WHERE tier = 'screen' GROUP BY ALL) t
+JOIN definition_records d ON d.is_current AND d.name = t.definition AND d.digest = t.definition_digest
+JOIN solution_records s ON s.is_current AND s.name = t.solution AND s.digest = t.solution_digest
+ANTI JOIN trace_records p ON p.tier = 'promotion' AND p.solution_digest = t.solution_digest
+    AND p.definition_digest = t.definition_digest AND p.gpu = t.gpu AND p.workload_uuid = t.workload_uuid
+    AND p.config_key = t.config_key AND p.timestamp >= t.screened_at
+WHERE t.status = 'PASSED';
 
 -- How each solution fares over all shapes of a definition on a GPU; means are geometric.
 CREATE OR REPLACE VIEW leaderboard AS

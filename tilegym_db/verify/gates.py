@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 
+from tilegym_db.verify.codes import code_values, ordered_codes
 from tilegym_db.verify.tolerance import Limits
+from tilegym_db.verify.verdicts import PASSED, OutputVerdict, failed, row_of_most
 
-__all__ = ["MIN_ELEMENTS_FOR_NORMS", "OutputVerdict", "check_output", "relative_error"]
+__all__ = ["MIN_ELEMENTS_FOR_NORMS", "OutputVerdict", "check_output", "must_be_exact", "relative_error"]
 
 MIN_ELEMENTS_FOR_NORMS = 1024
 """Below this many elements a norm over the output is too noisy to gate on; the element-wise bound stays."""
+MIN_ELEMENTS_FOR_EXACT = 64
+"""Fewer results may all be exact by luck (a mean of three numbers), which says nothing about another kernel's luck."""
 
 WORST_ROW_FACTOR = 3.0
 E_BASE_FACTOR = 2.0
@@ -22,42 +25,48 @@ SHORT_ROW = 32
 NEAR_ZERO_ROW = 1e-4
 CODES_EQUAL = 0.99
 
-
-@dataclass(frozen=True)
-class OutputVerdict:
-    """How one output compares with the oracle. ``gate`` names the one that failed, or is None where all hold.
-
-    ``rel_fro``, ``worst_row_rel``: relative, no unit. ``max_abs``: in the output's own units. ``reason``: for a person,
-    with the first wrong index, what was expected and what was there.
-    """
-
-    gate: str | None
-    reason: str
-    rel_fro: float
-    worst_row_rel: float
-    max_abs: float
-    matched_ratio: float
-
-    @property
-    def passed(self) -> bool:
-        """True where every gate holds."""
-        return self.gate is None
+_ROUNDING_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def relative_error(actual: torch.Tensor, oracle: torch.Tensor) -> float:
-    """Relative Frobenius error over the elements that are finite in both; inf where the oracle is zero and actual is not."""
-    expected = oracle.double()
-    finite = torch.isfinite(expected) & torch.isfinite(actual.double())
-    error = torch.where(finite, actual.double() - expected, 0.0)
+    """Relative Frobenius error over the elements that are finite in both; inf where the oracle is zero and actual is not.
+
+    What hardware may flush to zero in the dtype of ``actual`` is no error.
+    """
+    expected, got = oracle.double(), actual.double()
+    finite = torch.isfinite(expected) & torch.isfinite(got)
     scale = float(torch.linalg.vector_norm(torch.where(finite, expected, 0.0)))
-    norm = float(torch.linalg.vector_norm(error))
+    norm = float(torch.linalg.vector_norm(_error(got, expected, finite, actual.dtype)))
     if scale == 0.0:
         return 0.0 if norm == 0.0 else math.inf
     return norm / scale
 
 
+def must_be_exact(as_written: torch.Tensor, truth: torch.Tensor) -> bool:
+    """True where no step of an operator rounds on these inputs, so that every Solution must give the very same values.
+
+    That is so where the fp64 oracle is a float32 number everywhere, which a result that rounds on the way is not, and the
+    reference as written gives it, rounded once to the output dtype.
+
+    Args:
+        as_written: the reference's output in the output dtype.
+        truth: the same output of the fp64 oracle.
+    """
+    if truth.dtype != torch.float64 or as_written.dtype not in _ROUNDING_DTYPES:
+        return False
+    if truth.numel() < MIN_ELEMENTS_FOR_EXACT or not torch.equal(truth.float().double(), truth):
+        return False
+    return torch.equal(as_written, truth.to(as_written.dtype))
+
+
 def check_output(
-    name: str, actual: torch.Tensor, oracle: torch.Tensor, limits: Limits | None, e_base: float = 0.0
+    name: str,
+    actual: torch.Tensor,
+    oracle: torch.Tensor,
+    limits: Limits | None,
+    e_base: float = 0.0,
+    *,
+    exact: bool = False,
 ) -> OutputVerdict:
     """Compare one output with the oracle.
 
@@ -65,15 +74,19 @@ def check_output(
         name: the output's name, for the reason.
         actual: what the Solution wrote, in the output dtype, any strides.
         oracle: the reference in fp64 (or, for integer and quantised outputs, as written), same shape.
-        limits: bounds of the output dtype; None demands equality.
+        limits: bounds of the output dtype; None demands equality, bit for bit.
         e_base: the relative Frobenius error that the reference itself makes in the output dtype.
+        exact: demand the oracle's value, rounded to the output dtype, of every element (see :func:`must_be_exact`). Zeros
+            may differ in sign, since an accumulator that starts from zero loses it.
     """
     if actual.numel() == 0:
-        return OutputVerdict(None, "", 0.0, 0.0, 0.0, 1.0)
+        return PASSED
     if limits is None:
-        return _check_exact(name, actual, oracle)
+        return _check_exact(name, actual, oracle.to(actual.dtype), bitwise=True)
+    if exact:
+        return _check_exact(name, actual, oracle.to(actual.dtype), bitwise=False)
     if limits.codes:
-        return _check_codes(name, actual, oracle)
+        return _check_codes(name, actual, oracle, limits.codes)
     return _check_close(name, actual, oracle, limits, e_base)
 
 
@@ -84,7 +97,7 @@ def _check_close(name: str, actual: torch.Tensor, oracle: torch.Tensor, limits: 
     mask_wrong = _mask_mismatch(got, want_rounded)
     finite = torch.isfinite(want_rounded) & torch.isfinite(got)
     want = torch.where(finite, oracle.double(), 0.0)
-    error = torch.where(finite, got - want, 0.0).abs()
+    error = _error(got, want, finite, actual.dtype)
 
     columns = actual.shape[-1] if actual.dim() else 1
     want_rows, error_rows = want.reshape(-1, columns), error.reshape(-1, columns)
@@ -93,40 +106,36 @@ def _check_close(name: str, actual: torch.Tensor, oracle: torch.Tensor, limits: 
     floor = median if columns < SHORT_ROW else median * NEAR_ZERO_ROW
     scale = torch.maximum(row_norm, floor)
     row_rel = torch.where(scale > 0, torch.linalg.vector_norm(error_rows, dim=1) / scale, 0.0)
-    row_rms = scale / math.sqrt(columns)
-
-    bound = limits.rtol * want_rows.abs() + limits.a * row_rms[:, None]
-    bound += _smallest_honest_error(actual.dtype)
+    bound = limits.rtol * want_rows.abs() + limits.a * (scale / math.sqrt(columns))[:, None]
     wrong = (error_rows > bound).reshape(actual.shape) | mask_wrong
 
-    rel_fro = relative_error(actual, oracle)
-    worst_row = float(row_rel.max())
+    rel_fro, worst_row = relative_error(actual, oracle), int(row_rel.argmax())
     limit = min(max(limits.tau, E_BASE_FACTOR * e_base), TAU_CAP * limits.tau)
-    figures = (rel_fro, worst_row, float(error.max()), 1.0 - float(wrong.double().mean()))
+    worst_row_rel = float(row_rel[worst_row])
+    figures = (rel_fro, worst_row_rel, float(error.max()), 1.0 - float(wrong.double().mean()))
 
-    def failed(gate: str, what: str) -> OutputVerdict:
-        shown = wrong if bool(wrong.any()) else _worst(row_rel, actual.shape, columns)
-        return OutputVerdict(gate, f"{name}: {what}; {_first(shown, actual, oracle)}", *figures)
-
+    gate, what = None, ""
     if bool(mask_wrong.any()):
-        return failed(
-            "nan_inf_mask",
-            f"{int(mask_wrong.sum())} elements are NaN or infinite where they should not be, or not where they should",
-        )
-    if actual.numel() >= MIN_ELEMENTS_FOR_NORMS:
-        if rel_fro > limit:
-            return failed("rel_fro", f"relative Frobenius error {rel_fro:.3g} exceeds {limit:.3g}")
-        if worst_row > WORST_ROW_FACTOR * limit:
-            row = int(row_rel.argmax())
-            return failed(
-                "worst_row", f"row {row} has relative error {worst_row:.3g}, more than {WORST_ROW_FACTOR * limit:.3g}"
-            )
-    if bool(wrong.any()):
-        return failed(
-            "elementwise",
-            f"{int(wrong.sum())} of {actual.numel()} elements exceed rtol {limits.rtol:g} and {limits.a:g} of the row's rms",
-        )
-    return OutputVerdict(None, "", *figures)
+        gate, what = "nan_inf_mask", _mask_text(mask_wrong, "elements")
+        worst_row = row_of_most(mask_wrong)
+    elif actual.numel() >= MIN_ELEMENTS_FOR_NORMS and rel_fro > limit:
+        gate, what = "rel_fro", f"relative Frobenius error {rel_fro:.3g} exceeds {limit:.3g}"
+    elif actual.numel() >= MIN_ELEMENTS_FOR_NORMS and worst_row_rel > WORST_ROW_FACTOR * limit:
+        most = WORST_ROW_FACTOR * limit
+        gate, what = "worst_row", f"row {worst_row} has relative error {worst_row_rel:.3g}, more than {most:.3g}"
+    elif bool(wrong.any()):
+        rule = f"rtol {limits.rtol:g} and {limits.a:g} of the row's rms"
+        gate, what = "elementwise", f"{int(wrong.sum())} of {actual.numel()} elements exceed {rule}"
+    if gate is None:
+        return OutputVerdict(None, "", *figures, worst_row=worst_row)
+    shown = wrong if bool(wrong.any()) else _whole_row(worst_row, actual, columns)
+    return failed(gate, f"{name}: {what}", figures, shown, actual, oracle, worst_row)
+
+
+def _error(got: torch.Tensor, want: torch.Tensor, finite: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Absolute error where both are finite, less what no honest kernel can be blamed for."""
+    error = torch.where(finite, got - want, 0.0).abs()
+    return torch.where(error <= _smallest_honest_error(dtype), 0.0, error)
 
 
 def _smallest_honest_error(dtype: torch.dtype) -> float:
@@ -145,51 +154,50 @@ def _mask_mismatch(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     return nan | (infinite & ~torch.isnan(got) & ~torch.isnan(want))
 
 
-def _check_exact(name: str, actual: torch.Tensor, oracle: torch.Tensor) -> OutputVerdict:
-    want = oracle.to(actual.dtype)
-    is_scale = actual.dtype.is_floating_point  # e8m0, whose NaN must equal itself
-    wrong = actual.view(torch.uint8) != want.view(torch.uint8) if is_scale else actual != want
+def _mask_text(wrong: torch.Tensor, what: str) -> str:
+    return f"{int(wrong.sum())} {what} are NaN or infinite where they should not be, or not where they should"
+
+
+def _check_exact(name: str, actual: torch.Tensor, want: torch.Tensor, *, bitwise: bool) -> OutputVerdict:
+    wrong = _bits(actual) != _bits(want) if bitwise and actual.dtype.is_floating_point else actual != want
     count = int(wrong.sum())
-    matched = 1.0 - count / actual.numel()
-    error = float((actual.double() - oracle.double()).abs().max())
-    if count:
-        reason = f"{name}: {count} of {actual.numel()} values differ, where all must be equal; {_first(wrong, actual, oracle)}"
-        return OutputVerdict("exact", reason, math.inf, math.inf, error, matched)
-    return OutputVerdict(None, "", 0.0, 0.0, 0.0, 1.0)
+    if not count:
+        return PASSED
+    both_finite = torch.isfinite(actual.double()) & torch.isfinite(want.double())
+    error = float(torch.where(both_finite, actual.double() - want.double(), 0.0).abs().max())
+    figures = (math.inf, math.inf, error, 1.0 - count / actual.numel())
+    what = f"{name}: {count} of {actual.numel()} values differ, where all must be equal"
+    return failed("exact", what, figures, wrong, actual, want, row_of_most(wrong))
 
 
-def _check_codes(name: str, actual: torch.Tensor, oracle: torch.Tensor) -> OutputVerdict:
-    want = oracle if oracle.dtype == actual.dtype else oracle.to(actual.dtype)
-    got_code, want_code = _ordered_codes(actual), _ordered_codes(want)
-    apart = (got_code - want_code).abs()
+def _bits(value: torch.Tensor) -> torch.Tensor:
+    """The bits as integers; of NaN one pattern, since which one it is says nothing."""
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[value.element_size()]
+    bits = value.contiguous().view(integer)
+    return torch.where(torch.isnan(value), torch.full_like(bits, -1 if integer != torch.uint8 else 255), bits)
+
+
+def _check_codes(name: str, actual: torch.Tensor, oracle: torch.Tensor, bits: int) -> OutputVerdict:
+    want_codes = oracle if oracle.dtype == actual.dtype else oracle.to(actual.dtype)
+    apart = (ordered_codes(actual, bits) - ordered_codes(want_codes, bits)).abs()
+    got, want = code_values(actual, bits), code_values(want_codes, bits)
     equal = float((apart == 0).double().mean())
-    rel = relative_error(actual.float(), want.float())
-    error = float(torch.nan_to_num(actual.float() - want.float()).abs().max())
-    mask_wrong = _mask_mismatch(actual.float(), want.float())
+    finite = torch.isfinite(got) & torch.isfinite(want)
+    error = torch.where(finite, got - want, 0.0).abs()
+    rel = relative_error(got, want)
+    mask_wrong = _mask_mismatch(got, want)
+    worst_row = row_of_most(mask_wrong if bool(mask_wrong.any()) else apart > 0)
+    figures = (rel, rel, float(error.max()), equal)
     if bool(mask_wrong.any()):
-        what = f"{int(mask_wrong.sum())} codes are NaN or infinite where they should not be, or not where they should"
-        return OutputVerdict(
-            "nan_inf_mask", f"{name}: {what}; {_first(mask_wrong, actual, want)}", rel, rel, error, equal
-        )
+        what = f"{name}: {_mask_text(mask_wrong, 'codes')}"
+        return failed("nan_inf_mask", what, figures, mask_wrong, got, want, worst_row)
     if equal < CODES_EQUAL or int(apart.max()) > 1:
-        what = f"{equal:.2%} of the codes are equal (at least {CODES_EQUAL:.0%} must be, the rest within one)"
-        return OutputVerdict("codes", f"{name}: {what}; {_first(apart > 0, actual, want)}", rel, rel, error, equal)
-    return OutputVerdict(None, "", rel, rel, error, equal)
+        what = f"{name}: {equal:.2%} of the codes are equal (at least {CODES_EQUAL:.0%} must be, the rest within one)"
+        return failed("codes", what, figures, apart > (0 if equal < CODES_EQUAL else 1), got, want, worst_row)
+    return OutputVerdict(None, "", *figures)
 
 
-def _ordered_codes(value: torch.Tensor) -> torch.Tensor:
-    """Codes as integers in the order of the values they stand for, so that neighbours differ by one."""
-    code = value.contiguous().view(torch.uint8).to(torch.int32)
-    return torch.where(code >= 128, 127 - code, code)
-
-
-def _worst(row_rel: torch.Tensor, shape: torch.Size, columns: int) -> torch.Tensor:
-    flagged = torch.zeros(row_rel.shape[0], columns, dtype=torch.bool, device=row_rel.device)
-    flagged[int(row_rel.argmax())] = True
-    return flagged.reshape(shape)
-
-
-def _first(wrong: torch.Tensor, actual: torch.Tensor, oracle: torch.Tensor) -> str:
-    index = tuple(int(i) for i in torch.nonzero(wrong)[0]) if wrong.dim() else ()
-    got, want = actual[index], oracle[index]
-    return f"first at {list(index)}: expected {float(want.double()):.6g}, got {float(got.double()):.6g}"
+def _whole_row(row: int, actual: torch.Tensor, columns: int) -> torch.Tensor:
+    flagged = torch.zeros(actual.numel() // columns, columns, dtype=torch.bool, device=actual.device)
+    flagged[row] = True
+    return flagged.reshape(actual.shape)

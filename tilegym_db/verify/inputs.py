@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.expressions import evaluate
 from tilegym_db.records.layouts import layout_strides
 from tilegym_db.records.workload import RandomInput, SafetensorsInput
+from tilegym_db.verify.distributions import DISTRIBUTIONS, EXACT, PLANTED, plant
 from tilegym_db.verify.torch_dtypes import storage_dtype
 
 __all__ = ["DISTRIBUTIONS", "PLANTED", "Case", "draw_inputs"]
@@ -59,64 +60,18 @@ class Case:
         offset = f" offset={self.offset}" if self.offset else ""
         return f"{axes_key(self.axes)} {dtypes}{layouts}{offset} contents={self.distribution}"
 
+    @property
+    def exact(self) -> bool:
+        """True where sums and products of the contents round nowhere, so that an exact operator must give exact bits."""
+        return self.distribution == EXACT
+
     def strides(self, definition: Definition, name: str) -> tuple[int, ...]:
         """Strides in elements of one tensor of this case."""
         shape = definition.shape_of(name, self.axes)
         return layout_strides(self.layouts.get(name, "contiguous"), shape, self.axes)
 
 
-PLANTED = "planted_special_values"
-
 Shape = tuple[int, ...]
-Draw = Callable[[torch.Generator, Shape, torch.dtype], torch.Tensor]
-
-_SPECIAL: dict[str, tuple[float, ...]] = {"nan": (math.nan,), "inf": (math.inf, -math.inf)}
-
-
-def _normal(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32)
-
-
-def _row_scale(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    # Half precision overflows past 2^16, and products of two such tensors past half of that exponent.
-    reach = 4.0 if dtype == torch.float16 else 10.0
-    exponent = torch.rand((*shape[:-1], 1), generator=generator, device=generator.device) * (2 * reach) - reach
-    return _normal(generator, shape, dtype) * torch.exp2(exponent)
-
-
-def _outliers(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    value = _normal(generator, shape, dtype)
-    rare = torch.rand(shape, generator=generator, device=generator.device) < 1e-3
-    return torch.where(rare, value * 100, value)
-
-
-def _small_integers(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randint(-4, 5, shape, generator=generator, device=generator.device).float()
-
-
-def _constant_rows(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    row = torch.randn((*shape[:-1], 1), generator=generator, device=generator.device)
-    return row.expand(shape).clone()
-
-
-def _plant(value: torch.Tensor, generator: torch.Generator, specials: tuple[str, ...]) -> torch.Tensor:
-    """One of each special value that the operator is defined for, at random places."""
-    for special in (number for name in specials for number in _SPECIAL[name]):
-        draws = (torch.randint(0, size, (1,), generator=generator, device=generator.device) for size in value.shape)
-        value[tuple(int(draw) for draw in draws)] = special
-    return value
-
-
-# What fills a floating-point tensor of two or more dimensions that has no generator of its own; vectors (weights) and
-# generated inputs (tables, indices) keep their own contents in every set.
-DISTRIBUTIONS: dict[str, Draw] = {
-    "normal": _normal,
-    "row_scale": _row_scale,
-    "outliers": _outliers,
-    "small_integers": _small_integers,
-    "constant_rows": _constant_rows,
-    PLANTED: _normal,  # then _plant, which needs to know what the Definition allows
-}
 
 
 def draw_inputs(
@@ -159,9 +114,11 @@ def _draw(definition: Definition, case: Case, name: str, device: str) -> torch.T
     elif len(shape) >= 2:
         value = DISTRIBUTIONS[case.distribution](generator, shape, dtype)
         if case.distribution == PLANTED:
-            value = _plant(value, generator, definition.special_values)
+            value = plant(value, generator, definition.special_values)
     else:
-        value = _normal(generator, shape, dtype)
+        # A weight keeps N(0, 1): scaled or special values in it would drown whole columns of every row. Where sums are to
+        # be exact, it must not round them either.
+        value = DISTRIBUTIONS[EXACT if case.exact else "normal"](generator, shape, dtype)
     scale = case.scales.get(name, 1.0)
     return (value if scale == 1.0 else value * scale).to(dtype)
 

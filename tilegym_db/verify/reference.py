@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition
+from tilegym_db.verify.slicing import ORACLE_BYTES, sliced
 
-__all__ = ["Lifted", "load_function", "oracle", "run_lifted", "run_reference"]
+__all__ = ["Lifted", "as_written", "load_function", "oracle", "run_lifted", "run_reference"]
 
 Inputs = Mapping[str, Any]
 Outputs = dict[str, torch.Tensor]
@@ -120,8 +121,19 @@ def run_lifted(definition: Definition, inputs: Inputs, *, source: str | None = N
         return run_reference(definition, lifted, source=source)
 
 
-def oracle(definition: Definition, inputs: Inputs) -> Outputs:
-    """The outputs that a Solution is compared with: fp64 on the same quantised bits, or as written for quantisers."""
+def as_written(definition: Definition, inputs: Inputs, *, budget_bytes: int = ORACLE_BYTES) -> Outputs:
+    """The outputs of the reference in the dtypes it is given, as :func:`run_reference`, but in slices as :func:`oracle`."""
+    return sliced(definition, inputs, run_reference, budget_bytes=budget_bytes)
+
+
+def oracle(definition: Definition, inputs: Inputs, *, budget_bytes: int = ORACLE_BYTES) -> Outputs:
+    """The outputs that a Solution is compared with: fp64 on the same quantised bits, or as written for quantisers.
+
+    Args:
+        definition: evaluated slice by slice along its ``independent_axes`` where that saves memory.
+        inputs: input name -> tensor or scalar.
+        budget_bytes: what an evaluation may take, by the estimate of :func:`sliced`.
+    """
     if definition.oracle == "as_written":
-        return run_reference(definition, inputs)
-    return run_lifted(definition, inputs)
+        return as_written(definition, inputs, budget_bytes=budget_bytes)
+    return sliced(definition, inputs, run_lifted, budget_bytes=budget_bytes)

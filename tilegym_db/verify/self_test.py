@@ -14,7 +14,9 @@ import torch
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition, Workload
-from tilegym_db.verify.gates import MIN_ELEMENTS_FOR_NORMS, check_output
+from tilegym_db.verify.comparison import check_outputs
+from tilegym_db.verify.gates import MIN_ELEMENTS_FOR_NORMS, OutputVerdict, check_output
+from tilegym_db.verify.indices import check_gathered
 from tilegym_db.verify.inputs import Case, draw_inputs
 from tilegym_db.verify.reference import run_lifted, run_reference
 from tilegym_db.verify.tolerance import limits_for
@@ -93,15 +95,23 @@ def _must_agree(definition: Definition, case: Case, expected: Expected) -> list[
     if definition.oracle == "lifted":
         lifted = run_lifted(definition, expected.inputs, source=independent)
         for name, value in lifted.items():
-            # Scalars such as eps are fp32 constants in some library calls; fp64 agreement ends there.
-            verdict = check_output(
-                name, value.double(), expected.outputs[name].double(), limits_for(definition, "float32")
-            )
+            verdict = _compare_lifted(definition, expected, name, value)
             if not verdict.passed:
                 findings.append(
                     Finding(definition.name, "independent formulation", f"{verdict.reason} (fp64) at {case}")
                 )
     return findings
+
+
+def _compare_lifted(definition: Definition, expected: Expected, name: str, value: torch.Tensor) -> OutputVerdict:
+    truth, source = expected.outputs[name], definition.gathers.get(name)
+    # Scalars such as eps are fp32 constants in some library calls; fp64 agreement ends there.
+    limits = limits_for(definition, "float32")
+    if source is None:
+        return check_output(name, value.double(), truth.double(), limits)
+    if source in definition.inputs:
+        return check_gathered(name, value, truth, expected.inputs[source])
+    return check_gathered(name, value, truth, expected.outputs[source], limits)
 
 
 def _wrong_results(definition: Definition, case: Case, expected: Expected) -> list[tuple[str, Outputs]]:
@@ -127,14 +137,10 @@ def _wrong_results(definition: Definition, case: Case, expected: Expected) -> li
 
 
 def _accepted(definition: Definition, case: Case, expected: Expected, outputs: Outputs) -> bool:
-    for name, value in outputs.items():
-        truth = expected.outputs[name]
-        if value.shape != truth.shape:
-            return False
-        limits = limits_for(definition, definition.dtype_of(name, case.dtypes))
-        if not check_output(name, value, truth, limits, expected.e_base[name]).passed:
-            return False
-    return True
+    if any(value.shape != expected.outputs[name].shape for name, value in outputs.items()):
+        return False
+    verdicts = check_outputs(definition, case.dtypes, expected.inputs, expected.outputs, outputs, expected.e_base)
+    return all(verdict.passed for verdict in verdicts.values())
 
 
 def _without_last_row(value: torch.Tensor) -> torch.Tensor:

@@ -1,84 +1,248 @@
-"""Shape fuzzing: sizes around tile edges, primes and tiny ones, inside a Definition's and a Solution's constraints."""
+"""The fuzz envelope: whole cases around tile edges, primes and tiny sizes, in every layout and with every kind of contents.
+
+A case is drawn at random and kept for what it adds: of several candidates the one that covers most pairs of (axis, kind of
+size), layout, contents and alignment that no case before it has covered. So a few cases meet most pairs of circumstances,
+and which ones is as secret as the seed.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition, Solution
+from tilegym_db.records.dtypes import Scalar
+from tilegym_db.records.expressions import evaluate_int
+from tilegym_db.verify.distributions import DISTRIBUTIONS, PLANTED, REFERENCE_MAY_FAIL
+from tilegym_db.verify.fuzz_layouts import CONTIGUOUS, draw_layouts, layout_choices
+from tilegym_db.verify.inputs import Case
+from tilegym_db.verify.repair import repaired
 
-__all__ = ["fuzz_axes"]
+__all__ = ["MAX_ELEMENTS", "fuzz_cases", "why_no_case"]
 
-# Around every tile size that the languages use, primes in between, and the sizes that break vector loads.
-_SIZES: tuple[int, ...] = (1, 2, 3, 5, 7, 13, 15, 16, 17, 31, 33, 61, 63, 64, 65, 97, 127, 128, 129, 131, 251, 255, 257)
-_MAX_TRIES = 400
+TILES = (16, 32, 64, 128, 256)
+SIZES: dict[str, tuple[int, ...]] = {
+    "one": (1,),
+    "tiny": (2, 3),
+    "prime": (5, 7, 13, 61, 97, 131, 251),
+    "below a tile": tuple(tile - 1 for tile in TILES),
+    "tile": TILES,
+    "above a tile": tuple(tile + 1 for tile in TILES),
+}
+"""Kind of size -> sizes, around every tile that the languages use; besides these, an axis takes sizes of real workloads."""
+_KIND_OF = {size: kind for kind, sizes in reversed(SIZES.items()) for size in sizes} | {0: "zero"}
+WORKLOAD = "workload"
+
 MAX_ELEMENTS = 1 << 20
 """Of the largest tensor. Fuzzing is about edges, not size; the Triton interpreter must get through a case in seconds."""
+MAX_ROWS = 1 << 10
+"""Of the largest tensor, counting everything but its last axis: an interpreted program is started for every few of them."""
+_ROOM_FOR_THE_DEMANDING = 16
+"""By how much both bounds grow for a Solution that accepts nothing within them."""
+
+OFFSETS = (0, 1)
+SMALL_ENVELOPE = 8
+"""With fewer cases none goes to a size of zero, nor to contents that the reference often does not survive itself."""
+_CANDIDATES = 16
+_FRUITLESS_ROUNDS = 12
 
 
-def fuzz_axes(
+@dataclass(frozen=True)
+class _Demand:
+    """What a case must have whatever else it has, because an envelope of a few cases may not go without it."""
+
+    offset: int | None = None
+    padded: bool = False
+    contents: str | None = None
+    odd: bool = False
+    zero: str | None = None
+
+
+@dataclass
+class _Fuzzer:
+    """The circumstances that may vary, and which pairs of them have been covered."""
+
+    definition: Definition
+    solution: Solution
+    anchors: Sequence[Mapping[str, int]]
+    dtypes: Mapping[str, str]
+    generator: random.Random
+    distributions: tuple[str, ...]
+    max_elements: int = MAX_ELEMENTS
+    max_rows: int = MAX_ROWS
+    covered: set[tuple[tuple[str, str], tuple[str, str]]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.layouts = layout_choices(self.definition, self.solution)
+        self.constraints = (*self.definition.constraints, *self.solution.spec.constraints)
+        self.fixed = {name: axis.value for name, axis in self.definition.axes.items() if axis.value is not None}
+        specs = {**self.definition.inputs, **self.definition.outputs}
+        self.shapes = {spec.shape for spec in specs.values() if spec.shape}
+
+    def next_case(self, demand: _Demand, anchored: bool, scalars: Mapping[str, Scalar]) -> Case | None:
+        """The allowed candidate that covers most; None where the constraints leave none."""
+        for _ in range(_FRUITLESS_ROUNDS):
+            candidates = [self._candidate(demand, anchored) for _ in range(_CANDIDATES)]
+            ranked = sorted(candidates, key=self._gain, reverse=True)
+            for axes, layout, contents, offset in ranked:
+                if self._fits(axes) and (bound := self._bound(axes)) is not None:
+                    self.covered.update(_pairs(self._features(axes, layout, contents, offset)))
+                    laid_out = draw_layouts(
+                        self.definition, self.layouts.get(layout, ()), layout, bound, self.generator
+                    )
+                    seed = self.generator.getrandbits(62)
+                    return Case(bound, dict(self.dtypes), dict(scalars), laid_out, contents, seed, offset)
+        return None
+
+    def zero_axis(self) -> str | None:
+        """The first axis that may be empty, by the constraints of both; None where there is none."""
+        for name in self.definition.var_axes:
+            for _ in range(_FRUITLESS_ROUNDS):
+                axes = {**self._candidate(_Demand(), anchored=False)[0], name: 0}
+                if self._fits(axes) and self._bound(axes) is not None:
+                    return name
+        return None
+
+    def _candidate(self, demand: _Demand, anchored: bool) -> tuple[dict[str, int], str, str, int]:
+        pick = self.generator.choice
+        contents = demand.contents or pick(self.distributions)
+        layouts = [name for name in self.layouts if name.startswith("padded")] if demand.padded else list(self.layouts)
+        offset = pick(OFFSETS) if demand.offset is None else demand.offset
+        return self._sizes(demand, anchored, contents), pick(layouts or [CONTIGUOUS]), contents, offset
+
+    def _sizes(self, demand: _Demand, anchored: bool, contents: str) -> dict[str, int]:
+        generator, names = self.generator, self.definition.var_axes
+        # One NaN in a tensor of a few elements is a NaN in every output.
+        kinds = list(SIZES)[2 if contents == PLANTED else 0 :]
+        axes = {name: generator.choice(SIZES[generator.choice(kinds)]) for name in names}
+        if demand.odd:
+            axes = {name: size | 1 for name, size in axes.items()}
+        kept: list[str] = []
+        if anchored and self.anchors and names:
+            anchor = generator.choice(self.anchors)
+            kept = generator.sample(list(names), generator.randint(1, max(len(names) - 1, 1)))
+            axes |= {name: anchor[name] for name in kept if name in anchor}
+        axes = self._shrunk(self._repaired(axes), kept)
+        return axes if demand.zero is None else {**axes, demand.zero: 0}
+
+    def _repaired(self, axes: Mapping[str, int]) -> dict[str, int]:
+        return repaired(self.constraints, axes, self.fixed, self.dtypes, self.generator)
+
+    def _shrunk(self, axes: dict[str, int], kept: Sequence[str]) -> dict[str, int]:
+        """Make axes smaller, in random order, until the largest tensor is within the bounds."""
+        smaller = [size for sizes in SIZES.values() for size in sizes]
+        shrinkable = [name for name in axes if name not in kept]
+        self.generator.shuffle(shrinkable)
+        shrunk = dict(axes)
+        while shrinkable and not self._fits(shrunk):
+            name = shrinkable.pop()
+            shrunk[name] = self.generator.choice([size for size in smaller if size <= shrunk[name]] or [1])
+        return axes if shrunk == axes else self._repaired(shrunk)
+
+    def _fits(self, axes: Mapping[str, int]) -> bool:
+        bound = {**self.fixed, **axes}
+        for shape in self.shapes:
+            try:
+                sizes = [bound[entry] if entry in bound else evaluate_int(entry, bound) for entry in shape]
+            except RecordError:  # no whole number
+                return False
+            if math.prod(sizes) > self.max_elements or math.prod(sizes[:-1]) > self.max_rows:
+                return False
+        return True
+
+    def _bound(self, axes: Mapping[str, int]) -> dict[str, int] | None:
+        try:
+            bound = self.definition.bind_axes(axes)
+            return bound if self.solution.unsupported(bound, self.dtypes) is None else None
+        except RecordError:
+            return None
+
+    def _gain(self, candidate: tuple[dict[str, int], str, str, int]) -> int:
+        return sum(pair not in self.covered for pair in _pairs(self._features(*candidate)))
+
+    def _features(self, axes: Mapping[str, int], layout: str, contents: str, offset: int) -> list[tuple[str, str]]:
+        sizes = [(name, _KIND_OF.get(size, WORKLOAD)) for name, size in axes.items()]
+        return [*sizes, ("layout", layout), ("contents", contents), ("offset", str(offset))]
+
+
+def _pairs(features: Sequence[tuple[str, str]]) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
+    return itertools.combinations(features, 2)
+
+
+def fuzz_cases(
+    definition: Definition,
+    solution: Solution,
+    anchors: Sequence[Mapping[str, int]],
+    dtypes: Mapping[str, str],
+    scalars: Mapping[str, Scalar],
+    *,
+    count: int,
+    seed: int,
+) -> list[Case]:
+    """Distinct cases that the Definition and the Solution both allow; the same ones for the same seed.
+
+    The first four have between them an address off its alignment, padded rows, odd sizes and planted special values, as
+    far as the Solution's layouts, the constraints and the Definition's special values allow.
+
+    Args:
+        definition: its constraints hold for every case.
+        solution: so do its own; a Solution is not asked for a shape or a layout that it does not declare.
+        anchors: sizes of real workloads. Every second case takes some axes from one, so that a shape special case cannot
+            tell a fuzz case by its unusual sizes.
+        dtypes: the dtype binding in use.
+        scalars: scalar inputs by name.
+        count: how many at most; fewer where the constraints leave fewer, none where they leave none (:func:`why_no_case`).
+        seed: secret of this run.
+    """
+    for room in (1, _ROOM_FOR_THE_DEMANDING):
+        fuzzer = _fuzzer(definition, solution, anchors, dtypes, count, seed, room)
+        cases: list[Case] = []
+        for number, demand in enumerate(_demands(fuzzer, count)):
+            case = fuzzer.next_case(demand, bool(number % 2), scalars)
+            if case is None and demand != _Demand():
+                case = fuzzer.next_case(_Demand(), bool(number % 2), scalars)
+            if case is None:
+                break
+            cases.append(case)
+        if cases:
+            return cases
+    return []
+
+
+def _fuzzer(
     definition: Definition,
     solution: Solution,
     anchors: Sequence[Mapping[str, int]],
     dtypes: Mapping[str, str],
     count: int,
     seed: int,
-) -> list[dict[str, int]]:
-    """Distinct axis bindings that the Definition and the Solution both allow.
-
-    Args:
-        definition: its constraints hold for every result.
-        solution: so do its own; a Solution is not asked for what it does not declare.
-        anchors: bindings of real workloads. Half of the results take some axes from an anchor, so that a shape special
-            case cannot tell a fuzz case by its unusual sizes.
-        dtypes: the dtype binding in use.
-        count: how many at most; fewer where the constraints leave fewer.
-        seed: secret of this run.
-    """
-    generator = random.Random(seed)
-    found: list[dict[str, int]] = []
-    for attempt in range(_MAX_TRIES):
-        if len(found) == count:
-            break
-        axes = {name: generator.choice(_SIZES) for name in definition.var_axes}
-        if anchors and attempt % 2:
-            anchor = generator.choice(list(anchors))
-            kept = generator.sample(list(axes), min(generator.randint(1, max(len(axes) - 1, 1)), len(axes)))
-            axes = {name: anchor[name] if name in kept else size for name, size in axes.items()}
-        axes = _repair((*definition.constraints, *solution.spec.constraints), axes, generator)
-        if axes in found or not _allowed(definition, solution, axes, dtypes):
-            continue
-        found.append(axes)
-    return found
+    room: int,
+) -> _Fuzzer:
+    left_out = REFERENCE_MAY_FAIL if count < SMALL_ENVELOPE else frozenset()
+    distributions = tuple(
+        name for name in DISTRIBUTIONS if name not in left_out and (name != PLANTED or definition.special_values)
+    )
+    bounds = (MAX_ELEMENTS * room, MAX_ROWS * room)
+    return _Fuzzer(definition, solution, anchors, dtypes, random.Random(seed), distributions, *bounds)
 
 
-def _repair(constraints: Sequence[str], axes: dict[str, int], generator: random.Random) -> dict[str, int]:
-    """Meet the common constraints (even head sizes, equal axes) that random sizes would seldom meet."""
-    candidate = dict(axes)
-    for text in constraints:
-        name, _, rest = text.partition(" % ")
-        divisor = rest.removesuffix(" == 0").strip()
-        if name in candidate and rest.endswith("== 0") and divisor.isdigit():
-            step = int(divisor)
-            candidate[name] = max(step, candidate[name] // step * step)
-        elif " == " in text:
-            alternatives = [part.strip().split(" == ") for part in text.split(" or ")]
-            left, right = (
-                (side.strip() for side in generator.choice(alternatives)[:2])
-                if all(len(part) == 2 for part in alternatives)
-                else ("", "")
-            )
-            if left in candidate:
-                candidate[left] = int(right) if right.isdigit() else candidate.get(right, candidate[left])
-    return candidate
+def _demands(fuzzer: _Fuzzer, count: int) -> list[_Demand]:
+    """What each case must have; the last one of a full envelope is empty, where an axis may be."""
+    special = PLANTED if fuzzer.definition.special_values else None
+    demands = [_Demand(odd=True, offset=0), _Demand(offset=1), _Demand(contents=special), _Demand(padded=True)]
+    demands += [_Demand()] * (count - len(demands))
+    zero = fuzzer.zero_axis() if count >= SMALL_ENVELOPE else None
+    if zero is not None:
+        demands[-1] = _Demand(zero=zero, contents="normal")
+    return demands[:count]
 
 
-def _allowed(definition: Definition, solution: Solution, axes: dict[str, int], dtypes: Mapping[str, str]) -> bool:
-    try:
-        bound = definition.bind_axes(axes)
-        shapes = [definition.shape_of(name, bound) for name in (*definition.tensor_inputs, *definition.outputs)]
-        return max(map(math.prod, shapes)) <= MAX_ELEMENTS and solution.unsupported(bound, dtypes) is None
-    except RecordError:
-        return False
+def why_no_case(definition: Definition, solution: Solution) -> str:
+    """For whoever wrote a Solution that :func:`fuzz_cases` found nothing for: what stands in the way."""
+    constraints = " and ".join((*definition.constraints, *solution.spec.constraints)) or "none"
+    most = MAX_ELEMENTS * _ROOM_FOR_THE_DEMANDING
+    return f"no shape of at most {most} elements a tensor was found that meets the constraints ({constraints})"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,15 +16,26 @@ import torch
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition, Solution
 from tilegym_db.records.trace import Correctness, Status
-from tilegym_db.verify.gates import OutputVerdict, check_output, relative_error
+from tilegym_db.verify.comparison import base_errors, check_outputs, exact_outputs
+from tilegym_db.verify.gates import OutputVerdict, relative_error
 from tilegym_db.verify.inputs import Case, draw_inputs
-from tilegym_db.verify.reference import oracle, run_reference
+from tilegym_db.verify.reference import as_written, oracle
 from tilegym_db.verify.sandbox.arena import Arena, tensor_view
 from tilegym_db.verify.sandbox.process import WorkerDied, WorkerProcess, WorkerTimeout
 from tilegym_db.verify.tolerance import limits_for
 from tilegym_db.verify.torch_dtypes import storage_dtype
 
-__all__ = ["Expected", "Failure", "Verdict", "expect", "same_bytes", "verify_slot"]
+__all__ = [
+    "Expected",
+    "Failure",
+    "Verdict",
+    "expect",
+    "fill_slot",
+    "judge",
+    "read_outputs",
+    "same_bytes",
+    "verify_slot",
+]
 
 # A comparison widens its output to fp64 several times over; one at a time bounds the memory it takes.
 _comparing = threading.Lock()
@@ -40,6 +51,8 @@ class Expected:
     inputs: Mapping[str, Any]
     outputs: Mapping[str, torch.Tensor]
     e_base: Mapping[str, float]
+    exact: frozenset[str] = frozenset()
+    """Outputs that leave no room for rounding: they must equal the oracle's, rounded to their dtype."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +64,10 @@ class Failure:
     log: str = ""
     gate: str | None = None
     correctness: Correctness | None = None
+    case: Case | None = None
+    output: str | None = None
+    """Name of the output that failed, where one was compared; ``verdict`` says how."""
+    verdict: OutputVerdict | None = None
 
 
 @dataclass
@@ -63,7 +80,6 @@ class Verdict:
     matched_ratio: float = 1.0
     cases: int = 0
     deterministic: bool = True
-    dropped: list[str] = field(default_factory=list)
 
     def add(self, outputs: Mapping[str, OutputVerdict]) -> None:
         """Take one passed case into account."""
@@ -99,16 +115,15 @@ def expect(definition: Definition, case: Case, device: str) -> Expected | None:
         RecordError: the reference raises, or returns another shape or dtype than the Definition declares.
     """
     inputs = draw_inputs(definition, case, device)
-    as_written = run_reference(definition, inputs)
-    _check_declared(definition, case, as_written)
-    truth = as_written if definition.oracle == "as_written" else oracle(definition, inputs)
-    e_base: dict[str, float] = {}
-    for name, value in as_written.items():
-        limits = limits_for(definition, definition.dtype_of(name, case.dtypes))
-        e_base[name] = relative_error(value, truth[name]) if limits is not None and not limits.codes else 0.0
-        if not check_output(name, value, truth[name], limits, e_base[name]).passed:
-            return None
-    return Expected(case, inputs, truth, e_base)
+    written = as_written(definition, inputs)
+    _check_declared(definition, case, written)
+    truth = written if definition.oracle == "as_written" else oracle(definition, inputs)
+    e_base = base_errors(definition, case.dtypes, written, truth)
+    verdicts = check_outputs(definition, case.dtypes, inputs, truth, written, e_base)
+    if not all(verdict.passed for verdict in verdicts.values()):
+        return None
+    exact = exact_outputs(written, truth) if case.exact else frozenset()
+    return Expected(case, inputs, truth, e_base, exact)
 
 
 def _check_declared(definition: Definition, case: Case, outputs: Mapping[str, torch.Tensor]) -> None:
@@ -141,11 +156,13 @@ def verify_slot(
     solution: Solution,
     expected: Expected,
     *,
+    calls: int = 2,
     timeout_s: float,
 ) -> tuple[dict[str, OutputVerdict], dict[str, torch.Tensor]] | Failure:
-    """Call the Solution twice on one slot, with different poison, and put both results through every gate.
+    """Call the Solution on one slot over and over and put the results through every gate.
 
-    Two results of a deterministic Solution must be the same bytes; those of any other must both pass, close together.
+    The first two calls find different poison in the outputs. Results of a deterministic Solution must be the same bytes
+    each time; those of any other must all pass, close together.
 
     Returns:
         The verdict and the (contiguous) value of every output, or the failure.
@@ -153,21 +170,37 @@ def verify_slot(
     first = _one_call(worker, arena, index, definition, expected, POISON_NAN, timeout_s)
     if isinstance(first, Failure):
         return first
-    judged = _judge(definition, solution, expected, first)
+    judged = judge(definition, solution, expected, first)
     if isinstance(judged, Failure):
         return judged
-    second = _one_call(worker, arena, index, definition, expected, None, timeout_s)
-    if isinstance(second, Failure):
-        return second
-    if not solution.spec.deterministic:
-        failure = _check_spread(definition, solution, expected, first, second)
-        return (judged, first) if failure is None else failure
-    for name, value in first.items():
-        if not same_bytes(value, second[name]):
-            what = f"{name}: two calls on the same inputs gave different bytes at {expected.case}"
-            hint = "an element is not written, memory is read before it is written, or the sum's order varies"
-            return _incorrect("poison", f"{what}; {hint}", verdicts=judged)
+    for number in range(1, calls):
+        again = _one_call(worker, arena, index, definition, expected, None if number == 1 else POISON_NAN, timeout_s)
+        failure = (
+            again if isinstance(again, Failure) else _check_repeat(definition, solution, expected, first, again, number)
+        )
+        if failure is not None:
+            return failure
     return judged, first
+
+
+def _check_repeat(
+    definition: Definition,
+    solution: Solution,
+    expected: Expected,
+    first: Mapping[str, torch.Tensor],
+    again: Mapping[str, torch.Tensor],
+    number: int,
+) -> Failure | None:
+    if not solution.spec.deterministic:
+        return _check_spread(definition, solution, expected, first, again)
+    for name, value in first.items():
+        if not same_bytes(value, again[name]):
+            what = f"{name}: two calls on the same inputs gave different bytes at {expected.case}"
+            if number > 1:
+                return _incorrect("determinism", f"{what}; the sum's order varies, or a race", expected.case)
+            hint = "an element is not written, memory is read before it is written, or the sum's order varies"
+            return _incorrect("poison", f"{what}; {hint}", expected.case)
+    return None
 
 
 def _check_spread(
@@ -177,7 +210,7 @@ def _check_spread(
     first: Mapping[str, torch.Tensor],
     second: Mapping[str, torch.Tensor],
 ) -> Failure | None:
-    judged = _judge(definition, solution, expected, second)
+    judged = judge(definition, solution, expected, second)
     if isinstance(judged, Failure):
         return judged
     for name, value in first.items():
@@ -187,7 +220,7 @@ def _check_spread(
         spread, allowed = relative_error(second[name], value), max(limits.tau / 10, expected.e_base[name])
         if spread > allowed:
             what = f"{name}: two calls on the same inputs lie {spread:.3g} apart, more than {allowed:.3g}"
-            return _incorrect("spread", f"{what} at {expected.case}", verdicts=judged)
+            return _incorrect("spread", f"{what} at {expected.case}", expected.case)
     return None
 
 
@@ -206,22 +239,22 @@ def _one_call(
     failure = _call(worker, index, expected.case, timeout_s)
     if failure is None:
         failure = _check_memory(arena, index, before, definition, expected.case)
-    return _read_outputs(arena, index, definition) if failure is None else failure
+    return read_outputs(arena, index, definition) if failure is None else failure
 
 
 def _call(worker: WorkerProcess, index: int, case: Case, timeout_s: float) -> Failure | None:
     try:
         reply = worker.request("call", slot=index, timeout_s=timeout_s)
     except WorkerTimeout as error:
-        return Failure("TIMEOUT", f"the call did not return within {timeout_s:g} s at {case}", str(error))
+        return Failure("TIMEOUT", f"the call did not return within {timeout_s:g} s at {case}", str(error), case=case)
     except WorkerDied as error:
-        return Failure("RUNTIME_ERROR", f"the worker died during a call at {case}", str(error))
+        return Failure("RUNTIME_ERROR", f"the worker died during a call at {case}", str(error), case=case)
     if not reply.ok:
         status: Status = "COMPILE_ERROR" if reply.is_compile_error else "RUNTIME_ERROR"
-        return Failure(status, f"raised at {case}: {reply.summary}", reply.error)
+        return Failure(status, f"raised at {case}: {reply.summary}", reply.error, case=case)
     if reply.mismatch is not None:
         dtype, what = reply.mismatch
-        return Failure("INCORRECT_DTYPE" if dtype else "INCORRECT_SHAPE", f"{what} at {case}", gate="shape")
+        return Failure("INCORRECT_DTYPE" if dtype else "INCORRECT_SHAPE", f"{what} at {case}", gate="shape", case=case)
     return None
 
 
@@ -237,14 +270,16 @@ def _check_memory(arena: Arena, index: int, before: torch.Tensor, definition: De
     for plan in arena.plan.tensors:
         if plan.offset <= position < plan.offset + plan.span:
             where = "its padding between rows" if plan in writable else "an input"
-            return _incorrect("memory", f"wrote to {plan.name}, {where}, at byte {position - plan.offset} at {case}")
+            what = f"wrote to {plan.name}, {where}, at byte {position - plan.offset} at {case}"
+            return _incorrect("memory", what, case)
     nearest = min(
         arena.plan.tensors, key=lambda plan: min(abs(position - plan.offset), abs(position - plan.offset - plan.span))
     )
-    return _incorrect("memory", f"wrote outside the tensors, near {nearest.name}, at {case}")
+    return _incorrect("memory", f"wrote outside the tensors, near {nearest.name}, at {case}", case)
 
 
-def _read_outputs(arena: Arena, index: int, definition: Definition) -> dict[str, torch.Tensor]:
+def read_outputs(arena: Arena, index: int, definition: Definition) -> dict[str, torch.Tensor]:
+    """A contiguous copy of every output in one slot, in-place ones included."""
     replaced = {target: source for source, target in definition.in_place.items()}
     return {
         name: arena.tensor(index, replaced.get(name, name)).clone(memory_format=torch.contiguous_format)
@@ -252,25 +287,37 @@ def _read_outputs(arena: Arena, index: int, definition: Definition) -> dict[str,
     }
 
 
-def _judge(
+def judge(
     definition: Definition,
     solution: Solution,
     expected: Expected,
     outputs: Mapping[str, torch.Tensor],
 ) -> dict[str, OutputVerdict] | Failure:
-    verdicts = {}
-    for name, value in outputs.items():
-        dtype = definition.dtype_of(name, expected.case.dtypes)
-        limits = limits_for(definition, dtype, solution.spec.math)
-        with _comparing:
-            verdicts[name] = check_output(name, value, expected.outputs[name], limits, expected.e_base[name])
-    for verdict in verdicts.values():
+    """Compare the outputs of one call with the oracle: a verdict for each, or the failure."""
+    with _comparing:
+        verdicts = check_outputs(
+            definition,
+            expected.case.dtypes,
+            expected.inputs,
+            expected.outputs,
+            outputs,
+            expected.e_base,
+            math=solution.spec.math,
+            exact=expected.exact,
+        )
+    for name, verdict in verdicts.items():
         if verdict.gate is not None:
-            return _incorrect(verdict.gate, f"{verdict.reason} at {expected.case}", verdicts=verdicts)
+            return _incorrect(verdict.gate, f"{verdict.reason} at {expected.case}", expected.case, name, verdicts)
     return verdicts
 
 
-def _incorrect(gate: str, reason: str, verdicts: Mapping[str, OutputVerdict] | None = None) -> Failure:
+def _incorrect(
+    gate: str,
+    reason: str,
+    case: Case,
+    output: str | None = None,
+    verdicts: Mapping[str, OutputVerdict] | None = None,
+) -> Failure:
     worst = Verdict()
     worst.add(verdicts or {})
     if verdicts is None:
@@ -284,7 +331,8 @@ def _incorrect(gate: str, reason: str, verdicts: Mapping[str, OutputVerdict] | N
             gate=gate,
             cases=1,
         )
-    return Failure("INCORRECT_NUMERICAL", reason, gate=gate, correctness=correctness)
+    verdict = verdicts[output] if verdicts and output else None
+    return Failure("INCORRECT_NUMERICAL", reason, "", gate, correctness, case, output, verdict)
 
 
 def _finite(value: float) -> float | None:

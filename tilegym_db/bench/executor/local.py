@@ -10,14 +10,24 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
+from tilegym_db.bench.audit import Referee, audit_clock, audit_ownership
+from tilegym_db.bench.contents import ExpectedCache, WorkloadContents
 from tilegym_db.bench.device_lock import timing_lock
-from tilegym_db.bench.member import ExpectedCache, Limits, Member, Verified
+from tilegym_db.bench.machine import require_healthy
+from tilegym_db.bench.member import Limits, Member, Verified, envelope_workers
 from tilegym_db.bench.plan import DefinitionPlan
+from tilegym_db.bench.rigor import INTERPRETER, Rigor
+from tilegym_db.bench.stage import Stage
 from tilegym_db.bench.tournament import Effort, Entrant, run_tournament
 from tilegym_db.bench.tracing import RunContext, envelope_of
 from tilegym_db.catalog import SolutionFiles
+from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.records import Trace, Workload
-from tilegym_db.records.trace import Performance, Tier
+from tilegym_db.records.trace import Audit, Performance
+from tilegym_db.verify import scan
+from tilegym_db.verify.ownership import Ownership
 from tilegym_db.verify.verifier import Failure
 
 __all__ = ["LocalExecutor"]
@@ -26,6 +36,8 @@ Emit = Callable[[Trace], None]
 Starting = Callable[[str], None]
 
 CPU_ARENA_BYTES = 256 << 20
+CANNOT_VERIFY = (RecordError, StoreError, torch.OutOfMemoryError)
+"""A workload without an oracle, or without memory for it here: that workload's trouble, not the run's."""
 
 
 @dataclass
@@ -36,6 +48,7 @@ class LocalExecutor:
         context: run id, machine and secret seed.
         folder: scratch folder of the run; workers get folders of their own below it.
         effort: how long to time.
+        rigor: what a pass takes.
         emit: called with every trace the moment it exists.
         starting: called with a short description of what is about to happen.
     """
@@ -43,72 +56,115 @@ class LocalExecutor:
     context: RunContext
     folder: Path
     effort: Effort
+    rigor: Rigor
     emit: Emit
     starting: Starting = field(default=lambda what: None)
 
     def run(self, plan: DefinitionPlan) -> None:
         """Everything one Definition's plan asks for. Workers end with it, whatever happens."""
-        machine = self.context.machine
-        cache = ExpectedCache(plan.definition, machine.device)
+        with ExitStack() as stack:
+            referee = None
+            if self.rigor.audited:
+                referee = Referee(self.context.machine.device, self.folder)
+                stack.callback(referee.close)
+            self._run_definition(plan, referee)
+
+    def _run_definition(self, plan: DefinitionPlan, referee: Referee | None) -> None:
+        cache = ExpectedCache(plan.definition, self.context.machine.device)
         with ExitStack() as stack:
             members: dict[str, Member] = {}
-            for solution in (*plan.timed, *plan.interpreted):
-                if any(plan.takes_part(solution, workload) for workload in plan.workloads):
-                    member = self._member(plan, solution)
-                    stack.callback(member.close)
+            taking_part = [
+                solution
+                for solution in (*plan.timed, *plan.interpreted)
+                if any(plan.takes_part(solution, workload) for workload in plan.workloads)
+            ]
+            kernels = sum(solution.record.spec.role == "kernel" for solution in taking_part)
+            for solution in taking_part:
+                member = self._member(plan, solution, kernels)
+                stack.callback(member.close)
+                members[solution.name] = member
+                if member.broken is None:
                     member.start()
-                    members[solution.name] = member
             for workload in plan.workloads:
-                taking_part = [member for member in members.values() if plan.takes_part(member.solution, workload)]
-                if taking_part:
-                    self._run_workload(plan, workload, taking_part, cache)
+                entered = [member for member in members.values() if plan.takes_part(member.solution, workload)]
+                if entered:
+                    self._run_workload(plan, workload, entered, cache, referee)
                 cache.clear()
 
-    def _member(self, plan: DefinitionPlan, solution: SolutionFiles) -> Member:
+    def _member(self, plan: DefinitionPlan, solution: SolutionFiles, kernels: int) -> Member:
         machine = self.context.machine
-        arena_bytes = min(4 << 30, machine.memory_bytes // 32) if machine.is_gpu else CPU_ARENA_BYTES
+        interpret = solution in plan.interpreted
+        findings = scan.scan_sources(solution.record, solution.sources)
+        hard = [str(finding) for finding in scan.hard_findings(findings)]
         return Member(
             plan.definition,
             solution,
             machine.device,
             machine.sm,
             self.folder,
-            interpret=solution in plan.interpreted,
-            limits=Limits(arena_bytes=arena_bytes),
+            rigor=INTERPRETER if interpret else self.rigor,
+            interpret=interpret,
+            limits=Limits(
+                arena_bytes=min(4 << 30, machine.memory_bytes // 32) if machine.is_gpu else CPU_ARENA_BYTES,
+                envelope_workers=envelope_workers(kernels) if self.rigor.audited and machine.is_gpu else 1,
+            ),
+            broken=Failure("REJECTED", f"the static scan: {'; '.join(hard)}", gate="scan") if hard else None,
+            notes=tuple(str(finding) for finding in scan.soft_findings(findings)),
         )
 
     def _run_workload(
-        self, plan: DefinitionPlan, workload: Workload, members: list[Member], cache: ExpectedCache
+        self,
+        plan: DefinitionPlan,
+        workload: Workload,
+        members: list[Member],
+        cache: ExpectedCache,
+        referee: Referee | None,
     ) -> None:
         self.starting(f"{plan.definition.name} {' '.join(f'{k}={v}' for k, v in workload.axes.items())}")
-        entrants: list[Entrant] = []
         try:
-            for member, outcome in self._verify(members, workload, plan.workloads, cache):
-                if isinstance(outcome, Failure):
-                    self._emit_failure(plan, member, workload, outcome)
-                else:
-                    entrants.append(Entrant(member, outcome))
-            self._finish(plan, workload, entrants)
-        finally:
-            for entrant in entrants:
-                entrant.member.finish(entrant.verified)
+            contents = WorkloadContents.draw(plan.definition, workload, self.context.seed, cache)
+        except CANNOT_VERIFY as error:
+            self._fail_all(plan, workload, members, f"cannot be verified on this machine: {error}")
+            return
+        if not contents.sets:
+            reason = "the reference itself passes no content set at this shape, so nothing can be proved"
+            self._fail_all(plan, workload, members, reason)
+            return
+        entrants = []
+        for member, outcome in self._verify(members, contents, plan.workloads, cache):
+            if isinstance(outcome, Failure):
+                self._emit_failure(plan, member, workload, outcome)
+            else:
+                entrants.append(Entrant(member, outcome))
+        for entrant in entrants:
+            if entrant.member.interpret:
+                self._emit_pass(plan, entrant, contents, None, None)
+        timed = [entrant for entrant in entrants if not entrant.member.interpret]
+        if timed:
+            self._time(plan, contents, timed, referee)
+
+    def _fail_all(self, plan: DefinitionPlan, workload: Workload, members: list[Member], reason: str) -> None:
+        for member in members:
+            self._emit_failure(plan, member, workload, member.broken or Failure("UNSUPPORTED", reason))
 
     def _verify(
-        self, members: Iterable[Member], workload: Workload, anchors: list[Workload], cache: ExpectedCache
+        self, members: Iterable[Member], contents: WorkloadContents, anchors: list[Workload], cache: ExpectedCache
     ) -> list[tuple[Member, Verified | Failure]]:
         supported: list[Member] = []
         outcomes: list[tuple[Member, Verified | Failure]] = []
         for member in members:
-            reason = member.unsupported(workload)
-            if reason is None:
-                supported.append(member)
-            else:
+            reason = member.unsupported(contents.workload)
+            if member.broken is not None:
+                outcomes.append((member, member.broken))
+            elif reason is not None:
                 outcomes.append((member, Failure("UNSUPPORTED", reason)))
+            else:
+                supported.append(member)
         # Members wait for compilers, each in its own worker, while the GPU work of verification interleaves; more of them at
         # once than there are cores would only run into each other's deadlines.
         with ThreadPoolExecutor(max_workers=max(1, min(len(supported), os.cpu_count() or 1))) as pool:
             seed = self.context.seed
-            verified = pool.map(lambda member: member.verify(workload, anchors, seed, cache), supported)
+            verified = pool.map(lambda member: member.verify(contents, anchors, seed, cache), supported)
             try:
                 outcomes += list(zip(supported, verified, strict=True))
             except KeyboardInterrupt:
@@ -117,42 +173,107 @@ class LocalExecutor:
                 raise
         return outcomes
 
-    def _finish(self, plan: DefinitionPlan, workload: Workload, entrants: list[Entrant]) -> None:
-        timed = [entrant for entrant in entrants if not entrant.member.interpret]
-        for entrant in entrants:
-            if entrant.member.interpret:
-                self._emit_pass(plan, entrant, workload, "interpreter", None)
-        if not timed:
-            return
+    def _time(
+        self, plan: DefinitionPlan, contents: WorkloadContents, entrants: list[Entrant], referee: Referee | None
+    ) -> None:
         order = random.Random(self.context.seed).randrange(1 << 62)
-        with timing_lock(self.context.machine.device):
-            results = run_tournament(timed, self.effort, order)
-        for entrant in timed:
-            result = results[entrant.member.name]
-            if isinstance(result, Failure):
-                self._emit_failure(plan, entrant.member, workload, result)
-            else:
-                self._emit_pass(plan, entrant, workload, "screen", result)
+        try:
+            stage = Stage(
+                plan.definition, contents.sets, self.context.machine.device, entrants[0].member.limits.arena_bytes
+            )
+        except CANNOT_VERIFY as error:
+            self._fail_all(
+                plan, contents.workload, [entrant.member for entrant in entrants], f"cannot be timed here: {error}"
+            )
+            return
+        try:
+            for entrant in entrants:
+                entrant.failure = entrant.member.enter(stage)
+            with timing_lock(self.context.machine.device):
+                results = run_tournament(entrants, stage, self.effort, order)
+                for entrant in entrants:
+                    self._conclude(plan, contents, stage, entrant, results[entrant.member.name], referee)
+        finally:
+            for entrant in entrants:
+                entrant.member.leave()
+            stage.close()
+
+    def _conclude(
+        self,
+        plan: DefinitionPlan,
+        contents: WorkloadContents,
+        stage: Stage,
+        entrant: Entrant,
+        result: Performance | Failure,
+        referee: Referee | None,
+    ) -> None:
+        audit: Audit | Failure | None = None
+        if not isinstance(result, Failure) and referee is not None:
+            audit = self._audit(entrant.member, referee, stage, contents, result)
+        failure = result if isinstance(result, Failure) else audit
+        if isinstance(failure, Failure):
+            self._emit_failure(plan, entrant.member, contents.workload, failure)
+        else:
+            assert not isinstance(result, Failure)
+            self._emit_pass(plan, entrant, contents, result, failure)
+
+    def _audit(
+        self,
+        member: Member,
+        referee: Referee,
+        stage: Stage,
+        contents: WorkloadContents,
+        performance: Performance,
+    ) -> Audit | Failure:
+        """Who did the work, then whether the time can be true: the second overwrites the stage's contents."""
+        owned: Ownership | None = None
+        if self.context.machine.is_gpu:
+            stage.fill()
+            found = audit_ownership(member, stage)
+            if isinstance(found, Failure):
+                return found
+            owned = found
+        try:
+            wall_us = audit_clock(member, referee, stage, contents, performance)
+        except CANNOT_VERIFY as error:
+            return Failure("UNSUPPORTED", f"its time cannot be checked on this machine: {error}")
+        if isinstance(wall_us, Failure):
+            return wall_us
+        return Audit(
+            wall_us=round(wall_us, 3),
+            owned_share=None if owned is None else round(owned.share, 4),
+            kernels=() if owned is None else owned.kernels,
+            notes=member.notes,
+        )
 
     def _emit_failure(self, plan: DefinitionPlan, member: Member, workload: Workload, failure: Failure) -> None:
-        member.after_failure(failure)
-        tier: Tier = "interpreter" if member.interpret else "screen"
-        self.emit(self.context.failed(plan.definition, member.solution, workload, tier, failure, member.config))
+        level = member.sandbox_level
+        if member.after_failure(failure):
+            require_healthy(self.context.machine)
+        tier = member.rigor.tier
+        self.emit(self.context.failed(plan.definition, member.solution, workload, tier, failure, member.config, level))
 
     def _emit_pass(
-        self, plan: DefinitionPlan, entrant: Entrant, workload: Workload, tier: Tier, performance: Performance | None
+        self,
+        plan: DefinitionPlan,
+        entrant: Entrant,
+        contents: WorkloadContents,
+        performance: Performance | None,
+        audit: Audit | None,
     ) -> None:
-        verified = entrant.verified
-        cases = [*verified.envelope, *(str(expected.case) for expected in verified.contents)]
+        verified, member = entrant.verified, entrant.member
+        cases = [*verified.envelope.passed, *(str(expected.case) for expected in contents.sets)]
         self.emit(
             self.context.passed(
                 plan.definition,
-                entrant.member.solution,
-                workload,
-                tier,
+                member.solution,
+                contents.workload,
+                member.rigor.tier,
                 verified.verdict.correctness("as_written" if plan.definition.oracle == "as_written" else "fp64"),
                 performance,
-                envelope_of(cases, self.context.seed),
-                entrant.member.config,
+                envelope_of(cases, [*verified.envelope.dropped, *contents.dropped], self.context.seed),
+                audit,
+                member.config,
+                member.sandbox_level,
             )
         )

@@ -7,8 +7,8 @@ whether that is so, by a probe. No list of models is consulted.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
 
@@ -16,16 +16,17 @@ import torch
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.integrations.transformers.fingerprint import fingerprint
-from tilegym_db.integrations.transformers.probe import probe_mlp, probe_norm, probe_rope
-from tilegym_db.integrations.transformers.variants import MLPS, NORMS, ROPES, ROTATE_HALF, Variant
+from tilegym_db.integrations.transformers.probe import Probe, matches, probe_mlp, probe_norm, probe_rope
+from tilegym_db.integrations.transformers.variants import MLPS, NORMS, ROPES, Variant, rivals
 
-__all__ = ["ROPE_FUNCTION", "Found", "discover", "probed_activation"]
+__all__ = ["Found", "discover", "probed_activation"]
 
-ROPE_FUNCTION = "apply_rotary_pos_emb"
+ROTARY = "apply_rotary"
 ACTIVATIONS = ("act_fn", "activation_fn")
 NORM_CALLS = ("rsqrt", "rms_norm")
 
 REPLACED = "its forward is already replaced on the instance (accelerate, Liger or kernels?); left alone"
+WRAPPED = "its forward is wrapped by a decorator, whose part is not known"
 NOT_IN_MEMORY = "its weights are not in memory"
 
 
@@ -33,26 +34,31 @@ NOT_IN_MEMORY = "its weights are not in memory"
 class Found:
     """All modules of one class that play one part in the model.
 
-    ``kind``: norm, mlp or rope. ``reason`` says why the site stays stock; empty where it may be patched.
+    ``kind``: norm, mlp or rope; ``function`` names the rotary function of a rope. ``reason`` says why the site stays stock;
+    empty where it may be patched.
     """
 
     kind: str
     module_class: type[torch.nn.Module]
     modules: tuple[torch.nn.Module, ...]
+    function: str = ""
     definition: str = ""
-    eps_attribute: str = ""
+    variant: Variant | None = None
     reason: str = ""
 
 
 def discover(model: torch.nn.Module, catalog: Catalog) -> list[Found]:
     """Every group of modules that looks like a norm, a gated MLP, or attention with rotary embeddings."""
-    groups: dict[tuple[str, type[torch.nn.Module], int | None, bool], list[torch.nn.Module]] = {}
+    groups: dict[tuple[str, str, type[torch.nn.Module], int | None, bool], list[torch.nn.Module]] = {}
     for module in model.modules():
-        kind = _kind(module)
-        if kind is not None:
-            detail = id(probed_activation(module)) if kind == "mlp" else None
-            groups.setdefault((kind, type(module), detail, "forward" in vars(module)), []).append(module)
-    return [_judge(kind, tuple(modules), catalog) for (kind, *_), modules in groups.items()]
+        for kind, function in _parts(module):
+            activation = id(probed_activation(module)) if kind == "mlp" else None
+            key = (kind, function, type(module), activation, "forward" in vars(module))
+            groups.setdefault(key, []).append(module)
+    return [
+        _judge(Found(kind, type(modules[0]), tuple(modules), function), catalog)
+        for (kind, function, *_), modules in groups.items()
+    ]
 
 
 def probed_activation(module: torch.nn.Module) -> Any:
@@ -64,88 +70,124 @@ def probed_activation(module: torch.nn.Module) -> Any:
 # -- what part a module may play --------------------------------------------------------------------------------------
 
 
-def _kind(module: torch.nn.Module) -> str | None:
-    if _calls(type(module).forward, ROPE_FUNCTION):
-        return "rope"
-    if "down_proj" in {*module._modules, *module._parameters} and any(hasattr(module, name) for name in ACTIVATIONS):
-        return "mlp"
+def _parts(module: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    """(kind, rotary function) of every part that the module plays."""
+    rotary = [name for name in _names(type(module).forward) if name.startswith(ROTARY)]
+    if rotary:
+        yield from (("rope", name) for name in rotary)
+    elif "down_proj" in {*module._modules, *module._parameters}:
+        yield "mlp", ""
+    elif not module._modules and _has_a_vector(module) and _normalises(type(module)):
+        yield "norm", ""
+
+
+def _has_a_vector(module: torch.nn.Module) -> bool:
     weight = module._parameters.get("weight")
-    if weight is not None and weight.dim() == 1 and not module._modules and _normalises(type(module)):
-        return "norm"
-    return None
+    return weight is not None and weight.dim() == 1
 
 
-def _calls(function: Any, name: str) -> bool:
+def _names(function: Any) -> tuple[str, ...]:
+    """The globals and attributes that a function's code names."""
     code = getattr(inspect.unwrap(function), "__code__", None)
-    return code is not None and name in code.co_names
+    return () if code is None else tuple(code.co_names)
 
 
 def _normalises(cls: type[torch.nn.Module]) -> bool:
     own = cls.__mro__[: cls.__mro__.index(torch.nn.Module)]
     methods = [value for owner in own for value in vars(owner).values() if isinstance(value, FunctionType)]
-    return any(_calls(method, name) for method in methods for name in NORM_CALLS)
+    return any(name in _names(method) for method in methods for name in NORM_CALLS)
 
 
 # -- which variant it is, and whether it may be patched ---------------------------------------------------------------
 
 
-def _judge(kind: str, modules: tuple[torch.nn.Module, ...], catalog: Catalog) -> Found:
-    cls = type(modules[0])
-    if "forward" in vars(modules[0]):
-        return Found(kind, cls, modules, reason=REPLACED)
-    variant = _nominate(kind, cls)
+def _judge(found: Found, catalog: Catalog) -> Found:
+    if "forward" in vars(found.modules[0]):
+        return replace(found, reason=REPLACED)
+    variant = _nominate(found)
     if isinstance(variant, str):
-        return Found(kind, cls, modules, reason=variant)
-    refusals = (_probe(kind, module, variant, catalog) for module in _distinct(kind, modules))
-    refusal = next((text for text in refusals if text), "")
-    return Found(kind, cls, modules, variant.definition, variant.eps_attribute, refusal)
+        return replace(found, reason=variant)
+    confirmed = {_confirm(found, module, variant, catalog) for module in _distinct(found)}
+    refusals = sorted(reason for _, reason in confirmed if reason)
+    definitions = sorted(name for name, _ in confirmed if name)
+    definition = definitions[0] if definitions else variant.definitions[0]
+    reason = refusals[0] if refusals else ""
+    if len(definitions) > 1:
+        reason = f"its modules compute different definitions: {', '.join(definitions)}"
+    return replace(found, definition=definition, variant=variant, reason=reason)
 
 
-def _nominate(kind: str, cls: type[torch.nn.Module]) -> Variant | str:
-    forward: Any = cls.forward
+def _nominate(found: Found) -> Variant | str:
+    """The variant that the code looks like, or why there is none."""
+    forward: Any = found.module_class.forward
     if hasattr(forward, "__wrapped__"):
-        return "its forward is wrapped by a decorator, whose part is not known"
-    if kind == "rope":
-        return _nominate_rope(forward.__globals__.get(ROPE_FUNCTION))
-    table = NORMS if kind == "norm" else MLPS
-    return table.get(fingerprint(forward) or "", f"its {kind} forward is no variant that is known")
-
-
-def _nominate_rope(function: Any) -> Variant | str:
+        return WRAPPED
+    if found.kind != "rope":
+        table, what = (NORMS, "norm") if found.kind == "norm" else (MLPS, "mlp")
+        return _look_up(table, forward, _methods(found.module_class), f"its {what} forward")
+    function = forward.__globals__.get(found.function)
     if not isinstance(function, FunctionType):
-        found = type(function).__name__
-        return f"its {ROPE_FUNCTION} is of type {found}, not a plain function (replaced by the kernels package?)"
-    if fingerprint(function.__globals__.get("rotate_half")) not in ROTATE_HALF:
-        return f"its {ROPE_FUNCTION} rotates in no way that is known"
-    return ROPES.get(fingerprint(function) or "", f"its {ROPE_FUNCTION} is no variant that is known")
+        kind = type(function).__name__
+        return f"its {found.function} is of type {kind}, not a plain function (replaced by the kernels package?)"
+    return _look_up(ROPES, function, function.__globals__, f"its {found.function}")
 
 
-def _probe(kind: str, module: torch.nn.Module, variant: Variant, catalog: Catalog) -> str | None:
-    definition = catalog.definition(variant.definition)
-    if kind == "norm":
+def _methods(cls: type[torch.nn.Module]) -> Mapping[str, Any]:
+    """The methods of a class and its bases, the class's own ones first."""
+    return {name: value for owner in reversed(cls.__mro__) for name, value in vars(owner).items()}
+
+
+def _look_up(table: Mapping[str, Variant], function: Any, callees: Mapping[str, Any], what: str) -> Variant | str:
+    variant = table.get(fingerprint(function) or "")
+    if variant is None:
+        return f"{what} is no variant that is known"
+    for name, known in variant.calls.items():
+        if fingerprint(callees.get(name)) != known:
+            return f"{what} relies on a {name} that is not the one known with it"
+    return variant.reason or variant
+
+
+def _confirm(found: Found, module: torch.nn.Module, variant: Variant, catalog: Catalog) -> tuple[str, str]:
+    """(Definition, reason): one of them is empty."""
+    if found.kind == "norm":
         weight: Any = module.weight
         if type(weight.data) is not torch.Tensor or not weight.dtype.is_floating_point:
-            return f"its weight is a {type(weight.data).__name__} of {weight.dtype}, not plain floating point"
+            return "", f"its weight is a {type(weight.data).__name__} of {weight.dtype}, not plain floating point"
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     if device.type == "meta":
-        return NOT_IN_MEMORY
-    if kind == "norm":
-        return probe_norm(module, definition, variant.eps_attribute)
-    if kind == "mlp":
-        return probe_mlp(module.act_fn, definition, device)  # type: ignore[arg-type]
+        return "", NOT_IN_MEMORY
+    missing = [name for name in variant.definitions if name not in catalog.definitions]
+    if missing:
+        return "", f"the catalog has no definition {missing[0]}"
+    # A norm must also differ from the norms that it is not: they take the same arguments.
+    names = rivals(NORMS) if found.kind == "norm" else variant.definitions
+    matched = matches(_probe(found, module, variant, device), names, catalog)
+    if len(matched) == 1 and matched[0] in variant.definitions:
+        return matched[0], ""
+    expected = " or ".join(variant.definitions)
+    if not matched:
+        return "", f"probed, it does not give the bits of {expected}"
+    return "", f"probed, it gives the bits of {' and '.join(matched)}; expected were those of {expected} alone"
+
+
+def _probe(found: Found, module: torch.nn.Module, variant: Variant, device: torch.device) -> Probe:
+    if found.kind == "norm":
+        return probe_norm(module, variant.eps_attribute)
+    if found.kind == "mlp":
+        activation: Any = getattr(module, variant.activation_attribute)
+        return probe_mlp(activation, device, packed=variant.packed)
     forward: Any = type(module).forward
-    rotate: Callable[..., Any] = forward.__globals__[ROPE_FUNCTION]
-    return probe_rope(rotate, definition, device)
+    return probe_rope(forward.__globals__[found.function], device, partial=variant.partial)
 
 
-def _distinct(kind: str, modules: tuple[torch.nn.Module, ...]) -> Iterator[torch.nn.Module]:
+def _distinct(found: Found) -> Iterator[torch.nn.Module]:
     """The modules to probe: a norm speaks for its size, dtype and device, attention for its device, an MLP for itself."""
     seen = set()
-    for module in modules:
+    for module in found.modules:
         parameter = next(module.parameters(), None)
         detail: Hashable = None if parameter is None else parameter.device
-        if kind == "norm" and parameter is not None:
+        if found.kind == "norm" and parameter is not None:
             detail = (parameter.shape, parameter.dtype, parameter.device)
-        if kind == "mlp" or detail not in seen:
+        if found.kind == "mlp" or detail not in seen:
             seen.add(detail)
             yield module

@@ -11,18 +11,20 @@ import torch
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import UsageError
-from tilegym_db.integrations.transformers.discover import ROPE_FUNCTION, Found, discover, probed_activation
+from tilegym_db.integrations.transformers.discover import Found, discover, probed_activation
+from tilegym_db.integrations.transformers.operators import make_site
 from tilegym_db.integrations.transformers.points import (
-    Site,
     attention_forward,
-    mlp_forward,
+    gated_mlp_forward,
     norm_forward,
+    packed_mlp_forward,
     rope_function,
 )
 from tilegym_db.integrations.transformers.rebind import is_patched, shadow_function, subclass
 from tilegym_db.integrations.transformers.report import CallSite, Report
+from tilegym_db.integrations.transformers.site import Site
+from tilegym_db.integrations.transformers.variants import Variant
 from tilegym_db.resolver.dispatch import Dispatcher
-from tilegym_db.resolver.resolve import call_site
 
 __all__ = ["Handle", "patch", "patched"]
 
@@ -78,12 +80,13 @@ class Handle:
 
     def _add(self, found: Found, reason: str, catalog: Catalog) -> None:
         """Install a group, or only note why not."""
+        if not reason and is_patched(found.modules[0]):
+            reason = "another function of the same forward is patched"
         described = CallSite(found.kind, found.module_class.__name__, len(found.modules), found.definition, reason)
         if reason:
             self._sites.append((described, None, None))
             return
-        dispatcher = call_site(catalog.definition(found.definition), catalog)
-        site = Site(dispatcher.attempt)
+        site, dispatcher = make_site(catalog.definition(found.definition), catalog)
         self._sites.append((described, dispatcher, site))
         ours = subclass(found.module_class, self._forward(found, site))
         for module in found.modules:
@@ -92,12 +95,14 @@ class Handle:
 
     def _forward(self, found: Found, site: Site) -> Callable[..., Any]:
         stock: Any = found.module_class.forward
+        variant = found.variant or Variant("")
         if found.kind == "norm":
-            return norm_forward(stock, site, found.eps_attribute)
+            return norm_forward(stock, site, variant.eps_attribute)
         if found.kind == "mlp":
-            return mlp_forward(stock, site, probed_activation(found.modules[0]))
-        rotate = rope_function(stock.__globals__[ROPE_FUNCTION], site)
-        shadow, forget = shadow_function(stock, {ROPE_FUNCTION: rotate})
+            make = packed_mlp_forward if variant.packed else gated_mlp_forward
+            return make(stock, site, probed_activation(found.modules[0]))
+        rotate = rope_function(stock.__globals__[found.function], site)
+        shadow, forget = shadow_function(stock, {found.function: rotate})
         self._forget_shadows.append(forget)
         return attention_forward(stock, shadow, site)
 

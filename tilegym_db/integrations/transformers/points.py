@@ -1,10 +1,11 @@
-"""The patched forwards: flatten to the Definition's axes (a view), try the dispatcher, else run the stock code.
+"""The patched forwards: flatten to the Definition's axes (a view), ask for a kernel, else run the stock code.
 
-Outputs are allocated here with the strides that the stock code would give them, so that what follows in the model sees the
-same layout. Nothing here is ever copied: a tensor that cannot be viewed in the Definition's shape runs stock.
+Outputs are allocated only for a call that a kernel serves. Norms, MLPs and full-width rotations get the strides that the stock
+code gives them, so that what follows in the model sees the same layout; a partial rotation keeps the layout of q and k, where
+stock's concatenation makes it contiguous. Nothing here is ever copied: a tensor that cannot be viewed in the Definition's shape
+runs stock.
 
-Every forward asks first whether anything but plain eager inference is going on. A compiler is answered before anything else
-happens, so that what it traces is the stock code alone.
+Every forward asks first whether it is being compiled: then the call becomes an operator that compilers know, or stock code.
 """
 
 from __future__ import annotations
@@ -15,97 +16,62 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
-__all__ = ["Attempt", "Site", "attention_forward", "mlp_forward", "norm_forward", "rope_function"]
+from tilegym_db.integrations.transformers.site import IN_TRAINING, NOT_ROWS, OTHER_ACTIVATION, UNPATCHED, Operator, Site
 
-Attempt = Callable[..., bool]
-"""``attempt(*inputs, *outputs) -> bool``: False means that nothing was done."""
-
-IN_TRAINING = "the module is in training mode; model.eval() ends it"
-NEEDS_GRAD = "a gradient may be asked for; torch.no_grad() or torch.inference_mode() says that none is"
-TRACED = "a tracer, a transform (torch.func, forward-mode AD) or a dispatch mode must see PyTorch operations"
-NOT_PLAIN = "the input is no plain tensor"
-NOT_ROWS = "the input cannot be viewed as rows without a copy"
-OTHER_ACTIVATION = "the activation was replaced, or has hooks"
-UNPATCHED = "unpatched"
+__all__ = [
+    "attention_forward",
+    "gated_mlp_forward",
+    "norm_forward",
+    "packed_mlp_forward",
+    "rope_function",
+    "rows",
+]
 
 _is_compiling = torch.compiler.is_compiling
-_grad_enabled = torch.is_grad_enabled
-_jit_tracing = torch._C._is_tracing
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_functorch_level = torch._C._functorch.peek_interpreter_stack
-_Tensor = torch.Tensor
-
-
-class Site:
-    """What all modules of one group share: the dispatcher's ``attempt``, and the calls that never got that far.
-
-    ``bypassed`` counts those by reason. ``close`` sends every call to the stock code from then on, also where somebody kept
-    a bound method of a patched module.
-    """
-
-    __slots__ = ("attempt", "bypassed", "is_open")
-
-    def __init__(self, attempt: Attempt) -> None:
-        self.attempt = attempt
-        self.bypassed: dict[str, int] = {}
-        self.is_open = True
-
-    def close(self) -> None:
-        """Let no call through any more."""
-        self.is_open = False
-
-    def bypass(self, reason: str) -> None:
-        """Count a call that is left to the stock code."""
-        self.bypassed[reason] = self.bypassed.get(reason, 0) + 1
-
-    def leaves(self, training: bool, *tensors: Any) -> bool:
-        """Whether the call must run the stock code whatever was measured; if so it is counted.
-
-        Args:
-            training: the module's flag. Checkpointed training runs its forward without grad and again with it, and both
-                must compute the same.
-            tensors: what a gradient may flow to; the first is the activation.
-        """
-        if training:
-            self.bypass(IN_TRAINING)
-        elif type(tensors[0]) is not _Tensor:
-            self.bypass(NOT_PLAIN)
-        elif _grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            self.bypass(NEEDS_GRAD)
-        elif _dispatch_modes() or _jit_tracing() or _functorch_level() or forward_ad._current_level >= 0:
-            self.bypass(TRACED)
-        elif not self.is_open:
-            self.bypass(UNPATCHED)
-        else:
-            return False
-        return True
 
 
 def norm_forward(stock: Callable[..., Any], site: Site, eps_attribute: str) -> Callable[..., Any]:
     """Forward of an RMSNorm over the last axis: x [..., N] -> [..., N]."""
 
-    @functools.wraps(stock)
-    def forward(self: Any, hidden_states: torch.Tensor) -> Any:
-        if _is_compiling():
-            return stock(self, hidden_states)
+    def serve(self: Any, x: torch.Tensor) -> torch.Tensor | None:
         weight = self.weight
-        if site.leaves(self.training, hidden_states, weight):
-            return stock(self, hidden_states)
-        rows = _rows(hidden_states)
-        if rows is None:
+        operator = None
+        if _is_compiling():
+            operator = site.traced(self.training, x, weight)
+            if operator is None:
+                return None
+        elif site.leaves(self.training, x, weight):
+            return None
+        if x.dim() == 4 and not x.is_contiguous():
+            # Heads before tokens, in memory behind them: the rows are the same, their order does not matter.
+            heads_last = x.transpose(1, 2)
+            if heads_last.is_contiguous():
+                out = norm(heads_last, weight, getattr(self, eps_attribute), operator)
+                return None if out is None else out.transpose(1, 2)
+        return norm(x, weight, getattr(self, eps_attribute), operator)
+
+    def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, operator: Operator | None) -> torch.Tensor | None:
+        if operator is not None:
+            traced: torch.Tensor | None = operator.call(x, weight, eps, operator.name) if _are_rows(x) else None
+            return traced
+        matrix = rows(x)
+        if matrix is None:
             site.bypass(NOT_ROWS)
-            return stock(self, hidden_states)
-        out = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        if site.attempt(rows, weight, getattr(self, eps_attribute), out):
-            return out.view_as(hidden_states)
-        return stock(self, hidden_states)
+            return None
+        out: torch.Tensor | None = site.serve(matrix, weight, eps)
+        return out if out is None or matrix is x else out.view(x.shape)
+
+    @functools.wraps(stock)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Models call norms by position. What the parameter is named differs, so that a call by keyword is for stock.
+        out = serve(self, args[0]) if len(args) == 1 and not kwargs else None
+        return stock(self, *args, **kwargs) if out is None else out
 
     return forward
 
 
-def mlp_forward(stock: Callable[..., Any], site: Site, activation: Any) -> Callable[..., Any]:
+def gated_mlp_forward(stock: Callable[..., Any], site: Site, activation: Any) -> Callable[..., Any]:
     """Forward of a gated MLP: the projections stay, the activation and the product become one call.
 
     ``activation`` is what was probed: the class of the activation module, or the function itself.
@@ -113,25 +79,63 @@ def mlp_forward(stock: Callable[..., Any], site: Site, activation: Any) -> Calla
 
     @functools.wraps(stock)
     def forward(self: Any, x: torch.Tensor) -> Any:
-        if _is_compiling() or site.leaves(self.training, x):
-            return stock(self, x)
         act_fn = self.act_fn
-        if not _is_as_probed(act_fn, activation):
-            site.bypass(OTHER_ACTIVATION)
+        if _leaves_mlp(self, act_fn, activation, site, x):
             return stock(self, x)
         gate, up = self.gate_proj(x), self.up_proj(x)
         # From here on the stock code is repeated, not called: the projections must not run twice.
-        if not site.leaves(False, gate, up):
-            gate_rows, up_rows = _rows(gate), _rows(up)
-            if gate_rows is None or up_rows is None:
-                site.bypass(NOT_ROWS)
-            else:
-                out = torch.empty_like(gate_rows, memory_format=torch.contiguous_format)
-                if site.attempt(gate_rows, up_rows, out):
-                    return self.down_proj(out.view_as(gate))
-        return self.down_proj(act_fn(gate) * up)
+        out = _activate(site, gate, up)
+        return self.down_proj(act_fn(gate) * up if out is None else out)
 
     return forward
+
+
+def packed_mlp_forward(stock: Callable[..., Any], site: Site, activation: Any) -> Callable[..., Any]:
+    """As :func:`gated_mlp_forward`, with gate and up in the two halves of one projection."""
+
+    @functools.wraps(stock)
+    def forward(self: Any, hidden_states: torch.Tensor) -> Any:
+        activation_fn = self.activation_fn
+        if _leaves_mlp(self, activation_fn, activation, site, hidden_states):
+            return stock(self, hidden_states)
+        both = self.gate_up_proj(hidden_states)
+        out = _activate(site, both)
+        if out is None:
+            gate, up = both.chunk(2, dim=-1)
+            out = up * activation_fn(gate)
+        return self.down_proj(out)
+
+    return forward
+
+
+def _leaves_mlp(module: Any, function: Any, activation: Any, site: Site, x: torch.Tensor) -> bool:
+    """Whether an MLP runs its own code from the start."""
+    if _is_compiling():
+        return site.traced(module.training, x) is None or not _is_as_probed(function, activation)
+    if site.leaves(module.training, x):
+        return True
+    if not _is_as_probed(function, activation):
+        site.bypass(OTHER_ACTIVATION)
+        return True
+    return False
+
+
+def _activate(site: Site, *projections: torch.Tensor) -> torch.Tensor | None:
+    """The gated activation of projections [..., I], or of a packed one [..., 2 I]; None where stock code must do it."""
+    if _is_compiling():
+        operator = site.traced(False, *projections)
+        if operator is None or not all(_are_rows(projection) for projection in projections):
+            return None
+        traced: torch.Tensor = operator.call(*projections, operator.name)
+        return traced
+    if site.leaves(False, *projections):
+        return None
+    matrices = [rows(projection) for projection in projections]
+    if any(matrix is None for matrix in matrices):
+        site.bypass(NOT_ROWS)
+        return None
+    out = site.serve(*matrices)
+    return None if out is None else out.view(*projections[0].shape[:-1], out.shape[-1])
 
 
 def _is_as_probed(act_fn: Any, activation: Any) -> bool:
@@ -147,10 +151,9 @@ def attention_forward(stock: Callable[..., Any], shadow: Callable[..., Any], sit
 
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_compiling():
-            return stock(self, *args, **kwargs)
-        if self.training:
-            site.bypass(IN_TRAINING)
+        if self.training or not site.is_open:
+            if not _is_compiling():
+                site.bypass(IN_TRAINING if self.training else UNPATCHED)
             return stock(self, *args, **kwargs)
         return shadow(self, *args, **kwargs)
 
@@ -158,31 +161,37 @@ def attention_forward(stock: Callable[..., Any], shadow: Callable[..., Any], sit
 
 
 def rope_function(stock: Callable[..., Any], site: Site) -> Callable[..., Any]:
-    """``apply_rotary_pos_emb`` for q [B, Hq, S, D], k [B, Hkv, S, D], cos and sin [B or 1, S, D]."""
+    """``apply_rotary_pos_emb`` for q [B, Hq, S, D], k [B, Hkv, S, D], cos and sin [B or 1, S, R], R <= D."""
 
     @functools.wraps(stock)
     def apply_rotary_pos_emb(
         q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
     ) -> Any:
-        if unsqueeze_dim != 1 or _is_compiling() or site.leaves(False, q, k, cos, sin):
-            return stock(q, k, cos, sin, unsqueeze_dim)
-        q_out, k_out = torch.empty_like(q), torch.empty_like(k)
-        if site.attempt(q, k, cos, sin, q_out, k_out):
-            return q_out, k_out
-        return stock(q, k, cos, sin, unsqueeze_dim)
+        served = None
+        if unsqueeze_dim != 1:
+            pass
+        elif _is_compiling():
+            operator = site.traced(False, q, k, cos, sin)
+            if operator is not None:
+                served = operator.call(q, k, cos, sin, operator.name)
+        elif not site.leaves(False, q, k, cos, sin):
+            served = site.serve(q, k, cos, sin)
+        return stock(q, k, cos, sin, unsqueeze_dim) if served is None else served
 
     return apply_rotary_pos_emb
 
 
-def _rows(value: torch.Tensor) -> torch.Tensor | None:
+def rows(value: torch.Tensor) -> torch.Tensor | None:
     """[..., N] as [M, N] without a copy; None where the strides do not allow it, or N is not the innermost one."""
     if value.dim() == 2 and value.stride(1) == 1:
         return value
+    return value.view(-1, value.shape[-1]) if _are_rows(value) else None
+
+
+def _are_rows(value: torch.Tensor) -> bool:
     if value.dim() < 2 or value.numel() == 0:
-        return None
-    if value.is_contiguous() or _has_mergeable_rows(value):
-        return value.view(-1, value.shape[-1])
-    return None
+        return False
+    return value.is_contiguous() or _has_mergeable_rows(value)
 
 
 def _has_mergeable_rows(value: torch.Tensor) -> bool:

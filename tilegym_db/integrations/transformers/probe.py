@@ -1,59 +1,90 @@
-"""Confirms by running it that a piece of a model computes what its fingerprint says: bit for bit, on random bf16 data.
+"""Confirms by running it which Definition a piece of a model computes: bit for bit, on random bf16 data.
 
 Always in bf16 and with random weights, whatever the model holds: in fp32, or with weights of one, variants that round at
-different places agree. Nothing of the model is changed, none of its hooks runs, and the global random state is untouched.
+different places agree. What is compared with is the Definition's stock solution, the code that kernels are measured
+against, else its reference. Nothing of the model is changed, none of its hooks runs, and the global random state is untouched.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from tilegym_db.catalog import Catalog
 from tilegym_db.records import Definition
+from tilegym_db.resolver.loader import load_verified
+from tilegym_db.resolver.resolve import stock_solution
 from tilegym_db.verify.reference import run_reference
 
-__all__ = ["probe_mlp", "probe_norm", "probe_rope"]
+__all__ = ["Probe", "matches", "probe_mlp", "probe_norm", "probe_rope"]
 
-SHAPE = (5, 64)
+ROWS, SIZE = 5, 64
 SEED = 1234
 
+Probe = tuple[dict[str, Any], tuple[torch.Tensor, ...]]
+"""The inputs of a piece of a model by their names in the Definition, and what it returned for them."""
 
-def probe_norm(module: torch.nn.Module, definition: Definition, eps_attribute: str) -> str | None:
-    """Why the norm does not compute ``definition``, or None where it does."""
+
+def probe_norm(module: torch.nn.Module, eps_attribute: str) -> Probe:
+    """Run a norm of any size on random rows with a random weight."""
     weight: torch.Tensor = module.weight  # type: ignore[assignment]
     draw = _Draw(weight.device)
-    x, random_weight = draw(SHAPE[0], weight.shape[0]), draw(weight.shape[0])
+    x, random_weight = draw(max(ROWS, 512 // weight.shape[0]), weight.shape[0]), draw(weight.shape[0])
     twin = copy.copy(module)
     vars(twin)["_parameters"] = {"weight": torch.nn.Parameter(random_weight, requires_grad=False)}
     with torch.no_grad():
-        stock = type(module).forward(twin, x)
-    eps = getattr(module, eps_attribute)
-    return _compare(stock, definition, {"x": x, "weight": random_weight, "eps": eps})
+        out = type(module).forward(twin, x)
+    return {"x": x, "weight": random_weight, "eps": getattr(module, eps_attribute)}, (out,)
 
 
-def probe_mlp(activation: Callable[..., Any], definition: Definition, device: torch.device) -> str | None:
-    """Why ``activation(a) * b`` does not compute ``definition``, or None where it does."""
-    draw = _Draw(device)
-    a, b = draw(*SHAPE), draw(*SHAPE)
+def probe_mlp(activation: Callable[..., Any], device: torch.device, *, packed: bool) -> Probe:
+    """Run ``activation(gate) * up`` on a gate and an up projection, or on halves of a packed one."""
     function = activation.forward if isinstance(activation, torch.nn.Module) else activation
+    both = _Draw(device)(ROWS, 2 * SIZE)
+    gate, up = both.chunk(2, dim=-1)
+    inputs = {"x": both} if packed else {"a": gate.contiguous(), "b": up.contiguous()}
     with torch.no_grad():
-        stock = function(a) * b
-    return _compare(stock, definition, {"a": a, "b": b})
+        return inputs, (up * function(gate),)
 
 
-def probe_rope(function: Callable[..., Any], definition: Definition, device: torch.device) -> str | None:
-    """Why the function does not compute ``definition``, or None where it does."""
-    draw = _Draw(device)
-    length, dim = SHAPE
+def probe_rope(function: Callable[..., Any], device: torch.device, *, partial: bool) -> Probe:
+    """Run a rotary function on q and k, with tables of a head's width or of half of it."""
+    draw, width = _Draw(device), SIZE // 2 if partial else SIZE
     # Tables whose halves differ: a variant that reads one half only is another one.
-    shapes = {"q": (2, 4, length, dim), "k": (2, 2, length, dim), "cos": (2, length, dim), "sin": (2, length, dim)}
+    shapes = {"q": (2, 4, ROWS, SIZE), "k": (2, 2, ROWS, SIZE), "cos": (2, ROWS, width), "sin": (2, ROWS, width)}
     inputs = {name: draw(*shape) for name, shape in shapes.items()}
     with torch.no_grad():
-        stock = function(*inputs.values())
-    return _compare(stock, definition, inputs)
+        return inputs, tuple(function(*inputs.values()))
+
+
+def matches(probe: Probe, names: Sequence[str], catalog: Catalog) -> list[str]:
+    """The Definitions among ``names`` whose bits the probe has."""
+    inputs, returned = probe
+    return [
+        name
+        for name in names
+        if name in catalog.definitions and _same(returned, _expected(catalog.definition(name), inputs, catalog))
+    ]
+
+
+def _expected(definition: Definition, inputs: dict[str, Any], catalog: Catalog) -> tuple[torch.Tensor, ...]:
+    solutions = {files.name: files for files in catalog.solutions_for(definition.name)}
+    stock = stock_solution(solutions)
+    if stock is None or stock.record.spec.destination_passing_style:
+        return tuple(run_reference(definition, inputs).values())
+    with torch.no_grad():
+        found = load_verified(stock, stock.digest)(*inputs.values())
+    return found if isinstance(found, tuple) else (found,)
+
+
+def _same(returned: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> bool:
+    return len(returned) == len(expected) and all(
+        got.shape == want.shape and got.dtype == want.dtype and torch.equal(got, want)
+        for got, want in zip(returned, expected, strict=True)
+    )
 
 
 class _Draw:
@@ -65,12 +96,3 @@ class _Draw:
     def __call__(self, *shape: int) -> torch.Tensor:
         drawn = torch.randn(shape, generator=self._generator, device=self._generator.device)
         return drawn.to(torch.bfloat16)
-
-
-def _compare(stock: Any, definition: Definition, inputs: dict[str, Any]) -> str | None:
-    expected = run_reference(definition, inputs)
-    returned = stock if isinstance(stock, tuple) else (stock,)
-    for (name, want), got in zip(expected.items(), returned, strict=True):
-        if got.shape != want.shape or got.dtype != want.dtype or not torch.equal(got, want):
-            return f"probed, it does not give the bits of {definition.name} ('{name}' differs)"
-    return None

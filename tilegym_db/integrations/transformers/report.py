@@ -19,7 +19,7 @@ class CallSite:
     """One group of modules. ``reason`` says why the site is stock as a whole; ``counts`` is None there.
 
     ``bypassed`` counts by reason the calls that ran stock code without asking for a kernel: training, a gradient, a tracer.
-    Calls under ``torch.compile`` are not counted at all.
+    Compiled code counts the calls that it makes to an operator of this package; stock code in it has no counters.
     """
 
     kind: str

@@ -1,19 +1,17 @@
 """Memory that the supervisor shares with a worker: the inputs and outputs of one call, and nothing else.
 
-An arena is one dedicated allocation: a memory-mapped file on the CPU, a ``cudaMalloc`` of its own on a GPU (an exported
-CUDA handle gives access to the whole block, so no other tensor may live there). It holds one or more slots; each slot holds
-every tensor of one call, at its own address, with guard bytes around each.
+An arena is one dedicated allocation, passed to workers as a file descriptor: anonymous memory on the CPU, an exported block of
+device memory on a GPU. It holds one or more slots; each slot holds every tensor of one call, at its own address, with guard
+bytes around each.
 """
 
 from __future__ import annotations
 
-import base64
-import ctypes
+import fcntl
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ import torch
 from tilegym_db.errors import StoreError
 from tilegym_db.records import Definition
 from tilegym_db.verify.inputs import Case
+from tilegym_db.verify.sandbox.shared_cuda import export_memory, import_memory
 from tilegym_db.verify.torch_dtypes import storage_dtype
 
 __all__ = ["Arena", "SlotPlan", "TensorPlan", "attach", "plan_slot"]
@@ -105,29 +104,26 @@ def tensor_view(slot: torch.Tensor, plan: TensorPlan) -> torch.Tensor:
 class Arena:
     """One shared allocation with ``slots`` equal slots. Close it when its workers have detached."""
 
-    def __init__(self, plan: SlotPlan, slots: int, device: str, folder: Path) -> None:
+    def __init__(self, plan: SlotPlan, slots: int, device: str) -> None:
         """Allocate.
 
         Args:
             plan: the layout of each slot.
             slots: how many.
             device: ``cpu`` or ``cuda:<n>``.
-            folder: where the memory-mapped file of a CPU arena goes; the worker must be able to read it.
+
+        Raises:
+            StoreError: there is not that much memory.
         """
         self.plan = plan
         self.slots = slots
         self.device = device
         size = plan.size * slots
-        self._release: Any
-        if device == "cpu":
-            path = folder / f"arena-{id(self):x}"
-            self.memory, self._release = _map_file(path, size, create=True)
-            self._handle: dict[str, Any] = {"kind": "file", "path": str(path)}
-            self._path: Path | None = path
-        else:
-            self.memory, handle, self._release = _allocate_cuda(size, device)
-            self._handle = {"kind": "cuda_ipc", "handle": base64.b64encode(handle).decode(), "device": device}
-            self._path = None
+        self.memory: torch.Tensor
+        self.descriptor: int
+        self._release: Callable[[], None]
+        export = _export_host_memory if device == "cpu" else export_memory
+        self.memory, self.descriptor, self._release = export(size, device)
 
     def slot(self, index: int) -> torch.Tensor:
         """The bytes of one slot, guard bands included."""
@@ -144,15 +140,19 @@ class Arena:
             torch.cuda.synchronize(self.device)
 
     def to_message(self) -> dict[str, Any]:
-        """What a worker needs to attach."""
-        return {**self._handle, "size": self.memory.numel(), "slots": self.slots, "plan": self.plan.to_message()}
+        """What a worker needs to attach, besides the descriptor."""
+        return {
+            "device": self.device,
+            "size": self.memory.numel(),
+            "slots": self.slots,
+            "plan": self.plan.to_message(),
+        }
 
     def close(self) -> None:
-        """Give the memory back. The tensors taken from the arena must no longer be used."""
-        self.memory = torch.empty(0, dtype=torch.uint8)
-        self._release()
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
+        """Give the memory back; safe to call twice. The tensors taken from the arena must no longer be used."""
+        if self.descriptor >= 0:
+            self.memory, self.descriptor = torch.empty(0, dtype=torch.uint8), -1
+            self._release()
 
     def __enter__(self) -> Arena:
         return self
@@ -161,94 +161,30 @@ class Arena:
         self.close()
 
 
-def attach(message: Mapping[str, Any]) -> tuple[torch.Tensor, SlotPlan, Any]:
-    """Worker side: (all bytes, slot plan, a function that detaches)."""
+def attach(message: Mapping[str, Any], descriptor: int) -> tuple[torch.Tensor, SlotPlan, Callable[[], None]]:
+    """Worker side: (all bytes, slot plan, a function that detaches). Closes the descriptor."""
     plan = SlotPlan.from_message(message["plan"])
-    if message["kind"] == "file":
-        memory, release = _map_file(Path(message["path"]), message["size"], create=False)
-    else:
-        memory, release = _open_cuda(base64.b64decode(message["handle"]), message["size"], message["device"])
-    return memory, plan, release
+    try:
+        if message["device"] == "cpu":
+            return _map_host_memory(descriptor, message["size"]), plan, lambda: None
+        memory, release = import_memory(descriptor, message["size"], message["device"])
+        return memory, plan, release
+    finally:
+        os.close(descriptor)
 
 
-def _map_file(path: Path, size: int, *, create: bool) -> tuple[torch.Tensor, Any]:
-    if create:
-        with path.open("wb") as file:
-            try:
-                os.posix_fallocate(file.fileno(), 0, size)  # a sparse file would end in SIGBUS on a full disk
-            except OSError as error:
-                path.unlink()
-                raise StoreError(f"cannot allocate {size} bytes of shared memory in {path.parent}: {error}.") from None
-    with path.open("r+b") as file:
-        mapping = mmap.mmap(file.fileno(), size)
-    memory = torch.frombuffer(mapping, dtype=torch.uint8)
+def _export_host_memory(size: int, device: str) -> tuple[torch.Tensor, int, Callable[[], None]]:
+    descriptor = os.memfd_create("tilegym-db", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        os.close(descriptor)
+        raise StoreError(f"cannot allocate {size} bytes of shared memory: {error}.") from None
+    # A worker that shrank it would end the supervisor with SIGBUS.
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return _map_host_memory(descriptor, size), descriptor, lambda: os.close(descriptor)
+
+
+def _map_host_memory(descriptor: int, size: int) -> torch.Tensor:
     # The mapping lives as long as a tensor refers to it; there is nothing to release by hand.
-    return memory, lambda: None
-
-
-class _CudaView:
-    """Raw device memory with the interface that ``torch.as_tensor`` reads."""
-
-    def __init__(self, pointer: int, size: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (size,),
-            "typestr": "|u1",
-            "data": (pointer, False),
-            "version": 3,
-            "strides": None,
-        }
-
-
-class _IpcHandle(ctypes.Structure):
-    _fields_ = (("reserved", ctypes.c_char * 64),)
-
-
-def _runtime() -> ctypes.CDLL:
-    assert torch.version.cuda is not None
-    # torch has loaded it already; asking by name gives the same library.
-    return ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
-
-
-def _checked(code: int, what: str) -> None:
-    if code != 0:
-        raise StoreError(f"{what} failed with CUDA error {code}.")
-
-
-def _allocate_cuda(size: int, device: str) -> tuple[torch.Tensor, bytes, Any]:
-    runtime = _runtime()
-    pointer = ctypes.c_void_p()
-    with torch.cuda.device(device):
-        torch.cuda.synchronize()
-        if runtime.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(size)) != 0:
-            runtime.cudaGetLastError()  # clear it, or the next unrelated call reports it
-            torch.cuda.empty_cache()
-            _checked(runtime.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(size)), f"cudaMalloc of {size} bytes")
-        handle = _IpcHandle()
-        _checked(runtime.cudaIpcGetMemHandle(ctypes.byref(handle), pointer), "cudaIpcGetMemHandle")
-        memory = torch.as_tensor(_CudaView(pointer.value or 0, size), device=device)
-
-    def release() -> None:
-        with torch.cuda.device(device):
-            torch.cuda.synchronize()
-            _checked(runtime.cudaFree(pointer), "cudaFree")
-
-    return memory, bytes(memoryview(handle)), release
-
-
-def _open_cuda(handle: bytes, size: int, device: str) -> tuple[torch.Tensor, Any]:
-    runtime = _runtime()
-    pointer = ctypes.c_void_p()
-    opened = _IpcHandle.from_buffer_copy(handle)
-    lazy_peer_access = 1
-    with torch.cuda.device(device):
-        torch.cuda.current_stream().synchronize()  # creates the context
-        runtime.cudaIpcOpenMemHandle.argtypes = [ctypes.c_void_p, _IpcHandle, ctypes.c_uint]
-        _checked(runtime.cudaIpcOpenMemHandle(ctypes.byref(pointer), opened, lazy_peer_access), "cudaIpcOpenMemHandle")
-        memory = torch.as_tensor(_CudaView(pointer.value or 0, size), device=device)
-
-    def release() -> None:
-        with torch.cuda.device(device):
-            torch.cuda.synchronize()
-            _checked(runtime.cudaIpcCloseMemHandle(pointer), "cudaIpcCloseMemHandle")
-
-    return memory, release
+    return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)

@@ -1,31 +1,39 @@
-"""The supervisor's end of a worker: start it in its own session, ask with a deadline, kill it whole.
+"""The supervisor's end of a worker: start it confined, ask with a deadline, end it with everything it started.
 
-Level 1 of the sandbox (``docs/verification.md``): own process group, scrubbed environment, private caches and scratch folder.
+Between the two stands the :mod:`~tilegym_db.verify.sandbox.keeper`, which does the confining, the watching and the ending.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import secrets
 import selectors
-import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tilegym_db.paths import home
 from tilegym_db.verify.sandbox import protocol
+from tilegym_db.verify.sandbox.bounds import ResourceBounds
+from tilegym_db.verify.sandbox.levels import Sandbox, best_level
+from tilegym_db.verify.sandbox.processes import kill_descendants
+from tilegym_db.verify.sandbox.reply import Reply, storable
+from tilegym_db.verify.sandbox.scratch import remove_tree
+from tilegym_db.verify.sandbox.spec import Confinement, WorkerSpec
 
-__all__ = ["SANDBOX_LEVEL", "WorkerDied", "WorkerProcess", "WorkerTimeout"]
+__all__ = ["Reply", "Sandbox", "WorkerDied", "WorkerProcess", "WorkerTimeout", "best_level"]
 
-SANDBOX_LEVEL = 1
 START_TIMEOUT_S = 180.0
-LOG_TAIL_BYTES = 4000
-MAX_SUMMARY = 300
+END_TIMEOUT_S = 12.0
 
 # What a compiler or the CUDA driver needs to find itself; nothing else of the user's environment reaches a Solution.
 KEPT_VARIABLES = (
@@ -43,7 +51,7 @@ KEPT_VARIABLES = (
 
 
 class WorkerDied(Exception):
-    """The worker ended, or broke the protocol, before it answered."""
+    """The worker ended, was ended because it exceeded a bound, or broke the protocol, before it answered."""
 
 
 class WorkerTimeout(Exception):
@@ -51,81 +59,81 @@ class WorkerTimeout(Exception):
 
 
 @dataclass(frozen=True)
-class Reply:
-    """An answer: ``ok`` with its content, or the Solution's error. Its texts are the worker's word, made fit to store."""
+class _Ending:
+    """What the keeper reports of an ended worker; ``code`` None where it could not."""
 
-    ok: bool
-    content: Mapping[str, Any]
-
-    @property
-    def error(self) -> str:
-        """The traceback, where the Solution raised."""
-        return _storable(self.content.get("error", ""))
-
-    @property
-    def summary(self) -> str:
-        """The last line of the traceback: the exception and its message."""
-        return (self.error.strip().splitlines() or ["no message"])[-1][:MAX_SUMMARY]
-
-    @property
-    def mismatch(self) -> tuple[bool, str] | None:
-        """Where a returned value does not fit its output: (true for its dtype, false for its shape or kind; what)."""
-        found = self.content.get("mismatch")
-        if not isinstance(found, dict):
-            return None
-        return found.get("kind") == "dtype", _storable(found.get("what"))[:MAX_SUMMARY]
-
-    @property
-    def is_compile_error(self) -> bool:
-        """True where the language's compiler refused the kernel."""
-        return self.content.get("kind") == "compile"
-
-
-def _storable(text: object) -> str:
-    """Text without what JSON, a database or a terminal must not be given: lone surrogates, NUL, escape sequences."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in str(text))
+    code: int | None
+    reason: str
+    tail: str
 
 
 class WorkerProcess:
     """One worker. Starts at once and imports in the background; the first request waits until it is ready."""
 
-    def __init__(self, device: str, folder: Path, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        device: str,
+        folder: Path,
+        environment: Mapping[str, str] | None = None,
+        *,
+        readable: Sequence[Path] = (),
+        level: int | Confinement | None = None,
+        bounds: ResourceBounds | None = None,
+        script: Path | None = None,
+    ) -> None:
         """Start the process.
 
         Args:
             device: ``cpu`` or ``cuda:<n>``.
-            folder: its private scratch folder (caches, HOME, log); created, and removed by :meth:`close`.
+            folder: its private scratch folder (caches, HOME), the only one that it may write to; created, and removed by
+                :meth:`close`.
             environment: variables to add, such as ``TRITON_INTERPRET``.
+            readable: what it may read besides interpreter, packages and compilers: the Solution's folder.
+            level: of the sandbox; by default the best that this machine has for the device, which the first call finds out.
+            bounds: how much of the machine it may take; by default :meth:`ResourceBounds.of_machine`.
+            script: run this Python file in place of the worker's own program.
         """
+        if level is None:
+            level = best_level(device).confinement
         self.device = device
-        self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-        self._log = (folder / "output.log").open("wb")
-        requests_read, self._requests = os.pipe()
-        self._replies, replies_write = os.pipe()
-        self._next_id = 0
+        self.folder = folder.resolve()
+        self.folder.mkdir(parents=True, exist_ok=True)
         self._buffer = b""
         self._ready = False
-        command = [
-            sys.executable,
-            "-m",
-            "tilegym_db.verify.sandbox.worker",
-            str(requests_read),
-            str(replies_write),
-            device,
-        ]
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-            cwd=folder,
-            env=self._environment(environment or {}),
-            pass_fds=(requests_read, replies_write),
+        self._sandbox: Mapping[str, Any] | None = None
+        self._ending: _Ending | None = None
+        self._lock = threading.Lock()
+        self._channel, channel = socket.socketpair()
+        self._channel.setblocking(False)
+        with channel:
+            self._process = self._start_keeper(environment or {}, channel.fileno())
+            spec = WorkerSpec(
+                confinement=Confinement(level) if isinstance(level, int) else level,
+                bounds=bounds or ResourceBounds.of_machine(),
+                device=device,
+                folder=str(self.folder),
+                channel=channel.fileno(),
+                supervisor=os.getpid(),
+                readable=tuple(str(path.resolve()) for path in (*readable, *([script] if script else []))),
+                hidden=(str(home()),),
+                script=str(script.resolve()) if script else None,
+                protected=(-1, os.getpid(), -os.getpgrp(), self._process.pid, -self._process.pid),
+            )
+            assert self._process.stdin is not None
+            self._process.stdin.write(spec.to_json().encode() + b"\n")
+
+    def _start_keeper(self, environment: Mapping[str, str], channel: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "tilegym_db.verify.sandbox.keeper"],
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            cwd=self.folder,
+            env=self._environment(environment),
+            pass_fds=(channel,),
             start_new_session=True,
         )
-        os.close(requests_read)
-        os.close(replies_write)
 
     def _environment(self, extra: Mapping[str, str]) -> dict[str, str]:
         environment = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
@@ -135,12 +143,14 @@ class WorkerProcess:
         environment |= {
             "PYTHONPATH": os.pathsep.join(path for path in dict.fromkeys(paths) if path),
             "HOME": str(self.folder),
+            "USER": "worker",  # a user of its own has no entry in the system's list, where libraries would look it up
             "TMPDIR": str(self.folder),
             "TRITON_CACHE_DIR": str(caches / "triton"),
             "TILELANG_CACHE_DIR": str(caches / "tilelang"),
             "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
             "CUDA_CACHE_PATH": str(caches / "cuda"),
             "CUDA_TILE_CACHE_DIR": str(caches / "cutile"),
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # its pool of compiling processes finds no GPU inside the sandbox
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count() or 1)),
         }
@@ -149,40 +159,97 @@ class WorkerProcess:
     @property
     def alive(self) -> bool:
         """True while the process runs."""
-        return self._process.poll() is None
+        return self._ending is None and self._process.poll() is None
 
-    def request(self, op: str, *, timeout_s: float, **content: Any) -> Reply:
+    @property
+    def sandbox_level(self) -> int:
+        """The level that this worker really has, by the word of the code that confined it. Waits until it is.
+
+        Raises:
+            WorkerTimeout: it did not start in time.
+            WorkerDied: it cannot be confined like that here; the message says what the kernel refused.
+        """
+        return int(self._introduction()["level"])
+
+    @property
+    def runs_as(self) -> int:
+        """The user that the worker runs as. Waits and raises like :attr:`sandbox_level`."""
+        return int(self._introduction()["user"])
+
+    def _introduction(self) -> Mapping[str, Any]:
+        if self._sandbox is None:
+            self._sandbox = self._receive(0, time.monotonic() + START_TIMEOUT_S, START_TIMEOUT_S).get("sandbox")
+            if self._sandbox is None:
+                raise self._died("did not say how it is confined")
+        return self._sandbox
+
+    def wait_until_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Return when the worker has imported what it needs; raises like :meth:`request`."""
+        if not self._ready:
+            self._introduction()
+            self._receive(0, time.monotonic() + timeout_s, timeout_s)
+            self._ready = True
+
+    def request(self, op: str, *, timeout_s: float, descriptors: Sequence[int] = (), **content: Any) -> Reply:
         """Ask, and wait for the answer to this very request.
+
+        Args:
+            op: what the worker is to do.
+            timeout_s: seconds for sending and answering.
+            descriptors: open files that the worker gets a copy of, in its ``request["descriptors"]``.
+            **content: the rest of the request.
 
         Raises:
             WorkerTimeout: no answer in ``timeout_s`` seconds; the worker has been killed.
             WorkerDied: the process ended or sent something else than the answer; it has been killed.
         """
-        if not self._ready:
-            self._receive(0, START_TIMEOUT_S)
-            self._ready = True
-        self._next_id += 1
         try:
-            os.write(self._requests, protocol.encode({"id": self._next_id, "op": op, **content}))
-        except OSError:
-            raise self._died("is gone") from None
-        try:
-            message = self._receive(self._next_id, timeout_s)
+            self.wait_until_ready()
+            deadline = time.monotonic() + timeout_s
+            number = secrets.randbits(53)
+            self._send(protocol.encode({"id": number, "op": op, **content}), descriptors, deadline, timeout_s)
+            message = self._receive(number, deadline, timeout_s)
         except KeyboardInterrupt:
             self.kill()  # nobody waits for its answer any more, and the next request must not get it
             raise
         return Reply(bool(message.get("ok")), message)
 
-    def _receive(self, expected: int, timeout_s: float) -> dict[str, Any]:
-        deadline = time.monotonic() + timeout_s
+    def _send(self, line: bytes, descriptors: Sequence[int], deadline: float, timeout_s: float) -> None:
+        if self._buffer or self._says_something():
+            raise self._died("sent something that it was not asked for")
+        rest = memoryview(line)
         with selectors.DefaultSelector() as selector:
-            selector.register(self._replies, selectors.EVENT_READ)
+            selector.register(self._channel, selectors.EVENT_WRITE)
+            while rest:
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    raise self._timed_out(timeout_s)
+                try:
+                    sent = socket.send_fds(self._channel, [rest], list(descriptors))
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    raise self._died("is gone") from None
+                rest, descriptors = rest[sent:], ()
+
+    def _says_something(self) -> bool:
+        try:
+            return bool(self._channel.recv(1, socket.MSG_PEEK))
+        except BlockingIOError:
+            return False
+        except OSError:
+            return False  # it is gone, as sending will find out
+
+    def _receive(self, expected: int, deadline: float, timeout_s: float) -> dict[str, Any]:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._channel, selectors.EVENT_READ)
             while b"\n" not in self._buffer:
                 remaining = deadline - time.monotonic()
                 if remaining <= 0 or not selector.select(remaining):
-                    self.kill()
-                    raise WorkerTimeout(f"no answer within {timeout_s:g} s{self._log_tail()}")
-                piece = os.read(self._replies, 1 << 16)
+                    raise self._timed_out(timeout_s)
+                try:
+                    piece = self._channel.recv(1 << 16)  # files that a worker sends along are dropped by the kernel
+                except OSError:
+                    piece = b""
                 if not piece:
                     raise self._died("ended")
                 self._buffer += piece
@@ -194,41 +261,71 @@ class WorkerProcess:
         except protocol.ProtocolError as error:
             raise self._died(f"broke the protocol: {error}") from None
         if message["id"] != expected:
-            raise self._died(f"answered request {message['id']} instead of {expected}")
+            raise self._died("answered another request than the one that it was asked")
         return message
+
+    def _timed_out(self, timeout_s: float) -> WorkerTimeout:
+        tail = self._end().tail
+        return WorkerTimeout(f"no answer within {timeout_s:g} s{tail}")
 
     def _died(self, how: str) -> WorkerDied:
         if how == "ended":
             try:
-                self._process.wait(1.0)  # its pipe closes a moment before its exit status is known
+                self._process.wait(1.0)  # its channel closes a moment before the keeper has seen its end
             except subprocess.TimeoutExpired:
-                how = "closed its pipe"
-        self.kill()
-        code = self._process.returncode
-        by = f" by {signal.Signals(-code).name}" if code is not None and code < 0 and how == "ended" else ""
-        return WorkerDied(f"the worker {how}{by} (exit status {code}){self._log_tail()}")
-
-    def _log_tail(self) -> str:
-        self._log.flush()
-        path = self.folder / "output.log"
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            file.seek(max(0, size - LOG_TAIL_BYTES))
-            tail = _storable(file.read().decode(errors="replace")).strip()
-        return f"; its last output:\n{tail}" if tail else ""
+                how = "closed its channel"
+        ending = self._end()
+        if ending.reason:
+            return WorkerDied(f"the worker was ended: {ending.reason}{ending.tail}")
+        code = ending.code
+        by = f" by {_signal_name(-code)}" if code is not None and code < 0 and how == "ended" else ""
+        return WorkerDied(f"the worker {how}{by} (exit status {code}){ending.tail}")
 
     def kill(self) -> None:
-        """SIGKILL the worker's whole process group and reap it."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        """End the worker and every process that it started, whatever they do. Safe to call from any thread, and twice."""
+        self._end()
+
+    def _end(self) -> _Ending:
+        with self._lock:
+            if self._ending is None:
+                self._ending = self._end_now()
+        return self._ending
+
+    def _end_now(self) -> _Ending:
+        try:
+            printed, _ = self._process.communicate(b"end\n", timeout=END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            while kill_descendants(self._process.pid):
+                time.sleep(0.002)
+            self._process.kill()
+            printed, _ = self._process.communicate()
+        try:
+            report = json.loads(printed.splitlines()[-1])
+            code, reason, tail = report["code"], report["reason"], report["tail"]
+            if report["leftover"]:
+                reason += f"{'; ' if reason else ''}some of its processes could not be ended"
+        except (ValueError, TypeError, KeyError, IndexError):
+            # The keeper could not even start, and said why, or was killed, as the machine or a worker at level 1 may do.
+            self._kill_group()
+            code, reason, tail = self._process.returncode, "", printed.decode(errors="replace")
+        tail = storable(tail).strip()
+        return _Ending(code, storable(reason), f"; its last output:\n{tail}" if tail else "")
+
+    def _kill_group(self) -> None:
+        """Kill what a keeper that was killed has left; at level 3 the kernel has done that."""
+        if self._sandbox is not None and self._sandbox["level"] < 3:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._sandbox["process"], signal.SIGKILL)
 
     def close(self) -> None:
         """Kill the worker and remove its folder. Safe to call twice."""
         self.kill()
-        for descriptor in (self._requests, self._replies):
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
-        self._requests = self._replies = -1
-        self._log.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._channel.close()
+        remove_tree(self.folder)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -7,7 +7,7 @@ not change what is measured here.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,34 +46,73 @@ class BlockTimer:
             l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
             self._flush = torch.empty(2 * l2_bytes, dtype=torch.uint8, device=device)
 
-    def time(self, calls: Sequence[Callable[[], Any]], restores: Sequence[Callable[[], Any]]) -> list[Sample]:
-        """One sample per call, in order; each restore runs before its call, outside the timed window."""
-        if self._flush is None:
-            return [self._wall(call, restore) for call, restore in zip(calls, restores, strict=True)]
-        return self._events(calls, restores)
+    def occupy(self, duration_us: float) -> None:
+        """Keep the device busy for about that long, so that what is launched meanwhile waits behind it."""
+        if self._flush is not None and duration_us > 0:
+            _spin(int(duration_us * SPIN_CYCLES_PER_US))
 
-    def _wall(self, call: Callable[[], Any], restore: Callable[[], Any]) -> Sample:
-        restore()
-        start = _now_ns()
-        call()
-        elapsed = (_now_ns() - start) / 1e3
-        return Sample(elapsed, elapsed)
+    def time(
+        self,
+        order: Sequence[int],
+        calls: Mapping[int, Callable[[], Any]],
+        restore: Callable[[int], None],
+        finish: Callable[[int, Any], None],
+    ) -> list[Sample]:
+        """Time the calls named by ``order``, in that order.
 
-    def _events(self, calls: Sequence[Callable[[], Any]], restores: Sequence[Callable[[], Any]]) -> list[Sample]:
+        Args:
+            order: keys of ``calls``.
+            calls: what to time.
+            restore: runs before each call, outside the timed window.
+            finish: takes what the call returned, after the timed window.
+        """
+        return (
+            self._wall(order, calls, restore, finish)
+            if self._flush is None
+            else self._events(order, calls, restore, finish)
+        )
+
+    def _wall(
+        self,
+        order: Sequence[int],
+        calls: Mapping[int, Callable[[], Any]],
+        restore: Callable[[int], None],
+        finish: Callable[[int, Any], None],
+    ) -> list[Sample]:
+        samples = []
+        for index in order:
+            restore(index)
+            call = calls[index]
+            start = _now_ns()
+            returned = call()
+            elapsed = (_now_ns() - start) / 1e3
+            finish(index, returned)
+            samples.append(Sample(elapsed, elapsed))
+        return samples
+
+    def _events(
+        self,
+        order: Sequence[int],
+        calls: Mapping[int, Callable[[], Any]],
+        restore: Callable[[int], None],
+        finish: Callable[[int, Any], None],
+    ) -> list[Sample]:
         assert self._flush is not None
-        pairs = [(_Event(enable_timing=True), _Event(enable_timing=True)) for _ in calls]
+        pairs = [(_Event(enable_timing=True), _Event(enable_timing=True)) for _ in order]
         host: list[float] = []
         _synchronize()
-        for call, restore, (start, end) in zip(calls, restores, pairs, strict=True):
-            restore()
+        for index, (start, end) in zip(order, pairs, strict=True):
+            restore(index)
+            call = calls[index]
             self._flush.zero_()
             # Keep the device busy while the host prepares the call, so that the events enclose no launch gap.
-            _spin(int((20.0 + 1.5 * self._host_us) * SPIN_CYCLES_PER_US))
+            self.occupy(20.0 + 1.5 * self._host_us)
             _record(start)
             before = _now_ns()
-            call()
+            returned = call()
             host.append((_now_ns() - before) / 1e3)
             _record(end)
+            finish(index, returned)
         _synchronize()
         self._host_us = min(sorted(host)[len(host) // 2], 2000.0)
         return [

@@ -1,15 +1,15 @@
 """The worker process: loads one Solution and calls it on shared memory when the supervisor says so.
 
 Untrusted from the moment a Solution is loaded. It never sees the oracle, the seeds or the store; what it answers is only
-used as described in :mod:`tilegym_db.verify.sandbox.protocol`. Started as ``python -m tilegym_db.verify.sandbox.worker FD_IN
-FD_OUT``; standard output and error belong to the Solution and go to a log.
+used as described in :mod:`tilegym_db.verify.sandbox.protocol`. The keeper calls :func:`main` in a process that is confined by
+then; standard output and error belong to the Solution and go to a log.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -35,14 +35,23 @@ class Worker:
         self.returns = False
         self.release: Callable[[], None] | None = None
         self.slots: list[dict[str, Any]] = []
-        self._scalars: frozenset[str] = frozenset()
         self.order: list[str] = []
         self.outputs: list[str] = []
         self.in_place: dict[str, str] = {}
-        self.private: list[dict[str, Any]] = []
         self.timer: Any = None
+        self.profiler: Any = None
 
     # -- requests -----------------------------------------------------------------------------------------------------
+
+    def prepare(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Take hold of clocks and of the profiler, before a Solution can replace them."""
+        from tilegym_db.verify.sandbox.profiling import KernelProfiler
+        from tilegym_db.verify.sandbox.timing import BlockTimer
+
+        self.timer = BlockTimer(self.device)
+        if request["profile"] and self.device != "cpu":
+            self.profiler = KernelProfiler()
+        return {}
 
     def load(self, request: dict[str, Any]) -> dict[str, Any]:
         """Import the Solution from its folder, if its digest is the one announced."""
@@ -54,11 +63,9 @@ class Worker:
         from tilegym_db.backends.toolchains import prepare_environment
         from tilegym_db.catalog import SolutionFiles
         from tilegym_db.verify.sandbox.interpreter import repair_interpreter
-        from tilegym_db.verify.sandbox.timing import BlockTimer
 
         if self.device != "cpu":
             torch.cuda.set_device(self.device)
-        self.timer = BlockTimer(self.device)  # takes its clocks before the Solution can
         files = SolutionFiles.read(Path(request["folder"]))
         if files.digest != request["digest"]:
             raise RuntimeError(f"the source of {files.name} changed on disk while it was being measured")
@@ -76,9 +83,8 @@ class Worker:
         from tilegym_db.verify.sandbox.arena import attach, tensor_view
 
         self.detach({})
-        memory, plan, self.release = attach(request["arena"])
+        memory, plan, self.release = attach(request["arena"], request["descriptors"][0])
         self.config = request["config"]
-        self._scalars = frozenset(request["scalars"])
         for index in range(request["arena"]["slots"]):
             slot = memory[index * plan.size : (index + 1) * plan.size]
             tensors = {tensor.name: tensor_view(slot, tensor) for tensor in plan.tensors}
@@ -87,7 +93,7 @@ class Worker:
 
     def detach(self, request: dict[str, Any]) -> dict[str, Any]:
         """Forget the arena."""
-        self.slots, self.private = [], []
+        self.slots = []
         if self.release is not None:
             self.release()
             self.release = None
@@ -98,47 +104,47 @@ class Worker:
         """Call the Solution once on one slot and wait for it; a returned value is copied to the slot's outputs."""
         slot = self.slots[request["slot"]]
         returned = self._bound(slot)()
-        mismatch = self._copy_returned(slot, returned) if self.returns else None
+        mismatch = self._copy_returned(slot, returned)
         self._synchronize()
         return {"mismatch": mismatch} if mismatch else {}
 
-    def copy_in(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Copy every slot, inputs and garbage in the outputs alike, to memory of this process, to be timed there.
+    def run(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Call the Solution once on each slot listed, behind a busy device, and answer when all of it is done.
 
-        Memory mapped from another process can be slower than a process's own, at random and by half
-        (``docs/decisions/0005-time-in-private-memory.md``). The copies keep their addresses when they are filled again,
-        so that a Solution that goes by addresses is still found out.
+        The supervisor's clock runs meanwhile. With no slots it is the null call, which costs what asking costs. Returned
+        values are copied to the outputs at once, so that their memory is used again as it is while timing.
         """
-        if not self.private:
-            self.private = [
-                {name: value if name in self._scalars else _empty_like(value) for name, value in slot.items()}
-                for slot in self.slots
-            ]
-        for slot, private in zip(self.slots, self.private, strict=True):
-            for name in slot.keys() - self._scalars:
-                private[name].copy_(slot[name])
-        self._synchronize()
-        return {}
-
-    def copy_out(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Copy what the timed calls left in the private outputs back to the slots, where the supervisor reads."""
-        for slot, private in zip(self.slots, self.private, strict=True):
-            for name in (*self.outputs, *self.in_place):
-                slot[name].copy_(private[name])
+        calls = [(slot, self._bound(slot)) for slot in (self.slots[index] for index in request["slots"])]
+        self.timer.occupy(request["busy_us"])
+        for slot, call in calls:
+            self._copy_returned(slot, call())
         self._synchronize()
         return {}
 
     def time(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Time one call on the private copy of each of the slots listed, in that order."""
-        calls = {index: self._bound(self.private[index]) for index in set(request["slots"])}
-        samples = self.timer.time(
-            [calls[index] for index in request["slots"]],
-            [self._restore(index) for index in request["slots"]],
-        )
+        """Time one call on each of the slots listed, in that order."""
+        slots = {index: self.slots[index] for index in request["slots"]}
+        pristine = {index: {name: slot[name].clone() for name in self.in_place} for index, slot in slots.items()}
+
+        def restore(index: int) -> None:
+            for name, value in pristine[index].items():
+                slots[index][name].copy_(value)
+
+        def finish(index: int, returned: Any) -> None:
+            self._copy_returned(slots[index], returned)
+
+        calls = {index: self._bound(slot) for index, slot in slots.items()}
+        samples = self.timer.time(request["slots"], calls, restore, finish)
         return {
             "device_us": [sample.device_us for sample in samples],
             "host_us": [sample.host_us for sample in samples],
         }
+
+    def profile(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Everything that runs on the device because of one call on each slot listed, also on other streams or later."""
+        calls = [self._bound(self.slots[index]) for index in request["slots"]]
+        activities = self.profiler.activities(calls)
+        return {"activities": [vars(activity) for activity in activities]}
 
     # -- details ------------------------------------------------------------------------------------------------------
 
@@ -149,18 +155,11 @@ class Worker:
         arguments = [slot[name] for name in names]
         return lambda: entry(*arguments, **config)
 
-    def _restore(self, index: int) -> Callable[[], None]:
-        pairs = [(self.private[index][name], self.slots[index][name]) for name in self.in_place]
-
-        def restore() -> None:
-            for target, pristine in pairs:
-                target.copy_(pristine)
-
-        return restore
-
     def _copy_returned(self, slot: dict[str, Any], returned: Any) -> dict[str, str] | None:
         import torch
 
+        if not self.returns:
+            return None
         values = returned if isinstance(returned, tuple | list) else (returned,)
         if len(values) != len(self.outputs):
             return {"kind": "shape", "what": f"{len(values)} values returned, {len(self.outputs)} expected"}
@@ -192,13 +191,14 @@ class Worker:
     def serve(self, request: dict[str, Any]) -> dict[str, Any]:
         """Answer one request; whatever the Solution raises becomes part of the answer."""
         handlers = {
+            "prepare": self.prepare,
             "load": self.load,
             "attach": self.attach,
             "detach": self.detach,
             "call": self.call,
-            "copy_in": self.copy_in,
-            "copy_out": self.copy_out,
+            "run": self.run,
             "time": self.time,
+            "profile": self.profile,
         }
         try:
             return {"id": request["id"], "ok": True, **handlers[request["op"]](request)}
@@ -206,13 +206,6 @@ class Worker:
             kind = "compile" if _is_compile_error(error) else "runtime"
             text = "".join(traceback.format_exception(error, limit=-8))
             return {"id": request["id"], "ok": False, "kind": kind, "error": text[-8000:]}
-
-
-def _empty_like(tensor: Any) -> Any:
-    """Memory elsewhere for a tensor of this shape, with the same strides."""
-    import torch
-
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
 def _is_compile_error(error: BaseException) -> bool:
@@ -235,23 +228,21 @@ def _end_with(supervisor: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def main(fd_in: int, fd_out: int, device: str) -> None:
-    """Serve requests until the supervisor closes the pipe."""
+def main(channel: int, device: str) -> None:
+    """Serve requests until the supervisor closes the channel.
+
+    Args:
+        channel: descriptor of the socket to the supervisor.
+        device: ``cpu`` or ``cuda:<n>``.
+    """
     _end_with(os.getppid())
     worker = Worker(device)
-    with os.fdopen(fd_in, "rb") as requests, os.fdopen(fd_out, "wb", buffering=0) as replies:
+    with contextlib.closing(protocol.Channel(channel)) as supervisor:
         # Imports are the slow part of a start; done before the first request, a spare worker is warm.
         import torch
 
         if device != "cpu":
             torch.zeros(1, device=device)
-        replies.write(protocol.encode({"id": 0, "ok": True}))
-        for line in requests:
-            request = protocol.decode(line)
-            if request["op"] == "exit":
-                return
-            replies.write(protocol.encode(worker.serve(request)))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+        supervisor.send({"id": 0, "ok": True})
+        while (request := supervisor.receive()) is not None and request["op"] != "exit":
+            supervisor.send(worker.serve(request))

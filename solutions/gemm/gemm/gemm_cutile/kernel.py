@@ -163,6 +163,8 @@ def run(
     # TMA needs multiples of 16 bytes, which are 8 elements.
     unaligned = (a.data_ptr() | b.data_ptr()) % 16 or (a.stride(0) | b.stride(0)) % 8
     config = UNALIGNED if unaligned else CONFIGS[CONFIG]
+    if out.data_ptr() % 16 or out.stride(0) % 8:
+        SPLIT_K = max(SPLIT_K, 2)  # by way of the workspace, and from there element by element
     work = -(-m // config.tile_m) * -(-n // config.tile_n) * SPLIT_K
     blocks = min(work, _multiprocessors() // config.cluster * config.occupancy)
     stream = torch.cuda.current_stream()

@@ -1,0 +1,59 @@
+"""GELU (tanh form) of one tensor times another, rounded the way an MLP of separate layers rounds, Triton."""
+
+import torch
+import triton
+import triton.language as tl
+
+# gelu(a) = a / 2 * (1 + tanh(u)) = a / (1 + exp(-2 u)) with u = sqrt(2 / pi) * (a + 0.044715 a^3), and exp(-2 u) is
+# exp2(a * (LINEAR + CUBIC * a^2)): one exponential and one division, and no cancellation where tanh is near -1.
+LINEAR = tl.constexpr(-2.302208198144325)  # -2 * sqrt(2 / pi) * log2(e)
+CUBIC = tl.constexpr(-0.1029432395800235)  # LINEAR * 0.044715
+
+
+@triton.jit(do_not_specialize=["M"])
+def _gelu_tanh_tile(
+    a_ptr,
+    b_ptr,
+    out_ptr,
+    a_stride,
+    b_stride,
+    out_stride,
+    M,
+    I: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # Column blocks vary fastest, so neighbouring programs read neighbouring memory.
+    column_blocks: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
+    dtype = out_ptr.dtype.element_ty
+    pid = tl.program_id(0)
+    rows = (pid // column_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    cols = (pid % column_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    mask = (rows < M) & (cols < I)
+    a = tl.load(a_ptr + rows * a_stride + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    b = tl.load(b_ptr + rows * b_stride + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    # An overflow to inf gives -0 for very negative finite values and NaN for -inf, as PyTorch does.
+    gelu = (a / (1.0 + tl.exp2(a * (LINEAR + CUBIC * a * a)))).to(dtype).to(tl.float32)
+    tl.store(out_ptr + rows * out_stride + cols, (gelu * b).to(dtype), mask=mask)
+
+
+def run(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, BLOCK=None, num_warps=None):
+    """out = T(T(gelu(a)) * b), gelu in its tanh form: fp32 inside, two roundings to nearest even.
+
+    Shapes: a, b, out [M, I], unit last stride, any row stride; one dtype T in bfloat16, float16, float32.
+    Mapping: a flat grid of tiles of BLOCK values; a tile is part of one row when I is large and several whole rows
+    when I is small. Every thread has all its loads of both inputs in flight before the first use.
+    BLOCK = None: 2048 values a program, or 512 where 2048 would leave most of the machine idle (decode).
+    num_warps = None: 16 values a thread for 2048 (8 for 512).
+    """
+    M, I = out.shape
+    if M == 0 or I == 0:
+        return
+    block = BLOCK or (2048 if M * I >= 1 << 18 else 512)
+    warps = num_warps or (4 if block >= 1024 else 2)
+    block_n = min(block, 1 << (I - 1).bit_length())  # triton.next_power_of_2 costs microseconds a call
+    block_m = block // block_n
+    grid = ((M + block_m - 1) // block_m) * ((I + block_n - 1) // block_n)
+    _gelu_tanh_tile[(grid,)](
+        a, b, out, a.stride(0), b.stride(0), out.stride(0), M, I, block_m, block_n, num_warps=warps
+    )

@@ -1,0 +1,81 @@
+"""RMSNorm over the last axis with a single rounding (OLMo-2, gpt-oss), Triton."""
+
+import torch
+import triton
+import triton.language as tl
+
+# Up to this many columns a row stays in registers (16 values a thread at 32 warps); longer rows are read twice.
+MAX_REGISTER_COLUMNS = 16384
+LOOP_COLUMNS = 8192
+
+
+@triton.jit(do_not_specialize=["M"])
+def _rms_norm_fp32_tile(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    x_stride,
+    out_stride,
+    eps,
+    M,
+    N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    in_row = cols < N
+    mask = (rows < M) & in_row
+    # The weight does not depend on the reduction: ask for it together with x, so that its latency is hidden.
+    weight = tl.load(weight_ptr + cols, mask=in_row, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / N + eps)
+    tl.store(out_ptr + rows * out_stride + cols, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rms_norm_fp32_long_row(
+    x_ptr, weight_ptr, out_ptr, x_stride, out_stride, eps, N: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_stride
+    out_ptr += row * out_stride
+    # One running sum a lane: a single cross-warp reduction at the end instead of one a block.
+    squares = tl.zeros([BLOCK_N], dtype=tl.float32)
+    for start in range(0, N, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        x = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        squares += x * x
+    scale = tl.rsqrt(tl.sum(squares, axis=0) / N + eps)
+    for start in range(0, N, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        in_row = cols < N
+        x = tl.load(x_ptr + cols, mask=in_row, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        weight = tl.load(weight_ptr + cols, mask=in_row, other=0.0).to(tl.float32)
+        tl.store(out_ptr + cols, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=in_row)
+
+
+def run(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, *, BLOCK_M=None, num_warps=None):
+    """out = T(x * rsqrt(mean(x^2) + eps) * weight), all in fp32, one cast to nearest even.
+
+    Shapes: x and out [M, N] with unit last stride and any row stride, weight [N]; one dtype T in bfloat16, float16,
+    float32.
+    Mapping: a program owns BLOCK_M whole rows and keeps them in registers, so x is read once. Rows longer than
+    MAX_REGISTER_COLUMNS are looped over twice by one program a row (BLOCK_M does not apply to them).
+    BLOCK_M = None: 1 while there are few rows to share out, else as many rows as make a tile of 2048 values.
+    num_warps = None: 16 values a thread.
+    """
+    M, N = x.shape
+    if M == 0 or N == 0:
+        return
+    if N > MAX_REGISTER_COLUMNS:
+        _rms_norm_fp32_long_row[(M,)](
+            x, weight, out, x.stride(0), out.stride(0), eps, N, LOOP_COLUMNS, num_warps=num_warps or 16
+        )
+        return
+    block_n = 1 << (N - 1).bit_length()  # next power of two; triton.next_power_of_2 costs microseconds a call
+    block_m = BLOCK_M or (1 if M <= 512 else max(1, 2048 // block_n))
+    warps = num_warps or min(32, max(1, block_m * block_n // 512))
+    _rms_norm_fp32_tile[((M + block_m - 1) // block_m,)](
+        x, weight, out, x.stride(0), out.stride(0), eps, M, N, block_m, block_n, num_warps=warps
+    )

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tilegym_db.bench import clocks
+from tilegym_db.bench.clocks import ClockReading, ClockSample, ClockWatch, Nvml, summarise_clocks
+
+# The management library as its header declares it, for a GPU that is at 1980 MHz, then hot, then idle.
+LIBRARY = r"""
+#include <string.h>
+static unsigned calls;
+int started;
+int nvmlInit_v2(void) { started += 1; return 0; }
+int nvmlShutdown(void) { started -= 1; return 0; }
+int nvmlDeviceGetHandleByUUID(const char *uuid, void **device) {
+    if (strcmp(uuid, "GPU-11112222-3333-4444-5555-666677778888")) return 6;
+    *device = (void *)0x7f0012345678;
+    return 0;
+}
+int nvmlDeviceGetClockInfo(void *device, int type, unsigned *mhz) {
+    if (device != (void *)0x7f0012345678 || type != 1) return 2;
+    *mhz = calls == 0 ? 1980 : calls == 1 ? 1755 : 345;
+    return 0;
+}
+int REASONS(void *device, unsigned long long *reasons) {
+    if (device != (void *)0x7f0012345678) return 2;
+    *reasons = calls == 0 ? 0x4 : calls == 1 ? 0x60 : 0x1;
+    calls += 1;
+    return 0;
+}
+"""
+UUID = "11112222-3333-4444-5555-666677778888"
+
+
+@pytest.fixture(params=["nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"])
+def library(tmp_path: Path, request: pytest.FixtureRequest) -> str:
+    """A compiled library with the interface of the driver's, under the newer and the older name of the reasons."""
+    source, target = tmp_path / "nvml.c", tmp_path / "libnvidia-ml.so.1"
+    source.write_text(LIBRARY)
+    command = ["cc", "-shared", "-fPIC", f"-DREASONS={request.param}", str(source), "-o", str(target)]
+    subprocess.run(command, check=True)
+    return str(target)
+
+
+def sample(mhz: int | None, reasons: int | None) -> ClockSample:
+    return ClockSample(0.0, mhz, reasons)
+
+
+@pytest.mark.parametrize(
+    ("samples", "reading"),
+    [
+        ([], ClockReading(None, None, ())),
+        ([sample(None, None)], ClockReading(None, None, ())),
+        ([sample(1980, 0)], ClockReading(1980, False, ())),
+        ([sample(1980, None)], ClockReading(1980, None, ())),
+        ([sample(1755, 0x4)], ClockReading(1755, False, ("software power cap",))),
+        ([sample(1980, 0x0), sample(1200, 0x8)], ClockReading(1590, True, ("hardware slowdown",))),
+        ([sample(1980, 0x0), sample(345, 0x1)], ClockReading(1980, False, ("gpu idle",))),
+        ([sample(345, 0x1)], ClockReading(345, False, ("gpu idle",))),
+        ([sample(1700, 0x44)], ClockReading(1700, True, ("software power cap", "hardware thermal slowdown"))),
+        ([sample(1980, 0x1000)], ClockReading(1980, False, ())),
+    ],
+)
+def test_samples_make_one_reading(samples, reading):
+    assert summarise_clocks(samples) == reading
+
+
+@pytest.mark.parametrize("bit", [bit for bit, (_, slows) in clocks.EVENT_REASONS.items() if slows])
+def test_heat_and_power_delivery_throttle(bit):
+    assert summarise_clocks([sample(1000, bit)]).throttled is True
+
+
+@pytest.mark.parametrize("name", ["libnvidia-ml-that-is-not-here.so.1", "libc.so.6"])
+def test_without_the_drivers_library_nothing_is_read(name, monkeypatch):
+    monkeypatch.setattr(clocks, "_uuid_of", lambda device: UUID)
+    assert Nvml.open(name) is None
+    with ClockWatch("cuda:0", library=name) as watch:
+        pass
+    assert watch.reading() == ClockReading(None, None, ())
+
+
+def test_a_cpu_has_no_clocks_to_read():
+    before = threading.active_count()
+    with ClockWatch("cpu") as watch:
+        assert threading.active_count() == before
+    assert watch.reading() == ClockReading(None, None, ())
+
+
+def test_the_clocks_are_sampled_when_the_block_begins_meanwhile_and_when_it_ends(library, monkeypatch):
+    monkeypatch.setattr(clocks, "_uuid_of", lambda device: UUID)
+    with ClockWatch("cuda:0", interval_s=0.01, library=library) as watch:
+        deadline = time.monotonic() + 10
+        while not watch.reading().throttled and time.monotonic() < deadline:
+            time.sleep(0.005)
+    slow = ("software power cap", "software thermal slowdown", "hardware thermal slowdown")
+    found = watch.reading()
+    assert (found.sm_mhz, found.throttled) == (round((1980 + 1755) / 2), True)
+    assert set(slow) <= set(found.reasons)
+    assert not any(thread.name == "clock-watch" for thread in threading.enumerate())
+
+
+def test_a_short_block_is_sampled_twice(library, monkeypatch):
+    monkeypatch.setattr(clocks, "_uuid_of", lambda device: UUID)
+    with ClockWatch("cuda:0", interval_s=60, library=library) as watch:
+        pass
+    assert watch.reading().sm_mhz == round((1980 + 1755) / 2)
+
+
+def test_a_reading_can_leave_out_what_was_before(library, monkeypatch):
+    monkeypatch.setattr(clocks, "_uuid_of", lambda device: UUID)
+    with ClockWatch("cuda:0", interval_s=60, library=library) as watch:
+        assert watch.reading() == ClockReading(1980, False, ("software power cap",))
+        later = time.monotonic()
+    assert watch.reading(since=later).sm_mhz == 1755
+
+
+def test_a_device_that_the_library_does_not_know_is_not_read(library, monkeypatch):
+    monkeypatch.setattr(clocks, "_uuid_of", lambda device: "0000")
+    with ClockWatch("cuda:0", library=library) as watch:
+        pass
+    assert watch.reading() == ClockReading(None, None, ())
+
+
+@pytest.mark.gpu
+def test_this_gpus_clock_is_read():
+    with ClockWatch("cuda:0") as watch:
+        pass
+    found = watch.reading()
+    assert found.sm_mhz is not None
+    assert 100 < found.sm_mhz < 4000
+    assert found.throttled in (True, False)

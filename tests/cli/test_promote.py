@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import pytest
+
+from tilegym_db.bench import machine
+
+WRONG = "def run(x, weight, factor, out):\n    out.copy_(x * weight * factor)\n    out[-1] = 0\n"
+
+
+@pytest.fixture(autouse=True)
+def without_a_gpu(monkeypatch):
+    monkeypatch.setattr(machine, "_cuda_machine", lambda index: None)
+
+
+def test_bench_screens_and_promote_verifies(cli, row_scale, home):
+    screened = cli("bench", "--gpu", "cpu")
+    assert "Next: tilegym-db promote --gpu cpu" in screened.out
+    result = cli("promote", "--gpu", "cpu")
+    assert result.code == 0
+    assert 'traces: {"PASSED": 1}. Next: tilegym-db best --gpu cpu' in result.out
+    tiers = cli("sql", "SELECT tier, status, sandbox_level >= 2 AS confined FROM traces ORDER BY timestamp", "--json")
+    assert tiers.json() == [
+        {"tier": "screen", "status": "PASSED", "confined": True},
+        {"tier": "promotion", "status": "PASSED", "confined": True},
+    ]
+
+
+def test_bench_promotes_what_passed(cli, row_scale, home):
+    result = cli("bench", "--gpu", "cpu", "--promote")
+    assert result.code == 0
+    assert 'traces: {"PASSED": 2}' in result.out
+
+
+@pytest.fixture
+def failed(cli, row_scale, home, tmp_path):
+    path = tmp_path / "wrong.py"
+    path.write_text(WRONG)
+    assert cli("add-solution", path, "-d", "row_scale", "-l", "python", "--name", "row_scale_wrong").code == 0
+    assert cli("bench", "row_scale_wrong", "--gpu", "cpu").code == 1
+    (row,) = cli("sql", "SELECT failure_command FROM traces WHERE status <> 'PASSED'", "--json").json()
+    return row["failure_command"].split()
+
+
+def test_a_failure_names_the_command_that_shows_it_again(cli, failed):
+    assert failed[:3] == ["tilegym-db", "reproduce", "row_scale_wrong"]
+    result = cli(*failed[1:])
+    assert result.code == 1
+    assert "status: INCORRECT_NUMERICAL" in result.out
+    assert "first wrong index: [" in result.out
+    again = cli(*failed[1:], "--json").json()
+    assert again["got"] == "0"
+
+
+def test_another_solution_passes_the_same_case(cli, failed):
+    failed[2] = "row_scale_stock"
+    result = cli(*failed[1:])
+    assert result.code == 0
+    assert "status: PASSED" in result.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--axes", "M=x"], "--axes: M must be a whole number, not 'x'."),
+        (["--axes", "M"], "--axes: 'M' must read name=value, as in M=17."),
+        (["--axes", "M=2", "--axes", "M=3"], "--axes: 'M' is given twice."),
+        (["--axes", "M=2", "--axes", "N=3"], "row_scale needs a value for scalar 'factor'. Try: --scalar factor=1e-5"),
+        (["--contents", "norml"], "unknown contents 'norml'. Did you mean 'normal'?"),
+        (["--axes", "M=2", "--axes", "N=3", "--scalar", "factor=2", "--layout", "y=x"], "row_scale has no tensor 'y'."),
+    ],
+)
+def test_a_case_that_makes_no_sense_is_refused(cli, row_scale, home, arguments, message):
+    result = cli("reproduce", "row_scale_stock", "--dtype", "T=float32", "--gpu", "cpu", *arguments)
+    assert result.code in (1, 2)
+    assert message in " ".join(result.err.split())

@@ -1,0 +1,173 @@
+"""Every architecture, without a line that knows it: what is served, what stays stock and why, and that nobody can tell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tilegym_db import Catalog, patched
+
+PAIRS = {"rms_norm": 5, "swiglu": 2, "rope_neox": 2}
+EXPERTS = "its forward is wrapped by a decorator, whose part is not known"
+GATED = "no definition describes a norm with a gate"
+# name -> calls of each operator in one forward of two layers, and what stays stock: (class, part) -> the reason
+DENSE: dict[str, tuple[dict[str, int], dict[tuple[str, str], str]]] = {
+    "llama": (PAIRS, {}),
+    "mistral": (PAIRS, {}),
+    "qwen2": (PAIRS, {}),
+    "qwen3": ({**PAIRS, "rms_norm": 9}, {}),  # normalises q and k per head
+    "phi3": ({"rms_norm": 5, "silu_and_mul": 2, "rope_partial": 2}, {}),
+    "olmo2": ({"rms_norm_fp32": 9, "swiglu": 2, "rope_neox": 2}, {}),
+    "olmo3": ({"rms_norm_fp32": 9, "swiglu": 2, "rope_neox": 2}, {}),
+    "glm4": (
+        {"rms_norm": 9, "silu_and_mul": 2},
+        {("Glm4Attention", "rope"): "no definition describes a rotation of neighbouring pairs"},
+    ),
+    "gemma3": ({"rms_norm_gemma": 13, "gelu_tanh_and_mul": 2, "rope_neox": 2}, {}),
+}
+OTHER: dict[str, tuple[dict[str, int], dict[tuple[str, str], str]]] = {
+    "qwen3_moe": ({"rms_norm": 9, "rope_neox": 2}, {("Qwen3MoeExperts", "mlp"): EXPERTS}),
+    "olmoe": ({"rms_norm": 9, "rope_neox": 2}, {("OlmoeExperts", "mlp"): EXPERTS}),
+    "deepseek_v2": (
+        {"rms_norm": 9, "swiglu": 2},
+        {
+            ("DeepseekV2Attention", "rope"): "no definition describes a rotation by complex tables",
+            ("DeepseekV2Experts", "mlp"): EXPERTS,
+        },
+    ),
+    "deepseek_v3": (
+        # Its other rotary function would be served; this config does not call it.
+        {"rms_norm": 9, "swiglu": 2, "rope_neox": 0},
+        {
+            ("DeepseekV3Attention", "rope"): "no definition describes pairs that are rotated into halves",
+            ("DeepseekV3Experts", "mlp"): EXPERTS,
+        },
+    ),
+    "gpt_oss": (
+        {"rms_norm_fp32": 5},
+        {
+            ("GptOssAttention", "rope"): "no definition describes tables of half a head's width",
+            ("GptOssExperts", "mlp"): EXPERTS,
+        },
+    ),
+    "qwen3_next": (
+        {"rms_norm_gemma": 7, "swiglu": 2, "rope_partial": 1},
+        {("Qwen3NextRMSNormGated", "norm"): GATED, ("Qwen3NextExperts", "mlp"): EXPERTS},
+    ),
+    "qwen3_5": (
+        {"rms_norm_gemma": 7, "swiglu": 2, "rope_partial": 1},
+        {("Qwen3_5RMSNormGated", "norm"): GATED},
+    ),
+}
+ALL = {**DENSE, **OTHER}
+WAYS: dict[str, dict[str, Any]] = {
+    "dynamic cache": {},
+    "static cache": {"cache_implementation": "static", "disable_compile": True},
+    "chunked prefill": {"prefill_chunk_size": 4},
+    "no cache": {"use_cache": False},
+}
+
+
+def generate(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> list[list[int]]:
+    tokens: list[list[int]] = model.generate(**inputs, max_new_tokens=4, do_sample=False, **options).tolist()
+    return tokens
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_forward_runs_a_kernel_at_every_known_site_and_gives_the_bits_of_stock(
+    name: str, kernels: Catalog, logits: Any, build: Any, prompt: Any
+) -> None:
+    model, ids = build(name), prompt(2)
+    served, left = ALL[name]
+    stock = logits(model, ids)
+    with patched(model, catalog=kernels) as handle:
+        assert torch.equal(logits(model, ids), stock)
+    report = handle.report()
+    assert report.hits() == served
+    assert {(site.module_class, site.kind): site.reason for site in report.sites if site.reason} == left
+    assert all(site.counts.stock_calls == 0 and not site.bypassed for site in report.sites if site.counts)
+
+
+@pytest.mark.parametrize(("name", "way"), [*((name, way) for name in DENSE for way in WAYS), *((n, "") for n in OTHER)])
+def test_greedy_tokens_are_those_of_stock(
+    name: str, way: str, kernels: Catalog, build: Any, prompt: Any, left_padded: Any
+) -> None:
+    model, options = build(name), WAYS[way or "static cache"]
+    batches = [{"input_ids": prompt()}, left_padded((9, 4, 7))]  # longer than the window of those that have one
+    for inputs in batches if way else batches[1:]:
+        stock = generate(model, inputs, **options)
+        with patched(model, catalog=kernels) as handle:
+            assert generate(model, inputs, **options) == stock
+        report = handle.report()
+        assert {op for op, hits in report.hits().items() if hits} == {op for op, hits in ALL[name][0].items() if hits}
+        assert all(site.counts.stock_calls == 0 and not site.bypassed for site in report.sites if site.counts)
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_logits_in_bf16_are_as_close_to_fp32_as_those_of_stock(
+    name: str, shop: Any, logits: Any, build: Any, prompt: Any
+) -> None:
+    model, precise, ids = build(name, torch.bfloat16), build(name), prompt(3)
+    for parameter, rounded in zip(precise.parameters(), model.parameters(), strict=True):
+        parameter.data.copy_(rounded.data)
+    want, stock = logits(precise, ids), logits(model, ids)
+    with patched(model, catalog=shop.offer(rounding="reference")) as handle:
+        found = logits(model, ids)
+    assert handle.report().kernel_calls > 0
+    assert (found - want).norm() <= 1.5 * (stock - want).norm()
+
+
+@pytest.mark.parametrize("name", ["olmo2", "olmo3"])
+def test_fp32_tables_for_bf16_heads_are_another_operator(
+    name: str, kernels: Catalog, logits: Any, build: Any, prompt: Any
+) -> None:
+    model, ids = build(name, torch.bfloat16), prompt()
+    stock = logits(model, ids)
+    with patched(model, catalog=kernels) as handle:
+        assert torch.equal(logits(model, ids), stock)
+    (rope,) = [site.counts for site in handle.report().sites if site.kind == "rope" and site.counts]
+    assert (rope.calls, rope.kernel_calls) == (2, 0)
+    assert {key.reason for key in rope.keys} == {"'cos' of rope_neox must be bfloat16, not float32."}
+
+
+def training_step(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
+    """The parameters after one step of gradient descent, and the loss."""
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    optimizer.step()
+    return [loss.detach(), *(parameter.detach().clone() for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_training_step_on_a_patched_model_is_that_of_stock(
+    name: str, poison: Catalog, build: Any, prompt: Any
+) -> None:
+    stock = training_step(build(name), prompt(2))
+    model = build(name)
+    with patched(model, catalog=poison) as handle:
+        found = training_step(model, prompt(2))
+    assert all(torch.equal(got, want) for got, want in zip(found, stock, strict=True))
+    assert handle.report().kernel_calls == 0
+
+
+def test_a_call_left_to_stock_allocates_no_output(build: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilegym_db.integrations.transformers import operators
+
+    devices: list[str] = []
+    for name, allocate in list(operators.ALLOCATE.items()):
+
+        def noted(*inputs: Any, allocate: Any = allocate) -> Any:
+            devices.append(inputs[0].device.type)
+            return allocate(*inputs)
+
+        monkeypatch.setitem(operators.ALLOCATE, name, noted)
+    model = build()
+    with patched(model) as handle, torch.no_grad():
+        model(prompt())
+        model(prompt())
+    assert sum(site.counts.calls for site in handle.report().sites if site.counts) == 18
+    assert set(devices) == {"meta"}  # to learn about a new kind of call, without memory

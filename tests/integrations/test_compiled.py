@@ -1,0 +1,219 @@
+"""Compiled patched models: one graph, our operators in it where a kernel serves, the model's own code everywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounter
+
+from tilegym_db import Catalog, patch, patched
+from tilegym_db.integrations.transformers.operators import make_site
+from tilegym_db.paths import shipped_root
+
+ONE_LAYER = {"num_hidden_layers": 1}
+SERVED = {
+    "gemma3": {"rms_norm_gemma": 7, "gelu_tanh_and_mul": 1, "rope_neox": 1},
+    "phi3": {"rms_norm": 3, "silu_and_mul": 1, "rope_partial": 1},
+    "qwen3": {"rms_norm": 5, "swiglu": 1, "rope_neox": 1},
+    "deepseek_v2": {"rms_norm": 5, "swiglu": 1},  # a norm on part of a projection: rows with a gap between them
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> Iterator[None]:
+    """Each test compiles for itself."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def build_one_layer(build: Any, name: str = "qwen3") -> Any:
+    changes = {"layer_types": ["sliding_attention"]} if name == "gemma3" else {}
+    return build(name, **ONE_LAYER, **changes)
+
+
+def one_block(model: Any) -> Any:
+    """A norm and an MLP of a model as one function."""
+    layer = model.model.layers[0]
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = layer.mlp(layer.post_attention_layernorm(x))
+        return found
+
+    return block
+
+
+def targets(graphs: list[torch.fx.GraphModule]) -> list[list[str]]:
+    """The operators of this package in each graph."""
+    return [[str(node.target) for node in graph.graph.nodes if "tilegym_db" in str(node.target)] for graph in graphs]
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_one_graph_calls_a_kernel_at_every_site_for_any_number_of_tokens(
+    name: str, kernels: Catalog, logits: Any, build: Any, prompt: Any
+) -> None:
+    model, counter = build_one_layer(build, name), CompileCounter()
+    stock = {length: logits(model, prompt(2, length)) for length in (9, 8, 7)}
+    with patched(model, catalog=kernels) as handle:
+        compiled = torch.compile(model, backend=counter, fullgraph=True)
+        for calls, (length, want) in enumerate(stock.items(), start=1):
+            assert torch.equal(logits(compiled, prompt(2, length)), want)
+            assert handle.report().hits() == {op: calls * count for op, count in SERVED[name].items()}
+        assert counter.frame_count == 2  # the first length, then any
+    assert torch.equal(logits(compiled, prompt(2, 9)), stock[9])
+    assert handle.report().hits() == {op: 3 * count for op, count in SERVED[name].items()}
+
+
+@pytest.mark.parametrize("name", ["gemma3", "phi3"])
+def test_lowered_graphs_have_the_operators_too(
+    name: str, kernels: Catalog, logits: Any, build: Any, prompt: Any
+) -> None:
+    model = build_one_layer(build, name)
+    stock = logits(model, prompt(2))
+    with patched(model, catalog=kernels) as handle:
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        assert torch.equal(logits(compiled, prompt(2)), stock)
+    assert handle.report().hits() == SERVED[name]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "phi3"])
+def test_what_would_be_left_to_stock_is_lowered_to_stock_operations(
+    name: str, logits: Any, build: Any, prompt: Any
+) -> None:
+    model, graphs = build_one_layer(build, name), []
+    stock = {length: logits(model, prompt(2, length)) for length in (9, 7)}
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    with patched(model) as handle:  # nothing is published
+        compiled = torch.compile(model, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
+        for length, want in stock.items():
+            assert torch.equal(logits(compiled, prompt(2, length)), want)
+    assert targets(graphs) == [[], []]
+    assert all(site.counts.calls == 0 for site in handle.report().sites if site.counts)
+
+
+def test_a_graph_that_has_the_operator_computes_what_no_kernel_serves(logits: Any, build: Any, prompt: Any) -> None:
+    model = build_one_layer(build)
+    stock = logits(model, prompt(2))
+    with patched(model) as handle:  # nothing is published
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        assert torch.equal(logits(compiled, prompt(2)), stock)
+    assert {op: (site.calls, site.kernel_calls) for op, site in counts(handle).items()} == {
+        "rms_norm": (5, 0),
+        "swiglu": (1, 0),
+        "rope_neox": (1, 0),
+    }
+
+
+def counts(handle: Any) -> dict[str, Any]:
+    return {site.definition: site.counts for site in handle.report().sites}
+
+
+def test_inductor_runs_kernels_between_its_own_code(kernels: Catalog, build: Any) -> None:
+    model = build_one_layer(build).requires_grad_(False)
+    hidden = [torch.randn(2, length, 64, generator=torch.Generator().manual_seed(1)) for length in (5, 7)]
+    with torch.no_grad():
+        stock = [one_block(model)(x) for x in hidden]
+        with patched(model, catalog=kernels) as handle:
+            compiled = torch.compile(one_block(model), fullgraph=True)
+            for x, want in zip(hidden, stock, strict=True):
+                torch.testing.assert_close(compiled(x), want)
+        assert (handle.report().hits()["rms_norm"], handle.report().hits()["swiglu"]) == (2, 2)
+
+
+def test_a_failing_kernel_is_answered_with_stock_code_in_the_layout_that_was_promised(
+    shop: Any, logits: Any, build: Any, prompt: Any
+) -> None:
+    model = build_one_layer(build, "phi3")
+    stock = logits(model, prompt(2))
+    with patched(model, catalog=shop.offer("    raise ValueError('boom')\n")) as handle:
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        with pytest.warns(RuntimeWarning, match="boom"):
+            assert torch.equal(logits(compiled, prompt(2)), stock)
+    assert handle.report().kernel_calls == 0
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_gradients_of_compiled_code_are_those_of_stock(
+    training: bool, poison: Catalog, build: Any, prompt: Any
+) -> None:
+    model, ids = build_one_layer(build).train(training), prompt(2)
+
+    def gradients(module: Any) -> list[torch.Tensor]:
+        model.zero_grad()
+        module(ids, labels=ids).loss.backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    stock = gradients(torch.compile(model, backend="aot_eager", fullgraph=True))
+    torch.compiler.reset()
+    with patched(model, catalog=poison):
+        found = gradients(torch.compile(model, backend="aot_eager", fullgraph=True))
+    assert all(torch.equal(got, want) for got, want in zip(found, stock, strict=True))
+
+
+@pytest.mark.parametrize("way", ["vmap", "grad", "jvp", "autocast"])
+def test_transforms_inside_compiled_code_see_the_models_own_code_or_slices_of_it(
+    way: str, kernels: Catalog, build: Any
+) -> None:
+    model = build_one_layer(build).requires_grad_(False)
+    x = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(1))
+
+    def transformed() -> Any:
+        block = one_block(model)
+        if way == "vmap":
+            return torch.vmap(block)
+        if way == "grad":
+            return torch.func.grad(lambda value: block(value).sum())
+        if way == "jvp":
+            return lambda value: torch.func.jvp(block, (value,), (torch.ones_like(value),))[1]
+        return torch.autocast("cpu", torch.bfloat16)(block)
+
+    stock = transformed()(x)
+    with patched(model, catalog=kernels):
+        found = torch.compile(transformed(), backend="aot_eager", fullgraph=True)(x)
+    assert found.dtype == stock.dtype
+    torch.testing.assert_close(found, stock)
+
+
+def test_two_patched_models_of_one_class_keep_their_own_kernels(
+    shop: Any, logits: Any, build: Any, prompt: Any
+) -> None:
+    first, second, third, ids = build_one_layer(build), build_one_layer(build), build_one_layer(build), prompt(2)
+    stock = logits(third, ids)
+    models = [torch.compile(model, backend="aot_eager", fullgraph=True) for model in (first, second, third)]
+    kernels = shop.offer()
+    handles = [patch(first, catalog=kernels), patch(second, catalog=kernels, ops=["swiglu"])]
+    for model in models:
+        assert torch.equal(logits(model, ids), stock)
+    assert [handle.report().hits() for handle in handles] == [SERVED["qwen3"], {"swiglu": 1}]
+
+
+def test_generation_with_a_compiled_static_cache_runs_kernels(kernels: Catalog, build: Any, prompt: Any) -> None:
+    model, ids = build_one_layer(build), prompt()
+    options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static"}
+    stock = model.generate(ids, **options, disable_compile=True).tolist()
+    with patched(model, catalog=kernels) as handle:
+        eager = model.forward
+        model.forward = torch.compile(eager, backend="aot_eager", fullgraph=True)
+        try:
+            assert model.generate(ids, **options, disable_compile=True).tolist() == stock
+        finally:
+            del model.forward
+    assert handle.report().hits() == {op: 4 * count for op, count in SERVED["qwen3"].items()}
+
+
+def test_the_operators_say_truly_what_they_return(kernels: Catalog) -> None:
+    records = Catalog((shipped_root(),))
+    site, _ = make_site(records.definition("rope_partial"), kernels)
+    assert site.operator is not None
+    q, k = torch.randn(2, 5, 4, 8).transpose(1, 2), torch.randn(2, 5, 6, 8)[:, :, :2].transpose(1, 2)
+    table = torch.randn(1, 5, 4)
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(site.operator.call, (q, k, table, table, site.operator.name), test_utils=checks)

@@ -1,0 +1,98 @@
+"""Serving a call that has no outputs yet: they are allocated for a kernel, and for nobody else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tilegym_db.resolver import call_site
+from tilegym_db.resolver.dispatch import Dispatcher
+
+CPU = torch.device("cpu")
+
+
+class Allocations:
+    """Allocates outputs and remembers on which devices."""
+
+    def __init__(self) -> None:
+        self.devices: list[str] = []
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        self.devices.append(x.device.type)
+        return torch.empty_like(x)
+
+
+def inputs(m: int = 4, n: int = 8, **changes: Any) -> tuple[Any, ...]:
+    options = {"dtype": torch.float32, **changes}
+    return torch.ones(m, n, **options), torch.ones(n, **options), 0.5
+
+
+@pytest.fixture
+def site(shop: Any, publish_kernel: Callable[..., None]) -> Dispatcher:
+    """A call site of ``scale_rows`` whose kernel is published for M in 4..64, N = 8, float32."""
+    publish_kernel(config={"BIAS": 1})
+    return call_site(shop.definition("scale_rows"), shop.catalog)
+
+
+def test_a_served_call_allocates_its_output_once(site: Dispatcher) -> None:
+    allocate = Allocations()
+    serve = site.serving(allocate)
+    for _ in range(3):
+        assert serve(*inputs()).eq(2.5).all()
+    assert allocate.devices == ["meta", "cpu", "cpu", "cpu"]
+    report = site.report()
+    assert (report.calls, report.hits, report.kernel_calls) == (3, 2, 3)
+
+
+@pytest.mark.parametrize("change", [{"m": 65}, {"dtype": torch.bfloat16}, {"n": 7}])
+def test_a_call_left_to_stock_allocates_nothing(site: Dispatcher, change: dict[str, Any]) -> None:
+    allocate = Allocations()
+    serve = site.serving(allocate)
+    for _ in range(2):
+        assert serve(*inputs(**change)) is None
+    assert allocate.devices == ["meta"]
+    assert (site.report().calls, site.report().kernel_calls) == (2, 0)
+
+
+def test_a_new_call_during_a_capture_allocates_nothing_and_is_not_remembered(site: Dispatcher) -> None:
+    allocate, capturing = Allocations(), [True]
+    site._is_capturing = lambda: capturing[0]
+    serve = site.serving(allocate)
+    assert serve(*inputs()) is None
+    assert (allocate.devices, site.report().capture_misses) == ([], 1)
+    capturing[0] = False
+    assert serve(*inputs()) is not None
+    capturing[0] = True
+    assert serve(*inputs()) is not None
+
+
+def test_a_kernel_that_raises_is_answered_with_none(shop: Any, publish_kernel: Callable[..., None]) -> None:
+    publish_kernel(config={"NO_SUCH_OPTION": 1})
+    site = call_site(shop.definition("scale_rows"), shop.catalog)
+    serve = site.serving(Allocations())
+    with pytest.warns(RuntimeWarning, match="quarantine"):
+        assert serve(*inputs()) is None
+    assert serve(*inputs()) is None
+    assert len(site.report().failures) == 1
+
+
+def test_what_would_be_served_can_be_asked_without_serving_it(site: Dispatcher) -> None:
+    def shapes(m: int, n: int = 8) -> tuple[Any, ...]:
+        return inputs(m, n, device="meta")
+
+    assert site.would_serve(shapes(4), CPU, Allocations())
+    assert not site.would_serve(shapes(65), CPU, Allocations())
+    assert not site.would_serve(shapes(4, 7), CPU, Allocations())
+    assert not site.would_serve(shapes(4), torch.device("meta"), Allocations())
+    assert site.report().calls == 0
+
+
+@pytest.mark.parametrize("name", ["3_rows", "lambda"])
+def test_a_definition_may_have_a_name_that_python_could_not_have(shop: Any, name: str) -> None:
+    renamed = shop.definition("scale_rows").model_copy(update={"name": name})
+    site = call_site(renamed, shop.catalog)
+    assert site.serving(Allocations())(*inputs()) is None
+    assert site.attempt.__name__ == name

@@ -1,0 +1,140 @@
+"""Which level a machine has, and what a worker says about the one it got."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tilegym_db.verify.sandbox.levels import best_level
+from tilegym_db.verify.sandbox.process import WorkerDied, WorkerProcess
+from tilegym_db.verify.sandbox.spec import Confinement, WorkerSpec
+
+# What takes a part of the kernel away from a process and from all that it starts.
+NO_CAPABILITIES = """
+from tilegym_db.verify.sandbox.system_calls import drop_capabilities, forgo_capabilities
+import contextlib
+with contextlib.suppress(Exception):
+    forgo_capabilities()
+drop_capabilities()
+"""
+NO_LANDLOCK = """
+import errno
+from tilegym_db.verify.sandbox import seccomp
+from tilegym_db.verify.sandbox.system_calls import prctl
+seccomp._plain_rules = lambda options: [(("landlock_create_ruleset",), errno.ENOSYS)]
+prctl(38, 1)
+seccomp.install_filter(seccomp.FilterOptions(shared_processes=False))
+"""
+REPORT = """
+from tilegym_db.verify.sandbox.levels import best_level
+sandbox = best_level("cpu")
+print(sandbox.level, sandbox.description, *sandbox.reasons, sep="\\n")
+"""
+
+
+def test_the_best_level_is_what_the_kernel_offers(offered_level):
+    sandbox = best_level("cpu")
+    assert sandbox.level == offered_level
+    assert sandbox.description.startswith(f"level {offered_level}: ")
+    refused = {reason.split(":")[0] for reason in sandbox.reasons}
+    assert all(f"level {level}" in " ".join(refused) for level in range(offered_level + 1, 4))
+    assert best_level("cpu") is sandbox
+
+
+def test_a_worker_gets_the_best_level_unless_told_otherwise_and_says_which_it_has(tmp_path, offered_level):
+    worker = WorkerProcess("cpu", tmp_path / "worker")
+    try:
+        assert worker.sandbox_level == offered_level
+    finally:
+        worker.close()
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_a_level_is_had_in_full_or_not_at_all(level, peer, offered_level):
+    worker = peer("answer()", level=level)
+    if level <= offered_level:
+        assert worker.sandbox_level == level
+        assert worker.request("call", timeout_s=10).ok
+    else:
+        with pytest.raises(WorkerDied, match=r"exit status (70|1)"):
+            worker.request("call", timeout_s=10)
+
+
+def test_level_1_confines_nothing_but_resources(peer):
+    body = "import resource\nanswer(core=resource.getrlimit(resource.RLIMIT_CORE), hosts=os.path.exists('/etc/hosts'),"
+    body += " read=open('/etc/hostname').read(), status=open('/proc/self/status').read())"
+    content = peer(body, level=1).request("call", timeout_s=10).content
+    assert content["core"] == [0, 0]
+    assert "NoNewPrivs:\t0" in content["status"]
+
+
+def test_a_file_that_only_its_owner_can_read_costs_the_user_of_its_own_and_not_the_level(peer, tmp_path, offered_level):
+    if offered_level < 3:
+        pytest.skip("no level 3 here")
+    (tmp_path / "solution").mkdir()
+    (tmp_path / "solution/kernel.py").write_text("pass\n")
+    for mode, own_user in ((0o644, True), (0o600, False)):
+        (tmp_path / "solution/kernel.py").chmod(mode)
+        body = f"answer(read=open({str(tmp_path / 'solution/kernel.py')!r}).read())"
+        worker = peer(body, level=3, readable=[tmp_path / "solution"])
+        assert worker.request("call", timeout_s=10).content["read"] == "pass\n"
+        assert (worker.runs_as != os.getuid()) == own_user
+        assert worker.sandbox_level == 3
+
+
+def test_two_workers_are_two_users(peer, offered_level):
+    if offered_level < 3:
+        pytest.skip("no level 3 here")
+    first, second = (peer("answer()", level=3) for _ in range(2))
+    assert first.runs_as != second.runs_as
+
+
+@pytest.mark.parametrize(
+    ("handicap", "level", "reason"),
+    [
+        pytest.param(NO_CAPABILITIES, 2, "unshare: Operation not permitted", id="no capabilities"),
+        pytest.param(NO_LANDLOCK, 1, "this kernel has none", id="no Landlock"),
+    ],
+)
+def test_where_a_level_is_refused_the_next_is_taken_and_the_reason_given(handicap, level, reason, offered_level):
+    if offered_level < 2:
+        pytest.skip("level 2 is refused here without further ado")
+    done = subprocess.run([sys.executable, "-c", handicap + REPORT], capture_output=True, text=True, check=True)
+    found, description, *reasons = done.stdout.splitlines()
+    assert int(found) == min(level, offered_level)
+    assert description.startswith(f"level {found}: ")
+    assert len(reasons) >= 3 - int(found)
+    assert all(reason in text for text in reasons), reasons
+    assert all("is not available" in text for text in reasons)
+
+
+def test_what_the_supervisor_asks_survives_the_pipe():
+    from tilegym_db.verify.sandbox.bounds import ResourceBounds
+
+    spec = WorkerSpec(
+        Confinement(3, own_user=False, proc_writes="none", unix_sockets=True),
+        ResourceBounds.of_machine(),
+        "cuda:1",
+        "/scratch",
+        5,
+        1234,
+        readable=("/a", "/b"),
+        hidden=("/c",),
+        script="/peer.py",
+        protected=(-1, 5),
+    )
+    assert WorkerSpec.from_json(spec.to_json()) == spec
+    assert "\n" not in spec.to_json()
+
+
+def test_a_folder_of_the_supervisor_on_the_way_to_the_worker_shows_nothing_else(peer, tmp_path: Path, offered_level):
+    if offered_level < 3:
+        pytest.skip("no level 3 here")
+    tmp_path.chmod(0o700)
+    (tmp_path / "expected.bin").write_bytes(b"the oracle")
+    body = f"answer(seen=os.path.lexists({str(tmp_path / 'expected.bin')!r}))"
+    assert peer(body, level=3).request("call", timeout_s=10).content["seen"] is False

@@ -1,0 +1,52 @@
+"""What a latency may claim, given how long the supervisor waited."""
+
+from __future__ import annotations
+
+import pytest
+
+from tilegym_db.verify.wall_clock import WallRun, judge_latency
+
+NULL = 120.0
+
+
+def honest(latency_us: float, calls: int = 8, **changes: float) -> WallRun:
+    values = {
+        "short_us": NULL + calls * latency_us,
+        "long_us": NULL + 3 * calls * latency_us,
+        "null_us": NULL,
+        "noise_us": 30.0,
+        **changes,
+    }
+    return WallRun(calls, **values)
+
+
+@pytest.mark.parametrize("latency_us", [2.0, 30.0, 5000.0])
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_a_true_latency_is_believed(latency_us, on_gpu):
+    run = honest(latency_us)
+    assert judge_latency(latency_us, run, on_gpu=on_gpu) is None
+    assert run.slope_us == pytest.approx(latency_us)
+    assert run.absolute_us == pytest.approx(latency_us)
+
+
+def test_a_latency_that_the_slope_contradicts_is_not_believed():
+    problem = judge_latency(10.0, honest(100.0), on_gpu=True)
+    assert problem is not None
+    assert "took 10 us by the worker's clock, but 100 us by the supervisor's (the slope" in problem
+
+
+def test_dawdling_in_the_short_run_does_not_help():
+    run = honest(100.0, short_us=NULL + 24 * 100.0)
+    assert run.slope_us == 0
+    problem = judge_latency(10.0, run, on_gpu=True)
+    assert problem is not None
+    assert "less the cost of asking" in problem
+
+
+def test_dawdling_in_both_runs_only_makes_the_solution_slower():
+    assert judge_latency(10.0, honest(10.0, short_us=NULL + 9000, long_us=NULL + 9000), on_gpu=True) is not None
+
+
+def test_a_slow_answer_within_the_noise_is_no_proof():
+    run = honest(5.0, calls=1, long_us=NULL + 15.0 + 40.0, noise_us=100.0)
+    assert judge_latency(5.0, run, on_gpu=True) is None

@@ -1,0 +1,146 @@
+"""What the promotion tier looks into beyond outputs: who did the work, and whether the claimed time can be true."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tilegym_db.bench.contents import WorkloadContents
+from tilegym_db.bench.member import Member
+from tilegym_db.bench.stage import Stage
+from tilegym_db.records.trace import Performance
+from tilegym_db.verify.ownership import Ownership, judge_ownership
+from tilegym_db.verify.sandbox.process import WorkerProcess
+from tilegym_db.verify.verifier import Failure, judge, read_outputs
+from tilegym_db.verify.wall_clock import WallRun, judge_latency
+
+__all__ = ["Referee", "audit_clock", "audit_ownership"]
+
+BUSY_US = (1_000.0, 4_000.0, 16_000.0)
+"""How long the device may be kept busy before the calls of a wall-clock run, so that launching them hides behind it."""
+NULL_CALLS = 5
+REFEREE_TIMEOUT_S = 60.0
+
+MAX_SPREAD_US = 250.0
+CLOCK_ATTEMPTS = 5
+"""A busy machine can spoil a run by the wall clock; a Solution that is slow is slow every time."""
+
+
+def audit_ownership(member: Member, stage: Stage) -> Ownership | Failure:
+    """Profile two calls and judge whose kernels ran; only on a GPU."""
+    slots = (0, 1)
+    stage.prepare(slots, poison=False)
+    used = member.profile(slots)
+    if isinstance(used, Failure):
+        return used
+    found = judge_ownership(member.solution.record, member.solution.sources, used)
+    return found if found.problem is None else Failure("REJECTED", found.problem, gate="ownership")
+
+
+@dataclass(frozen=True)
+class _Slots:
+    """Which slots the short and the long run use: each slot once, three times as many in the long one."""
+
+    calls: int
+
+    @property
+    def short(self) -> range:
+        return range(self.calls)
+
+    @property
+    def long(self) -> range:
+        return range(self.calls, 4 * self.calls)
+
+
+class Referee:
+    """A worker that never loads a Solution, and so has no reason to lie about what it costs to ask for nothing.
+
+    It is asked right before each wall-clock run: how long the device is kept busy depends on its clock of the moment.
+    """
+
+    def __init__(self, device: str, folder: Path) -> None:
+        """Start the process, in the background."""
+        self._device = device
+        self._worker = WorkerProcess(device, folder / "referee")
+        self._ready = False
+
+    def null_us(self, busy_us: float) -> list[float]:
+        """Microseconds from asking to the answer, sorted, of a few requests with no call behind a device kept busy."""
+        if not self._ready:
+            self._worker.request("prepare", timeout_s=REFEREE_TIMEOUT_S, profile=False)
+            self._ready = True
+        times = []
+        for _ in range(NULL_CALLS):
+            start = time.perf_counter_ns()
+            self._worker.request("run", timeout_s=REFEREE_TIMEOUT_S, slots=[], busy_us=busy_us)
+            times.append((time.perf_counter_ns() - start) / 1e3)
+        return sorted(times)
+
+    def close(self) -> None:
+        """End the process."""
+        self._worker.close()
+
+
+def audit_clock(
+    member: Member, referee: Referee, stage: Stage, contents: WorkloadContents, performance: Performance
+) -> float | Failure:
+    """Run the Solution on contents it never saw, by this process's clock, and check every output.
+
+    Returns:
+        Microseconds a call, the larger estimate; or why the Solution's time or its outputs cannot be believed.
+    """
+    verdict: Failure | None = None
+    for attempt in range(CLOCK_ATTEMPTS):
+        outcome = _run(member, referee, stage, contents, performance, attempt)
+        if isinstance(outcome, Failure):
+            return outcome
+        problem = judge_latency(performance.latency_us, outcome, on_gpu=member.device != "cpu")
+        if problem is None:
+            return max(outcome.slope_us, outcome.absolute_us, 0.0)
+        verdict = Failure("REJECTED", problem, gate="wall clock")
+    assert verdict is not None
+    return verdict
+
+
+def _run(
+    member: Member, referee: Referee, stage: Stage, contents: WorkloadContents, performance: Performance, attempt: int
+) -> WallRun | Failure:
+    slots = _Slots(stage.slots // 4)
+    fresh = contents.fresh(attempt, 4 * slots.calls)
+    if len(fresh) < 4 * slots.calls:
+        return Failure("UNSUPPORTED", "the reference passes too few contents at this shape to check the clock on")
+    stage.fill_with(fresh)
+    busy_us = 0.0 if member.device == "cpu" else _busy_us(3 * slots.calls * (performance.host_us or 0.0))
+    null = referee.null_us(busy_us)
+    elapsed = []
+    for part in (slots.short, slots.long):
+        outcome = member.run_calls(part, busy_us)
+        # Whatever the worker says, the outputs must be there now.
+        found = [read_outputs(stage.arena, slot, member.definition) for slot in part]
+        if isinstance(outcome, Failure):
+            return outcome
+        for slot, outputs in zip(part, found, strict=True):
+            judged = judge(member.definition, member.solution.record, fresh[slot], outputs)
+            if isinstance(judged, Failure):
+                reason = f"wrong on contents that it had not seen before: {judged.reason}"
+                return Failure(
+                    "REJECTED", reason, "", "fresh contents", None, judged.case, judged.output, judged.verdict
+                )
+        elapsed.append(outcome)
+    # One null call may meet a hiccup, as one attempt here may; a machine that is busy all the time proves nothing by it.
+    noise_us = 30.0 + min(null[-2] - null[0], MAX_SPREAD_US)
+    return WallRun(slots.calls, elapsed[0], elapsed[1], null[len(null) // 2], noise_us, _copying_us(member, stage))
+
+
+def _copying_us(member: Member, stage: Stage) -> float:
+    """What copying the values of a Solution that returns them may cost at most: a launch each and slow memory."""
+    if member.solution.record.spec.destination_passing_style:
+        return 0.0
+    launch_us, bytes_per_us = (5.0, 2e3) if member.device == "cpu" else (4.0, 1.5e6)
+    return sum(launch_us + 2 * plan.span / bytes_per_us for plan in stage.arena.plan.outputs)
+
+
+def _busy_us(host_us: float) -> float:
+    """The shortest busy time that launching all the calls hides behind."""
+    return next((busy for busy in BUSY_US if busy >= 1.5 * host_us + 100.0), BUSY_US[-1])

@@ -1,0 +1,253 @@
+"""Measures what this GPU can do: a large copy, a large read, large matrix products, and the price of a launch.
+
+The rates are timed with the clock that Solutions are timed with, and behind the same flush of the L2, so that whatever
+either adds is on both sides of a speed-of-light ratio. Each is the best of several calls, sizes and places in memory
+(where a block lies decides up to a tenth, ``docs/decisions/0007-one-shared-arena.md``): a peak is not a typical value.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tilegym_db.bench.clocks import ClockWatch
+from tilegym_db.bench.device_lock import timing_lock
+from tilegym_db.bench.machine import Machine
+from tilegym_db.bench.peak_calls import (
+    GIB,
+    Candidate,
+    copy_candidates,
+    empty_kernel,
+    float32_precision,
+    product_candidates,
+    read_candidates,
+)
+from tilegym_db.bench.statistics import median
+from tilegym_db.catalog import write_atomically
+from tilegym_db.errors import HardwareError
+from tilegym_db.paths import peaks_paths
+from tilegym_db.records.peaks import GpuPeaks, Measured
+
+__all__ = ["StopWatch", "best_rate", "calibrate", "current_peaks", "load_peaks", "save_peaks"]
+
+ROUNDS = 5
+BLOCK_US = 10_000.0
+MAX_BLOCK = 20
+PLACES = 4
+COPY_BYTES = (GIB, 2 * GIB)
+"""Of each operand. So large, because a share of what is written stays in the L2, and must not count for much."""
+COPY_SHARE_OF_MEMORY = 32
+PRODUCTS = ((4096, 4096, 4096), (4096, 4096, 14336), (8192, 8192, 8192))
+SLOW_PRODUCTS = PRODUCTS[:1]
+"""Without tensor cores the larger ones take tens of milliseconds, and are no faster."""
+
+Block = Callable[[Callable[[], Any], int], list[float]]
+"""Makes that many calls and returns microseconds, one value a sample."""
+
+
+@dataclass(frozen=True)
+class StopWatch:
+    """How blocks of calls are timed: ``cold`` behind a flush of the L2 each, ``warm`` back to back."""
+
+    cold: Block
+    warm: Block
+
+
+def calibrate(machine: Machine) -> GpuPeaks:
+    """Measure the peaks of a GPU; takes a few seconds and a quarter of its memory, and holds its timing lock.
+
+    Raises:
+        HardwareError: there is no GPU, it slowed down meanwhile, or its driver does not say what it is.
+    """
+    if not machine.is_gpu:
+        raise HardwareError(
+            f"peaks are measured on a GPU, and '{machine.gpu}' ({machine.gpu_name}) is none; traces of a CPU have no "
+            "speed of light. Run tilegym-db calibrate on a machine with an NVIDIA GPU."
+        )
+    import torch
+
+    facts = _driver_facts(torch.device(machine.device).index or 0)
+    with timing_lock(machine.device), ClockWatch(machine.device) as clocks, torch.cuda.device(machine.device):
+        watch = _device_stop_watch(machine.device)
+        measured: dict[str, Any] = {
+            "launch_us": _launch(watch, "an empty kernel", empty_kernel),
+            "no_launch_us": _launch(watch, "no kernel at all", lambda: None),
+            "flops": _products(machine, watch),
+            **_memory(machine, watch),
+        }
+    reading = clocks.reading()
+    if reading.throttled:
+        raise HardwareError(
+            f"{machine.gpu_name} slowed down while it was calibrated ({', '.join(reading.reasons)}); nothing was stored. "
+            "Try again when it has cooled down."
+        )
+    measured |= {
+        "gpu": machine.gpu,
+        "gpu_name": machine.gpu_name,
+        "sm": machine.sm,
+        "driver": machine.driver,
+        "cuda": machine.cuda,
+        "libs": machine.libs,
+        "timestamp": datetime.now(UTC),
+        "timer": "events",
+        "clock_mhz": reading.sm_mhz,
+    }
+    return GpuPeaks.from_dict(facts | measured, f"calibration of {machine.gpu_name}")
+
+
+def current_peaks(machine: Machine) -> GpuPeaks | None:
+    """This machine's peaks: as stored, or measured and stored now; None on a CPU.
+
+    Peaks that ship were measured on another machine of the kind; they do where nothing can be measured, not here.
+    """
+    if not machine.is_gpu:
+        return None
+    own, _ = peaks_paths(machine.gpu)
+    known = load_peaks(machine.gpu) if own.is_file() else None
+    if known is None or (known.gpu_name, known.driver) != (machine.gpu_name, machine.driver):
+        known = calibrate(machine)
+        save_peaks(known)
+    return known
+
+
+def load_peaks(gpu: str) -> GpuPeaks | None:
+    """The stored peaks of a GPU slug: those measured here, else those that ship; None where there are neither.
+
+    Raises:
+        RecordError: the file is not valid.
+    """
+    for path in peaks_paths(gpu):
+        if path.is_file():
+            return GpuPeaks.from_json(path.read_bytes(), path)
+    return None
+
+
+def save_peaks(peaks: GpuPeaks, path: Path | None = None) -> Path:
+    """Store peaks as this user's own (or at ``path``) and return where."""
+    target = path or peaks_paths(peaks.gpu)[0]
+    write_atomically(target, (peaks.to_json(indent=2) + "\n").encode())
+    return target
+
+
+def best_rate(candidates: Sequence[Candidate], watch: StopWatch, rounds: int = ROUNDS) -> Measured:
+    """The highest rate (amount a second) among the candidates, which take turns, so that a drift meets all of them."""
+    blocks = [_calls_a_block(candidate, watch) for candidate in candidates]
+    rates: list[list[float]] = [[] for _ in candidates]
+    for _ in range(rounds):
+        for candidate, calls, found in zip(candidates, blocks, rates, strict=True):
+            block = watch.warm if candidate.warm else watch.cold
+            found.append(candidate.amount / median(block(candidate.call, calls)) * 1e6)
+    best = max(range(len(candidates)), key=lambda index: median(rates[index]))
+    return _measured(rates[best], candidates[best].how)
+
+
+def _calls_a_block(candidate: Candidate, watch: StopWatch) -> int:
+    """How many calls make a block; also the warm-up, in which libraries choose and load their kernels."""
+    watch.cold(candidate.call, 2)
+    once_us = max(median(watch.cold(candidate.call, 3)), 1.0)
+    return max(2, min(MAX_BLOCK, int(BLOCK_US / once_us)))
+
+
+def _measured(values: Sequence[float], how: str) -> Measured:
+    middle = median(values)
+    spread = (max(values) - min(values)) / (2 * middle)
+    return Measured(value=float(f"{middle:.5g}"), spread=round(spread, 5), rounds=len(values), how=how)
+
+
+# -- what is measured -------------------------------------------------------------------------------------------------
+
+
+def _launch(watch: StopWatch, how: str, call: Callable[[], Any]) -> Measured:
+    watch.cold(call, MAX_BLOCK)
+    return _measured([median(watch.cold(call, MAX_BLOCK)) for _ in range(ROUNDS)], how)
+
+
+def _memory(machine: Machine, watch: StopWatch) -> dict[str, Measured]:
+    """``copy_bytes_per_s`` and ``read_bytes_per_s``, over several allocations at once."""
+    import torch
+
+    sizes = sorted({min(size, machine.memory_bytes // COPY_SHARE_OF_MEMORY) for size in COPY_BYTES})
+    elements = sizes[-1] // 4
+    pairs = [torch.randn(2, elements, device=machine.device) for _ in range(PLACES)]
+    copies = [item for source, target in pairs for size in sizes for item in copy_candidates(source, target, size)]
+    reads = [item for source, _ in pairs for item in read_candidates(source)]
+    found = {"copy_bytes_per_s": best_rate(copies, watch), "read_bytes_per_s": best_rate(reads, watch)}
+    del pairs, copies, reads
+    torch.cuda.empty_cache()
+    return found
+
+
+def _products(machine: Machine, watch: StopWatch) -> dict[str, Measured]:
+    found = {}
+    major, minor = (int(part) for part in (machine.sm[3:-1], machine.sm[-1:]))
+    for dtype, (shapes, needs) in _PRODUCT_PLAN.items():
+        if (major, minor) >= needs:
+            with float32_precision("high" if dtype == "tf32" else "highest"):
+                candidates = [item for shape in shapes for item in product_candidates(dtype, shape, machine.device)]
+                found[dtype] = best_rate(candidates, watch)
+    return found
+
+
+# Product dtype -> shapes, and the compute capability from which there are instructions for it.
+_PRODUCT_PLAN: dict[str, tuple[tuple[tuple[int, int, int], ...], tuple[int, int]]] = {
+    "bfloat16": (PRODUCTS, (8, 0)),
+    "float16": (PRODUCTS, (7, 0)),
+    "tf32": (PRODUCTS, (8, 0)),
+    "float32": (SLOW_PRODUCTS, (0, 0)),
+    "float8_e4m3fn": (PRODUCTS, (8, 9)),
+}
+
+
+# -- the device -------------------------------------------------------------------------------------------------------
+
+
+def _device_stop_watch(device: str) -> StopWatch:
+    import torch
+
+    from tilegym_db.verify.sandbox.timing import BlockTimer
+
+    timer = BlockTimer(device)
+    new_event: Any = torch.cuda.Event
+
+    def cold(call: Callable[[], Any], calls: int) -> list[float]:
+        samples = timer.time([0] * calls, {0: call}, lambda index: None, lambda index, returned: None)
+        return [sample.device_us for sample in samples]
+
+    def warm(call: Callable[[], Any], calls: int) -> list[float]:
+        start, end = new_event(enable_timing=True), new_event(enable_timing=True)
+        torch.cuda.synchronize(device)
+        timer.occupy(50.0 * calls)  # the host queues every call meanwhile, so that none waits for it
+        start.record()
+        for _ in range(calls):
+            call()
+        end.record()
+        torch.cuda.synchronize(device)
+        return [start.elapsed_time(end) * 1e3 / calls]
+
+    return StopWatch(cold, warm)
+
+
+# CUdevice_attribute: what the driver says that the device can do at most.
+_ATTRIBUTES: dict[str, tuple[int, float]] = {
+    "max_sm_mhz": (13, 1e-3),
+    "sm_count": (16, 1),
+    "max_memory_mhz": (36, 1e-3),
+    "memory_bus_bits": (37, 1),
+    "l2_bytes": (38, 1),
+}
+
+
+def _driver_facts(index: int) -> dict[str, Any]:
+    driver = ctypes.CDLL("libcuda.so.1")
+    driver.cuInit(0)
+    facts: dict[str, Any] = {}
+    for name, (attribute, factor) in _ATTRIBUTES.items():
+        value = ctypes.c_int()
+        if driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, index) != 0 or value.value <= 0:
+            raise HardwareError(f"the driver does not state {name} of GPU {index}; its peaks cannot be judged.")
+        facts[name] = value.value * factor
+    return facts

@@ -1,0 +1,92 @@
+"""What the calls of one workload are fed with, and what they must give: drawn once, shared by every Solution."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tilegym_db.records import Definition, Workload
+from tilegym_db.records.base import canonical_json
+from tilegym_db.verify.inputs import Case
+from tilegym_db.verify.verifier import Expected, expect
+
+__all__ = ["CONTENT_SETS", "ExpectedCache", "WorkloadContents"]
+
+CONTENT_SETS = ("normal", "row_scale", "outliers", "small_integers")
+
+# Seeds of one run are one secret number plus these, so that no two cases share contents.
+_OWN_SHAPE, _FRESH = 1_000, 1_000_000
+
+
+class ExpectedCache:
+    """Oracle results, computed once per case and shared by every member; safe to ask from several threads."""
+
+    def __init__(self, definition: Definition, device: str) -> None:
+        """For one Definition on one device."""
+        self._definition = definition
+        self.device = device
+        self._lock = threading.Lock()
+        self._known: dict[str, Expected | None] = {}
+
+    def get(self, case: Case) -> Expected | None:
+        """The case with its oracle, or None where the reference itself does not pass it."""
+        key = f"{case} {case.seed} {canonical_json(case.layouts)} {canonical_json(case.scalars)}"
+        with self._lock:
+            if key not in self._known:
+                self._known[key] = expect(self._definition, case, self.device)
+            return self._known[key]
+
+    def clear(self) -> None:
+        """Forget everything; the tensors of large workloads must not pile up."""
+        with self._lock:
+            self._known.clear()
+
+
+@dataclass
+class WorkloadContents:
+    """Contents of one Workload's own shape.
+
+    ``sets`` are verified by every Solution and then used, over and over, while timing; ``dropped`` are those that the
+    reference itself does not pass. ``fresh`` draws more, which a Solution sees once.
+    """
+
+    definition: Definition
+    workload: Workload
+    seed: int
+    cache: ExpectedCache
+    sets: list[Expected] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    _fresh: dict[int, list[Expected]] = field(default_factory=dict)
+
+    @classmethod
+    def draw(cls, definition: Definition, workload: Workload, seed: int, cache: ExpectedCache) -> WorkloadContents:
+        """Every content set.
+
+        Raises:
+            RecordError: there is no oracle for this workload.
+            torch.OutOfMemoryError: there is not enough memory for it here.
+        """
+        contents = cls(definition, workload, seed, cache)
+        for number, distribution in enumerate(CONTENT_SETS):
+            case = contents._case(distribution, _OWN_SHAPE + number)
+            expected = cache.get(case)
+            if expected is None:
+                contents.dropped.append(str(case))
+            else:
+                contents.sets.append(expected)
+        return contents
+
+    def fresh(self, attempt: int, count: int) -> Sequence[Expected]:
+        """Up to ``count`` contents that no Solution has seen before this attempt; the same ones for every Solution."""
+        known, tried = self._fresh.setdefault(attempt, []), 0
+        while len(known) < count and tried < 4 * count:
+            distribution = self.sets[tried % len(self.sets)].case.distribution
+            case = self._case(distribution, _FRESH * (attempt + 1) + tried)
+            drawn = expect(self.definition, case, self.cache.device)  # not through the cache: it is used once
+            known += [] if drawn is None else [drawn]
+            tried += 1
+        return known[:count]
+
+    def _case(self, distribution: str, offset: int) -> Case:
+        return Case.of_workload(self.definition, self.workload, distribution=distribution, seed=self.seed + offset)

@@ -1,0 +1,38 @@
+"""How much a tier asks of a Solution before it says PASSED."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilegym_db.records import Solution
+from tilegym_db.records.trace import Tier
+
+__all__ = ["INTERPRETER", "MIN_SANDBOX_LEVEL", "PROMOTION", "SCREEN", "Rigor"]
+
+MIN_SANDBOX_LEVEL = 2
+"""Below this, a Solution could have reached what judges it; a promotion needs at least this level."""
+
+BASELINE_FUZZ_CASES = 4
+
+
+@dataclass(frozen=True)
+class Rigor:
+    """The checks of one tier.
+
+    ``fuzz_cases``: shapes, layouts and contents beyond the workload's own. ``calls``: on the same inputs, whose bytes must
+    agree. ``audited``: ownership of the device time, and the supervisor's own clock over contents never seen before.
+    """
+
+    tier: Tier
+    fuzz_cases: int
+    calls: int
+    audited: bool
+
+    def fuzz_cases_of(self, solution: Solution) -> int:
+        """A baseline is never resolved to, so that its envelope serves nobody; a few cases show that it is honest."""
+        return self.fuzz_cases if solution.spec.role == "kernel" else min(self.fuzz_cases, BASELINE_FUZZ_CASES)
+
+
+INTERPRETER = Rigor("interpreter", fuzz_cases=4, calls=2, audited=False)
+SCREEN = Rigor("screen", fuzz_cases=4, calls=2, audited=False)
+PROMOTION = Rigor("promotion", fuzz_cases=24, calls=5, audited=True)

@@ -1,0 +1,43 @@
+"""``tilegym-db promote``: verify solutions for good."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+
+def command(
+    names: Annotated[list[str] | None, typer.Argument(help="Definitions or solutions; none means all.")] = None,
+    language: Annotated[str | None, typer.Option(help="Only solutions in this language.")] = None,
+    gpu: Annotated[str, typer.Option(help="auto, cpu, or the GPU in this machine (h100, h200, ...).")] = "auto",
+    workload: Annotated[str | None, typer.Option(help="Glob over tags, axes (M=1,*) and uuid.")] = None,
+    quick: Annotated[bool, typer.Option(help="Few workloads and samples.")] = False,
+    again: Annotated[bool, typer.Option(help="Promote anew what has a verdict already.")] = False,
+    allow_unsandboxed: Annotated[
+        bool, typer.Option(help="Promote where workers cannot be confined; such traces are never published.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the traces as JSON lines.")] = False,
+) -> None:
+    """Run the promotion tier: only what passes it is verified, and used by best, the resolver and patched models.
+
+    Fresh confined processes, fresh secrets, the whole fuzz envelope, five runs bit for bit, ownership of the device time,
+    and a time that the supervisor's own clock agrees with.
+    """
+    from tilegym_db.bench.session import promote
+    from tilegym_db.cli.bench import finish
+    from tilegym_db.cli.bench_progress import Progress
+
+    with Progress(quiet=as_json and not sys.stderr.isatty()) as progress:
+        report = promote(
+            tuple(names or ()),
+            gpu=gpu,
+            language=language,
+            workload=workload,
+            quick=quick,
+            again=again,
+            allow_unsandboxed=allow_unsandboxed,
+            observer=progress.observer(),
+        )
+    finish(report, as_json=as_json)

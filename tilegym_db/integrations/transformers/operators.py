@@ -1,0 +1,222 @@
+"""The operators that compiled code calls: one per Definition, ``torch.ops.tilegym_db.<definition>(*inputs, site)``.
+
+A compiler sees an operator with known output shapes and strides, and neither Python nor counters. When it runs, the call goes to
+the call site that ``site`` names, which decides by what it is given, as in eager mode; what no kernel serves, the Definition's
+stock solution computes into the same layout. Tracing for a backend that lowers operators, a call that would be left to stock at
+the shapes at hand is replaced by the operations of the stock solution, so that the compiler can fuse them.
+
+Raw library operators, not ``torch.library.custom_op``: a call costs a seventh.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+
+from tilegym_db.catalog import Catalog, SolutionFiles
+from tilegym_db.integrations.transformers.site import Operator, Site
+from tilegym_db.records import Definition
+from tilegym_db.resolver.dispatch import Dispatcher
+from tilegym_db.resolver.loader import load_verified
+from tilegym_db.resolver.resolve import call_site, stock_launcher, stock_solution
+
+__all__ = ["ALLOCATE", "make_site"]
+
+NAMESPACE = "tilegym_db"
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_functorch_level = torch._C._functorch.peek_interpreter_stack
+
+
+def _like_rows(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _half_of_columns(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+
+
+def _like_heads(q: torch.Tensor, k: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(q), torch.empty_like(k)
+
+
+ALLOCATE: dict[str, Callable[..., Any]] = {
+    "rms_norm": _like_rows,
+    "rms_norm_fp32": _like_rows,
+    "rms_norm_gemma": _like_rows,
+    "swiglu": _like_rows,
+    "gelu_tanh_and_mul": _like_rows,
+    "silu_and_mul": _half_of_columns,
+    "rope_neox": _like_heads,
+    "rope_partial": _like_heads,
+}
+"""The outputs of each Definition that models call, for its inputs as matrices or with any leading axes."""
+
+
+@dataclass(frozen=True, eq=False)
+class OperatorSite:
+    """What stands behind an operator call: the way to a kernel, and the stock solution."""
+
+    dispatcher: Dispatcher
+    site: Site
+    allocate: Callable[..., Any]
+    stock: Callable[..., Any]
+    """``stock(*inputs) -> outputs``: the operations of the stock solution."""
+
+    def compute(self, *inputs: Any) -> Any:
+        """The outputs by a kernel, else by the stock solution; in the layout that ``allocate`` gives."""
+        first = inputs[0]
+        are_matrices = first.dim() == 2
+        given = inputs if are_matrices else self._as_matrices(inputs)
+        outputs = self.site.serve(*given) if self.site.is_open else None
+        if outputs is None:
+            outputs = self.allocate(*given)
+            self.dispatcher.run_stock(*given, *(outputs if isinstance(outputs, tuple) else (outputs,)))
+        if are_matrices or isinstance(outputs, tuple):
+            return outputs
+        return outputs.view(*first.shape[:-1], outputs.shape[-1])
+
+    def is_left_to_stock(self, *inputs: Any) -> bool:
+        """Whether a call of these symbolic sizes would be, at the sizes they stand for; False where those are unknown."""
+        with unset_fake_temporarily():
+            hinted = [_with_hints(value) if isinstance(value, torch.Tensor) else value for value in inputs]
+            if any(value is None for value in hinted):
+                return False
+            given = tuple(self._as_matrices(hinted))
+            return not self.dispatcher.would_serve(given, inputs[0].device, self.allocate)
+
+    def run_stock(self, *inputs: Any) -> Any:
+        """The operations of the stock solution, to be traced or differentiated, in the layout that ``allocate`` gives."""
+        found, outputs = self.stock(*self._as_matrices(inputs)), self.allocate(*inputs)
+        if isinstance(outputs, tuple):
+            return tuple(_laid_out(value, like) for value, like in zip(found, outputs, strict=True))
+        return found.view(outputs.shape)
+
+    def _as_matrices(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        """The inputs in the Definition's shape: those of a norm or an activation come with any leading axes, as rows."""
+        if self.dispatcher.definition.op_type == "rope":
+            return inputs
+        return [
+            value.view(-1, value.shape[-1]) if isinstance(value, torch.Tensor) and value.dim() > 2 else value
+            for value in inputs
+        ]
+
+
+def _with_hints(value: torch.Tensor) -> torch.Tensor | None:
+    """A tensor without memory of the sizes that a tracer saw."""
+    numbers = [_hint(number) for number in (*value.shape, *value.stride())]
+    if any(number is None for number in numbers):
+        return None
+    sizes, strides = numbers[: value.dim()], numbers[value.dim() :]
+    return torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")  # type: ignore[arg-type]
+
+
+def _hint(number: int | torch.SymInt) -> int | None:
+    if isinstance(number, int):
+        return number
+    return number.node.hint if number.node.has_hint() else None
+
+
+def _laid_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return value if value.stride() == like.stride() else torch.ops.aten.copy(like, value)
+
+
+# -- the operators ----------------------------------------------------------------------------------------------------
+
+_call_sites: weakref.WeakValueDictionary[str, OperatorSite] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+_library: list[torch.library.Library] = []
+_operators: dict[str, Callable[..., Any]] = {}
+_defining = threading.Lock()
+
+
+def make_site(definition: Definition, catalog: Catalog) -> tuple[Site, Dispatcher]:
+    """A call site of a Definition that models call, for eager and for compiled code."""
+    stock = stock_solution({files.name: files for files in catalog.solutions_for(definition.name)})
+    launcher = None if stock is None else stock_launcher(definition, stock)
+    dispatcher = call_site(definition, catalog, stock=launcher)
+    allocate = ALLOCATE[definition.name]
+    site = Site(dispatcher.serving(allocate))
+    if stock is not None and not stock.record.spec.destination_passing_style:
+        behind = OperatorSite(dispatcher, site, allocate, functools.partial(_run_solution, stock))
+        name = f"{definition.name}_{next(_numbers)}"
+        _call_sites[name] = behind
+        site.operator = Operator(_operator(definition), name, behind)
+    return site, dispatcher
+
+
+def _run_solution(solution: SolutionFiles, *inputs: Any) -> Any:
+    return load_verified(solution, solution.digest)(*inputs)
+
+
+def _operator(definition: Definition) -> Callable[..., Any]:
+    """The operator of a Definition, defined at its first use."""
+    with _defining:
+        known = _operators.get(definition.name)
+        if known is None:
+            known = _operators[definition.name] = _define(definition)
+        return known
+
+
+def _define(definition: Definition) -> Callable[..., Any]:
+    if not _library:
+        _library.append(torch.library.Library(NAMESPACE, "FRAGMENT"))  # type: ignore[no-untyped-call]
+    (library,) = _library
+    inputs = [f"{'float' if spec.is_scalar else 'Tensor'} {name}" for name, spec in definition.inputs.items()]
+    outputs = ", ".join(["Tensor"] * len(definition.outputs))
+    schema = f"{definition.name}({', '.join(inputs)}, str site) -> ({outputs})"
+    # Kernels are chosen by strides: a compiler must hand over the layout that it promised.
+    tags = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
+    library.define(schema, tags=tags)  # type: ignore[no-untyped-call]
+    library.impl(definition.name, _run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    allocate = ALLOCATE[definition.name]
+    torch.library.register_fake(f"{NAMESPACE}::{definition.name}", lambda *args: allocate(*args[:-1]), lib=library)
+    operator: Any = getattr(getattr(torch.ops, NAMESPACE), definition.name).default
+    differentiable = functools.partial(_differentiate, operator)
+    library.impl(definition.name, differentiable, "Autograd")  # type: ignore[no-untyped-call]
+    operator.py_impl(ProxyTorchDispatchMode)(functools.partial(_trace, operator))
+    call: Callable[..., Any] = operator
+    return call
+
+
+def _run(*args: Any) -> Any:
+    *inputs, name = args
+    return _call_sites[name].compute(*inputs)
+
+
+def _differentiate(operator: Any, *args: Any) -> Any:
+    """A call that a derivative may be asked of runs stock operations.
+
+    Patched forwards put none into compiled code, but a transform inside that code can hide from them that it wants one.
+    """
+    *inputs, name = args
+    if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and any(map(_requires_grad, inputs))):
+        return _call_sites[name].run_stock(*inputs)
+    if type(inputs[0]) is torch.Tensor and not _dispatch_modes() and not _functorch_level():
+        return _call_sites[name].compute(*inputs)  # nobody is looking: spare it the way through the dispatcher
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator(*args)
+
+
+def _requires_grad(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _trace(operator: Any, mode: ProxyTorchDispatchMode, *args: Any) -> Any:
+    """What goes into a graph of low-level operations: the operator, or the stock operations in its place."""
+    *inputs, name = args
+    behind = _call_sites[name]
+    if not behind.is_left_to_stock(*inputs):
+        return mode.__torch_dispatch__(operator, (), args, {})
+    with mode:
+        return behind.run_stock(*inputs)

@@ -1,0 +1,102 @@
+"""What all modules of one group share: the way to a kernel, and the calls that never got that far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+__all__ = ["IN_TRAINING", "NOT_ROWS", "OTHER_ACTIVATION", "UNPATCHED", "Operator", "Site"]
+
+IN_TRAINING = "the module is in training mode; model.eval() ends it"
+NEEDS_GRAD = "a gradient may be asked for; torch.no_grad() or torch.inference_mode() says that none is"
+TRACED = "a tracer, a transform (torch.func, forward-mode AD) or a dispatch mode must see PyTorch operations"
+NOT_PLAIN = "the input is no plain tensor"
+NOT_ROWS = "the input cannot be viewed as rows without a copy"
+OTHER_ACTIVATION = "the activation was replaced, or has hooks"
+UNPATCHED = "unpatched"
+
+_grad_enabled = torch.is_grad_enabled
+_jit_tracing = torch._C._is_tracing
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_functorch_level = torch._C._functorch.peek_interpreter_stack
+_Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Operator:
+    """The operator of a Definition as compilers see it: ``call(*inputs, name)``, ``name`` being that of the site.
+
+    ``behind`` is what the operator finds by that name, kept alive here and by nothing else.
+    """
+
+    call: Callable[..., Any]
+    name: str
+    behind: Any
+
+
+class Site:
+    """One group of call sites: ``serve(*inputs)`` gives the outputs by a kernel, or None with nothing done.
+
+    ``operator`` is what goes into compiled code, None where only stock code may. ``bypassed`` counts by reason the calls that
+    were not served. ``close`` sends every call to the stock code from then on, also where somebody kept a bound method of a
+    patched module.
+    """
+
+    __slots__ = ("__weakref__", "bypassed", "is_open", "operator", "serve")
+
+    def __init__(self, serve: Callable[..., Any], operator: Operator | None = None) -> None:
+        self.serve = serve
+        self.operator = operator
+        self.bypassed: dict[str, int] = {}
+        self.is_open = True
+
+    def close(self) -> None:
+        """Let no call through any more."""
+        self.is_open = False
+
+    def bypass(self, reason: str) -> None:
+        """Count a call that is left to the stock code."""
+        self.bypassed[reason] = self.bypassed.get(reason, 0) + 1
+
+    def leaves(self, training: bool, *tensors: Any) -> bool:
+        """Whether the call must run the stock code whatever was measured; if so it is counted.
+
+        Args:
+            training: the module's flag. Checkpointed training runs its forward without grad and again with it, and both
+                must compute the same.
+            tensors: what a gradient may flow to; the first is the activation.
+        """
+        if training:
+            self.bypass(IN_TRAINING)
+        elif type(tensors[0]) is not _Tensor:
+            self.bypass(NOT_PLAIN)
+        elif _grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            self.bypass(NEEDS_GRAD)
+        elif _dispatch_modes() or _jit_tracing() or _functorch_level() or forward_ad._current_level >= 0:
+            self.bypass(TRACED)
+        elif not self.is_open:
+            self.bypass(UNPATCHED)
+        else:
+            return False
+        return True
+
+    def traced(self, training: bool, *tensors: Any) -> Operator | None:
+        """The operator to put into compiled code for these tensors, or None for the stock code.
+
+        A compiler runs this while it traces, and guards on what it reads. Nothing is counted, and an exported program has
+        no operators of this package in it. One dtype only: what an operation of several dtypes gives is for PyTorch to say.
+        """
+        if self.operator is None or not self.is_open or training or torch.compiler.is_exporting():
+            return None
+        if forward_ad._current_level >= 0:  # a kernel knows no derivative
+            return None
+        for tensor in tensors:
+            if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.dtype != tensors[0].dtype:
+                return None
+            if torch.is_grad_enabled() and tensor.requires_grad:
+                return None
+        return self.operator

@@ -1,0 +1,71 @@
+"""Compares every output of one call with the oracle, each by the rules that its Definition gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from tilegym_db.records import Definition
+from tilegym_db.verify.gates import check_output, must_be_exact, relative_error
+from tilegym_db.verify.indices import check_gathered
+from tilegym_db.verify.tolerance import limits_for
+from tilegym_db.verify.verdicts import OutputVerdict
+
+__all__ = ["base_errors", "check_outputs", "exact_outputs"]
+
+Outputs = Mapping[str, torch.Tensor]
+
+
+def check_outputs(
+    definition: Definition,
+    dtypes: Mapping[str, str],
+    inputs: Mapping[str, Any],
+    truth: Outputs,
+    outputs: Outputs,
+    e_base: Mapping[str, float],
+    *,
+    math: str = "ieee",
+    exact: Collection[str] = (),
+) -> dict[str, OutputVerdict]:
+    """A verdict for each output.
+
+    Args:
+        definition: tolerances, and which outputs are indices into which tensor.
+        dtypes: dtype variable -> dtype.
+        inputs: what the call was given (not what it left there).
+        truth: the oracle's outputs.
+        outputs: the call's, in the same shapes and the declared dtypes.
+        e_base: the reference's own relative error per output.
+        math: ``tf32`` where the Solution declares it.
+        exact: outputs in which every element must have the oracle's value (see :func:`exact_outputs`).
+    """
+    verdicts = {}
+    for name, value in outputs.items():
+        source = definition.gathers.get(name)
+        if source is None:
+            limits = limits_for(definition, definition.dtype_of(name, dtypes), math)
+            verdicts[name] = check_output(name, value, truth[name], limits, e_base[name], exact=name in exact)
+        elif source in definition.inputs:
+            verdicts[name] = check_gathered(name, value, truth[name], inputs[source])
+        else:
+            limits = limits_for(definition, definition.dtype_of(source, dtypes), math)
+            verdicts[name] = check_gathered(name, value, truth[name], truth[source], limits)
+    return verdicts
+
+
+def base_errors(
+    definition: Definition, dtypes: Mapping[str, str], as_written: Outputs, truth: Outputs
+) -> dict[str, float]:
+    """The relative error that the reference as written makes itself, per output; 0 where equality or codes are compared."""
+    errors = {}
+    for name, value in as_written.items():
+        limits = limits_for(definition, definition.dtype_of(name, dtypes))
+        errors[name] = relative_error(value, truth[name]) if limits is not None and not limits.codes else 0.0
+    return errors
+
+
+def exact_outputs(as_written: Outputs, truth: Outputs) -> frozenset[str]:
+    """The outputs that every Solution must give exactly, on contents whose sums and products round nowhere."""
+    return frozenset(name for name, value in as_written.items() if must_be_exact(value, truth[name]))

@@ -1,0 +1,64 @@
+"""How much of the machine one worker may take, and the pure decision whether it took more."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+__all__ = ["ResourceBounds", "Usage", "violation"]
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class ResourceBounds:
+    """Bounds on a worker together with every process that it starts. Sizes in bytes.
+
+    Where they are exceeded the worker is killed. ``memory_bytes`` counts private and shared memory that is in use, not address
+    space, of which CUDA reserves terabytes. ``threads`` is enforced by the kernel where it can be: a thread more is refused.
+    """
+
+    memory_bytes: int
+    processes: int
+    threads: int
+    output_bytes: int = 64 * _MIB
+    disk_bytes: int = 8 << 30
+    files: int = 200_000
+    open_files: int = 4096
+
+    @classmethod
+    def of_machine(cls) -> ResourceBounds:
+        """Half of the memory, and processes and threads in proportion to the processors."""
+        cores = os.cpu_count() or 1
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return cls(memory_bytes=memory // 2, processes=128 + 4 * cores, threads=2048 + 64 * cores)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a worker and its processes have taken so far, in the units of :class:`ResourceBounds`."""
+
+    memory_bytes: int = 0
+    processes: int = 0
+    output_bytes: int = 0
+    disk_bytes: int = 0
+    files: int = 0
+
+
+def violation(usage: Usage, bounds: ResourceBounds) -> str | None:
+    """The bound that is exceeded, in words, or None."""
+    if usage.processes > bounds.processes:
+        return f"it ran {usage.processes} processes (at most {bounds.processes})"
+    if usage.memory_bytes > bounds.memory_bytes:
+        return f"it used {_mib(usage.memory_bytes)} of memory (at most {_mib(bounds.memory_bytes)})"
+    if usage.output_bytes > bounds.output_bytes:
+        return f"it wrote {_mib(usage.output_bytes)} of output (at most {_mib(bounds.output_bytes)})"
+    if usage.disk_bytes > bounds.disk_bytes:
+        return f"its files took {_mib(usage.disk_bytes)} of disk (at most {_mib(bounds.disk_bytes)})"
+    if usage.files > bounds.files:
+        return f"it made {usage.files} files (at most {bounds.files})"
+    return None
+
+
+def _mib(size: int) -> str:
+    return f"{size / _MIB:.0f} MiB"

@@ -1,0 +1,138 @@
+"""A worker's processes as ``/proc`` shows them: which there are, what they take, and how all of them are ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+__all__ = [
+    "descendants",
+    "hidden_file_bytes",
+    "kill_descendants",
+    "memory_bytes",
+    "reap",
+    "shared_out_memory_bytes",
+    "tasks_of_user",
+    "tree_size",
+]
+
+_BLOCK = 512
+_DEEPEST = 64
+
+
+def descendants(ancestor: int) -> list[int]:
+    """The processes that stem from one, in no particular order; zombies count."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError, IndexError):
+                parent = _read(f"/proc/{name}/stat").rpartition(b")")[2].split()[1]
+                children.setdefault(int(parent), []).append(int(name))
+    found: list[int] = []
+    waiting = [ancestor]
+    while waiting:
+        below = children.pop(waiting.pop(), [])
+        found += below
+        waiting += below
+    return found
+
+
+def kill_descendants(ancestor: int) -> int:
+    """SIGKILL everything that stems from a process, and say how many there were; call it again until there is nothing."""
+    found = descendants(ancestor)
+    for process in found:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process, signal.SIGKILL)
+    return len(found)
+
+
+def reap(spare: int = 0) -> dict[int, int]:
+    """Wait status of each of this process's children that has ended; stops at the child that is to be spared."""
+    ended: dict[int, int] = {}
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and found.si_pid != spare:
+            process, status = os.waitpid(found.si_pid, 0)
+            ended[process] = status
+    return ended
+
+
+def memory_bytes(processes: Iterable[int]) -> int:
+    """Private plus shared memory in use, without mapped files. What processes share since a fork counts for each."""
+    return sum(_sum_of_lines(f"/proc/{process}/status", (b"RssAnon:", b"RssShmem:")) or 0 for process in processes)
+
+
+def shared_out_memory_bytes(processes: Iterable[int]) -> int:
+    """The same with what is shared counted once, which takes the kernel longer to find out."""
+    total = 0
+    for process in processes:
+        found = _sum_of_lines(f"/proc/{process}/smaps_rollup", (b"Pss_Anon:", b"Pss_Shmem:"))
+        total += memory_bytes([process]) if found is None else found
+    return total
+
+
+def _sum_of_lines(path: str, starts: tuple[bytes, ...]) -> int | None:
+    """The sizes, given in KiB, in those lines of a file; None where it cannot be read."""
+    try:
+        return sum(int(line.split()[1]) << 10 for line in _read(path).splitlines() if line.startswith(starts))
+    except OSError:
+        return None
+
+
+def hidden_file_bytes(processes: Iterable[int], disk: int) -> tuple[int, int]:
+    """Size of files that are open but have no name: (on the device ``disk``, elsewhere, which is memory)."""
+    seen: dict[tuple[int, int], int] = {}
+    for process in processes:
+        with contextlib.suppress(OSError):
+            for entry in os.listdir(f"/proc/{process}/fd"):
+                with contextlib.suppress(OSError):
+                    found = os.stat(f"/proc/{process}/fd/{entry}")
+                    if stat.S_ISREG(found.st_mode) and found.st_nlink == 0:
+                        seen[found.st_dev, found.st_ino] = found.st_blocks * _BLOCK
+    on_disk = sum(size for (device, _), size in seen.items() if device == disk)
+    return on_disk, sum(seen.values()) - on_disk
+
+
+def tree_size(folder: Path, most_files: int) -> tuple[int, int]:
+    """(bytes on disk, number of entries) of a folder; it stops counting beyond ``most_files``.
+
+    A folder nested too deep to be looked into counts as too many files.
+    """
+    size, files = 0, 0
+    waiting = [(str(folder), 0)]
+    while waiting and files <= most_files:
+        path, depth = waiting.pop()
+        if depth > _DEEPEST:
+            return size, most_files + 1
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError), os.scandir(path) as entries:
+            for entry in entries:
+                files += 1
+                with contextlib.suppress(FileNotFoundError):
+                    size += entry.stat(follow_symlinks=False).st_blocks * _BLOCK
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append((entry.path, depth + 1))
+                if files > most_files:
+                    break
+    return size, files
+
+
+def tasks_of_user(user: int) -> int:
+    """How many threads a user runs, all processes together."""
+    total = 0
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError):
+                if os.stat(f"/proc/{name}").st_uid == user:
+                    total += len(os.listdir(f"/proc/{name}/task"))
+    return total
+
+
+def _read(path: str) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(descriptor, 4096)
+    finally:
+        os.close(descriptor)
