@@ -67,7 +67,7 @@ def test_malformed_json_is_refused_with_its_position(cli, checkout, tmp_path):
     file.write_text('{"name": "row_scale",\n "version": }')
     result = cli("add-definition", file)
     assert result.code == 1
-    assert f"{file}: not valid JSON: Expecting value: line 2 column 13" in result.err
+    assert f"{file}: not valid JSON: expected value at line 2 column 13" in result.err
 
 
 def test_a_json_list_is_no_definition(cli, checkout, write_json):

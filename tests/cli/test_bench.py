@@ -26,7 +26,7 @@ def test_a_run_ends_with_a_summary_and_the_next_one_has_nothing_to_do(cli, row_s
     assert result.code == 0
     assert "row_scale_stock" in result.out
     assert "1/1" in result.out
-    assert 'traces: {"PASSED": 1}. Next: tilegym-db best --gpu cpu' in result.out
+    assert 'traces: {"PASSED": 1}. Next: tilegym-db promote --gpu cpu' in result.out
     assert "1 (solution, workload) pairs on" in result.err
     again = cli("bench", "--gpu", "cpu")
     assert again.code == 0

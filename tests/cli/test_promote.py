@@ -65,7 +65,7 @@ def test_another_solution_passes_the_same_case(cli, failed):
         (["--axes", "M"], "--axes: 'M' must read name=value, as in M=17."),
         (["--axes", "M=2", "--axes", "M=3"], "--axes: 'M' is given twice."),
         (["--axes", "M=2", "--axes", "N=3"], "row_scale needs a value for scalar 'factor'. Try: --scalar factor=1e-5"),
-        (["--contents", "norml"], "unknown contents 'norml'. Did you mean 'normal'?"),
+        (["--contents", "norml"], "unknown contents 'norml'. Did you mean 'normal'"),
         (["--axes", "M=2", "--axes", "N=3", "--scalar", "factor=2", "--layout", "y=x"], "row_scale has no tensor 'y'."),
     ],
 )
