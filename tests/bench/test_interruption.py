@@ -21,11 +21,10 @@ from tilegym_db.store.connection import open_store
 from tilegym_db.store.ingest import ingest_journals
 from tilegym_db.store.journal import journal_files, read_journal
 
-HANGS = """import time
-def run(x, weight, factor, out):
+HANGS = """def run(x, weight, factor, out):
     out.copy_(x * weight * factor)
-    if tuple(x.shape) == (24, 48):
-        time.sleep(3600)
+    while tuple(x.shape) == (24, 48):
+        pass
 """
 TWO_SIZES = ({"axes": {"M": 40, "N": 32}}, {"axes": {"M": 24, "N": 48}})
 
@@ -102,7 +101,7 @@ def test_ctrl_c_ends_a_hanging_run_at_once_and_keeps_what_was_measured(hanging_b
 
 
 def test_a_worker_that_hangs_does_not_outlive_a_run_that_is_killed(hanging_bench, tmp_path):
-    assert len(processes_in(tmp_path / "scratch")) == 2
+    assert processes_in(tmp_path / "scratch")
     hanging_bench.kill()
     wait_until(lambda: processes_in(tmp_path / "scratch") == [], timeout_s=10)
 

@@ -50,3 +50,14 @@ def test_dawdling_in_both_runs_only_makes_the_solution_slower():
 def test_a_slow_answer_within_the_noise_is_no_proof():
     run = honest(5.0, calls=1, long_us=NULL + 15.0 + 40.0, noise_us=100.0)
     assert judge_latency(5.0, run, on_gpu=True) is None
+
+
+def test_a_busy_processor_that_others_kept_waiting_is_no_proof():
+    contended = honest(900.0, processor_us=320.0)
+    assert judge_latency(300.0, contended, on_gpu=False) is None
+
+
+def test_processor_time_refutes_only_together_with_the_clock():
+    many_threads = honest(300.0, processor_us=2400.0)
+    assert judge_latency(300.0, many_threads, on_gpu=False) is None
+    assert judge_latency(10.0, honest(300.0, processor_us=310.0), on_gpu=False) is not None

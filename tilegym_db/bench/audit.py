@@ -11,9 +11,9 @@ from tilegym_db.bench.member import Member
 from tilegym_db.bench.stage import Stage
 from tilegym_db.records.trace import Performance
 from tilegym_db.verify.ownership import Ownership, judge_ownership
-from tilegym_db.verify.sandbox.process import WorkerProcess
+from tilegym_db.verify.sandbox.process import WorkerProcess, processors
 from tilegym_db.verify.verifier import Failure, judge, read_outputs
-from tilegym_db.verify.wall_clock import WallRun, judge_latency
+from tilegym_db.verify.wall_clock import Elapsed, WallRun, judge_latency
 
 __all__ = ["Referee", "audit_clock", "audit_ownership"]
 
@@ -113,7 +113,7 @@ def _run(
     stage.fill_with(fresh)
     busy_us = 0.0 if member.device == "cpu" else _busy_us(3 * slots.calls * (performance.host_us or 0.0))
     null = referee.null_us(busy_us)
-    elapsed = []
+    elapsed: list[Elapsed] = []
     for part in (slots.short, slots.long):
         outcome = member.run_calls(part, busy_us)
         # Whatever the worker says, the outputs must be there now.
@@ -128,9 +128,19 @@ def _run(
                     "REJECTED", reason, "", "fresh contents", None, judged.case, judged.output, judged.verdict
                 )
         elapsed.append(outcome)
-    # One null call may meet a hiccup, as one attempt here may; a machine that is busy all the time proves nothing by it.
-    noise_us = 30.0 + min(null[-2] - null[0], MAX_SPREAD_US)
-    return WallRun(slots.calls, elapsed[0], elapsed[1], null[len(null) // 2], noise_us, _copying_us(member, stage))
+    short, long = elapsed
+    on_cpu = member.device == "cpu"
+    return WallRun(
+        slots.calls,
+        short.wall_us,
+        long.wall_us,
+        # On a busy CPU the median request waits its turn, which must not be taken off what the calls took.
+        null_us=null[0] if on_cpu else null[len(null) // 2],
+        # One null call may meet a hiccup, as one attempt here may; a machine that is busy all the time proves nothing by it.
+        noise_us=30.0 + min(null[-2] - null[0], MAX_SPREAD_US),
+        copies_us=_copying_us(member, stage),
+        processor_us=long.processor_us / (3 * slots.calls * processors()) if on_cpu else None,
+    )
 
 
 def _copying_us(member: Member, stage: Stage) -> float:

@@ -27,6 +27,7 @@ from tilegym_db.verify.sandbox.arena import Arena, plan_slot
 from tilegym_db.verify.sandbox.process import Reply, WorkerDied, WorkerProcess, WorkerTimeout
 from tilegym_db.verify.shapes import fuzz_cases
 from tilegym_db.verify.verifier import Expected, Failure, Verdict, judge, read_outputs, same_bytes, verify_slot
+from tilegym_db.verify.wall_clock import Elapsed
 
 __all__ = ["Limits", "Member", "Verified"]
 
@@ -82,6 +83,8 @@ class Member:
     spoilt: bool = False
     notes: tuple[str, ...] = ()
     """Soft findings of the static scan."""
+    aborted: bool = False
+    _helpers: list[WorkerProcess] = field(default_factory=list)
     _starts: int = 0
     _warm: bool = False
 
@@ -105,12 +108,17 @@ class Member:
         self._starts += 1
         environment = {"TRITON_INTERPRET": "1"} if self.interpret else {}
         folder = self.folder / f"{self.name}-{self._starts}"
-        return WorkerProcess(self.device, folder, environment, readable=(self.solution.folder,))
+        worker = WorkerProcess(self.device, folder, environment, readable=(self.solution.folder,))
+        if self.aborted:
+            worker.kill()
+        return worker
 
     def abort(self) -> None:
-        """Kill the worker, so that whoever waits for its answer, in whatever thread, is told that it died."""
-        if self.worker is not None:
-            self.worker.kill()
+        """Kill every worker for good, so that whoever waits for an answer, in whatever thread, is told that it died."""
+        self.aborted = True
+        for worker in [self.worker, *self._helpers]:
+            if worker is not None:
+                worker.kill()
 
     def close(self) -> None:
         """End the worker."""
@@ -144,6 +152,7 @@ class Member:
             and outcome.status == "RUNTIME_ERROR"
             and self.broken is None
             and not self.usable
+            and not self.aborted
         ):
             self.close()
             again = self._verify(contents, anchors, seed, cache)
@@ -261,15 +270,16 @@ class Member:
         if not proving:
             reason = "no shape beside the measured one can be verified: its constraints, or the reference, exclude all"
             return Failure("UNSUPPORTED", reason, gate="envelope")
-        helpers = [self._new_worker() for _ in range(min(self.limits.envelope_workers, len(proving)) - 1)]
-        workers = [self.worker, *helpers]
+        self._helpers = [self._new_worker() for _ in range(min(self.limits.envelope_workers, len(proving)) - 1)]
+        workers = [self.worker, *self._helpers]
         try:
             with ThreadPoolExecutor(max_workers=len(workers)) as pool:
                 shares = [proving[number :: len(workers)] for number in range(len(workers))]
                 failures = list(pool.map(self._verify_share, workers, shares))
         finally:
-            for helper in helpers:
+            for helper in self._helpers:
                 helper.close()
+            self._helpers = []
         failure = next((failure for failure in failures if failure is not None), None)
         envelope.passed = [str(expected.case) for expected in proving]
         return envelope if failure is None else failure
@@ -404,13 +414,14 @@ class Member:
                 return Failure("REJECTED", reason, gate="timed output", case=stage.contents[number].case)
         return None
 
-    def run_calls(self, slots: Sequence[int], busy_us: float) -> float | Failure:
-        """Microseconds by this process's clock from asking for one call on each slot to the answer that all is done."""
+    def run_calls(self, slots: Sequence[int], busy_us: float) -> Elapsed | Failure:
+        """What it took from asking for one call on each slot to the answer that all is done, by this process's clock."""
         assert self.worker is not None
+        processor_us = self.worker.processor_us()
         start = time.perf_counter_ns()
         reply = self._reply(self.worker, "run", self.limits.call_s, slots=list(slots), busy_us=busy_us)
-        elapsed_us = (time.perf_counter_ns() - start) / 1e3
-        return reply if isinstance(reply, Failure) else elapsed_us
+        wall_us = (time.perf_counter_ns() - start) / 1e3
+        return reply if isinstance(reply, Failure) else Elapsed(wall_us, self.worker.processor_us() - processor_us)
 
     def profile(self, slots: Sequence[int]) -> list[KernelUse] | Failure:
         """What ran on the device because of one call on each slot."""

@@ -26,7 +26,14 @@ from tilegym_db.records.trace import (
 from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.verifier import Failure
 
-__all__ = ["RunContext", "envelope_of", "failure_point", "reproduce_command"]
+__all__ = ["RunContext", "envelope_of", "reproduce_command"]
+
+OWN_CONTENTS = "the workload's own"
+TIER_COMMANDS: dict[Tier, tuple[str, ...]] = {
+    "promotion": ("promote",),
+    "screen": ("bench",),
+    "interpreter": ("bench",),
+}
 
 
 @dataclass(frozen=True)
@@ -55,9 +62,34 @@ class RunContext:
             "reason": failure.reason,
             "log": clip_log(failure.log),
             "correctness": correctness,
-            "failure": failure_point(failure, definition, solution, config, self.machine.gpu),
+            "failure": self._failure_point(failure, definition, solution, workload, tier, config),
         }
         return self._trace(definition, solution, workload, tier, config, sandbox_level, verdict)
+
+    def _failure_point(
+        self,
+        failure: Failure,
+        definition: Definition,
+        solution: SolutionFiles,
+        workload: Workload,
+        tier: Tier,
+        config: Config,
+    ) -> FailurePoint | None:
+        """Where a Solution failed: at one case, or on the workload as a whole. None where nothing was judged."""
+        if failure.case is not None:
+            return _point_of_case(failure, failure.case, definition, solution, config, self.machine.gpu)
+        if failure.status == "UNSUPPORTED":
+            return None
+        command = ["tilegym-db", *TIER_COMMANDS[tier], solution.name, "--gpu", self.machine.gpu]
+        return FailurePoint(
+            gate=failure.gate or failure.status.lower(),
+            axes=definition.bind_axes(workload.axes),
+            dtypes=definition.bind_dtypes(workload.dtypes),
+            layouts=workload.layout_classes(definition),
+            contents=OWN_CONTENTS,
+            seed=str(self.seed),
+            command=shlex.join([*command, "--workload", workload.uuid, "--again"]),
+        )
 
     def passed(
         self,
@@ -133,13 +165,10 @@ def envelope_of(cases: list[str], dropped: list[str], seed: int) -> Envelope:
     return Envelope(cases=len(cases), digest=digest, seed=str(seed), dropped=tuple(dropped))
 
 
-def failure_point(
-    failure: Failure, definition: Definition, solution: SolutionFiles, config: Config, gpu: str
-) -> FailurePoint | None:
-    """Where a Solution failed, if it failed at one case."""
-    case, verdict = failure.case, failure.verdict
-    if case is None:
-        return None
+def _point_of_case(
+    failure: Failure, case: Case, definition: Definition, solution: SolutionFiles, config: Config, gpu: str
+) -> FailurePoint:
+    verdict = failure.verdict
     return FailurePoint(
         gate=failure.gate or failure.status.lower(),
         axes=case.axes,

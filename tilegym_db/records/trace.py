@@ -135,7 +135,7 @@ class FailurePoint(RecordPart):
     dtypes: dict[str, str] = {}
     layouts: dict[str, str] = {}
     contents: str
-    """The distribution that the inputs were drawn from."""
+    """The distribution that the inputs were drawn from, or that they were those of the workload as a whole."""
     seed: str
     offset: Int64 = 0
     """Elements by which every tensor's address was moved off its alignment."""

@@ -25,12 +25,12 @@ from tilegym_db.paths import home
 from tilegym_db.verify.sandbox import protocol
 from tilegym_db.verify.sandbox.bounds import ResourceBounds
 from tilegym_db.verify.sandbox.levels import Sandbox, best_level
-from tilegym_db.verify.sandbox.processes import kill_descendants
+from tilegym_db.verify.sandbox.processes import descendants, kill_descendants, processor_us
 from tilegym_db.verify.sandbox.reply import Reply, storable
 from tilegym_db.verify.sandbox.scratch import remove_tree
 from tilegym_db.verify.sandbox.spec import Confinement, WorkerSpec
 
-__all__ = ["Reply", "Sandbox", "WorkerDied", "WorkerProcess", "WorkerTimeout", "best_level"]
+__all__ = ["Reply", "Sandbox", "WorkerDied", "WorkerProcess", "WorkerTimeout", "best_level", "processors"]
 
 START_TIMEOUT_S = 180.0
 END_TIMEOUT_S = 12.0
@@ -152,7 +152,7 @@ class WorkerProcess:
             "CUDA_TILE_CACHE_DIR": str(caches / "cutile"),
             "TORCHINDUCTOR_COMPILE_THREADS": "1",  # its pool of compiling processes finds no GPU inside the sandbox
             "PYTHONDONTWRITEBYTECODE": "1",
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count() or 1)),
+            "OMP_NUM_THREADS": str(processors()),
         }
         return environment | dict(extra)
 
@@ -160,6 +160,10 @@ class WorkerProcess:
     def alive(self) -> bool:
         """True while the process runs."""
         return self._ending is None and self._process.poll() is None
+
+    def processor_us(self) -> float:
+        """The processor time of the worker and of all that lives of what it started, so far, in microseconds."""
+        return processor_us(descendants(self._process.pid))
 
     @property
     def sandbox_level(self) -> int:
@@ -322,6 +326,13 @@ class WorkerProcess:
         self.kill()
         self._channel.close()
         remove_tree(self.folder)
+
+
+def processors() -> int:
+    """How many processors the maths of one worker may use at once: OMP_NUM_THREADS, or all that this process may use."""
+    available = len(os.sched_getaffinity(0))
+    asked_for = os.environ.get("OMP_NUM_THREADS", "")
+    return min(int(asked_for), available) if asked_for.isdigit() and int(asked_for) else available
 
 
 def _signal_name(number: int) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import stat
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ __all__ = [
     "hidden_file_bytes",
     "kill_descendants",
     "memory_bytes",
+    "processor_us",
     "reap",
     "shared_out_memory_bytes",
     "tasks_of_user",
@@ -22,6 +24,7 @@ __all__ = [
 
 _BLOCK = 512
 _DEEPEST = 64
+_SCHEDULED = 2
 
 
 def descendants(ancestor: int) -> list[int]:
@@ -48,6 +51,15 @@ def kill_descendants(ancestor: int) -> int:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process, signal.SIGKILL)
     return len(found)
+
+
+def processor_us(processes: Iterable[int]) -> float:
+    """The processor time that they have taken so far, with that of their threads that have ended, in microseconds."""
+    total = 0
+    for process in processes:
+        with contextlib.suppress(OSError):  # it has ended
+            total += time.clock_gettime_ns(~process << 3 | _SCHEDULED)  # what clock_getcpuclockid(3) makes of a process
+    return total / 1e3
 
 
 def reap(spare: int = 0) -> dict[int, int]:

@@ -1,0 +1,53 @@
+"""bfloat16 in the repaired Triton interpreter, in a process of its own: it changes Triton for good."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+import torch
+import triton
+import triton.language as tl
+from tilegym_db.verify.sandbox.interpreter import repair_interpreter
+
+repair_interpreter()
+
+
+@triton.jit
+def casts(x, wide, narrow, N: tl.constexpr):
+    i = tl.arange(0, N)
+    value = tl.load(x + i).to(tl.float32)
+    tl.store(wide + i, value)
+    tl.store(narrow + i, (value * 1.003).to(tl.bfloat16))
+
+
+@triton.jit
+def product(a, b, out):
+    i = tl.arange(0, 16)
+    block = i[:, None] * 16 + i[None, :]
+    tl.store(out + block, tl.dot(tl.load(a + block), tl.load(b + block)))
+
+
+every = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16)
+wide, narrow = torch.empty(1 << 16), torch.empty(1 << 16, dtype=torch.bfloat16)
+casts[(1,)](every, wide, narrow, 1 << 16)
+torch.testing.assert_close(wide, every.float(), rtol=0, atol=0, equal_nan=True)
+torch.testing.assert_close(narrow, (every.float() * 1.003).bfloat16(), rtol=0, atol=0, equal_nan=True)
+
+a, b = torch.randn(2, 16, 16).bfloat16()
+out = torch.empty(16, 16)
+product[(1,)](a, b, out)
+torch.testing.assert_close(out, a.float() @ b.float())
+print("as hardware does")
+"""
+
+
+def test_bfloat16_casts_and_products_are_those_of_hardware(tmp_path: Path):
+    script = tmp_path / "script.py"  # Triton reads the source of a kernel from its file
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "as hardware does\n", done.stderr
