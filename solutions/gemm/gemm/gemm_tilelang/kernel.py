@@ -141,9 +141,12 @@ def gemm_skinny_kernel(N, K, dtype, block_M, block_N, block_K, stages):
 
 @functools.cache
 @tilelang.jit
-def gemm_plain_kernel(N, K, dtype):
-    """Compile the kernel for rows that TMA cannot address (not aligned to 16 bytes): one element a load, no overlap."""
-    M = T.dynamic("M")
+def gemm_plain_kernel(K, dtype):
+    """Compile the kernel for rows that TMA cannot address (not aligned to 16 bytes): one element a load, no overlap.
+
+    N is dynamic, or a single row of b, which no stride moves, would be loaded as if it were aligned.
+    """
+    M, N = T.dynamic("M N")
     a_stride, b_stride, out_stride = T.dynamic("a_stride b_stride out_stride", "int64")
     block, block_K = 64, 32
 
@@ -209,7 +212,7 @@ def run(a, b, out, *, block_M=None, block_N=None, split=None, block_K=64, group=
         return
     dtype = a.dtype
     if (a.stride(0) | b.stride(0)) % 8 or (a.data_ptr() | b.data_ptr()) % 16:
-        gemm_plain_kernel(N, K, dtype)(a, b, out)
+        gemm_plain_kernel(K, dtype)(a, b, out)
         return
     multiprocessors = multiprocessor_count(a.device.index)
     if (skinny_M or (32 if 64 * multiprocessors >= N else 64)) >= M:
