@@ -63,9 +63,29 @@ def test_loading_leaves_no_trace_but_its_own_modules(write_solution: WriteSoluti
 
     load_entry(solution)
 
-    assert (sys.path, sys.meta_path) == (path, finders)
+    assert sys.path == path
+    assert importlib.util.find_spec("sizes") is None
     assert all(name.startswith("_tilegym_db_solution_") for name in set(sys.modules) - modules)
     assert not list(solution.folder.rglob("__pycache__"))
+
+    unload_entry(solution)
+
+    assert (sys.meta_path, set(sys.modules)) == (finders, modules)
+
+
+def test_a_sibling_can_be_imported_at_the_first_call(write_solution: WriteSolution) -> None:
+    source = "def run():\n    from .parts import table\n    return table.ROWS\n"
+
+    assert load_entry(write_solution("python", source, files={"parts/table.py": "ROWS = 7\n"}))() == 7
+
+
+@pytest.mark.parametrize("statement", ["from . import hidden", "from .hidden import run", "import hidden"])
+def test_a_file_that_is_no_declared_source_cannot_be_imported(write_solution: WriteSolution, statement: str) -> None:
+    solution = write_solution("python", f"def run():\n    {statement}\n")
+    (solution.folder / "hidden.py").write_text("def run(): ...\n")
+
+    with pytest.raises(ImportError, match="hidden"):
+        load_entry(solution)()
 
 
 def test_an_import_that_raises_names_the_line_and_leaves_nothing(write_solution: WriteSolution) -> None:

@@ -2,7 +2,8 @@
 
 The module runs exactly the bytes that the Solution's digest covers. Its name is derived from that digest, so two loads
 of one source share their compiled kernels, and an edited source is another module. Source files beside the entry file
-can be imported as ``from .other import x`` or as ``import other``.
+can be imported as ``from .other import x``, or as ``import other`` while it is being imported; files that are not declared
+as sources cannot.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ def unload_entry(solution: SolutionFiles) -> None:
         package = _package_name(solution)
         for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
             del sys.modules[name]
+        finders: list[Any] = sys.meta_path
+        finders[:] = [finder for finder in finders if getattr(finder, "package", None) != package]
 
 
 def clipped_traceback(error: BaseException, folder: Path) -> str:
@@ -77,7 +80,7 @@ def _import(solution: SolutionFiles, name: str) -> ModuleType:
     check_dependencies(spec.dependencies, solution.name)
     _check_unchanged(solution)
     package = ModuleType(_package_name(solution))
-    package.__path__ = [str(solution.folder)]
+    package.__path__ = []  # found by the finder alone: the folder may hold files that the digest does not cover
     sys.modules[package.__name__] = package
     try:
         with _siblings(solution):
@@ -134,27 +137,28 @@ class _ExactSource(importlib.machinery.SourceFileLoader):
 
 
 class _SiblingFinder:
-    """Resolves a Solution's own files, by their names inside its package and by their plain names."""
+    """Resolves a Solution's own files by their names inside its package and, while ``plain``, by their plain names."""
 
     def __init__(self, folder: Path, package: str, sources: Mapping[str, bytes]) -> None:
         self.package = package
+        self.plain = True
         files = {path: content for path, content in sources.items() if path.endswith(".py")}
         self.modules = {_module_name(path): (folder / path, content) for path, content in files.items()}
         nested = {parent for name in self.modules for parent in _parents(name)} - set(self.modules)
-        self.folders = {name: folder.joinpath(*name.split(".")) for name in nested}
+        self.folders = nested
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         name = fullname.removeprefix(f"{self.package}.")
+        if name == fullname and not self.plain:
+            return None
         if name in self.folders:
-            spec = ModuleSpec(fullname, None, is_package=True)
-            spec.submodule_search_locations = [str(self.folders[name])]
-            return spec
+            return ModuleSpec(fullname, None, is_package=True)
         if name not in self.modules:
             return None
         file, content = self.modules[name]
-        locations = [str(file.parent)] if file.name == "__init__.py" else None
+        locations: list[str] | None = [] if file.name == "__init__.py" else None
         loader = _ExactSource(fullname, str(file), content)
         return importlib.util.spec_from_file_location(
             fullname, file, loader=loader, submodule_search_locations=locations
@@ -169,15 +173,15 @@ def _parents(name: str) -> Iterator[str]:
 
 @contextmanager
 def _siblings(solution: SolutionFiles) -> Iterator[None]:
-    """Let a Solution import its own files for as long as it is being imported; plain names are forgotten afterwards."""
+    """Let a Solution import its own files; by plain names only as long as it is being imported."""
     finder = _SiblingFinder(solution.folder, _package_name(solution), solution.sources)
-    plain = {name for name in (*finder.modules, *finder.folders)}
+    plain = {*finder.modules, *finder.folders}
     hidden = {name: sys.modules.pop(name) for name in plain & set(sys.modules)}
     sys.meta_path.insert(0, finder)
     try:
         yield
     finally:
-        sys.meta_path.remove(finder)
+        finder.plain = False
         for name in plain & set(sys.modules):
             del sys.modules[name]
         sys.modules.update(hidden)
