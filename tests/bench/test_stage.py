@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tilegym_db.bench.contents import ExpectedCache, WorkloadContents
-from tilegym_db.bench.stage import MAX_SLOTS, MIN_SLOTS, Stage
+from tilegym_db.bench.stage import MAX_SLOTS_ON_CPU, MIN_SLOTS, Stage
 from tilegym_db.records import Definition
 from tilegym_db.verify.verifier import same_bytes
 
@@ -74,7 +74,7 @@ def test_an_input_that_is_overwritten_in_place_is_put_back(make_catalog, tmp_pat
     stage.close()
 
 
-@pytest.mark.parametrize(("arena_bytes", "slots"), [(0, MIN_SLOTS), (1 << 30, MAX_SLOTS)])
+@pytest.mark.parametrize(("arena_bytes", "slots"), [(0, MIN_SLOTS), (1 << 30, MAX_SLOTS_ON_CPU)])
 def test_slots_are_bounded_by_memory_and_by_sense(contents, arena_bytes, slots):
     stage = Stage(contents.definition, contents.sets, "cpu", arena_bytes)
     assert stage.slots == slots

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from tilegym_db.records import Solution
 from tilegym_db.records.trace import Tier
+from tilegym_db.store.statements import PUBLISHED_SANDBOX_LEVEL
 
 __all__ = ["INTERPRETER", "MIN_SANDBOX_LEVEL", "PROMOTION", "SCREEN", "Rigor"]
 
-MIN_SANDBOX_LEVEL = 2
+MIN_SANDBOX_LEVEL = PUBLISHED_SANDBOX_LEVEL
 """Below this, a Solution could have reached what judges it; a promotion needs at least this level."""
 
 BASELINE_FUZZ_CASES = 4

@@ -14,8 +14,8 @@ from tilegym_db.verify.verifier import Expected, fill_slot
 
 __all__ = ["Stage"]
 
-MIN_SLOTS, MAX_SLOTS = 4, 32
-"""Calls go round over this many addresses, so that none is asked for twice in a row."""
+MIN_SLOTS, MAX_SLOTS, MAX_SLOTS_ON_CPU = 4, 32, 16
+"""Calls go round over this many addresses, so that none is asked for twice in a row; a CPU takes long to fill them."""
 
 
 class Stage:
@@ -30,7 +30,8 @@ class Stage:
         self.definition = definition
         self.contents = contents
         plan = plan_slot(definition, contents[0].case)
-        slots = max(MIN_SLOTS, len(contents), min(MAX_SLOTS, arena_bytes // plan.size))
+        most = MAX_SLOTS_ON_CPU if device == "cpu" else MAX_SLOTS
+        slots = max(MIN_SLOTS, len(contents), min(most, arena_bytes // plan.size))
         self.arena = Arena(plan, slots, device)
         self._rotation = 0
         self.fill()

@@ -9,19 +9,19 @@ def _eager(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return (normed * (1.0 + weight.float())).to(x.dtype)
 
 
-# One static graph per shape, which is torch.compile at its best. PyTorch goes back to eager code after eight graphs of
-# one function, so all are dropped before that; shapes are measured one after the other.
-_compiled = torch.compile(_eager, dynamic=False)
-_MAX_GRAPHS = 7
+# One static graph per shape, which is torch.compile at its best. PyTorch keeps eight graphs of one function, so all are
+# dropped before a ninth; with fullgraph it would raise an error rather than run eager code.
+_compiled = torch.compile(_eager, dynamic=False, fullgraph=True)
+MAX_GRAPHS = 8
 _graphs: set[tuple[object, ...]] = set()
 
 
 def run(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [M, N], weight [N] -> [M, N]."""
-    key = (x.shape, x.stride(), x.dtype)
-    if key not in _graphs:
-        if len(_graphs) == _MAX_GRAPHS:
-            torch._dynamo.reset()
+    graph = (x.shape, x.stride(), weight.stride(), x.dtype, eps)
+    if graph not in _graphs:
+        if len(_graphs) == MAX_GRAPHS:
+            torch.compiler.reset()
             _graphs.clear()
-        _graphs.add(key)
+        _graphs.add(graph)
     return _compiled(x, weight, eps)
