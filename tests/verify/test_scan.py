@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -161,6 +162,7 @@ def test_the_rules_print_as_a_table() -> None:
     lines = rule_table().splitlines()
     assert len(lines) == len(RULES) + 2
     assert all(line.count("|") >= 5 for line in lines)
+    assert rule_table().strip() in (Path(__file__).parents[2] / "docs" / "trust.md").read_text()
 
 
 # -- hiding a name ----------------------------------------------------------------------------------------------------

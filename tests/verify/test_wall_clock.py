@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tilegym_db.verify.wall_clock import WallRun, judge_latency
+from tilegym_db.verify.wall_clock import Elapsed, WallRun, alone_us, judge_latency
 
 NULL = 120.0
 
@@ -52,12 +52,31 @@ def test_a_slow_answer_within_the_noise_is_no_proof():
     assert judge_latency(5.0, run, on_gpu=True) is None
 
 
-def test_a_busy_processor_that_others_kept_waiting_is_no_proof():
-    contended = honest(900.0, processor_us=320.0)
-    assert judge_latency(300.0, contended, on_gpu=False) is None
+def contended(latency_us: float, **changes: float) -> WallRun:
+    """Twice as slow by the clock because others had the processor half of the time."""
+    elapsed = {"wall_us": NULL + 24 * 2 * latency_us, "processor_us": 24 * latency_us, "queued_us": 24 * latency_us}
+    alone = alone_us(Elapsed(**{**elapsed, **changes}), NULL, calls=24, processors=1)
+    return honest(2 * latency_us, alone_us=alone)
 
 
-def test_processor_time_refutes_only_together_with_the_clock():
-    many_threads = honest(300.0, processor_us=2400.0)
-    assert judge_latency(300.0, many_threads, on_gpu=False) is None
-    assert judge_latency(10.0, honest(300.0, processor_us=310.0), on_gpu=False) is not None
+def test_a_processor_that_others_had_meanwhile_is_no_proof():
+    assert judge_latency(100.0, honest(400.0), on_gpu=False) is not None
+    assert judge_latency(200.0, contended(250.0), on_gpu=False) is None
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        contended(250.0),
+        contended(250.0, processor_us=0.0, queued_us=0.0),  # it slept
+        contended(
+            250.0, processor_us=24 * 500.0, queued_us=1e9
+        ),  # threads of its own that only kept each other waiting
+    ],
+)
+def test_a_lie_is_refuted_on_a_busy_machine_as_well(lie):
+    assert judge_latency(2.0, lie, on_gpu=False) is not None
+
+
+def test_threads_share_the_processor_time_of_a_call():
+    assert alone_us(Elapsed(0.0, 4800.0, 0.0), NULL, calls=8, processors=2) == 300.0

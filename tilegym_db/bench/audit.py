@@ -13,7 +13,7 @@ from tilegym_db.records.trace import Performance
 from tilegym_db.verify.ownership import Ownership, judge_ownership
 from tilegym_db.verify.sandbox.process import WorkerProcess, processors
 from tilegym_db.verify.verifier import Failure, judge, read_outputs
-from tilegym_db.verify.wall_clock import Elapsed, WallRun, judge_latency
+from tilegym_db.verify.wall_clock import Elapsed, WallRun, alone_us, judge_latency
 
 __all__ = ["Referee", "audit_clock", "audit_ownership"]
 
@@ -130,16 +130,17 @@ def _run(
         elapsed.append(outcome)
     short, long = elapsed
     on_cpu = member.device == "cpu"
+    # On a busy CPU the median request waits its turn, which must not be taken off what the calls took.
+    null_us = null[0] if on_cpu else null[len(null) // 2]
     return WallRun(
         slots.calls,
         short.wall_us,
         long.wall_us,
-        # On a busy CPU the median request waits its turn, which must not be taken off what the calls took.
-        null_us=null[0] if on_cpu else null[len(null) // 2],
+        null_us,
         # One null call may meet a hiccup, as one attempt here may; a machine that is busy all the time proves nothing by it.
         noise_us=30.0 + min(null[-2] - null[0], MAX_SPREAD_US),
         copies_us=_copying_us(member, stage),
-        processor_us=long.processor_us / (3 * slots.calls * processors()) if on_cpu else None,
+        alone_us=alone_us(long, null_us, 3 * slots.calls, processors()) if on_cpu else None,
     )
 
 

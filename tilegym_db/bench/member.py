@@ -417,11 +417,12 @@ class Member:
     def run_calls(self, slots: Sequence[int], busy_us: float) -> Elapsed | Failure:
         """What it took from asking for one call on each slot to the answer that all is done, by this process's clock."""
         assert self.worker is not None
-        processor_us = self.worker.processor_us()
+        before = self.worker.processor_use()
         start = time.perf_counter_ns()
         reply = self._reply(self.worker, "run", self.limits.call_s, slots=list(slots), busy_us=busy_us)
         wall_us = (time.perf_counter_ns() - start) / 1e3
-        return reply if isinstance(reply, Failure) else Elapsed(wall_us, self.worker.processor_us() - processor_us)
+        after = self.worker.processor_use()
+        return reply if isinstance(reply, Failure) else Elapsed(wall_us, after[0] - before[0], after[1] - before[1])
 
     def profile(self, slots: Sequence[int]) -> list[KernelUse] | Failure:
         """What ran on the device because of one call on each slot."""

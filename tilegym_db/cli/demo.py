@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
+    from tilegym_db.bench.machine import Machine
     from tilegym_db.catalog import Catalog
 
 BEST_PER_OP = """\
@@ -39,7 +40,7 @@ def command(
     console = Console()
     catalog, machine = Catalog.default(), select_machine("auto")
     failed = _check(console, catalog) + _compile(console, catalog, target)
-    failed += _bench(console, machine.gpu)
+    failed += _bench(console, machine)
     for gpu in dict.fromkeys((machine.gpu, REFERENCE_GPU)):
         _ask(console, gpu)
     _model(console, catalog, machine.device, tokens)
@@ -84,14 +85,20 @@ def _compile(console: Console, catalog: Catalog, target: str) -> int:
     return failure_count(results)
 
 
-def _bench(console: Console, gpu: str) -> int:
+def _bench(console: Console, machine: Machine) -> int:
+    from tilegym_db.bench.rigor import MIN_SANDBOX_LEVEL
     from tilegym_db.bench.session import benchmark
     from tilegym_db.cli.bench import print_summary
     from tilegym_db.cli.bench_progress import Progress
+    from tilegym_db.verify.sandbox.process import best_level
 
-    _step(console, f"3. verify and time on {gpu}")
+    _step(console, f"3. screen on {machine.gpu}, then promote what passed")
+    sandbox = best_level(machine.device)
+    promote = sandbox.level >= MIN_SANDBOX_LEVEL
+    if not promote:
+        console.print(f"no promotion, so nothing counts as verified: {'; '.join(sandbox.reasons)}", highlight=False)
     with Progress() as progress:
-        report = benchmark(gpu=gpu, quick=True, observer=progress.observer())
+        report = benchmark(gpu=machine.gpu, quick=True, promote=promote, observer=progress.observer())
     print_summary(report)
     return sum(count for status, count in report.counts.items() if status not in ("PASSED", "UNSUPPORTED"))
 

@@ -8,8 +8,9 @@ calls and having their outputs, on contents that the Solution has never seen. Tw
 
 A Solution that dawdles in the short run makes the slope small, but not the second; neither can be made small by more waiting.
 
-Other programs on the machine make both large. So on a CPU a claim is refuted only if the processor time of the worker and of
-everything it started, which the kernel counts and waiting does not add to, refutes it too.
+Other programs on the machine make both large. So on a CPU a claim is refuted only if it is refuted by what the run would have
+taken alone, too: the processor time of the worker and of all that it started, or the wait less the time for which something
+that was ready to run did not get a processor. The kernel counts both. Sleeping adds to the second, spinning to the first.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Elapsed", "WallRun", "judge_latency"]
+__all__ = ["Elapsed", "WallRun", "alone_us", "judge_latency"]
 
 GPU_FACTOR, GPU_FLOOR_US = 1.35, 4.0
 """Calls one after another, with a warm L2, may cost this much more than one alone: launch gaps between kernels."""
@@ -30,10 +31,15 @@ CPU_FACTOR, CPU_FLOOR_US = 2.0, 60.0
 
 
 class Elapsed(NamedTuple):
-    """What one run took, in microseconds: by the supervisor's clock, and of processor time, all processes together."""
+    """What one run took, in microseconds.
+
+    ``wall_us`` by the supervisor's clock, ``processor_us`` of processor time, all processes together, and ``queued_us`` for
+    which their threads, and the supervisor's, were ready to run and got no processor.
+    """
 
     wall_us: float
     processor_us: float
+    queued_us: float
 
 
 @dataclass(frozen=True)
@@ -41,8 +47,8 @@ class WallRun:
     """Two runs by the supervisor's clock, in microseconds: ``calls`` calls, then three times as many.
 
     ``null_us`` is the same request with no call, ``noise_us`` how far such requests lie apart, ``copies_us`` what the
-    worker may spend on each call beside it, copying what it returned. ``processor_us`` is the processor time of one call of
-    the long run on a CPU, shared out evenly over the processors that may have worked at once.
+    worker may spend on each call beside it, copying what it returned. On a CPU, ``alone_us`` is the least that one call of
+    the long run can have taken had the machine been idle.
     """
 
     calls: int
@@ -51,7 +57,7 @@ class WallRun:
     null_us: float
     noise_us: float
     copies_us: float = 0.0
-    processor_us: float | None = None
+    alone_us: float | None = None
 
     @property
     def slope_us(self) -> float:
@@ -64,11 +70,23 @@ class WallRun:
         return (self.long_us - self.null_us) / (3 * self.calls)
 
 
+def alone_us(run: Elapsed, null_us: float, calls: int, processors: int) -> float:
+    """The least that one call of a run on a CPU can have taken if nothing else had kept its threads waiting.
+
+    Args:
+        run: all calls together.
+        null_us: the same request with no call.
+        calls: how many.
+        processors: how many may have worked on one call at once.
+    """
+    return max(run.processor_us / processors, run.wall_us - run.queued_us - null_us) / calls
+
+
 def judge_latency(latency_us: float, run: WallRun, *, on_gpu: bool) -> str | None:
     """Why the claimed latency cannot be true, or None where the supervisor's clock allows it."""
     factor, floor_us = (GPU_FACTOR, GPU_FLOOR_US) if on_gpu else (CPU_FACTOR, CPU_FLOOR_US)
     credible = factor * latency_us + floor_us + run.copies_us
-    if run.processor_us is not None and run.processor_us <= credible:
+    if run.alone_us is not None and run.alone_us <= credible:
         return None
     constant_us = max(run.noise_us, GPU_CONSTANT_US) if on_gpu else run.noise_us
     for estimate, slack, how in (

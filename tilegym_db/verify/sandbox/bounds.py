@@ -31,7 +31,7 @@ class ResourceBounds:
         """Half of the memory, and processes and threads in proportion to the processors."""
         cores = os.cpu_count() or 1
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return cls(memory_bytes=memory // 2, processes=128 + 4 * cores, threads=2048 + 64 * cores)
+        return cls(memory_bytes=memory // 2, processes=128 + 4 * cores, threads=512 + 64 * cores)
 
 
 @dataclass(frozen=True)

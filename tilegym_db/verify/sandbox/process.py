@@ -25,7 +25,7 @@ from tilegym_db.paths import home
 from tilegym_db.verify.sandbox import protocol
 from tilegym_db.verify.sandbox.bounds import ResourceBounds
 from tilegym_db.verify.sandbox.levels import Sandbox, best_level
-from tilegym_db.verify.sandbox.processes import descendants, kill_descendants, processor_us
+from tilegym_db.verify.sandbox.processes import descendants, kill_descendants, processor_us, queued_us
 from tilegym_db.verify.sandbox.reply import Reply, storable
 from tilegym_db.verify.sandbox.scratch import remove_tree
 from tilegym_db.verify.sandbox.spec import Confinement, WorkerSpec
@@ -161,9 +161,13 @@ class WorkerProcess:
         """True while the process runs."""
         return self._ending is None and self._process.poll() is None
 
-    def processor_us(self) -> float:
-        """The processor time of the worker and of all that lives of what it started, so far, in microseconds."""
-        return processor_us(descendants(self._process.pid))
+    def processor_use(self) -> tuple[float, float]:
+        """Microseconds so far of the worker and of all that lives of what it started.
+
+        On a processor; and ready to run without one, the supervisor's own threads, which wait for the worker, included.
+        """
+        running = descendants(self._process.pid)
+        return processor_us(running), queued_us([*running, os.getpid()])
 
     @property
     def sandbox_level(self) -> int:

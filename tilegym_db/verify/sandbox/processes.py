@@ -16,6 +16,7 @@ __all__ = [
     "kill_descendants",
     "memory_bytes",
     "processor_us",
+    "queued_us",
     "reap",
     "shared_out_memory_bytes",
     "tasks_of_user",
@@ -59,6 +60,17 @@ def processor_us(processes: Iterable[int]) -> float:
     for process in processes:
         with contextlib.suppress(OSError):  # it has ended
             total += time.clock_gettime_ns(~process << 3 | _SCHEDULED)  # what clock_getcpuclockid(3) makes of a process
+    return total / 1e3
+
+
+def queued_us(processes: Iterable[int]) -> float:
+    """How long their living threads have been ready to run without getting a processor, in microseconds; 0 if unknown."""
+    total = 0
+    for process in processes:
+        with contextlib.suppress(OSError):  # it has ended, or this kernel does not count
+            for thread in os.listdir(f"/proc/{process}/task"):
+                with contextlib.suppress(OSError):
+                    total += int(_read(f"/proc/{process}/task/{thread}/schedstat").split()[1])
     return total / 1e3
 
 

@@ -1,4 +1,4 @@
-"""Watches what a worker takes and says when that is too much; spends at most a hundredth of one processor on it."""
+"""Watches what a worker takes and says when that is too much; spends about a hundredth of one processor on it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from tilegym_db.verify.sandbox.processes import (
 __all__ = ["Watch"]
 
 _SHARE_OF_TIME = 0.01
-_PROCESSES_EVERY_S = 0.05
-_FILES_EVERY_S = 0.5
+_PROCESSES_EVERY_S = 0.05, 0.5
+_FILES_EVERY_S = 0.5, 5.0
+"""How often at most and at least: a fork bomb must not buy itself time by making it slow to look."""
 
 
 class Watch:
@@ -53,6 +54,7 @@ class Watch:
         return violation(Usage(memory, processes, output_bytes, self._disk, self._files), self._bounds)
 
 
-def _next(started: float, interval_s: float) -> float:
+def _next(started: float, every_s: tuple[float, float]) -> float:
     now = time.monotonic()
-    return now + max(interval_s, (now - started) / _SHARE_OF_TIME)
+    shortest, longest = every_s
+    return now + min(longest, max(shortest, (now - started) / _SHARE_OF_TIME))
