@@ -15,6 +15,7 @@ from tilegym_db.cli import (
     add_workload,
     bench,
     best,
+    calibrate,
     check,
     compile,
     demo,
@@ -61,6 +62,7 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     "This machine": {
         "demo": demo.command,
         "doctor": doctor.command,
+        "calibrate": calibrate.command,
         "version": version.command,
     },
 }
