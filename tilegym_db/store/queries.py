@@ -35,6 +35,7 @@ __all__ = [
     "read_peaks",
     "read_traces",
     "revoking_rows",
+    "solutions_of_run",
     "traces_of",
     "verified_rows",
 ]
@@ -148,6 +149,11 @@ PEAKS = """
     WHERE gpu = $gpu AND ($gpu_name IS NULL OR gpu_name = $gpu_name) AND ($driver IS NULL OR driver = $driver)
         AND (is_own OR NOT $own)
     ORDER BY is_own DESC, timestamp DESC, record::VARCHAR LIMIT 1
+"""
+
+SOLUTIONS_OF_RUN = """
+    SELECT DISTINCT solution, solution_digest FROM traces WHERE run_id = $run_id AND tier <> 'interpreter'
+    ORDER BY solution, solution_digest
 """
 
 _KEYS = ("config_key", "axes_key", "dtypes_key", "scalars_key", "layouts_key")
@@ -285,6 +291,11 @@ def read_peaks(
     """
     rows = store.rows(PEAKS, {"gpu": gpu, "gpu_name": gpu_name, "driver": driver, "own": own})
     return GpuPeaks.from_json(rows[0]["record"], f"{store.path}: peaks of {gpu}") if rows else None
+
+
+def solutions_of_run(store: Store, run_id: str) -> dict[str, str]:
+    """What a run tried on its device: solution -> digest; empty where the store has no such run."""
+    return {row["solution"]: row["solution_digest"] for row in store.rows(SOLUTIONS_OF_RUN, {"run_id": run_id})}
 
 
 def _slugs(gpu: str | None) -> list[str] | None:
