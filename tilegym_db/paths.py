@@ -7,7 +7,7 @@ from pathlib import Path
 
 import platformdirs
 
-__all__ = ["home", "peaks_paths", "shipped_root"]
+__all__ = ["home", "shipped_root"]
 
 HOME_VARIABLE = "TILEGYM_DB_HOME"
 
@@ -25,8 +25,3 @@ def shipped_root() -> Path:
     if (checkout / "definitions").is_dir() and (checkout / "pyproject.toml").is_file():
         return checkout
     return package / "_data"
-
-
-def peaks_paths(gpu: str) -> tuple[Path, Path]:
-    """Where the calibrated peaks of a GPU may lie: those measured by this user, which win, and those that ship."""
-    return home() / "peaks" / f"{gpu}.json", shipped_root() / "traces" / gpu / "peaks.json"

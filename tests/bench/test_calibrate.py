@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -9,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tilegym_db.bench.calibrate import StopWatch, best_rate, calibrate, current_peaks, load_peaks, save_peaks
-from tilegym_db.bench.machine import cpu_machine, select_machine
+from tilegym_db.bench import calibrate as module
+from tilegym_db.bench.calibrate import StopWatch, best_rate, calibrate, current_peaks
+from tilegym_db.bench.machine import Machine, cpu_machine, select_machine
 from tilegym_db.bench.peak_calls import (
     Candidate,
     copy_candidates,
@@ -18,8 +18,9 @@ from tilegym_db.bench.peak_calls import (
     product_candidates,
     read_candidates,
 )
-from tilegym_db.errors import HardwareError, RecordError
+from tilegym_db.errors import HardwareError
 from tilegym_db.records.peaks import PRODUCT_DTYPES, GpuPeaks, Measured
+from tilegym_db.store.peaks import own_peaks_files
 
 
 def wall(call: Callable[[], Any], calls: int) -> list[float]:
@@ -136,27 +137,22 @@ def test_the_precision_of_float32_products_is_put_back(precision):
     assert torch.get_float32_matmul_precision() == before
 
 
-def test_a_cpu_has_no_peaks():
+def test_a_cpu_has_no_peaks(home):
     with pytest.raises(HardwareError, match="traces of a CPU have no speed of light"):
         calibrate(cpu_machine())
-    assert current_peaks(cpu_machine()) is None
+    assert current_peaks(cpu_machine(), None, home) is None
+    assert not home.exists()
 
 
-def test_own_peaks_win_over_those_that_ship(checkout, home):
-    assert load_peaks("h200") is None
-    shipped = checkout / "traces" / "h200" / "peaks.json"
-    save_peaks(peaks(driver="shipped"), shipped)
-    assert load_peaks("h200") == peaks(driver="shipped")
-    assert save_peaks(peaks(driver="own")) == home / "peaks" / "h200.json"
-    assert load_peaks("h200") == peaks(driver="own")
-    assert load_peaks("b200") is None
-
-
-def test_a_broken_file_is_an_error_that_names_it(home):
-    path = save_peaks(peaks())
-    path.write_text(json.dumps({**json.loads(path.read_text()), "l2_bytes": -1}))
-    with pytest.raises(RecordError, match=r"h200\.json: not a valid peaks: l2_bytes"):
-        load_peaks("h200")
+def test_a_gpu_is_calibrated_where_nothing_is_known_of_it_and_that_is_stored(home, monkeypatch):
+    monkeypatch.setattr(module, "calibrate", lambda machine: peaks())
+    h200 = Machine("cuda:0", "h200", "NVIDIA H200", "sm_90")
+    known = peaks(driver="1")
+    assert current_peaks(h200, known, home) == known
+    assert own_peaks_files(home) == []
+    assert current_peaks(h200, None, home) == peaks()
+    (stored,) = own_peaks_files(home)
+    assert GpuPeaks.from_json(stored.read_bytes()) == peaks()
 
 
 @pytest.mark.gpu
@@ -179,14 +175,6 @@ def test_a_gpu_is_calibrated_in_less_than_fifteen_seconds(home):
     assert found.l2_bytes == torch.cuda.get_device_properties(0).L2_cache_size
     assert found.sm_count == torch.cuda.get_device_properties(0).multi_processor_count
     assert 1 < found.launch_us.value < 10
-
-
-@pytest.mark.gpu
-def test_peaks_are_measured_once_for_a_machine(home):
-    machine = select_machine("auto")
-    first = current_peaks(machine)
-    assert first is not None
-    assert load_peaks(machine.gpu) == current_peaks(machine) == first
 
 
 def ceiling_of(found: GpuPeaks) -> float:

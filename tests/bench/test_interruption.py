@@ -147,7 +147,7 @@ def test_twenty_kills_at_random_moments_lose_no_finished_trace_and_the_next_run_
         now = {trace.trace_id for trace in finished(home)}
         assert known <= now
         known = now
-    assert 20 <= len(known) < len(sizes)
+    assert 10 <= len(known) < len(sizes)  # every other kill waited for at least one more
 
     _, exit_status = launch(*bench)
     assert exit_status() == 0, (tmp_path / "stderr").read_text()

@@ -13,7 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilegym_db.bench.tournament import Effort, Entrant, run_tournament
+from tilegym_db.bench.clocks import ClockReading
+from tilegym_db.bench.statistics import median_interval
+from tilegym_db.bench.tournament import Block, Effort, Entrant, run_tournament
 from tilegym_db.verify.verifier import Failure
 
 SLOTS = 8
@@ -40,6 +42,7 @@ class Simulated:
     provides: str | None = None
     fails_at: int = -1
     noise: float = 0.0
+    block_noise: float = 0.0
     device: str = "cpu"
     blocks: list[list[int]] = field(default_factory=list)
     checked: list[list[int]] = field(default_factory=list)
@@ -54,7 +57,8 @@ class Simulated:
         if len(self.blocks) == self.fails_at:
             return Failure("RUNTIME_ERROR", "died")
         generator = random.Random(len(self.blocks))
-        times = [self.latency_us * self.clock.tick() * generator.uniform(1, 1 + self.noise) for _ in slots]
+        block_us = self.latency_us * generator.uniform(1, 1 + self.block_noise)
+        times = [block_us * self.clock.tick() * generator.uniform(1, 1 + self.noise) for _ in slots]
         return times, [1.0] * len(slots)
 
     def check_timed_outputs(self, stage: object, verified: object, slots: Sequence[int]) -> Failure | None:
@@ -78,12 +82,37 @@ class SimulatedStage:
             self.poisoned.append(sorted(set(slots)))
 
 
+@dataclass
+class HotDevice:
+    """Clocks of a device that is slowed down by heat during the given rounds, counted from 0."""
+
+    hot_rounds: set[int] = field(default_factory=set)
+    looks: int = 0
+
+    def look(self) -> None:
+        self.looks += 1
+
+    def reading(self, since: float) -> ClockReading:
+        hot = self.looks - 1 in self.hot_rounds
+        return ClockReading(1980, hot, ("gpu idle", "hardware thermal slowdown") if hot else ())
+
+
 def play(
-    *members: Simulated, effort: Effort | None = None, seed: int = 1, stage: SimulatedStage | None = None
+    *members: Simulated,
+    effort: Effort | None = None,
+    seed: int = 1,
+    stage: SimulatedStage | None = None,
+    clocks: HotDevice | None = None,
 ) -> dict[str, Any]:
     verified: Any = None
     entrants = [Entrant(member, verified) for member in members]  # type: ignore[arg-type]
-    return run_tournament(entrants, stage or SimulatedStage(), effort or Effort(), seed)  # type: ignore[arg-type]
+    return run_tournament(
+        entrants,
+        stage or SimulatedStage(),  # type: ignore[arg-type]
+        effort or Effort(),
+        seed,
+        clocks,  # type: ignore[arg-type]
+    )
 
 
 def test_a_ratio_survives_a_clock_that_slows_down_all_the_time():
@@ -127,6 +156,54 @@ def test_noisy_times_end_with_the_budget():
     noisy = Simulated("noisy", 1000, noise=1.0)
     play(noisy, effort=Effort(min_rounds=5, max_rounds=10_000, budget_s=0.0))
     assert len(noisy.blocks) == 5 + 2
+
+
+def test_calls_of_one_round_do_not_count_as_if_they_were_independent():
+    """Every call of a round shares what that round was like: many calls a round make the interval no narrower."""
+    widths = []
+    for block_us in (1.0, 100_000.0):
+        member = Simulated("kernel", 1000, block_noise=0.3)
+        member.clock.tick = lambda: 1.0  # type: ignore[method-assign]
+        effort = Effort(min_rounds=20, max_rounds=20, min_samples=1, max_block=50, block_us=block_us)
+        found = play(member, effort=effort)["kernel"]
+        widths.append((found.samples, found.ci_high_us - found.ci_low_us))
+    (few, narrow), (many, wide) = widths
+    assert (few, many) == (20, 20 * 50)
+    assert wide == pytest.approx(narrow)
+
+
+@given(st.lists(st.lists(st.floats(1, 1e4), min_size=1, max_size=5), min_size=1, max_size=30))
+def test_the_interval_is_that_of_the_rounds_and_holds_the_latency(blocks):
+    entrant = Entrant(None, None)  # type: ignore[arg-type]
+    for block in blocks:
+        entrant.keep(Block(block, [1.0] * len(block)))
+    of_rounds, latency = median_interval(entrant.rounds), entrant.latency
+    assert latency.low <= latency.median <= latency.high
+    assert latency.low <= of_rounds.low
+    assert of_rounds.high <= latency.high
+
+
+def test_rounds_in_which_the_device_was_hot_count_for_nobody_and_are_played_again():
+    effort = Effort(min_rounds=12, max_rounds=40, min_samples=1, max_block=1, half_width=1.0)
+    stock, kernel, clocks = Simulated("stock", 200, provides="stock"), Simulated("kernel", 100), HotDevice({0, 5, 6})
+    results = play(stock, kernel, effort=effort, clocks=clocks)
+    assert clocks.looks == effort.min_rounds + 3
+    assert results["kernel"].samples == results["stock"].samples == effort.min_rounds
+    assert results["kernel"].clock_mhz == 1980
+    assert results["kernel"].comparisons[0].ratio == pytest.approx(2, rel=0.02)
+
+
+def test_a_device_that_stays_hot_gives_no_times_and_says_why():
+    effort = Effort(min_rounds=12, max_rounds=14)
+    results = play(Simulated("kernel", 100), effort=effort, clocks=HotDevice(set(range(100))))
+    assert results["kernel"].status == "UNSUPPORTED"
+    assert "slowed down (hardware thermal slowdown) in 14 of 14 rounds" in results["kernel"].reason
+
+
+def test_a_cheat_is_caught_on_a_hot_device_too():
+    cheat = Simulated("cheat", 1, wrong_when_checked=True)
+    results = play(cheat, effort=Effort(min_rounds=12, max_rounds=14), clocks=HotDevice(set(range(100))))
+    assert results["cheat"] == Failure("REJECTED", "another result")
 
 
 @given(seed=st.integers(0, 2**62))

@@ -9,11 +9,11 @@ import typer
 from typer.testing import CliRunner, Result
 
 from tilegym_db.bench import machine
-from tilegym_db.bench.calibrate import load_peaks
 from tilegym_db.bench.machine import Machine
 from tilegym_db.cli import calibrate
 from tilegym_db.errors import HardwareError
 from tilegym_db.records.peaks import GpuPeaks
+from tilegym_db.store.peaks import own_peaks_files
 
 H200 = Machine("cuda:0", "h200", "NVIDIA H200", "sm_90")
 
@@ -65,10 +65,10 @@ def test_a_machine_without_a_gpu_is_refused_and_nothing_is_stored(home, monkeypa
     assert not home.exists()
 
 
-def test_a_gpu_that_is_not_here_is_never_calibrated_under_its_name(on_an_h200):
+def test_a_gpu_that_is_not_here_is_never_calibrated_under_its_name(on_an_h200, home):
     result = invoke("--gpu", "b200")
     assert isinstance(result.exception, HardwareError)
-    assert load_peaks("b200") is None
+    assert own_peaks_files(home) == []
 
 
 def test_the_peaks_are_printed_beside_what_the_driver_admits_to_and_stored(on_an_h200, home):
@@ -80,8 +80,9 @@ def test_the_peaks_are_printed_beside_what_the_driver_admits_to_and_stored(on_an
     assert rows["tf32 product, TFLOP/s"][3:6] == ["400", "0.4%", "535.3"]
     assert rows["float32 product, TFLOP/s"][3:6] == ["50", "0.4%", "a"]  # without tensor cores: no ceiling known
     assert "launch, us" in rows
-    assert str(home / "peaks" / "h200.json") in result.stderr
-    assert load_peaks("h200") == PEAKS
+    (stored,) = own_peaks_files(home)
+    assert str(stored) in result.stderr
+    assert GpuPeaks.from_json(stored.read_bytes()) == PEAKS
 
 
 def test_json_is_the_record(on_an_h200):

@@ -2,7 +2,32 @@ from __future__ import annotations
 
 import pytest
 
-from tilegym_db.cli.doctor import gpu_check
+from tilegym_db.bench import machine
+from tilegym_db.bench.machine import Machine
+from tilegym_db.cli.doctor import gpu_check, peaks_check
+from tilegym_db.records.peaks import GpuPeaks
+from tilegym_db.store.peaks import save_peaks
+
+RATE = {"spread": 0.004, "rounds": 5, "how": "a call"}
+H200 = Machine("cuda:0", "h200", "NVIDIA H200", "sm_90", driver="580.159.04")
+PEAKS = GpuPeaks.from_dict(
+    {
+        "gpu": "h200",
+        "gpu_name": "NVIDIA H200",
+        "sm": "sm_90",
+        "driver": "580.159.04",
+        "timestamp": "2026-11-21T05:00:00Z",
+        "timer": "events",
+        "copy_bytes_per_s": {"value": 4.3e12, **RATE},
+        "launch_us": {"value": 3.5, **RATE},
+        "no_launch_us": {"value": 0.8, **RATE},
+        "l2_bytes": 62914560,
+        "sm_count": 132,
+        "max_sm_mhz": 1980,
+        "max_memory_mhz": 3201,
+        "memory_bus_bits": 6144,
+    }
+)
 
 
 def test_doctor_reports_versions_catalog_and_store(cli, row_scale, home):
@@ -61,3 +86,28 @@ def test_the_drivers_gpus_are_compared_with_those_that_torch_can_use(driver, usa
 def test_version_lists_what_a_measurement_depends_on(cli):
     assert cli("version").out.startswith("tilegym-db 0.")
     assert cli("version", "--json").json().keys() >= {"tilegym-db", "python", "duckdb", "torch", "triton"}
+
+
+def test_doctor_says_when_and_how_the_gpu_was_calibrated_or_how_to_do_it(cli, row_scale, home, monkeypatch):
+    monkeypatch.setattr(machine, "_cuda_machine", lambda index: H200)
+    save_peaks(PEAKS.model_copy(update={"driver": "570.1"}), home)
+    (check,) = [check for check in cli("doctor", "--json").json() if check["what"] == "peaks"]
+    assert (check["state"], check["fix"][:20]) == ("missing", "tilegym-db calibrate")
+    assert "not calibrated with driver 580.159.04; known: 2026-11-21, NVIDIA H200, driver 570.1" in check["detail"]
+    save_peaks(PEAKS, home)
+    result = cli("doctor")
+    assert "peaks       h200 calibrated 2026-11-21, NVIDIA H200, driver 580.159.04: copy 4.3 TB/s" in result.out
+
+
+def test_a_gpu_that_was_never_calibrated_is_named_with_the_command():
+    check = peaks_check(None, None, "h200", "580")
+    assert (check.state, check.detail) == (
+        "missing",
+        "h200 is not calibrated, so traces have no speed of light",
+    )
+    assert check.fix.startswith("tilegym-db calibrate")
+
+
+def test_a_machine_without_a_gpu_is_not_asked_for_its_peaks(cli, row_scale, monkeypatch):
+    monkeypatch.setattr(machine, "_cuda_machine", lambda index: None)
+    assert [check for check in cli("doctor", "--json").json() if check["what"] == "peaks"] == []

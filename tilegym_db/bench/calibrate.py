@@ -27,12 +27,11 @@ from tilegym_db.bench.peak_calls import (
     read_candidates,
 )
 from tilegym_db.bench.statistics import median
-from tilegym_db.catalog import write_atomically
 from tilegym_db.errors import HardwareError
-from tilegym_db.paths import peaks_paths
 from tilegym_db.records.peaks import GpuPeaks, Measured
+from tilegym_db.store.peaks import save_peaks
 
-__all__ = ["StopWatch", "best_rate", "calibrate", "current_peaks", "load_peaks", "save_peaks"]
+__all__ = ["StopWatch", "best_rate", "calibrate", "current_peaks"]
 
 ROUNDS = 5
 BLOCK_US = 10_000.0
@@ -61,7 +60,9 @@ def calibrate(machine: Machine) -> GpuPeaks:
     """Measure the peaks of a GPU; takes a few seconds and a quarter of its memory, and holds its timing lock.
 
     Raises:
-        HardwareError: there is no GPU, it slowed down meanwhile, or its driver does not say what it is.
+        HardwareError: there is no GPU, it slowed down meanwhile or is short of memory, or its driver does not say
+            what it is.
+        RecordError: what was measured is more than the device can do.
     """
     if not machine.is_gpu:
         raise HardwareError(
@@ -71,14 +72,13 @@ def calibrate(machine: Machine) -> GpuPeaks:
     import torch
 
     facts = _driver_facts(torch.device(machine.device).index or 0)
-    with timing_lock(machine.device), ClockWatch(machine.device) as clocks, torch.cuda.device(machine.device):
-        watch = _device_stop_watch(machine.device)
-        measured: dict[str, Any] = {
-            "launch_us": _launch(watch, "an empty kernel", empty_kernel),
-            "no_launch_us": _launch(watch, "no kernel at all", lambda: None),
-            "flops": _products(machine, watch),
-            **_memory(machine, watch),
-        }
+    try:
+        with timing_lock(machine.device), ClockWatch(machine.device) as clocks, torch.cuda.device(machine.device):
+            measured = _measure(machine)
+    except torch.OutOfMemoryError as error:
+        raise HardwareError(
+            f"{machine.gpu_name} has too little free memory to be calibrated: {error}. End what else runs on it."
+        ) from None
     reading = clocks.reading()
     if reading.throttled:
         raise HardwareError(
@@ -99,38 +99,23 @@ def calibrate(machine: Machine) -> GpuPeaks:
     return GpuPeaks.from_dict(facts | measured, f"calibration of {machine.gpu_name}")
 
 
-def current_peaks(machine: Machine) -> GpuPeaks | None:
-    """This machine's peaks: as stored, or measured and stored now; None on a CPU.
+def current_peaks(machine: Machine, known: GpuPeaks | None, home: Path) -> GpuPeaks | None:
+    """This machine's peaks: as known, else measured now and stored under ``home``; None on a CPU.
 
-    Peaks that ship were measured on another machine of the kind; they do where nothing can be measured, not here.
-    """
-    if not machine.is_gpu:
-        return None
-    own, _ = peaks_paths(machine.gpu)
-    known = load_peaks(machine.gpu) if own.is_file() else None
-    if known is None or (known.gpu_name, known.driver) != (machine.gpu_name, machine.driver):
-        known = calibrate(machine)
-        save_peaks(known)
-    return known
-
-
-def load_peaks(gpu: str) -> GpuPeaks | None:
-    """The stored peaks of a GPU slug: those measured here, else those that ship; None where there are neither.
+    Args:
+        machine: what is measured on.
+        known: measured here before, with this device and driver. What was published is another machine's, and no time
+            measured here is judged by it.
+        home: folder of the store.
 
     Raises:
-        RecordError: the file is not valid.
+        HardwareError, RecordError: as :func:`calibrate`.
     """
-    for path in peaks_paths(gpu):
-        if path.is_file():
-            return GpuPeaks.from_json(path.read_bytes(), path)
-    return None
-
-
-def save_peaks(peaks: GpuPeaks, path: Path | None = None) -> Path:
-    """Store peaks as this user's own (or at ``path``) and return where."""
-    target = path or peaks_paths(peaks.gpu)[0]
-    write_atomically(target, (peaks.to_json(indent=2) + "\n").encode())
-    return target
+    if not machine.is_gpu or known is not None:
+        return known
+    found = calibrate(machine)
+    save_peaks(found, home)
+    return found
 
 
 def best_rate(candidates: Sequence[Candidate], watch: StopWatch, rounds: int = ROUNDS) -> Measured:
@@ -156,6 +141,16 @@ def _measured(values: Sequence[float], how: str) -> Measured:
     middle = median(values)
     spread = (max(values) - min(values)) / (2 * middle)
     return Measured(value=float(f"{middle:.5g}"), spread=round(spread, 5), rounds=len(values), how=how)
+
+
+def _measure(machine: Machine) -> dict[str, Any]:
+    watch = _device_stop_watch(machine.device)
+    return {
+        "launch_us": _launch(watch, "an empty kernel", empty_kernel),
+        "no_launch_us": _launch(watch, "no kernel at all", lambda: None),
+        "flops": _products(machine, watch),
+        **_memory(machine, watch),  # last, since it gives the allocator's memory back
+    }
 
 
 # -- what is measured -------------------------------------------------------------------------------------------------

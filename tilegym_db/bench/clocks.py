@@ -54,6 +54,12 @@ class ClockReading:
     throttled: bool | None = None
     reasons: tuple[str, ...] = ()
 
+    @property
+    def slowdowns(self) -> tuple[str, ...]:
+        """Those of the reasons that mean heat or power delivery."""
+        slowing = {name for name, slows in EVENT_REASONS.values() if slows}
+        return tuple(reason for reason in self.reasons if reason in slowing)
+
 
 def summarise_clocks(samples: Iterable[ClockSample]) -> ClockReading:
     """One reading of many samples. While the GPU idles its clock says nothing, so busy moments count where there are any."""
@@ -126,6 +132,7 @@ class ClockWatch:
         self._interval_s = interval_s
         self._name = library
         self._nvml: Nvml | None = None
+        self._handle: ctypes.c_void_p | None = None
         self._samples: list[ClockSample] = []
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -133,12 +140,10 @@ class ClockWatch:
     def __enter__(self) -> Self:
         self._nvml = Nvml.open(self._name) if self._uuid is not None else None
         if self._nvml is not None and self._uuid is not None:
-            handle = self._nvml.device(self._uuid)
-            if handle is not None:
-                self._samples.append(self._nvml.sample(handle))
-                self._thread = threading.Thread(
-                    target=self._sample, args=(self._nvml, handle), name="clock-watch", daemon=True
-                )
+            self._handle = self._nvml.device(self._uuid)
+            if self._handle is not None:
+                self.look()
+                self._thread = threading.Thread(target=self._watch, name="clock-watch", daemon=True)
                 self._thread.start()
         return self
 
@@ -155,10 +160,15 @@ class ClockWatch:
         """What was seen so far, or since a moment of ``time.monotonic()``. Also answers after the block has ended."""
         return summarise_clocks(sample for sample in tuple(self._samples) if since is None or sample.at >= since)
 
-    def _sample(self, nvml: Nvml, handle: ctypes.c_void_p) -> None:
+    def look(self) -> None:
+        """Take a sample now, inside the ``with`` block: what is shorter than the interval would else go unseen."""
+        if self._nvml is not None and self._handle is not None:
+            self._samples.append(self._nvml.sample(self._handle))
+
+    def _watch(self) -> None:
         while not self._stop.wait(self._interval_s):
-            self._samples.append(nvml.sample(handle))
-        self._samples.append(nvml.sample(handle))
+            self.look()
+        self.look()
 
 
 def _uuid_of(device: str) -> str | None:

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tilegym_db.backends.toolchains import TOOLCHAINS, toolchain_status
+from tilegym_db.bench.calibrate import current_peaks
 from tilegym_db.bench.executor.local import LocalExecutor
 from tilegym_db.bench.machine import Machine, select_machine
 from tilegym_db.bench.plan import Options, Plan, make_plan
@@ -17,13 +18,14 @@ from tilegym_db.bench.rigor import INTERPRETER, MIN_SANDBOX_LEVEL, PROMOTION, SC
 from tilegym_db.bench.tournament import Effort
 from tilegym_db.bench.tracing import RunContext
 from tilegym_db.catalog import Catalog
-from tilegym_db.errors import HardwareError
+from tilegym_db.errors import HardwareError, RecordError
 from tilegym_db.paths import home
 from tilegym_db.records import Trace
+from tilegym_db.records.peaks import GpuPeaks
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.ingest import ingest_journals
 from tilegym_db.store.journal import Journal
-from tilegym_db.store.queries import done_keys, failed_screen
+from tilegym_db.store.queries import done_keys, failed_screen, read_peaks
 from tilegym_db.verify.sandbox.levels import best_level
 from tilegym_db.verify.sandbox.scratch import scratch_folder
 
@@ -48,11 +50,14 @@ class BenchReport:
     plan: Plan
     traces: list[Trace] = field(default_factory=list)
     interrupted: bool = False
+    notes: list[str] = field(default_factory=list)
+    """What its traces lack, and why."""
 
     def followed_by(self, later: BenchReport) -> BenchReport:
         """This run and the one after it on the same machine, as one report named after the later."""
         traces = [*self.traces, *later.traces]
-        return BenchReport(later.run_id, later.machine, later.plan, traces, later.interrupted)
+        notes = list(dict.fromkeys([*self.notes, *later.notes]))
+        return BenchReport(later.run_id, later.machine, later.plan, traces, later.interrupted, notes)
 
     @property
     def counts(self) -> Counter[str]:
@@ -151,15 +156,29 @@ class _Session:
             done = done_keys(store, self.machine.gpu, rigor.tier)
             if rigor is SCREEN:
                 done |= done_keys(store, self.machine.gpu, INTERPRETER.tier)
+            known = read_peaks(
+                store, self.machine.gpu, gpu_name=self.machine.gpu_name, driver=self.machine.driver, own=True
+            )
             failed = failed_screen(store, self.machine.gpu) if rigor is PROMOTION and not options.again else {}
         excluded = {key: _screen_failure(status) for key, status in failed.items()}
         plan = make_plan(self.catalog, self.machine, options, done, unusable_languages(), excluded)
         self.observer.planned(plan, self.machine)
         effort = Effort.quick() if options.quick else Effort()
-        report = run_plan(plan, self.machine, self.home, effort, rigor, self.observer)
+        peaks, notes = self._peaks(known) if plan.pair_count else (None, [])
+        report = run_plan(plan, self.machine, self.home, effort, rigor, self.observer, peaks)
+        report.notes += notes
         with open_store(self.home, catalog=self.catalog) as store:
             ingest_journals(store)
         return report
+
+    def _peaks(self, known: GpuPeaks | None) -> tuple[GpuPeaks | None, list[str]]:
+        """What times are held against, and a remark where a GPU could not be calibrated: that stops no measurement."""
+        if self.machine.is_gpu and known is None:
+            self.observer.starting(f"calibrating {self.machine.gpu_name}")
+        try:
+            return current_peaks(self.machine, known, self.home), []
+        except (HardwareError, RecordError) as error:
+            return None, [f"the traces have no speed of light and no physics floor: {error}"]
 
 
 def _screen_failure(status: str) -> str:
@@ -177,7 +196,13 @@ def unusable_languages() -> dict[str, str]:
 
 
 def run_plan(
-    plan: Plan, machine: Machine, store_home: Path, effort: Effort, rigor: Rigor, observer: Observer
+    plan: Plan,
+    machine: Machine,
+    store_home: Path,
+    effort: Effort,
+    rigor: Rigor,
+    observer: Observer,
+    peaks: GpuPeaks | None = None,
 ) -> BenchReport:
     """Run a plan and journal its traces; the caller ingests them. No database is open while workers run."""
     run_id = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{machine.gpu}-{secrets.token_hex(3)}"
@@ -190,7 +215,7 @@ def run_plan(
             report.traces.append(trace)
             observer.traced(trace)
 
-        executor = LocalExecutor(context, scratch, effort, rigor, emit, observer.starting)
+        executor = LocalExecutor(context, scratch, effort, rigor, emit, observer.starting, peaks)
         try:
             for item in plan.definitions:
                 executor.run(item)

@@ -11,9 +11,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tilegym_db.bench.clocks import ClockReading, ClockWatch
 from tilegym_db.bench.member import Member, Verified
 from tilegym_db.bench.stage import Stage
-from tilegym_db.bench.statistics import median, median_interval, paired_ratio
+from tilegym_db.bench.statistics import Interval, median, median_interval, paired_ratio
 from tilegym_db.records.trace import Comparison, Performance
 from tilegym_db.verify.verifier import Failure
 
@@ -43,9 +44,21 @@ class Effort:
         return cls(min_rounds=8, max_rounds=10, min_samples=8, max_block=4, budget_s=1.5)
 
 
+@dataclass(frozen=True)
+class Block:
+    """What one block of calls took, in microseconds a call: on the device, and on the host from call to return."""
+
+    device: list[float]
+    host: list[float]
+
+
 @dataclass
 class Entrant:
-    """One member in one tournament, with its samples in microseconds."""
+    """One member in one tournament, with what its calls took in microseconds.
+
+    ``rounds`` are the medians of its blocks, one a round: calls of one block follow each other and resemble each other,
+    so it is the rounds that say how sure a time is. ``samples`` and ``host`` are all calls of all rounds.
+    """
 
     member: Member
     verified: Verified
@@ -54,6 +67,18 @@ class Entrant:
     samples: list[float] = field(default_factory=list)
     host: list[float] = field(default_factory=list)
     failure: Failure | None = None
+
+    def keep(self, block: Block) -> None:
+        """Count a block in."""
+        self.rounds.append(median(block.device))
+        self.samples += block.device
+        self.host += block.host
+
+    @property
+    def latency(self) -> Interval:
+        """The median of all calls, with the 99% interval of the median of the rounds."""
+        interval, middle = median_interval(self.rounds), median(self.samples)
+        return Interval(middle, min(interval.low, middle), max(interval.high, middle))
 
     def order(self, slots: int, generator: random.Random) -> list[int]:
         """A random sequence of slots for the next block, so that no call sees the addresses of the one before."""
@@ -64,38 +89,54 @@ class Entrant:
 
 
 def run_tournament(
-    entrants: list[Entrant], stage: Stage, effort: Effort, seed: int
+    entrants: list[Entrant], stage: Stage, effort: Effort, seed: int, clocks: ClockWatch | None = None
 ) -> dict[str, Performance | Failure]:
     """Time every entrant; member name -> performance with comparisons against each baseline, or why it failed.
+
+    A round during which heat or power delivery slowed the device counts for nobody, or its members would no longer be
+    paired; the checks of its blocks count all the same.
 
     Args:
         entrants: each has entered the stage, or carries the failure to do so.
         stage: where all of them are timed.
         effort: how long.
         seed: secret of this run; decides the order of everything, and which blocks are checked.
+        clocks: watches the device; without it, nothing is known of its clocks.
     """
     generator = random.Random(seed)
-    deadline = time.monotonic() + effort.budget_s
+    begun = time.monotonic()
     for entrant in entrants:
         if entrant.failure is None:
             _warm_up(entrant, stage, effort, generator)
     # Work that is done once per address and then skipped leaves stale memory after a refill that it cannot foresee.
     refill = generator.randrange(1, effort.min_rounds)
     checked = {refill, *generator.sample(range(effort.min_rounds), CHECKED_ROUNDS)}
+    kept = 0
     for number in range(effort.max_rounds):
         if number == refill:
             stage.fill()
         running = [entrant for entrant in entrants if entrant.failure is None]
         generator.shuffle(running)
-        for entrant in running:
-            _play(entrant, stage, generator, checked=number in checked)
-        if number + 1 >= effort.min_rounds and (_settled(running, effort) or time.monotonic() > deadline):
+        kept += _play_round(running, stage, generator, clocks, checked=number in checked)
+        if kept >= effort.min_rounds and (_settled(running, effort) or time.monotonic() > begun + effort.budget_s):
             break
+    clock = clocks.reading(begun) if clocks is not None else ClockReading()
+    if kept < effort.min_rounds:
+        slowed = Failure("UNSUPPORTED", _too_slow_a_device(kept, effort, clock))
+        for entrant in entrants:
+            entrant.failure = entrant.failure or slowed
     finished = [entrant for entrant in entrants if entrant.failure is None]
     results: dict[str, Performance | Failure] = {e.member.name: e.failure for e in entrants if e.failure is not None}
     for entrant in finished:
-        results[entrant.member.name] = _performance(entrant, finished)
+        results[entrant.member.name] = _performance(entrant, finished, clock)
     return results
+
+
+def _too_slow_a_device(kept: int, effort: Effort, clock: ClockReading) -> str:
+    return (
+        f"the device slowed down ({', '.join(clock.slowdowns)}) in {effort.max_rounds - kept} of {effort.max_rounds} "
+        "rounds, so no time of it can be believed. Let it cool down, and repeat the command with --again"
+    )
 
 
 def _warm_up(entrant: Entrant, stage: Stage, effort: Effort, generator: random.Random) -> None:
@@ -113,20 +154,34 @@ def _warm_up(entrant: Entrant, stage: Stage, effort: Effort, generator: random.R
     entrant.block = max(wanted, -(-effort.min_samples // effort.max_rounds))
 
 
-def _play(entrant: Entrant, stage: Stage, generator: random.Random, *, checked: bool) -> None:
+def _play_round(
+    running: list[Entrant], stage: Stage, generator: random.Random, clocks: ClockWatch | None, *, checked: bool
+) -> bool:
+    """One block of every entrant, in the order given; False where the device slowed down, so that none was kept."""
+    begun = time.monotonic()
+    blocks = [(entrant, _play(entrant, stage, generator, checked=checked)) for entrant in running]
+    if clocks is not None:
+        clocks.look()
+        if clocks.reading(begun).throttled:
+            return False
+    for entrant, block in blocks:
+        if block is not None:
+            entrant.keep(block)
+    return True
+
+
+def _play(entrant: Entrant, stage: Stage, generator: random.Random, *, checked: bool) -> Block | None:
+    """One block; None where the entrant failed."""
     order = entrant.order(stage.slots, generator)
     # Other members write to the same outputs, so a block that is checked starts from garbage.
     stage.prepare(order, poison=checked)
     outcome = entrant.member.time_block(order)
     if isinstance(outcome, Failure):
         entrant.failure = outcome
-        return
-    device, host = outcome
+        return None
     if checked:
         entrant.failure = entrant.member.check_timed_outputs(stage, entrant.verified, sorted(set(order)))
-    entrant.rounds.append(median(device))
-    entrant.samples += device
-    entrant.host += host
+    return Block(*outcome)
 
 
 def _settled(entrants: list[Entrant], effort: Effort) -> bool:
@@ -136,12 +191,12 @@ def _settled(entrants: list[Entrant], effort: Effort) -> bool:
 def _is_settled(entrant: Entrant, effort: Effort) -> bool:
     if len(entrant.samples) < effort.min_samples:
         return False
-    interval = median_interval(entrant.samples)
+    interval = entrant.latency
     return interval.half_width <= max(effort.half_width, effort.resolution_us / interval.median)
 
 
-def _performance(entrant: Entrant, finished: list[Entrant]) -> Performance:
-    interval = median_interval(entrant.samples)
+def _performance(entrant: Entrant, finished: list[Entrant], clock: ClockReading) -> Performance:
+    interval = entrant.latency
     on_gpu = entrant.member.device != "cpu"
     return Performance(
         latency_us=round(interval.median, 4),
@@ -152,6 +207,8 @@ def _performance(entrant: Entrant, finished: list[Entrant]) -> Performance:
         cold_l2=on_gpu,
         timer="events" if on_gpu else "wall",
         comparisons=tuple(_compare(entrant, other) for other in finished if _is_opponent(entrant, other)),
+        clock_mhz=clock.sm_mhz,
+        throttled=clock.throttled,
     )
 
 

@@ -81,6 +81,8 @@ def print_summary(report: BenchReport) -> None:
         skipped[item.reason] = skipped.get(item.reason, 0) + 1
     for reason, count in skipped.items():
         console.print(f"[dim]{count} not run: {escape(reason)}[/dim]", highlight=False)
+    for remark in report.notes:
+        console.print(f"[dim]{escape(remark)}[/dim]", highlight=False)
     counts = json.dumps(dict(report.counts)) if report.traces else "nothing new"
     screened = bool(report.traces) and all(trace.tier != "promotion" for trace in report.traces)
     after = f"promote --gpu {report.machine.gpu}" if screened else f"best --gpu {report.machine.gpu}"

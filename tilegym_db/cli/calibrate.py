@@ -23,8 +23,9 @@ def command(
 
     Takes a few seconds. Traces that exist keep the ratio that they were written with.
     """
-    from tilegym_db.bench.calibrate import calibrate, save_peaks
+    from tilegym_db.bench.calibrate import calibrate
     from tilegym_db.bench.machine import select_machine
+    from tilegym_db.store.peaks import save_peaks
 
     peaks = calibrate(select_machine(gpu))
     path = save_peaks(peaks)

@@ -7,11 +7,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from tilegym_db.cli.output import note, print_json
+
+if TYPE_CHECKING:
+    from tilegym_db.records.peaks import GpuPeaks
 
 State = Literal["ok", "missing", "problem"]
 MARKS: dict[State, str] = {"ok": "ok     ", "missing": "missing", "problem": "PROBLEM"}
@@ -160,6 +163,52 @@ def check_store() -> Iterator[Check]:
         yield Check("store", "problem", str(error))  # the message says what to do
 
 
+def check_peaks() -> Iterator[Check]:
+    """Whether the GPU here is calibrated; says nothing on a machine without one, which has no speed of light."""
+    import importlib.util
+
+    from tilegym_db.bench.machine import select_machine
+    from tilegym_db.errors import TilegymDBError
+    from tilegym_db.store.connection import open_store
+    from tilegym_db.store.queries import read_peaks
+
+    if importlib.util.find_spec("torch") is None:
+        return
+    machine = select_machine("auto")
+    if not machine.is_gpu:
+        return
+    try:
+        with open_store(read_only=True) as store:
+            known = read_peaks(store, machine.gpu)
+            own = read_peaks(store, machine.gpu, gpu_name=machine.gpu_name, driver=machine.driver, own=True)
+    except TilegymDBError as error:
+        yield Check("peaks", "problem", str(error))
+        return
+    yield peaks_check(own, known, machine.gpu, machine.driver)
+
+
+def peaks_check(own: GpuPeaks | None, known: GpuPeaks | None, gpu: str, driver: str) -> Check:
+    """Say when and how a GPU was calibrated, or that what is known of it was measured under other conditions.
+
+    ``own``: on this machine, with this device and driver; ``known``: the best there is otherwise.
+    """
+    if own is not None:
+        return Check("peaks", "ok", f"{gpu} calibrated {_spelled_peaks(own)}")
+    fix = "tilegym-db calibrate (bench does so by itself, once)"
+    if known is None:
+        return Check("peaks", "missing", f"{gpu} is not calibrated, so traces have no speed of light", fix)
+    detail = f"{gpu} is not calibrated with driver {driver}; known: {_spelled_peaks(known)}"
+    return Check("peaks", "missing", detail, fix)
+
+
+def _spelled_peaks(peaks: GpuPeaks) -> str:
+    parts = [f"copy {peaks.copy_bytes_per_s.value / 1e12:.3g} TB/s"]
+    if "bfloat16" in peaks.flops:
+        parts.append(f"bfloat16 product {peaks.flops['bfloat16'].value / 1e12:.3g} TFLOP/s")
+    when = f"{peaks.timestamp:%Y-%m-%d}, {peaks.gpu_name}, driver {peaks.driver or 'unknown'}"
+    return f"{when}: {', '.join(parts)}, launch {peaks.launch_us.value:.3g} us by {peaks.timer}"
+
+
 CHECKS: tuple[Callable[[], Iterator[Check]], ...] = (
     check_python,
     check_gpu,
@@ -167,4 +216,5 @@ CHECKS: tuple[Callable[[], Iterator[Check]], ...] = (
     check_libraries,
     check_catalog,
     check_store,
+    check_peaks,
 )

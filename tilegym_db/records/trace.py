@@ -88,7 +88,9 @@ class Performance(RecordPart):
     """Timing of one call. Times are microseconds of device time unless the timer is ``wall``."""
 
     latency_us: float = Field(gt=0)
+    """Median of all calls."""
     ci_low_us: float
+    """Lower end of the 99% interval, from the medians of the rounds: calls of one round are not independent."""
     ci_high_us: float
     samples: Int64 = Field(ge=1)
     host_us: float | None = None
@@ -99,8 +101,11 @@ class Performance(RecordPart):
     sol_us: float | None = None
     """Speed-of-light time from the Definition's cost and the GPU's calibrated peaks."""
     sol_ratio: float | None = None
+    """``sol_us / latency_us``; above 1 where a call beat the calibration's own kernels."""
     clock_mhz: Int64 | None = None
+    """SM clock while it was timed, median; null on a CPU, or where the driver does not say."""
     throttled: bool | None = None
+    """Heat or power delivery slowed the GPU at some time; the rounds that saw it were discarded."""
 
 
 class Envelope(RecordPart):

@@ -71,7 +71,7 @@ def open_store(
         except StoreError as error:
             raise StoreError(f"{path} was written by an older tilegym-db and must be made anew, but {error}") from error
         store, meta = _connect(path, True, lock_timeout_s)
-    behind = outdated(meta, fingerprints(catalog))
+    behind = outdated(meta, fingerprints(catalog, path.parent))
     if not behind:
         return store
     store.close()
@@ -96,7 +96,7 @@ def _open_writer(path: Path, catalog: Catalog, lock_timeout_s: float) -> Store:
             _upgrade(path, catalog, meta["schema_version"])
             store, meta = _connect(path, False, lock_timeout_s)
         resources.callback(store.connection.close)
-        wanted = fingerprints(catalog)
+        wanted = fingerprints(catalog, path.parent)
         behind = outdated(meta, wanted)
         if behind:
             refresh(store, catalog, wanted, behind)
@@ -185,7 +185,7 @@ def create_database(
 
 
 def _fill(store: Store, path: Path, catalog: Catalog, history: Path | None, keep_traces: bool) -> IngestReport:
-    wanted = fingerprints(catalog)
+    wanted = fingerprints(catalog, path.parent)
     with store.transaction("create") as connection:
         connection.execute(statements.schema_sql())
         connection.execute(statements.REMEMBER_META, {"key": "schema_version", "value": str(statements.SCHEMA_VERSION)})

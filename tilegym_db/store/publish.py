@@ -1,7 +1,8 @@
 """The published snapshot: what the resolver reads and what ships with the package.
 
-``traces/<gpu>/<op_type>/<definition>.jsonl`` holds the best promoted trace per solution and shape, and
-``traces/<gpu>/resolver.json`` the same as a table of candidates per shape. Beside the passes lie the failures that took
+``traces/<gpu>/<op_type>/<definition>.jsonl`` holds the best promoted trace per solution and shape,
+``traces/<gpu>/resolver.json`` the same as a table of candidates per shape, and ``traces/<gpu>/peaks.json`` what the GPU
+was calibrated to do, which speed-of-light ratios were taken against. Beside the passes lie the failures that took
 others back, since a store that has an older snapshot would go on believing it. Everything is put together before the
 first file is written, and the table is written last, so that it never cites a trace that is not there.
 """
@@ -22,6 +23,7 @@ from tilegym_db.errors import NotFoundError, StoreError
 from tilegym_db.paths import home, shipped_root
 from tilegym_db.store import queries
 from tilegym_db.store.database import Store
+from tilegym_db.store.peaks import PEAKS_NAME, peaks_text
 from tilegym_db.store.statements import PUBLISHED_SANDBOX_LEVEL
 
 __all__ = ["PublishReport", "publish", "published_folder", "resolver_table"]
@@ -66,6 +68,7 @@ def published_folder(gpu: str, root: Path | None = None) -> Path:
 def publish(store: Store, gpu: str, root: Path | None = None) -> PublishReport:
     """Write the snapshot of one GPU (a slug, such as ``h200``).
 
+    Peaks go along where they were measured on this machine; those that were published before stay otherwise.
     Publishing the same traces again changes no byte, not even the date.
 
     Raises:
@@ -80,6 +83,9 @@ def publish(store: Store, gpu: str, root: Path | None = None) -> PublishReport:
         raise NotFoundError(_nothing_to_publish(store, gpu, left_out))
     folder = published_folder(gpu, root)
     contents = _trace_files(store, [*rows, *failures], folder)
+    peaks = queries.read_peaks(store, gpu, own=True)
+    if peaks is not None:
+        contents[folder / PEAKS_NAME] = peaks_text(peaks)
     entries = resolver_entries(rows)
     table = folder / TABLE_NAME
     if not _holds(table, entries):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tilegym_db.records import Config, Trace
 from tilegym_db.records.hardware import GPU_SLUGS, same_gpu
+from tilegym_db.records.peaks import GpuPeaks
 from tilegym_db.store.statements import PUBLISHED_SANDBOX_LEVEL
 
 if TYPE_CHECKING:
@@ -31,8 +32,10 @@ __all__ = [
     "measured_gpus",
     "promotable",
     "publishable_rows",
+    "read_peaks",
     "read_traces",
     "revoking_rows",
+    "solutions_of_run",
     "traces_of",
     "verified_rows",
 ]
@@ -140,6 +143,18 @@ COUNT_TRACES = "SELECT count(*) AS traces FROM trace_records"
 MEASURED_GPUS = "SELECT DISTINCT gpu FROM verified ORDER BY gpu"
 TRACES_BY_ID = "FROM trace_records WHERE trace_id IN (SELECT unnest($trace_ids::VARCHAR[]))"
 DEFINITION_BY_DIGEST = "SELECT record FROM definition_records WHERE digest = $digest"
+
+PEAKS = """
+    SELECT record FROM peak_records
+    WHERE gpu = $gpu AND ($gpu_name IS NULL OR gpu_name = $gpu_name) AND ($driver IS NULL OR driver = $driver)
+        AND (is_own OR NOT $own)
+    ORDER BY is_own DESC, timestamp DESC, record::VARCHAR LIMIT 1
+"""
+
+SOLUTIONS_OF_RUN = """
+    SELECT DISTINCT solution, solution_digest FROM traces WHERE run_id = $run_id AND tier <> 'interpreter'
+    ORDER BY solution, solution_digest
+"""
 
 _KEYS = ("config_key", "axes_key", "dtypes_key", "scalars_key", "layouts_key")
 
@@ -264,6 +279,23 @@ def read_traces(store: Store, trace_ids: Iterable[str]) -> dict[str, Trace]:
     """trace_id -> the Trace record, as it was journaled."""
     rows = store.rows(TRACES_BY_ID, {"trace_ids": list(trace_ids)})
     return {row["trace_id"]: _trace_of(row, f"{store.path}: trace {row['trace_id']}") for row in rows}
+
+
+def read_peaks(
+    store: Store, gpu: str, *, gpu_name: str | None = None, driver: str | None = None, own: bool = False
+) -> GpuPeaks | None:
+    """The peaks of a GPU slug: the newest that were measured on this machine, else those that were published, or None.
+
+    ``gpu_name`` and ``driver`` ask for a device that the driver calls so, and a version of it; ``own`` leaves out what was
+    published.
+    """
+    rows = store.rows(PEAKS, {"gpu": gpu, "gpu_name": gpu_name, "driver": driver, "own": own})
+    return GpuPeaks.from_json(rows[0]["record"], f"{store.path}: peaks of {gpu}") if rows else None
+
+
+def solutions_of_run(store: Store, run_id: str) -> dict[str, str]:
+    """What a run tried on its device: solution -> digest; empty where the store has no such run."""
+    return {row["solution"]: row["solution_digest"] for row in store.rows(SOLUTIONS_OF_RUN, {"run_id": run_id})}
 
 
 def _slugs(gpu: str | None) -> list[str] | None:

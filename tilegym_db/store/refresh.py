@@ -1,4 +1,4 @@
-"""Keeps the database in step with what it is derived from: the views' text, the catalog, and the shipped traces.
+"""Keeps the database in step with what it is derived from: the views' text, the catalog, shipped traces, and peaks.
 
 Each has a fingerprint, kept in ``meta``; only what changed is brought in again.
 """
@@ -15,6 +15,7 @@ from tilegym_db.records import axes_key
 from tilegym_db.records.base import length_prefixed_digest
 from tilegym_db.store import statements
 from tilegym_db.store.loading import IngestReport, load_traces
+from tilegym_db.store.peaks import own_peaks_files, peaks_rows, published_peaks_files
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
@@ -26,13 +27,17 @@ __all__ = ["fingerprints", "outdated", "refresh", "shipped_traces"]
 _RECORD_FILES = ("definitions/*/*.json", "solutions/*/*/*/**/*", "workloads/*/*.jsonl")
 
 
-def fingerprints(catalog: Catalog) -> dict[str, str]:
-    """What a store in step with this package and this catalog has in ``meta``. Reads names, sizes and times only."""
+def fingerprints(catalog: Catalog, home: Path) -> dict[str, str]:
+    """What a store in step with this package, this catalog and this home folder has in ``meta``.
+
+    Reads names, sizes and times only.
+    """
     records = (path for root in catalog.roots for pattern in _RECORD_FILES for path in root.glob(pattern))
     return {
         "views": length_prefixed_digest([statements.views_sql().encode()]),
         "catalog": _fingerprint(path for path in records if "__pycache__" not in path.parts),
         "shipped_traces": _fingerprint(shipped_traces(catalog)),
+        "peaks": _fingerprint([*own_peaks_files(home), *published_peaks_files(catalog)]),
     }
 
 
@@ -50,7 +55,7 @@ def refresh(store: Store, catalog: Catalog, wanted: dict[str, str], parts: Colle
     """Bring ``parts`` in again.
 
     Raises:
-        RecordError: a record of the catalog is not valid.
+        RecordError: a record of the catalog, or a file of peaks, is not valid.
         StoreError: the disk is full.
     """
     report = load_traces(store, shipped_traces(catalog)) if "shipped_traces" in parts else IngestReport()
@@ -59,6 +64,8 @@ def refresh(store: Store, catalog: Catalog, wanted: dict[str, str], parts: Colle
             connection.execute(statements.views_sql())
         if "catalog" in parts:
             _sync_catalog(connection, catalog)
+        if "peaks" in parts:
+            _insert(connection, statements.SYNC_PEAKS, peaks_rows(store.home, catalog))
         for part in parts:
             connection.execute(statements.FORGET_META, {"key": part})
             connection.execute(statements.REMEMBER_META, {"key": part, "value": wanted[part]})
@@ -95,7 +102,7 @@ def _insert(connection: DuckDBPyConnection, statements: Iterable[str], records: 
     # one JSON array as one parameter: row by row, DuckDB takes a millisecond each
     payload = json.dumps(records, ensure_ascii=False)
     for statement in statements:
-        connection.execute(statement, {"records": payload})
+        connection.execute(statement, {"records": payload} if "$records" in statement else None)
 
 
 def _fingerprint(paths: Iterable[Path]) -> str:

@@ -30,6 +30,16 @@ CREATE TABLE workload_records (
     record JSON NOT NULL
 );
 
+-- Calibrations of GPUs; `is_own` marks those of this machine, the others were published.
+CREATE TABLE peak_records (
+    gpu VARCHAR NOT NULL,
+    gpu_name VARCHAR NOT NULL,
+    driver VARCHAR NOT NULL,
+    timestamp TIMESTAMP NOT NULL, -- UTC
+    is_own BOOLEAN NOT NULL,
+    record JSON NOT NULL
+);
+
 -- Journals are append-only, so one of unchanged size has nothing new.
 CREATE TABLE ingested_files (path VARCHAR NOT NULL, size BIGINT NOT NULL);
 

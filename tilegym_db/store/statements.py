@@ -12,7 +12,7 @@ from tilegym_db.records.trace import STATUSES, Tier
 
 __all__ = ["PUBLISHED_SANDBOX_LEVEL", "SCHEMA_VERSION", "VERIFIED_TIERS", "schema_sql", "views_sql"]
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Version of ``schema.sql``."""
 
 VERIFIED_TIERS: tuple[str, ...] = ("promotion",)
@@ -72,6 +72,15 @@ SYNC_SOLUTIONS = (
 )
 SYNC_WORKLOADS = (
     f"INSERT INTO workload_records SELECT uuid, definition, axes_key, dtypes_key, record FROM {_GIVEN_WORKLOADS}",
+)
+
+# Peaks are few and come whole, from their files.
+SYNC_PEAKS = (
+    "DELETE FROM peak_records",
+    """INSERT INTO peak_records SELECT gpu, gpu_name, driver, make_timestamp(epoch_us(timestamp)), is_own, record
+        FROM (SELECT unnest(from_json($records::JSON,
+            '[{"gpu":"VARCHAR","gpu_name":"VARCHAR","driver":"VARCHAR","timestamp":"TIMESTAMPTZ","is_own":"BOOLEAN",
+            "record":"JSON"}]'), recursive := true))""",
 )
 
 ADOPT_HISTORY = (

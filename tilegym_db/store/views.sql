@@ -82,6 +82,24 @@ SELECT
     failure
 FROM trace_records;
 
+-- What GPUs were calibrated to do, newest first to be believed: `is_current` marks the row that a GPU's speed of light is
+-- computed from, which is a calibration of this machine wherever there is one. Rates are per second, times microseconds.
+CREATE OR REPLACE VIEW peaks AS
+SELECT
+    gpu, gpu_name, record->>'sm' AS sm, driver, record->>'cuda' AS cuda, timestamp, is_own,
+    row_number() OVER (PARTITION BY gpu ORDER BY is_own DESC, timestamp DESC, record::VARCHAR) = 1 AS is_current,
+    (record->>'/copy_bytes_per_s/value')::DOUBLE AS copy_bytes_per_s,
+    (record->>'/read_bytes_per_s/value')::DOUBLE AS read_bytes_per_s,
+    (record->>'/flops/bfloat16/value')::DOUBLE AS bfloat16_flops_per_s,
+    (record->>'/flops/float16/value')::DOUBLE AS float16_flops_per_s,
+    (record->>'/flops/tf32/value')::DOUBLE AS tf32_flops_per_s,
+    (record->>'/flops/float32/value')::DOUBLE AS float32_flops_per_s,
+    (record->>'/flops/float8_e4m3fn/value')::DOUBLE AS float8_flops_per_s,
+    (record->>'/launch_us/value')::DOUBLE AS launch_us,
+    (record->>'clock_mhz')::BIGINT AS clock_mhz,
+    record
+FROM peak_records;
+
 -- What a failure takes back, whatever tier and sandbox found it: nothing makes a failure look better than a pass. A null
 -- column means "any". A wrong, crashing or hanging kernel loses every earlier pass of that source and config on that
 -- GPU; a cheating source loses them in every config; a compile error says nothing about workloads that did compile, so

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -13,10 +13,12 @@ from pathlib import Path
 import torch
 
 from tilegym_db.bench.audit import Referee, audit_clock, audit_ownership
+from tilegym_db.bench.clocks import ClockWatch
 from tilegym_db.bench.contents import ExpectedCache, WorkloadContents
 from tilegym_db.bench.device_lock import timing_lock
 from tilegym_db.bench.machine import require_healthy
 from tilegym_db.bench.member import Limits, Member, Verified, envelope_workers
+from tilegym_db.bench.physics import judge_time
 from tilegym_db.bench.plan import DefinitionPlan
 from tilegym_db.bench.rigor import INTERPRETER, Rigor
 from tilegym_db.bench.stage import Stage
@@ -25,6 +27,7 @@ from tilegym_db.bench.tracing import RunContext, envelope_of
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.records import Trace, Workload
+from tilegym_db.records.peaks import GpuPeaks
 from tilegym_db.records.trace import Audit, Performance
 from tilegym_db.verify import scan
 from tilegym_db.verify.ownership import Ownership
@@ -34,6 +37,7 @@ __all__ = ["LocalExecutor"]
 
 Emit = Callable[[Trace], None]
 Starting = Callable[[str], None]
+Played = Callable[[Workload, Sequence[Entrant]], None]
 
 CPU_ARENA_BYTES = 256 << 20
 CANNOT_VERIFY = (RecordError, StoreError, torch.OutOfMemoryError)
@@ -51,6 +55,8 @@ class LocalExecutor:
         rigor: what a pass takes.
         emit: called with every trace the moment it exists.
         starting: called with a short description of what is about to happen.
+        peaks: what this device can do; None where that is not known, and then no time has a speed of light or a floor.
+        played: called after every tournament with its workload and entrants, whose rounds are the raw times.
     """
 
     context: RunContext
@@ -59,6 +65,8 @@ class LocalExecutor:
     rigor: Rigor
     emit: Emit
     starting: Starting = field(default=lambda what: None)
+    peaks: GpuPeaks | None = None
+    played: Played = field(default=lambda workload, entrants: None)
 
     def run(self, plan: DefinitionPlan) -> None:
         """Everything one Definition's plan asks for. Workers end with it, whatever happens."""
@@ -189,8 +197,10 @@ class LocalExecutor:
         try:
             for entrant in entrants:
                 entrant.failure = entrant.member.enter(stage)
-            with timing_lock(self.context.machine.device):
-                results = run_tournament(entrants, stage, self.effort, order)
+            device = self.context.machine.device
+            with timing_lock(device), ClockWatch(device) as clocks:
+                results = run_tournament(entrants, stage, self.effort, order, clocks)
+                self.played(contents.workload, entrants)
                 for entrant in entrants:
                     self._conclude(plan, contents, stage, entrant, results[entrant.member.name], referee)
         finally:
@@ -207,6 +217,8 @@ class LocalExecutor:
         result: Performance | Failure,
         referee: Referee | None,
     ) -> None:
+        if not isinstance(result, Failure) and self.peaks is not None:
+            result = judge_time(result, plan.definition, entrant.member.solution.record, contents.workload, self.peaks)
         audit: Audit | Failure | None = None
         if not isinstance(result, Failure) and referee is not None:
             audit = self._audit(entrant.member, referee, stage, contents, result)

@@ -1,0 +1,163 @@
+"""Does the same solution win again? A sample of (operator, workload) pairs, measured from nothing several times.
+
+Pairs are drawn operator by operator, so that one with many workloads does not outweigh the others. Every run has fresh
+processes, fresh secret seeds, and knows of no earlier winner. Two runs agree on a pair where the same solution was the
+fastest, or where in both of them the two winners were a tie: their ratio within the same rounds, with its 99% interval,
+is not beyond the 2% that the resolver asks for.
+
+    python benchmarks/stability.py --gpu auto --pairs 40 --runs 5
+    python benchmarks/stability.py --gpu cpu --pairs 4 --runs 3 --quick
+
+Exits with 1 where fewer than ``--expect`` of the pairs agree over all runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from tilegym_db.bench.executor.local import LocalExecutor
+from tilegym_db.bench.machine import Machine, select_machine
+from tilegym_db.bench.plan import DefinitionPlan, Options, make_plan
+from tilegym_db.bench.rigor import SCREEN
+from tilegym_db.bench.session import unusable_languages
+from tilegym_db.bench.statistics import median, paired_ratio, verdict_of
+from tilegym_db.bench.tournament import Effort, Entrant
+from tilegym_db.bench.tracing import RunContext
+from tilegym_db.catalog import Catalog
+from tilegym_db.records import Workload, axes_key
+from tilegym_db.verify.sandbox.scratch import scratch_folder
+
+NOISE = 0.02
+"""What the resolver asks of a kernel beyond a tie with stock code."""
+
+Rounds = Mapping[str, Sequence[float]]
+"""Solution -> its block medians in microseconds, one a round, all of the same rounds."""
+
+Agreement = Literal["identical", "tied", "different"]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One operator at one size."""
+
+    definition: str
+    workload: Workload
+
+    def __str__(self) -> str:
+        sizes = ",".join([axes_key(self.workload.axes), *self.workload.dtypes.values()])
+        return f"{self.definition} {sizes}"
+
+
+def winner_of(rounds: Rounds) -> str:
+    """The solution with the lowest median."""
+    return min(sorted(rounds), key=lambda name: median(rounds[name]))
+
+
+def agreement(runs: Sequence[Rounds], noise: float = NOISE) -> Agreement:
+    """What the winners of several runs of one pair have in common; each run has a solution at least."""
+    winners = sorted({winner_of(run) for run in runs})
+    if len(winners) == 1:
+        return "identical"
+    for one, other in itertools.combinations(winners, 2):
+        for run in runs:
+            if one not in run or other not in run:
+                return "different"
+            if verdict_of(paired_ratio(run[one], run[other]), noise) != "tie":
+                return "different"
+    return "tied"
+
+
+def stratified(groups: Mapping[str, Sequence[Workload]], count: int, generator: random.Random) -> list[Pair]:
+    """``count`` pairs, or all there are: one of each group in turn, drawn at random within it."""
+    shuffled = {name: generator.sample(list(items), len(items)) for name, items in sorted(groups.items())}
+    turns = itertools.zip_longest(*([Pair(name, item) for item in items] for name, items in shuffled.items()))
+    return [pair for turn in turns for pair in turn if pair is not None][:count]
+
+
+def contested(plans: Sequence[DefinitionPlan]) -> dict[str, DefinitionPlan]:
+    """The operators with at least two solutions to choose from, and only those: kernels, or, without them, baselines."""
+    found = {}
+    for plan in plans:
+        kernels = [solution for solution in plan.timed if solution.record.spec.role == "kernel"]
+        choice = kernels if len(kernels) > 1 else plan.timed
+        if len(choice) > 1:
+            found[plan.definition.name] = replace(plan, timed=choice, interpreted=[])
+    return found
+
+
+def play(
+    plans: Mapping[str, DefinitionPlan], pairs: Sequence[Pair], machine: Machine, effort: Effort
+) -> dict[str, Rounds]:
+    """One run from nothing: workload uuid -> rounds of every solution that passed."""
+    rounds: dict[str, Rounds] = {}
+
+    def keep(workload: Workload, entrants: Sequence[Entrant]) -> None:
+        passed = {entrant.member.name: entrant.rounds for entrant in entrants if entrant.failure is None}
+        if passed:
+            rounds[workload.uuid] = passed
+
+    with scratch_folder() as folder:
+        context = RunContext("stability", machine, secrets.randbits(62))
+        executor = LocalExecutor(context, folder, effort, SCREEN, lambda trace: None, played=keep)
+        for name, plan in plans.items():
+            chosen = [pair.workload for pair in pairs if pair.definition == name]
+            if chosen:
+                executor.run(replace(plan, workloads=chosen))
+    return rounds
+
+
+def report(pairs: Sequence[Pair], runs: Sequence[Mapping[str, Rounds]]) -> float:
+    """Print what became of each pair; returns the share that agrees, of those that every run could time."""
+    counted: dict[Agreement, int] = {"identical": 0, "tied": 0, "different": 0}
+    for pair in pairs:
+        found = [run[pair.workload.uuid] for run in runs if pair.workload.uuid in run]
+        if len(found) < len(runs):
+            print(f"{'not timed':<10} {pair}: {len(runs) - len(found)} of {len(runs)} runs had no solution that passed")
+            continue
+        verdict = agreement(found)
+        counted[verdict] += 1
+        print(f"{verdict:<10} {pair}: {', '.join(winner_of(run) for run in found)}")
+    total = sum(counted.values())
+    if not total:
+        return 0.0
+    share = (counted["identical"] + counted["tied"]) / total
+    spelled = ", ".join(f"{count} {verdict}" for verdict, count in counted.items())
+    print(f"{total} pairs in {len(runs)} runs: {spelled}; {share:.1%} agree")
+    return share
+
+
+def main() -> int:
+    """Draw the pairs, play the runs, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="definitions; all by default")
+    parser.add_argument("--gpu", default="auto")
+    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0, help="of the drawing of pairs")
+    parser.add_argument("--quick", action="store_true", help="few samples")
+    parser.add_argument("--expect", type=float, default=0.0, metavar="SHARE")
+    options = parser.parse_args()
+    machine, catalog = select_machine(options.gpu), Catalog.default()
+    # The tier keeps kernels out that this device could only interpret.
+    asked = Options(tuple(options.names), again=True, tier="promotion")
+    plans = contested(make_plan(catalog, machine, asked, (), unusable_languages()).definitions)
+    groups = {name: plan.workloads for name, plan in plans.items()}
+    pairs = stratified(groups, options.pairs, random.Random(options.seed))
+    if not pairs:
+        print("no operator has two solutions that can be timed here", file=sys.stderr)
+        return 2
+    print(f"{len(pairs)} pairs of {len({pair.definition for pair in pairs})} operators on {machine.gpu_name}")
+    effort = Effort.quick() if options.quick else Effort()
+    runs = [play(plans, pairs, machine, effort) for _ in range(options.runs)]
+    return 0 if report(pairs, runs) >= options.expect else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
