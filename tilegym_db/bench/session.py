@@ -177,7 +177,7 @@ class _Session:
             self.observer.starting(f"calibrating {self.machine.gpu_name}")
         try:
             return current_peaks(self.machine, known, self.home), []
-        except (HardwareError, RecordError) as error:
+        except (HardwareError, RecordError, RuntimeError, OSError) as error:  # whatever the driver refuses
             return None, [f"the traces have no speed of light and no physics floor: {error}"]
 
 
