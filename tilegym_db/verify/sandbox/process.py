@@ -154,6 +154,9 @@ class WorkerProcess:
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_NUM_THREADS": str(processors()),
         }
+        if self.device == "cpu":
+            # Threads that wait for each other sleep rather than spin, or their processor time would say nothing.
+            environment["OMP_WAIT_POLICY"] = "PASSIVE"
         return environment | dict(extra)
 
     @property
