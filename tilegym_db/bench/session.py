@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -181,6 +182,20 @@ class _Session:
             return None, [f"the traces have no speed of light and no physics floor: {error}"]
 
 
+@contextmanager
+def _leaving_processors(machine: Machine) -> Iterator[None]:
+    """On a CPU, one thread for this process's own maths: workers need the others, and threads that spin make them wait."""
+    import torch
+
+    before = torch.get_num_threads()
+    if not machine.is_gpu:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _screen_failure(status: str) -> str:
     return f"did not pass the screen: {status}"
 
@@ -208,7 +223,7 @@ def run_plan(
     run_id = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{machine.gpu}-{secrets.token_hex(3)}"
     context = RunContext(run_id, machine, secrets.randbits(62))
     report = BenchReport(run_id, machine, plan)
-    with Journal(run_id, store_home) as journal, scratch_folder() as scratch:
+    with Journal(run_id, store_home) as journal, scratch_folder() as scratch, _leaving_processors(machine):
 
         def emit(trace: Trace) -> None:
             journal.append(trace)
