@@ -111,6 +111,22 @@ def test_a_short_block_is_sampled_twice(library, monkeypatch):
     assert watch.reading().sm_mhz == round((1980 + 1755) / 2)
 
 
+def test_what_is_shorter_than_the_interval_is_seen_by_looking(library, monkeypatch):
+    monkeypatch.setattr(clocks, "_uuid_of", lambda device: UUID)
+    with ClockWatch("cuda:0", interval_s=60, library=library) as watch:
+        begun = time.monotonic()
+        assert not watch.reading().throttled
+        watch.look()
+        assert watch.reading(begun).throttled
+        assert watch.reading(begun).slowdowns == ("software thermal slowdown", "hardware thermal slowdown")
+
+
+def test_looking_at_a_cpu_sees_nothing():
+    with ClockWatch("cpu") as watch:
+        watch.look()
+    assert watch.reading() == ClockReading(None, None, ())
+
+
 def test_a_reading_can_leave_out_what_was_before(library, monkeypatch):
     monkeypatch.setattr(clocks, "_uuid_of", lambda device: UUID)
     with ClockWatch("cuda:0", interval_s=60, library=library) as watch:
