@@ -9,6 +9,7 @@ import pytest
 
 from tilegym_db.bench import clocks
 from tilegym_db.bench.clocks import ClockReading, ClockSample, ClockWatch, Nvml, summarise_clocks
+from tilegym_db.bench.session import benchmark
 
 # The management library as its header declares it, for a GPU that is at 1980 MHz, then hot, then idle.
 LIBRARY = r"""
@@ -111,6 +112,22 @@ def test_a_short_block_is_sampled_twice(library, monkeypatch):
     assert watch.reading().sm_mhz == round((1980 + 1755) / 2)
 
 
+def test_what_is_shorter_than_the_interval_is_seen_by_looking(library, monkeypatch):
+    monkeypatch.setattr(clocks, "_uuid_of", lambda device: UUID)
+    with ClockWatch("cuda:0", interval_s=60, library=library) as watch:
+        begun = time.monotonic()
+        assert not watch.reading().throttled
+        watch.look()
+        assert watch.reading(begun).throttled
+        assert watch.reading(begun).slowdowns == ("software thermal slowdown", "hardware thermal slowdown")
+
+
+def test_looking_at_a_cpu_sees_nothing():
+    with ClockWatch("cpu") as watch:
+        watch.look()
+    assert watch.reading() == ClockReading(None, None, ())
+
+
 def test_a_reading_can_leave_out_what_was_before(library, monkeypatch):
     monkeypatch.setattr(clocks, "_uuid_of", lambda device: UUID)
     with ClockWatch("cuda:0", interval_s=60, library=library) as watch:
@@ -124,6 +141,38 @@ def test_a_device_that_the_library_does_not_know_is_not_read(library, monkeypatc
     with ClockWatch("cuda:0", library=library) as watch:
         pass
     assert watch.reading() == ClockReading(None, None, ())
+
+
+class SteadyDriver:
+    """A device whose clock never changes."""
+
+    def __init__(self, reasons: int) -> None:
+        self.reasons = reasons
+
+    def device(self, uuid: str) -> str:
+        return uuid
+
+    def sample(self, device: str) -> ClockSample:
+        return ClockSample(time.monotonic(), 1755, self.reasons)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("reasons", "status", "said"), [(0x4, "PASSED", ""), (0x40, "UNSUPPORTED", "hardware thermal slowdown")]
+)
+def test_a_run_writes_the_clock_on_its_traces_and_believes_no_time_of_a_hot_device(
+    reasons, status, said, make_catalog, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(clocks, "_uuid_of", lambda device: UUID)
+    monkeypatch.setattr(Nvml, "open", lambda name: SteadyDriver(reasons))
+    report = benchmark(gpu="cpu", quick=True, catalog=make_catalog(tmp_path), store_home=tmp_path / "home")
+    (trace,) = report.traces
+    assert trace.status == status
+    assert said in trace.reason
+    if trace.performance is not None:
+        assert (trace.performance.clock_mhz, trace.performance.throttled) == (1755, False)
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.errors import NotFoundError, UsageError
 
 FAST = "def run(x, weight, factor, out):\n    out.copy_(x * weight * factor)\n"
-SLOW = "def run(x, weight, factor, out):\n    for _ in range(30):\n        out.copy_(x * weight * factor)\n"
+SLOW = "def run(x, weight, factor, out):\n    for _ in range(100):\n        out.copy_(x * weight * factor)\n"
 WRONG = "def run(x, weight, factor, out):\n    out.copy_(x * weight)\n"
 BARS = Bars(control_shift=0.5)  # the machine that runs the tests may be busy
 SIZES = ({"axes": {"M": 128, "N": 256}},)

@@ -13,7 +13,7 @@ from tilegym_db.paths import shipped_root
 from tilegym_db.records import Workload
 
 ROUNDS = 12
-SLOW = "def run(x, weight, factor, out):\n    for _ in range(30):\n        out.copy_(x * weight * factor)\n"
+SLOW = "def run(x, weight, factor, out):\n    for _ in range(100):\n        out.copy_(x * weight * factor)\n"
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_an_operator_with_many_workloads_does_not_outweigh_the_others(stability)
 def test_runs_from_nothing_agree_on_a_clear_winner(stability, make_catalog, tmp_path, monkeypatch, capsys):
     catalog = make_catalog(
         tmp_path,
-        {"row_scale_slow": SLOW, "row_scale_fast": SLOW.replace("30", "1")},
+        {"row_scale_slow": SLOW, "row_scale_fast": SLOW.replace("100", "1")},
         ({"axes": {"M": 128, "N": 256}}, {"axes": {"M": 64, "N": 256}}),
     )
     monkeypatch.setattr(Catalog, "default", lambda: catalog)

@@ -8,7 +8,12 @@ from tilegym_db.records.trace import Comparison, Correctness, Performance
 
 
 def trace(
-    solution: str, status: str = "PASSED", reason: str = "", tier: str = "screen", ratio: float | None = None
+    solution: str,
+    status: str = "PASSED",
+    reason: str = "",
+    tier: str = "screen",
+    ratio: float | None = None,
+    sol_ratio: float | None = None,
 ) -> Trace:
     passed = status == "PASSED"
     performance = None
@@ -16,7 +21,13 @@ def trace(
         against = [] if ratio is None else [("stock", ratio), ("library", 9.0)]
         comparisons = [Comparison.against(f"a_{p}", p, ratio=r, ci_low=r, ci_high=r) for p, r in against]
         performance = Performance(
-            latency_us=1, ci_low_us=1, ci_high_us=1, samples=9, timer="wall", comparisons=tuple(comparisons)
+            latency_us=1,
+            ci_low_us=1,
+            ci_high_us=1,
+            samples=9,
+            timer="wall",
+            comparisons=tuple(comparisons),
+            sol_ratio=sol_ratio,
         )
     return Trace.model_construct(
         solution=solution,
@@ -33,6 +44,13 @@ def test_the_speedup_is_the_geometric_mean_against_stock_alone():
     (row,) = summarise([trace("kernel", ratio=4.0), trace("kernel", ratio=1.0)])
     assert (row.passed, row.total, row.note) == (2, 2, "")
     assert row.speedup == pytest.approx(2)
+
+
+def test_the_share_of_the_speed_of_light_is_a_geometric_mean_too():
+    traces = [trace("kernel", sol_ratio=0.9), trace("kernel", sol_ratio=0.4), trace("stock")]
+    kernel, stock = summarise(traces)
+    assert kernel.sol_ratio == pytest.approx(0.6)
+    assert stock.sol_ratio is None
 
 
 def test_the_first_failure_gives_the_note_and_what_is_excluded_does_not_count():

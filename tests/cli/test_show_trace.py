@@ -108,6 +108,15 @@ def test_a_pass_says_how_fast_and_what_was_looked_into(cli, journal_traces):
         assert line in lines
 
 
+def test_a_pass_says_how_near_the_speed_of_light_it_came_and_at_what_clock(cli, journal_traces):
+    timing = {"latency_us": 10.0, "ci_low_us": 9.9, "ci_high_us": 10.1, "samples": 50, "timer": "events"}
+    light = {"sol_us": 8.25, "sol_ratio": 0.825, "clock_mhz": 1755, "throttled": True}
+    (trace_id,) = journal_traces(10.0, performance=timing | light)
+    lines = [" ".join(line.split()) for line in cli("show", trace_id).out.splitlines()]
+    assert "speed of light 82.5%, which is 8.25 us" in lines
+    assert "clock 1755 MHz, slowed down at times, in rounds that were discarded" in lines
+
+
 @pytest.mark.parametrize(
     ("changes", "standing"),
     [

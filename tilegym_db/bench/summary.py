@@ -16,6 +16,7 @@ class SummaryRow:
     """One Solution in one run.
 
     ``speedup``: geometric mean of the ratios against stock code. ``note``: the first failure's reason, or why nothing ran.
+    ``sol_ratio``: geometric mean of the shares of the speed of light; None where the device has none.
     """
 
     solution: str
@@ -24,6 +25,7 @@ class SummaryRow:
     total: int
     speedup: float | None
     note: str
+    sol_ratio: float | None = None
 
 
 def summarise(traces: Sequence[Trace]) -> list[SummaryRow]:
@@ -37,14 +39,14 @@ def summarise(traces: Sequence[Trace]) -> list[SummaryRow]:
 def _row(solution: str, traces: list[Trace]) -> SummaryRow:
     counted = [trace for trace in traces if trace.status != "UNSUPPORTED"]
     failures = [trace for trace in counted if trace.status != "PASSED"]
+    timed = [trace.performance for trace in counted if trace.performance is not None]
+    light = [performance.sol_ratio for performance in timed if performance.sol_ratio]
     ratios = [
         comparison.ratio
-        for trace in counted
-        if trace.performance is not None
-        for comparison in trace.performance.comparisons
+        for performance in timed
+        for comparison in performance.comparisons
         if comparison.provides == "stock"
     ]
-    speedup = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
     note = ""
     if not counted:
         note = f"{traces[0].status}: {traces[0].reason}"
@@ -53,4 +55,9 @@ def _row(solution: str, traces: list[Trace]) -> SummaryRow:
     elif all(trace.tier == "interpreter" for trace in counted):
         note = "verified in the interpreter, not timed"
     passed = len(counted) - len(failures)
-    return SummaryRow(solution, traces[0].language, passed, len(counted), speedup, note)
+    return SummaryRow(solution, traces[0].language, passed, len(counted), _mean(ratios), note, _mean(light))
+
+
+def _mean(ratios: Sequence[float]) -> float | None:
+    """Geometric; None of none."""
+    return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None

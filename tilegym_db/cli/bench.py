@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tilegym_db.cli.output import note
+
 if TYPE_CHECKING:
     from tilegym_db.bench.session import BenchReport
     from tilegym_db.bench.summary import SummaryRow
@@ -56,6 +58,8 @@ def finish(report: BenchReport, *, as_json: bool) -> None:
             typer.echo(trace.to_json())
     else:
         print_summary(report)
+    for remark in report.notes:
+        note(remark)
     if report.interrupted:
         raise typer.Exit(130)
     if any(status not in ("PASSED", "UNSUPPORTED") for status in report.counts):
@@ -74,22 +78,21 @@ def print_summary(report: BenchReport) -> None:
     rows = summarise(report.traces)
     if rows:
         console.print(f"{report.machine.gpu_name} ({report.machine.gpu}), run {report.run_id}", highlight=False)
-        columns = ("solution", "language", "passed", "vs stock", "note")
+        columns = ("solution", "language", "passed", "vs stock", "of light", "note")
         print_table(columns, [_summary_cells(row) for row in rows])
     skipped: dict[str, int] = {}
     for item in report.plan.skipped:
         skipped[item.reason] = skipped.get(item.reason, 0) + 1
     for reason, count in skipped.items():
         console.print(f"[dim]{count} not run: {escape(reason)}[/dim]", highlight=False)
-    for remark in report.notes:
-        console.print(f"[dim]{escape(remark)}[/dim]", highlight=False)
     counts = json.dumps(dict(report.counts)) if report.traces else "nothing new"
     screened = bool(report.traces) and all(trace.tier != "promotion" for trace in report.traces)
     after = f"promote --gpu {report.machine.gpu}" if screened else f"best --gpu {report.machine.gpu}"
     console.print(f"traces: {counts}. Next: tilegym-db {after}", highlight=False)
 
 
-def _summary_cells(row: SummaryRow) -> tuple[str, str, str, str, str]:
+def _summary_cells(row: SummaryRow) -> tuple[str, ...]:
     speedup = "" if row.speedup is None else f"{row.speedup:.2f}x"
     note = row.note if len(row.note) <= 200 else row.note[:197] + "..."
-    return row.solution, row.language, f"{row.passed}/{row.total}", speedup, note
+    light = "" if row.sol_ratio is None else f"{row.sol_ratio:.0%}"
+    return row.solution, row.language, f"{row.passed}/{row.total}", speedup, light, note

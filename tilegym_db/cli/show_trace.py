@@ -121,12 +121,17 @@ def _findings(row: dict[str, Any]) -> dict[str, str]:
     numbers = {key: row[key] for key in ("rel_fro", "worst_row_rel", "max_abs", "matched_ratio")}
     errors = {key: spelled_number(value) for key, value in numbers.items() if value is not None}
     against = [f"{spelled_number(c['ratio'])}x {c['with']}" for c in row["comparisons"] or ()]
+    clock = [] if row["clock_mhz"] is None else [f"{row['clock_mhz']} MHz"]
+    clock += ["slowed down at times, in rounds that were discarded"] if row["throttled"] else []
+    light = "" if row["sol_ratio"] is None else f"{row['sol_ratio']:.1%}, which is {spelled_number(row['sol_us'])} us"
     envelope = f"{row['envelope_cases']} cases" if row["envelope_cases"] else ""
     dropped = len(row["envelope_dropped"] or ())
     return {
         "time": interval,
         "wall clock": "" if row["wall_us"] is None else f"{spelled_number(row['wall_us'])} us a call",
         "speed": ", ".join(against),
+        "speed of light": light,
+        "clock": ", ".join(clock),
         "errors": spelled_map(errors),
         "closest gate": "" if row["failure"] else row["gate"] or "",
         "envelope": envelope + (f", and {dropped} that the reference fails itself" if envelope and dropped else ""),

@@ -40,6 +40,8 @@ Starting = Callable[[str], None]
 Played = Callable[[Workload, Sequence[Entrant]], None]
 
 CPU_ARENA_BYTES = 256 << 20
+CLOCK_INTERVAL_S = 0.02
+"""Shorter than a round, so that each is seen while the device works: one that idles does not say that it is hot."""
 CANNOT_VERIFY = (RecordError, StoreError, torch.OutOfMemoryError)
 """A workload without an oracle, or without memory for it here: that workload's trouble, not the run's."""
 
@@ -198,7 +200,7 @@ class LocalExecutor:
             for entrant in entrants:
                 entrant.failure = entrant.member.enter(stage)
             device = self.context.machine.device
-            with timing_lock(device), ClockWatch(device) as clocks:
+            with timing_lock(device), ClockWatch(device, CLOCK_INTERVAL_S) as clocks:
                 results = run_tournament(entrants, stage, self.effort, order, clocks)
                 self.played(contents.workload, entrants)
                 for entrant in entrants:
