@@ -10,9 +10,11 @@ from tilegym_db.bench.machine import Machine
 from tilegym_db.bench.plan import Options, Plan, make_plan
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import NotFoundError, UsageError
+from tilegym_db.records.solution import config_id
 
 HERE = Machine("cpu", "cpu", "a processor")
 H200 = Machine("cuda:0", "h200", "NVIDIA H200", "sm_90")
+DEFAULTS = config_id({})
 TRITON = "def run(x, weight, factor, out): pass\n"
 SIZES = {
     "tiny": {"axes": {"M": 4, "N": 8}, "tags": ["tiny"]},
@@ -78,7 +80,9 @@ def test_a_solutions_name_brings_the_stock_code_to_compare_it_with(plan):
 
 def test_stock_code_plays_against_whoever_is_new_though_it_was_measured_before(plan, catalog):
     definition, stock = catalog.definition("row_scale"), catalog.solution("row_scale_stock")
-    done = {(stock.digest, definition.digest, workload.uuid) for workload in catalog.workloads_for("row_scale")}
+    done = {
+        (stock.digest, definition.digest, workload.uuid, DEFAULTS) for workload in catalog.workloads_for("row_scale")
+    }
     made = plan(done=done)
     assert pairs(made) == {"triton tiny", "triton decode"}
     assert made.pair_count == 4
@@ -125,7 +129,7 @@ def test_quick_takes_one_workload_of_each_kind_that_suits_the_machine(plan):
 def test_what_has_a_trace_is_not_measured_again_unless_asked(plan, catalog):
     definition, solution = catalog.definition("row_scale"), catalog.solution("row_scale_stock")
     tiny = catalog.workloads_for("row_scale")[0]
-    done = {(solution.digest, definition.digest, tiny.uuid)}
+    done = {(solution.digest, definition.digest, tiny.uuid, DEFAULTS)}
     made = plan(done=done)
     assert "stock tiny" not in pairs(made)
     assert "triton tiny" in pairs(made)
@@ -137,7 +141,7 @@ def test_a_trace_of_another_source_or_another_meaning_does_not_count(plan, catal
     definition, solution = catalog.definition("row_scale"), catalog.solution("row_scale_stock")
     tiny = catalog.workloads_for("row_scale")[0]
     for done in ((solution.digest, "another", tiny.uuid), ("another", definition.digest, tiny.uuid)):
-        assert "stock tiny" in pairs(plan(done={done}))
+        assert "stock tiny" in pairs(plan(done={(*done, DEFAULTS)}))
 
 
 def test_a_language_without_its_toolchain_is_left_out_with_the_fix(plan):

@@ -237,7 +237,7 @@ def test_verified_rows_are_ordered_by_shape_then_latency(filled, trace):
 def test_done_covers_every_verdict_on_that_gpu_and_tier(filled, trace):
     passed, failed = trace(tier="screen"), trace(kind="tilelang", tier="screen", status="TIMEOUT")
     with filled(passed, failed, trace("shift", gpu="l4"), trace("shift", tier="promotion")) as store:
-        keys = {(item.solution_digest, item.definition_digest, item.workload_uuid) for item in (passed, failed)}
+        keys = {(item.solution_digest, item.definition_digest, item.workload_uuid, "{}") for item in (passed, failed)}
         assert done_keys(store, "h200", "screen") == keys
         assert len(done_keys(store, "h200")) == 3
 

@@ -23,7 +23,7 @@ from tilegym_db.records import Trace
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.ingest import ingest_journals
 from tilegym_db.store.journal import Journal
-from tilegym_db.store.queries import done_keys, failed_screen
+from tilegym_db.store.queries import done_keys, failed_screen, tuned_configs
 from tilegym_db.verify.sandbox.levels import best_level
 from tilegym_db.verify.sandbox.scratch import scratch_folder
 
@@ -152,8 +152,9 @@ class _Session:
             if rigor is SCREEN:
                 done |= done_keys(store, self.machine.gpu, INTERPRETER.tier)
             failed = failed_screen(store, self.machine.gpu) if rigor is PROMOTION and not options.again else {}
+            tuned = tuned_configs(store, self.machine.gpu)
         excluded = {key: _screen_failure(status) for key, status in failed.items()}
-        plan = make_plan(self.catalog, self.machine, options, done, unusable_languages(), excluded)
+        plan = make_plan(self.catalog, self.machine, options, done, unusable_languages(), excluded, tuned)
         self.observer.planned(plan, self.machine)
         effort = Effort.quick() if options.quick else Effort()
         report = run_plan(plan, self.machine, self.home, effort, rigor, self.observer)

@@ -28,6 +28,7 @@ from tilegym_db.cli import (
     reproduce,
     show,
     sql,
+    tune,
     version,
 )
 from tilegym_db.errors import TilegymDBError
@@ -53,6 +54,7 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     },
     "Measure": {
         "bench": bench.command,
+        "tune": tune.command,
         "promote": promote.command,
         "reproduce": reproduce.command,
         "publish": publish.command,
