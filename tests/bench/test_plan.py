@@ -32,8 +32,10 @@ def catalog(make_catalog, tmp_path) -> Catalog:
 
 @pytest.fixture
 def plan(catalog) -> Callable[..., Plan]:
-    def make(*names: str, machine: Machine = HERE, done=(), unusable=None, **options: object) -> Plan:
-        return make_plan(catalog, machine, Options(names, **options), done, unusable)
+    def make(
+        *names: str, machine: Machine = HERE, done=(), unusable=None, tuned=None, excluded=None, **options: object
+    ) -> Plan:
+        return make_plan(catalog, machine, Options(names, **options), done, unusable, excluded, tuned)
 
     return make
 
@@ -142,6 +144,52 @@ def test_a_trace_of_another_source_or_another_meaning_does_not_count(plan, catal
     tiny = catalog.workloads_for("row_scale")[0]
     for done in ((solution.digest, "another", tiny.uuid), ("another", definition.digest, tiny.uuid)):
         assert "stock tiny" in pairs(plan(done={(*done, DEFAULTS)}))
+
+
+@pytest.fixture
+def tuned(catalog) -> dict[tuple[str, str, str], dict[str, int]]:
+    """A config for the Triton kernel on the workloads ``tiny`` and ``decode``."""
+    definition, solution = catalog.definition("row_scale"), catalog.solution("row_scale_triton")
+    tiny, _, decode, _ = catalog.workloads_for("row_scale")
+    return {
+        (solution.digest, definition.digest, tiny.uuid): {"BLOCK": 2},
+        (solution.digest, definition.digest, decode.uuid): {"BLOCK": 8},
+    }
+
+
+def test_what_tune_found_is_measured_beside_the_defaults(plan, catalog, tuned):
+    made = plan("row_scale_triton", machine=H200, tuned=tuned)
+    (item,) = made.definitions
+    solution = catalog.solution("row_scale_triton")
+    assert item.configs_of(solution) == [{}, {"BLOCK": 2}, {"BLOCK": 8}]
+    tiny = catalog.workloads_for("row_scale")[0]
+    assert [item.takes_part(solution, tiny, config) for config in item.configs_of(solution)] == [True, True, False]
+    assert made.pair_count == 4 + 4 + 2  # stock and the kernel on every workload, and the kernel twice more
+
+
+def test_each_config_has_a_done_and_an_excluded_of_its_own(plan, catalog, tuned):
+    pairs_of = list(tuned)
+    solution = catalog.solution("row_scale_triton")
+    others = {
+        (*pair[:2], workload.uuid, DEFAULTS) for pair in pairs_of for workload in catalog.workloads_for("row_scale")
+    }
+    made = plan(
+        "row_scale_triton",
+        machine=H200,
+        tuned=tuned,
+        done=others | {(*pairs_of[0], config_id({"BLOCK": 2}))},
+        excluded={(*pairs_of[1], DEFAULTS): "did not pass the screen: TIMEOUT"},
+    )
+    (item,) = made.definitions
+    assert item.tuned == {(solution.name, pairs_of[1][2]): {"BLOCK": 8}}
+    said = reasons(made)
+    assert "already measured" in said["row_scale_triton[BLOCK=2]", "M=4,N=8"]
+    assert said["row_scale_triton", "M=1,N=4096"] == "did not pass the screen: TIMEOUT"
+    assert item.takes_part(catalog.solution("row_scale_stock"), catalog.workloads_for("row_scale")[2], {})
+
+
+def test_an_interpreter_runs_the_defaults_only(plan, tuned):
+    assert plan("row_scale_triton", tuned=tuned).pair_count == plan("row_scale_triton").pair_count
 
 
 def test_a_language_without_its_toolchain_is_left_out_with_the_fix(plan):

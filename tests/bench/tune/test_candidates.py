@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from tilegym_db.bench.tune.candidates import Neighbour, candidate_order, history_of, is_wrong, nearest_winners
+from tilegym_db.bench.tune.candidates import Neighbour, candidate_order, history_of, is_faulty, nearest_winners
 from tilegym_db.records import Definition, Solution, Workload
 from tilegym_db.records.solution import config_id
+from tilegym_db.records.trace import STATUSES
 from tilegym_db.store.tuning import TuningStep
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -95,10 +96,9 @@ def test_a_trace_that_is_no_pass_settles_a_config_too():
     assert history.settled == {config_id(config(1)): "its trace says TIMEOUT"}
 
 
-def test_only_a_wrong_result_speaks_for_every_workload():
-    wrong = {"INCORRECT_SHAPE", "INCORRECT_DTYPE", "INCORRECT_NUMERICAL", "REJECTED"}
-    others = {"COMPILE_ERROR", "RUNTIME_ERROR", "TIMEOUT", "UNSUPPORTED"}
-    assert {status for status in wrong | others if is_wrong(status)} == wrong
+def test_a_failure_speaks_for_every_workload_where_the_store_takes_passes_back_for_it():
+    own_workload = {"PASSED", "COMPILE_ERROR", "UNSUPPORTED"}
+    assert {status for status in STATUSES if not is_faulty(status)} == own_workload
 
 
 def test_the_nearest_winner_of_the_same_dtypes_comes_first(definition_record, workload_record):

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tilegym_db.bench.session import BenchReport, promote
+from tilegym_db.bench.tune.candidates import Candidate
 from tilegym_db.bench.tune.session import TuneObserver, TuneReport, tune
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import UsageError
@@ -38,7 +39,7 @@ BLOCKED = """def run(x, weight, factor, out, *, ROWS=2):
     for row in range(0, x.shape[0] if ROWS > 0 else 0, max(ROWS, 1)):
         out[row : row + ROWS] = x[row : row + ROWS] * weight * factor
 """
-TUNABLE = {"tunables": {"ROWS": [1, 16, 48, 0, -1, 7]}}
+TUNABLE = {"tunables": {"ROWS": [1, 16, 48, 8, 0, -1, 7]}}
 SIZE = {"axes": {"M": 128, "N": 64}}
 OTHER_SIZE = {"axes": {"M": 96, "N": 64}}
 
@@ -175,24 +176,46 @@ def test_a_small_budget_tries_the_neighbours_winner_and_nothing_that_is_known_to
         observer=TuneObserver(stepped=seen.append),
     )
     (result,) = report.results
-    # One wave of four: the defaults, what won at M=128, and two of the rest, which is 1, 16 and 7.
+    # One wave of four: the defaults, what won at M=128, and two of the rest, which is 1, 8 and 16.
     assert (result.config, result.tried, result.left) == ({"ROWS": 48}, 4, 1)
     assert {-1, 0}.isdisjoint(step.config.get("ROWS") for step in seen)
 
 
-def test_a_config_that_takes_the_worker_down_costs_itself_only(make_catalog, tmp_path, monkeypatch):
+class RefusesThree:
+    """In place of a compiler, which a processor has none of: says that ROWS=3 does not compile."""
+
+    def __init__(self, *job: object) -> None:
+        pass
+
+    def start(self, candidates: list[Candidate]) -> None:
+        assert len(candidates) == 5
+
+    def refused(self, wave: list[Candidate]) -> dict[str, str]:
+        return {item.id: "no room" for item in wave if item.config.get("ROWS") == 3}
+
+    def __enter__(self) -> RefusesThree:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+def test_a_config_that_does_not_compile_or_takes_the_worker_down_costs_itself_only(make_catalog, tmp_path, monkeypatch):
     monkeypatch.setattr("tilegym_db.verify.scan.scan_sources", lambda solution, sources: ())  # it would refuse os._exit
-    space = {"tunables": {"ROWS": [9, 5, 64]}}
+    monkeypatch.setattr("tilegym_db.bench.tune.session.CompileAhead", RefusesThree)
+    space = {"tunables": {"ROWS": [9, 5, 3, 64]}}
     catalog = make_catalog(tmp_path / "catalog", {"row_scale_crashing": (CRASHING, space)}, (SIZE,))
-    report = tune(gpu="cpu", quick=True, catalog=catalog, store_home=tmp_path / "home")
+    report = tune(gpu="cpu", quick=True, budget_s=300, catalog=catalog, store_home=tmp_path / "home")
     assert report.results[0].config == {"ROWS": 64}
     found = {step.config.get("ROWS"): (step.outcome, step.status) for step in report.steps}
     assert found == {
         9: ("failed", "RUNTIME_ERROR"),
         5: ("failed", "RUNTIME_ERROR"),
+        3: ("compile", None),
         64: ("leads", None),
         None: ("slower", None),
     }
+    assert {3}.isdisjoint(trace.config.get("ROWS") for trace in report.traces)
 
 
 def test_a_budget_must_be_some_time(catalog, folder):

@@ -11,7 +11,7 @@ from tilegym_db.records import Config, Definition, Solution, Workload, axes_key
 from tilegym_db.records.solution import config_id
 from tilegym_db.store.tuning import TuningStep
 
-__all__ = ["Candidate", "History", "Neighbour", "candidate_order", "history_of", "is_wrong", "nearest_winners"]
+__all__ = ["Candidate", "History", "Neighbour", "candidate_order", "history_of", "is_faulty", "nearest_winners"]
 
 DEFAULTS = "the source's own defaults"
 
@@ -67,12 +67,12 @@ def history_of(steps: Sequence[TuningStep], failed: Mapping[str, str] | None = N
     return History(standing[-1] if standing else None, settled)
 
 
-def is_wrong(status: str) -> bool:
-    """True for a verdict that says something about the config on every Workload: its results cannot be believed.
+def is_faulty(status: str) -> bool:
+    """True for a verdict that speaks for every Workload: the store then takes back every earlier pass of that config.
 
-    One that does not compile, runs out of memory or takes too long on one shape may be the fastest on another.
+    A config that does not compile for one shape, or does not support it, may be the fastest on another.
     """
-    return status.startswith("INCORRECT") or status == "REJECTED"
+    return status not in ("PASSED", "UNSUPPORTED", "COMPILE_ERROR")
 
 
 def nearest_winners(

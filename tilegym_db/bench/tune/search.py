@@ -145,17 +145,14 @@ class Search:
 
         Args:
             candidates: in order.
-            ahead: compiles the next wave meanwhile.
+            ahead: compiles the waves that come while one is raced.
             deadline: of ``time.monotonic()``.
         """
-        waves = [candidates[start : start + self.effort.wave] for start in range(0, len(candidates), self.effort.wave)]
-        pending = ahead.start(waves[0]) if waves else None
         left = len(candidates)
-        for number, wave in enumerate(waves):
-            assert pending is not None
-            refused = pending.result()
-            if number + 1 < len(waves):
-                pending = ahead.start(waves[number + 1])
+        ahead.start(candidates)
+        for start in range(0, len(candidates), self.effort.wave):
+            wave = candidates[start : start + self.effort.wave]
+            refused = ahead.refused(wave)
             for candidate in wave:
                 if candidate.id in refused:
                     self.step(Step(candidate.config, "compile", refused[candidate.id]))

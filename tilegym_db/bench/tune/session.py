@@ -21,7 +21,7 @@ from tilegym_db.bench.session import unusable_languages
 from tilegym_db.bench.stage import Stage
 from tilegym_db.bench.tournament import Effort
 from tilegym_db.bench.tracing import RunContext
-from tilegym_db.bench.tune.candidates import Candidate, History, candidate_order, history_of, is_wrong, nearest_winners
+from tilegym_db.bench.tune.candidates import Candidate, History, candidate_order, history_of, is_faulty, nearest_winners
 from tilegym_db.bench.tune.compile_ahead import CompileAhead
 from tilegym_db.bench.tune.search import Search, SearchEffort, Step
 from tilegym_db.catalog import Catalog, SolutionFiles
@@ -156,6 +156,8 @@ def tune(
             watch.stepped(step)
 
         def finish(result: Tuned) -> None:
+            same = (result.solution, result.workload_uuid)
+            report.results = [item for item in report.results if (item.solution, item.workload_uuid) != same]
             report.results.append(result)
             watch.finished(result)
 
@@ -199,14 +201,14 @@ class _Known:
         return known
 
     def history(self, pair: PairKey) -> History:
-        """Of one pair. A config that is wrong on one Workload is wrong: it is not tried on any other."""
+        """Of one pair. A config that fails on one Workload is not tried on any other of the same Definition."""
         failed = dict(self.failed.get(pair, {}))
         for other in {*self.failed, *self.steps}:
             if other != pair and other[:2] == pair[:2]:
                 steps = self.steps.get(other, [])
                 said = {config_id(step.config): step.status for step in steps if step.status is not None}
                 found = {**self.failed.get(other, {}), **said}
-                failed |= {config: status for config, status in found.items() if is_wrong(status)}
+                failed |= {config: status for config, status in found.items() if is_faulty(status)}
         return history_of(self.steps.get(pair, []), failed)
 
 
@@ -260,17 +262,30 @@ class _Tuner:
         return self.item.definition
 
     def run(self, pairs: Sequence[tuple[Workload, SolutionFiles]], finish: Callable[[Tuned], None]) -> None:
-        """Tune each pair in turn. Workers end with it, whatever happens."""
+        """Tune each pair in turn, and again where its winner failed on a later one. Workers end with it."""
         members: dict[str, Member] = {}
         cache = ExpectedCache(self.definition, self.context.machine.device)
+        waiting, winners = list(pairs), dict[tuple[str, str], Config | None]()
         with ExitStack() as stack:
-            for number, (workload, solution) in enumerate(pairs):
-                if solution.name not in members:
-                    members[solution.name] = self.executor.make_member(self.definition, solution, {})
-                    stack.callback(members[solution.name].close)
-                if number and workload.uuid != pairs[number - 1][0].uuid:
-                    cache.clear()
-                finish(_Pair(self, workload, solution, members[solution.name], cache).tune())
+            for solution in {solution.name: solution for _, solution in pairs}.values():
+                members[solution.name] = self.executor.make_member(self.definition, solution, {})
+                stack.callback(members[solution.name].close)
+            while waiting:
+                for number, (workload, solution) in enumerate(waiting):
+                    if number and workload.uuid != waiting[number - 1][0].uuid:
+                        cache.clear()
+                    result = _Pair(self, workload, solution, members[solution.name], cache).tune()
+                    winners[solution.name, workload.uuid] = result.config
+                    finish(result)
+                waiting = [
+                    (workload, solution)
+                    for workload, solution in pairs
+                    if self._has_failed(workload, solution, winners[solution.name, workload.uuid])
+                ]
+
+    def _has_failed(self, workload: Workload, solution: SolutionFiles, config: Config | None) -> bool:
+        settled = self.known.history((solution.digest, self.definition.digest, workload.uuid)).settled
+        return config is not None and config_id(config) in settled
 
 
 @dataclass
