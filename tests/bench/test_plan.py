@@ -10,9 +10,11 @@ from tilegym_db.bench.machine import Machine
 from tilegym_db.bench.plan import Options, Plan, make_plan
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import NotFoundError, UsageError
+from tilegym_db.records.solution import config_id
 
 HERE = Machine("cpu", "cpu", "a processor")
 H200 = Machine("cuda:0", "h200", "NVIDIA H200", "sm_90")
+DEFAULTS = config_id({})
 TRITON = "def run(x, weight, factor, out): pass\n"
 SIZES = {
     "tiny": {"axes": {"M": 4, "N": 8}, "tags": ["tiny"]},
@@ -30,8 +32,10 @@ def catalog(make_catalog, tmp_path) -> Catalog:
 
 @pytest.fixture
 def plan(catalog) -> Callable[..., Plan]:
-    def make(*names: str, machine: Machine = HERE, done=(), unusable=None, **options: object) -> Plan:
-        return make_plan(catalog, machine, Options(names, **options), done, unusable)
+    def make(
+        *names: str, machine: Machine = HERE, done=(), unusable=None, tuned=None, excluded=None, **options: object
+    ) -> Plan:
+        return make_plan(catalog, machine, Options(names, **options), done, unusable, excluded, tuned)
 
     return make
 
@@ -78,7 +82,9 @@ def test_a_solutions_name_brings_the_stock_code_to_compare_it_with(plan):
 
 def test_stock_code_plays_against_whoever_is_new_though_it_was_measured_before(plan, catalog):
     definition, stock = catalog.definition("row_scale"), catalog.solution("row_scale_stock")
-    done = {(stock.digest, definition.digest, workload.uuid) for workload in catalog.workloads_for("row_scale")}
+    done = {
+        (stock.digest, definition.digest, workload.uuid, DEFAULTS) for workload in catalog.workloads_for("row_scale")
+    }
     made = plan(done=done)
     assert pairs(made) == {"triton tiny", "triton decode"}
     assert made.pair_count == 4
@@ -125,7 +131,7 @@ def test_quick_takes_one_workload_of_each_kind_that_suits_the_machine(plan):
 def test_what_has_a_trace_is_not_measured_again_unless_asked(plan, catalog):
     definition, solution = catalog.definition("row_scale"), catalog.solution("row_scale_stock")
     tiny = catalog.workloads_for("row_scale")[0]
-    done = {(solution.digest, definition.digest, tiny.uuid)}
+    done = {(solution.digest, definition.digest, tiny.uuid, DEFAULTS)}
     made = plan(done=done)
     assert "stock tiny" not in pairs(made)
     assert "triton tiny" in pairs(made)
@@ -137,7 +143,53 @@ def test_a_trace_of_another_source_or_another_meaning_does_not_count(plan, catal
     definition, solution = catalog.definition("row_scale"), catalog.solution("row_scale_stock")
     tiny = catalog.workloads_for("row_scale")[0]
     for done in ((solution.digest, "another", tiny.uuid), ("another", definition.digest, tiny.uuid)):
-        assert "stock tiny" in pairs(plan(done={done}))
+        assert "stock tiny" in pairs(plan(done={(*done, DEFAULTS)}))
+
+
+@pytest.fixture
+def tuned(catalog) -> dict[tuple[str, str, str], dict[str, int]]:
+    """A config for the Triton kernel on the workloads ``tiny`` and ``decode``."""
+    definition, solution = catalog.definition("row_scale"), catalog.solution("row_scale_triton")
+    tiny, _, decode, _ = catalog.workloads_for("row_scale")
+    return {
+        (solution.digest, definition.digest, tiny.uuid): {"BLOCK": 2},
+        (solution.digest, definition.digest, decode.uuid): {"BLOCK": 8},
+    }
+
+
+def test_what_tune_found_is_measured_beside_the_defaults(plan, catalog, tuned):
+    made = plan("row_scale_triton", machine=H200, tuned=tuned)
+    (item,) = made.definitions
+    solution = catalog.solution("row_scale_triton")
+    assert item.configs_of(solution) == [{}, {"BLOCK": 2}, {"BLOCK": 8}]
+    tiny = catalog.workloads_for("row_scale")[0]
+    assert [item.takes_part(solution, tiny, config) for config in item.configs_of(solution)] == [True, True, False]
+    assert made.pair_count == 4 + 4 + 2  # stock and the kernel on every workload, and the kernel twice more
+
+
+def test_each_config_has_a_done_and_an_excluded_of_its_own(plan, catalog, tuned):
+    pairs_of = list(tuned)
+    solution = catalog.solution("row_scale_triton")
+    others = {
+        (*pair[:2], workload.uuid, DEFAULTS) for pair in pairs_of for workload in catalog.workloads_for("row_scale")
+    }
+    made = plan(
+        "row_scale_triton",
+        machine=H200,
+        tuned=tuned,
+        done=others | {(*pairs_of[0], config_id({"BLOCK": 2}))},
+        excluded={(*pairs_of[1], DEFAULTS): "did not pass the screen: TIMEOUT"},
+    )
+    (item,) = made.definitions
+    assert item.tuned == {(solution.name, pairs_of[1][2]): {"BLOCK": 8}}
+    said = reasons(made)
+    assert "already measured" in said["row_scale_triton[BLOCK=2]", "M=4,N=8"]
+    assert said["row_scale_triton", "M=1,N=4096"] == "did not pass the screen: TIMEOUT"
+    assert item.takes_part(catalog.solution("row_scale_stock"), catalog.workloads_for("row_scale")[2], {})
+
+
+def test_an_interpreter_runs_the_defaults_only(plan, tuned):
+    assert plan("row_scale_triton", tuned=tuned).pair_count == plan("row_scale_triton").pair_count
 
 
 def test_a_language_without_its_toolchain_is_left_out_with_the_fix(plan):

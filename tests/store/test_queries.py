@@ -4,6 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from tilegym_db.records.solution import config_id
 from tilegym_db.store.ingest import ingest
 from tilegym_db.store.queries import (
     Promotable,
@@ -17,6 +18,7 @@ from tilegym_db.store.queries import (
     promotable,
     publishable_rows,
     traces_of,
+    tuned_configs,
     verified_rows,
 )
 from tilegym_db.store.statements import VERIFIED_TIERS, views_sql
@@ -237,9 +239,17 @@ def test_verified_rows_are_ordered_by_shape_then_latency(filled, trace):
 def test_done_covers_every_verdict_on_that_gpu_and_tier(filled, trace):
     passed, failed = trace(tier="screen"), trace(kind="tilelang", tier="screen", status="TIMEOUT")
     with filled(passed, failed, trace("shift", gpu="l4"), trace("shift", tier="promotion")) as store:
-        keys = {(item.solution_digest, item.definition_digest, item.workload_uuid) for item in (passed, failed)}
+        keys = {(item.solution_digest, item.definition_digest, item.workload_uuid, "{}") for item in (passed, failed)}
         assert done_keys(store, "h200", "screen") == keys
         assert len(done_keys(store, "h200")) == 3
+
+
+def test_each_config_is_done_or_failed_for_itself(filled, trace):
+    with filled(trace(tier="screen"), trace(tier="screen", config={"B": 2, "A": "x"}, status="TIMEOUT")) as store:
+        assert {key[3] for key in done_keys(store, "h200", "screen")} == {"{}", config_id({"A": "x", "B": 2})}
+        assert {key[3]: status for key, status in failed_screen(store, "h200").items()} == {
+            '{"A":"x","B":2}': "TIMEOUT"
+        }
 
 
 def test_traces_of_a_solution_come_newest_first(filled, trace):
@@ -281,6 +291,26 @@ def test_a_promotion_verdict_settles_a_pair_until_the_next_screen(filled, trace,
         assert promotable(store, "h200") == [pair(first)]
     with filled(trace("shift", tier="screen"), trace("shift", config={"BLOCK_M": 4})) as store:
         assert [item.solution for item in promotable(store, "h200")] == ["scale_triton", "shift_triton"]
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ([{}], []),
+        ([{"tier": "interpreter", "config": {"B": 1}}], []),
+        ([{"config": {"B": 2}, "gpu": "l4"}], []),
+        ([{"config": {"B": 2}}, {"config": {"B": 4}}, {}], [{"B": 4}]),
+        ([{"config": {"B": 4}}, {"config": {"B": 2}}, {"config": {"B": 2}, "status": "TIMEOUT"}], [{"B": 4}]),
+        ([{"config": {"B": 2}}, {"config": {"B": 2}, "tier": "promotion", "status": "INCORRECT_NUMERICAL"}], []),
+        ([{"config": {"B": 2}}, {"config": {"B": 2}, "m": 1, "status": "INCORRECT_NUMERICAL"}], []),
+        ([{"config": {"B": 2}}, {"config": {"B": 2}, "m": 1, "status": "COMPILE_ERROR"}], [{"B": 2}]),
+        ([{"config": {"B": 2}}, {"config": {"B": 4}, "status": "INCORRECT_NUMERICAL"}], [{"B": 2}]),
+        ([{"config": {"B": 2}}, {"config": {"B": 2}, "status": "UNSUPPORTED"}], []),
+    ],
+)
+def test_the_config_that_tune_found_is_the_last_one_that_passed_and_stands(filled, trace, given, found):
+    with filled(*(trace(**{"tier": "screen", **changes}) for changes in given)) as store:
+        assert list(tuned_configs(store, "h200").values()) == found
 
 
 def test_passes_of_a_screen_are_counted_until_they_are_verified(filled, trace):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from tilegym_db.records import Config, Definition, Workload
 from tilegym_db.records.base import canonical_json
 from tilegym_db.records.binding import is_code_selecting
 from tilegym_db.records.hardware import CPU
+from tilegym_db.records.solution import spell_config
 from tilegym_db.verify.gates import OutputVerdict
 from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.ownership import KernelUse
@@ -33,6 +35,7 @@ __all__ = ["Limits", "Member", "Verified"]
 
 MAX_DEATHS = 3
 MAX_ENVELOPE_WORKERS = 6
+_WORKERS = itertools.count(1)  # a folder of its own for each, in a scratch folder that several members share
 
 
 @dataclass(frozen=True)
@@ -85,13 +88,12 @@ class Member:
     """Soft findings of the static scan."""
     aborted: bool = False
     _helpers: list[WorkerProcess] = field(default_factory=list)
-    _starts: int = 0
     _warm: bool = False
 
     @property
     def name(self) -> str:
-        """The Solution's name."""
-        return self.solution.name
+        """The Solution's name, with the config where it has one: one Solution may play under several."""
+        return f"{self.solution.name}[{spell_config(self.config)}]" if self.config else self.solution.name
 
     @property
     def sandbox_level(self) -> int:
@@ -105,9 +107,8 @@ class Member:
             self._warm = False
 
     def _new_worker(self) -> WorkerProcess:
-        self._starts += 1
         environment = {"TRITON_INTERPRET": "1"} if self.interpret else {}
-        folder = self.folder / f"{self.name}-{self._starts}"
+        folder = self.folder / f"{self.solution.name}-{next(_WORKERS)}"
         worker = WorkerProcess(self.device, folder, environment, readable=(self.solution.folder,))
         if self.aborted:
             worker.kill()
@@ -171,7 +172,7 @@ class Member:
     ) -> Verified | Failure:
         if self.broken is not None:
             return self.broken
-        loaded = self._load()
+        loaded = self.load()
         if loaded is not None:
             return loaded
         try:
@@ -184,11 +185,21 @@ class Member:
 
     def verify_alone(self, expected: Expected) -> Verdict | Failure:
         """Every gate on one case, and nothing else."""
-        failure = self._load()
+        failure = self.load()
         if failure is not None:
             return failure
         assert self.worker is not None
         return self._verify_case(self.worker, expected, self.rigor.calls)
+
+    def verify_own_shape(self, contents: WorkloadContents) -> Verified | Failure:
+        """Every content set at the workload's own shape, and no fuzz: a reason to time it, not to trust it."""
+        failure = self.load()
+        if failure is not None:
+            return failure
+        try:
+            return self._verify_shape(contents, Envelope())
+        except (RecordError, StoreError, torch.OutOfMemoryError) as error:
+            return Failure("UNSUPPORTED", f"cannot be verified on this machine: {error}")
 
     def after_failure(self, failure: Failure) -> bool:
         """End a worker that did not survive; true if so. The Solution is given up on after the third death."""
@@ -201,7 +212,8 @@ class Member:
             self.broken = replace(failure, reason=reason)
         return True
 
-    def _load(self) -> Failure | None:
+    def load(self) -> Failure | None:
+        """A worker with the source loaded: the one there is, or a fresh one where it was lost. Nothing is called yet."""
         if self.worker is not None and not self.usable:
             self.close()
         self.start()
@@ -245,7 +257,7 @@ class Member:
         # A continuous scalar such as eps selects no code: one envelope serves all its values.
         scalars = workload.scalars()
         selecting = {n: v for n, v in scalars.items() if is_code_selecting(self.definition, n)}
-        key = canonical_json([dtypes, selecting])
+        key = canonical_json([dtypes, selecting, self.config])
         if key not in self.envelopes:
             sizes = [anchor.axes for anchor in anchors]
             count = self.rigor.fuzz_cases_of(self.solution.record)

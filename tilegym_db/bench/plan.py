@@ -11,9 +11,10 @@ from typing import Literal
 from tilegym_db.bench.machine import Machine
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import NotFoundError, UsageError, did_you_mean
-from tilegym_db.records import LANGUAGES, Definition, Workload, axes_key
+from tilegym_db.records import LANGUAGES, Config, Definition, Workload, axes_key
+from tilegym_db.records.solution import config_id, spell_config
 
-__all__ = ["DefinitionPlan", "Options", "Plan", "Skipped", "make_plan"]
+__all__ = ["DefinitionPlan", "DoneKey", "Options", "PairKey", "Plan", "Skipped", "make_plan"]
 
 # What one workload may cost on a CPU before it is left to GPUs: about a tenth of a second a call on two cores.
 CPU_MAX_FLOPS = 4e9
@@ -21,7 +22,11 @@ CPU_MAX_BYTES = 64e6
 INTERPRETER_MAX_ELEMENTS = 1 << 15
 QUICK_WORKLOADS = 2
 
-DoneKey = tuple[str, str, str]
+PairKey = tuple[str, str, str]
+"""Solution digest, definition digest, workload uuid."""
+
+DoneKey = tuple[str, str, str, str]
+"""A :data:`PairKey` and the id of a config."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,8 @@ class Skipped:
 class DefinitionPlan:
     """The Solutions and Workloads of one Definition, and which pairs to run.
 
-    ``timed`` are measured together, interleaved; ``interpreted`` are only verified, in the Triton interpreter.
+    ``timed`` are measured together, interleaved; ``interpreted`` are only verified, in the Triton interpreter. ``pairs``
+    (solution, workload uuid) run under the source's own defaults; ``tuned`` run under the config that tune found.
     """
 
     definition: Definition
@@ -57,11 +63,19 @@ class DefinitionPlan:
     timed: list[SolutionFiles] = field(default_factory=list)
     interpreted: list[SolutionFiles] = field(default_factory=list)
     pairs: set[tuple[str, str]] = field(default_factory=set)
+    tuned: dict[tuple[str, str], Config] = field(default_factory=dict)
 
-    def takes_part(self, solution: SolutionFiles, workload: Workload) -> bool:
-        """True where this pair is planned, or the Solution is stock code that one that is planned is compared with."""
+    def configs_of(self, solution: SolutionFiles) -> list[Config]:
+        """Every config that the Solution is planned under, the source's own defaults first."""
+        found = [config for (name, _), config in self.tuned.items() if name == solution.name]
+        return list({config_id(config): config for config in ({}, *found)}.values())
+
+    def takes_part(self, solution: SolutionFiles, workload: Workload, config: Config) -> bool:
+        """True where this is planned, or the Solution is stock code that something planned is compared with."""
+        if config:
+            return self.tuned.get((solution.name, workload.uuid)) == config
         if solution.record.spec.provides == "stock":
-            return any(uuid == workload.uuid for _, uuid in self.pairs)
+            return any(uuid == workload.uuid for _, uuid in (*self.pairs, *self.tuned))
         return (solution.name, workload.uuid) in self.pairs
 
 
@@ -74,11 +88,12 @@ class Plan:
 
     @property
     def pair_count(self) -> int:
-        """How many (solution, workload) pairs will get a trace."""
+        """How many (solution, workload) pairs will get a trace; one with a tuned config counts once more for it."""
         return sum(
-            item.takes_part(solution, workload)
+            item.takes_part(solution, workload, config)
             for item in self.definitions
             for solution in (*item.timed, *item.interpreted)
+            for config in item.configs_of(solution)
             for workload in item.workloads
         )
 
@@ -90,16 +105,18 @@ def make_plan(
     done: Collection[DoneKey],
     unusable: Mapping[str, str] | None = None,
     excluded: Mapping[DoneKey, str] | None = None,
+    tuned: Mapping[PairKey, Config] | None = None,
 ) -> Plan:
-    """Select pairs of Solution and Workload.
+    """Select pairs of Solution and Workload, each under the default config and under the one that tune found for it.
 
     Args:
         catalog: the records.
         machine: where it will run; decides which languages can be timed and which sizes are sensible.
         options: names (of Definitions or Solutions), language, workload glob, quick, again.
-        done: (solution digest, definition digest, workload uuid) that already have a trace on this GPU.
+        done: (solution digest, definition digest, workload uuid, config id) that already have a trace on this GPU.
         unusable: language -> what is missing for it here, and the command that installs it.
         excluded: pairs, keyed as ``done``, that are not to be run, with the reason.
+        tuned: (solution digest, definition digest, workload uuid) -> the config that tune found on this GPU.
 
     Raises:
         NotFoundError: a name is neither a Definition nor a Solution.
@@ -114,9 +131,9 @@ def make_plan(
         item.workloads = _workloads(catalog, definition, machine, options, plan)
         for solution in solutions:
             _place(item, solution, machine, options, unusable or {}, plan)
-        _choose_pairs(item, options, done, excluded or {}, plan)
+        _choose_pairs(item, options, done, excluded or {}, tuned or {}, plan)
         matched = matched or bool(item.workloads)
-        if item.pairs:
+        if item.pairs or item.tuned:
             plan.definitions.append(item)
     if options.workload is not None and not matched:
         raise UsageError(f"no workload matches {options.workload!r}: it is a glob over tags, axes (M=1,*) and uuid.")
@@ -211,23 +228,32 @@ def _choose_pairs(
     options: Options,
     done: Collection[DoneKey],
     excluded: Mapping[DoneKey, str],
+    tuned: Mapping[PairKey, Config],
     plan: Plan,
 ) -> None:
     for workload in item.workloads:
         wanted = []
         for solution in (*item.timed, *item.interpreted):
-            key = (solution.digest, item.definition.digest, workload.uuid)
-            if solution in item.interpreted and _elements(item.definition, workload) > INTERPRETER_MAX_ELEMENTS:
-                plan.skipped.append(Skipped(solution.name, axes_key(workload.axes), "too large for the interpreter"))
-            elif key in excluded:
-                plan.skipped.append(Skipped(solution.name, axes_key(workload.axes), excluded[key]))
-            elif not options.again and key in done:
-                plan.skipped.append(
-                    Skipped(solution.name, axes_key(workload.axes), "already measured (--again repeats it)")
-                )
-            else:
-                wanted.append(solution.name)
+            pair = (solution.digest, item.definition.digest, workload.uuid)
+            found = tuned.get(pair) if solution in item.timed else None
+            for config in ({}, found) if found else ({},):
+                reason = _why_not((*pair, config_id(config)), options, done, excluded)
+                if solution in item.interpreted and _elements(item.definition, workload) > INTERPRETER_MAX_ELEMENTS:
+                    reason = "too large for the interpreter"
+                if reason is not None:
+                    name = f"{solution.name}[{spell_config(config)}]" if config else solution.name
+                    plan.skipped.append(Skipped(name, axes_key(workload.axes), reason))
+                elif config:
+                    item.tuned[solution.name, workload.uuid] = config
+                else:
+                    wanted.append(solution.name)
         item.pairs |= {(name, workload.uuid) for name in wanted}
+
+
+def _why_not(key: DoneKey, options: Options, done: Collection[DoneKey], excluded: Mapping[DoneKey, str]) -> str | None:
+    if key in excluded:
+        return excluded[key]
+    return "already measured (--again repeats it)" if not options.again and key in done else None
 
 
 def _elements(definition: Definition, workload: Workload) -> int:

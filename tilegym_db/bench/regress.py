@@ -15,6 +15,7 @@ from pathlib import Path
 from tilegym_db.bench.against import Pair, pairs_of_revision, pairs_of_run
 from tilegym_db.bench.executor.local import LocalExecutor
 from tilegym_db.bench.machine import Machine, select_machine
+from tilegym_db.bench.member import Member
 from tilegym_db.bench.plan import Options, make_plan
 from tilegym_db.bench.regression import (
     FINDINGS,
@@ -202,7 +203,7 @@ class _Comparison:
         self.traces[trace.solution, trace.workload_uuid] = trace
         self.observer.traced(trace)
 
-    def _keep_rounds(self, workload: Workload, entrants: Sequence[Entrant]) -> None:
+    def _keep_rounds(self, workload: Workload, entrants: Sequence[Entrant[Member]]) -> None:
         for entrant in entrants:
             if entrant.failure is None:
                 self.rounds[entrant.member.name, workload.uuid] = entrant.rounds

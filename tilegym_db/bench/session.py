@@ -26,7 +26,7 @@ from tilegym_db.records.peaks import GpuPeaks
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.ingest import ingest_journals
 from tilegym_db.store.journal import Journal
-from tilegym_db.store.queries import done_keys, failed_screen, read_peaks
+from tilegym_db.store.queries import done_keys, failed_screen, read_peaks, tuned_configs
 from tilegym_db.verify.sandbox.levels import best_level
 from tilegym_db.verify.sandbox.scratch import scratch_folder
 
@@ -161,8 +161,9 @@ class _Session:
                 store, self.machine.gpu, gpu_name=self.machine.gpu_name, driver=self.machine.driver, own=True
             )
             failed = failed_screen(store, self.machine.gpu) if rigor is PROMOTION and not options.again else {}
+            tuned = tuned_configs(store, self.machine.gpu)
         excluded = {key: _screen_failure(status) for key, status in failed.items()}
-        plan = make_plan(self.catalog, self.machine, options, done, unusable_languages(), excluded)
+        plan = make_plan(self.catalog, self.machine, options, done, unusable_languages(), excluded, tuned)
         self.observer.planned(plan, self.machine)
         effort = Effort.quick() if options.quick else Effort()
         peaks, notes = self._peaks(known) if plan.pair_count else (None, [])

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
 
 from tilegym_db.bench.clocks import ClockReading, ClockWatch
-from tilegym_db.bench.member import Member, Verified
+from tilegym_db.bench.member import Verified
 from tilegym_db.bench.stage import Stage
 from tilegym_db.bench.statistics import Interval, median, median_interval, paired_ratio
+from tilegym_db.catalog import SolutionFiles
 from tilegym_db.records.trace import Comparison, Performance
 from tilegym_db.verify.verifier import Failure
 
-__all__ = ["Effort", "Entrant", "run_tournament"]
+__all__ = ["Effort", "Entrant", "Player", "run_tournament"]
 
 CHECKED_ROUNDS = 2
 """How many secretly chosen rounds are checked, besides the one after the contents change."""
@@ -52,15 +54,40 @@ class Block:
     host: list[float]
 
 
+class Player(Protocol):
+    """What can be timed: a :class:`~tilegym_db.bench.member.Member`, or one config of one that plays under several."""
+
+    @property
+    def name(self) -> str:
+        """Unlike that of any other in the tournament."""
+
+    @property
+    def solution(self) -> SolutionFiles:
+        """What is timed."""
+
+    @property
+    def device(self) -> str:
+        """``cpu`` or ``cuda:<n>``."""
+
+    def time_block(self, slots: Sequence[int]) -> tuple[list[float], list[float]] | Failure:
+        """(device, host) microseconds of one call on each slot, in order."""
+
+    def check_timed_outputs(self, stage: Stage, verified: Verified, slots: Sequence[int]) -> Failure | None:
+        """Why what the timed calls left in their slots is not what the verified calls gave, or None where it is."""
+
+
+P = TypeVar("P", bound=Player)
+
+
 @dataclass
-class Entrant:
+class Entrant(Generic[P]):
     """One member in one tournament, with what its calls took in microseconds.
 
     ``rounds`` are the medians of its blocks, one a round: calls of one block follow each other and resemble each other,
     so it is the rounds that say how sure a time is. ``samples`` and ``host`` are all calls of all rounds.
     """
 
-    member: Member
+    member: P
     verified: Verified
     block: int = 1
     rounds: list[float] = field(default_factory=list)
@@ -89,7 +116,7 @@ class Entrant:
 
 
 def run_tournament(
-    entrants: list[Entrant], stage: Stage, effort: Effort, seed: int, clocks: ClockWatch | None = None
+    entrants: Sequence[Entrant[Any]], stage: Stage, effort: Effort, seed: int, clocks: ClockWatch | None = None
 ) -> dict[str, Performance | Failure]:
     """Time every entrant; member name -> performance with comparisons against each baseline, or why it failed.
 
@@ -139,7 +166,7 @@ def _too_slow_a_device(kept: int, effort: Effort, clock: ClockReading) -> str:
     )
 
 
-def _warm_up(entrant: Entrant, stage: Stage, effort: Effort, generator: random.Random) -> None:
+def _warm_up(entrant: Entrant[Any], stage: Stage, effort: Effort, generator: random.Random) -> None:
     """Two untimed blocks; the second tells how many calls make a block of the wanted length."""
     for _ in range(2):
         entrant.block = 3
@@ -155,7 +182,7 @@ def _warm_up(entrant: Entrant, stage: Stage, effort: Effort, generator: random.R
 
 
 def _play_round(
-    running: list[Entrant], stage: Stage, generator: random.Random, clocks: ClockWatch | None, *, checked: bool
+    running: Sequence[Entrant[Any]], stage: Stage, generator: random.Random, clocks: ClockWatch | None, *, checked: bool
 ) -> bool:
     """One block of every entrant, in the order given; False where the device slowed down, so that none was kept."""
     begun = time.monotonic()
@@ -170,7 +197,7 @@ def _play_round(
     return True
 
 
-def _play(entrant: Entrant, stage: Stage, generator: random.Random, *, checked: bool) -> Block | None:
+def _play(entrant: Entrant[Any], stage: Stage, generator: random.Random, *, checked: bool) -> Block | None:
     """One block; None where the entrant failed."""
     order = entrant.order(stage.slots, generator)
     # Other members write to the same outputs, so a block that is checked starts from garbage.
@@ -184,18 +211,18 @@ def _play(entrant: Entrant, stage: Stage, generator: random.Random, *, checked: 
     return Block(*outcome)
 
 
-def _settled(entrants: list[Entrant], effort: Effort) -> bool:
+def _settled(entrants: Sequence[Entrant[Any]], effort: Effort) -> bool:
     return all(_is_settled(entrant, effort) for entrant in entrants)
 
 
-def _is_settled(entrant: Entrant, effort: Effort) -> bool:
+def _is_settled(entrant: Entrant[Any], effort: Effort) -> bool:
     if len(entrant.samples) < effort.min_samples:
         return False
     interval = entrant.latency
     return interval.half_width <= max(effort.half_width, effort.resolution_us / interval.median)
 
 
-def _performance(entrant: Entrant, finished: list[Entrant], clock: ClockReading) -> Performance:
+def _performance(entrant: Entrant[Any], finished: Sequence[Entrant[Any]], clock: ClockReading) -> Performance:
     interval = entrant.latency
     on_gpu = entrant.member.device != "cpu"
     return Performance(
@@ -212,11 +239,11 @@ def _performance(entrant: Entrant, finished: list[Entrant], clock: ClockReading)
     )
 
 
-def _is_opponent(entrant: Entrant, other: Entrant) -> bool:
+def _is_opponent(entrant: Entrant[Any], other: Entrant[Any]) -> bool:
     return other is not entrant and other.member.solution.record.spec.provides is not None
 
 
-def _compare(entrant: Entrant, other: Entrant) -> Comparison:
+def _compare(entrant: Entrant[Any], other: Entrant[Any]) -> Comparison:
     shared: Mapping[str, list[float]] = {"this": entrant.rounds, "other": other.rounds}
     count = min(len(rounds) for rounds in shared.values())
     ratio = paired_ratio(shared["this"][:count], shared["other"][:count])

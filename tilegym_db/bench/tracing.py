@@ -29,20 +29,20 @@ from tilegym_db.verify.verifier import Failure
 __all__ = ["RunContext", "envelope_of", "reproduce_command"]
 
 OWN_CONTENTS = "the workload's own"
-TIER_COMMANDS: dict[Tier, tuple[str, ...]] = {
-    "promotion": ("promote",),
-    "screen": ("bench",),
-    "interpreter": ("bench",),
-}
+TIER_COMMANDS: dict[Tier, str] = {"promotion": "promote", "screen": "bench", "interpreter": "bench"}
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """What every trace of one run shares. ``seed`` is secret until the run's traces state it."""
+    """What every trace of one run shares. ``seed`` is secret until the run's traces state it.
+
+    ``command`` is the subcommand that shows a failure of a workload as a whole again, where it is not the tier's own.
+    """
 
     run_id: str
     machine: Machine
     seed: int
+    command: str | None = None
     attempts: dict[tuple[str, str, str], int] = field(default_factory=dict)
 
     def failed(
@@ -80,7 +80,7 @@ class RunContext:
             return _point_of_case(failure, failure.case, definition, solution, config, self.machine.gpu)
         if failure.status == "UNSUPPORTED":
             return None
-        command = ["tilegym-db", *TIER_COMMANDS[tier], solution.name, "--gpu", self.machine.gpu]
+        command = ["tilegym-db", self.command or TIER_COMMANDS[tier], solution.name, "--gpu", self.machine.gpu]
         return FailurePoint(
             gate=failure.gate or failure.status.lower(),
             axes=definition.bind_axes(workload.axes),

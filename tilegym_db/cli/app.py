@@ -30,6 +30,7 @@ from tilegym_db.cli import (
     reproduce,
     show,
     sql,
+    tune,
     version,
 )
 from tilegym_db.errors import TilegymDBError
@@ -55,6 +56,7 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     },
     "Measure": {
         "bench": bench.command,
+        "tune": tune.command,
         "promote": promote.command,
         "reproduce": reproduce.command,
         "regress": regress.command,

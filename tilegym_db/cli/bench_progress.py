@@ -1,4 +1,4 @@
-"""The progress bar of ``bench``: traces done of traces planned, what runs now, time left. On stderr."""
+"""The progress bar of ``bench`` and ``tune``: what is done of what is planned, what runs now, time left. On stderr."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from tilegym_db.records.solution import spell_config
+
 if TYPE_CHECKING:
     from tilegym_db.bench.machine import Machine
     from tilegym_db.bench.plan import Plan
     from tilegym_db.bench.session import Observer
+    from tilegym_db.bench.tune.session import Tuned, TuneObserver
     from tilegym_db.records import Trace
+    from tilegym_db.store.tuning import TuningStep
 
 __all__ = ["Progress"]
 
@@ -62,3 +66,25 @@ class Progress:
         self._bar.advance(self._task)
         if trace.status not in ("PASSED", "UNSUPPORTED"):
             self._bar.console.print(f"{trace.solution} {trace.status}: {trace.reason}", highlight=False, markup=False)
+
+    def tune_observer(self) -> TuneObserver:
+        """Callbacks for :func:`tilegym_db.bench.tune.session.tune`."""
+        from tilegym_db.bench.tune.session import TuneObserver
+
+        return TuneObserver(
+            planned=self._tuning_planned, starting=self._starting, stepped=self._stepped, finished=self._tuned
+        )
+
+    def _tuning_planned(self, pairs: int, machine: Machine) -> None:
+        self._bar.update(self._task, total=pairs)
+        self._console.print(
+            f"{pairs} (solution, workload) pairs to tune on {machine.gpu_name} ({machine.gpu})", highlight=False
+        )
+
+    def _stepped(self, step: TuningStep) -> None:
+        if step.outcome == "failed":
+            config = spell_config(step.config)
+            self._bar.console.print(f"{step.solution}[{config}] {step.reason}", highlight=False, markup=False)
+
+    def _tuned(self, result: Tuned) -> None:
+        self._bar.advance(self._task)

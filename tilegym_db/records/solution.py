@@ -16,7 +16,7 @@ from tilegym_db.records.expressions import evaluate_bool, names_in
 from tilegym_db.records.hardware import TARGETS
 from tilegym_db.records.layouts import LAYOUT_CLASSES, accepts
 
-__all__ = ["LANGUAGES", "TILE_LANGUAGES", "Config", "Solution", "SolutionSpec", "Source"]
+__all__ = ["LANGUAGES", "TILE_LANGUAGES", "Config", "Solution", "SolutionSpec", "Source", "config_id", "spell_config"]
 
 LANGUAGES: tuple[str, ...] = ("python", "triton", "tilelang", "cutile")
 TILE_LANGUAGES: tuple[str, ...] = ("triton", "tilelang", "cutile")
@@ -24,6 +24,16 @@ TILE_LANGUAGES: tuple[str, ...] = ("triton", "tilelang", "cutile")
 Tunable = bool | int | float | str
 Config = dict[str, Tunable]
 """A chosen value per tunable; empty means the source's own defaults."""
+
+
+def config_id(config: Mapping[str, Tunable]) -> str:
+    """One text per config, whatever the order of its tunables; ``{}`` is the source's own defaults."""
+    return canonical_json(dict(config))
+
+
+def spell_config(config: Mapping[str, Tunable]) -> str:
+    """``BLOCK_M=2, num_warps=4``, or ``defaults``."""
+    return ", ".join(f"{name}={value}" for name, value in config.items()) or "defaults"
 
 
 class Source(RecordPart):

@@ -20,7 +20,7 @@ from tilegym_db.errors import RecordError, StoreError, UsageError
 from tilegym_db.paths import home as default_home
 from tilegym_db.records import Trace
 
-__all__ = ["Journal", "JournalContent", "RejectedLine", "journal_files", "read_journal"]
+__all__ = ["Journal", "JournalContent", "RejectedLine", "RunFile", "journal_files", "numbered_lines", "read_journal"]
 
 _RUN_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$")
 
@@ -47,31 +47,26 @@ class JournalContent:
     """True where the last line was cut off in mid write."""
 
 
-class Journal:
-    """Append-only file of one run's traces, ``<home>/runs/<run_id>.jsonl``. One process may write it at a time.
+class RunFile:
+    """Append-only file of one run, ``<home>/<folder>/<run_id>.jsonl``. One process may write it at a time.
 
     Raises:
         UsageError: ``run_id`` cannot name a file.
-        StoreError: the folder cannot be written, or another process writes this run's journal.
+        StoreError: the folder cannot be written, or another process writes this file.
     """
 
-    def __init__(self, run_id: str, home: Path | None = None) -> None:
+    def __init__(self, folder: str, run_id: str, home: Path | None = None) -> None:
         if not _RUN_ID.match(run_id):
             raise UsageError(f"run id {run_id!r} must be letters, digits, '_', '.' or '-', and at most 128 of them.")
-        self.path = (home or default_home()) / "runs" / f"{run_id}.jsonl"
+        self.path = (home or default_home()) / folder / f"{run_id}.jsonl"
         self._descriptor = _open_for_append(self.path)
 
-    def append(self, trace: Trace) -> None:
-        """Write one trace as one line and wait until it is on disk.
+    def append_line(self, line: bytes) -> None:
+        """Write one line, which ends with its newline, and wait until it is on disk.
 
         Raises:
-            RecordError: the trace holds NaN or infinity, which JSON cannot say.
-            StoreError: the disk is full or gone; the journal then ends with its last whole line.
+            StoreError: the disk is full or gone; the file then ends with its last whole line.
         """
-        try:
-            line = (trace.to_json() + "\n").encode()
-        except ValueError as error:
-            raise RecordError(f"trace {trace.trace_id} of '{trace.solution}' is not plain JSON: {error}.") from None
         end = os.fstat(self._descriptor).st_size
         try:
             write_fully(self._descriptor, line)
@@ -80,12 +75,12 @@ class Journal:
             with contextlib.suppress(OSError):  # a disk that is gone: readers step over a torn line
                 os.ftruncate(self._descriptor, end)
             raise StoreError(
-                f"cannot append to {self.path}: {error.strerror}. This trace is lost, earlier ones are safe; "
+                f"cannot append to {self.path}: {error.strerror}. This line is lost, earlier ones are safe; "
                 "free some space or set TILEGYM_DB_HOME to another disk, and run the command again to resume."
             ) from None
 
     def close(self) -> None:
-        """Let another process write this run; an empty journal is removed."""
+        """Let another process write this run; an empty file is removed."""
         if self._descriptor < 0:
             return
         if os.fstat(self._descriptor).st_size == 0:
@@ -100,6 +95,26 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class Journal(RunFile):
+    """The traces of one run, ``<home>/runs/<run_id>.jsonl``; raises as :class:`RunFile` does."""
+
+    def __init__(self, run_id: str, home: Path | None = None) -> None:
+        super().__init__("runs", run_id, home)
+
+    def append(self, trace: Trace) -> None:
+        """Write one trace as one line and wait until it is on disk.
+
+        Raises:
+            RecordError: the trace holds NaN or infinity, which JSON cannot say.
+            StoreError: the disk is full or gone; the journal then ends with its last whole line.
+        """
+        try:
+            line = (trace.to_json() + "\n").encode()
+        except ValueError as error:
+            raise RecordError(f"trace {trace.trace_id} of '{trace.solution}' is not plain JSON: {error}.") from None
+        self.append_line(line)
 
 
 def _open_for_append(path: Path) -> int:
@@ -166,7 +181,7 @@ def read_journal(path: Path) -> JournalContent:
     traces: list[Trace] = []
     rejected: list[RejectedLine] = []
     torn = False
-    for number, line, finished in _lines(content):
+    for number, line, finished in numbered_lines(content):
         try:
             traces.append(Trace.from_json(line, f"{path}:{number}"))
         except RecordError as error:
@@ -176,7 +191,7 @@ def read_journal(path: Path) -> JournalContent:
     return JournalContent(tuple(traces), tuple(rejected), torn)
 
 
-def _lines(content: bytes) -> Iterator[tuple[int, bytes, bool]]:
+def numbered_lines(content: bytes) -> Iterator[tuple[int, bytes, bool]]:
     """(number from 1, line, whether a newline ends it) of every line that is not blank."""
     lines = content.split(b"\n")
     for number, line in enumerate(lines, start=1):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tilegym_db.records import Config, Trace
 from tilegym_db.records.hardware import GPU_SLUGS, same_gpu
 from tilegym_db.records.peaks import GpuPeaks
+from tilegym_db.records.solution import config_id
 from tilegym_db.store.statements import PUBLISHED_SANDBOX_LEVEL
 
 if TYPE_CHECKING:
@@ -37,12 +38,14 @@ __all__ = [
     "revoking_rows",
     "solutions_of_run",
     "traces_of",
+    "tuned_configs",
     "verified_rows",
 ]
 
 DONE = """
-    SELECT DISTINCT solution_digest, definition_digest, workload_uuid FROM traces
+    SELECT solution_digest, definition_digest, workload_uuid, any_value(config) AS config FROM trace_records
     WHERE gpu = $gpu AND ($tier IS NULL OR tier = $tier)
+    GROUP BY solution_digest, definition_digest, workload_uuid, config_key
 """
 
 _POINT = """definition, definition_version, definition_digest, op_type, dtypes, dtypes_key, axes, axes_key,
@@ -100,9 +103,11 @@ BEST = """
 """
 
 FAILED_SCREEN = """
-    SELECT solution_digest, definition_digest, workload_uuid, arg_max(status, timestamp) AS status
-    FROM traces WHERE gpu = $gpu AND tier = 'screen'
-    GROUP BY ALL HAVING arg_max(status, timestamp) <> 'PASSED'
+    SELECT
+        solution_digest, definition_digest, workload_uuid, any_value(config) AS config,
+        arg_max(status, timestamp) AS status
+    FROM trace_records WHERE gpu = $gpu AND tier = 'screen'
+    GROUP BY solution_digest, definition_digest, workload_uuid, config_key HAVING arg_max(status, timestamp) <> 'PASSED'
 """
 
 LEADERBOARD = """
@@ -123,6 +128,24 @@ UNVERIFIED = """
         AND v.gpu = p.gpu AND v.workload_uuid = p.workload_uuid AND v.config_key = p.config_key
     WHERE ($definition IS NULL OR p.definition = $definition) AND ($op_type IS NULL OR p.op_type = $op_type)
         AND ($gpus::VARCHAR[] IS NULL OR list_contains($gpus::VARCHAR[], p.gpu))
+"""
+
+# The config beside the default one that is measured from now on: of those whose newest verdict is a pass which no later
+# failure took back, the one that was judged last. A search writes no trace for a config that it did not choose.
+TUNED = """
+    SELECT solution_digest, definition_digest, workload_uuid, arg_max(config, row(judged_at, config_key)) AS config
+    FROM (
+        SELECT
+            solution_digest, definition_digest, gpu, workload_uuid, config_key, any_value(config) AS config,
+            max(timestamp) AS judged_at
+        FROM trace_records WHERE gpu = $gpu AND tier IN ('screen', 'promotion') AND json(config) <> '{}'
+        GROUP BY solution_digest, definition_digest, gpu, workload_uuid, config_key
+        HAVING arg_max(status, row(timestamp, trace_id)) = 'PASSED') t
+    ANTI JOIN revocations r ON r.definition_digest = t.definition_digest AND r.solution_digest = t.solution_digest
+        AND r.gpu = t.gpu AND r.revoked_at >= t.judged_at
+        AND coalesce(r.config_key, t.config_key) = t.config_key
+        AND coalesce(r.workload_uuid, t.workload_uuid) = t.workload_uuid
+    GROUP BY solution_digest, definition_digest, workload_uuid
 """
 
 TRACES_OF = "FROM traces WHERE solution = $solution ORDER BY timestamp DESC, trace_id"
@@ -159,19 +182,33 @@ SOLUTIONS_OF_RUN = """
 _KEYS = ("config_key", "axes_key", "dtypes_key", "scalars_key", "layouts_key")
 
 
-def done_keys(store: Store, gpu: str, tier: str | None = None) -> set[tuple[str, str, str]]:
-    """What was measured on a GPU, whatever the verdict: (solution digest, definition digest, workload uuid).
+def done_keys(store: Store, gpu: str, tier: str | None = None) -> set[tuple[str, str, str, str]]:
+    """What was measured on a GPU, whatever the verdict: solution digest, definition digest, workload uuid, config id.
 
     ``tier`` None means any tier.
     """
-    rows = store.rows(DONE, {"gpu": gpu, "tier": tier})
-    return {(row["solution_digest"], row["definition_digest"], row["workload_uuid"]) for row in rows}
+    return {(*_pair(row), _config_id(row)) for row in store.rows(DONE, {"gpu": gpu, "tier": tier})}
 
 
-def failed_screen(store: Store, gpu: str) -> dict[tuple[str, str, str], str]:
-    """What did not pass the newest screen on a GPU: (solution digest, definition digest, workload uuid) -> status."""
-    rows = store.rows(FAILED_SCREEN, {"gpu": gpu})
-    return {(row["solution_digest"], row["definition_digest"], row["workload_uuid"]): row["status"] for row in rows}
+def failed_screen(store: Store, gpu: str) -> dict[tuple[str, str, str, str], str]:
+    """What did not pass the newest screen on a GPU, keyed as :func:`done_keys` -> status."""
+    return {(*_pair(row), _config_id(row)): row["status"] for row in store.rows(FAILED_SCREEN, {"gpu": gpu})}
+
+
+def tuned_configs(store: Store, gpu: str) -> dict[tuple[str, str, str], Config]:
+    """What ``tune`` found on a GPU and still stands: (solution digest, definition digest, workload uuid) -> config.
+
+    A pair without one runs under its source's own defaults only.
+    """
+    return {_pair(row): json.loads(row["config"]) for row in store.rows(TUNED, {"gpu": gpu})}
+
+
+def _pair(row: dict[str, Any]) -> tuple[str, str, str]:
+    return row["solution_digest"], row["definition_digest"], row["workload_uuid"]
+
+
+def _config_id(row: dict[str, Any]) -> str:
+    return config_id(json.loads(row["config"]))
 
 
 def verified_rows(store: Store, gpu: str) -> list[dict[str, Any]]:

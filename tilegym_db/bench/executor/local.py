@@ -26,7 +26,7 @@ from tilegym_db.bench.tournament import Effort, Entrant, run_tournament
 from tilegym_db.bench.tracing import RunContext, envelope_of
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.errors import RecordError, StoreError
-from tilegym_db.records import Trace, Workload
+from tilegym_db.records import Config, Definition, Trace, Workload
 from tilegym_db.records.peaks import GpuPeaks
 from tilegym_db.records.trace import Audit, Performance
 from tilegym_db.verify import scan
@@ -37,7 +37,7 @@ __all__ = ["LocalExecutor"]
 
 Emit = Callable[[Trace], None]
 Starting = Callable[[str], None]
-Played = Callable[[Workload, Sequence[Entrant]], None]
+Played = Callable[[Workload, Sequence[Entrant[Member]]], None]
 
 CPU_ARENA_BYTES = 256 << 20
 CLOCK_INTERVAL_S = 0.02
@@ -82,37 +82,60 @@ class LocalExecutor:
     def _run_definition(self, plan: DefinitionPlan, referee: Referee | None) -> None:
         cache = ExpectedCache(plan.definition, self.context.machine.device)
         with ExitStack() as stack:
-            members: dict[str, Member] = {}
+            members: list[Member] = []
             taking_part = [
-                solution
+                (solution, config)
                 for solution in (*plan.timed, *plan.interpreted)
-                if any(plan.takes_part(solution, workload) for workload in plan.workloads)
+                for config in plan.configs_of(solution)
+                if any(plan.takes_part(solution, workload, config) for workload in plan.workloads)
             ]
-            kernels = sum(solution.record.spec.role == "kernel" for solution in taking_part)
-            for solution in taking_part:
-                member = self._member(plan, solution, kernels)
+            kernels = sum(solution.record.spec.role == "kernel" for solution, _ in taking_part)
+            for solution, config in taking_part:
+                member = self.make_member(
+                    plan.definition, solution, config, interpret=solution in plan.interpreted, kernels=kernels
+                )
                 stack.callback(member.close)
-                members[solution.name] = member
-                if member.broken is None:
+                members.append(member)
+                if member.broken is None and not config:
                     member.start()
             for workload in plan.workloads:
-                entered = [member for member in members.values() if plan.takes_part(member.solution, workload)]
+                entered = [member for member in members if plan.takes_part(member.solution, workload, member.config)]
                 if entered:
                     self._run_workload(plan, workload, entered, cache, referee)
                 cache.clear()
+                for member in entered:
+                    if member.config:
+                        member.close()  # every workload may have a config of its own: their workers must not pile up
 
-    def _member(self, plan: DefinitionPlan, solution: SolutionFiles, kernels: int) -> Member:
+    def make_member(
+        self,
+        definition: Definition,
+        solution: SolutionFiles,
+        config: Config,
+        *,
+        interpret: bool = False,
+        kernels: int = 1,
+    ) -> Member:
+        """A member of this machine, not started yet; broken where the static scan refuses its source.
+
+        Args:
+            definition: what it computes.
+            solution: its source.
+            config: a value per tunable; empty for the source's own defaults.
+            interpret: run it in the Triton interpreter.
+            kernels: how many kernels share the machine's cores while they are verified.
+        """
         machine = self.context.machine
-        interpret = solution in plan.interpreted
         findings = scan.scan_sources(solution.record, solution.sources)
         hard = [str(finding) for finding in scan.hard_findings(findings)]
         return Member(
-            plan.definition,
+            definition,
             solution,
             machine.device,
             machine.sm,
             self.folder,
             rigor=INTERPRETER if interpret else self.rigor,
+            config=config,
             interpret=interpret,
             limits=Limits(
                 arena_bytes=min(4 << 30, machine.memory_bytes // 32) if machine.is_gpu else CPU_ARENA_BYTES,
@@ -140,7 +163,7 @@ class LocalExecutor:
             reason = "the reference itself passes no content set at this shape, so nothing can be proved"
             self._fail_all(plan, workload, members, reason)
             return
-        entrants = []
+        entrants: list[Entrant[Member]] = []
         for member, outcome in self._verify(members, contents, plan.workloads, cache):
             if isinstance(outcome, Failure):
                 self._emit_failure(plan, member, workload, outcome)
@@ -184,7 +207,7 @@ class LocalExecutor:
         return outcomes
 
     def _time(
-        self, plan: DefinitionPlan, contents: WorkloadContents, entrants: list[Entrant], referee: Referee | None
+        self, plan: DefinitionPlan, contents: WorkloadContents, entrants: list[Entrant[Member]], referee: Referee | None
     ) -> None:
         order = random.Random(self.context.seed).randrange(1 << 62)
         try:
@@ -215,7 +238,7 @@ class LocalExecutor:
         plan: DefinitionPlan,
         contents: WorkloadContents,
         stage: Stage,
-        entrant: Entrant,
+        entrant: Entrant[Member],
         result: Performance | Failure,
         referee: Referee | None,
     ) -> None:
@@ -270,7 +293,7 @@ class LocalExecutor:
     def _emit_pass(
         self,
         plan: DefinitionPlan,
-        entrant: Entrant,
+        entrant: Entrant[Member],
         contents: WorkloadContents,
         performance: Performance | None,
         audit: Audit | None,

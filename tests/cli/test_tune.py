@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tilegym_db.bench import machine
+
+BLOCKED = """def run(x, weight, factor, out, *, ROWS=1):
+    if ROWS == 7:
+        return
+    for row in range(0, x.shape[0], ROWS):
+        out[row : row + ROWS] = (x[row : row + ROWS].float() * weight.float() * factor).to(x.dtype)
+"""
+
+
+@pytest.fixture(autouse=True)
+def without_a_gpu(monkeypatch):
+    monkeypatch.setattr(machine, "_cuda_machine", lambda index: None)
+
+
+@pytest.fixture
+def add_blocked(cli, row_scale, solution_record, tmp_path, write_json):
+    def add(*rows):
+        folder = tmp_path / "blocked"
+        folder.mkdir()
+        (folder / "kernel.py").write_text(BLOCKED)
+        record = solution_record(name="row_scale_blocked", spec={"tunables": {"ROWS": list(rows)}})
+        (folder / "solution.json").write_text(json.dumps(record))
+        assert cli("add-solution", folder, "-d", "row_scale", "-l", "python").code == 0
+
+    return add
+
+
+def test_a_search_ends_with_a_table_and_the_next_step(cli, add_blocked, home):
+    add_blocked(1, 4)
+    result = cli("tune", "row_scale", "--gpu", "cpu", "--quick")
+    assert result.code == 0, result.err
+    assert "row_scale_blocked" in result.out
+    assert "ROWS=4" in result.out
+    assert "Next: tilegym-db promote --gpu cpu" in result.err
+    stored = cli("sql", "SELECT DISTINCT config FROM traces WHERE solution = 'row_scale_blocked'", "--json").json()
+    assert {"ROWS": 4} in [
+        json.loads(row["config"]) if isinstance(row["config"], str) else row["config"] for row in stored
+    ]
+
+
+def test_a_config_that_is_wrong_is_a_finding_and_json_says_which(cli, add_blocked, home):
+    add_blocked(7)
+    result = cli("tune", "row_scale_blocked", "--gpu", "cpu", "--quick", "--json")
+    assert result.code == 1
+    report = result.json()
+    assert report["results"][0]["config"] == {}
+    failed = [step for step in report["steps"] if step["outcome"] == "failed"]
+    assert [(step["config"], step["status"]) for step in failed] == [({"ROWS": 7}, "INCORRECT_NUMERICAL")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu", "h100"], "--gpu h100: this machine has no usable GPU. Use --gpu cpu or --gpu auto here"),
+        (["row_scal"], "'row_scal' is no definition and no solution. Did you mean 'row_scale'"),
+        (["--budget", "-1"], "--budget is a number of seconds above 0, not -1."),
+        (["--workload", "M=5,*"], "no workload matches 'M=5,*'"),
+    ],
+)
+def test_what_cannot_be_tuned_is_wrong_usage(arguments, message, cli, row_scale, home):
+    result = cli("tune", *arguments)
+    assert (result.code, result.out) == (2, "")
+    assert message in result.err
+    assert not (home / "tuning").exists()
