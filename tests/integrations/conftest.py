@@ -127,7 +127,7 @@ class Shop:
         """Publish one kernel per operator. Returns the catalog with them.
 
         Args:
-            body: replaces what the kernels compute.
+            body: replaces what the kernels compute; ``{inputs}`` and ``{outputs}`` in it become the arguments' names.
             rounding: ``stock`` computes as the models do, bit for bit; ``reference`` as the Definition says.
         """
         shipped = Catalog((shipped_root(),))
@@ -158,7 +158,8 @@ class Shop:
             )
         folder = self.root / "solutions" / definition.op_type / op / f"{op}_cpu"
         folder.mkdir(parents=True, exist_ok=True)
-        source = f"import stock\n\n\ndef run({inputs}, {outputs}):\n{body.replace('{outputs}', f'({outputs},)')}"
+        spelled = body.replace("{inputs}", inputs).replace("{outputs}", f"({outputs},)")
+        source = f"import stock\n\n\ndef run({inputs}, {outputs}):\n{spelled}"
         code = stock.sources["kernel.py"] if rounding == "stock" else definition.reference.encode()
         (folder / "stock.py").write_bytes(code)
         (folder / "kernel.py").write_text(source)

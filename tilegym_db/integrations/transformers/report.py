@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tilegym_db.integrations.transformers.proof import Proof
+from tilegym_db.records import axes_key
 from tilegym_db.resolver.site_report import SiteReport
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ class CallSite:
 
     ``bypassed`` counts by reason the calls that ran stock code without asking for a kernel: training, a gradient, a tracer.
     Compiled code counts the calls that it makes to an operator of this package; stock code in it has no counters.
+    ``proofs`` are there where the patch was made with ``verify=True``: one per kind of call that the model made.
     """
 
     kind: str
@@ -29,6 +32,7 @@ class CallSite:
     reason: str
     counts: SiteReport | None = None
     bypassed: Mapping[str, int] = field(default_factory=dict)
+    proofs: tuple[Proof, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,11 @@ class Report:
                 totals[site.definition] = totals.get(site.definition, 0) + site.counts.kernel_calls
         return totals
 
+    @property
+    def failed_proofs(self) -> tuple[Proof, ...]:
+        """The kernels that were tried on this model and must not be used, with the reason."""
+        return tuple(proof for site in self.sites for proof in site.proofs if proof.failed)
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready content."""
         return {"sites": [asdict(site) for site in self.sites]}
@@ -66,13 +75,36 @@ class Report:
                 table.add_row(f"{site.module_class} x{site.modules}", site.definition or site.kind, *row)
         return table
 
+    def proof_table(self) -> Table:
+        """For a terminal: one row per captured call, with the errors of kernel and stock against fp64."""
+        from rich.table import Table
+
+        table = Table(title="proofs: relative error against fp64")
+        for heading in ("site", "definition", "stage", "call", "tried", "kernel", "stock", "allowed", "verdict"):
+            table.add_column(heading, justify="right" if heading in ("kernel", "stock", "allowed") else "left")
+        for site in self.sites:
+            for proof in site.proofs:
+                errors = (proof.kernel_error, proof.stock_error, proof.allowed)
+                table.add_row(
+                    f"{site.module_class} x{site.modules}",
+                    site.definition,
+                    proof.stage,
+                    axes_key(dict(proof.axes)),
+                    proof.kernel or "stock",
+                    *("" if value is None else f"{value:.3g}" for value in errors),
+                    proof.reason or "proved",
+                )
+        return table
+
     def __str__(self) -> str:
-        """The table as text."""
+        """The tables as text."""
         from rich.console import Console
 
         console = Console(width=160)
         with console.capture() as capture:
             console.print(self.table())
+            if any(site.proofs for site in self.sites):
+                console.print(self.proof_table())
         return capture.get()
 
 
