@@ -204,7 +204,7 @@ def test_a_store_of_an_older_schema_is_made_anew_once_and_loses_nothing(
     with opened(read_only=read_only) as store:
         assert count_traces(store) == 2
     (record,) = caplog.records
-    assert "tables of an older tilegym-db (schema 1, now 2): making it anew, once" in record.getMessage()
+    assert "tables of an older tilegym-db (schema 1, now 3): making it anew, once" in record.getMessage()
     assert sorted(path.name for path in home.iterdir()) == ["runs", "tilegym.duckdb", "tilegym.duckdb.lock"]
 
 

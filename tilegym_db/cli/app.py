@@ -23,11 +23,13 @@ from tilegym_db.cli import (
     ingest,
     leaderboard,
     list,
+    model_bench,
     promote,
     publish,
     reproduce,
     show,
     sql,
+    verify_model,
     version,
 )
 from tilegym_db.errors import TilegymDBError
@@ -57,6 +59,10 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
         "reproduce": reproduce.command,
         "publish": publish.command,
         "ingest": ingest.command,
+    },
+    "Models": {
+        "verify-model": verify_model.command,
+        "model-bench": model_bench.command,
     },
     "This machine": {
         "demo": demo.command,

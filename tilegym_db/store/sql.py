@@ -22,6 +22,7 @@ __all__ = ["VIEWS", "QueryResult", "run_user_query"]
 
 VIEWS = (
     "definitions", "solutions", "workloads", "traces", "verified", "best", "leaderboard", "promotable", "revocations",
+    "model_runs",
 )  # fmt: skip
 """What a query may be about, for help texts."""
 

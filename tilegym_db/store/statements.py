@@ -12,7 +12,7 @@ from tilegym_db.records.trace import STATUSES, Tier
 
 __all__ = ["PUBLISHED_SANDBOX_LEVEL", "SCHEMA_VERSION", "VERIFIED_TIERS", "schema_sql", "views_sql"]
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Version of ``schema.sql``."""
 
 VERIFIED_TIERS: tuple[str, ...] = ("promotion",)
@@ -156,3 +156,11 @@ DELETE_REPEATED = """
 INGESTED_FILES = "SELECT path, size FROM ingested_files"
 FORGET_FILES = "DELETE FROM ingested_files WHERE path IN (SELECT unnest($paths::VARCHAR[]))"
 REMEMBER_FILES = "INSERT INTO ingested_files SELECT unnest($paths::VARCHAR[]), unnest($sizes::BIGINT[])"
+
+# -- runs of whole models ---------------------------------------------------------------------------------------------
+
+MODEL_RUN_IDS = "SELECT run_id FROM model_run_records"
+INSERT_MODEL_RUNS = """
+    INSERT INTO model_run_records SELECT unnest(from_json($records::JSON, '[{"run_id":"VARCHAR","record":"JSON"}]'),
+        recursive := true)
+"""

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from tilegym_db.integrations.transformers.proof import Proof
 from tilegym_db.records import axes_key
-from tilegym_db.resolver.site_report import SiteReport
+from tilegym_db.resolver.site_report import Failure, SiteReport
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["CallSite", "Report"]
+__all__ = ["PROOF_COLUMNS", "CallSite", "Report"]
+
+PROOF_COLUMNS = ("site", "definition", "stage", "call", "tried", "kernel error", "stock error", "allowed", "verdict")
+"""Errors are relative, against fp64."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,11 @@ class Report:
         """The kernels that were tried on this model and must not be used, with the reason."""
         return tuple(proof for site in self.sites for proof in site.proofs if proof.failed)
 
+    @property
+    def failures(self) -> tuple[Failure, ...]:
+        """The kernels that raised and are in quarantine since."""
+        return tuple(failure for site in self.sites if site.counts is not None for failure in site.counts.failures)
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready content."""
         return {"sites": [asdict(site) for site in self.sites]}
@@ -75,25 +83,34 @@ class Report:
                 table.add_row(f"{site.module_class} x{site.modules}", site.definition or site.kind, *row)
         return table
 
+    def proof_rows(self) -> list[tuple[Any, ...]]:
+        """One row per captured call, with the columns :data:`PROOF_COLUMNS`; None where nothing was tried."""
+        return [
+            (
+                f"{site.module_class} x{site.modules}",
+                site.definition,
+                proof.stage,
+                axes_key(dict(proof.axes)),
+                proof.kernel or "stock",
+                proof.kernel_error,
+                proof.stock_error,
+                proof.allowed,
+                proof.reason or "proved",
+            )
+            for site in self.sites
+            for proof in site.proofs
+        ]
+
     def proof_table(self) -> Table:
-        """For a terminal: one row per captured call, with the errors of kernel and stock against fp64."""
+        """For a terminal: :meth:`proof_rows`."""
         from rich.table import Table
 
         table = Table(title="proofs: relative error against fp64")
-        for heading in ("site", "definition", "stage", "call", "tried", "kernel", "stock", "allowed", "verdict"):
-            table.add_column(heading, justify="right" if heading in ("kernel", "stock", "allowed") else "left")
-        for site in self.sites:
-            for proof in site.proofs:
-                errors = (proof.kernel_error, proof.stock_error, proof.allowed)
-                table.add_row(
-                    f"{site.module_class} x{site.modules}",
-                    site.definition,
-                    proof.stage,
-                    axes_key(dict(proof.axes)),
-                    proof.kernel or "stock",
-                    *("" if value is None else f"{value:.3g}" for value in errors),
-                    proof.reason or "proved",
-                )
+        for heading in PROOF_COLUMNS:
+            table.add_column(heading)
+        for row in self.proof_rows():
+            cells = ("" if cell is None else f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row)
+            table.add_row(*cells)
         return table
 
     def __str__(self) -> str:
