@@ -44,7 +44,7 @@ ROUGH = {
     "one wrong element": (ONE_ELEMENT_WRONG, "against fp64 is|relative error|elements exceed"),
     "not deterministic": (EVERY_OTHER_CALL, "two runs on the same inputs differ"),
     "changes an input": (CHANGES_AN_INPUT, "it changes its input '(x|q|a)'"),
-    "writes nothing": (LEAVES_ITS_OUTPUT, "two runs|NaN or infinite"),
+    "writes nothing": (LEAVES_ITS_OUTPUT, "two runs|NaN or infinite|residual_out against fp64"),
     "raises": ("    raise ValueError('boom')\n", "it raises ValueError: boom"),
 }
 
@@ -92,7 +92,7 @@ def test_a_kernel_that_fails_on_this_model_is_left_out_and_the_report_says_why(
     report = handle.report()
     assert report.kernel_calls == 0
     failed = {proof.kernel for proof in report.failed_proofs}
-    assert failed == {"rms_norm_cpu", "swiglu_cpu", "rope_neox_cpu"}
+    assert failed == {"rms_norm_cpu", "fused_add_rms_norm_cpu", "swiglu_cpu", "rope_neox_cpu"}
     assert [proof.reason for proof in report.failed_proofs if not re.search(reason, proof.reason)] == []
     told = {key.reason for site in report.sites if site.counts for key in site.counts.keys}
     assert told
@@ -114,12 +114,13 @@ def test_a_kernel_that_fails_at_one_size_serves_no_other_size_of_that_site(
 
 def test_kernels_that_round_less_than_stock_are_proved_with_smaller_errors(shop: Any, build: Any) -> None:
     model = build("llama", torch.bfloat16)
-    with patched(model, catalog=shop.offer(ROUNDS_ONCE), verify=True) as handle:
+    with patched(model, catalog=shop.offer(ROUNDS_ONCE, without=("fused_add_rms_norm",)), verify=True) as handle:
         report = handle.report()
     assert report.failed_proofs == ()
     proofs = [proof for site in report.sites for proof in site.proofs]
-    assert len(proofs) >= 6
-    assert all(0 < proof.kernel_error < proof.stock_error for proof in proofs)
+    tried = [proof for proof in proofs if proof.kernel is not None]
+    assert len(tried) == 6
+    assert all(0 < proof.kernel_error < proof.stock_error for proof in tried)
 
 
 def test_a_compiled_model_runs_no_kernel_that_failed(shop: Any, logits: Any, build: Any, prompt: Any) -> None:

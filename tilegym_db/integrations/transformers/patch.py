@@ -13,16 +13,19 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.errors import UsageError
 from tilegym_db.integrations.transformers.capture import ModelInputs, captured_calls
 from tilegym_db.integrations.transformers.discover import Found, discover, probed_activation
+from tilegym_db.integrations.transformers.fusion import ADD_NORM, plain_forward, rewritten
 from tilegym_db.integrations.transformers.operators import ALLOCATE, make_site
 from tilegym_db.integrations.transformers.points import (
+    add_norm_function,
     attention_forward,
     gated_mlp_forward,
+    layer_forward,
     norm_forward,
     packed_mlp_forward,
     rope_function,
 )
 from tilegym_db.integrations.transformers.proof import Proof, prove
-from tilegym_db.integrations.transformers.rebind import is_patched, shadow_function, subclass
+from tilegym_db.integrations.transformers.rebind import is_patched, shadow_function, subclass, unpatched_class
 from tilegym_db.integrations.transformers.report import CallSite, Report
 from tilegym_db.integrations.transformers.site import Site
 from tilegym_db.integrations.transformers.variants import Variant
@@ -134,6 +137,14 @@ class Handle:
         if found.kind == "mlp":
             make = packed_mlp_forward if variant.packed else gated_mlp_forward
             return make(stock, site, probed_activation(found.modules[0]))
+        if found.kind == "add_norm":
+            plain = plain_forward(found.module_class)
+            assert plain is not None, "found by its source"
+            norm = getattr(found.modules[0], found.function)
+            add_norm = add_norm_function(site, variant.eps_attribute, unpatched_class(norm))
+            fused, forget = shadow_function(rewritten(plain, found.function), {ADD_NORM: add_norm})
+            self._forget_shadows.append(forget)
+            return layer_forward(stock, fused, site)
         rotate = rope_function(stock.__globals__[found.function], site)
         shadow, forget = shadow_function(stock, {found.function: rotate})
         self._forget_shadows.append(forget)
