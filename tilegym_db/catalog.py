@@ -301,15 +301,18 @@ class Catalog:
             raise StoreError(f"cannot write {folder}: {error.strerror or error}. Nothing was added.") from None
         return folder
 
-    def add_workloads(self, workloads: Iterable[Workload]) -> list[tuple[Path, Workload]]:
-        """Append new Workloads to their files; one that exists already is left alone and not returned."""
+    def add_workloads(self, workloads: Iterable[Workload], root: Path | None = None) -> list[tuple[Path, Workload]]:
+        """Append new Workloads to their files; one that exists already is left alone and not returned.
+
+        ``root`` is the catalog to write to, by default :attr:`write_root`.
+        """
         added = []
         pending: dict[Path, list[Workload]] = {}
         for workload in workloads:
             record = self.definition(workload.definition)
             workload.check_against(record)
             known = {item.uuid for item in self.workloads_for(workload.definition)}
-            path = self.write_root / "workloads" / record.op_type / f"{record.name}.jsonl"
+            path = (root or self.write_root) / "workloads" / record.op_type / f"{record.name}.jsonl"
             batch = pending.setdefault(path, [])
             if workload.uuid not in known and workload.uuid not in {item.uuid for item in batch}:
                 batch.append(workload)

@@ -22,7 +22,8 @@ from tilegym_db.paths import shipped_root
 
 NORMS = ("rms_norm", "rms_norm_fp32", "rms_norm_gemma")
 ROPES = ("rope_neox", "rope_partial")
-OPS = (*NORMS, "swiglu", "silu_and_mul", "gelu_tanh_and_mul", *ROPES)
+FUSED = "fused_add_rms_norm"
+OPS = (*NORMS, FUSED, "swiglu", "silu_and_mul", "gelu_tanh_and_mul", *ROPES)
 LARGEST = 4096
 SIZES = {
     "vocab_size": 96,
@@ -123,16 +124,17 @@ class Shop:
     root: Path
     home: Path
 
-    def offer(self, body: str | None = None, *, rounding: str = "stock") -> Catalog:
+    def offer(self, body: str | None = None, *, rounding: str = "stock", without: tuple[str, ...] = ()) -> Catalog:
         """Publish one kernel per operator. Returns the catalog with them.
 
         Args:
-            body: replaces what the kernels compute.
+            body: replaces what the kernels compute; ``{inputs}`` and ``{outputs}`` in it become the arguments' names.
+            without: operators that get none.
             rounding: ``stock`` computes as the models do, bit for bit; ``reference`` as the Definition says.
         """
         shipped = Catalog((shipped_root(),))
         entries = []
-        for op in OPS:
+        for op in (op for op in OPS if op not in without):
             self._write(shipped, op, body, rounding)
             entries += self._entries(Catalog((shipped_root(), self.root)), op)
         table = {
@@ -151,14 +153,17 @@ class Shop:
         definition, stock = shipped.definition(op), shipped.solution(f"{op}_stock")
         inputs, outputs = ", ".join(definition.inputs), ", ".join(definition.written_outputs)
         if body is None:
+            # What is written in place: stock has done that, a reference returns it.
+            targets = ", ".join((outputs, *definition.in_place))
             body = (
                 f"    computed = stock.run({inputs})\n"
                 "    values = computed if isinstance(computed, tuple) else (computed,)\n"
-                f"    for out, value in zip(({outputs},), values, strict=True):\n        out.copy_(value)\n"
+                f"    for out, value in zip(({targets},), values, strict=False):\n        out.copy_(value)\n"
             )
         folder = self.root / "solutions" / definition.op_type / op / f"{op}_cpu"
         folder.mkdir(parents=True, exist_ok=True)
-        source = f"import stock\n\n\ndef run({inputs}, {outputs}):\n{body.replace('{outputs}', f'({outputs},)')}"
+        spelled = body.replace("{inputs}", inputs).replace("{outputs}", f"({outputs},)")
+        source = f"import stock\n\n\ndef run({inputs}, {outputs}):\n{spelled}"
         code = stock.sources["kernel.py"] if rounding == "stock" else definition.reference.encode()
         (folder / "stock.py").write_bytes(code)
         (folder / "kernel.py").write_text(source)

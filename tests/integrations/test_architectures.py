@@ -8,30 +8,36 @@ import pytest
 import torch
 
 from tilegym_db import Catalog, patched
+from tilegym_db.integrations.transformers.site import HELD
 
-PAIRS = {"rms_norm": 5, "swiglu": 2, "rope_neox": 2}
+PAIRS = {"rms_norm": 3, "fused_add_rms_norm": 2, "swiglu": 2, "rope_neox": 2}
 EXPERTS = "its forward is wrapped by a decorator, whose part is not known"
+NOT_FUSED = "no definition describes a residual sum and {} of it"
 GATED = "no definition describes a norm with a gate"
 # name -> calls of each operator in one forward of two layers, and what stays stock: (class, part) -> the reason
 DENSE: dict[str, tuple[dict[str, int], dict[tuple[str, str], str]]] = {
     "llama": (PAIRS, {}),
     "mistral": (PAIRS, {}),
     "qwen2": (PAIRS, {}),
-    "qwen3": ({**PAIRS, "rms_norm": 9}, {}),  # normalises q and k per head
+    "qwen3": ({**PAIRS, "rms_norm": 7}, {}),  # normalises q and k per head
     "phi3": ({"rms_norm": 5, "silu_and_mul": 2, "rope_partial": 2}, {}),
     "olmo2": ({"rms_norm_fp32": 9, "swiglu": 2, "rope_neox": 2}, {}),
     "olmo3": ({"rms_norm_fp32": 9, "swiglu": 2, "rope_neox": 2}, {}),
     "glm4": (
-        {"rms_norm": 9, "silu_and_mul": 2},
+        # What its layers add is a view that the norm before it made: PyTorch keeps what a view is of, so the sum is stock.
+        {"rms_norm": 9, "fused_add_rms_norm": 0, "silu_and_mul": 2},
         {("Glm4Attention", "rope"): "no definition describes a rotation of neighbouring pairs"},
     ),
-    "gemma3": ({"rms_norm_gemma": 13, "gelu_tanh_and_mul": 2, "rope_neox": 2}, {}),
+    "gemma3": (
+        {"rms_norm_gemma": 13, "gelu_tanh_and_mul": 2, "rope_neox": 2},
+        {("Gemma3DecoderLayer", "add_norm"): NOT_FUSED.format("rms_norm_gemma")},
+    ),
 }
 OTHER: dict[str, tuple[dict[str, int], dict[tuple[str, str], str]]] = {
-    "qwen3_moe": ({"rms_norm": 9, "rope_neox": 2}, {("Qwen3MoeExperts", "mlp"): EXPERTS}),
-    "olmoe": ({"rms_norm": 9, "rope_neox": 2}, {("OlmoeExperts", "mlp"): EXPERTS}),
+    "qwen3_moe": ({"rms_norm": 7, "fused_add_rms_norm": 2, "rope_neox": 2}, {("Qwen3MoeExperts", "mlp"): EXPERTS}),
+    "olmoe": ({"rms_norm": 7, "fused_add_rms_norm": 2, "rope_neox": 2}, {("OlmoeExperts", "mlp"): EXPERTS}),
     "deepseek_v2": (
-        {"rms_norm": 9, "swiglu": 2},
+        {"rms_norm": 7, "fused_add_rms_norm": 2, "swiglu": 2},
         {
             ("DeepseekV2Attention", "rope"): "no definition describes a rotation by complex tables",
             ("DeepseekV2Experts", "mlp"): EXPERTS,
@@ -39,7 +45,7 @@ OTHER: dict[str, tuple[dict[str, int], dict[tuple[str, str], str]]] = {
     ),
     "deepseek_v3": (
         # Its other rotary function would be served; this config does not call it.
-        {"rms_norm": 9, "swiglu": 2, "rope_neox": 0},
+        {"rms_norm": 7, "fused_add_rms_norm": 2, "swiglu": 2, "rope_neox": 0},
         {
             ("DeepseekV3Attention", "rope"): "no definition describes pairs that are rotated into halves",
             ("DeepseekV3Experts", "mlp"): EXPERTS,
@@ -50,24 +56,37 @@ OTHER: dict[str, tuple[dict[str, int], dict[tuple[str, str], str]]] = {
         {
             ("GptOssAttention", "rope"): "no definition describes tables of half a head's width",
             ("GptOssExperts", "mlp"): EXPERTS,
+            ("GptOssDecoderLayer", "add_norm"): NOT_FUSED.format("rms_norm_fp32"),
         },
     ),
     "qwen3_next": (
         {"rms_norm_gemma": 7, "swiglu": 2, "rope_partial": 1},
-        {("Qwen3NextRMSNormGated", "norm"): GATED, ("Qwen3NextExperts", "mlp"): EXPERTS},
+        {
+            ("Qwen3NextRMSNormGated", "norm"): GATED,
+            ("Qwen3NextExperts", "mlp"): EXPERTS,
+            ("Qwen3NextDecoderLayer", "add_norm"): NOT_FUSED.format("rms_norm_gemma"),
+        },
     ),
     "qwen3_5": (
         {"rms_norm_gemma": 7, "swiglu": 2, "rope_partial": 1},
-        {("Qwen3_5RMSNormGated", "norm"): GATED},
+        {
+            ("Qwen3_5RMSNormGated", "norm"): GATED,
+            ("Qwen3_5DecoderLayer", "add_norm"): NOT_FUSED.format("rms_norm_gemma"),
+        },
     ),
 }
 ALL = {**DENSE, **OTHER}
+MAY_BYPASS = {"glm4": {("add_norm", HELD)}}
 WAYS: dict[str, dict[str, Any]] = {
     "dynamic cache": {},
     "static cache": {"cache_implementation": "static", "disable_compile": True},
     "chunked prefill": {"prefill_chunk_size": 4},
     "no cache": {"use_cache": False},
 }
+
+
+def bypassed(site: Any) -> set[tuple[str, str]]:
+    return {(site.kind, reason) for reason in site.bypassed}
 
 
 def generate(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> list[list[int]]:
@@ -84,10 +103,10 @@ def test_a_forward_runs_a_kernel_at_every_known_site_and_gives_the_bits_of_stock
     stock = logits(model, ids)
     with patched(model, catalog=kernels) as handle:
         assert torch.equal(logits(model, ids), stock)
-    report = handle.report()
+    report, may = handle.report(), MAY_BYPASS.get(name, set())
     assert report.hits() == served
     assert {(site.module_class, site.kind): site.reason for site in report.sites if site.reason} == left
-    assert all(site.counts.stock_calls == 0 and not site.bypassed for site in report.sites if site.counts)
+    assert all(site.counts.stock_calls == 0 and bypassed(site) <= may for site in report.sites if site.counts)
 
 
 @pytest.mark.parametrize(("name", "way"), [*((name, way) for name in DENSE for way in WAYS), *((n, "") for n in OTHER)])
@@ -100,9 +119,9 @@ def test_greedy_tokens_are_those_of_stock(
         stock = generate(model, inputs, **options)
         with patched(model, catalog=kernels) as handle:
             assert generate(model, inputs, **options) == stock
-        report = handle.report()
+        report, may = handle.report(), MAY_BYPASS.get(name, set())
         assert {op for op, hits in report.hits().items() if hits} == {op for op, hits in ALL[name][0].items() if hits}
-        assert all(site.counts.stock_calls == 0 and not site.bypassed for site in report.sites if site.counts)
+        assert all(site.counts.stock_calls == 0 and bypassed(site) <= may for site in report.sites if site.counts)
 
 
 @pytest.mark.parametrize("name", DENSE)
@@ -169,5 +188,5 @@ def test_a_call_left_to_stock_allocates_no_output(build: Any, prompt: Any, monke
     with patched(model) as handle, torch.no_grad():
         model(prompt())
         model(prompt())
-    assert sum(site.counts.calls for site in handle.report().sites if site.counts) == 18
+    assert sum(site.counts.calls for site in handle.report().sites if site.counts) == 22
     assert set(devices) == {"meta"}  # to learn about a new kind of call, without memory

@@ -37,7 +37,7 @@ def test_gradients_are_those_of_stock(training: bool, poison: Catalog, build: An
         assert same(gradients(model, ids), stock)
     reason = "training mode" if training else "a gradient may be asked for"
     assert all(reason in text for texts in bypassed(handle).values() for text in texts)
-    assert set(bypassed(handle)) == {"rms_norm", "swiglu", "rope_neox"}
+    assert set(bypassed(handle)) == {"rms_norm", "fused_add_rms_norm", "swiglu", "rope_neox"}
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -191,7 +191,7 @@ def test_a_forward_replaced_on_the_instance_is_left_alone_and_reported(
         logits(model, ids)
         assert norm.forward is hooked
     assert len(seen) == 1
-    assert handle.report().hits()["rms_norm"] == 4
+    assert handle.report().hits()["rms_norm"] + handle.report().hits()["fused_add_rms_norm"] == 4
     (left,) = [site for site in handle.report().sites if site.reason]
     assert (left.module_class, left.modules) == ("LlamaRMSNorm", 1)
     assert "already replaced on the instance" in left.reason

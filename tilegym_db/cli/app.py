@@ -24,6 +24,7 @@ from tilegym_db.cli import (
     ingest,
     leaderboard,
     list,
+    model_bench,
     promote,
     publish,
     regress,
@@ -31,6 +32,7 @@ from tilegym_db.cli import (
     show,
     sql,
     tune,
+    verify_model,
     version,
 )
 from tilegym_db.errors import TilegymDBError
@@ -62,6 +64,10 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
         "regress": regress.command,
         "publish": publish.command,
         "ingest": ingest.command,
+    },
+    "Models": {
+        "verify-model": verify_model.command,
+        "model-bench": model_bench.command,
     },
     "This machine": {
         "demo": demo.command,

@@ -14,6 +14,7 @@ from typing import Any
 
 from tilegym_db.records.base import Record
 from tilegym_db.records.definition import Definition
+from tilegym_db.records.model_run import ModelRun
 from tilegym_db.records.peaks import GpuPeaks
 from tilegym_db.records.solution import Solution
 from tilegym_db.records.trace import Trace
@@ -21,7 +22,7 @@ from tilegym_db.records.workload import Workload
 
 __all__ = ["RECORDS", "json_schema", "schema_files"]
 
-RECORDS: tuple[type[Record], ...] = (Definition, Solution, Workload, Trace, GpuPeaks)
+RECORDS: tuple[type[Record], ...] = (Definition, Solution, Workload, Trace, GpuPeaks, ModelRun)
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 

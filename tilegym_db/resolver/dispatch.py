@@ -12,7 +12,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tilegym_db.errors import NoSolutionError, SolutionError, TilegymDBError
 from tilegym_db.records import Definition
@@ -26,7 +26,7 @@ from tilegym_db.resolver.site_report import Failure, KeyReport, SiteReport
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MAX_KEYS", "Allocate", "Choose", "Dispatcher"]
+__all__ = ["MAX_KEYS", "Allocate", "Choose", "Dispatcher", "Preview"]
 
 MAX_KEYS = 4096
 """Keys a call site remembers; beyond that the oldest is forgotten (a server sees a new token count at every step)."""
@@ -36,6 +36,14 @@ Allocate = Callable[..., Any]
 
 Choose = Callable[[Binding, "torch.device", str | None], Decision]
 """(binding, device, name of the solution that served this call site last) -> Decision."""
+
+
+class Preview(NamedTuple):
+    """What would serve a call: ``launch`` and ``kernel``, the solution and its config; or None and the reason for stock."""
+
+    launch: Launcher | None
+    kernel: str | None
+    reason: str
 
 
 class _Bound:
@@ -104,6 +112,7 @@ class Dispatcher:
         self._max_keys = max_keys
         self._keys: dict[Any, _Bound] = {}
         self._quarantined: dict[Any, Failure] = {}
+        self._refused: dict[str, str] = {}
         self._incumbent: str | None = None
         self._misses = self._capture_misses = self._forgotten_calls = self._forgotten_kernel_calls = 0
         self._binding_a_key = threading.Lock()
@@ -141,7 +150,19 @@ class Dispatcher:
             decision = self._choose(binding, where, self._incumbent)
         except TilegymDBError:
             return False
-        return decision.solution is not None
+        return decision.solution is not None and str(decision.evidence.candidate) not in self._refused
+
+    def preview(self, inputs: tuple[Any, ...], allocate: Allocate) -> Preview:
+        """What would serve such inputs, loaded and ready to be tried. Nothing is remembered or counted as a call."""
+        bound = self._bind(("preview", len(self._quarantined)), inputs, allocate)
+        return Preview(bound.launch, bound.solution, bound.reason)
+
+    def refuse(self, kernel: str, reason: str) -> None:
+        """Leave to stock code whatever would be bound to a kernel (its solution and config, as :class:`Preview` has it).
+
+        For calls that are new from now on: what is bound to it already stays.
+        """
+        self._refused[kernel] = reason
 
     def run_stock(self, *args: Any) -> None:
         """Run the stock code that the call site was given; raises as calling the dispatcher does."""
@@ -204,6 +225,8 @@ class Dispatcher:
         candidate = decision.evidence.candidate
         if decision.solution is None or candidate is None:
             return _Bound(None, decision.evidence.reason, axes=binding.axes)
+        if str(candidate) in self._refused:
+            return _Bound(None, self._refused[str(candidate)], axes=binding.axes)
         try:
             launch = load_launcher(self.definition, decision.solution, decision.config, candidate.solution_digest)
         except TilegymDBError as error:

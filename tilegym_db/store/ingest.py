@@ -11,18 +11,20 @@ from tilegym_db.errors import StoreError
 from tilegym_db.store.connection import LOCK_TIMEOUT_S, create_database, database_path, settle
 from tilegym_db.store.database import Store, is_damage
 from tilegym_db.store.journal import journal_files
-from tilegym_db.store.loading import IngestReport, load_journals, load_traces
+from tilegym_db.store.loading import IngestReport, combined, load_journals, load_traces
 from tilegym_db.store.lock import writer_lock
+from tilegym_db.store.model_runs import load_model_runs
 
 __all__ = ["IngestReport", "ingest", "ingest_journals", "rebuild"]
 
 
 def ingest(store: Store, files: Sequence[Path] | None = None) -> IngestReport:
-    """Bring traces into the database; those it has already, by ``trace_id``, are left alone.
+    """Bring traces and runs of models into the database; those it has already, by their ids, are left alone.
 
     Args:
         store: opened for writing; being that, it holds the writers' lock.
-        files: JSONL files of traces; without any, the journals beside the database that grew since the last time.
+        files: JSONL files of traces; without any, the journals beside the database that grew since the last time, and the
+            runs of models beside it.
 
     Returns:
         Counts, and each line that is no trace. Such lines stop nothing: a killed process leaves one behind.
@@ -30,7 +32,9 @@ def ingest(store: Store, files: Sequence[Path] | None = None) -> IngestReport:
     Raises:
         StoreError: a file cannot be read, or the disk is full; then nothing at all was ingested.
     """
-    return load_traces(store, files) if files else load_journals(store, journal_files(store.home))
+    if files:
+        return load_traces(store, files)
+    return combined(load_journals(store, journal_files(store.home)), load_model_runs(store, store.home))
 
 
 def ingest_journals(store: Store) -> IngestReport:

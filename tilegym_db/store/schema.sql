@@ -95,3 +95,6 @@ CREATE TABLE trace_records (
         contents VARCHAR, seed VARCHAR, "offset" BIGINT, output VARCHAR, "index" BIGINT[], expected VARCHAR,
         got VARCHAR, worst_row BIGINT, command VARCHAR)
 );
+
+-- Runs of whole models (records.ModelRun), from the files in model_runs/ beside the database.
+CREATE TABLE model_run_records (run_id VARCHAR NOT NULL, record JSON NOT NULL);

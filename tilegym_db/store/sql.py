@@ -22,7 +22,7 @@ __all__ = ["VIEWS", "QueryResult", "run_user_query"]
 
 VIEWS = (
     "definitions", "solutions", "workloads", "traces", "verified", "best", "leaderboard", "promotable", "revocations",
-    "peaks",
+    "peaks", "model_runs",
 )  # fmt: skip
 """What a query may be about, for help texts."""
 

@@ -165,3 +165,11 @@ DELETE_REPEATED = """
 INGESTED_FILES = "SELECT path, size FROM ingested_files"
 FORGET_FILES = "DELETE FROM ingested_files WHERE path IN (SELECT unnest($paths::VARCHAR[]))"
 REMEMBER_FILES = "INSERT INTO ingested_files SELECT unnest($paths::VARCHAR[]), unnest($sizes::BIGINT[])"
+
+# -- runs of whole models ---------------------------------------------------------------------------------------------
+
+MODEL_RUN_IDS = "SELECT run_id FROM model_run_records"
+INSERT_MODEL_RUNS = """
+    INSERT INTO model_run_records SELECT unnest(from_json($records::JSON, '[{"run_id":"VARCHAR","record":"JSON"}]'),
+        recursive := true)
+"""

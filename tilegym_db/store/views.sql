@@ -183,3 +183,48 @@ SELECT
     exp(avg(ln(sol_ratio)) FILTER (WHERE sol_ratio > 0)) AS geomean_sol_ratio
 FROM best_per_solution
 GROUP BY definition, op_type, gpu, solution, language, role;
+
+-- One row per run of a whole model, patched against itself as it is. Not comparable with traces: those are of operators.
+CREATE OR REPLACE VIEW model_runs AS
+SELECT
+    run_id,
+    make_timestamp(epoch_us((record->>'timestamp')::TIMESTAMPTZ)) AS timestamp,
+    record->>'evidence_level' AS evidence_level,
+    record->>'model' AS model,
+    record->>'model_class' AS model_class,
+    record->>'config_digest' AS config_digest,
+    (record->>'layers')::BIGINT AS layers,
+    (record->>'parameters')::BIGINT AS parameters,
+    record->>'weights' AS weights,
+    record->>'dtype' AS dtype,
+    record->>'gpu' AS gpu,
+    record->>'gpu_name' AS gpu_name,
+    (record->>'batch')::BIGINT AS batch,
+    (record->>'prompt_tokens')::BIGINT AS prompt_tokens,
+    (record->>'new_tokens')::BIGINT AS new_tokens,
+    (record->>'rounds')::BIGINT AS rounds,
+    record->>'timer' AS timer,
+    (record->>'throttled')::BOOLEAN AS throttled,
+    (record->>'proved')::BOOLEAN AS proved,
+    (record->>'/stock/ttft_ms/median')::DOUBLE AS stock_ttft_ms,
+    (record->>'/patched/ttft_ms/median')::DOUBLE AS patched_ttft_ms,
+    (record->>'/ttft_speedup/median')::DOUBLE AS ttft_speedup,
+    (record->>'/ttft_speedup/ci_low')::DOUBLE AS ttft_speedup_ci_low,
+    (record->>'/ttft_speedup/ci_high')::DOUBLE AS ttft_speedup_ci_high,
+    (record->>'/stock/tpot_ms/median')::DOUBLE AS stock_tpot_ms,
+    (record->>'/patched/tpot_ms/median')::DOUBLE AS patched_tpot_ms,
+    (record->>'/tpot_speedup/median')::DOUBLE AS tpot_speedup,
+    (record->>'/tpot_speedup/ci_low')::DOUBLE AS tpot_speedup_ci_low,
+    (record->>'/tpot_speedup/ci_high')::DOUBLE AS tpot_speedup_ci_high,
+    (record->>'/stock/tokens_per_s')::DOUBLE AS stock_tokens_per_s,
+    (record->>'/patched/tokens_per_s')::DOUBLE AS patched_tokens_per_s,
+    (record->>'/total_speedup/median')::DOUBLE AS speedup,
+    (record->>'/total_speedup/ci_low')::DOUBLE AS speedup_ci_low,
+    (record->>'/total_speedup/ci_high')::DOUBLE AS speedup_ci_high,
+    (record->>'/stock/peak_memory_bytes')::BIGINT AS stock_peak_memory_bytes,
+    (record->>'/patched/peak_memory_bytes')::BIGINT AS patched_peak_memory_bytes,
+    from_json(record->'kernels', '"MAP(VARCHAR, BIGINT)"') AS kernels,
+    (record->>'equal_tokens')::BIGINT AS equal_tokens,
+    from_json(record->'libs', '"MAP(VARCHAR, VARCHAR)"') AS libs,
+    record
+FROM model_run_records;

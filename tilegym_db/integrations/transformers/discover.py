@@ -16,8 +16,16 @@ import torch
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.integrations.transformers.fingerprint import fingerprint
-from tilegym_db.integrations.transformers.probe import Probe, matches, probe_mlp, probe_norm, probe_rope
-from tilegym_db.integrations.transformers.variants import MLPS, NORMS, ROPES, Variant, rivals
+from tilegym_db.integrations.transformers.fusion import fused_norms, plain_forward
+from tilegym_db.integrations.transformers.probe import (
+    Probe,
+    matches,
+    probe_add_norm,
+    probe_mlp,
+    probe_norm,
+    probe_rope,
+)
+from tilegym_db.integrations.transformers.variants import FUSED_WITH_ADD, MLPS, NORMS, ROPES, Variant, rivals
 
 __all__ = ["Found", "discover", "probed_activation"]
 
@@ -34,8 +42,8 @@ NOT_IN_MEMORY = "its weights are not in memory"
 class Found:
     """All modules of one class that play one part in the model.
 
-    ``kind``: norm, mlp or rope; ``function`` names the rotary function of a rope. ``reason`` says why the site stays stock;
-    empty where it may be patched.
+    ``kind``: norm, mlp, rope or add_norm; ``function`` names the rotary function of a rope, and the norm that a layer calls
+    with its residual sum. ``reason`` says why the site stays stock; empty where it may be patched.
     """
 
     kind: str
@@ -48,17 +56,20 @@ class Found:
 
 
 def discover(model: torch.nn.Module, catalog: Catalog) -> list[Found]:
-    """Every group of modules that looks like a norm, a gated MLP, or attention with rotary embeddings."""
+    """Every group of modules that looks like a norm, a gated MLP, attention with rotary embeddings, or a layer that norms
+    its residual sum.
+    """
     groups: dict[tuple[str, str, type[torch.nn.Module], int | None, bool], list[torch.nn.Module]] = {}
     for module in model.modules():
         for kind, function in _parts(module):
             activation = id(probed_activation(module)) if kind == "mlp" else None
             key = (kind, function, type(module), activation, "forward" in vars(module))
             groups.setdefault(key, []).append(module)
-    return [
+    found = [
         _judge(Found(kind, type(modules[0]), tuple(modules), function), catalog)
         for (kind, function, *_), modules in groups.items()
     ]
+    return [*found, *_add_norms(model, found, catalog)]
 
 
 def probed_activation(module: torch.nn.Module) -> Any:
@@ -191,3 +202,37 @@ def _distinct(found: Found) -> Iterator[torch.nn.Module]:
         if found.kind == "mlp" or detail not in seen:
             seen.add(detail)
             yield module
+
+
+# -- a residual sum and its norm, which two modules compute -----------------------------------------------------------
+
+
+def _add_norms(model: torch.nn.Module, found: list[Found], catalog: Catalog) -> Iterator[Found]:
+    """The layers that add to their residual stream and norm the sum with a norm that was found."""
+    norms = {id(module): index for index, group in enumerate(found) if group.kind == "norm" for module in group.modules}
+    layers: dict[tuple[type[torch.nn.Module], str, int, bool], list[torch.nn.Module]] = {}
+    for module in model.modules():
+        called = {name: norms[id(child)] for name, child in module._modules.items() if id(child) in norms}
+        forward = plain_forward(type(module)) if called else None
+        name = next((name for name in fused_norms(forward) if name in called), None) if forward is not None else None
+        if name is not None:
+            layers.setdefault((type(module), name, called[name], "forward" in vars(module)), []).append(module)
+    for (cls, name, index, _), modules in layers.items():
+        yield _judge_add_norm(Found("add_norm", cls, tuple(modules), name), found[index], catalog)
+
+
+def _judge_add_norm(found: Found, norm: Found, catalog: Catalog) -> Found:
+    if "forward" in vars(found.modules[0]):
+        return replace(found, reason=REPLACED)
+    if norm.reason or norm.variant is None:
+        return replace(found, reason=f"its {found.function} stays stock: {norm.reason}")
+    definition = FUSED_WITH_ADD.get(norm.definition, "")
+    if not definition:
+        return replace(found, reason=f"no definition describes a residual sum and {norm.definition} of it")
+    found = replace(found, definition=definition, variant=norm.variant)
+    if definition not in catalog.definitions:
+        return replace(found, reason=f"the catalog has no definition {definition}")
+    probe = probe_add_norm(getattr(found.modules[0], found.function), norm.variant.eps_attribute)
+    if not matches(probe, [definition], catalog):
+        return replace(found, reason=f"probed, a sum and {found.function} do not give the bits of {definition}")
+    return found

@@ -54,6 +54,7 @@ ALLOCATE: dict[str, Callable[..., Any]] = {
     "rms_norm": _like_rows,
     "rms_norm_fp32": _like_rows,
     "rms_norm_gemma": _like_rows,
+    "fused_add_rms_norm": _like_rows,
     "swiglu": _like_rows,
     "gelu_tanh_and_mul": _like_rows,
     "silu_and_mul": _half_of_columns,
@@ -147,7 +148,8 @@ def make_site(definition: Definition, catalog: Catalog) -> tuple[Site, Dispatche
     dispatcher = call_site(definition, catalog, stock=launcher)
     allocate = ALLOCATE[definition.name]
     site = Site(dispatcher.serving(allocate))
-    if stock is not None and not stock.record.spec.destination_passing_style:
+    # An operator that overwrites an input is for eager code only: compilers fuse an addition by themselves.
+    if stock is not None and not stock.record.spec.destination_passing_style and not definition.in_place:
         behind = OperatorSite(dispatcher, site, allocate, functools.partial(_run_solution, stock))
         name = f"{definition.name}_{next(_numbers)}"
         _call_sites[name] = behind

@@ -11,19 +11,26 @@ import torch
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import UsageError
+from tilegym_db.integrations.transformers.capture import ModelInputs, captured_calls
 from tilegym_db.integrations.transformers.discover import Found, discover, probed_activation
-from tilegym_db.integrations.transformers.operators import make_site
+from tilegym_db.integrations.transformers.fusion import ADD_NORM, plain_forward, rewritten
+from tilegym_db.integrations.transformers.operators import ALLOCATE, make_site
 from tilegym_db.integrations.transformers.points import (
+    add_norm_function,
     attention_forward,
     gated_mlp_forward,
+    layer_forward,
     norm_forward,
     packed_mlp_forward,
     rope_function,
 )
-from tilegym_db.integrations.transformers.rebind import is_patched, shadow_function, subclass
+from tilegym_db.integrations.transformers.proof import Proof, prove
+from tilegym_db.integrations.transformers.rebind import is_patched, shadow_function, subclass, unpatched_class
 from tilegym_db.integrations.transformers.report import CallSite, Report
 from tilegym_db.integrations.transformers.site import Site
 from tilegym_db.integrations.transformers.variants import Variant
+from tilegym_db.integrations.transformers.workloads import workload_of
+from tilegym_db.records import Workload
 from tilegym_db.resolver.dispatch import Dispatcher
 
 __all__ = ["Handle", "patch", "patched"]
@@ -45,6 +52,8 @@ class Handle:
         self._changed: list[tuple[Module, type[Module]]] = []
         self._forget_shadows: list[Callable[[], Any]] = []
         self._sites: list[tuple[CallSite, Dispatcher | None, Site | None]] = []
+        self._proofs: dict[Site, tuple[Proof, ...]] = {}
+        self._workloads: dict[str, Workload] = {}
 
     def report(self) -> Report:
         """Each call site: what it is, what serves it and why, how often it was called."""
@@ -52,10 +61,20 @@ class Handle:
             tuple(
                 described
                 if dispatcher is None or site is None
-                else replace(described, counts=dispatcher.report(), bypassed=dict(site.bypassed))
+                else replace(
+                    described,
+                    counts=dispatcher.report(),
+                    bypassed=dict(site.bypassed),
+                    proofs=self._proofs.get(site, ()),
+                )
                 for described, dispatcher, site in self._sites
             )
         )
+
+    @property
+    def workloads(self) -> tuple[Workload, ...]:
+        """The kinds of calls that were captured to prove the patch, as Workloads tagged with their stage."""
+        return tuple(self._workloads.values())
 
     def unpatch(self) -> None:
         """Give every module its own class back. Safe to call twice; the report stays readable.
@@ -93,6 +112,23 @@ class Handle:
             self._changed.append((module, ours))  # first, so that an interrupt in between is undone too
             module.__class__ = ours
 
+    def _prove(self, model: Module, inputs: ModelInputs | None) -> None:
+        """Try every kernel on the model's own calls, and take those out that fail."""
+        patched = [
+            (site, dispatcher) for _, dispatcher, site in self._sites if site is not None and dispatcher is not None
+        ]
+        captured = captured_calls(model, [site for site, _ in patched], inputs)
+        for (site, dispatcher), calls in zip(patched, captured, strict=True):
+            allocate = ALLOCATE[dispatcher.definition.name]
+            self._proofs[site] = tuple(prove(dispatcher, allocate, call) for call in calls)
+            for proof in self._proofs[site]:
+                if proof.kernel is not None and proof.reason:
+                    dispatcher.refuse(proof.kernel, proof.reason)
+            for call in calls:
+                workload = workload_of(dispatcher.definition, call, allocate)
+                if workload is not None:
+                    self._workloads.setdefault(workload.uuid, workload)
+
     def _forward(self, found: Found, site: Site) -> Callable[..., Any]:
         stock: Any = found.module_class.forward
         variant = found.variant or Variant("")
@@ -101,6 +137,14 @@ class Handle:
         if found.kind == "mlp":
             make = packed_mlp_forward if variant.packed else gated_mlp_forward
             return make(stock, site, probed_activation(found.modules[0]))
+        if found.kind == "add_norm":
+            plain = plain_forward(found.module_class)
+            assert plain is not None, "found by its source"
+            norm = getattr(found.modules[0], found.function)
+            add_norm = add_norm_function(site, variant.eps_attribute, unpatched_class(norm))
+            fused, forget = shadow_function(rewritten(plain, found.function), {ADD_NORM: add_norm})
+            self._forget_shadows.append(forget)
+            return layer_forward(stock, fused, site)
         rotate = rope_function(stock.__globals__[found.function], site)
         shadow, forget = shadow_function(stock, {found.function: rotate})
         self._forget_shadows.append(forget)
@@ -122,6 +166,8 @@ def patch(
     ops: Collection[str] | None = None,
     policy: str = "verified",
     dry_run: bool = False,
+    verify: bool = False,
+    inputs: ModelInputs | None = None,
     catalog: Catalog | None = None,
 ) -> Handle:
     """Let verified kernels serve the operators of one model instance wherever they are faster than its own code.
@@ -135,15 +181,26 @@ def patch(
         ops: only these Definitions; None means all that are known.
         policy: ``verified``, the only one.
         dry_run: find and probe, but change nothing.
+        verify: prove the patch on the model itself before it serves anything. The model runs a prompt and one step of decoding
+            on its own code; on what each call site was given there, the kernel is compared with the stock code, both against
+            fp64. A kernel that is further off than stock by more than a factor of two, that is not deterministic or that
+            fails is left out, and the report says so (:attr:`CallSite.proofs`). Takes the time of that run and a little more.
+        inputs: what to run for ``verify``: token ids [batch, tokens], or the arguments of the model's forward by name. By
+            default random token ids.
         catalog: the records; the shipped ones and the user's overlay by default.
 
     Raises:
-        UsageError: the model is patched already, or an argument is none of its choices.
+        UsageError: the model is patched already, an argument is none of its choices, or ``verify`` cannot run the model
+            (it is in training mode, it has no vocabulary to draw a prompt from, or nothing is patched in a dry run).
     """
     if mode not in MODES or policy not in POLICIES:
         raise UsageError(f"mode must be one of {MODES} and policy one of {POLICIES}, not {mode!r} and {policy!r}.")
     if any(is_patched(module) for module in model.modules()):
         raise UsageError("this model, or a part of it, is patched already; call unpatch() on its handle first.")
+    if verify and dry_run:
+        raise UsageError("a dry run patches nothing that could be proved; leave out dry_run or verify.")
+    if inputs is not None and not verify:
+        raise UsageError("inputs are what verify=True runs; give both or none.")
     records = catalog or Catalog.default()
     unknown = sorted(set(ops or ()) - set(records.definitions))
     if unknown:
@@ -152,6 +209,8 @@ def patch(
     try:
         for found in discover(model, records):
             handle._add(found, _why_not(found, ops, dry_run), records)
+        if verify:
+            handle._prove(model, inputs)
     except BaseException:
         handle.unpatch()
         raise

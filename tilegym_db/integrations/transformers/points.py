@@ -17,11 +17,24 @@ from typing import Any
 
 import torch
 
-from tilegym_db.integrations.transformers.site import IN_TRAINING, NOT_ROWS, OTHER_ACTIVATION, UNPATCHED, Operator, Site
+from tilegym_db.integrations.transformers.fusion import is_owned
+from tilegym_db.integrations.transformers.rebind import unpatched_class
+from tilegym_db.integrations.transformers.site import (
+    HAS_HOOKS,
+    HELD,
+    IN_TRAINING,
+    NOT_ROWS,
+    OTHER_ACTIVATION,
+    UNPATCHED,
+    Operator,
+    Site,
+)
 
 __all__ = [
+    "add_norm_function",
     "attention_forward",
     "gated_mlp_forward",
+    "layer_forward",
     "norm_forward",
     "packed_mlp_forward",
     "rope_function",
@@ -29,6 +42,10 @@ __all__ = [
 ]
 
 _is_compiling = torch.compiler.is_compiling
+_hooks_of_all_modules = (
+    torch.nn.modules.module._global_forward_hooks,
+    torch.nn.modules.module._global_forward_pre_hooks,
+)
 
 
 def norm_forward(stock: Callable[..., Any], site: Site, eps_attribute: str) -> Callable[..., Any]:
@@ -141,9 +158,7 @@ def _activate(site: Site, *projections: torch.Tensor) -> torch.Tensor | None:
 def _is_as_probed(act_fn: Any, activation: Any) -> bool:
     if not isinstance(act_fn, torch.nn.Module):
         return act_fn is activation
-    return type(act_fn) is activation and not (
-        act_fn._forward_hooks or act_fn._forward_pre_hooks or "forward" in vars(act_fn)
-    )
+    return type(act_fn) is activation and not _has_hooks(act_fn)
 
 
 def attention_forward(stock: Callable[..., Any], shadow: Callable[..., Any], site: Site) -> Callable[..., Any]:
@@ -179,6 +194,60 @@ def rope_function(stock: Callable[..., Any], site: Site) -> Callable[..., Any]:
         return stock(q, k, cos, sin, unsqueeze_dim) if served is None else served
 
     return apply_rotary_pos_emb
+
+
+def layer_forward(stock: Callable[..., Any], fused: Callable[..., Any], site: Site) -> Callable[..., Any]:
+    """Forward of a layer: ``fused``, the same code with the sum and its norm as one call, or ``stock`` itself."""
+
+    @functools.wraps(stock)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_compiling() or self.training or not site.is_open:
+            if not _is_compiling():
+                site.bypass(IN_TRAINING if self.training else UNPATCHED)
+            return stock(self, *args, **kwargs)
+        return fused(self, *args, **kwargs)
+
+    return forward
+
+
+def add_norm_function(site: Site, eps_attribute: str, norm_class: type) -> Callable[..., Any]:
+    """``add_norm(layer, norm, residual, hidden) -> (normed, total)`` for what a rewritten forward passes.
+
+    ``residual`` is only read. ``hidden`` may become the sum, since the layer's code drops it there and
+    :func:`~tilegym_db.integrations.transformers.fusion.is_owned` makes sure that nobody else has it.
+
+    Args:
+        site: the call site of the fused Definition.
+        eps_attribute: where the norm keeps its epsilon.
+        norm_class: of the norms that were probed, as it was without a patch.
+    """
+
+    def fused(norm: Any, residual: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor | None:
+        matrices = rows(residual), rows(hidden)
+        if matrices[0] is None or matrices[1] is None or residual.shape != hidden.shape:
+            site.bypass(NOT_ROWS)
+            return None
+        out: torch.Tensor | None = site.serve(*matrices, norm.weight, getattr(norm, eps_attribute))
+        return None if out is None else out.view(hidden.shape)
+
+    def add_norm(layer: Any, norm: Any, residual: torch.Tensor, hidden: torch.Tensor) -> Any:
+        if unpatched_class(norm) is not norm_class or _has_hooks(norm) or any(_hooks_of_all_modules):
+            site.bypass(HAS_HOOKS)
+        elif not site.leaves(norm.training, hidden, residual, norm.weight):
+            if type(residual) is not torch.Tensor or not is_owned(hidden):
+                site.bypass(HELD)
+            else:
+                out = fused(norm, residual, hidden)
+                if out is not None:
+                    return out, hidden
+        total = residual + hidden
+        return norm(total), total
+
+    return add_norm
+
+
+def _has_hooks(module: Any) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 def rows(value: torch.Tensor) -> torch.Tensor | None:

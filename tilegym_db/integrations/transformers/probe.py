@@ -19,7 +19,7 @@ from tilegym_db.resolver.loader import load_verified
 from tilegym_db.resolver.resolve import stock_solution
 from tilegym_db.verify.reference import run_reference
 
-__all__ = ["Probe", "matches", "probe_mlp", "probe_norm", "probe_rope"]
+__all__ = ["Probe", "matches", "probe_add_norm", "probe_mlp", "probe_norm", "probe_rope"]
 
 ROWS, SIZE = 5, 64
 SEED = 1234
@@ -30,14 +30,31 @@ Probe = tuple[dict[str, Any], tuple[torch.Tensor, ...]]
 
 def probe_norm(module: torch.nn.Module, eps_attribute: str) -> Probe:
     """Run a norm of any size on random rows with a random weight."""
-    weight: torch.Tensor = module.weight  # type: ignore[assignment]
-    draw = _Draw(weight.device)
-    x, random_weight = draw(max(ROWS, 512 // weight.shape[0]), weight.shape[0]), draw(weight.shape[0])
-    twin = copy.copy(module)
-    vars(twin)["_parameters"] = {"weight": torch.nn.Parameter(random_weight, requires_grad=False)}
+    twin, x, weight = _random_norm(module, _Draw(module.weight.device))  # type: ignore[arg-type]
     with torch.no_grad():
         out = type(module).forward(twin, x)
-    return {"x": x, "weight": random_weight, "eps": getattr(module, eps_attribute)}, (out,)
+    return {"x": x, "weight": weight, "eps": getattr(module, eps_attribute)}, (out,)
+
+
+def probe_add_norm(module: torch.nn.Module, eps_attribute: str) -> Probe:
+    """Add random rows to a random residual and run a norm on the sum; returns the norm and the sum."""
+    draw = _Draw(module.weight.device)  # type: ignore[arg-type]
+    twin, x, weight = _random_norm(module, draw)
+    residual = draw(*x.shape)
+    with torch.no_grad():
+        total = residual + x
+        out = type(module).forward(twin, total)
+    inputs = {"x": x, "residual": residual, "weight": weight, "eps": getattr(module, eps_attribute)}
+    return inputs, (out, total)
+
+
+def _random_norm(module: torch.nn.Module, draw: _Draw) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
+    """(a copy of the norm with a random weight, random rows for it, the weight)."""
+    size = module.weight.shape[0]  # type: ignore[index]
+    x, weight = draw(max(ROWS, 512 // size), size), draw(size)  # type: ignore[arg-type]
+    twin = copy.copy(module)
+    vars(twin)["_parameters"] = {"weight": torch.nn.Parameter(weight, requires_grad=False)}
+    return twin, x, weight
 
 
 def probe_mlp(activation: Callable[..., Any], device: torch.device, *, packed: bool) -> Probe:
@@ -73,7 +90,7 @@ def matches(probe: Probe, names: Sequence[str], catalog: Catalog) -> list[str]:
 def _expected(definition: Definition, inputs: dict[str, Any], catalog: Catalog) -> tuple[torch.Tensor, ...]:
     solutions = {files.name: files for files in catalog.solutions_for(definition.name)}
     stock = stock_solution(solutions)
-    if stock is None or stock.record.spec.destination_passing_style:
+    if stock is None or stock.record.spec.destination_passing_style or definition.in_place:
         return tuple(run_reference(definition, inputs).values())
     with torch.no_grad():
         found = load_verified(stock, stock.digest)(*inputs.values())

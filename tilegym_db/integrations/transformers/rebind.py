@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["is_patched", "shadow_function", "subclass"]
+__all__ = ["is_patched", "shadow_function", "subclass", "unpatched_class"]
 
 _MARK = "_tilegym_db_replaces"
 _numbers = itertools.count()
@@ -46,6 +46,13 @@ def subclass(base: type[torch.nn.Module], forward: Callable[..., Any]) -> type[t
 def is_patched(module: torch.nn.Module) -> bool:
     """True where the module's class, or one that it derives from, was made by :func:`subclass`."""
     return hasattr(type(module), _MARK)
+
+
+def unpatched_class(module: torch.nn.Module) -> type[torch.nn.Module]:
+    """The module's class, or what it was before :func:`subclass` made another of it."""
+    cls = type(module)
+    replaced: type[torch.nn.Module] | None = vars(cls).get(_MARK)
+    return cls if replaced is None else replaced
 
 
 def shadow_function(function: FunctionType, replacements: Mapping[str, Any]) -> tuple[FunctionType, Callable[[], Any]]:

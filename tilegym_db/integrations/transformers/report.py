@@ -6,12 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tilegym_db.resolver.site_report import SiteReport
+from tilegym_db.integrations.transformers.proof import Proof
+from tilegym_db.records import axes_key
+from tilegym_db.resolver.site_report import Failure, SiteReport
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["CallSite", "Report"]
+__all__ = ["PROOF_COLUMNS", "CallSite", "Report"]
+
+PROOF_COLUMNS = ("site", "definition", "stage", "call", "tried", "kernel error", "stock error", "allowed", "verdict")
+"""Errors are relative, against fp64."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +25,7 @@ class CallSite:
 
     ``bypassed`` counts by reason the calls that ran stock code without asking for a kernel: training, a gradient, a tracer.
     Compiled code counts the calls that it makes to an operator of this package; stock code in it has no counters.
+    ``proofs`` are there where the patch was made with ``verify=True``: one per kind of call that the model made.
     """
 
     kind: str
@@ -29,6 +35,7 @@ class CallSite:
     reason: str
     counts: SiteReport | None = None
     bypassed: Mapping[str, int] = field(default_factory=dict)
+    proofs: tuple[Proof, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,16 @@ class Report:
                 totals[site.definition] = totals.get(site.definition, 0) + site.counts.kernel_calls
         return totals
 
+    @property
+    def failed_proofs(self) -> tuple[Proof, ...]:
+        """The kernels that were tried on this model and must not be used, with the reason."""
+        return tuple(proof for site in self.sites for proof in site.proofs if proof.failed)
+
+    @property
+    def failures(self) -> tuple[Failure, ...]:
+        """The kernels that raised and are in quarantine since."""
+        return tuple(failure for site in self.sites if site.counts is not None for failure in site.counts.failures)
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready content."""
         return {"sites": [asdict(site) for site in self.sites]}
@@ -66,13 +83,45 @@ class Report:
                 table.add_row(f"{site.module_class} x{site.modules}", site.definition or site.kind, *row)
         return table
 
+    def proof_rows(self) -> list[tuple[Any, ...]]:
+        """One row per captured call, with the columns :data:`PROOF_COLUMNS`; None where nothing was tried."""
+        return [
+            (
+                f"{site.module_class} x{site.modules}",
+                site.definition,
+                proof.stage,
+                axes_key(dict(proof.axes)),
+                proof.kernel or "stock",
+                proof.kernel_error,
+                proof.stock_error,
+                proof.allowed,
+                proof.reason or "proved",
+            )
+            for site in self.sites
+            for proof in site.proofs
+        ]
+
+    def proof_table(self) -> Table:
+        """For a terminal: :meth:`proof_rows`."""
+        from rich.table import Table
+
+        table = Table(title="proofs: relative error against fp64")
+        for heading in PROOF_COLUMNS:
+            table.add_column(heading)
+        for row in self.proof_rows():
+            cells = ("" if cell is None else f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row)
+            table.add_row(*cells)
+        return table
+
     def __str__(self) -> str:
-        """The table as text."""
+        """The tables as text."""
         from rich.console import Console
 
         console = Console(width=160)
         with console.capture() as capture:
             console.print(self.table())
+            if any(site.proofs for site in self.sites):
+                console.print(self.proof_table())
         return capture.get()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-__all__ = ["IN_TRAINING", "NOT_ROWS", "OTHER_ACTIVATION", "UNPATCHED", "Operator", "Site"]
+__all__ = ["HAS_HOOKS", "HELD", "IN_TRAINING", "NOT_ROWS", "OTHER_ACTIVATION", "UNPATCHED", "Operator", "Site"]
 
 IN_TRAINING = "the module is in training mode; model.eval() ends it"
 NEEDS_GRAD = "a gradient may be asked for; torch.no_grad() or torch.inference_mode() says that none is"
@@ -17,6 +17,8 @@ TRACED = "a tracer, a transform (torch.func, forward-mode AD) or a dispatch mode
 NOT_PLAIN = "the input is no plain tensor"
 NOT_ROWS = "the input cannot be viewed as rows without a copy"
 OTHER_ACTIVATION = "the activation was replaced, or has hooks"
+HAS_HOOKS = "the norm was replaced, or has hooks"
+HELD = "what the sub-layer returned is held by somebody else too, so that it must not be overwritten"
 UNPATCHED = "unpatched"
 
 _grad_enabled = torch.is_grad_enabled

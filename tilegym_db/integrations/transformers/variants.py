@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["MLPS", "NORMS", "ROPES", "Variant", "rivals"]
+__all__ = ["FUSED_WITH_ADD", "MLPS", "NORMS", "ROPES", "Variant", "rivals"]
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,10 @@ ROPES: dict[str, Variant] = {
     "00d77be10c0d365b": Variant("DeepSeek-V3", reason="no definition describes pairs that are rotated into halves"),
     "d0f83947eb0ace84": Variant("DeepSeek-V2", reason="no definition describes a rotation by complex tables"),
 }
+
+
+# Definition of a norm -> that of a residual add and this norm.
+FUSED_WITH_ADD: dict[str, str] = {"rms_norm": "fused_add_rms_norm"}
 
 
 def rivals(variants: Mapping[str, Variant]) -> tuple[str, ...]:

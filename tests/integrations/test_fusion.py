@@ -1,0 +1,266 @@
+"""Residual sum and norm as one kernel: only where the code has that shape, and only in memory that nobody else holds."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.gemma3.modeling_gemma3 import Gemma3DecoderLayer
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2DecoderLayer
+from transformers.models.phi3.modeling_phi3 import Phi3DecoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+
+from tilegym_db import Catalog, patched
+from tilegym_db.integrations.transformers.fusion import ADD_NORM, fused_norms, is_owned, plain_forward, rewritten
+from tilegym_db.integrations.transformers.site import HAS_HOOKS, HELD
+
+FUSED = "fused_add_rms_norm"
+
+
+def hits_and_bypassed(handle: Any) -> tuple[int, set[str]]:
+    (site,) = [site for site in handle.report().sites if site.kind == "add_norm"]
+    return handle.report().hits()[FUSED], set(site.bypassed)
+
+
+# -- in a model -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_fused_layer_gives_the_bits_of_stock_and_keeps_every_hidden_state(
+    name: str, dtype: torch.dtype, kernels: Catalog, build: Any, prompt: Any
+) -> None:
+    model, ids = build(name, dtype), prompt(2)
+    with torch.no_grad():
+        embedded = model.model.embed_tokens(ids)
+        given = embedded.clone()
+        stock = model(inputs_embeds=embedded, output_hidden_states=True)
+        with patched(model, catalog=kernels, ops=[FUSED]) as handle:
+            found = model(inputs_embeds=embedded, output_hidden_states=True)
+    assert hits_and_bypassed(handle) == (2, set())
+    assert torch.equal(embedded, given)  # the residual stream of the first layer is the caller's
+    for want, got in zip(stock.hidden_states, found.hidden_states, strict=True):
+        assert torch.equal(want, got)
+
+
+def test_the_kernel_really_runs(poison: Catalog, logits: Any, build: Any, prompt: Any) -> None:
+    model, ids = build(), prompt()
+    stock = logits(model, ids)
+    with patched(model, catalog=poison, ops=[FUSED]):
+        assert logits(model, ids).isnan().all()
+    assert torch.equal(logits(model, ids), stock)
+
+
+def test_without_a_kernel_the_norm_alone_is_served(shop: Any, logits: Any, build: Any, prompt: Any) -> None:
+    model, ids = build(), prompt()
+    stock = logits(model, ids)
+    with patched(model, catalog=shop.offer(without=(FUSED,))) as handle:
+        assert torch.equal(logits(model, ids), stock)
+    assert handle.report().hits() == {"rms_norm": 5, FUSED: 0, "swiglu": 2, "rope_neox": 2}
+
+
+def test_what_a_hook_keeps_is_not_overwritten(kernels: Catalog, logits: Any, build: Any, prompt: Any) -> None:
+    def run(model: Any) -> list[torch.Tensor]:
+        kept: list[torch.Tensor] = []
+        hooks = [layer.self_attn.o_proj.register_forward_hook(keep(kept)) for layer in model.model.layers]
+        found = logits(model, ids)
+        for hook in hooks:
+            hook.remove()
+        return [found, *kept]
+
+    def keep(kept: list[torch.Tensor]) -> Callable[..., None]:
+        return lambda module, args, out: kept.append(out)
+
+    model, ids = build(), prompt()
+    stock = run(model)
+    with patched(model, catalog=kernels) as handle:
+        found = run(model)
+    assert all(torch.equal(want, got) for want, got in zip(stock, found, strict=True))
+    assert hits_and_bypassed(handle) == (0, {HELD})
+
+
+def test_a_hook_on_the_norm_still_runs(kernels: Catalog, logits: Any, build: Any, prompt: Any) -> None:
+    model, ids, seen = build(), prompt(), []
+    stock = logits(model, ids)
+    norm = model.model.layers[0].post_attention_layernorm
+    with patched(model, catalog=kernels) as handle:
+        norm.register_forward_hook(lambda *args: seen.append(1))
+        assert torch.equal(logits(model, ids), stock)
+    assert seen == [1]
+    assert hits_and_bypassed(handle) == (1, {HAS_HOOKS})
+
+
+@pytest.mark.parametrize("what", ["its input", "a buffer", "a part of a buffer"])
+def test_a_sub_layer_that_returns_what_it_does_not_own_is_not_overwritten(
+    what: str, kernels: Catalog, logits: Any, build: Any, prompt: Any
+) -> None:
+    class Attention(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.memory = torch.randn(1, 12, 64, generator=torch.Generator().manual_seed(3))
+
+        def forward(self, hidden_states: torch.Tensor, **options: Any) -> Any:
+            parts = {"its input": hidden_states, "a buffer": self.memory[:, :9], "a part of a buffer": self.memory}
+            return parts[what][:, : hidden_states.shape[1]] if what != "its input" else hidden_states, None
+
+    model, ids = build(), prompt()
+    model.model.layers[0].self_attn = attention = Attention()
+    model.model.layers[0].input_layernorm = torch.nn.Identity()  # so that its input is the residual stream itself
+    before, stock = attention.memory.clone(), logits(model, ids)
+    with patched(model, catalog=kernels) as handle:
+        assert torch.equal(logits(model, ids), stock)
+        assert torch.equal(attention.memory, before)
+    assert hits_and_bypassed(handle) == (1, {HELD})
+
+
+def test_a_layer_in_another_dtype_than_its_residual_stream_is_left_to_stock(kernels: Catalog, build: Any) -> None:
+    model = build()
+    ids = torch.randint(1, 96, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        stock = model(ids).logits
+        with patched(model, catalog=kernels, ops=[FUSED]) as handle:
+            assert torch.equal(model(ids).logits, stock)
+    assert handle.report().hits()[FUSED] == 0
+
+
+# -- the shape of the code --------------------------------------------------------------------------------------------
+
+
+def test_the_shape_is_found_in_layers_that_norm_their_sum() -> None:
+    found = {}
+    for cls in (LlamaDecoderLayer, Qwen3DecoderLayer, Gemma3DecoderLayer, Phi3DecoderLayer, Olmo2DecoderLayer):
+        forward = plain_forward(cls)
+        assert forward is not None
+        found[cls.__name__] = fused_norms(forward)
+    assert found == {
+        "LlamaDecoderLayer": ("post_attention_layernorm",),
+        "Qwen3DecoderLayer": ("post_attention_layernorm",),
+        "Gemma3DecoderLayer": ("pre_feedforward_layernorm",),
+        "Phi3DecoderLayer": (),  # a dropout stands between
+        "Olmo2DecoderLayer": ("mlp",),  # norms what it adds, not the sum: no norm is called with it
+    }
+
+
+class Layer(torch.nn.Module):
+    """A layer of nobody's library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer, self.norm = torch.nn.Linear(64, 64, bias=False), LlamaRMSNorm(64)
+        torch.nn.init.normal_(self.norm.weight, 1.0, 0.3)
+
+
+class Fits(Layer):
+    def forward(self, stream: torch.Tensor, *, scale: float = 0.5) -> Any:
+        y = self.mixer(stream) * scale
+        y = stream + y
+        stream = y
+        y = self.norm(y)
+        return y, stream
+
+
+class KeepsThePart(Layer):
+    def forward(self, stream: torch.Tensor) -> Any:
+        y = kept = self.mixer(stream)
+        y = stream + y
+        stream = y
+        y = self.norm(y)
+        return y, stream, kept
+
+
+class OtherOrder(Layer):
+    def forward(self, stream: torch.Tensor) -> Any:
+        y = self.mixer(stream)
+        y = y + stream
+        stream = y
+        y = self.norm(y)
+        return y, stream
+
+
+class Subtracts(Layer):
+    def forward(self, stream: torch.Tensor) -> Any:
+        y = self.mixer(stream)
+        y = stream - y
+        stream = y
+        y = self.norm(y)
+        return y, stream
+
+
+class NormsBoth(Layer):
+    def forward(self, stream: torch.Tensor) -> Any:
+        y = self.mixer(stream)
+        y = stream + y
+        stream = y
+        y = self.norm(y) + self.norm(stream)
+        return y, stream
+
+
+def decorated(forward: Any) -> Any:
+    @functools.wraps(forward)
+    def doubled(self: Any, stream: torch.Tensor) -> Any:
+        return forward(self, 2 * stream)
+
+    return doubled
+
+
+class Decorated(Fits):
+    forward = decorated(Fits.forward)
+
+
+@pytest.mark.parametrize(
+    ("cls", "calls"),
+    [(Fits, 1), (KeepsThePart, 0), (OtherOrder, None), (Subtracts, None), (NormsBoth, None), (Decorated, None)],
+)
+def test_only_the_very_shape_is_fused_in_whatever_class(cls: type, calls: int | None, kernels: Catalog) -> None:
+    torch.manual_seed(0)
+    layer, stream = cls().eval(), torch.randn(2, 3, 64)
+    with torch.no_grad():
+        stock = layer(stream)
+        with patched(layer, catalog=kernels) as handle:
+            found = layer(stream)
+    assert all(torch.equal(want, got) for want, got in zip(stock, found, strict=True))
+    assert handle.report().hits().get(FUSED) == calls
+
+
+def test_the_copy_has_the_defaults_and_the_lines_of_the_original() -> None:
+    forward = plain_forward(Fits)
+    assert forward is not None
+    copied = rewritten(forward, "norm")
+    assert (copied.__kwdefaults__, copied.__qualname__) == ({"scale": 0.5}, "Fits.forward")
+    assert ADD_NORM in copied.__code__.co_names
+    with pytest.raises(NameError) as raised:  # its globals know no ADD_NORM yet
+        copied(Fits(), torch.randn(2, 64))
+    (line,) = [frame.lineno for frame in traceback.extract_tb(raised.value.__traceback__) if frame.name == "forward"]
+    assert line == forward.__code__.co_firstlineno + 2
+
+
+# -- whose memory it is -----------------------------------------------------------------------------------------------
+
+
+def ask(owner: Any, norm: Any, residual: Any, hidden: torch.Tensor) -> bool:
+    return is_owned(hidden)
+
+
+@pytest.mark.parametrize("holder", ["nobody", "a list", "a view", "a part", "detached"])
+def test_memory_is_owned_where_nobody_else_has_it(holder: str) -> None:
+    def forward(owner: Any, residual: Any) -> bool:
+        hidden = torch.nn.functional.linear(residual, owner)
+        hold: Callable[[torch.Tensor], Any] = {
+            "nobody": lambda value: None,
+            "a list": lambda value: [value],
+            "a view": lambda value: value.view(-1),
+            "a part": lambda value: value[0],
+            "detached": lambda value: value.detach(),
+        }[holder]
+        held = hold(hidden)
+        owned = ask(owner, owner, residual, hidden)
+        del held
+        return owned
+
+    with torch.no_grad():
+        assert forward(torch.randn(8, 8), torch.randn(2, 3, 8)) == (holder == "nobody")

@@ -1,0 +1,230 @@
+"""``verify-model`` and ``model-bench`` on a tiny config, with kernels for the CPU: results that a user reads and stores."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner, Result
+
+from tilegym_db import Catalog
+from tilegym_db.cli import model_bench, sql, verify_model
+from tilegym_db.errors import HardwareError, UsageError
+from tilegym_db.integrations.transformers.model_bench import WARM_UP_ROUNDS, Generation, compare
+from tilegym_db.integrations.transformers.random_model import build_model, load_config
+from tilegym_db.integrations.transformers.verify_model import model_tag
+from tilegym_db.records.model_run import ModelRun
+
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+}
+TWICE = "    computed = stock.run({inputs})\n    for out in {outputs}:\n        out.copy_(2 * computed)\n"
+
+
+def invoke(command: Callable[..., None], *arguments: object) -> Result:
+    app = typer.Typer()
+    app.command()(command)
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    folder = tmp_path / "Tiny-Llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(TINY))
+    return folder
+
+
+# -- models from a config ---------------------------------------------------------------------------------------------
+
+
+def test_a_model_is_built_from_a_file_or_a_folder_the_same_each_time_and_leaves_the_random_state(config: Path) -> None:
+    state = torch.random.get_rng_state()
+    models = [build_model(load_config(path), "cpu", "float32") for path in (config, config / "config.json")]
+    assert torch.equal(torch.random.get_rng_state(), state)
+    for one, other in zip(*(model.state_dict().values() for model in models), strict=True):
+        assert torch.equal(one, other)
+    assert models[0].model.norm.weight.std() > 0.05  # no two variants of a norm agree on weights of one
+    assert (model_tag(config), model_tag(config / "config.json"), model_tag(Path("a/Other.json"))) == (
+        "tiny-llama",
+        "tiny-llama",
+        "other",
+    )
+
+
+def test_only_the_first_layers_are_kept_where_that_is_asked(config: Path) -> None:
+    assert len(build_model(load_config(config, 1), "cpu", "float32").model.layers) == 1
+    with pytest.raises(UsageError, match="has 2 layers; keep 1 to so many of them, not 3"):
+        load_config(config, 3)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{", "cannot read this config"),
+        ("[]", "states no model_type"),
+        ('{"model_type": "lama"}', "model_type 'lama' is unknown to transformers.*did you mean|llama"),
+    ],
+)
+def test_what_is_no_config_is_refused_with_the_file(content: str, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(content)
+    with pytest.raises(UsageError, match=reason) as refused:
+        load_config(path)
+    assert str(path) in str(refused.value)
+
+
+def test_a_model_that_generates_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "vision.json"
+    path.write_text('{"model_type": "clip_vision_model"}')
+    with pytest.raises(UsageError, match="clip_vision_model is no causal language model"):
+        build_model(load_config(path), "cpu", "float32")
+
+
+# -- verify-model -----------------------------------------------------------------------------------------------------
+
+
+def test_every_proof_is_shown_with_its_errors(kernels: Catalog, config: Path) -> None:
+    result = invoke(verify_model.command, config, "--gpu", "cpu", "--prompt", 7, "--batch", 2)
+    assert result.exit_code == 0, result.output
+    rows = [line for line in result.stdout.splitlines() if line.endswith("proved")]
+    assert len(rows) == 8
+    assert any("LlamaRMSNorm x5" in row and "M=14,N=64" in row and "rms_norm_cpu" in row for row in rows)
+    assert "8 proved, 0 failed, 0 run stock code anyway" in result.stderr
+
+
+def test_a_kernel_that_fails_is_a_finding(shop: Any, config: Path) -> None:
+    shop.offer(TWICE)
+    result = invoke(verify_model.command, config, "--gpu", "cpu", "--json")
+    assert result.exit_code == 1
+    sites = json.loads(result.stdout)["sites"]
+    reasons = [proof["reason"] for site in sites if site["definition"] == "rms_norm" for proof in site["proofs"]]
+    assert len(reasons) == 2
+    assert all("times that of stock; at most" in reason for reason in reasons)
+
+
+def test_captured_calls_are_kept_once_in_the_users_own_catalog(config: Path, home: Path) -> None:
+    first = invoke(verify_model.command, config, "--gpu", "cpu", "--dtype", "float32", "--prompt", 7, "--capture")
+    again = invoke(verify_model.command, config, "--gpu", "cpu", "--dtype", "float32", "--prompt", 7, "--capture")
+    assert first.exit_code == again.exit_code == 0
+    assert (
+        "kept 8 workloads, 0 exist already. Next: tilegym-db bench fused_add_rms_norm rms_norm rope_neox swiglu"
+        in first.stderr
+    )
+    assert "kept 0 workloads, 8 exist already." in again.stderr
+    kept = [w for w in Catalog.default().workloads_for("swiglu") if "captured" in w.tags]
+    assert [(w.axes, w.dtypes, w.tags[:2]) for w in kept] == [
+        ({"M": 7, "I": 48}, {"T": "float32"}, ("model:tiny-llama", "stage:prefill")),
+        ({"M": 1, "I": 48}, {"T": "float32"}, ("model:tiny-llama", "stage:decode")),
+    ]
+    assert (home / "catalog" / "workloads" / "activation" / "swiglu.jsonl").is_file()
+
+
+def test_what_was_captured_can_be_measured(kernels: Catalog, config: Path) -> None:
+    from tilegym_db import benchmark
+
+    invoke(verify_model.command, config, "--gpu", "cpu", "--dtype", "float32", "--prompt", 7, "--capture")
+    report = benchmark(("rope_neox_cpu",), gpu="cpu", workload="captured", quick=True)
+    passed = [trace for trace in report.traces if trace.solution == "rope_neox_cpu"]
+    assert {(trace.axes["S"], trace.status) for trace in passed} == {(7, "PASSED"), (1, "PASSED")}
+
+
+@pytest.mark.parametrize(
+    ("option", "error"),
+    [(("--gpu", "h200"), HardwareError), (("--dtype", "int8"), UsageError), (("--batch", 0), UsageError)],
+)
+def test_what_cannot_be_run_is_wrong_usage(option: tuple[Any, ...], error: type, config: Path) -> None:
+    for command in (verify_model.command, model_bench.command):
+        result = invoke(command, config, *(() if "--gpu" in option else ("--gpu", "cpu")), *option)
+        assert isinstance(result.exception, error)
+        assert result.exception.exit_code == 2
+
+
+# -- model-bench ------------------------------------------------------------------------------------------------------
+
+BRIEF = ("--gpu", "cpu", "--dtype", "float32", "--prompt", 8, "--new", 4, "--rounds", 3)
+
+
+def test_a_run_is_printed_stored_and_queryable(kernels: Catalog, config: Path, home: Path) -> None:
+    result = invoke(model_bench.command, config, *BRIEF, "--batch", 2, "--verify", "--json")
+    assert result.exit_code == 0, result.output
+    run = ModelRun.from_dict(json.loads(result.stdout))
+    (stored,) = (home / "model_runs").glob("*.json")
+    assert ModelRun.from_json(stored.read_bytes()) == run
+    assert run.evidence_level == "model"
+    assert (run.model, run.model_class, run.batch, run.new_tokens) == ("tiny-llama", "LlamaForCausalLM", 2, 4)
+    # five norms, two of them of a sum; two layers; a prefill and three steps of decoding
+    assert run.kernels == {"fused_add_rms_norm": 8, "rms_norm": 12, "swiglu": 8, "rope_neox": 8}
+    assert run.equal_tokens == 8
+    assert run.proved
+    assert run.patched.peak_memory_bytes is None
+    for timing in (run.stock, run.patched):
+        assert timing.ttft_ms.median + 3 * timing.tpot_ms.ci_low <= timing.total_ms.ci_high
+        assert timing.tokens_per_s == pytest.approx(8 / timing.total_ms.median * 1e3, rel=1e-4)
+    asked = "SELECT model, gpu, evidence_level, batch, patched_ttft_ms, speedup, kernels['swiglu'] AS n FROM model_runs"
+    (row,) = json.loads(invoke(sql.command, asked, "--json").stdout)
+    assert row == {
+        "model": "tiny-llama",
+        "gpu": "cpu",
+        "evidence_level": "model",
+        "batch": 2,
+        "patched_ttft_ms": run.patched.ttft_ms.median,
+        "speedup": run.total_speedup.median,
+        "n": 8,
+    }
+
+
+def test_a_run_without_kernels_says_so(config: Path) -> None:
+    result = invoke(model_bench.command, config, *BRIEF)
+    assert result.exit_code == 0, result.output
+    assert "calls by kernel in one generation: none" in result.stderr
+    assert "4 of 4 greedy tokens are those of stock" in result.stderr
+    assert "nothing is published for cpu" in result.stderr
+    assert [line.split("  ")[0] for line in result.stdout.splitlines()[3:]] == [
+        "to first token, ms",
+        "per output token, ms",
+        "tokens per second",
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:tilegym-db")
+def test_a_kernel_that_raises_is_a_finding(shop: Any, config: Path) -> None:
+    shop.offer("    raise ValueError('boom')\n")
+    result = invoke(model_bench.command, config, *BRIEF)
+    assert result.exit_code == 1
+    assert "boom" in result.stderr
+
+
+def test_the_two_take_turns_in_going_first_and_the_warm_up_does_not_count() -> None:
+    order: list[str] = []
+    rounds: list[tuple[int, int]] = []
+
+    def way(name: str) -> Callable[[], Generation]:
+        def generate() -> Generation:
+            order.append(name)
+            return Generation(1.0, 1.0, len(order), torch.zeros(1, 2))
+
+        return generate
+
+    found = compare({"stock": way("stock"), "patched": way("patched")}, 2, lambda *done: rounds.append(done))
+    assert order == ["stock", "patched", "patched", "stock"] * 2
+    assert WARM_UP_ROUNDS == 2
+    assert {name: [one.total_ms for one in ones] for name, ones in found.items()} == {
+        "stock": [5, 8],
+        "patched": [6, 7],
+    }
+    assert rounds == [(1, 4), (2, 4), (3, 4), (4, 4)]

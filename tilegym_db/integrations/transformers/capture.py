@@ -1,0 +1,144 @@
+"""Keeps what a model's own code was given at its call sites, while it runs one prompt and one step of decoding."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilegym_db.errors import UsageError
+from tilegym_db.integrations.transformers.site import Site
+
+__all__ = ["PROMPT_TOKENS", "CapturedCall", "ModelInputs", "captured_calls", "copied", "random_prompt"]
+
+PROMPT_TOKENS = 128
+SEED = 0
+ALIGNMENT_BYTES = 256
+"""What allocators align to at least: a tensor that starts elsewhere keeps its offset from it in a copy."""
+
+ModelInputs = torch.Tensor | Mapping[str, Any]
+"""Token ids [batch, tokens], or the arguments of the model's forward by name."""
+
+
+@dataclass(frozen=True)
+class CapturedCall:
+    """The first call of one kind (shapes, dtypes, strides) at a call site in one stage, ``prefill`` or ``decode``.
+
+    ``inputs`` are copies in the strides that the model passed, in the order of the Definition.
+    """
+
+    stage: str
+    inputs: tuple[Any, ...]
+
+
+def captured_calls(
+    model: torch.nn.Module, sites: Sequence[Site], inputs: ModelInputs | None = None
+) -> list[list[CapturedCall]]:
+    """Run the model on stock code and return for each site the calls that it would have asked a kernel for.
+
+    Args:
+        model: patched, in eval mode.
+        sites: the call sites of the patch.
+        inputs: what to run; random token ids by default. A model that generates gives one more token after the first.
+
+    Raises:
+        UsageError: the model is in training mode, or has no vocabulary to draw random token ids from.
+    """
+    if model.training:
+        raise UsageError("a patch is proved on a run of the model, which is in training mode: call model.eval() first.")
+    given = random_prompt(model, 1, PROMPT_TOKENS) if inputs is None else inputs
+    recorders = [_Recorder() for _ in sites]
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(_stages(model, recorders))
+        for site, recorder in zip(sites, recorders, strict=True):
+            undo.enter_context(_serving(site, recorder))
+        _run(model, {"input_ids": given} if isinstance(given, torch.Tensor) else given)
+    return [recorder.calls for recorder in recorders]
+
+
+def random_prompt(model: torch.nn.Module, batch: int, tokens: int) -> torch.Tensor:
+    """Random token ids [batch, tokens], the same at every call, on the device of the model's first parameter.
+
+    Raises:
+        UsageError: the model's config states no ``vocab_size``.
+    """
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    size = getattr(text, "vocab_size", None)
+    if not isinstance(size, int) or size < 2:
+        raise UsageError(f"{type(model).__name__} states no vocabulary; pass inputs= with what its forward takes.")
+    generator = torch.Generator().manual_seed(SEED)
+    ids = torch.randint(1, size, (batch, tokens), generator=generator)
+    return ids.to(next(model.parameters()).device)
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, overlaps and alignment in memory of its own."""
+    if tensor.numel() == 0:
+        return tensor.clone()
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    ahead = tensor.data_ptr() % ALIGNMENT_BYTES // tensor.element_size()
+    memory = tensor.new_empty(ahead + span)
+    memory[ahead:].copy_(tensor.as_strided((span,), (1,)))
+    return memory.as_strided(tensor.shape, tensor.stride(), ahead)
+
+
+class _Recorder:
+    """Stands in for a site's way to kernels: keeps the first call of each kind and leaves every call to stock code."""
+
+    def __init__(self) -> None:
+        self.stage = ""
+        self.calls: list[CapturedCall] = []
+        self._seen: set[Any] = set()
+
+    def __call__(self, *inputs: Any) -> None:
+        key = (self.stage, tuple(map(_kind, inputs)))
+        if key not in self._seen:
+            self._seen.add(key)
+            kept = tuple(copied(value) if isinstance(value, torch.Tensor) else value for value in inputs)
+            self.calls.append(CapturedCall(self.stage, kept))
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.stride(), value.dtype, value.device
+    return value
+
+
+@contextlib.contextmanager
+def _stages(model: torch.nn.Module, recorders: Sequence[_Recorder]) -> Iterator[None]:
+    """Tell the recorders which stage runs: the model's first forward is the prefill, all others decode."""
+    stages = iter(("prefill",))
+
+    def begin(*_: Any) -> None:
+        stage = next(stages, "decode")
+        for recorder in recorders:
+            recorder.stage = stage
+
+    hook = model.register_forward_pre_hook(begin)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextlib.contextmanager
+def _serving(site: Site, serve: Callable[..., Any]) -> Iterator[None]:
+    own = site.serve
+    site.serve = serve
+    try:
+        yield
+    finally:
+        site.serve = own
+
+
+def _run(model: Any, given: Mapping[str, Any]) -> None:
+    with torch.no_grad():
+        if hasattr(model, "generate") and model.can_generate():
+            options = {"max_new_tokens": 2, "min_new_tokens": 2, "do_sample": False, "num_beams": 1}
+            model.generate(**given, **options, disable_compile=True)
+        else:
+            model(**given)

@@ -1,0 +1,186 @@
+"""Residual add and norm as one call, across modules: the layer's forward is rewritten, nothing else of it changes.
+
+Looked for is one shape of code, in any class: ``x = r + x``, ``r = x``, ``x = self.norm(x)``. The three statements become one
+call of a function that asks for a kernel and otherwise does the same in the same order. A kernel overwrites the operand that
+the first statement drops; that is allowed only where nobody else holds its memory (:func:`is_owned`), so that what hooks,
+caches or callers keep is never touched.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+
+__all__ = ["ADD_NORM", "fused_norms", "is_owned", "plain_forward", "rewritten"]
+
+_uses_of_storage: Callable[[int], int] = torch._C._storage_Use_Count
+
+ADD_NORM = "_tilegym_db_add_norm"
+"""What the rewritten forward calls: ``normed, total = ADD_NORM(self, norm, residual, hidden)``."""
+
+
+def plain_forward(cls: type[torch.nn.Module]) -> FunctionType | None:
+    """The function that a class's forward runs, out of the wrapper that transformers puts around every layer's.
+
+    None where another wrapper is around it, whose part is not known, or it is no function of plain source.
+    """
+    forward: Any = cls.forward
+    if isinstance(forward, FunctionType) and forward.__code__ in _checkpointing_codes():
+        forward = getattr(forward, "__wrapped__", None)
+    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__") or forward.__code__.co_freevars:
+        return None
+    return forward
+
+
+@cache
+def _checkpointing_codes() -> frozenset[Any]:
+    """The code of the wrapper for gradient checkpointing, which does nothing outside of training."""
+    try:
+        from transformers.modeling_layers import GradientCheckpointingLayer
+    except ImportError:
+        return frozenset()
+    defined = vars(GradientCheckpointingLayer).get("__init_subclass__")
+    code = getattr(getattr(defined, "__func__", None), "__code__", None)
+    return frozenset(const for const in getattr(code, "co_consts", ()) if hasattr(const, "co_code"))
+
+
+def fused_norms(forward: FunctionType) -> tuple[str, ...]:
+    """The attributes of ``self`` that are called with a sum right after it was made; empty where there are none."""
+    function = _parsed(forward)
+    if function is None:
+        return ()
+    matches = (_match(function.body[index : index + 3]) for index in range(len(function.body)))
+    return tuple(match[2] for match in matches if match is not None)
+
+
+def rewritten(forward: FunctionType, norm: str) -> FunctionType:
+    """The same function with the add before one of its :func:`fused_norms`, and the norm, as a call of :data:`ADD_NORM`.
+
+    Its globals are those of ``forward``; defaults and the lines in tracebacks are kept.
+    """
+    function = _parsed(forward)
+    assert function is not None, "ask fused_norms first"
+    function.body = _fused(function.body, norm)
+    _forget_annotations(function)
+    tree = ast.fix_missing_locations(ast.Module([function], type_ignores=[]))
+    ast.increment_lineno(tree, forward.__code__.co_firstlineno - 1)
+    scope: dict[str, Any] = {}
+    exec(compile(tree, forward.__code__.co_filename, "exec"), scope)
+    code = scope[forward.__name__].__code__
+    copied = FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__)
+    copied.__kwdefaults__ = forward.__kwdefaults__
+    copied.__qualname__, copied.__module__ = forward.__qualname__, forward.__module__
+    return copied
+
+
+def _parsed(forward: FunctionType) -> ast.FunctionDef | None:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except (OSError, SyntaxError):
+        return None
+    function = tree.body[0] if tree.body else None
+    if not isinstance(function, ast.FunctionDef) or function.decorator_list or function.name != forward.__name__:
+        return None
+    return function
+
+
+def _forget_annotations(function: ast.FunctionDef) -> None:
+    """Annotations and defaults would be evaluated when the copy is made; its defaults are set as values."""
+    arguments = function.args
+    for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg):
+        if argument is not None:
+            argument.annotation = None
+    function.returns = None
+    arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
+    arguments.kw_defaults = [None if value is None else ast.Constant(None) for value in arguments.kw_defaults]
+
+
+def _fused(body: list[ast.stmt], norm: str) -> list[ast.stmt]:
+    statements: list[ast.stmt] = []
+    index = 0
+    while index < len(body):
+        match = _match(body[index : index + 3])
+        if match is None or match[2] != norm:
+            statements.append(body[index])
+            index += 1
+            continue
+        residual, hidden, _ = match
+        (call,) = ast.parse(f"{hidden}, {residual} = {ADD_NORM}(self, self.{norm}, {residual}, {hidden})").body
+        for node in ast.walk(call):
+            ast.copy_location(node, body[index])
+        statements.append(call)
+        index += 3
+    return statements
+
+
+def _match(statements: list[ast.stmt]) -> tuple[str, str, str] | None:
+    """(residual, hidden, norm) of ``hidden = residual + hidden; residual = hidden; hidden = self.norm(hidden)``."""
+    if len(statements) < 3:
+        return None
+    texts = [ast.unparse(statement) for statement in statements]
+    match statements[0]:
+        case ast.Assign(
+            targets=[ast.Name(id=hidden)],
+            value=ast.BinOp(left=ast.Name(id=residual), op=ast.Add(), right=ast.Name(id=right)),
+        ) if right == hidden and residual != hidden and texts[1] == f"{residual} = {hidden}":
+            pass
+        case _:
+            return None
+    match statements[2]:
+        case ast.Assign(
+            targets=[ast.Name(id=target)],
+            value=ast.Call(
+                func=ast.Attribute(value=ast.Name(id="self"), attr=norm), args=[ast.Name(id=given)], keywords=[]
+            ),
+        ) if target == hidden and given == hidden:
+            return residual, hidden, norm
+        case _:
+            return None
+
+
+# -- whose memory it is -----------------------------------------------------------------------------------------------
+
+
+def is_owned(hidden: torch.Tensor) -> bool:
+    """Whether the tensor that a rewritten forward passes on is held by that forward alone: object, tensor and memory.
+
+    To be asked in a function that the forward calls with it: the references that are on the way there are counted once, with
+    a tensor that nobody else can know.
+    """
+    return _holders(hidden) == _own_holders()
+
+
+def _holders(hidden: Any) -> tuple[int, int, int]:
+    memory = _uses_of_storage(hidden.untyped_storage()._cdata)
+    return sys.getrefcount(hidden), hidden._use_count(), memory
+
+
+@cache
+def _own_holders() -> tuple[int, int, int]:
+    found: tuple[int, int, int] = _counted()
+    return found
+
+
+def _counted() -> Any:
+    """As a rewritten forward would: a local variable, passed on to a function, which asks."""
+
+    def passed_on(owner: Any, norm: Any, residual: Any, hidden: torch.Tensor) -> tuple[int, int, int]:
+        return asked(hidden)
+
+    def asked(hidden: torch.Tensor) -> tuple[int, int, int]:
+        return _holders(hidden)
+
+    def forward(owner: Any, residual: Any) -> Any:
+        hidden: Any = torch.empty(1)
+        hidden, _ = passed_on(owner, owner, residual, hidden), None
+        return hidden
+
+    return forward(None, None)

@@ -1,0 +1,161 @@
+"""Proves a patch on the model's own numbers: a kernel may be no further from the exact result than stock code is, by a factor.
+
+Kernel and stock run on the same captured inputs, and both are compared with the Definition's reference in fp64. Verification
+has done that before, on contents that it drew; here the contents, sizes and strides are the ones that this model passes.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilegym_db.errors import TilegymDBError
+from tilegym_db.integrations.transformers.capture import CapturedCall, copied
+from tilegym_db.records import Definition
+from tilegym_db.records.binding import Binding, bind_call
+from tilegym_db.resolver.dispatch import Allocate, Dispatcher
+from tilegym_db.verify.comparison import check_outputs
+from tilegym_db.verify.gates import relative_error
+from tilegym_db.verify.reference import oracle
+from tilegym_db.verify.tolerance import LIMITS
+
+__all__ = ["ALLOWED_FACTOR", "Proof", "allowed_error", "prove"]
+
+ALLOWED_FACTOR = 2.0
+"""How many times stock's error a kernel's may be. Honest kernels round no more often than stock does; they stay near 1."""
+
+Outputs = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What came of one captured call. Errors are relative Frobenius norms against fp64, those of the worst output.
+
+    ``kernel`` is None where stock code serves such a call anyway. ``reason`` says why there is no kernel, or why the one
+    there is must not be used; it is empty where the proof holds.
+    """
+
+    stage: str
+    axes: Mapping[str, int]
+    kernel: str | None
+    reason: str
+    kernel_error: float | None = None
+    stock_error: float | None = None
+    allowed: float | None = None
+
+    @property
+    def holds(self) -> bool:
+        """True where a kernel was tried and may be used."""
+        return self.kernel is not None and not self.reason
+
+    @property
+    def failed(self) -> bool:
+        """True where a kernel was tried and must not be used."""
+        return self.kernel is not None and bool(self.reason)
+
+
+def allowed_error(stock_error: float, rounding_error: float, dtype: torch.dtype) -> float:
+    """The relative error that a kernel may have.
+
+    Args:
+        stock_error: that of the model's own code.
+        rounding_error: that of the exact result, rounded once to the output's dtype: nobody can do better.
+        dtype: of the output. In float32 the bound of verification counts where it is larger: the approximate exponentials
+            of a GPU are many times worse than those of a CPU, and nothing in a model can tell.
+    """
+    allowed = ALLOWED_FACTOR * max(stock_error, rounding_error)
+    return max(allowed, LIMITS["float32"].tau) if dtype == torch.float32 else allowed
+
+
+def prove(dispatcher: Dispatcher, allocate: Allocate, call: CapturedCall) -> Proof:
+    """Try the kernel that would serve a captured call.
+
+    The kernel writes into outputs full of NaN, twice, and must give the same bits both times and leave its inputs alone.
+
+    Args:
+        dispatcher: of the call site.
+        allocate: makes the outputs for the inputs of a call.
+        call: what the model passed.
+    """
+    definition = dispatcher.definition
+    preview = dispatcher.preview(call.inputs, allocate)
+    if preview.launch is None:
+        return Proof(call.stage, _axes(definition, call), None, preview.reason)
+    binding = bind_call(definition, call.inputs)
+    stock, _ = _run(dispatcher.run_stock, definition, call, allocate)
+    try:
+        runs = [_run(preview.launch, definition, call, allocate) for _ in range(2)]
+    except Exception as error:  # a kernel may raise anything: it is told, and stock code runs
+        what = traceback.format_exception_only(error)[-1].strip()
+        return Proof(call.stage, binding.axes, preview.kernel, f"not proved on this model: it raises {what}")
+    (outputs, changed), (again, _) = runs
+    if changed:
+        reason = f"it changes its input '{changed}'"
+    elif any(not _same_bits(value, again[name]) for name, value in outputs.items()):
+        reason = "two runs on the same inputs differ"
+    else:
+        return _compared(definition, call, binding, str(preview.kernel), outputs, stock)
+    return Proof(call.stage, binding.axes, preview.kernel, f"not proved on this model: {reason}")
+
+
+def _axes(definition: Definition, call: CapturedCall) -> dict[str, int]:
+    try:
+        return bind_call(definition, call.inputs).axes
+    except TilegymDBError:  # no call of the Definition, which is what the preview's reason says
+        return {}
+
+
+def _compared(
+    definition: Definition, call: CapturedCall, binding: Binding, kernel: str, outputs: Outputs, stock: Outputs
+) -> Proof:
+    inputs = dict(zip(definition.inputs, call.inputs, strict=True))
+    truth = oracle(definition, inputs)
+    errors = {name: relative_error(value, truth[name]) for name, value in stock.items()}
+    reason, worst = "", (0.0, 0.0, 0.0)
+    for name, value in outputs.items():
+        found = relative_error(value, truth[name])
+        allowed = allowed_error(errors[name], relative_error(truth[name].to(value.dtype), truth[name]), value.dtype)
+        if found > allowed and not reason:
+            reason = (
+                f"the error of {name} against fp64 is {found:.3g}, {found / max(errors[name], 1e-300):.3g} times that of "
+                f"stock; at most {allowed:.3g} is allowed"
+            )
+        worst = max(worst, (found, errors[name], allowed), key=lambda figures: figures[0])
+    if not reason:
+        verdicts = check_outputs(definition, binding.dtypes, inputs, truth, outputs, errors)
+        reason = next((verdict.reason for verdict in verdicts.values() if not verdict.passed), "")
+    if reason:
+        reason = f"not proved on this model: {reason}"
+    return Proof(call.stage, binding.axes, kernel, reason, *worst)
+
+
+def _run(
+    launch: Callable[..., Any], definition: Definition, call: CapturedCall, allocate: Allocate
+) -> tuple[Outputs, str]:
+    """Every output by name, and the name of an input that was changed and must not be."""
+    given = {
+        name: copied(value) if isinstance(value, torch.Tensor) else value
+        for name, value in zip(definition.inputs, call.inputs, strict=True)
+    }
+    made = allocate(*given.values())
+    outputs: Outputs = dict(zip(definition.written_outputs, made if isinstance(made, tuple) else (made,), strict=True))
+    for value in outputs.values():
+        value.fill_(float("nan") if value.is_floating_point() else 1)  # what lay there may be the result of another run
+    launch(*given.values(), *outputs.values())
+    changed = [
+        name
+        for name, before in zip(definition.inputs, call.inputs, strict=True)
+        if isinstance(before, torch.Tensor) and name not in definition.in_place and not _same_bits(given[name], before)
+    ]
+    outputs |= {target: given[source] for source, target in definition.in_place.items()}
+    return outputs, changed[0] if changed else ""
+
+
+def _same_bits(value: torch.Tensor, other: torch.Tensor) -> bool:
+    if value.shape != other.shape or value.dtype != other.dtype:
+        return False
+    return torch.equal(*(tensor.contiguous().flatten().view(torch.uint8) for tensor in (value, other)))

@@ -1,0 +1,84 @@
+"""Models from a config on disk, with random weights: nothing is downloaded, no code but that of transformers runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilegym_db.errors import ToolchainError, UsageError, did_you_mean
+
+__all__ = ["DTYPES", "build_model", "load_config"]
+
+DTYPES = ("bfloat16", "float16", "float32")
+SEED = 0
+VECTOR_NOISE = 0.1
+"""Standard deviation of what is added to vectors that are initialised with one value, as weights of norms are."""
+
+
+def load_config(path: Path, layers: int | None = None) -> Any:
+    """The config of a transformers model, from its JSON file or from a folder with a ``config.json``.
+
+    Args:
+        path: the file or the folder.
+        layers: keep only the first so many layers; call sites repeat from layer to layer.
+
+    Raises:
+        UsageError: there is no such file, it is no config of a known model, or it has fewer layers.
+        ToolchainError: transformers is not installed.
+    """
+    try:
+        from transformers import CONFIG_MAPPING
+    except ImportError:
+        raise ToolchainError("models need transformers. Try: pip install 'tilegym-db[transformers]'") from None
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file}: cannot read this config: {getattr(error, 'strerror', None) or error}.") from None
+    model_type = content.get("model_type") if isinstance(content, dict) else None
+    if model_type not in CONFIG_MAPPING:
+        what = f"model_type {model_type!r} is unknown to transformers" if model_type else "it states no model_type"
+        raise UsageError(f"{file} is no config of a model: {what}.{did_you_mean(str(model_type), CONFIG_MAPPING)}")
+    config: Any = CONFIG_MAPPING[str(model_type)].from_dict(content)
+    if layers is not None:
+        _keep_layers(config, layers, file)
+    return config
+
+
+def _keep_layers(config: Any, layers: int, file: Path) -> None:
+    text = config.get_text_config()
+    if not 1 <= layers <= text.num_hidden_layers:
+        raise UsageError(f"{file} has {text.num_hidden_layers} layers; keep 1 to so many of them, not {layers}.")
+    text.num_hidden_layers = layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:layers]
+
+
+def build_model(config: Any, device: str, dtype: str) -> Any:
+    """A causal language model in eval mode with random weights, the same at every call on one kind of device.
+
+    Weights of norms are not all one, as they are in no trained model: what rounds before or after them differs only then.
+
+    Raises:
+        UsageError: the config is of a model that is no causal language model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    factory: Any = AutoModelForCausalLM
+    devices = [torch.device(device)] if device.startswith("cuda") else []
+    with torch.random.fork_rng(devices), torch.device(device):
+        torch.manual_seed(SEED)
+        try:
+            model = factory.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False).eval()
+        except ValueError as error:
+            if "Unrecognized configuration class" not in str(error):
+                raise
+            raise UsageError(f"{config.model_type} is no causal language model of transformers.") from None
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter += VECTOR_NOISE * torch.randn_like(parameter)
+    return model
