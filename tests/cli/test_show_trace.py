@@ -92,7 +92,13 @@ def test_a_pass_says_how_fast_and_what_was_looked_into(cli, journal_traces):
     (trace_id,) = journal_traces(
         10.0,
         envelope={"cases": 24, "digest": "d", "seed": "7", "dropped": ["M=1"]},
-        audit={"wall_us": 10.25, "owned_share": 0.995, "kernels": ["k1", "k2"], "notes": ["kernel.py:3: try"]},
+        audit={
+            "wall_us": 10.25,
+            "owned_share": 0.995,
+            "profiled_us": 10.0,
+            "kernels": ["k1", "k2"],
+            "notes": ["kernel.py:3: try"],
+        },
     )
     lines = [" ".join(line.split()) for line in cli("show", trace_id).out.splitlines()]
     for line in (
@@ -101,6 +107,7 @@ def test_a_pass_says_how_fast_and_what_was_looked_into(cli, journal_traces):
         "wall clock 10.25 us a call",
         "speed 1.5x row_scale_stock",
         "envelope 24 cases, and 1 that the reference fails itself",
+        "profiler 10.0 us of device time a call (CUPTI)",
         "own kernels 99.5% of the device time",
         "kernels k1, k2",
         "scan notes kernel.py:3: try",

@@ -67,7 +67,7 @@ def _valid_records() -> list[tuple[type[Record], dict[str, Any]]]:
     workload = json.loads((root / "workloads/norm/rms_norm.jsonl").read_text().splitlines()[0])
     (trace, *_) = (root / "traces/h200/norm/rms_norm.jsonl").read_text().splitlines()
     passed = json.loads(trace) | {
-        "audit": {"wall_us": 1.5, "owned_share": 1.0, "kernels": ["k"], "notes": ["n"]},
+        "audit": {"wall_us": 1.5, "owned_share": 1.0, "profiled_us": 12.5, "kernels": ["k"], "notes": ["n"]},
         "layouts": {"x": "row_contiguous"},
         "config": {"BLOCK_M": 4, "fast": True},
     }

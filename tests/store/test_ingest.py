@@ -50,7 +50,13 @@ def full_trace(trace):
         scalars={"eps": 1e-5, "is_causal": True, "window": None},
         layouts={"x": "row_contiguous"},
         envelope={"cases": 24, "digest": "d" * 64, "seed": str(2**64 - 1), "dropped": ["M=1, \u00b1max/4"]},
-        audit={"wall_us": 12.75, "owned_share": 1.0, "kernels": ["rms_norm", "k2"], "notes": ["kernel.py:3: try"]},
+        audit={
+            "wall_us": 12.75,
+            "owned_share": 1.0,
+            "profiled_us": 12.5,
+            "kernels": ["rms_norm", "k2"],
+            "notes": ["kernel.py:3: try"],
+        },
         log="two\nlines, a 'quote' and \u00fc",
         correctness={
             "rel_fro": 0.1 + 0.2,
@@ -122,7 +128,8 @@ def test_metrics_are_columns_and_axes_are_a_map(opened, write_traces, trace):
     assert (row["latency_us"], row["speedup"], row["speedup_ci_low"], row["sol_ratio"]) == (12.5, 2.0, 1.9, 0.5)
     assert (row["rel_fro"], row["cases"], row["envelope_cases"]) == (0.1 + 0.2, 28, 24)
     assert [item["with"] for item in row["comparisons"]] == ["scale_stock", "incumbent"]
-    assert (row["wall_us"], row["owned_share"], row["kernels"]) == (12.75, 1.0, ["rms_norm", "k2"])
+    assert (row["wall_us"], row["owned_share"], row["profiled_us"]) == (12.75, 1.0, 12.5)
+    assert row["kernels"] == ["rms_norm", "k2"]
     assert (row["scan_notes"], row["envelope_dropped"]) == (["kernel.py:3: try"], ["M=1, \u00b1max/4"])
     assert (row["failure"], row["failure_command"]) == (None, None)
 

@@ -50,7 +50,7 @@ TRACE: dict[str, Any] = {
     "reason": "off",
     "log": "log",
     "correctness": {"rel_fro": 0.1, "max_abs": 1.0, "deterministic": True, "gate": "g", "cases": 3},
-    "audit": {"wall_us": 1.5, "owned_share": 1.0, "kernels": ["k"], "notes": ["n"]},
+    "audit": {"wall_us": 1.5, "owned_share": 1.0, "profiled_us": 12.5, "kernels": ["k"], "notes": ["n"]},
     "failure": {
         "gate": "g",
         "axes": {"M": 4},

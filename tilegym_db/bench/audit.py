@@ -15,12 +15,14 @@ from tilegym_db.verify.sandbox.process import WorkerProcess, processors
 from tilegym_db.verify.verifier import Failure, judge, read_outputs
 from tilegym_db.verify.wall_clock import Elapsed, WallRun, alone_us, judge_latency
 
-__all__ = ["Referee", "audit_clock", "audit_ownership"]
+__all__ = ["PROFILED_CALLS", "Referee", "audit_clock", "audit_ownership"]
 
 BUSY_US = (1_000.0, 4_000.0, 16_000.0)
 """How long the device may be kept busy before the calls of a wall-clock run, so that launching them hides behind it."""
 NULL_CALLS = 5
 REFEREE_TIMEOUT_S = 60.0
+
+PROFILED_CALLS = 2
 
 MAX_SPREAD_US = 250.0
 CLOCK_ATTEMPTS = 5
@@ -28,8 +30,8 @@ CLOCK_ATTEMPTS = 5
 
 
 def audit_ownership(member: Member, stage: Stage) -> Ownership | Failure:
-    """Profile two calls and judge whose kernels ran; only on a GPU."""
-    slots = (0, 1)
+    """Profile a few calls and judge whose kernels ran; only on a GPU."""
+    slots = range(PROFILED_CALLS)
     stage.prepare(slots, poison=False)
     used = member.profile(slots)
     if isinstance(used, Failure):

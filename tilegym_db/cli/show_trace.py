@@ -135,6 +135,7 @@ def _findings(row: dict[str, Any]) -> dict[str, str]:
         "errors": spelled_map(errors),
         "closest gate": "" if row["failure"] else row["gate"] or "",
         "envelope": envelope + (f", and {dropped} that the reference fails itself" if envelope and dropped else ""),
+        "profiler": "" if row["profiled_us"] is None else f"{row['profiled_us']:.1f} us of device time a call (CUPTI)",
         "own kernels": "" if row["owned_share"] is None else f"{row['owned_share']:.1%} of the device time",
         "kernels": ", ".join(row["kernels"] or ()),
         "scan notes": "; ".join(row["scan_notes"] or ()),

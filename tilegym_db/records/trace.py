@@ -126,6 +126,9 @@ class Audit(RecordPart):
     """The supervisor's own measure of one call, by its wall clock over calls on contents never seen before."""
     owned_share: float | None = Field(default=None, ge=0, le=1)
     """Share of the device time that was spent in kernels which the Solution's own language built; null on a CPU."""
+    profiled_us: float | None = Field(default=None, ge=0)
+    """Device time of one call by CUPTI: every kernel, copy and memset that it caused, on any stream. It has no part in
+    the latency; null on a CPU."""
     kernels: tuple[str, ...] = ()
     """Names of the device kernels that one call launched."""
     notes: tuple[str, ...] = ()

@@ -110,7 +110,7 @@ _FILES = """read_json($files, format = 'newline_delimited', columns = {
     performance: 'STRUCT(latency_us DOUBLE, ci_low_us DOUBLE, ci_high_us DOUBLE, samples BIGINT, host_us DOUBLE,
         cold_l2 BOOLEAN, timer VARCHAR, comparisons STRUCT("with" VARCHAR, provides VARCHAR, ratio DOUBLE,
         ci_low DOUBLE, ci_high DOUBLE)[], sol_us DOUBLE, sol_ratio DOUBLE, clock_mhz BIGINT, throttled BOOLEAN)',
-    audit: 'STRUCT(wall_us DOUBLE, owned_share DOUBLE, kernels VARCHAR[], notes VARCHAR[])',
+    audit: 'STRUCT(wall_us DOUBLE, owned_share DOUBLE, profiled_us DOUBLE, kernels VARCHAR[], notes VARCHAR[])',
     failure: 'STRUCT(gate VARCHAR, axes MAP(VARCHAR, BIGINT), dtypes MAP(VARCHAR, VARCHAR),
         layouts MAP(VARCHAR, VARCHAR), contents VARCHAR, seed VARCHAR, "offset" BIGINT, output VARCHAR,
         "index" BIGINT[], expected VARCHAR, got VARCHAR, worst_row BIGINT, command VARCHAR)'})"""

@@ -76,6 +76,7 @@ SELECT
     envelope.dropped AS envelope_dropped,
     audit.wall_us AS wall_us,
     audit.owned_share AS owned_share,
+    audit.profiled_us AS profiled_us,
     audit.kernels AS kernels,
     audit.notes AS scan_notes,
     failure.command AS failure_command,

@@ -39,10 +39,14 @@ class KernelUse:
 
 @dataclass(frozen=True)
 class Ownership:
-    """What the device time of one call went to. ``problem`` is a sentence, or None where all is well."""
+    """What the device time of the calls went to.
+
+    ``total_us`` is all of it, memsets and copies included; ``problem`` is a sentence, or None where all is well.
+    """
 
     share: float
     kernels: tuple[str, ...]
+    total_us: float
     problem: str | None = None
 
 
@@ -92,17 +96,20 @@ def judge_ownership(solution: Solution, sources: Mapping[str, bytes], used: Sequ
         used: everything that ran on the device because of the calls.
     """
     kernels = tuple(dict.fromkeys(use.name[:120] for use in used))
+    total_us = sum(use.us for use in used)
     streams = sorted({use.stream for use in used})
     if len(streams) > 1:
-        return Ownership(0.0, kernels, f"work ran on {len(streams)} streams, not only on the one it was called on")
+        return Ownership(
+            0.0, kernels, total_us, f"work ran on {len(streams)} streams, not only on the one it was called on"
+        )
     if solution.spec.language not in TILE_LANGUAGES:
-        return Ownership(1.0, kernels)
+        return Ownership(1.0, kernels, total_us)
     counted = [use for use in used if not use.name.startswith("Memset")]
     pattern = own_kernel(kernel_names(sources))
     owned = sum(use.us for use in counted if pattern.fullmatch(use.name.strip()))
     total = sum(use.us for use in counted)
     if total <= 0:
-        return Ownership(0.0, kernels, "nothing ran on the device")
+        return Ownership(0.0, kernels, total_us, "nothing ran on the device")
     share = owned / total
     if share < MIN_OWNED_SHARE:
         foreign = [name for name in kernels if not pattern.fullmatch(name.strip()) and not name.startswith("Memset")]
@@ -110,5 +117,5 @@ def judge_ownership(solution: Solution, sources: Mapping[str, bytes], used: Sequ
             f"only {share:.0%} of the device time is in kernels that its {solution.spec.language} source defines "
             f"(at least {MIN_OWNED_SHARE:.0%} must be); the rest: {', '.join(foreign)}"
         )
-        return Ownership(share, kernels, problem)
-    return Ownership(share, kernels)
+        return Ownership(share, kernels, total_us, problem)
+    return Ownership(share, kernels, total_us)

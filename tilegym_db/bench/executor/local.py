@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from tilegym_db.bench.audit import Referee, audit_clock, audit_ownership
+from tilegym_db.bench.audit import PROFILED_CALLS, Referee, audit_clock, audit_ownership
 from tilegym_db.bench.clocks import ClockWatch
 from tilegym_db.bench.contents import ExpectedCache, WorkloadContents
 from tilegym_db.bench.device_lock import timing_lock
@@ -279,6 +279,7 @@ class LocalExecutor:
         return Audit(
             wall_us=round(wall_us, 3),
             owned_share=None if owned is None else round(owned.share, 4),
+            profiled_us=None if owned is None else round(owned.total_us / PROFILED_CALLS, 3),
             kernels=() if owned is None else owned.kernels,
             notes=member.notes,
         )
