@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import hypothesis
 import pytest
 
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    # A shell that starts the tests in its background has them and all their children ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # A busy machine is no failure; and a submission must not fail on an example that its author never saw.
 hypothesis.settings.register_profile("tests", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("tests")

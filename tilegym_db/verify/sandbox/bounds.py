@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 __all__ = ["ResourceBounds", "Usage", "violation"]
 
 _MIB = 1 << 20
+_MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,12 @@ class ResourceBounds:
 
     @classmethod
     def of_machine(cls) -> ResourceBounds:
-        """Half of the memory, and processes and threads in proportion to the processors."""
+        """Half of the memory, and processes and threads in proportion to the processors.
+
+        In a container, half of what the container may have: beyond that the kernel kills whom it likes.
+        """
         cores = os.cpu_count() or 1
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory = min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_container_limits()])
         return cls(memory_bytes=memory // 2, processes=128 + 4 * cores, threads=512 + 64 * cores)
 
 
@@ -58,6 +63,17 @@ def violation(usage: Usage, bounds: ResourceBounds) -> str | None:
     if usage.files > bounds.files:
         return f"it made {usage.files} files (at most {bounds.files})"
     return None
+
+
+def _container_limits() -> list[int]:
+    """Bytes of memory that control groups allow this process; empty where none says so."""
+    texts = []
+    for path in _MEMORY_LIMITS:
+        try:
+            texts.append(Path(path).read_text().strip())
+        except OSError:
+            continue
+    return [int(text) for text in texts if text.isdecimal()]
 
 
 def _mib(size: int) -> str:
