@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -329,6 +330,16 @@ def test_what_hardware_may_flush_to_zero_is_no_error(dtype):
     exact = torch.full((64, 64), torch.finfo(dtype).tiny / 2, dtype=torch.float64)
     assert judge(torch.zeros(64, 64, dtype=dtype), exact).passed
     assert relative_error(torch.zeros(64, 64, dtype=dtype), exact) == 0.0
+
+
+def test_what_cancels_to_nothing_in_the_oracle_may_be_there_up_to_the_absolute_bound():
+    limits = replace(LIMITS["bfloat16"], atol=1e-6)
+    oracle = torch.zeros(1, 1, dtype=torch.float64)
+    found = check_output("out", torch.full((1, 1), 7.6e-29, dtype=torch.bfloat16), oracle, limits)
+    assert found.passed
+    assert found.rel_fro == 0.0
+    assert not check_output("out", torch.full((1, 1), 7.6e-29, dtype=torch.bfloat16), oracle, LIMITS["bfloat16"]).passed
+    assert not check_output("out", torch.full((1, 1), 2e-6, dtype=torch.bfloat16), oracle, limits).passed
 
 
 def test_the_subnormals_of_half_precision_must_be_there():

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tilegym_db.catalog import Catalog
@@ -32,6 +34,12 @@ def test_a_definition_overrides_what_it_names_for_the_dtype_that_it_names(operat
     definition = operator(tolerance={"bfloat16": {"tau": 0.01, "reason": REASON}})
     assert limits_for(definition, "bfloat16") == Limits(0.01, LIMITS["bfloat16"].rtol, LIMITS["bfloat16"].a)
     assert limits_for(definition, "float32") == LIMITS["float32"]
+
+
+def test_an_absolute_error_is_forgiven_only_where_a_definition_says_so(operator):
+    assert all(limits.atol == 0 for limits in LIMITS.values())
+    definition = operator(tolerance={"bfloat16": {"atol": 1e-6, "reason": REASON}})
+    assert limits_for(definition, "bfloat16") == replace(LIMITS["bfloat16"], atol=1e-6)
 
 
 def test_an_override_of_float32_does_not_widen_declared_tf32(operator):

@@ -74,6 +74,8 @@ class Tolerance(RecordPart):
     tau: float | None = Field(default=None, gt=0)
     rtol: float | None = Field(default=None, gt=0)
     a: float | None = Field(default=None, gt=0)
+    atol: float | None = Field(default=None, gt=0)
+    """An absolute error that is none: where terms of the maths cancel, below their rounding nothing is determined."""
     reason: str = Field(min_length=10)
 
 

@@ -28,15 +28,15 @@ CODES_EQUAL = 0.99
 _ROUNDING_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def relative_error(actual: torch.Tensor, oracle: torch.Tensor) -> float:
+def relative_error(actual: torch.Tensor, oracle: torch.Tensor, atol: float = 0.0) -> float:
     """Relative Frobenius error over the elements that are finite in both; inf where the oracle is zero and actual is not.
 
-    What hardware may flush to zero in the dtype of ``actual`` is no error.
+    What hardware may flush to zero in the dtype of ``actual`` is no error, nor is what is at most ``atol``.
     """
     expected, got = oracle.double(), actual.double()
     finite = torch.isfinite(expected) & torch.isfinite(got)
     scale = float(torch.linalg.vector_norm(torch.where(finite, expected, 0.0)))
-    norm = float(torch.linalg.vector_norm(_error(got, expected, finite, actual.dtype)))
+    norm = float(torch.linalg.vector_norm(_error(got, expected, finite, actual.dtype, atol)))
     if scale == 0.0:
         return 0.0 if norm == 0.0 else math.inf
     return norm / scale
@@ -97,7 +97,7 @@ def _check_close(name: str, actual: torch.Tensor, oracle: torch.Tensor, limits: 
     mask_wrong = _mask_mismatch(got, want_rounded)
     finite = torch.isfinite(want_rounded) & torch.isfinite(got)
     want = torch.where(finite, oracle.double(), 0.0)
-    error = _error(got, want, finite, actual.dtype)
+    error = _error(got, want, finite, actual.dtype, limits.atol)
 
     columns = actual.shape[-1] if actual.dim() else 1
     want_rows, error_rows = want.reshape(-1, columns), error.reshape(-1, columns)
@@ -109,7 +109,7 @@ def _check_close(name: str, actual: torch.Tensor, oracle: torch.Tensor, limits: 
     bound = limits.rtol * want_rows.abs() + limits.a * (scale / math.sqrt(columns))[:, None]
     wrong = (error_rows > bound).reshape(actual.shape) | mask_wrong
 
-    rel_fro, worst_row = relative_error(actual, oracle), int(row_rel.argmax())
+    rel_fro, worst_row = relative_error(actual, oracle, limits.atol), int(row_rel.argmax())
     limit = min(max(limits.tau, E_BASE_FACTOR * e_base), TAU_CAP * limits.tau)
     worst_row_rel = float(row_rel[worst_row])
     figures = (rel_fro, worst_row_rel, float(error.max()), 1.0 - float(wrong.double().mean()))
@@ -132,10 +132,12 @@ def _check_close(name: str, actual: torch.Tensor, oracle: torch.Tensor, limits: 
     return failed(gate, f"{name}: {what}", figures, shown, actual, oracle, worst_row)
 
 
-def _error(got: torch.Tensor, want: torch.Tensor, finite: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _error(
+    got: torch.Tensor, want: torch.Tensor, finite: torch.Tensor, dtype: torch.dtype, atol: float
+) -> torch.Tensor:
     """Absolute error where both are finite, less what no honest kernel can be blamed for."""
     error = torch.where(finite, got - want, 0.0).abs()
-    return torch.where(error <= _smallest_honest_error(dtype), 0.0, error)
+    return torch.where(error <= max(_smallest_honest_error(dtype), atol), 0.0, error)
 
 
 def _smallest_honest_error(dtype: torch.dtype) -> float:

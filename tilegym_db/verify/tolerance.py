@@ -17,7 +17,8 @@ __all__ = ["LIMITS", "Limits", "limits_for"]
 class Limits:
     """Bounds for one output dtype.
 
-    ``tau``: relative Frobenius error. ``rtol`` and ``a``: an element may be off by ``rtol * |y| + a * rms(row)``.
+    ``tau``: relative Frobenius error. ``rtol`` and ``a``: an element may be off by ``rtol * |y| + a * rms(row)``. An error of at
+    most ``atol`` is none, whatever the rest; only a Definition says so.
     ``codes``: bits of a code where the output is a quantised format, which is compared code by code instead of element by
     element; else 0.
     """
@@ -25,6 +26,7 @@ class Limits:
     tau: float
     rtol: float = 0.0
     a: float = 0.0
+    atol: float = 0.0
     codes: int = 0
 
 
@@ -57,11 +59,17 @@ def limits_for(definition: Definition, dtype: str, math: str = "ieee") -> Limits
     override = definition.tolerance.get(dtype)
     if default is None or override is None:
         return default
-    found = Limits(override.tau or default.tau, override.rtol or default.rtol, override.a or default.a, default.codes)
+    found = Limits(
+        override.tau or default.tau,
+        override.rtol or default.rtol,
+        override.a or default.a,
+        override.atol or default.atol,
+        default.codes,
+    )
     if math != "tf32" or dtype != "float32":
         return found
     # What a Definition says of float32 is said of IEEE products; declared TF32 keeps at least its own room.
-    return Limits(max(found.tau, default.tau), max(found.rtol, default.rtol), max(found.a, default.a))
+    return Limits(max(found.tau, default.tau), max(found.rtol, default.rtol), max(found.a, default.a), found.atol)
 
 
 def _has_codes(definition: Definition) -> bool:
