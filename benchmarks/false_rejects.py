@@ -15,6 +15,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tilegym_db.bench import plan
 from tilegym_db.bench.session import Observer, promote
 from tilegym_db.records import Trace
 
@@ -48,7 +49,10 @@ def main() -> int:
     parser.add_argument("--gpu", default="auto")
     parser.add_argument("--workload", default=None)
     parser.add_argument("--all-workloads", action="store_true", help="every workload instead of a few of each kind")
+    parser.add_argument("--workloads", type=int, help="of each definition, when not all; a few by default")
     options = parser.parse_args()
+    if options.workloads:
+        plan.QUICK_WORKLOADS = options.workloads
     tally = Tally()
     for number in range(1, options.repeats + 1):
         before = len(tally.refused)
@@ -58,6 +62,7 @@ def main() -> int:
                 gpu=options.gpu,
                 workload=options.workload,
                 quick=not options.all_workloads,
+                again=True,  # also what was published
                 store_home=Path(folder),
                 observer=Observer(traced=tally.add),
             )

@@ -77,6 +77,8 @@ def test_a_full_envelope_meets_every_kind_of_size_contents_and_layout(seed, oper
         if case.axes["M"] > 1
     }
     assert {padding % 2 for padding in paddings} == {0, 1}
+    rows = {case.strides(definition, name)[0]: case.axes["N"] for case in cases for name in case.layouts}
+    assert any(stride % 64 == 0 and size % 8 for stride, size in rows.items()), "no aligned row ends within a vector"
     for axis, sizes in itertools.product("MN", SIZES.values()):
         assert {case.axes[axis] for case in cases} & set(sizes), f"{axis} is never one of {sizes}"
 
@@ -86,7 +88,7 @@ def test_a_full_envelope_meets_most_contents_at_both_alignments(seed, operator):
     cases = fuzz(operator(), count=24, seed=seed, layouts=PADDED)
     met = {(case.distribution, case.offset) for case in cases}
     assert len(met) >= 0.8 * 2 * len(DISTRIBUTIONS)
-    assert len({(case.distribution, bool(case.layouts)) for case in cases}) >= 0.8 * 2 * len(DISTRIBUTIONS)
+    assert len({(case.distribution, bool(case.layouts)) for case in cases}) >= 0.7 * 2 * len(DISTRIBUTIONS)
 
 
 def test_special_values_are_left_out_where_the_operator_is_not_defined_for_them(operator):

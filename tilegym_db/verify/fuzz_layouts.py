@@ -14,6 +14,8 @@ CONTIGUOUS = "contiguous"
 
 # Odd padding puts every second row off any vector's alignment; even padding keeps some alignments and loses others.
 _PADDING: dict[str, tuple[int, ...]] = {"padded_odd": (1, 3, 5, 7, 9, 13), "padded_even": (2, 8, 16, 24, 64)}
+_ALIGNED, _SHARE_ALIGNED = 64, 0.5
+"""Where rows begin at multiples of this, a kernel may take whole vectors, and the last one reaches into the padding."""
 
 # Layout -> the class that a Solution must declare for a tensor to get it, and the dimensions that it takes.
 _NEEDS: dict[str, tuple[str, int]] = {
@@ -69,8 +71,9 @@ def _strides(layout: str, shape: tuple[int, ...], generator: random.Random) -> t
             return _permuted(shape, -2, -1)
         case "every_other":
             return tuple(2 * step for step in contiguous_strides(shape))
-    wide = (*shape[:-1], shape[-1] + generator.choice(_PADDING[layout]))
-    return contiguous_strides(wide)
+        case "padded_even" if generator.random() < _SHARE_ALIGNED:
+            return contiguous_strides((*shape[:-1], (shape[-1] // _ALIGNED + 1) * _ALIGNED))
+    return contiguous_strides((*shape[:-1], shape[-1] + generator.choice(_PADDING[layout])))
 
 
 def _permuted(shape: tuple[int, ...], one: int, other: int) -> tuple[int, ...]:

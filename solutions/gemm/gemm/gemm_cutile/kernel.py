@@ -163,9 +163,9 @@ def run(
     # TMA needs multiples of 16 bytes, which are 8 elements.
     unaligned = (a.data_ptr() | b.data_ptr()) % 16 or (a.stride(0) | b.stride(0)) % 8
     config = UNALIGNED if unaligned else CONFIGS[CONFIG]
-    if out.data_ptr() % 16 or out.stride(0) % 8 or n < 8:
-        # By way of the workspace, and from there element by element; a row of less than 16 bytes would be stored in whole
-        # vectors, past its last column.
+    if out.data_ptr() % 16 or out.stride(0) % 8 or n % 8:
+        # By way of the workspace, and from there element by element: where rows begin aligned, a last vector that is not
+        # full is stored whole, past the last column.
         SPLIT_K = max(SPLIT_K, 2)
     work = -(-m // config.tile_m) * -(-n // config.tile_n) * SPLIT_K
     blocks = min(work, _multiprocessors() // config.cluster * config.occupancy)

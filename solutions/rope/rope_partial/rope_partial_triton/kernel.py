@@ -167,7 +167,8 @@ def run(
     block_rest = 1 << max(rest - 1, 0).bit_length()
     # Rounding the blocks up to powers of two may leave the last groups without heads: launch only the others.
     groups = max((q_heads + block_q - 1) // block_q, (k_heads + block_k - 1) // block_k)
-    warps = num_warps or min(8, max(1, block_q * D // (1024 if groups == 1 else 512)))
+    # Down to a power of two, which D need not be.
+    warps = num_warps or min(8, 1 << max((block_q * D // (1024 if groups == 1 else 512)).bit_length() - 1, 0))
     cos_stride_b, cos_stride_s, _ = cos.stride()
     sin_stride_b, sin_stride_s, _ = sin.stride()
     if cos.shape[0] == 1:  # one table for the whole batch
