@@ -198,6 +198,17 @@ def test_a_tie_inside_noise_goes_to_the_incumbent(shop: Any, kernel: Any, rival:
     assert "inside noise of the incumbent" in reasons(decision)["scale_rows_kernel"]
 
 
+def test_a_tie_without_an_incumbent_goes_to_what_is_launched_soonest(shop: Any, kernel: Any, rival: Any) -> None:
+    slow_host = shop.candidate(kernel, 10.0, host_us=25.0)
+    publish(shop, [slow_host, shop.candidate(rival, 10.05, host_us=11.0)])
+    decision = decide_in(shop, ask(shop))
+    assert decision.solution is not None
+    assert decision.solution.name == "scale_rows_rival"
+    assert "25.0 us of host time a call against 11.0 us" in reasons(decision)["scale_rows_kernel"]
+    publish(shop, [slow_host, shop.candidate(rival, 10.2, host_us=11.0)])  # slower on the device by more than noise
+    assert "slower: 10.20 us against 10.00 us" in reasons(decide_in(shop, ask(shop)))["scale_rows_rival"]
+
+
 def test_an_incumbent_slower_than_noise_loses(shop: Any, kernel: Any, rival: Any) -> None:
     publish(shop, [shop.candidate(kernel, 10.0), shop.candidate(rival, 10.5)])
     decision = decide_in(shop, ask(shop, incumbent="scale_rows_rival"))

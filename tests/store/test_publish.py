@@ -52,7 +52,7 @@ def test_the_resolver_table_lists_candidates_by_latency(opened, write_traces, tr
     entries = table.pop("entries")
     published = table.pop("published")
     assert published.endswith("Z")
-    assert table == {"schema_version": 1, "gpu": "h200", "sm": "sm_90"}
+    assert table == {"schema_version": 2, "gpu": "h200", "sm": "sm_90"}
     assert [(entry["definition"], entry["axes"]["M"], len(entry["candidates"])) for entry in entries] == [
         ("scale", 1, 1),
         ("scale", 4096, 2),
@@ -79,6 +79,7 @@ def test_the_resolver_table_lists_candidates_by_latency(opened, write_traces, tr
         "latency_us": 2.0,
         "ci_low_us": 1.98,
         "ci_high_us": 2.02,
+        "host_us": None,
         "speedup": 1.5,
         "speedup_ci_low": 1.35,
         "tier": "promotion",

@@ -25,7 +25,7 @@ from tilegym_db.records.solution import Config
 __all__ = ["TABLE_FILE", "Candidate", "Entry", "ResolverTable", "load_table", "read_table", "table_path"]
 
 TABLE_FILE = "resolver.json"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _WRITE_ANEW = "Write it anew: tilegym-db publish"
 
 DtypesKey = tuple[tuple[str, str], ...]
@@ -35,7 +35,8 @@ DtypesKey = tuple[tuple[str, str], ...]
 class Candidate:
     """A solution under one config, with what was measured for it; the measurement is absent where there was none.
 
-    Times are microseconds of device time with their 99% confidence interval; ``speedup`` is against the stock code.
+    Times are microseconds of device time with their 99% confidence interval; ``host_us`` is what the call itself took, until it
+    returned; ``speedup`` is against the stock code.
     """
 
     solution: str
@@ -47,6 +48,7 @@ class Candidate:
     latency_us: float | None = None
     ci_low_us: float | None = None
     ci_high_us: float | None = None
+    host_us: float | None = None
     speedup: float | None = None
     speedup_ci_low: float | None = None
     tier: str | None = None

@@ -29,7 +29,7 @@ from tilegym_db.store.statements import PUBLISHED_SANDBOX_LEVEL
 __all__ = ["PublishReport", "publish", "published_folder", "resolver_table"]
 
 TABLE_NAME = "resolver.json"
-TABLE_VERSION = 1
+TABLE_VERSION = 2
 
 _SHAPE = ("definition", "dtypes_key", "axes_key", "scalars_key", "layouts_key")
 _ENTRY = (
@@ -37,7 +37,7 @@ _ENTRY = (
 )  # fmt: skip
 _CANDIDATE = (
     "solution", "solution_digest", "language", "role", "config", "latency_us", "ci_low_us", "ci_high_us",
-    "speedup", "speedup_ci_low", "tier", "sandbox_level", "trace_id", "envelope_cases",
+    "host_us", "speedup", "speedup_ci_low", "tier", "sandbox_level", "trace_id", "envelope_cases",
 )  # fmt: skip
 
 

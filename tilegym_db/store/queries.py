@@ -50,7 +50,7 @@ DONE = """
 
 _POINT = """definition, definition_version, definition_digest, op_type, dtypes, dtypes_key, axes, axes_key,
         scalars, scalars_key, layouts, layouts_key, solution, solution_digest, language, role, config, sm,
-        latency_us, ci_low_us, ci_high_us, speedup, speedup_ci_low, tier, sandbox_level, trace_id,
+        latency_us, ci_low_us, ci_high_us, host_us, speedup, speedup_ci_low, tier, sandbox_level, trace_id,
         coalesce(envelope_cases, 0) AS envelope_cases"""
 _BY_POINT = "ORDER BY definition, dtypes_key, axes_key, scalars_key, layouts_key, latency_us, trace_id"
 
