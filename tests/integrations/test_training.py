@@ -199,6 +199,17 @@ def test_autocast_in_training_is_left_to_stock(training_kernels: Catalog, build:
     assert handle.report().kernel_calls == 0
 
 
+def test_what_a_backward_kernel_writes_is_the_gradient(
+    training_kernels: Catalog, shop: Any, build: Any, prompt: Any
+) -> None:
+    model, ids = build().train(), prompt(2)
+    wrong = "    for value in {outputs}:\n        value.fill_(float('nan'))\n"
+    with patched(model, catalog=shop.offer(wrong, ops=("swiglu_backward",))):
+        found = gradients(model, ids)
+    assert found["model.layers.1.mlp.gate_proj.weight"].isnan().all()
+    assert found["model.layers.1.mlp.down_proj.weight"].isfinite().all()
+
+
 def test_a_backward_that_raises_is_quarantined_and_stock_code_answers(
     training_kernels: Catalog, shop: Any, build: Any, prompt: Any
 ) -> None:
