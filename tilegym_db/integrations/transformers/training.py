@@ -54,7 +54,7 @@ class Training:
         way = self._ways.get(wanted)
         if way is None:
             names = ", ".join(self._names[index] for index in sorted(wanted)) or "no input"
-            return f"no definition gives the gradient of {names} alone"
+            return f"a gradient may be asked for, and no definition gives that of {names} alone"
         return _Call.apply(way, *inputs) if is_recorded else way.serve(*inputs)  # type: ignore[no-untyped-call]
 
     def refuse(self, kernel: str, reason: str) -> None:
