@@ -138,6 +138,17 @@ def test_a_gradient_that_nobody_measured_alone_is_left_to_stock(
     assert handle.report().hits()["swiglu_backward"] == 1  # in the layer above, through which both gradients flow
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_who_wants_no_gradients_is_told_how_to_say_so(
+    training: bool, kernels: Catalog, build: Any, prompt: Any
+) -> None:
+    model = build().train(training)
+    with patched(model, catalog=kernels) as handle:
+        model(prompt())
+    assert handle.report().kernel_calls == 0
+    assert ("torch.no_grad()" in reasons(handle)) is not training
+
+
 @pytest.mark.parametrize("op", ["rms_norm", "swiglu", "rope_neox"])
 def test_without_a_verified_backward_the_forward_is_stock_too(
     op: str, training_kernels: Catalog, shop: Any, build: Any, prompt: Any

@@ -127,7 +127,7 @@ def test_the_one_of_most_gradients_is_asked_by_default(shop: Any, publish_both: 
     site = call_site(shop.definition("scale_rows"), shop.catalog, mode="training", backward=lesser)
     assert not site.attempt(torch.ones(4, 8), torch.ones(8), 0.5, torch.zeros(4, 8))
     (key,) = site.report().keys
-    assert "scale_rows_backward_a was not measured on cpu; torch.no_grad()" in key.reason
+    assert key.reason.endswith("scale_rows_backward_a was not measured on cpu")
 
 
 def test_a_backward_that_does_not_fit_is_named(shop: Any, define: Any) -> None:

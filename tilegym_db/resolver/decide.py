@@ -37,7 +37,6 @@ MIN_BACKWARD_SPEEDUP_CI_LOW = 1.25
 moves 22 bytes for 18 (swiglu_backward), which a kernel must not be credited with."""
 
 NO_BACKWARD = "mode training: it has no verified backward"
-NO_GRADIENT = "torch.no_grad() or torch.inference_mode() says that none is needed"
 
 CONTIGUOUS = "contiguous"
 
@@ -103,7 +102,7 @@ def decide(
         if backward is None:
             return _stock(request, table, solutions, NO_BACKWARD)
         if backward.solution is None:
-            return _stock(request, table, solutions, f"{NO_BACKWARD}: {backward.evidence.reason}; {NO_GRADIENT}")
+            return _stock(request, table, solutions, f"{NO_BACKWARD}: {backward.evidence.reason}")
     if table is None:
         return _stock(request, None, solutions, f"nothing is published for {request.gpu}")
     point = _find_point(request, table)

@@ -112,7 +112,7 @@ class Site:
         if self.training is None:
             self.bypass(NEEDS_GRAD)
             return None
-        outputs = self.training.ask(inputs)
+        outputs = self.training.ask(inputs, training=training)
         if isinstance(outputs, str):
             self.bypass(outputs)
             return None

@@ -11,6 +11,7 @@ differentiated once more are computed by the stock solution of the backward Defi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,9 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 
 
+NO_GRADIENT = "torch.no_grad() or torch.inference_mode() says that no gradient is needed"
+
+
 class Training:
     """What a call site does in training: one way per set of inputs that want a gradient."""
 
@@ -37,14 +41,20 @@ class Training:
         self._names = tuple(forward.inputs)
         self._ways = {frozenset(way.differentiated): way for way in ways}
         self._ever_differentiated = frozenset().union(*self._ways)
+        self._maybe_for_nothing = False
 
-    def ask(self, inputs: tuple[Any, ...]) -> Any:
+    def ask(self, inputs: tuple[Any, ...], *, training: bool) -> Any:
         """The outputs of a call by a kernel, to be differentiated where grad is enabled.
+
+        Args:
+            inputs: in the Definition's shapes and order.
+            training: the module's flag. Without it nobody may want the gradients: the reports say what to do then.
 
         Returns:
             The outputs; None where stock code must serve the call, with nothing done; or the reason why no backward could
             ever serve it.
         """
+        self._maybe_for_nothing |= not training
         wanted = frozenset(
             index for index, value in enumerate(inputs) if isinstance(value, torch.Tensor) and value.requires_grad
         )
@@ -65,7 +75,13 @@ class Training:
     def reports(self) -> tuple[SiteReport, ...]:
         """What was called, forward and backward; those that never were are left out."""
         found = (dispatcher.report() for way in self._ways.values() for dispatcher in (way.forward, way.backward))
-        return tuple(report for report in found if report.calls)
+        return tuple(self._explained(report) for report in found if report.calls)
+
+    def _explained(self, report: SiteReport) -> SiteReport:
+        if not self._maybe_for_nothing:
+            return report
+        keys = (replace(key, reason=f"{key.reason}; {NO_GRADIENT}") if not key.solution else key for key in report.keys)
+        return replace(report, keys=tuple(keys))
 
     def _wanted_later(self, inputs: tuple[Any, ...]) -> frozenset[int]:
         """What will want a gradient when this call, made without grad, is made again with it.
