@@ -143,7 +143,8 @@ class Shop:
             body: replaces what the kernels compute; ``{inputs}`` and ``{outputs}`` in it become the arguments' names.
             without: operators that get none.
             ops: the operators that get one, whatever was offered before.
-            rounding: ``stock`` computes as the models do, bit for bit; ``reference`` as the Definition says.
+            rounding: ``stock`` computes as the models do, bit for bit; ``reference`` as the Definition says; ``triton``
+                is the shipped Triton kernel, for a process in which the interpreter runs it.
         """
         shipped = Catalog((shipped_root(),))
         entries = []
@@ -169,6 +170,10 @@ class Shop:
     def _write(self, shipped: Catalog, op: str, body: str | None, rounding: str) -> None:
         definition, stock = shipped.definition(op), shipped.solution(f"{op}_stock")
         inputs, outputs = ", ".join(definition.inputs), ", ".join(definition.written_outputs)
+        code = stock.sources["kernel.py"] if rounding == "stock" else definition.reference.encode()
+        if rounding == "triton":
+            code = shipped.solution(f"{op}_triton").sources["kernel.py"]
+            body = "    stock.run({inputs}, *{outputs})\n"
         if body is None:
             # What is written in place: stock has done that, a reference returns it.
             targets = ", ".join((outputs, *definition.in_place))
@@ -181,7 +186,6 @@ class Shop:
         folder.mkdir(parents=True, exist_ok=True)
         spelled = body.replace("{inputs}", inputs).replace("{outputs}", f"({outputs},)")
         source = f"import stock\n\n\ndef run({inputs}, {outputs}):\n{spelled}"
-        code = stock.sources["kernel.py"] if rounding == "stock" else definition.reference.encode()
         (folder / "stock.py").write_bytes(code)
         (folder / "kernel.py").write_text(source)
         record = {

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -233,6 +237,50 @@ def test_a_backward_that_raises_is_quarantined_and_stock_code_answers(
         assert_close(gradients(model, ids), stock, torch.float32)
     assert handle.report().hits()["swiglu_backward"] == 0
     assert [failure.definition for failure in handle.report().failures] == ["swiglu_backward"]
+
+
+INTERPRETED = """
+import json
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+import tilegym_db
+
+torch.manual_seed(0)
+config = LlamaConfig(
+    vocab_size=96, hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+)
+model, ids = LlamaForCausalLM(config).train(), torch.arange(1, 19).view(2, 9)
+for name, parameter in model.named_parameters():
+    torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.3 if "norm" in name else 0.2)
+
+
+def gradients():
+    model.zero_grad()
+    model(ids, labels=ids).loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+stock = gradients()
+with tilegym_db.patched(model) as handle:
+    found = gradients()
+errors = {name: float((found[name] - value).norm() / value.norm()) for name, value in stock.items()}
+print(json.dumps({"errors": errors, "hits": handle.report().hits()}))
+"""
+
+
+def test_a_model_trains_on_the_triton_kernels_themselves(shop: Any) -> None:
+    """In a process of its own, in which the interpreter of Triton runs them on the CPU."""
+    shop.offer(rounding="triton", ops=("rms_norm", "swiglu", "rope_neox", *BACKWARDS))
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    served = {"rms_norm": 5, "swiglu": 2, "rope_neox": 2}
+    assert {op: answer["hits"][op] for op in served} == served
+    assert {op: answer["hits"][f"{op}_backward"] for op in served} == served
+    assert max(answer["errors"].values()) <= TOLERANCE[torch.float32]
 
 
 # -- one norm alone ---------------------------------------------------------------------------------------------------
