@@ -56,6 +56,19 @@ def test_rope_takes_q_and_k_as_models_pass_them(name: str, catalog: Catalog) -> 
             assert classes == dict.fromkeys(("q", "k", "q_out", "k_out"), "row_contiguous")
 
 
+def test_gradients_of_rope_come_as_attention_gives_them_back(catalog: Catalog) -> None:
+    definition = catalog.definition("rope_neox_backward")
+    found = {
+        tuple(
+            workload.layout_classes(definition).get(name) == "row_contiguous" for name in ("grad_q_out", "grad_k_out")
+        )
+        for workload in catalog.workloads_for("rope_neox_backward")
+        if "stage:training" in workload.tags
+    }
+    # Both as q and k were given, both contiguous, and a sum over the queries' heads that is contiguous for k alone.
+    assert found == {(True, True), (False, False), (True, False)}
+
+
 @pytest.mark.parametrize("name", ["rms_norm", "rms_norm_fp32", "rms_norm_gemma"])
 def test_rms_norm_has_a_padded_row(name: str, catalog: Catalog) -> None:
     definition = catalog.definition(name)
