@@ -19,6 +19,7 @@ from pathlib import Path
 from tilegym_db.errors import ConflictError, NotFoundError, RecordError, StoreError, did_you_mean
 from tilegym_db.paths import home, shipped_root
 from tilegym_db.records import Definition, Solution, Workload
+from tilegym_db.records.backward import backward_problem
 from tilegym_db.records.signature import signature_problem
 
 __all__ = ["Catalog", "SolutionFiles"]
@@ -151,6 +152,19 @@ class Catalog:
                         raise RecordError(f"{where}: {error}") from None
                     found.setdefault(workload.uuid, workload)
         return list(found.values())
+
+    def backwards_of(self, definition: str) -> list[Definition]:
+        """The Definitions that compute gradients of one, those of most gradients first.
+
+        Raises:
+            RecordError: one of them does not fit the Definition that it names.
+        """
+        found = [record for record in self.definitions.values() if record.backward_of == definition]
+        for record in found:
+            problem = backward_problem(self.definition(definition), record)
+            if problem:
+                raise RecordError(f"{record.name} cannot be the backward of {definition}: {problem}.")
+        return sorted(found, key=lambda record: -len(record.outputs))
 
     def all_workloads(self) -> Iterator[Workload]:
         """Every Workload of every Definition."""

@@ -123,3 +123,21 @@ def test_an_unknown_name_suggests_the_nearest(cli, sound):
     result = cli("check", "row_scal")
     assert result.code == 2
     assert "no definition 'row_scal'. Did you mean 'row_scale'" in result.err
+
+
+def test_a_backward_that_fits_no_forward_is_found(cli, sound, edit, row_scale):
+    tensor = {"shape": ["M", "N"], "dtype": "T"}
+    path = row_scale / "definitions" / "elementwise" / "row_scale.json"
+    record = json.loads(path.read_text())
+    record |= {"name": "row_scale_backward", "backward_of": "row_scale", "inputs": {"x": tensor, "grad_y": tensor}}
+    record |= {"outputs": {"grad_x": tensor}, "constraints": [], "self_test": None}
+    record["reference"] = "# Source: https://example.org/row_scale.py#L1\ndef run(x, grad_y):\n    return grad_y\n"
+    path.with_name("row_scale_backward.json").write_text(json.dumps(record))
+    result = cli("check", "row_scale_backward")
+    assert result.code == 1
+    assert (
+        "row_scale_backward: backward_of: row_scale_backward cannot be the backward of row_scale: inputs.grad_y"
+        in result.out
+    )
+    path.with_name("row_scale_backward.json").write_text(json.dumps({**record, "backward_of": "row_scales"}))
+    assert "row_scale_backward: backward_of: no definition 'row_scales'" in cli("check", "row_scale_backward").out

@@ -26,6 +26,7 @@ INF = math.inf
 NORMS = ["rms_norm", "rms_norm_fp32", "rms_norm_gemma"]
 GATES = ["swiglu", "gelu_tanh_and_mul", "silu_and_mul"]
 ROPES = ["rope_neox", "rope_partial"]
+NORM_BACKWARDS = ["rms_norm_backward", "rms_norm_backward_x"]
 CASTS = ["per_token_cast", "per_block_cast", "per_channel_cast"]
 HALF = [torch.bfloat16, torch.float16]
 FLOATS = [torch.float32, *HALF]
@@ -99,6 +100,11 @@ EMPTY: dict[str, Callable[[], tuple[Any, ...]]] = {
     "silu_and_mul": lambda: (torch.ones(0, 10),),
     "rope_neox": lambda: (*(torch.ones(2, heads, 0, 4) for heads in (3, 1)), torch.ones(1, 0, 4), torch.ones(1, 0, 4)),
     "rope_partial": lambda: (*(torch.ones(2, heads, 0, 4) for heads in (3, 1)), *(torch.ones(1, 0, 2),) * 2),
+    **{name: lambda: (torch.ones(0, 5), torch.ones(5), torch.ones(0, 5), 1e-6) for name in NORM_BACKWARDS},
+    "swiglu_backward": lambda: (torch.ones(0, 5),) * 3,
+    "rope_neox_backward": lambda: (
+        *(torch.ones(2, heads, 0, 4) for heads in (3, 1)), torch.ones(1, 0, 4), torch.ones(1, 0, 4),
+    ),
     "softmax": lambda: (torch.ones(0, 5),),
     "gemm": lambda: (torch.ones(0, 5), torch.ones(3, 5)),
     "topk_gate": lambda: (torch.ones(0, 9),),
@@ -113,6 +119,8 @@ EMPTY: dict[str, Callable[[], tuple[Any, ...]]] = {
 
 def test_no_tokens_give_an_empty_output(definition: Definition, agree: Agree) -> None:
     outputs = agree(definition.name, *EMPTY[definition.name](), independent=definition.op_type != "quant")
+    weight = outputs.pop("grad_weight", torch.zeros(0))
+    assert weight.eq(0).all()  # a sum over no tokens
     assert all(value.numel() == 0 for value in outputs.values())
 
 
@@ -120,7 +128,9 @@ def test_no_tokens_give_an_empty_output(definition: Definition, agree: Agree) ->
     ("name", "axes"),
     [
         *((name, {"M": 4, "N": 0}) for name in (*NORMS, "fused_add_rms_norm", "softmax")),
-        *((name, {"M": 4, "I": 0}) for name in GATES),
+        *((name, {"M": 4, "I": 0}) for name in (*GATES, "swiglu_backward")),
+        *((name, {"M": 4, "N": 1}) for name in NORM_BACKWARDS),  # nothing but rounding errors
+        ("rope_neox_backward", {"B": 4, "Bc": 2, "Hq": 1, "Hkv": 1, "S": 1, "D": 4}),
         ("gemm", {"M": 4, "N": 4, "K": 0}),  # a sum of nothing is no linear layer
         ("qk_rms_norm", {"M": 4, "Hq": 2, "Hkv": 1, "D": 0}),
         *((name, {"B": 1, "Bc": 1, "Hq": 1, "Hkv": 1, "S": 1, "D": 5, "R": 3}) for name in ROPES),
@@ -258,6 +268,43 @@ def test_heads_may_be_views_of_one_projection(agree: Agree) -> None:
     assert all(torch.equal(views[name], copies[name]) for name in views)
 
 
+# -- gradients of norms ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(1, 4096), (5, 37), (129, 96), (300, 2)])
+@pytest.mark.parametrize("name", NORM_BACKWARDS)
+def test_gradients_of_norms_of_odd_sizes(name: str, shape: tuple[int, int], dtype: torch.dtype, agree: Agree) -> None:
+    x, grad = random(*shape, dtype=dtype), random(*shape, dtype=dtype, seed=2)
+    agree(name, x, random(shape[1], dtype=dtype, seed=1), grad, 1e-5)
+
+
+@pytest.mark.parametrize("name", NORM_BACKWARDS)
+def test_gradient_of_a_norm_keeps_nan_in_its_row_and_passes_zero_rows(name: str, agree: Agree) -> None:
+    x, grad = torch.ones(4, 8), random(4, 8)
+    x[0], x[1, 3], grad[2, 5] = 0, torch.nan, torch.nan
+    result = agree(name, x, torch.full((8,), 2.0), grad, 1e-4)
+    torch.testing.assert_close(result["grad_x"][0], grad[0] * 200)  # epsilon alone scales the row
+    assert result["grad_x"][1:3].isnan().all()
+    assert result["grad_x"][3].isfinite().all()
+    if "grad_weight" in result:
+        assert result["grad_weight"].isnan().all()  # a sum over all rows
+
+
+def test_gradient_of_a_norm_is_at_a_right_angle_to_its_row(agree: Agree) -> None:
+    x, grad = random(16, 64), random(16, 64, seed=2)
+    found = agree("rms_norm_backward", x, torch.ones(64), grad, 0.0)["grad_x"]
+    torch.testing.assert_close((found * x).sum(-1), torch.zeros(16), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", NORM_BACKWARDS)
+def test_gradients_of_norms_read_padded_rows(name: str, agree: Agree) -> None:
+    x, grad, weight = packed(5, 37), packed(5, 37), random(37, seed=1)
+    padded = agree(name, x, weight, grad, 1e-5)
+    for key, value in agree(name, x.contiguous(), weight, grad.contiguous(), 1e-5).items():
+        assert torch.equal(padded[key], value)
+
+
 # -- activations -----------------------------------------------------------------------------------------------------------
 
 
@@ -294,6 +341,21 @@ def test_gates_of_tiny_and_huge_values(name: str, dtype: torch.dtype, agree: Agr
     assert out.isinf().any()  # max * max
 
 
+def test_gradient_of_a_gate_saturates_and_is_nan_at_infinity(agree: Agree) -> None:
+    gate, ones = torch.tensor([[-1e4, 1e4, 0.0, INF, -INF, torch.nan]]), torch.ones(1, 6)
+    result = agree("swiglu_backward", gate, ones, ones)
+    assert result["grad_a"][0, :3].tolist() == [0.0, 1.0, 0.5]
+    assert result["grad_a"][0, 3:].isnan().all()
+    assert result["grad_b"][0, :4].tolist() == [0.0, 1e4, 0.0, INF]
+    assert result["grad_b"][0, 4:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(1, 1), (7, 37), (1, 2880), (129, 3)])
+def test_gradients_of_gates_of_odd_widths(shape: tuple[int, int], dtype: torch.dtype, agree: Agree) -> None:
+    agree("swiglu_backward", *(random(*shape, dtype=dtype, seed=seed) for seed in range(3)))
+
+
 @pytest.mark.parametrize("name", ["swiglu", "gelu_tanh_and_mul"])
 def test_gate_and_up_may_be_halves_of_one_projection(name: str, agree: Agree) -> None:
     both = random(5, 2 * 37)
@@ -321,6 +383,22 @@ def test_rope_reads_both_halves_of_the_tables(agree: Agree) -> None:
     for name in ROPES:
         out = agree(name, q, k, cos, sin, independent=False)["q_out"]
         assert out.flatten().tolist() == [2 - 50, 30 + 7]
+
+
+def test_gradient_of_rope_reads_the_table_of_the_half_that_it_comes_from(agree: Agree) -> None:
+    grad = torch.tensor([1.0, 10.0]).view(1, 1, 1, 2)
+    cos, sin = torch.tensor([[[2.0, 3.0]]]), torch.tensor([[[5.0, 7.0]]])
+    out = agree("rope_neox_backward", grad, grad, cos, sin)["grad_q"]
+    assert out.flatten().tolist() == [2 + 70, 30 - 5]
+
+
+def test_gradient_of_rope_undoes_a_rotation(agree: Agree) -> None:
+    q, k = random(2, 3, 5, 8), random(2, 1, 5, 8, seed=1)
+    tables = rotary(torch.arange(5)[None] + 7, 8)
+    turned = agree("rope_neox", q, k, *tables)
+    back = agree("rope_neox_backward", turned["q_out"], turned["k_out"], *tables)
+    torch.testing.assert_close(back["grad_q"], q)
+    torch.testing.assert_close(back["grad_k"], k)
 
 
 @pytest.mark.parametrize("name", ROPES)

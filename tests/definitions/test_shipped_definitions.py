@@ -21,7 +21,8 @@ Tiny = tuple[Definition, Workload]
 PERMALINK = re.compile(r"^# Source: https://github\.com/[\w.-]+/[\w.-]+/blob/[0-9a-f]{40}/[\w./-]+#L\d+(-L\d+)?$")
 CORE = {
     "rms_norm", "rms_norm_fp32", "rms_norm_gemma", "qk_rms_norm", "fused_add_rms_norm", "silu_and_mul", "swiglu",
-    "gelu_tanh_and_mul", "rope_neox", "rope_partial", "softmax", "gemm",
+    "gelu_tanh_and_mul", "rope_neox", "rope_partial", "softmax", "gemm", "rms_norm_backward", "rms_norm_backward_x",
+    "swiglu_backward", "rope_neox_backward",
 }  # fmt: skip
 PLANNED = {
     "topk_gate", "per_token_cast", "per_block_cast", "per_channel_cast", "batched_transpose", "engram_gate_fwd", "mhc_sinkhorn",

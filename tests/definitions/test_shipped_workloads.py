@@ -31,10 +31,10 @@ def test_odd_and_cpu_sizes_are_there(definition: Definition, catalog: Catalog) -
     assert tags >= {"odd", "cpu", "tiny"}
 
 
-def test_core_operators_have_both_stages_of_two_models_and_a_large_case(core: Definition, catalog: Catalog) -> None:
+def test_core_operators_have_their_stages_of_two_models_and_a_large_case(core: Definition, catalog: Catalog) -> None:
     workloads = catalog.workloads_for(core.name)
     tags = {tag for workload in workloads for tag in workload.tags}
-    assert tags >= {"stage:prefill", "stage:decode"}
+    assert tags >= ({"stage:prefill", "stage:decode"} if core.backward_of is None else {"stage:training"})
     assert len({tag for tag in tags if tag.startswith("model:")}) >= 2
     assert max(_bytes(core, workload) for workload in workloads) >= LARGE_BYTES
     assert {workload.dtypes["T"] for workload in workloads} == {"bfloat16", "float16", "float32"}
@@ -54,6 +54,19 @@ def test_rope_takes_q_and_k_as_models_pass_them(name: str, catalog: Catalog) -> 
         if axes["S"] > 1 and axes["Hkv"] > 1:
             classes = workload.layout_classes(definition)
             assert classes == dict.fromkeys(("q", "k", "q_out", "k_out"), "row_contiguous")
+
+
+def test_gradients_of_rope_come_as_attention_gives_them_back(catalog: Catalog) -> None:
+    definition = catalog.definition("rope_neox_backward")
+    found = {
+        tuple(
+            workload.layout_classes(definition).get(name) == "row_contiguous" for name in ("grad_q_out", "grad_k_out")
+        )
+        for workload in catalog.workloads_for("rope_neox_backward")
+        if "stage:training" in workload.tags
+    }
+    # Both as q and k were given, both contiguous, and a sum over the queries' heads that is contiguous for k alone.
+    assert found == {(True, True), (False, False), (True, False)}
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "rms_norm_fp32", "rms_norm_gemma"])

@@ -24,6 +24,7 @@ NORMS = ("rms_norm", "rms_norm_fp32", "rms_norm_gemma")
 ROPES = ("rope_neox", "rope_partial")
 FUSED = "fused_add_rms_norm"
 OPS = (*NORMS, FUSED, "swiglu", "silu_and_mul", "gelu_tanh_and_mul", *ROPES)
+BACKWARDS = ("rms_norm_backward", "rms_norm_backward_x", "swiglu_backward", "rope_neox_backward")
 LARGEST = 4096
 SIZES = {
     "vocab_size": 96,
@@ -110,7 +111,11 @@ def _prompt(batch: int = 1, length: int = 9, seed: int = 0) -> torch.Tensor:
 
 def _layouts(op: str) -> list[dict[str, str]]:
     """The layouts in which models pass these tensors, in any combination; all others are contiguous."""
-    varying = ("q", "k", "q_out", "k_out") if op in ROPES else ("x",) if op in NORMS else ()
+    varying: tuple[str, ...] = ("x",) if op in NORMS else ()
+    if op in ROPES:
+        varying = ("q", "k", "q_out", "k_out")
+    elif op == "rope_neox_backward":
+        varying = ("grad_q_out", "grad_k_out", "grad_q", "grad_k")
     return [
         {name: "row_contiguous" for name, strided in zip(varying, chosen, strict=True) if strided}
         for chosen in itertools.product((False, True), repeat=len(varying))
@@ -124,18 +129,28 @@ class Shop:
     root: Path
     home: Path
 
-    def offer(self, body: str | None = None, *, rounding: str = "stock", without: tuple[str, ...] = ()) -> Catalog:
+    def offer(
+        self,
+        body: str | None = None,
+        *,
+        rounding: str = "stock",
+        without: tuple[str, ...] = (),
+        ops: tuple[str, ...] = OPS,
+    ) -> Catalog:
         """Publish one kernel per operator. Returns the catalog with them.
 
         Args:
             body: replaces what the kernels compute; ``{inputs}`` and ``{outputs}`` in it become the arguments' names.
             without: operators that get none.
-            rounding: ``stock`` computes as the models do, bit for bit; ``reference`` as the Definition says.
+            ops: the operators that get one, whatever was offered before.
+            rounding: ``stock`` computes as the models do, bit for bit; ``reference`` as the Definition says; ``triton``
+                is the shipped Triton kernel, for a process in which the interpreter runs it.
         """
         shipped = Catalog((shipped_root(),))
         entries = []
-        for op in (op for op in OPS if op not in without):
+        for op in (op for op in ops if op not in without):
             self._write(shipped, op, body, rounding)
+        for op in (op for op in (*OPS, *BACKWARDS) if op not in without and self._folder(shipped, op).is_dir()):
             entries += self._entries(Catalog((shipped_root(), self.root)), op)
         table = {
             "schema_version": 1,
@@ -149,9 +164,16 @@ class Shop:
         path.write_text(json.dumps(table))
         return Catalog((shipped_root(), self.root))
 
+    def _folder(self, shipped: Catalog, op: str) -> Path:
+        return self.root / "solutions" / shipped.definition(op).op_type / op / f"{op}_cpu"
+
     def _write(self, shipped: Catalog, op: str, body: str | None, rounding: str) -> None:
         definition, stock = shipped.definition(op), shipped.solution(f"{op}_stock")
         inputs, outputs = ", ".join(definition.inputs), ", ".join(definition.written_outputs)
+        code = stock.sources["kernel.py"] if rounding == "stock" else definition.reference.encode()
+        if rounding == "triton":
+            code = shipped.solution(f"{op}_triton").sources["kernel.py"]
+            body = "    stock.run({inputs}, *{outputs})\n"
         if body is None:
             # What is written in place: stock has done that, a reference returns it.
             targets = ", ".join((outputs, *definition.in_place))
@@ -160,11 +182,10 @@ class Shop:
                 "    values = computed if isinstance(computed, tuple) else (computed,)\n"
                 f"    for out, value in zip(({targets},), values, strict=False):\n        out.copy_(value)\n"
             )
-        folder = self.root / "solutions" / definition.op_type / op / f"{op}_cpu"
+        folder = self._folder(shipped, op)
         folder.mkdir(parents=True, exist_ok=True)
         spelled = body.replace("{inputs}", inputs).replace("{outputs}", f"({outputs},)")
         source = f"import stock\n\n\ndef run({inputs}, {outputs}):\n{spelled}"
-        code = stock.sources["kernel.py"] if rounding == "stock" else definition.reference.encode()
         (folder / "stock.py").write_bytes(code)
         (folder / "kernel.py").write_text(source)
         record = {
@@ -221,6 +242,12 @@ def shop(home: Path) -> Shop:
 def kernels(shop: Shop) -> Catalog:
     """A catalog with a stock-backed kernel for each operator, published for the CPU."""
     return shop.offer()
+
+
+@pytest.fixture
+def training_kernels(shop: Shop) -> Catalog:
+    """As ``kernels``, and kernels for the gradients."""
+    return shop.offer(ops=(*OPS, *BACKWARDS))
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tilegym_db.catalog import Catalog, SolutionFiles
+    from tilegym_db.records import Definition
 
 
 def command(
@@ -66,10 +67,25 @@ def check_catalog(catalog: Catalog, names: tuple[str, ...], on_note: Callable[[s
             findings.append(
                 f"{name}: no solution provides its stock code, so nothing can be compared or fallen back on"
             )
+        findings += backward_findings(catalog, definition)
         for solution in solutions:
             findings += scan_findings(solution, on_note)
         findings += [str(finding) for finding in self_test(definition, tiny_workloads(definition, workloads))]
     return findings
+
+
+def backward_findings(catalog: Catalog, definition: Definition) -> list[str]:
+    """Why a Definition is no backward of the one that it names."""
+    from tilegym_db.errors import TilegymDBError
+
+    if definition.backward_of is None:
+        return []
+    try:
+        catalog.definition(definition.backward_of)
+        catalog.backwards_of(definition.backward_of)
+    except TilegymDBError as error:
+        return [f"{definition.name}: backward_of: {error}"]
+    return []
 
 
 def scan_findings(solution: SolutionFiles, on_note: Callable[[str], None] | None) -> list[str]:

@@ -15,9 +15,21 @@ from tilegym_db.records.base import NAME_PATTERN, Int64, Record, RecordPart, can
 from tilegym_db.records.dtypes import DTYPE_BYTES, INTEGER_DTYPES, RECORD_DTYPES, DType
 from tilegym_db.records.expressions import evaluate, evaluate_bool, evaluate_int, names_in, parse_expression
 
-__all__ = ["Axis", "Cost", "Definition", "InputGenerator", "PlantedError", "SelfTest", "TensorSpec", "Tolerance"]
+__all__ = [
+    "GRADIENT",
+    "Axis",
+    "Cost",
+    "Definition",
+    "InputGenerator",
+    "PlantedError",
+    "SelfTest",
+    "TensorSpec",
+    "Tolerance",
+]
 
 _IDENTIFIER = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
+GRADIENT = "grad_"
+"""How the gradient of a tensor is named in a backward Definition."""
 _VERSION = r"^(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)$"
 
 
@@ -131,6 +143,8 @@ class Definition(Record):
     special_values: tuple[Literal["nan", "inf"], ...] = ("nan", "inf")
     """Special inputs for which the operator is defined, so that every Solution must treat them as the reference does."""
     input_generators: dict[str, InputGenerator] = {}
+    backward_of: str | None = Field(default=None, pattern=NAME_PATTERN)
+    """The Definition whose gradients this one computes; see :mod:`tilegym_db.records.backward`."""
     gathers: dict[str, str] = {}
     """Index output -> the tensor whose last axis its indices point into; any choice among equal values is then right."""
     reference: str
@@ -158,6 +172,7 @@ class Definition(Record):
             )
         self._check_tensors()
         self._check_in_place()
+        self._check_backward()
         self._check_gathers()
         self._check_expressions()
         for key, known, what in (
@@ -200,6 +215,21 @@ class Definition(Record):
             one, two = self.inputs[source], self.outputs[target]
             if one.shape != two.shape or one.dtype != two.dtype:
                 raise ValueError(f"in_place '{source}' and '{target}' differ in shape or dtype")
+
+    def _check_backward(self) -> None:
+        if self.backward_of is None:
+            return
+        if self.backward_of == self.name:
+            raise ValueError(f"backward_of names the definition itself, '{self.name}'")
+        if not any(name.startswith(GRADIENT) for name in self.inputs):
+            raise ValueError(f"backward_of needs an input '{GRADIENT}<output of {self.backward_of}>'")
+        for name in self.outputs:
+            if not name.startswith(GRADIENT):
+                raise ValueError(
+                    f"outputs.{name} of a backward must be named '{GRADIENT}<input of {self.backward_of}>'"
+                )
+        if self.in_place:
+            raise ValueError("a backward overwrites none of its inputs: others may read them after it")
 
     def _check_gathers(self) -> None:
         for output, source in self.gathers.items():

@@ -20,10 +20,24 @@ from tilegym_db.resolver.request import Request
 from tilegym_db.resolver.table import Candidate, Entry, ResolverTable
 from tilegym_db.store.statements import PUBLISHED_SANDBOX_LEVEL, VERIFIED_TIERS
 
-__all__ = ["MIN_SPEEDUP_CI_LOW", "Decision", "Evidence", "Rejection", "decide"]
+__all__ = [
+    "MIN_BACKWARD_SPEEDUP_CI_LOW",
+    "MIN_SPEEDUP_CI_LOW",
+    "Decision",
+    "Evidence",
+    "Rejection",
+    "decide",
+    "no_kernel",
+]
 
 MIN_SPEEDUP_CI_LOW = 1.02
 """The lower end of the speedup against stock that a kernel must exceed: faster by more than noise."""
+
+MIN_BACKWARD_SPEEDUP_CI_LOW = 1.25
+"""The same for a backward. Stock code is given what the forward was given, where autograd has kept what it needs: at most it
+moves 22 bytes for 18 (swiglu_backward), which a kernel must not be credited with."""
+
+NO_BACKWARD = "mode training: it has no verified backward"
 
 CONTIGUOUS = "contiguous"
 
@@ -58,6 +72,11 @@ class Decision:
     rejected: tuple[Rejection, ...]
 
 
+def no_kernel(reason: str, gpu: str) -> Decision:
+    """The decision about a call that cannot be asked for, such as one whose sizes the Definition excludes."""
+    return Decision(None, {}, Evidence("stock", reason, gpu), ())
+
+
 class _Point(NamedTuple):
     """A measured point, and whether it is the request's own."""
 
@@ -65,14 +84,26 @@ class _Point(NamedTuple):
     exact: bool
 
 
-def decide(request: Request, table: ResolverTable | None, solutions: Mapping[str, SolutionFiles]) -> Decision:
+def decide(
+    request: Request,
+    table: ResolverTable | None,
+    solutions: Mapping[str, SolutionFiles],
+    backward: Decision | None = None,
+) -> Decision:
     """Pick the fastest verified solution for a request, or none.
 
     Args:
         request: a checked request.
         table: the published measurements of the request's GPU; None where there are none.
         solutions: the catalog's solutions of the Definition, by name.
+        backward: what was decided about its backward, for a request in training. Without a kernel there, stock code runs
+            forward too: autograd goes back the way that it came.
     """
+    if request.mode == "training" and request.definition.backward_of is None:
+        if backward is None:
+            return _stock(request, table, solutions, NO_BACKWARD)
+        if backward.solution is None:
+            return _stock(request, table, solutions, f"{NO_BACKWARD}: {backward.evidence.reason}")
     if table is None:
         return _stock(request, None, solutions, f"nothing is published for {request.gpu}")
     point = _find_point(request, table)
@@ -206,8 +237,6 @@ def _disqualify(candidate: Candidate, request: Request, files: SolutionFiles | N
     if spec.role != "kernel":
         what = f" ({spec.provides})" if spec.provides else ""
         return f"role {spec.role}{what}: measured to compare with, never dispatched"
-    if request.mode == "training":
-        return "mode training: it has no verified backward"
     reason = _not_verified(candidate) or files.record.unsupported(
         request.axes, request.dtypes, request.layouts, target=request.sm
     )
@@ -215,7 +244,9 @@ def _disqualify(candidate: Candidate, request: Request, files: SolutionFiles | N
         reason = request.unavailable[spec.language]
     if reason is None and not exact and not candidate.envelope_cases:
         reason = "it was verified at the measured shape only, without an envelope that covers others"
-    return reason or _not_faster(candidate)
+    return reason or _not_faster(
+        candidate, MIN_SPEEDUP_CI_LOW if request.definition.backward_of is None else MIN_BACKWARD_SPEEDUP_CI_LOW
+    )
 
 
 def _not_verified(candidate: Candidate) -> str | None:
@@ -230,15 +261,15 @@ def _not_verified(candidate: Candidate) -> str | None:
     return None
 
 
-def _not_faster(candidate: Candidate) -> str | None:
+def _not_faster(candidate: Candidate, bar: float) -> str | None:
     """Why the measurement does not say "faster than stock, by more than noise"."""
     if candidate.latency_us is None or candidate.speedup_ci_low is None:
         return "it was not compared with the stock code"
-    if candidate.speedup_ci_low > MIN_SPEEDUP_CI_LOW:
+    if candidate.speedup_ci_low > bar:
         return None
     ratio = f"{candidate.speedup:.2f}x" if candidate.speedup is not None else "unknown"
     verdict = "slower than stock" if (candidate.speedup or 1.0) < 1.0 else "not faster than stock by more than noise"
-    return f"{verdict}: speedup {ratio}, CI low {candidate.speedup_ci_low:.3f} <= {MIN_SPEEDUP_CI_LOW}"
+    return f"{verdict}: speedup {ratio}, CI low {candidate.speedup_ci_low:.3f} <= {bar}"
 
 
 def _fastest(eligible: Sequence[Candidate], incumbent: str | None) -> tuple[Candidate, list[Rejection]]:

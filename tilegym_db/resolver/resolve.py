@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import NoSolutionError, UsageError
 from tilegym_db.records import Definition
+from tilegym_db.records.backward import backward_binding
 from tilegym_db.records.binding import Binding, bind_call
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.hardware import parse_gpu
 from tilegym_db.records.solution import Config
-from tilegym_db.resolver.decide import Decision, Evidence, Rejection, decide
+from tilegym_db.resolver.decide import Decision, Evidence, Rejection, decide, no_kernel
 from tilegym_db.resolver.device import common_device, default_gpu, device_gpu
 from tilegym_db.resolver.request import Mode, Request, compile_target, make_request
 from tilegym_db.resolver.table import ResolverTable, load_table
@@ -80,7 +81,7 @@ def resolve(
         layouts: layout class per tensor that is not contiguous.
         scalars: scalar inputs; those that select code are needed.
         gpu: a GPU slug or family such as ``h200``; this machine's device where absent or ``auto``.
-        mode: ``training`` resolves to stock until a solution has a verified backward.
+        mode: ``training`` resolves to stock unless a kernel for the backward of the call is verified too.
         like: real arguments (inputs, optionally outputs) to read axes, dtypes, layouts and scalars from, instead.
         catalog: where to read records; :meth:`Catalog.default` where absent.
 
@@ -112,7 +113,30 @@ def resolve(
 def decide_request(request: Request, catalog: Catalog) -> tuple[Decision, dict[str, SolutionFiles]]:
     """Decide by the published table of the request's GPU; also returns the catalog's solutions that were considered."""
     solutions = {files.name: files for files in catalog.solutions_for(request.definition.name)}
-    return decide(request, load_table(request.gpu), solutions), solutions
+    return decide(request, load_table(request.gpu), solutions, _decide_backward(request, catalog)), solutions
+
+
+def _decide_backward(request: Request, catalog: Catalog) -> Decision | None:
+    """What is decided about the gradients of a request in training; None where no Definition gives them."""
+    backward = _backward(request.definition, catalog, request.mode)
+    if backward is None:
+        return None
+    call = Binding(dict(request.axes), dict(request.dtypes), dict(request.layouts), dict(request.scalars))
+    behind = backward_binding(backward, call)
+    try:
+        asked = make_request(
+            backward, **vars(behind), gpu=request.gpu, sm=request.sm, mode=request.mode, unavailable=request.unavailable
+        )
+    except UsageError as error:
+        return no_kernel(str(error), request.gpu)
+    return decide_request(asked, catalog)[0]
+
+
+def _backward(definition: Definition, catalog: Catalog, mode: Mode) -> Definition | None:
+    """The Definition of all gradients of a call in training; None where there is none to ask for."""
+    if mode != "training" or definition.backward_of is not None:
+        return None
+    return next(iter(catalog.backwards_of(definition.name)), None)
 
 
 def stock_solution(solutions: Mapping[str, SolutionFiles]) -> SolutionFiles | None:
@@ -122,25 +146,33 @@ def stock_solution(solutions: Mapping[str, SolutionFiles]) -> SolutionFiles | No
 
 
 def call_site(
-    definition: Definition, catalog: Catalog, *, mode: Mode = "inference", stock: Launcher | None = None
+    definition: Definition,
+    catalog: Catalog,
+    *,
+    mode: Mode = "inference",
+    stock: Launcher | None = None,
+    backward: Definition | None = None,
 ) -> Dispatcher:
     """A new call site of a Definition; see :class:`~tilegym_db.resolver.dispatch.Dispatcher`.
 
     Args:
         definition: the operator that is called there.
         catalog: whose solutions may serve it, read once, now.
-        mode: ``training`` leaves every call to stock.
+        mode: ``training`` leaves a call to stock unless a kernel for its backward is verified too.
         stock: destination-passing stock code of the call site, for calling the dispatcher itself.
+        backward: the Definition of the gradients that training asks for; by default, of as many as there are.
     """
     from tilegym_db.resolver.dispatch import Dispatcher
 
-    return Dispatcher(definition, _chooser(definition, catalog, mode), stock=stock)
+    behind = backward or _backward(definition, catalog, mode)
+    return Dispatcher(definition, _chooser(definition, catalog, mode, behind), stock=stock)
 
 
-def _chooser(definition: Definition, catalog: Catalog, mode: Mode) -> Choose:
+def _chooser(definition: Definition, catalog: Catalog, mode: Mode, backward: Definition | None) -> Choose:
     solutions = {files.name: files for files in catalog.solutions_for(definition.name)}
     unavailable = unavailable_languages(solutions.values())
 
+    choose_backward = None if backward is None else _chooser(backward, catalog, mode, None)
     tables: dict[str, ResolverTable | None] = {}  # what is published later must not change a running model
 
     def choose(binding: Binding, device: torch.device, incumbent: str | None) -> Decision:
@@ -150,7 +182,15 @@ def _chooser(definition: Definition, catalog: Catalog, mode: Mode) -> Choose:
         request = make_request(
             definition, **vars(binding), gpu=gpu, sm=target, mode=mode, incumbent=incumbent, unavailable=unavailable
         )
-        return decide(request, tables[gpu], solutions)
+        return decide(request, tables[gpu], solutions, behind(binding, device))
+
+    def behind(binding: Binding, device: torch.device) -> Decision | None:
+        if backward is None or choose_backward is None:
+            return None
+        try:
+            return choose_backward(backward_binding(backward, binding), device, None)
+        except UsageError as error:
+            return no_kernel(str(error), device_gpu(device)[0])
 
     return choose
 

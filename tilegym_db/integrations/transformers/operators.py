@@ -25,6 +25,7 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.integrations.transformers.site import Operator, Site
+from tilegym_db.integrations.transformers.training import training_of
 from tilegym_db.records import Definition
 from tilegym_db.resolver.dispatch import Dispatcher
 from tilegym_db.resolver.loader import load_verified
@@ -46,6 +47,14 @@ def _half_of_columns(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
 
 
+def _like_row_and_weight(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _like_rows(x), torch.empty_like(weight)
+
+
+def _like_both_rows(a: torch.Tensor, b: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _like_rows(a), _like_rows(b)
+
+
 def _like_heads(q: torch.Tensor, k: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(q), torch.empty_like(k)
 
@@ -60,6 +69,10 @@ ALLOCATE: dict[str, Callable[..., Any]] = {
     "silu_and_mul": _half_of_columns,
     "rope_neox": _like_heads,
     "rope_partial": _like_heads,
+    "rms_norm_backward": _like_row_and_weight,
+    "rms_norm_backward_x": _like_rows,
+    "swiglu_backward": _like_both_rows,
+    "rope_neox_backward": _like_heads,
 }
 """The outputs of each Definition that models call, for its inputs as matrices or with any leading axes."""
 
@@ -147,7 +160,7 @@ def make_site(definition: Definition, catalog: Catalog) -> tuple[Site, Dispatche
     launcher = None if stock is None else stock_launcher(definition, stock)
     dispatcher = call_site(definition, catalog, stock=launcher)
     allocate = ALLOCATE[definition.name]
-    site = Site(dispatcher.serving(allocate))
+    site = Site(dispatcher.serving(allocate), training=training_of(definition, catalog, ALLOCATE))
     # An operator that overwrites an input is for eager code only: compilers fuse an addition by themselves.
     if stock is not None and not stock.record.spec.destination_passing_style and not definition.in_place:
         behind = OperatorSite(dispatcher, site, allocate, functools.partial(_run_solution, stock))

@@ -64,6 +64,7 @@ class Handle:
                 else replace(
                     described,
                     counts=dispatcher.report(),
+                    training=() if site.training is None else site.training.reports(),
                     bypassed=dict(site.bypassed),
                     proofs=self._proofs.get(site, ()),
                 )
@@ -124,6 +125,8 @@ class Handle:
             for proof in self._proofs[site]:
                 if proof.kernel is not None and proof.reason:
                     dispatcher.refuse(proof.kernel, proof.reason)
+                    if site.training is not None:
+                        site.training.refuse(proof.kernel, proof.reason)
             for call in calls:
                 workload = workload_of(dispatcher.definition, call, allocate)
                 if workload is not None:
@@ -145,10 +148,14 @@ class Handle:
             fused, forget = shadow_function(rewritten(plain, found.function), {ADD_NORM: add_norm})
             self._forget_shadows.append(forget)
             return layer_forward(stock, fused, site)
-        rotate = rope_function(stock.__globals__[found.function], site)
-        shadow, forget = shadow_function(stock, {found.function: rotate})
-        self._forget_shadows.append(forget)
-        return attention_forward(stock, shadow, site)
+
+        def shadow(training: bool) -> Callable[..., Any]:
+            rotate = rope_function(stock.__globals__[found.function], site, training=training)
+            shadowed, forget = shadow_function(stock, {found.function: rotate})
+            self._forget_shadows.append(forget)
+            return shadowed
+
+        return attention_forward(stock, shadow(False), shadow(True), site)
 
 
 def _restore(module: Module, ours: type[Module]) -> bool:
@@ -177,7 +184,8 @@ def patch(
 
     Args:
         model: any ``torch.nn.Module``; call sites are found by structure, at whatever depth.
-        mode: ``inference``. With grad enabled on the tensors concerned, the model's own code runs.
+        mode: ``inference``, the only one. What trains (a module in training mode, a tensor that needs a gradient) is
+            served where a kernel for the backward is verified as well, and runs the model's own code elsewhere.
         ops: only these Definitions; None means all that are known.
         policy: ``verified``, the only one.
         dry_run: find and probe, but change nothing.

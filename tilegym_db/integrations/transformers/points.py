@@ -64,11 +64,12 @@ def norm_forward(stock: Callable[..., Any], site: Site, eps_attribute: str) -> C
             # Heads before tokens, in memory behind them: the rows are the same, their order does not matter.
             heads_last = x.transpose(1, 2)
             if heads_last.is_contiguous():
-                out = norm(heads_last, weight, getattr(self, eps_attribute), operator)
+                out = norm(self, heads_last, operator)
                 return None if out is None else out.transpose(1, 2)
-        return norm(x, weight, getattr(self, eps_attribute), operator)
+        return norm(self, x, operator)
 
-    def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, operator: Operator | None) -> torch.Tensor | None:
+    def norm(self: Any, x: torch.Tensor, operator: Operator | None) -> torch.Tensor | None:
+        weight, eps = self.weight, getattr(self, eps_attribute)
         if operator is not None:
             traced: torch.Tensor | None = operator.call(x, weight, eps, operator.name) if _are_rows(x) else None
             return traced
@@ -76,7 +77,7 @@ def norm_forward(stock: Callable[..., Any], site: Site, eps_attribute: str) -> C
         if matrix is None:
             site.bypass(NOT_ROWS)
             return None
-        out: torch.Tensor | None = site.serve(matrix, weight, eps)
+        out: torch.Tensor | None = site.ask(self.training, matrix, weight, eps)
         return out if out is None or matrix is x else out.view(x.shape)
 
     @functools.wraps(stock)
@@ -101,7 +102,7 @@ def gated_mlp_forward(stock: Callable[..., Any], site: Site, activation: Any) ->
             return stock(self, x)
         gate, up = self.gate_proj(x), self.up_proj(x)
         # From here on the stock code is repeated, not called: the projections must not run twice.
-        out = _activate(site, gate, up)
+        out = _activate(site, self.training, gate, up)
         return self.down_proj(act_fn(gate) * up if out is None else out)
 
     return forward
@@ -116,7 +117,7 @@ def packed_mlp_forward(stock: Callable[..., Any], site: Site, activation: Any) -
         if _leaves_mlp(self, activation_fn, activation, site, hidden_states):
             return stock(self, hidden_states)
         both = self.gate_up_proj(hidden_states)
-        out = _activate(site, both)
+        out = _activate(site, self.training, both)
         if out is None:
             gate, up = both.chunk(2, dim=-1)
             out = up * activation_fn(gate)
@@ -137,21 +138,21 @@ def _leaves_mlp(module: Any, function: Any, activation: Any, site: Site, x: torc
     return False
 
 
-def _activate(site: Site, *projections: torch.Tensor) -> torch.Tensor | None:
+def _activate(site: Site, training: bool, *projections: torch.Tensor) -> torch.Tensor | None:
     """The gated activation of projections [..., I], or of a packed one [..., 2 I]; None where stock code must do it."""
     if _is_compiling():
-        operator = site.traced(False, *projections)
+        operator = site.traced(training, *projections)
         if operator is None or not all(_are_rows(projection) for projection in projections):
             return None
         traced: torch.Tensor = operator.call(*projections, operator.name)
         return traced
-    if site.leaves(False, *projections):
+    if site.leaves(training, *projections):
         return None
     matrices = [rows(projection) for projection in projections]
     if any(matrix is None for matrix in matrices):
         site.bypass(NOT_ROWS)
         return None
-    out = site.serve(*matrices)
+    out = site.ask(training, *matrices)
     return None if out is None else out.view(*projections[0].shape[:-1], out.shape[-1])
 
 
@@ -161,22 +162,31 @@ def _is_as_probed(act_fn: Any, activation: Any) -> bool:
     return type(act_fn) is activation and not _has_hooks(act_fn)
 
 
-def attention_forward(stock: Callable[..., Any], shadow: Callable[..., Any], site: Site) -> Callable[..., Any]:
-    """Forward of attention: ``shadow``, the same code with another rotary function, or ``stock`` itself."""
+def attention_forward(
+    stock: Callable[..., Any], shadow: Callable[..., Any], training_shadow: Callable[..., Any], site: Site
+) -> Callable[..., Any]:
+    """Forward of attention: ``shadow``, the same code with another rotary function, or ``stock`` itself.
+
+    ``training_shadow`` is for modules in training, which the rotary function cannot tell by what it is given.
+    """
 
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.training or not site.is_open:
-            if not _is_compiling():
+        is_compiling = _is_compiling()
+        if not site.is_open or (self.training and (is_compiling or site.training is None)):
+            if not is_compiling:
                 site.bypass(IN_TRAINING if self.training else UNPATCHED)
             return stock(self, *args, **kwargs)
-        return shadow(self, *args, **kwargs)
+        return (training_shadow if self.training else shadow)(self, *args, **kwargs)
 
     return forward
 
 
-def rope_function(stock: Callable[..., Any], site: Site) -> Callable[..., Any]:
-    """``apply_rotary_pos_emb`` for q [B, Hq, S, D], k [B, Hkv, S, D], cos and sin [B or 1, S, R], R <= D."""
+def rope_function(stock: Callable[..., Any], site: Site, *, training: bool = False) -> Callable[..., Any]:
+    """``apply_rotary_pos_emb`` for q [B, Hq, S, D], k [B, Hkv, S, D], cos and sin [B or 1, S, R], R <= D.
+
+    ``training`` is the flag of the modules whose forward calls it.
+    """
 
     @functools.wraps(stock)
     def apply_rotary_pos_emb(
@@ -186,11 +196,11 @@ def rope_function(stock: Callable[..., Any], site: Site) -> Callable[..., Any]:
         if unsqueeze_dim != 1:
             pass
         elif _is_compiling():
-            operator = site.traced(False, q, k, cos, sin)
+            operator = site.traced(training, q, k, cos, sin)
             if operator is not None:
                 served = operator.call(q, k, cos, sin, operator.name)
-        elif not site.leaves(False, q, k, cos, sin):
-            served = site.serve(q, k, cos, sin)
+        elif not site.leaves(training, q, k, cos, sin):
+            served = site.ask(training, q, k, cos, sin)
         return stock(q, k, cos, sin, unsqueeze_dim) if served is None else served
 
     return apply_rotary_pos_emb

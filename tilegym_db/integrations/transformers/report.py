@@ -23,7 +23,9 @@ PROOF_COLUMNS = ("site", "definition", "stage", "call", "tried", "kernel error",
 class CallSite:
     """One group of modules. ``reason`` says why the site is stock as a whole; ``counts`` is None there.
 
-    ``bypassed`` counts by reason the calls that ran stock code without asking for a kernel: training, a gradient, a tracer.
+    ``training`` has the counts of the calls that a derivative may be asked of, forward, and those of the gradients, each under
+    its own Definition. ``bypassed`` counts by reason the calls that ran stock code without asking for a kernel: training
+    without a backward, a tracer.
     Compiled code counts the calls that it makes to an operator of this package; stock code in it has no counters.
     ``proofs`` are there where the patch was made with ``verify=True``: one per kind of call that the model made.
     """
@@ -34,8 +36,14 @@ class CallSite:
     definition: str
     reason: str
     counts: SiteReport | None = None
+    training: tuple[SiteReport, ...] = ()
     bypassed: Mapping[str, int] = field(default_factory=dict)
     proofs: tuple[Proof, ...] = ()
+
+    @property
+    def all_counts(self) -> tuple[SiteReport, ...]:
+        """``counts`` and ``training``; empty where the site is stock as a whole."""
+        return () if self.counts is None else (self.counts, *self.training)
 
 
 @dataclass(frozen=True)
@@ -46,15 +54,15 @@ class Report:
 
     @property
     def kernel_calls(self) -> int:
-        """Calls that ran a verified kernel, over all sites."""
-        return sum(site.counts.kernel_calls for site in self.sites if site.counts is not None)
+        """Calls that ran a verified kernel, over all sites, those of gradients among them."""
+        return sum(self.hits().values())
 
     def hits(self) -> dict[str, int]:
-        """Definition -> calls that ran a verified kernel."""
+        """Definition -> calls that ran a verified kernel. Gradients have Definitions of their own."""
         totals: dict[str, int] = {}
         for site in self.sites:
-            if site.counts is not None:
-                totals[site.definition] = totals.get(site.definition, 0) + site.counts.kernel_calls
+            for counts in site.all_counts:
+                totals[counts.definition] = totals.get(counts.definition, 0) + counts.kernel_calls
         return totals
 
     @property
@@ -65,7 +73,7 @@ class Report:
     @property
     def failures(self) -> tuple[Failure, ...]:
         """The kernels that raised and are in quarantine since."""
-        return tuple(failure for site in self.sites if site.counts is not None for failure in site.counts.failures)
+        return tuple(failure for site in self.sites for counts in site.all_counts for failure in counts.failures)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready content."""
@@ -80,7 +88,7 @@ class Report:
             table.add_column(heading, justify="right" if heading in ("calls", "by kernel") else "left")
         for site in self.sites:
             for row in _rows(site):
-                table.add_row(f"{site.module_class} x{site.modules}", site.definition or site.kind, *row)
+                table.add_row(f"{site.module_class} x{site.modules}", *row)
         return table
 
     def proof_rows(self) -> list[tuple[Any, ...]]:
@@ -125,18 +133,20 @@ class Report:
         return capture.get()
 
 
-def _rows(site: CallSite) -> Sequence[tuple[str, str, str, str, str]]:
+def _rows(site: CallSite) -> Sequence[tuple[str, str, str, str, str, str]]:
+    name = site.definition or site.kind
     if site.counts is None:
-        return [("", "", "", "stock", site.reason)]
-    merged: dict[tuple[str, str, str], list[int]] = {}
-    for key in site.counts.keys:
-        sizes = " ".join(f"{name}={size}" for name, size in key.axes.items())
-        totals = merged.setdefault((sizes, key.solution or "stock", key.reason), [0, 0])
-        totals[0] += key.calls
-        totals[1] += key.kernel_calls
+        return [(name, "", "", "", "stock", site.reason)]
+    merged: dict[tuple[str, str, str, str], list[int]] = {}
+    for counts in site.all_counts:
+        for key in counts.keys:
+            sizes = " ".join(f"{axis}={size}" for axis, size in key.axes.items())
+            totals = merged.setdefault((counts.definition, sizes, key.solution or "stock", key.reason), [0, 0])
+            totals[0] += key.calls
+            totals[1] += key.kernel_calls
     rows = [
-        (sizes, str(calls), str(kernel_calls), solution, reason)
-        for (sizes, solution, reason), (calls, kernel_calls) in merged.items()
+        (definition, sizes, str(calls), str(kernel_calls), solution, reason)
+        for (definition, sizes, solution, reason), (calls, kernel_calls) in merged.items()
     ]
-    rows += [("", str(calls), "0", "stock", reason) for reason, calls in site.bypassed.items()]
-    return rows or [("", "0", "0", "", "not called yet")]
+    rows += [(name, "", str(calls), "0", "stock", reason) for reason, calls in site.bypassed.items()]
+    return rows or [(name, "", "0", "0", "", "not called yet")]

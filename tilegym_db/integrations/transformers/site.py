@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import forward_ad
+
+if TYPE_CHECKING:
+    from tilegym_db.integrations.transformers.training import Training
 
 __all__ = ["HAS_HOOKS", "HELD", "IN_TRAINING", "NOT_ROWS", "OTHER_ACTIVATION", "UNPATCHED", "Operator", "Site"]
 
 IN_TRAINING = "the module is in training mode; model.eval() ends it"
 NEEDS_GRAD = "a gradient may be asked for; torch.no_grad() or torch.inference_mode() says that none is"
+IN_AUTOCAST = "autocast is on in a call that trains"
 TRACED = "a tracer, a transform (torch.func, forward-mode AD) or a dispatch mode must see PyTorch operations"
 NOT_PLAIN = "the input is no plain tensor"
 NOT_ROWS = "the input cannot be viewed as rows without a copy"
@@ -40,19 +44,26 @@ class Operator:
     behind: Any
 
 
+def _requires_grad(value: Any) -> bool:
+    return isinstance(value, _Tensor) and value.requires_grad
+
+
 class Site:
     """One group of call sites: ``serve(*inputs)`` gives the outputs by a kernel, or None with nothing done.
 
-    ``operator`` is what goes into compiled code, None where only stock code may. ``bypassed`` counts by reason the calls that
-    were not served. ``close`` sends every call to the stock code from then on, also where somebody kept a bound method of a
-    patched module.
+    ``training`` serves calls that a derivative may be asked of, None where only stock code may. ``operator`` is what goes into
+    compiled code, None where only stock code may. ``bypassed`` counts by reason the calls that were not served. ``close`` sends
+    every call to the stock code from then on, also where somebody kept a bound method of a patched module.
     """
 
-    __slots__ = ("__weakref__", "bypassed", "is_open", "operator", "serve")
+    __slots__ = ("__weakref__", "bypassed", "is_open", "operator", "serve", "training")
 
-    def __init__(self, serve: Callable[..., Any], operator: Operator | None = None) -> None:
+    def __init__(
+        self, serve: Callable[..., Any], operator: Operator | None = None, training: Training | None = None
+    ) -> None:
         self.serve = serve
         self.operator = operator
+        self.training = training
         self.bypassed: dict[str, int] = {}
         self.is_open = True
 
@@ -72,12 +83,15 @@ class Site:
                 must compute the same.
             tensors: what a gradient may flow to; the first is the activation.
         """
-        if training:
+        trains = training or (_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
+        if training and self.training is None:
             self.bypass(IN_TRAINING)
         elif type(tensors[0]) is not _Tensor:
             self.bypass(NOT_PLAIN)
-        elif _grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        elif trains and self.training is None:
             self.bypass(NEEDS_GRAD)
+        elif trains and torch.is_autocast_enabled(tensors[0].device.type):
+            self.bypass(IN_AUTOCAST)
         elif _dispatch_modes() or _jit_tracing() or _functorch_level() or forward_ad._current_level >= 0:
             self.bypass(TRACED)
         elif not self.is_open:
@@ -85,6 +99,24 @@ class Site:
         else:
             return False
         return True
+
+    def ask(self, training: bool, *inputs: Any) -> Any:
+        """The outputs by a kernel, or None with nothing done, for a call that :meth:`leaves` let through.
+
+        Args:
+            training: the module's flag.
+            inputs: in the Definition's shapes and order.
+        """
+        if not training and not (_grad_enabled() and any(map(_requires_grad, inputs))):
+            return self.serve(*inputs)
+        if self.training is None:
+            self.bypass(NEEDS_GRAD)
+            return None
+        outputs = self.training.ask(inputs, training=training)
+        if isinstance(outputs, str):
+            self.bypass(outputs)
+            return None
+        return outputs
 
     def traced(self, training: bool, *tensors: Any) -> Operator | None:
         """The operator to put into compiled code for these tensors, or None for the stock code.

@@ -1,0 +1,104 @@
+"""Every backward Definition is the derivative of the Definition that it names, and so is its stock code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from tilegym_db.backends.load import load_entry
+from tilegym_db.catalog import Catalog
+from tilegym_db.records import Definition, Workload
+from tilegym_db.records.backward import backward_problem, differentiated
+from tilegym_db.records.definition import GRADIENT
+from tilegym_db.resolver.loader import load_verified
+from tilegym_db.verify.inputs import Case, draw_inputs
+from tilegym_db.verify.reference import Lifted, load_function, name_outputs, run_lifted
+
+BACKWARDS = ["rms_norm_backward", "rms_norm_backward_x", "swiglu_backward", "rope_neox_backward"]
+
+Run = Callable[..., Any]
+
+
+def test_every_backward_is_listed_here_and_fits_its_forward(catalog: Catalog) -> None:
+    found = {name: record for name, record in catalog.definitions.items() if record.backward_of}
+    assert sorted(found) == sorted(BACKWARDS)
+    for record in found.values():
+        assert record.backward_of is not None
+        assert backward_problem(catalog.definition(record.backward_of), record) == ""
+
+
+def drawn(catalog: Catalog, backward: Definition) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Random inputs of the forward in its tiny float32 size, and gradients of its outputs."""
+    forward = catalog.definition(str(backward.backward_of))
+    (workload,) = (item for item in catalog.workloads_for(backward.name) if is_tiny_float32(item))
+    case = Case.of_workload(backward, workload, distribution="normal", seed=3)
+    given = draw_inputs(backward, case, "cpu")
+    generator = torch.Generator().manual_seed(5)
+    inputs = {
+        name: given[name] if name in given else torch.randn(forward.shape_of(name, case.axes), generator=generator)
+        for name in forward.inputs
+    }
+    grads = {name: value for name, value in given.items() if name.startswith(GRADIENT)}
+    return inputs, grads  # type: ignore[return-value]
+
+
+def is_tiny_float32(workload: Workload) -> bool:
+    return "tiny" in workload.tags and workload.dtypes["T"] == "float32"
+
+
+def derivative(
+    forward: Definition, run: Run, inputs: Mapping[str, Any], grads: Mapping[str, torch.Tensor], wanted: tuple[str, ...]
+) -> dict[str, torch.Tensor]:
+    """What autograd says of a formulation of the forward."""
+    given = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+    for name in wanted:
+        given[name].requires_grad_()
+    outputs = name_outputs(forward, run(*given.values()), given, forward.name)
+    found = torch.autograd.grad(
+        list(outputs.values()), [given[name] for name in wanted], [grads[GRADIENT + name] for name in outputs]
+    )
+    return {GRADIENT + name: value for name, value in zip(wanted, found, strict=True)}
+
+
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_a_backward_is_the_derivative_of_its_forward_in_fp64(name: str, catalog: Catalog) -> None:
+    backward = catalog.definition(name)
+    forward = catalog.definition(str(backward.backward_of))
+    inputs, grads = drawn(catalog, backward)
+    lift = {key: value.double() if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
+    run = load_function(forward.reference, forward.name)
+    mode: Any = Lifted
+    with mode():
+        want = derivative(
+            forward, run, lift, {key: value.double() for key, value in grads.items()}, differentiated(backward)
+        )
+    found = run_lifted(backward, {key: {**inputs, **grads}[key] for key in backward.inputs})
+    assert found.keys() == want.keys()
+    for key, value in found.items():
+        torch.testing.assert_close(value, want[key], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_stock_code_rounds_as_autograd_does_behind_the_stock_forward(
+    name: str, dtype: torch.dtype, catalog: Catalog
+) -> None:
+    backward = catalog.definition(name)
+    forward = catalog.definition(str(backward.backward_of))
+    inputs, grads = (
+        {key: value.to(dtype) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+        for values in drawn(catalog, backward)
+    )
+    stock = catalog.solution(f"{forward.name}_stock")
+    want = derivative(forward, load_verified(stock, stock.digest), inputs, grads, differentiated(backward))
+    given = {key: {**inputs, **grads}[key] for key in backward.inputs}
+    found = load_entry(catalog.solution(f"{name}_stock"))(*given.values())
+    for key, value in name_outputs(backward, found, given, name).items():
+        assert value.dtype == dtype
+        apart = (value.double() - want[key].double()).abs()
+        # Sums in another order may end on the other side of a rounding boundary, here and there.
+        assert float((apart > 0).double().mean()) < (0.02 if dtype != torch.float32 else 1.0)
+        assert float(apart.max()) <= 2 * torch.finfo(dtype).eps * float(want[key].abs().max())
