@@ -2,7 +2,8 @@
 
 The traces are those of ``benchmarks/store_scale.py``: 20 operators with five Solutions each, on two GPUs. Theirs are the same
 points, verdicts and latencies in their format, which holds less of each (no confidence interval, no comparisons, no digests).
-Each side is a process of its own; times are medians, in milliseconds, and memory is the peak resident size.
+Each side is a process of its own. Times are in milliseconds where nothing else is said: the median, and in brackets the fastest,
+which says more on a machine that is not idle. Memory is the peak resident size.
 
     python -m benchmarks.against_flashinfer_bench.store [--traces 1000 10000 100000] [--repeats 5]
 """
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,12 +119,17 @@ def timed(action: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - start, result
 
 
+def summary(seconds: Sequence[float], unit: float = 1e3) -> tuple[float, float]:
+    """Median and minimum, in milliseconds or another ``unit`` of a second."""
+    return statistics.median(seconds) * unit, min(seconds) * unit
+
+
 def peak_mb() -> float:
     """Most memory that this process ever held, in MB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def measure_ours(folder: Path, repeats: int) -> dict[str, float]:
+def measure_ours(folder: Path, repeats: int) -> dict[str, Any]:
     """Journal to DuckDB, DuckDB to the resolver's table, the table from its file, and decisions over it."""
     from tilegym_db.resolver.decide import decide
     from tilegym_db.resolver.request import make_request
@@ -154,7 +160,7 @@ def measure_ours(folder: Path, repeats: int) -> dict[str, float]:
     for number in range(repeats):
         loads.append(timed(lambda number=number: load(folder / f"home{number}"))[0])
         tables.append(timed(lambda number=number: load_and_publish(folder / f"other{number}"))[0])
-    again = [timed(lambda: list(read_table(snapshot))) for _ in range(repeats)]
+    again = [timed(lambda: list(read_table(snapshot)))[0] for _ in range(repeats)]
     table = read_table(snapshot)
     points = [(definitions[name], item) for name in definitions for item in catalog.workloads_for(name)]
     list(table)
@@ -172,10 +178,10 @@ def measure_ours(folder: Path, repeats: int) -> dict[str, float]:
 
     asked = [timed(look_up) for _ in range(repeats)]
     return {
-        "load": statistics.median(loads) * 1e3,
-        "load_and_table": statistics.median(tables) * 1e3,
-        "table_again": statistics.median(seconds for seconds, _ in again) * 1e3,
-        "point": statistics.median(seconds for seconds, _ in asked) / LOOKUPS * 1e6,
+        "load": summary(loads),
+        "load_and_table": summary(tables),
+        "table_again": summary(again),
+        "point": summary([seconds for seconds, _ in asked], 1e6 / LOOKUPS),
         "points_answered": asked[0][1] / LOOKUPS,
         "entries": table.size,
         "size_mb": journal.stat().st_size / 1e6,
@@ -184,7 +190,7 @@ def measure_ours(folder: Path, repeats: int) -> dict[str, float]:
     }
 
 
-def measure_theirs(folder: Path, repeats: int) -> dict[str, float]:
+def measure_theirs(folder: Path, repeats: int) -> dict[str, Any]:
     """Files to a ``TraceSet``, the ``TraceSet`` to an apply table (nothing built), and ``get_best_trace`` over it."""
     from flashinfer_bench.apply import ApplyConfig, ApplyConfigRegistry
     from flashinfer_bench.apply.table import ApplyTable
@@ -218,10 +224,10 @@ def measure_theirs(folder: Path, repeats: int) -> dict[str, float]:
             number += 1
         asked.append(((time.perf_counter() - start) / number, found / number))
     return {
-        "load": statistics.median(loads) * 1e3,
-        "load_and_table": statistics.median(tables) * 1e3,
-        "table_again": statistics.median(again) * 1e3,
-        "point": statistics.median(seconds for seconds, _ in asked) * 1e6,
+        "load": summary(loads),
+        "load_and_table": summary(tables),
+        "table_again": summary(again),
+        "point": summary([seconds for seconds, _ in asked], 1e6),
         "points_answered": asked[0][1],
         "entries": sum(map(len, table.index.values())),
         "size_mb": sum(path.stat().st_size for path in (folder / "traces").rglob("*.jsonl")) / 1e6,
@@ -230,14 +236,19 @@ def measure_theirs(folder: Path, repeats: int) -> dict[str, float]:
     }
 
 
-def side(which: str, folder: Path, repeats: int) -> dict[str, float]:
+def spelled(value: float | Sequence[float]) -> str:
+    """A number, or a median with the fastest in brackets."""
+    return f"{value:.1f}" if isinstance(value, int | float) else f"{value[0]:.1f} ({value[1]:.1f})"
+
+
+def side(which: str, folder: Path, repeats: int) -> dict[str, Any]:
     """Measure one side in a process of its own."""
     answer = folder / f"{which}.json"
     command = [sys.executable, "-m", MODULE, "--side", which, "--folder", str(folder / which)]
     command += ["--answer", str(answer), "--repeats", str(repeats)]
     environment = {**os.environ, "FIB_CACHE_PATH": str(folder / "cache")}
     subprocess.run(command, env=environment, check=True)
-    found: dict[str, float] = json.loads(answer.read_text())
+    found: dict[str, Any] = json.loads(answer.read_text())
     return found
 
 
@@ -259,13 +270,13 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    print(f"{'traces':>8} {'what':<44}{'tilegym-db':>12}{'flashinfer-bench':>18}")
+    print(f"{'traces':>8} {'what':<44}{'tilegym-db':>20}{'flashinfer-bench':>20}")
     for count in options.traces:
         with tempfile.TemporaryDirectory(prefix="against-flashinfer-bench-") as name:
             write_both(Path(name), count)
             ours, theirs = (side(which, Path(name), options.repeats) for which in ("ours", "theirs"))
         for key, what in QUESTIONS.items():
-            print(f"{count:>8} {what:<44}{ours[key]:>12.1f}{theirs[key]:>18.1f}", flush=True)
+            print(f"{count:>8} {what:<44}{spelled(ours[key]):>20}{spelled(theirs[key]):>20}", flush=True)
         if min(ours["points_answered"], theirs["points_answered"]) < 1:
             print(f"answered: {ours['points_answered']:.0%} of ours, {theirs['points_answered']:.0%} of theirs")
     return 0
