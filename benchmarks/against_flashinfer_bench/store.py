@@ -2,8 +2,8 @@
 
 The traces are those of ``benchmarks/store_scale.py``: 20 operators with five Solutions each, on two GPUs. Theirs are the same
 points, verdicts and latencies in their format, which holds less of each (no confidence interval, no comparisons, no digests).
-Each side is a process of its own. Times are in milliseconds where nothing else is said: the median, and in brackets the fastest,
-which says more on a machine that is not idle. Memory is the peak resident size.
+Each side is a process of its own. Times are medians, in milliseconds where nothing else is said; in brackets the processor time
+of all threads, which says more on a machine that is not idle. Memory is the peak resident size.
 
     python -m benchmarks.against_flashinfer_bench.store [--traces 1000 10000 100000] [--repeats 5]
 """
@@ -25,7 +25,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.against_flashinfer_bench.dataset import their_definition, their_name, their_solution, their_workload
 from benchmarks.store_scale import DEFINITIONS, GPUS, LANGUAGES, START, trace_lines, write_catalog
@@ -111,17 +111,30 @@ def write_both(folder: Path, count: int) -> None:
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-def timed(action: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds that a call took, and what it returned. Garbage of the call before is collected first."""
+class Took(NamedTuple):
+    """Seconds of one call: by the clock, and of the processor in all threads."""
+
+    wall: float
+    cpu: float
+
+    def plus(self, other: Took) -> Took:
+        """Both calls, one after the other."""
+        return Took(self.wall + other.wall, self.cpu + other.cpu)
+
+
+def timed(action: Callable[[], Any]) -> tuple[Took, Any]:
+    """What a call took, and what it returned. Garbage of the call before is collected first."""
     gc.collect()
-    start = time.perf_counter()
+    wall, cpu = time.perf_counter(), time.process_time()
     result = action()
-    return time.perf_counter() - start, result
+    return Took(time.perf_counter() - wall, time.process_time() - cpu), result
 
 
-def summary(seconds: Sequence[float], unit: float = 1e3) -> tuple[float, float]:
-    """Median and minimum, in milliseconds or another ``unit`` of a second."""
-    return statistics.median(seconds) * unit, min(seconds) * unit
+def summary(samples: Sequence[Took], unit: float = 1e3) -> tuple[float, float]:
+    """Medians of wall and processor time, in milliseconds or another ``unit`` of a second."""
+    return statistics.median(took.wall for took in samples) * unit, statistics.median(
+        took.cpu for took in samples
+    ) * unit
 
 
 def peak_mb() -> float:
@@ -181,7 +194,7 @@ def measure_ours(folder: Path, repeats: int) -> dict[str, Any]:
         "load": summary(loads),
         "load_and_table": summary(tables),
         "table_again": summary(again),
-        "point": summary([seconds for seconds, _ in asked], 1e6 / LOOKUPS),
+        "point": summary([took for took, _ in asked], 1e6 / LOOKUPS),
         "points_answered": asked[0][1] / LOOKUPS,
         "entries": table.size,
         "size_mb": journal.stat().st_size / 1e6,
@@ -207,28 +220,31 @@ def measure_theirs(folder: Path, repeats: int) -> dict[str, Any]:
     trace_set = table = None
     for _ in range(repeats):
         trace_set = table = None  # or two of them would count towards the peak
-        seconds, trace_set = timed(load)
-        loads.append(seconds)
+        loaded, trace_set = timed(load)
+        loads.append(loaded)
         shutil.rmtree(get_fib_cache_path() / "apply_table", ignore_errors=True)
         built, table = timed(lambda trace_set=trace_set: ApplyTable.load_or_build(trace_set, config))
-        tables.append(seconds + built)
+        tables.append(loaded.plus(built))
         cached, _ = timed(lambda trace_set=trace_set: ApplyTable.load_or_build(trace_set, config))
-        again.append(seconds + cached)
+        again.append(loaded.plus(cached))
     points = [(name, trace.workload.axes) for name, workloads in trace_set.workloads.items() for trace in workloads]
-    asked = []
-    for _ in range(repeats):
+
+    def look_up() -> tuple[int, int]:
         start, number, found = time.perf_counter(), 0, 0
         while number < LOOKUPS and time.perf_counter() - start < LOOKUPS_S:
             name, axes = points[(number * 37) % len(points)]
             found += trace_set.get_best_trace(name, axes) is not None
             number += 1
-        asked.append(((time.perf_counter() - start) / number, found / number))
+        return number, found
+
+    asked = [timed(look_up) for _ in range(repeats)]
+    each = [Took(took.wall / number, took.cpu / number) for took, (number, _) in asked]
     return {
         "load": summary(loads),
         "load_and_table": summary(tables),
         "table_again": summary(again),
-        "point": summary([seconds for seconds, _ in asked], 1e6),
-        "points_answered": asked[0][1],
+        "point": summary(each, 1e6),
+        "points_answered": asked[0][1][1] / asked[0][1][0],
         "entries": sum(map(len, table.index.values())),
         "size_mb": sum(path.stat().st_size for path in (folder / "traces").rglob("*.jsonl")) / 1e6,
         "start_mb": start_mb,
@@ -237,7 +253,7 @@ def measure_theirs(folder: Path, repeats: int) -> dict[str, Any]:
 
 
 def spelled(value: float | Sequence[float]) -> str:
-    """A number, or a median with the fastest in brackets."""
+    """A number, or wall time with processor time in brackets."""
     return f"{value:.1f}" if isinstance(value, int | float) else f"{value[0]:.1f} ({value[1]:.1f})"
 
 
