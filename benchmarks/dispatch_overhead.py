@@ -1,8 +1,13 @@
 """What a call through the resolver costs over calling the kernel's launcher directly, in microseconds of Python.
 
 The kernel does nothing, so that only the way to it is timed: a hit in a call site's cache, on CPU tensors, with 3 and
-with 6 inputs. flashinfer-bench's ``apply`` is timed beside it on the same calls, where it is installed
-(``pip install 'tilegym-db[flashinfer]'``).
+with 6 inputs. flashinfer-bench's ``apply`` and the ``dispatch`` decorator of TileGym are timed beside it on the same calls,
+where they are installed (``pip install --no-deps flashinfer-bench docstring-parser tilegym``). What each of them looks at
+before it calls the kernel differs:
+
+* ours: shape, strides, dtype and device of every tensor, and the scalars that select code;
+* ``apply``: the shapes; it allocates and returns the outputs of a kernel that writes into arguments;
+* TileGym: the name of the chosen backend and nothing of the call, since a backend has one implementation of an operator.
 
     python benchmarks/dispatch_overhead.py [--calls 2000] [--rounds 200]
 """
@@ -13,8 +18,10 @@ import argparse
 import importlib.util
 import json
 import os
+import sys
 import tempfile
 import timeit
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -127,6 +134,27 @@ def flashinfer_apply(definition: Definition, folder: Path) -> Callable[..., Any]
     return lambda *args: apply(definition.name, args=args)
 
 
+def tilegym_dispatch(definition: Definition, launcher: Callable[..., Any]) -> Callable[..., Any] | None:
+    """The launcher behind TileGym's ``dispatch``, or None where it is not installed."""
+    spec = importlib.util.find_spec("tilegym")
+    if spec is None or spec.submodule_search_locations is None:
+        return None
+    if "tilegym" not in sys.modules:
+        # The package imports every kernel it has, which needs a GPU; the dispatcher itself needs none of them.
+        package = types.ModuleType("tilegym")
+        package.__spec__, package.__path__ = spec, list(spec.submodule_search_locations)
+        sys.modules["tilegym"] = package
+    from tilegym.backend import dispatch, get_current_backend, register_impl
+
+    register_impl(definition.name, get_current_backend())(launcher)
+
+    @dispatch(definition.name)
+    def operator(*args: Any) -> Any:
+        raise NotImplementedError
+
+    return operator
+
+
 def microseconds(
     ways: dict[str, Callable[..., Any]], args: tuple[Any, ...], calls: int, rounds: int
 ) -> dict[str, float]:
@@ -155,11 +183,14 @@ def main() -> None:
             site = make_site(definition, solution)
             theirs = flashinfer_apply(definition, Path(folder) / label / "flashinfer")
             bare = "bare launcher"
+            launcher = load_launcher(definition, solution, {}, solution.digest)
+            tilegym = tilegym_dispatch(definition, launcher)
             ways: dict[str, Callable[..., Any]] = {
-                bare: load_launcher(definition, solution, {}, solution.digest),
+                bare: launcher,
                 "call site, attempt(...)": site.attempt,
                 "call site, site(...)": site,
                 **({"flashinfer-bench apply": theirs} if theirs is not None else {}),
+                **({"TileGym dispatch": tilegym} if tilegym is not None else {}),
             }
             shapes = [*inputs.values(), list(SIZES)]
             args = tuple(1e-5 if shape is None else torch.ones([SIZES[axis] for axis in shape]) for shape in shapes)

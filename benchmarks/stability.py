@@ -8,6 +8,9 @@ is not beyond the 2% that the resolver asks for.
     python benchmarks/stability.py --gpu auto --pairs 40 --runs 5
     python benchmarks/stability.py --gpu cpu --pairs 4 --runs 3 --quick
 
+With ``--keep FILE`` every finished run is kept there, and a later call with the same pairs goes on from it: so many runs fit
+into several shorter commands.
+
 Exits with 1 where fewer than ``--expect`` of the pairs agree over all runs.
 """
 
@@ -15,11 +18,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import random
 import secrets
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from tilegym_db.bench.executor.local import LocalExecutor
@@ -113,6 +119,29 @@ def play(
     return rounds
 
 
+def read_runs(path: Path | None, pairs: Sequence[Pair]) -> list[Mapping[str, Rounds]]:
+    """The finished runs that are kept in a file; none where there is no file.
+
+    Raises:
+        ValueError: they are of other pairs.
+    """
+    if path is None or not path.is_file():
+        return []
+    content = json.loads(path.read_text())
+    if content["pairs"] != [pair.workload.uuid for pair in pairs]:
+        raise ValueError(f"{path} keeps runs of other pairs: name another file, or the options that it was made with")
+    found: list[Mapping[str, Rounds]] = content["runs"]
+    return found
+
+
+def write_runs(path: Path, pairs: Sequence[Pair], runs: Sequence[Mapping[str, Rounds]]) -> None:
+    """Keep finished runs for a later call; a call that is cut short leaves the file of before."""
+    text = json.dumps({"pairs": [pair.workload.uuid for pair in pairs], "runs": runs})
+    unfinished = path.with_name(path.name + ".part")
+    unfinished.write_text(text)
+    unfinished.replace(path)
+
+
 def report(pairs: Sequence[Pair], runs: Sequence[Mapping[str, Rounds]]) -> float:
     """Print what became of each pair; returns the share that agrees, of those that every run could time."""
     counted: dict[Agreement, int] = {"identical": 0, "tied": 0, "different": 0}
@@ -142,6 +171,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0, help="of the drawing of pairs")
     parser.add_argument("--quick", action="store_true", help="few samples")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="keep finished runs there, and go on from them")
     parser.add_argument("--expect", type=float, default=0.0, metavar="SHARE")
     options = parser.parse_args()
     machine, catalog = select_machine(options.gpu), Catalog.default()
@@ -155,7 +185,17 @@ def main() -> int:
         return 2
     print(f"{len(pairs)} pairs of {len({pair.definition for pair in pairs})} operators on {machine.gpu_name}")
     effort = Effort.quick() if options.quick else Effort()
-    runs = [play(plans, pairs, machine, effort) for _ in range(options.runs)]
+    try:
+        runs = read_runs(options.keep, pairs)[: options.runs]
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    while len(runs) < options.runs:
+        begun = time.monotonic()
+        runs.append(play(plans, pairs, machine, effort))
+        print(f"run {len(runs)} of {options.runs}: {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
+        if options.keep is not None:
+            write_runs(options.keep, pairs, runs)
     return 0 if report(pairs, runs) >= options.expect else 1
 
 

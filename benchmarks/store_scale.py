@@ -59,8 +59,8 @@ class Measurement:
         return self.limit_s is not None and self.seconds > self.limit_s
 
 
-def write_catalog(root: Path) -> Catalog:
-    """``DEFINITIONS`` operators, each with a Solution per entry of ``LANGUAGES`` and ``WORKLOADS`` shapes."""
+def write_catalog(root: Path, workloads: int = WORKLOADS) -> Catalog:
+    """``DEFINITIONS`` operators, each with a Solution per entry of ``LANGUAGES`` and so many shapes."""
     for index in range(DEFINITIONS):
         name = f"op{index:02d}"
         definition = Definition.from_dict(
@@ -76,7 +76,7 @@ def write_catalog(root: Path) -> Catalog:
             }
         )
         _write(root / "definitions" / definition.op_type / f"{name}.json", definition.to_json())
-        lines = [_workload(name, number).to_json() for number in range(WORKLOADS)]
+        lines = [_workload(name, number).to_json() for number in range(workloads)]
         _write(root / "workloads" / definition.op_type / f"{name}.jsonl", "\n".join(lines) + "\n")
         for number, language in enumerate(LANGUAGES):
             _write_solution(root / "solutions" / definition.op_type / name, name, number, language)
@@ -187,7 +187,8 @@ def _failure(workload: Workload) -> dict[str, Any]:
 
 def _pass(rng: random.Random) -> dict[str, Any]:
     latency = rng.uniform(5, 500)
-    comparison = {"ratio": rng.uniform(0.5, 3), "ci_low": 1.0, "ci_high": 1.2}
+    ratio = rng.uniform(0.5, 3)
+    comparison = {"ratio": ratio, "ci_low": ratio * 0.99, "ci_high": ratio * 1.01}
     return {
         "status": "PASSED",
         "envelope": {"cases": 28, "digest": "0" * 64, "seed": "1234567890123456789"},

@@ -57,6 +57,15 @@ def test_an_operator_with_many_workloads_does_not_outweigh_the_others(stability)
     assert len(stability.stratified(groups, 1000, random.Random(0))) == 51
 
 
+def test_kept_runs_of_other_pairs_are_refused(stability, tmp_path):
+    pairs = [stability.Pair("row_scale", item) for item in workloads(1, 2)]
+    runs = [{pair.workload.uuid: {"a": rounds(10)} for pair in pairs}]
+    stability.write_runs(tmp_path / "runs.json", pairs, runs)
+    assert stability.read_runs(tmp_path / "runs.json", pairs) == runs
+    with pytest.raises(ValueError, match="runs of other pairs"):
+        stability.read_runs(tmp_path / "runs.json", pairs[:1])
+
+
 def test_runs_from_nothing_agree_on_a_clear_winner(stability, make_catalog, tmp_path, monkeypatch, capsys):
     catalog = make_catalog(
         tmp_path,
@@ -64,9 +73,15 @@ def test_runs_from_nothing_agree_on_a_clear_winner(stability, make_catalog, tmp_
         ({"axes": {"M": 128, "N": 256}}, {"axes": {"M": 64, "N": 256}}),
     )
     monkeypatch.setattr(Catalog, "default", lambda: catalog)
-    arguments = ["--gpu", "cpu", "--pairs", "2", "--runs", "2", "--quick", "--expect", "1"]
-    monkeypatch.setattr(sys, "argv", ["stability.py", *arguments])
+    kept = ["--keep", str(tmp_path / "runs.json")]
+    arguments = ["stability.py", "--gpu", "cpu", "--pairs", "2", "--quick", "--expect", "1", *kept]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--runs", "1"])
     assert stability.main() == 0
-    shown = capsys.readouterr().out
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", [*arguments, "--runs", "2"])
+    assert stability.main() == 0
+    shown, progress = capsys.readouterr()
+    assert "run 2 of 2" in progress
+    assert "run 1 of 2" not in progress  # it was kept by the first call
     assert "identical  row_scale M=64,N=256,float32: row_scale_fast, row_scale_fast" in shown
     assert "2 pairs in 2 runs: 2 identical, 0 tied, 0 different; 100.0% agree" in shown
