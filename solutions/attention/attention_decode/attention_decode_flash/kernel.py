@@ -1,0 +1,20 @@
+"""PyTorch's FlashAttention, called directly."""
+
+import torch
+
+ALIGNMENT = 8
+"""Elements of 16 bits that a load of the library's kernels takes at once: rows must start at multiples of it."""
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    if all(start % ALIGNMENT == 0 for start in (x.storage_offset(), *x.stride()[:-1])):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """q [B, Hq, 1, D], k and v [B, Hkv, L, D] -> [B, Hq, 1, D]."""
+    q, k, v = _aligned(q), _aligned(k), _aligned(v)
+    if q.is_cuda:
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, scale=scale)[0]
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, scale=scale)[0]

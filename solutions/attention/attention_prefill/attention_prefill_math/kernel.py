@@ -1,0 +1,11 @@
+"""PyTorch's attention in plain steps: two products and a softmax, the scores in memory."""
+
+import torch
+
+
+def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """q [B, Hq, S, D], k and v [B, Hkv, S, D] -> [B, Hq, S, D]."""
+    out, _ = torch.ops.aten._scaled_dot_product_attention_math(
+        q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out
