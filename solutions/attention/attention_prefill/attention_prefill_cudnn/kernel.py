@@ -1,6 +1,7 @@
-"""cuDNN's attention, called directly."""
+"""cuDNN's attention through PyTorch, whatever PyTorch would pick."""
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ALIGNMENT = 8
 """Elements of 16 bits that a load of the library's kernels takes at once: rows must start at multiples of it."""
@@ -14,6 +15,7 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 
 def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     """q [B, Hq, S, D], k and v [B, Hkv, S, D] -> [B, Hq, S, D]."""
-    return torch.ops.aten._scaled_dot_product_cudnn_attention(
-        _aligned(q), _aligned(k), _aligned(v), None, False, 0.0, True, scale=scale
-    )[0]
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return torch.nn.functional.scaled_dot_product_attention(
+            _aligned(q), _aligned(k), _aligned(v), is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
