@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -161,14 +161,17 @@ def _is_as_probed(act_fn: Any, activation: Any) -> bool:
     return type(act_fn) is activation and not _has_hooks(act_fn)
 
 
-def attention_forward(stock: Callable[..., Any], shadow: Callable[..., Any], site: Site) -> Callable[..., Any]:
-    """Forward of attention: ``shadow``, the same code with another rotary function, or ``stock`` itself."""
+def attention_forward(
+    stock: Callable[..., Any], shadow: Callable[..., Any], sites: Sequence[Site]
+) -> Callable[..., Any]:
+    """Forward of attention: ``shadow``, the same code with another rotary or attention function, or ``stock`` itself."""
 
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.training or not site.is_open:
+        if self.training or not sites[0].is_open:  # a patch opens and closes all of them together
             if not _is_compiling():
-                site.bypass(IN_TRAINING if self.training else UNPATCHED)
+                for site in sites:
+                    site.bypass(IN_TRAINING if self.training else UNPATCHED)
             return stock(self, *args, **kwargs)
         return shadow(self, *args, **kwargs)
 
