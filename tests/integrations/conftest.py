@@ -23,8 +23,10 @@ from tilegym_db.paths import shipped_root
 NORMS = ("rms_norm", "rms_norm_fp32", "rms_norm_gemma")
 ROPES = ("rope_neox", "rope_partial")
 FUSED = "fused_add_rms_norm"
-OPS = (*NORMS, FUSED, "swiglu", "silu_and_mul", "gelu_tanh_and_mul", *ROPES)
+ATTENTION = ("attention_prefill", "attention_decode")
+OPS = (*NORMS, FUSED, "swiglu", "silu_and_mul", "gelu_tanh_and_mul", *ROPES, *ATTENTION)
 LARGEST = 4096
+LARGEST_HEAD = 256
 SIZES = {
     "vocab_size": 96,
     "hidden_size": 64,
@@ -110,7 +112,8 @@ def _prompt(batch: int = 1, length: int = 9, seed: int = 0) -> torch.Tensor:
 
 def _layouts(op: str) -> list[dict[str, str]]:
     """The layouts in which models pass these tensors, in any combination; all others are contiguous."""
-    varying = ("q", "k", "q_out", "k_out") if op in ROPES else ("x",) if op in NORMS else ()
+    heads = {**dict.fromkeys(ROPES, ("q", "k", "q_out", "k_out")), **dict.fromkeys(ATTENTION, ("q", "k", "v", "out"))}
+    varying = heads.get(op, ("x",) if op in NORMS else ())
     return [
         {name: "row_contiguous" for name, strided in zip(varying, chosen, strict=True) if strided}
         for chosen in itertools.product((False, True), repeat=len(varying))
@@ -203,7 +206,10 @@ class Shop:
                 "definition_digest": definition.digest,
                 "op_type": definition.op_type,
                 "dtypes": {"T": dtype},
-                "axes": dict.fromkeys(definition.var_axes, size),
+                "axes": {
+                    axis: min(size, LARGEST_HEAD) if op in ATTENTION and axis == "D" else size
+                    for axis in definition.var_axes
+                },
                 "layouts": layouts,
                 "candidates": [candidate],
             }

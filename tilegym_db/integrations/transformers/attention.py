@@ -29,6 +29,7 @@ NOT_CAUSAL = "its positions may see later ones"
 FEWER_KEYS = "it has fewer keys than queries"
 NO_HEADS = "it is not given as batch, heads, positions and head size"
 OTHER_HEADS = "its query heads are not the multiple of its key heads that the module states"
+AUTOCAST = "autocast picks the dtype that it computes in"
 SCALE_IS_NO_NUMBER = "its scale is no number"
 OTHER_MATHS = ("position_bias", "softcap", "s_aux", "cache")
 """Arguments that stock code takes from whoever calls the model, and that no Definition knows."""
@@ -139,6 +140,8 @@ def why_stock(module: Any, query: torch.Tensor, key: torch.Tensor, options: Mapp
     """
     if options.get("attention_mask") is not None:
         return MASKED
+    if torch.is_autocast_enabled(query.device.type):
+        return AUTOCAST
     if options.get("dropout"):
         return DROPOUT
     if options.get("output_attentions"):

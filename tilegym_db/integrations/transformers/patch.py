@@ -157,7 +157,9 @@ class Handle:
         if found.kind in SHARING_KINDS:
             shadow, forget = shadow_function(stock, _replacements(stock, parts))
             self._forget_shadows.append(forget)
-            return attention_forward(stock, shadow, [site for _, site in parts])
+            # What runs stock from the start is training, on whole sequences.
+            told = [site for part, site in parts if part.definition != DECODE]
+            return attention_forward(stock, shadow, told or [site])
         variant = found.variant or Variant("")
         if found.kind == "norm":
             return norm_forward(stock, site, variant.eps_attribute)
