@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import math
 import threading
 import types
 import weakref
@@ -143,6 +144,19 @@ def test_packed_sequences_run_stock(kernels: Catalog, logits: Any, build: Any, p
     with patched(model, catalog=kernels, ops=OPS) as handle:
         assert torch.equal(logits(model, ids, position_ids=positions, use_cache=False), stock)
     assert hits(handle) == (0, 0)
+
+
+def test_a_growing_cache_is_asked_about_once_a_doubling_where_no_kernel_serves_it(
+    shop: Any, build: Any, prompt: Any
+) -> None:
+    model, inputs = build(), {"input_ids": prompt(2)}
+    options = {"max_new_tokens": 64, "do_sample": False}
+    stock = model.generate(**inputs, **options).tolist()
+    with patched(model, catalog=shop.offer(without=(DECODE,)), ops=OPS) as handle:
+        assert model.generate(**inputs, **options).tolist() == stock
+    (decode,) = [site for site in handle.report().sites if site.definition == DECODE]
+    assert decode.counts.misses == len({round(math.log2(length)) for length in range(10, 73)}) == 4
+    assert decode.counts.calls + decode.bypassed[point.LIKE_BEFORE] == 2 * 63
 
 
 # -- left to stock ----------------------------------------------------------------------------------------------------

@@ -65,6 +65,8 @@ def test_each_kind_of_call_is_proved_in_prefill_and_decode(
     with patched(model, catalog=kernels, verify=True) as handle:
         before = handle.report()
         assert torch.equal(logits(model, ids), stock)
+        if proofs_of(handle).get("attention_decode"):
+            logits(model, ids[:, :1])  # one position: what attention calls decoding
     assert before.kernel_calls == 0  # trying a kernel is no call of the model
     assert handle.report().kernel_calls > 0
     assert before.failed_proofs == ()
