@@ -21,7 +21,8 @@ EAGER = [
     "rms_norm_stock", "rms_norm_aten", "fused_add_rms_norm_stock", "silu_and_mul_stock", "swiglu_stock", "rope_neox_stock",
     "softmax_stock", "gemm_cublas", "rms_norm_fp32_stock", "rms_norm_fp32_aten", "rms_norm_gemma_stock", "qk_rms_norm_stock",
     "qk_rms_norm_aten", "gelu_tanh_and_mul_stock", "rope_partial_stock", "rms_norm_backward_stock", "rms_norm_backward_x_stock",
-    "swiglu_backward_stock", "rope_neox_backward_stock",
+    "swiglu_backward_stock", "rope_neox_backward_stock", "attention_prefill_stock", "attention_decode_stock",
+    "attention_prefill_math", "attention_decode_math",
 ]  # fmt: skip
 
 

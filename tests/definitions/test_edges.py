@@ -51,7 +51,7 @@ def agree(catalog: Catalog) -> Agree:
         axes = solve_axes(definition, {key: value.shape for key, value in tensors.items()})
         written, truth = run_reference(definition, inputs), oracle(definition, inputs)
         assert definition.self_test is not None
-        found = {"the reference": written, **_baselines(catalog, definition, inputs)}
+        found = {"the reference": written, **_baselines(catalog, definition, inputs, axes, dtypes)}
         if independent:
             source = definition.self_test.independent
             found["the independent formulation"] = run_reference(definition, inputs, source=source)
@@ -66,15 +66,19 @@ def agree(catalog: Catalog) -> Agree:
     return run
 
 
-def _baselines(catalog: Catalog, definition: Definition, inputs: dict[str, Any]) -> dict[str, Outputs]:
+def _baselines(
+    catalog: Catalog, definition: Definition, inputs: dict[str, Any], axes: dict[str, int], dtypes: dict[str, str]
+) -> dict[str, Outputs]:
     found = {}
     for entry in catalog.solutions_for(definition.name):
-        if entry.record.spec.language == "python" and entry.record.spec.provides != "compile":
+        spec = entry.record.spec
+        declared = entry.record.unsupported(axes, dtypes, target="cpu") is None
+        if spec.language == "python" and spec.provides != "compile" and declared:
             given = {
                 key: value.clone() if key in definition.in_place and isinstance(value, torch.Tensor) else value
                 for key, value in inputs.items()
             }
-            assert not entry.record.spec.destination_passing_style
+            assert not spec.destination_passing_style
             found[entry.name] = name_outputs(definition, load_entry(entry)(*given.values()), given, entry.name)
     return found
 
@@ -108,6 +112,8 @@ EMPTY: dict[str, Callable[[], tuple[Any, ...]]] = {
     "softmax": lambda: (torch.ones(0, 5),),
     "gemm": lambda: (torch.ones(0, 5), torch.ones(3, 5)),
     "topk_gate": lambda: (torch.ones(0, 9),),
+    "attention_prefill": lambda: (torch.ones(0, 4, 3, 8), *(torch.ones(0, 2, 3, 8),) * 2, 0.5),
+    "attention_decode": lambda: (torch.ones(0, 4, 1, 8), *(torch.ones(0, 2, 3, 8),) * 2, 0.5),
     "batched_transpose": lambda: (torch.ones(2, 0, 5),),
     "engram_gate_fwd": lambda: (
         *(torch.ones(0, 2, 5).bfloat16(),) * 2, torch.ones(0, 5).bfloat16(), *(torch.ones(2, 5).bfloat16(),) * 2, 1e-6, 1e-20,
@@ -139,6 +145,8 @@ def test_no_tokens_give_an_empty_output(definition: Definition, agree: Agree) ->
         ("topk_gate", {"M": 4, "E": 7}),
         ("per_channel_cast", {"M": 64, "H": 8}),
         ("mhc_sinkhorn", {"M": 4, "C": 0}),
+        ("attention_prefill", {"B": 1, "Hq": 6, "Hkv": 4, "S": 3, "D": 8}),
+        ("attention_decode", {"B": 1, "Hq": 4, "Hkv": 2, "L": 0, "D": 8}),
     ],
 )
 def test_a_size_that_means_nothing_is_refused(name: str, axes: dict[str, int], catalog: Catalog) -> None:
@@ -439,6 +447,55 @@ def test_partial_rope_passes_the_tail_through_bit_for_bit(agree: Agree) -> None:
     assert torch.equal(result["q_out"][..., 4:].view(torch.int32), q[..., 4:].view(torch.int32))
     assert result["q_out"][..., :4].isfinite().all()
     assert torch.equal(result["k_out"][..., 4:], k[..., 4:])
+
+
+# -- attention -------------------------------------------------------------------------------------------------------------
+
+SCALE = 0.25
+
+
+def heads(batch: int, count: int, length: int, dim: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """[B, H, S, D] as projections give it: heads after tokens in memory."""
+    return random(batch, length, count, dim, dtype=dtype, seed=seed).transpose(1, 2)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    ("query_heads", "kv_heads", "length", "dim"), [(1, 1, 1, 1), (5, 1, 7, 24), (6, 3, 129, 16), (20, 1, 3, 256)]
+)
+def test_attention_of_odd_lengths_and_uneven_groups(
+    query_heads: int, kv_heads: int, length: int, dim: int, dtype: torch.dtype, agree: Agree
+) -> None:
+    q = heads(2, query_heads, length, dim, dtype, 0)
+    k, v = (heads(2, kv_heads, length, dim, dtype, seed) for seed in (1, 2))
+    whole = agree("attention_prefill", q, k, v, SCALE)["out"]
+    last = agree("attention_decode", q[:, :, -1:], k, v, SCALE)["out"]
+    # In a step of decoding, the newest position sees what it sees at the end of the whole sequence.
+    torch.testing.assert_close(whole[:, :, -1:], last, rtol=2e-2, atol=1e-2)
+
+
+def test_the_first_position_sees_itself_alone_and_no_position_sees_a_later_one(agree: Agree) -> None:
+    q, k, v = (heads(1, count, 6, 8, torch.float32, count) for count in (4, 2, 2))
+    out = agree("attention_prefill", q, k, v, SCALE)["out"]
+    torch.testing.assert_close(out[:, :, 0], v[:, :, 0].repeat_interleave(2, dim=1))
+    k[:, :, 4:], v[:, :, 4:] = 9.0, -9.0
+    assert torch.equal(agree("attention_prefill", q, k, v, SCALE)["out"][:, :, :4], out[:, :, :4])
+
+
+def test_equal_keys_share_the_weight_equally_and_one_large_score_takes_it_all(agree: Agree) -> None:
+    q, k, v = torch.ones(1, 2, 1, 8), torch.ones(1, 1, 5, 8), random(1, 1, 5, 8)
+    mean = agree("attention_decode", q, k, v, SCALE)["out"]
+    torch.testing.assert_close(mean, v.mean(2, keepdim=True).expand_as(mean))
+    k[:, :, 3] = 1e4  # a softmax that did not subtract the maximum would overflow
+    assert torch.equal(agree("attention_decode", q, k, v, SCALE)["out"], v[:, :, 3:4].expand(1, 2, 1, 8))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_attention_reads_a_part_of_a_longer_cache(dtype: torch.dtype, agree: Agree) -> None:
+    q, cache = heads(2, 4, 5, 16, dtype, 0), random(2, 2, 2, 64, 16, dtype=dtype)
+    k, v = (kept[:, :, :5] for kept in cache)
+    views = agree("attention_prefill", q, k, v, SCALE)["out"]
+    assert torch.equal(views, agree("attention_prefill", q, k.contiguous(), v.contiguous(), SCALE)["out"])
 
 
 # -- softmax and products --------------------------------------------------------------------------------------------------

@@ -28,13 +28,16 @@ PLANNED = {
     "topk_gate", "per_token_cast", "per_block_cast", "per_channel_cast", "batched_transpose", "engram_gate_fwd", "mhc_sinkhorn",
 }  # fmt: skip
 
+BY_LIBRARIES = {"attention_prefill", "attention_decode"}  # measured, and without a kernel in a tile language yet
+
 
 def test_catalog_holds_the_core_operators_and_lists_the_planned_ones_as_open(catalog: Catalog) -> None:
     open_ones = {name for name, record in catalog.definitions.items() if record.is_open}
     verified = {name for name, record in catalog.definitions.items() if "status:verified" in record.tags}
     assert verified >= CORE
     assert open_ones >= PLANNED
-    assert open_ones | verified == set(catalog.definitions)
+    assert open_ones | verified | BY_LIBRARIES == set(catalog.definitions)
+    assert {name for name, record in catalog.definitions.items() if "status:library" in record.tags} == BY_LIBRARIES
     assert not open_ones & verified
 
 

@@ -23,9 +23,11 @@ from tilegym_db.paths import shipped_root
 NORMS = ("rms_norm", "rms_norm_fp32", "rms_norm_gemma")
 ROPES = ("rope_neox", "rope_partial")
 FUSED = "fused_add_rms_norm"
-OPS = (*NORMS, FUSED, "swiglu", "silu_and_mul", "gelu_tanh_and_mul", *ROPES)
+ATTENTION = ("attention_prefill", "attention_decode")
+OPS = (*NORMS, FUSED, "swiglu", "silu_and_mul", "gelu_tanh_and_mul", *ROPES, *ATTENTION)
 BACKWARDS = ("rms_norm_backward", "rms_norm_backward_x", "swiglu_backward", "rope_neox_backward")
 LARGEST = 4096
+LARGEST_HEAD = 256
 SIZES = {
     "vocab_size": 96,
     "hidden_size": 64,
@@ -111,11 +113,12 @@ def _prompt(batch: int = 1, length: int = 9, seed: int = 0) -> torch.Tensor:
 
 def _layouts(op: str) -> list[dict[str, str]]:
     """The layouts in which models pass these tensors, in any combination; all others are contiguous."""
-    varying: tuple[str, ...] = ("x",) if op in NORMS else ()
-    if op in ROPES:
-        varying = ("q", "k", "q_out", "k_out")
-    elif op == "rope_neox_backward":
-        varying = ("grad_q_out", "grad_k_out", "grad_q", "grad_k")
+    heads = {
+        **dict.fromkeys(ROPES, ("q", "k", "q_out", "k_out")),
+        **dict.fromkeys(ATTENTION, ("q", "k", "v", "out")),
+        "rope_neox_backward": ("grad_q_out", "grad_k_out", "grad_q", "grad_k"),
+    }
+    varying = heads.get(op, ("x",) if op in NORMS else ())
     return [
         {name: "row_contiguous" for name, strided in zip(varying, chosen, strict=True) if strided}
         for chosen in itertools.product((False, True), repeat=len(varying))
@@ -224,7 +227,10 @@ class Shop:
                 "definition_digest": definition.digest,
                 "op_type": definition.op_type,
                 "dtypes": {"T": dtype},
-                "axes": dict.fromkeys(definition.var_axes, size),
+                "axes": {
+                    axis: min(size, LARGEST_HEAD) if op in ATTENTION and axis == "D" else size
+                    for axis in definition.var_axes
+                },
                 "layouts": layouts,
                 "candidates": [candidate],
             }

@@ -15,15 +15,17 @@ from tilegym_db.integrations.transformers.operators import make_site
 from tilegym_db.paths import shipped_root
 
 ONE_LAYER = {"num_hidden_layers": 1}
+ATTENTION = {"attention_prefill": 0, "attention_decode": 0}  # compilers know the model's own, and keep it
 SERVED = {
-    "gemma3": {"rms_norm_gemma": 7, "gelu_tanh_and_mul": 1, "rope_neox": 1},
-    "phi3": {"rms_norm": 3, "silu_and_mul": 1, "rope_partial": 1},
+    "gemma3": {"rms_norm_gemma": 7, "gelu_tanh_and_mul": 1, "rope_neox": 1, **ATTENTION},
+    "phi3": {"rms_norm": 3, "silu_and_mul": 1, "rope_partial": 1, **ATTENTION},
     # What overwrites an operand is for eager code; compilers fuse an addition by themselves.
-    "qwen3": {"rms_norm": 5, "fused_add_rms_norm": 0, "swiglu": 1, "rope_neox": 1},
+    "qwen3": {"rms_norm": 5, "fused_add_rms_norm": 0, "swiglu": 1, "rope_neox": 1, **ATTENTION},
     "deepseek_v2": {
         "rms_norm": 5,
         "fused_add_rms_norm": 0,
         "swiglu": 1,
+        **ATTENTION,
     },  # a norm on part of a projection: rows with a gap between them
 }
 
@@ -115,6 +117,7 @@ def test_a_graph_that_has_the_operator_computes_what_no_kernel_serves(logits: An
         "fused_add_rms_norm": (0, 0),
         "swiglu": (1, 0),
         "rope_neox": (1, 0),
+        **dict.fromkeys(ATTENTION, (0, 0)),
     }
 
 

@@ -65,12 +65,15 @@ def test_each_kind_of_call_is_proved_in_prefill_and_decode(
     with patched(model, catalog=kernels, verify=True) as handle:
         before = handle.report()
         assert torch.equal(logits(model, ids), stock)
+        if proofs_of(handle).get("attention_decode"):
+            logits(model, ids[:, :1])  # one position: what attention calls decoding
     assert before.kernel_calls == 0  # trying a kernel is no call of the model
     assert handle.report().kernel_calls > 0
     assert before.failed_proofs == ()
     for site in before.sites:
         if site.counts is not None and site.proofs:
-            assert {proof.stage for proof in site.proofs} == {"prefill", "decode"}
+            stages = {site.definition.removeprefix("attention_")} if site.kind == "attention" else {"prefill", "decode"}
+            assert {proof.stage for proof in site.proofs} == stages
             for proof in site.proofs:
                 # OLMo rotates with tables of another dtype, which is no call of the definition: stock, and it says so.
                 assert proof.holds or (name == "olmo2" and "must be bfloat16, not float32" in proof.reason)
@@ -92,7 +95,8 @@ def test_a_kernel_that_fails_on_this_model_is_left_out_and_the_report_says_why(
     report = handle.report()
     assert report.kernel_calls == 0
     failed = {proof.kernel for proof in report.failed_proofs}
-    assert failed == {"rms_norm_cpu", "fused_add_rms_norm_cpu", "swiglu_cpu", "rope_neox_cpu"}
+    ops = ("rms_norm", "fused_add_rms_norm", "swiglu", "rope_neox", "attention_prefill", "attention_decode")
+    assert failed == {f"{op}_cpu" for op in ops}
     assert [proof.reason for proof in report.failed_proofs if not re.search(reason, proof.reason)] == []
     told = {key.reason for site in report.sites if site.counts for key in site.counts.keys}
     assert told
@@ -119,7 +123,7 @@ def test_kernels_that_round_less_than_stock_are_proved_with_smaller_errors(shop:
     assert report.failed_proofs == ()
     proofs = [proof for site in report.sites for proof in site.proofs]
     tried = [proof for proof in proofs if proof.kernel is not None]
-    assert len(tried) == 6
+    assert len(tried) == 8
     assert all(0 < proof.kernel_error < proof.stock_error for proof in tried)
 
 

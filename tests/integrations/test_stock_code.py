@@ -37,7 +37,8 @@ def test_gradients_are_those_of_stock(training: bool, poison: Catalog, build: An
         assert same(gradients(model, ids), stock)
     reason = "training mode" if training else "a gradient may be asked for"
     assert all(reason in text for texts in bypassed(handle).values() for text in texts)
-    assert set(bypassed(handle)) == {"rms_norm", "fused_add_rms_norm", "swiglu", "rope_neox"}
+    told = {op for op, texts in bypassed(handle).items() if texts}
+    assert told == {"rms_norm", "fused_add_rms_norm", "swiglu", "rope_neox", "attention_prefill"}
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

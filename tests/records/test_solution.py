@@ -28,7 +28,9 @@ AXES, BF16 = {"M": 4, "N": 8}, {"T": "bfloat16"}
         ({}, {"x": "row_contiguous"}, None, "it reads x as contiguous, not row_contiguous"),
         ({"layouts": {"x": "strided"}}, {"x": "row_contiguous"}, None, None),
         ({"language": "triton", "target_hardware": ["sm_90"]}, None, "sm_80", "it is not declared for sm_80"),
-        ({"target_hardware": ["sm_90"]}, None, "sm_80", None),
+        ({"language": "python", "target_hardware": ["sm_90"]}, None, "sm_80", "it is not declared for sm_80"),
+        ({"language": "python", "target_hardware": ["sm_90"]}, None, "cpu", "it is not declared for cpu"),
+        ({"language": "python"}, None, "cpu", None),
     ],
 )
 def test_a_solution_says_why_it_does_not_serve_a_request(make, spec, layouts, target, reason):

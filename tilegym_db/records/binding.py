@@ -177,6 +177,8 @@ def _dimensions(definition: Definition, shapes: Mapping[str, Sequence[int]]) -> 
 
 def _settle(entry: str | int, size: int, where: str, axes: dict[str, int]) -> bool:
     """Check a dimension whose axes are known, or bind the one that is not; False where it must wait for others."""
+    if isinstance(entry, str) and entry.isidentifier() and axes.setdefault(entry, size) == size:
+        return True  # a plain axis, as nearly every dimension is: nothing to take apart
     unknown = set() if isinstance(entry, int) else set(names_in(entry)[0]) - set(axes)
     if unknown:
         value = _invert(parse_expression(str(entry)), size, axes) if len(unknown) == 1 else None

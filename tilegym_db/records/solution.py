@@ -110,6 +110,10 @@ class SolutionSpec(RecordPart):
             raise ValueError("'provides' is for python solutions")
         return self
 
+    def runs_on(self, target: str) -> bool:
+        """True where it is declared for a target. Python code that states no targets of its own runs where PyTorch does."""
+        return target in self.target_hardware or (self.language == "python" and self.target_hardware == TARGETS)
+
     @property
     def entry_path(self) -> str:
         """The file of the entry point."""
@@ -199,7 +203,7 @@ class Solution(Record):
             declared = self.spec.layouts.get(tensor, LAYOUT_CLASSES[0])
             if not accepts(declared, found):
                 return f"it reads {tensor} as {declared}, not {found}"
-        if target is not None and self.spec.language != "python" and target not in self.spec.target_hardware:
+        if target is not None and not self.spec.runs_on(target):
             return f"it is not declared for {target}"
         return None
 

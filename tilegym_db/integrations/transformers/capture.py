@@ -127,12 +127,12 @@ def _stages(model: torch.nn.Module, recorders: Sequence[_Recorder]) -> Iterator[
 
 @contextlib.contextmanager
 def _serving(site: Site, serve: Callable[..., Any]) -> Iterator[None]:
-    own = site.serve
-    site.serve = serve
+    own, declined = site.serve, site.declined
+    site.serve, site.declined = serve, set()
     try:
         yield
     finally:
-        site.serve = own
+        site.serve, site.declined = own, declined
 
 
 def _run(model: Any, given: Mapping[str, Any]) -> None:

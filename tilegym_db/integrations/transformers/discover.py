@@ -15,17 +15,28 @@ from typing import Any
 import torch
 
 from tilegym_db.catalog import Catalog
+from tilegym_db.integrations.transformers.attention import DECODE, PREFILL, REGISTRY, sdpa_function
 from tilegym_db.integrations.transformers.fingerprint import fingerprint
 from tilegym_db.integrations.transformers.fusion import fused_norms, plain_forward
 from tilegym_db.integrations.transformers.probe import (
+    ROWS,
     Probe,
     matches,
     probe_add_norm,
+    probe_attention,
     probe_mlp,
     probe_norm,
     probe_rope,
 )
-from tilegym_db.integrations.transformers.variants import FUSED_WITH_ADD, MLPS, NORMS, ROPES, Variant, rivals
+from tilegym_db.integrations.transformers.variants import (
+    ATTENTIONS,
+    FUSED_WITH_ADD,
+    MLPS,
+    NORMS,
+    ROPES,
+    Variant,
+    rivals,
+)
 
 __all__ = ["Found", "discover", "probed_activation"]
 
@@ -42,8 +53,9 @@ NOT_IN_MEMORY = "its weights are not in memory"
 class Found:
     """All modules of one class that play one part in the model.
 
-    ``kind``: norm, mlp, rope or add_norm; ``function`` names the rotary function of a rope, and the norm that a layer calls
-    with its residual sum. ``reason`` says why the site stays stock; empty where it may be patched.
+    ``kind``: norm, mlp, rope, attention or add_norm; ``function`` names the rotary function of a rope, the norm that a layer
+    calls with its residual sum, and the Definition that some calls of an attention are. ``reason`` says why the site stays
+    stock; empty where it may be patched.
     """
 
     kind: str
@@ -56,8 +68,8 @@ class Found:
 
 
 def discover(model: torch.nn.Module, catalog: Catalog) -> list[Found]:
-    """Every group of modules that looks like a norm, a gated MLP, attention with rotary embeddings, or a layer that norms
-    its residual sum.
+    """Every group of modules that looks like a norm, a gated MLP, attention (its rotary embedding, its prompts, its single
+    positions), or a layer that norms its residual sum.
     """
     groups: dict[tuple[str, str, type[torch.nn.Module], int | None, bool], list[torch.nn.Module]] = {}
     for module in model.modules():
@@ -82,10 +94,12 @@ def probed_activation(module: torch.nn.Module) -> Any:
 
 
 def _parts(module: torch.nn.Module) -> Iterator[tuple[str, str]]:
-    """(kind, rotary function) of every part that the module plays."""
-    rotary = [name for name in _names(type(module).forward) if name.startswith(ROTARY)]
-    if rotary:
+    """(kind, function) of every part that the module plays."""
+    names = _names(type(module).forward)
+    rotary = [name for name in names if name.startswith(ROTARY)]
+    if rotary or REGISTRY in names:
         yield from (("rope", name) for name in rotary)
+        yield from (("attention", name) for name in (PREFILL, DECODE) if REGISTRY in names)
     elif "down_proj" in {*module._modules, *module._parameters}:
         yield "mlp", ""
     elif not module._modules and _has_a_vector(module) and _normalises(type(module)):
@@ -121,7 +135,8 @@ def _judge(found: Found, catalog: Catalog) -> Found:
     confirmed = {_confirm(found, module, variant, catalog) for module in _distinct(found)}
     refusals = sorted(reason for _, reason in confirmed if reason)
     definitions = sorted(name for name, _ in confirmed if name)
-    definition = definitions[0] if definitions else variant.definitions[0]
+    unconfirmed = found.function if found.kind == "attention" else variant.definitions[0]
+    definition = definitions[0] if definitions else unconfirmed
     reason = refusals[0] if refusals else ""
     if len(definitions) > 1:
         reason = f"its modules compute different definitions: {', '.join(definitions)}"
@@ -133,6 +148,9 @@ def _nominate(found: Found) -> Variant | str:
     forward: Any = found.module_class.forward
     if hasattr(forward, "__wrapped__"):
         return WRAPPED
+    if found.kind == "attention":
+        sdpa = sdpa_function(forward)
+        return _look_up(ATTENTIONS, sdpa, getattr(sdpa, "__globals__", {}), "the sdpa attention in its registry")
     if found.kind != "rope":
         table, what = (NORMS, "norm") if found.kind == "norm" else (MLPS, "mlp")
         return _look_up(table, forward, _methods(found.module_class), f"its {what} forward")
@@ -167,15 +185,16 @@ def _confirm(found: Found, module: torch.nn.Module, variant: Variant, catalog: C
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     if device.type == "meta":
         return "", NOT_IN_MEMORY
-    missing = [name for name in variant.definitions if name not in catalog.definitions]
+    candidates = (found.function,) if found.kind == "attention" else variant.definitions
+    missing = [name for name in candidates if name not in catalog.definitions]
     if missing:
         return "", f"the catalog has no definition {missing[0]}"
     # A norm must also differ from the norms that it is not: they take the same arguments.
-    names = rivals(NORMS) if found.kind == "norm" else variant.definitions
+    names = rivals(NORMS) if found.kind == "norm" else candidates
     matched = matches(_probe(found, module, variant, device), names, catalog)
-    if len(matched) == 1 and matched[0] in variant.definitions:
+    if len(matched) == 1 and matched[0] in candidates:
         return matched[0], ""
-    expected = " or ".join(variant.definitions)
+    expected = " or ".join(candidates)
     if not matched:
         return "", f"probed, it does not give the bits of {expected}"
     return "", f"probed, it gives the bits of {' and '.join(matched)}; expected were those of {expected} alone"
@@ -188,6 +207,8 @@ def _probe(found: Found, module: torch.nn.Module, variant: Variant, device: torc
         activation: Any = getattr(module, variant.activation_attribute)
         return probe_mlp(activation, device, packed=variant.packed)
     forward: Any = type(module).forward
+    if found.kind == "attention":
+        return probe_attention(sdpa_function(forward), device, queries=ROWS if found.function == PREFILL else 1)
     return probe_rope(forward.__globals__[found.function], device, partial=variant.partial)
 
 

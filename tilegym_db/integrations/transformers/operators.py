@@ -59,6 +59,14 @@ def _like_heads(q: torch.Tensor, k: torch.Tensor, *_: Any) -> tuple[torch.Tensor
     return torch.empty_like(q), torch.empty_like(k)
 
 
+def _heads_after_tokens(q: torch.Tensor, *_: Any) -> torch.Tensor:
+    batch, heads, tokens, size = q.shape
+    return q.new_empty(batch, tokens, heads, size).transpose(1, 2)
+
+
+EAGER_ONLY = frozenset({"attention_prefill", "attention_decode"})
+"""Definitions without an operator: code that is compiled keeps the model's own attention, which compilers know."""
+
 ALLOCATE: dict[str, Callable[..., Any]] = {
     "rms_norm": _like_rows,
     "rms_norm_fp32": _like_rows,
@@ -73,6 +81,8 @@ ALLOCATE: dict[str, Callable[..., Any]] = {
     "rms_norm_backward_x": _like_rows,
     "swiglu_backward": _like_both_rows,
     "rope_neox_backward": _like_heads,
+    "attention_prefill": _heads_after_tokens,
+    "attention_decode": _heads_after_tokens,
 }
 """The outputs of each Definition that models call, for its inputs as matrices or with any leading axes."""
 
@@ -162,7 +172,8 @@ def make_site(definition: Definition, catalog: Catalog) -> tuple[Site, Dispatche
     allocate = ALLOCATE[definition.name]
     site = Site(dispatcher.serving(allocate), training=training_of(definition, catalog, ALLOCATE))
     # An operator that overwrites an input is for eager code only: compilers fuse an addition by themselves.
-    if stock is not None and not stock.record.spec.destination_passing_style and not definition.in_place:
+    traceable = not definition.in_place and definition.name not in EAGER_ONLY
+    if stock is not None and not stock.record.spec.destination_passing_style and traceable:
         behind = OperatorSite(dispatcher, site, allocate, functools.partial(_run_solution, stock))
         name = f"{definition.name}_{next(_numbers)}"
         _call_sites[name] = behind

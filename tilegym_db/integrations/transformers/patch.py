@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,14 @@ import torch
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import UsageError
+from tilegym_db.integrations.transformers.attention import (
+    DECODE,
+    PREFILL,
+    REGISTRY,
+    Interfaces,
+    attention_function,
+    sdpa_function,
+)
 from tilegym_db.integrations.transformers.capture import ModelInputs, captured_calls
 from tilegym_db.integrations.transformers.discover import Found, discover, probed_activation
 from tilegym_db.integrations.transformers.fusion import ADD_NORM, plain_forward, rewritten
@@ -37,6 +45,8 @@ __all__ = ["Handle", "patch", "patched"]
 
 MODES = ("inference",)
 POLICIES = ("verified",)
+SHARING_KINDS = ("rope", "attention")
+"""What is patched by replacing functions that the forward of an attention module calls."""
 
 Module = torch.nn.Module
 
@@ -98,20 +108,32 @@ class Handle:
                 "parametrization. They run their own code again; remove the wrapper and call unpatch() once more."
             )
 
-    def _add(self, found: Found, reason: str, catalog: Catalog) -> None:
-        """Install a group, or only note why not."""
+    def _add(self, group: Sequence[tuple[Found, str]], catalog: Catalog) -> None:
+        """Install what shares one forward, each part with its reason to stay stock instead."""
+        parts = []
+        for found, reason in group:
+            site = self._describe(found, reason, catalog)
+            if site is not None:
+                parts.append((found, site))
+        if not parts:
+            return
+        cls = parts[0][0].module_class
+        ours = subclass(cls, self._forward(parts))
+        for module in parts[0][0].modules:
+            self._changed.append((module, ours))  # first, so that an interrupt in between is undone too
+            module.__class__ = ours
+
+    def _describe(self, found: Found, reason: str, catalog: Catalog) -> Site | None:
+        """Enter a call site into the report; returns the way to its kernels, None where it stays stock."""
         if not reason and is_patched(found.modules[0]):
-            reason = "another function of the same forward is patched"
+            reason = "another part of the same forward is patched"
         described = CallSite(found.kind, found.module_class.__name__, len(found.modules), found.definition, reason)
         if reason:
             self._sites.append((described, None, None))
-            return
+            return None
         site, dispatcher = make_site(catalog.definition(found.definition), catalog)
         self._sites.append((described, dispatcher, site))
-        ours = subclass(found.module_class, self._forward(found, site))
-        for module in found.modules:
-            self._changed.append((module, ours))  # first, so that an interrupt in between is undone too
-            module.__class__ = ours
+        return site
 
     def _prove(self, model: Module, inputs: ModelInputs | None) -> None:
         """Try every kernel on the model's own calls, and take those out that fail."""
@@ -132,8 +154,16 @@ class Handle:
                 if workload is not None:
                     self._workloads.setdefault(workload.uuid, workload)
 
-    def _forward(self, found: Found, site: Site) -> Callable[..., Any]:
+    def _forward(self, parts: Sequence[tuple[Found, Site]]) -> Callable[..., Any]:
+        (found, site), *_ = parts
         stock: Any = found.module_class.forward
+        if found.kind in SHARING_KINDS:
+            shadow = self._shadow(stock, {**_ropes(stock, parts, training=False), **_attention(stock, parts)})
+            trained = _ropes(stock, parts, training=True)
+            training_shadow = self._shadow(stock, trained) if trained else None
+            # What trains is whole sequences.
+            told = [site for part, site in parts if part.definition != DECODE]
+            return attention_forward(stock, shadow, training_shadow, told or [site])
         variant = found.variant or Variant("")
         if found.kind == "norm":
             return norm_forward(stock, site, variant.eps_attribute)
@@ -148,14 +178,31 @@ class Handle:
             fused, forget = shadow_function(rewritten(plain, found.function), {ADD_NORM: add_norm})
             self._forget_shadows.append(forget)
             return layer_forward(stock, fused, site)
+        raise AssertionError(f"nothing is known to patch for a {found.kind}")
 
-        def shadow(training: bool) -> Callable[..., Any]:
-            rotate = rope_function(stock.__globals__[found.function], site, training=training)
-            shadowed, forget = shadow_function(stock, {found.function: rotate})
-            self._forget_shadows.append(forget)
-            return shadowed
+    def _shadow(self, stock: Any, replacements: dict[str, Any]) -> Callable[..., Any]:
+        shadowed, forget = shadow_function(stock, replacements)
+        self._forget_shadows.append(forget)
+        return shadowed
 
-        return attention_forward(stock, shadow(False), shadow(True), site)
+
+def _ropes(stock: Any, parts: Sequence[tuple[Found, Site]], *, training: bool) -> dict[str, Any]:
+    """The rotary functions that an attention forward is to see instead of its own."""
+    return {
+        found.function: rope_function(stock.__globals__[found.function], site, training=training)
+        for found, site in parts
+        if found.kind == "rope" and (site.training is not None or not training)
+    }
+
+
+def _attention(stock: Any, parts: Sequence[tuple[Found, Site]]) -> dict[str, Any]:
+    """The registry of attention functions that an attention forward is to see instead of its own."""
+    sites = {found.definition: site for found, site in parts if found.kind == "attention"}
+    if not sites:
+        return {}
+    sdpa = sdpa_function(stock)
+    served = attention_function(sdpa, sites.get(PREFILL), sites.get(DECODE))
+    return {REGISTRY: Interfaces(stock.__globals__[REGISTRY], sdpa, served, next(iter(sites.values())).bypass)}
 
 
 def _restore(module: Module, ours: type[Module]) -> bool:
@@ -215,14 +262,23 @@ def patch(
         raise UsageError(f"ops names {unknown[0]!r}, which is no definition. Try: tilegym-db list")
     handle = Handle()
     try:
-        for found in discover(model, records):
-            handle._add(found, _why_not(found, ops, dry_run), records)
+        for group in _sharing_a_forward(discover(model, records)):
+            handle._add([(found, _why_not(found, ops, dry_run)) for found in group], records)
         if verify:
             handle._prove(model, inputs)
     except BaseException:
         handle.unpatch()
         raise
     return handle
+
+
+def _sharing_a_forward(found: Sequence[Found]) -> list[list[Found]]:
+    """The rotary and the attention functions of one forward together, everything else alone; in order."""
+    groups: dict[tuple[int, ...], list[Found]] = {}
+    for index, part in enumerate(found):
+        key = tuple(map(id, part.modules)) if part.kind in SHARING_KINDS else (index,)
+        groups.setdefault(key, []).append(part)
+    return list(groups.values())
 
 
 def _why_not(found: Found, ops: Collection[str] | None, dry_run: bool) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -163,21 +163,34 @@ def _is_as_probed(act_fn: Any, activation: Any) -> bool:
 
 
 def attention_forward(
-    stock: Callable[..., Any], shadow: Callable[..., Any], training_shadow: Callable[..., Any], site: Site
+    stock: Callable[..., Any],
+    shadow: Callable[..., Any],
+    training_shadow: Callable[..., Any] | None,
+    sites: Sequence[Site],
 ) -> Callable[..., Any]:
-    """Forward of attention: ``shadow``, the same code with another rotary function, or ``stock`` itself.
+    """Forward of attention: a shadow, the same code with another rotary or attention function, or ``stock`` itself.
 
-    ``training_shadow`` is for modules in training, which the rotary function cannot tell by what it is given.
+    Args:
+        stock: the forward of the class.
+        shadow: for modules that do not train.
+        training_shadow: for those that do, which the functions in it cannot tell by what they are given; None for stock.
+        sites: of the functions in the shadows; a patch opens and closes all of them together.
     """
+    untrained = [site for site in sites if training_shadow is None or site.training is None]
 
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        is_compiling = _is_compiling()
-        if not site.is_open or (self.training and (is_compiling or site.training is None)):
+        is_compiling, training = _is_compiling(), self.training
+        if not sites[0].is_open or (training and (is_compiling or training_shadow is None)):
             if not is_compiling:
-                site.bypass(IN_TRAINING if self.training else UNPATCHED)
+                for site in sites:
+                    site.bypass(IN_TRAINING if training else UNPATCHED)
             return stock(self, *args, **kwargs)
-        return (training_shadow if self.training else shadow)(self, *args, **kwargs)
+        if training and training_shadow is not None:
+            for site in untrained:
+                site.bypass(IN_TRAINING)
+            return training_shadow(self, *args, **kwargs)
+        return shadow(self, *args, **kwargs)
 
     return forward
 

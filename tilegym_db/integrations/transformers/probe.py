@@ -8,6 +8,7 @@ against, else its reference. Nothing of the model is changed, none of its hooks 
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,10 +20,11 @@ from tilegym_db.resolver.loader import load_verified
 from tilegym_db.resolver.resolve import stock_solution
 from tilegym_db.verify.reference import run_reference
 
-__all__ = ["Probe", "matches", "probe_add_norm", "probe_mlp", "probe_norm", "probe_rope"]
+__all__ = ["Probe", "matches", "probe_add_norm", "probe_attention", "probe_mlp", "probe_norm", "probe_rope"]
 
 ROWS, SIZE = 5, 64
 SEED = 1234
+ATTENTION_SCALE = 0.3
 
 Probe = tuple[dict[str, Any], tuple[torch.Tensor, ...]]
 """The inputs of a piece of a model by their names in the Definition, and what it returned for them."""
@@ -75,6 +77,16 @@ def probe_rope(function: Callable[..., Any], device: torch.device, *, partial: b
     inputs = {name: draw(*shape) for name, shape in shapes.items()}
     with torch.no_grad():
         return inputs, tuple(function(*inputs.values()))
+
+
+def probe_attention(function: Callable[..., Any], device: torch.device, *, queries: int) -> Probe:
+    """Run an attention function on the last so many positions of a few, with two query heads to a key head."""
+    draw = _Draw(device)
+    inputs: dict[str, Any] = {"q": draw(2, 4, queries, SIZE), "k": draw(2, 2, ROWS, SIZE), "v": draw(2, 2, ROWS, SIZE)}
+    module = types.SimpleNamespace(num_key_value_groups=2, is_causal=True, training=False)
+    with torch.no_grad():
+        out, _ = function(module, *inputs.values(), None, dropout=0.0, scaling=ATTENTION_SCALE)
+    return {**inputs, "scale": ATTENTION_SCALE}, (out.transpose(1, 2),)
 
 
 def matches(probe: Probe, names: Sequence[str], catalog: Catalog) -> list[str]:

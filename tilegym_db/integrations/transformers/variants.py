@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["FUSED_WITH_ADD", "MLPS", "NORMS", "ROPES", "Variant", "rivals"]
+__all__ = ["ATTENTIONS", "FUSED_WITH_ADD", "MLPS", "NORMS", "ROPES", "Variant", "rivals"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,16 @@ ROPES: dict[str, Variant] = {
     "0ee4cb7cefddc29f": Variant("gpt-oss", reason="no definition describes tables of half a head's width"),
     "00d77be10c0d365b": Variant("DeepSeek-V3", reason="no definition describes pairs that are rotated into halves"),
     "d0f83947eb0ace84": Variant("DeepSeek-V2", reason="no definition describes a rotation by complex tables"),
+}
+
+# What transformers' registry has for "sdpa".
+ATTENTIONS: dict[str, Variant] = {
+    "b059c6f860790c0f": Variant(
+        "transformers 5.23", ("attention_prefill", "attention_decode"), {"use_gqa_in_sdpa": "7dfc74e5cfca4ce8"}
+    ),
+    "ad5f22ba56ea79ab": Variant(
+        "transformers 5.17", ("attention_prefill", "attention_decode"), {"use_gqa_in_sdpa": "4e95fba91f6553d4"}
+    ),
 }
 
 

@@ -1,0 +1,12 @@
+"""PyTorch's attention in plain steps: two products and a softmax, the scores in memory."""
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """q [B, Hq, 1, D], k and v [B, Hkv, L, D] -> [B, Hq, 1, D]."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=False, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )

@@ -1,0 +1,433 @@
+"""Attention: a kernel serves exactly the calls that a Definition describes, all others run stock, and nobody can tell.
+
+The kernels here give the bits of stock for their own Definition, causal or one position, so that a call served by mistake
+(with a mask, a window, other lengths) changes the result.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import math
+import threading
+import types
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.models.llama import modeling_llama
+
+from tilegym_db import Catalog, patch, patched
+from tilegym_db.integrations.transformers import attention as point
+from tilegym_db.integrations.transformers.attention import DECODE, PREFILL, why_stock
+from tilegym_db.integrations.transformers.variants import ATTENTIONS
+
+OPS = (PREFILL, DECODE)
+STEPS = 4
+WAYS: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
+    # generate's options, and the layers' calls that kernels serve of a prompt and of three steps after it (two layers)
+    "dynamic cache": ({}, (2, 6)),
+    "no cache": ({"use_cache": False}, (8, 0)),
+    "static cache": (
+        {"cache_implementation": "static", "disable_compile": True},
+        (2, 0),
+    ),  # empty at first, then masked
+    "chunked prefill": ({"prefill_chunk_size": 4}, (2, 8)),  # of chunks of 4, 4 and 1: the first, and the last
+}
+
+
+def attention_report(handle: Any) -> dict[str, tuple[int, dict[str, int]]]:
+    """Definition -> calls that a kernel served, and the calls left to stock by reason."""
+    found = {}
+    for site in handle.report().sites:
+        if site.kind == "attention" and site.counts is not None:
+            stock = {
+                key.reason: key.calls - key.kernel_calls for key in site.counts.keys if key.calls > key.kernel_calls
+            }
+            found[site.definition] = (site.counts.kernel_calls, {**stock, **site.bypassed})
+    return found
+
+
+def hits(handle: Any) -> tuple[int, int]:
+    report = attention_report(handle)
+    return report[PREFILL][0], report[DECODE][0]
+
+
+def reasons(handle: Any) -> set[str]:
+    return {reason for _, left in attention_report(handle).values() for reason in left}
+
+
+def generate(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> list[list[int]]:
+    tokens: list[list[int]] = model.generate(**inputs, max_new_tokens=STEPS, do_sample=False, **options).tolist()
+    return tokens
+
+
+# -- served, and served right -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_prompt_and_its_steps_are_served_and_give_the_tokens_of_stock(
+    name: str, batch: int, way: str, kernels: Catalog, build: Any, prompt: Any
+) -> None:
+    model, inputs = build(name), {"input_ids": prompt(batch)}
+    options, served = WAYS[way]
+    stock = generate(model, inputs, **options)
+    with patched(model, catalog=kernels, ops=OPS) as handle:
+        assert generate(model, inputs, **options) == stock
+    assert hits(handle) == served
+    assert reasons(handle) <= {point.MASKED}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+def test_left_padding_runs_stock(name: str, way: str, kernels: Catalog, build: Any, left_padded: Any) -> None:
+    model, inputs = build(name), left_padded((9, 4, 7))
+    options, _ = WAYS[way]
+    stock = generate(model, inputs, **options)
+    with patched(model, catalog=kernels, ops=OPS) as handle:
+        assert generate(model, inputs, **options) == stock
+    assert hits(handle) == (0, 0)
+    assert reasons(handle) == {point.MASKED}
+
+
+@pytest.mark.parametrize(("length", "served"), [(3, (2, 4)), (9, (0, 0))])  # of windows of 6: until they are full
+def test_a_window_is_served_while_it_holds_the_whole_sequence(
+    length: int, served: tuple[int, int], kernels: Catalog, build: Any, prompt: Any
+) -> None:
+    model, inputs = build("mistral"), {"input_ids": prompt(2, length)}
+    stock = generate(model, inputs)
+    with patched(model, catalog=kernels, ops=OPS) as handle:
+        assert generate(model, inputs) == stock
+    assert hits(handle) == served
+    assert reasons(handle) == {point.MASKED}
+
+
+def test_layers_with_a_window_and_layers_without_are_told_apart(
+    kernels: Catalog, logits: Any, build: Any, prompt: Any
+) -> None:
+    model, ids = build("gemma3"), prompt(2)
+    stock = logits(model, ids)
+    with patched(model, catalog=kernels, ops=OPS) as handle:
+        assert torch.equal(logits(model, ids), stock)
+    assert hits(handle) == (1, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_dtype_gives_the_bits_of_stock(
+    dtype: torch.dtype, kernels: Catalog, logits: Any, build: Any, prompt: Any
+) -> None:
+    model, ids = build("qwen3", dtype), prompt(3)
+    stock = logits(model, ids)
+    with patched(model, catalog=kernels, ops=OPS) as handle:
+        assert torch.equal(logits(model, ids), stock)
+    assert hits(handle) == (2, 0)
+
+
+def test_kernels_are_what_answers(poison: Catalog, logits: Any, build: Any, prompt: Any) -> None:
+    model, ids = build(), prompt()
+    with patched(model, catalog=poison, ops=[PREFILL]):
+        assert logits(model, ids).isnan().all()
+    with patched(model, catalog=poison, ops=[DECODE]):
+        assert not logits(model, ids).isnan().any()
+        assert logits(model, ids[:, :1]).isnan().all()
+
+
+def test_packed_sequences_run_stock(kernels: Catalog, logits: Any, build: Any, prompt: Any) -> None:
+    model, ids = build(), prompt()
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    stock = logits(model, ids, position_ids=positions, use_cache=False)
+    with patched(model, catalog=kernels, ops=OPS) as handle:
+        assert torch.equal(logits(model, ids, position_ids=positions, use_cache=False), stock)
+    assert hits(handle) == (0, 0)
+
+
+def test_a_growing_cache_is_asked_about_once_a_doubling_where_no_kernel_serves_it(
+    shop: Any, build: Any, prompt: Any
+) -> None:
+    model, inputs = build(), {"input_ids": prompt(2)}
+    options = {"max_new_tokens": 64, "do_sample": False}
+    stock = model.generate(**inputs, **options).tolist()
+    with patched(model, catalog=shop.offer(without=(DECODE,)), ops=OPS) as handle:
+        assert model.generate(**inputs, **options).tolist() == stock
+    (decode,) = [site for site in handle.report().sites if site.definition == DECODE]
+    assert decode.counts.misses == len({round(math.log2(length)) for length in range(10, 73)}) == 4
+    assert decode.counts.calls + decode.bypassed[point.LIKE_BEFORE] == 2 * 63
+
+
+# -- left to stock ----------------------------------------------------------------------------------------------------
+
+
+def test_other_attentions_of_the_model_run_and_the_report_names_them(
+    poison: Catalog, logits: Any, build: Any, prompt: Any
+) -> None:
+    model, ids = build(), prompt()
+    with patched(model, catalog=poison, ops=OPS) as handle:
+        model.set_attn_implementation("eager")
+        assert not logits(model, ids).isnan().any()
+        assert reasons(handle) == {"the model's attention is 'eager'; only 'sdpa' is known to compute a definition"}
+        model.set_attn_implementation("sdpa")
+        assert logits(model, ids).isnan().all()
+
+
+def test_autocast_runs_stock(kernels: Catalog, build: Any, prompt: Any) -> None:
+    model, ids = build(), prompt()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        stock = model(ids).logits
+        with patched(model, catalog=kernels, ops=OPS) as handle:
+            assert torch.equal(model(ids).logits, stock)
+    assert reasons(handle) == {point.AUTOCAST}
+
+
+def test_training_and_gradients_run_stock(poison: Catalog, build: Any, prompt: Any) -> None:
+    model, ids = build(), prompt()
+    with patched(model, catalog=poison, ops=OPS) as handle:
+        assert not model(ids).logits.isnan().any()
+        with torch.no_grad():
+            assert not model.train()(ids).logits.isnan().any()
+        assert {text.split(";")[0] for text in reasons(handle)} == {
+            "a gradient may be asked for",
+            "the module is in training mode",
+        }
+
+
+def query_and_key(queries: int, keys: int, heads: tuple[int, int] = (4, 2)) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(2, heads[0], queries, 8), torch.ones(2, heads[1], keys, 8)
+
+
+MODULE = types.SimpleNamespace(num_key_value_groups=2, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({}, ""),
+        ({"attention_mask": None, "dropout": 0.0, "scaling": 0.1, "sliding_window": 4, "use_cache": True}, ""),
+        ({"attention_mask": torch.ones(1)}, point.MASKED),
+        ({"dropout": 0.1}, point.DROPOUT),
+        ({"output_attentions": True}, point.WEIGHTS),
+        ({"softcap": 50.0}, "it is given a softcap"),
+        ({"s_aux": torch.ones(4)}, "it is given a s_aux"),
+        ({"position_bias": torch.ones(1)}, "it is given a position_bias"),
+        ({"cache": object()}, "it is given a cache"),
+        ({"scaling": torch.tensor(0.1)}, point.SCALE_IS_NO_NUMBER),
+        ({"is_causal": False}, point.NOT_CAUSAL),
+        ({"is_causal": True}, ""),
+    ],
+)
+def test_what_a_call_is_given_decides(options: dict[str, Any], reason: str) -> None:
+    assert why_stock(MODULE, *query_and_key(5, 5), options) == reason
+
+
+@pytest.mark.parametrize(
+    ("tensors", "module", "reason"),
+    [
+        (query_and_key(5, 7), MODULE, ""),  # an empty static cache, longer than the prompt
+        (query_and_key(5, 4), MODULE, point.FEWER_KEYS),
+        (query_and_key(1, 7), types.SimpleNamespace(num_key_value_groups=2, is_causal=False), ""),
+        (query_and_key(5, 5), types.SimpleNamespace(num_key_value_groups=2, is_causal=False), point.NOT_CAUSAL),
+        (query_and_key(5, 5, (4, 4)), types.SimpleNamespace(), ""),
+        (query_and_key(5, 5, (4, 4)), MODULE, point.OTHER_HEADS),
+        ((torch.ones(4, 5, 8), torch.ones(2, 5, 8)), MODULE, point.NO_HEADS),
+    ],
+)
+def test_lengths_and_heads_decide(tensors: tuple[torch.Tensor, torch.Tensor], module: Any, reason: str) -> None:
+    assert why_stock(module, *tensors, {}) == reason
+
+
+def test_dropout_outside_of_training_is_left_to_stock(poison: Catalog, build: Any) -> None:
+    module = build().model.layers[0].self_attn
+    with patched(module, catalog=poison, ops=OPS) as handle, torch.no_grad():
+        registry = served_registry(module)
+        function = registry.get_interface("sdpa", None)
+        q, k = query_and_key(5, 5)
+        out, weights = function(module, q, k, k, None, dropout=0.5, scaling=0.1)
+        assert not out.isnan().any()
+        assert weights is None
+        out, _ = function(module, q, k, k, attention_mask=None, scaling=0.1)
+        assert out.isnan().all()
+    assert reasons(handle) == {point.DROPOUT}
+
+
+def served_registry(module: Any) -> Any:
+    """The registry that a patched attention forward sees: a global of the copy of its code."""
+    cells = type(module).forward.__closure__
+    (shadow,) = [
+        cell.cell_contents
+        for cell in cells
+        if isinstance(cell.cell_contents, types.FunctionType)
+        and point.REGISTRY in cell.cell_contents.__globals__
+        and isinstance(cell.cell_contents.__globals__[point.REGISTRY], point.Interfaces)
+    ]
+    return shadow.__globals__[point.REGISTRY]
+
+
+# -- recognised -------------------------------------------------------------------------------------------------------
+
+
+def reasons_to_stay(model: Any, catalog: Catalog) -> set[str]:
+    sites = patch(model, catalog=catalog, dry_run=True).report().sites
+    return {site.reason for site in sites if site.kind == "attention"}
+
+
+def test_an_unknown_attention_function_is_left_alone(
+    kernels: Catalog, build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS", transformers.AttentionInterface())
+    modeling_llama.ALL_ATTENTION_FUNCTIONS["sdpa"] = lambda *args, **kwargs: (torch.zeros(1), None)
+    assert reasons_to_stay(build(), kernels) == {"the sdpa attention in its registry is no variant that is known"}
+
+
+def test_an_attention_function_is_only_known_with_what_it_calls(
+    kernels: Catalog, build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.integrations import sdpa_attention
+
+    monkeypatch.setattr(sdpa_attention, "use_gqa_in_sdpa", lambda *args: False)
+    (reason,) = reasons_to_stay(build(), kernels)
+    assert "relies on a use_gqa_in_sdpa that is not the one" in reason
+
+
+def test_the_probe_must_give_the_bits_of_the_definition(
+    kernels: Catalog, build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def twice(module: Any, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
+        out, weights = sdpa(module, q, k, v, mask, **options)
+        return 2 * out, weights
+
+    from tilegym_db.integrations.transformers.fingerprint import fingerprint
+
+    registry = transformers.AttentionInterface()
+    sdpa = registry["sdpa"]
+    registry["sdpa"] = twice
+    monkeypatch.setattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS", registry)
+    monkeypatch.setitem(ATTENTIONS, fingerprint(twice), next(iter(ATTENTIONS.values())).__class__("", OPS))
+    assert reasons_to_stay(build(), kernels) == {f"probed, it does not give the bits of {name}" for name in OPS}
+
+
+# -- isolated ---------------------------------------------------------------------------------------------------------
+
+
+def state_of(model: Any) -> dict[str, Any]:
+    """Everything outside of the modules' classes that a patch of attention might have touched."""
+    registry = modeling_llama.ALL_ATTENTION_FUNCTIONS
+    masks = transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    return {
+        "config": model.config.to_dict(),
+        "implementation": model.config._attn_implementation,
+        "configs": [id(module.config) for module in model.modules() if hasattr(module, "config")],
+        "functions": dict(registry.items()),
+        "masks": dict(masks.items()),
+        "globals": dict(vars(modeling_llama)),
+    }
+
+
+def test_neither_config_nor_registries_change_also_after_an_exception(
+    kernels: Catalog, logits: Any, build: Any, prompt: Any
+) -> None:
+    model = build()
+    before, classes = state_of(model), [type(module) for module in model.modules()]
+
+    def fail_in_the_block() -> None:
+        with patched(model, catalog=kernels):
+            logits(model, prompt())
+            assert state_of(model) == before
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_in_the_block()
+    assert state_of(model) == before
+    assert [type(module) for module in model.modules()] == classes
+
+
+def test_a_model_that_shares_the_config_is_untouched_also_in_another_thread(
+    poison: Catalog, logits: Any, build: Any, prompt: Any
+) -> None:
+    ours, ids = build(), prompt()
+    other = transformers.LlamaForCausalLM(ours.config).eval()
+    assert other.config is ours.config or other.model.config is ours.model.config
+    stock = logits(other, ids)
+    answers: list[bool] = []
+    done = threading.Event()
+
+    def work() -> None:
+        while not done.is_set():
+            answers.append(torch.equal(logits(other, ids), stock))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    for _ in range(5):
+        with patched(ours, catalog=poison, ops=OPS):
+            assert logits(ours, ids).isnan().all()
+            assert torch.equal(logits(other, ids), stock)
+    done.set()
+    thread.join()
+    assert answers
+    assert all(answers)
+
+
+def test_threads_share_a_patched_model(kernels: Catalog, logits: Any, build: Any, prompt: Any) -> None:
+    model = build()
+    prompts = [prompt(1, length) for length in (1, 3, 5, 9)]
+    stock = [logits(model, ids) for ids in prompts]
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        for _ in range(5):
+            if not torch.equal(logits(model, prompts[number]), stock[number]):
+                wrong.append(number)
+
+    with patched(model, catalog=kernels, ops=OPS) as handle:
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+    assert sum(hits(handle)) == 4 * 5 * 2
+
+
+def test_copies_and_saved_models_are_stock(
+    poison: Catalog, logits: Any, build: Any, prompt: Any, tmp_path: Any
+) -> None:
+    model, ids = build(), prompt()
+    stock, saved = logits(model, ids), io.BytesIO()
+    with patched(model, catalog=poison, ops=OPS):
+        assert logits(model, ids).isnan().all()
+        twin = copy.deepcopy(model)
+        torch.save(model, saved)
+        model.save_pretrained(tmp_path)
+    assert b"tilegym" not in saved.getvalue()
+    assert "tilegym" not in (tmp_path / "config.json").read_text()
+    loaded = torch.load(io.BytesIO(saved.getvalue()), weights_only=False)
+    for found in (twin, loaded, transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()):
+        assert torch.equal(logits(found, ids), stock)
+
+
+def test_a_forward_that_somebody_kept_runs_stock_after_unpatch_and_a_dropped_model_leaves_nothing(
+    poison: Catalog, build: Any, prompt: Any
+) -> None:
+    model = build()
+    handle = patch(model, catalog=poison, ops=OPS)
+    kept, alive = model.model.forward, weakref.ref(type(model.model.layers[0].self_attn))
+    handle.unpatch()
+    with torch.no_grad():
+        assert not kept(prompt()).last_hidden_state.isnan().any()
+    del handle, kept
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_compiled_code_keeps_the_models_own_attention(
+    name: str, poison: Catalog, logits: Any, build: Any, prompt: Any
+) -> None:
+    model, ids = build(name), prompt(2)
+    stock = logits(model, ids)
+    with patched(model, catalog=poison, ops=OPS):
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        assert torch.equal(logits(compiled, ids), stock)
