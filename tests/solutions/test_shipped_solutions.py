@@ -36,6 +36,7 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Trac
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # of all of them, in the first one's fixture
 @pytest.mark.parametrize("name", KERNELS)
 def test_it_compiles_for_sm_90_in_every_dtype_it_declares(name: str, compiled: dict[str, list]) -> None:
     results = [result for _, result in compiled[name]]
@@ -45,6 +46,7 @@ def test_it_compiles_for_sm_90_in_every_dtype_it_declares(name: str, compiled: d
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", TRITON)
 def test_it_passes_every_gate_in_the_interpreter(name: str, interpreted: dict[str, list[Trace]]) -> None:
     traces = interpreted[name]
