@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tilegym_db.bench.member import Limits
+from tilegym_db.bench.member import Limits, Member
 from tilegym_db.bench.session import BenchReport, benchmark
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Trace
@@ -198,3 +198,12 @@ def test_nothing_but_the_journal_and_the_database_is_left_behind(report, folder)
         "tilegym.duckdb",
         "tilegym.duckdb.lock",
     ]
+
+
+def test_python_code_that_is_declared_for_gpus_is_not_tried_on_a_cpu_and_a_kernel_is_interpreted(tmp_path):
+    catalog = Catalog.default()
+    for name, reason in (("attention_prefill_cudnn", "it is not declared for cpu"), ("gemm_triton", None)):
+        files = catalog.solution(name)
+        definition = catalog.definition(files.record.definition)
+        (workload, *_) = (item for item in catalog.workloads_for(definition.name) if "bfloat16" in item.dtypes.values())
+        assert Member(definition, files, "cpu", "", tmp_path).unsupported(workload) == reason

@@ -129,12 +129,13 @@ class Member:
 
     def unsupported(self, workload: Workload) -> str | None:
         """Why the Solution's declared envelope excludes this workload, or None."""
-        target = CPU if self.device == "cpu" else self.sm
+        # On a CPU a tile language runs in its interpreter, whatever its targets are.
+        target = self.sm if self.device != CPU else CPU if self.solution.record.spec.language == "python" else None
         return self.solution.record.unsupported(
             self.definition.bind_axes(workload.axes),
             self.definition.bind_dtypes(workload.dtypes),
             workload.layout_classes(self.definition),
-            target=None if target == CPU else target,
+            target=target,
         )
 
     # -- verification -------------------------------------------------------------------------------------------------
