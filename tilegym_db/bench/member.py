@@ -21,7 +21,7 @@ from tilegym_db.records import Config, Definition, Workload
 from tilegym_db.records.base import canonical_json
 from tilegym_db.records.binding import is_code_selecting
 from tilegym_db.records.hardware import CPU
-from tilegym_db.records.solution import spell_config
+from tilegym_db.records.solution import name_with_config
 from tilegym_db.verify.gates import OutputVerdict
 from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.ownership import KernelUse
@@ -93,7 +93,7 @@ class Member:
     @property
     def name(self) -> str:
         """The Solution's name, with the config where it has one: one Solution may play under several."""
-        return f"{self.solution.name}[{spell_config(self.config)}]" if self.config else self.solution.name
+        return name_with_config(self.solution.name, self.config)
 
     @property
     def sandbox_level(self) -> int:

@@ -12,7 +12,7 @@ from tilegym_db.bench.machine import Machine
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import NotFoundError, UsageError, did_you_mean
 from tilegym_db.records import LANGUAGES, Config, Definition, Workload, axes_key
-from tilegym_db.records.solution import config_id, spell_config
+from tilegym_db.records.solution import config_id, name_with_config
 
 __all__ = ["DefinitionPlan", "DoneKey", "Options", "PairKey", "Plan", "Skipped", "make_plan"]
 
@@ -241,7 +241,7 @@ def _choose_pairs(
                 if solution in item.interpreted and _elements(item.definition, workload) > INTERPRETER_MAX_ELEMENTS:
                     reason = "too large for the interpreter"
                 if reason is not None:
-                    name = f"{solution.name}[{spell_config(config)}]" if config else solution.name
+                    name = name_with_config(solution.name, config)
                     plan.skipped.append(Skipped(name, axes_key(workload.axes), reason))
                 elif config:
                     item.tuned[solution.name, workload.uuid] = config

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 from tilegym_db.backends.toolchains import TOOLCHAINS, toolchain_status
@@ -23,6 +22,7 @@ from tilegym_db.errors import HardwareError, RecordError
 from tilegym_db.paths import home
 from tilegym_db.records import Trace
 from tilegym_db.records.peaks import GpuPeaks
+from tilegym_db.records.trace import new_run_id
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.ingest import ingest_journals
 from tilegym_db.store.journal import Journal
@@ -221,7 +221,7 @@ def run_plan(
     peaks: GpuPeaks | None = None,
 ) -> BenchReport:
     """Run a plan and journal its traces; the caller ingests them. No database is open while workers run."""
-    run_id = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{machine.gpu}-{secrets.token_hex(3)}"
+    run_id = new_run_id(machine.gpu)
     context = RunContext(run_id, machine, secrets.randbits(62))
     report = BenchReport(run_id, machine, plan)
     with Journal(run_id, store_home) as journal, scratch_folder() as scratch, _leaving_processors(machine):

@@ -16,7 +16,17 @@ from tilegym_db.records.expressions import evaluate_bool, names_in
 from tilegym_db.records.hardware import TARGETS
 from tilegym_db.records.layouts import LAYOUT_CLASSES, accepts
 
-__all__ = ["LANGUAGES", "TILE_LANGUAGES", "Config", "Solution", "SolutionSpec", "Source", "config_id", "spell_config"]
+__all__ = [
+    "LANGUAGES",
+    "TILE_LANGUAGES",
+    "Config",
+    "Solution",
+    "SolutionSpec",
+    "Source",
+    "config_id",
+    "name_with_config",
+    "spell_config",
+]
 
 LANGUAGES: tuple[str, ...] = ("python", "triton", "tilelang", "cutile")
 TILE_LANGUAGES: tuple[str, ...] = ("triton", "tilelang", "cutile")
@@ -34,6 +44,11 @@ def config_id(config: Mapping[str, Tunable]) -> str:
 def spell_config(config: Mapping[str, Tunable]) -> str:
     """``BLOCK_M=2, num_warps=4``, or ``defaults``."""
     return ", ".join(f"{name}={value}" for name, value in config.items()) or "defaults"
+
+
+def name_with_config(name: str, config: Mapping[str, Tunable]) -> str:
+    """``rms_norm_triton[BLOCK_M=2, num_warps=4]``; the name alone under the source's defaults."""
+    return f"{name}[{spell_config(config)}]" if config else name
 
 
 class Source(RecordPart):

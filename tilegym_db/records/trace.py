@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 import uuid
 from datetime import UTC, datetime
 from typing import Any, ClassVar, Literal, Self
@@ -26,6 +27,7 @@ __all__ = [
     "Tier",
     "Trace",
     "clip_log",
+    "new_run_id",
     "new_trace_id",
 ]
 
@@ -219,6 +221,11 @@ class Trace(Record):
         if self.status not in ("PASSED",) and not (self.reason or self.log):
             raise ValueError(f"a trace with status {self.status} needs a reason")
         return self
+
+
+def new_run_id(gpu: str) -> str:
+    """Of a run that starts now on a GPU slug: sorts by time, and two at once differ."""
+    return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{gpu}-{secrets.token_hex(3)}"
 
 
 def new_trace_id(

@@ -20,7 +20,7 @@ from tilegym_db.errors import RecordError
 from tilegym_db.paths import home, shipped_root
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.hardware import same_gpu
-from tilegym_db.records.solution import Config
+from tilegym_db.records.solution import Config, name_with_config
 
 __all__ = ["TABLE_FILE", "Candidate", "Entry", "ResolverTable", "load_table", "read_table", "table_path"]
 
@@ -58,8 +58,7 @@ class Candidate:
 
     def __str__(self) -> str:
         """``rms_norm_triton[BLOCK_M=2, num_warps=4]``."""
-        spelled = ", ".join(f"{name}={value}" for name, value in self.config.items())
-        return f"{self.solution}[{spelled}]" if spelled else self.solution
+        return name_with_config(self.solution, self.config)
 
 
 @dataclass(frozen=True)

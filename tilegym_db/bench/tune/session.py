@@ -29,6 +29,7 @@ from tilegym_db.errors import UsageError
 from tilegym_db.paths import home
 from tilegym_db.records import Config, Definition, Trace, Workload, axes_key
 from tilegym_db.records.solution import config_id
+from tilegym_db.records.trace import new_run_id
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.ingest import ingest_journals
 from tilegym_db.store.journal import Journal
@@ -141,7 +142,7 @@ def tune(
     plan = make_plan(records, machine, options, (), unusable_languages())
     pairs = _tunable_pairs(plan, machine)
     watch.planned(sum(map(len, pairs.values())), machine)
-    run_id = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{machine.gpu}-{secrets.token_hex(3)}"
+    run_id = new_run_id(machine.gpu)
     report = TuneReport(run_id, machine, plan.skipped)
     with Journal(run_id, folder) as journal, TuningLog(run_id, folder) as log, scratch_folder() as scratch:
 

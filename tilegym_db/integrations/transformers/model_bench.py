@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from tilegym_db.integrations.transformers.random_model import DTYPES, build_mode
 from tilegym_db.integrations.transformers.verify_model import model_tag
 from tilegym_db.records.base import canonical_json
 from tilegym_db.records.model_run import Estimate, ModelRun, ModelTiming
+from tilegym_db.records.trace import new_run_id
 
 __all__ = ["WARM_UP_ROUNDS", "Generation", "compare", "model_bench"]
 
@@ -105,7 +105,7 @@ def model_bench(
         found = compare(ways, rounds, observer)
         kernels = _kernels_of_one(handle, ways["patched"])
     record = {
-        "run_id": f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{machine.gpu}-{secrets.token_hex(3)}",
+        "run_id": new_run_id(machine.gpu),
         "timestamp": datetime.now(UTC),
         "model": model_tag(path),
         "model_class": type(stock).__name__,
