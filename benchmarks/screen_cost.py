@@ -2,7 +2,7 @@
 
 The ungated run does what a script of a kernel's author does: one process, inputs drawn once, a call that compiles, then as
 many timed samples as the screen took, with the same timer. Both run on this machine, one after the other, over the same
-workloads; start-up is part of both.
+workloads; start-up is part of both, and both begin with the compilers' caches empty.
 
     python benchmarks/screen_cost.py --gpu auto rms_norm softmax --workload 'stage:*'
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,8 @@ from typing import Any
 
 from tilegym_db.bench.session import benchmark
 from tilegym_db.records import Trace
+
+CACHES = ("TRITON_CACHE_DIR", "TILELANG_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "CUDA_TILE_CACHE_DIR")
 
 
 def screen(names: list[str], gpu: str, workload: str | None, *, quick: bool) -> tuple[float, list[Trace]]:
@@ -32,10 +35,12 @@ def screen(names: list[str], gpu: str, workload: str | None, *, quick: bool) -> 
 
 def ungated(pairs: list[dict[str, Any]], device: str) -> float:
     """Seconds that a plain process takes to call and time the same pairs."""
-    start = time.perf_counter()
     command = [sys.executable, __file__, "--plain", device]
-    subprocess.run(command, input=json.dumps(pairs), text=True, check=True)
-    return time.perf_counter() - start
+    with tempfile.TemporaryDirectory() as folder:
+        empty = {"HOME": folder, **{name: f"{folder}/{name.lower()}" for name in CACHES}}
+        start = time.perf_counter()
+        subprocess.run(command, input=json.dumps(pairs), text=True, check=True, env=os.environ | empty)
+        return time.perf_counter() - start
 
 
 def run_plain(pairs: list[dict[str, Any]], device: str) -> None:
