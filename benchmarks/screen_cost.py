@@ -37,7 +37,7 @@ def ungated(pairs: list[dict[str, Any]], device: str) -> float:
     """Seconds that a plain process takes to call and time the same pairs."""
     command = [sys.executable, __file__, "--plain", device]
     with tempfile.TemporaryDirectory() as folder:
-        empty = {"HOME": folder, **{name: f"{folder}/{name.lower()}" for name in CACHES}}
+        empty = {"HOME": folder, "TMPDIR": folder, **{name: f"{folder}/{name.lower()}" for name in CACHES}}
         start = time.perf_counter()
         subprocess.run(command, input=json.dumps(pairs), text=True, check=True, env=os.environ | empty)
         return time.perf_counter() - start

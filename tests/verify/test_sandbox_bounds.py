@@ -234,7 +234,7 @@ with scratch_folder(Path(sys.argv[1])) as folder:
     workers = [WorkerProcess("cpu", folder / str(number), level=level, script=script) for number in range(2)]
     for worker in workers:
         worker.request("call", timeout_s=20)
-    print(folder, *(worker._process.pid for worker in workers), flush=True)
+    print(folder, *(worker._keeper.pid for worker in workers), flush=True)
     time.sleep(60)
 """
 

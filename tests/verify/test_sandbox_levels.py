@@ -121,7 +121,6 @@ def test_what_the_supervisor_asks_survives_the_pipe():
         "cuda:1",
         "/scratch",
         5,
-        1234,
         readable=("/a", "/b"),
         hidden=("/c",),
         script="/peer.py",

@@ -51,7 +51,7 @@ sys.path.insert(0, sys.argv[1])
 from tilegym_db.verify.sandbox.bounds import ResourceBounds
 from tilegym_db.verify.sandbox.confine import confine
 from tilegym_db.verify.sandbox.spec import Confinement, WorkerSpec
-spec = WorkerSpec(Confinement(2), ResourceBounds.of_machine(), "cpu", sys.argv[2], 0, 0)
+spec = WorkerSpec(Confinement(2), ResourceBounds.of_machine(), "cpu", sys.argv[2], 0)
 print(confine(spec, os.environ, None)["level"], os.getuid())
 try:
     open("/etc/hostname")

@@ -139,7 +139,7 @@ class LocalExecutor:
             interpret=interpret,
             limits=Limits(
                 arena_bytes=min(4 << 30, machine.memory_bytes // 32) if machine.is_gpu else CPU_ARENA_BYTES,
-                envelope_workers=envelope_workers(kernels) if self.rigor.audited and machine.is_gpu else 1,
+                envelope_workers=envelope_workers(kernels) if machine.is_gpu else 1,
             ),
             broken=Failure("REJECTED", f"the static scan: {'; '.join(hard)}", gate="scan") if hard else None,
             notes=tuple(str(finding) for finding in scan.soft_findings(findings)),

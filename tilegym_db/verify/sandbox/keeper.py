@@ -1,4 +1,4 @@
-"""The keeper: a small trusted process between the supervisor and one worker. ``python -m`` starts it.
+"""The keeper: a small trusted process between the supervisor and one worker, forked from the nursery.
 
 It starts the worker confined, reads the worker's output, watches what it takes, adopts every process that the worker leaves
 behind, and ends all of them when the supervisor says so or is gone. On standard input it gets one line, the
@@ -66,12 +66,13 @@ class Report:
 def main() -> None:
     """Keep one worker."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    parent = os.getppid()
     spec = WorkerSpec.from_json(_first_line())
     with contextlib.suppress(SandboxError):  # without it, level 1 is as good as it can be
         prctl(_ADOPT_ORPHANS, 1)
     prctl(_SET_DUMPABLE, 0)  # a worker of the same user may not look into this process
     try:
-        report = Keeper(spec).keep()
+        report = Keeper(spec, parent).keep()
     except SandboxError as error:
         sys.exit(str(error))
     os.write(1, json.dumps(asdict(report)).encode() + b"\n")
@@ -80,9 +81,10 @@ def main() -> None:
 class Keeper:
     """One worker and all its processes."""
 
-    def __init__(self, spec: WorkerSpec) -> None:
-        """Start the worker."""
+    def __init__(self, spec: WorkerSpec, parent: int) -> None:
+        """Start the worker; it ends with the process ``parent``."""
         self.spec = spec
+        self._parent = parent
         self._log, log = os.pipe()
         self._status, status = os.pipe()
         os.set_blocking(self._log, False)
@@ -109,7 +111,7 @@ class Keeper:
         trusted = 1 if self.spec.confinement.level >= 3 else 0
         watch = Watch(os.getpid(), Path(self.spec.folder), self.spec.bounds, trusted)
         child = os.pidfd_open(self.child)
-        while os.getppid() == self.spec.supervisor:
+        while os.getppid() == self._parent:
             ready, _, _ = select.select([0, self._log, child], [], [], LONGEST_SLEEP_S)
             if self._log in ready:
                 self._read_log()
@@ -243,7 +245,3 @@ def _use_log(log: int) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     for descriptor, source in enumerate((nothing, log, log)):
         os.dup2(source, descriptor)
-
-
-if __name__ == "__main__":
-    main()

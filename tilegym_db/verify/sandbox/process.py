@@ -12,8 +12,6 @@ import secrets
 import selectors
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -24,6 +22,7 @@ from typing import Any
 from tilegym_db.paths import home
 from tilegym_db.verify.sandbox import protocol
 from tilegym_db.verify.sandbox.bounds import ResourceBounds
+from tilegym_db.verify.sandbox.keeper_process import KEEPER_CHANNEL, KeeperProcess, NurseryLost, start_keeper
 from tilegym_db.verify.sandbox.levels import Sandbox, best_level
 from tilegym_db.verify.sandbox.processes import descendants, kill_descendants, processor_us, queued_us
 from tilegym_db.verify.sandbox.reply import Reply, storable
@@ -106,42 +105,50 @@ class WorkerProcess:
         self._channel, channel = socket.socketpair()
         self._channel.setblocking(False)
         with channel:
-            self._process = self._start_keeper(environment or {}, channel.fileno())
+            self._keeper = self._start_keeper(environment or {}, channel.fileno())
             spec = WorkerSpec(
                 confinement=Confinement(level) if isinstance(level, int) else level,
                 bounds=bounds or ResourceBounds.of_machine(),
                 device=device,
                 folder=str(self.folder),
-                channel=channel.fileno(),
-                supervisor=os.getpid(),
+                channel=KEEPER_CHANNEL,
                 readable=tuple(str(path.resolve()) for path in (*readable, *([script] if script else []))),
                 hidden=(str(home()),),
                 script=str(script.resolve()) if script else None,
-                protected=(-1, os.getpid(), -os.getpgrp(), self._process.pid, -self._process.pid),
+                protected=(
+                    *(-1, os.getpid(), -os.getpgrp(), self._keeper.nursery, -self._keeper.nursery),
+                    *(self._keeper.pid, -self._keeper.pid),
+                ),
             )
-            assert self._process.stdin is not None
-            self._process.stdin.write(spec.to_json().encode() + b"\n")
+            self._keeper.tell(spec.to_json().encode() + b"\n")
 
-    def _start_keeper(self, environment: Mapping[str, str], channel: int) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", "tilegym_db.verify.sandbox.keeper"],
-            bufsize=0,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            cwd=self.folder,
-            env=self._environment(environment),
-            pass_fds=(channel,),
-            start_new_session=True,
-        )
+    def _start_keeper(self, extra: Mapping[str, str], channel: int) -> KeeperProcess:
+        common = self._common_environment()
+        environment = common | self._own_environment() | dict(extra)
+        try:
+            return start_keeper(environment, common, self.folder, channel)
+        except NurseryLost as error:
+            raise WorkerDied(str(error)) from None
 
-    def _environment(self, extra: Mapping[str, str]) -> dict[str, str]:
+    def _common_environment(self) -> dict[str, str]:
+        """What all workers for this device have in common."""
         environment = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
         package_root = str(Path(__file__).resolve().parents[3])
         paths = [package_root, *environment.get("PYTHONPATH", "").split(os.pathsep)]
-        caches = self.folder / "cache"
         environment |= {
             "PYTHONPATH": os.pathsep.join(path for path in dict.fromkeys(paths) if path),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": str(processors()),
+        }
+        if self.device == "cpu":
+            # Threads that wait for each other sleep rather than spin, or their processor time would say nothing.
+            environment["OMP_WAIT_POLICY"] = "PASSIVE"
+        return environment
+
+    def _own_environment(self) -> dict[str, str]:
+        """Its own folders."""
+        caches = self.folder / "cache"
+        return {
             "HOME": str(self.folder),
             "USER": "worker",  # a user of its own has no entry in the system's list, where libraries would look it up
             "TMPDIR": str(self.folder),
@@ -151,25 +158,19 @@ class WorkerProcess:
             "CUDA_CACHE_PATH": str(caches / "cuda"),
             "CUDA_TILE_CACHE_DIR": str(caches / "cutile"),
             "TORCHINDUCTOR_COMPILE_THREADS": "1",  # its pool of compiling processes finds no GPU inside the sandbox
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "OMP_NUM_THREADS": str(processors()),
         }
-        if self.device == "cpu":
-            # Threads that wait for each other sleep rather than spin, or their processor time would say nothing.
-            environment["OMP_WAIT_POLICY"] = "PASSIVE"
-        return environment | dict(extra)
 
     @property
     def alive(self) -> bool:
         """True while the process runs."""
-        return self._ending is None and self._process.poll() is None
+        return self._ending is None and not self._keeper.has_ended()
 
     def processor_use(self) -> tuple[float, float]:
         """Microseconds so far of the worker and of all that lives of what it started.
 
         On a processor; and ready to run without one, the supervisor's own threads, which wait for the worker, included.
         """
-        running = descendants(self._process.pid)
+        running = descendants(self._keeper.pid)
         return processor_us(running), queued_us([*running, os.getpid()])
 
     @property
@@ -280,11 +281,9 @@ class WorkerProcess:
         return WorkerTimeout(f"no answer within {timeout_s:g} s{tail}")
 
     def _died(self, how: str) -> WorkerDied:
-        if how == "ended":
-            try:
-                self._process.wait(1.0)  # its channel closes a moment before the keeper has seen its end
-            except subprocess.TimeoutExpired:
-                how = "closed its channel"
+        # Its channel closes a moment before the keeper has seen its end.
+        if how == "ended" and not self._keeper.has_ended(1.0):
+            how = "closed its channel"
         ending = self._end()
         if ending.reason:
             return WorkerDied(f"the worker was ended: {ending.reason}{ending.tail}")
@@ -303,13 +302,11 @@ class WorkerProcess:
         return self._ending
 
     def _end_now(self) -> _Ending:
-        try:
-            printed, _ = self._process.communicate(b"end\n", timeout=END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            while kill_descendants(self._process.pid):
+        printed = self._keeper.finish(END_TIMEOUT_S)
+        if printed is None:
+            while kill_descendants(self._keeper.pid):
                 time.sleep(0.002)
-            self._process.kill()
-            printed, _ = self._process.communicate()
+            printed = self._keeper.kill()
         try:
             report = json.loads(printed.splitlines()[-1])
             code, reason, tail = report["code"], report["reason"], report["tail"]
@@ -318,7 +315,7 @@ class WorkerProcess:
         except (ValueError, TypeError, KeyError, IndexError):
             # The keeper could not even start, and said why, or was killed, as the machine or a worker at level 1 may do.
             self._kill_group()
-            code, reason, tail = self._process.returncode, "", printed.decode(errors="replace")
+            code, reason, tail = None, "", printed.decode(errors="replace")
         tail = storable(tail).strip()
         return _Ending(code, storable(reason), f"; its last output:\n{tail}" if tail else "")
 
@@ -332,6 +329,7 @@ class WorkerProcess:
         """Kill the worker and remove its folder. Safe to call twice."""
         self.kill()
         self._channel.close()
+        self._keeper.close()
         remove_tree(self.folder)
 
 

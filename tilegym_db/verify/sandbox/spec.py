@@ -50,7 +50,6 @@ class WorkerSpec:
     device: str
     folder: str
     channel: int
-    supervisor: int
     readable: tuple[str, ...] = ()
     hidden: tuple[str, ...] = ()
     script: str | None = None

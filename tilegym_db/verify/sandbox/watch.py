@@ -39,9 +39,10 @@ class Watch:
         now = time.monotonic()
         if now >= self._processes_due:
             self._processes = descendants(self._ancestor)
-            self._memory = memory_bytes(self._processes)
-            if self._memory > self._bounds.memory_bytes:
-                self._memory = shared_out_memory_bytes(self._processes)
+            if len(self._processes) - self._ignored <= self._bounds.processes:  # of a bomb, no more need be known
+                self._memory = memory_bytes(self._processes)
+                if self._memory > self._bounds.memory_bytes:
+                    self._memory = shared_out_memory_bytes(self._processes)
             self._processes_due = _next(now, _PROCESSES_EVERY_S)
         if now >= self._files_due:
             unnamed, self._hidden_memory = hidden_file_bytes(self._processes, self._device)
