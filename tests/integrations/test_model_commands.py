@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+from torch._dynamo.utils import counters
 from typer.testing import CliRunner, Result
 
 from tilegym_db import Catalog
@@ -280,16 +281,20 @@ def asked(question: str) -> Any:
     return json.loads(invoke(sql.command, question, "--json").stdout)
 
 
-def test_compiled_ways_run_kernels_and_are_compared_with_what_is_compiled_too(kernels: Catalog, config: Path) -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_ways_run_kernels_and_are_compared_with_what_is_compiled_too(
+    backend: str, kernels: Catalog, config: Path
+) -> None:
     given: dict[str, Any] = {
         "dtype": "float32",
         "batch": 2,
         "prompt": 8,
         "rounds": 2,
         "layers": 1,
-        "backend": "aot_eager",
+        "backend": backend,
     }
     torch.compiler.reset()
+    counters.clear()
     run, handle = run_model_bench(
         config, select_machine("cpu"), new=4, with_static_cache=True, with_compiled_prefill=True, **given
     )
@@ -307,6 +312,7 @@ def test_compiled_ways_run_kernels_and_are_compared_with_what_is_compiled_too(ke
     assert prefill.ways["patched_compiled"].kernels == {"rms_norm": 3, "swiglu": 1, "rope_neox": 1}
     assert prefill.ways["patched_compiled"].equal_tokens == 2
     assert not handle.report().failures
+    assert not counters["graph_break"]
 
 
 # -- libraries beside it ----------------------------------------------------------------------------------------------

@@ -36,6 +36,8 @@ NO_WORK = (
     "needs permission to profile)"
 )
 
+NO_MATCH = "no launch is of a thread that made a mark, as this profiler names threads: what is whose cannot be said"
+
 
 @dataclass(frozen=True)
 class GpuTime:
@@ -53,7 +55,7 @@ class GpuTime:
     @property
     def share(self) -> float | None:
         """Time in verified kernels over all GPU time; None where there are no figures."""
-        return sum(self.by_definition.values()) / self.total_us if self.total_us else None
+        return None if self.reason or not self.total_us else sum(self.by_definition.values()) / self.total_us
 
     @property
     def shares(self) -> dict[str, float]:
@@ -99,6 +101,10 @@ def attributed(events: Iterable[Mapping[str, Any]]) -> GpuTime:
             launches[event["args"]["correlation"]] = (_thread_of(event), float(event["ts"]), name)
         elif kind in WORK:
             work.append((event.get("args", {}).get("correlation"), float(event["dur"])))
+    if not work:
+        return GpuTime(reason=NO_WORK)
+    if marks and not any(thread in marks for thread, _, _ in launches.values()):
+        return GpuTime(reason=NO_MATCH)
     for of_thread in marks.values():
         of_thread.sort()
     by_definition: dict[str, float] = defaultdict(float)
@@ -111,7 +117,7 @@ def attributed(events: Iterable[Mapping[str, Any]]) -> GpuTime:
             by_definition[definition] += duration_us
         elif function.startswith(GRAPH_LAUNCHES):
             replayed_us += duration_us
-    return GpuTime(total_us, dict(sorted(by_definition.items())), replayed_us, "" if work else NO_WORK)
+    return GpuTime(total_us, dict(sorted(by_definition.items())), replayed_us)
 
 
 def _thread_of(event: Mapping[str, Any]) -> _Thread:
