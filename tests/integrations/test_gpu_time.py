@@ -10,6 +10,7 @@ import torch
 
 from tilegym_db import Catalog, patched
 from tilegym_db.errors import UsageError
+from tilegym_db.integrations.transformers.generation import static_cache
 from tilegym_db.integrations.transformers.gpu_time import (
     MARK,
     NO_GPU,
@@ -21,6 +22,7 @@ from tilegym_db.integrations.transformers.gpu_time import (
     marked,
 )
 from tilegym_db.integrations.transformers.report import Report
+from tilegym_db.resolver.device import device_gpu
 
 MAIN, OTHER = 41, 42
 
@@ -169,3 +171,45 @@ def test_gradients_are_marked_under_their_own_name(training_kernels: Catalog, bu
             found = names_of_marks(lambda: model(ids).logits.sum().backward())
         assert {"rms_norm", "rms_norm_backward", "swiglu", "swiglu_backward"} <= set(found)
         assert names_of_marks(lambda: model(ids).logits.sum().backward()) == []
+
+
+# -- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu_kernels(shop: Any) -> Catalog:
+    """As ``kernels``, published for the GPU in this machine."""
+    catalog: Catalog = shop.offer(device=device_gpu(torch.device("cuda", 0)))
+    return catalog
+
+
+@pytest.mark.gpu
+def test_the_share_of_a_real_profile_is_that_of_the_calls_by_kernels(
+    gpu_kernels: Catalog, build: Any, prompt: Any, logits: Any
+) -> None:
+    model, ids = build().cuda(), prompt().cuda()
+    with patched(model, catalog=gpu_kernels) as handle:
+        found = handle.profile(lambda: logits(model, ids))
+        assert found.by_definition.keys() == {op for op, count in handle.report().hits().items() if count}
+        assert found.share is not None
+        assert 0 < found.share < 1
+    with patched(model, catalog=gpu_kernels, ops=()) as handle:
+        assert handle.profile(lambda: logits(model, ids)).share == 0
+
+
+@pytest.mark.gpu
+def test_compiled_decoding_in_cuda_graphs_runs_kernels_and_gives_stocks_tokens(
+    gpu_kernels: Catalog, build: Any, prompt: Any
+) -> None:
+    torch.compiler.reset()
+    model, ids = build().cuda(), prompt(2).cuda()
+    stock = static_cache(model, ids, 8)
+    want = [stock().tokens.tolist() for _ in range(3)][-1]
+    with patched(model, catalog=gpu_kernels) as handle:
+        generate = static_cache(model, ids, 8)
+        first = generate().tokens.tolist()
+        served = handle.report().hits()
+        assert [first, generate().tokens.tolist(), generate().tokens.tolist()] == [want] * 3
+        assert served["rms_norm"] > 5
+        assert not handle.report().failures
+        assert handle.profile(generate).replayed_us > 0
