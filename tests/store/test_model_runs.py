@@ -161,9 +161,23 @@ def test_a_prefill_alone_has_a_speed_of_its_own(opened: Any, home: Path) -> None
     assert [row["tokens_per_s"] for row in rows(opened, WAYS)] == [None, None]
 
 
+def test_the_share_of_gpu_time_can_be_asked_for(opened: Any, home: Path) -> None:
+    save_model_run(model_run(run_id="one", gpu_shares={"swiglu": 0.25, "rms_norm": 0.125}), home)
+    save_model_run(model_run(run_id="two"), home)
+    save_model_run(model_run(run_id="without any", gpu_shares={}), home)
+    ingested(opened)
+    asked = "SELECT gpu_share, gpu_shares['swiglu'] AS swiglu FROM model_runs ORDER BY run_id"
+    assert rows(opened, asked) == [
+        {"gpu_share": 0.375, "swiglu": 0.25},
+        {"gpu_share": None, "swiglu": None},
+        {"gpu_share": 0, "swiglu": None},
+    ]
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
+        ({"gpu_shares": {"swiglu": 0.6, "rms_norm": 0.5}}, "are no parts of one time"),
         ({"new_tokens": 0, "equal_tokens": 1}, "stock.tpot_ms is there from two new tokens on"),
         ({"stock": {**timing(1.0), "tokens_per_s": None}}, "stock.tokens_per_s is there from one new token on"),
         ({"tpot_speedup": None}, "tpot_speedup is there from two new tokens on"),

@@ -109,6 +109,8 @@ class ModelRun(Record):
     total_speedup: Estimate
     kernels: dict[str, Int64] = {}
     """Definition -> calls that ran a verified kernel, in one generation."""
+    gpu_shares: dict[str, float] | None = None
+    """Definition -> its part of the GPU time of one call by the patched model; null where none was profiled on a GPU."""
     equal_tokens: Int64 = Field(ge=0)
     """How many greedy tokens are those of stock, a first difference changing what follows: of ``batch * new_tokens``, or of
     the first ones where only the prefill ran."""
@@ -140,6 +142,13 @@ class ModelRun(Record):
                 raise ValueError(
                     f"equal_tokens {equal} {f'of {name} ' if name else ''}are more than batch * new_tokens"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _shares_are_of_one_whole(self) -> Self:
+        shares = (self.gpu_shares or {}).values()
+        if any(share < 0 for share in shares) or sum(shares) > 1.0001:  # each is rounded
+            raise ValueError(f"gpu_shares {self.gpu_shares} are no parts of one time")
         return self
 
     @model_validator(mode="after")

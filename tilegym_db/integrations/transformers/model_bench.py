@@ -22,6 +22,7 @@ from tilegym_db.bench.statistics import Interval, median_interval, paired_ratio
 from tilegym_db.errors import UsageError
 from tilegym_db.integrations.transformers.capture import random_prompt
 from tilegym_db.integrations.transformers.generation import Generate, Generation
+from tilegym_db.integrations.transformers.gpu_time import GpuTime
 from tilegym_db.integrations.transformers.patch import Handle, patched
 from tilegym_db.integrations.transformers.peers import PEERS, Job, Peer
 from tilegym_db.integrations.transformers.race import ALWAYS, RIVALS, Entries, Observer, Race, compare, new_hits
@@ -105,8 +106,7 @@ def model_bench(
         entries.add_peers(peers)
         race = compare(entries.ways, rounds, observer)
         kernels = _kernels_of(handle, entries.ways["patched"])
-        if profile:
-            handle.profile(entries.ways["patched"])
+        gpu_time = handle.profile(entries.ways["patched"]) if profile else GpuTime()
         throttled = clocks.reading().throttled
     record = {
         "run_id": new_run_id(machine.gpu),
@@ -131,6 +131,9 @@ def model_bench(
         "throttled": throttled,
         "proved": verify,
         "kernels": kernels,
+        "gpu_shares": None
+        if gpu_time.share is None
+        else {key: _rounded(part) for key, part in gpu_time.shares.items()},
         "equal_tokens": _equal_tokens(race, "patched"),
         "absent": entries.absent | race.absent,
         **_figures(race, entries, batch * new),

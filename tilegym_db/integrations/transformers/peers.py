@@ -154,7 +154,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, ToolchainError):
         return str(error)
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ") + "."
+    return f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(":. ") + "."
 
 
 def _prepare(job: Job) -> tuple[Callable[[], Generation], str]:
