@@ -164,7 +164,7 @@ def test_a_prefill_alone_has_a_speed_of_its_own(opened: Any, home: Path) -> None
 def test_the_share_of_gpu_time_can_be_asked_for(opened: Any, home: Path) -> None:
     save_model_run(model_run(run_id="one", gpu_shares={"swiglu": 0.25, "rms_norm": 0.125}), home)
     save_model_run(model_run(run_id="two"), home)
-    save_model_run(model_run(run_id="without any", gpu_shares={}), home)
+    save_model_run(model_run(run_id="without-any", gpu_shares={}), home)
     ingested(opened)
     asked = "SELECT gpu_share, gpu_shares['swiglu'] AS swiglu FROM model_runs ORDER BY run_id"
     assert rows(opened, asked) == [
