@@ -112,28 +112,17 @@ def model_bench(
         "run_id": new_run_id(machine.gpu),
         "timestamp": datetime.now(UTC),
         "model": model_tag(path),
-        "model_class": type(stock).__name__,
-        "config_digest": _digest(config),
-        "layers": config.get_text_config().num_hidden_layers,
-        "parameters": sum(parameter.numel() for parameter in stock.parameters()),
+        **_described(config, stock),
         "dtype": dtype,
         "batch": batch,
         "prompt_tokens": prompt,
         "new_tokens": new,
         "rounds": rounds,
-        "gpu": machine.gpu,
-        "gpu_name": machine.gpu_name,
-        "sm": machine.sm,
-        "driver": machine.driver,
-        "cuda": machine.cuda,
-        "libs": machine.libs,
-        "timer": "events" if machine.is_gpu else "wall",
+        **_described_machine(machine),
         "throttled": throttled,
         "proved": verify,
         "kernels": kernels,
-        "gpu_shares": None
-        if gpu_time.share is None
-        else {key: _rounded(part) for key, part in gpu_time.shares.items()},
+        "gpu_shares": _gpu_shares(gpu_time),
         "equal_tokens": _equal_tokens(race, "patched"),
         "absent": entries.absent | race.absent,
         **_figures(race, entries, batch * new),
@@ -145,6 +134,22 @@ def _twin_of(model: Any) -> Any:
     """A second instance that shares every weight and buffer with the first."""
     shared = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+
+
+def _described(config: Any, model: Any) -> dict[str, Any]:
+    return {
+        "model_class": type(model).__name__,
+        "config_digest": _digest(config),
+        "layers": config.get_text_config().num_hidden_layers,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+    }
+
+
+def _described_machine(machine: Machine) -> dict[str, Any]:
+    return {
+        **{name: getattr(machine, name) for name in ("gpu", "gpu_name", "sm", "driver", "cuda", "libs")},
+        "timer": "events" if machine.is_gpu else "wall",
+    }
 
 
 def _digest(config: Any) -> str:
@@ -181,6 +186,12 @@ def _figures(race: Race, entries: Entries, tokens: int) -> dict[str, Any]:
         **{f"{what}_speedup": value for what, value in speedups.model_dump().items()},
         "ways": {name: ways[name].model_dump() for name in race.found if name in ways},
     }
+
+
+def _gpu_shares(gpu_time: GpuTime) -> dict[str, float] | None:
+    if gpu_time.share is None:
+        return None
+    return {definition: _rounded(part) for definition, part in gpu_time.shares.items()}
 
 
 def _equal_tokens(race: Race, name: str) -> int:
