@@ -55,7 +55,7 @@ OPS = ("rms_norm", "swiglu", "rope_neox")
 BATCHES = (1, 8)
 CACHES: dict[str, dict[str, Any]] = {
     "dynamic": {},
-    # transformers compiles the decode step of a static cache by itself; compiled code runs no kernels yet.
+    # transformers compiles the decode step of a static cache by itself; model-bench --static-cache times that.
     "static": {"cache_implementation": "static", "disable_compile": True},
 }
 REPEATS = 5

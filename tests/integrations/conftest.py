@@ -139,6 +139,7 @@ class Shop:
         rounding: str = "stock",
         without: tuple[str, ...] = (),
         ops: tuple[str, ...] = OPS,
+        device: tuple[str, str] = ("cpu", "cpu"),
     ) -> Catalog:
         """Publish one kernel per operator. Returns the catalog with them.
 
@@ -148,6 +149,7 @@ class Shop:
             ops: the operators that get one, whatever was offered before.
             rounding: ``stock`` computes as the models do, bit for bit; ``reference`` as the Definition says; ``triton``
                 is the shipped Triton kernel, for a process in which the interpreter runs it.
+            device: the GPU and target that they are published for.
         """
         shipped = Catalog((shipped_root(),))
         entries = []
@@ -157,12 +159,12 @@ class Shop:
             entries += self._entries(Catalog((shipped_root(), self.root)), op)
         table = {
             "schema_version": 1,
-            "gpu": "cpu",
-            "sm": "cpu",
+            "gpu": device[0],
+            "sm": device[1],
             "published": "2026-11-20T10:00:00Z",
             "entries": entries,
         }
-        path = self.home / "published" / "cpu" / "resolver.json"
+        path = self.home / "published" / device[0] / "resolver.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(table))
         return Catalog((shipped_root(), self.root))

@@ -226,3 +226,24 @@ def test_the_operators_say_truly_what_they_return(kernels: Catalog) -> None:
     table = torch.randn(1, 5, 4)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(site.operator.call, (q, k, table, table, site.operator.name), test_utils=checks)
+
+
+def test_while_a_graph_is_captured_known_calls_run_kernels_and_new_ones_stock_code(
+    kernels: Catalog, logits: Any, build: Any, prompt: Any
+) -> None:
+    model, known, new = build_one_layer(build), prompt(2, 9), prompt(2, 7)
+    stock = {ids: logits(model, ids) for ids in (known, new)}
+    with patched(model, catalog=kernels) as handle:
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+        logits(compiled, known)  # the warm-up that whoever captures makes first
+        served, tables = handle.report().hits(), [dict(site._keys) for _, site, _ in handle._sites if site is not None]
+        for _, dispatcher, _ in handle._sites:
+            if dispatcher is not None:
+                dispatcher._is_capturing = lambda: True
+        assert torch.equal(logits(compiled, known), stock[known])
+        assert handle.report().hits() == {op: 2 * count for op, count in served.items()}
+        assert torch.equal(logits(compiled, new), stock[new])
+        counts = [site.counts for site in handle.report().sites if site.counts is not None]
+        assert handle.report().hits() == {op: 2 * count for op, count in served.items()}
+        assert {one.definition: one.capture_misses for one in counts} == SERVED["qwen3"]
+        assert tables == [dict(site._keys) for _, site, _ in handle._sites if site is not None]

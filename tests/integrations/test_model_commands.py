@@ -10,12 +10,16 @@ from typing import Any
 import pytest
 import torch
 import typer
+from torch._dynamo.utils import counters
 from typer.testing import CliRunner, Result
 
 from tilegym_db import Catalog
+from tilegym_db.bench.machine import select_machine
 from tilegym_db.cli import model_bench, sql, verify_model
-from tilegym_db.errors import HardwareError, UsageError
-from tilegym_db.integrations.transformers.model_bench import WARM_UP_ROUNDS, Generation, compare
+from tilegym_db.errors import HardwareError, ToolchainError, UsageError
+from tilegym_db.integrations.transformers.generation import Generation
+from tilegym_db.integrations.transformers.model_bench import model_bench as run_model_bench
+from tilegym_db.integrations.transformers.race import WARM_UP_ROUNDS, compare
 from tilegym_db.integrations.transformers.random_model import build_model, load_config
 from tilegym_db.integrations.transformers.verify_model import model_tag
 from tilegym_db.records.model_run import ModelRun
@@ -213,19 +217,180 @@ def test_a_kernel_that_raises_is_a_finding(shop: Any, config: Path) -> None:
 def test_the_two_take_turns_in_going_first_and_the_warm_up_does_not_count() -> None:
     order: list[str] = []
     rounds: list[tuple[int, int]] = []
-
-    def way(name: str) -> Callable[[], Generation]:
-        def generate() -> Generation:
-            order.append(name)
-            return Generation(1.0, 1.0, len(order), torch.zeros(1, 2))
-
-        return generate
-
-    found = compare({"stock": way("stock"), "patched": way("patched")}, 2, lambda *done: rounds.append(done))
+    race = compare({name: way(name, order) for name in ("stock", "patched")}, 2, lambda *done: rounds.append(done))
     assert order == ["stock", "patched", "patched", "stock"] * 2
     assert WARM_UP_ROUNDS == 2
-    assert {name: [one.total_ms for one in ones] for name, ones in found.items()} == {
+    assert {name: [one.total_ms for one in ones] for name, ones in race.found.items()} == {
         "stock": [5, 8],
         "patched": [6, 7],
     }
     assert rounds == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert race.absent == {}
+
+
+def way(name: str, order: list[str], fails_in: int = 99, error: type[Exception] = ToolchainError) -> Any:
+    """A way that remembers when it ran, and fails at its n-th call."""
+
+    def generate() -> Generation:
+        order.append(name)
+        if order.count(name) == fails_in:
+            raise error("no more\nand this")
+        return Generation(1.0, 1.0, len(order), torch.zeros(1, 2))
+
+    return generate
+
+
+def test_a_way_that_fails_takes_no_further_part_and_the_others_finish() -> None:
+    order: list[str] = []
+    ways = {"stock": way("stock", order), "patched": way("patched", order), "liger": way("liger", order, fails_in=3)}
+    race = compare({**ways, "stock_compiled": way("stock_compiled", order, 1, RuntimeError)}, 3)
+    assert race.absent == {
+        "liger": "it failed in round 3: no more",
+        "stock_compiled": "it failed in round 1: RuntimeError: no more",
+    }
+    assert {name: len(ones) for name, ones in race.found.items()} == {"stock": 3, "patched": 3}
+    assert order.count("liger") == 3
+
+
+@pytest.mark.parametrize("name", ["stock", "patched"])
+def test_without_stock_or_patched_there_is_no_comparison(name: str) -> None:
+    order: list[str] = []
+    with pytest.raises(RuntimeError, match="no more"):
+        compare(
+            {other: way(other, order, 1 if other == name else 99, RuntimeError) for other in ("stock", "patched")}, 1
+        )
+
+
+def test_a_prefill_alone_has_prompt_tokens_a_second_and_no_steps(kernels: Catalog, config: Path) -> None:
+    arguments = ("--gpu", "cpu", "--dtype", "float32", "--prompt", 8, "--batch", 2, "--rounds", 2, "--new", 0)
+    result = invoke(model_bench.command, config, *arguments, "--static-cache", "--json")
+    assert result.exit_code == 0, result.output
+    run = ModelRun.from_dict(json.loads(result.stdout))
+    assert (run.new_tokens, run.compared_tokens, run.equal_tokens) == (0, 2, 2)
+    assert (run.patched.tpot_ms, run.patched.tokens_per_s, run.tpot_speedup) == (None, None, None)
+    assert run.kernels == {"fused_add_rms_norm": 2, "rms_norm": 3, "swiglu": 2, "rope_neox": 2, "attention_prefill": 2}
+    assert set(run.absent) == {"stock_static_cache", "patched_static_cache"}
+    (row,) = asked("SELECT patched_prefill_tokens_per_s AS n, patched_tokens_per_s AS m FROM model_runs")
+    assert row == {"n": pytest.approx(16 / run.patched.ttft_ms.median * 1e3), "m": None}
+    result = invoke(model_bench.command, config, *arguments)
+    assert "prompt tokens per second" in result.stdout
+    assert "per output token" not in result.stdout
+
+
+def asked(question: str) -> Any:
+    return json.loads(invoke(sql.command, question, "--json").stdout)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_ways_run_kernels_and_are_compared_with_what_is_compiled_too(
+    backend: str, kernels: Catalog, config: Path
+) -> None:
+    given: dict[str, Any] = {
+        "dtype": "float32",
+        "batch": 2,
+        "prompt": 8,
+        "rounds": 2,
+        "layers": 1,
+        "backend": backend,
+    }
+    torch.compiler.reset()
+    counters.clear()
+    run, handle = run_model_bench(
+        config, select_machine("cpu"), new=4, with_static_cache=True, with_compiled_prefill=True, **given
+    )
+    assert list(run.ways) == ["stock_static_cache", "patched_static_cache"]
+    patched = run.ways["patched_static_cache"]
+    assert set(patched.against) == {"stock", "stock_static_cache"}
+    assert patched.equal_tokens == run.ways["stock_static_cache"].equal_tokens == 8
+    # A prompt eagerly, then three compiled steps: there the sum is the compiler's, and the norm after it a kernel's.
+    assert patched.kernels == {
+        "attention_prefill": 1, "fused_add_rms_norm": 1, "rms_norm": 2 + 3 * 3, "swiglu": 4, "rope_neox": 4,
+    }  # fmt: skip
+    assert run.ways["stock_static_cache"].kernels == {}
+    assert all("--new 0" in run.absent[name] for name in ("stock_compiled", "patched_compiled"))
+    prefill, _ = run_model_bench(config, select_machine("cpu"), new=0, with_compiled_prefill=True, **given)
+    assert prefill.ways["patched_compiled"].kernels == {"rms_norm": 3, "swiglu": 1, "rope_neox": 1}
+    assert prefill.ways["patched_compiled"].equal_tokens == 2
+    assert not handle.report().failures
+    assert not counters["graph_break"]
+
+
+# -- libraries beside it ----------------------------------------------------------------------------------------------
+
+LIGER = """
+import transformers.models.llama.modeling_llama as llama
+
+class LlamaNormOfAnother(llama.LlamaRMSNorm):
+    pass
+
+def apply_liger_kernel_to_llama():
+    print("patching")
+    llama.LlamaRMSNorm = LlamaNormOfAnother
+"""
+
+
+@pytest.fixture
+def liger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in for the library, found by the processes that are started from here. Its kernels are stock code."""
+    folder = tmp_path / "site" / "liger_kernel"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("")
+    (folder / "transformers.py").write_text(LIGER)
+    metadata = folder.parent / "liger_kernel-9.8.7.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: liger-kernel\nVersion: 9.8.7\n")
+    monkeypatch.syspath_prepend(str(folder.parent))
+    return folder
+
+
+def test_a_library_runs_in_its_own_process_on_the_same_weights(kernels: Catalog, config: Path, liger: Path) -> None:
+    result = invoke(model_bench.command, config, *BRIEF, "--beside", "liger", "--beside", "tilegym", "--json")
+    assert result.exit_code == 0, result.output
+    run = ModelRun.from_dict(json.loads(result.stdout))
+    assert run.ways["liger"].library == "liger-kernel 9.8.7"
+    assert run.ways["liger"].equal_tokens == 4
+    assert set(run.ways["liger"].against) == {"stock", "patched"}
+    assert run.absent == {"tilegym": "it is not installed. Try: pip install --no-deps tilegym"}
+    rows = asked("SELECT way, tokens_per_s > 0 AS timed, speedup > 0 AS compared, reason FROM model_ways ORDER BY ALL")
+    assert rows == [
+        {"way": "liger", "timed": True, "compared": True, "reason": ""},
+        {"way": "patched", "timed": True, "compared": True, "reason": ""},
+        {"way": "stock", "timed": True, "compared": None, "reason": ""},
+        {"way": "tilegym", "timed": None, "compared": None, "reason": run.absent["tilegym"]},
+    ]
+    import transformers.models.llama.modeling_llama as llama
+
+    assert llama.LlamaRMSNorm.__module__.startswith("transformers")
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (LIGER.replace("_to_llama", "_to_other"), "liger-kernel has no kernels for the model type 'llama'."),
+        (LIGER.replace("llama.LlamaRMSNorm = ", "other = "), "liger-kernel changed no module of LlamaForCausalLM."),
+        ("raise ImportError('needs a GPU')", "ImportError: needs a GPU."),
+        ("import os; os._exit(7)", "the process of liger ended (exit code 7)."),
+        (LIGER + "    LlamaNormOfAnother.forward = None", "it failed in round 1: TypeError: 'NoneType' object"),
+    ],
+)
+def test_a_library_that_cannot_be_had_says_why(
+    source: str, reason: str, kernels: Catalog, config: Path, liger: Path
+) -> None:
+    (liger / "transformers.py").write_text(source)
+    run, _ = run_model_bench(
+        config, select_machine("cpu"), dtype="float32", prompt=4, new=2, rounds=1, layers=1, beside=["liger"]
+    )
+    assert run.ways == {}
+    assert run.absent["liger"].startswith(reason)
+
+
+def test_a_library_that_is_not_known_is_wrong_usage(config: Path) -> None:
+    result = invoke(model_bench.command, config, *BRIEF, "--beside", "tigerkernel")
+    assert isinstance(result.exception, UsageError)
+    assert "beside must be one of liger, tilegym, not 'tigerkernel'" in str(result.exception)
+
+
+def test_a_profile_on_a_cpu_says_that_there_is_no_gpu(kernels: Catalog, config: Path) -> None:
+    result = invoke(model_bench.command, config, *BRIEF, "--profile")
+    assert result.exit_code == 0, result.output
+    assert "there is no GPU: no GPU time was spent" in result.stderr

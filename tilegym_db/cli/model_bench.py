@@ -1,4 +1,4 @@
-"""``tilegym-db model-bench``: tokens a second of a patched model against the same model as it is."""
+"""``tilegym-db model-bench``: tokens a second of a patched model against the same model as it is, and other ways to run it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import typer
 from tilegym_db.cli.output import note, print_json, print_table
 
 if TYPE_CHECKING:
-    from tilegym_db.records.model_run import Estimate, ModelRun
+    from tilegym_db.records.model_run import Estimate, ModelRun, ModelTiming
+
+GIB = 1 << 30
 
 
 def command(
@@ -19,18 +21,32 @@ def command(
     ],
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
     prompt: Annotated[int, typer.Option(help="Random tokens of each sequence.")] = 512,
-    new: Annotated[int, typer.Option(help="Tokens to generate for each, at least 2.")] = 64,
+    new: Annotated[int, typer.Option(help="Tokens to generate for each; 0 times the prefill alone.")] = 64,
     gpu: Annotated[str, typer.Option(help="auto, cpu, or the GPU in this machine (h100, h200, ...).")] = "auto",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    rounds: Annotated[int, typer.Option(help="Generations that count, by each of the two.")] = 10,
+    rounds: Annotated[int, typer.Option(help="Generations that count, by each way.")] = 10,
     layers: Annotated[int | None, typer.Option(help="Keep only the first so many layers.")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Prove the patch first; see verify-model.")] = False,
+    static_cache: Annotated[
+        bool, typer.Option("--static-cache", help="Also both with a static cache and compiled decoding.")
+    ] = False,
+    compile_prefill: Annotated[
+        bool, typer.Option("--compile", help="Also both under torch.compile; for the prefill alone (--new 0).")
+    ] = False,
+    beside: Annotated[
+        list[str] | None, typer.Option(help="Also a library in a process of its own: liger or tilegym; repeatable.")
+    ] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Also profile one call: the share of GPU time in verified kernels.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
 ) -> None:
     """Generate with a model of random weights, stock and patched in turns, and store how long each takes.
 
-    Nothing is downloaded. Results are in the view model_runs, with evidence level 'model':
-    tilegym-db sql "SELECT model, gpu, batch, patched_tokens_per_s, speedup FROM model_runs"
+    Nothing is downloaded. Results are in the views model_runs and model_ways, with evidence level 'model':
+    tilegym-db sql "SELECT model, gpu, batch, way, tokens_per_s, speedup, reason FROM model_ways"
+
+    A way that was asked for and cannot be had is reported with its reason.
 
     Exit 1: a kernel raised, or failed its proof; stock code ran in its place.
     """
@@ -49,6 +65,10 @@ def command(
             rounds=rounds,
             layers=layers,
             verify=verify,
+            with_static_cache=static_cache,
+            with_compiled_prefill=compile_prefill,
+            beside=beside or (),
+            profile=profile,
             observer=observer,
         )
     path = _store(run)
@@ -74,23 +94,56 @@ def _store(run: ModelRun) -> Path:
 
 
 def print_run(run: ModelRun) -> None:
-    """One row per figure: stock, patched, and the ratio of both with its interval."""
+    """One row per figure of stock and patched, with the ratio of both and its interval; then one per other way."""
     typer.echo(
         f"{run.model} ({run.model_class}, {run.layers} layers, {run.parameters:,} parameters, {run.dtype}) on "
         f"{run.gpu_name}: batch {run.batch}, prompt {run.prompt_tokens}, new {run.new_tokens}, {run.rounds} rounds"
     )
-    rows = [
-        ("to first token, ms", run.stock.ttft_ms.median, run.patched.ttft_ms.median, *_ratio(run.ttft_speedup)),
-        ("per output token, ms", run.stock.tpot_ms.median, run.patched.tpot_ms.median, *_ratio(run.tpot_speedup)),
-        ("tokens per second", run.stock.tokens_per_s, run.patched.tokens_per_s, *_ratio(run.total_speedup)),
-    ]
-    if run.stock.peak_memory_bytes is not None and run.patched.peak_memory_bytes is not None:
-        gib = 1 << 30
-        rows.append(("peak GiB", run.stock.peak_memory_bytes / gib, run.patched.peak_memory_bytes / gib, "", ""))
-    print_table(("", "stock", "patched", "speedup", "99% interval"), rows)
+    print_table(("", "stock", "patched", "speedup", "99% interval"), _rows(run))
+    if run.ways:
+        headings = ("way", "first token, ms", "per token, ms", "tokens/s", "peak GiB", "faster than", "99% interval")
+        print_table(headings, [row for name in run.ways for row in _way_rows(run, name)])
+    for name, reason in run.absent.items():
+        note(f"{name} took no part: {reason}")
     calls = ", ".join(f"{name} {count}" for name, count in run.kernels.items()) or "none"
     note(f"calls by kernel in one generation: {calls}")
-    note(f"{run.equal_tokens} of {run.batch * run.new_tokens} greedy tokens are those of stock")
+    note(f"{run.equal_tokens} of {run.compared_tokens} greedy tokens are those of stock")
+
+
+def _rows(run: ModelRun) -> list[tuple[object, ...]]:
+    stock, patched = run.stock, run.patched
+    rows: list[tuple[object, ...]] = [
+        ("to first token, ms", stock.ttft_ms.median, patched.ttft_ms.median, *_ratio(run.ttft_speedup))
+    ]
+    if stock.tpot_ms is not None and patched.tpot_ms is not None and run.tpot_speedup is not None:
+        rows.append(("per output token, ms", stock.tpot_ms.median, patched.tpot_ms.median, *_ratio(run.tpot_speedup)))
+    name = "tokens per second" if run.new_tokens else "prompt tokens per second"
+    rows.append((name, _tokens_per_s(run, stock), _tokens_per_s(run, patched), *_ratio(run.total_speedup)))
+    if stock.peak_memory_bytes is not None and patched.peak_memory_bytes is not None:
+        rows.append(("peak GiB", stock.peak_memory_bytes / GIB, patched.peak_memory_bytes / GIB, None, None))
+    return rows
+
+
+def _way_rows(run: ModelRun, name: str) -> list[tuple[object, ...]]:
+    """One row per way that this one is compared with; the figures in the first of them."""
+    timing = run.ways[name].timing
+    figures: tuple[object, ...] = (
+        name,
+        timing.ttft_ms.median,
+        None if timing.tpot_ms is None else timing.tpot_ms.median,
+        _tokens_per_s(run, timing),
+        None if timing.peak_memory_bytes is None else timing.peak_memory_bytes / GIB,
+    )
+    rows: list[tuple[object, ...]] = []
+    for rival, speedups in run.ways[name].against.items():
+        ratio, interval = _ratio(speedups.total)
+        rows.append((*((None,) * 5 if rows else figures), f"{rival} {ratio}", interval))
+    return rows
+
+
+def _tokens_per_s(run: ModelRun, timing: ModelTiming) -> float:
+    """New ones, or those of the prompt where the prefill is all there is."""
+    return run.prefill_tokens_per_s(timing) if timing.tokens_per_s is None else timing.tokens_per_s
 
 
 def _ratio(estimate: Estimate) -> tuple[str, str]:

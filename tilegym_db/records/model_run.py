@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from tilegym_db.records.base import NAME_PATTERN, Int64, Record, RecordPart
 
-__all__ = ["Estimate", "ModelRun", "ModelTiming"]
+__all__ = ["Estimate", "ModelRun", "ModelTiming", "Speedups", "Way"]
 
 
 class Estimate(RecordPart):
@@ -27,18 +27,41 @@ class Estimate(RecordPart):
 
 
 class ModelTiming(RecordPart):
-    """Greedy generation by one of the two."""
+    """Greedy generation, or a prefill alone, by one way of running the model."""
 
     ttft_ms: Estimate
     """To the first token: the prefill, until its logits are there."""
-    tpot_ms: Estimate
-    """Per output token after the first."""
+    tpot_ms: Estimate | None = None
+    """Per output token after the first; none where there is no second."""
     total_ms: Estimate
-    """The whole call of ``generate``."""
-    tokens_per_s: float = Field(gt=0)
-    """New tokens of all sequences over the median of ``total_ms``, so the prefill counts."""
+    """The whole call."""
+    tokens_per_s: float | None = Field(default=None, gt=0)
+    """New tokens of all sequences over the median of ``total_ms``, so the prefill counts; none for a prefill alone."""
     peak_memory_bytes: Int64 | None = None
-    """The most that PyTorch had allocated, weights included; none on a CPU."""
+    """The most that PyTorch had allocated for it, weights and cache included; none on a CPU."""
+
+
+class Speedups(RecordPart):
+    """Times of another way over those of this one in the same rounds; above 1, this one is faster."""
+
+    ttft: Estimate
+    tpot: Estimate | None = None
+    total: Estimate
+
+
+class Way(RecordPart):
+    """One more way of running the same model on the same prompts in the same rounds."""
+
+    timing: ModelTiming
+    against: dict[str, Speedups] = Field(min_length=1)
+    """Other way -> how much faster this one is; ``stock`` and ``patched`` are the two that every run has."""
+    equal_tokens: Int64 = Field(ge=0)
+    """As :attr:`ModelRun.equal_tokens`."""
+    kernels: dict[str, Int64] = {}
+    """Definition -> calls that ran a verified kernel in the first generation, which compiles. Replays of a CUDA graph are not
+    among them: nothing is there that could count."""
+    library: str = ""
+    """Name and version of the library whose kernels these are; empty for what this package or PyTorch does."""
 
 
 class ModelRun(Record):
@@ -65,8 +88,8 @@ class ModelRun(Record):
     batch: Int64 = Field(ge=1)
     prompt_tokens: Int64 = Field(ge=1)
     """Of each sequence; random token ids."""
-    new_tokens: Int64 = Field(ge=2)
-    """Of each sequence."""
+    new_tokens: Int64 = Field(ge=0)
+    """Of each sequence; 0 is a prefill alone."""
     rounds: Int64 = Field(ge=1)
     gpu: str = Field(pattern=NAME_PATTERN)
     gpu_name: str
@@ -82,12 +105,28 @@ class ModelRun(Record):
     stock: ModelTiming
     patched: ModelTiming
     ttft_speedup: Estimate
-    tpot_speedup: Estimate
+    tpot_speedup: Estimate | None = None
     total_speedup: Estimate
     kernels: dict[str, Int64] = {}
     """Definition -> calls that ran a verified kernel, in one generation."""
+    gpu_shares: dict[str, float] | None = None
+    """Definition -> its part of the GPU time of one call by the patched model; null where none was profiled on a GPU."""
     equal_tokens: Int64 = Field(ge=0)
-    """How many of ``batch * new_tokens`` greedy tokens are those of stock, a first difference changing what follows."""
+    """How many greedy tokens are those of stock, a first difference changing what follows: of ``batch * new_tokens``, or of
+    the first ones where only the prefill ran."""
+    ways: dict[str, Way] = {}
+    """Name -> another way that took part, in this process (``stock_static_cache``) or in one of its own (``liger``)."""
+    absent: dict[str, str] = {}
+    """Name -> why a way that was asked for is not in ``ways``."""
+
+    @property
+    def compared_tokens(self) -> int:
+        """What ``equal_tokens`` are out of."""
+        return self.batch * max(self.new_tokens, 1)
+
+    def prefill_tokens_per_s(self, timing: ModelTiming) -> float:
+        """Prompt tokens of all sequences over the median time to the first token."""
+        return self.batch * self.prompt_tokens / timing.ttft_ms.median * 1e3
 
     @field_validator("timestamp")
     @classmethod
@@ -98,6 +137,45 @@ class ModelRun(Record):
 
     @model_validator(mode="after")
     def _counts_fit(self) -> Self:
-        if self.equal_tokens > self.batch * self.new_tokens:
-            raise ValueError(f"equal_tokens {self.equal_tokens} are more than batch * new_tokens")
+        for name, equal in [("", self.equal_tokens), *((name, way.equal_tokens) for name, way in self.ways.items())]:
+            if equal > self.compared_tokens:
+                raise ValueError(
+                    f"equal_tokens {equal} {f'of {name} ' if name else ''}are more than batch * new_tokens"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _shares_are_of_one_whole(self) -> Self:
+        shares = (self.gpu_shares or {}).values()
+        if any(share < 0 for share in shares) or sum(shares) > 1.0001:  # each is rounded
+            raise ValueError(f"gpu_shares {self.gpu_shares} are no parts of one time")
+        return self
+
+    @model_validator(mode="after")
+    def _figures_fit(self) -> Self:
+        timings = {"stock": self.stock, "patched": self.patched}
+        timings |= {name: way.timing for name, way in self.ways.items()}
+        for name, timing in timings.items():
+            if (timing.tpot_ms is not None) != (self.new_tokens >= 2):
+                raise ValueError(f"{name}.tpot_ms is there from two new tokens on, and new_tokens is {self.new_tokens}")
+            if (timing.tokens_per_s is not None) != (self.new_tokens >= 1):
+                raise ValueError(
+                    f"{name}.tokens_per_s is there from one new token on, and new_tokens is {self.new_tokens}"
+                )
+        speedups = {"tpot_speedup": self.tpot_speedup}
+        speedups |= {f"ways.{n}.against.{o}.tpot": s.tpot for n, w in self.ways.items() for o, s in w.against.items()}
+        for name, speedup in speedups.items():
+            if (speedup is not None) != (self.new_tokens >= 2):
+                raise ValueError(f"{name} is there from two new tokens on, and new_tokens is {self.new_tokens}")
+        return self
+
+    @model_validator(mode="after")
+    def _ways_are_told_apart(self) -> Self:
+        names = {"stock", "patched", *self.ways}
+        for name, way in self.ways.items():
+            if name in ("stock", "patched") or name in self.absent:
+                raise ValueError(f"ways.{name} is one of the two that every run has, or absent as well")
+            unknown = sorted(set(way.against) - (names - {name}))
+            if unknown:
+                raise ValueError(f"ways.{name}.against names {unknown[0]!r}, which is no other way of this run")
         return self

@@ -217,6 +217,8 @@ SELECT
     (record->>'/tpot_speedup/median')::DOUBLE AS tpot_speedup,
     (record->>'/tpot_speedup/ci_low')::DOUBLE AS tpot_speedup_ci_low,
     (record->>'/tpot_speedup/ci_high')::DOUBLE AS tpot_speedup_ci_high,
+    batch * prompt_tokens / stock_ttft_ms * 1e3 AS stock_prefill_tokens_per_s,
+    batch * prompt_tokens / patched_ttft_ms * 1e3 AS patched_prefill_tokens_per_s,
     (record->>'/stock/tokens_per_s')::DOUBLE AS stock_tokens_per_s,
     (record->>'/patched/tokens_per_s')::DOUBLE AS patched_tokens_per_s,
     (record->>'/total_speedup/median')::DOUBLE AS speedup,
@@ -225,7 +227,45 @@ SELECT
     (record->>'/stock/peak_memory_bytes')::BIGINT AS stock_peak_memory_bytes,
     (record->>'/patched/peak_memory_bytes')::BIGINT AS patched_peak_memory_bytes,
     from_json(record->'kernels', '"MAP(VARCHAR, BIGINT)"') AS kernels,
+    from_json(record->'gpu_shares', '"MAP(VARCHAR, DOUBLE)"') AS gpu_shares,
+    CASE WHEN gpu_shares IS NOT NULL THEN coalesce(list_sum(map_values(gpu_shares)), 0) END AS gpu_share,
     (record->>'equal_tokens')::BIGINT AS equal_tokens,
     from_json(record->'libs', '"MAP(VARCHAR, VARCHAR)"') AS libs,
     record
 FROM model_run_records;
+
+-- One row per way of running the model in each of those runs: stock and patched, then what was asked for besides. A way that
+-- could not be had has a reason and no figures. Speedups are stock time over this way's, in the same rounds.
+CREATE OR REPLACE VIEW model_ways AS
+WITH entries AS (
+    SELECT *, unnest(list_concat(
+        [{'way': 'stock', 'entry': json_object('timing', record->'stock')},
+            {'way': 'patched', 'entry': json_object('timing', record->'patched',
+                'equal_tokens', record->'equal_tokens', 'kernels', record->'kernels',
+                'against', json_object('stock', json_object('ttft', record->'ttft_speedup',
+                    'tpot', record->'tpot_speedup', 'total', record->'total_speedup')))}],
+        list_transform(map_entries(coalesce(from_json(record->'ways', '"MAP(VARCHAR, JSON)"'), MAP {})),
+            lambda item: {'way': item.key, 'entry': item.value}),
+        list_transform(map_entries(coalesce(from_json(record->'absent', '"MAP(VARCHAR, VARCHAR)"'), MAP {})),
+            lambda item: {'way': item.key, 'entry': json_object('reason', item.value)})
+    ), recursive := true)
+    FROM model_runs
+)
+SELECT
+    run_id, timestamp, evidence_level, model, model_class, layers, dtype, gpu, batch, prompt_tokens, new_tokens, rounds, way,
+    (entry->>'/timing/ttft_ms/median')::DOUBLE AS ttft_ms,
+    (entry->>'/timing/tpot_ms/median')::DOUBLE AS tpot_ms,
+    (entry->>'/timing/total_ms/median')::DOUBLE AS total_ms,
+    (entry->>'/timing/tokens_per_s')::DOUBLE AS tokens_per_s,
+    batch * prompt_tokens / ttft_ms * 1e3 AS prefill_tokens_per_s,
+    (entry->>'/timing/peak_memory_bytes')::BIGINT AS peak_memory_bytes,
+    (entry->>'/against/stock/ttft/median')::DOUBLE AS ttft_speedup,
+    (entry->>'/against/stock/tpot/median')::DOUBLE AS tpot_speedup,
+    (entry->>'/against/stock/total/median')::DOUBLE AS speedup,
+    (entry->>'/against/stock/total/ci_low')::DOUBLE AS speedup_ci_low,
+    (entry->>'/against/stock/total/ci_high')::DOUBLE AS speedup_ci_high,
+    (entry->>'equal_tokens')::BIGINT AS equal_tokens,
+    from_json(entry->'kernels', '"MAP(VARCHAR, BIGINT)"') AS kernels,
+    coalesce(entry->>'library', '') AS library,
+    coalesce(entry->>'reason', '') AS reason
+FROM entries;

@@ -1,21 +1,19 @@
 """Times a patched model against itself as it is: interleaved, in one process, on the same weights.
 
 Two instances share every weight, and one of them is patched; each round generates with both, the first of the two in turns.
-Clocks are read once per token, where the logits are there and before they become a token.
+More ways of running the model take part where they are asked for: compiled ones in this process, other libraries in theirs.
+One that cannot be had is left out, and the record says why.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from tilegym_db.bench.clocks import ClockWatch
 from tilegym_db.bench.device_lock import timing_lock
@@ -23,34 +21,18 @@ from tilegym_db.bench.machine import Machine
 from tilegym_db.bench.statistics import Interval, median_interval, paired_ratio
 from tilegym_db.errors import UsageError
 from tilegym_db.integrations.transformers.capture import random_prompt
+from tilegym_db.integrations.transformers.generation import Generate, Generation
+from tilegym_db.integrations.transformers.gpu_time import GpuTime
 from tilegym_db.integrations.transformers.patch import Handle, patched
+from tilegym_db.integrations.transformers.peers import PEERS, Job, Peer
+from tilegym_db.integrations.transformers.race import ALWAYS, RIVALS, Entries, Observer, Race, compare, new_hits
 from tilegym_db.integrations.transformers.random_model import DTYPES, build_model, load_config
 from tilegym_db.integrations.transformers.verify_model import model_tag
 from tilegym_db.records.base import canonical_json
-from tilegym_db.records.model_run import Estimate, ModelRun, ModelTiming
+from tilegym_db.records.model_run import Estimate, ModelRun, ModelTiming, Speedups, Way
 from tilegym_db.records.trace import new_run_id
 
-__all__ = ["WARM_UP_ROUNDS", "Generation", "compare", "model_bench"]
-
-WARM_UP_ROUNDS = 2
-"""Not counted: kernels are chosen, loaded and compiled there, and allocators find their size."""
-
-Observer = Callable[[int, int], None]
-"""Called with (rounds done, rounds to do), warm-up included."""
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One call of ``generate``: times in ms, the new tokens [batch, new] and, on a GPU, the most bytes allocated."""
-
-    ttft_ms: float
-    tpot_ms: float
-    total_ms: float
-    tokens: torch.Tensor
-    peak_memory_bytes: int | None = None
-
-
-Generate = Callable[[], Generation]
+__all__ = ["model_bench"]
 
 
 def model_bench(
@@ -64,6 +46,11 @@ def model_bench(
     rounds: int = 10,
     layers: int | None = None,
     verify: bool = False,
+    with_static_cache: bool = False,
+    with_compiled_prefill: bool = False,
+    beside: Collection[str] = (),
+    profile: bool = False,
+    backend: str = "inductor",
     observer: Observer | None = None,
 ) -> tuple[ModelRun, Handle]:
     """Build a model from its config with random weights and time it, stock against patched.
@@ -74,24 +61,32 @@ def model_bench(
         dtype: one of :data:`DTYPES`.
         batch: sequences.
         prompt: random tokens of each.
-        new: greedy tokens generated for each, at least 2.
-        rounds: generations by each of the two that count.
+        new: greedy tokens generated for each; 0 times the prefill alone, without ``generate``.
+        rounds: generations by each way that count.
         layers: keep only the first so many.
         verify: prove the patch first; see :func:`~tilegym_db.integrations.transformers.patch.patch`.
+        with_static_cache: also both with a static cache and compiled decoding, as transformers compiles it.
+        with_compiled_prefill: also the forward of both under torch.compile, where ``new`` is 0.
+        beside: also these libraries, names of :data:`~tilegym_db.integrations.transformers.peers.PEERS`.
+        profile: profile one more generation of the patched model, for the handle's report.
+        backend: of torch.compile.
         observer: told of every round.
 
     Returns:
         The record, which is not stored yet, and the handle of the patch (undone already) for its report.
 
     Raises:
-        UsageError: the config, the dtype or a number is none that can be run.
+        UsageError: the config, the dtype, a library's name or a number is none that can be run.
     """
     if dtype not in DTYPES:
         raise UsageError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}.")
-    if min(batch, prompt, rounds) < 1 or new < 2:
+    if min(batch, prompt, rounds) < 1 or new < 0:
         raise UsageError(
-            f"batch, prompt and rounds are at least 1 and new at least 2, not {batch}, {prompt}, {rounds}, {new}."
+            f"batch, prompt and rounds are at least 1 and new at least 0, not {batch}, {prompt}, {rounds}, {new}."
         )
+    unknown = sorted(set(beside) - set(PEERS))
+    if unknown:
+        raise UsageError(f"beside must be one of {', '.join(PEERS)}, not {unknown[0]!r}.")
     config = load_config(path, layers)
     stock = build_model(config, machine.device, dtype)
     ids = random_prompt(stock, batch, prompt)
@@ -99,53 +94,40 @@ def model_bench(
     with (
         patched(twin, verify=verify, **({"inputs": ids} if verify else {})) as handle,
         timing_lock(machine.device),
+        contextlib.ExitStack() as processes,
         ClockWatch(machine.device) as clocks,
     ):
-        ways = {"stock": _generator(stock, ids, new), "patched": _generator(twin, ids, new)}
-        found = compare(ways, rounds, observer)
-        kernels = _kernels_of_one(handle, ways["patched"])
+        jobs = [Job(peer, path, machine.device, dtype, batch, prompt, new, layers) for peer in dict.fromkeys(beside)]
+        peers = [processes.enter_context(Peer(job)) for job in jobs]
+        entries = Entries(stock, twin, handle, ids, new, backend)
+        entries.add_eager()
+        entries.add_static_cache(with_static_cache)
+        entries.add_compiled_prefill(with_compiled_prefill)
+        entries.add_peers(peers)
+        race = compare(entries.ways, rounds, observer)
+        kernels = _kernels_of(handle, entries.ways["patched"])
+        gpu_time = handle.profile(entries.ways["patched"]) if profile else GpuTime()
+        throttled = clocks.reading().throttled
     record = {
         "run_id": new_run_id(machine.gpu),
         "timestamp": datetime.now(UTC),
         "model": model_tag(path),
-        "model_class": type(stock).__name__,
-        "config_digest": _digest(config),
-        "layers": config.get_text_config().num_hidden_layers,
-        "parameters": sum(parameter.numel() for parameter in stock.parameters()),
+        **_described(config, stock),
         "dtype": dtype,
         "batch": batch,
         "prompt_tokens": prompt,
         "new_tokens": new,
         "rounds": rounds,
-        "gpu": machine.gpu,
-        "gpu_name": machine.gpu_name,
-        "sm": machine.sm,
-        "driver": machine.driver,
-        "cuda": machine.cuda,
-        "libs": machine.libs,
-        "timer": "events" if machine.is_gpu else "wall",
-        "throttled": clocks.reading().throttled,
+        **_described_machine(machine),
+        "throttled": throttled,
         "proved": verify,
         "kernels": kernels,
-        "equal_tokens": int((found["stock"][0].tokens == found["patched"][0].tokens).sum()),
-        **_figures(found, batch * new),
+        "gpu_shares": _gpu_shares(gpu_time),
+        "equal_tokens": _equal_tokens(race, "patched"),
+        "absent": entries.absent | race.absent,
+        **_figures(race, entries, batch * new),
     }
     return ModelRun.from_dict(record, f"run of {type(stock).__name__}"), handle
-
-
-def compare(ways: Mapping[str, Generate], rounds: int, observer: Observer | None = None) -> dict[str, list[Generation]]:
-    """Generate with each way in each round and return what was counted. Who goes first alternates."""
-    found: dict[str, list[Generation]] = {name: [] for name in ways}
-    total = WARM_UP_ROUNDS + rounds
-    for index in range(total):
-        names = list(ways) if index % 2 == 0 else list(ways)[::-1]
-        for name in names:
-            generation = ways[name]()
-            if index >= WARM_UP_ROUNDS:
-                found[name].append(generation)
-        if observer is not None:
-            observer(index + 1, total)
-    return found
 
 
 def _twin_of(model: Any) -> Any:
@@ -154,42 +136,90 @@ def _twin_of(model: Any) -> Any:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 
 
+def _described(config: Any, model: Any) -> dict[str, Any]:
+    return {
+        "model_class": type(model).__name__,
+        "config_digest": _digest(config),
+        "layers": config.get_text_config().num_hidden_layers,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+    }
+
+
+def _described_machine(machine: Machine) -> dict[str, Any]:
+    return {
+        **{name: getattr(machine, name) for name in ("gpu", "gpu_name", "sm", "driver", "cuda", "libs")},
+        "timer": "events" if machine.is_gpu else "wall",
+    }
+
+
 def _digest(config: Any) -> str:
     content = {key: value for key, value in config.to_dict().items() if key != "transformers_version"}
     return hashlib.sha256(canonical_json(content).encode()).hexdigest()
 
 
-def _kernels_of_one(handle: Handle, generate: Generate) -> dict[str, int]:
+def _kernels_of(handle: Handle, generate: Generate) -> dict[str, int]:
     """Definition -> calls by kernel in one more generation."""
     before = handle.report().hits()
     generate()
-    new = {name: calls - before.get(name, 0) for name, calls in handle.report().hits().items()}
-    return {name: calls for name, calls in sorted(new.items()) if calls}
+    return new_hits(handle, before)
 
 
 # -- the figures ------------------------------------------------------------------------------------------------------
 
 
-def _figures(found: Mapping[str, Sequence[Generation]], tokens: int) -> dict[str, Any]:
-    stock, patched_ = found["stock"], found["patched"]
-    figures: dict[str, Any] = {"stock": _timing(stock, tokens), "patched": _timing(patched_, tokens)}
-    for what in ("ttft", "tpot", "total"):
-        times = [[getattr(generation, f"{what}_ms") for generation in way] for way in (patched_, stock)]
-        figures[f"{what}_speedup"] = _estimate(paired_ratio(*times)).model_dump()
-    return figures
+def _figures(race: Race, entries: Entries, tokens: int) -> dict[str, Any]:
+    timings = {name: _timing(generations, tokens) for name, generations in race.found.items()}
+    speedups = _speedups(race, "patched", "stock")
+    ways = {}
+    for name in timings.keys() - set(ALWAYS):
+        rivals = [rival for rival in RIVALS.get(name, ALWAYS) if rival in timings]
+        ways[name] = Way(
+            timing=timings[name],
+            against={rival: _speedups(race, name, rival) for rival in rivals},
+            equal_tokens=_equal_tokens(race, name),
+            kernels=entries.kernels.get(name, {}),
+            library=entries.libraries.get(name, ""),
+        )
+    return {
+        "stock": timings["stock"].model_dump(),
+        "patched": timings["patched"].model_dump(),
+        **{f"{what}_speedup": value for what, value in speedups.model_dump().items()},
+        "ways": {name: ways[name].model_dump() for name in race.found if name in ways},
+    }
 
 
-def _timing(generations: Sequence[Generation], tokens: int) -> dict[str, Any]:
+def _gpu_shares(gpu_time: GpuTime) -> dict[str, float] | None:
+    if gpu_time.share is None:
+        return None
+    return {definition: _rounded(part) for definition, part in gpu_time.shares.items()}
+
+
+def _equal_tokens(race: Race, name: str) -> int:
+    return int((race.found["stock"][0].tokens == race.found[name][0].tokens).sum())
+
+
+def _speedups(race: Race, name: str, rival: str) -> Speedups:
+    """Times of the rival over those of a way, round by round."""
+    this, other = race.found[name], race.found[rival]
+    has_steps = this[0].tpot_ms is not None
+    ratios = {
+        what: _estimate(paired_ratio(*([getattr(one, f"{what}_ms") for one in side] for side in (this, other))))
+        for what in (("ttft", "tpot", "total") if has_steps else ("ttft", "total"))
+    }
+    return Speedups(**ratios)
+
+
+def _timing(generations: Sequence[Generation], tokens: int) -> ModelTiming:
     total = median_interval([generation.total_ms for generation in generations])
+    steps = [generation.tpot_ms for generation in generations if generation.tpot_ms is not None]
     peaks = [one.peak_memory_bytes for one in generations if one.peak_memory_bytes is not None]
-    timing = ModelTiming(
+    return ModelTiming(
         ttft_ms=_estimate(median_interval([generation.ttft_ms for generation in generations])),
-        tpot_ms=_estimate(median_interval([generation.tpot_ms for generation in generations])),
+        tpot_ms=_estimate(median_interval(steps)) if steps else None,
         total_ms=_estimate(total),
-        tokens_per_s=_rounded(tokens / total.median * 1e3),
+        tokens_per_s=_rounded(tokens / total.median * 1e3) if tokens else None,
         peak_memory_bytes=max(peaks) if peaks else None,
     )
-    return timing.model_dump()
 
 
 def _estimate(interval: Interval) -> Estimate:
@@ -199,75 +229,3 @@ def _estimate(interval: Interval) -> Estimate:
 def _rounded(value: float) -> float:
     """Six digits: more say nothing, and make a record hard to read."""
     return float(f"{value:.6g}")
-
-
-# -- one generation ---------------------------------------------------------------------------------------------------
-
-
-def _generator(model: Any, ids: torch.Tensor, new: int) -> Generate:
-    """Greedy generation of exactly ``new`` tokens after ``ids``, on CUDA with events, else with the wall clock."""
-    options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "num_beams": 1}
-    mask = torch.ones_like(ids)
-    marks = _EventMarks(ids.device) if ids.device.type == "cuda" else _WallMarks()
-
-    def at_each_token(_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        marks.mark()
-        return scores
-
-    def generate() -> Generation:
-        marks.begin()
-        tokens = model.generate(
-            ids, attention_mask=mask, logits_processor=[at_each_token], disable_compile=True, pad_token_id=0, **options
-        )
-        marks.mark()
-        at = marks.read_ms()
-        first, last, end = at[0], at[-2], at[-1]
-        return Generation(first, (last - first) / (new - 1), end, tokens[:, ids.shape[1] :].cpu(), marks.peak_bytes())
-
-    return generate
-
-
-class _WallMarks:
-    """Moments since the beginning, by this process's clock: on a CPU, an operation is done when its call returns."""
-
-    def begin(self) -> None:
-        self._moments: list[float] = []
-        self._start = time.perf_counter()
-
-    def mark(self) -> None:
-        self._moments.append(time.perf_counter())
-
-    def read_ms(self) -> list[float]:
-        return [(moment - self._start) * 1e3 for moment in self._moments]
-
-    def peak_bytes(self) -> int | None:
-        return None
-
-
-class _EventMarks:
-    """As :class:`_WallMarks`, by CUDA events: recording one does not wait for the device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def begin(self) -> None:
-        torch.cuda.synchronize(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        self._moments: list[Any] = []
-        self._start = self._now()
-
-    def mark(self) -> None:
-        self._moments.append(self._now())
-
-    def read_ms(self) -> list[float]:
-        torch.cuda.synchronize(self._device)
-        return [self._start.elapsed_time(moment) for moment in self._moments]
-
-    def peak_bytes(self) -> int | None:
-        return int(torch.cuda.max_memory_allocated(self._device))
-
-    def _now(self) -> Any:
-        new_event: Any = torch.cuda.Event
-        event = new_event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event

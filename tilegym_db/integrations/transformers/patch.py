@@ -22,6 +22,7 @@ from tilegym_db.integrations.transformers.attention import (
 from tilegym_db.integrations.transformers.capture import ModelInputs, captured_calls
 from tilegym_db.integrations.transformers.discover import Found, discover, probed_activation
 from tilegym_db.integrations.transformers.fusion import ADD_NORM, plain_forward, rewritten
+from tilegym_db.integrations.transformers.gpu_time import GpuTime, profiled
 from tilegym_db.integrations.transformers.operators import ALLOCATE, make_site
 from tilegym_db.integrations.transformers.points import (
     add_norm_function,
@@ -64,11 +65,29 @@ class Handle:
         self._sites: list[tuple[CallSite, Dispatcher | None, Site | None]] = []
         self._proofs: dict[Site, tuple[Proof, ...]] = {}
         self._workloads: dict[str, Workload] = {}
+        self._gpu_time: GpuTime | None = None
 
-    def report(self) -> Report:
-        """Each call site: what it is, what serves it and why, how often it was called."""
+    def profile(self, call: Callable[[], Any]) -> GpuTime:
+        """Where the GPU time of a call goes, and how much of it into verified kernels; reports show it from then on.
+
+        Args:
+            call: runs the patched model, for instance ``lambda: model.generate(...)``. It is run twice, the second time
+                under PyTorch's profiler; not at all where there is no GPU, which the result then says.
+        """
+        sites = [(described.definition, site) for described, _, site in self._sites if site is not None]
+        self._gpu_time = profiled(call, sites)
+        return self._gpu_time
+
+    def report(self, profile: Callable[[], Any] | None = None) -> Report:
+        """Each call site: what it is, what serves it and why, how often it was called.
+
+        Args:
+            profile: a call to :meth:`profile` first.
+        """
+        if profile is not None:
+            self.profile(profile)
         return Report(
-            tuple(
+            sites=tuple(
                 described
                 if dispatcher is None or site is None
                 else replace(
@@ -79,7 +98,8 @@ class Handle:
                     proofs=self._proofs.get(site, ()),
                 )
                 for described, dispatcher, site in self._sites
-            )
+            ),
+            gpu_time=self._gpu_time,
         )
 
     @property

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tilegym_db.errors import UsageError
+from tilegym_db.integrations.transformers.gpu_time import GpuTime
 from tilegym_db.integrations.transformers.proof import Proof
 from tilegym_db.records import axes_key
 from tilegym_db.resolver.site_report import Failure, SiteReport
@@ -26,7 +28,8 @@ class CallSite:
     ``training`` has the counts of the calls that a derivative may be asked of, forward, and those of the gradients, each under
     its own Definition. ``bypassed`` counts by reason the calls that ran stock code without asking for a kernel: training
     without a backward, a tracer.
-    Compiled code counts the calls that it makes to an operator of this package; stock code in it has no counters.
+    Compiled code counts the calls that it makes to an operator of this package, as they run; stock code in it has no counters.
+    A CUDA graph counts once, when it is recorded: its replays run no Python.
     ``proofs`` are there where the patch was made with ``verify=True``: one per kind of call that the model made.
     """
 
@@ -48,9 +51,10 @@ class CallSite:
 
 @dataclass(frozen=True)
 class Report:
-    """Every call site of a patched model, patched or not."""
+    """Every call site of a patched model, patched or not, and where its GPU time went if a call was profiled."""
 
     sites: tuple[CallSite, ...]
+    gpu_time: GpuTime | None = None
 
     @property
     def kernel_calls(self) -> int:
@@ -77,7 +81,8 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready content."""
-        return {"sites": [asdict(site) for site in self.sites]}
+        profiled = {} if self.gpu_time is None else {"gpu_time": self.gpu_time.to_dict()}
+        return {"sites": [asdict(site) for site in self.sites], **profiled}
 
     def table(self) -> Table:
         """For a terminal: one row per call site and kind of call."""
@@ -121,6 +126,31 @@ class Report:
             table.add_row(*cells)
         return table
 
+    def gpu_table(self) -> Table:
+        """For a terminal: the GPU time of the call that was profiled, by Definition.
+
+        Raises:
+            UsageError: none was profiled.
+        """
+        from rich.table import Table
+
+        time = self.gpu_time
+        if time is None:
+            raise UsageError("no call was profiled. Try: handle.report(profile=lambda: model.generate(...))")
+        if time.share is None:
+            unknown = Table("GPU time of the call that was profiled")
+            unknown.add_row(time.reason)
+            return unknown
+        table = Table(title=f"GPU time: {time.share:.1%} in verified kernels")
+        for heading in ("launched by", "us", "share"):
+            table.add_column(heading, justify="left" if heading == "launched by" else "right")
+        others = time.total_us - sum(time.by_definition.values()) - time.replayed_us
+        rows = [(name, time.by_definition[name]) for name in time.shares]
+        rows += [("replays of CUDA graphs", time.replayed_us)] if time.replayed_us else []
+        for name, spent_us in [*rows, ("everything else", others), ("all", time.total_us)]:
+            table.add_row(name, f"{spent_us:.1f}", f"{spent_us / time.total_us:.1%}")
+        return table
+
     def __str__(self) -> str:
         """The tables as text."""
         from rich.console import Console
@@ -130,6 +160,8 @@ class Report:
             console.print(self.table())
             if any(site.proofs for site in self.sites):
                 console.print(self.proof_table())
+            if self.gpu_time is not None:
+                console.print(self.gpu_table())
         return capture.get()
 
 

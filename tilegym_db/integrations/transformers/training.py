@@ -10,7 +10,8 @@ differentiated once more are computed by the stock solution of the backward Defi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -72,6 +73,19 @@ class Training:
         for way in self._ways.values():
             way.forward.refuse(kernel, reason)
 
+    @contextlib.contextmanager
+    def served_through(self, wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+        """Let ``wrap(name of the Definition, serve)`` stand before every way to a kernel, for the length of a ``with`` block."""
+        own = [(way, way.serve, way.serve_gradients) for way in self._ways.values()]
+        try:
+            for way, serve, serve_gradients in own:
+                way.serve = wrap(way.forward.definition.name, serve)
+                way.serve_gradients = wrap(way.backward.definition.name, serve_gradients)
+            yield
+        finally:
+            for way, serve, serve_gradients in own:
+                way.serve, way.serve_gradients = serve, serve_gradients
+
     def reports(self) -> tuple[SiteReport, ...]:
         """What was called, forward and backward; those that never were are left out."""
         found = (dispatcher.report() for way in self._ways.values() for dispatcher in (way.forward, way.backward))
@@ -116,7 +130,7 @@ class _Way:
         self.backward = call_site(backward, catalog, mode="training", stock=stock_launcher(backward, stock))
         self.serve: Callable[..., Any] = self.forward.serving(allocate[forward.name])
         self.differentiated = tuple(inputs.index(name) for name in differentiated(backward))
-        self._serve_gradients = self.backward.serving(allocate[backward.name])
+        self.serve_gradients: Callable[..., Any] = self.backward.serving(allocate[backward.name])
         self._stock = stock
         self._arguments = [
             _Argument(True, outputs.index(name.removeprefix(GRADIENT)))
@@ -131,7 +145,7 @@ class _Way:
         given = [grads[which] if is_gradient else kept[which] for is_gradient, which in self._arguments]
         found = None
         if not torch.is_grad_enabled() and not _is_watched(grads):
-            found = self._serve_gradients(*given)
+            found = self.serve_gradients(*given)
         if found is None:
             found = load_verified(self._stock, self._stock.digest)(*given)
         return dict(zip(self.differentiated, found if isinstance(found, tuple) else (found,), strict=True))

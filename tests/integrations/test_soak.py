@@ -1,0 +1,141 @@
+"""The soak on a tiny model with kernels for the CPU, and what it makes of figures that are not as they should be."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from tilegym_db import Catalog
+from tilegym_db.paths import shipped_root
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def soak(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(shipped_root() / "benchmarks"))
+    import soak
+
+    module: ModuleType = soak
+    return module
+
+
+def run(soak: ModuleType, monkeypatch: pytest.MonkeyPatch, out: Path, steps: int) -> tuple[int, dict[str, Any]]:
+    sizes = ["--layers", "1", "--longest", "12", "--episode", "8"]
+    monkeypatch.setattr(sys, "argv", ["soak.py", "--gpu", "cpu", "--steps", str(steps), "--out", str(out), *sizes])
+    return soak.main(), json.loads(out.read_text())
+
+
+def test_two_hundred_mixed_steps_are_stocks_and_keep_memory(
+    soak: ModuleType, kernels: Catalog, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    code, results = run(soak, monkeypatch, tmp_path / "soak.json", 200)
+    assert results["violations"] == []
+    assert code == 0
+    assert results["steps"] == 200
+    assert results["tokens"] > 400
+    assert results["wrong_tokens"] == []
+    assert 0 < results["error_against_precise"]["patched"] == results["error_against_precise"]["stock"] < 1e-5
+    assert results["hits"]["rms_norm"] == 2 * (200 + results["episodes"])
+    assert results["hits"]["attention_prefill"] > 0  # some prompts have no padding
+    assert results["memory_growth"].keys() == {"host"}
+
+
+def test_a_wrong_kernel_is_found(soak: ModuleType, shop: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    shop.offer("    for out in {outputs}:\n        out.copy_(-50 * stock.run({inputs}))\n", ops=("swiglu",))
+    code, results = run(soak, monkeypatch, tmp_path / "soak.json", 60)
+    assert code == 1
+    assert results["wrong_tokens"]
+    assert any(text.startswith("another token than stock, which could tell") for text in results["violations"])
+    assert any(text.startswith("error against the precise model") for text in results["violations"])
+
+
+def test_without_kernels_nothing_was_tested(
+    soak: ModuleType, home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    code, results = run(soak, monkeypatch, tmp_path / "soak.json", 30)
+    assert code == 1
+    assert "no kernel ran: the report says why" in results["violations"]
+
+
+def figures(soak: ModuleType, patched: list[float], stock: list[float], precise: list[float]) -> torch.Tensor:
+    found: torch.Tensor = soak.compared(*(torch.tensor([row]) for row in (patched, stock, precise)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("patched", "stock", "precise", "wrong"),
+    [
+        ([1.0, 2.0, 0.0], [1.0, 2.0, 0.0], [0.0, 3.0, 0.0], False),  # the same token, whatever the error
+        ([2.0, 1.5, 0.0], [1.5, 2.0, 0.0], [1.5, 1.9, 0.0], True),  # a margin of 0.5 with an error of 0.1
+        ([2.0, 1.5, 0.0], [1.5, 2.0, 0.0], [1.5, 1.8, 0.0], False),  # with one of 0.2
+        ([2.0, 2.0, 0.0], [0.0, 2.0, 2.0], [0.0, 2.0, 2.0], False),  # two best that are equal
+        ([float("nan"), 2.0, 0.0], [0.0, 2.0, 0.0], [0.0, 1.9, 0.0], True),
+        ([1.0, 2.0, 0.0], [float("nan"), 2.0, 0.0], [0.0, 2.0, 0.0], True),
+    ],
+)
+def test_another_token_is_allowed_only_where_stock_could_not_tell(
+    soak: ModuleType, patched: list[float], stock: list[float], precise: list[float], wrong: bool
+) -> None:
+    assert soak.wrong_rows(figures(soak, patched, stock, precise)).tolist() == [wrong]
+
+
+GOOD: dict[str, Any] = {
+    "wrong_tokens": [],
+    "error_against_precise": {"patched": 0.01, "stock": 0.01},
+    "memory_growth": {"host": {"bytes": 1000, "limit": 64 * MIB}},
+    "hits": {"rms_norm": 3, "attention_decode": 0},
+    "failures": [],
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "violation"),
+    [
+        ({"wrong_tokens": ["episode 3"] * 7}, "and 2 tokens more"),
+        ({"error_against_precise": {"patched": 0.013, "stock": 0.01}}, "0.013 patched, 0.01 stock"),
+        ({"error_against_precise": {"patched": float("nan"), "stock": 0.01}}, "nan patched"),
+        ({"memory_growth": {"gpu": {"bytes": 9 * MIB, "limit": 8 * MIB}}}, "gpu memory grew by 9,437,184 bytes"),
+        ({"hits": {"rms_norm": 0}}, "no kernel ran"),
+        ({"failures": ["a failed"]}, "a kernel failed: a failed"),
+    ],
+)
+def test_each_thing_that_does_not_hold_is_a_violation(soak: ModuleType, changes: Any, violation: str) -> None:
+    assert soak.violations(GOOD) == []
+    assert violation in soak.violations({**GOOD, **changes})[-1]
+
+
+def test_growth_is_a_slope_after_the_warm_up_not_a_difference_of_two_samples(soak: ModuleType) -> None:
+    warming = [soak.Sample(step, step * MIB, None) for step in range(0, 250, 10)]
+    level = [soak.Sample(step, (250 + (step % 20)) * MIB, 7) for step in range(250, 1001, 10)]
+    growth = soak.memory_growth([*warming, *level], 1000)
+    assert abs(growth["host"]["bytes"]) < MIB
+    assert growth["gpu"] == {"bytes": 0, "bytes_per_1000_steps": 0, "limit": 8 * MIB}
+    leaking = [soak.Sample(step, 100 * MIB, step * 20000) for step in range(0, 1001, 10)]
+    found = soak.memory_growth(leaking, 1000)
+    assert found["gpu"]["bytes_per_1000_steps"] == 20_000_000
+    assert found["gpu"]["bytes"] == 15_000_000
+    with pytest.raises(ValueError, match="needs three samples"):
+        soak.growth_bytes([(0, 1), (1, 1)])
+
+
+def test_episodes_have_as_many_steps_as_asked_and_all_kinds_of_shapes(soak: ModuleType) -> None:
+    drawn = list(soak.episodes(2000, 64, 16, seed=1))
+    assert drawn == list(soak.episodes(2000, 64, 16, seed=1))
+    assert sum(episode.steps for episode in drawn) == 2000
+    assert {len(episode.lengths) for episode in drawn} == {1, 2, 3, 4, 8}
+    assert {len(set(episode.lengths)) == 1 for episode in drawn} == {True, False}
+
+
+def test_padded_prompts_are_padded_on_the_left(soak: ModuleType) -> None:
+    ids, mask = soak.tokens_of(soak.Episode((2, 4), 3), 50, 0, "cpu")
+    assert ids.shape == (2, 7)
+    assert mask.tolist() == [[0, 0, 1, 1, 1, 1, 1], [1] * 7]
+    assert ids[0, :2].tolist() == [0, 0]
+    assert (ids[mask.bool()] > 0).all()
