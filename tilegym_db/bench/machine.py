@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tilegym_db.errors import HardwareError
 from tilegym_db.records.hardware import CPU, gpu_slug, parse_gpu, same_gpu
 
-__all__ = ["Machine", "require_healthy", "select_machine"]
+__all__ = ["Machine", "leaving_processors", "require_healthy", "select_machine"]
 
 LIBRARIES = ("torch", "triton", "tilelang", "cuda-tile", "nvidia-cuda-tileiras", "transformers")
 
@@ -127,6 +129,20 @@ def require_healthy(machine: Machine) -> None:
         raise HardwareError(
             f"{machine.gpu_name} computes wrongly after a worker was lost: sum of 0..{count - 1} = {total}."
         )
+
+
+@contextmanager
+def leaving_processors(machine: Machine) -> Iterator[None]:
+    """On a CPU, one thread for this process's own maths: workers need the others, and threads that spin make them wait."""
+    import torch
+
+    before = torch.get_num_threads()
+    if not machine.is_gpu:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _driver_version() -> str:

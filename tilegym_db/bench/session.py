@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tilegym_db.backends.toolchains import TOOLCHAINS, toolchain_status
 from tilegym_db.bench.calibrate import current_peaks
 from tilegym_db.bench.executor.local import LocalExecutor
-from tilegym_db.bench.machine import Machine, select_machine
+from tilegym_db.bench.machine import Machine, leaving_processors, select_machine
 from tilegym_db.bench.plan import Options, Plan, make_plan
 from tilegym_db.bench.rigor import INTERPRETER, MIN_SANDBOX_LEVEL, PROMOTION, SCREEN, Rigor
 from tilegym_db.bench.tournament import Effort
@@ -183,20 +182,6 @@ class _Session:
             return None, [f"the traces have no speed of light and no physics floor: {error}"]
 
 
-@contextmanager
-def _leaving_processors(machine: Machine) -> Iterator[None]:
-    """On a CPU, one thread for this process's own maths: workers need the others, and threads that spin make them wait."""
-    import torch
-
-    before = torch.get_num_threads()
-    if not machine.is_gpu:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def _screen_failure(status: str) -> str:
     return f"did not pass the screen: {status}"
 
@@ -224,7 +209,7 @@ def run_plan(
     run_id = new_run_id(machine.gpu)
     context = RunContext(run_id, machine, secrets.randbits(62))
     report = BenchReport(run_id, machine, plan)
-    with Journal(run_id, store_home) as journal, scratch_folder() as scratch, _leaving_processors(machine):
+    with Journal(run_id, store_home) as journal, scratch_folder() as scratch, leaving_processors(machine):
 
         def emit(trace: Trace) -> None:
             journal.append(trace)

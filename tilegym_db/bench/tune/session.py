@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tilegym_db.bench.contents import ExpectedCache, WorkloadContents
 from tilegym_db.bench.executor.local import CANNOT_VERIFY, LocalExecutor
-from tilegym_db.bench.machine import Machine, select_machine
+from tilegym_db.bench.machine import Machine, leaving_processors, select_machine
 from tilegym_db.bench.member import Member
 from tilegym_db.bench.plan import DefinitionPlan, DoneKey, Options, PairKey, Plan, Skipped, make_plan
 from tilegym_db.bench.rigor import SCREEN
@@ -144,7 +144,12 @@ def tune(
     watch.planned(sum(map(len, pairs.values())), machine)
     run_id = new_run_id(machine.gpu)
     report = TuneReport(run_id, machine, plan.skipped)
-    with Journal(run_id, folder) as journal, TuningLog(run_id, folder) as log, scratch_folder() as scratch:
+    with (
+        Journal(run_id, folder) as journal,
+        TuningLog(run_id, folder) as log,
+        scratch_folder() as scratch,
+        leaving_processors(machine),
+    ):
 
         def emit(trace: Trace) -> None:
             journal.append(trace)
