@@ -142,7 +142,7 @@ ATTENTION_OPERATORS = words(
         )
     )
 )
-"""What python code may call although it is private: the attention kernels beneath ``scaled_dot_product_attention``, each by itself.
+"""What python code may call although it is private: the kernels beneath ``scaled_dot_product_attention``, each by itself.
 
 PyTorch's public way to one of them sets flags of the whole process, for every thread; these operators set nothing. They are
 allowed as they stand here, overload included, where they are written out and called on the spot, and nothing beneath them is: an
