@@ -83,7 +83,7 @@ class SolutionSpec(RecordPart):
     math: Literal["ieee", "tf32"] = "ieee"
     tunables: dict[str, tuple[Tunable, ...]] = {}
     provides: Literal["stock", "library", "compile"] | None = None
-    """For a baseline: the code a model runs today (``stock``), a vendor library's call, or ``torch.compile``."""
+    """What python code is: the code a model runs today (``stock``), a call of a library, which may be a kernel, or ``torch.compile``."""
 
     @field_validator("language", mode="before")
     @classmethod
