@@ -158,6 +158,50 @@ def test_a_growing_cache_is_asked_about_once_a_doubling_where_no_kernel_serves_i
     assert (decode.counts.calls, decode.counts.kernel_calls) == (2 * 63, 0)
 
 
+def test_a_growing_cache_is_asked_about_once_a_doubling_where_a_kernel_serves_it(
+    kernels: Catalog, build: Any, prompt: Any
+) -> None:
+    model, inputs = build("qwen3"), {"input_ids": prompt(2)}
+    options = {"max_new_tokens": 64, "do_sample": False}
+    stock = model.generate(**inputs, **options).tolist()
+    with patched(model, catalog=kernels, ops=OPS) as handle:
+        assert model.generate(**inputs, **options).tolist() == stock
+        assert model.generate(**inputs, **options).tolist() == stock
+    (decode,) = [site for site in handle.report().sites if site.definition == DECODE]
+    assert decode.counts.misses == len({length.bit_length() for length in range(10, 73)}) == 4
+    assert decode.counts.calls == decode.counts.kernel_calls == 2 * 2 * 63
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_kernels_that_return_their_output_serve_as_those_that_write_it(
+    way: str, shop: Any, build: Any, prompt: Any
+) -> None:
+    model, inputs = build("llama", torch.bfloat16), {"input_ids": prompt(3)}
+    options, served = WAYS[way]
+    stock = generate(model, inputs, **options)
+    with patched(model, catalog=shop.offer(returning=OPS), ops=OPS) as handle:
+        assert generate(model, inputs, **options) == stock
+    assert hits(handle) == served
+    assert reasons(handle) <= {point.MASKED}
+
+
+def test_kernels_that_return_their_output_are_proved_like_others(shop: Any, build: Any, prompt: Any) -> None:
+    model, ids = build(), prompt()
+    catalog = shop.offer(returning=OPS)
+    with patched(model, catalog=catalog, ops=OPS, verify=True) as handle:
+        generate(model, {"input_ids": ids})
+    assert min(hits(handle)) > 0
+
+
+def test_values_of_another_length_than_the_keys_are_for_stock_to_judge(poison: Catalog, build: Any) -> None:
+    module = build().model.layers[0].self_attn
+    with patched(module, catalog=poison, ops=OPS) as handle, torch.no_grad():
+        function = served_registry(module).get_interface("sdpa", None)
+        q, k = query_and_key(1, 5)
+        function(module, q, k, k[:, :, :3], None, scaling=0.1)
+    assert reasons(handle) == {point.OTHER_VALUES}
+
+
 # -- left to stock ----------------------------------------------------------------------------------------------------
 
 
