@@ -202,3 +202,18 @@ def test_an_axis_of_an_output_cannot_be_left_out_of_the_key(attend: Any) -> None
     for axis in ("B", "Z"):
         with pytest.raises(ValueError, match="no axis of inputs alone"):
             size_of(attend.definition("attend"), axis)
+
+
+def test_a_size_that_comes_up_during_a_capture_runs_stock(attend: Any) -> None:
+    publish(attend, (8, add(attend, "first"), {}), (100, add(attend, "first"), {}))
+    site, capturing = call_site(attend.definition("attend"), attend.catalog), [False]
+    site._is_capturing = lambda: capturing[0]
+    serve = site.serving(like_q, growing="L")
+    assert serve(*inputs(20)) is not None
+    capturing[0] = True
+    assert serve(*inputs(20)) is not None
+    assert serve(*inputs(21)) is None  # in the same span, but its kernel may have to be compiled for it
+    assert serve(*inputs(40)) is None
+    capturing[0] = False
+    assert all(serve(*inputs(length)) is not None for length in (20, 21, 40))
+    assert site.report().capture_misses == 2

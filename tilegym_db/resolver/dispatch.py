@@ -52,7 +52,19 @@ class Preview(NamedTuple):
 class _Bound:
     """What one key is bound to; ``launch`` None means stock."""
 
-    __slots__ = ("axes", "calls", "compute", "high", "kernel_calls", "launch", "low", "reason", "solution", "undoes")
+    __slots__ = (
+        "axes",
+        "calls",
+        "compute",
+        "high",
+        "kernel_calls",
+        "launch",
+        "low",
+        "reason",
+        "seen",
+        "solution",
+        "undoes",
+    )
 
     def __init__(
         self,
@@ -69,6 +81,7 @@ class _Bound:
             None  # instead of launch, for a caller without outputs: gives those of the solution
         )
         self.low, self.high = 0, sys.maxsize  # the sizes of a growing axis that this holds for
+        self.seen: set[int] = set()  # those of them that there was a call of
         self.calls = 0
         self.kernel_calls: int | None = None  # set when a kernel is retired; until then every call ran it
         self.undoes = True  # a launch that raises leaves the inputs as they were
@@ -194,7 +207,13 @@ class Dispatcher:
                 spans.add(kind, bound)
                 return bound
 
-            return spans.find(kind, size) or self._miss((kind, size), bind)
+            bound = spans.find(kind, size)
+            if bound is None:
+                bound = self._miss((kind, size), bind)
+            elif bound.launch is not None and self._is_capturing():
+                return self._frozen()  # a kernel may compile for a size that it has not had yet
+            bound.seen.add(size)
+            return bound
 
         return compile_serve(self.definition, spans.recent.get, miss_span, self._failed, allocate, growing)
 
@@ -251,11 +270,9 @@ class Dispatcher:
         return self._miss(key, lambda: self._bind(key, args))
 
     def _miss(self, key: Any, bind: Callable[[], _Bound]) -> _Bound:
-        self._misses += 1
         if self._is_capturing():
-            # Loading and compiling allocate and synchronise, which a capture forbids: frozen until it ends.
-            self._capture_misses += 1
-            return _Bound(None, "first seen while a CUDA graph was being captured")
+            return self._frozen()
+        self._misses += 1
         with self._binding_a_key:
             bound = self._keys.get(key)
             if bound is None:
@@ -264,6 +281,12 @@ class Dispatcher:
                     self._forget_oldest()
                 self._keys[key] = bound
         return bound
+
+    def _frozen(self) -> _Bound:
+        """Stock, and nothing remembered: loading and compiling allocate and synchronise, which a capture forbids."""
+        self._misses += 1
+        self._capture_misses += 1
+        return _Bound(None, "first seen while a CUDA graph was being captured")
 
     def _forget_oldest(self) -> None:
         forgotten = self._keys.pop(next(iter(self._keys)))

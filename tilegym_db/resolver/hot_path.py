@@ -19,7 +19,7 @@ _FIND = """\
 def _call({parameters}):
     _key = ({key},)
     _bound = _find(_key)
-    if _bound is None{unless_held}:
+    if _bound is None{unless_seen}:
         _bound = _miss(_key, ({parameters},))
     _bound.calls += 1
     _launch = _bound.launch
@@ -83,8 +83,7 @@ def compile_serve(
 ) -> Callable[..., Any]:
     """``serve(*inputs) -> outputs or None`` for one call site; ``allocate(*inputs)`` makes the outputs of a served call.
 
-    With a ``growing`` axis, keys leave its size out, and what is found is asked whether it ``holds`` for that size (``low`` to
-    ``high``) before it counts as found.
+    With a ``growing`` axis, keys leave its size out: what is found counts as found for the sizes that it has ``seen``.
     """
     parameters = tuple(definition.inputs)
     functions = {"find": find, "miss": miss, "failed": failed, "allocate": allocate}
@@ -107,7 +106,7 @@ def _compile(
         key=", ".join(_key_part(definition, name, growing, size) for name in parameters),
         outputs=", ".join(definition.written_outputs),
         nothing=nothing,
-        unless_held=f" or not _bound.low <= {size} <= _bound.high" if size else "",
+        unless_seen=f" or {size} not in _bound.seen" if size else "",
     )
     namespace: dict[str, Any] = {f"_{name}": function for name, function in functions.items()}
     exec(compile(source, f"<call site of {definition.name}>", "exec"), namespace)
