@@ -4,6 +4,8 @@ The key is everything that decides correctness: type, shape, strides, dtype and 
 included, and the scalars that select code. A key seen before costs one dict lookup; a new one is bound to the
 Definition, decided, loaded, and remembered. A kernel that raises is put in quarantine for its key. Whatever no verified
 kernel can serve is left to the stock code.
+
+An axis that grows by one at each call (a cache) is left out of the key: see :mod:`~tilegym_db.resolver.growing`.
 """
 
 from __future__ import annotations
