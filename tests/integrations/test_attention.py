@@ -9,6 +9,10 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import json
+import os
+import subprocess
+import sys
 import threading
 import types
 import weakref
@@ -200,6 +204,48 @@ def test_values_of_another_length_than_the_keys_are_for_stock_to_judge(poison: C
         q, k = query_and_key(1, 5)
         function(module, q, k, k[:, :, :3], None, scaling=0.1)
     assert reasons(handle) == {point.OTHER_VALUES}
+
+
+INTERPRETED = """
+import json
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+import tilegym_db
+
+torch.manual_seed(0)
+config = LlamaConfig(
+    vocab_size=96, hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+)
+model, ids = LlamaForCausalLM(config).half().eval(), torch.randint(1, 96, (2, 150))
+
+
+@torch.no_grad()
+def logits():
+    out = model(ids[:, :140], use_cache=True)
+    found, cache = [out.logits], out.past_key_values
+    for step in range(140, 150):
+        found.append(model(ids[:, step : step + 1], past_key_values=cache).logits)
+    return torch.cat(found, 1).double()
+
+
+stock = logits()
+with tilegym_db.patched(model, ops=["attention_prefill", "attention_decode"]) as handle:
+    found = logits()
+print(json.dumps({"error": float((found - stock).norm() / stock.norm()), "hits": handle.report().hits()}))
+"""
+
+
+def test_a_model_runs_on_the_triton_kernels_themselves(shop: Any) -> None:
+    """In a process of its own, in which the interpreter of Triton runs them on the CPU."""
+    shop.offer(rounding="triton", ops=OPS)
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert (answer["hits"][PREFILL], answer["hits"][DECODE]) == (2, 20)
+    assert 0 < answer["error"] < 2e-3
 
 
 # -- left to stock ----------------------------------------------------------------------------------------------------
