@@ -94,7 +94,7 @@ def run(
     *,
     PROGRAMS=512,
     LEAST=128,
-    BLOCK_N=64,
+    BLOCK_N=None,
     num_warps=4,
 ):
     """out = T(softmax(scale * q k^T) v), scores, softmax and sums in fp32, weights rounded to T for the second product.
@@ -102,6 +102,7 @@ def run(
     Shapes: q and out [B, Hq, 1, D], k and v [B, Hkv, L, D], unit last strides, any others; T in bfloat16, float16, float32.
     Mapping: a program owns a key head, all query heads that share it, and one of several spans of positions; there are PROGRAMS
     of them, or fewer where a span would get under LEAST positions. Parts are kept in fp32 and joined by one program a head.
+    BLOCK_N = None: 64 positions a step, 32 in float32.
     """
     B, Hq, _, D = q.shape
     Hkv, L = k.shape[1], k.shape[2]
@@ -110,6 +111,7 @@ def run(
     splits = _splits(B * Hkv, L, PROGRAMS, LEAST)
     chunk = (L + splits - 1) // splits
     group, heads = Hq // Hkv, B * Hq
+    block_n = BLOCK_N or 128 // q.element_size()
     block_d = max(16, 1 << (D - 1).bit_length())
     # Sums of values, then the largest score and the sum of weights, of every head and split.
     parts = out if splits == 1 else torch.empty(heads * splits * (D + 2), dtype=torch.float32, device=q.device)
@@ -117,7 +119,7 @@ def run(
         q, k, v, out, parts,
         q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3], out.stride(0), out.stride(1),
         scale * LOG2_E, L, chunk, heads, Hkv, splits, group,
-        D, splits == 1, max(LEAST_ROWS, 1 << (group - 1).bit_length()), BLOCK_N, block_d,
+        D, splits == 1, max(LEAST_ROWS, 1 << (group - 1).bit_length()), block_n, block_d,
         num_warps=num_warps, num_stages=3,
     )  # fmt: skip
     if splits > 1:
