@@ -79,9 +79,8 @@ class _Bound:
         self.reason = reason
         self.solution = solution
         self.axes = axes or {}
-        self.compute: Launcher | None = (
-            None  # instead of launch, for a caller without outputs: gives those of the solution
-        )
+        # Instead of launch, where the caller has no outputs: gives those that the solution returns.
+        self.compute: Launcher | None = None
         self.low, self.high = 0, sys.maxsize  # the sizes of a growing axis that this holds for
         self.seen: set[int] = set()  # those of them that there was a call of
         self.calls = 0
