@@ -28,7 +28,7 @@ PLANNED = {
     "topk_gate", "per_token_cast", "per_block_cast", "per_channel_cast", "batched_transpose", "engram_gate_fwd", "mhc_sinkhorn",
 }  # fmt: skip
 
-BY_LIBRARIES = {"attention_prefill", "attention_decode"}  # measured, and without a kernel in a tile language yet
+BY_LIBRARIES = {"attention_prefill", "attention_decode"}  # by libraries first, and in Triton; not in every language
 
 
 def test_catalog_holds_the_core_operators_and_lists_the_planned_ones_as_open(catalog: Catalog) -> None:

@@ -139,6 +139,7 @@ class Shop:
         rounding: str = "stock",
         without: tuple[str, ...] = (),
         ops: tuple[str, ...] = OPS,
+        returning: tuple[str, ...] = (),
         device: tuple[str, str] = ("cpu", "cpu"),
     ) -> Catalog:
         """Publish one kernel per operator. Returns the catalog with them.
@@ -147,6 +148,7 @@ class Shop:
             body: replaces what the kernels compute; ``{inputs}`` and ``{outputs}`` in it become the arguments' names.
             without: operators that get none.
             ops: the operators that get one, whatever was offered before.
+            returning: those whose kernel returns what stock code computes, instead of writing it.
             rounding: ``stock`` computes as the models do, bit for bit; ``reference`` as the Definition says; ``triton``
                 is the shipped Triton kernel, for a process in which the interpreter runs it.
             device: the GPU and target that they are published for.
@@ -154,7 +156,7 @@ class Shop:
         shipped = Catalog((shipped_root(),))
         entries = []
         for op in (op for op in ops if op not in without):
-            self._write(shipped, op, body, rounding)
+            self._write(shipped, op, body, rounding, returns=op in returning)
         for op in (op for op in (*OPS, *BACKWARDS) if op not in without and self._folder(shipped, op).is_dir()):
             entries += self._entries(Catalog((shipped_root(), self.root)), op)
         table = {
@@ -172,7 +174,7 @@ class Shop:
     def _folder(self, shipped: Catalog, op: str) -> Path:
         return self.root / "solutions" / shipped.definition(op).op_type / op / f"{op}_cpu"
 
-    def _write(self, shipped: Catalog, op: str, body: str | None, rounding: str) -> None:
+    def _write(self, shipped: Catalog, op: str, body: str | None, rounding: str, *, returns: bool) -> None:
         definition, stock = shipped.definition(op), shipped.solution(f"{op}_stock")
         inputs, outputs = ", ".join(definition.inputs), ", ".join(definition.written_outputs)
         code = stock.sources["kernel.py"] if rounding == "stock" else definition.reference.encode()
@@ -191,6 +193,8 @@ class Shop:
         folder.mkdir(parents=True, exist_ok=True)
         spelled = body.replace("{inputs}", inputs).replace("{outputs}", f"({outputs},)")
         source = f"import stock\n\n\ndef run({inputs}, {outputs}):\n{spelled}"
+        if returns:
+            source = f"import stock\n\n\ndef run({inputs}):\n    return stock.run({inputs})\n"
         (folder / "stock.py").write_bytes(code)
         (folder / "kernel.py").write_text(source)
         record = {
@@ -200,6 +204,7 @@ class Shop:
             "spec": {
                 "language": "python",
                 "entry_point": "kernel.py::run",
+                "destination_passing_style": not returns,
                 "layouts": dict.fromkeys([*definition.tensor_inputs, *definition.outputs], "strided"),
             },
             "sources": [{"path": "kernel.py"}, {"path": "stock.py"}],

@@ -9,7 +9,10 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import math
+import json
+import os
+import subprocess
+import sys
 import threading
 import types
 import weakref
@@ -155,8 +158,94 @@ def test_a_growing_cache_is_asked_about_once_a_doubling_where_no_kernel_serves_i
     with patched(model, catalog=shop.offer(without=(DECODE,)), ops=OPS) as handle:
         assert model.generate(**inputs, **options).tolist() == stock
     (decode,) = [site for site in handle.report().sites if site.definition == DECODE]
-    assert decode.counts.misses == len({round(math.log2(length)) for length in range(10, 73)}) == 4
-    assert decode.counts.calls + decode.bypassed[point.LIKE_BEFORE] == 2 * 63
+    assert decode.counts.misses == len({length.bit_length() for length in range(10, 73)}) == 4
+    assert (decode.counts.calls, decode.counts.kernel_calls) == (2 * 63, 0)
+
+
+def test_a_growing_cache_is_asked_about_once_a_doubling_where_a_kernel_serves_it(
+    kernels: Catalog, build: Any, prompt: Any
+) -> None:
+    model, inputs = build("qwen3"), {"input_ids": prompt(2)}
+    options = {"max_new_tokens": 64, "do_sample": False}
+    stock = model.generate(**inputs, **options).tolist()
+    with patched(model, catalog=kernels, ops=OPS) as handle:
+        assert model.generate(**inputs, **options).tolist() == stock
+        assert model.generate(**inputs, **options).tolist() == stock
+    (decode,) = [site for site in handle.report().sites if site.definition == DECODE]
+    assert decode.counts.misses == len({length.bit_length() for length in range(10, 73)}) == 4
+    assert decode.counts.calls == decode.counts.kernel_calls == 2 * 2 * 63
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_kernels_that_return_their_output_serve_as_those_that_write_it(
+    way: str, shop: Any, build: Any, prompt: Any
+) -> None:
+    model, inputs = build("llama", torch.bfloat16), {"input_ids": prompt(3)}
+    options, served = WAYS[way]
+    stock = generate(model, inputs, **options)
+    with patched(model, catalog=shop.offer(returning=OPS), ops=OPS) as handle:
+        assert generate(model, inputs, **options) == stock
+    assert hits(handle) == served
+    assert reasons(handle) <= {point.MASKED}
+
+
+def test_kernels_that_return_their_output_are_proved_like_others(shop: Any, build: Any, prompt: Any) -> None:
+    model, ids = build(), prompt()
+    catalog = shop.offer(returning=OPS)
+    with patched(model, catalog=catalog, ops=OPS, verify=True) as handle:
+        generate(model, {"input_ids": ids})
+    assert min(hits(handle)) > 0
+
+
+def test_values_of_another_length_than_the_keys_are_for_stock_to_judge(poison: Catalog, build: Any) -> None:
+    module = build().model.layers[0].self_attn
+    with patched(module, catalog=poison, ops=OPS) as handle, torch.no_grad():
+        function = served_registry(module).get_interface("sdpa", None)
+        q, k = query_and_key(1, 5)
+        function(module, q, k, k[:, :, :3], None, scaling=0.1)
+    assert reasons(handle) == {point.OTHER_VALUES}
+
+
+INTERPRETED = """
+import json
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+import tilegym_db
+
+torch.manual_seed(0)
+config = LlamaConfig(
+    vocab_size=96, hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+)
+model, ids = LlamaForCausalLM(config).half().eval(), torch.randint(1, 96, (2, 150))
+
+
+@torch.no_grad()
+def logits():
+    out = model(ids[:, :140], use_cache=True)
+    found, cache = [out.logits], out.past_key_values
+    for step in range(140, 150):
+        found.append(model(ids[:, step : step + 1], past_key_values=cache).logits)
+    return torch.cat(found, 1).double()
+
+
+stock = logits()
+with tilegym_db.patched(model, ops=["attention_prefill", "attention_decode"]) as handle:
+    found = logits()
+print(json.dumps({"error": float((found - stock).norm() / stock.norm()), "hits": handle.report().hits()}))
+"""
+
+
+def test_a_model_runs_on_the_triton_kernels_themselves(shop: Any) -> None:
+    """In a process of its own, in which the interpreter of Triton runs them on the CPU."""
+    shop.offer(rounding="triton", ops=OPS)
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert (answer["hits"][PREFILL], answer["hits"][DECODE]) == (2, 20)
+    assert 0 < answer["error"] < 2e-3
 
 
 # -- left to stock ----------------------------------------------------------------------------------------------------

@@ -62,6 +62,14 @@ class Shop:
         """One Definition."""
         return self.catalog.definition(name)
 
+    def define(self, name: str, **content: Any) -> None:
+        """Write a Definition; its reference is given without the line that names a source."""
+        path = self.root / "definitions" / "toy" / f"{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        reference = SOURCE_LINE + content["reference"]
+        record = {"name": name, "version": "1.0.0", "op_type": "toy", **content, "reference": reference}
+        path.write_text(json.dumps(record))
+
     def add(self, definition: str, name: str, source: str, **spec: Any) -> SolutionFiles:
         """Write a Solution whose source is the body of ``kernel.py``; replaces one of that name."""
         folder = self.root / "solutions" / "toy" / definition / name
@@ -131,11 +139,7 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shop:
     """A catalog with three Definitions, no Solutions, and nothing published."""
     shop = Shop(tmp_path / "shipped", tmp_path / "home")
     for name, content in DEFINITIONS.items():
-        path = shop.root / "definitions" / "toy" / f"{name}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        reference = SOURCE_LINE + content["reference"]
-        record = {"name": name, "version": "1.0.0", "op_type": "toy", **content, "reference": reference}
-        path.write_text(json.dumps(record))
+        shop.define(name, **content)
     monkeypatch.setenv("TILEGYM_DB_HOME", str(shop.home))
     for module in ("tilegym_db.catalog", "tilegym_db.resolver.table"):
         monkeypatch.setattr(f"{module}.shipped_root", lambda: shop.root)

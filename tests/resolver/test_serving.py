@@ -96,3 +96,65 @@ def test_a_definition_may_have_a_name_that_python_could_not_have(shop: Any, name
     site = call_site(renamed, shop.catalog)
     assert site.serving(Allocations())(*inputs()) is None
     assert site.attempt.__name__ == name
+
+
+# -- solutions that return their outputs ------------------------------------------------------------------------------
+
+RETURNS = "def run(x, weight, eps):\n    return {value}\n"
+
+
+@pytest.fixture
+def returning(shop: Any, stock: Any) -> Callable[[str], Dispatcher]:
+    """A call site of ``scale_rows`` whose kernel returns an expression of its inputs."""
+
+    def make(value: str) -> Dispatcher:
+        source = "import torch\n" + RETURNS.replace("{value}", value)
+        kernel = shop.add("scale_rows", "scale_rows_returns", source, destination_passing_style=False)
+        points = [shop.entry("scale_rows", {"M": m, "N": 8}, [shop.candidate(kernel, 5.0)]) for m in (1, 64)]
+        shop.publish([{**point, "dtypes": {"T": "float32"}} for point in points])
+        return call_site(shop.definition("scale_rows"), shop.catalog)
+
+    return make
+
+
+def test_what_a_solution_returns_is_handed_on_without_a_copy(returning: Callable[[str], Dispatcher]) -> None:
+    site, allocate = returning("torch.full((1000, 8), 1.5)[: x.shape[0]]"), Allocations()
+    serve = site.serving(allocate)
+    outputs = [serve(*inputs()) for _ in range(3)]
+    assert allocate.devices == ["meta"]
+    assert all(output.eq(1.5).all() for output in outputs)
+    assert {output.untyped_storage().nbytes() for output in outputs} == {32_000}
+    assert (site.report().calls, site.report().kernel_calls) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["(x * weight + eps).t().contiguous().t()", "x.mul_(1)", "x.view(x.shape)", "(x * weight + eps,)"],
+    ids=["another layout", "its input", "a view of its input", "a tuple of one"],
+)
+def test_what_callers_rely_on_is_kept(value: str, returning: Callable[[str], Dispatcher]) -> None:
+    given = inputs()
+    out = returning(value).serving(Allocations())(*given)
+    assert out.is_contiguous()
+    assert out.shape == (4, 8)
+    out.fill_(7.0)
+    assert given[0].eq(1.0).all()
+
+
+@pytest.mark.parametrize("value", ["x[:2]", "x.double()", "None", "(x + 1, x)[1:0]"])
+def test_a_solution_that_returns_something_else_is_left_to_stock(
+    value: str, returning: Callable[[str], Dispatcher]
+) -> None:
+    site = returning(value)
+    serve = site.serving(Allocations())
+    with pytest.warns(RuntimeWarning, match="quarantine"):
+        assert serve(*inputs()) is None
+    assert serve(*inputs()) is None
+    assert (site.report().calls, site.report().kernel_calls) == (2, 0)
+
+
+def test_a_dimension_of_one_element_may_have_any_stride(returning: Callable[[str], Dispatcher]) -> None:
+    site = returning("torch.full((1000, 8), 1.5)[: x.shape[0]].as_strided(x.shape, (640, 1))")
+    serve = site.serving(Allocations())
+    assert serve(*inputs(m=1)).untyped_storage().nbytes() == 32_000
+    assert serve(*inputs(m=4)).stride() == (8, 1)

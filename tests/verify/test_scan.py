@@ -210,6 +210,67 @@ def test_a_stream_is_found_however_it_is_called(text: str) -> None:
     assert "stream-or-graph" in rules(scan(text))
 
 
+ATTENTION = ("flash", "cudnn", "efficient")
+
+
+def attention(name: str, overload: str = "") -> str:
+    return f"torch.ops.aten._scaled_dot_product_{name}_attention{overload}"
+
+
+@pytest.mark.parametrize("overload", ["", ".default"])
+@pytest.mark.parametrize("name", ATTENTION)
+def test_python_code_may_call_the_attention_operators_of_aten(name: str, overload: str) -> None:
+    called = f"def run(q, k, v, scale):\n    return {attention(name, overload)}(q, k, v, scale=scale)[0]\n"
+    assert scan(f"import torch\n{called}") == ()
+    assert scan(f"import torch as t\n{called.replace('torch.', 't.')}") == ()
+
+
+FLASH, ATEN = attention("flash"), "torch.ops.aten"
+NEAR_THE_OPERATORS = {
+    "another overload": f"{FLASH}.quantized(q)",
+    "another attention": f"{ATEN}._scaled_dot_product_attention_math(q)",
+    "the backward": f"{ATEN}._scaled_dot_product_flash_attention_backward(q)",
+    "the kernel beneath": f"{ATEN}._flash_attention_forward(q)",
+    "another private operator": f"{ATEN}._softmax(q, -1, False)",
+    "the packet's own parts": f"{FLASH}._qualified_op_name",
+    "an implementation given to it": f"{FLASH}.default.py_impl(1)(f)",
+    "its redispatch": f"{FLASH}.default.redispatch(1, q)",
+    "another library's": "torch.ops.mine._scaled_dot_product_flash_attention(q)",
+    "the namespace of bindings": "torch._C._nn._scaled_dot_product_flash_attention(q)",
+    "torch's own": "torch._scaled_dot_product_flash_attention(q)",
+    "getattr": f"getattr({ATEN}, '_scaled_dot_product_flash_attention')(q)",
+    "getattr of the overload": f"getattr({FLASH}, 'default')(q)",
+    "ops under a name": "o = torch.ops\no.aten._scaled_dot_product_flash_attention(q)",
+    "aten under a name": "a = torch.ops.aten\na._scaled_dot_product_flash_attention(q)",
+    "aten imported": "from torch.ops import aten\naten._scaled_dot_product_flash_attention(q)",
+    "operator imported": "from torch.ops.aten import _scaled_dot_product_flash_attention as f\nf(q)",
+    "torch under a name": "m = torch\nm.ops.aten._scaled_dot_product_flash_attention(q)",
+    "torch that may be another": f"if q:\n    torch = mine\n{FLASH}(q)",
+    "torch that is an argument": f"def g(torch):\n    m = torch\nimport torch\nm = torch\nm{FLASH[5:]}(q)",
+    "walrus": f"(a := {ATEN})._scaled_dot_product_flash_attention(q)",
+    "choice": f"({ATEN} if q else {ATEN})._scaled_dot_product_flash_attention(q)",
+    "operator under a name": f"f = {FLASH}\nf(q)",
+    "operator handed on": f"apply({FLASH}, q)",
+    "operator in a list": f"for f in [{FLASH}]: f(q)",
+    "operator returned": f"def f(): return {FLASH}",
+    "operator as a default": f"def f(x={FLASH}): pass",
+    "operator as a decorator": f"@{FLASH}\ndef f(): pass",
+    "assigned": f"{FLASH} = f",
+    "deleted": f"del {FLASH}.default",
+}
+
+
+@pytest.mark.parametrize("text", NEAR_THE_OPERATORS.values(), ids=NEAR_THE_OPERATORS.keys())
+def test_nothing_near_the_attention_operators_is_allowed(text: str) -> None:
+    assert rules(scan(f"import torch\n{text}")) & {"private-member", "native-extension", "foreign-assignment"}
+
+
+@pytest.mark.parametrize("language", ["triton", "tilelang", "cutile"])
+def test_a_tile_language_may_not_call_the_attention_operators(language: str) -> None:
+    found = rules(scan(f"{KERNEL[language]}import torch\ndef run(q): {FLASH}.default(q)", language))
+    assert {"private-member", "torch-compute"} <= found
+
+
 ESCAPES = {
     "argument": "f(torch)",
     "keyword": "f(m=torch.cuda)",

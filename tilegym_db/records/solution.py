@@ -83,7 +83,8 @@ class SolutionSpec(RecordPart):
     math: Literal["ieee", "tf32"] = "ieee"
     tunables: dict[str, tuple[Tunable, ...]] = {}
     provides: Literal["stock", "library", "compile"] | None = None
-    """For a baseline: the code a model runs today (``stock``), a vendor library's call, or ``torch.compile``."""
+    """What python code is: the code a model runs today (``stock``), a call of a library, or ``torch.compile``. Only a call of a
+    library may also be a kernel."""
 
     @field_validator("language", mode="before")
     @classmethod

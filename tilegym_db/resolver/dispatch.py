@@ -4,14 +4,18 @@ The key is everything that decides correctness: type, shape, strides, dtype and 
 included, and the scalars that select code. A key seen before costs one dict lookup; a new one is bound to the
 Definition, decided, loaded, and remembered. A kernel that raises is put in quarantine for its key. Whatever no verified
 kernel can serve is left to the stock code.
+
+An axis that grows by one at each call (a cache) is left out of the key: see :mod:`~tilegym_db.resolver.growing`.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tilegym_db.errors import NoSolutionError, SolutionError, TilegymDBError
@@ -19,8 +23,9 @@ from tilegym_db.records import Definition
 from tilegym_db.records.binding import Binding, bind_call
 from tilegym_db.resolver import device
 from tilegym_db.resolver.decide import Decision
-from tilegym_db.resolver.hot_path import compile_attempt, compile_serve
-from tilegym_db.resolver.loader import Launcher, load_launcher
+from tilegym_db.resolver.growing import answer, are_bounds_of, span_around
+from tilegym_db.resolver.hot_path import compile_attempt, compile_serve, size_of
+from tilegym_db.resolver.loader import Launcher, load_computer, load_launcher
 from tilegym_db.resolver.site_report import Failure, KeyReport, SiteReport
 
 if TYPE_CHECKING:
@@ -49,7 +54,19 @@ class Preview(NamedTuple):
 class _Bound:
     """What one key is bound to; ``launch`` None means stock."""
 
-    __slots__ = ("axes", "calls", "kernel_calls", "launch", "reason", "solution", "undoes")
+    __slots__ = (
+        "axes",
+        "calls",
+        "compute",
+        "high",
+        "kernel_calls",
+        "launch",
+        "low",
+        "reason",
+        "seen",
+        "solution",
+        "undoes",
+    )
 
     def __init__(
         self,
@@ -62,6 +79,10 @@ class _Bound:
         self.reason = reason
         self.solution = solution
         self.axes = axes or {}
+        # Instead of launch, where the caller has no outputs: gives those that the solution returns.
+        self.compute: Launcher | None = None
+        self.low, self.high = 0, sys.maxsize  # the sizes of a growing axis that this holds for
+        self.seen: set[int] = set()  # those of them that there was a call of
         self.calls = 0
         self.kernel_calls: int | None = None  # set when a kernel is retired; until then every call ran it
         self.undoes = True  # a launch that raises leaves the inputs as they were
@@ -77,6 +98,36 @@ class _Bound:
         self.kernel_calls = self.calls - 1
         self.launch = None
         self.reason = reason
+
+
+class _Spans:
+    """What kinds of calls are bound to, each for spans of a growing axis.
+
+    ``recent`` has the span that the last call of a kind fell into; a cache that grows stays in it for long.
+    """
+
+    def __init__(self) -> None:
+        self.recent: dict[Any, _Bound] = {}
+        self._known: dict[Any, list[_Bound]] = {}
+
+    def find(self, kind: Any, size: int) -> _Bound | None:
+        """What holds for a size."""
+        for bound in self._known.get(kind, ()):
+            if bound.low <= size <= bound.high:
+                self.recent[kind] = bound
+                return bound
+        return None
+
+    def add(self, kind: Any, bound: _Bound) -> None:
+        """Remember what a kind is bound to."""
+        self._known[kind] = [*self._known.get(kind, ()), bound]
+        self.recent[kind] = bound
+
+    def forget(self, bound: _Bound) -> None:
+        """Have it decided again where it held."""
+        self._known = {kind: [one for one in all_of if one is not bound] for kind, all_of in self._known.items()}
+        for kind in [kind for kind, one in self.recent.items() if one is bound]:
+            del self.recent[kind]
 
 
 class Dispatcher:
@@ -111,12 +162,13 @@ class Dispatcher:
         self._is_capturing = is_capturing
         self._max_keys = max_keys
         self._keys: dict[Any, _Bound] = {}
+        self._spans: list[_Spans] = []
         self._quarantined: dict[Any, Failure] = {}
         self._refused: dict[str, str] = {}
         self._incumbent: str | None = None
         self._misses = self._capture_misses = self._forgotten_calls = self._forgotten_kernel_calls = 0
         self._binding_a_key = threading.Lock()
-        self.attempt = compile_attempt(definition, self._keys.get, self._miss, self._failed)
+        self.attempt = compile_attempt(definition, self._keys.get, self._miss_written, self._failed)
 
     def __call__(self, *args: Any) -> None:
         """Run the call: a verified kernel, or the stock code.
@@ -127,18 +179,44 @@ class Dispatcher:
         if not self.attempt(*args):
             self.run_stock(*args)
 
-    def serving(self, allocate: Allocate) -> Callable[..., Any]:
+    def serving(self, allocate: Allocate, growing: str | None = None) -> Callable[..., Any]:
         """``serve(*inputs)``: the outputs by a verified kernel, or None with nothing done and nothing allocated.
 
         Args:
             allocate: the outputs for some inputs, uninitialised. Their layout may depend on what the inputs' key says and on
                 nothing else; to decide about a new key it is called with tensors on the ``meta`` device.
+            growing: an axis of inputs alone that has another size at each call. What is decided for a size is kept for those
+                around it that are decided alike: see :mod:`tilegym_db.resolver.growing`.
         """
+        if growing is None:
 
-        def miss(key: Any, inputs: tuple[Any, ...]) -> _Bound:
-            return self._miss(key, inputs, allocate)
+            def miss(key: Any, inputs: tuple[Any, ...]) -> _Bound:
+                return self._miss(key, lambda: self._bind(key, inputs, allocate))
 
-        return compile_serve(self.definition, self._keys.get, miss, self._failed, allocate)
+            return compile_serve(self.definition, self._keys.get, miss, self._failed, allocate)
+
+        spans = _Spans()
+        self._spans.append(spans)
+        name, dimension = size_of(self.definition, growing)
+        position = list(self.definition.inputs).index(name)
+
+        def miss_span(kind: Any, inputs: tuple[Any, ...]) -> _Bound:
+            size = inputs[position].shape[dimension]
+
+            def bind() -> _Bound:
+                bound = self._bind(kind, inputs, allocate, (growing, size))
+                spans.add(kind, bound)
+                return bound
+
+            bound = spans.find(kind, size)
+            if bound is None:
+                bound = self._miss((kind, size), bind)
+            elif bound.launch is not None and self._is_capturing():
+                return self._frozen()  # a kernel may compile for a size that it has not had yet
+            bound.seen.add(size)
+            return bound
+
+        return compile_serve(self.definition, spans.recent.get, miss_span, self._failed, allocate, growing)
 
     def would_serve(self, inputs: tuple[Any, ...], where: torch.device, allocate: Allocate) -> bool:
         """Whether a call with such inputs (tensors on ``meta`` will do) on a device is decided in favour of a kernel.
@@ -189,46 +267,88 @@ class Dispatcher:
 
     # -- a call seen for the first time -------------------------------------------------------------------------------
 
-    def _miss(self, key: Any, args: tuple[Any, ...], allocate: Allocate | None = None) -> _Bound:
-        self._misses += 1
+    def _miss_written(self, key: Any, args: tuple[Any, ...]) -> _Bound:
+        return self._miss(key, lambda: self._bind(key, args))
+
+    def _miss(self, key: Any, bind: Callable[[], _Bound]) -> _Bound:
         if self._is_capturing():
-            # Loading and compiling allocate and synchronise, which a capture forbids: frozen until it ends.
-            self._capture_misses += 1
-            return _Bound(None, "first seen while a CUDA graph was being captured")
+            return self._frozen()
+        self._misses += 1
         with self._binding_a_key:
             bound = self._keys.get(key)
             if bound is None:
-                bound = self._bind(key, args, allocate)
+                bound = bind()
                 while len(self._keys) >= self._max_keys:
                     self._forget_oldest()
                 self._keys[key] = bound
         return bound
 
+    def _frozen(self) -> _Bound:
+        """Stock, and nothing remembered: loading and compiling allocate and synchronise, which a capture forbids."""
+        self._misses += 1
+        self._capture_misses += 1
+        return _Bound(None, "first seen while a CUDA graph was being captured")
+
     def _forget_oldest(self) -> None:
         forgotten = self._keys.pop(next(iter(self._keys)))
         self._forgotten_calls += forgotten.calls
         self._forgotten_kernel_calls += forgotten.kernel_calls_so_far
+        for spans in self._spans:
+            spans.forget(forgotten)
 
-    def _bind(self, key: Any, args: tuple[Any, ...], allocate: Allocate | None) -> _Bound:
+    def _bind(
+        self,
+        key: Any,
+        args: tuple[Any, ...],
+        allocate: Allocate | None = None,
+        growing: tuple[str, int] | None = None,
+    ) -> _Bound:
+        """Decide about a call, and load what is to serve it.
+
+        Args:
+            key: what the call looks like; a kernel that fails is put in quarantine for it.
+            args: of the call.
+            allocate: makes the outputs where ``args`` has none.
+            growing: the axis that the key does not say the size of, and this size.
+        """
         if key in self._quarantined:
             return _Bound(None, self._quarantined[key].summary)
         where = device.common_device(args)
         if isinstance(where, str):
             return _Bound(None, where)
-        if allocate is not None:
-            args = _with_outputs(args, allocate)
+        given = args if allocate is None else _with_outputs(args, allocate)
         try:
-            binding = bind_call(self.definition, args)
+            binding = bind_call(self.definition, given)
             decision = self._choose(binding, where, self._incumbent)
         except TilegymDBError as error:  # not a call that the database knows; stock code may well serve it
-            return _Bound(None, str(error))
+            bound = _Bound(None, str(error))
+            if growing is not None:
+                bound.low = bound.high = growing[1]
+            return bound
+        promised = None if allocate is None else given[len(self.definition.inputs) :]
+        bound = self._load(key, where, binding, decision, promised)
+        if growing is not None:
+            bound.low, bound.high = self._span(growing[0], binding, where, decision)
+        return bound
+
+    def _load(
+        self,
+        key: Any,
+        where: torch.device,
+        binding: Binding,
+        decision: Decision,
+        promised: Sequence[torch.Tensor] | None,
+    ) -> _Bound:
         candidate = decision.evidence.candidate
         if decision.solution is None or candidate is None:
             return _Bound(None, decision.evidence.reason, axes=binding.axes)
         if str(candidate) in self._refused:
             return _Bound(None, self._refused[str(candidate)], axes=binding.axes)
+        verified = decision.solution, decision.config, candidate.solution_digest
+        returns = not decision.solution.record.spec.destination_passing_style and not self.definition.in_place
         try:
-            launch = load_launcher(self.definition, decision.solution, decision.config, candidate.solution_digest)
+            launch = load_launcher(self.definition, *verified)
+            compute = load_computer(*verified, promised) if promised is not None and returns else None
         except TilegymDBError as error:
             failure = self._quarantine(key, str(candidate), binding.axes, error)
             return _Bound(None, failure.summary, axes=binding.axes)
@@ -237,7 +357,25 @@ class Dispatcher:
         bound = _Bound(launch, decision.evidence.reason, str(candidate), binding.axes)
         if self.definition.in_place:
             bound.launch = self._first_launch(bound, launch)
+        elif compute is not None:
+            bound.compute = device.on_device(compute, where)
         return bound
+
+    def _span(self, axis: str, binding: Binding, where: torch.device, decision: Decision) -> tuple[int, int]:
+        """The sizes of an axis that are decided as this one is."""
+        size = binding.axes[axis]
+        if not are_bounds_of(axis, self.definition, decision):
+            return size, size
+        picked = answer(decision)
+
+        def is_alike(other: int) -> bool:
+            asked = replace(binding, axes={**binding.axes, axis: other})
+            try:
+                return answer(self._choose(asked, where, self._incumbent)) == picked
+            except TilegymDBError:
+                return False
+
+        return span_around(size, is_alike)
 
     def _first_launch(self, bound: _Bound, launch: Launcher) -> Launcher:
         """A launch that can be undone, for an operator that overwrites an input; the one that follows it cannot.

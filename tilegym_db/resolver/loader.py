@@ -11,11 +11,11 @@ import atexit
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tilegym_db.backends.load import load_entry
 from tilegym_db.catalog import SolutionFiles
@@ -23,7 +23,10 @@ from tilegym_db.errors import SolutionError
 from tilegym_db.records import Definition
 from tilegym_db.records.solution import Config
 
-__all__ = ["Launcher", "load_launcher", "load_verified"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Launcher", "load_computer", "load_launcher", "load_verified"]
 
 Launcher = Callable[..., Any]
 """``launch(*inputs, *written_outputs)``: runs one call, writes the outputs, returns nothing of interest."""
@@ -59,6 +62,67 @@ def load_launcher(definition: Definition, solution: SolutionFiles, config: Confi
     if solution.record.spec.destination_passing_style:
         return bound
     return partial(_write_returned, bound, len(definition.inputs))
+
+
+def load_computer(
+    solution: SolutionFiles, config: Config, verified_digest: str, promised: Sequence[torch.Tensor]
+) -> Launcher:
+    """``compute(*inputs) -> outputs`` of a value-returning solution: what it returns, without a copy.
+
+    Args:
+        solution: its entry point returns the outputs.
+        config: bound.
+        verified_digest: as in :func:`load_verified`, which says what is raised.
+        promised: tensors (on ``meta``) of the shapes, strides and dtypes that callers rely on. An output that is laid out in
+            another way, or that shares memory with an input, is copied into this layout.
+    """
+    entry = load_verified(solution, verified_digest)
+    bound = partial(entry, **config) if config else entry
+    if len(promised) == 1:
+        only = _Promise(promised[0])
+
+        def compute_one(*inputs: Any) -> Any:
+            returned = bound(*inputs)
+            return only.keep(returned[0] if isinstance(returned, tuple) else returned, inputs)
+
+        return compute_one
+    promises = tuple(map(_Promise, promised))
+
+    def compute(*inputs: Any) -> tuple[Any, ...]:
+        return tuple(promise.keep(value, inputs) for promise, value in zip(promises, bound(*inputs), strict=True))
+
+    return compute
+
+
+class _Promise:
+    """The layout that callers of a call site rely on."""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self.shape, self.strides, self.dtype = like.shape, like.stride(), like.dtype
+
+    def keep(self, value: Any, inputs: tuple[Any, ...]) -> Any:
+        """The value, or a copy where it is not laid out as promised.
+
+        Raises:
+            SolutionError: it has another shape or dtype.
+        """
+        if value.shape != self.shape or value.dtype != self.dtype:
+            raise SolutionError(f"it returned {value.dtype} {list(value.shape)}, not {self.dtype} {list(self.shape)}")
+        if self._is_laid_out(value.stride()) and not _shares_memory(value, inputs):
+            return value
+        return value.new_empty_strided(self.shape, self.strides).copy_(value)
+
+    def _is_laid_out(self, strides: tuple[int, ...]) -> bool:
+        """Whether strides are the promised ones, but for dimensions of one element."""
+        if strides == self.strides:
+            return True
+        found = zip(self.shape, strides, self.strides, strict=True)
+        return all(stride == promised for size, stride, promised in found if size != 1)
+
+
+def _shares_memory(value: Any, inputs: tuple[Any, ...]) -> bool:
+    start = value.untyped_storage().data_ptr()
+    return any(start == given.untyped_storage().data_ptr() for given in inputs if hasattr(given, "untyped_storage"))
 
 
 def _write_returned(entry: Callable[..., Any], inputs: int, *args: Any) -> None:

@@ -30,7 +30,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class KeyReport:
-    """One kind of call (shapes, dtypes, strides, device) that was seen, and what serves it; no solution means stock."""
+    """One kind of call (shapes, dtypes, strides, device) that was seen, and what serves it; no solution means stock.
+
+    Where calls grow, one report stands for a span of sizes; its axes are those of the call that was decided.
+    """
 
     axes: Mapping[str, int]
     solution: str | None

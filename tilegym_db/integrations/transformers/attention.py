@@ -29,8 +29,8 @@ NOT_CAUSAL = "its positions may see later ones"
 FEWER_KEYS = "it has fewer keys than queries"
 NO_HEADS = "it is not given as batch, heads, positions and head size"
 OTHER_HEADS = "its query heads are not the multiple of its key heads that the module states"
+OTHER_VALUES = "its values are not as many as its keys"
 AUTOCAST = "autocast picks the dtype that it computes in"
-LIKE_BEFORE = "no kernel served the cache when it was about as long; the next doubling is asked for again"
 SCALE_IS_NO_NUMBER = "its scale is no number"
 OTHER_MATHS = ("position_bias", "softcap", "s_aux", "cache")
 """Arguments that stock code takes from whoever calls the model, and that no Definition knows."""
@@ -103,24 +103,16 @@ def attention_function(stock: Function, prefill: Site | None, decode: Site | Non
         site = decode if is_one else prefill
         if site is None or site.leaves(module.training, query, key, value):
             return None
-        reason = why_stock(module, query, key, options)
+        reason = why_stock(module, query, key, options) if value.shape[:3] == key.shape[:3] else OTHER_VALUES
         if reason:
             site.bypass(reason)
             return None
         if not is_one and key.shape[2] > query.shape[2]:
             # A static cache with nothing in it yet: causal from its start, so that stock cuts the rest off as well.
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-        kind = _kind(query, key) if is_one else None
-        if kind in site.declined:
-            site.bypass(LIKE_BEFORE)
-            return None
         scaling = options.get("scaling")
         out = site.serve(query, key, value, 1.0 / math.sqrt(query.shape[3]) if scaling is None else scaling)
-        if out is None:
-            if kind is not None:
-                site.declined.add(kind)
-            return None
-        return out.transpose(1, 2).contiguous()
+        return None if out is None else out.transpose(1, 2).contiguous()
 
     @functools.wraps(stock)
     def attention(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -133,16 +125,6 @@ def attention_function(stock: Function, prefill: Site | None, decode: Site | Non
         return stock(module, query, key, value, *args, **kwargs)
 
     return attention
-
-
-def _kind(query: torch.Tensor, key: torch.Tensor) -> Any:
-    """What steps of decoding have in common while the cache grows to the next power of two, to the nearest.
-
-    Every step has a new shape, and asking about one takes a hundred times as long as a call that is known.
-    """
-    batch, heads, keys, _ = key.shape
-    doublings = round(math.log2(keys)) if keys else -1
-    return batch, heads, doublings, key.is_contiguous(), query.shape, query.dtype, query.device
 
 
 def why_stock(module: Any, query: torch.Tensor, key: torch.Tensor, options: Mapping[str, Any]) -> str:

@@ -127,12 +127,12 @@ def _stages(model: torch.nn.Module, recorders: Sequence[_Recorder]) -> Iterator[
 
 @contextlib.contextmanager
 def _serving(site: Site, serve: Callable[..., Any]) -> Iterator[None]:
-    own, declined = site.serve, site.declined
-    site.serve, site.declined = serve, set()
+    own = site.serve
+    site.serve = serve
     try:
         yield
     finally:
-        site.serve, site.declined = own, declined
+        site.serve = own
 
 
 def _run(model: Any, given: Mapping[str, Any]) -> None:

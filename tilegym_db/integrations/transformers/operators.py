@@ -67,6 +67,9 @@ def _heads_after_tokens(q: torch.Tensor, *_: Any) -> torch.Tensor:
 EAGER_ONLY = frozenset({"attention_prefill", "attention_decode"})
 """Definitions without an operator: code that is compiled keeps the model's own attention, which compilers know."""
 
+GROWING = {"attention_decode": "L"}
+"""Definition -> the axis that has another size at every call: positions in a cache."""
+
 ALLOCATE: dict[str, Callable[..., Any]] = {
     "rms_norm": _like_rows,
     "rms_norm_fp32": _like_rows,
@@ -170,7 +173,8 @@ def make_site(definition: Definition, catalog: Catalog) -> tuple[Site, Dispatche
     launcher = None if stock is None else stock_launcher(definition, stock)
     dispatcher = call_site(definition, catalog, stock=launcher)
     allocate = ALLOCATE[definition.name]
-    site = Site(dispatcher.serving(allocate), training=training_of(definition, catalog, ALLOCATE))
+    serve = dispatcher.serving(allocate, GROWING.get(definition.name))
+    site = Site(serve, training=training_of(definition, catalog, ALLOCATE))
     # An operator that overwrites an input is for eager code only: compilers fuse an addition by themselves.
     traceable = not definition.in_place and definition.name not in EAGER_ONLY
     if stock is not None and not stock.record.spec.destination_passing_style and traceable:

@@ -53,11 +53,10 @@ class Site:
 
     ``training`` serves calls that a derivative may be asked of, None where only stock code may. ``operator`` is what goes into
     compiled code, None where only stock code may. ``bypassed`` counts by reason the calls that were not served. ``close`` sends
-    every call to the stock code from then on, also where somebody kept a bound method of a patched module. ``declined``
-    remembers kinds of calls that no kernel served, for callers that ask with a new size each time.
+    every call to the stock code from then on, also where somebody kept a bound method of a patched module.
     """
 
-    __slots__ = ("__weakref__", "bypassed", "declined", "is_open", "operator", "serve", "training")
+    __slots__ = ("__weakref__", "bypassed", "is_open", "operator", "serve", "training")
 
     def __init__(
         self, serve: Callable[..., Any], operator: Operator | None = None, training: Training | None = None
@@ -66,7 +65,6 @@ class Site:
         self.operator = operator
         self.training = training
         self.bypassed: dict[str, int] = {}
-        self.declined: set[Any] = set()
         self.is_open = True
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ import re
 
 from tilegym_db.verify.scan.context import Context
 from tilegym_db.verify.scan.modules import words
+from tilegym_db.verify.scan.paths import ATTENTION_OPERATORS
 
 __all__ = ["check_call", "check_environment_item"]
 
@@ -32,6 +33,8 @@ def check_call(context: Context, node: ast.Call) -> None:
     count = len(node.args) + len(node.keywords)
     if paths & {"builtins.getattr", "builtins.hasattr"} and node.args:
         _check_getattr(context, node, reads="builtins.getattr" in paths)
+    if _is_attention_operator(context, node.func):
+        context.called_operators.add(node.func)
     if "builtins.type" in paths and count > 1:
         context.report.add(node, "class-factory", "calls type() with three arguments")
     elif "builtins.type" in paths and node not in context.may_hold_class:
@@ -49,6 +52,18 @@ def check_call(context: Context, node: ast.Call) -> None:
     if paths & {"os.getenv", "os.environ.get"}:
         _check_variable(context, node, node.args[0] if node.args else None)
     _check_keywords(context, node)
+
+
+def _is_attention_operator(context: Context, function: ast.expr) -> bool:
+    """Whether python code calls an attention operator by its whole name, from what ``import torch`` alone binds."""
+    if context.language != "python" or not context.resolve(function) or not isinstance(function, ast.Attribute):
+        return False
+    root: ast.expr = function
+    while isinstance(root, ast.Attribute):
+        root = root.value
+    bindings = context.names.bindings(root, context.scope)
+    is_torch = bool(bindings) and all(binding.path == "torch" for binding in bindings)
+    return is_torch and context.resolve(function) <= ATTENTION_OPERATORS
 
 
 def _literal(context: Context, node: ast.expr) -> ast.expr | None:

@@ -58,6 +58,8 @@ class Context:
     """Expressions that stand where a module may: before a dot, or on the right of a plain alias."""
     may_hold_class: set[ast.AST] = field(default_factory=set)
     """Expressions that stand where a class may: in ``isinstance``, in a comparison, in a type, in an f-string."""
+    called_operators: set[ast.AST] = field(default_factory=set)
+    """Calls of :data:`~tilegym_db.verify.scan.paths.ATTENTION_OPERATORS` that are written out: the expression that is called."""
 
     def resolve(self, node: ast.expr | None) -> frozenset[str]:
         """What an expression stands for, here."""
@@ -92,7 +94,7 @@ class Context:
             self.report.add(node, "smuggled-module", f"reaches the module {smuggled} as {path}")
             return False
         private = any(part.startswith("_") and not part.endswith("__") for part in parts)
-        if private and not path.startswith(DEVICE_LANGUAGES):
+        if private and not path.startswith(DEVICE_LANGUAGES) and node not in self.called_operators:
             self.report.add(node, "private-member", f"uses {path}")
             return False
         return True

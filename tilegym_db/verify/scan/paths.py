@@ -11,6 +11,7 @@ import re
 from tilegym_db.verify.scan.modules import words
 
 __all__ = [
+    "ATTENTION_OPERATORS",
     "CONTAINERS",
     "FORBIDDEN_ATTRIBUTES",
     "HOOKS",
@@ -130,6 +131,23 @@ _ALLOWED: dict[str, str] = {
     "triton.tools": "tensor_descriptor experimental_descriptor ragged_tma mxfp",
     "tilelang.env": "is_cache_enabled",
 }
+
+ATTENTION_OPERATORS = words(
+    " ".join(
+        f"torch.ops.aten.{name} torch.ops.aten.{name}.default"
+        for name in (
+            "_scaled_dot_product_flash_attention",
+            "_scaled_dot_product_cudnn_attention",
+            "_scaled_dot_product_efficient_attention",
+        )
+    )
+)
+"""What python code may call although it is private: the kernels beneath ``scaled_dot_product_attention``, each by itself.
+
+PyTorch's public way to one of them sets flags of the whole process, for every thread; these operators set nothing. They are
+allowed as they stand here, overload included, where they are written out and called on the spot, and nothing beneath them is: an
+operator that is handed on, or reached through a name, could be given another implementation.
+"""
 
 _PATHS: dict[str, str | None] = {
     **{f"{root}.{name}": rule for rule, of in _REFUSED.items() for root, names in of.items() for name in names.split()},

@@ -154,7 +154,7 @@ _TABLE = (
     ),
     _hard(
         "private-member",
-        "a name with a leading underscore in another package",
+        "a name with a leading underscore in another package (python code may call ATen's attention operators, written out)",
         "private members are undocumented doors (torch._C, triton._C, functools._os)",
         "use the public interface",
     ),
