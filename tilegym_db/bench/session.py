@@ -27,6 +27,7 @@ from tilegym_db.store.ingest import ingest_journals
 from tilegym_db.store.journal import Journal
 from tilegym_db.store.queries import done_keys, failed_screen, read_peaks, tuned_configs
 from tilegym_db.verify.sandbox.levels import best_level
+from tilegym_db.verify.sandbox.process import prepare_workers
 from tilegym_db.verify.sandbox.scratch import scratch_folder
 
 __all__ = ["BenchReport", "Observer", "benchmark", "promote", "run_plan"]
@@ -137,6 +138,7 @@ class _Session:
 
     def __init__(self, gpu: str, catalog: Catalog | None, store_home: Path | None, observer: Observer | None) -> None:
         self.machine = select_machine(gpu)
+        prepare_workers(self.machine.device)
         self.catalog = catalog or Catalog.default()
         self.home = store_home or home()
         self.observer = observer or Observer()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from tilegym_db.records import Definition
-from tilegym_db.verify.sandbox.arena import Arena, plan_slot, tensor_view
+from tilegym_db.verify.sandbox.arena import Arena, fill_with_garbage, plan_slot, tensor_view
 from tilegym_db.verify.verifier import Expected, fill_slot
 
 __all__ = ["Stage"]
@@ -69,7 +69,7 @@ class Stage:
                 if plan.name in self.definition.in_place:
                     tensor_view(memory, plan).copy_(self.contents[self.content_of(index)].inputs[plan.name])
             for plan in self.arena.plan.outputs if poison else ():
-                memory[plan.offset : plan.offset + plan.span].random_(0, 256)
+                fill_with_garbage(memory[plan.offset : plan.offset + plan.span])
         self.arena.settle()
 
     def close(self) -> None:

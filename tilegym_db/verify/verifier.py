@@ -20,7 +20,7 @@ from tilegym_db.verify.comparison import base_errors, check_outputs, exact_outpu
 from tilegym_db.verify.gates import OutputVerdict, relative_error
 from tilegym_db.verify.inputs import Case, draw_inputs
 from tilegym_db.verify.reference import as_written, oracle
-from tilegym_db.verify.sandbox.arena import Arena, tensor_view
+from tilegym_db.verify.sandbox.arena import Arena, fill_with_garbage, tensor_view
 from tilegym_db.verify.sandbox.process import WorkerDied, WorkerProcess, WorkerTimeout
 from tilegym_db.verify.tolerance import limits_for
 from tilegym_db.verify.torch_dtypes import storage_dtype
@@ -143,7 +143,7 @@ def _check_declared(definition: Definition, case: Case, outputs: Mapping[str, to
 def fill_slot(arena: Arena, index: int, definition: Definition, expected: Expected, poison: int | None) -> None:
     """Write guard bytes, inputs and poisoned outputs; ``poison`` None draws random bytes, else repeats that byte."""
     slot = arena.slot(index)
-    slot.random_(0, 256) if poison is None else slot.fill_(poison)
+    fill_with_garbage(slot) if poison is None else slot.fill_(poison)
     for plan in arena.plan.inputs:
         tensor_view(slot, plan).copy_(expected.inputs[plan.name])
 

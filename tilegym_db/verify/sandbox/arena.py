@@ -22,7 +22,7 @@ from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.sandbox.shared_cuda import export_memory, import_memory
 from tilegym_db.verify.torch_dtypes import storage_dtype
 
-__all__ = ["Arena", "SlotPlan", "TensorPlan", "attach", "plan_slot"]
+__all__ = ["Arena", "SlotPlan", "TensorPlan", "attach", "fill_with_garbage", "plan_slot", "tensor_view"]
 
 GUARD_BYTES = 4096
 ALIGNMENT = 512
@@ -99,6 +99,13 @@ def tensor_view(slot: torch.Tensor, plan: TensorPlan) -> torch.Tensor:
     dtype = storage_dtype(plan.dtype)
     flat = slot[plan.offset : plan.offset + plan.span].view(dtype)
     return flat.as_strided(plan.shape, plan.strides)
+
+
+def fill_with_garbage(memory: torch.Tensor) -> None:
+    """Random bytes, in place. ``memory``: 1-D uint8. Where it is aligned eight are drawn at a time."""
+    words = memory.numel() // 8 * 8 if memory.storage_offset() % 8 == 0 else 0
+    memory[:words].view(torch.int64).random_(-(1 << 63), None)
+    memory[words:].random_(0, 256)
 
 
 class Arena:

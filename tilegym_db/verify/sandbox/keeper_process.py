@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tilegym_db.verify.sandbox.nursery import KEEPER_CHANNEL, MAX_PACKET
 
-__all__ = ["KEEPER_CHANNEL", "KeeperProcess", "NurseryLost", "start_keeper"]
+__all__ = ["KEEPER_CHANNEL", "KeeperProcess", "NurseryLost", "start_keeper", "start_nursery"]
 
 START_TIMEOUT_S = 180.0
 
@@ -134,6 +134,19 @@ _nurseries: dict[str, _Nursery] = {}
 _lock = threading.Lock()
 
 
+def start_nursery(common: Mapping[str, str]) -> None:
+    """Begin to start the nursery that keepers with this environment in common come from, so that the first need not wait."""
+    _nursery(common)
+
+
+def _nursery(common: Mapping[str, str]) -> tuple[str, _Nursery]:
+    key = json.dumps([os.getpid(), dict(common)], sort_keys=True)
+    with _lock:
+        if key not in _nurseries:
+            _nurseries[key] = _Nursery(common)
+        return key, _nurseries[key]
+
+
 def start_keeper(
     environment: Mapping[str, str], common: Mapping[str, str], folder: Path, channel: int
 ) -> KeeperProcess:
@@ -148,12 +161,8 @@ def start_keeper(
     Raises:
         NurseryLost: the nursery ended, or does not answer, twice.
     """
-    key = json.dumps([os.getpid(), dict(common)], sort_keys=True)
     for last in (False, True):
-        with _lock:
-            if key not in _nurseries:
-                _nurseries[key] = _Nursery(common)
-            nursery = _nurseries[key]
+        key, nursery = _nursery(common)
         try:
             return nursery.fork(environment, folder, channel)
         except NurseryLost:

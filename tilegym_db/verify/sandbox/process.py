@@ -22,14 +22,29 @@ from typing import Any
 from tilegym_db.paths import home
 from tilegym_db.verify.sandbox import protocol
 from tilegym_db.verify.sandbox.bounds import ResourceBounds
-from tilegym_db.verify.sandbox.keeper_process import KEEPER_CHANNEL, KeeperProcess, NurseryLost, start_keeper
+from tilegym_db.verify.sandbox.keeper_process import (
+    KEEPER_CHANNEL,
+    KeeperProcess,
+    NurseryLost,
+    start_keeper,
+    start_nursery,
+)
 from tilegym_db.verify.sandbox.levels import Sandbox, best_level
 from tilegym_db.verify.sandbox.processes import descendants, kill_descendants, processor_us, queued_us
 from tilegym_db.verify.sandbox.reply import Reply, storable
 from tilegym_db.verify.sandbox.scratch import remove_tree
 from tilegym_db.verify.sandbox.spec import Confinement, WorkerSpec
 
-__all__ = ["Reply", "Sandbox", "WorkerDied", "WorkerProcess", "WorkerTimeout", "best_level", "processors"]
+__all__ = [
+    "Reply",
+    "Sandbox",
+    "WorkerDied",
+    "WorkerProcess",
+    "WorkerTimeout",
+    "best_level",
+    "prepare_workers",
+    "processors",
+]
 
 START_TIMEOUT_S = 180.0
 END_TIMEOUT_S = 12.0
@@ -123,27 +138,12 @@ class WorkerProcess:
             self._keeper.tell(spec.to_json().encode() + b"\n")
 
     def _start_keeper(self, extra: Mapping[str, str], channel: int) -> KeeperProcess:
-        common = self._common_environment()
+        common = common_environment(self.device)
         environment = common | self._own_environment() | dict(extra)
         try:
             return start_keeper(environment, common, self.folder, channel)
         except NurseryLost as error:
             raise WorkerDied(str(error)) from None
-
-    def _common_environment(self) -> dict[str, str]:
-        """What all workers for this device have in common."""
-        environment = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
-        package_root = str(Path(__file__).resolve().parents[3])
-        paths = [package_root, *environment.get("PYTHONPATH", "").split(os.pathsep)]
-        environment |= {
-            "PYTHONPATH": os.pathsep.join(path for path in dict.fromkeys(paths) if path),
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "OMP_NUM_THREADS": str(processors()),
-        }
-        if self.device == "cpu":
-            # Threads that wait for each other sleep rather than spin, or their processor time would say nothing.
-            environment["OMP_WAIT_POLICY"] = "PASSIVE"
-        return environment
 
     def _own_environment(self) -> dict[str, str]:
         """Its own folders."""
@@ -331,6 +331,27 @@ class WorkerProcess:
         self._channel.close()
         self._keeper.close()
         remove_tree(self.folder)
+
+
+def prepare_workers(device: str) -> None:
+    """Begin with what the first worker for a device would have to wait for; returns at once."""
+    start_nursery(common_environment(device))
+
+
+def common_environment(device: str) -> dict[str, str]:
+    """What the environments of all workers for a device have in common."""
+    environment = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
+    package_root = str(Path(__file__).resolve().parents[3])
+    paths = [package_root, *environment.get("PYTHONPATH", "").split(os.pathsep)]
+    environment |= {
+        "PYTHONPATH": os.pathsep.join(path for path in dict.fromkeys(paths) if path),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": str(processors()),
+    }
+    if device == "cpu":
+        # Threads that wait for each other sleep rather than spin, or their processor time would say nothing.
+        environment["OMP_WAIT_POLICY"] = "PASSIVE"
+    return environment
 
 
 def processors() -> int:
