@@ -89,7 +89,7 @@ class PointIndex:
         try:
             request = make_request(
                 definition,
-                axes={name: entry.axes[name] for name in definition.var_axes},
+                axes={name: entry.axes[name] for name in definition.var_axes if name in entry.axes},
                 dtypes=entry.dtypes,
                 layouts={name: entry.layouts[name] for name in definition.tensor_inputs if name in entry.layouts},
                 scalars=selecting,
