@@ -6,7 +6,8 @@ Each side is a process of its own. Times are medians, in milliseconds where noth
 of all threads, which says more on a machine that is not idle. Memory is the peak resident size.
 
 A look-up of ours is given sizes, dtypes and scalars, checks them, and finds a decision with its evidence; one of theirs
-is given the name and the sizes, and filters the traces. Ours needs an index, whose making has a line of its own.
+(``get_best_trace``) is given the name and the sizes, and filters the traces. Ours needs an index, whose making has a line of its
+own. Their ``apply`` has one as well, which maps sizes to the name of a Solution: that line sets one index beside the other.
 
     python -m benchmarks.against_flashinfer_bench.store [--traces 1000 10000 100000] [--repeats 5]
 """
@@ -49,6 +50,7 @@ QUESTIONS = {
     "entries": "shapes in that table",
     "index": "the index of all its shapes",
     "point": "the best kernel of one shape, microseconds",
+    "point_indexed": "the same, indexed on both sides",
     "point_long": "the same, every entry gone through",
     "size_mb": "the files, MB",
     "start_mb": "memory before loading, MB",
@@ -226,6 +228,7 @@ def measure_ours(folder: Path, repeats: int) -> dict[str, Any]:
         "table_again": summary(again),
         "index": summary(indexed),
         "point": summary([took for took, _ in asked], 1e6 / LOOKUPS),
+        "point_indexed": summary([took for took, _ in asked], 1e6 / LOOKUPS),
         "point_long": summary([took for took, _ in decided], 1e6 / LOOKUPS),
         "points_answered": asked[0][1] / LOOKUPS,
         "entries": table.size,
@@ -238,6 +241,7 @@ def measure_ours(folder: Path, repeats: int) -> dict[str, Any]:
 def measure_theirs(folder: Path, repeats: int) -> dict[str, Any]:
     """Files to a ``TraceSet``, the ``TraceSet`` to an apply table (nothing built), and ``get_best_trace`` over it."""
     from flashinfer_bench.apply import ApplyConfig, ApplyConfigRegistry
+    from flashinfer_bench.apply.key import ApplyKeyFactory
     from flashinfer_bench.apply.table import ApplyTable
     from flashinfer_bench.data import TraceSet
     from flashinfer_bench.env import get_fib_cache_path
@@ -269,6 +273,15 @@ def measure_theirs(folder: Path, repeats: int) -> dict[str, Any]:
             number += 1
         return number, found
 
+    builders = {name: ApplyKeyFactory.specialize(definition) for name, definition in trace_set.definitions.items()}
+    workloads = [(name, trace.workload) for name, traces in trace_set.workloads.items() for trace in traces]
+
+    def look_up_in_table() -> None:
+        for number in range(LOOKUPS):
+            name, workload = workloads[number % len(workloads)]
+            table.match_solution(name, builders[name].build_from_workload(workload))
+
+    indexed = [timed(look_up_in_table)[0] for _ in range(repeats)]
     asked = [timed(look_up) for _ in range(repeats)]
     each = [Took(took.wall / number, took.cpu / number) for took, (number, _) in asked]
     return {
@@ -276,6 +289,7 @@ def measure_theirs(folder: Path, repeats: int) -> dict[str, Any]:
         "load_and_table": summary(tables),
         "table_again": summary(again),
         "point": summary(each, 1e6),
+        "point_indexed": summary(indexed, 1e6 / LOOKUPS),
         "points_answered": asked[0][1][1] / asked[0][1][0],
         "entries": sum(map(len, table.index.values())),
         "size_mb": sum(path.stat().st_size for path in (folder / "traces").rglob("*.jsonl")) / 1e6,
