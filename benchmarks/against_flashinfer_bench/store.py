@@ -5,6 +5,10 @@ points, verdicts and latencies in their format, which holds less of each (no con
 Each side is a process of its own. Times are medians, in milliseconds where nothing else is said; in brackets the processor time
 of all threads, which says more on a machine that is not idle. Memory is the peak resident size.
 
+A look-up of ours is given sizes, dtypes and scalars, checks them, and finds a decision with its evidence; one of theirs
+(``get_best_trace``) is given the name and the sizes, and filters the traces. Ours needs an index, whose making has a line of its
+own. Their ``apply`` has one as well, which maps sizes to the name of a Solution: that line sets one index beside the other.
+
     python -m benchmarks.against_flashinfer_bench.store [--traces 1000 10000 100000] [--repeats 5]
 """
 
@@ -44,7 +48,10 @@ QUESTIONS = {
     "load_and_table": "files to the table of the best kernels",
     "table_again": "the same table in a later process",
     "entries": "shapes in that table",
+    "index": "the index of all its shapes",
     "point": "the best kernel of one shape, microseconds",
+    "point_indexed": "the same, indexed on both sides",
+    "point_long": "the same, every entry gone through",
     "size_mb": "the files, MB",
     "start_mb": "memory before loading, MB",
     "peak_mb": "peak memory, MB",
@@ -146,8 +153,9 @@ def peak_mb() -> float:
 
 
 def measure_ours(folder: Path, repeats: int) -> dict[str, Any]:
-    """Journal to DuckDB, DuckDB to the resolver's table, the table from its file, and decisions over it."""
+    """Journal to DuckDB, DuckDB to the resolver's table, the table from its file, its index, and decisions by both."""
     from tilegym_db.resolver.decide import decide
+    from tilegym_db.resolver.index import PointIndex
     from tilegym_db.resolver.request import make_request
     from tilegym_db.resolver.table import read_table
     from tilegym_db.store.connection import open_store
@@ -178,26 +186,50 @@ def measure_ours(folder: Path, repeats: int) -> dict[str, Any]:
         tables.append(timed(lambda number=number: load_and_publish(folder / f"other{number}"))[0])
     again = [timed(lambda: list(read_table(snapshot)))[0] for _ in range(repeats)]
     table = read_table(snapshot)
-    points = [(definitions[name], item) for name in definitions for item in catalog.workloads_for(name)]
+    calls = [
+        (definitions[name], item.axes, item.dtypes, item.scalars())
+        for name in definitions
+        for item in catalog.workloads_for(name)
+    ]
     list(table)
+
+    def build() -> dict[str, PointIndex]:
+        return {
+            name: PointIndex(definitions[name], table, solutions[name], sm="sm_90", unavailable={})
+            for name in definitions
+        }
+
+    indexed = [timed(build)[0] for _ in range(repeats)]
+    indexes = build()
 
     def look_up() -> int:
         found = 0
         for number in range(LOOKUPS):
-            definition, item = points[number % len(points)]
-            request = make_request(
-                definition, axes=item.axes, dtypes=item.dtypes, scalars=item.scalars(), gpu=GPU, sm="sm_90"
-            )
-            evidence = decide(request, table, solutions[definition.name]).evidence
-            found += evidence.axes == item.axes  # stock, where nothing is faster there, is an answer too
+            definition, axes, dtypes, scalars = calls[number % len(calls)]
+            decision = indexes[definition.name].find(axes, dtypes, scalars=scalars)
+            found += decision is not None and decision.evidence.axes == axes  # stock is an answer too
+        return found
+
+    def decide_each() -> int:
+        found = 0
+        for number in range(LOOKUPS):
+            definition, axes, dtypes, scalars = calls[number % len(calls)]
+            request = make_request(definition, axes=axes, dtypes=dtypes, scalars=scalars, gpu=GPU, sm="sm_90")
+            found += decide(request, table, solutions[definition.name]).evidence.axes == axes
         return found
 
     asked = [timed(look_up) for _ in range(repeats)]
+    decided = [timed(decide_each) for _ in range(repeats)]
+    if decided[0][1] != asked[0][1]:
+        raise SystemExit(f"the index answered {asked[0][1]} of {LOOKUPS} look-ups, the long way {decided[0][1]}")
     return {
         "load": summary(loads),
         "load_and_table": summary(tables),
         "table_again": summary(again),
+        "index": summary(indexed),
         "point": summary([took for took, _ in asked], 1e6 / LOOKUPS),
+        "point_indexed": summary([took for took, _ in asked], 1e6 / LOOKUPS),
+        "point_long": summary([took for took, _ in decided], 1e6 / LOOKUPS),
         "points_answered": asked[0][1] / LOOKUPS,
         "entries": table.size,
         "size_mb": journal.stat().st_size / 1e6,
@@ -209,6 +241,7 @@ def measure_ours(folder: Path, repeats: int) -> dict[str, Any]:
 def measure_theirs(folder: Path, repeats: int) -> dict[str, Any]:
     """Files to a ``TraceSet``, the ``TraceSet`` to an apply table (nothing built), and ``get_best_trace`` over it."""
     from flashinfer_bench.apply import ApplyConfig, ApplyConfigRegistry
+    from flashinfer_bench.apply.key import ApplyKeyFactory
     from flashinfer_bench.apply.table import ApplyTable
     from flashinfer_bench.data import TraceSet
     from flashinfer_bench.env import get_fib_cache_path
@@ -240,6 +273,15 @@ def measure_theirs(folder: Path, repeats: int) -> dict[str, Any]:
             number += 1
         return number, found
 
+    builders = {name: ApplyKeyFactory.specialize(definition) for name, definition in trace_set.definitions.items()}
+    workloads = [(name, trace.workload) for name, traces in trace_set.workloads.items() for trace in traces]
+
+    def look_up_in_table() -> None:
+        for number in range(LOOKUPS):
+            name, workload = workloads[number % len(workloads)]
+            table.match_solution(name, builders[name].build_from_workload(workload))
+
+    indexed = [timed(look_up_in_table)[0] for _ in range(repeats)]
     asked = [timed(look_up) for _ in range(repeats)]
     each = [Took(took.wall / number, took.cpu / number) for took, (number, _) in asked]
     return {
@@ -247,6 +289,7 @@ def measure_theirs(folder: Path, repeats: int) -> dict[str, Any]:
         "load_and_table": summary(tables),
         "table_again": summary(again),
         "point": summary(each, 1e6),
+        "point_indexed": summary(indexed, 1e6 / LOOKUPS),
         "points_answered": asked[0][1][1] / asked[0][1][0],
         "entries": sum(map(len, table.index.values())),
         "size_mb": sum(path.stat().st_size for path in (folder / "traces").rglob("*.jsonl")) / 1e6,
@@ -295,7 +338,8 @@ def main() -> int:
             write_both(Path(name), count)
             ours, theirs = (side(which, Path(name), options.repeats) for which in ("ours", "theirs"))
         for key, what in QUESTIONS.items():
-            print(f"{count:>8} {what:<44}{spelled(ours[key]):>20}{spelled(theirs[key]):>20}", flush=True)
+            cells = (spelled(answers[key]) if key in answers else "-" for answers in (ours, theirs))
+            print(f"{count:>8} {what:<44}{''.join(f'{cell:>20}' for cell in cells)}", flush=True)
         if min(ours["points_answered"], theirs["points_answered"]) < 1:
             print(f"answered: {ours['points_answered']:.0%} of ours, {theirs['points_answered']:.0%} of theirs")
     return 0

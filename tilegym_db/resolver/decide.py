@@ -14,10 +14,10 @@ from typing import Literal, NamedTuple
 
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.records import axes_key
-from tilegym_db.records.binding import is_code_selecting
 from tilegym_db.records.solution import Config
+from tilegym_db.resolver.points import Point, find_point
 from tilegym_db.resolver.request import Request
-from tilegym_db.resolver.table import Candidate, Entry, ResolverTable
+from tilegym_db.resolver.table import Candidate, ResolverTable
 from tilegym_db.store.statements import PUBLISHED_SANDBOX_LEVEL, VERIFIED_TIERS
 
 __all__ = [
@@ -27,6 +27,8 @@ __all__ = [
     "Evidence",
     "Rejection",
     "decide",
+    "judge",
+    "judge_incumbents",
     "no_kernel",
 ]
 
@@ -38,8 +40,6 @@ MIN_BACKWARD_SPEEDUP_CI_LOW = 1.25
 moves 22 bytes for 18 (swiglu_backward), which a kernel must not be credited with."""
 
 NO_BACKWARD = "mode training: it has no verified backward"
-
-CONTIGUOUS = "contiguous"
 
 
 class Rejection(NamedTuple):
@@ -77,13 +77,6 @@ def no_kernel(reason: str, gpu: str) -> Decision:
     return Decision(None, {}, Evidence("stock", reason, gpu), ())
 
 
-class _Point(NamedTuple):
-    """A measured point, and whether it is the request's own."""
-
-    entry: Entry
-    exact: bool
-
-
 def decide(
     request: Request,
     table: ResolverTable | None,
@@ -106,28 +99,68 @@ def decide(
             return _stock(request, table, solutions, f"{NO_BACKWARD}: {backward.evidence.reason}")
     if table is None:
         return _stock(request, None, solutions, f"nothing is published for {request.gpu}")
-    point = _find_point(request, table)
+    point = find_point(request, table)
     if isinstance(point, str):
         return _stock(request, table, solutions, point)
-    entry, exact = point
+    return judge(point, request, table, solutions)
+
+
+def judge(point: Point, request: Request, table: ResolverTable, solutions: Mapping[str, SolutionFiles]) -> Decision:
+    """The decision by one measured point."""
+    eligible, rejected = _sort_out(point, request, table, solutions)
+    return _conclude(point, table, solutions, eligible, rejected, request.incumbent)
+
+
+def judge_incumbents(
+    point: Point, request: Request, table: ResolverTable, solutions: Mapping[str, SolutionFiles]
+) -> dict[str | None, Decision]:
+    """:func:`judge` for every incumbent at once: under its name where it ties with the fastest; any other is as None."""
+    eligible, rejected = _sort_out(point, request, table, solutions)
+    tied = _tied(_ranked(eligible))
+    names = [None, *{candidate.solution for candidate in tied}] if len(tied) > 1 else [None]
+    return {name: _conclude(point, table, solutions, eligible, rejected, name) for name in names}
+
+
+def _sort_out(
+    point: Point, request: Request, table: ResolverTable, solutions: Mapping[str, SolutionFiles]
+) -> tuple[list[Candidate], list[Rejection]]:
+    """The candidates of a point that may serve the request, and why each of the others may not."""
     eligible: list[Candidate] = []
     rejected: list[Rejection] = []
-    for candidate in entry.candidates:
-        reason = _disqualify(candidate, request, solutions.get(candidate.solution), exact=exact)
+    for candidate in point.entry.candidates:
+        reason = _disqualify(candidate, request, solutions.get(candidate.solution), exact=point.exact)
         if reason is None:
             eligible.append(candidate)
         else:
             rejected.append(Rejection(candidate, reason))
-    where = f"{axes_key(dict(entry.axes))} on {table.gpu}"
-    measured = {candidate.solution for candidate in entry.candidates}
-    rejected += _unmeasured(solutions, measured, f"not in the table: no verified measurement at {where}")
+    measured = {candidate.solution for candidate in point.entry.candidates}
+    unmeasured = f"not in the table: no verified measurement at {_where(point, table)}"
+    return eligible, rejected + _unmeasured(solutions, measured, unmeasured)
+
+
+def _conclude(
+    point: Point,
+    table: ResolverTable,
+    solutions: Mapping[str, SolutionFiles],
+    eligible: Sequence[Candidate],
+    rejected: Sequence[Rejection],
+    incumbent: str | None,
+) -> Decision:
+    axes, where = point.entry.axes, _where(point, table)
     if not eligible:
         reason = f"no verified solution is faster than stock at {where}"
-        return Decision(None, {}, Evidence("stock", reason, table.gpu, table.published, entry.axes), tuple(rejected))
-    winner, lost = _fastest(eligible, request.incumbent)
-    reason = f"fastest verified solution at {where}" if exact else f"fastest at {where}, the nearest measured point"
-    evidence = Evidence("exact" if exact else "nearest", reason, table.gpu, table.published, entry.axes, winner)
+        return Decision(None, {}, Evidence("stock", reason, table.gpu, table.published, axes), tuple(rejected))
+    winner, lost = _fastest(eligible, incumbent)
+    source: Literal["exact", "nearest"] = "exact" if point.exact else "nearest"
+    reason = (
+        f"fastest verified solution at {where}" if point.exact else f"fastest at {where}, the nearest measured point"
+    )
+    evidence = Evidence(source, reason, table.gpu, table.published, axes, winner)
     return Decision(solutions[winner.solution], dict(winner.config), evidence, (*lost, *rejected))
+
+
+def _where(point: Point, table: ResolverTable) -> str:
+    return f"{axes_key(dict(point.entry.axes))} on {table.gpu}"
 
 
 def _stock(
@@ -145,80 +178,6 @@ def _unmeasured(solutions: Mapping[str, SolutionFiles], measured: set[str], reas
             spec = files.record.spec
             found.append(Rejection(Candidate(name, files.digest, spec.language, spec.role, spec.provides), reason))
     return found
-
-
-# -- the measured point -----------------------------------------------------------------------------------------------
-
-
-def _find_point(request: Request, table: ResolverTable) -> _Point | str:
-    """The entry to judge by, or why there is none."""
-    definition = request.definition
-    entries: Sequence[Entry] = table.entries(definition.name, request.dtypes)
-    if not entries:
-        return _why_no_entries(request, table)
-    entries = [entry for entry in entries if entry.definition_digest == definition.digest]
-    if not entries:
-        return f"{definition.name} was measured on {table.gpu} under another meaning than version {definition.version}"
-    entries = [entry for entry in entries if _scalars_match(entry, request)]
-    if not entries:
-        return f"{definition.name} was not measured on {table.gpu} with these code-selecting scalars"
-    entries = [entry for entry in entries if _layouts_match(entry, request)]
-    if not entries:
-        spelled = ", ".join(f"{name} {layout}" for name, layout in sorted(request.layouts.items())) or "all contiguous"
-        return f"{definition.name} was not measured on {table.gpu} with these layouts ({spelled})"
-    exact = [entry for entry in entries if all(entry.axes[name] == size for name, size in _sizes(request).items())]
-    if exact:
-        return _Point(max(exact, key=lambda entry: _equal_scalars(entry, request)), exact=True)
-    outside = _outside_range(request, entries)
-    if outside:
-        return outside
-    nearest = min(entries, key=lambda entry: (entry.log_distance(_sizes(request)), axes_key(dict(entry.axes))))
-    return _Point(nearest, exact=False)
-
-
-def _sizes(request: Request) -> dict[str, int]:
-    """The axes that a Workload binds; const axes are the same everywhere."""
-    return {name: request.axes[name] for name in request.definition.var_axes}
-
-
-def _why_no_entries(request: Request, table: ResolverTable) -> str:
-    measured = [", ".join(f"{k}={v}" for k, v in dtypes.items()) for dtypes in table.dtypes_of(request.definition.name)]
-    if not measured:
-        return f"{request.definition.name} was not measured on {table.gpu}"
-    asked = ", ".join(f"{name}={dtype}" for name, dtype in request.dtypes.items())
-    return f"{request.definition.name} was not measured on {table.gpu} with {asked} (measured: {'; '.join(measured)})"
-
-
-def _scalars_match(entry: Entry, request: Request) -> bool:
-    """Scalars that select code must be equal; a continuous one such as eps does not change which kernel is fastest."""
-    return all(
-        entry.scalars.get(name) == value
-        for name, value in request.scalars.items()
-        if is_code_selecting(request.definition, name)
-    )
-
-
-def _equal_scalars(entry: Entry, request: Request) -> int:
-    return sum(entry.scalars.get(name) == value for name, value in request.scalars.items())
-
-
-def _layouts_match(entry: Entry, request: Request) -> bool:
-    """Verified and timed for these layouts: each tensor of the same class, outputs only where stated."""
-    for name in (*request.definition.tensor_inputs, *request.definition.outputs):
-        stated = request.layouts.get(name)
-        if stated is None and name in request.definition.outputs:
-            continue
-        if entry.layouts.get(name, CONTIGUOUS) != (stated or CONTIGUOUS):
-            return False
-    return True
-
-
-def _outside_range(request: Request, entries: Sequence[Entry]) -> str | None:
-    for name, size in _sizes(request).items():
-        sizes = [entry.axes[name] for entry in entries]
-        if not min(sizes) <= size <= max(sizes):
-            return f"{name}={size} is outside the measured range {min(sizes)}..{max(sizes)}"
-    return None
 
 
 # -- the candidates of a point ----------------------------------------------------------------------------------------
@@ -278,9 +237,8 @@ def _fastest(eligible: Sequence[Candidate], incumbent: str | None) -> tuple[Cand
     Small kernels take a few microseconds on the device whoever wrote them, and several times that to launch: there the
     host decides how fast a model is.
     """
-    ranked = sorted(eligible, key=lambda candidate: (candidate.latency_us or 0.0, str(candidate)))
-    best = ranked[0]
-    tied = [candidate for candidate in ranked if _inside_noise(candidate, best)]
+    ranked = _ranked(eligible)
+    best, tied = ranked[0], _tied(ranked)
     held = next((candidate for candidate in tied if candidate.solution == incumbent), None)
     winner = held or min(tied, key=lambda candidate: math.inf if candidate.host_us is None else candidate.host_us)
     lost = []
@@ -297,6 +255,16 @@ def _fastest(eligible: Sequence[Candidate], incumbent: str | None) -> tuple[Cand
         else:
             lost.append(Rejection(candidate, f"slower: {times}"))
     return winner, lost
+
+
+def _ranked(eligible: Sequence[Candidate]) -> list[Candidate]:
+    """By latency; the spelling decides between equal ones, so that the order of the table does not."""
+    return sorted(eligible, key=lambda candidate: (candidate.latency_us or 0.0, str(candidate)))
+
+
+def _tied(ranked: Sequence[Candidate]) -> list[Candidate]:
+    """The fastest candidate and those inside its noise."""
+    return [candidate for candidate in ranked if _inside_noise(candidate, ranked[0])]
 
 
 def _inside_noise(candidate: Candidate, best: Candidate) -> bool:

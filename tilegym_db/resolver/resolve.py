@@ -16,6 +16,7 @@ from tilegym_db.records.hardware import parse_gpu
 from tilegym_db.records.solution import Config
 from tilegym_db.resolver.decide import Decision, Evidence, Rejection, decide, no_kernel
 from tilegym_db.resolver.device import common_device, default_gpu, device_gpu
+from tilegym_db.resolver.index import PointIndex, index_of
 from tilegym_db.resolver.request import Mode, Request, compile_target, make_request
 from tilegym_db.resolver.table import ResolverTable, load_table
 
@@ -174,15 +175,24 @@ def _chooser(definition: Definition, catalog: Catalog, mode: Mode, backward: Def
 
     choose_backward = None if backward is None else _chooser(backward, catalog, mode, None)
     tables: dict[str, ResolverTable | None] = {}  # what is published later must not change a running model
+    indexes: dict[str, PointIndex] = {}
 
     def choose(binding: Binding, device: torch.device, incumbent: str | None) -> Decision:
         gpu, target = device_gpu(device)
         if gpu not in tables:
-            tables[gpu] = load_table(gpu)
+            table = tables[gpu] = load_table(gpu)
+            if table is not None:
+                indexes[gpu] = index_of(definition, table, solutions, sm=target, unavailable=unavailable)
+        after = behind(binding, device)
+        leads_back = after is not None and after.solution is not None
+        if gpu in indexes and (mode == "inference" or definition.backward_of is not None or leads_back):
+            known = indexes[gpu].find(**vars(binding), incumbent=incumbent)
+            if known is not None:
+                return known
         request = make_request(
             definition, **vars(binding), gpu=gpu, sm=target, mode=mode, incumbent=incumbent, unavailable=unavailable
         )
-        return decide(request, tables[gpu], solutions, behind(binding, device))
+        return decide(request, tables[gpu], solutions, after)
 
     def behind(binding: Binding, device: torch.device) -> Decision | None:
         if backward is None or choose_backward is None:

@@ -92,6 +92,8 @@ class ResolverTable:
         self.size = len(entries)
         self._raw: dict[str, list[dict[str, Any]]] = {}
         self._entries: dict[str, dict[DtypesKey, tuple[Entry, ...]]] = {}
+        self.indexes: dict[Any, Any] = {}
+        """Derived from the entries by :mod:`tilegym_db.resolver.index`; they live as long as the table."""
         for entry in entries:
             self._raw.setdefault(entry["definition"], []).append(entry)
 

@@ -87,10 +87,14 @@ class Config(NamedTuple):
 CONFIGS = {
     "m16_n32": Config(16, 32, 128, 1, 4, 3, True),
     "m16_n64": Config(16, 64, 128, 1, 4, 3, True),
+    "m16_n64_deep": Config(16, 64, 256, 1, 8, 1, True),
     "m32_n32": Config(32, 32, 128, 1, 4, 3, True),
     "m32_n64": Config(32, 64, 128, 1, 4, 2, True),
     "m64_n64": Config(64, 64, 64, 1, 4, 2, True),
+    "m64_n64_deep": Config(64, 64, 128, 1, 4, 2, True),
+    "m64_n128_deep": Config(64, 128, 128, 1, 4, 1, True),
     "m128_n128": Config(128, 128, 64, 1, 8, 1, False),
+    "m128_n128_deep": Config(128, 128, 128, 1, 8, 1, False),
     "m128_n256": Config(128, 256, 64, 1, 8, 1, False),
     "m256_n128_pair": Config(256, 128, 64, 2, 8, 1, True),
     "m256_n256_pair": Config(256, 256, 64, 2, 8, 1, True),
@@ -113,6 +117,17 @@ def _busy(tiles: int, slots: int) -> float:
     return tiles / (slots * math.ceil(tiles / slots))
 
 
+def _split(tiles: int, k: int, sms: int) -> int:
+    """Into how many parts to cut K, for tiles of 128 x 128 of which each block has one at a time.
+
+    In steps of 64 along K: a part's float32 sums take about 11 to write and read, the second kernel 9 to start.
+    """
+    parts = range(1, max(1, min(16, k // 512)) + 1)
+    return min(
+        parts, key=lambda part: math.ceil(tiles * part / sms) * (k / 64 / part + 11 * (part > 1)) + 9 * (part > 1)
+    )
+
+
 @functools.lru_cache(maxsize=4096)
 def _choose(m: int, n: int, k: int) -> tuple[str, int]:
     """A CONFIGS name and a number of K splits."""
@@ -122,10 +137,13 @@ def _choose(m: int, n: int, k: int) -> tuple[str, int]:
         return f"m{rows}_n{64 if n >= 64 * sms else 32}", 1
     if m <= 64:
         tiles = math.ceil(n / 64)
-        return "m64_n64", max(1, min(2 * sms // tiles, k // 1024, 4))
+        return "m64_n64_deep", max(1, min(2 * sms // tiles, k // 1024, 4))
     tiles_128 = math.ceil(m / 128) * math.ceil(n / 128)
-    if tiles_128 <= sms // 2:
-        return "m128_n128", max(1, min(sms // tiles_128, k // 1024, 8))
+    split = _split(tiles_128, k, sms)
+    if m <= 128:  # memory bound on b: 256 bytes of a row at a time
+        return "m128_n128_deep", split
+    if split > 1 or tiles_128 <= sms:
+        return "m128_n128", split
     tiles_256 = math.ceil(m / 256) * math.ceil(n / 256)
     # A 256 x 256 tile moves half of the bytes through L2 per product, but fills the last wave less evenly.
     if _busy(tiles_256, sms // 2) > 0.85 * _busy(tiles_128, sms):

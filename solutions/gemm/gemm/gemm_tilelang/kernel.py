@@ -186,7 +186,7 @@ def multiprocessor_count(index):
 
 @functools.lru_cache(maxsize=4096)
 def default_tile(M, N, K, multiprocessors):
-    """(block_M, block_N, split) whose busiest multiprocessor has the least to do; for few tiles, split K as well."""
+    """(block_M, block_N, split) whose busiest multiprocessor has the least to do, with K split where that evens it out."""
     if M <= 64:
         block_M, block_N = 64, 128
     else:
@@ -194,10 +194,16 @@ def default_tile(M, N, K, multiprocessors):
         waves = [-(-(-(-M // 128) * -(-N // width)) // multiprocessors) for width in (128, 256)]
         block_N = 256 if 7 * waves[1] <= 4 * waves[0] else 128  # a wave of the larger costs twice, less some reuse
     tiles = -(-M // block_M) * -(-N // block_N)
-    return block_M, block_N, max(1, min(8, multiprocessors // tiles, K // 512))
+
+    def cost(split):
+        # In steps of 64 along K: a part's float32 sums take about 11 to write and read, the second kernel 9 to start.
+        rounds = -(-tiles * split // multiprocessors)
+        return rounds * (K / 64 / split + 11 * (split > 1)) + 9 * (split > 1)
+
+    return block_M, block_N, min(range(1, max(1, min(8, K // 512)) + 1), key=cost)
 
 
-def run(a, b, out, *, block_M=None, block_N=None, split=None, block_K=64, group=8, skinny_M=None, skinny_N=None):
+def run(a, b, out, *, block_M=None, block_N=None, split=None, block_K=None, group=8, skinny_M=None, skinny_N=None):
     """out = T(a @ b.T), summed in float32 on tensor cores.
 
     a: [M, K], b: [N, K], out: [M, N], last stride 1 (any row stride); T is bfloat16 or float16. Up to `skinny_M` rows
@@ -226,6 +232,8 @@ def run(a, b, out, *, block_M=None, block_N=None, split=None, block_K=64, group=
     if block_M is None or block_N is None or split is None:
         chosen = default_tile(M, N, K, multiprocessors)
         block_M, block_N, split = block_M or chosen[0], block_N or chosen[1], split or chosen[2]
+    if block_K is None:  # few rows are bound by reading b: 256 bytes of a row at a time
+        block_K = 128 if M <= 128 else 64
     stages = min(6, 192 * 1024 // ((block_M + block_N) * block_K * 2))
     out_aligned = out.stride(0) % 8 == 0 and out.data_ptr() % 16 == 0
     kernel = gemm_dense_kernel(

@@ -147,9 +147,15 @@ def _sum_splits(partial_ptr, out_ptr, out_stride, M, N, SPLIT: tl.constexpr, BLO
 
 # Launch configurations of each kernel, by index VARIANT.
 # BLOCK_N, BLOCK_K, num_warps
-_GEMV = ((4, 1024, 4), (8, 512, 4), (2, 2048, 4), (1, 4096, 4), (8, 1024, 8), (16, 256, 4))
+_GEMV = (
+    (4, 1024, 4), (8, 512, 4), (2, 2048, 4), (1, 4096, 4), (8, 1024, 8), (16, 256, 4),
+    (2, 1024, 4), (4, 2048, 8), (16, 512, 8),
+)  # fmt: skip
 # BLOCK_N, BLOCK_K, num_warps, num_stages
-_NARROW = ((16, 256, 2, 4), (32, 256, 4, 4), (32, 128, 4, 6), (16, 128, 2, 6), (16, 512, 2, 3), (64, 128, 4, 5))
+_NARROW = (
+    (16, 256, 2, 4), (32, 256, 4, 4), (32, 128, 4, 6), (16, 128, 2, 6), (16, 512, 2, 3), (64, 128, 4, 5),
+    (16, 256, 4, 8), (16, 512, 4, 5), (64, 256, 8, 3),
+)  # fmt: skip
 # BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages, SUBTILES
 _TILES = (
     (128, 256, 64, 8, 4, 2),
@@ -158,6 +164,9 @@ _TILES = (
     (128, 256, 64, 8, 3, 1),
     (128, 128, 64, 4, 3, 2),
     (64, 256, 64, 4, 4, 1),
+    (64, 128, 128, 4, 4, 1),
+    (128, 128, 128, 8, 3, 2),
+    (64, 64, 256, 4, 3, 1),
 )
 
 
@@ -165,9 +174,24 @@ def _cdiv(value: int, divisor: int) -> int:
     return -(-value // divisor)  # triton.cdiv costs microseconds a call
 
 
+def _default_narrow(N: int, sms: int) -> int:
+    """Deep enough that a multiprocessor has some 64 KB of b in flight, alone or with several programs."""
+    return 6 if 16 * sms >= N else 0 if 64 * sms > N else 1
+
+
+@functools.lru_cache(maxsize=4096)
+def _default_split(tiles: int, steps: int, sms: int) -> int:
+    """Into how many parts to cut K, of `steps` times 64.
+
+    In steps of a tile of 128 x 128: a part's float32 sums take about 11 to write and read, the second kernel 9 to start.
+    """
+    parts = range(1, max(1, min(16, steps // 8)) + 1)
+    return min(parts, key=lambda part: _cdiv(tiles * part, sms) * (steps / part + 11 * (part > 1)) + 9 * (part > 1))
+
+
 def _default_tile(M: int, N: int, sms: int) -> int:
-    if M <= 64:
-        return 2
+    if M <= 128:  # bound by reading b: 256 bytes of a row at a time
+        return 6 if M <= 64 else 7
     # Rounds of tiles over the machine times the cost of a tile; two small tiles take about 1.15 times one large one.
     rounds_large = _cdiv(_cdiv(M, 128) * _cdiv(N, 256), sms)
     rounds_small = _cdiv(_cdiv(M, 128) * _cdiv(N, 128), sms)
@@ -187,10 +211,10 @@ def run(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, VARIANT=None, SP
     - M = 1: a program per few rows of b, dot products in registers.
     - M <= 16: narrow tiles of b, pipelined pointer loads. float32 and rows that are not 16-byte aligned go the same
       way with larger tiles.
-    - else: tensor copy engine, as many programs as multiprocessors (PERSISTENT) with tiles up to 128 x 256. Where there
-      are fewer tiles than multiprocessors K is split SPLIT ways into fp32 partial sums, added by a second kernel.
+    - else: tensor copy engine, as many programs as multiprocessors (PERSISTENT) with tiles up to 128 x 256. Where tiles
+      are few or fill the last round badly, K is split SPLIT ways into fp32 partial sums, added by a second kernel.
     VARIANT picks a row of the table of the kernel that the shape selects (None: by shape), so each value is valid for
-    every shape. SPLIT = None: as many as fit the machine. GROUP_M: rows of tiles that share columns of b in L2.
+    every shape. SPLIT = None or 0: by shape. GROUP_M: rows of tiles that share columns of b in L2.
     """
     M, N = out.shape
     K = a.shape[1]
@@ -206,7 +230,7 @@ def run(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, VARIANT=None, SP
         if fp32:
             block_m, block_n, block_k, warps, stages = (16, 32, 64, 4, 3) if M <= 16 else (64, 64, 16, 4, 3)
         elif M <= 16:  # bound by reading b: narrow tiles, so that every multiprocessor streams its own part of b
-            variant = VARIANT if VARIANT is not None else 0 if 64 * sms > N else 1
+            variant = VARIANT if VARIANT is not None else _default_narrow(N, sms)
             block_m, (block_n, block_k, warps, stages) = 16, _NARROW[variant]
         else:
             block_m, block_n, block_k, warps, stages = 128, 128, 32, 8, 4
@@ -235,8 +259,7 @@ def run(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, VARIANT=None, SP
     block_m, block_n, block_k, warps, stages, subtiles = _TILES[variant]
     tiles = _cdiv(M, block_m) * _cdiv(N, block_n)
     k_tiles = _cdiv(K, block_k)
-    # Split K while whole multiples of the tiles fit the machine and each split keeps at least 8 steps.
-    splits = SPLIT or max(1, min(sms // tiles, k_tiles // 8))
+    splits = SPLIT or _default_split(tiles, _cdiv(K, 64), sms)
     k_tiles_per_split = _cdiv(k_tiles, splits)
     splits = _cdiv(k_tiles, k_tiles_per_split)  # no split may be empty
     partial = torch.empty((splits, M, N), dtype=torch.float32, device=out.device) if splits > 1 else out

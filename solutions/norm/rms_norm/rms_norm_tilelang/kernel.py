@@ -1,9 +1,11 @@
-"""RMSNorm over the last axis in TileLang: a group of warps reads a row once and keeps it in registers."""
+"""RMSNorm over the last axis in TileLang: a group of warps, or a part of one, reads a row once and keeps it in registers."""
 
 import functools
 
 import tilelang
 import tilelang.language as T
+
+SHORT_THREADS = 128  # a CTA where a row needs a part of a warp
 
 
 @functools.cache
@@ -85,6 +87,63 @@ def rms_norm_kernel(N, dtype, vec, threads, rows):
 
 
 @functools.cache
+@tilelang.jit(pass_configs={"tl.enable_lower_ldgstg": True})
+def rms_norm_short_kernel(N, dtype, vec, lanes, rows):
+    """Compile for rows of N <= lanes * vec elements: `lanes` lanes of a warp (a power of two) have `rows` rows each.
+
+    With 32 lanes for every row, those beyond its end would idle; here they work on other rows.
+    """
+    M = T.dynamic("M")
+    x_stride, out_stride = T.dynamic("x_stride", "int64"), T.dynamic("out_stride", "int64")
+    groups = SHORT_THREADS // lanes
+    full = lanes * vec == N
+
+    @T.prim_func
+    def rms_norm_short(
+        x: T.StridedTensor((M, N), (x_stride, 1), dtype),
+        weight: T.Tensor((N,), dtype),
+        eps: T.float32,
+        out: T.StridedTensor((M, N), (out_stride, 1), dtype),
+    ):
+        with T.Kernel(T.ceildiv(M, groups * rows), threads=SHORT_THREADS) as block:
+            T.assume(x_stride % vec == 0)  # run() chose vec so; it lets the compiler use vector accesses
+            T.assume(out_stride % vec == 0)
+            thread = T.get_thread_binding(0)
+            first = block * groups * rows + thread // lanes
+            column = thread % lanes * vec
+            values = T.alloc_local((rows, vec), dtype)
+            scales = T.alloc_local((vec,), dtype)
+            result = T.alloc_local((vec,), dtype)
+            total = T.alloc_local((rows,), "float32")
+
+            for r in T.unroll(rows):
+                for v in T.vectorized(vec):
+                    values[r, v] = 0
+                if first + r * groups < M and (full or column < N):
+                    for v in T.vectorized(vec):
+                        values[r, v] = x[first + r * groups, column + v]
+            if full or column < N:  # asked for now, so that it arrives while the sums are reduced
+                for v in T.vectorized(vec):
+                    scales[v] = weight[column + v]
+            for r in T.unroll(rows):
+                total[r] = 0.0
+                for v in T.unroll(vec):
+                    total[r] += T.cast(values[r, v], "float32") * T.cast(values[r, v], "float32")
+                for step in T.unroll(lanes.bit_length() - 1):
+                    total[r] += T.shfl_xor(total[r], 1 << step)
+                total[r] = T.rsqrt(total[r] * (1.0 / N) + eps)
+            for r in T.unroll(rows):
+                if first + r * groups < M and (full or column < N):
+                    for v in T.unroll(vec):
+                        normed = T.cast(T.cast(values[r, v], "float32") * total[r], dtype)
+                        result[v] = T.cast(T.cast(normed, "float32") * T.cast(scales[v], "float32"), dtype)
+                    for v in T.vectorized(vec):
+                        out[first + r * groups, column + v] = result[v]
+
+    return rms_norm_short
+
+
+@functools.cache
 def default_shape(N, vec):
     """Threads a row and rows a CTA: two vectors a thread, four warps a CTA where a row needs fewer."""
     threads = min(1024, 32 * -(-N // (2 * vec * 32)))
@@ -95,7 +154,9 @@ def run(x, weight, eps, out, *, threads=None, rows=None):
     """out = T(T(x * rsqrt(mean(x^2) + eps)) * weight), sums in float32.
 
     x, out: [M, N] with last stride 1 (any row stride); weight: [N] contiguous; T is bfloat16, float16 or float32.
-    A row belongs to `threads` threads (a multiple of 32), a CTA has `rows` rows; None chooses both from N alone.
+    A row belongs to `threads` threads (a multiple of 32), a CTA has `rows` rows; None chooses both from N alone. A row
+    that 32 threads can load at once takes no more lanes of a warp than that needs, and each of them `rows` rows; None is
+    2 where there are many.
     """
     M, N = x.shape
     if M == 0:
@@ -106,6 +167,10 @@ def run(x, weight, eps, out, *, threads=None, rows=None):
     bits = N | x.stride(0) | out.stride(0) | 16 // itemsize
     bits |= (x.data_ptr() | weight.data_ptr() | out.data_ptr()) // itemsize
     vec = bits & -bits
+    if 32 * vec >= N:
+        lanes = 1 << (-(-N // vec) - 1).bit_length()
+        rms_norm_short_kernel(N, dtype, vec, lanes, rows or (2 if M >= 4096 else 1))(x, weight, eps, out)
+        return
     if threads is None or rows is None:
         chosen = default_shape(N, vec)
         threads, rows = threads or chosen[0], rows or chosen[1]

@@ -1,4 +1,4 @@
-"""Softmax over the last axis: rows in registers, or streamed twice with a running maximum when they are too long."""
+"""Softmax over the last axis: rows in registers, longer ones cut into pieces that many blocks share."""
 
 from typing import Annotated
 
@@ -11,8 +11,8 @@ Rows = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(1,))]
 Int = ct.Constant[int]
 
 MAX_TILE_N = 16384  # values that one block keeps in registers
-CHUNK_N = 4096
-GROUP = 8  # values that share a running maximum: one 16-byte load, so the maximum needs no exchange between threads
+# Columns of a row that is cut: few registers a thread, so that several blocks a multiprocessor keep loads in flight.
+PIECE_N = 4096
 LOWEST = -3.4028234663852886e38
 
 
@@ -32,29 +32,35 @@ def _softmax_rows(x: Rows, out: Rows, TILE_M: Int, TILE_N: Int):
 
 
 @ct.kernel
-def _softmax_long_row(x: Rows, out: Rows, TILE_N: Int):
+def _piece_stats(x: Rows, stats, TILE_N: Int, PIECES: Int):
     n = x.shape[1]
-    row = ct.bid(0)
-    lanes = ct.arange(TILE_N, dtype=ct.int32)
-    # Running maximum and sum of each group of lanes. The maximum starts finite: with -inf, a group that has seen
-    # nothing but -inf (a masked vocabulary) would compute inf - inf.
-    top = ct.full((TILE_N // GROUP, 1), LOWEST, dtype=ct.float32)
-    total = ct.zeros((TILE_N // GROUP, 1), dtype=ct.float32)
-    for chunk in range(ct.cdiv(n, TILE_N)):
-        cols = chunk * TILE_N + lanes
-        values = ct.gather(x, (row, cols), mask=cols < n, check_bounds=False, padding_value=-float("inf"))
-        values = values.astype(ct.float32).reshape((TILE_N // GROUP, GROUP))
-        new_top = ct.maximum(top, ct.max(values, axis=1, keepdims=True))
-        total = total * ct.exp(top - new_top) + ct.sum(ct.exp(values - new_top), axis=1, keepdims=True)
-        top = new_top
-    row_top = ct.max(top)
-    inverse = 1.0 / ct.sum(total * ct.exp(top - row_top))  # 1 / 0 for a row of -inf: 0 * inf is the NaN it must be
-    for chunk in range(ct.cdiv(n, TILE_N)):  # the second read of the row comes from L2
-        cols = chunk * TILE_N + lanes
-        inside = cols < n
-        values = ct.gather(x, (row, cols), mask=inside, check_bounds=False).astype(ct.float32)
-        result = (ct.exp(values - row_top) * inverse).astype(out.dtype)
-        ct.scatter(out, (row, cols), result, mask=inside, check_bounds=False)
+    row = ct.bid(0) // PIECES
+    piece = ct.bid(0) % PIECES
+    cols = piece * TILE_N + ct.arange(TILE_N, dtype=ct.int32)
+    values = ct.gather(x, (row, cols), mask=cols < n, check_bounds=False, padding_value=-float("inf"))
+    values = values.astype(ct.float32)
+    top = ct.maximum(ct.max(values), LOWEST)  # finite for a piece of -inf, whose sum is then 0
+    ct.scatter(stats, (0, row, piece), top)
+    ct.scatter(stats, (1, row, piece), ct.sum(ct.exp(values - top)))
+
+
+@ct.kernel
+def _piece(x: Rows, stats, out: Rows, TILE_N: Int, PIECES: Int, TILE_PIECES: Int):
+    n = x.shape[1]
+    index = ct.num_blocks(0) - 1 - ct.bid(0)  # backwards: the rows that were read last are still in L2
+    row = index // PIECES
+    cols = index % PIECES * TILE_N + ct.arange(TILE_N, dtype=ct.int32)
+    inside = cols < n
+    values = ct.gather(x, (row, cols), mask=inside, check_bounds=False).astype(ct.float32)
+    # Every block of a row combines the statistics of all its pieces, in the same order.
+    pieces = ct.arange(TILE_PIECES, dtype=ct.int32)
+    known = pieces < PIECES
+    tops = ct.gather(stats, (0, row, pieces), mask=known, check_bounds=False, padding_value=LOWEST)
+    totals = ct.gather(stats, (1, row, pieces), mask=known, check_bounds=False, padding_value=0.0)
+    row_top = ct.max(tops)
+    inverse = 1.0 / ct.sum(totals * ct.exp(tops - row_top))
+    result = (ct.exp(values - row_top) * inverse).astype(out.dtype)
+    ct.scatter(out, (row, cols), result, mask=inside, check_bounds=False)
 
 
 # CLUSTER blocks on neighbouring multiprocessors share one tile, so a row of up to CLUSTER * MAX_TILE_N values fits.
@@ -63,7 +69,8 @@ _ROWS = {
     for warps in (4, 8)
     for cluster in (1, 2, 4, 8)
 }
-_LONG_ROW = {warps: _softmax_long_row.replace_hints(num_worker_warps=warps) for warps in (4, 8)}
+_STATS = {warps: _piece_stats.replace_hints(num_worker_warps=warps) for warps in (4, 8)}
+_PIECE = {warps: _piece.replace_hints(num_worker_warps=warps) for warps in (4, 8)}
 
 
 def run(
@@ -72,29 +79,31 @@ def run(
     *,
     TILE_M: int | None = None,
     WARPS: int | None = None,
-    CLUSTER: int | None = None,
+    CLUSTER: int = 1,
+    PIECE: int = PIECE_N,
 ) -> None:
     """out[M, N] = T(softmax(x, dim=-1)) for x[M, N] in T = bf16, fp16 or fp32; fp32 inside, maximum subtracted.
 
     Rows may be further apart than N elements. Up to 16384 columns (CLUSTER times as many with CLUSTER blocks a row) a
-    row is read once and kept in registers, TILE_M rows a block of WARPS (4 or 8) warps. Longer rows are read twice: the
-    first pass keeps a running maximum and sum, the second, mostly from L2, writes.
+    row is read once and kept in registers, TILE_M rows a block of WARPS (4 or 8) warps. Longer rows are cut into pieces
+    of PIECE columns and read twice: one kernel leaves the maximum and the sum of each piece, a second one the result.
 
     None chooses by shape: TILE_M so that a block has at least 16 bytes a thread to load; 8 warps for long rows, and
-    for any row that fills them when there are too few rows to fill the GPU; CLUSTER = 1, except for rows beyond 16384
-    columns that are too few to occupy the GPU with one block each.
+    for any row that fills them when there are too few rows to fill the GPU; CLUSTER = 1.
     """
     m, n = x.shape
     if m == 0:
         return
     tile_n = 1 << (n - 1).bit_length()
-    if CLUSTER is None:
-        CLUSTER = min(8, max(1, tile_n // MAX_TILE_N)) if m <= 16 else 1
     if WARPS is None:
         WARPS = 8 if tile_n > 4096 or (m <= 256 and tile_n >= 2048) else 4
     stream = torch.cuda.current_stream()
-    if tile_n > MAX_TILE_N * CLUSTER:
-        ct.launch(stream, (m, 1, 1), _LONG_ROW[WARPS], (x, out, CHUNK_N))
+    if tile_n <= MAX_TILE_N * CLUSTER:
+        TILE_M = max(1, 1024 // tile_n if TILE_M is None else min(TILE_M, MAX_TILE_N // tile_n))
+        ct.launch(stream, (-(-m // TILE_M), 1, 1), _ROWS[WARPS, CLUSTER], (x, out, TILE_M, tile_n))
         return
-    TILE_M = max(1, 1024 // tile_n if TILE_M is None else min(TILE_M, MAX_TILE_N // tile_n))
-    ct.launch(stream, (-(-m // TILE_M), 1, 1), _ROWS[WARPS, CLUSTER], (x, out, TILE_M, tile_n))
+    pieces = -(-n // PIECE)
+    stats = torch.empty((2, m, pieces), dtype=torch.float32, device=x.device)
+    ct.launch(stream, (m * pieces, 1, 1), _STATS[WARPS], (x, stats, PIECE, pieces))
+    tile_pieces = 1 << (pieces - 1).bit_length()
+    ct.launch(stream, (m * pieces, 1, 1), _PIECE[WARPS], (x, stats, out, PIECE, pieces, tile_pieces))

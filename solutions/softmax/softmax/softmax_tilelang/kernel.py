@@ -1,4 +1,4 @@
-"""Softmax over the last axis in TileLang: short rows are read once into registers, long ones twice with a running sum."""
+"""Softmax over the last axis in TileLang: short rows are read once into registers, long ones twice; few long ones in pieces."""
 
 import functools
 
@@ -6,6 +6,7 @@ import tilelang
 import tilelang.language as T
 import torch
 
+FEW_ROWS = 128  # about one a multiprocessor: with a CTA each they would leave the machine idle
 KEPT_ELEMENTS = 32  # of its row that a thread keeps in registers, as float32; longer rows take the second kernel
 
 
@@ -158,18 +159,122 @@ def softmax_long_kernel(N, dtype, vec, threads, repeat):
 
 
 @functools.cache
+@tilelang.jit(pass_configs={"tl.enable_lower_ldgstg": True})  # keeps 16-byte stores whole
+def softmax_stats_kernel(N, dtype, vec, threads, chunks):
+    """Compile for rows of N elements in pieces of threads * chunks * vec: stats[row, piece] = its maximum and its sum."""
+    M, x_stride = T.dynamic("M"), T.dynamic("x_stride", "int64")
+    warps = threads // 32
+    pieces = -(-N // (threads * chunks * vec))
+    exp = T.exp if dtype == torch.float32 else T.__exp  # the cast to a 16-bit T hides the fast one's last bits
+
+    @T.prim_func
+    def softmax_stats(
+        x: T.StridedTensor((M, N), (x_stride, 1), dtype),
+        stats: T.Tensor((M, pieces, 2), "float32"),
+    ):
+        with T.Kernel(M * pieces, threads=threads) as block:
+            T.assume(x_stride % vec == 0)  # run() chose vec so; it lets the compiler use vector accesses
+            thread = T.get_thread_binding(0)
+            row, piece = block // pieces, block % pieces
+            loaded = T.alloc_local((chunks, vec), dtype)
+            partial_max = T.alloc_shared((1, warps), "float32")
+            partial_sum = T.alloc_shared((1, warps), "float32")
+            top = T.alloc_local((1,), "float32")
+            total = T.alloc_local((1,), "float32")
+            safe = T.alloc_var("float32", init=0.0)
+
+            for c in T.unroll(chunks):
+                column = ((piece * chunks + c) * threads + thread) * vec
+                for v in T.vectorized(vec):
+                    loaded[c, v] = -T.infinity(dtype)
+                if column < N:
+                    for v in T.vectorized(vec):
+                        loaded[c, v] = x[row, column + v]
+            top[0] = -T.infinity("float32")
+            for c in T.unroll(chunks):
+                for v in T.unroll(vec):
+                    top[0] = T.max(top[0], T.cast(loaded[c, v], "float32"))
+            reduce_block("max", thread, 0, warps, top, partial_max)
+            safe = T.if_then_else(top[0] == -T.infinity("float32"), 0.0, top[0])
+            total[0] = 0.0
+            for c in T.unroll(chunks):
+                for v in T.unroll(vec):
+                    total[0] += exp(T.cast(loaded[c, v], "float32") - safe)
+            reduce_block("sum", thread, 0, warps, total, partial_sum)
+            if thread == 0:
+                stats[row, piece, 0] = top[0]
+                stats[row, piece, 1] = total[0]
+
+    return softmax_stats
+
+
+@functools.cache
+@tilelang.jit(pass_configs={"tl.enable_lower_ldgstg": True})  # keeps 16-byte stores whole
+def softmax_piece_kernel(N, dtype, vec, threads, chunks):
+    """Compile what follows softmax_stats_kernel: every warp combines the statistics of its row, in the same order."""
+    M = T.dynamic("M")
+    x_stride, out_stride = T.dynamic("x_stride out_stride", "int64")
+    pieces = -(-N // (threads * chunks * vec))
+    exp = T.exp if dtype == torch.float32 else T.__exp
+
+    @T.prim_func
+    def softmax_piece(
+        x: T.StridedTensor((M, N), (x_stride, 1), dtype),
+        stats: T.Tensor((M, pieces, 2), "float32"),
+        out: T.StridedTensor((M, N), (out_stride, 1), dtype),
+    ):
+        with T.Kernel(M * pieces, threads=threads) as block:
+            T.assume(x_stride % vec == 0)
+            T.assume(out_stride % vec == 0)
+            thread = T.get_thread_binding(0)
+            row, piece = block // pieces, block % pieces
+            loaded = T.alloc_local((chunks, vec), dtype)
+            result = T.alloc_local((vec,), dtype)
+            top = T.alloc_var("float32", init=0.0)
+            total = T.alloc_var("float32", init=0.0)
+
+            for c in T.unroll(chunks):  # asked for now, so that it arrives while the statistics are combined
+                column = ((piece * chunks + c) * threads + thread) * vec
+                if column < N:
+                    for v in T.vectorized(vec):
+                        loaded[c, v] = x[row, column + v]
+            top = -T.infinity("float32")
+            for step in T.serial(T.ceildiv(pieces, 32)):
+                if step * 32 + thread % 32 < pieces:
+                    top = T.max(top, stats[row, step * 32 + thread % 32, 0])
+            top = T.warp_reduce_max(top)
+            top = T.if_then_else(top == -T.infinity("float32"), 0.0, top)
+            for step in T.serial(T.ceildiv(pieces, 32)):
+                if step * 32 + thread % 32 < pieces:
+                    total += stats[row, step * 32 + thread % 32, 1] * exp(stats[row, step * 32 + thread % 32, 0] - top)
+            total = 1.0 / T.warp_reduce_sum(total)  # a row of -inf alone: 0 * (1 / 0) is NaN, as it should be
+
+            for c in T.unroll(chunks):
+                column = ((piece * chunks + c) * threads + thread) * vec
+                if column < N:
+                    for v in T.unroll(vec):
+                        result[v] = T.cast(exp(T.cast(loaded[c, v], "float32") - top) * total, dtype)
+                    for v in T.vectorized(vec):
+                        out[row, column + v] = result[v]
+
+    return softmax_piece
+
+
+@functools.cache
 def default_shape(N, vec):
     """Threads a row and rows a CTA: 16 elements a thread, four warps a CTA where a row needs fewer."""
     threads = min(1024, 32 * -(-N // (max(vec, 16) * 32)))
     return threads, max(1, 128 // threads)
 
 
-def run(x, out, *, threads=None, rows=None, repeat=4):
+def run(x, out, *, threads=None, rows=None, repeat=4, piece=None):
     """out = exp(x - max(x)) / sum(exp(x - max(x))) over the last axis, in float32, rounded to T once.
 
     x, out: [M, N] with last stride 1 (any row stride); T is bfloat16, float16 or float32. A row of at most
     threads * 32 elements is kept in the registers of `threads` threads (a multiple of 32), `rows` rows a CTA; a longer
-    one has a CTA of 1024 threads, which read it twice, `repeat` vectors in flight each. None chooses from N alone.
+    one is read twice: cut into pieces of `piece` elements (a multiple of 2048) with a CTA of 256 threads each, or, where
+    `piece` is 0, by one CTA of 1024 threads, `repeat` vectors in flight each. None chooses threads and rows from N alone,
+    and pieces where there are few rows.
     """
     M, N = x.shape
     if M == 0:
@@ -185,5 +290,13 @@ def run(x, out, *, threads=None, rows=None, repeat=4):
     rows = min(rows, 1024 // threads)
     if threads * KEPT_ELEMENTS >= N:
         softmax_short_kernel(N, dtype, vec, threads, rows)(x, out)
-    else:
+        return
+    if piece is None:
+        piece = 4096 if M <= FEW_ROWS else 0
+    if piece == 0:
         softmax_long_kernel(N, dtype, vec, 1024, repeat)(x, out)
+        return
+    chunks = piece // (256 * vec)
+    stats = torch.empty((M, -(-N // piece), 2), dtype=torch.float32, device=x.device)
+    softmax_stats_kernel(N, dtype, vec, 256, chunks)(x, stats)
+    softmax_piece_kernel(N, dtype, vec, 256, chunks)(x, stats, out)
