@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -132,6 +133,14 @@ class _Nursery:
 
 _nurseries: dict[str, _Nursery] = {}
 _lock = threading.Lock()
+
+
+@atexit.register
+def _close_nurseries() -> None:
+    """They would end by themselves; this leaves no socket and no child behind that Python could complain of."""
+    for key, nursery in _nurseries.items():
+        if json.loads(key)[0] == os.getpid():  # a fork of this process ends as well, and they are not its own
+            nursery.close()
 
 
 def start_nursery(common: Mapping[str, str]) -> None:
