@@ -9,6 +9,8 @@ from pathlib import Path
 from tilegym_db.bench.contents import WorkloadContents
 from tilegym_db.bench.member import Member
 from tilegym_db.bench.stage import Stage
+from tilegym_db.bench.statistics import median
+from tilegym_db.records.hardware import CPU
 from tilegym_db.records.trace import Performance
 from tilegym_db.verify.ownership import Ownership, judge_ownership
 from tilegym_db.verify.sandbox.process import WorkerProcess, processors
@@ -27,6 +29,8 @@ PROFILED_CALLS = 2
 MAX_SPREAD_US = 250.0
 CLOCK_ATTEMPTS = 5
 """A busy machine can spoil a run by the wall clock; a Solution that is slow is slow every time."""
+PAUSE_S = 1.0
+"""Before the second attempt on a CPU that became slower; twice that before the third, and so on."""
 
 
 def audit_ownership(member: Member, stage: Stage) -> Ownership | Failure:
@@ -97,12 +101,35 @@ def audit_clock(
         outcome = _run(member, referee, stage, contents, performance, attempt)
         if isinstance(outcome, Failure):
             return outcome
-        problem = judge_latency(performance.latency_us, outcome, on_gpu=member.device != "cpu")
+        problem = judge_latency(performance.latency_us, outcome, on_gpu=member.device != CPU)
         if problem is None:
             return max(outcome.slope_us, outcome.absolute_us, 0.0)
         verdict = Failure("REJECTED", problem, gate="wall clock")
+        if member.device == CPU:
+            now_us = _latency_now(member, stage)
+            if isinstance(now_us, Failure):
+                return now_us
+            if judge_latency(now_us, outcome, on_gpu=False) is None:
+                verdict = Failure("UNSUPPORTED", _slower_now(performance.latency_us, now_us))
+                time.sleep(PAUSE_S * 2**attempt)
     assert verdict is not None
     return verdict
+
+
+def _latency_now(member: Member, stage: Stage) -> float | Failure:
+    """What the worker's clock says right after a run that refuted what it said before.
+
+    One that lies says the same again. One that does not agrees with the run: then it is the machine that became slower.
+    """
+    outcome = member.time_block(range(stage.slots // 4, stage.slots))
+    return outcome if isinstance(outcome, Failure) else median(outcome[0])
+
+
+def _slower_now(claimed_us: float, now_us: float) -> str:
+    return (
+        f"the machine became slower while this was measured: {claimed_us:.4g} us a call first and {now_us:.4g} us later, by the "
+        "same clock. Repeat the command when it has less to do"
+    )
 
 
 def _run(
@@ -113,7 +140,7 @@ def _run(
     if len(fresh) < 4 * slots.calls:
         return Failure("UNSUPPORTED", "the reference passes too few contents at this shape to check the clock on")
     stage.fill_with(fresh)
-    busy_us = 0.0 if member.device == "cpu" else _busy_us(3 * slots.calls * (performance.host_us or 0.0))
+    busy_us = 0.0 if member.device == CPU else _busy_us(3 * slots.calls * (performance.host_us or 0.0))
     null = referee.null_us(busy_us)
     elapsed: list[Elapsed] = []
     for part in (slots.short, slots.long):
@@ -131,7 +158,7 @@ def _run(
                 )
         elapsed.append(outcome)
     short, long = elapsed
-    on_cpu = member.device == "cpu"
+    on_cpu = member.device == CPU
     # On a busy CPU the median request waits its turn, which must not be taken off what the calls took.
     null_us = null[0] if on_cpu else null[len(null) // 2]
     return WallRun(
@@ -150,7 +177,7 @@ def _copying_us(member: Member, stage: Stage) -> float:
     """What copying the values of a Solution that returns them may cost at most: a launch each and slow memory."""
     if member.solution.record.spec.destination_passing_style:
         return 0.0
-    launch_us, bytes_per_us = (5.0, 2e3) if member.device == "cpu" else (4.0, 1.5e6)
+    launch_us, bytes_per_us = (5.0, 2e3) if member.device == CPU else (4.0, 1.5e6)
     return sum(launch_us + 2 * plan.span / bytes_per_us for plan in stage.arena.plan.outputs)
 
 
