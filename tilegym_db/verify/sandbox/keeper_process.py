@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from tilegym_db.verify.sandbox.nursery import KEEPER_CHANNEL, MAX_PACKET
 __all__ = ["KEEPER_CHANNEL", "KeeperProcess", "NurseryLost", "start_keeper", "start_nursery"]
 
 START_TIMEOUT_S = 180.0
+LAST_WORDS_BYTES = 4000
 
 
 class NurseryLost(Exception):
@@ -81,13 +83,14 @@ class _Nursery:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._lock = threading.Lock()
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the nursery
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "tilegym_db.verify.sandbox.nursery"],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stderr=self._said,
                 cwd="/",
                 env=dict(environment),
                 start_new_session=True,
@@ -106,6 +109,7 @@ class _Nursery:
             )
         theirs_in, orders = os.pipe()
         report, theirs_out = os.pipe()
+        forked = False
         try:
             with self._lock:
                 self._socket.settimeout(START_TIMEOUT_S)
@@ -113,22 +117,32 @@ class _Nursery:
                 answer, handles, _, _ = socket.recv_fds(self._socket, 64, 1)
             if not answer:
                 raise NurseryLost(f"it ended with status {self._process.wait()}")
+            forked = True
         except (OSError, NurseryLost) as error:
-            for descriptor in (orders, report):
-                os.close(descriptor)
-            self.close()
-            raise NurseryLost(f"the process that starts workers is lost: {error}") from None
+            raise NurseryLost(f"the process that starts workers is lost: {error}{self._last_words()}") from None
         finally:
-            for descriptor in (theirs_in, theirs_out):
+            for descriptor in (theirs_in, theirs_out, *(() if forked else (orders, report))):
                 os.close(descriptor)
+            if not forked:
+                self.close()  # also where the user interrupted: the answer still to come must not be taken for another
         os.set_inheritable(handles[0], False)
         return KeeperProcess(int(answer), self._process.pid, handles[0], orders, report)
 
+    def _last_words(self) -> str:
+        said = os.pread(self._said.fileno(), LAST_WORDS_BYTES, 0).decode(errors="replace").strip()
+        return f", saying:\n{said}" if said else ""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it forks no more."""
+        return self._socket.fileno() < 0
+
     def close(self) -> None:
-        """End it; keepers that stem from it end as well."""
+        """End it; keepers that stem from it end as well. Safe to call twice."""
         self._socket.close()
         self._process.kill()
         self._process.wait()
+        self._said.close()
 
 
 _nurseries: dict[str, _Nursery] = {}
@@ -148,12 +162,12 @@ def start_nursery(common: Mapping[str, str]) -> None:
     _nursery(common)
 
 
-def _nursery(common: Mapping[str, str]) -> tuple[str, _Nursery]:
+def _nursery(common: Mapping[str, str]) -> _Nursery:
     key = json.dumps([os.getpid(), dict(common)], sort_keys=True)
     with _lock:
-        if key not in _nurseries:
+        if key not in _nurseries or _nurseries[key].is_closed:
             _nurseries[key] = _Nursery(common)
-        return key, _nurseries[key]
+        return _nurseries[key]
 
 
 def start_keeper(
@@ -171,13 +185,9 @@ def start_keeper(
         NurseryLost: the nursery ended, or does not answer, twice.
     """
     for last in (False, True):
-        key, nursery = _nursery(common)
         try:
-            return nursery.fork(environment, folder, channel)
+            return _nursery(common).fork(environment, folder, channel)
         except NurseryLost:
-            with _lock:
-                if _nurseries.get(key) is nursery:
-                    del _nurseries[key]
             if last:
                 raise
     raise AssertionError("the second attempt either returns or raises")
