@@ -38,7 +38,7 @@ from tilegym_db.verify.sandbox.spec import WorkerSpec
 from tilegym_db.verify.sandbox.system_calls import SandboxError, drop_capabilities, forgo_capabilities, prctl
 from tilegym_db.verify.sandbox.watch import Watch
 
-__all__ = ["Report", "main"]
+__all__ = ["Report", "fork_to", "main"]
 
 WORKER_MODULE = "tilegym_db.verify.sandbox.worker"
 CHANNEL = 3  # the worker's descriptor of its socket
@@ -92,9 +92,9 @@ class Keeper:
         self._user = _user_for(spec)
         if spec.confinement.level >= 3:
             new_process_namespace()
-            self.child = _fork(lambda: _first_process(spec, self._user, log, status))
+            self.child = fork_to(lambda: _first_process(spec, self._user, log, status))
         else:
-            self.child = _fork(lambda: _worker(spec, None, log))
+            self.child = fork_to(lambda: _worker(spec, None, log))
         for descriptor in (log, status, spec.channel):
             os.close(descriptor)
         self._ended: dict[int, int] = {}
@@ -176,7 +176,7 @@ def _user_for(spec: WorkerSpec) -> int | None:
     return choose_user(os.getpid()) if all(is_readable_by_others(Path(path)) for path in spec.readable) else None
 
 
-def _fork(run: Callable[[], int]) -> int:
+def fork_to(run: Callable[[], int]) -> int:
     """Run a function in a child process, which ends with what it returns."""
     child = os.fork()
     if child:
@@ -209,7 +209,7 @@ def _first_process(spec: WorkerSpec, user: int | None, log: int, status: int) ->
     if user is not None:
         os.chown(folder, user, user)
     isolate_view(folder, visible, spec.bounds, reveal=user is not None, shm=spec.confinement.private_shm)
-    worker = _fork(lambda: _worker(spec, user, log))
+    worker = fork_to(lambda: _worker(spec, user, log))
     forgo_capabilities()
     drop_capabilities()
     os.dup2(status, CHANNEL)

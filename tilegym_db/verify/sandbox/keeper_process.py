@@ -145,15 +145,16 @@ class _Nursery:
         self._said.close()
 
 
-_nurseries: dict[str, _Nursery] = {}
+_nurseries: dict[tuple[int, frozenset[tuple[str, str]]], _Nursery] = {}
+"""By the process that started them and the environment that their keepers have in common."""
 _lock = threading.Lock()
 
 
 @atexit.register
 def _close_nurseries() -> None:
     """They would end by themselves; this leaves no socket and no child behind that Python could complain of."""
-    for key, nursery in _nurseries.items():
-        if json.loads(key)[0] == os.getpid():  # a fork of this process ends as well, and they are not its own
+    for (process, _), nursery in _nurseries.items():
+        if process == os.getpid():  # a fork of this process ends as well, and they are not its own
             nursery.close()
 
 
@@ -163,7 +164,7 @@ def start_nursery(common: Mapping[str, str]) -> None:
 
 
 def _nursery(common: Mapping[str, str]) -> _Nursery:
-    key = json.dumps([os.getpid(), dict(common)], sort_keys=True)
+    key = os.getpid(), frozenset(common.items())
     with _lock:
         if key not in _nurseries or _nurseries[key].is_closed:
             _nurseries[key] = _Nursery(common)

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import gc
 import importlib
 import json
 import os
 import signal
 import socket
-import sys
 import tempfile
-import traceback
 
 from tilegym_db.verify.sandbox import keeper
 from tilegym_db.verify.sandbox.processes import reap
@@ -56,9 +55,8 @@ def main() -> None:
         packet, files, _, _ = socket.recv_fds(orders, MAX_PACKET, _FILES_OF_A_KEEPER)
         if not packet:
             return
-        child = os.fork()
-        if child == 0:
-            _become_keeper(json.loads(packet), files)
+        order = json.loads(packet)
+        child = keeper.fork_to(functools.partial(_become_keeper, order["environment"], order["folder"], files))
         for descriptor in files:
             os.close(descriptor)
         handle = os.pidfd_open(child)
@@ -67,36 +65,20 @@ def main() -> None:
         reap()
 
 
-def _become_keeper(order: dict[str, object], files: list[int]) -> None:
-    """What ``subprocess.Popen`` does between fork and exec, and then the keeper's own program. Never returns."""
-    code = 1
-    try:
-        os.setsid()
-        aside = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, _ABOVE_ALL_TARGETS) for descriptor in files]
-        for target, source in zip((0, 1, KEEPER_CHANNEL), aside, strict=True):
-            os.dup2(source, target)
-        os.dup2(1, 2)
-        os.closerange(KEEPER_CHANNEL + 1, os.sysconf("SC_OPEN_MAX"))
-        environment, folder = order["environment"], order["folder"]
-        assert isinstance(environment, dict)
-        assert isinstance(folder, str)
-        os.environ.clear()
-        os.environ.update(environment)
-        os.chdir(folder)
-        tempfile.tempdir = None  # what the nursery's environment says may have been looked up already
-        keeper.main()
-        code = 0
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
-        if isinstance(error.code, str):
-            print(error.code, file=sys.stderr)
-    except BaseException:  # a process boundary: the supervisor reads it
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(BaseException):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+def _become_keeper(environment: dict[str, str], folder: str, files: list[int]) -> int:
+    """What ``subprocess.Popen`` does between fork and exec, and then the keeper's own program."""
+    os.setsid()
+    aside = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, _ABOVE_ALL_TARGETS) for descriptor in files]
+    for target, source in zip((0, 1, KEEPER_CHANNEL), aside, strict=True):
+        os.dup2(source, target)
+    os.dup2(1, 2)
+    os.closerange(KEEPER_CHANNEL + 1, os.sysconf("SC_OPEN_MAX"))
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    tempfile.tempdir = None  # what the nursery's environment says may have been looked up already
+    keeper.main()
+    return 0
 
 
 if __name__ == "__main__":
