@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from tilegym_db.backends.inductor import uses_torch_compile
 from tilegym_db.bench.audit import PROFILED_CALLS, Referee, audit_clock, audit_ownership
 from tilegym_db.bench.clocks import ClockWatch
 from tilegym_db.bench.contents import ExpectedCache, WorkloadContents
@@ -128,6 +129,7 @@ class LocalExecutor:
         machine = self.context.machine
         findings = scan.scan_sources(solution.record, solution.sources)
         hard = [str(finding) for finding in scan.hard_findings(findings)]
+        compiles = uses_torch_compile(solution.sources.values())  # on a CPU nothing else takes long for a new shape
         return Member(
             definition,
             solution,
@@ -139,7 +141,7 @@ class LocalExecutor:
             interpret=interpret,
             limits=Limits(
                 arena_bytes=min(4 << 30, machine.memory_bytes // 32) if machine.is_gpu else CPU_ARENA_BYTES,
-                envelope_workers=envelope_workers(kernels) if machine.is_gpu else 1,
+                envelope_workers=envelope_workers(kernels) if machine.is_gpu or compiles else 1,
             ),
             broken=Failure("REJECTED", f"the static scan: {'; '.join(hard)}", gate="scan") if hard else None,
             notes=tuple(str(finding) for finding in scan.soft_findings(findings)),

@@ -81,13 +81,19 @@ class KeeperProcess:
 class _Nursery:
     """One nursery process, of one environment."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], head_start: Path | None) -> None:
         self._lock = threading.Lock()
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the nursery
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "tilegym_db.verify.sandbox.nursery"],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "tilegym_db.verify.sandbox.nursery",
+                    *([str(head_start)] if head_start else []),
+                ],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=self._said,
@@ -145,15 +151,15 @@ class _Nursery:
         self._said.close()
 
 
-_nurseries: dict[tuple[int, frozenset[tuple[str, str]]], _Nursery] = {}
-"""By the process that started them and the environment that their keepers have in common."""
+_nurseries: dict[tuple[int, frozenset[tuple[str, str]], Path | None], _Nursery] = {}
+"""By the process that started them, the environment that their keepers have in common, and their head start."""
 _lock = threading.Lock()
 
 
 @atexit.register
 def _close_nurseries() -> None:
     """They would end by themselves; this leaves no socket and no child behind that Python could complain of."""
-    for (process, _), nursery in _nurseries.items():
+    for (process, *_), nursery in _nurseries.items():
         if process == os.getpid():  # a fork of this process ends as well, and they are not its own
             nursery.close()
 
@@ -163,16 +169,20 @@ def start_nursery(common: Mapping[str, str]) -> None:
     _nursery(common)
 
 
-def _nursery(common: Mapping[str, str]) -> _Nursery:
-    key = os.getpid(), frozenset(common.items())
+def _nursery(common: Mapping[str, str], head_start: Path | None = None) -> _Nursery:
+    key = os.getpid(), frozenset(common.items()), head_start
     with _lock:
         if key not in _nurseries or _nurseries[key].is_closed:
-            _nurseries[key] = _Nursery(common)
+            _nurseries[key] = _Nursery(common, head_start)
         return _nurseries[key]
 
 
 def start_keeper(
-    environment: Mapping[str, str], common: Mapping[str, str], folder: Path, channel: int
+    environment: Mapping[str, str],
+    common: Mapping[str, str],
+    folder: Path,
+    channel: int,
+    head_start: Path | None = None,
 ) -> KeeperProcess:
     """Fork a keeper, from a nursery that is started with the first one.
 
@@ -181,13 +191,14 @@ def start_keeper(
         common: the part of it that libraries read when they are imported; a nursery serves those that have it in common.
         folder: where the keeper runs.
         channel: descriptor of the worker's socket, which the keeper finds as :data:`KEEPER_CHANNEL`.
+        head_start: for workers that use torch.compile, the folder of :mod:`tilegym_db.backends.inductor`.
 
     Raises:
         NurseryLost: the nursery ended, or does not answer, twice.
     """
     for last in (False, True):
         try:
-            return _nursery(common).fork(environment, folder, channel)
+            return _nursery(common, head_start).fork(environment, folder, channel)
         except NurseryLost:
             if last:
                 raise

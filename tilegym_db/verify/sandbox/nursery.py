@@ -1,7 +1,8 @@
 """The nursery: a trusted process that has PyTorch imported, from which keepers are forked. ``python -m`` starts it.
 
 Importing PyTorch is most of what the start of a worker takes. The nursery does it once, and never anything else: it starts no
-thread of its own, touches no device and sees nothing of what it is asked for but an environment and a folder. On standard input
+thread of its own, touches no device and sees nothing of what it is asked for but an environment and a folder. With a folder as
+its argument it takes a head start (:mod:`tilegym_db.backends.inductor`), for Solutions that use torch.compile. On standard input
 it has a socket; each packet asks for one keeper and brings the three files that it gets: its standard input, its standard output
 and the worker's channel. The answer is the keeper's process id with a descriptor of the process. It ends when the socket does.
 """
@@ -17,7 +18,10 @@ import json
 import os
 import signal
 import socket
+import sys
 import tempfile
+import traceback
+from pathlib import Path
 
 from tilegym_db.verify.sandbox import keeper
 from tilegym_db.verify.sandbox.processes import reap
@@ -49,6 +53,8 @@ def main() -> None:
     for name in _EARLY_IMPORTS:
         with contextlib.suppress(ImportError):  # the worker meets it again, and says what is missing
             importlib.import_module(name)
+    if len(sys.argv) > 1:
+        _take_head_start(Path(sys.argv[1]))
     gc.freeze()  # a collection in a fork would copy every page that holds an object
     orders = socket.socket(fileno=os.dup(0))
     while True:
@@ -63,6 +69,15 @@ def main() -> None:
         socket.send_fds(orders, [str(child).encode()], [handle])
         os.close(handle)
         reap()
+
+
+def _take_head_start(folder: Path) -> None:
+    from tilegym_db.backends.inductor import take_head_start
+
+    try:
+        take_head_start(folder)
+    except Exception:  # whatever a compiler that is missing or broken raises: a worker meets it again, and says so
+        traceback.print_exc()
 
 
 def _become_keeper(environment: dict[str, str], folder: str, files: list[int]) -> int:

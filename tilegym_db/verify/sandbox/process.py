@@ -94,6 +94,7 @@ class WorkerProcess:
         level: int | Confinement | None = None,
         bounds: ResourceBounds | None = None,
         script: Path | None = None,
+        head_start: Path | None = None,
     ) -> None:
         """Start the process.
 
@@ -106,6 +107,8 @@ class WorkerProcess:
             level: of the sandbox; by default the best that this machine has for the device, which the first call finds out.
             bounds: how much of the machine it may take; by default :meth:`ResourceBounds.of_machine`.
             script: run this Python file in place of the worker's own program.
+            head_start: of :func:`tilegym_db.backends.inductor.head_start_folder`, for a Solution that uses torch.compile: the
+                worker can read it, and comes from a process that has it.
         """
         if level is None:
             level = best_level(device).confinement
@@ -120,14 +123,14 @@ class WorkerProcess:
         self._channel, channel = socket.socketpair()
         self._channel.setblocking(False)
         with channel:
-            self._keeper = self._start_keeper(environment or {}, channel.fileno())
+            self._keeper = self._start_keeper(environment or {}, channel.fileno(), head_start)
             spec = WorkerSpec(
                 confinement=Confinement(level) if isinstance(level, int) else level,
                 bounds=bounds or ResourceBounds.of_machine(),
                 device=device,
                 folder=str(self.folder),
                 channel=KEEPER_CHANNEL,
-                readable=tuple(str(path.resolve()) for path in (*readable, *([script] if script else []))),
+                readable=tuple(str(path.resolve()) for path in (*readable, script, head_start) if path is not None),
                 hidden=(str(home()),),
                 script=str(script.resolve()) if script else None,
                 protected=(
@@ -137,11 +140,11 @@ class WorkerProcess:
             )
             self._keeper.tell(spec.to_json().encode() + b"\n")
 
-    def _start_keeper(self, extra: Mapping[str, str], channel: int) -> KeeperProcess:
+    def _start_keeper(self, extra: Mapping[str, str], channel: int, head_start: Path | None) -> KeeperProcess:
         common = common_environment(self.device)
         environment = common | self._own_environment() | dict(extra)
         try:
-            return start_keeper(environment, common, self.folder, channel)
+            return start_keeper(environment, common, self.folder, channel, head_start)
         except NurseryLost as error:
             raise WorkerDied(str(error)) from None
 

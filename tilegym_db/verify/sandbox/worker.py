@@ -59,6 +59,7 @@ class Worker:
 
         import torch
 
+        from tilegym_db.backends.inductor import use_own_folders
         from tilegym_db.backends.load import load_entry
         from tilegym_db.backends.toolchains import prepare_environment
         from tilegym_db.catalog import SolutionFiles
@@ -70,6 +71,7 @@ class Worker:
         if files.digest != request["digest"]:
             raise RuntimeError(f"the source of {files.name} changed on disk while it was being measured")
         prepare_environment(files.record.spec.language)
+        use_own_folders()
         if files.record.spec.language == "triton" and os.environ.get("TRITON_INTERPRET") == "1":
             repair_interpreter()
         self.entry = load_entry(files)
