@@ -461,7 +461,7 @@ def heads(batch: int, count: int, length: int, dim: int, dtype: torch.dtype, see
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(
-    ("query_heads", "kv_heads", "length", "dim"), [(1, 1, 1, 1), (5, 1, 7, 24), (6, 3, 129, 16), (20, 1, 3, 256)]
+    ("query_heads", "kv_heads", "length", "dim"), [(1, 1, 1, 8), (5, 1, 7, 24), (6, 3, 129, 16), (20, 1, 3, 256)]
 )
 def test_attention_of_odd_lengths_and_uneven_groups(
     query_heads: int, kv_heads: int, length: int, dim: int, dtype: torch.dtype, agree: Agree

@@ -21,7 +21,7 @@ from tilegym_db.records.workload import RandomInput, SafetensorsInput
 from tilegym_db.verify.distributions import DISTRIBUTIONS, EXACT, PLANTED, plant
 from tilegym_db.verify.torch_dtypes import storage_dtype
 
-__all__ = ["DISTRIBUTIONS", "PLANTED", "Case", "draw_inputs"]
+__all__ = ["DISTRIBUTIONS", "PLANTED", "Case", "draw_inputs", "draws_noise"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,11 @@ class Case:
 
 
 Shape = tuple[int, ...]
+
+
+def draws_noise(definition: Definition) -> bool:
+    """Whether some floating-point input is noise whatever a case asks for, so that no contents are small integers throughout."""
+    return any(generator.kind in ("normal", "uniform") for generator in definition.input_generators.values())
 
 
 def draw_inputs(

@@ -18,7 +18,7 @@ from tilegym_db.records import Definition, Solution
 from tilegym_db.records.trace import Correctness, Status
 from tilegym_db.verify.comparison import base_errors, check_outputs, exact_outputs
 from tilegym_db.verify.gates import OutputVerdict, relative_error
-from tilegym_db.verify.inputs import Case, draw_inputs
+from tilegym_db.verify.inputs import Case, draw_inputs, draws_noise
 from tilegym_db.verify.reference import as_written, oracle
 from tilegym_db.verify.sandbox.arena import Arena, fill_with_garbage, tensor_view
 from tilegym_db.verify.sandbox.process import WorkerDied, WorkerProcess, WorkerTimeout
@@ -122,7 +122,7 @@ def expect(definition: Definition, case: Case, device: str) -> Expected | None:
     verdicts = check_outputs(definition, case.dtypes, inputs, truth, written, e_base)
     if not all(verdict.passed for verdict in verdicts.values()):
         return None
-    exact = exact_outputs(written, truth) if case.exact else frozenset()
+    exact = exact_outputs(written, truth) if case.exact and not draws_noise(definition) else frozenset()
     return Expected(case, inputs, truth, e_base, exact)
 
 
