@@ -11,6 +11,7 @@ import pytest
 
 from tilegym_db.errors import UsageError
 from tilegym_db.resolver import Decision, Request, decide, load_table, make_request
+from tilegym_db.resolver.decide import not_in_compiled_code
 
 
 def ask(shop: Any, *, definition: str = "scale_rows", axes: dict[str, int] | None = None, **changes: Any) -> Request:
@@ -205,8 +206,60 @@ def test_a_tie_without_an_incumbent_goes_to_what_is_launched_soonest(shop: Any, 
     assert decision.solution is not None
     assert decision.solution.name == "scale_rows_rival"
     assert "25.0 us of host time a call against 11.0 us" in reasons(decision)["scale_rows_kernel"]
-    publish(shop, [slow_host, shop.candidate(rival, 10.2, host_us=11.0)])  # slower on the device by more than noise
-    assert "slower: 10.20 us against 10.00 us" in reasons(decide_in(shop, ask(shop)))["scale_rows_rival"]
+    publish(shop, [slow_host, shop.candidate(rival, 10.4, host_us=11.0)])  # slower on the device by more than noise
+    assert "slower: 10.40 us against 10.00 us" in reasons(decide_in(shop, ask(shop)))["scale_rows_rival"]
+
+
+def test_kernels_closer_than_two_processes_agree_are_a_tie_however_narrow_their_intervals(
+    shop: Any, kernel: Any, rival: Any
+) -> None:
+    sure = {"ci_low_us": 5.2, "ci_high_us": 5.2}
+    publish(shop, [shop.candidate(kernel, 5.0, ci_low_us=5.0, ci_high_us=5.0), shop.candidate(rival, 5.2, **sure)])
+    for incumbent in ("scale_rows_kernel", "scale_rows_rival"):
+        picked = decide_in(shop, ask(shop, incumbent=incumbent)).solution
+        assert picked is not None
+        assert picked.name == incumbent
+
+
+@pytest.mark.parametrize(("host_us", "served"), [(21.0, True), (23.0, False), (None, True)])
+def test_a_kernel_that_is_launched_later_than_the_stock_code_is_done_holds_a_model_up(
+    host_us: float | None, served: bool, shop: Any, kernel: Any, stock: Any
+) -> None:
+    publish(shop, [shop.candidate(kernel, 6.0, host_us=host_us), shop.candidate(stock, 9.0, host_us=20.0)])
+    decision = decide_in(shop, ask(shop))
+    assert (decision.solution is not None) == served
+    if not served:
+        assert "launch-bound: a call takes the host 23.0 us" in reasons(decision)["scale_rows_kernel"]
+
+
+def test_a_kernel_that_keeps_the_device_busy_may_take_its_time_to_launch(shop: Any, kernel: Any, stock: Any) -> None:
+    publish(shop, [shop.candidate(kernel, 100.0, host_us=60.0), shop.candidate(stock, 150.0, host_us=10.0)])
+    assert decide_in(shop, ask(shop)).solution is not None
+
+
+@pytest.mark.parametrize(
+    ("latency_us", "generated_us", "reason"),
+    [
+        (7.9, None, "a call of 7.90 us is left to the compiler, which fuses it with its neighbours"),
+        (20.0, None, None),
+        (20.0, 20.3, "not faster than compiled stock code with 20.30 us"),
+        (20.0, 21.0, None),
+    ],
+)
+def test_in_compiled_code_a_kernel_must_beat_what_the_compiler_would_make(
+    latency_us: float, generated_us: float | None, reason: str | None, shop: Any, kernel: Any, rival: Any
+) -> None:
+    generated = [shop.candidate(rival, generated_us, role="baseline", provides="compile")] if generated_us else []
+    publish(shop, [shop.candidate(kernel, latency_us), *generated])
+    found = not_in_compiled_code(decide_in(shop, ask(shop)))
+    assert (found is None) == (reason is None)
+    if reason is not None:
+        assert reason in str(found)
+
+
+def test_what_stock_code_serves_stays_stock_in_compiled_code(shop: Any, kernel: Any) -> None:
+    publish(shop, [shop.candidate(kernel, 20.0, speedup_ci_low=0.9)])
+    assert "no verified solution is faster" in str(not_in_compiled_code(decide_in(shop, ask(shop))))
 
 
 def test_an_incumbent_slower_than_noise_loses(shop: Any, kernel: Any, rival: Any) -> None:

@@ -27,7 +27,7 @@ def test_the_table_shows_the_pick_and_every_reason(shop: Any, publish_kernel: Ca
     result = run(*POINT, "--scalar", "eps=1e-5")
     assert result.exit_code == 0
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
-    assert any(line.startswith("picked scale_rows_kernel python BIAS=1 5 1.5 1.45 fastest verified") for line in lines)
+    assert any(line.startswith("picked scale_rows_kernel python BIAS=1 50 1.5 1.45 fastest verified") for line in lines)
     assert any(line.startswith("scale_rows_stock") and "role baseline (stock)" in line for line in lines)
     assert any(line.startswith("never_measured") and "not in the table" in line for line in lines)
 
@@ -40,7 +40,7 @@ def test_json_has_the_same_for_programs(shop: Any, publish_kernel: Callable[...,
         "scale_rows_stock",
         "exact",
     )
-    assert answer["evidence"]["measurement"]["latency_us"] == 5.0
+    assert answer["evidence"]["measurement"]["latency_us"] == 50.0
     assert [item["solution"] for item in answer["rejected"]] == ["scale_rows_stock"]
 
 

@@ -22,7 +22,7 @@ def test_real_arguments_resolve_and_run(shop: Any, publish_kernel: Callable[...,
     resolved = resolve("scale_rows", like=(x, weight, 0.5), catalog=shop.catalog)
     assert (resolved.solution.name, resolved.config, resolved.is_stock) == ("scale_rows_kernel", {"BIAS": 1}, False)
     assert resolved.evidence.candidate is not None
-    assert resolved.evidence.candidate.latency_us == 5.0
+    assert resolved.evidence.candidate.latency_us == 50.0
     assert [str(candidate) for candidate, _ in resolved.rejected] == ["scale_rows_stock"]
     resolved(x, weight, 0.5, out)
     assert out.eq(2.5).all()

@@ -83,10 +83,10 @@ def test_what_would_be_served_can_be_asked_without_serving_it(site: Dispatcher) 
     def shapes(m: int, n: int = 8) -> tuple[Any, ...]:
         return inputs(m, n, device="meta")
 
-    assert site.would_serve(shapes(4), CPU, Allocations())
-    assert not site.would_serve(shapes(65), CPU, Allocations())
-    assert not site.would_serve(shapes(4, 7), CPU, Allocations())
-    assert not site.would_serve(shapes(4), torch.device("meta"), Allocations())
+    assert site.belongs_in_compiled_code(shapes(4), CPU, Allocations())
+    assert not site.belongs_in_compiled_code(shapes(65), CPU, Allocations())
+    assert not site.belongs_in_compiled_code(shapes(4, 7), CPU, Allocations())
+    assert not site.belongs_in_compiled_code(shapes(4), torch.device("meta"), Allocations())
     assert site.report().calls == 0
 
 

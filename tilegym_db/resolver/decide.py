@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.records import axes_key
 from tilegym_db.records.solution import Config
+from tilegym_db.records.trace import PROCESS_NOISE_US
 from tilegym_db.resolver.points import Point, find_point
 from tilegym_db.resolver.request import Request
 from tilegym_db.resolver.table import Candidate, ResolverTable
@@ -30,6 +31,7 @@ __all__ = [
     "judge",
     "judge_incumbents",
     "no_kernel",
+    "not_in_compiled_code",
 ]
 
 MIN_SPEEDUP_CI_LOW = 1.02
@@ -38,6 +40,12 @@ MIN_SPEEDUP_CI_LOW = 1.02
 MIN_BACKWARD_SPEEDUP_CI_LOW = 1.25
 """The same for a backward. Stock code is given what the forward was given, where autograd has kept what it needs: at most it
 moves 22 bytes for 18 (swiglu_backward), which a kernel must not be credited with."""
+
+MAX_LAUNCH_RATIO = 1.1
+"""How much longer a call of a kernel may take than one of the stock code, each by the longer of its device and host time."""
+
+MIN_COMPILED_US = 8.0
+"""A shorter call is left to ``torch.compile``: most of it is the launch, which is what fusing it with its neighbours saves."""
 
 NO_BACKWARD = "mode training: it has no verified backward"
 
@@ -111,6 +119,24 @@ def judge(point: Point, request: Request, table: ResolverTable, solutions: Mappi
     return _conclude(point, table, solutions, eligible, rejected, request.incumbent)
 
 
+def not_in_compiled_code(decision: Decision) -> str | None:
+    """Why a kernel that serves a call in eager mode stays out of code that is compiled; None where it pays there too.
+
+    A compiler does not see into a kernel: what it could have fused with the call's neighbours is what the kernel must win back.
+    """
+    winner = decision.evidence.candidate
+    if winner is None or winner.latency_us is None:
+        return decision.evidence.reason
+    if winner.latency_us < MIN_COMPILED_US:
+        return f"a call of {winner.latency_us:.2f} us is left to the compiler, which fuses it with its neighbours"
+    generated = next((lost.candidate for lost in decision.rejected if lost.candidate.provides == "compile"), None)
+    if generated is None or generated.latency_us is None:
+        return None
+    if winner.latency_us * MIN_SPEEDUP_CI_LOW < generated.latency_us:
+        return None
+    return f"{winner} with {winner.latency_us:.2f} us is not faster than compiled stock code with {generated.latency_us:.2f} us"
+
+
 def judge_incumbents(
     point: Point, request: Request, table: ResolverTable, solutions: Mapping[str, SolutionFiles]
 ) -> dict[str | None, Decision]:
@@ -127,8 +153,10 @@ def _sort_out(
     """The candidates of a point that may serve the request, and why each of the others may not."""
     eligible: list[Candidate] = []
     rejected: list[Rejection] = []
+    stock = next((candidate for candidate in point.entry.candidates if candidate.provides == "stock"), None)
     for candidate in point.entry.candidates:
         reason = _disqualify(candidate, request, solutions.get(candidate.solution), exact=point.exact)
+        reason = reason or _later_launched(candidate, stock)
         if reason is None:
             eligible.append(candidate)
         else:
@@ -231,6 +259,20 @@ def _not_faster(candidate: Candidate, bar: float) -> str | None:
     return f"{verdict}: speedup {ratio}, CI low {candidate.speedup_ci_low:.3f} <= {bar}"
 
 
+def _later_launched(candidate: Candidate, stock: Candidate | None) -> str | None:
+    """Why a kernel that is faster on the device holds a model up all the same: the host is not done with it in time."""
+    if stock is None or stock.latency_us is None or stock.host_us is None:
+        return None
+    if candidate.latency_us is None or candidate.host_us is None:
+        return None
+    until = max(stock.latency_us, stock.host_us)
+    if max(candidate.latency_us, candidate.host_us) <= MAX_LAUNCH_RATIO * until:
+        return None
+    return (
+        f"launch-bound: a call takes the host {candidate.host_us:.1f} us, the stock code is done after {until:.1f} us"
+    )
+
+
 def _fastest(eligible: Sequence[Candidate], incumbent: str | None) -> tuple[Candidate, list[Rejection]]:
     """The lowest latency; inside its noise the incumbent, else what is launched soonest; and why each of the others lost.
 
@@ -268,7 +310,9 @@ def _tied(ranked: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _inside_noise(candidate: Candidate, best: Candidate) -> bool:
-    """True where the confidence intervals overlap; a missing interval is the point itself."""
+    """True where the confidence intervals overlap, or the next process may see it otherwise; a missing interval is the point."""
+    if (candidate.latency_us or 0.0) - (best.latency_us or 0.0) <= PROCESS_NOISE_US:
+        return True
     low = candidate.ci_low_us if candidate.ci_low_us is not None else candidate.latency_us
     high = best.ci_high_us if best.ci_high_us is not None else best.latency_us
     return low is not None and high is not None and low <= high

@@ -22,7 +22,7 @@ from tilegym_db.errors import NoSolutionError, SolutionError, TilegymDBError
 from tilegym_db.records import Definition
 from tilegym_db.records.binding import Binding, bind_call
 from tilegym_db.resolver import device
-from tilegym_db.resolver.decide import Decision
+from tilegym_db.resolver.decide import Decision, not_in_compiled_code
 from tilegym_db.resolver.growing import answer, are_bounds_of, span_around
 from tilegym_db.resolver.hot_path import compile_attempt, compile_serve, size_of
 from tilegym_db.resolver.loader import Launcher, load_computer, load_launcher
@@ -218,8 +218,8 @@ class Dispatcher:
 
         return compile_serve(self.definition, spans.recent.get, miss_span, self._failed, allocate, growing)
 
-    def would_serve(self, inputs: tuple[Any, ...], where: torch.device, allocate: Allocate) -> bool:
-        """Whether a call with such inputs (tensors on ``meta`` will do) on a device is decided in favour of a kernel.
+    def belongs_in_compiled_code(self, inputs: tuple[Any, ...], where: torch.device, allocate: Allocate) -> bool:
+        """Whether a call with such inputs (tensors on ``meta`` will do) on a device pays as a kernel inside compiled code.
 
         Nothing is loaded, remembered or counted.
         """
@@ -228,7 +228,9 @@ class Dispatcher:
             decision = self._choose(binding, where, self._incumbent)
         except TilegymDBError:
             return False
-        return decision.solution is not None and str(decision.evidence.candidate) not in self._refused
+        if decision.solution is None or str(decision.evidence.candidate) in self._refused:
+            return False
+        return not_in_compiled_code(decision) is None
 
     def preview(self, inputs: tuple[Any, ...], allocate: Allocate) -> Preview:
         """What would serve such inputs, loaded and ready to be tried. Nothing is remembered or counted as a call."""

@@ -120,7 +120,7 @@ class OperatorSite:
             if any(value is None for value in hinted):
                 return False
             given = tuple(self._as_matrices(hinted))
-            return not self.dispatcher.would_serve(given, inputs[0].device, self.allocate)
+            return not self.dispatcher.belongs_in_compiled_code(given, inputs[0].device, self.allocate)
 
     def run_stock(self, *inputs: Any) -> Any:
         """The operations of the stock solution, to be traced or differentiated, in the layout that ``allocate`` gives."""

@@ -20,7 +20,7 @@ def _per_query_head(x: torch.Tensor, group: int) -> torch.Tensor:
     """
     if group == 1:
         return _aligned(x)
-    return x[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2)
+    return x[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2).contiguous()  # one key head would be a view
 
 
 def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
