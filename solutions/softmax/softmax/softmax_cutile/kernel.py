@@ -13,7 +13,10 @@ Int = ct.Constant[int]
 MAX_TILE_N = 16384  # values that one block keeps in registers
 # Columns of a row that is cut: few registers a thread, so that several blocks a multiprocessor keep loads in flight.
 PIECE_N = 4096
+FEW_ROWS = 128  # of which pieces fill the GPU better
 LOWEST = -3.4028234663852886e38
+MAX_SHARED_N = 131072  # values that the eight blocks of a cluster keep in registers
+LOG2E = 1.4426950408889634
 
 
 @ct.kernel
@@ -63,6 +66,43 @@ def _piece(x: Rows, stats, out: Rows, TILE_N: Int, PIECES: Int, TILE_PIECES: Int
     ct.scatter(out, (row, cols), result, mask=inside, check_bounds=False)
 
 
+@ct.function
+def _exp2(values):
+    return ct.exp2(values, flush_to_zero=True)
+
+
+@ct.function
+def _base(top):
+    """slope and offset: 2 ** (slope * x - offset) is a safe exp(x - top), up to a power of two, in one multiply-add.
+
+    A whole offset is exact, so values of several offsets can be put together. From 2 ** 20 on all smaller 16-bit values
+    are at least 4096 smaller: any base gives 0 and 1, and 1 cannot overflow. Nothing is subtracted while all is -inf.
+    """
+    safe = ct.where(top == -float("inf"), 0.0, top)
+    small = ct.abs(safe) < 1048576.0
+    return ct.where(small, LOG2E, 1.0), ct.where(small, ct.floor(safe * LOG2E), safe)
+
+
+@ct.kernel
+def _softmax_cluster(x: Rows, out: Rows, LANES: Int, VALUES: Int):
+    """A row in the registers of a cluster: [LANES, VALUES], of which a block has LANES / 8 lanes."""
+    n = x.shape[1]
+    row = ct.bid(0)
+    cols = ct.arange(VALUES, dtype=ct.int32)[None, :] * LANES + ct.arange(LANES, dtype=ct.int32)[:, None]
+    inside = cols < n
+    loaded = ct.gather(x, (row, cols), mask=inside, check_bounds=False, padding_value=-float("inf"))
+    # Each lane subtracts its own maximum, so that blocks meet only after the exponentials, which are computed once.
+    own = ct.max(loaded, axis=1).astype(ct.float32)
+    slope, offset = _base(own)
+    exps = _exp2(loaded.astype(ct.float32) * slope[:, None] - offset[:, None])
+    top = ct.max(own)
+    _row_slope, row_offset = _base(top)
+    # The second term matters where the row's maximum alone is beyond 2 ** 20: there the first may be positive.
+    scale = _exp2(ct.minimum(offset - row_offset, own - top + 1.0))
+    factor = scale * (1.0 / ct.sum(ct.sum(exps, axis=1) * scale))
+    ct.scatter(out, (row, cols), (exps * factor[:, None]).astype(out.dtype), mask=inside, check_bounds=False)
+
+
 # CLUSTER blocks on neighbouring multiprocessors share one tile, so a row of up to CLUSTER * MAX_TILE_N values fits.
 _ROWS = {
     (warps, cluster): _softmax_rows.replace_hints(num_worker_warps=warps, num_ctas=cluster)
@@ -71,6 +111,16 @@ _ROWS = {
 }
 _STATS = {warps: _piece_stats.replace_hints(num_worker_warps=warps) for warps in (4, 8)}
 _PIECE = {warps: _piece.replace_hints(num_worker_warps=warps) for warps in (4, 8)}
+# Three blocks a multiprocessor: 4 warps of 128 values a thread, or 8 of 64.
+_SHARED = {warps: _softmax_cluster.replace_hints(num_worker_warps=warps, num_ctas=8, occupancy=3) for warps in (4, 8)}
+
+
+def _fits_cluster(x: torch.Tensor, out: torch.Tensor) -> bool:
+    """True where a row of 16-bit values fills at least three quarters of a cluster's registers, 16 bytes at a time."""
+    n, size = x.shape[1], x.element_size()
+    aligned = (n | x.stride(0) | out.stride(0) | (x.data_ptr() | out.data_ptr()) // size) % 8 == 0
+    fits = 3 * MAX_SHARED_N < 4 * n <= 4 * MAX_SHARED_N
+    return size == 2 and aligned and fits and torch.cuda.get_device_capability(x.device)[0] >= 9
 
 
 def run(
@@ -81,12 +131,15 @@ def run(
     WARPS: int | None = None,
     CLUSTER: int = 1,
     PIECE: int = PIECE_N,
+    SHARED: int = 4,
 ) -> None:
     """out[M, N] = T(softmax(x, dim=-1)) for x[M, N] in T = bf16, fp16 or fp32; fp32 inside, maximum subtracted.
 
     Rows may be further apart than N elements. Up to 16384 columns (CLUSTER times as many with CLUSTER blocks a row) a
-    row is read once and kept in registers, TILE_M rows a block of WARPS (4 or 8) warps. Longer rows are cut into pieces
-    of PIECE columns and read twice: one kernel leaves the maximum and the sum of each piece, a second one the result.
+    row is read once and kept in registers, TILE_M rows a block of WARPS (4 or 8) warps. Longer rows
+    of a 16-bit T, when there are more than FEW_ROWS that fill the registers of a cluster of eight blocks of SHARED (4 or
+    8; 0: never) warps, are read once too. Others are cut into pieces of PIECE columns and read twice: one kernel leaves
+    the maximum and the sum of each piece, a second one the result.
 
     None chooses by shape: TILE_M so that a block has at least 16 bytes a thread to load; 8 warps for long rows, and
     for any row that fills them when there are too few rows to fill the GPU; CLUSTER = 1.
@@ -101,6 +154,9 @@ def run(
     if tile_n <= MAX_TILE_N * CLUSTER:
         TILE_M = max(1, 1024 // tile_n if TILE_M is None else min(TILE_M, MAX_TILE_N // tile_n))
         ct.launch(stream, (-(-m // TILE_M), 1, 1), _ROWS[WARPS, CLUSTER], (x, out, TILE_M, tile_n))
+        return
+    if SHARED and m > FEW_ROWS and _fits_cluster(x, out):
+        ct.launch(stream, (m, 1, 1), _SHARED[SHARED], (x, out, MAX_SHARED_N * SHARED // 64, 64 // SHARED))
         return
     pieces = -(-n // PIECE)
     stats = torch.empty((2, m, pieces), dtype=torch.float32, device=x.device)
