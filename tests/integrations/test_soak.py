@@ -44,7 +44,7 @@ def test_two_hundred_mixed_steps_are_stocks_and_keep_memory(
     assert 0 < results["error_against_precise"]["patched"] == results["error_against_precise"]["stock"] < 1e-5
     assert results["hits"]["rms_norm"] == 2 * (200 + results["episodes"])
     assert results["hits"]["attention_prefill"] > 0  # some prompts have no padding
-    assert results["memory_growth"].keys() == {"host"}
+    assert results["memory_growth"].keys() == {"host", "host_of_stock"}
 
 
 def test_a_wrong_kernel_is_found(soak: ModuleType, shop: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -112,12 +112,12 @@ def test_each_thing_that_does_not_hold_is_a_violation(soak: ModuleType, changes:
 
 
 def test_growth_is_a_slope_after_the_warm_up_not_a_difference_of_two_samples(soak: ModuleType) -> None:
-    warming = [soak.Sample(step, step * MIB, None) for step in range(0, 250, 10)]
-    level = [soak.Sample(step, (250 + (step % 20)) * MIB, 7) for step in range(250, 1001, 10)]
+    warming = [soak.Sample(step, (step * MIB, 0, 0), None) for step in range(0, 250, 10)]
+    level = [soak.Sample(step, ((250 + (step % 20)) * MIB, 0, 0), 7) for step in range(250, 1001, 10)]
     growth = soak.memory_growth([*warming, *level], 1000)
     assert abs(growth["host"]["bytes"]) < MIB
     assert growth["gpu"] == {"bytes": 0, "bytes_per_1000_steps": 0, "limit": 8 * MIB}
-    leaking = [soak.Sample(step, 100 * MIB, step * 20000) for step in range(0, 1001, 10)]
+    leaking = [soak.Sample(step, (100 * MIB, 0, 0), step * 20000) for step in range(0, 1001, 10)]
     found = soak.memory_growth(leaking, 1000)
     assert found["gpu"]["bytes_per_1000_steps"] == 20_000_000
     assert found["gpu"]["bytes"] == 15_000_000
