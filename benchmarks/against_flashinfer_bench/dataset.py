@@ -19,6 +19,7 @@ from tilegym_db.records.dtypes import RECORD_DTYPES
 
 LANGUAGES = ("python", "triton", "tilelang")
 """Those that both sides have."""
+ENTRY_WITHOUT_OPTIONS = "without_options.py"
 DTYPES = RECORD_DTYPES - {"uint8", "uint32", "float8_e8m0fnu"}
 """Those that they have a name for."""
 NEEDED_GENERATORS = frozenset({"integers", "uniform"})
@@ -109,6 +110,7 @@ def their_definition(definition: Definition, dtypes: Mapping[str, str]) -> dict[
 def their_solution(solution: SolutionFiles, dtypes: Mapping[str, str]) -> dict[str, Any]:
     """A Solution for one dtype binding, its sources inline."""
     spec = solution.record.spec
+    entry_point, sources = _without_options(solution)
     return {
         "name": their_name(solution.name, dtypes),
         "definition": their_name(solution.record.definition, dtypes),
@@ -116,11 +118,25 @@ def their_solution(solution: SolutionFiles, dtypes: Mapping[str, str]) -> dict[s
         "spec": {
             "language": spec.language,
             "target_hardware": ["cuda"],
-            "entry_point": spec.entry_point,
+            "entry_point": entry_point,
             "destination_passing_style": spec.destination_passing_style,
         },
-        "sources": [{"path": path, "content": source.decode()} for path, source in solution.sources.items()],
+        "sources": [{"path": path, "content": source} for path, source in sources.items()],
     }
+
+
+def _without_options(solution: SolutionFiles) -> tuple[str, dict[str, str]]:
+    """(entry point, sources) whose entry takes inputs and outputs alone: they count tunables as inputs, and refuse them."""
+    sources = {path: source.decode() for path, source in solution.sources.items()}
+    path, _, symbol = solution.record.spec.entry_point.partition("::")
+    functions = [node for node in ast.parse(sources[path]).body if isinstance(node, ast.FunctionDef)]
+    arguments = next(function.args for function in functions if function.name == symbol)
+    if not arguments.kwonlyargs:
+        return solution.record.spec.entry_point, sources
+    names = ", ".join(argument.arg for argument in arguments.args)
+    module = ".".join(Path(path).with_suffix("").parts)
+    entry = f"from .{module} import {symbol} as kernel\n\n\ndef {symbol}({names}):\n    return kernel({names})\n"
+    return f"{ENTRY_WITHOUT_OPTIONS}::{symbol}", sources | {ENTRY_WITHOUT_OPTIONS: entry}
 
 
 def their_workload(definition: Definition, workload: Workload) -> dict[str, Any]:

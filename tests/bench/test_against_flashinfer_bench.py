@@ -85,6 +85,16 @@ def test_every_dtype_binding_becomes_a_definition_with_the_solutions_declared_fo
     assert pairs == sum(of[line["definition"]] for line in lines)
 
 
+def test_an_entry_with_tunables_is_given_to_them_without_since_they_count_parameters(dataset, catalog):
+    tunable, plain = catalog.solution("softmax_triton"), catalog.solution("rms_norm_stock")
+    record = dataset.their_solution(tunable, {"T": "bfloat16"})
+    assert record["spec"]["entry_point"] == "without_options.py::run"
+    sources = {source["path"]: source["content"] for source in record["sources"]}
+    assert "def run(x, out):" in sources["without_options.py"]
+    assert sources["kernel.py"] == tunable.sources["kernel.py"].decode()
+    assert dataset.their_solution(plain, {"T": "bfloat16"})["spec"]["entry_point"] == "kernel.py::run"
+
+
 def test_our_side_gets_records_of_the_same_digests(dataset, catalog, tmp_path):
     found = [subset_of(dataset, catalog, name, most=3) for name in ("rms_norm", "softmax")]
     dataset.write_ours(tmp_path, found)

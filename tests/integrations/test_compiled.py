@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -104,6 +105,32 @@ def test_what_would_be_left_to_stock_is_lowered_to_stock_operations(
             assert torch.equal(logits(compiled, prompt(2, length)), want)
     assert targets(graphs) == [[], []]
     assert all(site.counts.calls == 0 for site in handle.report().sites if site.counts)
+
+
+VIEWS = ("aten.view.default", "aten.transpose.int")
+"""Rows of matrices and back: they move nothing."""
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "deepseek_v2"])  # phi3's rope promises another layout: a copy more
+def test_where_no_kernel_pays_a_graph_has_the_operations_of_the_unpatched_model(
+    name: str, logits: Any, build: Any, prompt: Any
+) -> None:
+    model = build_one_layer(build, name)
+
+    def operations() -> Counter[str]:
+        found: Counter[str] = Counter()
+
+        def count(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
+            found.update(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+            return graph
+
+        torch.compiler.reset()
+        logits(torch.compile(model, backend=aot_autograd(fw_compiler=count), fullgraph=True), prompt(2))
+        return Counter({name: count for name, count in found.items() if name not in VIEWS})
+
+    stock = operations()
+    with patched(model):  # nothing is published
+        assert operations() == stock
 
 
 def test_a_graph_that_has_the_operator_computes_what_no_kernel_serves(logits: Any, build: Any, prompt: Any) -> None:

@@ -13,27 +13,28 @@ __all__ = ["INTERPRETER", "MIN_SANDBOX_LEVEL", "PROMOTION", "SCREEN", "Rigor"]
 MIN_SANDBOX_LEVEL = PUBLISHED_SANDBOX_LEVEL
 """Below this, a Solution could have reached what judges it; a promotion needs at least this level."""
 
-BASELINE_FUZZ_CASES = 4
-
 
 @dataclass(frozen=True)
 class Rigor:
     """The checks of one tier.
 
-    ``fuzz_cases``: shapes, layouts and contents beyond the workload's own. ``calls``: on the same inputs, whose bytes must
-    agree. ``audited``: ownership of the device time, and the supervisor's own clock over contents never seen before.
+    ``fuzz_cases``: shapes, layouts and contents beyond the workload's own. ``baseline_fuzz_cases``: the same for what is never
+    resolved to, so that its envelope serves nobody; a few show that it is honest, and compiled stock code is compiled anew for
+    each. ``calls``: on the same inputs, whose bytes must agree. ``audited``: ownership of the device time, and the supervisor's
+    own clock over contents never seen before.
     """
 
     tier: Tier
     fuzz_cases: int
+    baseline_fuzz_cases: int
     calls: int
     audited: bool
 
     def fuzz_cases_of(self, solution: Solution) -> int:
-        """A baseline is never resolved to, so that its envelope serves nobody; a few cases show that it is honest."""
-        return self.fuzz_cases if solution.spec.role == "kernel" else min(self.fuzz_cases, BASELINE_FUZZ_CASES)
+        """How many cases a Solution is fuzzed with."""
+        return self.fuzz_cases if solution.spec.role == "kernel" else self.baseline_fuzz_cases
 
 
-INTERPRETER = Rigor("interpreter", fuzz_cases=4, calls=2, audited=False)
-SCREEN = Rigor("screen", fuzz_cases=4, calls=2, audited=False)
-PROMOTION = Rigor("promotion", fuzz_cases=24, calls=5, audited=True)
+INTERPRETER = Rigor("interpreter", fuzz_cases=4, baseline_fuzz_cases=4, calls=2, audited=False)
+SCREEN = Rigor("screen", fuzz_cases=4, baseline_fuzz_cases=2, calls=2, audited=False)
+PROMOTION = Rigor("promotion", fuzz_cases=24, baseline_fuzz_cases=4, calls=5, audited=True)
