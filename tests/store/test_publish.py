@@ -75,6 +75,7 @@ def test_the_resolver_table_lists_candidates_by_latency(opened, write_traces, tr
         "solution_digest": catalog.solution("scale_triton").digest,
         "language": "triton",
         "role": "kernel",
+        "provides": None,
         "config": {"BLOCK_M": 4},
         "latency_us": 2.0,
         "ci_low_us": 1.98,
@@ -87,9 +88,9 @@ def test_the_resolver_table_lists_candidates_by_latency(opened, write_traces, tr
         "trace_id": traces["decode"].trace_id,
         "envelope_cases": 0,
     }
-    assert [(item["solution"], item["role"]) for item in prefill["candidates"]] == [
-        ("scale_triton", "kernel"),
-        ("scale_stock", "baseline"),
+    assert [(item["solution"], item["role"], item["provides"]) for item in prefill["candidates"]] == [
+        ("scale_triton", "kernel", None),
+        ("scale_stock", "baseline", "stock"),
     ]
 
 

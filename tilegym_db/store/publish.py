@@ -36,7 +36,7 @@ _ENTRY = (
     "definition", "definition_version", "definition_digest", "op_type", "dtypes", "axes", "scalars", "layouts",
 )  # fmt: skip
 _CANDIDATE = (
-    "solution", "solution_digest", "language", "role", "config", "latency_us", "ci_low_us", "ci_high_us",
+    "solution", "solution_digest", "language", "role", "provides", "config", "latency_us", "ci_low_us", "ci_high_us",
     "host_us", "speedup", "speedup_ci_low", "tier", "sandbox_level", "trace_id", "envelope_cases",
 )  # fmt: skip
 

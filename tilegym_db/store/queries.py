@@ -51,7 +51,8 @@ DONE = """
 _POINT = """definition, definition_version, definition_digest, op_type, dtypes, dtypes_key, axes, axes_key,
         scalars, scalars_key, layouts, layouts_key, solution, solution_digest, language, role, config, sm,
         latency_us, ci_low_us, ci_high_us, host_us, speedup, speedup_ci_low, tier, sandbox_level, trace_id,
-        coalesce(envelope_cases, 0) AS envelope_cases"""
+        coalesce(envelope_cases, 0) AS envelope_cases,
+        (SELECT s.provides FROM solutions s WHERE s.name = solution) AS provides"""
 _BY_POINT = "ORDER BY definition, dtypes_key, axes_key, scalars_key, layouts_key, latency_us, trace_id"
 
 VERIFIED = f"SELECT {_POINT} FROM best_per_solution WHERE gpu = $gpu {_BY_POINT}"
