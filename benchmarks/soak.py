@@ -7,13 +7,14 @@ step is one new position of every sequence. What must hold:
 * The next token is stock's, except where stock could not tell either: where the margin between its two best logits is within
   ``MARGIN_FACTOR`` times its own largest error against fp32 in that row.
 * Over all rows, the patched error against fp32 is at most ``ERROR_FACTOR`` times that of stock.
-* After the warm-up, memory does not grow: the slope over the rest of the run, times its length, stays below a limit. On the
-  host each model is charged with what the process grew by during its calls, stock first: PyTorch itself keeps something for
-  every new shape (plans of cuDNN's attention on a GPU, some of its bf16 code on a CPU, which is why a CPU runs fp32 by default).
+* After the warm-up, memory does not grow: the slope over the rest of the run, times its length, stays below a limit. PyTorch
+  itself keeps some of the host's memory for every new shape (plans of cuDNN's attention on a GPU; some of its bf16 code on a CPU,
+  which is why a CPU runs fp32 by default). A control run, in which nothing is patched, says how much: ``--against`` allows that.
 * Kernels run, and none fails.
 
     python benchmarks/soak.py --steps 10000                     # Llama-3.2-1B's sizes, few layers, bf16, on the GPU
     python benchmarks/soak.py --gpu cpu --steps 200             # a model of a few kilobytes, to try the script itself
+    python benchmarks/soak.py --control --out control.json; python benchmarks/soak.py --against control.json
 
 Exits with 1 where one of these does not hold.
 """
@@ -28,7 +29,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -152,12 +153,10 @@ def wrong_rows(figures: torch.Tensor, factor: float = MARGIN_FACTOR) -> torch.Te
 
 @dataclass(frozen=True)
 class Sample:
-    """Bytes of memory after an episode: ``host`` is what the process grew by so far during the calls of each model, in the order
-    patched, stock, precise; ``gpu`` is what is allocated, None on a CPU.
-    """
+    """Memory after an episode; ``gpu`` is None on a CPU."""
 
     steps: int
-    host: tuple[int, int, int]
+    host: int
     gpu: int | None
 
 
@@ -175,13 +174,15 @@ def growth_bytes(samples: Sequence[tuple[int, int]]) -> float:
     return slope * (samples[-1][0] - samples[0][0])
 
 
-def memory_growth(samples: Sequence[Sample], steps: int) -> dict[str, dict[str, float]]:
-    """Per kind of memory: growth after the warm-up in bytes, and the same per 1000 steps."""
+def memory_growth(
+    samples: Sequence[Sample], steps: int, control: Mapping[str, Mapping[str, float]] | None = None
+) -> dict[str, dict[str, float]]:
+    """Per kind of memory: growth after the warm-up in bytes, and the same per 1000 steps.
+
+    ``control`` is that of a run in which nothing was patched; as much for as many steps is allowed on the host beyond the limit.
+    """
     settled = [sample for sample in samples if sample.steps >= WARM_UP_SHARE * steps]
-    series = {
-        "host": [(sample.steps, sample.host[0]) for sample in settled],
-        "host_of_stock": [(sample.steps, sample.host[1]) for sample in settled],
-    }
+    series = {"host": [(sample.steps, sample.host) for sample in settled]}
     on_gpu = [(sample.steps, sample.gpu) for sample in settled if sample.gpu is not None]
     if on_gpu:
         series["gpu"] = on_gpu
@@ -189,9 +190,10 @@ def memory_growth(samples: Sequence[Sample], steps: int) -> dict[str, dict[str, 
     for kind, points in series.items():
         grown = growth_bytes(points)
         per_1000 = grown / (points[-1][0] - points[0][0]) * 1000
-        found[kind] = {"bytes": round(grown), "bytes_per_1000_steps": round(per_1000)}
-        if kind in MAX_GROWTH_BYTES:
-            found[kind]["limit"] = MAX_GROWTH_BYTES[kind]
+        limit = MAX_GROWTH_BYTES[kind]
+        if control is not None and kind == "host":
+            limit += max(0, round(control[kind]["bytes_per_1000_steps"] * (points[-1][0] - points[0][0]) / 1000))
+        found[kind] = {"bytes": round(grown), "bytes_per_1000_steps": round(per_1000), "limit": limit}
     return found
 
 
@@ -204,7 +206,7 @@ def violations(results: dict[str, Any]) -> list[str]:
     if not errors["patched"] <= ERROR_FACTOR * errors["stock"]:
         found.append(f"error against the precise model: {errors['patched']:.3g} patched, {errors['stock']:.3g} stock")
     for kind, growth in results["memory_growth"].items():
-        if "limit" in growth and not growth["bytes"] <= growth["limit"]:
+        if not growth["bytes"] <= growth["limit"]:
             found.append(
                 f"{kind} memory grew by {growth['bytes']:,} bytes after the warm-up; {growth['limit']:,} are allowed"
             )
@@ -222,48 +224,46 @@ def host_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def sampled(steps: int, grown: Sequence[int], device: str) -> Sample:
+def sampled(steps: int, device: str) -> Sample:
     """Memory in use now, with all that nobody refers to any more gone."""
-    patched, stock, precise = grown
-    allocated = torch.cuda.memory_allocated(device) if device != "cpu" else None
-    return Sample(steps, (patched, stock, precise), allocated)
+    gc.collect()
+    return Sample(steps, host_bytes(), torch.cuda.memory_allocated(device) if device != "cpu" else None)
 
 
-def run_episode(models: Sequence[Any], episode: Episode, seed: int, device: str, grown: list[int]) -> torch.Tensor:
-    """The prompt and every step on all three models; the figures [rows, 6] on the CPU.
-
-    ``grown`` is added to: what the host's memory grew by during the calls of each model.
-    """
+def run_episode(models: Sequence[Any], episode: Episode, seed: int, device: str) -> torch.Tensor:
+    """The prompt and every step on all three models; the figures [rows, 6] on the CPU."""
     ids, mask = tokens_of(episode, models[0].config.vocab_size, seed, device)
     readers = [Reader(model, ids, mask, max(episode.lengths)) for model in models]
-    figures = []
-    for _ in range(episode.steps + 1):
-        logits = {}
-        for number in (1, 0, 2):  # stock first: what PyTorch keeps for a shape in this process is not the patch's doing
-            before = host_bytes()
-            logits[number] = readers[number]()
-            grown[number] += host_bytes() - before
-        figures.append(compared(logits[0], logits[1], logits[2]))
+    figures = [compared(*(reader() for reader in readers)) for _ in range(episode.steps + 1)]
     return torch.cat(figures).cpu()
 
 
 def soak(
-    model: Any, device: str, steps: int, longest: int, most_steps: int, seed: int
-) -> tuple[dict[str, Any], Handle]:
-    """Run all episodes on a patched twin, the model and a precise copy; what came of it, and the handle of the patch."""
+    model: Any,
+    device: str,
+    steps: int,
+    longest: int,
+    most_steps: int,
+    seed: int,
+    control: Mapping[str, Mapping[str, float]] | None = None,
+    *,
+    patches: bool = True,
+) -> tuple[dict[str, Any], Handle | None]:
+    """Run all episodes on a patched twin, the model and a precise copy; what came of it, and the handle of the patch.
+
+    ``control`` is the growth of a run without ``patches``, in which the twin stays stock and there is no handle.
+    """
     patched, precise = twin_of(model), copy.deepcopy(model)
     precise.to(torch.float64 if model.dtype == torch.float32 else torch.float32)
-    handle = patch(patched)
+    handle = patch(patched) if patches else None
     totals = torch.zeros(6, dtype=torch.float64)
     wrong: list[str] = []
     samples: list[Sample] = []
-    grown = [0, 0, 0]
     done = rows = 0
     begin = time.perf_counter()
     with torch.inference_mode():
         for index, episode in enumerate(episodes(steps, longest, most_steps, seed)):
-            figures = run_episode((patched, model, precise), episode, seed + index, device, grown)
-            gc.collect()
+            figures = run_episode((patched, model, precise), episode, seed + index, device)
             done, rows, totals = done + episode.steps, rows + len(figures), totals + figures.sum(0)
             for row in wrong_rows(figures).nonzero().flatten().tolist():
                 step, sequence = divmod(row, len(episode.lengths))
@@ -271,11 +271,11 @@ def soak(
                 wrong.append(
                     f"episode {index} ({episode}), step {step}, row {sequence}: margin {margin:.3g}, error {worst:.3g}"
                 )
-            samples.append(sampled(done, grown, device))
+            samples.append(sampled(done, device))
             if index % 50 == 0:
                 say(f"{done} of {steps} steps, {int(totals[DIFFERS])} of {rows} tokens differ, {len(wrong)} wrongly")
     sums = totals.tolist()
-    report = handle.report()
+    report = handle.report() if handle is not None else None
     results = {
         "steps": done,
         "episodes": len(samples),
@@ -287,10 +287,10 @@ def soak(
             "stock": math.sqrt(sums[STOCK_SQUARES] / sums[SQUARES]),
             "patched": math.sqrt(sums[PATCHED_SQUARES] / sums[SQUARES]),
         },
-        "memory_growth": memory_growth(samples, steps),
+        "memory_growth": memory_growth(samples, steps, control),
         "memory": [asdict(sample) for sample in samples[:: max(1, len(samples) // 50)]],
-        "hits": report.hits(),
-        "failures": [failure.summary for failure in report.failures],
+        "hits": report.hits() if report is not None else {},
+        "failures": [failure.summary for failure in report.failures] if report is not None else [],
     }
     return results, handle
 
@@ -306,6 +306,8 @@ def main() -> int:
     parser.add_argument("--episode", type=int, default=64, help="most steps after one prompt")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--control", action="store_true", help="patch nothing: how much does PyTorch itself keep?")
+    parser.add_argument("--against", type=Path, metavar="FILE", help="what a control run wrote")
     options = parser.parse_args()
     if min(options.steps, options.layers, options.longest, options.episode) < 1:
         parser.error("--steps, --layers, --longest and --episode are at least 1")
@@ -314,12 +316,15 @@ def main() -> int:
     dtype = options.dtype or ("bfloat16" if machine.is_gpu else "float32")
     say(f"building {options.layers} layers of {sizes['hidden_size']} in {dtype} on {machine.gpu_name}")
     model = build(sizes, machine.device, getattr(torch, dtype))
-    results, handle = soak(model, machine.device, options.steps, options.longest, options.episode, options.seed)
-    found = violations(results)
+    control = json.loads(options.against.read_text())["memory_growth"] if options.against else None
+    sizes_of_run = (options.steps, options.longest, options.episode, options.seed)
+    results, handle = soak(model, machine.device, *sizes_of_run, control, patches=not options.control)
+    found = violations(results) if handle is not None else []
     results = {"gpu": machine.gpu, "libs": machine.libs, "dtype": dtype, **results, "violations": found}
     if options.out is not None:
         options.out.write_text(json.dumps(results, indent=1) + "\n")
-    print(handle.report())
+    if handle is not None:
+        print(handle.report())
     print(json.dumps({key: value for key, value in results.items() if key not in ("memory", "libs")}, indent=1))
     return 1 if found else 0
 

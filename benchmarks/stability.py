@@ -42,7 +42,7 @@ from tilegym_db.records import Workload, axes_key
 from tilegym_db.records.trace import PROCESS_NOISE_US
 from tilegym_db.verify.sandbox.scratch import scratch_folder
 
-RIGOR = replace(SCREEN, fuzz_cases=1)
+RIGOR = replace(SCREEN, fuzz_cases=1, baseline_fuzz_cases=1)
 NOISE = 0.02
 """What the resolver asks of a kernel beyond a tie with stock code."""
 

@@ -133,7 +133,7 @@ def _without_options(solution: SolutionFiles) -> tuple[str, dict[str, str]]:
     arguments = next(function.args for function in functions if function.name == symbol)
     if not arguments.kwonlyargs:
         return solution.record.spec.entry_point, sources
-    names = ", ".join(argument.arg for argument in arguments.args)
+    names = ", ".join(argument.arg for argument in (*arguments.posonlyargs, *arguments.args))
     module = ".".join(Path(path).with_suffix("").parts)
     entry = f"from .{module} import {symbol} as kernel\n\n\ndef {symbol}({names}):\n    return kernel({names})\n"
     return f"{ENTRY_WITHOUT_OPTIONS}::{symbol}", sources | {ENTRY_WITHOUT_OPTIONS: entry}

@@ -1,23 +1,53 @@
-"""Workers for torch.compile begin with what no Solution has touched, and can leave nothing there for the next."""
+"""Workers for torch.compile begin with what no Solution has touched, can leave nothing there for the next, and do without."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
-from tilegym_db.backends.inductor import head_start_folder, uses_torch_compile
+from tilegym_db.backends import inductor
+from tilegym_db.backends.inductor import head_start_folder, take_head_start, uses_torch_compile
 from tilegym_db.verify.sandbox.process import WorkerProcess
+
+BEGIN = """
+import sys
+from pathlib import Path
+from tilegym_db.backends.inductor import use_own_folders
+from tilegym_db.verify.sandbox.protocol import Channel
+began_with = 'torch._inductor.codecache' in sys.modules
+use_own_folders()
+import torch
+channel = Channel(int(sys.argv[1]))
+channel.send({'id': 0, 'ok': True})
+request = channel.receive()
+def answer(**content):
+    channel.send({'id': request['id'], 'ok': True, **content})
+def built():
+    return sorted({path.suffix for path in Path.cwd().rglob('*') if path.suffix in ('.so', '.gch')})
+"""
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    """The user's own, made where it is not there yet."""
+    found = head_start_folder()
+    assert found is not None
+    return found
 
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts workers; all of them end with the test."""
+    """Starts workers with a program of their own; all of them end with the test."""
     started: list[WorkerProcess] = []
 
-    def start(name: str, **arguments) -> WorkerProcess:
-        started.append(WorkerProcess("cpu", tmp_path / name, **arguments))
+    def start(body: str = "answer()", **arguments) -> WorkerProcess:
+        script = tmp_path / f"{len(started)}.py"
+        script.write_text(BEGIN + body)
+        started.append(WorkerProcess("cpu", tmp_path / f"worker-{len(started)}", script=script, **arguments))
         return started[-1]
 
     yield start
@@ -25,65 +55,87 @@ def start(tmp_path):
         worker.close()
 
 
-def threads_of_nursery(worker: WorkerProcess) -> int:
-    worker.wait_until_ready()
-    return len(os.listdir(f"/proc/{worker._keeper.nursery}/task"))
+def ask(worker: WorkerProcess) -> dict[str, object]:
+    return dict(worker.request("call", timeout_s=150).content)
 
 
-def test_a_worker_with_a_head_start_finds_inductor_ready_and_builds_only_its_own_kernel(start, tmp_path):
-    script = tmp_path / "compiles.py"
-    script.write_text(
-        "import sys\nfrom pathlib import Path\nfrom tilegym_db.backends.inductor import use_own_folders\n"
-        "from tilegym_db.verify.sandbox.protocol import Channel\n"
-        "imported = 'torch._inductor.codecache' in sys.modules\nuse_own_folders()\nimport torch\n"
-        "channel = Channel(int(sys.argv[1]))\nchannel.send({'id': 0, 'ok': True})\nrequest = channel.receive()\n"
-        "result = torch.compile(lambda x: x * 3 + 1)(torch.ones(8)).tolist()\n"
-        "built = sorted({path.suffix for path in Path.cwd().rglob('*') if path.suffix in ('.so', '.gch')})\n"
-        "channel.send({'id': request['id'], 'ok': True, 'imported': imported, 'built': built, 'result': result})\n"
+def test_a_worker_with_a_head_start_builds_only_its_own_kernel(start, folder):
+    body = "result = torch.compile(lambda x: x * 3 + 1)(torch.ones(8)).tolist()\n"
+    found = ask(start(f"{body}answer(began_with=began_with, built=built(), result=result)", head_start=folder))
+    assert found["began_with"]
+    assert found["result"] == [4.0] * 8
+    assert found["built"] == [".so"]  # without the head start, a precompiled header (.gch) as well
+
+
+def test_a_header_that_was_not_made_for_it_is_built_in_the_workers_own_folder(start, folder):
+    body = (
+        "torch._inductor.config.cpp.simdlen = 1\n"  # other flags
+        "result = torch.compile(lambda x: x * 3 + 1)(torch.ones(8)).tolist()\nanswer(built=built(), result=result)"
     )
-    answer = start("worker", script=script, head_start=head_start_folder()).request("call", timeout_s=120).content
-    assert answer["imported"]
-    assert answer["result"] == [4.0] * 8
-    assert answer["built"] == [".so"]  # without the head start, a precompiled header (.gch) as well
+    found = ask(start(body, head_start=folder))
+    assert (found["built"], found["result"]) == ([".gch", ".so"], [4.0] * 8)
 
 
-def test_a_worker_cannot_write_to_its_head_start(start, tmp_path, offered_level):
+def test_a_worker_cannot_write_to_its_head_start(start, folder, offered_level):
     if offered_level < 2:
         pytest.skip("not with this kernel and this user")
-    folder = head_start_folder()
-    script = tmp_path / "writes.py"
-    script.write_text(
-        "import sys\nfrom pathlib import Path\nfrom tilegym_db.verify.sandbox.protocol import Channel\n"
-        "channel = Channel(int(sys.argv[1]))\nchannel.send({'id': 0, 'ok': True})\nrequest = channel.receive()\n"
+    body = (
         f"folder = Path({str(folder)!r})\nseen = sorted(path.name for path in folder.iterdir())\n"
         "try:\n    (folder / 'left').touch()\n    error = ''\n"
-        "except OSError as problem:\n    error = type(problem).__name__\n"
-        "channel.send({'id': request['id'], 'ok': True, 'seen': seen, 'error': error})\n"
+        "except OSError as problem:\n    error = type(problem).__name__\nanswer(seen=seen, error=error)"
     )
-    answer = start("worker", script=script, head_start=folder).request("call", timeout_s=120).content
-    assert answer["error"] in ("PermissionError", "OSError")  # refused by Landlock, or a read-only mount
-    assert answer["seen"] == sorted(path.name for path in folder.iterdir())
+    found = ask(start(body, head_start=folder))
+    assert found["error"] in ("PermissionError", "OSError")  # refused by Landlock, or a read-only mount
+    assert found["seen"] == sorted(path.name for path in folder.iterdir())
 
 
-def test_a_process_that_workers_are_forked_from_has_no_more_threads_for_its_head_start(start):
-    assert threads_of_nursery(start("with", head_start=head_start_folder())) == threads_of_nursery(start("without"))
+def test_a_process_that_workers_are_forked_from_has_no_more_threads_for_its_head_start(start, folder):
+    def threads(worker: WorkerProcess) -> int:
+        worker.wait_until_ready()
+        return len(os.listdir(f"/proc/{worker._keeper.nursery}/task"))
+
+    assert threads(start(head_start=folder)) == threads(start())
 
 
-def test_without_a_compiler_a_worker_starts_all_the_same(start, tmp_path, monkeypatch):
+def test_without_a_compiler_workers_begin_without_and_with_nothing_of_the_attempt(start, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    worker = start("worker", head_start=head_start_folder())
-    worker.wait_until_ready()
-    assert worker.alive
+    (tmp_path / "programs").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "programs"))
+    own = head_start_folder()
+    assert own is not None
+    assert ask(start("answer(began_with=began_with)", head_start=own))["began_with"] is False
+    assert list(own.parent.iterdir()) == []
+
+
+def test_a_spoilt_head_start_is_removed_and_workers_begin_without(start, folder, tmp_path, monkeypatch):
+    ask(start(head_start=folder))  # so that there is one
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    own = head_start_folder()
+    assert own is not None
+    shutil.copytree(folder, own)
+    for header in own.rglob("*.gch"):
+        header.write_bytes(header.read_bytes()[:1000])
+    assert ask(start("answer(began_with=began_with)", head_start=own))["began_with"] is False
+    assert not own.exists()
+
+
+@pytest.mark.parametrize("cache", ["a file", "no/such/folder"])
+def test_where_there_is_no_cache_folder_to_write_to_there_is_no_head_start(cache, tmp_path, monkeypatch):
+    (tmp_path / "a file").touch()
+    place = tmp_path / cache if cache == "a file" else Path("/proc") / cache
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place))
+    assert head_start_folder() is None
+
+
+def test_a_pytorch_that_keeps_its_headers_otherwise_gives_no_head_start(folder, tmp_path, monkeypatch):
+    codecache = type(sys)("codecache")
+    monkeypatch.setitem(sys.modules, "torch._inductor.codecache", codecache)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    with pytest.raises(RuntimeError, match="keeps no _HEADER_DIR"):
+        take_head_start(folder, tmp_path)
+    monkeypatch.setattr(inductor.tempfile, "tempdir", None)
 
 
 def test_sources_that_use_torch_compile_are_told_by_their_text():
     assert uses_torch_compile([b"import torch", b"_compiled = torch.compile(_eager, dynamic=False)"])
     assert not uses_torch_compile([b"import torch", b"torch.sum"])
-
-
-def test_the_folder_of_a_head_start_is_the_users_and_readable_by_others(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    folder = head_start_folder()
-    assert folder.is_relative_to(tmp_path / "cache")
-    assert Path(folder).stat().st_mode & 0o777 == 0o755

@@ -75,7 +75,7 @@ Shape = tuple[int, ...]
 
 
 def draws_noise(definition: Definition) -> bool:
-    """Whether some floating-point input is noise whatever a case asks for, so that no contents are small integers throughout."""
+    """Whether some input is noise whatever a case asks for, so that no contents are small integers throughout."""
     return any(generator.kind in ("normal", "uniform") for generator in definition.input_generators.values())
 
 

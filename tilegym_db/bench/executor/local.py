@@ -90,10 +90,14 @@ class LocalExecutor:
                 for config in plan.configs_of(solution)
                 if any(plan.takes_part(solution, workload, config) for workload in plan.workloads)
             ]
-            kernels = sum(solution.record.spec.role == "kernel" for solution, _ in taking_part)
+            on_gpu = self.context.machine.is_gpu
+            busy = sum(
+                solution.record.spec.role == "kernel" if on_gpu else uses_torch_compile(solution.sources.values())
+                for solution, _ in taking_part
+            )
             for solution, config in taking_part:
                 member = self.make_member(
-                    plan.definition, solution, config, interpret=solution in plan.interpreted, kernels=kernels
+                    plan.definition, solution, config, interpret=solution in plan.interpreted, busy=busy
                 )
                 stack.callback(member.close)
                 members.append(member)
@@ -115,7 +119,7 @@ class LocalExecutor:
         config: Config,
         *,
         interpret: bool = False,
-        kernels: int = 1,
+        busy: int = 1,
     ) -> Member:
         """A member of this machine, not started yet; broken where the static scan refuses its source.
 
@@ -124,7 +128,7 @@ class LocalExecutor:
             solution: its source.
             config: a value per tunable; empty for the source's own defaults.
             interpret: run it in the Triton interpreter.
-            kernels: how many kernels share the machine's cores while they are verified.
+            busy: how many members compile for long, and so share the machine's cores while they are verified.
         """
         machine = self.context.machine
         findings = scan.scan_sources(solution.record, solution.sources)
@@ -141,7 +145,7 @@ class LocalExecutor:
             interpret=interpret,
             limits=Limits(
                 arena_bytes=min(4 << 30, machine.memory_bytes // 32) if machine.is_gpu else CPU_ARENA_BYTES,
-                envelope_workers=envelope_workers(kernels) if machine.is_gpu or compiles else 1,
+                envelope_workers=envelope_workers(busy) if machine.is_gpu or compiles else 1,
             ),
             broken=Failure("REJECTED", f"the static scan: {'; '.join(hard)}", gate="scan") if hard else None,
             notes=tuple(str(finding) for finding in scan.soft_findings(findings)),

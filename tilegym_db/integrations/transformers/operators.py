@@ -2,8 +2,8 @@
 
 A compiler sees an operator with known output shapes and strides, and neither Python nor counters. When it runs, the call goes to
 the call site that ``site`` names, which decides by what it is given, as in eager mode; what no kernel serves, the Definition's
-stock solution computes into the same layout. Tracing for a backend that lowers operators, a call that would be left to stock at
-the shapes at hand is replaced by the operations of the stock solution, so that the compiler can fuse them.
+stock solution computes into the same layout. Tracing for a backend that lowers operators, a call for which no kernel pays inside
+compiled code at the shapes at hand is replaced by the operations of the stock solution, so that the compiler can fuse them.
 
 Raw library operators, not ``torch.library.custom_op``: a call costs a seventh.
 """
@@ -114,7 +114,7 @@ class OperatorSite:
         return outputs.view(*first.shape[:-1], outputs.shape[-1])
 
     def is_left_to_stock(self, *inputs: Any) -> bool:
-        """Whether a call of these symbolic sizes would be, at the sizes they stand for; False where those are unknown."""
+        """Whether compiled code leaves a call to stock at the sizes that its symbols stand for; False where those are unknown."""
         with unset_fake_temporarily():
             hinted = [_with_hints(value) if isinstance(value, torch.Tensor) else value for value in inputs]
             if any(value is None for value in hinted):

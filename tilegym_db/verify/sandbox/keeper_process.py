@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tilegym_db.verify.sandbox.nursery import KEEPER_CHANNEL, MAX_PACKET
+from tilegym_db.verify.sandbox.scratch import scratch_folder
 
 __all__ = ["KEEPER_CHANNEL", "KeeperProcess", "NurseryLost", "start_keeper", "start_nursery"]
 
@@ -84,16 +85,12 @@ class _Nursery:
     def __init__(self, environment: Mapping[str, str], head_start: Path | None) -> None:
         self._lock = threading.Lock()
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the nursery
+        self._folders = contextlib.ExitStack()
+        started_with = [head_start, self._folders.enter_context(scratch_folder())] if head_start is not None else []
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "tilegym_db.verify.sandbox.nursery",
-                    *([str(head_start)] if head_start else []),
-                ],
+                [sys.executable, "-P", "-m", "tilegym_db.verify.sandbox.nursery", *map(str, started_with)],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=self._said,
@@ -149,6 +146,7 @@ class _Nursery:
         self._process.kill()
         self._process.wait()
         self._said.close()
+        self._folders.close()
 
 
 _nurseries: dict[tuple[int, frozenset[tuple[str, str]], Path | None], _Nursery] = {}
@@ -196,9 +194,9 @@ def start_keeper(
     Raises:
         NurseryLost: the nursery ended, or does not answer, twice.
     """
-    for last in (False, True):
+    for begin, last in ((head_start, False), (None, True)):  # a head start is worth some time, not a worker
         try:
-            return _nursery(common, head_start).fork(environment, folder, channel)
+            return _nursery(common, begin).fork(environment, folder, channel)
         except NurseryLost:
             if last:
                 raise

@@ -1,10 +1,11 @@
 """The nursery: a trusted process that has PyTorch imported, from which keepers are forked. ``python -m`` starts it.
 
-Importing PyTorch is most of what the start of a worker takes. The nursery does it once, and never anything else: it starts no
-thread of its own, touches no device and sees nothing of what it is asked for but an environment and a folder. With a folder as
-its argument it takes a head start (:mod:`tilegym_db.backends.inductor`), for Solutions that use torch.compile. On standard input
-it has a socket; each packet asks for one keeper and brings the three files that it gets: its standard input, its standard output
-and the worker's channel. The answer is the keeper's process id with a descriptor of the process. It ends when the socket does.
+Importing PyTorch is most of what the start of a worker takes. The nursery does it once: it runs nothing of any Solution, keeps no
+thread, touches no device and sees nothing of what it is asked for but an environment and a folder. With two folders as its
+arguments it takes a head start first (:mod:`tilegym_db.backends.inductor`), for Solutions that use torch.compile. On standard
+input it has a socket; each packet asks for one keeper and brings the three files that it gets: its standard input, its standard
+output and the worker's channel. The answer is the keeper's process id with a descriptor of the process. It ends when the socket
+does.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def main() -> None:
         with contextlib.suppress(ImportError):  # the worker meets it again, and says what is missing
             importlib.import_module(name)
     if len(sys.argv) > 1:
-        _take_head_start(Path(sys.argv[1]))
+        _take_head_start(*map(Path, sys.argv[1:3]))
     gc.freeze()  # a collection in a fork would copy every page that holds an object
     orders = socket.socket(fileno=os.dup(0))
     while True:
@@ -71,13 +72,18 @@ def main() -> None:
         reap()
 
 
-def _take_head_start(folder: Path) -> None:
-    from tilegym_db.backends.inductor import take_head_start
+def _take_head_start(folder: Path, private: Path) -> None:
+    """Have inductor ready for the forks; where that fails, this program begins again and does without."""
+    from tilegym_db.backends.inductor import forget_head_start, take_head_start
 
+    before = dict(os.environ)
     try:
-        take_head_start(folder)
+        take_head_start(folder, private)
     except Exception:  # whatever a compiler that is missing or broken raises: a worker meets it again, and says so
         traceback.print_exc()
+        forget_head_start(folder)
+        # What failed half way is remembered all over inductor, and forks must not begin with that.
+        os.execve(sys.executable, [sys.executable, "-P", "-m", "tilegym_db.verify.sandbox.nursery"], before)
 
 
 def _become_keeper(environment: dict[str, str], folder: str, files: list[int]) -> int:

@@ -124,13 +124,14 @@ class WorkerProcess:
         self._channel.setblocking(False)
         with channel:
             self._keeper = self._start_keeper(environment or {}, channel.fileno(), head_start)
+            begun_with = [head_start] if head_start is not None and head_start.is_dir() else []
             spec = WorkerSpec(
                 confinement=Confinement(level) if isinstance(level, int) else level,
                 bounds=bounds or ResourceBounds.of_machine(),
                 device=device,
                 folder=str(self.folder),
                 channel=KEEPER_CHANNEL,
-                readable=tuple(str(path.resolve()) for path in (*readable, script, head_start) if path is not None),
+                readable=tuple(str(path.resolve()) for path in (*readable, *([script] if script else []), *begun_with)),
                 hidden=(str(home()),),
                 script=str(script.resolve()) if script else None,
                 protected=(
