@@ -32,7 +32,7 @@ class Limits:
 
 LIMITS: dict[str, Limits] = {
     "float64": Limits(1e-12, 1e-10, 1e-11),
-    "float32": Limits(1e-5, 1e-5, 5e-5),
+    "float32": Limits(2e-5, 1e-5, 5e-5),
     "tf32": Limits(1e-3, 2e-3, 5e-3),
     "float16": Limits(6e-4, 2e-3, 4e-3),
     "bfloat16": Limits(4e-3, 1.6e-2, 3e-2),
