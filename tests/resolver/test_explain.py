@@ -42,6 +42,17 @@ def test_json_has_the_same_for_programs(shop: Any, publish_kernel: Callable[...,
     )
     assert answer["evidence"]["measurement"]["latency_us"] == 50.0
     assert [item["solution"] for item in answer["rejected"]] == ["scale_rows_stock"]
+    assert answer["left_to_compilers"] is None
+
+
+def test_a_pick_that_compiled_code_does_without_is_said_to_be_one(shop: Any, stock: Any, kernel: Any) -> None:
+    shop.publish([shop.entry("scale_rows", {"M": 4, "N": 8}, [shop.candidate(kernel, 5.0)], dtypes={"T": "float32"})])
+    result = run(*POINT)
+    assert "picked" in result.stdout
+    assert "under torch.compile stock code runs: a call of 5.00 us is left to the compiler" in " ".join(
+        result.output.split()
+    )
+    assert json.loads(run(*POINT, "--json").stdout)["left_to_compilers"].startswith("a call of 5.00 us")
 
 
 def test_no_verified_solution_exits_3_and_names_what_runs(shop: Any, stock: Any, kernel: Any) -> None:

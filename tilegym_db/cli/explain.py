@@ -111,6 +111,8 @@ def parse_scalar(text: str) -> Scalar:
 
 def describe(request: Request, decision: Decision, stock: str | None) -> dict[str, Any]:
     """The decision as plain values: what ``--json`` prints, and what the table is made of."""
+    from tilegym_db.resolver import not_in_compiled_code
+
     evidence, chosen = decision.evidence, decision.evidence.candidate
     return {
         "definition": request.definition.name,
@@ -123,6 +125,7 @@ def describe(request: Request, decision: Decision, stock: str | None) -> dict[st
         "solution": decision.solution.name if decision.solution else None,
         "stock": stock,
         "config": decision.config,
+        "left_to_compilers": not_in_compiled_code(decision) if decision.solution else None,
         "evidence": {
             "source": evidence.source,
             "reason": evidence.reason,
@@ -146,6 +149,8 @@ def _print(answer: dict[str, Any]) -> None:
             *(_row("", item, item["reason"]) for item in answer["rejected"]),
         ],
     )
+    if answer["left_to_compilers"]:
+        note(f"In code under torch.compile stock code runs: {answer['left_to_compilers']}.")
     if evidence["published"]:
         note(f"Measured on {evidence['gpu']}, published {evidence['published']}. Speedup is against stock code.")
     elif answer["solution"] is None:

@@ -1,6 +1,6 @@
 """Which verified kernel serves a call: a published table, a pure decision, and a call site's cache."""
 
-from tilegym_db.resolver.decide import Decision, Evidence, Rejection, decide
+from tilegym_db.resolver.decide import Decision, Evidence, Rejection, decide, not_in_compiled_code
 from tilegym_db.resolver.request import Request, make_request
 from tilegym_db.resolver.resolve import (
     Resolved,
@@ -26,6 +26,7 @@ __all__ = [
     "decide_request",
     "load_table",
     "make_request",
+    "not_in_compiled_code",
     "resolve",
     "stock_solution",
     "unavailable_languages",
