@@ -17,6 +17,7 @@ from tilegym_db.integrations.transformers.proof import allowed_error
 from tilegym_db.integrations.transformers.workloads import new_workloads, workload_of
 from tilegym_db.records import Workload
 from tilegym_db.records.layouts import layout_strides
+from tilegym_db.verify.tolerance import LIMITS
 
 OF_STOCK = """\
     computed = stock.run({inputs})
@@ -217,7 +218,7 @@ def _is_tensor(value: Any) -> bool:
 def test_what_stock_errs_by_decides_and_nobody_must_beat_one_rounding() -> None:
     assert allowed_error(3e-3, 1e-3, torch.bfloat16) == pytest.approx(6e-3)
     assert allowed_error(0.0, 1e-3, torch.bfloat16) == pytest.approx(2e-3)
-    assert allowed_error(5e-8, 2e-8, torch.float32) == 1e-5
+    assert allowed_error(5e-8, 2e-8, torch.float32) == LIMITS["float32"].tau
 
 
 # -- captured calls as workloads --------------------------------------------------------------------------------------

@@ -111,6 +111,7 @@ def _check_close(name: str, actual: torch.Tensor, oracle: torch.Tensor, limits: 
 
     rel_fro, worst_row = relative_error(actual, oracle, limits.atol), int(row_rel.argmax())
     limit = min(max(limits.tau, E_BASE_FACTOR * e_base), TAU_CAP * limits.tau)
+    most = WORST_ROW_FACTOR * min(max(limits.row_tau or limits.tau, E_BASE_FACTOR * e_base), TAU_CAP * limits.tau)
     worst_row_rel = float(row_rel[worst_row])
     figures = (rel_fro, worst_row_rel, float(error.max()), 1.0 - float(wrong.double().mean()))
 
@@ -120,8 +121,7 @@ def _check_close(name: str, actual: torch.Tensor, oracle: torch.Tensor, limits: 
         worst_row = row_of_most(mask_wrong)
     elif actual.numel() >= MIN_ELEMENTS_FOR_NORMS and rel_fro > limit:
         gate, what = "rel_fro", f"relative Frobenius error {rel_fro:.3g} exceeds {limit:.3g}"
-    elif actual.numel() >= MIN_ELEMENTS_FOR_NORMS and worst_row_rel > WORST_ROW_FACTOR * limit:
-        most = WORST_ROW_FACTOR * limit
+    elif actual.numel() >= MIN_ELEMENTS_FOR_NORMS and worst_row_rel > most:
         gate, what = "worst_row", f"row {worst_row} has relative error {worst_row_rel:.3g}, more than {most:.3g}"
     elif bool(wrong.any()):
         rule = f"rtol {limits.rtol:g} and {limits.a:g} of the row's rms"
