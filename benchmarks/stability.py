@@ -40,7 +40,7 @@ from tilegym_db.bench.tracing import RunContext
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Workload, axes_key
 from tilegym_db.records.trace import PROCESS_NOISE_US
-from tilegym_db.verify.sandbox.scratch import scratch_folder
+from tilegym_db.scratch import scratch_folder
 
 RIGOR = replace(SCREEN, fuzz_cases=1, baseline_fuzz_cases=1)
 NOISE = 0.02

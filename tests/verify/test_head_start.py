@@ -14,18 +14,11 @@ from tilegym_db.backends.inductor import head_start_folder, take_head_start, use
 from tilegym_db.verify.sandbox.process import WorkerProcess
 
 BEGIN = """
-import sys
 from pathlib import Path
 from tilegym_db.backends.inductor import use_own_folders
-from tilegym_db.verify.sandbox.protocol import Channel
 began_with = 'torch._inductor.codecache' in sys.modules
 use_own_folders()
 import torch
-channel = Channel(int(sys.argv[1]))
-channel.send({'id': 0, 'ok': True})
-request = channel.receive()
-def answer(**content):
-    channel.send({'id': request['id'], 'ok': True, **content})
 def built():
     return sorted({path.suffix for path in Path.cwd().rglob('*') if path.suffix in ('.so', '.gch')})
 """
@@ -40,19 +33,9 @@ def folder() -> Path:
 
 
 @pytest.fixture
-def start(tmp_path):
-    """Starts workers with a program of their own; all of them end with the test."""
-    started: list[WorkerProcess] = []
-
-    def start(body: str = "answer()", **arguments) -> WorkerProcess:
-        script = tmp_path / f"{len(started)}.py"
-        script.write_text(BEGIN + body)
-        started.append(WorkerProcess("cpu", tmp_path / f"worker-{len(started)}", script=script, **arguments))
-        return started[-1]
-
-    yield start
-    for worker in started:
-        worker.close()
+def start(peer):
+    """Starts workers that run these lines, confined as this machine can."""
+    return lambda body="answer()", **options: peer(BEGIN + body, level=None, **options)
 
 
 def ask(worker: WorkerProcess) -> dict[str, object]:

@@ -228,7 +228,7 @@ SUPERVISOR = """
 import sys, time
 from pathlib import Path
 from tilegym_db.verify.sandbox.process import WorkerProcess
-from tilegym_db.verify.sandbox.scratch import scratch_folder
+from tilegym_db.scratch import scratch_folder
 with scratch_folder(Path(sys.argv[1])) as folder:
     script, level = Path(sys.argv[2]), int(sys.argv[3])
     workers = [WorkerProcess("cpu", folder / str(number), level=level, script=script) for number in range(2)]

@@ -11,6 +11,7 @@ renaming, when ``python -m tilegym_db.backends.inductor FOLDER`` has made them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib
 import importlib.metadata
@@ -22,12 +23,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import platformdirs
+
+from tilegym_db.scratch import scratch_folder
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
 __all__ = ["forget_head_start", "head_start_folder", "take_head_start", "use_own_folders", "uses_torch_compile"]
 
 BUILD_TIMEOUT_S = 120.0
-UNFINISHED_GRACE_S = 3600.0
 _HEADERS = "precompiled_headers"
 _INSTRUCTION_SETS_OK = "vec_isa_ok"
 _RESULT, _WORK = "result", "work"
@@ -61,6 +62,7 @@ def head_start_folder() -> Path | None:
     return parent / f"inductor-{_fingerprint()}"
 
 
+@functools.cache  # asked for at the start of every worker
 def _fingerprint() -> str:
     compiler = shutil.which("g++") or ""
     built = os.stat(compiler).st_mtime_ns if compiler else 0
@@ -105,9 +107,8 @@ def take_head_start(folder: Path, private: Path) -> None:
 
 def forget_head_start(folder: Path) -> None:
     """Remove what did not work, so that the next session makes it anew."""
-    with contextlib.suppress(OSError):
-        aside = folder.rename(folder.with_name(f"{folder.name}.{os.getpid()}.part"))
-        shutil.rmtree(aside, ignore_errors=True)
+    with contextlib.suppress(OSError), scratch_folder(folder.parent) as aside:
+        folder.rename(aside / folder.name)
 
 
 def use_own_folders() -> None:
@@ -128,7 +129,6 @@ def _keep_headers_in(headers: Path, locks: Path) -> None:
 
 def _environment(private: Path) -> dict[str, str]:
     return {
-        "USER": "worker",
         "TORCHINDUCTOR_CACHE_DIR": str(private / "cache"),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
     }
@@ -158,12 +158,7 @@ def _normalise(x: torch.Tensor) -> torch.Tensor:
 
 def _make(folder: Path) -> None:
     """Have a process of its own make the folder; it appears whole or not at all, and whoever is first wins."""
-    for leftover in folder.parent.glob("inductor-*.part"):
-        with contextlib.suppress(OSError):
-            if time.time() - leftover.stat().st_mtime > UNFINISHED_GRACE_S:
-                shutil.rmtree(leftover, ignore_errors=True)
-    part = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".part", dir=folder.parent))
-    try:
+    with scratch_folder(folder.parent) as part:
         maker = subprocess.Popen(
             [sys.executable, "-P", "-m", "tilegym_db.backends.inductor", str(part)],
             stdin=subprocess.DEVNULL,
@@ -180,8 +175,6 @@ def _make(folder: Path) -> None:
             raise RuntimeError(f"inductor made no kernel (exit status {failed})")
         with contextlib.suppress(OSError):  # another process was sooner
             (part / _RESULT).rename(folder)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def main(part: Path) -> None:

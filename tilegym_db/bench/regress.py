@@ -37,10 +37,10 @@ from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import NotFoundError, RecordError, UsageError, did_you_mean
 from tilegym_db.paths import home
 from tilegym_db.records import Definition, Solution, Trace, Workload, axes_key
+from tilegym_db.scratch import scratch_folder
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.ingest import ingest_journals
 from tilegym_db.store.queries import solutions_of_run
-from tilegym_db.verify.sandbox.scratch import scratch_folder
 
 __all__ = ["RegressionReport", "regress"]
 

@@ -14,8 +14,8 @@ from tilegym_db.errors import UsageError, did_you_mean
 from tilegym_db.records import Config
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.layouts import layout_strides
+from tilegym_db.scratch import scratch_folder
 from tilegym_db.verify.inputs import DISTRIBUTIONS, Case
-from tilegym_db.verify.sandbox.scratch import scratch_folder
 from tilegym_db.verify.verifier import Failure, Verdict
 
 __all__ = ["Reproduction", "reproduce"]

@@ -22,13 +22,13 @@ from tilegym_db.paths import home
 from tilegym_db.records import Trace
 from tilegym_db.records.peaks import GpuPeaks
 from tilegym_db.records.trace import new_run_id
+from tilegym_db.scratch import scratch_folder
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.ingest import ingest_journals
 from tilegym_db.store.journal import Journal
 from tilegym_db.store.queries import done_keys, failed_screen, read_peaks, tuned_configs
 from tilegym_db.verify.sandbox.levels import best_level
 from tilegym_db.verify.sandbox.process import prepare_workers
-from tilegym_db.verify.sandbox.scratch import scratch_folder
 
 __all__ = ["BenchReport", "Observer", "benchmark", "promote", "run_plan"]
 

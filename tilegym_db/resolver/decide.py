@@ -277,7 +277,7 @@ def _later_launched(candidate: Candidate, stock: Candidate | None) -> str | None
 
 
 def _fastest(eligible: Sequence[Candidate], incumbent: str | None) -> tuple[Candidate, list[Rejection]]:
-    """The lowest latency; inside its noise the incumbent, else what is launched soonest; and why each of the others lost.
+    """The lowest latency; inside its noise the incumbent, else what is launched clearly sooner; and why each of the others lost.
 
     Small kernels take a few microseconds on the device whoever wrote them, and several times that to launch: there the
     host decides how fast a model is.

@@ -110,8 +110,9 @@ def _check_close(name: str, actual: torch.Tensor, oracle: torch.Tensor, limits: 
     wrong = (error_rows > bound).reshape(actual.shape) | mask_wrong
 
     rel_fro, worst_row = relative_error(actual, oracle, limits.atol), int(row_rel.argmax())
-    limit = min(max(limits.tau, E_BASE_FACTOR * e_base), TAU_CAP * limits.tau)
-    most = WORST_ROW_FACTOR * min(max(limits.row_tau or limits.tau, E_BASE_FACTOR * e_base), TAU_CAP * limits.tau)
+    allowed, cap = E_BASE_FACTOR * e_base, TAU_CAP * limits.tau
+    limit = min(max(limits.tau, allowed), cap)
+    most = WORST_ROW_FACTOR * min(max(limits.row_tau or limits.tau, allowed), cap)
     worst_row_rel = float(row_rel[worst_row])
     figures = (rel_fro, worst_row_rel, float(error.max()), 1.0 - float(wrong.double().mean()))
 

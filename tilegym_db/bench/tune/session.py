@@ -30,12 +30,12 @@ from tilegym_db.paths import home
 from tilegym_db.records import Config, Definition, Trace, Workload, axes_key
 from tilegym_db.records.solution import config_id
 from tilegym_db.records.trace import new_run_id
+from tilegym_db.scratch import scratch_folder
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.ingest import ingest_journals
 from tilegym_db.store.journal import Journal
 from tilegym_db.store.queries import done_keys, failed_screen, tuned_configs
 from tilegym_db.store.tuning import TuningLog, TuningStep, read_tuning_steps
-from tilegym_db.verify.sandbox.scratch import scratch_folder
 from tilegym_db.verify.verifier import Failure
 
 __all__ = ["DEFAULT_BUDGET_S", "TuneObserver", "TuneReport", "Tuned", "tune"]

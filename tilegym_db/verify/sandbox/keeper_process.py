@@ -17,8 +17,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from tilegym_db.scratch import scratch_folder
 from tilegym_db.verify.sandbox.nursery import KEEPER_CHANNEL, MAX_PACKET
-from tilegym_db.verify.sandbox.scratch import scratch_folder
 
 __all__ = ["KEEPER_CHANNEL", "KeeperProcess", "NurseryLost", "start_keeper", "start_nursery"]
 

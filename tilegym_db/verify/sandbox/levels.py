@@ -7,8 +7,8 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from tilegym_db.scratch import scratch_folder
 from tilegym_db.verify.sandbox.landlock import SIGNAL_SCOPE_VERSION, landlock_version
-from tilegym_db.verify.sandbox.scratch import scratch_folder
 from tilegym_db.verify.sandbox.spec import Confinement, ProcWrites
 
 __all__ = ["Sandbox", "best_level", "choices"]

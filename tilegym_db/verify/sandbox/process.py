@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tilegym_db.paths import home
+from tilegym_db.scratch import remove_tree
 from tilegym_db.verify.sandbox import protocol
 from tilegym_db.verify.sandbox.bounds import ResourceBounds
 from tilegym_db.verify.sandbox.keeper_process import (
@@ -32,7 +33,6 @@ from tilegym_db.verify.sandbox.keeper_process import (
 from tilegym_db.verify.sandbox.levels import Sandbox, best_level
 from tilegym_db.verify.sandbox.processes import descendants, kill_descendants, processor_us, queued_us
 from tilegym_db.verify.sandbox.reply import Reply, storable
-from tilegym_db.verify.sandbox.scratch import remove_tree
 from tilegym_db.verify.sandbox.spec import Confinement, WorkerSpec
 
 __all__ = [
