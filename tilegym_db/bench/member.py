@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,7 @@ from tilegym_db.verify.gates import OutputVerdict
 from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.ownership import KernelUse
 from tilegym_db.verify.sandbox.arena import Arena, plan_slot
+from tilegym_db.verify.sandbox.bounds import available_processors
 from tilegym_db.verify.sandbox.process import Reply, WorkerDied, WorkerProcess, WorkerTimeout
 from tilegym_db.verify.shapes import fuzz_cases
 from tilegym_db.verify.verifier import Expected, Failure, Verdict, judge, read_outputs, same_bytes, verify_slot
@@ -474,7 +474,7 @@ class Member:
 
 def envelope_workers(members: int) -> int:
     """How many processes each of the members may use for its fuzz envelope on this machine."""
-    return max(1, min(MAX_ENVELOPE_WORKERS, (os.cpu_count() or 1) // max(members, 1)))
+    return max(1, min(MAX_ENVELOPE_WORKERS, available_processors() // max(members, 1)))
 
 
 def _are_times(value: object, count: int) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,7 +32,7 @@ from tilegym_db.records.peaks import GpuPeaks
 from tilegym_db.records.trace import Audit, Performance
 from tilegym_db.verify import scan
 from tilegym_db.verify.ownership import Ownership
-from tilegym_db.verify.sandbox.bounds import available_memory
+from tilegym_db.verify.sandbox.bounds import available_memory, available_processors
 from tilegym_db.verify.verifier import Failure
 
 __all__ = ["LocalExecutor"]
@@ -214,7 +213,7 @@ class LocalExecutor:
         lost: list[Member] = []
         with (
             ThreadPoolExecutor(max_workers=1) as drawing,
-            ThreadPoolExecutor(max_workers=max(1, min(len(tasks), os.cpu_count() or 1))) as verifying,
+            ThreadPoolExecutor(max_workers=max(1, min(len(tasks), available_processors()))) as verifying,
         ):
             for bout in bouts:
                 bout.contents = drawing.submit(

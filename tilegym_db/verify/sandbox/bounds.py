@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ResourceBounds", "Usage", "available_memory", "violation"]
+__all__ = ["ResourceBounds", "Usage", "available_memory", "available_processors", "violation"]
 
 _MIB = 1 << 20
 _MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -64,6 +64,11 @@ def violation(usage: Usage, bounds: ResourceBounds) -> str | None:
 def available_memory() -> int:
     """Bytes of this machine's memory; in a container what that may have: beyond it the kernel kills whom it likes."""
     return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_container_limits()])
+
+
+def available_processors() -> int:
+    """How many processors this process may run on."""
+    return len(os.sched_getaffinity(0))
 
 
 def _container_limits() -> list[int]:
