@@ -179,6 +179,11 @@ def compare(options: argparse.Namespace) -> int:
             "tilegym-db, screen tier", folder, folder / "caches-ours", ["--side", "ours", "--gpu", options.gpu, *quick]
         )
         lines = [ours]
+        print(f"on {ours.report.device}")
+        print(
+            f"{'':38}{'pairs':>6}{'timed':>7}{'samples':>9}{'start s':>10}{'work s':>8}{'pairs/min':>10}{'with start':>12}"
+        )
+        print(ours, flush=True)
         mean = ours.report.samples / ours.report.timed if ours.report.timed else 0
         matched = max(1, round(mean / TRIALS))
         for label, iterations in (("as many samples", matched), ("its default", DEFAULT_ITERATIONS)):
@@ -191,12 +196,7 @@ def compare(options: argparse.Namespace) -> int:
                 print(f"flashinfer-bench refuses this machine: {line.report.refused}")
                 break
             lines.append(line)
-    print(f"on {ours.report.device}")
-    print(
-        f"{'':38}{'pairs':>6}{'timed':>7}{'samples':>9}{'start s':>10}{'work s':>8}{'pairs/min':>10}{'with start':>12}"
-    )
-    for line in lines:
-        print(line)
+            print(line, flush=True)
     if options.out:
         content = [
             {"side": line.side, "total_s": line.total_s, "startup_s": line.startup_s, **asdict(line.report)}
