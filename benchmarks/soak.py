@@ -7,16 +7,19 @@ step is one new position of every sequence. What must hold:
 * The next token is stock's, except where stock could not tell either: where the margin between its two best logits is within
   ``MARGIN_FACTOR`` times its own largest error against fp32 in that row.
 * Over all rows, the patched error against fp32 is at most ``ERROR_FACTOR`` times that of stock.
-* After the warm-up, memory does not grow: the slope over the rest of the run, times its length, stays below a limit. PyTorch
-  itself keeps some of the host's memory for every new shape (plans of cuDNN's attention on a GPU; some of its bf16 code on a CPU,
-  which is why a CPU runs fp32 by default). A control run, in which nothing is patched, says how much: ``--against`` allows that.
+* After the warm-up, memory does not grow: the slope over the rest of the run, times its length, stays below a limit.
 * Kernels run, and none fails.
+
+PyTorch itself keeps some of the host's memory for every new shape: plans of cuDNN's attention on a GPU, and some of its bf16 code
+on a CPU, which is why a CPU runs fp32 by default. On a GPU the host's memory is therefore judged only where there is one model,
+as in a real process: ``--alone`` runs the patched one through the same episodes, with no stock to compare it with. With
+``--control`` nothing is patched, which says how much PyTorch keeps; ``--against`` allows as much to the same run, patched.
 
     python benchmarks/soak.py --steps 10000                     # Llama-3.2-1B's sizes, few layers, bf16, on the GPU
     python benchmarks/soak.py --gpu cpu --steps 200             # a model of a few kilobytes, to try the script itself
-    python benchmarks/soak.py --control --out control.json; python benchmarks/soak.py --against control.json
+    python benchmarks/soak.py --alone --control --out control.json; python benchmarks/soak.py --alone --against control.json
 
-Exits with 1 where one of these does not hold.
+Exits with 1 where one of these does not hold; a control is not judged.
 """
 
 from __future__ import annotations
@@ -53,6 +56,20 @@ SHOWN = 5
 
 
 # -- what is run ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run and its control have in common: the machine, the model, the episodes, and whether the model is alone."""
+
+    gpu: str
+    dtype: str
+    layers: int
+    steps: int
+    longest: int
+    most_steps: int
+    seed: int
+    alone: bool
 
 
 @dataclass(frozen=True)
@@ -174,14 +191,41 @@ def growth_bytes(samples: Sequence[tuple[int, int]]) -> float:
     return slope * (samples[-1][0] - samples[0][0])
 
 
-def memory_growth(
-    samples: Sequence[Sample], steps: int, control: Mapping[str, Mapping[str, float]] | None = None
-) -> dict[str, dict[str, float]]:
-    """Per kind of memory: growth after the warm-up in bytes, and the same per 1000 steps.
+def growth_of_control(control: Mapping[str, Any], run: Run) -> float:
+    """What the host's memory grew by in a control of this run, in bytes per 1000 steps.
 
-    ``control`` is that of a run in which nothing was patched; as much for as many steps is allowed on the host beyond the limit.
+    Args:
+        control: what a run with ``--control`` wrote.
+        run: the one that is to be allowed as much.
+
+    Raises:
+        ValueError: it is no control, or one of another run.
     """
-    settled = [sample for sample in samples if sample.steps >= WARM_UP_SHARE * steps]
+    if not control.get("control"):
+        raise ValueError("it is of no control: write one with --control --out")
+    there, here = control["run"], asdict(run)
+    other = [f"{name} {there[name]} there and {here[name]} here" for name in here if there[name] != here[name]]
+    if other:
+        raise ValueError(f"it is the control of another run ({'; '.join(other)}): give both the same options")
+    growth: float = control["memory_growth"]["host"]["bytes_per_1000_steps"]
+    return growth
+
+
+def why_not_judged(kind: str, run: Run) -> str:
+    """Why the growth of one kind of memory says nothing about a patch in this run; empty where it is judged."""
+    if kind == "host" and run.gpu != "cpu" and not run.alone:
+        return (
+            "PyTorch keeps attention's plans of the patched model and of stock here; --alone judges the host's memory"
+        )
+    return ""
+
+
+def memory_growth(samples: Sequence[Sample], run: Run, control: float = 0) -> dict[str, dict[str, Any]]:
+    """Per kind of memory: growth after the warm-up in bytes, the same per 1000 steps, the limit, and why it is not judged.
+
+    ``control`` is :func:`growth_of_control`; as much for as many steps is allowed on the host beyond the limit.
+    """
+    settled = [sample for sample in samples if sample.steps >= WARM_UP_SHARE * run.steps]
     series = {"host": [(sample.steps, sample.host) for sample in settled]}
     on_gpu = [(sample.steps, sample.gpu) for sample in settled if sample.gpu is not None]
     if on_gpu:
@@ -189,30 +233,70 @@ def memory_growth(
     found = {}
     for kind, points in series.items():
         grown = growth_bytes(points)
-        per_1000 = grown / (points[-1][0] - points[0][0]) * 1000
-        limit = MAX_GROWTH_BYTES[kind]
-        if control is not None and kind == "host":
-            limit += max(0, round(control[kind]["bytes_per_1000_steps"] * (points[-1][0] - points[0][0]) / 1000))
-        found[kind] = {"bytes": round(grown), "bytes_per_1000_steps": round(per_1000), "limit": limit}
+        thousands = (points[-1][0] - points[0][0]) / 1000
+        allowed = max(0, round(control * thousands)) if kind == "host" else 0
+        found[kind] = {
+            "bytes": round(grown),
+            "bytes_per_1000_steps": round(grown / thousands),
+            "limit": MAX_GROWTH_BYTES[kind] + allowed,
+            "not_judged": why_not_judged(kind, run),
+        }
     return found
 
 
-def violations(results: dict[str, Any]) -> list[str]:
+class Comparison:
+    """The twin's logits beside those of stock and of the precise model, over all episodes."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.wrong: list[str] = []
+        self._totals = torch.zeros(SQUARES + 1, dtype=torch.float64)
+
+    def add(self, index: int, episode: Episode, figures: torch.Tensor) -> None:
+        """Count the figures [rows, 6] of the episode with this number."""
+        self.rows, self._totals = self.rows + len(figures), self._totals + figures.sum(0)
+        for row in wrong_rows(figures).nonzero().flatten().tolist():
+            step, sequence = divmod(row, len(episode.lengths))
+            margin, worst = figures[row, MARGIN].item(), figures[row, STOCK_WORST].item()
+            self.wrong.append(
+                f"episode {index} ({episode}), step {step}, row {sequence}: margin {margin:.3g}, error {worst:.3g}"
+            )
+
+    def results(self) -> dict[str, Any]:
+        """What came of it."""
+        sums = self._totals.tolist()
+        return {
+            "tokens": self.rows,
+            "differing_tokens": int(sums[DIFFERS]),
+            "wrong_tokens": self.wrong,
+            "error_against_precise": {
+                "stock": math.sqrt(sums[STOCK_SQUARES] / sums[SQUARES]),
+                "patched": math.sqrt(sums[PATCHED_SQUARES] / sums[SQUARES]),
+            },
+        }
+
+
+def violations(results: Mapping[str, Any]) -> list[str]:
     """What does not hold; empty where all is well."""
-    found = [f"another token than stock, which could tell: {row}" for row in results["wrong_tokens"][:SHOWN]]
-    if len(results["wrong_tokens"]) > SHOWN:
-        found.append(f"and {len(results['wrong_tokens']) - SHOWN} tokens more")
-    errors = results["error_against_precise"]
-    if not errors["patched"] <= ERROR_FACTOR * errors["stock"]:
-        found.append(f"error against the precise model: {errors['patched']:.3g} patched, {errors['stock']:.3g} stock")
+    found = [] if results["comparison"] is None else _unlike_stock(results["comparison"])
     for kind, growth in results["memory_growth"].items():
-        if not growth["bytes"] <= growth["limit"]:
+        if not growth["not_judged"] and not growth["bytes"] <= growth["limit"]:
             found.append(
                 f"{kind} memory grew by {growth['bytes']:,} bytes after the warm-up; {growth['limit']:,} are allowed"
             )
     if not any(results["hits"].values()):
         found.append("no kernel ran: the report says why")
     return found + [f"a kernel failed: {failure}" for failure in results["failures"]]
+
+
+def _unlike_stock(comparison: Mapping[str, Any]) -> list[str]:
+    wrong, errors = comparison["wrong_tokens"], comparison["error_against_precise"]
+    found = [f"another token than stock, which could tell: {row}" for row in wrong[:SHOWN]]
+    if len(wrong) > SHOWN:
+        found.append(f"and {len(wrong) - SHOWN} tokens more")
+    if not errors["patched"] <= ERROR_FACTOR * errors["stock"]:
+        found.append(f"error against the precise model: {errors['patched']:.3g} patched, {errors['stock']:.3g} stock")
+    return found
 
 
 # -- all of it --------------------------------------------------------------------------------------------------------
@@ -230,64 +314,60 @@ def sampled(steps: int, device: str) -> Sample:
     return Sample(steps, host_bytes(), torch.cuda.memory_allocated(device) if device != "cpu" else None)
 
 
-def run_episode(models: Sequence[Any], episode: Episode, seed: int, device: str) -> torch.Tensor:
-    """The prompt and every step on all three models; the figures [rows, 6] on the CPU."""
+def run_episode(models: Sequence[Any], episode: Episode, seed: int, device: str) -> torch.Tensor | None:
+    """The prompt and every step on each model; the figures [rows, 6] of three on the CPU, None of one that is alone."""
     ids, mask = tokens_of(episode, models[0].config.vocab_size, seed, device)
     readers = [Reader(model, ids, mask, max(episode.lengths)) for model in models]
-    figures = [compared(*(reader() for reader in readers)) for _ in range(episode.steps + 1)]
-    return torch.cat(figures).cpu()
+    figures = []
+    for _ in range(episode.steps + 1):
+        logits = [reader() for reader in readers]
+        if len(logits) > 1:
+            figures.append(compared(*logits))
+    return torch.cat(figures).cpu() if figures else None
 
 
 def soak(
-    model: Any,
-    device: str,
-    steps: int,
-    longest: int,
-    most_steps: int,
-    seed: int,
-    control: Mapping[str, Mapping[str, float]] | None = None,
-    *,
-    patches: bool = True,
+    model: Any, device: str, run: Run, control: float = 0, *, patches: bool = True
 ) -> tuple[dict[str, Any], Handle | None]:
-    """Run all episodes on a patched twin, the model and a precise copy; what came of it, and the handle of the patch.
+    """Run all episodes on a patched twin, the model and a precise copy, or on the patched model alone.
 
-    ``control`` is the growth of a run without ``patches``, in which the twin stays stock and there is no handle.
+    Args:
+        model: is stock; patched from then on where it runs alone.
+        device: where it lies.
+        run: what to run.
+        control: what :func:`growth_of_control` says.
+        patches: False for a control, in which the twin stays stock.
+
+    Returns:
+        What came of it, and the handle of the patch; None for a control.
     """
-    patched, precise = twin_of(model), copy.deepcopy(model)
-    precise.to(torch.float64 if model.dtype == torch.float32 else torch.float32)
+    patched = model if run.alone else twin_of(model)
+    models, comparison = [patched], None
+    if not run.alone:
+        precise = copy.deepcopy(model).to(torch.float64 if model.dtype == torch.float32 else torch.float32)
+        models, comparison = [patched, model, precise], Comparison()
     handle = patch(patched) if patches else None
-    totals = torch.zeros(6, dtype=torch.float64)
-    wrong: list[str] = []
     samples: list[Sample] = []
-    done = rows = 0
+    done = 0
     begin = time.perf_counter()
     with torch.inference_mode():
-        for index, episode in enumerate(episodes(steps, longest, most_steps, seed)):
-            figures = run_episode((patched, model, precise), episode, seed + index, device)
-            done, rows, totals = done + episode.steps, rows + len(figures), totals + figures.sum(0)
-            for row in wrong_rows(figures).nonzero().flatten().tolist():
-                step, sequence = divmod(row, len(episode.lengths))
-                margin, worst = figures[row, MARGIN].item(), figures[row, STOCK_WORST].item()
-                wrong.append(
-                    f"episode {index} ({episode}), step {step}, row {sequence}: margin {margin:.3g}, error {worst:.3g}"
-                )
+        for index, episode in enumerate(episodes(run.steps, run.longest, run.most_steps, run.seed)):
+            figures = run_episode(models, episode, run.seed + index, device)
+            if comparison is not None and figures is not None:
+                comparison.add(index, episode, figures)
+            done += episode.steps
             samples.append(sampled(done, device))
             if index % 50 == 0:
-                say(f"{done} of {steps} steps, {int(totals[DIFFERS])} of {rows} tokens differ, {len(wrong)} wrongly")
-    sums = totals.tolist()
+                said = "" if comparison is None else f", {len(comparison.wrong)} of {comparison.rows} tokens are wrong"
+                say(f"{done} of {run.steps} steps{said}")
     report = handle.report() if handle is not None else None
     results = {
-        "steps": done,
+        "run": asdict(run),
+        "control": handle is None,
         "episodes": len(samples),
         "seconds": round(time.perf_counter() - begin, 1),
-        "tokens": rows,
-        "differing_tokens": int(sums[DIFFERS]),
-        "wrong_tokens": wrong,
-        "error_against_precise": {
-            "stock": math.sqrt(sums[STOCK_SQUARES] / sums[SQUARES]),
-            "patched": math.sqrt(sums[PATCHED_SQUARES] / sums[SQUARES]),
-        },
-        "memory_growth": memory_growth(samples, steps, control),
+        "comparison": None if comparison is None else comparison.results(),
+        "memory_growth": memory_growth(samples, run, control),
         "memory": [asdict(sample) for sample in samples[:: max(1, len(samples) // 50)]],
         "hits": report.hits() if report is not None else {},
         "failures": [failure.summary for failure in report.failures] if report is not None else [],
@@ -306,21 +386,28 @@ def main() -> int:
     parser.add_argument("--episode", type=int, default=64, help="most steps after one prompt")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--alone", action="store_true", help="the patched model only, to judge the host's memory")
     parser.add_argument("--control", action="store_true", help="patch nothing: how much does PyTorch itself keep?")
-    parser.add_argument("--against", type=Path, metavar="FILE", help="what a control run wrote")
+    parser.add_argument("--against", type=Path, metavar="FILE", help="what a control of the same run wrote")
     options = parser.parse_args()
     if min(options.steps, options.layers, options.longest, options.episode) < 1:
         parser.error("--steps, --layers, --longest and --episode are at least 1")
     machine = select_machine(options.gpu)
-    sizes = {**(LLAMA_1B if machine.is_gpu else TINY), "num_hidden_layers": options.layers}
     dtype = options.dtype or ("bfloat16" if machine.is_gpu else "float32")
-    say(f"building {options.layers} layers of {sizes['hidden_size']} in {dtype} on {machine.gpu_name}")
-    model = build(sizes, machine.device, getattr(torch, dtype))
-    control = json.loads(options.against.read_text())["memory_growth"] if options.against else None
-    sizes_of_run = (options.steps, options.longest, options.episode, options.seed)
-    results, handle = soak(model, machine.device, *sizes_of_run, control, patches=not options.control)
+    sizes = (options.layers, options.steps, options.longest, options.episode, options.seed)
+    run = Run(machine.gpu, dtype, *sizes, alone=options.alone)
+    control = 0.0
+    if options.against is not None:
+        try:
+            control = growth_of_control(json.loads(options.against.read_text()), run)
+        except (OSError, ValueError) as error:
+            parser.error(f"--against {options.against}: {error}")
+    shape = {**(LLAMA_1B if machine.is_gpu else TINY), "num_hidden_layers": run.layers}
+    say(f"building {run.layers} layers of {shape['hidden_size']} in {dtype} on {machine.gpu_name}")
+    model = build(shape, machine.device, getattr(torch, dtype))
+    results, handle = soak(model, machine.device, run, control, patches=not options.control)
     found = violations(results) if handle is not None else []
-    results = {"gpu": machine.gpu, "libs": machine.libs, "dtype": dtype, **results, "violations": found}
+    results = {"libs": machine.libs, **results, "violations": found}
     if options.out is not None:
         options.out.write_text(json.dumps(results, indent=1) + "\n")
     if handle is not None:

@@ -116,10 +116,8 @@ def play(
     with scratch_folder() as folder:
         context = RunContext("stability", machine, secrets.randbits(62))
         executor = LocalExecutor(context, folder, effort, RIGOR, lambda trace: None, played=keep)
-        for name, plan in plans.items():
-            chosen = [pair.workload for pair in pairs if pair.definition == name]
-            if chosen:
-                executor.run(replace(plan, workloads=chosen))
+        drawn = {name: [pair.workload for pair in pairs if pair.definition == name] for name in plans}
+        executor.run([replace(plan, workloads=drawn[name]) for name, plan in plans.items() if drawn[name]])
     return rounds
 
 

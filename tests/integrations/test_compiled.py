@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -107,30 +108,57 @@ def test_what_would_be_left_to_stock_is_lowered_to_stock_operations(
     assert all(site.counts.calls == 0 for site in handle.report().sites if site.counts)
 
 
-VIEWS = ("aten.view.default", "aten.transpose.int")
-"""Rows of matrices and back: they move nothing."""
+def operations(model: Any, logits: Any, ids: torch.Tensor) -> Counter[tuple[str, Any]]:
+    """What the lowered graph of a forward consists of, and the shapes of it."""
+    found: Counter[tuple[str, Any]] = Counter()
+
+    def count(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
+        calls = [node for node in graph.graph.nodes if node.op == "call_function"]
+        found.update((str(node.target), getattr(node.meta["val"], "shape", None)) for node in calls)
+        return graph
+
+    torch.compiler.reset()
+    logits(torch.compile(model, backend=aot_autograd(fw_compiler=count), fullgraph=True), ids)
+    return found
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3", "deepseek_v2"])  # phi3's rope promises another layout: a copy more
+@pytest.mark.parametrize("length", [1, 9])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "deepseek_v2"])  # phi3's rope promises another layout: a copy more
 def test_where_no_kernel_pays_a_graph_has_the_operations_of_the_unpatched_model(
-    name: str, logits: Any, build: Any, prompt: Any
+    name: str, length: int, logits: Any, build: Any, prompt: Any
 ) -> None:
-    model = build_one_layer(build, name)
-
-    def operations() -> Counter[str]:
-        found: Counter[str] = Counter()
-
-        def count(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
-            found.update(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
-            return graph
-
-        torch.compiler.reset()
-        logits(torch.compile(model, backend=aot_autograd(fw_compiler=count), fullgraph=True), prompt(2))
-        return Counter({name: count for name, count in found.items() if name not in VIEWS})
-
-    stock = operations()
+    model, ids = build_one_layer(build, name), prompt(2, length)
+    stock = operations(model, logits, ids)
     with patched(model):  # nothing is published
-        assert operations() == stock
+        assert operations(model, logits, ids) == stock
+
+
+def test_a_norm_of_heads_behind_tokens_adds_transpositions_alone(logits: Any, build: Any, prompt: Any) -> None:
+    model, ids = build_one_layer(build, "gemma3"), prompt(2)
+
+    def moving() -> Counter[str]:
+        return Counter(name for name, _ in operations(model, logits, ids).elements() if name != "aten.transpose.int")
+
+    stock = moving()
+    with patched(model):  # nothing is published
+        assert moving() == stock
+
+
+@pytest.mark.parametrize(
+    ("stock", "takes"),
+    [
+        (lambda a, b: torch.nn.functional.silu(a) * b, True),
+        (lambda a, b: a.sum(1, keepdim=True) * b, False),
+        (lambda a, b: a * torch.mv(b, b[0]).unsqueeze(1), False),
+    ],
+)
+def test_stock_code_is_traced_with_leading_axes_only_where_it_computes_the_same_with_them(
+    stock: Any, takes: bool, kernels: Catalog
+) -> None:
+    site, _ = make_site(kernels.definition("swiglu"), kernels)
+    assert site.operator is not None
+    behind = replace(site.operator.behind, stock=stock)
+    assert behind.takes_leading_axes(torch.empty(1, 1, 8), torch.empty(1, 1, 8)) is takes
 
 
 def test_a_graph_that_has_the_operator_computes_what_no_kernel_serves(logits: Any, build: Any, prompt: Any) -> None:

@@ -40,10 +40,11 @@ def test_two_hundred_mixed_steps_are_stocks_and_keep_memory(
     code, results = run(soak, monkeypatch, tmp_path / "soak.json", 200)
     assert results["violations"] == []
     assert code == 0
-    assert results["steps"] == 200
-    assert results["tokens"] > 400
-    assert results["wrong_tokens"] == []
-    assert 0 < results["error_against_precise"]["patched"] == results["error_against_precise"]["stock"] < 1e-5
+    assert results["run"]["steps"] == 200
+    comparison = results["comparison"]
+    assert comparison["tokens"] > 400
+    assert comparison["wrong_tokens"] == []
+    assert 0 < comparison["error_against_precise"]["patched"] == comparison["error_against_precise"]["stock"] < 1e-5
     assert results["hits"]["rms_norm"] == 2 * (200 + results["episodes"])
     assert results["hits"]["attention_prefill"] > 0  # some prompts have no padding
     assert results["memory_growth"].keys() == {"host"}
@@ -53,21 +54,64 @@ def test_a_wrong_kernel_is_found(soak: ModuleType, shop: Any, monkeypatch: pytes
     shop.offer("    for out in {outputs}:\n        out.copy_(-50 * stock.run({inputs}))\n", ops=("swiglu",))
     code, results = run(soak, monkeypatch, tmp_path / "soak.json", 60)
     assert code == 1
-    assert results["wrong_tokens"]
+    assert results["comparison"]["wrong_tokens"]
     assert any(text.startswith("another token than stock, which could tell") for text in results["violations"])
     assert any(text.startswith("error against the precise model") for text in results["violations"])
 
 
-def test_a_control_run_patches_nothing_and_what_it_grew_by_is_allowed_to_another(
+@pytest.mark.parametrize("alone", [(), ("--alone",)])
+def test_a_control_patches_nothing_and_what_it_grew_by_is_allowed_to_the_same_run(
+    alone: tuple[str, ...], soak: ModuleType, kernels: Catalog, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "control.json"
+    code, control = run(soak, monkeypatch, file, 60, "--control", *alone)
+    assert (code, control["control"], control["hits"]) == (0, True, {})
+    assert control["comparison"] is None if alone else control["comparison"]["differing_tokens"] == 0
+    control["memory_growth"]["host"]["bytes_per_1000_steps"] = 10**12
+    file.write_text(json.dumps(control))
+    code, results = run(soak, monkeypatch, tmp_path / "soak.json", 60, "--against", str(file), *alone)
+    assert (code, results["control"], results["violations"]) == (0, False, [])
+    assert results["memory_growth"]["host"]["limit"] > 10**10
+
+
+def test_a_model_alone_runs_its_kernels_through_the_same_episodes_with_nothing_to_compare(
     soak: ModuleType, kernels: Catalog, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    code, control = run(soak, monkeypatch, tmp_path / "control.json", 60, "--control")
-    assert (code, control["hits"], control["differing_tokens"]) == (0, {}, 0)
-    control["memory_growth"]["host"]["bytes_per_1000_steps"] = 10**12
-    (tmp_path / "control.json").write_text(json.dumps(control))
-    code, results = run(soak, monkeypatch, tmp_path / "soak.json", 60, "--against", str(tmp_path / "control.json"))
-    assert code == 0
-    assert results["memory_growth"]["host"]["limit"] > 10**10
+    code, beside = run(soak, monkeypatch, tmp_path / "beside.json", 60)
+    models: list[Any] = []
+    run_episode = soak.run_episode
+    monkeypatch.setattr(soak, "run_episode", lambda given, *rest: models.append(given) or run_episode(given, *rest))
+    code, results = run(soak, monkeypatch, tmp_path / "alone.json", 60, "--alone")
+    assert (code, results["violations"], results["comparison"]) == (0, [], None)
+    assert {len(given) for given in models} == {1}
+    assert results["run"] == {**beside["run"], "alone": True}
+    assert (results["episodes"], results["hits"]) == (beside["episodes"], beside["hits"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--control"], "alone False there and True here"),
+        (["--control", "--alone", "--seed", "1"], "seed 1 there and 0 here"),
+        (["--control", "--alone", "--steps", "50"], "steps 50 there and 60 here"),
+        (["--control", "--alone", "--dtype", "float16"], "dtype float16 there and float32 here"),
+        (["--alone"], "it is of no control"),
+    ],
+)
+def test_a_run_is_not_held_against_the_control_of_another(
+    options: list[str],
+    message: str,
+    soak: ModuleType,
+    kernels: Catalog,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "other.json"
+    run(soak, monkeypatch, file, 60, *options)
+    with pytest.raises(SystemExit):
+        run(soak, monkeypatch, tmp_path / "soak.json", 60, "--alone", "--against", str(file))
+    assert message in capsys.readouterr().err
 
 
 def test_without_kernels_nothing_was_tested(
@@ -100,22 +144,33 @@ def test_another_token_is_allowed_only_where_stock_could_not_tell(
     assert soak.wrong_rows(figures(soak, patched, stock, precise)).tolist() == [wrong]
 
 
-GOOD: dict[str, Any] = {
+COMPARISON: dict[str, Any] = {
     "wrong_tokens": [],
     "error_against_precise": {"patched": 0.01, "stock": 0.01},
-    "memory_growth": {"host": {"bytes": 1000, "limit": 64 * MIB}},
+}
+GOOD: dict[str, Any] = {
+    "comparison": COMPARISON,
+    "memory_growth": {"host": {"bytes": 1000, "limit": 64 * MIB, "not_judged": ""}},
     "hits": {"rms_norm": 3, "attention_decode": 0},
     "failures": [],
 }
+GREW = {"bytes": 9 * MIB, "limit": 8 * MIB, "not_judged": ""}
 
 
 @pytest.mark.parametrize(
     ("changes", "violation"),
     [
-        ({"wrong_tokens": ["episode 3"] * 7}, "and 2 tokens more"),
-        ({"error_against_precise": {"patched": 0.013, "stock": 0.01}}, "0.013 patched, 0.01 stock"),
-        ({"error_against_precise": {"patched": float("nan"), "stock": 0.01}}, "nan patched"),
-        ({"memory_growth": {"gpu": {"bytes": 9 * MIB, "limit": 8 * MIB}}}, "gpu memory grew by 9,437,184 bytes"),
+        ({"comparison": {**COMPARISON, "wrong_tokens": ["episode 3"] * 7}}, "and 2 tokens more"),
+        (
+            {"comparison": {**COMPARISON, "error_against_precise": {"patched": 0.013, "stock": 0.01}}},
+            "0.013 patched, 0.01 stock",
+        ),
+        (
+            {"comparison": {**COMPARISON, "error_against_precise": {"patched": float("nan"), "stock": 0.01}}},
+            "nan patched",
+        ),
+        ({"memory_growth": {"gpu": GREW}}, "gpu memory grew by 9,437,184 bytes"),
+        ({"memory_growth": {"host": GREW}, "comparison": None}, "host memory grew by 9,437,184 bytes"),
         ({"hits": {"rms_norm": 0}}, "no kernel ran"),
         ({"failures": ["a failed"]}, "a kernel failed: a failed"),
     ],
@@ -125,16 +180,35 @@ def test_each_thing_that_does_not_hold_is_a_violation(soak: ModuleType, changes:
     assert violation in soak.violations({**GOOD, **changes})[-1]
 
 
+@pytest.mark.parametrize(
+    ("gpu", "alone", "judged"),
+    [("cpu", False, True), ("cpu", True, True), ("h200", False, False), ("h200", True, True)],
+)
+def test_on_a_gpu_the_hosts_memory_is_judged_where_the_model_is_alone(
+    soak: ModuleType, gpu: str, alone: bool, judged: bool
+) -> None:
+    of = soak.Run(gpu, "bfloat16", 2, 1000, 12, 8, 0, alone)
+    leaking = [soak.Sample(step, step * MIB, None if gpu == "cpu" else 7) for step in range(0, 1001, 10)]
+    growth = soak.memory_growth(leaking, of)
+    assert growth["host"]["bytes"] == 750 * MIB
+    assert all(not found["not_judged"] for kind, found in growth.items() if kind == "gpu")
+    found = soak.violations({**GOOD, "memory_growth": growth})
+    assert [text.split(" by ")[0] for text in found] == (["host memory grew"] if judged else [])
+    assert judged or "--alone" in growth["host"]["not_judged"]
+
+
 def test_growth_is_a_slope_after_the_warm_up_not_a_difference_of_two_samples(soak: ModuleType) -> None:
+    of = soak.Run("h200", "bfloat16", 2, 1000, 12, 8, 0, alone=True)
     warming = [soak.Sample(step, step * MIB, None) for step in range(0, 250, 10)]
     level = [soak.Sample(step, (250 + (step % 20)) * MIB, 7) for step in range(250, 1001, 10)]
-    growth = soak.memory_growth([*warming, *level], 1000)
+    growth = soak.memory_growth([*warming, *level], of)
     assert abs(growth["host"]["bytes"]) < MIB
-    assert growth["gpu"] == {"bytes": 0, "bytes_per_1000_steps": 0, "limit": 8 * MIB}
+    assert growth["gpu"] == {"bytes": 0, "bytes_per_1000_steps": 0, "limit": 8 * MIB, "not_judged": ""}
     leaking = [soak.Sample(step, 100 * MIB, step * 20000) for step in range(0, 1001, 10)]
-    found = soak.memory_growth(leaking, 1000)
+    found = soak.memory_growth(leaking, of, control=20_000_000)
     assert found["gpu"]["bytes_per_1000_steps"] == 20_000_000
     assert found["gpu"]["bytes"] == 15_000_000
+    assert (found["gpu"]["limit"], found["host"]["limit"]) == (8 * MIB, 64 * MIB + 15_000_000)
     with pytest.raises(ValueError, match="needs three samples"):
         soak.growth_bytes([(0, 1), (1, 1)])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,7 @@ from tilegym_db.verify.gates import OutputVerdict
 from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.ownership import KernelUse
 from tilegym_db.verify.sandbox.arena import Arena, plan_slot
+from tilegym_db.verify.sandbox.bounds import available_processors
 from tilegym_db.verify.sandbox.process import Reply, WorkerDied, WorkerProcess, WorkerTimeout
 from tilegym_db.verify.shapes import fuzz_cases
 from tilegym_db.verify.verifier import Expected, Failure, Verdict, judge, read_outputs, same_bytes, verify_slot
@@ -36,6 +36,10 @@ __all__ = ["Limits", "Member", "Verified"]
 
 MAX_DEATHS = 3
 MAX_ENVELOPE_WORKERS = 6
+CASES_A_WORKER = {"tilelang": 1, "cutile": 2}
+"""Fuzz cases that take about as long to compile as one more worker takes to start, which is a second or two, and longer the
+more of them start at once: the driver makes one CUDA context at a time."""
+OTHER_CASES_A_WORKER = 6
 _WORKERS = itertools.count(1)  # a folder of its own for each, in a scratch folder that several members share
 
 
@@ -230,9 +234,10 @@ class Member:
         if self._warm:
             return None
         self.spoilt = False
-        self.broken = self._load_into(self.worker)
-        self._warm = self.broken is None
-        return self.broken
+        failure = self._load_into(self.worker)
+        self._warm = failure is None
+        self.broken = self.broken or failure
+        return failure
 
     def _load_into(self, worker: WorkerProcess) -> Failure | None:
         """Everything before the Solution's first call. What its source does at import happens here."""
@@ -291,7 +296,8 @@ class Member:
         if not proving:
             reason = "no shape beside the measured one can be verified: its constraints, or the reference, exclude all"
             return Failure("UNSUPPORTED", reason, gate="envelope")
-        self._helpers = [self._new_worker() for _ in range(min(self.limits.envelope_workers, len(proving)) - 1)]
+        count = min(self.limits.envelope_workers, len(proving) // self._cases_a_worker())
+        self._helpers = [self._new_worker() for _ in range(count - 1)]
         workers = [self.worker, *self._helpers]
         try:
             with ThreadPoolExecutor(max_workers=len(workers)) as pool:
@@ -304,6 +310,11 @@ class Member:
         failure = next((failure for failure in failures if failure is not None), None)
         envelope.passed = [str(expected.case) for expected in proving]
         return envelope if failure is None else failure
+
+    def _cases_a_worker(self) -> int:
+        if self.device == CPU:
+            return 1  # a worker starts in no time there
+        return CASES_A_WORKER.get(self.solution.record.spec.language, OTHER_CASES_A_WORKER)
 
     def _verify_share(self, worker: WorkerProcess, share: Sequence[Expected]) -> Failure | None:
         failure = None if worker is self.worker else self._load_into(worker)
@@ -399,7 +410,10 @@ class Member:
     # -- on the stage -------------------------------------------------------------------------------------------------
 
     def enter(self, stage: Stage) -> Failure | None:
-        """Map the memory that all members are timed in."""
+        """Map the memory that all members are timed in; in a fresh worker where the one that was verified is lost."""
+        failure = self.load()
+        if failure is not None:
+            return failure
         assert self.worker is not None
         return self._attach(self.worker, stage.arena, stage.contents[0].case)
 
@@ -460,7 +474,7 @@ class Member:
 
 def envelope_workers(members: int) -> int:
     """How many processes each of the members may use for its fuzz envelope on this machine."""
-    return max(1, min(MAX_ENVELOPE_WORKERS, (os.cpu_count() or 1) // max(members, 1)))
+    return max(1, min(MAX_ENVELOPE_WORKERS, available_processors() // max(members, 1)))
 
 
 def _are_times(value: object, count: int) -> bool:

@@ -70,6 +70,15 @@ class DefinitionPlan:
         found = [config for (name, _), config in self.tuned.items() if name == solution.name]
         return list({config_id(config): config for config in ({}, *found)}.values())
 
+    def entrants(self) -> list[tuple[SolutionFiles, Config]]:
+        """Every Solution that takes part in anything, under each config that it is planned under."""
+        return [
+            (solution, config)
+            for solution in (*self.timed, *self.interpreted)
+            for config in self.configs_of(solution)
+            if any(self.takes_part(solution, workload, config) for workload in self.workloads)
+        ]
+
     def takes_part(self, solution: SolutionFiles, workload: Workload, config: Config) -> bool:
         """True where this is planned, or the Solution is stock code that something planned is compared with."""
         if config:

@@ -151,8 +151,8 @@ class _Comparison:
             self.observer.starting,
             played=self._keep_rounds,
         )
+        executor.run(plan.definitions)
         for item in plan.definitions:
-            executor.run(item)
             for workload in item.workloads:
                 self._conclude(item.definition, workload, pairs)
         timed = {row.solution for row in self.report.rows}

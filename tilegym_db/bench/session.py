@@ -166,7 +166,7 @@ class _Session:
         excluded = {key: _screen_failure(status) for key, status in failed.items()}
         plan = make_plan(self.catalog, self.machine, options, done, unusable_languages(), excluded, tuned)
         self.observer.planned(plan, self.machine)
-        effort = Effort.quick() if options.quick else Effort()
+        effort = Effort.quick() if options.quick else Effort.screening() if rigor is SCREEN else Effort()
         peaks, notes = self._peaks(known) if plan.pair_count else (None, [])
         report = run_plan(plan, self.machine, self.home, effort, rigor, self.observer, peaks)
         report.notes += notes
@@ -220,8 +220,7 @@ def run_plan(
 
         executor = LocalExecutor(context, scratch, effort, rigor, emit, observer.starting, peaks)
         try:
-            for item in plan.definitions:
-                executor.run(item)
+            executor.run(plan.definitions)
         except KeyboardInterrupt:
             report.interrupted = True
     return report

@@ -17,7 +17,7 @@ from tilegym_db.bench.member import Verified
 from tilegym_db.bench.stage import Stage
 from tilegym_db.bench.statistics import Interval, median, median_interval, paired_ratio
 from tilegym_db.catalog import SolutionFiles
-from tilegym_db.records.trace import Comparison, Performance
+from tilegym_db.records.trace import PROCESS_NOISE_US, Comparison, Performance
 from tilegym_db.verify.verifier import Failure
 
 __all__ = ["Effort", "Entrant", "Player", "run_tournament"]
@@ -39,6 +39,11 @@ class Effort:
     half_width: float = 0.005
     resolution_us: float = 0.1
     """Below this, an interval is as narrow as the clocks allow."""
+
+    @classmethod
+    def screening(cls) -> Effort:
+        """Enough to say what is worth a promotion: what lies within the noise between two processes is not told apart."""
+        return cls(half_width=0.01, resolution_us=PROCESS_NOISE_US)
 
     @classmethod
     def quick(cls) -> Effort:

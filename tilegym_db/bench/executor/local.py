@@ -1,11 +1,10 @@
-"""Runs one Definition's plan on this machine: verify members side by side, time them one at a time, emit traces."""
+"""Runs plans on this machine: verify members side by side, time them one workload at a time, emit traces."""
 
 from __future__ import annotations
 
-import os
 import random
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from tilegym_db.bench.audit import PROFILED_CALLS, Referee, audit_clock, audit_o
 from tilegym_db.bench.clocks import ClockWatch
 from tilegym_db.bench.contents import ExpectedCache, WorkloadContents
 from tilegym_db.bench.device_lock import timing_lock
+from tilegym_db.bench.executor.heats import Room, Window, make_windows
 from tilegym_db.bench.machine import require_healthy
 from tilegym_db.bench.member import Limits, Member, Verified, envelope_workers
 from tilegym_db.bench.physics import judge_time
@@ -32,6 +32,7 @@ from tilegym_db.records.peaks import GpuPeaks
 from tilegym_db.records.trace import Audit, Performance
 from tilegym_db.verify import scan
 from tilegym_db.verify.ownership import Ownership
+from tilegym_db.verify.sandbox.bounds import available_memory, available_processors
 from tilegym_db.verify.verifier import Failure
 
 __all__ = ["LocalExecutor"]
@@ -48,6 +49,44 @@ CANNOT_VERIFY = (RecordError, StoreError, torch.OutOfMemoryError)
 
 
 @dataclass
+class Bout:
+    """One workload on its way through a heat: who takes part, what they are fed with, and how each was verified."""
+
+    plan: DefinitionPlan
+    workload: Workload
+    members: list[Member]
+    cache: ExpectedCache
+    contents: Future[WorkloadContents] | None = None
+    outcomes: dict[str, tuple[Verified | Failure, int]] = field(default_factory=dict)
+    """Member name -> its outcome, and the level at which its worker was confined."""
+
+    def __str__(self) -> str:
+        return f"{self.plan.definition.name} {' '.join(f'{k}={v}' for k, v in self.workload.axes.items())}"
+
+
+@dataclass
+class Crew:
+    """Everyone who is measured for one Definition, and the oracle's answers that they share."""
+
+    plan: DefinitionPlan
+    cache: ExpectedCache
+    members: list[Member] = field(default_factory=list)
+
+    def bout(self, workload: Workload) -> Bout:
+        """Those of them that are planned for a workload."""
+        takes_part = self.plan.takes_part
+        members = [member for member in self.members if takes_part(member.solution, workload, member.config)]
+        return Bout(self.plan, workload, members, self.cache)
+
+    def rest(self) -> None:
+        """After a heat. Every workload may have a config of its own: the workers of those must not pile up."""
+        self.cache.clear()
+        for member in self.members:
+            if member.config:
+                member.close()
+
+
+@dataclass
 class LocalExecutor:
     """One device of this machine.
 
@@ -60,6 +99,7 @@ class LocalExecutor:
         starting: called with a short description of what is about to happen.
         peaks: what this device can do; None where that is not known, and then no time has a speed of light or a floor.
         played: called after every tournament with its workload and entrants, whose rounds are the raw times.
+        room: what is measured at a time; by default what this machine has room for.
     """
 
     context: RunContext
@@ -70,47 +110,40 @@ class LocalExecutor:
     starting: Starting = field(default=lambda what: None)
     peaks: GpuPeaks | None = None
     played: Played = field(default=lambda workload, entrants: None)
+    room: Room | None = None
 
-    def run(self, plan: DefinitionPlan) -> None:
-        """Everything one Definition's plan asks for. Workers end with it, whatever happens."""
+    def run(self, plans: Sequence[DefinitionPlan]) -> None:
+        """Everything that the plans ask for: window by window, and in each heat by heat. Workers end with their window."""
+        room = self.room or Room.of(self.context.machine, available_memory())
         with ExitStack() as stack:
             referee = None
             if self.rigor.audited:
                 referee = Referee(self.context.machine.device, self.folder)
                 stack.callback(referee.close)
-            self._run_definition(plan, referee)
+            for window in make_windows(plans, room):
+                self._run_window(window, referee)
 
-    def _run_definition(self, plan: DefinitionPlan, referee: Referee | None) -> None:
-        cache = ExpectedCache(plan.definition, self.context.machine.device)
+    def _run_window(self, window: Window, referee: Referee | None) -> None:
+        busy = sum(self._compiles_for_long(solution) for plan in window.plans for solution, _ in plan.entrants())
         with ExitStack() as stack:
-            members: list[Member] = []
-            taking_part = [
-                (solution, config)
-                for solution in (*plan.timed, *plan.interpreted)
-                for config in plan.configs_of(solution)
-                if any(plan.takes_part(solution, workload, config) for workload in plan.workloads)
-            ]
-            on_gpu = self.context.machine.is_gpu
-            busy = sum(
-                solution.record.spec.role == "kernel" if on_gpu else uses_torch_compile(solution.sources.values())
-                for solution, _ in taking_part
-            )
-            for solution, config in taking_part:
-                member = self.make_member(
-                    plan.definition, solution, config, interpret=solution in plan.interpreted, busy=busy
-                )
-                stack.callback(member.close)
-                members.append(member)
-                if member.broken is None and not config:
-                    member.start()
-            for workload in plan.workloads:
-                entered = [member for member in members if plan.takes_part(member.solution, workload, member.config)]
-                if entered:
-                    self._run_workload(plan, workload, entered, cache, referee)
-                cache.clear()
-                for member in entered:
-                    if member.config:
-                        member.close()  # every workload may have a config of its own: their workers must not pile up
+            crews = {}
+            for plan in window.plans:
+                crew = Crew(plan, ExpectedCache(plan.definition, self.context.machine.device))
+                crews[plan.definition.name] = crew
+                for solution, config in plan.entrants():
+                    interpret = solution in plan.interpreted
+                    member = self.make_member(plan.definition, solution, config, interpret=interpret, busy=busy)
+                    stack.callback(member.close)
+                    crew.members.append(member)
+            for heat in window.heats:
+                self._run_heat([crews[plan.definition.name].bout(workload) for plan, workload in heat], referee)
+                for crew in crews.values():
+                    crew.rest()
+
+    def _compiles_for_long(self, solution: SolutionFiles) -> bool:
+        if self.context.machine.is_gpu:
+            return solution.record.spec.role == "kernel"
+        return uses_torch_compile(solution.sources.values())
 
     def make_member(
         self,
@@ -151,79 +184,112 @@ class LocalExecutor:
             notes=tuple(str(finding) for finding in scan.soft_findings(findings)),
         )
 
-    def _run_workload(
-        self,
-        plan: DefinitionPlan,
-        workload: Workload,
-        members: list[Member],
-        cache: ExpectedCache,
-        referee: Referee | None,
-    ) -> None:
-        self.starting(f"{plan.definition.name} {' '.join(f'{k}={v}' for k, v in workload.axes.items())}")
+    def _run_heat(self, bouts: list[Bout], referee: Referee | None) -> None:
+        """Verify everything side by side, then time one workload after the other while no other work is under way."""
+        if len(bouts) > 1:
+            names = dict.fromkeys(bout.plan.definition.name for bout in bouts)
+            self.starting(f"verifying {', '.join(names)}: {len(bouts)} workloads")
+        elif bouts:
+            self.starting(str(bouts[0]))
+        self._verify(bouts)
+        several = len(bouts) > 1
+        while bouts:
+            bout = bouts.pop(0)  # its contents are given back when it has been timed
+            if several:
+                self.starting(str(bout))
+            self._conclude_verification(bout, referee)
+
+    def _verify(self, bouts: Sequence[Bout]) -> None:
+        """Every member through its workloads, in its own worker, while the GPU work of verification interleaves.
+
+        Members wait for compilers most of the time; more of them at once than there are cores would only run into each
+        other's deadlines.
+        """
+        tasks: dict[int, tuple[Member, list[Bout]]] = {}
+        for bout in bouts:
+            for member in bout.members:
+                tasks.setdefault(id(member), (member, []))[1].append(bout)
+        longest_first = sorted(tasks.values(), key=lambda task: _expected_length(task[0]))
+        lost: list[Member] = []
+        with (
+            ThreadPoolExecutor(max_workers=1) as drawing,
+            ThreadPoolExecutor(max_workers=max(1, min(len(tasks), available_processors()))) as verifying,
+        ):
+            for bout in bouts:
+                bout.contents = drawing.submit(
+                    WorkloadContents.draw, bout.plan.definition, bout.workload, self.context.seed, bout.cache
+                )
+            running = [verifying.submit(self._verify_member, member, entered) for member, entered in longest_first]
+            try:
+                for task in running:
+                    lost += task.result()
+            except BaseException:
+                for member, _ in tasks.values():
+                    member.abort()  # or the pool would wait for a call that hangs
+                verifying.shutdown(wait=False, cancel_futures=True)
+                drawing.shutdown(wait=False, cancel_futures=True)
+                raise
+        if lost:
+            require_healthy(self.context.machine)
+
+    def _verify_member(self, member: Member, bouts: Sequence[Bout]) -> list[Member]:
+        """The outcome of every workload into its bout; the member once for each worker that it lost on the way."""
+        lost = []
+        for bout in bouts:
+            outcome = self._verify_workload(member, bout)
+            bout.outcomes[member.name] = outcome, member.sandbox_level
+            if isinstance(outcome, Failure) and member.after_failure(outcome):
+                lost.append(member)
+        return lost
+
+    def _verify_workload(self, member: Member, bout: Bout) -> Verified | Failure:
+        if member.broken is not None:
+            return member.broken
+        unsupported = member.unsupported(bout.workload)
+        if unsupported is not None:
+            return Failure("UNSUPPORTED", unsupported)
+        not_loaded = member.load()  # while the contents are drawn
+        if not_loaded is not None:
+            return not_loaded
+        assert bout.contents is not None
         try:
-            contents = WorkloadContents.draw(plan.definition, workload, self.context.seed, cache)
+            contents = bout.contents.result()
         except CANNOT_VERIFY as error:
-            self._fail_all(plan, workload, members, f"cannot be verified on this machine: {error}")
-            return
+            return Failure("UNSUPPORTED", f"cannot be verified on this machine: {error}")
         if not contents.sets:
             reason = "the reference itself passes no content set at this shape, so nothing can be proved"
-            self._fail_all(plan, workload, members, reason)
-            return
+            return Failure("UNSUPPORTED", reason)
+        return member.verify(contents, bout.plan.workloads, self.context.seed, bout.cache)
+
+    def _conclude_verification(self, bout: Bout, referee: Referee | None) -> None:
         entrants: list[Entrant[Member]] = []
-        for member, outcome in self._verify(members, contents, plan.workloads, cache):
+        for member in bout.members:
+            outcome, level = bout.outcomes[member.name]
             if isinstance(outcome, Failure):
-                self._emit_failure(plan, member, workload, outcome)
+                self._emit_failure(bout, member, outcome, level)
             else:
                 entrants.append(Entrant(member, outcome))
+        if not entrants:
+            return
+        assert bout.contents is not None
+        contents = bout.contents.result()
         for entrant in entrants:
             if entrant.member.interpret:
-                self._emit_pass(plan, entrant, contents, None, None)
+                self._emit_pass(bout, entrant, contents, None, None)
         timed = [entrant for entrant in entrants if not entrant.member.interpret]
         if timed:
-            self._time(plan, contents, timed, referee)
-
-    def _fail_all(self, plan: DefinitionPlan, workload: Workload, members: list[Member], reason: str) -> None:
-        for member in members:
-            self._emit_failure(plan, member, workload, member.broken or Failure("UNSUPPORTED", reason))
-
-    def _verify(
-        self, members: Iterable[Member], contents: WorkloadContents, anchors: list[Workload], cache: ExpectedCache
-    ) -> list[tuple[Member, Verified | Failure]]:
-        supported: list[Member] = []
-        outcomes: list[tuple[Member, Verified | Failure]] = []
-        for member in members:
-            reason = member.unsupported(contents.workload)
-            if member.broken is not None:
-                outcomes.append((member, member.broken))
-            elif reason is not None:
-                outcomes.append((member, Failure("UNSUPPORTED", reason)))
-            else:
-                supported.append(member)
-        # Members wait for compilers, each in its own worker, while the GPU work of verification interleaves; more of them at
-        # once than there are cores would only run into each other's deadlines.
-        with ThreadPoolExecutor(max_workers=max(1, min(len(supported), os.cpu_count() or 1))) as pool:
-            seed = self.context.seed
-            verified = pool.map(lambda member: member.verify(contents, anchors, seed, cache), supported)
-            try:
-                outcomes += list(zip(supported, verified, strict=True))
-            except KeyboardInterrupt:
-                for member in supported:
-                    member.abort()  # or the pool would wait for a call that hangs
-                raise
-        return outcomes
+            self._time(bout, contents, timed, referee)
 
     def _time(
-        self, plan: DefinitionPlan, contents: WorkloadContents, entrants: list[Entrant[Member]], referee: Referee | None
+        self, bout: Bout, contents: WorkloadContents, entrants: list[Entrant[Member]], referee: Referee | None
     ) -> None:
         order = random.Random(self.context.seed).randrange(1 << 62)
         try:
-            stage = Stage(
-                plan.definition, contents.sets, self.context.machine.device, entrants[0].member.limits.arena_bytes
-            )
+            arena_bytes = entrants[0].member.limits.arena_bytes
+            stage = Stage(bout.plan.definition, contents.sets, self.context.machine.device, arena_bytes)
         except CANNOT_VERIFY as error:
-            self._fail_all(
-                plan, contents.workload, [entrant.member for entrant in entrants], f"cannot be timed here: {error}"
-            )
+            for entrant in entrants:
+                self._lose(bout, entrant.member, Failure("UNSUPPORTED", f"cannot be timed here: {error}"))
             return
         try:
             for entrant in entrants:
@@ -233,7 +299,7 @@ class LocalExecutor:
                 results = run_tournament(entrants, stage, self.effort, order, clocks)
                 self.played(contents.workload, entrants)
                 for entrant in entrants:
-                    self._conclude(plan, contents, stage, entrant, results[entrant.member.name], referee)
+                    self._conclude(bout, contents, stage, entrant, results[entrant.member.name], referee)
         finally:
             for entrant in entrants:
                 entrant.member.leave()
@@ -241,7 +307,7 @@ class LocalExecutor:
 
     def _conclude(
         self,
-        plan: DefinitionPlan,
+        bout: Bout,
         contents: WorkloadContents,
         stage: Stage,
         entrant: Entrant[Member],
@@ -249,16 +315,16 @@ class LocalExecutor:
         referee: Referee | None,
     ) -> None:
         if not isinstance(result, Failure) and self.peaks is not None:
-            result = judge_time(result, plan.definition, entrant.member.solution.record, contents.workload, self.peaks)
+            result = judge_time(result, bout.plan.definition, entrant.member.solution.record, bout.workload, self.peaks)
         audit: Audit | Failure | None = None
         if not isinstance(result, Failure) and referee is not None:
             audit = self._audit(entrant.member, referee, stage, contents, result)
         failure = result if isinstance(result, Failure) else audit
         if isinstance(failure, Failure):
-            self._emit_failure(plan, entrant.member, contents.workload, failure)
+            self._lose(bout, entrant.member, failure)
         else:
             assert not isinstance(result, Failure)
-            self._emit_pass(plan, entrant, contents, result, failure)
+            self._emit_pass(bout, entrant, contents, result, failure)
 
     def _audit(
         self,
@@ -290,16 +356,20 @@ class LocalExecutor:
             notes=member.notes,
         )
 
-    def _emit_failure(self, plan: DefinitionPlan, member: Member, workload: Workload, failure: Failure) -> None:
+    def _lose(self, bout: Bout, member: Member, failure: Failure) -> None:
+        """What is to be done after a failure while timing."""
         level = member.sandbox_level
         if member.after_failure(failure):
             require_healthy(self.context.machine)
-        tier = member.rigor.tier
-        self.emit(self.context.failed(plan.definition, member.solution, workload, tier, failure, member.config, level))
+        self._emit_failure(bout, member, failure, level)
+
+    def _emit_failure(self, bout: Bout, member: Member, failure: Failure, level: int) -> None:
+        tier, definition = member.rigor.tier, bout.plan.definition
+        self.emit(self.context.failed(definition, member.solution, bout.workload, tier, failure, member.config, level))
 
     def _emit_pass(
         self,
-        plan: DefinitionPlan,
+        bout: Bout,
         entrant: Entrant[Member],
         contents: WorkloadContents,
         performance: Performance | None,
@@ -309,11 +379,11 @@ class LocalExecutor:
         cases = [*verified.envelope.passed, *(str(expected.case) for expected in contents.sets)]
         self.emit(
             self.context.passed(
-                plan.definition,
+                bout.plan.definition,
                 member.solution,
-                contents.workload,
+                bout.workload,
                 member.rigor.tier,
-                verified.verdict.correctness("as_written" if plan.definition.oracle == "as_written" else "fp64"),
+                verified.verdict.correctness("as_written" if bout.plan.definition.oracle == "as_written" else "fp64"),
                 performance,
                 envelope_of(cases, [*verified.envelope.dropped, *contents.dropped], self.context.seed),
                 audit,
@@ -321,3 +391,10 @@ class LocalExecutor:
                 member.sandbox_level,
             )
         )
+
+
+def _expected_length(member: Member) -> int:
+    """Sorts members by how long they take to verify: torch.compile first, kernels next, what compiles nothing last."""
+    if uses_torch_compile(member.solution.sources.values()):
+        return 0
+    return 1 if member.solution.record.spec.role == "kernel" else 2

@@ -374,7 +374,7 @@ class _Pair:
         if config:
             plan.tuned[pair] = config
         before = len(tuner.traces)
-        tuner.executor.run(plan)
+        tuner.executor.run([plan])
         traces = {
             config_id(trace.config): trace
             for trace in tuner.traces[before:]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -122,12 +123,33 @@ class OperatorSite:
             given = tuple(self._as_matrices(hinted))
             return not self.dispatcher.belongs_in_compiled_code(given, inputs[0].device, self.allocate)
 
-    def run_stock(self, *inputs: Any) -> Any:
-        """The operations of the stock solution, to be traced or differentiated, in the layout that ``allocate`` gives."""
-        found, outputs = self.stock(*self._as_matrices(inputs)), self.allocate(*inputs)
+    def run_stock(self, *inputs: Any, as_matrices: bool = True) -> Any:
+        """The operations of the stock solution, to be traced or differentiated, in the layout that ``allocate`` gives.
+
+        ``as_matrices`` is False where it :meth:`takes_leading_axes`.
+        """
+        found, outputs = self.stock(*(self._as_matrices(inputs) if as_matrices else inputs)), self.allocate(*inputs)
         if isinstance(outputs, tuple):
             return tuple(_laid_out(value, like) for value, like in zip(found, outputs, strict=True))
-        return found.view(outputs.shape)
+        return found if found.shape == outputs.shape else found.view(outputs.shape)
+
+    def takes_leading_axes(self, *inputs: Any) -> bool:
+        """Whether the stock solution gives rows the same bits under the leading axes of such inputs as in a matrix.
+
+        It is only known to take matrices; so it is tried on a few rows of the same size. Traced without views it is the model's
+        own code to the compiler, down to the shapes of what it leaves in memory.
+        """
+        if self.dispatcher.definition.op_type == "rope":
+            return True  # its inputs are no rows
+        with unset_fake_temporarily():
+            few = [_few_rows(value) if isinstance(value, torch.Tensor) else value for value in inputs]
+            try:
+                want, found = self.stock(*self._as_matrices(few)), self.stock(*few)
+            except Exception:  # anyone's code, given what it was not written for
+                return False
+            if not isinstance(found, torch.Tensor):
+                return False  # of several outputs, as backwards have them, it is not asked
+            return found.shape[:-1] == few[0].shape[:-1] and torch.equal(found.view(want.shape), want)
 
     def _as_matrices(self, inputs: Sequence[Any]) -> Sequence[Any]:
         """The inputs in the Definition's shape: those of a norm or an activation come with any leading axes, as rows."""
@@ -146,6 +168,13 @@ def _with_hints(value: torch.Tensor) -> torch.Tensor | None:
         return None
     sizes, strides = numbers[: value.dim()], numbers[value.dim() :]
     return torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")  # type: ignore[arg-type]
+
+
+def _few_rows(value: torch.Tensor) -> torch.Tensor:
+    """[..., N] with at most [2, 3] rows, no two alike, on the CPU; the size N has a hint."""
+    leading = (1,) * (value.dim() - 3) + (2, 3)[max(0, 3 - value.dim()) :]
+    shape = (*leading, _hint(value.shape[-1]) or 0)
+    return torch.linspace(-1, 2, math.prod(shape)).view(shape).to(value.dtype)
 
 
 def _hint(number: int | torch.SymInt) -> int | None:
@@ -248,5 +277,6 @@ def _trace(operator: Any, mode: ProxyTorchDispatchMode, *args: Any) -> Any:
     behind = _call_sites[name]
     if not behind.is_left_to_stock(*inputs):
         return mode.__torch_dispatch__(operator, (), args, {})
+    as_matrices = not behind.takes_leading_axes(*inputs)
     with mode:
-        return behind.run_stock(*inputs)
+        return behind.run_stock(*inputs, as_matrices=as_matrices)

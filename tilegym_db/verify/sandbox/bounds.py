@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ResourceBounds", "Usage", "violation"]
+__all__ = ["ResourceBounds", "Usage", "available_memory", "available_processors", "violation"]
 
 _MIB = 1 << 20
 _MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -30,13 +30,9 @@ class ResourceBounds:
 
     @classmethod
     def of_machine(cls) -> ResourceBounds:
-        """Half of the memory, and processes and threads in proportion to the processors.
-
-        In a container, half of what the container may have: beyond that the kernel kills whom it likes.
-        """
+        """Half of the memory, and processes and threads in proportion to the processors."""
         cores = os.cpu_count() or 1
-        memory = min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_container_limits()])
-        return cls(memory_bytes=memory // 2, processes=128 + 4 * cores, threads=512 + 64 * cores)
+        return cls(memory_bytes=available_memory() // 2, processes=128 + 4 * cores, threads=512 + 64 * cores)
 
 
 @dataclass(frozen=True)
@@ -63,6 +59,16 @@ def violation(usage: Usage, bounds: ResourceBounds) -> str | None:
     if usage.files > bounds.files:
         return f"it made {usage.files} files (at most {bounds.files})"
     return None
+
+
+def available_memory() -> int:
+    """Bytes of this machine's memory; in a container what that may have: beyond it the kernel kills whom it likes."""
+    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_container_limits()])
+
+
+def available_processors() -> int:
+    """How many processors this process may run on."""
+    return len(os.sched_getaffinity(0))
 
 
 def _container_limits() -> list[int]:

@@ -27,6 +27,10 @@ __all__ = ["confine"]
 _SET_DUMPABLE, _NO_NEW_PRIVILEGES = 4, 38
 
 
+_WORKERS_BESIDE = 4
+"""So many workers may reach their bound of threads before one that shares their user is refused its own."""
+
+
 def confine(spec: WorkerSpec, environ: Mapping[str, str], user: int | None) -> dict[str, Any]:
     """Apply a level to this process, for good.
 
@@ -79,9 +83,10 @@ def _limit(bounds: ResourceBounds, user: int | None) -> None:
     _lower(resource.RLIMIT_CORE, 0)
     _lower(resource.RLIMIT_FSIZE, bounds.disk_bytes)
     _lower(resource.RLIMIT_NOFILE, bounds.open_files)
-    # It counts all threads of the user, wherever they come from; root is not bound by it.
-    others = 0 if user is not None else tasks_of_user(os.getuid())
-    _lower(resource.RLIMIT_NPROC, others + bounds.threads)
+    # It counts all threads of the user, wherever they come from, those of workers that start later too; root is not bound
+    # by it.
+    threads = bounds.threads if user is not None else tasks_of_user(os.getuid()) + _WORKERS_BESIDE * bounds.threads
+    _lower(resource.RLIMIT_NPROC, threads)
 
 
 def _lower(limit: int, value: int) -> None:

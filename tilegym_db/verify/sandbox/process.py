@@ -22,7 +22,7 @@ from typing import Any
 from tilegym_db.paths import home
 from tilegym_db.scratch import remove_tree
 from tilegym_db.verify.sandbox import protocol
-from tilegym_db.verify.sandbox.bounds import ResourceBounds
+from tilegym_db.verify.sandbox.bounds import ResourceBounds, available_processors
 from tilegym_db.verify.sandbox.keeper_process import (
     KEEPER_CHANNEL,
     KeeperProcess,
@@ -364,7 +364,7 @@ def common_environment(device: str) -> dict[str, str]:
 
 def processors() -> int:
     """How many processors the maths of one worker may use at once: OMP_NUM_THREADS, or all that this process may use."""
-    available = len(os.sched_getaffinity(0))
+    available = available_processors()
     asked_for = os.environ.get("OMP_NUM_THREADS", "")
     return min(int(asked_for), available) if asked_for.isdigit() and int(asked_for) else available
 

@@ -1,0 +1,141 @@
+"""What is verified side by side, and what is timed while nothing else runs: pure grouping, and real runs of it."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tilegym_db.bench.executor.heats import HEAT_WORKLOADS, Room, make_windows
+from tilegym_db.bench.executor.local import LocalExecutor
+from tilegym_db.bench.machine import Machine, cpu_machine
+from tilegym_db.bench.member import Member
+from tilegym_db.bench.plan import DefinitionPlan, Options, make_plan
+from tilegym_db.bench.rigor import SCREEN
+from tilegym_db.bench.tournament import Effort
+from tilegym_db.bench.tracing import RunContext
+from tilegym_db.catalog import Catalog
+from tilegym_db.records import Trace
+from tilegym_db.verify import scan
+
+H200 = Machine("cuda:0", "h200", "NVIDIA H200", "sm_90", memory_bytes=140 << 30)
+WIDE = Room(members=16, contents_bytes=1 << 30, workloads=3)
+SIZES = tuple({"axes": {"M": rows, "N": 8}} for rows in (3, 5, 7, 11))
+COPY = "def run(x, weight, factor, out):\n    out.copy_(x * weight * factor)\n"
+DIES_LATE = """import os
+def run(x, weight, factor, out):
+    if tuple(x.shape) == (7, 8):
+        os._exit(3)
+    out.copy_(x * weight * factor)
+"""
+
+
+@pytest.fixture
+def plans(make_catalog, tmp_path) -> Callable[..., list[DefinitionPlan]]:
+    """Two operators with a Solution each beside the stock code, and the same four sizes."""
+
+    def make(source: str = COPY) -> list[DefinitionPlan]:
+        make_catalog(tmp_path / "catalog", {"row_scale_kernel": source}, SIZES)
+        make_catalog(tmp_path / "catalog", {"row_times_kernel": COPY}, SIZES, {"name": "row_times"})
+        return make_plan(Catalog((tmp_path / "catalog",)), cpu_machine(), Options(), ()).definitions
+
+    return make
+
+
+def shape(plans: list[DefinitionPlan], room: Room) -> list[list[list[str]]]:
+    """Windows of heats of ``definition:M``."""
+    return [
+        [[f"{plan.definition.name}:{workload.axes['M']}" for plan, workload in heat] for heat in window.heats]
+        for window in make_windows(plans, room)
+    ]
+
+
+def test_operators_share_a_heat_and_each_brings_a_few_workloads_at_a_time(plans):
+    first = [f"{name}:{rows}" for name in ("row_scale", "row_times") for rows in (3, 5, 7)]
+    assert shape(plans(), WIDE) == [[first, ["row_scale:11", "row_times:11"]]]
+
+
+def test_what_workers_there_is_room_for_live_at_the_same_time(plans):
+    windows = make_windows(plans(), Room(members=3, contents_bytes=1 << 30, workloads=9))
+    assert [[plan.definition.name for plan in window.plans] for window in windows] == [["row_scale"], ["row_times"]]
+
+
+def test_contents_that_would_not_fit_wait_for_the_next_heat_and_one_always_fits(plans):
+    assert shape(plans(), Room(members=16, contents_bytes=0, workloads=9)) == [
+        [[f"{name}:{rows}"] for name in ("row_scale", "row_times") for rows in (3, 5, 7, 11)]
+    ]
+
+
+def test_workloads_that_nothing_is_planned_for_are_in_no_heat(plans):
+    (one, _) = plans()
+    wanted = one.workloads[2]
+    one.pairs = {(name, uuid) for name, uuid in one.pairs if uuid == wanted.uuid}
+    assert shape([one], WIDE) == [[["row_scale:7"]]]
+
+
+def test_a_processor_measures_one_workload_at_a_time_and_a_gpu_as_many_as_it_holds():
+    here = Room.of(cpu_machine(), 64 << 30)
+    assert (here.members, here.contents_bytes, here.workloads) == (1, 0, 1)
+    large, small = Room.of(H200, 128 << 30), Room.of(H200, 12 << 30)
+    assert large.workloads == HEAT_WORKLOADS
+    assert large.members > small.members >= 1
+    assert 0 < large.contents_bytes < H200.memory_bytes
+
+
+class Watch:
+    """Counts verifications under way whenever a block is timed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.verifying: set[int] = set()
+        self.most = 0
+        self.seen: list[int] = []
+        self._lock = threading.Lock()
+        verify, time_block = Member.verify, Member.time_block
+
+        @functools.wraps(verify)
+        def watched(member: Member, *arguments: object) -> object:
+            with self._lock:
+                self.verifying.add(id(member))
+                self.most = max(self.most, len(self.verifying))
+            try:
+                return verify(member, *arguments)
+            finally:
+                with self._lock:
+                    self.verifying.discard(id(member))
+
+        @functools.wraps(time_block)
+        def timed(member: Member, slots: object) -> object:
+            self.seen.append(len(self.verifying))
+            return time_block(member, slots)
+
+        monkeypatch.setattr(Member, "verify", watched)
+        monkeypatch.setattr(Member, "time_block", timed)
+
+
+def run(plans: list[DefinitionPlan], folder: Path, room: Room | None) -> list[Trace]:
+    traces: list[Trace] = []
+    context = RunContext("heats", cpu_machine(), 7)
+    LocalExecutor(context, folder, Effort.quick(), SCREEN, traces.append, room=room).run(plans)
+    return traces
+
+
+def test_solutions_are_verified_side_by_side_and_nothing_is_verified_while_one_is_timed(plans, tmp_path, monkeypatch):
+    watch = Watch(monkeypatch)
+    traces = run(plans(), tmp_path / "scratch", WIDE)
+    assert watch.most > 1
+    assert set(watch.seen) == {0}
+    assert [trace.status for trace in traces] == ["PASSED"] * 16
+    assert len({(trace.solution, trace.workload_uuid) for trace in traces}) == 16
+    kernels = [trace for trace in traces if trace.solution.endswith("_kernel")]
+    assert all(trace.performance is not None and trace.performance.comparisons for trace in kernels)
+
+
+def test_a_solution_that_dies_at_a_later_workload_is_still_timed_where_it_passed(plans, tmp_path, monkeypatch):
+    monkeypatch.setattr(scan, "hard_findings", lambda findings: [])
+    traces = run(plans(DIES_LATE)[:1], tmp_path / "scratch", WIDE)
+    rows = {workload.uuid: workload.axes["M"] for workload in plans(DIES_LATE)[0].workloads}
+    status = {rows[trace.workload_uuid]: trace.status for trace in traces if trace.solution == "row_scale_kernel"}
+    assert status == {3: "PASSED", 5: "PASSED", 7: "RUNTIME_ERROR", 11: "PASSED"}

@@ -1,0 +1,109 @@
+"""Groups what is planned into heats: what is verified side by side, and then timed one by one on a quiet device. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tilegym_db.bench.contents import CONTENT_SETS
+from tilegym_db.bench.machine import Machine
+from tilegym_db.bench.plan import DefinitionPlan
+from tilegym_db.records import Workload
+from tilegym_db.verify.inputs import Case
+from tilegym_db.verify.sandbox.arena import plan_slot
+
+__all__ = ["Heat", "Room", "Window", "make_windows"]
+
+HEAT_WORKLOADS = 6
+"""Of one Definition in one heat. torch.compile keeps eight graphs of a function: those of the fuzz cases and of so many
+workloads, so that what is compiled while verifying is still there when it is timed."""
+GPU_MEMBER_BYTES, HOST_MEMBER_BYTES = 2 << 30, 3 << 30
+"""What a worker holds while it waits: its CUDA context, its kernels and what its compiler has imported."""
+MEMORY_SHARE = 3
+"""One part in so many of the device's memory is for contents and outputs that wait to be timed."""
+ORACLE_SIZE = 4
+"""An oracle's output in fp64 takes at most so many times the room of the output of a kernel in 16 bits."""
+
+Heat = tuple[tuple[DefinitionPlan, Workload], ...]
+"""Workloads that are verified together, in the order in which they are timed."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a machine has room for at a time: workers, bytes of contents, and workloads of one Definition."""
+
+    members: int
+    contents_bytes: int
+    workloads: int
+
+    @classmethod
+    def of(cls, machine: Machine, host_bytes: int) -> Room:
+        """Of this machine; ``host_bytes`` is its main memory.
+
+        A CPU is measured one workload at a time: there is nothing to gain, and every trace comes as soon as it can.
+        """
+        if not machine.is_gpu:
+            return cls(members=1, contents_bytes=0, workloads=1)
+        members = min(machine.memory_bytes // GPU_MEMBER_BYTES, host_bytes // HOST_MEMBER_BYTES)
+        return cls(int(members), machine.memory_bytes // MEMORY_SHARE, HEAT_WORKLOADS)
+
+
+@dataclass(frozen=True)
+class Window:
+    """Definitions whose workers live at the same time, and the heats that they go through."""
+
+    plans: tuple[DefinitionPlan, ...]
+    heats: tuple[Heat, ...]
+
+
+def make_windows(plans: Sequence[DefinitionPlan], room: Room) -> list[Window]:
+    """Every workload that something is planned for in exactly one heat, those of one plan in their order.
+
+    A window has at least one Definition and a heat at least one workload, whatever the room.
+    """
+    return [Window(group, tuple(_heats(group, room))) for group in _groups(plans, room.members)]
+
+
+def _groups(plans: Sequence[DefinitionPlan], members: int) -> Iterator[tuple[DefinitionPlan, ...]]:
+    group: list[DefinitionPlan] = []
+    for plan in plans:
+        if group and sum(map(_members, group)) + _members(plan) > members:
+            yield tuple(group)
+            group = []
+        group.append(plan)
+    if group:
+        yield tuple(group)
+
+
+def _heats(plans: Sequence[DefinitionPlan], room: Room) -> Iterator[Heat]:
+    left = {id(plan): [item for item in plan.workloads if _takes_part(plan, item)] for plan in plans}
+    members = {id(plan): _members(plan) for plan in plans}
+    while any(left.values()):
+        heat: list[tuple[DefinitionPlan, Workload]] = []
+        taken_bytes = 0
+        for plan in plans:
+            waiting = left[id(plan)]
+            for _ in range(min(room.workloads, len(waiting))):
+                wanted_bytes = _contents_bytes(plan, waiting[0], members[id(plan)])
+                if heat and taken_bytes + wanted_bytes > room.contents_bytes:
+                    break
+                taken_bytes += wanted_bytes
+                heat.append((plan, waiting.pop(0)))
+        yield tuple(heat)
+
+
+def _takes_part(plan: DefinitionPlan, workload: Workload) -> bool:
+    return any(uuid == workload.uuid for _, uuid in (*plan.pairs, *plan.tuned))
+
+
+def _members(plan: DefinitionPlan) -> int:
+    return len(plan.entrants())
+
+
+def _contents_bytes(plan: DefinitionPlan, workload: Workload, members: int) -> int:
+    """At most so much is kept of a workload until it is timed: every content set, and every member's outputs for it."""
+    case = Case.of_workload(plan.definition, workload, distribution=CONTENT_SETS[0], seed=0)
+    slot = plan_slot(plan.definition, case)
+    written = [*slot.outputs, *(tensor for tensor in slot.inputs if tensor.name in plan.definition.in_place)]
+    inputs, outputs = sum(tensor.span for tensor in slot.inputs), sum(tensor.span for tensor in written)
+    return len(CONTENT_SETS) * (inputs + outputs * (ORACLE_SIZE + members))
