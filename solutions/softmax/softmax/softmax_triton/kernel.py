@@ -11,7 +11,8 @@ MAX_REGISTER_COLUMNS = 32768
 # Up to this many such rows, about one a multiprocessor would leave the machine idle: they are cut into pieces.
 FEW_ROWS = 128
 PIECE_COLUMNS = 4096
-CLUSTER = 8  # blocks that share a long row and meet at the cluster's barrier
+CLUSTER = 8  # blocks that share a long row and tell each other their maxima and sums
+CLUSTER_REGISTERS = {4: 168, 8: 80}  # a thread's, by warps a block: three blocks a multiprocessor
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -102,64 +103,181 @@ def _exp2(x):
     return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
+# How the blocks of a cluster add up a row (_softmax_cluster, PTX below).
+#
+# Every warp of the cluster has a part: a maximum, and a sum relative to it. Every block has a box for all parts in its
+# shared memory, and an mbarrier that counts the bytes that came. Lane b of a warp writes the warp's part into the box
+# of block b. Each block waits until its own box is full; then every warp adds up the same parts in the same order.
+# - Before a block arrives at the cluster's barrier, it initialises its mbarrier and tells it how much will come. Nobody
+#   writes to another block before the wait at that barrier: until then the other may not have begun, and its shared
+#   memory not be its own. The load of the row is issued between arrival and wait.
+# - st.async writes a part and counts it at the reader's mbarrier in one, so a reader waits for the parts and for nothing
+#   else. A second barrier of the cluster would have to release the writes before it: a fence that takes as long as all
+#   memory accesses of the block that are under way, anywhere on the GPU.
+# - The parts are read from shared memory only, so the wait need not drop the L1 cache, as acquire.cluster would.
+# - A block that goes on has got all that is ever written to it, so it may exit. What it wrote itself may still be under
+#   way then; that comes from registers, and the blocks it goes to do not exit before it is there.
+# max.f32 drops a NaN unless both are, but the sum of a part with a NaN is NaN, and no later step loses that. +inf: its
+# thread's sum is NaN already (inf - inf). Parts that are empty (blocks beyond the row) or all -inf are (-inf, 0), which
+# changes no sum; a row of nothing else gives -inf - -inf = NaN at the end. All as in PyTorch.
+
+
+@triton.constexpr_function
+def _ptx_open_box(warps, blocks):
+    """PTX: makes the block's box, the mbarrier behind it, and arrives at the cluster's barrier; $0 = the box's address.
+
+    Thread 0's arrival with expect_tx is the only one that the mbarrier waits for; the rest is bytes.
+    """
+    size = 8 * warps * blocks
+    return f"""{{
+        .shared .align 16 .b8 box[{size + 16}];
+        .reg .b32 thread;
+        .reg .pred first;
+        mov.u32 $0, box;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 first, thread, 0;
+        @first mbarrier.init.shared::cta.b64 [$0 + {size}], 1;
+        @first fence.mbarrier_init.release.cluster;
+        @first mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0 + {size}], {size};
+        barrier.cluster.arrive.relaxed;
+    }}"""
+
+
+@triton.constexpr_function
+def _ptx_base(base, top):
+    """PTX: base = top, or 0 where that is -inf: -inf - -inf would make a sum NaN before the row is known."""
+    return f"setp.eq.f32 p, {top}, 0fFF800000; selp.f32 {base}, 0f00000000, {top}, p;"
+
+
+@triton.constexpr_function
+def _ptx_rebase(total, top, base):
+    """PTX: total, relative to top, becomes relative to base: total *= 2 ** ((top - base) * log2(e))."""
+    return f"sub.f32 t, {top}, {base}; mul.f32 t, t, 0f3FB8AA3B; ex2.approx.ftz.f32 t, t; mul.f32 {total}, {total}, t;"
+
+
+@triton.constexpr_function
+def _ptx_over_warp(operation, value):
+    """PTX: value = operation over the values of all lanes; each lane gets the same bits."""
+    return " ".join(
+        f"shfl.sync.bfly.b32 t, {value}, {distance}, 31, 0xffffffff; {operation} {value}, {value}, t;"
+        for distance in (16, 8, 4, 2, 1)
+    )
+
+
+@triton.constexpr_function
+def _ptx_add_up_warp():
+    """PTX: (top, total) = the parts of all lanes in one."""
+    return f"""
+        mov.f32 other_top, top;
+        {_ptx_over_warp("max.f32", "top")}
+        {_ptx_base("base", "top")}
+        {_ptx_rebase("total", "other_top", "base")}
+        {_ptx_over_warp("add.f32", "total")}"""
+
+
+@triton.constexpr_function
+def _ptx_add_up_cluster(warps, blocks):
+    """PTX: $0, $1 = maximum and sum of the row, from the thread's own $2, $3. $4 = the box.
+
+    $5 = place of the thread's values among the cluster's: block * threads + thread, or the sum becomes NaN.
+    """
+    parts = warps * blocks  # a multiple of 32: a lane reads parts / 32 of them
+    others = "".join(
+        f"""
+        ld.shared.v2.f32 {{other_top, other_total}}, [address + {256 * i}];
+        max.f32 new_top, top, other_top;
+        {_ptx_base("base", "new_top")}
+        {_ptx_rebase("total", "top", "base")}
+        {_ptx_rebase("other_total", "other_top", "base")}
+        add.f32 total, total, other_total;
+        mov.f32 top, new_top;"""
+        for i in range(1, parts // 32)
+    )
+    return f"""{{
+        .reg .f32 top, total, new_top, other_top, other_total, base, t;
+        .reg .b32 thread, lane, warp, block, place, address, full, target, target_full;
+        .reg .pred p, writes;
+        mov.u32 thread, %tid.x;
+        and.b32 lane, thread, 31;
+        shr.u32 warp, thread, 5;
+        mov.u32 block, %cluster_ctarank;
+        mov.f32 top, $2;
+        mov.f32 total, $3;
+        mad.lo.u32 place, block, {32 * warps}, thread;
+        setp.ne.u32 p, place, $5;
+        @p mov.f32 total, 0f7FC00000;
+        {_ptx_add_up_warp()}
+        mad.lo.u32 address, block, {warps}, warp;
+        shl.b32 address, address, 3;
+        add.u32 address, $4, address;
+        add.u32 full, $4, {8 * parts};
+        setp.lt.u32 writes, lane, {blocks};
+        barrier.cluster.wait.acquire;
+        @writes mapa.shared::cluster.u32 target, address, lane;
+        @writes mapa.shared::cluster.u32 target_full, full, lane;
+        @writes st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [target], {{top, total}}, [target_full];
+    WAIT:
+        mbarrier.try_wait.parity.shared::cta.b64 p, [full], 0;
+        @!p bra WAIT;
+        shl.b32 address, lane, 3;
+        add.u32 address, $4, address;
+        ld.shared.v2.f32 {{top, total}}, [address];{others}
+        {_ptx_add_up_warp()}
+        mov.f32 $0, top;
+        mov.f32 $1, total;
+    }}"""
+
+
 @triton.jit
 def _softmax_cluster(
     x_ptr,
-    stats_ptr,
     out_ptr,
     x_stride,
     out_stride,
     N: tl.constexpr,
     BLOCKS: tl.constexpr,
-    LANES: tl.constexpr,
+    WARPS: tl.constexpr,
     REPEAT: tl.constexpr,
 ):
-    """One row in the registers of a cluster of BLOCKS blocks of LANES threads, 8 * REPEAT values a thread."""
+    """One row in the registers of a cluster of BLOCKS blocks of WARPS warps, 8 * REPEAT values a thread."""
+    LANES: tl.constexpr = 32 * WARPS
+    box = tl.inline_asm_elementwise(_ptx_open_box(WARPS, BLOCKS), "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     row = tl.program_id(0).to(tl.int64)
+    # [BLOCKS, REPEAT, LANES * 8]: the last axis is what the threads of a block read at once, 8 neighbours each. It fills
+    # them exactly, so that the compiler has one way to share out the tile.
     blocks = tl.arange(0, BLOCKS)
     cols = (
-        blocks[:, None, None, None] * (LANES * REPEAT * 8)
-        + tl.arange(0, LANES)[None, :, None, None] * 8
-        + tl.arange(0, REPEAT)[None, None, :, None] * (LANES * 8)
-        + tl.arange(0, 8)[None, None, None, :]
+        blocks[:, None, None] * (REPEAT * LANES * 8)
+        + tl.arange(0, REPEAT)[None, :, None] * (LANES * 8)
+        + tl.arange(0, LANES * 8)[None, None, :]
     )
     x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=float("-inf"), eviction_policy="evict_first")
     # Each thread subtracts its own maximum, so that nobody waits before the exponentials, which are computed once.
-    own = tl.max(tl.max(x, axis=3), axis=2).to(tl.float32)
+    x = x.reshape(BLOCKS, REPEAT, LANES, 8)
+    own = tl.max(tl.max(x, axis=3), axis=1).to(tl.float32)
     safe = tl.where(own == float("-inf"), 0.0, own)  # -inf - -inf would make the sum NaN before the row is known
     # exp(x - own) = 2 ** (slope * x - offset), one multiply-add. From 2 ** 20 on it would lose all precision, or
     # overflow; but there all smaller 16-bit values are at least 4096 smaller, and any base gives 0 and 1.
     slope = tl.where(tl.abs(safe) < 1048576.0, LOG2E, 1.0)
     offset = safe * slope
     undo = _exp2(-tl.fma(safe, slope, -offset))  # what the rounding of offset did
-    slopes = tl.broadcast_to(slope[:, :, None, None], x.shape)
-    offsets = tl.broadcast_to(-offset[:, :, None, None], x.shape)
+    slopes = tl.broadcast_to(slope[:, None, :, None], x.shape)
+    offsets = tl.broadcast_to(-offset[:, None, :, None], x.shape)
     exps = _exp2(tl.fma(x.to(tl.float32), slopes, offsets))
-    total = tl.sum(tl.sum(exps, axis=3), axis=2) * undo
-    top = tl.max(own, axis=1)
-    shift = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(total * _exp2((own - shift[:, None]) * LOG2E), axis=1)
-    stats_ptr += row * (2 * BLOCKS)
-    tl.store(stats_ptr + blocks, top)
-    tl.store(stats_ptr + BLOCKS + blocks, total)
-    # All threads of the blocks of the row meet: what they stored before is visible after.
-    tl.inline_asm_elementwise(
-        "barrier.cluster.arrive.release; barrier.cluster.wait.acquire; mov.b32 $0, $1;",
-        "=r,r",
-        [tl.program_id(0)],
-        dtype=tl.int32,
+    total = tl.sum(tl.sum(exps, axis=3), axis=1) * undo
+    # The PTX below counts every thread once. That is right if thread l of block b holds total[b, l], which Triton does
+    # not promise: so each thread says what it holds, and should it be anything else, the row becomes NaN.
+    place = blocks[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    row_top, row_sum = tl.inline_asm_elementwise(
+        _ptx_add_up_cluster(WARPS, BLOCKS),
+        "=f,=f,f,f,r,r",
+        [own, total, box, place],
+        dtype=(tl.float32, tl.float32),
         is_pure=False,
         pack=1,
     )
-    row_top = tl.load(stats_ptr, volatile=True)
-    for i in tl.static_range(1, BLOCKS):
-        row_top = tl.maximum(row_top, tl.load(stats_ptr + i, volatile=True))
-    row_sum = 0.0
-    for i in tl.static_range(BLOCKS):
-        block_top = tl.load(stats_ptr + i, volatile=True)
-        row_sum += tl.load(stats_ptr + BLOCKS + i, volatile=True) * _exp2((block_top - row_top) * LOG2E)
     factor = undo * _exp2((own - row_top) * LOG2E) * (1.0 / row_sum)
-    result = (exps * factor[:, :, None, None]).to(out_ptr.dtype.element_ty)
+    result = (exps * factor[:, None, :, None]).to(out_ptr.dtype.element_ty).reshape(cols.shape)
     tl.store(out_ptr + row * out_stride + cols, result, mask=cols < N, eviction_policy="evict_first")
 
 
@@ -173,11 +291,12 @@ def _cluster_repeat(x: torch.Tensor, out: torch.Tensor, warps: int) -> int:
         return 0
     width = CLUSTER * warps * 32 * 8
     repeat = 1 << ((N + width - 1) // width - 1).bit_length()
-    # At most 128 values a thread fit in registers; a cluster that is a quarter empty does not pay.
-    return repeat if repeat * 8 <= 128 and 3 * width * repeat < 4 * N else 0
+    # More than 64 values a thread of 8 warps, or 128 of 4, do not fit in CLUSTER_REGISTERS; a cluster that is a quarter
+    # empty does not pay.
+    return repeat if repeat * warps <= 64 and 3 * width * repeat < 4 * N else 0
 
 
-def run(x: torch.Tensor, out: torch.Tensor, *, BLOCK_M=None, LOOP_BLOCK=16384, num_warps=None, CLUSTER_WARPS=4):
+def run(x: torch.Tensor, out: torch.Tensor, *, BLOCK_M=None, LOOP_BLOCK=16384, num_warps=None, CLUSTER_WARPS=8):
     """out = T(exp(x - max(x)) / sum(exp(x - max(x)))) over the last axis, in fp32, rounded to nearest even.
 
     Shapes: x, out [M, N], unit last stride, any row stride; one dtype T in bfloat16, float16, float32.
@@ -186,7 +305,8 @@ def run(x: torch.Tensor, out: torch.Tensor, *, BLOCK_M=None, LOOP_BLOCK=16384, n
     - few rows: each row in pieces of PIECE_COLUMNS over many programs, one kernel for the statistics of the pieces and
       one for the result; BLOCK_M, LOOP_BLOCK and num_warps do not apply.
     - else, where it fits (compute capability 9, 16-bit T, whole aligned vectors), a row stays in the registers of
-      CLUSTER blocks of CLUSTER_WARPS warps (0: never), which exchange their maxima and sums; x is read once.
+      CLUSTER blocks of CLUSTER_WARPS warps (0: never), which write their maxima and sums into each other's shared
+      memory; x is read once.
     - else one program a row loops over blocks of LOOP_BLOCK: an online maximum and sum, then the result. Here and
       with pieces, the second read of the row comes mostly from L2.
     BLOCK_M = None: 1 while there are few rows to share out, else as many rows as make a tile of 2048 values.
@@ -214,20 +334,18 @@ def run(x: torch.Tensor, out: torch.Tensor, *, BLOCK_M=None, LOOP_BLOCK=16384, n
         return
     repeat = _cluster_repeat(x, out, CLUSTER_WARPS) if N > MAX_REGISTER_COLUMNS and CLUSTER_WARPS else 0
     if repeat:
-        stats = torch.empty((M, 2, CLUSTER), dtype=torch.float32, device=x.device)
         _softmax_cluster[(M,)](
             x,
-            stats,
             out,
             x.stride(0),
             out.stride(0),
             N,
             CLUSTER,
-            CLUSTER_WARPS * 32,
+            CLUSTER_WARPS,
             repeat,
             num_warps=CLUSTER_WARPS,
             num_ctas=CLUSTER,
-            maxnreg={4: 168, 8: 80}[CLUSTER_WARPS],
+            maxnreg=CLUSTER_REGISTERS[CLUSTER_WARPS],
         )
         return
     if N > MAX_REGISTER_COLUMNS:
