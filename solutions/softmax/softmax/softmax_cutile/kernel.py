@@ -16,8 +16,8 @@ PIECE_N = 4096
 FEW_ROWS = 128  # of which pieces fill the GPU better
 LOWEST = -3.4028234663852886e38
 MAX_SHARED_N = 131072  # values that the eight blocks of a cluster keep in registers
-# Rows up to MAX_TWICE_N of 16 bits, one a multiprocessor, stay in 50 MB of L2. Below MANY_ROWS the last of them, which
-# may be few, count for too much.
+# Of rows up to MAX_TWICE_N of 16 bits, one for each of 132 multiprocessors stays in 50 MB of L2. With fewer than
+# MANY_ROWS, too many multiprocessors may have nothing to do while the last rows are worked on.
 MAX_TWICE_N = 196608
 MANY_ROWS = 512
 LOG2E = 1.4426950408889634
