@@ -16,10 +16,6 @@ PIECE_N = 4096
 FEW_ROWS = 128  # of which pieces fill the GPU better
 LOWEST = -3.4028234663852886e38
 MAX_SHARED_N = 131072  # values that the eight blocks of a cluster keep in registers
-# Of rows up to MAX_TWICE_N of 16 bits, one for each of 132 multiprocessors stays in 50 MB of L2. With fewer than
-# MANY_ROWS, too many multiprocessors may have nothing to do while the last rows are worked on.
-MAX_TWICE_N = 196608
-MANY_ROWS = 512
 LOG2E = 1.4426950408889634
 
 
@@ -133,44 +129,6 @@ def _softmax_cluster(x: Rows, out: Rows, LANES: Int, VALUES: Int, FOLD: Int):
     ct.scatter(out, (row, cols), result, mask=inside, check_bounds=False)
 
 
-@ct.function
-def _add(values, top, total):
-    """The maximum and the sum of each lane with values[VALUES, LANES] added."""
-    new_top = ct.maximum(top, ct.max(values, axis=0).astype(ct.float32))
-    slope, offset = _base(new_top)
-    added = ct.sum(_exp2(values.astype(ct.float32) * slope[None, :] - offset[None, :]), axis=0)
-    return new_top, total * _rescale(top, new_top) + added
-
-
-@ct.kernel
-def _softmax_twice(x: Rows, out: Rows, whole, WHOLE: Int, VALUES: Int, LANES: Int):
-    """Rows in chunks of VALUES * LANES: WHOLE of them, and one, which may be shorter, that stays in registers.
-
-    whole = WHOLE, unknown to the compiler, which would unroll loops of a known length.
-    A block takes one row after another and reads each twice: forwards from memory, then backwards out of L2.
-    """
-    for row in range(ct.bid(0), x.shape[0], ct.num_blocks(0)):
-        top = ct.full((LANES,), -float("inf"), dtype=ct.float32)
-        total = ct.zeros((LANES,), dtype=ct.float32)
-        tile = ct.load(x, (row, WHOLE), (1, VALUES * LANES), padding_mode=ct.PaddingMode.NEG_INF, latency=5)
-        last = ct.reshape(tile, (VALUES, LANES))
-        for chunk in range(whole):  # without padding, so that TMA may load them
-            tile = ct.load(x, (row, chunk), (1, VALUES * LANES), latency=5)
-            top, total = _add(ct.reshape(tile, (VALUES, LANES)), top, total)
-        top, total = _add(last, top, total)
-        row_top = ct.max(top)
-        slope, offset = _base(row_top)
-        factor = 1.0 / ct.sum(total * _rescale(top, row_top))
-        result = (_exp2(last.astype(ct.float32) * slope - offset) * factor).astype(out.dtype)
-        ct.store(out, (row, WHOLE), ct.reshape(result, (1, VALUES * LANES)))
-        for back in range(whole):
-            chunk = whole - 1 - back
-            tile = ct.load(x, (row, chunk), (1, VALUES * LANES), latency=5)
-            values = ct.reshape(tile, (VALUES, LANES)).astype(ct.float32)
-            result = (_exp2(values * slope - offset) * factor).astype(out.dtype)
-            ct.store(out, (row, chunk), ct.reshape(result, (1, VALUES * LANES)))
-
-
 # CLUSTER blocks on neighbouring multiprocessors share one tile, so a row of up to CLUSTER * MAX_TILE_N values fits.
 _ROWS = {
     (warps, cluster): _softmax_rows.replace_hints(num_worker_warps=warps, num_ctas=cluster)
@@ -181,11 +139,10 @@ _STATS = {warps: _piece_stats.replace_hints(num_worker_warps=warps) for warps in
 _PIECE = {warps: _piece.replace_hints(num_worker_warps=warps) for warps in (4, 8)}
 # Three blocks a multiprocessor: 4 warps of 128 values a thread, or 8 of 64.
 _SHARED = {warps: _softmax_cluster.replace_hints(num_worker_warps=warps, num_ctas=8, occupancy=3) for warps in (4, 8)}
-_TWICE = _softmax_twice.replace_hints(num_worker_warps=8, occupancy=1)
 
 
 def _is_wide(x: torch.Tensor, out: torch.Tensor) -> bool:
-    """True where all rows of a 16-bit T can be read and written 16 bytes at a time, on a GPU with clusters and TMA."""
+    """True where all rows of a 16-bit T can be read and written 16 bytes at a time, on a GPU with clusters."""
     size = x.element_size()
     odd = x.shape[1] | x.stride(0) | out.stride(0) | (x.data_ptr() | out.data_ptr()) // size
     return size == 2 and odd % 8 == 0 and torch.cuda.get_device_capability(x.device)[0] >= 9
@@ -201,17 +158,14 @@ def run(
     PIECE: int = PIECE_N,
     SHARED: int = 4,
     FOLD: int = 1,
-    CHUNK: int = 8192,
 ) -> None:
     """out[M, N] = T(softmax(x, dim=-1)) for x[M, N] in T = bf16, fp16 or fp32; fp32 inside, maximum subtracted.
 
     Rows may be further apart than N elements. Up to 16384 columns (CLUSTER times as many with CLUSTER blocks a row) a
     row is read once and kept in registers, TILE_M rows a block of WARPS (4 or 8) warps. So is a longer row of a 16-bit
     T that fills at least three quarters of the registers of a cluster of eight blocks of SHARED (4 or 8; 0: never)
-    warps, FOLD (1 or 8) lanes to a maximum, when there are more than FEW_ROWS. When there are MANY_ROWS of a 16-bit T
-    that are longer than that, up to MAX_TWICE_N, a block reads whole rows twice, in chunks of CHUNK (8192 or 16384; 0:
-    never). Others are cut into pieces of PIECE columns and read twice: one kernel leaves the maximum and the sum of
-    each piece, a second one the result.
+    warps, FOLD (1 or 8) lanes to a maximum, when there are more than FEW_ROWS. Others are cut into pieces of PIECE columns
+    and read twice: one kernel leaves the maximum and the sum of each piece, a second one the result.
 
     None chooses by shape: TILE_M so that a block has at least 16 bytes a thread to load; 8 warps for long rows, and
     for any row that fills them when there are too few rows to fill the GPU; CLUSTER = 1.
@@ -230,12 +184,6 @@ def run(
     if SHARED and m > FEW_ROWS and 3 * MAX_SHARED_N // 4 < n <= MAX_SHARED_N and _is_wide(x, out):
         lanes = MAX_SHARED_N * SHARED // 64
         ct.launch(stream, (m, 1, 1), _SHARED[SHARED], (x, out, lanes, 64 // SHARED, FOLD))
-        return
-    if CHUNK and m >= MANY_ROWS and MAX_SHARED_N < n <= MAX_TWICE_N and _is_wide(x, out):
-        blocks = min(m, torch.cuda.get_device_properties(x.device).multi_processor_count)
-        values = CHUNK // 2048  # so that a thread of a block has eight neighbouring lanes
-        whole = -(-n // CHUNK) - 1
-        ct.launch(stream, (blocks, 1, 1), _TWICE, (x, out, whole, whole, values, CHUNK // values))
         return
     pieces = -(-n // PIECE)
     stats = torch.empty((2, m, pieces), dtype=torch.float32, device=x.device)
