@@ -157,7 +157,7 @@ def run(
     CLUSTER: int = 1,
     PIECE: int = PIECE_N,
     SHARED: int = 4,
-    FOLD: int = 1,
+    FOLD: int = 8,
 ) -> None:
     """out[M, N] = T(softmax(x, dim=-1)) for x[M, N] in T = bf16, fp16 or fp32; fp32 inside, maximum subtracted.
 
