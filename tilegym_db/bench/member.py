@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Mapping, Sequence
@@ -94,6 +95,7 @@ class Member:
     aborted: bool = False
     _helpers: list[WorkerProcess] = field(default_factory=list)
     _warm: bool = False
+    _has_been_timed: bool = False
 
     @property
     def name(self) -> str:
@@ -102,8 +104,11 @@ class Member:
 
     @property
     def sandbox_level(self) -> int:
-        """How well the worker is confined; 0 while there is none."""
-        return 0 if self.worker is None else self.worker.sandbox_level
+        """How well the worker is confined; 0 while there is none, or where it ended before it could say."""
+        try:
+            return 0 if self.worker is None else self.worker.sandbox_level
+        except (WorkerDied, WorkerTimeout):
+            return 0
 
     def start(self) -> None:
         """Begin to start the worker, in the background."""
@@ -229,7 +234,10 @@ class Member:
         """A worker with the source loaded: the one there is, or a fresh one where it was lost. Nothing is called yet."""
         if self.worker is not None and not self.usable:
             self.close()
-        self.start()
+        try:
+            self.start()
+        except WorkerDied as error:
+            return Failure("RUNTIME_ERROR", "no worker could be started", str(error))
         assert self.worker is not None
         if self._warm:
             return None
@@ -297,7 +305,9 @@ class Member:
             reason = "no shape beside the measured one can be verified: its constraints, or the reference, exclude all"
             return Failure("UNSUPPORTED", reason, gate="envelope")
         count = min(self.limits.envelope_workers, len(proving) // self._cases_a_worker())
-        self._helpers = [self._new_worker() for _ in range(count - 1)]
+        with contextlib.suppress(WorkerDied):  # as many as can be had
+            for _ in range(count - 1):
+                self._helpers.append(self._new_worker())
         workers = [self.worker, *self._helpers]
         try:
             with ThreadPoolExecutor(max_workers=len(workers)) as pool:
@@ -411,6 +421,9 @@ class Member:
 
     def enter(self, stage: Stage) -> Failure | None:
         """Map the memory that all members are timed in; in a fresh worker where the one that was verified is lost."""
+        if self.broken is not None and self.deaths >= MAX_DEATHS:
+            return self.broken
+        self._has_been_timed = False
         failure = self.load()
         if failure is not None:
             return failure
@@ -425,12 +438,15 @@ class Member:
     def time_block(self, slots: Sequence[int]) -> tuple[list[float], list[float]] | Failure:
         """(device, host) microseconds of one call on each slot, in order, by the worker's clocks."""
         assert self.worker is not None
-        reply = self._reply(self.worker, "time", self.limits.call_s, slots=list(slots))
+        # A fresh worker compiles now, as does one whose compiler keeps a few shapes only.
+        timeout_s = self.limits.call_s if self._has_been_timed else self.limits.first_call_s
+        reply = self._reply(self.worker, "time", timeout_s, slots=list(slots))
         if isinstance(reply, Failure):
             return replace(reply, reason=f"while it was timed: {reply.reason}")
         device, host = reply.content.get("device_us"), reply.content.get("host_us")
         if not _are_times(device, len(slots)) or not _are_times(host, len(slots)):
             return Failure("REJECTED", "the worker's timing reply is not a list of positive times", gate="timing reply")
+        self._has_been_timed = True
         return device, host  # type: ignore[return-value]
 
     def check_timed_outputs(self, stage: Stage, verified: Verified, slots: Sequence[int]) -> Failure | None:

@@ -43,7 +43,7 @@ class Effort:
     @classmethod
     def screening(cls) -> Effort:
         """Enough to say what is worth a promotion: what lies within the noise between two processes is not told apart."""
-        return cls(max_rounds=24, block_us=2000.0, half_width=0.01, resolution_us=PROCESS_NOISE_US)
+        return cls(block_us=2000.0, half_width=0.01, resolution_us=PROCESS_NOISE_US)
 
     @classmethod
     def quick(cls) -> Effort:

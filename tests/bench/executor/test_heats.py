@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import functools
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from tilegym_db.bench import contents
 from tilegym_db.bench.executor.heats import HEAT_WORKLOADS, Room, make_windows
 from tilegym_db.bench.executor.local import LocalExecutor
 from tilegym_db.bench.machine import Machine, cpu_machine
 from tilegym_db.bench.member import Member
 from tilegym_db.bench.plan import DefinitionPlan, Options, make_plan
 from tilegym_db.bench.rigor import SCREEN
+from tilegym_db.bench.stage import Stage
 from tilegym_db.bench.tournament import Effort
 from tilegym_db.bench.tracing import RunContext
 from tilegym_db.catalog import Catalog
-from tilegym_db.records import Trace
+from tilegym_db.records import Definition, Trace
 from tilegym_db.verify import scan
+from tilegym_db.verify.inputs import Case
+from tilegym_db.verify.sandbox.process import WorkerProcess
+from tilegym_db.verify.verifier import Expected, Failure
 
 H200 = Machine("cuda:0", "h200", "NVIDIA H200", "sm_90", memory_bytes=140 << 30)
 WIDE = Room(members=16, contents_bytes=1 << 30, workloads=3)
@@ -139,3 +147,51 @@ def test_a_solution_that_dies_at_a_later_workload_is_still_timed_where_it_passed
     rows = {workload.uuid: workload.axes["M"] for workload in plans(DIES_LATE)[0].workloads}
     status = {rows[trace.workload_uuid]: trace.status for trace in traces if trace.solution == "row_scale_kernel"}
     assert status == {3: "PASSED", 5: "PASSED", 7: "RUNTIME_ERROR", 11: "PASSED"}
+
+
+def test_a_fresh_worker_that_ends_before_it_is_timed_costs_its_own_workload_alone(plans, tmp_path, monkeypatch):
+    monkeypatch.setattr(scan, "hard_findings", lambda findings: [])
+    enter, new_worker = Member.enter, Member._new_worker
+    entering: list[Member] = []
+
+    def entered(member: Member, stage: Stage) -> Failure | None:
+        entering.append(member)
+        try:
+            return enter(member, stage)
+        finally:
+            entering.remove(member)
+
+    def made(member: Member) -> WorkerProcess:
+        worker = new_worker(member)
+        if entering:
+            worker.kill()  # as where the kernel refuses a part of the sandbox, or memory is short
+        return worker
+
+    monkeypatch.setattr(Member, "enter", entered)
+    monkeypatch.setattr(Member, "_new_worker", made)
+    chosen = plans(DIES_LATE)[0]
+    chosen.workloads = chosen.workloads[:3]  # the last one kills the worker of all
+    traces = run([chosen], tmp_path / "scratch", WIDE)
+    assert [trace.status for trace in traces if trace.solution == "row_scale_stock"] == ["PASSED"] * 3
+    lost = [trace for trace in traces if trace.solution == "row_scale_kernel"]
+    assert [trace.status for trace in lost] == ["RUNTIME_ERROR"] * 3
+
+
+def test_the_memory_of_contents_that_could_not_be_drawn_is_free_for_the_others(plans, tmp_path, monkeypatch):
+    expect, drawn, still_there = contents.expect, [], []
+
+    def short_of_memory(definition: Definition, case: Case, device: str) -> Expected | None:
+        if drawn:
+            gc.collect()
+            still_there.append(drawn[0]() is not None)
+        if case.axes["M"] == 5 and not drawn:
+            inputs = torch.empty(1000)
+            drawn.append(weakref.ref(inputs))
+            raise torch.OutOfMemoryError("not enough memory")
+        return expect(definition, case, device)
+
+    monkeypatch.setattr(contents, "expect", short_of_memory)
+    traces = run(plans()[:1], tmp_path / "scratch", WIDE)
+    assert sorted(trace.status for trace in traces) == ["PASSED"] * 6 + ["UNSUPPORTED"] * 2
+    assert still_there
+    assert not any(still_there)

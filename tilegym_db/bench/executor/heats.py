@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,8 +16,10 @@ from tilegym_db.verify.sandbox.arena import plan_slot
 __all__ = ["Heat", "Room", "Window", "make_windows"]
 
 HEAT_WORKLOADS = 6
-"""Of one Definition in one heat. torch.compile keeps eight graphs of a function: those of the fuzz cases and of so many
-workloads, so that what is compiled while verifying is still there when it is timed."""
+"""Of one Definition in one heat. torch.compile keeps eight graphs of a function: in a screen of one dtype, those of the fuzz
+cases and of so many workloads, so that what is compiled while verifying is still there when it is timed."""
+STAGE_BYTES = 4 << 30
+"""At most so much is what a workload is timed on."""
 GPU_MEMBER_BYTES, HOST_MEMBER_BYTES = 2 << 30, 3 << 30
 """What a worker holds while it waits: its CUDA context, its kernels and what its compiler has imported."""
 MEMORY_SHARE = 3
@@ -44,8 +47,10 @@ class Room:
         """
         if not machine.is_gpu:
             return cls(members=1, contents_bytes=0, workloads=1)
-        members = min(machine.memory_bytes // GPU_MEMBER_BYTES, host_bytes // HOST_MEMBER_BYTES)
-        return cls(int(members), machine.memory_bytes // MEMORY_SHARE, HEAT_WORKLOADS)
+        contents_bytes = machine.memory_bytes // MEMORY_SHARE
+        left_bytes = machine.memory_bytes - contents_bytes - min(STAGE_BYTES, machine.memory_bytes // 32)
+        members = min(left_bytes // GPU_MEMBER_BYTES, host_bytes // HOST_MEMBER_BYTES)
+        return cls(members, contents_bytes, HEAT_WORKLOADS)
 
 
 @dataclass(frozen=True)
@@ -61,30 +66,32 @@ def make_windows(plans: Sequence[DefinitionPlan], room: Room) -> list[Window]:
 
     A window has at least one Definition and a heat at least one workload, whatever the room.
     """
-    return [Window(group, tuple(_heats(group, room))) for group in _groups(plans, room.members)]
+    return [Window(group, tuple(_heats(group, room))) for group in _groups(plans, room)]
 
 
-def _groups(plans: Sequence[DefinitionPlan], members: int) -> Iterator[tuple[DefinitionPlan, ...]]:
+def _groups(plans: Sequence[DefinitionPlan], room: Room) -> Iterator[tuple[DefinitionPlan, ...]]:
     group: list[DefinitionPlan] = []
+    taken = 0
     for plan in plans:
-        if group and sum(map(_members, group)) + _members(plan) > members:
+        wanted = _workers(plan, room)
+        if group and taken + wanted > room.members:
             yield tuple(group)
-            group = []
+            group, taken = [], 0
         group.append(plan)
+        taken += wanted
     if group:
         yield tuple(group)
 
 
 def _heats(plans: Sequence[DefinitionPlan], room: Room) -> Iterator[Heat]:
     left = {id(plan): [item for item in plan.workloads if _takes_part(plan, item)] for plan in plans}
-    members = {id(plan): _members(plan) for plan in plans}
     while any(left.values()):
         heat: list[tuple[DefinitionPlan, Workload]] = []
         taken_bytes = 0
         for plan in plans:
             waiting = left[id(plan)]
             for _ in range(min(room.workloads, len(waiting))):
-                wanted_bytes = _contents_bytes(plan, waiting[0], members[id(plan)])
+                wanted_bytes = _contents_bytes(plan, waiting[0])
                 if heat and taken_bytes + wanted_bytes > room.contents_bytes:
                     break
                 taken_bytes += wanted_bytes
@@ -96,12 +103,16 @@ def _takes_part(plan: DefinitionPlan, workload: Workload) -> bool:
     return any(uuid == workload.uuid for _, uuid in (*plan.pairs, *plan.tuned))
 
 
-def _members(plan: DefinitionPlan) -> int:
-    return len(plan.entrants())
+def _workers(plan: DefinitionPlan, room: Room) -> int:
+    """How many live at a time: one for each Solution, and those of the tuned configs of one heat."""
+    tuned = Counter(uuid for _, uuid in plan.tuned)
+    return len(plan.timed) + len(plan.interpreted) + room.workloads * max(tuned.values(), default=0)
 
 
-def _contents_bytes(plan: DefinitionPlan, workload: Workload, members: int) -> int:
+def _contents_bytes(plan: DefinitionPlan, workload: Workload) -> int:
     """At most so much is kept of a workload until it is timed: every content set, and every member's outputs for it."""
+    tuned = sum(uuid == workload.uuid for _, uuid in plan.tuned)
+    members = len(plan.timed) + len(plan.interpreted) + tuned
     case = Case.of_workload(plan.definition, workload, distribution=CONTENT_SETS[0], seed=0)
     slot = plan_slot(plan.definition, case)
     written = [*slot.outputs, *(tensor for tensor in slot.inputs if tensor.name in plan.definition.in_place)]

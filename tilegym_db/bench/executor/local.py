@@ -56,7 +56,7 @@ class Bout:
     workload: Workload
     members: list[Member]
     cache: ExpectedCache
-    contents: Future[WorkloadContents] | None = None
+    contents: Future[WorkloadContents | Failure] | None = None
     outcomes: dict[str, tuple[Verified | Failure, int]] = field(default_factory=dict)
     """Member name -> its outcome, and the level at which its worker was confined."""
 
@@ -192,6 +192,8 @@ class LocalExecutor:
         elif bouts:
             self.starting(str(bouts[0]))
         self._verify(bouts)
+        if self.context.machine.is_gpu:
+            torch.cuda.empty_cache()  # what comparing took is for the workers to use
         several = len(bouts) > 1
         while bouts:
             bout = bouts.pop(0)  # its contents are given back when it has been timed
@@ -216,9 +218,7 @@ class LocalExecutor:
             ThreadPoolExecutor(max_workers=max(1, min(len(tasks), available_processors()))) as verifying,
         ):
             for bout in bouts:
-                bout.contents = drawing.submit(
-                    WorkloadContents.draw, bout.plan.definition, bout.workload, self.context.seed, bout.cache
-                )
+                bout.contents = drawing.submit(self._draw, bout)
             running = [verifying.submit(self._verify_member, member, entered) for member, entered in longest_first]
             try:
                 for task in running:
@@ -252,14 +252,21 @@ class LocalExecutor:
         if not_loaded is not None:
             return not_loaded
         assert bout.contents is not None
+        contents = bout.contents.result()
+        if isinstance(contents, Failure):
+            return contents
+        return member.verify(contents, bout.plan.workloads, self.context.seed, bout.cache)
+
+    def _draw(self, bout: Bout) -> WorkloadContents | Failure:
+        # An exception would be kept with the memory of everything that its frames refer to.
         try:
-            contents = bout.contents.result()
+            contents = WorkloadContents.draw(bout.plan.definition, bout.workload, self.context.seed, bout.cache)
         except CANNOT_VERIFY as error:
             return Failure("UNSUPPORTED", f"cannot be verified on this machine: {error}")
         if not contents.sets:
             reason = "the reference itself passes no content set at this shape, so nothing can be proved"
             return Failure("UNSUPPORTED", reason)
-        return member.verify(contents, bout.plan.workloads, self.context.seed, bout.cache)
+        return contents
 
     def _conclude_verification(self, bout: Bout, referee: Referee | None) -> None:
         entrants: list[Entrant[Member]] = []
@@ -273,6 +280,7 @@ class LocalExecutor:
             return
         assert bout.contents is not None
         contents = bout.contents.result()
+        assert not isinstance(contents, Failure)
         for entrant in entrants:
             if entrant.member.interpret:
                 self._emit_pass(bout, entrant, contents, None, None)

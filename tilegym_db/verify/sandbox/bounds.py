@@ -17,7 +17,8 @@ class ResourceBounds:
     """Bounds on a worker together with every process that it starts. Sizes in bytes.
 
     Where they are exceeded the worker is killed. ``memory_bytes`` counts private and shared memory that is in use, not address
-    space, of which CUDA reserves terabytes. ``threads`` is enforced by the kernel where it can be: a thread more is refused.
+    space, of which CUDA reserves terabytes. ``threads`` is enforced by the kernel where it can be: a thread more is
+    refused; where workers share their user, one more than several of them may have.
     """
 
     memory_bytes: int
