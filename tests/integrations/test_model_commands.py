@@ -283,7 +283,7 @@ def asked(question: str) -> Any:
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_ways_run_kernels_and_are_compared_with_what_is_compiled_too(
-    backend: str, kernels: Catalog, config: Path
+    backend: str, kernels: Catalog, config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given: dict[str, Any] = {
         "dtype": "float32",
@@ -306,6 +306,10 @@ def test_compiled_ways_run_kernels_and_are_compared_with_what_is_compiled_too(
     assert patched.kernels == {
         "attention_prefill": 1, "fused_add_rms_norm": 1, "rms_norm": 2 + 3 * 3, "swiglu": 4, "rope_neox": 4,
     }  # fmt: skip
+    model_bench.print_run(run)
+    printed = capsys.readouterr().out
+    per_token = patched.against["stock_static_cache"].tpot
+    assert f"{per_token.median:.3f}x ({per_token.ci_low:.3f} to {per_token.ci_high:.3f})" in printed
     assert run.ways["stock_static_cache"].kernels == {}
     assert all("--new 0" in run.absent[name] for name in ("stock_compiled", "patched_compiled"))
     prefill, _ = run_model_bench(config, select_machine("cpu"), new=0, with_compiled_prefill=True, **given)

@@ -101,7 +101,16 @@ def print_run(run: ModelRun) -> None:
     )
     print_table(("", "stock", "patched", "speedup", "99% interval"), _rows(run))
     if run.ways:
-        headings = ("way", "first token, ms", "per token, ms", "tokens/s", "peak GiB", "faster than", "99% interval")
+        headings = (
+            "way",
+            "first token, ms",
+            "per token, ms",
+            "tokens/s",
+            "peak GiB",
+            "faster than",
+            "99% interval",
+            "per token",
+        )
         print_table(headings, [row for name in run.ways for row in _way_rows(run, name)])
     for name, reason in run.absent.items():
         note(f"{name} took no part: {reason}")
@@ -137,7 +146,8 @@ def _way_rows(run: ModelRun, name: str) -> list[tuple[object, ...]]:
     rows: list[tuple[object, ...]] = []
     for rival, speedups in run.ways[name].against.items():
         ratio, interval = _ratio(speedups.total)
-        rows.append((*((None,) * 5 if rows else figures), f"{rival} {ratio}", interval))
+        per_token = None if speedups.tpot is None else "{} ({})".format(*_ratio(speedups.tpot))
+        rows.append((*((None,) * 5 if rows else figures), f"{rival} {ratio}", interval, per_token))
     return rows
 
 
