@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tilegym_db.bench.executor.local import LocalExecutor
+from tilegym_db.bench.plan import DefinitionPlan
 from tilegym_db.bench.session import BenchReport, promote
 from tilegym_db.bench.tune.candidates import Candidate
 from tilegym_db.bench.tune.session import TuneObserver, TuneReport, tune
@@ -179,6 +181,32 @@ def test_a_small_budget_tries_the_neighbours_winner_and_nothing_that_is_known_to
     # One wave of four: the defaults, what won at M=128, and two of the rest, which is 1, 8 and 16.
     assert (result.config, result.tried, result.left) == ({"ROWS": 48}, 4, 1)
     assert {-1, 0}.isdisjoint(step.config.get("ROWS") for step in seen)
+
+
+def test_what_leads_on_several_workloads_is_screened_at_once_and_is_a_first_guess_before(
+    make_catalog, tmp_path, monkeypatch
+):
+    runs: list[set[tuple[str, str]]] = []
+    run = LocalExecutor.run
+
+    def counted(executor: LocalExecutor, plans: list[DefinitionPlan]) -> None:
+        runs.append({pair for plan in plans for pair in plan.tuned})
+        run(executor, plans)
+
+    monkeypatch.setattr(LocalExecutor, "run", counted)
+    sizes = ({"axes": {"M": 120, "N": 64}, "tags": ["tiny"]}, {"axes": {"M": 128, "N": 64}})
+    space = {"tunables": {"ROWS": [1, 3, 4, 5, 6, 8, 12, 48]}}
+    catalog = make_catalog(tmp_path / "catalog", {"row_scale_blocked": (BLOCKED, space)}, sizes)
+    steps: list[TuningStep] = []
+    report = tune(
+        gpu="cpu", quick=True, budget_s=300, catalog=catalog, store_home=tmp_path / "home",
+        observer=TuneObserver(stepped=steps.append),
+    )  # fmt: skip
+    assert [result.config for result in report.results] == [{"ROWS": 48}] * 2
+    first, second = dict.fromkeys(step.workload_uuid for step in steps)
+    assert runs == [{("row_scale_blocked", first), ("row_scale_blocked", second)}]
+    leaders = [step.config for step in steps if (step.workload_uuid, step.outcome) == (second, "leads")]
+    assert leaders == [{"ROWS": 48}]  # in its first wave, and nothing after it was faster
 
 
 class RefusesThree:

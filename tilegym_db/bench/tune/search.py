@@ -145,11 +145,10 @@ class Search:
 
         Args:
             candidates: in order.
-            ahead: compiles the waves that come while one is raced.
+            ahead: has begun to compile them, and goes on while a wave is raced.
             deadline: of ``time.monotonic()``.
         """
         left = len(candidates)
-        ahead.start(candidates)
         for start in range(0, len(candidates), self.effort.wave):
             wave = candidates[start : start + self.effort.wave]
             refused = ahead.refused(wave)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import time
 from collections import Counter
@@ -189,6 +190,8 @@ class _Known:
     failed: dict[PairKey, dict[str, str]] = field(default_factory=dict)
     screened: set[DoneKey] = field(default_factory=set)
     winners: dict[PairKey, Config] = field(default_factory=dict)
+    leaders: dict[PairKey, Config] = field(default_factory=dict)
+    """What leads in this run and was not screened yet: no winner, but a good first guess for a neighbour."""
 
     @classmethod
     def read(cls, catalog: Catalog, folder: Path, gpu: str, *, again: bool) -> _Known:
@@ -268,79 +271,143 @@ class _Tuner:
         return self.item.definition
 
     def run(self, pairs: Sequence[tuple[Workload, SolutionFiles]], finish: Callable[[Tuned], None]) -> None:
-        """Tune each pair in turn, and again where its winner failed on a later one. Workers end with it."""
+        """Search for each pair in turn, then screen what leads, all together; again where a leader does not pass.
+
+        Compilers are a pair ahead. Workers end with it.
+        """
         members: dict[str, Member] = {}
         cache = ExpectedCache(self.definition, self.context.machine.device)
-        waiting, winners = list(pairs), dict[tuple[str, str], Config | None]()
         with ExitStack() as stack:
             for solution in {solution.name: solution for _, solution in pairs}.values():
                 members[solution.name] = self.executor.make_member(self.definition, solution, {})
                 stack.callback(members[solution.name].close)
+            races = [_Pair(self, workload, solution, members[solution.name], cache) for workload, solution in pairs]
+            waiting = races
             while waiting:
-                for number, (workload, solution) in enumerate(waiting):
-                    if number and workload.uuid != waiting[number - 1][0].uuid:
+                for race, following in itertools.zip_longest(waiting, waiting[1:]):
+                    race.compile_ahead(stack)
+                    if following is not None:
+                        following.compile_ahead(stack)
+                    race.search()
+                    if following is not None and following.workload.uuid != race.workload.uuid:
                         cache.clear()
-                    result = _Pair(self, workload, solution, members[solution.name], cache).tune()
-                    winners[solution.name, workload.uuid] = result.config
-                    finish(result)
-                waiting = [
-                    (workload, solution)
-                    for workload, solution in pairs
-                    if self._has_failed(workload, solution, winners[solution.name, workload.uuid])
-                ]
+                self._screen([race for race in waiting if race.wants_screen])
+                for race in waiting:
+                    if race.result is not None:
+                        finish(race.result)
+                waiting = [race for race in races if race.result is None or self._has_failed(race)]
 
-    def _has_failed(self, workload: Workload, solution: SolutionFiles, config: Config | None) -> bool:
-        settled = self.known.history((solution.digest, self.definition.digest, workload.uuid)).settled
-        return config is not None and config_id(config) in settled
+    def _screen(self, races: Sequence[_Pair]) -> None:
+        """The verdicts on those that lead, beside the defaults and stock code, each in a fresh process."""
+        if not races:
+            return
+        stock = [solution for solution in self.item.timed if solution.record.spec.provides == "stock"]
+        solutions = {race.solution.name: race.solution for race in races}
+        plan = DefinitionPlan(self.definition, self.item.workloads, [*stock, *solutions.values()])
+        for race in races:
+            pair = (race.solution.name, race.workload.uuid)
+            plan.pairs.add(pair)
+            if race.leader:
+                plan.tuned[pair] = race.leader
+        before = len(self.traces)
+        self.executor.run([plan])
+        traces = {
+            (trace.solution_digest, trace.workload_uuid, config_id(trace.config)): trace
+            for trace in self.traces[before:]
+        }
+        for race in races:
+            own = (race.solution.digest, race.workload.uuid)
+            race.take_verdict(traces[*own, config_id(race.leader or {})], traces[*own, config_id({})])
+
+    def _has_failed(self, race: _Pair) -> bool:
+        """Whether what won there was found faulty on another Workload afterwards."""
+        config = race.result.config if race.result is not None else None
+        return config is not None and config_id(config) in self.known.history(race.key).settled
 
 
 @dataclass
 class _Pair:
-    """One Solution on one Workload."""
+    """One Solution on one Workload: it searches, and then has a ``result``, or a ``leader`` that wants a screen."""
 
     tuner: _Tuner
     workload: Workload
     solution: SolutionFiles
     member: Member
     cache: ExpectedCache
+    leader: Config | None = None
+    result: Tuned | None = None
     tried: int = 0
     left: int = 0
+    searched_s: float = 0.0
+    _ahead: CompileAhead | None = None
 
     @property
     def key(self) -> PairKey:
         return self.solution.digest, self.tuner.definition.digest, self.workload.uuid
 
-    def tune(self) -> Tuned:
-        """Search until a winner passes the screen, or nothing is left that could."""
+    @property
+    def wants_screen(self) -> bool:
+        return self.result is None and self.leader is not None
+
+    def compile_ahead(self, stack: ExitStack) -> None:
+        """Begin to compile what will be tried, in other processes; ``stack`` ends them at the latest."""
+        candidates = self._candidates(self.tuner.known.history(self.key))
+        if self._ahead is None and candidates and self.member.broken is None:
+            machine = self.tuner.context.machine
+            self._ahead = CompileAhead(self.tuner.definition, self.solution, self.workload, machine.sm)
+            stack.enter_context(self._ahead)
+            self._ahead.start(candidates)
+
+    def search(self) -> None:
+        """Try what is left to try, within the budget."""
         known, member = self.tuner.known, self.member
+        self.leader = self.result = None
         if member.broken is not None:
-            return self._result(None, f"{member.broken.status}: {member.broken.reason}")
-        deadline = time.monotonic() + self.tuner.budget_s
-        while True:
-            history = known.history(self.key)
-            candidates = self._candidates(history)
-            leader = history.leader
-            if candidates:
-                found = self._search(candidates, leader, deadline)
-                if isinstance(found, Failure):
-                    return self._result(None, f"{found.status}: {found.reason}")
-                leader = known.history(self.key).leader
-            if leader is None:
-                return self._result(None, "no config passes on this workload")
-            if (*self.key, config_id(leader)) in known.screened:
-                return self._result(leader, self._why(leader))
-            passed = self._screen(leader)
-            if passed is not None:
-                return passed
+            self.result = self._result(None, f"{member.broken.status}: {member.broken.reason}")
+            return
+        history = known.history(self.key)
+        candidates = self._candidates(history)
+        leader = history.leader
+        if candidates:
+            found = self._search(candidates, leader)
+            if isinstance(found, Failure):
+                self.result = self._result(None, f"{found.status}: {found.reason}")
+                return
+            leader = known.history(self.key).leader
+        if leader is None:
+            self.result = self._result(None, "no config passes on this workload")
+        elif (*self.key, config_id(leader)) in known.screened:
+            self.result = self._result(leader, self._why(leader))
+        else:
+            self.leader = known.leaders[self.key] = leader
+
+    def take_verdict(self, verdict: Trace, defaults: Trace) -> None:
+        """What the screen says of the leader. Where it is no pass, that is remembered, and there is no result yet."""
+        config = self.leader
+        assert config is not None
+        known = self.tuner.known
+        del known.leaders[self.key]
+        if verdict.status != "PASSED":
+            reason = f"its screen says {verdict.status}: {verdict.reason}"
+            self._step(Step(config, "failed", reason, status=verdict.status))
+            return
+        known.screened.add((*self.key, config_id(config)))
+        gain = None
+        if config:
+            known.winners[self.key] = config
+            if defaults.performance is not None and verdict.performance is not None:
+                gain = round(defaults.performance.latency_us / verdict.performance.latency_us, 4)
+        self.result = self._result(config, self._why(config), gain)
 
     def _candidates(self, history: History) -> list[Candidate]:
         definition, known = self.tuner.definition, self.tuner.known
-        winners = {uuid: known.winners[key] for key in known.winners if key[:2] == self.key[:2] for uuid in key[2:]}
+        won = {**known.winners, **known.leaders}
+        winners = {uuid: won[key] for key in won if key[:2] == self.key[:2] for uuid in key[2:]}
         near = nearest_winners(definition, self.workload, self.tuner.item.workloads, winners)
         return candidate_order(self.solution.record, near, history, f"{self.solution.digest} {self.workload.uuid}")
 
-    def _search(self, candidates: Sequence[Candidate], leader: Config | None, deadline: float) -> Failure | None:
-        tuner, member = self.tuner, self.member
+    def _search(self, candidates: Sequence[Candidate], leader: Config | None) -> Failure | None:
+        tuner, member, begun = self.tuner, self.member, time.monotonic()
         machine = tuner.context.machine
         axes = " ".join(f"{name}={size}" for name, size in self.workload.axes.items())
         tuner.executor.starting(f"{self.solution.name} {axes}")
@@ -355,43 +422,18 @@ class _Pair:
         except CANNOT_VERIFY as error:
             return Failure("UNSUPPORTED", f"cannot be verified on this machine: {error}")
         try:
-            with CompileAhead(tuner.definition, self.solution, self.workload, machine.sm) as ahead:
+            assert self._ahead is not None
+            with self._ahead as ahead:
                 search = Search(
                     member, contents, stage, machine, tuner.effort, tuner.context.seed, leader, self._step, self._failed
                 )
-                self.left = search.run(candidates, ahead, deadline)
+                self.left = search.run(candidates, ahead, begun + tuner.budget_s - self.searched_s)
         finally:
             stage.close()
+        self._ahead = None
+        self.searched_s += time.monotonic() - begun
         self.tried += len(candidates) - self.left
         return None
-
-    def _screen(self, config: Config) -> Tuned | None:
-        """The verdict on a winner, beside the defaults and stock code. None, and remembered, where it is no pass."""
-        tuner = self.tuner
-        stock = [solution for solution in tuner.item.timed if solution.record.spec.provides == "stock"]
-        pair = (self.solution.name, self.workload.uuid)
-        plan = DefinitionPlan(tuner.definition, tuner.item.workloads, [*stock, self.solution], pairs={pair})
-        if config:
-            plan.tuned[pair] = config
-        before = len(tuner.traces)
-        tuner.executor.run([plan])
-        traces = {
-            config_id(trace.config): trace
-            for trace in tuner.traces[before:]
-            if trace.solution_digest == self.solution.digest
-        }
-        verdict, defaults = traces[config_id(config)], traces[config_id({})]
-        if verdict.status != "PASSED":
-            reason = f"its screen says {verdict.status}: {verdict.reason}"
-            self._step(Step(config, "failed", reason, status=verdict.status))
-            return None
-        tuner.known.screened.add((*self.key, config_id(config)))
-        gain = None
-        if config:
-            tuner.known.winners[self.key] = config
-            if defaults.performance is not None and verdict.performance is not None:
-                gain = round(defaults.performance.latency_us / verdict.performance.latency_us, 4)
-        return self._result(config, self._why(config), gain)
 
     def _why(self, config: Config) -> str:
         steps = self.tuner.known.steps.get(self.key, [])
