@@ -110,12 +110,6 @@ class Member:
         except (WorkerDied, WorkerTimeout):
             return 0
 
-    def start(self) -> None:
-        """Begin to start the worker, in the background."""
-        if self.worker is None:
-            self.worker = self._new_worker()
-            self._warm = False
-
     def _new_worker(self) -> WorkerProcess:
         environment = {"TRITON_INTERPRET": "1"} if self.interpret else {}
         folder = self.folder / f"{self.solution.name}-{next(_WORKERS)}"
@@ -234,11 +228,12 @@ class Member:
         """A worker with the source loaded: the one there is, or a fresh one where it was lost. Nothing is called yet."""
         if self.worker is not None and not self.usable:
             self.close()
-        try:
-            self.start()
-        except WorkerDied as error:
-            return Failure("RUNTIME_ERROR", "no worker could be started", str(error))
-        assert self.worker is not None
+        if self.worker is None:
+            try:
+                self.worker = self._new_worker()
+            except WorkerDied as error:
+                return Failure("RUNTIME_ERROR", "no worker could be started", str(error))
+            self._warm = False
         if self._warm:
             return None
         self.spoilt = False

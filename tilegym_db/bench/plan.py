@@ -79,12 +79,16 @@ class DefinitionPlan:
             if any(self.takes_part(solution, workload, config) for workload in self.workloads)
         ]
 
+    def is_wanted(self, workload: Workload) -> bool:
+        """True where something is planned for the Workload, under whatever config."""
+        return any(uuid == workload.uuid for _, uuid in (*self.pairs, *self.tuned))
+
     def takes_part(self, solution: SolutionFiles, workload: Workload, config: Config) -> bool:
         """True where this is planned, or the Solution is stock code that something planned is compared with."""
         if config:
             return self.tuned.get((solution.name, workload.uuid)) == config
         if solution.record.spec.provides == "stock":
-            return any(uuid == workload.uuid for _, uuid in (*self.pairs, *self.tuned))
+            return self.is_wanted(workload)
         return (solution.name, workload.uuid) in self.pairs
 
 

@@ -8,14 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from tilegym_db.bench.machine import Machine
 from tilegym_db.records import Definition
 from tilegym_db.verify.sandbox.arena import Arena, fill_with_garbage, plan_slot, tensor_view
 from tilegym_db.verify.verifier import Expected, fill_slot
 
-__all__ = ["Stage"]
+__all__ = ["Stage", "stage_bytes"]
 
 MIN_SLOTS, MAX_SLOTS, MAX_SLOTS_ON_CPU = 4, 32, 16
 """Calls go round over this many addresses, so that none is asked for twice in a row; a CPU takes long to fill them."""
+
+
+CPU_BYTES, MAX_GPU_BYTES = 256 << 20, 4 << 30
+
+
+def stage_bytes(machine: Machine) -> int:
+    """At most so much of a machine's device is for the stage of one workload."""
+    return min(MAX_GPU_BYTES, machine.memory_bytes // 32) if machine.is_gpu else CPU_BYTES
 
 
 class Stage:

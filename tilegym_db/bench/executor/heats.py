@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from tilegym_db.bench.contents import CONTENT_SETS
 from tilegym_db.bench.machine import Machine
 from tilegym_db.bench.plan import DefinitionPlan
+from tilegym_db.bench.stage import stage_bytes
 from tilegym_db.records import Workload
 from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.sandbox.arena import plan_slot
@@ -18,8 +19,6 @@ __all__ = ["Heat", "Room", "Window", "make_windows"]
 HEAT_WORKLOADS = 6
 """Of one Definition in one heat. torch.compile keeps eight graphs of a function: in a screen of one dtype, those of the fuzz
 cases and of so many workloads, so that what is compiled while verifying is still there when it is timed."""
-STAGE_BYTES = 4 << 30
-"""At most so much is what a workload is timed on."""
 GPU_MEMBER_BYTES, HOST_MEMBER_BYTES = 2 << 30, 3 << 30
 """What a worker holds while it waits: its CUDA context, its kernels and what its compiler has imported."""
 MEMORY_SHARE = 3
@@ -48,7 +47,7 @@ class Room:
         if not machine.is_gpu:
             return cls(members=1, contents_bytes=0, workloads=1)
         contents_bytes = machine.memory_bytes // MEMORY_SHARE
-        left_bytes = machine.memory_bytes - contents_bytes - min(STAGE_BYTES, machine.memory_bytes // 32)
+        left_bytes = machine.memory_bytes - contents_bytes - stage_bytes(machine)
         members = min(left_bytes // GPU_MEMBER_BYTES, host_bytes // HOST_MEMBER_BYTES)
         return cls(members, contents_bytes, HEAT_WORKLOADS)
 
@@ -84,7 +83,7 @@ def _groups(plans: Sequence[DefinitionPlan], room: Room) -> Iterator[tuple[Defin
 
 
 def _heats(plans: Sequence[DefinitionPlan], room: Room) -> Iterator[Heat]:
-    left = {id(plan): [item for item in plan.workloads if _takes_part(plan, item)] for plan in plans}
+    left = {id(plan): list(filter(plan.is_wanted, plan.workloads)) for plan in plans}
     while any(left.values()):
         heat: list[tuple[DefinitionPlan, Workload]] = []
         taken_bytes = 0
@@ -97,10 +96,6 @@ def _heats(plans: Sequence[DefinitionPlan], room: Room) -> Iterator[Heat]:
                 taken_bytes += wanted_bytes
                 heat.append((plan, waiting.pop(0)))
         yield tuple(heat)
-
-
-def _takes_part(plan: DefinitionPlan, workload: Workload) -> bool:
-    return any(uuid == workload.uuid for _, uuid in (*plan.pairs, *plan.tuned))
 
 
 def _workers(plan: DefinitionPlan, room: Room) -> int:

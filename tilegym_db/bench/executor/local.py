@@ -22,7 +22,7 @@ from tilegym_db.bench.member import Limits, Member, Verified, envelope_workers
 from tilegym_db.bench.physics import judge_time
 from tilegym_db.bench.plan import DefinitionPlan
 from tilegym_db.bench.rigor import INTERPRETER, Rigor
-from tilegym_db.bench.stage import Stage
+from tilegym_db.bench.stage import Stage, stage_bytes
 from tilegym_db.bench.tournament import Effort, Entrant, run_tournament
 from tilegym_db.bench.tracing import RunContext, envelope_of
 from tilegym_db.catalog import SolutionFiles
@@ -41,7 +41,6 @@ Emit = Callable[[Trace], None]
 Starting = Callable[[str], None]
 Played = Callable[[Workload, Sequence[Entrant[Member]]], None]
 
-CPU_ARENA_BYTES = 256 << 20
 CLOCK_INTERVAL_S = 0.02
 """Shorter than a round, so that each is seen while the device works: one that idles does not say that it is hot."""
 CANNOT_VERIFY = (RecordError, StoreError, torch.OutOfMemoryError)
@@ -124,13 +123,14 @@ class LocalExecutor:
                 self._run_window(window, referee)
 
     def _run_window(self, window: Window, referee: Referee | None) -> None:
-        busy = sum(self._compiles_for_long(solution) for plan in window.plans for solution, _ in plan.entrants())
+        entrants = [(plan, plan.entrants()) for plan in window.plans]
+        busy = sum(self._compiles_for_long(solution) for _, entered in entrants for solution, _ in entered)
         with ExitStack() as stack:
             crews = {}
-            for plan in window.plans:
+            for plan, entered in entrants:
                 crew = Crew(plan, ExpectedCache(plan.definition, self.context.machine.device))
                 crews[plan.definition.name] = crew
-                for solution, config in plan.entrants():
+                for solution, config in entered:
                     interpret = solution in plan.interpreted
                     member = self.make_member(plan.definition, solution, config, interpret=interpret, busy=busy)
                     stack.callback(member.close)
@@ -177,7 +177,7 @@ class LocalExecutor:
             config=config,
             interpret=interpret,
             limits=Limits(
-                arena_bytes=min(4 << 30, machine.memory_bytes // 32) if machine.is_gpu else CPU_ARENA_BYTES,
+                arena_bytes=stage_bytes(machine),
                 envelope_workers=envelope_workers(busy) if machine.is_gpu or compiles else 1,
             ),
             broken=Failure("REJECTED", f"the static scan: {'; '.join(hard)}", gate="scan") if hard else None,
@@ -186,15 +186,15 @@ class LocalExecutor:
 
     def _run_heat(self, bouts: list[Bout], referee: Referee | None) -> None:
         """Verify everything side by side, then time one workload after the other while no other work is under way."""
-        if len(bouts) > 1:
+        several = len(bouts) > 1
+        if several:
             names = dict.fromkeys(bout.plan.definition.name for bout in bouts)
             self.starting(f"verifying {', '.join(names)}: {len(bouts)} workloads")
-        elif bouts:
+        else:
             self.starting(str(bouts[0]))
         self._verify(bouts)
         if self.context.machine.is_gpu:
             torch.cuda.empty_cache()  # what comparing took is for the workers to use
-        several = len(bouts) > 1
         while bouts:
             bout = bouts.pop(0)  # its contents are given back when it has been timed
             if several:
@@ -212,7 +212,6 @@ class LocalExecutor:
             for member in bout.members:
                 tasks.setdefault(id(member), (member, []))[1].append(bout)
         longest_first = sorted(tasks.values(), key=lambda task: _expected_length(task[0]))
-        lost: list[Member] = []
         with (
             ThreadPoolExecutor(max_workers=1) as drawing,
             ThreadPoolExecutor(max_workers=max(1, min(len(tasks), available_processors()))) as verifying,
@@ -221,25 +220,24 @@ class LocalExecutor:
                 bout.contents = drawing.submit(self._draw, bout)
             running = [verifying.submit(self._verify_member, member, entered) for member, entered in longest_first]
             try:
-                for task in running:
-                    lost += task.result()
+                lost = [task.result() for task in running]
             except BaseException:
                 for member, _ in tasks.values():
                     member.abort()  # or the pool would wait for a call that hangs
                 verifying.shutdown(wait=False, cancel_futures=True)
                 drawing.shutdown(wait=False, cancel_futures=True)
                 raise
-        if lost:
+        if any(lost):
             require_healthy(self.context.machine)
 
-    def _verify_member(self, member: Member, bouts: Sequence[Bout]) -> list[Member]:
-        """The outcome of every workload into its bout; the member once for each worker that it lost on the way."""
-        lost = []
+    def _verify_member(self, member: Member, bouts: Sequence[Bout]) -> bool:
+        """The outcome of every workload into its bout; true where a worker was lost on the way."""
+        lost = False
         for bout in bouts:
             outcome = self._verify_workload(member, bout)
             bout.outcomes[member.name] = outcome, member.sandbox_level
             if isinstance(outcome, Failure) and member.after_failure(outcome):
-                lost.append(member)
+                lost = True
         return lost
 
     def _verify_workload(self, member: Member, bout: Bout) -> Verified | Failure:
@@ -258,9 +256,11 @@ class LocalExecutor:
         return member.verify(contents, bout.plan.workloads, self.context.seed, bout.cache)
 
     def _draw(self, bout: Bout) -> WorkloadContents | Failure:
+        definition = bout.plan.definition
+        own = ExpectedCache(definition, self.context.machine.device)  # given back with the contents
         # An exception would be kept with the memory of everything that its frames refer to.
         try:
-            contents = WorkloadContents.draw(bout.plan.definition, bout.workload, self.context.seed, bout.cache)
+            contents = WorkloadContents.draw(definition, bout.workload, self.context.seed, own)
         except CANNOT_VERIFY as error:
             return Failure("UNSUPPORTED", f"cannot be verified on this machine: {error}")
         if not contents.sets:

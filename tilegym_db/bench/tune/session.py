@@ -351,8 +351,10 @@ class _Pair:
 
     def compile_ahead(self, stack: ExitStack) -> None:
         """Begin to compile what will be tried, in other processes; ``stack`` ends them at the latest."""
+        if self._ahead is not None or self.member.broken is not None:
+            return
         candidates = self._candidates(self.tuner.known.history(self.key))
-        if self._ahead is None and candidates and self.member.broken is None:
+        if candidates:
             machine = self.tuner.context.machine
             self._ahead = CompileAhead(self.tuner.definition, self.solution, self.workload, machine.sm)
             stack.enter_context(self._ahead)
