@@ -1,12 +1,17 @@
-"""The log of a search: whole lines, whatever happens to the process that writes it."""
+"""The log of a search: whole lines, whatever happens to the process that writes it; and what is published of it."""
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 
+from tilegym_db.catalog import Catalog
 from tilegym_db.errors import StoreError, UsageError
+from tilegym_db.store.ingest import ingest
+from tilegym_db.store.publish import publish
 from tilegym_db.store.tuning import TuningLog, TuningStep, read_tuning_steps
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -68,3 +73,111 @@ def test_one_process_writes_a_run_and_its_name_is_a_file_name(home):
         TuningLog("a", home)
     with pytest.raises(UsageError, match="run id"):
         TuningLog("../a", home)
+
+
+# -- published ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def searched(catalog, home):
+    """``searched(number, ...)``: logs a step of ``scale_triton`` at its larger shape, and gives it back."""
+
+    def log(number: int, run: str = "run", **changes: object) -> TuningStep:
+        solution = catalog.solution("scale_triton")
+        made = step(
+            number,
+            run_id=run,
+            solution=solution.name,
+            solution_digest=solution.digest,
+            definition_digest=catalog.definition("scale").digest,
+            workload_uuid=catalog.workloads_for("scale")[1].uuid,
+            **changes,
+        )
+        with TuningLog(run, home) as file:
+            file.append(made)
+        return made
+
+    return log
+
+
+@pytest.fixture
+def published(opened, root, trace, write_traces):
+    """``published()``: publishes with one promoted trace, and gives the steps in the file."""
+
+    def now() -> list[TuningStep]:
+        with opened() as store:
+            ingest(store, [write_traces(trace())])
+            publish(store, "h200", root)
+        lines = (root / "traces" / "h200" / "tuning.jsonl").read_text().splitlines()
+        return [TuningStep.from_json(line) for line in lines]
+
+    return now
+
+
+def test_the_last_that_became_of_each_config_is_published_and_nothing_of_other_sources(searched, published, home):
+    searched(1, config={"BLOCK": 1}, outcome="leads")
+    led = searched(2, config={"BLOCK": 2}, outcome="leads")
+    lost = searched(3, config={"BLOCK": 1}, against={"BLOCK": 2})
+    with TuningLog("other", home) as log:
+        log.append(step(4))
+    searched(5, run="elsewhere", gpu="l4")
+    assert published() == [led, lost]
+
+
+def test_publishing_keeps_what_others_published_and_changes_nothing_the_second_time(
+    searched, published, opened, home, root
+):
+    mine = searched(1, config={"BLOCK": 1})
+    assert published() == [mine]
+    (home / "tuning" / "run.jsonl").unlink()
+    other = searched(2, config={"BLOCK": 2}, run="second")
+    assert published() == [mine, other]
+    with opened() as store:
+        assert publish(store, "h200", root).written == ()
+
+
+def test_a_search_that_was_published_counts_on_another_machine(searched, published, tmp_path, root):
+    made = searched(1)
+    published()
+    elsewhere = tmp_path / "elsewhere"
+    assert read_tuning_steps(elsewhere, "h200") == []
+    assert read_tuning_steps(elsewhere, "h200", Catalog((root,))) == [made]
+    assert read_tuning_steps(elsewhere, "l4", Catalog((root,))) == []
+
+
+def test_sql_tells_how_far_a_search_went_and_what_leads(searched, opened, root):
+    path = Path(root, "solutions", "norm", "scale", "scale_triton", "solution.json")
+    record = json.loads(path.read_text())
+    record["spec"]["tunables"] = {"BLOCK": [1, 2, 3], "num_warps": [4, 8]}
+    path.write_text(json.dumps(record))
+    path.with_name("kernel.py").write_text("def run(x, eps, out, *, BLOCK=1, num_warps=4):\n    pass\n")
+    searched(1, config={}, outcome="leads")
+    searched(2, config={"BLOCK": 1}, outcome="leads")
+    searched(3, config={}, against={"BLOCK": 1})
+    searched(4, config={"BLOCK": 2}, outcome="tie", against={"BLOCK": 1})
+    searched(5, config={"BLOCK": 3}, outcome="failed", status="TIMEOUT", against=None, ratio=None)
+    with opened(read_only=True) as store:
+        (row,) = store.rows("SELECT * EXCLUDE (workload_uuid, searched_at, layouts) FROM searches")
+    assert row == {
+        "definition": "scale",
+        "op_type": "norm",
+        "gpu": "h200",
+        "solution": "scale_triton",
+        "language": "triton",
+        "axes_key": "M=4096,N=4096",
+        "dtypes_key": "T=bfloat16",
+        "config": '{"BLOCK":1}',
+        "tried": 4,
+        "configs": 6,
+        "slower": 1,
+        "ties": 1,
+        "not_compiled": 0,
+        "failed": 1,
+    }
+
+
+def test_a_leader_that_fails_leads_no_more(searched, opened):
+    searched(1, config={"BLOCK": 1}, outcome="leads")
+    searched(2, config={"BLOCK": 1}, outcome="failed", status="TIMEOUT", against=None, ratio=None)
+    with opened(read_only=True) as store:
+        assert store.rows("SELECT config, tried, failed FROM searches") == [{"config": None, "tried": 1, "failed": 1}]

@@ -1,10 +1,11 @@
 """The published snapshot: what the resolver reads and what ships with the package.
 
 ``traces/<gpu>/<op_type>/<definition>.jsonl`` holds the best promoted trace per solution and shape,
-``traces/<gpu>/resolver.json`` the same as a table of candidates per shape, and ``traces/<gpu>/peaks.json`` what the GPU
-was calibrated to do, which speed-of-light ratios were taken against. Beside the passes lie the failures that took
-others back, since a store that has an older snapshot would go on believing it. Everything is put together before the
-first file is written, and the table is written last, so that it never cites a trace that is not there.
+``traces/<gpu>/resolver.json`` the same as a table of candidates per shape, ``traces/<gpu>/peaks.json`` what the GPU
+was calibrated to do, which speed-of-light ratios were taken against, and ``traces/<gpu>/tuning.jsonl`` what the searches
+tried that found their configs, or nothing better than the defaults. Beside the passes lie the failures that took others
+back, since a store that has an older snapshot would go on believing it. Everything is put together before the first file
+is written, and the table is written last, so that it never cites a trace that is not there.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from tilegym_db.store import queries
 from tilegym_db.store.database import Store
 from tilegym_db.store.peaks import PEAKS_NAME, peaks_text
 from tilegym_db.store.statements import PUBLISHED_SANDBOX_LEVEL
+from tilegym_db.store.tuning import TUNING_NAME
 
 __all__ = ["PublishReport", "publish", "published_folder", "resolver_table"]
 
@@ -68,7 +70,8 @@ def published_folder(gpu: str, root: Path | None = None) -> Path:
 def publish(store: Store, gpu: str, root: Path | None = None) -> PublishReport:
     """Write the snapshot of one GPU (a slug, such as ``h200``).
 
-    Peaks go along where they were measured on this machine; those that were published before stay otherwise.
+    Peaks go along where they were measured on this machine; those that were published before stay otherwise. Steps of
+    searches go along with those that were published before, of today's sources.
     Publishing the same traces again changes no byte, not even the date.
 
     Raises:
@@ -86,6 +89,9 @@ def publish(store: Store, gpu: str, root: Path | None = None) -> PublishReport:
     peaks = queries.read_peaks(store, gpu, own=True)
     if peaks is not None:
         contents[folder / PEAKS_NAME] = peaks_text(peaks)
+    steps = queries.publishable_steps(store, gpu)
+    if steps:
+        contents[folder / TUNING_NAME] = "".join(step.to_json() + "\n" for step in steps)
     entries = resolver_entries(rows)
     table = folder / TABLE_NAME
     if not _holds(table, entries):

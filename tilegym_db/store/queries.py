@@ -15,6 +15,7 @@ from tilegym_db.records.hardware import GPU_SLUGS, same_gpu
 from tilegym_db.records.peaks import GpuPeaks
 from tilegym_db.records.solution import config_id
 from tilegym_db.store.statements import PUBLISHED_SANDBOX_LEVEL
+from tilegym_db.store.tuning import TuningStep
 
 if TYPE_CHECKING:
     from tilegym_db.store.database import Store
@@ -33,6 +34,7 @@ __all__ = [
     "measured_gpus",
     "promotable",
     "publishable_rows",
+    "publishable_steps",
     "read_peaks",
     "read_traces",
     "revoking_rows",
@@ -149,6 +151,17 @@ TUNED = """
     GROUP BY solution_digest, definition_digest, workload_uuid
 """
 
+# The newest step of each config, which is all that counts, of searches with today's sources.
+PUBLISHABLE_STEPS = """
+    SELECT arg_max(t.record, row(t.timestamp, t.outcome)) AS record FROM tuning_records t
+    JOIN solution_records s ON s.is_current AND s.name = t.solution AND s.digest = t.solution_digest
+    JOIN definition_records d ON d.is_current AND d.name = s.definition AND d.digest = t.definition_digest
+    JOIN workload_records w ON w.uuid = t.workload_uuid AND w.definition = s.definition
+    WHERE t.gpu = $gpu
+    GROUP BY s.definition, t.solution, t.workload_uuid, t.config_key
+    ORDER BY s.definition, t.solution, t.workload_uuid, max(t.timestamp), t.config_key
+"""
+
 TRACES_OF = "FROM traces WHERE solution = $solution ORDER BY timestamp DESC, trace_id"
 FIND_TRACES = """
     SELECT
@@ -223,6 +236,12 @@ def verified_rows(store: Store, gpu: str) -> list[dict[str, Any]]:
 def publishable_rows(store: Store, gpu: str) -> list[dict[str, Any]]:
     """As :func:`verified_rows`, of what may leave this machine: promoted, by a confined worker."""
     return _parsed(store.rows(PUBLISHABLE, {"gpu": gpu}))
+
+
+def publishable_steps(store: Store, gpu: str) -> list[TuningStep]:
+    """What became of each config that was searched with today's sources, by Solution and Workload, oldest first."""
+    where = f"{store.path}: tuning steps of {gpu}"
+    return [TuningStep.from_json(row["record"], where) for row in store.rows(PUBLISHABLE_STEPS, {"gpu": gpu})]
 
 
 def kept_back(store: Store, gpu: str) -> dict[str, int]:

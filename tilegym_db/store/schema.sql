@@ -40,6 +40,19 @@ CREATE TABLE peak_records (
     record JSON NOT NULL
 );
 
+-- Steps of searches over configs, of this machine and published; one step may be here from both.
+CREATE TABLE tuning_records (
+    gpu VARCHAR NOT NULL,
+    solution VARCHAR NOT NULL,
+    solution_digest VARCHAR NOT NULL,
+    definition_digest VARCHAR NOT NULL,
+    workload_uuid VARCHAR NOT NULL,
+    config_key VARCHAR NOT NULL,
+    outcome VARCHAR NOT NULL,
+    timestamp TIMESTAMP NOT NULL, -- UTC
+    record JSON NOT NULL
+);
+
 -- Journals are append-only, so one of unchanged size has nothing new.
 CREATE TABLE ingested_files (path VARCHAR NOT NULL, size BIGINT NOT NULL);
 

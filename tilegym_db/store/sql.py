@@ -22,7 +22,7 @@ __all__ = ["VIEWS", "QueryResult", "run_user_query"]
 
 VIEWS = (
     "definitions", "solutions", "workloads", "traces", "verified", "best", "leaderboard", "promotable", "revocations",
-    "peaks", "model_runs", "model_ways",
+    "searches", "peaks", "model_runs", "model_ways",
 )  # fmt: skip
 """What a query may be about, for help texts."""
 

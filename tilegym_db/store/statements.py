@@ -12,7 +12,7 @@ from tilegym_db.records.trace import STATUSES, Tier
 
 __all__ = ["PUBLISHED_SANDBOX_LEVEL", "SCHEMA_VERSION", "VERIFIED_TIERS", "schema_sql", "views_sql"]
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """Version of ``schema.sql``."""
 
 VERIFIED_TIERS: tuple[str, ...] = ("promotion",)
@@ -74,12 +74,21 @@ SYNC_WORKLOADS = (
     f"INSERT INTO workload_records SELECT uuid, definition, axes_key, dtypes_key, record FROM {_GIVEN_WORKLOADS}",
 )
 
-# Peaks are few and come whole, from their files.
+# Peaks and steps of searches are few and come whole, from their files.
 SYNC_PEAKS = (
     "DELETE FROM peak_records",
     """INSERT INTO peak_records SELECT gpu, gpu_name, driver, make_timestamp(epoch_us(timestamp)), is_own, record
         FROM (SELECT unnest(from_json($records::JSON,
             '[{"gpu":"VARCHAR","gpu_name":"VARCHAR","driver":"VARCHAR","timestamp":"TIMESTAMPTZ","is_own":"BOOLEAN",
+            "record":"JSON"}]'), recursive := true))""",
+)
+SYNC_TUNING = (
+    "DELETE FROM tuning_records",
+    """INSERT INTO tuning_records SELECT gpu, solution, solution_digest, definition_digest, workload_uuid, config_key,
+        outcome, make_timestamp(epoch_us(timestamp)), record
+        FROM (SELECT unnest(from_json($records::JSON,
+            '[{"gpu":"VARCHAR","solution":"VARCHAR","solution_digest":"VARCHAR","definition_digest":"VARCHAR",
+            "workload_uuid":"VARCHAR","config_key":"VARCHAR","outcome":"VARCHAR","timestamp":"TIMESTAMPTZ",
             "record":"JSON"}]'), recursive := true))""",
 )
 

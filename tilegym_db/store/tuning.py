@@ -1,25 +1,41 @@
 """What a search over configs has tried: one line a step, ``<home>/tuning/<run_id>.jsonl``.
 
 A search gives up most configs after a few rounds, before there is a verdict that a trace could hold. Its steps are kept
-here, so that one that was killed goes on where it stopped. Verdicts, also of configs that fail, are traces.
+here, so that one that was killed goes on where it stopped. Verdicts, also of configs that fail, are traces. Beside the
+published traces of a GPU lie the steps of the searches that found their configs, so that nobody has to repeat them, and
+everybody sees where the defaults were not merely assumed to be the fastest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.records.base import NAME_PATTERN, Record
-from tilegym_db.records.solution import Tunable
+from tilegym_db.records.solution import Tunable, config_id
 from tilegym_db.records.trace import Status
 from tilegym_db.store.journal import RunFile, numbered_lines
 
-__all__ = ["Outcome", "TuningLog", "TuningStep", "read_tuning_steps"]
+__all__ = [
+    "TUNING_NAME",
+    "Outcome",
+    "TuningLog",
+    "TuningStep",
+    "own_tuning_files",
+    "published_tuning_files",
+    "read_tuning_steps",
+    "tuning_rows",
+]
+
+TUNING_NAME = "tuning.jsonl"
+"""Name of the file of a GPU's published steps, beside its resolver table."""
 
 Outcome = Literal["leads", "slower", "tie", "compile", "failed"]
 """``leads``: the fastest so far. ``slower`` and ``tie``: given up against another config. ``compile``: does not compile ahead
@@ -65,14 +81,49 @@ class TuningLog(RunFile):
         self.append_line((step.to_json() + "\n").encode())
 
 
-def read_tuning_steps(home: Path, gpu: str) -> list[TuningStep]:
+def own_tuning_files(home: Path) -> list[Path]:
+    """The log of every search on this machine."""
+    return sorted((home / "tuning").glob("*.jsonl"))
+
+
+def published_tuning_files(catalog: Catalog) -> list[Path]:
+    """The steps that come with a catalog, one file a GPU."""
+    return sorted(path for root in catalog.roots for path in root.glob(f"traces/*/{TUNING_NAME}"))
+
+
+def read_tuning_steps(home: Path, gpu: str, catalog: Catalog | None = None) -> list[TuningStep]:
     """Every step of a GPU, oldest first. A line that cannot be read, such as a torn one, is a config to be tried again.
+
+    Args:
+        home: the folder of the store.
+        gpu: a slug.
+        catalog: whose published steps count too; None for none.
 
     Raises:
         StoreError: a file cannot be read.
     """
-    steps = [step for path in sorted((home / "tuning").glob("*.jsonl")) for step in _steps(path) if step.gpu == gpu]
-    return sorted(steps, key=lambda step: step.timestamp)
+    published = published_tuning_files(catalog) if catalog is not None else []
+    steps = _distinct_steps([*published, *own_tuning_files(home)])
+    return sorted((step for step in steps.values() if step.gpu == gpu), key=lambda step: step.timestamp)
+
+
+def tuning_rows(home: Path, catalog: Catalog) -> list[dict[str, Any]]:
+    """The rows of the table, from every file.
+
+    Raises:
+        StoreError: a file cannot be read.
+    """
+    keys = ("gpu", "solution", "solution_digest", "definition_digest", "workload_uuid", "outcome", "timestamp")
+    rows = []
+    for text, step in _distinct_steps([*published_tuning_files(catalog), *own_tuning_files(home)]).items():
+        record = json.loads(text)
+        rows.append({**{key: record[key] for key in keys}, "config_key": config_id(step.config), "record": record})
+    return rows
+
+
+def _distinct_steps(files: Iterable[Path]) -> dict[str, TuningStep]:
+    """By their text: what was published from this machine is in two files."""
+    return {step.to_json(): step for path in files for step in _steps(path)}
 
 
 def _steps(path: Path) -> Iterator[TuningStep]:

@@ -174,6 +174,35 @@ ANTI JOIN trace_records p ON p.tier = 'promotion' AND p.solution_digest = t.solu
     AND p.config_key = t.config_key AND p.timestamp >= t.screened_at
 WHERE t.status = 'PASSED';
 
+-- How far the configs of each solution were searched on each GPU and workload, with the definition and source that the
+-- catalog holds now, and what came of it. `config` is what leads: '{}' is the source's own defaults, null is nothing.
+-- Whether it is verified is for `verified` to say. `configs` is the size of the space; the defaults, which are `tried`
+-- too, may be a point of it. There are no times: those of a search are too few to be compared with any other.
+CREATE OR REPLACE VIEW searches AS
+SELECT
+    s.definition, d.op_type, t.gpu, s.name AS solution, s.record->>'/spec/language' AS language,
+    w.axes_key, w.dtypes_key, coalesce(from_json(w.record->'layouts', '"MAP(VARCHAR, VARCHAR)"'), MAP {}) AS layouts,
+    t.workload_uuid,
+    arg_max(t.config, t.stepped_at) FILTER (t.outcome = 'leads') AS config,
+    count(*) AS tried,
+    any_value(list_product(list_transform(
+        json_keys(s.record->'/spec/tunables'), lambda name: json_array_length(s.record->'spec'->'tunables'->name)
+    ))::BIGINT) AS configs,
+    count(*) FILTER (t.outcome = 'slower') AS slower,
+    count(*) FILTER (t.outcome = 'tie') AS ties,
+    count(*) FILTER (t.outcome = 'compile') AS not_compiled,
+    count(*) FILTER (t.outcome = 'failed') AS failed,
+    max(t.stepped_at) AS searched_at
+FROM (
+    SELECT
+        gpu, solution_digest, definition_digest, workload_uuid, config_key, any_value(record->'config') AS config,
+        arg_max(outcome, row(timestamp, outcome)) AS outcome, max(timestamp) AS stepped_at
+    FROM tuning_records GROUP BY gpu, solution_digest, definition_digest, workload_uuid, config_key) t
+JOIN solution_records s ON s.is_current AND s.digest = t.solution_digest
+JOIN definition_records d ON d.is_current AND d.name = s.definition AND d.digest = t.definition_digest
+JOIN workload_records w ON w.uuid = t.workload_uuid AND w.definition = s.definition
+GROUP BY ALL;
+
 -- How each solution fares over all shapes of a definition on a GPU; means are geometric.
 CREATE OR REPLACE VIEW leaderboard AS
 SELECT

@@ -165,6 +165,15 @@ def test_the_resolver_launches_the_tuned_config(promoted, catalog, folder, check
     assert (key.solution, key.kernel_calls) == ("row_scale_blocked[ROWS=48]", 1)
 
 
+def test_what_was_published_is_not_searched_again_elsewhere_but_judged_there(promoted, catalog, folder, tmp_path):
+    with open_store(folder / "home", catalog=catalog) as store:
+        publish(store, "cpu", tmp_path / "published")
+    found = tune(gpu="cpu", catalog=Catalog((*catalog.roots, tmp_path / "published")), store_home=tmp_path / "home")
+    assert found.steps == []
+    assert [(result.config, result.tried) for result in found.results] == [({"ROWS": 48}, 0)]
+    assert {trace.config.get("ROWS") for trace in found.traces if trace.status == "PASSED"} == {None, 48}
+
+
 def test_a_small_budget_tries_the_neighbours_winner_and_nothing_that_is_known_to_be_wrong(first, make_catalog, folder):
     larger = make_catalog(folder / "larger", {"row_scale_blocked": (BLOCKED, TUNABLE)}, (SIZE, OTHER_SIZE))
     seen: list[TuningStep] = []

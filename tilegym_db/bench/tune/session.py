@@ -205,7 +205,7 @@ class _Known:
             known.screened = done_keys(store, gpu, SCREEN.tier) - set(failed)
         for (*pair, config), status in failed.items():
             known.failed.setdefault((pair[0], pair[1], pair[2]), {})[config] = status
-        for step in read_tuning_steps(folder, gpu):
+        for step in read_tuning_steps(folder, gpu, catalog):
             known.steps.setdefault(step.pair, []).append(step)
         return known
 

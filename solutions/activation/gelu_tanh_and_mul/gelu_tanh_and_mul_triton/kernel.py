@@ -23,15 +23,16 @@ def _gelu_tanh_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    # Column blocks vary fastest, so neighbouring programs read neighbouring memory.
+    # Column blocks vary fastest, so neighbouring programs read neighbouring memory. The loads give no eviction policy:
+    # evict_first, which fits data read once, made 87 us of swiglu into 90 (4096 rows of 14,336 values, H200).
     column_blocks: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
     dtype = out_ptr.dtype.element_ty
     pid = tl.program_id(0)
     rows = (pid // column_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     cols = (pid % column_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < M) & (cols < I)
-    a = tl.load(a_ptr + rows * a_stride + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    b = tl.load(b_ptr + rows * b_stride + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    a = tl.load(a_ptr + rows * a_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(b_ptr + rows * b_stride + cols, mask=mask, other=0.0).to(tl.float32)
     # An overflow to inf gives -0 for very negative finite values and NaN for -inf, as PyTorch does.
     gelu = (a / (1.0 + tl.exp2(a * (LINEAR + CUBIC * a * a)))).to(dtype).to(tl.float32)
     tl.store(out_ptr + rows * out_stride + cols, (gelu * b).to(dtype), mask=mask)
@@ -43,13 +44,13 @@ def run(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, BLOCK=None, num_
     Shapes: a, b, out [M, I], unit last stride, any row stride; one dtype T in bfloat16, float16, float32.
     Mapping: a flat grid of tiles of BLOCK values; a tile is part of one row when I is large and several whole rows
     when I is small. Every thread has all its loads of both inputs in flight before the first use.
-    BLOCK = None: 2048 values a program, or 512 where 2048 would leave most of the machine idle (decode).
-    num_warps = None: 16 values a thread for 2048 (8 for 512).
+    BLOCK = None: 1024 values a program, or 512 where 1024 would leave most of the machine idle (decode).
+    num_warps = None: 8 values a thread (16 for 2048 and more).
     """
     M, I = out.shape
     if M == 0 or I == 0:
         return
-    block = BLOCK or (2048 if M * I >= 1 << 18 else 512)
+    block = BLOCK or (1024 if M * I >= 1 << 18 else 512)
     warps = num_warps or (4 if block >= 1024 else 2)
     block_n = min(block, 1 << (I - 1).bit_length())  # triton.next_power_of_2 costs microseconds a call
     block_m = block // block_n
