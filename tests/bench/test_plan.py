@@ -33,9 +33,16 @@ def catalog(make_catalog, tmp_path) -> Catalog:
 @pytest.fixture
 def plan(catalog) -> Callable[..., Plan]:
     def make(
-        *names: str, machine: Machine = HERE, done=(), unusable=None, tuned=None, excluded=None, **options: object
+        *names: str,
+        machine: Machine = HERE,
+        done=(),
+        unusable=None,
+        tuned=None,
+        excluded=None,
+        incumbents=None,
+        **options: object,
     ) -> Plan:
-        return make_plan(catalog, machine, Options(names, **options), done, unusable, excluded, tuned)
+        return make_plan(catalog, machine, Options(names, **options), done, unusable, excluded, tuned, incumbents)
 
     return make
 
@@ -218,3 +225,73 @@ def test_an_operator_without_solutions_is_nothing_to_run(make_catalog, tmp_path)
     shutil.rmtree(tmp_path / "open" / "solutions")
     with pytest.raises(UsageError, match="nothing matches"):
         make_plan(Catalog(made.roots), HERE, Options(("row_scale",)), ())
+
+
+# -- the incumbent -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def held_by(catalog) -> Callable[..., dict]:
+    """``held_by("cutile", {...})``: that Solution, under that config, is the fastest of all where one token is decoded."""
+    workload = catalog.workloads_for("row_scale")[2]
+
+    def hold(language: str, config: dict | None = None) -> dict:
+        return {(catalog.definition("row_scale").digest, workload.uuid): (f"row_scale_{language}", config or {})}
+
+    return hold
+
+
+def taking_part(plan: Plan) -> set[tuple[str, str, str]]:
+    """(end of the Solution's name, kind of workload, config) of everything that will be measured."""
+    kinds = {(size["axes"]["M"], size["axes"]["N"]): kind for kind, size in SIZES.items()}
+    return {
+        (solution.name.removeprefix("row_scale_"), kinds[workload.axes["M"], workload.axes["N"]], str(config or ""))
+        for item in plan.definitions
+        for solution, config in item.entrants()
+        for workload in item.workloads
+        if item.takes_part(solution, workload, config)
+    }
+
+
+def test_what_is_new_is_measured_beside_the_fastest_so_far_where_there_is_one(plan, held_by):
+    made = plan("row_scale_triton", machine=H200, workload="model:*", incumbents=held_by("cutile"))
+    assert taking_part(made) == {
+        ("stock", "decode", ""),
+        ("stock", "prefill", ""),
+        ("triton", "decode", ""),
+        ("triton", "prefill", ""),
+        ("cutile", "decode", ""),
+    }
+    assert made.pair_count == 5
+
+
+def test_the_fastest_so_far_takes_part_under_the_config_that_made_it_so(plan, held_by):
+    made = plan("row_scale_triton", machine=H200, workload="M=1,*", incumbents=held_by("cutile", {"TILE": 4}))
+    assert ("cutile", "decode", "{'TILE': 4}") in taking_part(made)
+    assert ("cutile", "decode", "") not in taking_part(made)
+
+
+def test_nobody_is_measured_again_only_to_be_compared_with_itself_or_with_stock_code(plan, held_by, catalog):
+    mine = held_by("triton")
+    made = plan("row_scale_triton", machine=H200, workload="M=1,*", incumbents=mine)
+    assert made.definitions[0].incumbents == {}
+    assert taking_part(plan("row_scale_stock", machine=H200, workload="M=1,*", incumbents=mine)) == {
+        ("stock", "decode", "")
+    }
+    (key,) = mine
+    done = {(catalog.solution("row_scale_triton").digest, *key, DEFAULTS)}
+    config = {"TILE": 4}
+    tuned = {(catalog.solution("row_scale_triton").digest, *key): config}
+    made = plan("row_scale_triton", machine=H200, workload="M=1,*", done=done, tuned=tuned, incumbents=mine)
+    assert taking_part(made) == {("stock", "decode", ""), ("triton", "decode", ""), ("triton", "decode", str(config))}
+
+
+def test_the_fastest_so_far_stays_away_where_its_language_cannot_be_used(plan, held_by):
+    made = plan(
+        "row_scale_triton", machine=H200, workload="M=1,*", unusable={"cutile": "missing"}, incumbents=held_by("cutile")
+    )
+    assert {name for name, _, _ in taking_part(made)} == {"stock", "triton"}
+
+
+def test_what_is_only_interpreted_has_nobody_to_beat(plan, held_by):
+    assert plan("row_scale_triton", workload="M=1,*", incumbents=held_by("stock")).definitions[0].incumbents == {}

@@ -197,3 +197,39 @@ def test_what_the_static_scan_refuses_is_never_run(make_catalog, tmp_path):
     refused = only(report, "opens_a_door", "REJECTED")
     assert refused.reason.startswith("the static scan: kernel.py:1: ")
     assert only(report, "row_scale_stock").sandbox_level >= MIN_SANDBOX_LEVEL
+
+
+SLOW = (
+    "def run(x, weight, factor, out):\n    for row in range(x.shape[0]):\n        out[row] = x[row] * weight * factor\n"
+)
+FAST = "def run(x, weight, factor, out):\n    out.copy_(x * weight * factor)\n"
+HALVES = """def run(x, weight, factor, out):
+    for half in (slice(0, 32), slice(32, None)):
+        out[half] = x[half] * weight * factor
+"""
+
+
+def test_a_new_kernel_is_compared_with_the_best_so_far_in_the_same_rounds(make_catalog, tmp_path):
+    solutions = {"row_scale_stock": (SLOW, STOCK), "row_scale_fast": FAST, "row_scale_rows": SLOW + "# again\n"}
+    sizes = ({"axes": {"M": 64, "N": 64}},)
+    before = make_catalog(tmp_path / "before", solutions, sizes)
+    home = tmp_path / "home"
+    first = promote(gpu="cpu", catalog=before, store_home=home)
+    assert {c.provides for trace in first.traces for c in trace.performance.comparisons} == {"stock"}
+
+    after = make_catalog(tmp_path / "after", {**solutions, "row_scale_halves": HALVES}, sizes)
+    second = promote(("row_scale_halves",), gpu="cpu", catalog=after, store_home=home)
+    assert sorted(trace.solution for trace in second.traces) == [
+        "row_scale_fast",
+        "row_scale_halves",
+        "row_scale_stock",
+    ]
+    (found,) = [c for c in only(second, "row_scale_halves").performance.comparisons if c.provides == "incumbent"]
+    assert (found.other, found.ratio < 0.95, found.ci_high < 1) == ("row_scale_fast", True, True)
+    with open_store(home, read_only=True, catalog=after) as store:
+        (row,) = store.rows(
+            "SELECT incumbent, incumbent_ratio, incumbent_ci_low FROM traces WHERE solution = 'row_scale_halves'"
+        )
+        assert list(row.values()) == ["row_scale_fast", found.ratio, found.ci_low]
+        (best,) = store.rows("SELECT solution, run_id FROM best")
+    assert best == {"solution": "row_scale_fast", "run_id": second.run_id}

@@ -14,11 +14,13 @@ def trace(
     tier: str = "screen",
     ratio: float | None = None,
     sol_ratio: float | None = None,
+    over_best: float | None = None,
 ) -> Trace:
     passed = status == "PASSED"
     performance = None
     if passed and tier != "interpreter":
         against = [] if ratio is None else [("stock", ratio), ("library", 9.0)]
+        against += [] if over_best is None else [("incumbent", over_best)]
         comparisons = [Comparison.against(f"a_{p}", p, ratio=r, ci_low=r, ci_high=r) for p, r in against]
         performance = Performance(
             latency_us=1,
@@ -44,6 +46,11 @@ def test_the_speedup_is_the_geometric_mean_against_stock_alone():
     (row,) = summarise([trace("kernel", ratio=4.0), trace("kernel", ratio=1.0)])
     assert (row.passed, row.total, row.note) == (2, 2, "")
     assert row.speedup == pytest.approx(2)
+
+
+def test_the_ratio_to_the_best_before_is_over_the_workloads_that_had_one():
+    (row,) = summarise([trace("kernel", ratio=4.0, over_best=1.2), trace("kernel", ratio=4.0)])
+    assert (row.over_best, row.speedup) == (pytest.approx(1.2), pytest.approx(4))
 
 
 def test_the_share_of_the_speed_of_light_is_a_geometric_mean_too():

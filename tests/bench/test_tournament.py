@@ -103,9 +103,10 @@ def play(
     seed: int = 1,
     stage: SimulatedStage | None = None,
     clocks: HotDevice | None = None,
+    incumbent: str = "",
 ) -> dict[str, Any]:
     verified: Any = None
-    entrants = [Entrant(member, verified) for member in members]  # type: ignore[arg-type]
+    entrants = [Entrant(member, verified, incumbent=member.name == incumbent) for member in members]  # type: ignore[arg-type]
     return run_tournament(
         entrants,
         stage or SimulatedStage(),  # type: ignore[arg-type]
@@ -136,6 +137,16 @@ def test_only_baselines_are_compared_with():
     results = play(*members)
     assert [comparison.other for comparison in results["a"].comparisons] == ["stock", "library"]
     assert [comparison.other for comparison in results["stock"].comparisons] == ["library"]
+
+
+@pytest.mark.parametrize(("provides", "as_what"), [(None, ["incumbent"]), ("compile", ["compile", "incumbent"])])
+def test_the_incumbent_is_compared_with_by_everybody_but_itself(provides, as_what):
+    members = [Simulated("stock", 3, provides="stock"), Simulated("best", 2, provides=provides), Simulated("new", 1)]
+    results = play(*members, incumbent="best")
+    found = [(comparison.other, comparison.provides) for comparison in results["new"].comparisons]
+    assert found == [("stock", "stock"), *(("best", what) for what in as_what)]
+    assert results["new"].comparisons[-1].ratio == pytest.approx(2, rel=0.02)
+    assert [comparison.other for comparison in results["best"].comparisons] == ["stock"]
 
 
 def test_a_member_that_fails_leaves_the_others_in_play():

@@ -123,7 +123,7 @@ def test_publish_says_what_it_leaves_out_and_why(cli, measured, journal_traces):
     assert cli("ingest").code == 0
     result = cli("publish", "--gpu", "h200")
     assert "left out 1: the worker was not confined" in result.err
-    assert "left out 1: passed a screen and was not promoted since" in result.err
+    assert "left out 1: passed a screen only" in result.err
     assert "1 traces of 1 shapes" in result.err
 
 

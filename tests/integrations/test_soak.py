@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -64,12 +65,12 @@ def test_a_control_patches_nothing_and_what_it_grew_by_is_allowed_to_the_same_ru
     alone: tuple[str, ...], soak: ModuleType, kernels: Catalog, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     file = tmp_path / "control.json"
-    code, control = run(soak, monkeypatch, file, 60, "--control", *alone)
+    code, control = run(soak, monkeypatch, file, 30, "--control", *alone)
     assert (code, control["control"], control["hits"]) == (0, True, {})
     assert control["comparison"] is None if alone else control["comparison"]["differing_tokens"] == 0
     control["memory_growth"]["host"]["bytes_per_1000_steps"] = 10**12
     file.write_text(json.dumps(control))
-    code, results = run(soak, monkeypatch, tmp_path / "soak.json", 60, "--against", str(file), *alone)
+    code, results = run(soak, monkeypatch, tmp_path / "soak.json", 30, "--against", str(file), *alone)
     assert (code, results["control"], results["violations"]) == (0, False, [])
     assert results["memory_growth"]["host"]["limit"] > 10**10
 
@@ -77,11 +78,11 @@ def test_a_control_patches_nothing_and_what_it_grew_by_is_allowed_to_the_same_ru
 def test_a_model_alone_runs_its_kernels_through_the_same_episodes_with_nothing_to_compare(
     soak: ModuleType, kernels: Catalog, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    code, beside = run(soak, monkeypatch, tmp_path / "beside.json", 60)
+    code, beside = run(soak, monkeypatch, tmp_path / "beside.json", 30)
     models: list[Any] = []
     run_episode = soak.run_episode
     monkeypatch.setattr(soak, "run_episode", lambda given, *rest: models.append(given) or run_episode(given, *rest))
-    code, results = run(soak, monkeypatch, tmp_path / "alone.json", 60, "--alone")
+    code, results = run(soak, monkeypatch, tmp_path / "alone.json", 30, "--alone")
     assert (code, results["violations"], results["comparison"]) == (0, [], None)
     assert {len(given) for given in models} == {1}
     assert results["run"] == {**beside["run"], "alone": True}
@@ -89,26 +90,27 @@ def test_a_model_alone_runs_its_kernels_through_the_same_episodes_with_nothing_t
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("changes", "message"),
     [
-        (["--control"], "alone False there and True here"),
-        (["--control", "--alone", "--seed", "1"], "seed 1 there and 0 here"),
-        (["--control", "--alone", "--steps", "50"], "steps 50 there and 60 here"),
-        (["--control", "--alone", "--dtype", "float16"], "dtype float16 there and float32 here"),
-        (["--alone"], "it is of no control"),
+        ({"run": {"alone": False}}, "alone False there and True here"),
+        ({"run": {"seed": 1}}, "seed 1 there and 0 here"),
+        ({"run": {"steps": 50}}, "steps 50 there and 60 here"),
+        ({"run": {"dtype": "float16"}}, "dtype float16 there and float32 here"),
+        ({"control": False}, "it is of no control"),
     ],
 )
 def test_a_run_is_not_held_against_the_control_of_another(
-    options: list[str],
+    changes: dict[str, Any],
     message: str,
     soak: ModuleType,
-    kernels: Catalog,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    same = asdict(soak.Run("cpu", "float32", 1, 60, 12, 8, 0, alone=True))
+    control = {"control": True, "memory_growth": {"host": {"bytes_per_1000_steps": 7}}, **changes}
     file = tmp_path / "other.json"
-    run(soak, monkeypatch, file, 60, *options)
+    file.write_text(json.dumps({**control, "run": {**same, **changes.get("run", {})}}))
     with pytest.raises(SystemExit):
         run(soak, monkeypatch, tmp_path / "soak.json", 60, "--alone", "--against", str(file))
     assert message in capsys.readouterr().err

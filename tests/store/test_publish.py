@@ -36,7 +36,7 @@ def test_the_snapshot_holds_the_best_trace_per_solution_and_shape(opened, write_
     assert (report.folder, report.entries, report.traces, report.revocations) == (folder, 3, 4, 0)
     assert report.left_out == {
         "the worker was not confined (sandbox level below 2)": 1,
-        "passed a screen and was not promoted since (tilegym-db promote)": 1,
+        "passed a screen only (tilegym-db promote)": 1,
     }
     assert sorted(report.written) == sorted(path for path in folder.rglob("*") if path.is_file())
     scale = read_journal(folder / "norm" / "scale.jsonl").traces
@@ -179,7 +179,7 @@ def test_a_table_whose_last_pass_was_taken_back_is_emptied(opened, write_traces,
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"tier": "screen"}, "1: passed a screen and was not promoted since"),
+        ({"tier": "screen"}, "1: passed a screen only"),
         ({"sandbox_level": 1}, "1: the worker was not confined"),
     ],
 )

@@ -14,7 +14,7 @@ from tilegym_db.errors import NotFoundError, UsageError, did_you_mean
 from tilegym_db.records import LANGUAGES, Config, Definition, Workload, axes_key
 from tilegym_db.records.solution import config_id, name_with_config
 
-__all__ = ["DefinitionPlan", "DoneKey", "Options", "PairKey", "Plan", "Skipped", "make_plan"]
+__all__ = ["DefinitionPlan", "DoneKey", "Incumbents", "Options", "PairKey", "Plan", "Skipped", "make_plan"]
 
 # What one workload may cost on a CPU before it is left to GPUs: about a tenth of a second a call on two cores.
 CPU_MAX_FLOPS = 4e9
@@ -27,6 +27,9 @@ PairKey = tuple[str, str, str]
 
 DoneKey = tuple[str, str, str, str]
 """A :data:`PairKey` and the id of a config."""
+
+Incumbents = Mapping[tuple[str, str], tuple[str, Config]]
+"""(definition digest, workload uuid) -> the Solution that is fastest there of all that are verified, and its config."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class DefinitionPlan:
 
     ``timed`` are measured together, interleaved; ``interpreted`` are only verified, in the Triton interpreter. ``pairs``
     (solution, workload uuid) run under the source's own defaults; ``tuned`` run under the config that tune found.
+    ``incumbents`` (workload uuid -> Solution and config) is whom what is new there has to beat; they are measured as well.
     """
 
     definition: Definition
@@ -64,10 +68,12 @@ class DefinitionPlan:
     interpreted: list[SolutionFiles] = field(default_factory=list)
     pairs: set[tuple[str, str]] = field(default_factory=set)
     tuned: dict[tuple[str, str], Config] = field(default_factory=dict)
+    incumbents: dict[str, tuple[str, Config]] = field(default_factory=dict)
 
     def configs_of(self, solution: SolutionFiles) -> list[Config]:
         """Every config that the Solution is planned under, the source's own defaults first."""
-        found = [config for (name, _), config in self.tuned.items() if name == solution.name]
+        planned = [(name, config) for (name, _), config in self.tuned.items()]
+        found = [config for name, config in (*planned, *self.incumbents.values()) if name == solution.name]
         return list({config_id(config): config for config in ({}, *found)}.values())
 
     def entrants(self) -> list[tuple[SolutionFiles, Config]]:
@@ -83,8 +89,14 @@ class DefinitionPlan:
         """True where something is planned for the Workload, under whatever config."""
         return any(uuid == workload.uuid for _, uuid in (*self.pairs, *self.tuned))
 
+    def is_incumbent(self, solution: SolutionFiles, workload: Workload, config: Config) -> bool:
+        """True for what is to be beaten on the Workload."""
+        return self.incumbents.get(workload.uuid) == (solution.name, config)
+
     def takes_part(self, solution: SolutionFiles, workload: Workload, config: Config) -> bool:
-        """True where this is planned, or the Solution is stock code that something planned is compared with."""
+        """True where this is planned, or something planned is compared with it: stock code, and the incumbent."""
+        if self.is_incumbent(solution, workload, config):
+            return True
         if config:
             return self.tuned.get((solution.name, workload.uuid)) == config
         if solution.record.spec.provides == "stock":
@@ -119,6 +131,7 @@ def make_plan(
     unusable: Mapping[str, str] | None = None,
     excluded: Mapping[DoneKey, str] | None = None,
     tuned: Mapping[PairKey, Config] | None = None,
+    incumbents: Incumbents | None = None,
 ) -> Plan:
     """Select pairs of Solution and Workload, each under the default config and under the one that tune found for it.
 
@@ -130,6 +143,8 @@ def make_plan(
         unusable: language -> what is missing for it here, and the command that installs it.
         excluded: pairs, keyed as ``done``, that are not to be run, with the reason.
         tuned: (solution digest, definition digest, workload uuid) -> the config that tune found on this GPU.
+        incumbents: the fastest of all that are verified on this GPU. One is measured, whatever is asked for, wherever
+            something else is that may be faster: times of different runs are no comparison.
 
     Raises:
         NotFoundError: a name is neither a Definition nor a Solution.
@@ -145,6 +160,7 @@ def make_plan(
         for solution in solutions:
             _place(item, solution, machine, options, unusable or {}, plan)
         _choose_pairs(item, options, done, excluded or {}, tuned or {}, plan)
+        _invite_incumbents(item, catalog, machine, unusable or {}, incumbents or {})
         matched = matched or bool(item.workloads)
         if item.pairs or item.tuned:
             plan.definitions.append(item)
@@ -261,6 +277,37 @@ def _choose_pairs(
                 else:
                     wanted.append(solution.name)
         item.pairs |= {(name, workload.uuid) for name in wanted}
+
+
+def _invite_incumbents(
+    item: DefinitionPlan,
+    catalog: Catalog,
+    machine: Machine,
+    unusable: Mapping[str, str],
+    incumbents: Incumbents,
+) -> None:
+    """Wherever something is planned that may be faster than the incumbent, that takes part."""
+    timed = {solution.name for solution in item.timed}
+    for workload in item.workloads:
+        incumbent = incumbents.get((item.definition.digest, workload.uuid))
+        if incumbent is None or all(pair == incumbent for pair in _challengers(item, workload)):
+            continue
+        solution = catalog.solutions[incumbent[0]]
+        language = solution.record.spec.language
+        if language in unusable or not (machine.is_gpu or language == "python"):
+            continue
+        if solution.name not in timed:
+            timed.add(solution.name)
+            item.timed.append(solution)
+        item.incumbents[workload.uuid] = incumbent
+
+
+def _challengers(item: DefinitionPlan, workload: Workload) -> list[tuple[str, Config]]:
+    """What is planned there to be timed, but for stock code."""
+    names = {solution.name for solution in item.timed if solution.record.spec.provides != "stock"}
+    pairs: list[tuple[str, Config]] = [(name, {}) for name, uuid in item.pairs if uuid == workload.uuid]
+    tuned = [(name, config) for (name, uuid), config in item.tuned.items() if uuid == workload.uuid]
+    return [(name, config) for name, config in pairs + tuned if name in names]
 
 
 def _why_not(key: DoneKey, options: Options, done: Collection[DoneKey], excluded: Mapping[DoneKey, str]) -> str | None:

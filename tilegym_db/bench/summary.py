@@ -15,7 +15,8 @@ __all__ = ["SummaryRow", "summarise"]
 class SummaryRow:
     """One Solution in one run.
 
-    ``speedup``: geometric mean of the ratios against stock code. ``note``: the first failure's reason, or why nothing ran.
+    ``speedup``: geometric mean of the ratios against stock code. ``over_best``: the same against what was fastest and verified
+    before this run, over the workloads where something was. ``note``: the first failure's reason, or why nothing ran.
     ``sol_ratio``: geometric mean of the shares of the speed of light; None where the device has none.
     """
 
@@ -26,6 +27,7 @@ class SummaryRow:
     speedup: float | None
     note: str
     sol_ratio: float | None = None
+    over_best: float | None = None
 
 
 def summarise(traces: Sequence[Trace]) -> list[SummaryRow]:
@@ -41,12 +43,10 @@ def _row(solution: str, traces: list[Trace]) -> SummaryRow:
     failures = [trace for trace in counted if trace.status != "PASSED"]
     timed = [trace.performance for trace in counted if trace.performance is not None]
     light = [performance.sol_ratio for performance in timed if performance.sol_ratio]
-    ratios = [
-        comparison.ratio
-        for performance in timed
-        for comparison in performance.comparisons
-        if comparison.provides == "stock"
-    ]
+    ratios: dict[str | None, list[float]] = {}
+    for performance in timed:
+        for comparison in performance.comparisons:
+            ratios.setdefault(comparison.provides, []).append(comparison.ratio)
     note = ""
     if not counted:
         note = f"{traces[0].status}: {traces[0].reason}"
@@ -55,7 +55,8 @@ def _row(solution: str, traces: list[Trace]) -> SummaryRow:
     elif all(trace.tier == "interpreter" for trace in counted):
         note = "verified in the interpreter, not timed"
     passed = len(counted) - len(failures)
-    return SummaryRow(solution, traces[0].language, passed, len(counted), _mean(ratios), note, _mean(light))
+    speedup, over_best = (_mean(ratios.get(provides, ())) for provides in ("stock", "incumbent"))
+    return SummaryRow(solution, traces[0].language, passed, len(counted), speedup, note, _mean(light), over_best)
 
 
 def _mean(ratios: Sequence[float]) -> float | None:

@@ -89,7 +89,8 @@ class Entrant(Generic[P]):
     """One member in one tournament, with what its calls took in microseconds.
 
     ``rounds`` are the medians of its blocks, one a round: calls of one block follow each other and resemble each other,
-    so it is the rounds that say how sure a time is. ``samples`` and ``host`` are all calls of all rounds.
+    so it is the rounds that say how sure a time is. ``samples`` and ``host`` are all calls of all rounds. ``incumbent`` marks
+    whom the others have to beat.
     """
 
     member: P
@@ -99,6 +100,7 @@ class Entrant(Generic[P]):
     samples: list[float] = field(default_factory=list)
     host: list[float] = field(default_factory=list)
     failure: Failure | None = None
+    incumbent: bool = False
 
     def keep(self, block: Block) -> None:
         """Count a block in."""
@@ -238,23 +240,30 @@ def _performance(entrant: Entrant[Any], finished: Sequence[Entrant[Any]], clock:
         host_us=round(median(entrant.host), 3),
         cold_l2=on_gpu,
         timer="events" if on_gpu else "wall",
-        comparisons=tuple(_compare(entrant, other) for other in finished if _is_opponent(entrant, other)),
+        comparisons=tuple(
+            _compare(entrant, other, provides)
+            for other in finished
+            if other is not entrant
+            for provides in _stands_for(other)
+        ),
         clock_mhz=clock.sm_mhz,
         throttled=clock.throttled,
     )
 
 
-def _is_opponent(entrant: Entrant[Any], other: Entrant[Any]) -> bool:
-    return other is not entrant and other.member.solution.record.spec.provides is not None
+def _stands_for(entrant: Entrant[Any]) -> list[str]:
+    """What others are compared with it as: the code that it provides, if any, and whom they have to beat."""
+    provides = entrant.member.solution.record.spec.provides
+    return [*([provides] if provides is not None else []), *(["incumbent"] if entrant.incumbent else [])]
 
 
-def _compare(entrant: Entrant[Any], other: Entrant[Any]) -> Comparison:
+def _compare(entrant: Entrant[Any], other: Entrant[Any], provides: str) -> Comparison:
     shared: Mapping[str, list[float]] = {"this": entrant.rounds, "other": other.rounds}
     count = min(len(rounds) for rounds in shared.values())
     ratio = paired_ratio(shared["this"][:count], shared["other"][:count])
     return Comparison.against(
         other.member.name,
-        other.member.solution.record.spec.provides,
+        provides,
         ratio=round(ratio.median, 5),
         ci_low=round(ratio.low, 5),
         ci_high=round(ratio.high, 5),

@@ -78,7 +78,7 @@ def print_summary(report: BenchReport) -> None:
     rows = summarise(report.traces)
     if rows:
         console.print(f"{report.machine.gpu_name} ({report.machine.gpu}), run {report.run_id}", highlight=False)
-        columns = ("solution", "language", "passed", "vs stock", "of light", "note")
+        columns = ("solution", "language", "passed", "vs stock", "vs best", "of light", "note")
         print_table(columns, [_summary_cells(row) for row in rows])
     skipped: dict[str, int] = {}
     for item in report.plan.skipped:
@@ -92,7 +92,7 @@ def print_summary(report: BenchReport) -> None:
 
 
 def _summary_cells(row: SummaryRow) -> tuple[str, ...]:
-    speedup = "" if row.speedup is None else f"{row.speedup:.2f}x"
+    speedup, over_best = ("" if ratio is None else f"{ratio:.2f}x" for ratio in (row.speedup, row.over_best))
     note = row.note if len(row.note) <= 200 else row.note[:197] + "..."
     light = "" if row.sol_ratio is None else f"{row.sol_ratio:.0%}"
-    return row.solution, row.language, f"{row.passed}/{row.total}", speedup, light, note
+    return row.solution, row.language, f"{row.passed}/{row.total}", speedup, over_best, light, note

@@ -120,7 +120,10 @@ def _findings(row: dict[str, Any]) -> dict[str, str]:
         interval = f"{times[0]} us ({times[1]} to {times[2]}), {row['samples']} samples by {row['timer']}"
     numbers = {key: row[key] for key in ("rel_fro", "worst_row_rel", "max_abs", "matched_ratio")}
     errors = {key: spelled_number(value) for key, value in numbers.items() if value is not None}
-    against = [f"{spelled_number(c['ratio'])}x {c['with']}" for c in row["comparisons"] or ()]
+    against = [
+        f"{spelled_number(c['ratio'])}x {c['with']}" + (" (the best so far)" if c["provides"] == "incumbent" else "")
+        for c in row["comparisons"] or ()
+    ]
     clock = [] if row["clock_mhz"] is None else [f"{row['clock_mhz']} MHz"]
     clock += ["slowed down at times, in rounds that were discarded"] if row["throttled"] else []
     light = "" if row["sol_ratio"] is None else f"{row['sol_ratio']:.1%}, which is {spelled_number(row['sol_us'])} us"

@@ -71,7 +71,10 @@ class Comparison(RecordPart):
     """A ratio of times, ``other / this`` (above 1: this solution is faster), with its 99% confidence interval."""
 
     other: str = Field(alias="with")
+    """Name of the Solution, with its config in brackets where it has one."""
     provides: str | None = None
+    """What it stands for: the code that it provides (``stock``, ``library``, ``compile``), or ``incumbent``, which was the
+    fastest verified one before this run. One that is both is compared with twice."""
     ratio: float
     ci_low: float
     ci_high: float

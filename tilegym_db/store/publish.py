@@ -110,7 +110,7 @@ def _left_out(store: Store, gpu: str) -> dict[str, int]:
     counts = {
         "a later failure took the pass back": kept["revoked"],
         f"the worker was not confined (sandbox level below {PUBLISHED_SANDBOX_LEVEL})": kept["unconfined"],
-        "passed a screen and was not promoted since (tilegym-db promote)": len(queries.promotable(store, gpu)),
+        "passed a screen only (tilegym-db promote)": queries.count_unverified(store, gpu=gpu),
     }
     return {reason: count for reason, count in counts.items() if count}
 

@@ -28,6 +28,7 @@ __all__ = [
     "definition_by_digest",
     "done_keys",
     "failed_screen",
+    "fastest_verified",
     "find_traces",
     "kept_back",
     "leaderboard_rows",
@@ -162,6 +163,12 @@ PUBLISHABLE_STEPS = """
     ORDER BY s.definition, t.solution, t.workload_uuid, max(t.timestamp), t.config_key
 """
 
+FASTEST_VERIFIED = """
+    SELECT b.definition_digest, b.workload_uuid, b.solution, b.config FROM best b
+    JOIN solutions s ON s.name = b.solution AND s.provides IS DISTINCT FROM 'stock'
+    WHERE b.gpu = $gpu
+"""
+
 TRACES_OF = "FROM traces WHERE solution = $solution ORDER BY timestamp DESC, trace_id"
 FIND_TRACES = """
     SELECT
@@ -215,6 +222,14 @@ def tuned_configs(store: Store, gpu: str) -> dict[tuple[str, str, str], Config]:
     A pair without one runs under its source's own defaults only.
     """
     return {_pair(row): json.loads(row["config"]) for row in store.rows(TUNED, {"gpu": gpu})}
+
+
+def fastest_verified(store: Store, gpu: str) -> dict[tuple[str, str], tuple[str, Config]]:
+    """(definition digest, workload uuid) -> Solution and config that is fastest there on a GPU, unless that is stock code."""
+    rows = store.rows(FASTEST_VERIFIED, {"gpu": gpu})
+    return {
+        (row["definition_digest"], row["workload_uuid"]): (row["solution"], json.loads(row["config"])) for row in rows
+    }
 
 
 def _pair(row: dict[str, Any]) -> tuple[str, str, str]:

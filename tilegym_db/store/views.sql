@@ -37,7 +37,8 @@ SELECT
 FROM workload_records w JOIN definition_records d ON d.name = w.definition AND d.is_current;
 
 -- One row per trace, with the nested metrics as columns. `speedup` is stock time over this time; where a trace was
--- compared with several stock implementations, the least favourable ratio counts.
+-- compared with several stock implementations, the least favourable ratio counts. `incumbent` was the fastest verified
+-- before, and took part in the same rounds; `incumbent_ratio` is its time over this time.
 CREATE OR REPLACE VIEW traces AS
 SELECT
     trace_id, run_id, timestamp,
@@ -57,6 +58,9 @@ SELECT
         list_filter(performance.comparisons, lambda c: c.provides = 'stock'), lambda c: c.ratio)) AS speedup,
     list_min(list_transform(
         list_filter(performance.comparisons, lambda c: c.provides = 'stock'), lambda c: c.ci_low)) AS speedup_ci_low,
+    list_filter(performance.comparisons, lambda c: c.provides = 'incumbent')[1]."with" AS incumbent,
+    list_filter(performance.comparisons, lambda c: c.provides = 'incumbent')[1].ratio AS incumbent_ratio,
+    list_filter(performance.comparisons, lambda c: c.provides = 'incumbent')[1].ci_low AS incumbent_ci_low,
     performance.comparisons AS comparisons,
     performance.sol_us AS sol_us,
     performance.sol_ratio AS sol_ratio,

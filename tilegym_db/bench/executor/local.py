@@ -275,7 +275,8 @@ class LocalExecutor:
             if isinstance(outcome, Failure):
                 self._emit_failure(bout, member, outcome, level)
             else:
-                entrants.append(Entrant(member, outcome))
+                is_incumbent = bout.plan.is_incumbent(member.solution, bout.workload, member.config)
+                entrants.append(Entrant(member, outcome, incumbent=is_incumbent))
         if not entrants:
             return
         assert bout.contents is not None
