@@ -39,10 +39,10 @@ def plan(catalog) -> Callable[..., Plan]:
         unusable=None,
         tuned=None,
         excluded=None,
-        incumbents=None,
+        contenders=None,
         **options: object,
     ) -> Plan:
-        return make_plan(catalog, machine, Options(names, **options), done, unusable, excluded, tuned, incumbents)
+        return make_plan(catalog, machine, Options(names, **options), done, unusable, excluded, tuned, contenders)
 
     return make
 
@@ -227,16 +227,18 @@ def test_an_operator_without_solutions_is_nothing_to_run(make_catalog, tmp_path)
         make_plan(Catalog(made.roots), HERE, Options(("row_scale",)), ())
 
 
-# -- the incumbent -----------------------------------------------------------------------------------------------------
+# -- contenders --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def held_by(catalog) -> Callable[..., dict]:
-    """``held_by("cutile", {...})``: that Solution, under that config, is the fastest of all where one token is decoded."""
+    """``held_by("cutile", ("tilelang", {...}))``: the fastest so far where one token is decoded, and who comes close."""
     workload = catalog.workloads_for("row_scale")[2]
 
-    def hold(language: str, config: dict | None = None) -> dict:
-        return {(catalog.definition("row_scale").digest, workload.uuid): (f"row_scale_{language}", config or {})}
+    def hold(*contenders: str | tuple[str, dict]) -> dict:
+        pairs = [(item, {}) if isinstance(item, str) else item for item in contenders]
+        found = [(f"row_scale_{language}", config) for language, config in pairs]
+        return {(catalog.definition("row_scale").digest, workload.uuid): found}
 
     return hold
 
@@ -253,8 +255,8 @@ def taking_part(plan: Plan) -> set[tuple[str, str, str]]:
     }
 
 
-def test_what_is_new_is_measured_beside_the_fastest_so_far_where_there_is_one(plan, held_by):
-    made = plan("row_scale_triton", machine=H200, workload="model:*", incumbents=held_by("cutile"))
+def test_what_is_new_is_screened_beside_the_fastest_so_far_where_there_is_one(plan, held_by):
+    made = plan("row_scale_triton", machine=H200, workload="model:*", contenders=held_by("cutile", "tilelang"))
     assert taking_part(made) == {
         ("stock", "decode", ""),
         ("stock", "prefill", ""),
@@ -265,33 +267,66 @@ def test_what_is_new_is_measured_beside_the_fastest_so_far_where_there_is_one(pl
     assert made.pair_count == 5
 
 
-def test_the_fastest_so_far_takes_part_under_the_config_that_made_it_so(plan, held_by):
-    made = plan("row_scale_triton", machine=H200, workload="M=1,*", incumbents=held_by("cutile", {"TILE": 4}))
-    assert ("cutile", "decode", "{'TILE': 4}") in taking_part(made)
-    assert ("cutile", "decode", "") not in taking_part(made)
+def test_it_is_promoted_beside_all_who_may_be_the_fastest(plan, held_by, catalog):
+    found = held_by("cutile", ("tilelang", {"threads": 4}))
+    made = plan("row_scale_triton", machine=H200, workload="M=1,*", tier="promotion", contenders=found)
+    assert taking_part(made) == {
+        ("stock", "decode", ""),
+        ("triton", "decode", ""),
+        ("cutile", "decode", ""),
+        ("tilelang", "decode", "{'threads': 4}"),
+    }
+    (item,) = made.definitions
+    (workload,) = item.workloads
+    assert item.configured(workload) == 1
+    incumbent = [s.name for s in item.timed for c in item.configs_of(s) if item.is_incumbent(s, workload, c)]
+    assert incumbent == ["row_scale_cutile"]
+
+
+def test_whoever_takes_part_is_not_said_to_be_left_out(plan, held_by, catalog):
+    (key,) = found = held_by("cutile")
+    done = {(catalog.solution(f"row_scale_{name}").digest, *key, DEFAULTS) for name in ("cutile", "tilelang")}
+    made = plan(machine=H200, workload="M=1,*", done=done, contenders=found)
+    assert {name for name, _, _ in taking_part(made)} == {"stock", "triton", "cutile"}
+    assert reasons(made) == {("row_scale_tilelang", "M=1,N=4096"): "already measured (--again repeats it)"}
 
 
 def test_nobody_is_measured_again_only_to_be_compared_with_itself_or_with_stock_code(plan, held_by, catalog):
     mine = held_by("triton")
-    made = plan("row_scale_triton", machine=H200, workload="M=1,*", incumbents=mine)
-    assert made.definitions[0].incumbents == {}
-    assert taking_part(plan("row_scale_stock", machine=H200, workload="M=1,*", incumbents=mine)) == {
+    made = plan("row_scale_triton", machine=H200, workload="M=1,*", contenders=mine)
+    assert made.definitions[0].contenders == {}
+    assert taking_part(plan("row_scale_stock", machine=H200, workload="M=1,*", contenders=mine)) == {
         ("stock", "decode", "")
     }
     (key,) = mine
     done = {(catalog.solution("row_scale_triton").digest, *key, DEFAULTS)}
     config = {"TILE": 4}
     tuned = {(catalog.solution("row_scale_triton").digest, *key): config}
-    made = plan("row_scale_triton", machine=H200, workload="M=1,*", done=done, tuned=tuned, incumbents=mine)
+    made = plan("row_scale_triton", machine=H200, workload="M=1,*", done=done, tuned=tuned, contenders=mine)
     assert taking_part(made) == {("stock", "decode", ""), ("triton", "decode", ""), ("triton", "decode", str(config))}
 
 
-def test_the_fastest_so_far_stays_away_where_its_language_cannot_be_used(plan, held_by):
-    made = plan(
-        "row_scale_triton", machine=H200, workload="M=1,*", unusable={"cutile": "missing"}, incumbents=held_by("cutile")
-    )
+def test_where_stock_code_is_the_fastest_it_is_the_incumbent(plan, held_by):
+    made = plan("row_scale_triton", machine=H200, workload="M=1,*", contenders=held_by("stock"))
+    (item,) = made.definitions
+    stock = next(solution for solution in item.timed if solution.name == "row_scale_stock")
+    assert item.is_incumbent(stock, item.workloads[0], {})
+
+
+@pytest.mark.parametrize("why", ["its language is missing", "it failed the screen", "the run is quick"])
+def test_a_contender_stays_away_where(why, plan, held_by, catalog):
+    (key,) = found = held_by("cutile")
+    options = {
+        "its language is missing": {"unusable": {"cutile": "missing"}},
+        "it failed the screen": {
+            "excluded": {(catalog.solution("row_scale_cutile").digest, *key, DEFAULTS): "did not pass"},
+            "tier": "promotion",
+        },
+        "the run is quick": {"quick": True},
+    }[why]
+    made = plan("row_scale_triton", machine=H200, workload="M=1,*", contenders=found, **options)
     assert {name for name, _, _ in taking_part(made)} == {"stock", "triton"}
 
 
 def test_what_is_only_interpreted_has_nobody_to_beat(plan, held_by):
-    assert plan("row_scale_triton", workload="M=1,*", incumbents=held_by("stock")).definitions[0].incumbents == {}
+    assert plan("row_scale_triton", workload="M=1,*", contenders=held_by("stock")).definitions[0].contenders == {}

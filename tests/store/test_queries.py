@@ -9,6 +9,7 @@ from tilegym_db.store.ingest import ingest
 from tilegym_db.store.queries import (
     Promotable,
     best_rows,
+    contenders_of,
     count_unverified,
     done_keys,
     failed_screen,
@@ -282,15 +283,17 @@ def test_what_passed_its_newest_screen_can_be_promoted(filled, trace):
         assert set(failed_screen(store, "h200").values()) == {"TIMEOUT", "UNSUPPORTED"}
 
 
-@pytest.mark.parametrize("status", ["PASSED", "REJECTED", "UNSUPPORTED"])
-def test_a_promotion_verdict_settles_a_pair_until_the_next_screen(filled, trace, status):
+@pytest.mark.parametrize(
+    ("status", "then"), [("PASSED", []), ("REJECTED", ["scale_triton"]), ("UNSUPPORTED", ["scale_triton"])]
+)
+def test_a_promotion_verdict_settles_a_pair_for_good_or_until_the_next_screen(filled, trace, status, then):
     first = trace(tier="screen")
     with filled(first, trace(status=status)) as store:
         assert promotable(store, "h200") == []
     with filled(first, trace(status=status), trace(tier="screen")) as store:
-        assert promotable(store, "h200") == [pair(first)]
+        assert promotable(store, "h200") == [pair(first) for _ in then]
     with filled(trace("shift", tier="screen"), trace("shift", config={"BLOCK_M": 4})) as store:
-        assert [item.solution for item in promotable(store, "h200")] == ["scale_triton", "shift_triton"]
+        assert [item.solution for item in promotable(store, "h200")] == [*then, "shift_triton"]
 
 
 @pytest.mark.parametrize(
@@ -300,6 +303,7 @@ def test_a_promotion_verdict_settles_a_pair_until_the_next_screen(filled, trace,
         ([{"tier": "interpreter", "config": {"B": 1}}], []),
         ([{"config": {"B": 2}, "gpu": "l4"}], []),
         ([{"config": {"B": 2}}, {"config": {"B": 4}}, {}], [{"B": 4}]),
+        ([{"config": {"B": 2}}, {"config": {"B": 4}}, {"config": {"B": 2}}], [{"B": 4}]),
         ([{"config": {"B": 4}}, {"config": {"B": 2}}, {"config": {"B": 2}, "status": "TIMEOUT"}], [{"B": 4}]),
         ([{"config": {"B": 2}}, {"config": {"B": 2}, "tier": "promotion", "status": "INCORRECT_NUMERICAL"}], []),
         ([{"config": {"B": 2}}, {"config": {"B": 2}, "m": 1, "status": "INCORRECT_NUMERICAL"}], []),
@@ -338,3 +342,22 @@ def test_a_trace_is_found_by_the_start_of_its_id_with_what_it_counts_for(filled,
         assert (row["is_verified"], row["revoked_by"]) == (True, None)
         assert len(find_traces(store, "", most=3)) == 3
         assert find_traces(store, "no such trace") == []
+
+
+def test_contenders_are_the_fastest_and_whoever_another_host_might_have_found_faster(filled, trace, catalog):
+    traces = [
+        trace(latency_us=12.1, kind="stock"),
+        trace(latency_us=10.0, config={"B": 2}),
+        trace(latency_us=10.5),
+        trace(latency_us=11.9, kind="tilelang"),
+        trace(latency_us=400.0, m=1, kind="stock"),
+        trace(latency_us=407.0, m=1),
+        trace(latency_us=409.0, m=1, kind="tilelang"),
+        trace(latency_us=1.0, kind="tilelang", gpu="l4"),
+    ]
+    large, small = (trace(m=m) for m in (4096, 1))
+    with filled(*traces) as store:
+        assert contenders_of(store, "h200") == {
+            (large.definition_digest, large.workload_uuid): [("scale_triton", {"B": 2}), ("scale_tilelang", {})],
+            (small.definition_digest, small.workload_uuid): [("scale_stock", {}), ("scale_triton", {})],
+        }

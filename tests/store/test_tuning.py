@@ -106,6 +106,7 @@ def published(opened, root, trace, write_traces):
 
     def now() -> list[TuningStep]:
         with opened() as store:
+            ingest(store)
             ingest(store, [write_traces(trace())])
             publish(store, "h200", root)
         lines = (root / "traces" / "h200" / "tuning.jsonl").read_text().splitlines()
@@ -156,7 +157,8 @@ def test_sql_tells_how_far_a_search_went_and_what_leads(searched, opened, root):
     searched(3, config={}, against={"BLOCK": 1})
     searched(4, config={"BLOCK": 2}, outcome="tie", against={"BLOCK": 1})
     searched(5, config={"BLOCK": 3}, outcome="failed", status="TIMEOUT", against=None, ratio=None)
-    with opened(read_only=True) as store:
+    with opened() as store:
+        ingest(store)
         (row,) = store.rows("SELECT * EXCLUDE (workload_uuid, searched_at, layouts) FROM searches")
     assert row == {
         "definition": "scale",
@@ -179,5 +181,45 @@ def test_sql_tells_how_far_a_search_went_and_what_leads(searched, opened, root):
 def test_a_leader_that_fails_leads_no_more(searched, opened):
     searched(1, config={"BLOCK": 1}, outcome="leads")
     searched(2, config={"BLOCK": 1}, outcome="failed", status="TIMEOUT", against=None, ratio=None)
-    with opened(read_only=True) as store:
+    with opened() as store:
+        ingest(store)
         assert store.rows("SELECT config, tried, failed FROM searches") == [{"config": None, "tried": 1, "failed": 1}]
+
+
+def test_a_search_under_way_leaves_readers_in_peace_and_is_seen_after_the_next_ingest(searched, opened, home):
+    with opened() as store:
+        ingest(store)
+    searched(1)
+    with opened(read_only=True) as reader, opened(read_only=True) as another:
+        assert (reader.stale, another.stale) == (None, None)
+        assert reader.rows("SELECT tried FROM searches") == []
+    for number in (2, 3):
+        searched(number, config={"BLOCK": number})
+        with opened() as store:
+            ingest(store)
+            ingest(store)
+            assert store.rows("SELECT tried FROM searches") == [{"tried": number}]
+            assert store.rows("SELECT count(*) AS steps FROM tuning_records") == [{"steps": number}]
+
+
+def test_steps_of_a_source_that_changed_leave_the_view_and_the_file(
+    searched, published, opened, root, trace, write_traces
+):
+    searched(1)
+    assert len(published()) == 1
+    path = Path(root, "solutions", "norm", "scale", "scale_triton", "kernel.py")
+    path.write_text(path.read_text() + "# another\n")
+    with opened() as store:
+        ingest(store, [write_traces(trace(kind="tilelang"))])
+        assert store.rows("FROM searches") == []
+        publish(store, "h200", root)
+    assert (root / "traces" / "h200" / "tuning.jsonl").read_text() == ""
+
+
+def test_a_published_step_without_a_time_zone_is_no_step(searched, published, tmp_path, root):
+    made = searched(1)
+    published()
+    path = root / "traces" / "h200" / "tuning.jsonl"
+    naive = path.read_text().replace(made.to_dict()["timestamp"], "2026-01-01T00:00:09")
+    path.write_text(path.read_text() + naive)
+    assert read_tuning_steps(tmp_path / "elsewhere", "h200", Catalog((root,))) == [made]

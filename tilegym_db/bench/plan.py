@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,13 +15,14 @@ from tilegym_db.errors import NotFoundError, UsageError, did_you_mean
 from tilegym_db.records import LANGUAGES, Config, Definition, Workload, axes_key
 from tilegym_db.records.solution import config_id, name_with_config
 
-__all__ = ["DefinitionPlan", "DoneKey", "Incumbents", "Options", "PairKey", "Plan", "Skipped", "make_plan"]
+__all__ = ["Contenders", "DefinitionPlan", "DoneKey", "Options", "PairKey", "Plan", "Skipped", "make_plan"]
 
 # What one workload may cost on a CPU before it is left to GPUs: about a tenth of a second a call on two cores.
 CPU_MAX_FLOPS = 4e9
 CPU_MAX_BYTES = 64e6
 INTERPRETER_MAX_ELEMENTS = 1 << 15
 QUICK_WORKLOADS = 2
+ALREADY_MEASURED = "already measured (--again repeats it)"
 
 PairKey = tuple[str, str, str]
 """Solution digest, definition digest, workload uuid."""
@@ -28,8 +30,9 @@ PairKey = tuple[str, str, str]
 DoneKey = tuple[str, str, str, str]
 """A :data:`PairKey` and the id of a config."""
 
-Incumbents = Mapping[tuple[str, str], tuple[str, Config]]
-"""(definition digest, workload uuid) -> the Solution that is fastest there of all that are verified, and its config."""
+Contenders = Mapping[tuple[str, str], Sequence[tuple[str, Config]]]
+"""(definition digest, workload uuid) -> the verified Solutions that may be the fastest there, each under the config that made
+it so; the first is the incumbent, which is."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,8 @@ class DefinitionPlan:
 
     ``timed`` are measured together, interleaved; ``interpreted`` are only verified, in the Triton interpreter. ``pairs``
     (solution, workload uuid) run under the source's own defaults; ``tuned`` run under the config that tune found.
-    ``incumbents`` (workload uuid -> Solution and config) is whom what is new there has to beat; they are measured as well.
+    ``contenders`` (workload uuid -> Solutions and configs) are measured again beside what is new there; the first of them is
+    the incumbent, whom it has to beat.
     """
 
     definition: Definition
@@ -68,13 +72,20 @@ class DefinitionPlan:
     interpreted: list[SolutionFiles] = field(default_factory=list)
     pairs: set[tuple[str, str]] = field(default_factory=set)
     tuned: dict[tuple[str, str], Config] = field(default_factory=dict)
-    incumbents: dict[str, tuple[str, Config]] = field(default_factory=dict)
+    contenders: dict[str, list[tuple[str, Config]]] = field(default_factory=dict)
 
     def configs_of(self, solution: SolutionFiles) -> list[Config]:
         """Every config that the Solution is planned under, the source's own defaults first."""
         planned = [(name, config) for (name, _), config in self.tuned.items()]
-        found = [config for name, config in (*planned, *self.incumbents.values()) if name == solution.name]
+        again = itertools.chain.from_iterable(self.contenders.values())
+        found = [config for name, config in (*planned, *again) if name == solution.name]
         return list({config_id(config): config for config in ({}, *found)}.values())
+
+    def configured(self, workload: Workload) -> int:
+        """How many take part in the Workload under a config that is not their source's own."""
+        planned = [(name, config) for (name, uuid), config in self.tuned.items() if uuid == workload.uuid]
+        again = self.contenders.get(workload.uuid, ())
+        return len({(name, config_id(config)) for name, config in (*planned, *again) if config})
 
     def entrants(self) -> list[tuple[SolutionFiles, Config]]:
         """Every Solution that takes part in anything, under each config that it is planned under."""
@@ -91,11 +102,11 @@ class DefinitionPlan:
 
     def is_incumbent(self, solution: SolutionFiles, workload: Workload, config: Config) -> bool:
         """True for what is to be beaten on the Workload."""
-        return self.incumbents.get(workload.uuid) == (solution.name, config)
+        return self.contenders.get(workload.uuid, [])[:1] == [(solution.name, config)]
 
     def takes_part(self, solution: SolutionFiles, workload: Workload, config: Config) -> bool:
-        """True where this is planned, or something planned is compared with it: stock code, and the incumbent."""
-        if self.is_incumbent(solution, workload, config):
+        """True where this is planned, or something planned is compared with it: stock code, and the contenders."""
+        if (solution.name, config) in self.contenders.get(workload.uuid, ()):
             return True
         if config:
             return self.tuned.get((solution.name, workload.uuid)) == config
@@ -131,7 +142,7 @@ def make_plan(
     unusable: Mapping[str, str] | None = None,
     excluded: Mapping[DoneKey, str] | None = None,
     tuned: Mapping[PairKey, Config] | None = None,
-    incumbents: Incumbents | None = None,
+    contenders: Contenders | None = None,
 ) -> Plan:
     """Select pairs of Solution and Workload, each under the default config and under the one that tune found for it.
 
@@ -143,8 +154,9 @@ def make_plan(
         unusable: language -> what is missing for it here, and the command that installs it.
         excluded: pairs, keyed as ``done``, that are not to be run, with the reason.
         tuned: (solution digest, definition digest, workload uuid) -> the config that tune found on this GPU.
-        incumbents: the fastest of all that are verified on this GPU. One is measured, whatever is asked for, wherever
-            something else is that may be faster: times of different runs are no comparison.
+        contenders: who may be the fastest on this GPU of all that are verified. Whatever is asked for, they are measured
+            again where something else is that may be faster: times of different runs are no comparison. A screen, which
+            changes nothing of who is the fastest, takes the incumbent alone, and a quick run nobody.
 
     Raises:
         NotFoundError: a name is neither a Definition nor a Solution.
@@ -160,7 +172,10 @@ def make_plan(
         for solution in solutions:
             _place(item, solution, machine, options, unusable or {}, plan)
         _choose_pairs(item, options, done, excluded or {}, tuned or {}, plan)
-        _invite_incumbents(item, catalog, machine, unusable or {}, incumbents or {})
+        if contenders and not options.quick:
+            most = 1 if options.tier == "screen" else None
+            chosen = {key: found[:most] for key, found in contenders.items()}
+            _invite_contenders(item, catalog, machine, {*(unusable or {})}, excluded or {}, chosen, plan)
         matched = matched or bool(item.workloads)
         if item.pairs or item.tuned:
             plan.definitions.append(item)
@@ -279,27 +294,34 @@ def _choose_pairs(
         item.pairs |= {(name, workload.uuid) for name in wanted}
 
 
-def _invite_incumbents(
+def _invite_contenders(
     item: DefinitionPlan,
     catalog: Catalog,
     machine: Machine,
-    unusable: Mapping[str, str],
-    incumbents: Incumbents,
+    unusable: Collection[str],
+    excluded: Collection[DoneKey],
+    contenders: Contenders,
+    plan: Plan,
 ) -> None:
-    """Wherever something is planned that may be faster than the incumbent, that takes part."""
-    timed = {solution.name for solution in item.timed}
+    """Wherever something is planned that may be faster than the incumbent, they take part who can."""
     for workload in item.workloads:
-        incumbent = incumbents.get((item.definition.digest, workload.uuid))
-        if incumbent is None or all(pair == incumbent for pair in _challengers(item, workload)):
+        invited = list(contenders.get((item.definition.digest, workload.uuid), ()))
+        if not invited or all(pair == invited[0] for pair in _challengers(item, workload)):
             continue
-        solution = catalog.solutions[incumbent[0]]
-        language = solution.record.spec.language
-        if language in unusable or not (machine.is_gpu or language == "python"):
-            continue
-        if solution.name not in timed:
-            timed.add(solution.name)
-            item.timed.append(solution)
-        item.incumbents[workload.uuid] = incumbent
+        for name, config in list(invited):
+            solution = catalog.solutions[name]
+            language = solution.record.spec.language
+            key = (solution.digest, item.definition.digest, workload.uuid, config_id(config))
+            if key in excluded or language in unusable or not (machine.is_gpu or language == "python"):
+                invited.remove((name, config))
+                continue
+            if solution not in item.timed:
+                item.timed.append(solution)
+            skipped = Skipped(name_with_config(name, config), axes_key(workload.axes), ALREADY_MEASURED)
+            if skipped in plan.skipped:
+                plan.skipped.remove(skipped)
+        if invited:
+            item.contenders[workload.uuid] = invited
 
 
 def _challengers(item: DefinitionPlan, workload: Workload) -> list[tuple[str, Config]]:
@@ -313,7 +335,7 @@ def _challengers(item: DefinitionPlan, workload: Workload) -> list[tuple[str, Co
 def _why_not(key: DoneKey, options: Options, done: Collection[DoneKey], excluded: Mapping[DoneKey, str]) -> str | None:
     if key in excluded:
         return excluded[key]
-    return "already measured (--again repeats it)" if not options.again and key in done else None
+    return ALREADY_MEASURED if not options.again and key in done else None
 
 
 def _elements(definition: Definition, workload: Workload) -> int:

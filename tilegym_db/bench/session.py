@@ -26,7 +26,7 @@ from tilegym_db.scratch import scratch_folder
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.ingest import ingest_journals
 from tilegym_db.store.journal import Journal
-from tilegym_db.store.queries import done_keys, failed_screen, fastest_verified, read_peaks, tuned_configs
+from tilegym_db.store.queries import contenders_of, done_keys, failed_screen, read_peaks, tuned_configs
 from tilegym_db.verify.sandbox.levels import best_level
 from tilegym_db.verify.sandbox.process import prepare_workers
 
@@ -85,8 +85,8 @@ def benchmark(
     Args:
         names: Definitions or Solutions; empty means all.
         gpu: ``auto``, ``cpu``, or the slug or family of the GPU in this machine.
-        language: only Solutions in this language. Stock code always comes along, to compare with, and so does the fastest
-            verified Solution of each workload on which another is measured.
+        language: only Solutions in this language. Stock code always comes along, to compare with, and so do the verified
+            Solutions that may be the fastest, wherever another is measured.
         workload: glob over uuid, tags and axes key, such as ``stage:decode`` or ``M=1,*``.
         quick: few workloads and few samples.
         again: measure pairs anew that have a trace already.
@@ -127,7 +127,8 @@ def promote(
     """Verify Solutions for good: fresh processes, fresh secrets, the whole fuzz envelope and every audit.
 
     Only what passes here is verified: ``best``, the resolver and patched models use nothing else. Pairs whose newest screen
-    failed are left out. Arguments and errors are those of :func:`benchmark`.
+    failed are left out. Whatever is verified already and within a little of the fastest is promoted again beside what is
+    new, so that who is the fastest comes of the same rounds. Arguments and errors are those of :func:`benchmark`.
     """
     session = _Session(gpu, catalog, store_home, observer)
     session.require_sandbox(allow_unsandboxed)
@@ -163,9 +164,9 @@ class _Session:
                 store, self.machine.gpu, gpu_name=self.machine.gpu_name, driver=self.machine.driver, own=True
             )
             failed = failed_screen(store, self.machine.gpu) if rigor is PROMOTION and not options.again else {}
-            tuned, incumbents = tuned_configs(store, self.machine.gpu), fastest_verified(store, self.machine.gpu)
+            tuned, contenders = tuned_configs(store, self.machine.gpu), contenders_of(store, self.machine.gpu)
         excluded = {key: _screen_failure(status) for key, status in failed.items()}
-        plan = make_plan(self.catalog, self.machine, options, done, unusable_languages(), excluded, tuned, incumbents)
+        plan = make_plan(self.catalog, self.machine, options, done, unusable_languages(), excluded, tuned, contenders)
         self.observer.planned(plan, self.machine)
         effort = Effort.quick() if options.quick else Effort.screening() if rigor is SCREEN else Effort()
         peaks, notes = self._peaks(known) if plan.pair_count else (None, [])

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 def command(
     names: Annotated[list[str] | None, typer.Argument(help="Definitions or solutions; none means all.")] = None,
-    language: Annotated[str | None, typer.Option(help="Only solutions in this language.")] = None,
+    language: Annotated[
+        str | None, typer.Option(help="Only solutions in this language, and those that they are compared with.")
+    ] = None,
     gpu: Annotated[str, typer.Option(help="auto, cpu, or the GPU in this machine (h100, h200, ...).")] = "auto",
     workload: Annotated[str | None, typer.Option(help="Glob over tags, axes (M=1,*) and uuid.")] = None,
     quick: Annotated[bool, typer.Option(help="Few workloads and samples.")] = False,

@@ -22,6 +22,7 @@ from tilegym_db.store.loading import IngestReport, combined, load_journals
 from tilegym_db.store.lock import writer_lock
 from tilegym_db.store.model_runs import load_model_runs
 from tilegym_db.store.refresh import fingerprints, outdated, refresh
+from tilegym_db.store.tuning import load_tuning
 
 __all__ = ["DATABASE_NAME", "LOCK_TIMEOUT_S", "Store", "create_database", "database_path", "open_store", "settle"]
 
@@ -192,6 +193,7 @@ def _fill(store: Store, path: Path, catalog: Catalog, history: Path | None, keep
         connection.execute(statements.REMEMBER_META, {"key": "schema_version", "value": str(statements.SCHEMA_VERSION)})
     shipped = refresh(store, catalog, wanted, wanted.keys())
     journaled = combined(load_journals(store, journal_files(path.parent)), load_model_runs(store, path.parent))
+    load_tuning(store, path.parent)
     if history is not None:
         _adopt(store, history, (*statements.ADOPT_HISTORY, *([statements.ADOPT_TRACES] if keep_traces else [])))
     with store.translated("create"):  # all of it into the one file that is moved; closing would hide a full disk

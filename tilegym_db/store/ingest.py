@@ -14,17 +14,18 @@ from tilegym_db.store.journal import journal_files
 from tilegym_db.store.loading import IngestReport, combined, load_journals, load_traces
 from tilegym_db.store.lock import writer_lock
 from tilegym_db.store.model_runs import load_model_runs
+from tilegym_db.store.tuning import load_tuning
 
 __all__ = ["IngestReport", "ingest", "ingest_journals", "rebuild"]
 
 
 def ingest(store: Store, files: Sequence[Path] | None = None) -> IngestReport:
-    """Bring traces and runs of models into the database; those it has already, by their ids, are left alone.
+    """Bring traces, runs of models and searches into the database; those it has already are left alone.
 
     Args:
         store: opened for writing; being that, it holds the writers' lock.
-        files: JSONL files of traces; without any, the journals beside the database that grew since the last time, and the
-            runs of models beside it.
+        files: JSONL files of traces; without any, the journals and the logs of searches beside the database that grew since
+            the last time, and the runs of models beside it.
 
     Returns:
         Counts, and each line that is no trace. Such lines stop nothing: a killed process leaves one behind.
@@ -34,6 +35,7 @@ def ingest(store: Store, files: Sequence[Path] | None = None) -> IngestReport:
     """
     if files:
         return load_traces(store, files)
+    load_tuning(store, store.home)
     return combined(load_journals(store, journal_files(store.home)), load_model_runs(store, store.home))
 
 

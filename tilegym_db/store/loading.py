@@ -20,7 +20,7 @@ from tilegym_db.store.journal import RejectedLine, read_journal
 if TYPE_CHECKING:
     from tilegym_db.store.database import Store
 
-__all__ = ["IngestReport", "combined", "load_journals", "load_traces"]
+__all__ = ["IngestReport", "combined", "current_size", "load_journals", "load_traces"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def load_journals(store: Store, journals: Sequence[Path]) -> IngestReport:
     """As :func:`load_traces`, for those journals that grew since they were last read."""
     known = {row["path"]: row["size"] for row in store.rows(statements.INGESTED_FILES)}
     # sizes before reading: what is appended from now on comes next time
-    sizes = {str(path): _size(path) for path in journals}
+    sizes = {str(path): current_size(path) for path in journals}
     pending = {name: size for name, size in sizes.items() if size and known.get(name) != size}
     if not pending:
         return IngestReport()
@@ -61,7 +61,8 @@ def load_journals(store: Store, journals: Sequence[Path]) -> IngestReport:
     return report
 
 
-def _size(path: Path) -> int:
+def current_size(path: Path) -> int:
+    """Of a file in bytes, 0 where it is gone."""
     try:
         return path.stat().st_size
     except FileNotFoundError:

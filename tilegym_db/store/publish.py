@@ -90,7 +90,7 @@ def publish(store: Store, gpu: str, root: Path | None = None) -> PublishReport:
     if peaks is not None:
         contents[folder / PEAKS_NAME] = peaks_text(peaks)
     steps = queries.publishable_steps(store, gpu)
-    if steps:
+    if steps or (folder / TUNING_NAME).is_file():  # those of older sources leave it
         contents[folder / TUNING_NAME] = "".join(step.to_json() + "\n" for step in steps)
     entries = resolver_entries(rows)
     table = folder / TABLE_NAME

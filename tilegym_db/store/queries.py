@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 __all__ = [
     "Promotable",
     "best_rows",
+    "contenders_of",
     "count_traces",
     "count_unverified",
     "definition_by_digest",
     "done_keys",
     "failed_screen",
-    "fastest_verified",
     "find_traces",
     "kept_back",
     "leaderboard_rows",
@@ -44,6 +44,9 @@ __all__ = [
     "tuned_configs",
     "verified_rows",
 ]
+
+CONTENDER_US, CONTENDER_MARGIN = 2.0, 0.02
+"""How far from the fastest a verified Solution may be the fastest on another host (``docs/decisions/0021-incumbents.md``)."""
 
 DONE = """
     SELECT solution_digest, definition_digest, workload_uuid, any_value(config) AS config FROM trace_records
@@ -128,20 +131,19 @@ PROMOTABLE = """
 
 UNVERIFIED = """
     SELECT count(*) AS pairs FROM promotable p
-    ANTI JOIN verified v ON v.definition_digest = p.definition_digest AND v.solution_digest = p.solution_digest
-        AND v.gpu = p.gpu AND v.workload_uuid = p.workload_uuid AND v.config_key = p.config_key
     WHERE ($definition IS NULL OR p.definition = $definition) AND ($op_type IS NULL OR p.op_type = $op_type)
         AND ($gpus::VARCHAR[] IS NULL OR list_contains($gpus::VARCHAR[], p.gpu))
 """
 
 # The config beside the default one that is measured from now on: of those whose newest verdict is a pass which no later
-# failure took back, the one that was judged last. A search writes no trace for a config that it did not choose.
+# failure took back, the one that was found last. A search writes no trace for a config that it did not choose; a verdict
+# that only repeats an earlier one, of a contender say, finds nothing.
 TUNED = """
-    SELECT solution_digest, definition_digest, workload_uuid, arg_max(config, row(judged_at, config_key)) AS config
+    SELECT solution_digest, definition_digest, workload_uuid, arg_max(config, row(found_at, config_key)) AS config
     FROM (
         SELECT
             solution_digest, definition_digest, gpu, workload_uuid, config_key, any_value(config) AS config,
-            max(timestamp) AS judged_at
+            min(timestamp) AS found_at, max(timestamp) AS judged_at
         FROM trace_records WHERE gpu = $gpu AND tier IN ('screen', 'promotion') AND json(config) <> '{}'
         GROUP BY solution_digest, definition_digest, gpu, workload_uuid, config_key
         HAVING arg_max(status, row(timestamp, trace_id)) = 'PASSED') t
@@ -163,10 +165,14 @@ PUBLISHABLE_STEPS = """
     ORDER BY s.definition, t.solution, t.workload_uuid, max(t.timestamp), t.config_key
 """
 
-FASTEST_VERIFIED = """
-    SELECT b.definition_digest, b.workload_uuid, b.solution, b.config FROM best b
-    JOIN solutions s ON s.name = b.solution AND s.provides IS DISTINCT FROM 'stock'
-    WHERE b.gpu = $gpu
+CONTENDERS = """
+    SELECT b.definition_digest, b.workload_uuid, p.solution, p.config
+    FROM best b
+    JOIN best_per_solution p ON p.definition = b.definition AND p.gpu = b.gpu AND p.dtypes_key = b.dtypes_key
+        AND p.axes_key = b.axes_key AND p.scalars_key = b.scalars_key AND p.layouts_key = b.layouts_key
+        AND p.latency_us <= greatest(b.latency_us + $margin_us, b.latency_us * (1 + $margin))
+    WHERE b.gpu = $gpu AND p.gpu = $gpu
+    ORDER BY b.definition_digest, b.workload_uuid, p.latency_us, p.trace_id
 """
 
 TRACES_OF = "FROM traces WHERE solution = $solution ORDER BY timestamp DESC, trace_id"
@@ -224,12 +230,17 @@ def tuned_configs(store: Store, gpu: str) -> dict[tuple[str, str, str], Config]:
     return {_pair(row): json.loads(row["config"]) for row in store.rows(TUNED, {"gpu": gpu})}
 
 
-def fastest_verified(store: Store, gpu: str) -> dict[tuple[str, str], tuple[str, Config]]:
-    """(definition digest, workload uuid) -> Solution and config that is fastest there on a GPU, unless that is stock code."""
-    rows = store.rows(FASTEST_VERIFIED, {"gpu": gpu})
-    return {
-        (row["definition_digest"], row["workload_uuid"]): (row["solution"], json.loads(row["config"])) for row in rows
-    }
+def contenders_of(store: Store, gpu: str) -> dict[tuple[str, str], list[tuple[str, Config]]]:
+    """Who may be the fastest on a GPU: (definition digest, workload uuid) -> verified Solutions and configs, the fastest first.
+
+    Times of different runs may differ by what lies between two hosts of one kind (``CONTENDER_US``, ``CONTENDER_MARGIN``).
+    """
+    found: dict[tuple[str, str], list[tuple[str, Config]]] = {}
+    margins = {"margin_us": CONTENDER_US, "margin": CONTENDER_MARGIN}
+    for row in store.rows(CONTENDERS, {"gpu": gpu, **margins}):
+        pair = row["solution"], json.loads(row["config"])
+        found.setdefault((row["definition_digest"], row["workload_uuid"]), []).append(pair)
+    return found
 
 
 def _pair(row: dict[str, Any]) -> tuple[str, str, str]:
@@ -284,7 +295,8 @@ class Promotable(NamedTuple):
 
 
 def promotable(store: Store, gpu: str) -> list[Promotable]:
-    """What a promotion may be tried on: pairs that passed their newest screen and have no promotion verdict since."""
+    """What a promotion may be tried on: pairs that passed their newest screen, have no promotion verdict since, and are not
+    verified already."""
     rows = store.rows(PROMOTABLE, {"gpu": gpu})
     return [Promotable(**{**row, "config": json.loads(row["config"])}) for row in rows]
 

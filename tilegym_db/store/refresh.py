@@ -1,5 +1,4 @@
-"""Keeps the database in step with what it is derived from: the views' text, the catalog, shipped traces, peaks, and the steps
-of searches.
+"""Keeps the database in step with what it is derived from: the views' text, the catalog, shipped traces and searches, and peaks.
 
 Each has a fingerprint, kept in ``meta``; only what changed is brought in again.
 """
@@ -17,7 +16,7 @@ from tilegym_db.records.base import length_prefixed_digest
 from tilegym_db.store import statements
 from tilegym_db.store.loading import IngestReport, load_traces
 from tilegym_db.store.peaks import own_peaks_files, peaks_rows, published_peaks_files
-from tilegym_db.store.tuning import own_tuning_files, published_tuning_files, tuning_rows
+from tilegym_db.store.tuning import published_tuning_files, published_tuning_rows
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
@@ -40,7 +39,7 @@ def fingerprints(catalog: Catalog, home: Path) -> dict[str, str]:
         "catalog": _fingerprint(path for path in records if "__pycache__" not in path.parts),
         "shipped_traces": _fingerprint(shipped_traces(catalog)),
         "peaks": _fingerprint([*own_peaks_files(home), *published_peaks_files(catalog)]),
-        "tuning": _fingerprint([*own_tuning_files(home), *published_tuning_files(catalog)]),
+        "searches": _fingerprint(published_tuning_files(catalog)),
     }
 
 
@@ -69,8 +68,8 @@ def refresh(store: Store, catalog: Catalog, wanted: dict[str, str], parts: Colle
             _sync_catalog(connection, catalog)
         if "peaks" in parts:
             _insert(connection, statements.SYNC_PEAKS, peaks_rows(store.home, catalog))
-        if "tuning" in parts:
-            _insert(connection, statements.SYNC_TUNING, tuning_rows(store.home, catalog))
+        if "searches" in parts:
+            _insert(connection, statements.SYNC_PUBLISHED_TUNING, published_tuning_rows(catalog))
         for part in parts:
             connection.execute(statements.FORGET_META, {"key": part})
             connection.execute(statements.REMEMBER_META, {"key": part, "value": wanted[part]})

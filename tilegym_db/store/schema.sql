@@ -40,8 +40,11 @@ CREATE TABLE peak_records (
     record JSON NOT NULL
 );
 
--- Steps of searches over configs, of this machine and published; one step may be here from both.
+-- Steps of searches over configs: those of this machine (`is_own`, by the run whose log holds them) and published ones.
+-- One step may be here as both.
 CREATE TABLE tuning_records (
+    is_own BOOLEAN NOT NULL,
+    run_id VARCHAR NOT NULL,
     gpu VARCHAR NOT NULL,
     solution VARCHAR NOT NULL,
     solution_digest VARCHAR NOT NULL,

@@ -74,7 +74,7 @@ SYNC_WORKLOADS = (
     f"INSERT INTO workload_records SELECT uuid, definition, axes_key, dtypes_key, record FROM {_GIVEN_WORKLOADS}",
 )
 
-# Peaks and steps of searches are few and come whole, from their files.
+# Peaks are few and come whole, from their files.
 SYNC_PEAKS = (
     "DELETE FROM peak_records",
     """INSERT INTO peak_records SELECT gpu, gpu_name, driver, make_timestamp(epoch_us(timestamp)), is_own, record
@@ -82,15 +82,17 @@ SYNC_PEAKS = (
             '[{"gpu":"VARCHAR","gpu_name":"VARCHAR","driver":"VARCHAR","timestamp":"TIMESTAMPTZ","is_own":"BOOLEAN",
             "record":"JSON"}]'), recursive := true))""",
 )
-SYNC_TUNING = (
-    "DELETE FROM tuning_records",
-    """INSERT INTO tuning_records SELECT gpu, solution, solution_digest, definition_digest, workload_uuid, config_key,
-        outcome, make_timestamp(epoch_us(timestamp)), record
-        FROM (SELECT unnest(from_json($records::JSON,
-            '[{"gpu":"VARCHAR","solution":"VARCHAR","solution_digest":"VARCHAR","definition_digest":"VARCHAR",
-            "workload_uuid":"VARCHAR","config_key":"VARCHAR","outcome":"VARCHAR","timestamp":"TIMESTAMPTZ",
-            "record":"JSON"}]'), recursive := true))""",
-)
+# Published steps come whole as well; those of this machine run by run, as journals do.
+_INSERT_TUNING = """INSERT INTO tuning_records
+    SELECT is_own, run_id, gpu, solution, solution_digest, definition_digest, workload_uuid, config_key, outcome,
+        make_timestamp(epoch_us(timestamp)), record
+    FROM (SELECT unnest(from_json($records::JSON,
+        '[{"is_own":"BOOLEAN","run_id":"VARCHAR","gpu":"VARCHAR","solution":"VARCHAR","solution_digest":"VARCHAR",
+        "definition_digest":"VARCHAR","workload_uuid":"VARCHAR","config_key":"VARCHAR","outcome":"VARCHAR",
+        "timestamp":"TIMESTAMPTZ","record":"JSON"}]'), recursive := true))"""
+SYNC_PUBLISHED_TUNING = ("DELETE FROM tuning_records WHERE NOT is_own", _INSERT_TUNING)
+FORGET_OWN_TUNING = "DELETE FROM tuning_records WHERE is_own AND run_id IN (SELECT unnest($runs::VARCHAR[]))"
+INSERT_OWN_TUNING = _INSERT_TUNING
 
 ADOPT_HISTORY = (
     """INSERT INTO definition_records SELECT * REPLACE (false AS is_current) FROM old.definition_records

@@ -10,28 +10,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from datetime import datetime
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AwareDatetime, Field
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.records.base import NAME_PATTERN, Record
 from tilegym_db.records.solution import Tunable, config_id
 from tilegym_db.records.trace import Status
+from tilegym_db.store import statements
 from tilegym_db.store.journal import RunFile, numbered_lines
+from tilegym_db.store.loading import current_size
+
+if TYPE_CHECKING:
+    from tilegym_db.store.database import Store
 
 __all__ = [
     "TUNING_NAME",
     "Outcome",
     "TuningLog",
     "TuningStep",
+    "load_tuning",
     "own_tuning_files",
     "published_tuning_files",
+    "published_tuning_rows",
     "read_tuning_steps",
-    "tuning_rows",
 ]
 
 TUNING_NAME = "tuning.jsonl"
@@ -48,7 +53,7 @@ class TuningStep(Record):
     kind: ClassVar[str] = "tuning step"
 
     run_id: str
-    timestamp: datetime
+    timestamp: AwareDatetime
     gpu: str
     solution: str = Field(pattern=NAME_PATTERN)
     solution_digest: str
@@ -107,18 +112,47 @@ def read_tuning_steps(home: Path, gpu: str, catalog: Catalog | None = None) -> l
     return sorted((step for step in steps.values() if step.gpu == gpu), key=lambda step: step.timestamp)
 
 
-def tuning_rows(home: Path, catalog: Catalog) -> list[dict[str, Any]]:
-    """The rows of the table, from every file.
+def published_tuning_rows(catalog: Catalog) -> list[dict[str, Any]]:
+    """The rows of the table that come with a catalog.
 
     Raises:
         StoreError: a file cannot be read.
     """
+    return [row for path in published_tuning_files(catalog) for row in _rows(path, is_own=False)]
+
+
+def load_tuning(store: Store, home: Path) -> None:
+    """Bring in the logs of searches that grew since the last time.
+
+    Raises:
+        StoreError: a file cannot be read, or the disk is full.
+    """
+    known = {row["path"]: row["size"] for row in store.rows(statements.INGESTED_FILES)}
+    # sizes before reading: what is appended from now on comes next time
+    sizes = {path: current_size(path) for path in own_tuning_files(home)}
+    grown = [path for path, size in sizes.items() if size and known.get(str(path)) != size]
+    if not grown:
+        return
+    names = [str(path) for path in grown]
+    records = json.dumps([row for path in grown for row in _rows(path, is_own=True)])
+    with store.transaction("ingest searches into") as connection:
+        connection.execute(statements.FORGET_OWN_TUNING, {"runs": [path.stem for path in grown]})
+        connection.execute(statements.INSERT_OWN_TUNING, {"records": records})
+        connection.execute(statements.FORGET_FILES, {"paths": names})
+        connection.execute(statements.REMEMBER_FILES, {"paths": names, "sizes": [sizes[path] for path in grown]})
+
+
+def _rows(path: Path, *, is_own: bool) -> Iterator[dict[str, Any]]:
     keys = ("gpu", "solution", "solution_digest", "definition_digest", "workload_uuid", "outcome", "timestamp")
-    rows = []
-    for text, step in _distinct_steps([*published_tuning_files(catalog), *own_tuning_files(home)]).items():
-        record = json.loads(text)
-        rows.append({**{key: record[key] for key in keys}, "config_key": config_id(step.config), "record": record})
-    return rows
+    for step in _steps(path):
+        record = step.to_dict()
+        yield {
+            **{key: record[key] for key in keys},
+            "is_own": is_own,
+            "run_id": path.stem if is_own else step.run_id,
+            "config_key": config_id(step.config),
+            "record": record,
+        }
 
 
 def _distinct_steps(files: Iterable[Path]) -> dict[str, TuningStep]:

@@ -161,7 +161,7 @@ SELECT t.* FROM traces t JOIN (
 ) b ON b.gpu = t.gpu AND b.trace_id = t.trace_id;
 
 -- What a promotion may be tried on: passed its newest screen, with the definition and source that the catalog holds now,
--- and not judged by the promotion tier since.
+-- neither judged by the promotion tier since nor verified before.
 CREATE OR REPLACE VIEW promotable AS
 SELECT
     t.definition, t.op_type, t.definition_digest, t.solution, t.solution_digest, t.gpu, t.workload_uuid, t.config,
@@ -176,6 +176,8 @@ JOIN solution_records s ON s.is_current AND s.name = t.solution AND s.digest = t
 ANTI JOIN trace_records p ON p.tier = 'promotion' AND p.solution_digest = t.solution_digest
     AND p.definition_digest = t.definition_digest AND p.gpu = t.gpu AND p.workload_uuid = t.workload_uuid
     AND p.config_key = t.config_key AND p.timestamp >= t.screened_at
+ANTI JOIN verified v ON v.solution_digest = t.solution_digest AND v.definition_digest = t.definition_digest
+    AND v.gpu = t.gpu AND v.workload_uuid = t.workload_uuid AND v.config_key = t.config_key
 WHERE t.status = 'PASSED';
 
 -- How far the configs of each solution were searched on each GPU and workload, with the definition and source that the
@@ -199,10 +201,11 @@ SELECT
     max(t.stepped_at) AS searched_at
 FROM (
     SELECT
-        gpu, solution_digest, definition_digest, workload_uuid, config_key, any_value(record->'config') AS config,
+        gpu, solution, solution_digest, definition_digest, workload_uuid, config_key,
+        any_value(record->'config') AS config,
         arg_max(outcome, row(timestamp, outcome)) AS outcome, max(timestamp) AS stepped_at
-    FROM tuning_records GROUP BY gpu, solution_digest, definition_digest, workload_uuid, config_key) t
-JOIN solution_records s ON s.is_current AND s.digest = t.solution_digest
+    FROM tuning_records GROUP BY gpu, solution, solution_digest, definition_digest, workload_uuid, config_key) t
+JOIN solution_records s ON s.is_current AND s.name = t.solution AND s.digest = t.solution_digest
 JOIN definition_records d ON d.is_current AND d.name = s.definition AND d.digest = t.definition_digest
 JOIN workload_records w ON w.uuid = t.workload_uuid AND w.definition = s.definition
 GROUP BY ALL;

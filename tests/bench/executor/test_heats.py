@@ -71,6 +71,20 @@ def test_what_workers_there_is_room_for_live_at_the_same_time(plans):
     assert [[plan.definition.name for plan in window.plans] for window in windows] == [["row_scale"], ["row_times"]]
 
 
+@pytest.mark.parametrize("configs", [("tuned",), ("again",), ("tuned", "again")])
+def test_workers_under_configs_want_room_as_well(plans, configs):
+    (one, other) = plans()
+    uuid = one.workloads[0].uuid
+    if "tuned" in configs:
+        one.tuned["row_scale_kernel", uuid] = {"B": 2}
+    if "again" in configs:  # among them the tuned config, and the defaults, which have a worker already
+        same = [("row_scale_kernel", {"B": 2})] if "tuned" in configs else []
+        one.contenders[uuid] = [("row_scale_kernel", {}), ("row_scale_kernel", {"B": 4}), *same]
+    more = 3 * len(configs)  # in each of three workloads of a heat
+    assert len(make_windows([one, other], Room(members=4 + more, contents_bytes=1 << 30, workloads=3))) == 1
+    assert len(make_windows([one, other], Room(members=3 + more, contents_bytes=1 << 30, workloads=3))) == 2
+
+
 def test_contents_that_would_not_fit_wait_for_the_next_heat_and_one_always_fits(plans):
     assert shape(plans(), Room(members=16, contents_bytes=0, workloads=9)) == [
         [[f"{name}:{rows}"] for name in ("row_scale", "row_times") for rows in (3, 5, 7, 11)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -99,15 +98,14 @@ def _heats(plans: Sequence[DefinitionPlan], room: Room) -> Iterator[Heat]:
 
 
 def _workers(plan: DefinitionPlan, room: Room) -> int:
-    """How many live at a time: one for each Solution, and those of the tuned configs of one heat."""
-    tuned = Counter(uuid for _, uuid in plan.tuned)
-    return len(plan.timed) + len(plan.interpreted) + room.workloads * max(tuned.values(), default=0)
+    """How many live at a time: one for each Solution, and those under a config of one heat."""
+    configured = max(map(plan.configured, plan.workloads), default=0)
+    return len(plan.timed) + len(plan.interpreted) + room.workloads * configured
 
 
 def _contents_bytes(plan: DefinitionPlan, workload: Workload) -> int:
     """At most so much is kept of a workload until it is timed: every content set, and every member's outputs for it."""
-    tuned = sum(uuid == workload.uuid for _, uuid in plan.tuned)
-    members = len(plan.timed) + len(plan.interpreted) + tuned
+    members = len(plan.timed) + len(plan.interpreted) + plan.configured(workload)
     case = Case.of_workload(plan.definition, workload, distribution=CONTENT_SETS[0], seed=0)
     slot = plan_slot(plan.definition, case)
     written = [*slot.outputs, *(tensor for tensor in slot.inputs if tensor.name in plan.definition.in_place)]
