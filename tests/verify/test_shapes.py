@@ -186,7 +186,7 @@ def test_a_shipped_solution_gets_a_full_envelope_of_memory_that_does_not_overlap
         start = time.process_time()
         cases = fuzz_cases(definition, record, anchors, dtypes, {}, count=24, seed=seed)
         seconds.append(time.process_time() - start)
-    assert min(seconds) < 0.1  # 30 ms where it takes longest, on an idle core
+    assert min(seconds) < 0.5  # 30 ms where it takes longest, on an idle core; three times that beside other work
     assert len(cases) == 24
     for case in cases:
         assert record.unsupported(case.axes, dtypes, classes(definition, case)) is None
