@@ -83,9 +83,12 @@ class DefinitionPlan:
 
     def configured(self, workload: Workload) -> int:
         """How many take part in the Workload under a config that is not their source's own."""
-        planned = [(name, config) for (name, uuid), config in self.tuned.items() if uuid == workload.uuid]
         again = self.contenders.get(workload.uuid, ())
-        return len({(name, config_id(config)) for name, config in (*planned, *again) if config})
+        return len({(name, config_id(config)) for name, config in (*self.tuned_on(workload), *again) if config})
+
+    def tuned_on(self, workload: Workload) -> list[tuple[str, Config]]:
+        """The Solutions that are planned for the Workload under the config that tune found, and that config."""
+        return [(name, config) for (name, uuid), config in self.tuned.items() if uuid == workload.uuid]
 
     def entrants(self) -> list[tuple[SolutionFiles, Config]]:
         """Every Solution that takes part in anything, under each config that it is planned under."""
@@ -174,8 +177,7 @@ def make_plan(
         _choose_pairs(item, options, done, excluded or {}, tuned or {}, plan)
         if contenders and not options.quick:
             most = 1 if options.tier == "screen" else None
-            chosen = {key: found[:most] for key, found in contenders.items()}
-            _invite_contenders(item, catalog, machine, {*(unusable or {})}, excluded or {}, chosen, plan)
+            _invite_contenders(item, catalog, machine, unusable or {}, excluded or {}, contenders, most, plan)
         matched = matched or bool(item.workloads)
         if item.pairs or item.tuned:
             plan.definitions.append(item)
@@ -301,11 +303,12 @@ def _invite_contenders(
     unusable: Collection[str],
     excluded: Collection[DoneKey],
     contenders: Contenders,
+    most: int | None,
     plan: Plan,
 ) -> None:
     """Wherever something is planned that may be faster than the incumbent, they take part who can."""
     for workload in item.workloads:
-        invited = list(contenders.get((item.definition.digest, workload.uuid), ()))
+        invited = list(contenders.get((item.definition.digest, workload.uuid), ()))[:most]
         if not invited or all(pair == invited[0] for pair in _challengers(item, workload)):
             continue
         for name, config in list(invited):
@@ -328,8 +331,7 @@ def _challengers(item: DefinitionPlan, workload: Workload) -> list[tuple[str, Co
     """What is planned there to be timed, but for stock code."""
     names = {solution.name for solution in item.timed if solution.record.spec.provides != "stock"}
     pairs: list[tuple[str, Config]] = [(name, {}) for name, uuid in item.pairs if uuid == workload.uuid]
-    tuned = [(name, config) for (name, uuid), config in item.tuned.items() if uuid == workload.uuid]
-    return [(name, config) for name, config in pairs + tuned if name in names]
+    return [(name, config) for name, config in pairs + item.tuned_on(workload) if name in names]
 
 
 def _why_not(key: DoneKey, options: Options, done: Collection[DoneKey], excluded: Mapping[DoneKey, str]) -> str | None:

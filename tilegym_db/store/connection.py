@@ -24,7 +24,16 @@ from tilegym_db.store.model_runs import load_model_runs
 from tilegym_db.store.refresh import fingerprints, outdated, refresh
 from tilegym_db.store.tuning import load_tuning
 
-__all__ = ["DATABASE_NAME", "LOCK_TIMEOUT_S", "Store", "create_database", "database_path", "open_store", "settle"]
+__all__ = [
+    "DATABASE_NAME",
+    "LOCK_TIMEOUT_S",
+    "Store",
+    "create_database",
+    "database_path",
+    "load_home",
+    "open_store",
+    "settle",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -192,13 +201,22 @@ def _fill(store: Store, path: Path, catalog: Catalog, history: Path | None, keep
         connection.execute(statements.schema_sql())
         connection.execute(statements.REMEMBER_META, {"key": "schema_version", "value": str(statements.SCHEMA_VERSION)})
     shipped = refresh(store, catalog, wanted, wanted.keys())
-    journaled = combined(load_journals(store, journal_files(path.parent)), load_model_runs(store, path.parent))
-    load_tuning(store, path.parent)
+    journaled = load_home(store)
     if history is not None:
         _adopt(store, history, (*statements.ADOPT_HISTORY, *([statements.ADOPT_TRACES] if keep_traces else [])))
     with store.translated("create"):  # all of it into the one file that is moved; closing would hide a full disk
         store.connection.execute("CHECKPOINT")
     return combined(shipped, journaled)
+
+
+def load_home(store: Store) -> IngestReport:
+    """Bring in what is new beside the database: journals, runs of models, and logs of searches.
+
+    Raises:
+        StoreError: a file cannot be read, or the disk is full.
+    """
+    load_tuning(store, store.home)
+    return combined(load_journals(store, journal_files(store.home)), load_model_runs(store, store.home))
 
 
 def _adopt(store: Store, old: Path, adoptions: Iterable[str]) -> None:

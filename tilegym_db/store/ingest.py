@@ -8,13 +8,10 @@ from pathlib import Path
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import StoreError
-from tilegym_db.store.connection import LOCK_TIMEOUT_S, create_database, database_path, settle
+from tilegym_db.store.connection import LOCK_TIMEOUT_S, create_database, database_path, load_home, settle
 from tilegym_db.store.database import Store, is_damage
-from tilegym_db.store.journal import journal_files
-from tilegym_db.store.loading import IngestReport, combined, load_journals, load_traces
+from tilegym_db.store.loading import IngestReport, load_traces
 from tilegym_db.store.lock import writer_lock
-from tilegym_db.store.model_runs import load_model_runs
-from tilegym_db.store.tuning import load_tuning
 
 __all__ = ["IngestReport", "ingest", "ingest_journals", "rebuild"]
 
@@ -35,8 +32,7 @@ def ingest(store: Store, files: Sequence[Path] | None = None) -> IngestReport:
     """
     if files:
         return load_traces(store, files)
-    load_tuning(store, store.home)
-    return combined(load_journals(store, journal_files(store.home)), load_model_runs(store, store.home))
+    return load_home(store)
 
 
 def ingest_journals(store: Store) -> IngestReport:

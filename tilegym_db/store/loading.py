@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import glob
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,9 +18,11 @@ from tilegym_db.store import statements
 from tilegym_db.store.journal import RejectedLine, read_journal
 
 if TYPE_CHECKING:
+    from duckdb import DuckDBPyConnection
+
     from tilegym_db.store.database import Store
 
-__all__ = ["IngestReport", "combined", "current_size", "load_journals", "load_traces"]
+__all__ = ["IngestReport", "combined", "grown_files", "load_journals", "load_traces", "remember_files"]
 
 
 @dataclass(frozen=True)
@@ -48,21 +50,33 @@ def combined(*reports: IngestReport) -> IngestReport:
 
 def load_journals(store: Store, journals: Sequence[Path]) -> IngestReport:
     """As :func:`load_traces`, for those journals that grew since they were last read."""
-    known = {row["path"]: row["size"] for row in store.rows(statements.INGESTED_FILES)}
-    # sizes before reading: what is appended from now on comes next time
-    sizes = {str(path): current_size(path) for path in journals}
-    pending = {name: size for name, size in sizes.items() if size and known.get(name) != size}
+    pending = grown_files(store, journals)
     if not pending:
         return IngestReport()
-    report = load_traces(store, [Path(name) for name in pending])
+    report = load_traces(store, list(pending))
     with store.transaction("ingest traces into") as connection:
-        connection.execute(statements.FORGET_FILES, {"paths": list(pending)})
-        connection.execute(statements.REMEMBER_FILES, {"paths": list(pending), "sizes": list(pending.values())})
+        remember_files(connection, pending)
     return report
 
 
-def current_size(path: Path) -> int:
-    """Of a file in bytes, 0 where it is gone."""
+def grown_files(store: Store, files: Sequence[Path]) -> dict[Path, int]:
+    """Those that are not empty and have another size than when they were last brought in, with that size.
+
+    Ask before reading them: what is appended from then on comes next time.
+    """
+    known = {row["path"]: row["size"] for row in store.rows(statements.INGESTED_FILES)}
+    sizes = {path: _size(path) for path in files}
+    return {path: size for path, size in sizes.items() if size and known.get(str(path)) != size}
+
+
+def remember_files(connection: DuckDBPyConnection, sizes: Mapping[Path, int]) -> None:
+    """What was brought in, at which size."""
+    paths = [str(path) for path in sizes]
+    connection.execute(statements.FORGET_FILES, {"paths": paths})
+    connection.execute(statements.REMEMBER_FILES, {"paths": paths, "sizes": list(sizes.values())})
+
+
+def _size(path: Path) -> int:
     try:
         return path.stat().st_size
     except FileNotFoundError:

@@ -154,15 +154,9 @@ TUNED = """
     GROUP BY solution_digest, definition_digest, workload_uuid
 """
 
-# The newest step of each config, which is all that counts, of searches with today's sources.
 PUBLISHABLE_STEPS = """
-    SELECT arg_max(t.record, row(t.timestamp, t.outcome)) AS record FROM tuning_records t
-    JOIN solution_records s ON s.is_current AND s.name = t.solution AND s.digest = t.solution_digest
-    JOIN definition_records d ON d.is_current AND d.name = s.definition AND d.digest = t.definition_digest
-    JOIN workload_records w ON w.uuid = t.workload_uuid AND w.definition = s.definition
-    WHERE t.gpu = $gpu
-    GROUP BY s.definition, t.solution, t.workload_uuid, t.config_key
-    ORDER BY s.definition, t.solution, t.workload_uuid, max(t.timestamp), t.config_key
+    SELECT record FROM newest_steps WHERE gpu = $gpu
+    ORDER BY definition, solution, workload_uuid, stepped_at, config_key
 """
 
 CONTENDERS = """

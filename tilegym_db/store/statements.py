@@ -83,16 +83,15 @@ SYNC_PEAKS = (
             "record":"JSON"}]'), recursive := true))""",
 )
 # Published steps come whole as well; those of this machine run by run, as journals do.
-_INSERT_TUNING = """INSERT INTO tuning_records
+INSERT_TUNING = """INSERT INTO tuning_records
     SELECT is_own, run_id, gpu, solution, solution_digest, definition_digest, workload_uuid, config_key, outcome,
         make_timestamp(epoch_us(timestamp)), record
     FROM (SELECT unnest(from_json($records::JSON,
         '[{"is_own":"BOOLEAN","run_id":"VARCHAR","gpu":"VARCHAR","solution":"VARCHAR","solution_digest":"VARCHAR",
         "definition_digest":"VARCHAR","workload_uuid":"VARCHAR","config_key":"VARCHAR","outcome":"VARCHAR",
         "timestamp":"TIMESTAMPTZ","record":"JSON"}]'), recursive := true))"""
-SYNC_PUBLISHED_TUNING = ("DELETE FROM tuning_records WHERE NOT is_own", _INSERT_TUNING)
+SYNC_PUBLISHED_TUNING = ("DELETE FROM tuning_records WHERE NOT is_own", INSERT_TUNING)
 FORGET_OWN_TUNING = "DELETE FROM tuning_records WHERE is_own AND run_id IN (SELECT unnest($runs::VARCHAR[]))"
-INSERT_OWN_TUNING = _INSERT_TUNING
 
 ADOPT_HISTORY = (
     """INSERT INTO definition_records SELECT * REPLACE (false AS is_current) FROM old.definition_records

@@ -22,7 +22,7 @@ from tilegym_db.records.solution import Tunable, config_id
 from tilegym_db.records.trace import Status
 from tilegym_db.store import statements
 from tilegym_db.store.journal import RunFile, numbered_lines
-from tilegym_db.store.loading import current_size
+from tilegym_db.store.loading import grown_files, remember_files
 
 if TYPE_CHECKING:
     from tilegym_db.store.database import Store
@@ -127,19 +127,14 @@ def load_tuning(store: Store, home: Path) -> None:
     Raises:
         StoreError: a file cannot be read, or the disk is full.
     """
-    known = {row["path"]: row["size"] for row in store.rows(statements.INGESTED_FILES)}
-    # sizes before reading: what is appended from now on comes next time
-    sizes = {path: current_size(path) for path in own_tuning_files(home)}
-    grown = [path for path, size in sizes.items() if size and known.get(str(path)) != size]
+    grown = grown_files(store, own_tuning_files(home))
     if not grown:
         return
-    names = [str(path) for path in grown]
     records = json.dumps([row for path in grown for row in _rows(path, is_own=True)])
     with store.transaction("ingest searches into") as connection:
         connection.execute(statements.FORGET_OWN_TUNING, {"runs": [path.stem for path in grown]})
-        connection.execute(statements.INSERT_OWN_TUNING, {"records": records})
-        connection.execute(statements.FORGET_FILES, {"paths": names})
-        connection.execute(statements.REMEMBER_FILES, {"paths": names, "sizes": [sizes[path] for path in grown]})
+        connection.execute(statements.INSERT_TUNING, {"records": records})
+        remember_files(connection, grown)
 
 
 def _rows(path: Path, *, is_own: bool) -> Iterator[dict[str, Any]]:

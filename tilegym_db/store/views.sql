@@ -180,35 +180,41 @@ ANTI JOIN verified v ON v.solution_digest = t.solution_digest AND v.definition_d
     AND v.gpu = t.gpu AND v.workload_uuid = t.workload_uuid AND v.config_key = t.config_key
 WHERE t.status = 'PASSED';
 
--- How far the configs of each solution were searched on each GPU and workload, with the definition and source that the
--- catalog holds now, and what came of it. `config` is what leads: '{}' is the source's own defaults, null is nothing.
--- Whether it is verified is for `verified` to say. `configs` is the size of the space; the defaults, which are `tried`
--- too, may be a point of it. There are no times: those of a search are too few to be compared with any other.
-CREATE OR REPLACE VIEW searches AS
+-- The newest step of each config in a search, which is all that counts, with the definition and source that the catalog
+-- holds now.
+CREATE OR REPLACE VIEW newest_steps AS
 SELECT
-    s.definition, d.op_type, t.gpu, s.name AS solution, s.record->>'/spec/language' AS language,
-    w.axes_key, w.dtypes_key, coalesce(from_json(w.record->'layouts', '"MAP(VARCHAR, VARCHAR)"'), MAP {}) AS layouts,
-    t.workload_uuid,
-    arg_max(t.config, t.stepped_at) FILTER (t.outcome = 'leads') AS config,
-    count(*) AS tried,
-    any_value(list_product(list_transform(
-        json_keys(s.record->'/spec/tunables'), lambda name: json_array_length(s.record->'spec'->'tunables'->name)
-    ))::BIGINT) AS configs,
-    count(*) FILTER (t.outcome = 'slower') AS slower,
-    count(*) FILTER (t.outcome = 'tie') AS ties,
-    count(*) FILTER (t.outcome = 'compile') AS not_compiled,
-    count(*) FILTER (t.outcome = 'failed') AS failed,
-    max(t.stepped_at) AS searched_at
-FROM (
-    SELECT
-        gpu, solution, solution_digest, definition_digest, workload_uuid, config_key,
-        any_value(record->'config') AS config,
-        arg_max(outcome, row(timestamp, outcome)) AS outcome, max(timestamp) AS stepped_at
-    FROM tuning_records GROUP BY gpu, solution, solution_digest, definition_digest, workload_uuid, config_key) t
+    s.definition, d.op_type, t.gpu, t.solution, s.record AS solution_record, t.workload_uuid, w.record AS workload_record,
+    w.axes_key, w.dtypes_key, t.config_key,
+    arg_max(t.outcome, row(t.timestamp, t.outcome)) AS outcome,
+    arg_max(t.record, row(t.timestamp, t.outcome)) AS record,
+    max(t.timestamp) AS stepped_at
+FROM tuning_records t
 JOIN solution_records s ON s.is_current AND s.name = t.solution AND s.digest = t.solution_digest
 JOIN definition_records d ON d.is_current AND d.name = s.definition AND d.digest = t.definition_digest
 JOIN workload_records w ON w.uuid = t.workload_uuid AND w.definition = s.definition
 GROUP BY ALL;
+
+-- How far the configs of each solution were searched on each GPU and workload, and what came of it. `config` is what leads: '{}' is the source's own defaults, null is nothing.
+-- Whether it is verified is for `verified` to say. `configs` is the size of the space; the defaults, which are `tried`
+-- too, may be a point of it. There are no times: those of a search are too few to be compared with any other.
+CREATE OR REPLACE VIEW searches AS
+SELECT
+    definition, op_type, gpu, solution, solution_record->>'/spec/language' AS language,
+    axes_key, dtypes_key, coalesce(from_json(workload_record->'layouts', '"MAP(VARCHAR, VARCHAR)"'), MAP {}) AS layouts,
+    workload_uuid,
+    arg_max(record->'config', stepped_at) FILTER (outcome = 'leads') AS config,
+    count(*) AS tried,
+    any_value(list_product(list_transform(
+        json_keys(solution_record->'/spec/tunables'),
+        lambda name: json_array_length(solution_record->'spec'->'tunables'->name)
+    ))::BIGINT) AS configs,
+    count(*) FILTER (outcome = 'slower') AS slower,
+    count(*) FILTER (outcome = 'tie') AS ties,
+    count(*) FILTER (outcome = 'compile') AS not_compiled,
+    count(*) FILTER (outcome = 'failed') AS failed,
+    max(stepped_at) AS searched_at
+FROM newest_steps GROUP BY ALL;
 
 -- How each solution fares over all shapes of a definition on a GPU; means are geometric.
 CREATE OR REPLACE VIEW leaderboard AS
