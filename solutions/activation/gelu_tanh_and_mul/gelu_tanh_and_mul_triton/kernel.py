@@ -45,7 +45,7 @@ def run(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, BLOCK=None, num_
     Mapping: a flat grid of tiles of BLOCK values; a tile is part of one row when I is large and several whole rows
     when I is small. Every thread has all its loads of both inputs in flight before the first use.
     BLOCK = None: 1024 values a program, or 512 where 1024 would leave most of the machine idle (decode).
-    num_warps = None: 8 values a thread (16 for 2048 and more).
+    num_warps = None: 8 values a thread, more where BLOCK is above 1024.
     """
     M, I = out.shape
     if M == 0 or I == 0:

@@ -24,7 +24,11 @@ def silu_and_mul_kernel(I, dtype, vec, threads, repeat):
         x: T.StridedTensor((M, 2 * I), (x_stride, 1), dtype),
         out: T.StridedTensor((M, I), (out_stride, 1), dtype),
     ):
-        with T.Kernel(T.ceildiv(M, rows * repeat), blocks, threads=(columns, rows)) as (row_block, column_block):
+        # Column blocks vary fastest, so neighbouring CTAs read neighbouring memory: 87 us instead of 90 (4096 rows of
+        # 14,336 values, H200).
+        with T.Kernel(T.ceildiv(M, rows * repeat) * blocks, threads=(columns, rows)) as block:
+            row_block = block // blocks
+            column_block = block % blocks
             T.assume(x_stride % vec == 0)  # run() chose vec so; it lets the compiler use vector accesses
             T.assume(out_stride % vec == 0)
             column = (column_block * columns + T.get_thread_binding(0)) * vec
@@ -54,13 +58,12 @@ def silu_and_mul_kernel(I, dtype, vec, threads, repeat):
     return silu_and_mul
 
 
-def run(x, out, *, threads=256, repeat=None):
+def run(x, out, *, threads=256, repeat=1):
     """out = T(silu(x[:, :I]) * x[:, I:]), computed in float32 and rounded once; silu(v) = v / (1 + exp(-v)).
 
     x: [M, 2 * I], out: [M, I], last stride 1 (any row stride); T is bfloat16, float16 or float32. A CTA has `threads`
-    threads along the row (short rows share a CTA), each of which makes one vector in `repeat` rows; repeat=None: 2 where
-    that still leaves thousands of CTAs, else 1 (decode). For 16-bit T, silu below -87 gives -0 where float32 holds
-    less than 1e-36 in magnitude.
+    threads along the row (short rows share a CTA), each of which makes one vector in `repeat` rows. For 16-bit T,
+    silu below -87 gives -0 where float32 holds less than 1e-36 in magnitude.
     """
     M, I = out.shape
     if M == 0:
@@ -70,6 +73,4 @@ def run(x, out, *, threads=256, repeat=None):
     # The widest power of two, at most 16 bytes, that divides both halves, both strides and all addresses.
     bits = I | x.stride(0) | out.stride(0) | (x.data_ptr() | out.data_ptr()) // itemsize | 16 // itemsize
     vec = bits & -bits
-    if repeat is None:
-        repeat = 2 if vec * threads * 2048 <= M * I else 1
     silu_and_mul_kernel(I, dtype, vec, threads, repeat)(x, out)

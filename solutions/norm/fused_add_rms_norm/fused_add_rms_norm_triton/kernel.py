@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-# Up to this many columns a row stays in registers (16 values a thread of each tensor at 32 warps); longer: read twice.
+# Up to this many columns a row stays in registers (at most 32 values a thread of each tensor); longer: read twice.
 MAX_REGISTER_COLUMNS = 16384
 LOOP_COLUMNS = 8192
 
@@ -31,7 +31,8 @@ def _add_norm_tile(
     mask = (rows < M) & in_row
     # The weight does not depend on the reduction: ask for it together with x, so that its latency is hidden.
     weight = tl.load(weight_ptr + cols, mask=in_row, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    # No eviction policy: evict_first, which fits data read once, costs up to 4% here (H200).
+    x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
     residual_ptrs = residual_ptr + rows * residual_stride + cols
     total = (x + tl.load(residual_ptrs, mask=mask, other=0.0).to(tl.float32)).to(dtype)
     tl.store(residual_ptrs, total, mask=mask)
@@ -72,7 +73,7 @@ def _add_norm_long_row(
     for start in range(0, N, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
         in_row = cols < N
-        x = tl.load(x_ptr + cols, mask=in_row, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        x = tl.load(x_ptr + cols, mask=in_row, other=0.0).to(tl.float32)
         residual = tl.load(residual_ptr + cols, mask=in_row, other=0.0).to(tl.float32)
         weight = tl.load(weight_ptr + cols, mask=in_row, other=0.0).to(tl.float32)
         total = (x + residual).to(dtype)
@@ -98,7 +99,7 @@ def run(
     Mapping: a program owns BLOCK_M whole rows and keeps them in registers: two reads and two writes of M * N values.
     Rows longer than MAX_REGISTER_COLUMNS are looped over twice by one program a row (BLOCK_M does not apply to them).
     BLOCK_M = None: 1 while there are few rows to share out, else as many rows as make a tile of 2048 values.
-    num_warps = None: 16 values a thread.
+    num_warps = None: 32 values a thread where there are many rows and others to run meanwhile, else 16.
     """
     M, N = x.shape
     if M == 0 or N == 0:
@@ -120,7 +121,8 @@ def run(
         return
     block_n = 1 << (N - 1).bit_length()  # next power of two; triton.next_power_of_2 costs microseconds a call
     block_m = BLOCK_M or (1 if M <= 512 else max(1, 2048 // block_n))
-    warps = num_warps or min(32, max(1, block_m * block_n // 512))
+    values = block_m * block_n
+    warps = num_warps or (max(4, values // 1024) if M > 512 else min(32, max(1, values // 512)))
     _add_norm_tile[((M + block_m - 1) // block_m,)](
         x,
         residual,

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-# Up to this many columns a row stays in registers (16 values a thread at 32 warps); longer rows are read twice.
+# Up to this many columns a row stays in registers (at most 32 values a thread); longer rows are read twice.
 MAX_REGISTER_COLUMNS = 16384
 LOOP_COLUMNS = 8192
 
@@ -28,7 +28,8 @@ def _rms_norm_fp32_tile(
     mask = (rows < M) & in_row
     # The weight does not depend on the reduction: ask for it together with x, so that its latency is hidden.
     weight = tl.load(weight_ptr + cols, mask=in_row, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    # No eviction policy: evict_first, which fits data read once, costs up to 4% here (H200).
+    x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / N + eps)
     tl.store(out_ptr + rows * out_stride + cols, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -50,7 +51,7 @@ def _rms_norm_fp32_long_row(
     for start in range(0, N, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
         in_row = cols < N
-        x = tl.load(x_ptr + cols, mask=in_row, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        x = tl.load(x_ptr + cols, mask=in_row, other=0.0).to(tl.float32)
         weight = tl.load(weight_ptr + cols, mask=in_row, other=0.0).to(tl.float32)
         tl.store(out_ptr + cols, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=in_row)
 
@@ -63,7 +64,7 @@ def run(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, *,
     Mapping: a program owns BLOCK_M whole rows and keeps them in registers, so x is read once. Rows longer than
     MAX_REGISTER_COLUMNS are looped over twice by one program a row (BLOCK_M does not apply to them).
     BLOCK_M = None: 1 while there are few rows to share out, else as many rows as make a tile of 2048 values.
-    num_warps = None: 16 values a thread.
+    num_warps = None: 32 values a thread where there are many rows and others to run meanwhile, else 16.
     """
     M, N = x.shape
     if M == 0 or N == 0:
@@ -75,7 +76,8 @@ def run(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, *,
         return
     block_n = 1 << (N - 1).bit_length()  # next power of two; triton.next_power_of_2 costs microseconds a call
     block_m = BLOCK_M or (1 if M <= 512 else max(1, 2048 // block_n))
-    warps = num_warps or min(32, max(1, block_m * block_n // 512))
+    values = block_m * block_n
+    warps = num_warps or (max(4, values // 1024) if M > 512 else min(32, max(1, values // 512)))
     _rms_norm_fp32_tile[((M + block_m - 1) // block_m,)](
         x, weight, out, x.stride(0), out.stride(0), eps, M, N, block_m, block_n, num_warps=warps
     )
