@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tilegym_db.backends.toolchains import TOOLCHAINS, toolchain_status
 from tilegym_db.bench.calibrate import current_peaks
+from tilegym_db.bench.cross_check import cross_check
 from tilegym_db.bench.executor.local import LocalExecutor
 from tilegym_db.bench.machine import Machine, leaving_processors, select_machine
 from tilegym_db.bench.plan import Options, Plan, make_plan
@@ -52,7 +53,7 @@ class BenchReport:
     traces: list[Trace] = field(default_factory=list)
     interrupted: bool = False
     notes: list[str] = field(default_factory=list)
-    """What its traces lack, and why."""
+    """What its traces lack, or why they may be wrong."""
 
     def followed_by(self, later: BenchReport) -> BenchReport:
         """This run and the one after it on the same machine, as one report named after the later."""
@@ -172,6 +173,9 @@ class _Session:
         peaks, notes = self._peaks(known) if plan.pair_count else (None, [])
         report = run_plan(plan, self.machine, self.home, effort, rigor, self.observer, peaks)
         report.notes += notes
+        if peaks is not None and rigor.audited:
+            problem = cross_check(report.traces, peaks).problem
+            report.notes += [] if problem is None else [problem]
         with open_store(self.home, catalog=self.catalog) as store:
             ingest_journals(store)
         return report
