@@ -46,6 +46,11 @@ class SolutionFiles:
         """Identity of exactly this source under exactly this spec."""
         return self.record.digest(self.sources)
 
+    @cached_property
+    def uses_torch_compile(self) -> bool:
+        """Whether it compiles through inductor, which takes long, by what its text says."""
+        return any(b"torch.compile" in source for source in self.sources.values())
+
     @classmethod
     def read(cls, folder: Path) -> SolutionFiles:
         """Read ``solution.json`` and every source it lists.

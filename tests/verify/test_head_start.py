@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tilegym_db.backends import inductor
-from tilegym_db.backends.inductor import head_start_folder, take_head_start, uses_torch_compile
+from tilegym_db.backends.inductor import head_start_folder, take_head_start
+from tilegym_db.catalog import Catalog
 from tilegym_db.verify.sandbox.process import WorkerProcess
 
 BEGIN = """
@@ -119,6 +120,7 @@ def test_a_pytorch_that_keeps_its_headers_otherwise_gives_no_head_start(folder, 
     monkeypatch.setattr(inductor.tempfile, "tempdir", None)
 
 
-def test_sources_that_use_torch_compile_are_told_by_their_text():
-    assert uses_torch_compile([b"import torch", b"_compiled = torch.compile(_eager, dynamic=False)"])
-    assert not uses_torch_compile([b"import torch", b"torch.sum"])
+def test_solutions_that_use_torch_compile_are_told_by_their_text():
+    solutions = Catalog.default().solutions
+    assert solutions["swiglu_compile"].uses_torch_compile
+    assert not solutions["swiglu_stock"].uses_torch_compile

@@ -23,7 +23,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,17 +33,12 @@ from tilegym_db.scratch import scratch_folder
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["forget_head_start", "head_start_folder", "take_head_start", "use_own_folders", "uses_torch_compile"]
+__all__ = ["forget_head_start", "head_start_folder", "take_head_start", "use_own_folders"]
 
 BUILD_TIMEOUT_S = 120.0
 _HEADERS = "precompiled_headers"
 _INSTRUCTION_SETS_OK = "vec_isa_ok"
 _RESULT, _WORK = "result", "work"
-
-
-def uses_torch_compile(sources: Iterable[bytes]) -> bool:
-    """Whether a Solution with these sources compiles through inductor, by what its text says."""
-    return any(b"torch.compile" in source for source in sources)
 
 
 def head_start_folder() -> Path | None:

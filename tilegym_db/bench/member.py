@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from tilegym_db.backends.inductor import head_start_folder, uses_torch_compile
+from tilegym_db.backends.inductor import head_start_folder
 from tilegym_db.bench.contents import ExpectedCache, WorkloadContents
 from tilegym_db.bench.rigor import SCREEN, Rigor
 from tilegym_db.bench.stage import Stage
@@ -113,7 +113,7 @@ class Member:
     def _new_worker(self) -> WorkerProcess:
         environment = {"TRITON_INTERPRET": "1"} if self.interpret else {}
         folder = self.folder / f"{self.solution.name}-{next(_WORKERS)}"
-        compiles = self.device == CPU and uses_torch_compile(self.solution.sources.values())
+        compiles = self.device == CPU and self.solution.uses_torch_compile
         worker = WorkerProcess(
             self.device,
             folder,

@@ -258,15 +258,22 @@ def _place(
     plan: Plan,
 ) -> None:
     language = solution.record.spec.language
-    if language in unusable and (machine.is_gpu or language == "triton"):
-        plan.skipped.append(Skipped(solution.name, "*", unusable[language]))
-    elif machine.is_gpu or language == "python":
+    reason = _why_untimed(language, machine, unusable)
+    if reason is None:
         item.timed.append(solution)
-    elif language == "triton" and options.tier == "screen":
+    elif language == "triton" and language not in unusable and options.tier == "screen" and not machine.is_gpu:
         item.interpreted.append(solution)
     else:
-        reason = f"{language} kernels run on a GPU only (here they can be compiled: tilegym-db compile)"
         plan.skipped.append(Skipped(solution.name, "*", reason))
+
+
+def _why_untimed(language: str, machine: Machine, unusable: Mapping[str, str]) -> str | None:
+    """Why no Solution in a language can be timed on this machine, or None."""
+    if language in unusable and (machine.is_gpu or language == "triton"):
+        return unusable[language]
+    if machine.is_gpu or language == "python":
+        return None
+    return f"{language} kernels run on a GPU only (here they can be compiled: tilegym-db compile)"
 
 
 def _choose_pairs(
@@ -300,7 +307,7 @@ def _invite_contenders(
     item: DefinitionPlan,
     catalog: Catalog,
     machine: Machine,
-    unusable: Collection[str],
+    unusable: Mapping[str, str],
     excluded: Collection[DoneKey],
     contenders: Contenders,
     most: int | None,
@@ -315,7 +322,7 @@ def _invite_contenders(
             solution = catalog.solutions[name]
             language = solution.record.spec.language
             key = (solution.digest, item.definition.digest, workload.uuid, config_id(config))
-            if key in excluded or language in unusable or not (machine.is_gpu or language == "python"):
+            if key in excluded or _why_untimed(language, machine, unusable) is not None:
                 invited.remove((name, config))
                 continue
             if solution not in item.timed:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from tilegym_db.backends.inductor import uses_torch_compile
 from tilegym_db.bench.audit import PROFILED_CALLS, Referee, audit_clock, audit_ownership
 from tilegym_db.bench.clocks import ClockWatch
 from tilegym_db.bench.contents import ExpectedCache, WorkloadContents
@@ -143,7 +142,7 @@ class LocalExecutor:
     def _compiles_for_long(self, solution: SolutionFiles) -> bool:
         if self.context.machine.is_gpu:
             return solution.record.spec.role == "kernel"
-        return uses_torch_compile(solution.sources.values())
+        return solution.uses_torch_compile
 
     def make_member(
         self,
@@ -166,7 +165,7 @@ class LocalExecutor:
         machine = self.context.machine
         findings = scan.scan_sources(solution.record, solution.sources)
         hard = [str(finding) for finding in scan.hard_findings(findings)]
-        compiles = uses_torch_compile(solution.sources.values())  # on a CPU nothing else takes long for a new shape
+        compiles = solution.uses_torch_compile  # on a CPU nothing else takes long for a new shape
         return Member(
             definition,
             solution,
@@ -404,6 +403,6 @@ class LocalExecutor:
 
 def _expected_length(member: Member) -> int:
     """Sorts members by how long they take to verify: torch.compile first, kernels next, what compiles nothing last."""
-    if uses_torch_compile(member.solution.sources.values()):
+    if member.solution.uses_torch_compile:
         return 0
     return 1 if member.solution.record.spec.role == "kernel" else 2
