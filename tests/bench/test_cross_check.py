@@ -4,15 +4,15 @@ import pytest
 
 from tilegym_db.bench.cross_check import cross_check
 from tilegym_db.records import Trace
-from tilegym_db.records.peaks import GpuPeaks
+from tilegym_db.records.peaks import GpuPeaks, Measured
 from tilegym_db.records.trace import Audit, Performance
 
 LAUNCH_US = 4.0
 
 
 def peaks(timer: str = "events") -> GpuPeaks:
-    measured = {"value": LAUNCH_US, "spread": 0.01, "rounds": 5, "how": "an empty kernel"}
-    return GpuPeaks.model_construct(timer=timer, launch_us=GpuPeaks.model_fields["launch_us"].annotation(**measured))
+    launch = Measured(value=LAUNCH_US, spread=0.01, rounds=5, how="an empty kernel")
+    return GpuPeaks.model_construct(timer=timer, launch_us=launch)
 
 
 def call(

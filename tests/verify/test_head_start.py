@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,11 @@ def test_a_pytorch_that_keeps_its_headers_otherwise_gives_no_head_start(folder, 
 
 
 def test_solutions_that_use_torch_compile_are_told_by_their_text():
-    solutions = Catalog.default().solutions
-    assert solutions["swiglu_compile"].uses_torch_compile
-    assert not solutions["swiglu_stock"].uses_torch_compile
+    shipped = Catalog.default().solutions["swiglu_compile"]
+    assert shipped.uses_torch_compile
+
+    def told(*lines: bytes) -> bool:
+        return replace(shipped, sources={str(number): line for number, line in enumerate(lines)}).uses_torch_compile
+
+    assert told(b"import torch", b"_compiled = torch.compile(_eager, dynamic=False)")
+    assert not told(b"import torch", b"torch.sum")

@@ -18,9 +18,9 @@ __all__ = ["TwoClocks", "cross_check"]
 AGREE_US, AGREE_SHARE = 2.0, 0.05
 """They agree within the larger of both: CUPTI sees two calls of each Solution, at the clocks of that moment."""
 ENOUGH = 10
-"""So few calls say nothing of a clock."""
+"""Fewer calls say nothing of a clock."""
 SUSPECT_SHARE = 0.2
-"""More calls than this beside each other mean that a clock is wrong; single ones, that a kernel's time varies."""
+"""Where a larger share disagrees, a clock is wrong; single calls that do are of kernels whose time varies."""
 
 
 @dataclass(frozen=True)

@@ -261,7 +261,7 @@ def _place(
     reason = _why_untimed(language, machine, unusable)
     if reason is None:
         item.timed.append(solution)
-    elif language == "triton" and language not in unusable and options.tier == "screen" and not machine.is_gpu:
+    elif language == "triton" and language not in unusable and options.tier == "screen":
         item.interpreted.append(solution)
     else:
         plan.skipped.append(Skipped(solution.name, "*", reason))

@@ -175,7 +175,8 @@ class _Session:
         report.notes += notes
         if peaks is not None and rigor.audited:
             problem = cross_check(report.traces, peaks).problem
-            report.notes += [] if problem is None else [problem]
+            if problem is not None:
+                report.notes.append(problem)
         with open_store(self.home, catalog=self.catalog) as store:
             ingest_journals(store)
         return report

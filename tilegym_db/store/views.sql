@@ -195,7 +195,8 @@ JOIN definition_records d ON d.is_current AND d.name = s.definition AND d.digest
 JOIN workload_records w ON w.uuid = t.workload_uuid AND w.definition = s.definition
 GROUP BY ALL;
 
--- How far the configs of each solution were searched on each GPU and workload, and what came of it. `config` is what leads: '{}' is the source's own defaults, null is nothing.
+-- How far the configs of each solution were searched on each GPU and workload, and what came of it. `config` is what
+-- leads: '{}' is the source's own defaults, null is nothing.
 -- Whether it is verified is for `verified` to say. `configs` is the size of the space; the defaults, which are `tried`
 -- too, may be a point of it. There are no times: those of a search are too few to be compared with any other.
 CREATE OR REPLACE VIEW searches AS
