@@ -67,12 +67,15 @@ def _rope_partial_tile(
         copied = tl.load(x_ptrs + 2 * HALF + rest, mask=in_heads & (rest < REST))
     low = tl.load(x_ptrs + dims, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(x_ptrs + HALF + dims, mask=mask, other=0.0).to(tl.float32)
-    cos_ptrs = cos_ptr + b * cos_stride_b + s * cos_stride_s + dims
-    sin_ptrs = sin_ptr + b * sin_stride_b + s * sin_stride_s + dims
-    cos_low = tl.load(cos_ptrs, mask=in_half, other=0.0).to(tl.float32)
-    cos_high = tl.load(cos_ptrs + HALF, mask=in_half, other=0.0).to(tl.float32)
-    sin_low = tl.load(sin_ptrs, mask=in_half, other=0.0).to(tl.float32)
-    sin_high = tl.load(sin_ptrs + HALF, mask=in_half, other=0.0).to(tl.float32)
+    # Every head asks for the same cos and sin, which L1 answers: they arrive in the layout of x. One row of them for all
+    # heads would have to be laid out anew, through shared memory and a barrier.
+    table_dims = tl.broadcast_to(dims, (BLOCK_H, BLOCK_D))
+    cos_ptrs = cos_ptr + b * cos_stride_b + s * cos_stride_s + table_dims
+    sin_ptrs = sin_ptr + b * sin_stride_b + s * sin_stride_s + table_dims
+    cos_low = tl.load(cos_ptrs, mask=mask, other=0.0).to(tl.float32)
+    cos_high = tl.load(cos_ptrs + HALF, mask=mask, other=0.0).to(tl.float32)
+    sin_low = tl.load(sin_ptrs, mask=mask, other=0.0).to(tl.float32)
+    sin_high = tl.load(sin_ptrs + HALF, mask=mask, other=0.0).to(tl.float32)
 
     # Each product is rounded to T before the sum, as separate PyTorch operations round. Subtracting the rounded product
     # is the same, bit for bit, as adding the rounded product of -high.
@@ -102,7 +105,7 @@ def run(
     stride, any other strides; one dtype T in bfloat16, float16, float32; R even, R <= D. Casts round to nearest even.
     Mapping: a program owns BLOCK_H heads of q, or of k, of one token. With the layout that models use (all heads of a
     token side by side) it reads one contiguous piece, and its neighbours the rest of the token.
-    BLOCK_H = None: as many heads as make 1024 values, or 256 while there are few tokens (decode).
+    BLOCK_H = None: as many heads as make 2048 values, 1024 below 512 tokens, or 256 below 64 (decode).
     num_warps = None: 16 values a thread, or fewer in a single warp.
     """
     B, q_heads, S, D = q.shape
@@ -117,7 +120,8 @@ def run(
     block_rest = 1 << max(rest - 1, 0).bit_length()
     head_size = 1 << (D - 1).bit_length()
     all_heads = 1 << (max(q_heads, k_heads) - 1).bit_length()
-    block_h = min(BLOCK_H or max(1, (1024 if tokens >= 64 else 256) // head_size), all_heads)
+    values = 2048 if tokens >= 512 else 1024 if tokens >= 64 else 256
+    block_h = min(BLOCK_H or max(1, values // head_size), all_heads)
     tiles = (q_heads + block_h - 1) // block_h + (k_heads + block_h - 1) // block_h
     warps = num_warps or min(8, max(1, block_h * head_size // 512))
     cos_stride_b, cos_stride_s, _ = cos.stride()
