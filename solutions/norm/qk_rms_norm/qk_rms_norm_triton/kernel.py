@@ -57,8 +57,9 @@ def _qk_rms_norm_token(
     q_ptrs, q_mask = _head_ptrs(q_ptr + token * q_stride_m, q_stride_h, q_head, Q_HEADS, D, BLOCK_Q, BLOCK_D)
     k_ptrs, k_mask = _head_ptrs(k_ptr + token * k_stride_m, k_stride_h, k_head, K_HEADS, D, BLOCK_K, BLOCK_D)
     # All four loads before the first reduction: they are in flight together.
-    q = tl.load(q_ptrs, mask=q_mask, other=0.0).to(tl.float32)
-    k = tl.load(k_ptrs, mask=k_mask, other=0.0).to(tl.float32)
+    # evict_last, although nothing is read again: up to 6% faster than no policy, where evict_first is slower (H200).
+    q = tl.load(q_ptrs, mask=q_mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
+    k = tl.load(k_ptrs, mask=k_mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
     q_weight = tl.load(q_weight_ptr + dims, mask=dims < D, other=0.0).to(tl.float32)
     k_weight = tl.load(k_weight_ptr + dims, mask=dims < D, other=0.0).to(tl.float32)
 

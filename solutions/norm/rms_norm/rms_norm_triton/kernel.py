@@ -28,8 +28,8 @@ def _rms_norm_tile(
     mask = (rows < M) & in_row
     # The weight does not depend on the reduction: ask for it together with x, so that its latency is hidden.
     weight = tl.load(weight_ptr + cols, mask=in_row, other=0.0).to(tl.float32)
-    # No eviction policy: evict_first, which fits data read once, costs up to 4% here (H200).
-    x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    # evict_last, although nothing is read again: up to 6% faster than no policy, where evict_first is slower (H200).
+    x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / N + eps)
     normed = (x * scale).to(out_ptr.dtype.element_ty).to(tl.float32)
     tl.store(out_ptr + rows * out_stride + cols, (normed * weight).to(out_ptr.dtype.element_ty), mask=mask)

@@ -57,8 +57,9 @@ def _rope_neox_tile(
         x_ptrs = k_ptr + b * k_stride_b + s * k_stride_s + heads.to(tl.int64) * k_stride_h + dims
         out_ptrs = k_out_ptr + b * k_out_stride_b + s * k_out_stride_s + heads.to(tl.int64) * k_out_stride_h + dims
 
-    low = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
-    high = tl.load(x_ptrs + HALF, mask=mask, other=0.0).to(tl.float32)
+    # evict_last, although nothing is read again: up to 6% faster than no policy, where evict_first is slower (H200).
+    low = tl.load(x_ptrs, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
+    high = tl.load(x_ptrs + HALF, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
     # Every head asks for the same cos and sin, which L1 answers: they arrive in the layout of x. One row of them for all
     # heads would have to be laid out anew, through shared memory and a barrier.
     dims = tl.broadcast_to(dims, (BLOCK_H, BLOCK_D))

@@ -62,11 +62,12 @@ def _rope_partial_tile(
         out_ptrs = k_out_ptr + b * k_out_stride_b + s * k_out_stride_s + heads.to(tl.int64) * k_out_stride_h
 
     # Nothing is stored before all loads are under way.
+    # evict_last, although nothing is read again: up to 6% faster than no policy, where evict_first is slower (H200).
     mask = in_heads & in_half
     if REST > 0:
-        copied = tl.load(x_ptrs + 2 * HALF + rest, mask=in_heads & (rest < REST))
-    low = tl.load(x_ptrs + dims, mask=mask, other=0.0).to(tl.float32)
-    high = tl.load(x_ptrs + HALF + dims, mask=mask, other=0.0).to(tl.float32)
+        copied = tl.load(x_ptrs + 2 * HALF + rest, mask=in_heads & (rest < REST), eviction_policy="evict_last")
+    low = tl.load(x_ptrs + dims, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
+    high = tl.load(x_ptrs + HALF + dims, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
     # Every head asks for the same cos and sin, which L1 answers: they arrive in the layout of x. One row of them for all
     # heads would have to be laid out anew, through shared memory and a barrier.
     table_dims = tl.broadcast_to(dims, (BLOCK_H, BLOCK_D))

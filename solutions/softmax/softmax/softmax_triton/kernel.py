@@ -23,7 +23,8 @@ def _softmax_tile(
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < M) & (cols < N)
-    x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=float("-inf"), eviction_policy="evict_first").to(
+    # evict_last, although nothing is read again: up to 6% faster than no policy, where evict_first is slower (H200).
+    x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=float("-inf"), eviction_policy="evict_last").to(
         tl.float32
     )
     # A row of -inf gives -inf - -inf = NaN and a +inf gives inf - inf = NaN, as in PyTorch: no special case.
@@ -251,7 +252,7 @@ def _softmax_cluster(
         + tl.arange(0, REPEAT)[None, :, None] * (LANES * 8)
         + tl.arange(0, LANES * 8)[None, None, :]
     )
-    x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=float("-inf"), eviction_policy="evict_first")
+    x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=float("-inf"), eviction_policy="evict_last")
     # Each thread subtracts its own maximum, so that nobody waits before the exponentials, which are computed once.
     x = x.reshape(BLOCKS, REPEAT, LANES, 8)
     own = tl.max(tl.max(x, axis=3), axis=1).to(tl.float32)
