@@ -59,7 +59,7 @@ class UsageError(TilegymDBError):
 
 
 class HardwareError(UsageError):
-    """The GPU asked for is unknown or is not the one in this machine."""
+    """The GPU asked for is unknown or not the one in this machine, or its driver refuses what measuring takes."""
 
 
 class ToolchainError(TilegymDBError):

@@ -61,5 +61,5 @@ def test_what_a_block_kept_is_not_left_to_the_next_one(read):
 def test_a_driver_that_refuses_to_release_them_is_an_error(read):
     timer = BlockTimer("cuda:0")
     timer._reset_persisting = lambda: 201
-    with pytest.raises(HardwareError, match="driver error 201; the L2 stays warm"):
+    with pytest.raises(HardwareError, match="CUDA error 201; the L2 stays warm"):
         timed(timer, lambda: read(""))
