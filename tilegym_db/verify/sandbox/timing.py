@@ -46,12 +46,11 @@ class BlockTimer:
         """Allocate twice the L2 to write between samples."""
         self.device = device
         self._flush: torch.Tensor | None = None
-        self._reset_persisting: Callable[[], int] = _no_lines
         self._host_us = 50.0
         if device != "cpu":
             l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
             self._flush = torch.empty(2 * l2_bytes, dtype=torch.uint8, device=device)
-            self._reset_persisting = ctypes.CDLL("libcuda.so.1").cuCtxResetPersistingL2Cache
+            self._reset_persisting: Callable[[], int] = ctypes.CDLL("libcuda.so.1").cuCtxResetPersistingL2Cache
 
     def occupy(self, duration_us: float) -> None:
         """Keep the device busy for about that long, so that what is launched meanwhile waits behind it."""
@@ -136,7 +135,3 @@ class BlockTimer:
         code = self._reset_persisting()
         if code not in (0, _NOT_SUPPORTED):
             raise HardwareError(f"cuCtxResetPersistingL2Cache failed with CUDA error {code}; the L2 stays warm.")
-
-
-def _no_lines() -> int:
-    return 0
