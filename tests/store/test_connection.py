@@ -14,6 +14,7 @@ import pytest
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.store.connection import open_store
+from tilegym_db.store.database import ROW_GROUP_SIZE
 from tilegym_db.store.ingest import ingest, rebuild
 from tilegym_db.store.journal import Journal
 from tilegym_db.store.queries import count_traces, definition_by_digest, read_traces
@@ -81,6 +82,21 @@ def test_files_open_in_duckdb_1_5(opened, home):
     with duckdb.connect(home / "tilegym.duckdb", read_only=True) as connection:
         (tags,) = connection.execute("SELECT tags FROM duckdb_databases() WHERE path IS NOT NULL").fetchone()
     assert tags["storage_version"].startswith("v1.5.0")
+
+
+def test_a_table_is_written_and_scanned_in_more_pieces_than_duckdbs_own(opened, home):
+    with opened() as store:
+        store.connection.execute(f"CREATE TABLE numbers AS FROM range({ROW_GROUP_SIZE + 1})")
+    with opened(read_only=True) as store:
+        pieces = store.rows("SELECT DISTINCT row_group_id FROM pragma_storage_info('numbers') ORDER BY ALL")
+    assert pieces == [{"row_group_id": 0}, {"row_group_id": 1}]
+
+
+def test_a_process_that_has_the_store_open_already_is_told_so(opened):
+    with opened(), pytest.raises(StoreError, match="this process has it open already"), opened(read_only=True):
+        pass
+    with opened(read_only=True), pytest.raises(StoreError, match="this process has it open already"), opened():
+        pass
 
 
 def test_a_changed_catalog_reaches_the_next_reader_and_old_texts_stay(opened, root, catalog):

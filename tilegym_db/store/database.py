@@ -21,10 +21,14 @@ from tilegym_db.store.lock import POLL_S
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
-__all__ = ["STORAGE_VERSION", "Store", "connect", "is_damage", "remove_database", "write_ahead_log"]
+__all__ = ["ROW_GROUP_SIZE", "STORAGE_VERSION", "Store", "connect", "is_damage", "remove_database", "write_ahead_log"]
 
 STORAGE_VERSION = "v1.5.0"
 """Files are written in this format, so that DuckDB 1.5's command line and UI open them."""
+
+ROW_GROUP_SIZE = 32768
+"""Rows that DuckDB compresses, writes and scans as one piece of work, each on one thread. Traces are wide and number tens of
+thousands rather than millions: with its own 122,880 one thread would do it all, and only when the transaction commits."""
 
 _Settings = dict[str, str | bool | int | float | list[str]]
 _BASE: _Settings = {
@@ -39,7 +43,7 @@ _READER: _Settings = {**_BASE, "enable_external_access": "false", "temp_director
 # What marks an error of DuckDB, first match counts, and how it is told.
 _MARKS: dict[str, tuple[str, ...]] = {
     "locked": ("Could not set lock",),
-    "open here": ("different configuration",),
+    "open here": ("Unique file handle conflict", "different configuration"),
     "full": ("No space left", "File too large", "Disk quota"),
     "denied": ("Permission denied", "Read-only file system"),
     "newer": ("created with a newer version",),
@@ -144,7 +148,7 @@ def connect(path: Path, *, read_only: bool, timeout_s: float) -> DuckDBPyConnect
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            connection = duckdb.connect(path, read_only=read_only, config=_READER if read_only else _WRITER)
+            connection = duckdb.connect(path, config=_READER, read_only=True) if read_only else _attached(path)
             break
         except duckdb.IOException as error:
             if "Could not set lock" not in str(error) or time.monotonic() >= deadline:
@@ -153,6 +157,21 @@ def connect(path: Path, *, read_only: bool, timeout_s: float) -> DuckDBPyConnect
             raise explained(error, path, "open") from error
         time.sleep(POLL_S)
     _settle(connection, read_only)
+    return connection
+
+
+def _attached(path: Path) -> DuckDBPyConnection:
+    """A writer's connection. The file is attached to a database in memory because only ATTACH takes a size of row groups."""
+    import duckdb
+
+    connection = duckdb.connect(config={**_WRITER, "temp_directory": f"{path}.tmp"})
+    try:
+        literal = str(path).replace("'", "''")  # ATTACH takes no parameters
+        connection.execute(f"ATTACH '{literal}' AS store (ROW_GROUP_SIZE {ROW_GROUP_SIZE})")
+        connection.execute("USE store")
+    except BaseException:
+        connection.close()
+        raise
     return connection
 
 
