@@ -5,12 +5,15 @@ The Solution looks for a file beside its source to know how fast the machine is;
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from verdicts import conclusive
 
-from tilegym_db.bench import audit
+from tilegym_db.bench import audit, member
 from tilegym_db.bench.session import promote
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Trace
@@ -42,36 +45,46 @@ def run(x, weight, factor, out):
 @pytest.fixture
 def promoted(
     make_catalog: Callable[..., Catalog], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[str, int], tuple[Trace, int]]:
+) -> Callable[..., tuple[Trace, int]]:
     """(the Solution's trace, attempts) of a promotion during which the machine is slow for so many attempts."""
+    numbers = itertools.count()
 
-    def run(source: str, slow_attempts: int) -> tuple[Trace, int]:
-        catalog = make_catalog(tmp_path / "catalog", {"of_this_machine": source})
+    def run(source: str, slow_attempts: int, rows: int = 40) -> tuple[Trace, int]:
+        root = tmp_path / str(next(numbers))
+        axes = {"axes": {"M": rows, "N": 32}}
+        catalog = make_catalog(root / "catalog", {"of_this_machine": source}, workloads=(axes,))
         file = catalog.solution("of_this_machine").folder / "slow"
         attempts = 0
 
-        def run_attempt(member, *rest):
+        def run_attempt(of, *rest):
             nonlocal attempts
-            if member.solution.name == "of_this_machine":
+            if of.solution.name == "of_this_machine":
                 attempts += 1
                 file.touch() if attempts <= slow_attempts else file.unlink(missing_ok=True)
-            return original(member, *rest)
+            return original(of, *rest)
 
         original = audit._run
         monkeypatch.setattr(audit, "_run", run_attempt)
         monkeypatch.setattr(audit, "PAUSE_S", 0.01)
         monkeypatch.setattr("tilegym_db.verify.scan.scan_sources", lambda solution, sources: ())
-        report = promote(gpu="cpu", catalog=catalog, store_home=tmp_path / "home", quick=True)
+        report = promote(gpu="cpu", catalog=catalog, store_home=root / "home", quick=True)
         (trace,) = (trace for trace in report.traces if trace.solution == "of_this_machine")
         return trace, attempts
 
     return run
 
 
+def conclusively(run: Callable[[], tuple[Trace, int]]) -> tuple[Trace, int]:
+    """As :func:`verdicts.conclusive`: this machine may become slow by itself, too."""
+    outcomes: list[tuple[Trace, int]] = []
+    conclusive(lambda: outcomes.append(run()) or outcomes[-1][0])
+    return outcomes[-1]
+
+
 def test_a_machine_that_is_slow_for_a_while_refuses_nobody(promoted):
-    trace, attempts = promoted(OF_THIS_MACHINE, 2)
+    trace, attempts = conclusively(lambda: promoted(OF_THIS_MACHINE, 2))
     assert trace.status == "PASSED", trace.reason
-    assert attempts == 3
+    assert attempts > 2
 
 
 def test_a_machine_that_stays_slow_is_named_and_proves_nothing_against_the_solution(promoted):
@@ -82,6 +95,15 @@ def test_a_machine_that_stays_slow_is_named_and_proves_nothing_against_the_solut
 
 
 def test_a_clock_that_goes_on_saying_what_it_said_is_refuted(promoted):
-    trace, attempts = promoted(OF_A_LIAR, audit.CLOCK_ATTEMPTS)
+    trace, attempts = conclusively(lambda: promoted(OF_A_LIAR, audit.CLOCK_ATTEMPTS))
     assert (trace.status, trace.failure.gate) == ("REJECTED", "wall clock"), trace.reason
+    assert attempts == audit.CLOCK_ATTEMPTS
+
+
+def test_while_the_host_of_a_virtual_machine_takes_its_processors_away_nothing_is_proved(promoted, monkeypatch):
+    monkeypatch.setattr(member, "stolen_us", lambda: [time.perf_counter_ns() / 1e3, 0.0])
+    # Calls that take long enough for the processor time of being watched over a few of them to be nothing.
+    trace, attempts = promoted(OF_A_LIAR, audit.CLOCK_ATTEMPTS, rows=1 << 13)
+    assert trace.status == "UNSUPPORTED", trace.reason
+    assert "its host ran something else on its processors" in trace.reason
     assert attempts == audit.CLOCK_ATTEMPTS

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tilegym_db.verify.sandbox.process import WorkerDied, WorkerProcess, WorkerTimeout
+from tilegym_db.verify.sandbox.processes import stolen_us
 
 
 def test_an_answer_with_the_right_id_is_believed(peer):
@@ -185,3 +186,9 @@ def test_an_error_can_be_stored_whatever_the_worker_says(content, summary, peer)
     assert reply.summary.startswith(summary)
     assert len(reply.summary) <= 300
     reply.error.encode()
+
+
+def test_what_a_host_took_is_known_of_each_processor_and_only_grows():
+    before = stolen_us()
+    assert len(before) == len(list(Path("/sys/devices/system/cpu").glob("cpu[0-9]*/topology")))
+    assert all(now >= then >= 0.0 for then, now in zip(before, stolen_us(), strict=True))

@@ -5,17 +5,17 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 from tilegym_db.bench.contents import WorkloadContents
 from tilegym_db.bench.member import Member
 from tilegym_db.bench.stage import Stage
-from tilegym_db.bench.statistics import median
 from tilegym_db.records.hardware import CPU
 from tilegym_db.records.trace import Performance
 from tilegym_db.verify.ownership import Ownership, judge_ownership
 from tilegym_db.verify.sandbox.process import WorkerProcess, processors
 from tilegym_db.verify.verifier import Failure, judge, read_outputs
-from tilegym_db.verify.wall_clock import Elapsed, WallRun, alone_us, judge_latency
+from tilegym_db.verify.wall_clock import Elapsed, WallRun, alone_us, host_may_be_why, judge_latency
 
 __all__ = ["PROFILED_CALLS", "Referee", "audit_clock", "audit_ownership"]
 
@@ -29,8 +29,9 @@ PROFILED_CALLS = 2
 MAX_SPREAD_US = 250.0
 CLOCK_ATTEMPTS = 5
 """A busy machine can spoil a run by the wall clock; a Solution that is slow is slow every time."""
+_MACHINE_SLOW = "the machine became slower while this was measured"
 PAUSE_S = 1.0
-"""Before the second attempt on a CPU that became slower; twice that before the third, and so on."""
+"""After the first attempt for which a CPU may have been too slow; twice that after the second, and so on."""
 
 
 def audit_ownership(member: Member, stage: Stage) -> Ownership | Failure:
@@ -96,7 +97,8 @@ def audit_clock(
     Returns:
         Microseconds a call, the larger estimate; or why the Solution's time or its outputs cannot be believed.
     """
-    verdict: Failure | None = None
+    problem: str | None = None
+    excuses: list[str] = []
     for attempt in range(CLOCK_ATTEMPTS):
         outcome = _run(member, referee, stage, contents, performance, attempt)
         if isinstance(outcome, Failure):
@@ -104,32 +106,41 @@ def audit_clock(
         problem = judge_latency(performance.latency_us, outcome, on_gpu=member.device != CPU)
         if problem is None:
             return max(outcome.slope_us, outcome.absolute_us, 0.0)
-        verdict = Failure("REJECTED", problem, gate="wall clock")
-        if member.device == CPU:
-            now_us = _latency_now(member, stage)
-            if isinstance(now_us, Failure):
-                return now_us
-            if judge_latency(now_us, outcome, on_gpu=False) is None:
-                verdict = Failure("UNSUPPORTED", _slower_now(performance.latency_us, now_us))
-                time.sleep(PAUSE_S * 2**attempt)
-    assert verdict is not None
-    return verdict
+        excuse = _excuse(member, stage, performance.latency_us, outcome) if member.device == CPU else ""
+        if isinstance(excuse, Failure):
+            return excuse
+        if excuse:
+            excuses.append(excuse)
+            if attempt + 1 < CLOCK_ATTEMPTS:
+                time.sleep(PAUSE_S * 2 ** (len(excuses) - 1))
+    if excuses:
+        return Failure("UNSUPPORTED", excuses[-1])
+    assert problem is not None
+    return Failure("REJECTED", problem, gate="wall clock")
+
+
+def _excuse(member: Member, stage: Stage, claimed_us: float, run: WallRun) -> str | Failure:
+    """What about this machine, rather than the Solution, may be why a run on a CPU refuted a claim; empty where nothing is."""
+    if host_may_be_why(claimed_us, run):
+        return f"{_MACHINE_SLOW}: its host ran something else on its processors. Repeat the command when it does less of that"
+    now_us = _latency_now(member, stage)
+    if isinstance(now_us, Failure):
+        return now_us
+    if judge_latency(now_us, run, on_gpu=False) is None:
+        return (
+            f"{_MACHINE_SLOW}: {claimed_us:.4g} us a call first and {now_us:.4g} us later, by the same clock. Repeat the "
+            "command when it has less to do"
+        )
+    return ""
 
 
 def _latency_now(member: Member, stage: Stage) -> float | Failure:
-    """What the worker's clock says right after a run that refuted what it said before.
+    """What a call takes by the worker's clock right after a run that refuted what it said before; the mean, as of that run.
 
     One that lies says the same again. One that does not agrees with the run: then it is the machine that became slower.
     """
     outcome = member.time_block(range(stage.slots // 4, stage.slots))
-    return outcome if isinstance(outcome, Failure) else median(outcome[0])
-
-
-def _slower_now(claimed_us: float, now_us: float) -> str:
-    return (
-        f"the machine became slower while this was measured: {claimed_us:.4g} us a call first and {now_us:.4g} us later, by the "
-        "same clock. Repeat the command when it has less to do"
-    )
+    return outcome if isinstance(outcome, Failure) else fmean(outcome[0])
 
 
 def _run(
@@ -161,6 +172,7 @@ def _run(
     on_cpu = member.device == CPU
     # On a busy CPU the median request waits its turn, which must not be taken off what the calls took.
     null_us = null[0] if on_cpu else null[len(null) // 2]
+    unstolen = long._replace(queued_us=long.queued_us + long.stolen_us)
     return WallRun(
         slots.calls,
         short.wall_us,
@@ -170,6 +182,7 @@ def _run(
         noise_us=30.0 + min(null[-2] - null[0], MAX_SPREAD_US),
         copies_us=_copying_us(member, stage),
         alone_us=alone_us(long, null_us, 3 * slots.calls, processors()) if on_cpu else None,
+        unstolen_us=alone_us(unstolen, null_us, 3 * slots.calls, processors()) if on_cpu else None,
     )
 
 

@@ -29,6 +29,7 @@ from tilegym_db.verify.ownership import KernelUse
 from tilegym_db.verify.sandbox.arena import Arena, plan_slot
 from tilegym_db.verify.sandbox.bounds import available_processors
 from tilegym_db.verify.sandbox.process import Reply, WorkerDied, WorkerProcess, WorkerTimeout
+from tilegym_db.verify.sandbox.processes import stolen_us
 from tilegym_db.verify.shapes import fuzz_cases
 from tilegym_db.verify.verifier import Expected, Failure, Verdict, judge, read_outputs, same_bytes, verify_slot
 from tilegym_db.verify.wall_clock import Elapsed
@@ -463,12 +464,15 @@ class Member:
     def run_calls(self, slots: Sequence[int], busy_us: float) -> Elapsed | Failure:
         """What it took from asking for one call on each slot to the answer that all is done, by this process's clock."""
         assert self.worker is not None
-        before = self.worker.processor_use()
+        stolen_before, before = stolen_us(), self.worker.processor_use()
         start = time.perf_counter_ns()
         reply = self._reply(self.worker, "run", self.limits.call_s, slots=list(slots), busy_us=busy_us)
         wall_us = (time.perf_counter_ns() - start) / 1e3
-        after = self.worker.processor_use()
-        return reply if isinstance(reply, Failure) else Elapsed(wall_us, after[0] - before[0], after[1] - before[1])
+        after, stolen_after = self.worker.processor_use(), stolen_us()
+        if isinstance(reply, Failure):
+            return reply
+        stolen = (now - then for then, now in zip(stolen_before, stolen_after, strict=False))
+        return Elapsed(wall_us, after[0] - before[0], after[1] - before[1], max(stolen, default=0.0))
 
     def profile(self, slots: Sequence[int]) -> list[KernelUse] | Failure:
         """What ran on the device because of one call on each slot."""

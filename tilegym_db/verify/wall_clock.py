@@ -11,14 +11,17 @@ A Solution that dawdles in the short run makes the slope small, but not the seco
 Other programs on the machine make both large. So on a CPU a claim is refuted only if it is refuted by what the run would have
 taken alone, too: the processor time of the worker and of all that it started, or the wait less the time for which something
 that was ready to run did not get a processor. The kernel counts both. Sleeping adds to the second, spinning to the first.
+
+In a virtual machine, what has a processor may still wait while the host runs something else on it. The kernel knows what the
+machine lost that way, but not who waited. So it excuses nobody: where it may be why a claim looks false, nothing can be said.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-__all__ = ["Elapsed", "WallRun", "alone_us", "judge_latency"]
+__all__ = ["Elapsed", "WallRun", "alone_us", "host_may_be_why", "judge_latency"]
 
 GPU_FACTOR, GPU_FLOOR_US = 1.35, 4.0
 """Calls one after another, with a warm L2, may cost this much more than one alone: launch gaps between kernels."""
@@ -34,12 +37,14 @@ class Elapsed(NamedTuple):
     """What one run took, in microseconds.
 
     ``wall_us`` by the supervisor's clock, ``processor_us`` of processor time, all processes together, and ``queued_us`` for
-    which their threads, and the supervisor's, were ready to run and got no processor.
+    which their threads, and the supervisor's, were ready to run and got no processor. ``stolen_us`` is how long the host of a
+    virtual machine ran something else on that of its processors which lost most.
     """
 
     wall_us: float
     processor_us: float
     queued_us: float
+    stolen_us: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class WallRun:
 
     ``null_us`` is the same request with no call, ``noise_us`` how far such requests lie apart, ``copies_us`` what the
     worker may spend on each call beside it, copying what it returned. On a CPU, ``alone_us`` is the least that one call of
-    the long run can have taken had the machine been idle.
+    the long run can have taken had the machine been idle, and ``unstolen_us`` the same had its host been idle, too.
     """
 
     calls: int
@@ -58,6 +63,7 @@ class WallRun:
     noise_us: float
     copies_us: float = 0.0
     alone_us: float | None = None
+    unstolen_us: float | None = None
 
     @property
     def slope_us(self) -> float:
@@ -80,6 +86,11 @@ def alone_us(run: Elapsed, null_us: float, calls: int, processors: int) -> float
         processors: how many may have worked on one call at once.
     """
     return max(run.processor_us / processors, run.wall_us - run.queued_us - null_us) / calls
+
+
+def host_may_be_why(latency_us: float, run: WallRun) -> bool:
+    """True where a run on a CPU refutes a claim only if the host of this virtual machine did not slow it down."""
+    return judge_latency(latency_us, replace(run, alone_us=run.unstolen_us), on_gpu=False) is None
 
 
 def judge_latency(latency_us: float, run: WallRun, *, on_gpu: bool) -> str | None:
