@@ -26,7 +26,7 @@ demo: install ## check, compile, bench, query and patch, end to end, in a few mi
 	$(BIN)/tilegym-db demo
 
 test: lint ## format, lint, types, layer contracts, then every test
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: install ## everything of 'test' that runs no test
 	$(BIN)/ruff format --check .

@@ -49,6 +49,9 @@ KERNEL = "def run(x, weight, factor, out):\n    out.copy_((x.float() * weight.fl
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # Files go to whoever is free: one that takes minutes must not be the last, with everybody waiting for it.
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     if HAS_GPU:
         return
     needing = [item for item in items if item.get_closest_marker("gpu")]

@@ -10,6 +10,8 @@ import torch
 from tilegym_db import Catalog, patched
 from tilegym_db.integrations.transformers.site import HELD
 
+pytestmark = pytest.mark.slow
+
 PAIRS = {"rms_norm": 3, "fused_add_rms_norm": 2, "swiglu": 2, "rope_neox": 2}
 EXPERTS = "its forward is wrapped by a decorator, whose part is not known"
 NOT_FUSED = "no definition describes a residual sum and {} of it"

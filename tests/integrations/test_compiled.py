@@ -16,6 +16,8 @@ from tilegym_db import Catalog, patch, patched
 from tilegym_db.integrations.transformers.operators import make_site
 from tilegym_db.paths import shipped_root
 
+pytestmark = pytest.mark.slow
+
 ONE_LAYER = {"num_hidden_layers": 1}
 ATTENTION = {"attention_prefill": 0, "attention_decode": 0}  # compilers know the model's own, and keep it
 SERVED = {

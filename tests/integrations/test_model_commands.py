@@ -24,6 +24,8 @@ from tilegym_db.integrations.transformers.random_model import build_model, load_
 from tilegym_db.integrations.transformers.verify_model import model_tag
 from tilegym_db.records.model_run import ModelRun
 
+pytestmark = pytest.mark.slow
+
 TINY = {
     "model_type": "llama",
     "vocab_size": 96,

@@ -15,6 +15,8 @@ import torch
 from tilegym_db import Catalog
 from tilegym_db.paths import shipped_root
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 
 

@@ -17,6 +17,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from tilegym_db import Catalog, patched
 from tilegym_db.integrations.transformers.patch import Handle
 
+pytestmark = pytest.mark.slow
+
 BACKWARDS = ("rms_norm_backward", "swiglu_backward", "rope_neox_backward")
 # Kernels and stock round at the same places; what differs is the order of a few sums.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}

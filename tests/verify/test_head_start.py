@@ -15,6 +15,8 @@ from tilegym_db.backends.inductor import head_start_folder, take_head_start
 from tilegym_db.catalog import Catalog
 from tilegym_db.verify.sandbox.process import WorkerProcess
 
+pytestmark = pytest.mark.slow
+
 BEGIN = """
 from pathlib import Path
 from tilegym_db.backends.inductor import use_own_folders

@@ -14,7 +14,7 @@ from tilegym_db.records import Definition, Solution
 from tilegym_db.records.layouts import layout_class
 from tilegym_db.verify.distributions import DISTRIBUTIONS, PLANTED, REFERENCE_MAY_FAIL
 from tilegym_db.verify.inputs import Case
-from tilegym_db.verify.shapes import MAX_ELEMENTS, SIZES, fuzz_cases, why_no_case
+from tilegym_db.verify.shapes import MAX_ELEMENTS, MAX_ROWS, SIZES, fuzz_cases, why_no_case
 from tilegym_db.verify.verifier import expect
 
 ANCHORS = ({"M": 1000, "N": 4096}, {"M": 48, "N": 1536})
@@ -127,6 +127,19 @@ def test_every_constraint_of_the_definition_and_of_the_solution_holds(constraint
         assert definition.bind_axes(case.axes) == case.axes
         assert record.unsupported(case.axes, case.dtypes, classes(definition, case)) is None
         assert case.axes["M"] * case.axes["N"] <= MAX_ELEMENTS
+
+
+@given(seed=st.integers(0, 2**62))
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_an_interpreter_is_asked_for_fewer_rows(seed, operator):
+    rows = {}
+    for most in (MAX_ROWS, 160):
+        cases = fuzz_cases(
+            operator(), solution(layouts=PADDED), ANCHORS, {"T": "float32"}, {}, count=24, seed=seed, max_rows=most
+        )
+        rows[most] = [case.axes["M"] for case in cases]
+    assert len(rows[160]) == 24
+    assert max(rows[160]) <= 160 < max(rows[MAX_ROWS])
 
 
 @pytest.mark.parametrize(

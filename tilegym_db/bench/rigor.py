@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tilegym_db.records import Solution
 from tilegym_db.records.trace import Tier
 from tilegym_db.store.statements import PUBLISHED_SANDBOX_LEVEL
+from tilegym_db.verify.shapes import MAX_ROWS
 
 __all__ = ["INTERPRETER", "MIN_SANDBOX_LEVEL", "PROMOTION", "SCREEN", "Rigor"]
 
@@ -20,8 +21,8 @@ class Rigor:
 
     ``fuzz_cases``: shapes, layouts and contents beyond the workload's own. ``baseline_fuzz_cases``: the same for what is never
     resolved to, so that its envelope serves nobody; a few show that it is honest, and compiled stock code is compiled anew for
-    each. ``calls``: on the same inputs, whose bytes must agree. ``audited``: ownership of the device time, and the supervisor's
-    own clock over contents never seen before.
+    each. ``fuzz_rows``: of the largest tensor of such a case. ``calls``: on the same inputs, whose bytes must agree. ``audited``:
+    ownership of the device time, and the supervisor's own clock over contents never seen before.
     """
 
     tier: Tier
@@ -29,12 +30,14 @@ class Rigor:
     baseline_fuzz_cases: int
     calls: int
     audited: bool
+    fuzz_rows: int = MAX_ROWS
 
     def fuzz_cases_of(self, solution: Solution) -> int:
         """How many cases a Solution is fuzzed with."""
         return self.fuzz_cases if solution.spec.role == "kernel" else self.baseline_fuzz_cases
 
 
-INTERPRETER = Rigor("interpreter", fuzz_cases=4, baseline_fuzz_cases=4, calls=2, audited=False)
+# An interpreted program takes a hundredth of a second, and one is started for every few rows: enough of them for two tiles.
+INTERPRETER = Rigor("interpreter", fuzz_cases=4, baseline_fuzz_cases=4, calls=2, audited=False, fuzz_rows=160)
 SCREEN = Rigor("screen", fuzz_cases=4, baseline_fuzz_cases=2, calls=2, audited=False)
 PROMOTION = Rigor("promotion", fuzz_cases=24, baseline_fuzz_cases=4, calls=5, audited=True)

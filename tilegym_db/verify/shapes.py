@@ -22,7 +22,7 @@ from tilegym_db.verify.fuzz_layouts import CONTIGUOUS, draw_layouts, layout_choi
 from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.repair import repaired
 
-__all__ = ["MAX_ELEMENTS", "fuzz_cases", "why_no_case"]
+__all__ = ["MAX_ELEMENTS", "MAX_ROWS", "fuzz_cases", "why_no_case"]
 
 TILES = (16, 32, 64, 128, 256)
 SIZES: dict[str, tuple[int, ...]] = {
@@ -38,9 +38,9 @@ _KIND_OF = {size: kind for kind, sizes in reversed(SIZES.items()) for size in si
 WORKLOAD = "workload"
 
 MAX_ELEMENTS = 1 << 20
-"""Of the largest tensor. Fuzzing is about edges, not size; the Triton interpreter must get through a case in seconds."""
+"""Of the largest tensor. Fuzzing is about edges, not size; the oracle must get through a case in fp64 in no time."""
 MAX_ROWS = 1 << 10
-"""Of the largest tensor, counting everything but its last axis: an interpreted program is started for every few of them."""
+"""Of the largest tensor, counting everything but its last axis: a program is started for every few of them."""
 _ROOM_FOR_THE_DEMANDING = 16
 """By how much both bounds grow for a Solution that accepts nothing within them."""
 
@@ -182,6 +182,7 @@ def fuzz_cases(
     *,
     count: int,
     seed: int,
+    max_rows: int = MAX_ROWS,
 ) -> list[Case]:
     """Distinct cases that the Definition and the Solution both allow; the same ones for the same seed.
 
@@ -197,9 +198,11 @@ def fuzz_cases(
         scalars: scalar inputs by name.
         count: how many at most; fewer where the constraints leave fewer, none where they leave none (:func:`why_no_case`).
         seed: secret of this run.
+        max_rows: of the largest tensor, counting everything but its last axis.
     """
     for room in (1, _ROOM_FOR_THE_DEMANDING):
-        fuzzer = _fuzzer(definition, solution, anchors, dtypes, count, seed, room)
+        bounds = (room * MAX_ELEMENTS, room * max_rows)
+        fuzzer = _fuzzer(definition, solution, anchors, dtypes, count, seed, bounds)
         cases: list[Case] = []
         for number, demand in enumerate(_demands(fuzzer, count)):
             case = fuzzer.next_case(demand, bool(number % 2), scalars)
@@ -220,13 +223,12 @@ def _fuzzer(
     dtypes: Mapping[str, str],
     count: int,
     seed: int,
-    room: int,
+    bounds: tuple[int, int],
 ) -> _Fuzzer:
     left_out = REFERENCE_MAY_FAIL if count < SMALL_ENVELOPE else frozenset()
     distributions = tuple(
         name for name in DISTRIBUTIONS if name not in left_out and (name != PLANTED or definition.special_values)
     )
-    bounds = (MAX_ELEMENTS * room, MAX_ROWS * room)
     return _Fuzzer(definition, solution, anchors, dtypes, random.Random(seed), distributions, *bounds)
 
 
