@@ -118,9 +118,9 @@ def test_a_pytorch_that_keeps_its_headers_otherwise_gives_no_head_start(folder, 
     codecache = type(sys)("codecache")
     monkeypatch.setitem(sys.modules, "torch._inductor.codecache", codecache)
     monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(inductor.tempfile, "tempdir", None)  # it leaves its own behind when it fails
     with pytest.raises(RuntimeError, match="keeps no _HEADER_DIR"):
         take_head_start(folder, tmp_path)
-    monkeypatch.setattr(inductor.tempfile, "tempdir", None)
 
 
 def test_solutions_that_use_torch_compile_are_told_by_their_text():
