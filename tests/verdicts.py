@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from tilegym_db.records import Trace
 
+T = TypeVar("T")
 MACHINE_SLOW = "the machine became slower"
 TRIES = 4
 
@@ -15,11 +17,10 @@ def is_conclusive(trace: Trace) -> bool:
     return not (trace.status == "UNSUPPORTED" and MACHINE_SLOW in trace.reason)
 
 
-def conclusive(promote: Callable[[], Trace]) -> Trace:
-    """The verdict, asked for again as one that is not conclusive advises; the last one where all are like that."""
-    trace = promote()
-    for _ in range(TRIES - 1):
-        if is_conclusive(trace):
+def conclusive(promote: Callable[[], T], trace_of: Callable[[T], Trace] = lambda outcome: outcome) -> T:
+    """What ``promote`` gives, asked for again as a verdict that is not conclusive advises; the last where all are like that."""
+    for _ in range(TRIES):
+        outcome = promote()
+        if is_conclusive(trace_of(outcome)):
             break
-        trace = promote()
-    return trace
+    return outcome

@@ -82,16 +82,19 @@ def test_threads_share_the_processor_time_of_a_call():
     assert alone_us(Elapsed(0.0, 4800.0, 0.0), NULL, calls=8, processors=2) == 300.0
 
 
+def on_a_host(elapsed: Elapsed) -> WallRun:
+    """500 us a call by the clock, in a virtual machine."""
+    alone, unstolen = (alone_us(run, NULL, calls=24, processors=1) for run in (elapsed, elapsed.unstolen))
+    return honest(500.0, alone_us=alone, unstolen_us=unstolen)
+
+
 @pytest.mark.parametrize(("stolen_us", "known"), [(0.0, True), (24 * 100.0, True), (24 * 240.0, False)])
 def test_what_the_host_took_leaves_a_claim_open_where_it_may_be_why(stolen_us, known):
-    slept = Elapsed(NULL + 24 * 500.0, 0.0, 0.0, stolen_us)
-    alone, unstolen = (alone_us(run, NULL, 24, 1) for run in (slept, slept._replace(queued_us=stolen_us)))
-    run = honest(500.0, alone_us=alone, unstolen_us=unstolen)
+    run = on_a_host(Elapsed(NULL + 24 * 500.0, 0.0, 0.0, stolen_us))  # it slept
     assert judge_latency(100.0, run, on_gpu=False) is not None
     assert host_may_be_why(100.0, run) is not known
 
 
 def test_what_the_host_took_does_not_excuse_processor_time():
-    spun = Elapsed(NULL + 24 * 500.0, 24 * 500.0, 0.0, 24 * 500.0)
-    alone, unstolen = (alone_us(run, NULL, 24, 1) for run in (spun, spun._replace(queued_us=spun.stolen_us)))
-    assert not host_may_be_why(100.0, honest(500.0, alone_us=alone, unstolen_us=unstolen))
+    spun = on_a_host(Elapsed(NULL + 24 * 500.0, 24 * 500.0, 0.0, 24 * 500.0))
+    assert not host_may_be_why(100.0, spun)

@@ -172,7 +172,6 @@ def _run(
     on_cpu = member.device == CPU
     # On a busy CPU the median request waits its turn, which must not be taken off what the calls took.
     null_us = null[0] if on_cpu else null[len(null) // 2]
-    unstolen = long._replace(queued_us=long.queued_us + long.stolen_us)
     return WallRun(
         slots.calls,
         short.wall_us,
@@ -182,7 +181,7 @@ def _run(
         noise_us=30.0 + min(null[-2] - null[0], MAX_SPREAD_US),
         copies_us=_copying_us(member, stage),
         alone_us=alone_us(long, null_us, 3 * slots.calls, processors()) if on_cpu else None,
-        unstolen_us=alone_us(unstolen, null_us, 3 * slots.calls, processors()) if on_cpu else None,
+        unstolen_us=alone_us(long.unstolen, null_us, 3 * slots.calls, processors()) if on_cpu else None,
     )
 
 

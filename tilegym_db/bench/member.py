@@ -279,8 +279,16 @@ class Member:
         if key not in self.envelopes:
             sizes = [anchor.axes for anchor in anchors]
             count = self.rigor.fuzz_cases_of(self.solution.record)
-            limits = {"count": count, "max_rows": self.rigor.fuzz_rows}
-            cases = fuzz_cases(self.definition, self.solution.record, sizes, dtypes, scalars, **limits, seed=seed)
+            cases = fuzz_cases(
+                self.definition,
+                self.solution.record,
+                sizes,
+                dtypes,
+                scalars,
+                count=count,
+                seed=seed,
+                max_rows=self.rigor.fuzz_rows,
+            )
             outcome = self._verify_envelope(cases, cache)
             if isinstance(outcome, Failure) and outcome.status in ("TIMEOUT", "RUNTIME_ERROR", "COMPILE_ERROR"):
                 return outcome  # the machine's trouble or the source's: tried again for the next workload

@@ -16,7 +16,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.errors import StoreError
 from tilegym_db.paths import home
 from tilegym_db.store import statements
-from tilegym_db.store.database import Store, connect, remove_database, write_ahead_log
+from tilegym_db.store.database import Store, attach, connect, remove_database, write_ahead_log
 from tilegym_db.store.journal import journal_files
 from tilegym_db.store.loading import IngestReport, combined, load_journals
 from tilegym_db.store.lock import writer_lock
@@ -221,8 +221,7 @@ def load_home(store: Store) -> IngestReport:
 
 def _adopt(store: Store, old: Path, adoptions: Iterable[str]) -> None:
     with store.translated("take over the history of"):
-        literal = str(old).replace("'", "''")  # ATTACH takes no parameters
-        store.connection.execute(f"ATTACH '{literal}' AS old (READ_ONLY)")
+        attach(store.connection, old, "old", "READ_ONLY")
     with store.transaction("create") as connection:
         for statement in adoptions:
             connection.execute(statement)

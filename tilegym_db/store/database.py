@@ -21,7 +21,16 @@ from tilegym_db.store.lock import POLL_S
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
-__all__ = ["ROW_GROUP_SIZE", "STORAGE_VERSION", "Store", "connect", "is_damage", "remove_database", "write_ahead_log"]
+__all__ = [
+    "ROW_GROUP_SIZE",
+    "STORAGE_VERSION",
+    "Store",
+    "attach",
+    "connect",
+    "is_damage",
+    "remove_database",
+    "write_ahead_log",
+]
 
 STORAGE_VERSION = "v1.5.0"
 """Files are written in this format, so that DuckDB 1.5's command line and UI open them."""
@@ -166,13 +175,18 @@ def _attached(path: Path) -> DuckDBPyConnection:
 
     connection = duckdb.connect(config={**_WRITER, "temp_directory": f"{path}.tmp"})
     try:
-        literal = str(path).replace("'", "''")  # ATTACH takes no parameters
-        connection.execute(f"ATTACH '{literal}' AS store (ROW_GROUP_SIZE {ROW_GROUP_SIZE})")
+        attach(connection, path, "store", f"ROW_GROUP_SIZE {ROW_GROUP_SIZE}")
         connection.execute("USE store")
     except BaseException:
         connection.close()
         raise
     return connection
+
+
+def attach(connection: DuckDBPyConnection, path: Path, name: str, option: str) -> None:
+    """Make a database file one of a connection's databases; its tables are then ``name.table``."""
+    literal = str(path).replace("'", "''")  # ATTACH takes no parameters
+    connection.execute(f"ATTACH '{literal}' AS {name} ({option})")
 
 
 def _settle(connection: DuckDBPyConnection, read_only: bool) -> None:

@@ -46,6 +46,11 @@ class Elapsed(NamedTuple):
     queued_us: float
     stolen_us: float = 0.0
 
+    @property
+    def unstolen(self) -> Elapsed:
+        """The same run with what the host took counted as time in a queue."""
+        return self._replace(queued_us=self.queued_us + self.stolen_us)
+
 
 @dataclass(frozen=True)
 class WallRun:
