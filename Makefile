@@ -1,38 +1,57 @@
 # Two commands: 'make demo' and 'make test'. Both install into .venv first, which takes no time where it is current.
 #
-# Needs Python >= 3.11, make and a C++ compiler. PYTHON=python3.12 chooses another interpreter.
+# Needs Python 3.11 to 3.13, make and a C++ compiler; PyPI is the only package index that must be reachable.
+#   PYTHON=python3.12    another interpreter
+#   TORCH_BACKEND=cpu    another build of PyTorch than the one that fits this machine (uv's --torch-backend: auto, cpu, cu130, ...)
 
 PYTHON ?= python3
+TORCH_BACKEND ?= auto
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PYTEST := -n 2 --dist loadfile --no-loadscope-reorder
+UV_INSTALL := $(BIN)/uv pip install --python $(BIN)/python -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format schema clean
+.PHONY: help install demo test test-all check resolve format schema clean
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
 install: $(STAMP) ## create .venv and install the package with everything that 'demo' and 'test' need
 
+# uv finds the build of PyTorch for this machine's GPU driver, or the small one for CPUs, in PyTorch's own index. Where that index
+# cannot be reached, PyPI's build is taken: it drives any GPU of a current driver and runs on CPUs, and is larger.
 $(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "tilegym-db needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.11")'
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "tilegym-db needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing tilegym-db[all,dev] into $(VENV) (about 3 GB; a minute or two)"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt uv
+	@if $(UV_INSTALL) -q --dry-run --torch-backend=$(TORCH_BACKEND) torch >$(VENV)/torch-index.log 2>&1; then \
+	  echo "installing tilegym-db[all,dev] into $(VENV) with the build of PyTorch for this machine (TORCH_BACKEND=$(TORCH_BACKEND))"; \
+	  $(UV_INSTALL) --torch-backend=$(TORCH_BACKEND) -e '.[all,dev]'; \
+	else \
+	  echo "installing tilegym-db[all,dev] into $(VENV) with PyPI's build of PyTorch, 6.5 GB in all: PyTorch's own index did not answer ($(VENV)/torch-index.log)"; \
+	  $(UV_INSTALL) -e '.[all,dev]'; \
+	fi
 	@touch $@
 
 demo: install ## check, compile, bench, query and patch, end to end, in a few minutes
 	$(BIN)/tilegym-db demo
 
-test: lint ## format, lint, types, layer contracts, then every test
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+test: check ## 'check', then every test of the package and those of shipped records that changed
+	$(BIN)/python -m pytest $(PYTEST)
 
-lint: install ## everything of 'test' that runs no test
+test-all: check ## 'check', then every test; before a release, and when what judges has changed
+	$(BIN)/python -m pytest $(PYTEST) --all-records
+
+check: install ## format, lint, types, layer contracts and records; runs no test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+resolve: install ## resolve every extra on every supported Python against PyPI alone, which installs nothing
+	$(BIN)/python tools/resolve_extras.py
 
 format: install ## format the sources and fix what can be fixed
 	$(BIN)/ruff format .

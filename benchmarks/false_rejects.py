@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tilegym_db.bench import plan
-from tilegym_db.bench.session import Observer, promote
+from tilegym_db.bench.benchmark import promote
+from tilegym_db.bench.run_setup import Observer
 from tilegym_db.records import Trace
 
 

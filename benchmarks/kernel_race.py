@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.race_entrants import (
+from benchmarks.race_candidates import (
     LIBRARIES,
     Absent,
     Arguments,
@@ -47,12 +47,12 @@ from tilegym_db.errors import TilegymDBError
 from tilegym_db.records import Definition, axes_key
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.solution import TILE_LANGUAGES
+from tilegym_db.records.tolerance import limits_for
 from tilegym_db.verify.inputs import Case, draw_inputs
 from tilegym_db.verify.reference import name_outputs, oracle
-from tilegym_db.verify.sandbox.interpreter import repair_interpreter
-from tilegym_db.verify.sandbox.timing import BlockTimer
-from tilegym_db.verify.tolerance import limits_for
 from tilegym_db.verify.torch_dtypes import storage_dtype
+from tilegym_db.verify.worker.interpreter import repair_interpreter
+from tilegym_db.verify.worker.timing import BlockTimer
 
 SLOTS = 4
 """Sets of contents and addresses."""

@@ -125,7 +125,7 @@ def as_solution(package: Package, language: str) -> Solution:
     """The package as one Solution that declares every library it imports."""
     roots: set[str] = set()
     for path in package.languages:
-        roots |= {name.partition(".")[0] for name in imports(ast.parse(package.sources[path]))}
+        roots |= {name.partition(".")[0] for name in imports(ast.parse(package.sources[path])) if name[0] != "_"}
     entry = next(path for path, spoken in package.languages.items() if spoken == language)
     return Solution.from_dict(
         {

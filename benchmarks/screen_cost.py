@@ -3,7 +3,7 @@
 The ungated run does what a script of a kernel's author does: one process, inputs drawn once, a call that compiles, then as
 many timed samples as the screen took, with the same timer. Both run on this machine, one after the other, over the same
 workloads; start-up is part of both, and both begin with the compilers' caches empty, as in the first session on a machine. With
-``--later`` ours begins with what it keeps between sessions (the head start of decision 0016), as in every later one.
+``--later`` ours begins with what it keeps between sessions (the compile cache of decision 0016), as in every later one.
 
     python benchmarks/screen_cost.py --gpu auto rms_norm softmax --workload 'stage:*'
 """
@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tilegym_db.bench.session import benchmark
+from tilegym_db.bench.benchmark import benchmark
 from tilegym_db.records import Trace
 
 CACHES = ("TRITON_CACHE_DIR", "TILELANG_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "CUDA_TILE_CACHE_DIR")
@@ -55,8 +55,8 @@ def run_plain(pairs: list[dict[str, Any]], device: str) -> None:
     from tilegym_db.catalog import Catalog
     from tilegym_db.records import Workload
     from tilegym_db.verify.inputs import Case, draw_inputs
-    from tilegym_db.verify.sandbox.timing import BlockTimer
     from tilegym_db.verify.torch_dtypes import storage_dtype
+    from tilegym_db.verify.worker.timing import BlockTimer
 
     catalog, timer = Catalog.default(), BlockTimer(device)
     for pair in pairs:

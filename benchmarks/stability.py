@@ -30,19 +30,20 @@ from pathlib import Path
 from typing import Literal
 
 from tilegym_db.bench.executor.local import LocalExecutor
+from tilegym_db.bench.interleaved import TimedCandidate, TimingBudget
 from tilegym_db.bench.machine import Machine, select_machine
-from tilegym_db.bench.plan import DefinitionPlan, Options, make_plan
-from tilegym_db.bench.rigor import SCREEN
-from tilegym_db.bench.session import unusable_languages
+from tilegym_db.bench.plan import DefinitionPlan, Options
+from tilegym_db.bench.planning import make_plan
+from tilegym_db.bench.run_setup import unusable_languages
 from tilegym_db.bench.statistics import median, paired_ratio, verdict_of
-from tilegym_db.bench.tournament import Effort, Entrant
+from tilegym_db.bench.tier_policy import SCREEN
 from tilegym_db.bench.tracing import RunContext
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Workload, axes_key
 from tilegym_db.records.trace import PROCESS_NOISE_US
 from tilegym_db.scratch import scratch_folder
 
-RIGOR = replace(SCREEN, fuzz_cases=1, baseline_fuzz_cases=1)
+POLICY = replace(SCREEN, fuzz_cases=1, baseline_fuzz_cases=1)
 NOISE = 0.02
 """What the resolver asks of a kernel beyond a tie with stock code."""
 
@@ -103,19 +104,19 @@ def contested(plans: Sequence[DefinitionPlan]) -> dict[str, DefinitionPlan]:
 
 
 def play(
-    plans: Mapping[str, DefinitionPlan], pairs: Sequence[Pair], machine: Machine, effort: Effort
+    plans: Mapping[str, DefinitionPlan], pairs: Sequence[Pair], machine: Machine, budget: TimingBudget
 ) -> dict[str, Rounds]:
     """One run from nothing: workload uuid -> rounds of every solution that passed."""
     rounds: dict[str, Rounds] = {}
 
-    def keep(workload: Workload, entrants: Sequence[Entrant]) -> None:
-        passed = {entrant.member.name: entrant.rounds for entrant in entrants if entrant.failure is None}
+    def keep(workload: Workload, candidates: Sequence[TimedCandidate]) -> None:
+        passed = {candidate.runner.name: candidate.rounds for candidate in candidates if candidate.failure is None}
         if passed:
             rounds[workload.uuid] = passed
 
     with scratch_folder() as folder:
         context = RunContext("stability", machine, secrets.randbits(62))
-        executor = LocalExecutor(context, folder, effort, RIGOR, lambda trace: None, played=keep)
+        executor = LocalExecutor(context, folder, budget, POLICY, lambda trace: None, after_timing=keep)
         drawn = {name: [pair.workload for pair in pairs if pair.definition == name] for name in plans}
         executor.run([replace(plan, workloads=drawn[name]) for name, plan in plans.items() if drawn[name]])
     return rounds
@@ -186,7 +187,7 @@ def main() -> int:
         print("no operator has two solutions that can be timed here", file=sys.stderr)
         return 2
     print(f"{len(pairs)} pairs of {len({pair.definition for pair in pairs})} operators on {machine.gpu_name}")
-    effort = Effort.quick() if options.quick else Effort()
+    budget = TimingBudget.quick() if options.quick else TimingBudget()
     try:
         runs = read_runs(options.keep, pairs)[: options.runs]
     except ValueError as error:
@@ -194,7 +195,7 @@ def main() -> int:
         return 2
     while len(runs) < options.runs:
         begun = time.monotonic()
-        runs.append(play(plans, pairs, machine, effort))
+        runs.append(play(plans, pairs, machine, budget))
         print(f"run {len(runs)} of {options.runs}: {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
         if options.keep is not None:
             write_runs(options.keep, pairs, runs)

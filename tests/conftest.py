@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
 import pytest
+from full_run import CHOSEN, FullRun, choose, commit, judge_digest, record_digests
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell that starts the tests in its background has them and all their children ignore Ctrl-C.
@@ -46,6 +48,42 @@ DEFINITION: dict[str, Any] = {
     "def run(x, weight, factor):\n    return (x.float() * weight.float() * factor).to(x.dtype)\n",
 }
 KERNEL = "def run(x, weight, factor, out):\n    out.copy_((x.float() * weight.float() * factor).to(x.dtype))\n"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    help_text = "try every shipped record, not only those that differ from the last such run and a sample of the rest"
+    parser.addoption("--all-records", action="store_true", help=help_text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the shipped records to try, before any test is collected: worker processes must choose the same."""
+    from tilegym_db.catalog import Catalog
+    from tilegym_db.paths import shipped_root
+
+    digests = record_digests(Catalog((shipped_root(),)))
+    everything = frozenset(digests)
+    config.stash[CHOSEN] = everything
+    if not config.getoption("--all-records"):
+        config.stash[CHOSEN] = choose(digests, FullRun.read(), judge_digest(), commit())
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    chosen = config.stash[CHOSEN]
+    return f"shipped records tried: {len(chosen)} ('make test-all' tries every one)"
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Remember a run of everything in which everything passed."""
+    from tilegym_db.catalog import Catalog
+    from tilegym_db.paths import shipped_root
+
+    config = session.config
+    chosen_by_hand = (
+        config.args_source is pytest.Config.ArgsSource.ARGS or config.getoption("-k") or config.getoption("-m")
+    )
+    everything = config.getoption("--all-records") and not chosen_by_hand
+    if exitstatus == 0 and everything and not hasattr(config, "workerinput"):
+        FullRun(judge_digest(), record_digests(Catalog((shipped_root(),)))).write()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -120,7 +158,16 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for folder in ("definitions", "solutions", "workloads", "traces"):
         (root / folder).mkdir(parents=True)
     (root / "pyproject.toml").touch()
-    for module in ("tilegym_db.paths", "tilegym_db.catalog", "tilegym_db.store.publish", "tilegym_db.resolver.table"):
+    modules = (
+        "tilegym_db.paths",
+        "tilegym_db.catalog",
+        "tilegym_db.store.publish",
+        "tilegym_db.store.snapshot",
+        "tilegym_db.resolver.table",
+    )
+    for module in modules:  # all of them first: one that is imported after the patch would keep it for good
+        importlib.import_module(module)
+    for module in modules:
         monkeypatch.setattr(f"{module}.shipped_root", lambda: root)
     return root
 

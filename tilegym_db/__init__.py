@@ -8,10 +8,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
-    from tilegym_db.bench.session import benchmark
+    from tilegym_db.bench.benchmark import benchmark
     from tilegym_db.catalog import Catalog
     from tilegym_db.errors import TilegymDBError
     from tilegym_db.integrations.transformers import patch, patched, patched_init
@@ -42,7 +42,7 @@ _HOMES = {
     "TilegymDBError": "tilegym_db.errors",
     "Trace": "tilegym_db.records",
     "Workload": "tilegym_db.records",
-    "benchmark": "tilegym_db.bench.session",
+    "benchmark": "tilegym_db.bench.benchmark",
     "open_store": "tilegym_db.store.connection",
     "patch": "tilegym_db.integrations.transformers",
     "patched": "tilegym_db.integrations.transformers",

@@ -13,6 +13,7 @@ __all__ = [
     "CompileError",
     "ConflictError",
     "HardwareError",
+    "MissingPackageError",
     "NoSolutionError",
     "NotFoundError",
     "QueryError",
@@ -23,7 +24,23 @@ __all__ = [
     "ToolchainError",
     "UsageError",
     "did_you_mean",
+    "missing_package",
 ]
+
+# Top-level module -> the package that has it and the extra that brings it.
+PACKAGES: dict[str, tuple[str, str]] = {
+    "torch": ("PyTorch", "torch"),
+    "numpy": ("NumPy", "torch"),
+    "triton": ("Triton", "triton"),
+    "tilelang": ("TileLang", "tilelang"),
+    "tvm": ("TileLang", "tilelang"),
+    "tvm_ffi": ("TileLang", "tilelang"),
+    "cuda": ("cuTile (cuda-tile)", "cutile"),
+    "pyarrow": ("Apache Arrow (pyarrow)", "arrow"),
+    "transformers": ("transformers", "transformers"),
+    "safetensors": ("safetensors", "transformers"),
+    "flashinfer_bench": ("flashinfer-bench", "flashinfer"),
+}
 
 
 class TilegymDBError(Exception):
@@ -37,6 +54,9 @@ class TilegymDBError(Exception):
 
 class RecordError(TilegymDBError, ValueError):
     """A Definition, Solution, Workload or Trace is not valid; names the file and the key."""
+
+    problems: tuple[str, ...] = ()
+    """Every fault of the record on its own, where it was read whole; the message has the first five."""
 
 
 class ConflictError(TilegymDBError):
@@ -64,6 +84,12 @@ class HardwareError(UsageError):
 
 class ToolchainError(TilegymDBError):
     """A compiler or library that a Solution needs is missing or too old; names the pip extra to install."""
+
+
+class MissingPackageError(ToolchainError):
+    """What was asked for needs a package of an extra that is not installed; names the extra and the command."""
+
+    exit_code = 2
 
 
 class CompileError(TilegymDBError):
@@ -94,3 +120,14 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     if not close:
         return ""
     return " Did you mean " + " or ".join(repr(match) for match in close) + "?"
+
+
+def missing_package(module: str) -> MissingPackageError | None:
+    """The error that says how to install what ``module`` (``torch.nn``) belongs to; None for one of no extra."""
+    known = PACKAGES.get(module.partition(".")[0])
+    if known is None:
+        return None
+    package, extra = known
+    return MissingPackageError(
+        f"this needs {package}, which is not installed here. Try: pip install 'tilegym-db[{extra}]'"
+    )

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.against_flashinfer_bench.dataset import their_definition, their_name, their_solution, their_workload
-from benchmarks.store_scale import DEFINITIONS, GPUS, LANGUAGES, START, trace_lines, write_catalog
+from benchmarks.store_scale import DEFINITIONS, GPUS, LANGUAGES, trace_lines, write_catalog
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Workload
 
@@ -157,35 +157,33 @@ def measure_ours(folder: Path, repeats: int) -> dict[str, Any]:
     from tilegym_db.resolver.decide import decide
     from tilegym_db.resolver.index import PointIndex
     from tilegym_db.resolver.request import make_request
-    from tilegym_db.resolver.table import read_table
+    from tilegym_db.resolver.table import read_folder
     from tilegym_db.store.connection import open_store
     from tilegym_db.store.ingest import ingest
-    from tilegym_db.store.publish import resolver_entries, resolver_table
-    from tilegym_db.store.queries import publishable_rows
+    from tilegym_db.store.publish import publish
 
     catalog = Catalog((folder,))
     definitions = catalog.definitions
     solutions = {name: {item.name: item for item in catalog.solutions_for(name)} for name in definitions}
-    journal, snapshot = folder / "traces.jsonl", folder / "resolver.json"
+    journal, snapshot = folder / "traces.jsonl", folder / "snapshot" / "traces" / GPU
     start_mb = peak_mb()
 
     def load(home: Path) -> None:
         with open_store(home, catalog=catalog) as store:
-            ingest(store, [journal])
+            ingest(store, [journal], trust=True)
 
     def load_and_publish(home: Path) -> None:
         with open_store(home, catalog=catalog) as store:
-            ingest(store, [journal])
-            table = resolver_table(GPU, "sm_90", resolver_entries(publishable_rows(store, GPU)), START)
-        snapshot.write_text(json.dumps(table))
-        list(read_table(snapshot))
+            ingest(store, [journal], trust=True)
+            publish(store, GPU, folder / "snapshot")
+        list(read_folder(snapshot, trust=True))
 
     loads, tables = [], []
     for number in range(repeats):
         loads.append(timed(lambda number=number: load(folder / f"home{number}"))[0])
         tables.append(timed(lambda number=number: load_and_publish(folder / f"other{number}"))[0])
-    again = [timed(lambda: list(read_table(snapshot)))[0] for _ in range(repeats)]
-    table = read_table(snapshot)
+    again = [timed(lambda: list(read_folder(snapshot, trust=True)))[0] for _ in range(repeats)]
+    table = read_folder(snapshot, trust=True)
     calls = [
         (definitions[name], item.axes, item.dtypes, item.scalars())
         for name in definitions

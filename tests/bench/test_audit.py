@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from verdicts import conclusive
 
-from tilegym_db.bench import audit, member
-from tilegym_db.bench.session import promote
+from tilegym_db.bench import audit, runner
+from tilegym_db.bench.benchmark import promote
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Trace
 
@@ -29,7 +29,7 @@ def run(x, weight, factor, out):
 """
 OF_A_LIAR = """
 import os, time
-import tilegym_db.verify.sandbox.timing as timing
+import tilegym_db.verify.worker.timing as timing
 FILE = os.path.join(os.path.dirname(__file__), "slow")
 clock, lost = timing._now_ns, 0
 timing._now_ns = lambda: clock() - lost
@@ -95,7 +95,7 @@ def test_a_clock_that_goes_on_saying_what_it_said_is_refuted(promoted):
 
 
 def test_while_the_host_of_a_virtual_machine_takes_its_processors_away_nothing_is_proved(promoted, monkeypatch):
-    monkeypatch.setattr(member, "stolen_us", lambda: [time.perf_counter_ns() / 1e3, 0.0])
+    monkeypatch.setattr(runner, "stolen_us", lambda: [time.perf_counter_ns() / 1e3, 0.0])
     # Calls that take long enough for the processor time of being watched over a few of them to be nothing.
     trace, attempts = promoted(OF_A_LIAR, audit.CLOCK_ATTEMPTS, rows=1 << 13)
     assert trace.status == "UNSUPPORTED", trace.reason

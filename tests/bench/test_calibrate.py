@@ -12,7 +12,7 @@ from tilegym_db.bench import calibrate as module
 from tilegym_db.bench.calibrate import StopWatch, best_rate, calibrate, current_peaks
 from tilegym_db.bench.machine import Machine, cpu_machine, select_machine
 from tilegym_db.bench.peak_calls import (
-    Candidate,
+    PeakCall,
     copy_candidates,
     float32_precision,
     product_candidates,
@@ -20,7 +20,7 @@ from tilegym_db.bench.peak_calls import (
 )
 from tilegym_db.errors import HardwareError
 from tilegym_db.records.peaks import PRODUCT_DTYPES, GpuPeaks, Measured
-from tilegym_db.store.peaks import own_peaks_files
+from tilegym_db.store.peaks_files import own_peaks_files
 
 
 def wall(call: Callable[[], Any], calls: int) -> list[float]:
@@ -55,7 +55,7 @@ def peaks(**changes: Any) -> GpuPeaks:
     return GpuPeaks.from_dict(content | changes)
 
 
-def scripted(times_us: dict[str, list[float]]) -> tuple[StopWatch, list[Candidate], list[str]]:
+def scripted(times_us: dict[str, list[float]]) -> tuple[StopWatch, list[PeakCall], list[str]]:
     """Candidates that are timed at given values, one a block (the first two blocks warm up), and the order of blocks."""
     played: list[str] = []
     rounds = {name: iter([values[0]] * 2 + values) for name, values in times_us.items()}
@@ -65,7 +65,7 @@ def scripted(times_us: dict[str, list[float]]) -> tuple[StopWatch, list[Candidat
         played.append(name)
         return [next(rounds[name])] * calls
 
-    candidates = [Candidate(name, 1e6, lambda name=name: name) for name in times_us]
+    candidates = [PeakCall(name, 1e6, lambda name=name: name) for name in times_us]
     return StopWatch(block, block), candidates, played
 
 
@@ -97,7 +97,7 @@ def test_warm_candidates_are_timed_back_to_back():
 
         return play
 
-    best_rate([Candidate("x", 1.0, int, warm=True)], StopWatch(block("cold"), block("warm")), rounds=2)
+    best_rate([PeakCall("x", 1.0, int, warm=True)], StopWatch(block("cold"), block("warm")), rounds=2)
     assert kinds[-2:] == ["warm", "warm"]
 
 
@@ -178,7 +178,7 @@ def test_a_gpu_is_calibrated_in_less_than_fifteen_seconds(home):
 
 
 def ceiling_of(found: GpuPeaks) -> float:
-    from tilegym_db.bench.roofline import product_ceiling
+    from tilegym_db.records.roofline import product_ceiling
 
     ceiling = product_ceiling("bfloat16", found)
     assert ceiling is not None

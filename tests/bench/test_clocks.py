@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tilegym_db.bench import clocks
+from tilegym_db.bench.benchmark import benchmark
 from tilegym_db.bench.clocks import ClockReading, ClockSample, ClockWatch, Nvml, summarise_clocks
-from tilegym_db.bench.session import benchmark
 
 # The management library as its header declares it, for a GPU that is at 1980 MHz, then hot, then idle.
 LIBRARY = r"""

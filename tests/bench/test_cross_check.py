@@ -66,5 +66,5 @@ def test_calls_that_only_one_clock_timed_are_not_compared(other):
     assert cross_check([other] * 20, peaks()).compared == 0
 
 
-def test_a_launch_by_another_clock_is_no_yardstick():
+def test_a_launch_by_another_clock_is_no_reference():
     assert cross_check([call(5.3, 1.2)] * 20, peaks(timer="cupti")).compared == 0

@@ -33,7 +33,7 @@ def norm(given: dict[str, Any]) -> torch.Tensor:
 
 def test_only_who_runs_and_is_right_starts() -> None:
     from benchmarks.kernel_race import admit, make_slot
-    from benchmarks.race_entrants import Racer
+    from benchmarks.race_candidates import Racer
 
     def broken(given: dict[str, Any]) -> None:
         raise RuntimeError("no such kernel image")
@@ -55,7 +55,7 @@ def test_only_who_runs_and_is_right_starts() -> None:
 
 def test_what_a_racer_overwrites_is_there_again_for_the_next_one() -> None:
     from benchmarks.kernel_race import admit, make_slot, race
-    from benchmarks.race_entrants import Racer
+    from benchmarks.race_candidates import Racer
 
     definition, case = case_of("fused_add_rms_norm", {"M": 2, "N": 32})
     seen = []
@@ -76,7 +76,7 @@ def test_what_a_racer_overwrites_is_there_again_for_the_next_one() -> None:
 
 def test_the_ratio_is_that_of_the_best_of_both_sides() -> None:
     from benchmarks.kernel_race import line, summary
-    from benchmarks.race_entrants import Racer
+    from benchmarks.race_candidates import Racer
 
     def raced(language: str, latency_us: float) -> Racer:
         racer = Racer(language, language, lambda given: None)
@@ -115,7 +115,7 @@ def test_a_tiny_race_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 
 def test_every_shape_is_one_that_its_operator_allows() -> None:
     from benchmarks.kernel_race import LAYOUTS, SHAPES, TINY
-    from benchmarks.race_entrants import why_not
+    from benchmarks.race_candidates import why_not
 
     catalog, machine = Catalog.default(), cpu_machine()
     for name, shapes in [*SHAPES.items(), *TINY.items()]:

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
-from tilegym_db.bench import session
+from tilegym_db.bench import benchmark as module
+from tilegym_db.bench.benchmark import BenchReport, run_plan
+from tilegym_db.bench.interleaved import TimingBudget
 from tilegym_db.bench.machine import cpu_machine
 from tilegym_db.bench.physics import judge_time
-from tilegym_db.bench.plan import Options, make_plan
-from tilegym_db.bench.rigor import SCREEN
-from tilegym_db.bench.session import BenchReport, Observer, run_plan
-from tilegym_db.bench.tournament import Effort
+from tilegym_db.bench.plan import Options
+from tilegym_db.bench.planning import make_plan
+from tilegym_db.bench.run_setup import Observer
+from tilegym_db.bench.tier_policy import SCREEN
 from tilegym_db.errors import HardwareError
 from tilegym_db.records.peaks import GpuPeaks
 from tilegym_db.records.trace import Performance
@@ -92,7 +94,7 @@ def test_a_definition_without_a_cost_has_no_speed_of_light(make_catalog, tmp_pat
 def run(catalog, home, peaks: GpuPeaks | None) -> BenchReport:
     machine = cpu_machine()
     plan = make_plan(catalog, machine, Options(again=True), ())
-    return run_plan(plan, machine, home, Effort.quick(), SCREEN, Observer(), peaks)
+    return run_plan(plan, machine, home, TimingBudget.quick(), SCREEN, Observer(), peaks)
 
 
 def test_every_timed_trace_of_a_run_says_how_near_the_speed_of_light_it_is(make_catalog, tmp_path):
@@ -123,8 +125,8 @@ def test_a_gpu_that_cannot_be_calibrated_is_measured_all_the_same_and_the_report
     def fail(*arguments: object) -> None:
         raise HardwareError("NVIDIA H200 slowed down while it was calibrated")
 
-    monkeypatch.setattr(session, "current_peaks", fail)
-    report = session.benchmark(gpu="cpu", quick=True, catalog=make_catalog(tmp_path), store_home=tmp_path / "home")
+    monkeypatch.setattr(module, "current_peaks", fail)
+    report = module.benchmark(gpu="cpu", quick=True, catalog=make_catalog(tmp_path), store_home=tmp_path / "home")
     assert report.counts == {"PASSED": 1}
     (note,) = report.notes
     assert note.startswith("the traces have no speed of light and no physics floor: NVIDIA H200 slowed down")

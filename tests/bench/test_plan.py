@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from tilegym_db.bench.machine import Machine
-from tilegym_db.bench.plan import Options, Plan, make_plan
+from tilegym_db.bench.plan import Options, Plan
+from tilegym_db.bench.planning import make_plan
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import NotFoundError, UsageError
 from tilegym_db.records.solution import config_id
@@ -39,10 +40,10 @@ def plan(catalog) -> Callable[..., Plan]:
         unusable=None,
         tuned=None,
         excluded=None,
-        contenders=None,
+        likely_fastest=None,
         **options: object,
     ) -> Plan:
-        return make_plan(catalog, machine, Options(names, **options), done, unusable, excluded, tuned, contenders)
+        return make_plan(catalog, machine, Options(names, **options), done, unusable, excluded, tuned, likely_fastest)
 
     return make
 
@@ -227,7 +228,7 @@ def test_an_operator_without_solutions_is_nothing_to_run(make_catalog, tmp_path)
         make_plan(Catalog(made.roots), HERE, Options(("row_scale",)), ())
 
 
-# -- contenders --------------------------------------------------------------------------------------------------------
+# -- the likely fastest -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -235,8 +236,8 @@ def held_by(catalog) -> Callable[..., dict]:
     """``held_by("cutile", ("tilelang", {...}))``: the fastest so far where one token is decoded, and who comes close."""
     workload = catalog.workloads_for("row_scale")[2]
 
-    def hold(*contenders: str | tuple[str, dict]) -> dict:
-        pairs = [(item, {}) if isinstance(item, str) else item for item in contenders]
+    def hold(*likely_fastest: str | tuple[str, dict]) -> dict:
+        pairs = [(item, {}) if isinstance(item, str) else item for item in likely_fastest]
         found = [(f"row_scale_{language}", config) for language, config in pairs]
         return {(catalog.definition("row_scale").digest, workload.uuid): found}
 
@@ -249,14 +250,14 @@ def taking_part(plan: Plan) -> set[tuple[str, str, str]]:
     return {
         (solution.name.removeprefix("row_scale_"), kinds[workload.axes["M"], workload.axes["N"]], str(config or ""))
         for item in plan.definitions
-        for solution, config in item.entrants()
+        for solution, config in item.candidates()
         for workload in item.workloads
         if item.takes_part(solution, workload, config)
     }
 
 
 def test_what_is_new_is_screened_beside_the_fastest_so_far_where_there_is_one(plan, held_by):
-    made = plan("row_scale_triton", machine=H200, workload="model:*", contenders=held_by("cutile", "tilelang"))
+    made = plan("row_scale_triton", machine=H200, workload="model:*", likely_fastest=held_by("cutile", "tilelang"))
     assert taking_part(made) == {
         ("stock", "decode", ""),
         ("stock", "prefill", ""),
@@ -269,7 +270,7 @@ def test_what_is_new_is_screened_beside_the_fastest_so_far_where_there_is_one(pl
 
 def test_it_is_promoted_beside_all_who_may_be_the_fastest(plan, held_by, catalog):
     found = held_by("cutile", ("tilelang", {"threads": 4}))
-    made = plan("row_scale_triton", machine=H200, workload="M=1,*", tier="promotion", contenders=found)
+    made = plan("row_scale_triton", machine=H200, workload="M=1,*", tier="promotion", likely_fastest=found)
     assert taking_part(made) == {
         ("stock", "decode", ""),
         ("triton", "decode", ""),
@@ -279,42 +280,42 @@ def test_it_is_promoted_beside_all_who_may_be_the_fastest(plan, held_by, catalog
     (item,) = made.definitions
     (workload,) = item.workloads
     assert item.configured(workload) == 1
-    incumbent = [s.name for s in item.timed for c in item.configs_of(s) if item.is_incumbent(s, workload, c)]
-    assert incumbent == ["row_scale_cutile"]
+    current_best = [s.name for s in item.timed for c in item.configs_of(s) if item.is_current_best(s, workload, c)]
+    assert current_best == ["row_scale_cutile"]
 
 
 def test_whoever_takes_part_is_not_said_to_be_left_out(plan, held_by, catalog):
     (key,) = found = held_by("cutile")
     done = {(catalog.solution(f"row_scale_{name}").digest, *key, DEFAULTS) for name in ("cutile", "tilelang")}
-    made = plan(machine=H200, workload="M=1,*", done=done, contenders=found)
+    made = plan(machine=H200, workload="M=1,*", done=done, likely_fastest=found)
     assert {name for name, _, _ in taking_part(made)} == {"stock", "triton", "cutile"}
     assert reasons(made) == {("row_scale_tilelang", "M=1,N=4096"): "already measured (--again repeats it)"}
 
 
 def test_nobody_is_measured_again_only_to_be_compared_with_itself_or_with_stock_code(plan, held_by, catalog):
     mine = held_by("triton")
-    made = plan("row_scale_triton", machine=H200, workload="M=1,*", contenders=mine)
-    assert made.definitions[0].contenders == {}
-    assert taking_part(plan("row_scale_stock", machine=H200, workload="M=1,*", contenders=mine)) == {
+    made = plan("row_scale_triton", machine=H200, workload="M=1,*", likely_fastest=mine)
+    assert made.definitions[0].likely_fastest == {}
+    assert taking_part(plan("row_scale_stock", machine=H200, workload="M=1,*", likely_fastest=mine)) == {
         ("stock", "decode", "")
     }
     (key,) = mine
     done = {(catalog.solution("row_scale_triton").digest, *key, DEFAULTS)}
     config = {"TILE": 4}
     tuned = {(catalog.solution("row_scale_triton").digest, *key): config}
-    made = plan("row_scale_triton", machine=H200, workload="M=1,*", done=done, tuned=tuned, contenders=mine)
+    made = plan("row_scale_triton", machine=H200, workload="M=1,*", done=done, tuned=tuned, likely_fastest=mine)
     assert taking_part(made) == {("stock", "decode", ""), ("triton", "decode", ""), ("triton", "decode", str(config))}
 
 
-def test_where_stock_code_is_the_fastest_it_is_the_incumbent(plan, held_by):
-    made = plan("row_scale_triton", machine=H200, workload="M=1,*", contenders=held_by("stock"))
+def test_where_stock_code_is_the_fastest_it_is_the_current_best(plan, held_by):
+    made = plan("row_scale_triton", machine=H200, workload="M=1,*", likely_fastest=held_by("stock"))
     (item,) = made.definitions
     stock = next(solution for solution in item.timed if solution.name == "row_scale_stock")
-    assert item.is_incumbent(stock, item.workloads[0], {})
+    assert item.is_current_best(stock, item.workloads[0], {})
 
 
 @pytest.mark.parametrize("why", ["its language is missing", "it failed the screen", "the run is quick"])
-def test_a_contender_stays_away_where(why, plan, held_by, catalog):
+def test_one_of_the_likely_fastest_stays_away_where(why, plan, held_by, catalog):
     (key,) = found = held_by("cutile")
     options = {
         "its language is missing": {"unusable": {"cutile": "missing"}},
@@ -324,9 +325,11 @@ def test_a_contender_stays_away_where(why, plan, held_by, catalog):
         },
         "the run is quick": {"quick": True},
     }[why]
-    made = plan("row_scale_triton", machine=H200, workload="M=1,*", contenders=found, **options)
+    made = plan("row_scale_triton", machine=H200, workload="M=1,*", likely_fastest=found, **options)
     assert {name for name, _, _ in taking_part(made)} == {"stock", "triton"}
 
 
 def test_what_is_only_interpreted_has_nobody_to_beat(plan, held_by):
-    assert plan("row_scale_triton", workload="M=1,*", contenders=held_by("stock")).definitions[0].contenders == {}
+    assert (
+        plan("row_scale_triton", workload="M=1,*", likely_fastest=held_by("stock")).definitions[0].likely_fastest == {}
+    )

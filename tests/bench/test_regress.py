@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from tilegym_db.bench.benchmark import benchmark
 from tilegym_db.bench.regress import RegressionReport, regress
 from tilegym_db.bench.regression import Bars
-from tilegym_db.bench.session import benchmark
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import NotFoundError, UsageError
 

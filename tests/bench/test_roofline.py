@@ -1,24 +1,25 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
-from tilegym_db.bench.roofline import below_floor, product_ceiling, sol_ratio, speed_of_light
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
 from tilegym_db.records.peaks import GpuPeaks, Measured
+from tilegym_db.records.roofline import below_floor, product_ceiling, sol_ratio, speed_of_light
+from tilegym_db.records.trace_set import TraceSet
+from tilegym_db.store.batches import trace_files
 
 L2 = 60 << 20
 BUS = 2 * 3201e6 * 6144 / 8
 CEILING = 132 * 1980e6 * 4096
 T = 1e12
 
-TRACES = sorted(shipped_root().glob("traces/h200/*/*.jsonl"))
+TRACES = trace_files(shipped_root() / "traces" / "h200")
 
 
 def measured(value: float, spread: float = 0.0) -> Measured:
@@ -257,8 +258,7 @@ def test_an_unknown_architecture_has_no_ceiling_for_products(operator):
 def test_no_published_time_is_below_the_floor(path):
     catalog = Catalog.default()
     refused = []
-    for line in path.read_text().splitlines():
-        trace = json.loads(line)
+    for trace in TraceSet.parse(path.read_bytes(), path).traces():
         if not (performance := trace.get("performance")):
             continue
         sol = speed_of_light(catalog.definition(trace["definition"]), trace["axes"], trace["dtypes"], h200())

@@ -263,3 +263,28 @@ def test_a_failing_write_leaves_nothing_behind(cli, row_scale, source, snapshot)
     assert "Nothing was added" in result.err
     (target / "row_scale_triton_fused").unlink()
     assert snapshot(row_scale) == before
+
+
+@pytest.mark.parametrize("kind", ["a draft", "an empty folder"])
+def test_a_folder_of_the_users_is_refused_and_stays_as_it_was(kind, cli, row_scale, source, snapshot):
+    draft = row_scale / "solutions" / "elementwise" / "row_scale" / "draft"
+    draft.mkdir()
+    if kind == "a draft":
+        (draft / "kernel.py").write_text("# months of work\n")
+    before = snapshot(row_scale)
+    result = cli("add-solution", source, "-d", "row_scale", "-l", "triton", "--name", "draft")
+    assert result.code == 1
+    assert f"{draft} exists and holds no solution.json. It was left as it is. Nothing was added." in result.err
+    assert draft.is_dir()
+    assert snapshot(row_scale) == before
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--name", ""), ("--name", "a\nb"), ("--author", ""), ("--author", "a\nb")]
+)
+def test_an_option_that_is_empty_or_no_line_is_refused(option, value, cli, row_scale, source, snapshot):
+    before = snapshot(row_scale)
+    result = cli("add-solution", source, "-d", "row_scale", "-l", "triton", option, value)
+    assert result.code == 1
+    assert f"{option.removeprefix('--')}: " in result.err
+    assert snapshot(row_scale) == before

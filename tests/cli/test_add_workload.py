@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 
 import pytest
 
@@ -88,3 +90,19 @@ def test_malformed_json_names_the_line(cli, row_scale, tmp_path):
 def test_an_empty_file_is_refused(cli, row_scale, tmp_path):
     (tmp_path / "w.jsonl").touch()
     assert "holds no workload" in cli("add-workload", tmp_path / "w.jsonl").err
+
+
+def test_two_thousand_workloads_take_seconds(cli, row_scale, workload_record, lines):
+    file = lines(*(workload_record(axes={"M": size, "N": 8}) for size in range(1001, 3001)))
+    begun = time.process_time()
+    assert "added 2000 workloads" in cli("add-workload", file).err
+    assert "added 0 workloads, 2000 exist already" in cli("add-workload", file).err
+    assert time.process_time() - begun < 20
+    assert len((row_scale / "workloads" / "elementwise" / "row_scale.jsonl").read_text().splitlines()) == 2001
+
+
+def test_a_fifo_is_no_file_of_workloads(cli, row_scale, tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    result = cli("add-workload", tmp_path / "fifo")
+    assert result.code == 2
+    assert "is neither a file nor a folder" in " ".join(result.err.split())

@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 
+from tilegym_db.records.trace_set import TraceSet
 from tilegym_db.store import statements
 
 
@@ -110,9 +109,10 @@ def test_publish_writes_traces_and_the_resolver_table(cli, measured, row_scale):
     result = cli("publish", "--gpu", "h200")
     assert result.code == 0
     folder = row_scale / "traces" / "h200"
-    assert set(result.out.split()) == {str(folder / "resolver.json"), str(folder / "elementwise" / "row_scale.jsonl")}
-    table = json.loads((folder / "resolver.json").read_text())
-    assert table["entries"][0]["candidates"][0]["latency_us"] == 10.0
+    lock = folder / "traces.lock.json"
+    assert set(result.out.split()) == {str(lock), str(folder / "elementwise" / "row_scale.jsonl")}
+    (trace,) = TraceSet.parse((folder / "elementwise" / "row_scale.jsonl").read_bytes()).traces()
+    assert trace["performance"]["latency_us"] == 10.0
     assert cli("publish", "--gpu", "h200").out == ""
 
 
@@ -131,3 +131,37 @@ def test_publish_refuses_a_gpu_without_verified_traces(cli, measured):
     result = cli("publish", "--gpu", "b200")
     assert result.code == 2
     assert "no verified trace on 'b200' (GPUs with one: h200)" in result.err
+
+
+def test_a_family_name_works_wherever_a_gpu_is_named(cli, journal_traces, row_scale):
+    journal_traces(5.0, gpu="h100-sxm", gpu_name="NVIDIA H100 80GB HBM3")
+    assert cli("ingest").code == 0
+    (best,) = cli("best", "--gpu", "h100", "--json").json()
+    assert (best["gpu"], best["gpu_family"], best["origin"]) == ("h100-sxm", "h100", "local")
+    (row,) = cli("leaderboard", "--gpu", "h100", "--json").json()
+    assert (row["gpu"], row["gpu_family"], row["origin"]) == ("h100-sxm", "h100", "local")
+    assert cli("best", "--gpu", "h100-pcie").code == 3
+    query = "SELECT gpu_family, count(*) AS n FROM traces GROUP BY ALL"
+    assert cli("sql", query, "--csv").out == "gpu_family,n\nh100,1\n"
+    assert cli("publish", "--gpu", "h100").code == 0
+    assert (row_scale / "traces" / "h100-sxm" / "elementwise" / "row_scale.jsonl").is_file()
+
+
+def test_a_trace_by_hand_counts_only_when_told(cli, journal_traces, home, tmp_path):
+    journal_traces(5.0)
+    (line,) = (home / "runs" / "run-1.jsonl").read_text().splitlines()
+    by_hand = tmp_path / "by_hand.jsonl"
+    by_hand.write_text(line.replace('"latency_us": 5.0', '"latency_us": 4.99') + "\n")
+    (home / "runs" / "run-1.jsonl").unlink()
+    result = cli("ingest", by_hand)
+    assert result.code == 0
+    assert "1 trace was not signed by this installation" in result.err
+    assert "tilegym-db ingest --trust" in result.err
+    assert cli("sql", "SELECT origin, trusted FROM traces", "--csv").out == "origin,trusted\nforeign,False\n"
+    assert cli("best").code == 3
+    assert cli("publish", "--gpu", "h200").code == 2
+    assert cli("best", "--trust", "--json").json()[0]["origin"] == "foreign"
+    assert cli("leaderboard", "--trust", "--json").json()[0]["origin"] == "foreign"
+    assert cli("ingest", by_hand, "--trust").code == 0
+    assert cli("best", "--json").json()[0]["origin"] == "foreign"
+    assert cli("publish", "--gpu", "h200").code == 0

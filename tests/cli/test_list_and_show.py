@@ -7,12 +7,19 @@ def test_list_has_one_row_per_definition(cli, row_scale):
     assert (row["status"], row["languages"], row["solutions"], row["workloads"]) == ("verified", ["python"], 1, 1)
 
 
-def test_list_prints_a_table_that_no_narrow_terminal_folds(cli, row_scale):
+def test_list_fits_80_columns_and_says_what_it_leaves_out(cli, row_scale):
     result = cli("list")
+    assert any(line.startswith("row_scale ") for line in result.out.splitlines())
+    assert max(map(len, result.out.splitlines())) <= 80
+    assert "1 listed" in result.err
+
+
+def test_wide_leaves_nothing_out(cli, row_scale):
+    result = cli("list", "--wide")
     assert any(
         "row_scale" in line and "Every row times a weight and a factor." in line for line in result.out.splitlines()
     )
-    assert "1 listed" in result.err
+    assert "not shown" not in result.err
 
 
 def test_list_filters_by_family_and_status(cli, row_scale):
@@ -68,6 +75,7 @@ def test_a_record_in_the_wrong_place_is_named(cli, row_scale):
     (row_scale / "definitions" / "elementwise" / "row_scale.json").rename(
         row_scale / "definitions" / "norm" / "row_scale.json"
     )
-    result = cli("list")
+    assert cli("list").code == 0
+    result = cli("show", "row_scale")
     assert result.code == 1
     assert "this record belongs at definitions/elementwise/row_scale.json" in result.err

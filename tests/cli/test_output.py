@@ -6,7 +6,8 @@ from datetime import datetime
 
 import pytest
 
-from tilegym_db.cli.output import print_csv, print_json, print_table, spelled_number
+from tilegym_db.cli.formats import csv_text
+from tilegym_db.cli.output import print_json, print_table, spelled_number
 
 
 @pytest.mark.parametrize(
@@ -29,9 +30,8 @@ def test_json_has_no_nan_and_iso_dates(capsys):
     assert json.loads(capsys.readouterr().out) == {"a": [None, None, 1.5], "t": "2026-01-02T00:00:00", "m": {"1": None}}
 
 
-def test_csv_quotes_and_keeps_nested_values_as_json(capsys):
-    print_csv(("a", "b"), [("x, y", {"M": 1}), (None, [1])])
-    assert capsys.readouterr().out == 'a,b\n"x, y","{""M"": 1}"\n,[1]\n'
+def test_csv_quotes_and_keeps_nested_values_as_json():
+    assert csv_text(("a", "b"), [("x, y", {"M": 1}), (None, [1])]) == 'a,b\n"x, y","{""M"": 1}"\n,[1]\n'
 
 
 def test_a_table_prints_brackets_as_they_are(capsys):

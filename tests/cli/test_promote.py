@@ -62,7 +62,7 @@ def test_another_solution_passes_the_same_case(cli, failed):
     ("arguments", "message"),
     [
         (["--axes", "M=x"], "--axes: M must be a whole number, not 'x'."),
-        (["--axes", "M"], "--axes: 'M' must read name=value, as in M=17."),
+        (["--axes", "M"], "--axes: 'M' must read name=value, as in M=4096."),
         (["--axes", "M=2", "--axes", "M=3"], "--axes: 'M' is given twice."),
         (["--axes", "M=2", "--axes", "N=3"], "row_scale needs a value for scalar 'factor'. Try: --scalar factor=1e-5"),
         (["--contents", "norml"], "unknown contents 'norml'. Did you mean 'normal'"),

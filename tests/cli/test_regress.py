@@ -34,10 +34,11 @@ def slower(row_scale: Path, monkeypatch) -> Path:
 def test_a_regression_is_a_table_and_exit_status_1(cli, slower):
     result = cli("regress", "--against", "HEAD", "--gpu", "cpu")
     assert result.code == 1
-    (line,) = [line for line in result.out.splitlines() if line.startswith("row_scale_stock")]
-    assert "M=4,N=8, float32" in line
-    assert "regression" in line
-    assert "the rounds agree" in line
+    lines = result.out.splitlines()
+    (index,) = [index for index, line in enumerate(lines) if line.startswith("row_scale_stock")]
+    assert "M=4,N=8, float32" in lines[index]
+    assert "regression" in lines[index]
+    assert "the rounds agree" in lines[index + 1]
     assert "1 regressions against HEAD on " in result.err
 
 

@@ -8,7 +8,7 @@ QUERY = "SELECT name, op_type, 1 AS name FROM definitions"
 def test_a_fresh_store_answers_as_a_table(cli, row_scale):
     result = cli("sql", "SELECT definition, axes_key FROM workloads")
     assert result.code == 0
-    assert "row_scale    M=4,N=8" in result.out
+    assert "row_scale   M=4,N=8" in result.out
     assert result.err == "1 row\n"
 
 

@@ -19,11 +19,13 @@ SEED = 1729
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrise over the shipped records by argument name.
 
-    ``definition``: every Definition; ``core``: those with kernels. ``tiny``: every tiny Workload with its Definition;
-    ``lifted_tiny``: those whose oracle is the reference lifted to fp64.
+    ``definition``: every Definition; ``core``: those with kernels; ``norm`` and ``rope``: those of that part of a model.
+    ``tiny``: every tiny Workload with its Definition; ``lifted_tiny``: those whose oracle is the reference lifted to fp64.
     """
     records = CATALOG.definitions.values()
     selected = {"definition": list(records), "core": [record for record in records if not record.is_open]}
+    for part in ("norm", "rope"):
+        selected[part] = [record for record in records if record.serving and record.serving.part == part]
     for argument, definitions in selected.items():
         if argument in metafunc.fixturenames:
             metafunc.parametrize(argument, definitions, ids=lambda record: record.name)

@@ -12,10 +12,10 @@ import torch
 from tilegym_db.backends.load import load_entry, unload_entry
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Definition, Workload
+from tilegym_db.records.tolerance import limits_for
 from tilegym_db.verify.gates import check_output
 from tilegym_db.verify.inputs import DISTRIBUTIONS, Case, draw_inputs
 from tilegym_db.verify.reference import name_outputs, oracle, run_reference
-from tilegym_db.verify.tolerance import limits_for
 
 EAGER = [
     "rms_norm_stock", "rms_norm_aten", "fused_add_rms_norm_stock", "silu_and_mul_stock", "swiglu_stock", "rope_neox_stock",

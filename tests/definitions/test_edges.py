@@ -16,6 +16,7 @@ import torch
 from tilegym_db.backends.load import load_entry
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError
+from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
 from tilegym_db.records.binding import solve_axes, solve_dtypes
 from tilegym_db.verify.comparison import base_errors, check_outputs
@@ -23,9 +24,20 @@ from tilegym_db.verify.reference import name_outputs, oracle, run_reference
 from tilegym_db.verify.torch_dtypes import dtype_name
 
 INF = math.inf
-NORMS = ["rms_norm", "rms_norm_fp32", "rms_norm_gemma"]
-GATES = ["swiglu", "gelu_tanh_and_mul", "silu_and_mul"]
-ROPES = ["rope_neox", "rope_partial"]
+
+
+def parts(part: str, *inputs: str) -> list[str]:
+    """The Definitions of a part of a model that take these inputs, or any where none are given."""
+    return [
+        record.name
+        for record in Catalog((shipped_root(),)).definitions.values()
+        if record.serving and record.serving.part == part and (not inputs or tuple(record.inputs) == inputs)
+    ]
+
+
+NORMS = parts("norm", "x", "weight", "eps")
+GATES = parts("mlp")
+ROPES = parts("rope", "q", "k", "cos", "sin")
 NORM_BACKWARDS = ["rms_norm_backward", "rms_norm_backward_x"]
 CASTS = ["per_token_cast", "per_block_cast", "per_channel_cast"]
 HALF = [torch.bfloat16, torch.float16]

@@ -10,9 +10,9 @@ import torch
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Definition, Workload
+from tilegym_db.records.tolerance import limits_for
 from tilegym_db.verify.gates import check_output
 from tilegym_db.verify.reference import Lifted, oracle, run_reference
-from tilegym_db.verify.tolerance import limits_for
 from tilegym_db.verify.torch_dtypes import storage_dtype
 
 Draw = Callable[[Definition, Workload], dict[str, Any]]

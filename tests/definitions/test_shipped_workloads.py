@@ -48,13 +48,11 @@ def test_rms_norm_covers_the_norms_of_a_patched_model(size: tuple[int, int], cat
     assert size in sizes
 
 
-@pytest.mark.parametrize("name", ["rope_neox", "rope_partial"])
-def test_rope_takes_q_and_k_as_models_pass_them(name: str, catalog: Catalog) -> None:
-    definition = catalog.definition(name)
-    for workload in catalog.workloads_for(name):
+def test_rope_takes_q_and_k_as_models_pass_them(rope: Definition, catalog: Catalog) -> None:
+    for workload in catalog.workloads_for(rope.name):
         axes = workload.axes
         if axes["S"] > 1 and axes["Hkv"] > 1:
-            classes = workload.layout_classes(definition)
+            classes = workload.layout_classes(rope)
             assert classes == dict.fromkeys(("q", "k", "q_out", "k_out"), "row_contiguous")
 
 
@@ -71,10 +69,8 @@ def test_gradients_of_rope_come_as_attention_gives_them_back(catalog: Catalog) -
     assert found == {(True, True), (False, False), (True, False)}
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "rms_norm_fp32", "rms_norm_gemma"])
-def test_rms_norm_has_a_padded_row(name: str, catalog: Catalog) -> None:
-    definition = catalog.definition(name)
-    classes = [workload.layout_classes(definition) for workload in catalog.workloads_for(name)]
+def test_a_norm_has_a_padded_row(norm: Definition, catalog: Catalog) -> None:
+    classes = [workload.layout_classes(norm) for workload in catalog.workloads_for(norm.name)]
     assert {"x": "row_contiguous"} in classes
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +20,13 @@ import transformers
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
+from tilegym_db.records import Definition
+from tilegym_db.store.snapshot import lock_folder
 
-NORMS = ("rms_norm", "rms_norm_fp32", "rms_norm_gemma")
-ROPES = ("rope_neox", "rope_partial")
-FUSED = "fused_add_rms_norm"
-ATTENTION = ("attention_prefill", "attention_decode")
-OPS = (*NORMS, FUSED, "swiglu", "silu_and_mul", "gelu_tanh_and_mul", *ROPES, *ATTENTION)
-BACKWARDS = ("rms_norm_backward", "rms_norm_backward_x", "swiglu_backward", "rope_neox_backward")
+SHIPPED = Catalog((shipped_root(),)).definitions
+OPS = tuple(name for name, record in SHIPPED.items() if record.serving is not None and record.serving.part)
+"""What models are served with, as the Definitions say."""
+BACKWARDS = tuple(name for name, record in SHIPPED.items() if record.backward_of in OPS)
 LARGEST = 4096
 LARGEST_HEAD = 256
 SIZES = {
@@ -111,14 +112,15 @@ def _prompt(batch: int = 1, length: int = 9, seed: int = 0) -> torch.Tensor:
     return torch.randint(1, 96, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def _layouts(op: str) -> list[dict[str, str]]:
-    """The layouts in which models pass these tensors, in any combination; all others are contiguous."""
-    heads = {
-        **dict.fromkeys(ROPES, ("q", "k", "q_out", "k_out")),
-        **dict.fromkeys(ATTENTION, ("q", "k", "v", "out")),
-        "rope_neox_backward": ("grad_q_out", "grad_k_out", "grad_q", "grad_k"),
-    }
-    varying = heads.get(op, ("x",) if op in NORMS else ())
+def _layouts(definition: Definition) -> list[dict[str, str]]:
+    """The layouts in which models pass these tensors, in any combination; all others are contiguous.
+
+    Heads and tokens may change places; the rows of a norm may be padded.
+    """
+    tensors = {**{name: definition.inputs[name] for name in definition.tensor_inputs}, **definition.outputs}
+    varying = tuple(name for name, spec in tensors.items() if len(spec.shape or ()) == 4)
+    if definition.serving is not None and definition.serving.part == "norm":
+        varying = definition.tensor_inputs[:1]
     return [
         {name: "row_contiguous" for name, strided in zip(varying, chosen, strict=True) if strided}
         for chosen in itertools.product((False, True), repeat=len(varying))
@@ -141,6 +143,7 @@ class Shop:
         ops: tuple[str, ...] = OPS,
         returning: tuple[str, ...] = (),
         device: tuple[str, str] = ("cpu", "cpu"),
+        smallest: int = 1,
     ) -> Catalog:
         """Publish one kernel per operator. Returns the catalog with them.
 
@@ -152,13 +155,14 @@ class Shop:
             rounding: ``stock`` computes as the models do, bit for bit; ``reference`` as the Definition says; ``triton``
                 is the shipped Triton kernel, for a process in which the interpreter runs it.
             device: the GPU and target that they are published for.
+            smallest: the smallest size of an axis that they were measured at; a call of fewer tokens is left to stock.
         """
         shipped = Catalog((shipped_root(),))
         entries = []
         for op in (op for op in ops if op not in without):
             self._write(shipped, op, body, rounding, returns=op in returning)
         for op in (op for op in (*OPS, *BACKWARDS) if op not in without and self._folder(shipped, op).is_dir()):
-            entries += self._entries(Catalog((shipped_root(), self.root)), op)
+            entries += self._entries(Catalog((shipped_root(), self.root)), op, smallest)
         table = {
             "schema_version": 1,
             "gpu": device[0],
@@ -168,8 +172,14 @@ class Shop:
         }
         path = self.home / "published" / device[0] / "resolver.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(table))
+        self.republish(path, json.dumps(table))
         return Catalog((shipped_root(), self.root))
+
+    def republish(self, path: Path, text: str) -> None:
+        """Write a table as this installation would, which vouches for it."""
+        table = json.loads(text)
+        path.write_text(text)
+        lock_folder(path.parent, self.home, gpu=table["gpu"], sm=table["sm"], published=table["published"])
 
     def _folder(self, shipped: Catalog, op: str) -> Path:
         return self.root / "solutions" / shipped.definition(op).op_type / op / f"{op}_cpu"
@@ -211,7 +221,7 @@ class Shop:
         }
         (folder / "solution.json").write_text(json.dumps(record))
 
-    def _entries(self, catalog: Catalog, op: str) -> list[dict[str, Any]]:
+    def _entries(self, catalog: Catalog, op: str, smallest: int) -> list[dict[str, Any]]:
         """The smallest and the largest call of each dtype and layout: everything between is the nearest of the two."""
         definition, solution = catalog.definition(op), catalog.solution(f"{op}_cpu")
         candidate = {
@@ -235,20 +245,46 @@ class Shop:
                 "op_type": definition.op_type,
                 "dtypes": {"T": dtype},
                 "axes": {
-                    axis: min(size, LARGEST_HEAD) if op in ATTENTION and axis == "D" else size
+                    axis: min(size, LARGEST_HEAD) if "D <= 256" in definition.constraints and axis == "D" else size
                     for axis in definition.var_axes
                 },
                 "layouts": layouts,
                 "candidates": [candidate],
             }
-            for dtype, size, layouts in itertools.product(definition.dtypes["T"], (1, LARGEST), _layouts(op))
+            for dtype, size, layouts in itertools.product(
+                definition.dtypes["T"], (smallest, LARGEST), _layouts(definition)
+            )
         ]
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports are read here as whole sentences, which 80 columns would break."""
+    monkeypatch.setenv("COLUMNS", "400")
 
 
 @pytest.fixture
 def shop(home: Path) -> Shop:
     """The user's overlay; nothing is offered and nothing published yet."""
     return Shop(home / "catalog", home)
+
+
+@pytest.fixture
+def restated(tmp_path: Path) -> Callable[..., Catalog]:
+    """The shipped catalog, in which a Definition says otherwise how it is served: ``restated("rms_norm", code=[...])``."""
+
+    def restate(name: str, **changes: Any) -> Catalog:
+        root = tmp_path / "restated"
+        if not root.exists():
+            shutil.copytree(shipped_root() / "definitions", root / "definitions")
+            (root / "solutions").symlink_to(shipped_root() / "solutions")
+        (path,) = root.glob(f"definitions/*/{name}.json")
+        content = json.loads(path.read_text())
+        content["serving"] = {**content["serving"], **changes}
+        path.write_text(json.dumps(content))
+        return Catalog((root,))
+
+    return restate
 
 
 @pytest.fixture

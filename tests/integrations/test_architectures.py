@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from tilegym_db import Catalog, patched
-from tilegym_db.integrations.transformers.site import HELD
+from tilegym_db import Catalog, Definition, patched
+from tilegym_db.integrations.transformers.call_site import HELD
+from tilegym_db.resolver.allocate import allocate_of
 
 pytestmark = pytest.mark.slow
 
@@ -188,19 +189,23 @@ def test_a_training_step_on_a_patched_model_is_that_of_stock(
     assert handle.report().kernel_calls == 0
 
 
-def test_a_call_left_to_stock_allocates_no_output(build: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_left_to_stock_allocates_no_output(
+    shop: Any, build: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tilegym_db.integrations.transformers import operators
 
     devices: list[str] = []
-    for name, allocate in list(operators.ALLOCATE.items()):
 
-        def noted(*inputs: Any, allocate: Any = allocate) -> Any:
+    def noting(definition: Definition) -> Any:
+        def noted(*inputs: Any) -> Any:
             devices.append(inputs[0].device.type)
-            return allocate(*inputs)
+            return allocate_of(definition)(*inputs)
 
-        monkeypatch.setitem(operators.ALLOCATE, name, noted)
-    model = build()
-    with patched(model) as handle, torch.no_grad():
+        return noted
+
+    monkeypatch.setattr(operators, "allocate_of", noting)
+    model, measured = build(), shop.offer(smallest=128)
+    with patched(model, catalog=measured) as handle, torch.no_grad():
         model(prompt())
         model(prompt())
     assert sum(site.counts.calls for site in handle.report().sites if site.counts) == 26

@@ -24,11 +24,11 @@ import transformers
 from transformers.models.llama import modeling_llama
 
 from tilegym_db import Catalog, patch, patched
-from tilegym_db.integrations.transformers import attention as point
-from tilegym_db.integrations.transformers.attention import DECODE, PREFILL, why_stock
-from tilegym_db.integrations.transformers.variants import ATTENTIONS
+from tilegym_db.integrations.transformers import handle as patch_handle
+from tilegym_db.integrations.transformers.parts import attention as part
+from tilegym_db.integrations.transformers.parts.attention import why_stock
 
-OPS = (PREFILL, DECODE)
+OPS = PREFILL, DECODE = ("attention_prefill", "attention_decode")
 STEPS = 4
 WAYS: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
     # generate's options, and the layers' calls that kernels serve of a prompt and of three steps after it (two layers)
@@ -83,7 +83,7 @@ def test_a_prompt_and_its_steps_are_served_and_give_the_tokens_of_stock(
     with patched(model, catalog=kernels, ops=OPS) as handle:
         assert generate(model, inputs, **options) == stock
     assert hits(handle) == served
-    assert reasons(handle) <= {point.MASKED}
+    assert reasons(handle) <= {part.MASKED}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -95,7 +95,7 @@ def test_left_padding_runs_stock(name: str, way: str, kernels: Catalog, build: A
     with patched(model, catalog=kernels, ops=OPS) as handle:
         assert generate(model, inputs, **options) == stock
     assert hits(handle) == (0, 0)
-    assert reasons(handle) == {point.MASKED}
+    assert reasons(handle) == {part.MASKED}
 
 
 @pytest.mark.parametrize(("length", "served"), [(3, (2, 4)), (9, (0, 0))])  # of windows of 6: until they are full
@@ -107,7 +107,7 @@ def test_a_window_is_served_while_it_holds_the_whole_sequence(
     with patched(model, catalog=kernels, ops=OPS) as handle:
         assert generate(model, inputs) == stock
     assert hits(handle) == served
-    assert reasons(handle) == {point.MASKED}
+    assert reasons(handle) == {part.MASKED}
 
 
 def test_layers_with_a_window_and_layers_without_are_told_apart(
@@ -150,12 +150,13 @@ def test_packed_sequences_run_stock(kernels: Catalog, logits: Any, build: Any, p
 
 
 def test_a_growing_cache_is_asked_about_once_a_doubling_where_no_kernel_serves_it(
-    shop: Any, build: Any, prompt: Any
+    shop: Any, build: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(patch_handle, "PATIENCE", 1000)
     model, inputs = build(), {"input_ids": prompt(2)}
     options = {"max_new_tokens": 64, "do_sample": False}
     stock = model.generate(**inputs, **options).tolist()
-    with patched(model, catalog=shop.offer(without=(DECODE,)), ops=OPS) as handle:
+    with patched(model, catalog=shop.offer(smallest=128), ops=OPS) as handle:
         assert model.generate(**inputs, **options).tolist() == stock
     (decode,) = [site for site in handle.report().sites if site.definition == DECODE]
     assert decode.counts.misses == len({length.bit_length() for length in range(10, 73)}) == 4
@@ -186,7 +187,7 @@ def test_kernels_that_return_their_output_serve_as_those_that_write_it(
     with patched(model, catalog=shop.offer(returning=OPS), ops=OPS) as handle:
         assert generate(model, inputs, **options) == stock
     assert hits(handle) == served
-    assert reasons(handle) <= {point.MASKED}
+    assert reasons(handle) <= {part.MASKED}
 
 
 def test_kernels_that_return_their_output_are_proved_like_others(shop: Any, build: Any, prompt: Any) -> None:
@@ -203,7 +204,7 @@ def test_values_of_another_length_than_the_keys_are_for_stock_to_judge(poison: C
         function = served_registry(module).get_interface("sdpa", None)
         q, k = query_and_key(1, 5)
         function(module, q, k, k[:, :, :3], None, scaling=0.1)
-    assert reasons(handle) == {point.OTHER_VALUES}
+    assert reasons(handle) == {part.OTHER_VALUES}
 
 
 INTERPRETED = """
@@ -269,7 +270,7 @@ def test_autocast_runs_stock(kernels: Catalog, build: Any, prompt: Any) -> None:
         stock = model(ids).logits
         with patched(model, catalog=kernels, ops=OPS) as handle:
             assert torch.equal(model(ids).logits, stock)
-    assert reasons(handle) == {point.AUTOCAST}
+    assert reasons(handle) == {part.AUTOCAST}
 
 
 def test_training_and_gradients_run_stock(poison: Catalog, build: Any, prompt: Any) -> None:
@@ -296,15 +297,15 @@ MODULE = types.SimpleNamespace(num_key_value_groups=2, is_causal=True)
     [
         ({}, ""),
         ({"attention_mask": None, "dropout": 0.0, "scaling": 0.1, "sliding_window": 4, "use_cache": True}, ""),
-        ({"attention_mask": torch.ones(1)}, point.MASKED),
-        ({"dropout": 0.1}, point.DROPOUT),
-        ({"output_attentions": True}, point.WEIGHTS),
+        ({"attention_mask": torch.ones(1)}, part.MASKED),
+        ({"dropout": 0.1}, part.DROPOUT),
+        ({"output_attentions": True}, part.WEIGHTS),
         ({"softcap": 50.0}, "it is given a softcap"),
         ({"s_aux": torch.ones(4)}, "it is given a s_aux"),
         ({"position_bias": torch.ones(1)}, "it is given a position_bias"),
         ({"cache": object()}, "it is given a cache"),
-        ({"scaling": torch.tensor(0.1)}, point.SCALE_IS_NO_NUMBER),
-        ({"is_causal": False}, point.NOT_CAUSAL),
+        ({"scaling": torch.tensor(0.1)}, part.SCALE_IS_NO_NUMBER),
+        ({"is_causal": False}, part.NOT_CAUSAL),
         ({"is_causal": True}, ""),
     ],
 )
@@ -316,12 +317,12 @@ def test_what_a_call_is_given_decides(options: dict[str, Any], reason: str) -> N
     ("tensors", "module", "reason"),
     [
         (query_and_key(5, 7), MODULE, ""),  # an empty static cache, longer than the prompt
-        (query_and_key(5, 4), MODULE, point.FEWER_KEYS),
+        (query_and_key(5, 4), MODULE, part.FEWER_KEYS),
         (query_and_key(1, 7), types.SimpleNamespace(num_key_value_groups=2, is_causal=False), ""),
-        (query_and_key(5, 5), types.SimpleNamespace(num_key_value_groups=2, is_causal=False), point.NOT_CAUSAL),
+        (query_and_key(5, 5), types.SimpleNamespace(num_key_value_groups=2, is_causal=False), part.NOT_CAUSAL),
         (query_and_key(5, 5, (4, 4)), types.SimpleNamespace(), ""),
-        (query_and_key(5, 5, (4, 4)), MODULE, point.OTHER_HEADS),
-        ((torch.ones(4, 5, 8), torch.ones(2, 5, 8)), MODULE, point.NO_HEADS),
+        (query_and_key(5, 5, (4, 4)), MODULE, part.OTHER_HEADS),
+        ((torch.ones(4, 5, 8), torch.ones(2, 5, 8)), MODULE, part.NO_HEADS),
     ],
 )
 def test_lengths_and_heads_decide(tensors: tuple[torch.Tensor, torch.Tensor], module: Any, reason: str) -> None:
@@ -339,7 +340,7 @@ def test_dropout_outside_of_training_is_left_to_stock(poison: Catalog, build: An
         assert weights is None
         out, _ = function(module, q, k, k, attention_mask=None, scaling=0.1)
         assert out.isnan().all()
-    assert reasons(handle) == {point.DROPOUT}
+    assert reasons(handle) == {part.DROPOUT}
 
 
 def served_registry(module: Any) -> Any:
@@ -349,10 +350,10 @@ def served_registry(module: Any) -> Any:
         cell.cell_contents
         for cell in cells
         if isinstance(cell.cell_contents, types.FunctionType)
-        and point.REGISTRY in cell.cell_contents.__globals__
-        and isinstance(cell.cell_contents.__globals__[point.REGISTRY], point.Interfaces)
+        and part.REGISTRY in cell.cell_contents.__globals__
+        and isinstance(cell.cell_contents.__globals__[part.REGISTRY], part.Interfaces)
     ]
-    return shadow.__globals__[point.REGISTRY]
+    return shadow.__globals__[part.REGISTRY]
 
 
 # -- recognised -------------------------------------------------------------------------------------------------------
@@ -382,7 +383,7 @@ def test_an_attention_function_is_only_known_with_what_it_calls(
 
 
 def test_the_probe_must_give_the_bits_of_the_definition(
-    kernels: Catalog, build: Any, monkeypatch: pytest.MonkeyPatch
+    restated: Any, build: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def twice(module: Any, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
         out, weights = sdpa(module, q, k, v, mask, **options)
@@ -394,8 +395,8 @@ def test_the_probe_must_give_the_bits_of_the_definition(
     sdpa = registry["sdpa"]
     registry["sdpa"] = twice
     monkeypatch.setattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS", registry)
-    monkeypatch.setitem(ATTENTIONS, fingerprint(twice), next(iter(ATTENTIONS.values())).__class__("", OPS))
-    assert reasons_to_stay(build(), kernels) == {f"probed, it does not give the bits of {name}" for name in OPS}
+    catalogs = [restated(name, code=[{"fingerprint": fingerprint(twice)}]) for name in OPS]
+    assert reasons_to_stay(build(), catalogs[-1]) == {f"probed, it does not give the bits of {name}" for name in OPS}
 
 
 # -- isolated ---------------------------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def test_lowered_graphs_have_the_operators_too(
 
 @pytest.mark.parametrize("name", ["gemma3", "phi3"])
 def test_what_would_be_left_to_stock_is_lowered_to_stock_operations(
-    name: str, logits: Any, build: Any, prompt: Any
+    name: str, shop: Any, logits: Any, build: Any, prompt: Any
 ) -> None:
     model, graphs = build_one_layer(build, name), []
     stock = {length: logits(model, prompt(2, length)) for length in (9, 7)}
@@ -102,7 +102,7 @@ def test_what_would_be_left_to_stock_is_lowered_to_stock_operations(
         graphs.append(graph)
         return graph
 
-    with patched(model) as handle:  # nothing is published
+    with patched(model, catalog=shop.offer(smallest=128)) as handle:  # measured for longer prompts
         compiled = torch.compile(model, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
         for length, want in stock.items():
             assert torch.equal(logits(compiled, prompt(2, length)), want)
@@ -127,22 +127,24 @@ def operations(model: Any, logits: Any, ids: torch.Tensor) -> Counter[tuple[str,
 @pytest.mark.parametrize("length", [1, 9])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "deepseek_v2"])  # phi3's rope promises another layout: a copy more
 def test_where_no_kernel_pays_a_graph_has_the_operations_of_the_unpatched_model(
-    name: str, length: int, logits: Any, build: Any, prompt: Any
+    name: str, length: int, shop: Any, logits: Any, build: Any, prompt: Any
 ) -> None:
     model, ids = build_one_layer(build, name), prompt(2, length)
     stock = operations(model, logits, ids)
-    with patched(model):  # nothing is published
+    with patched(model, catalog=shop.offer(smallest=128)):  # measured for longer prompts
         assert operations(model, logits, ids) == stock
 
 
-def test_a_norm_of_heads_behind_tokens_adds_transpositions_alone(logits: Any, build: Any, prompt: Any) -> None:
+def test_a_norm_of_heads_behind_tokens_adds_transpositions_alone(
+    shop: Any, logits: Any, build: Any, prompt: Any
+) -> None:
     model, ids = build_one_layer(build, "gemma3"), prompt(2)
 
     def moving() -> Counter[str]:
         return Counter(name for name, _ in operations(model, logits, ids).elements() if name != "aten.transpose.int")
 
     stock = moving()
-    with patched(model):  # nothing is published
+    with patched(model, catalog=shop.offer(smallest=128)):  # measured for longer prompts
         assert moving() == stock
 
 
@@ -157,16 +159,18 @@ def test_a_norm_of_heads_behind_tokens_adds_transpositions_alone(logits: Any, bu
 def test_stock_code_is_traced_with_leading_axes_only_where_it_computes_the_same_with_them(
     stock: Any, takes: bool, kernels: Catalog
 ) -> None:
-    site, _ = make_site(kernels.definition("swiglu"), kernels)
+    site = make_site(kernels.definition("swiglu"), kernels)
     assert site.operator is not None
-    behind = replace(site.operator.behind, stock=stock)
-    assert behind.takes_leading_axes(torch.empty(1, 1, 8), torch.empty(1, 1, 8)) is takes
+    impl = replace(site.operator.impl, stock=stock)
+    assert impl.takes_leading_axes(torch.empty(1, 1, 8), torch.empty(1, 1, 8)) is takes
 
 
-def test_a_graph_that_has_the_operator_computes_what_no_kernel_serves(logits: Any, build: Any, prompt: Any) -> None:
+def test_a_graph_that_has_the_operator_computes_what_no_kernel_serves(
+    shop: Any, logits: Any, build: Any, prompt: Any
+) -> None:
     model = build_one_layer(build)
     stock = logits(model, prompt(2))
-    with patched(model) as handle:  # nothing is published
+    with patched(model, catalog=shop.offer(smallest=128)) as handle:  # measured for longer prompts
         compiled = torch.compile(model, backend="eager", fullgraph=True)
         assert torch.equal(logits(compiled, prompt(2)), stock)
     assert {op: (site.calls, site.kernel_calls) for op, site in counts(handle).items()} == {
@@ -277,7 +281,7 @@ def test_generation_with_a_compiled_static_cache_runs_kernels(kernels: Catalog, 
 
 def test_the_operators_say_truly_what_they_return(kernels: Catalog) -> None:
     records = Catalog((shipped_root(),))
-    site, _ = make_site(records.definition("rope_partial"), kernels)
+    site = make_site(records.definition("rope_partial"), kernels)
     assert site.operator is not None
     q, k = torch.randn(2, 5, 4, 8).transpose(1, 2), torch.randn(2, 5, 6, 8)[:, :, :2].transpose(1, 2)
     table = torch.randn(1, 5, 4)
@@ -293,14 +297,14 @@ def test_while_a_graph_is_captured_known_calls_run_kernels_and_new_ones_stock_co
     with patched(model, catalog=kernels) as handle:
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
         logits(compiled, known)  # the warm-up that whoever captures makes first
-        served, tables = handle.report().hits(), [dict(site._keys) for _, site, _ in handle._sites if site is not None]
-        for _, dispatcher, _ in handle._sites:
-            if dispatcher is not None:
-                dispatcher._is_capturing = lambda: True
+        served, tables = handle.report().hits(), [dict(site.dispatcher._keys) for _, site in handle._sites if site]
+        for _, site in handle._sites:
+            if site is not None:
+                site.dispatcher._is_capturing = lambda: True
         assert torch.equal(logits(compiled, known), stock[known])
         assert handle.report().hits() == {op: 2 * count for op, count in served.items()}
         assert torch.equal(logits(compiled, new), stock[new])
         counts = [site.counts for site in handle.report().sites if site.counts is not None]
         assert handle.report().hits() == {op: 2 * count for op, count in served.items()}
         assert {one.definition: one.capture_misses for one in counts} == SERVED["qwen3"]
-        assert tables == [dict(site._keys) for _, site, _ in handle._sites if site is not None]
+        assert tables == [dict(site.dispatcher._keys) for _, site in handle._sites if site]

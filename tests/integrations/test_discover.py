@@ -12,7 +12,6 @@ from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.llama import modeling_llama
 
 from tilegym_db import Catalog, patch, patched
-from tilegym_db.integrations.transformers.variants import NORMS, Variant
 
 
 def reason_of(model: Any, module_class: str, catalog: Catalog, kind: str = "") -> str:
@@ -34,13 +33,10 @@ def test_the_activation_decides_which_definition_a_gated_mlp_computes(kernels: C
     assert {site.definition for site in report.sites if site.kind == "mlp"} == {"gelu_tanh_and_mul"}
 
 
-def test_a_norm_with_the_bits_of_another_is_not_what_its_code_says(
-    kernels: Catalog, monkeypatch: pytest.MonkeyPatch, build: Any
-) -> None:
-    other = Variant("", ("rms_norm_fp32",), eps_attribute="variance_epsilon")
-    monkeypatch.setitem(NORMS, "another fingerprint", NORMS["a7dfd4f03eb3ea7f"])
-    monkeypatch.setitem(NORMS, "a7dfd4f03eb3ea7f", other)
-    reason = reason_of(build(), "LlamaRMSNorm", kernels)
+def test_a_norm_with_the_bits_of_another_is_not_what_its_code_says(restated: Any, build: Any) -> None:
+    llama = {"fingerprint": "a7dfd4f03eb3ea7f", "attributes": {"eps": "variance_epsilon"}}
+    restated("rms_norm", code=[])
+    reason = reason_of(build(), "LlamaRMSNorm", restated("rms_norm_fp32", code=[llama]))
     assert reason == "probed, it gives the bits of rms_norm; expected were those of rms_norm_fp32 alone"
 
 

@@ -21,7 +21,7 @@ from tilegym_db.integrations.transformers.gpu_time import (
     exported,
     marked,
 )
-from tilegym_db.integrations.transformers.report import Report
+from tilegym_db.integrations.transformers.report import PatchReport
 from tilegym_db.resolver.device import device_gpu
 
 MAIN, OTHER = 41, 42
@@ -93,7 +93,7 @@ def test_replays_of_graphs_are_nobodys_and_said_so(function: str) -> None:
     events = [mark("swiglu", 0, 9), launch(1, 1), work(1, 2.0), launch(2, 20, function), work(2, 3.0), work(2, 5.0)]
     found = attributed(events)
     assert (found.total_us, found.replayed_us, found.by_definition) == (10, 8, {"swiglu": 2})
-    assert "replays of CUDA graphs" in str(Report((), found))
+    assert "replays of CUDA graphs" in str(PatchReport((), found))
 
 
 def test_a_profile_without_gpu_work_has_no_share() -> None:
@@ -108,7 +108,7 @@ def test_threads_that_cannot_be_matched_are_no_share_of_zero() -> None:
 
 
 def test_a_report_shows_the_profile_as_text_and_as_json() -> None:
-    report = Report((), GpuTime(200.0, {"rms_norm": 20.0, "swiglu": 30.0}, 50.0))
+    report = PatchReport((), GpuTime(200.0, {"rms_norm": 20.0, "swiglu": 30.0}, 50.0))
     lines = [line.split("│")[1:-1] for line in str(report).splitlines() if "│" in line]
     cells = [tuple(cell.strip() for cell in line) for line in lines]
     assert "25.0% in verified kernels" in str(report)
@@ -121,9 +121,9 @@ def test_a_report_shows_the_profile_as_text_and_as_json() -> None:
     ]
     content = json.loads(json.dumps(report.to_dict()))["gpu_time"]
     assert (content["share"], content["shares"]) == (0.25, {"swiglu": 0.15, "rms_norm": 0.1})
-    assert "gpu_time" not in Report(()).to_dict()
+    assert "gpu_time" not in PatchReport(()).to_dict()
     with pytest.raises(UsageError, match="no call was profiled"):
-        Report(()).gpu_table()
+        PatchReport(()).gpu_table()
 
 
 def test_without_a_gpu_the_report_says_so_and_the_call_is_not_made(kernels: Catalog, build: Any) -> None:
@@ -143,7 +143,7 @@ def names_of_marks(call: Any) -> list[str]:
 
 
 def sites_of(handle: Any) -> list[tuple[str, Any]]:
-    return [(described.definition, site) for described, _, site in handle._sites if site is not None]
+    return [(described.definition, site) for described, site in handle._sites if site is not None]
 
 
 @pytest.mark.parametrize("compiled", [False, True])

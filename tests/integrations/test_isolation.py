@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama import modeling_llama
 
 from tilegym_db import Catalog, TilegymDBError, patch, patched, patched_init
-from tilegym_db.integrations.transformers import patch as patch_package
-from tilegym_db.integrations.transformers.patch import make_site
+from tilegym_db.integrations.transformers import handle
+from tilegym_db.integrations.transformers.operators import make_site
 
 
 def transformers_state() -> dict[str, Any]:
@@ -103,7 +103,7 @@ def test_a_patch_that_fails_half_way_is_undone(kernels: Catalog, monkeypatch: py
             raise KeyboardInterrupt
         return make_site(*args)
 
-    monkeypatch.setattr(sys.modules[patch_package.__module__], "make_site", fail_at_the_third)
+    monkeypatch.setattr(handle, "make_site", fail_at_the_third)
     with pytest.raises(KeyboardInterrupt):
         patch(model, catalog=kernels)
     assert model_state(model) == before

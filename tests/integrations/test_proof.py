@@ -12,12 +12,12 @@ import torch
 from tilegym_db import Catalog, Definition, TilegymDBError, patch, patched
 from tilegym_db.errors import UsageError
 from tilegym_db.integrations.transformers.capture import CapturedCall, captured_calls, copied
-from tilegym_db.integrations.transformers.operators import ALLOCATE
 from tilegym_db.integrations.transformers.proof import allowed_error
 from tilegym_db.integrations.transformers.workloads import new_workloads, workload_of
 from tilegym_db.records import Workload
 from tilegym_db.records.layouts import layout_strides
-from tilegym_db.verify.tolerance import LIMITS
+from tilegym_db.records.tolerance import LIMITS
+from tilegym_db.resolver.allocate import allocate_of
 
 OF_STOCK = """\
     computed = stock.run({inputs})
@@ -202,7 +202,7 @@ def test_the_model_runs_stock_code_while_it_is_captured_and_keeps_no_hook(
     model, ids = build(), prompt()
     stock = logits(model, ids)
     handle = patch(model, catalog=poison)
-    sites = [site for _, _, site in handle._sites if site is not None]
+    sites = [site for _, site in handle._sites if site is not None]
     calls = captured_calls(model, sites, ids)
     assert not model._forward_pre_hooks
     assert all(value.isfinite().all() for kept in calls for call in kept for value in call.inputs if _is_tensor(value))
@@ -263,7 +263,7 @@ def test_a_workload_that_is_known_under_another_spelling_is_not_new(kernels: Cat
 
 def test_what_a_workload_cannot_say_is_left_out(kernels: Catalog) -> None:
     definition: Definition = kernels.definition("rms_norm")
-    weight, allocate = torch.ones(8), ALLOCATE["rms_norm"]
+    weight, allocate = torch.ones(8), allocate_of(Catalog.default().definition("rms_norm"))
     repeated = torch.randn(1, 8).expand(4, 8)
     assert workload_of(definition, CapturedCall("prefill", (repeated, weight, 1e-6)), allocate) is None
     other_dtype = torch.randn(4, 8, dtype=torch.float64)

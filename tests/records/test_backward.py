@@ -96,6 +96,6 @@ def test_the_call_of_a_backward_is_known_at_the_forward(backward: Any) -> None:
         layouts={"x": "row_contiguous", "weight": "contiguous", "out": "strided"},
         scalars={"factor": 2.0},
     )
-    behind = backward_binding(backward(), call)
-    assert (behind.axes, behind.dtypes, behind.scalars) == (call.axes, call.dtypes, call.scalars)
-    assert behind.layouts == {"weight": "contiguous", "grad_out": "strided"}
+    asked = backward_binding(backward(), call)
+    assert (asked.axes, asked.dtypes, asked.scalars) == (call.axes, call.dtypes, call.scalars)
+    assert asked.layouts == {"weight": "contiguous", "grad_out": "strided"}

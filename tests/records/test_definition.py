@@ -144,5 +144,16 @@ def test_a_planted_error_must_occur_in_the_reference(make):
 
 
 def test_many_mistakes_are_counted_not_poured_out():
-    with pytest.raises(RecordError, match="missing key 'inputs'; and 5 more"):
+    with pytest.raises(
+        RecordError, match=r"unknown key 'key2'; missing key 'name'.*missing key 'reference'\.$"
+    ) as raised:
         Definition.from_dict({f"key{index}": 1 for index in range(3)}, "x.json")
+    assert str(raised.value).count("known: ") == 1
+    with pytest.raises(RecordError, match=r"unknown key 'key19'.*; and 87 more"):
+        Definition.from_dict({f"key{index}": 1 for index in range(100)}, "x.json")
+
+
+def test_an_unknown_key_is_named_before_all_that_is_missing(definition_record):
+    record = definition_record(op_type=None, version=None, op_tpye="norm", axes={"M": {"type": "var", "value": "4"}})
+    with pytest.raises(RecordError, match=r"definition: unknown key 'op_tpye' \(did you mean 'op_type'\?\); missing"):
+        Definition.from_dict(record, "x.json")

@@ -12,7 +12,7 @@ from tilegym_db.records.expressions import evaluate, evaluate_bool, evaluate_int
 AXES = {"M": 7, "N": 4096, "K": 3}
 
 names = st.sampled_from(list(AXES))
-leaves = st.one_of(st.integers(0, 1000).map(str), names)
+terms = st.one_of(st.integers(0, 1000).map(str), names)
 
 
 def grow(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
@@ -28,7 +28,7 @@ def grow(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     )
 
 
-expressions = st.recursive(leaves, grow, max_leaves=8).filter(lambda text: len(text) <= 400)
+expressions = st.recursive(terms, grow, max_leaves=8).filter(lambda text: len(text) <= 400)
 
 
 def pythons_answer(text: str) -> object:

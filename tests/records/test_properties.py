@@ -20,6 +20,7 @@ from tilegym_db.records import Definition, Solution, Trace, Workload, axes_key
 from tilegym_db.records.base import Record
 from tilegym_db.records.expressions import evaluate, names_in
 from tilegym_db.records.layouts import layout_class, layout_strides, parse_layout
+from tilegym_db.records.trace_set import TraceSet
 
 # Python's own parser remarks on texts such as '0or 1'; a record with one is refused or means what it says.
 pytestmark = pytest.mark.filterwarnings("ignore::SyntaxWarning", "ignore::DeprecationWarning")
@@ -65,8 +66,8 @@ def _valid_records() -> list[tuple[type[Record], dict[str, Any]]]:
     definition = json.loads((root / "definitions/norm/rms_norm.json").read_text())
     (solution, *_) = sorted(root.glob("solutions/norm/rms_norm/*_triton/solution.json"))
     workload = json.loads((root / "workloads/norm/rms_norm.jsonl").read_text().splitlines()[0])
-    (trace, *_) = (root / "traces/h200/norm/rms_norm.jsonl").read_text().splitlines()
-    passed = json.loads(trace) | {
+    path = root / "traces/h200/norm/rms_norm.jsonl"
+    passed = next(TraceSet.parse(path.read_bytes(), path).traces()) | {
         "audit": {"wall_us": 1.5, "owned_share": 1.0, "profiled_us": 12.5, "kernels": ["k"], "notes": ["n"]},
         "layouts": {"x": "row_contiguous"},
         "config": {"BLOCK_M": 4, "fast": True},

@@ -6,7 +6,15 @@ from hypothesis import strategies as st
 
 from tilegym_db.errors import HardwareError, RecordError
 from tilegym_db.records import Definition, Workload, axes_key
-from tilegym_db.records.hardware import GPU_SLUGS, gpu_family, gpu_slug, normalise_target, parse_gpu, same_gpu
+from tilegym_db.records.hardware import (
+    GPU_SLUGS,
+    gpu_family,
+    gpu_slug,
+    gpus_meant,
+    normalise_target,
+    parse_gpu,
+    same_gpu,
+)
 from tilegym_db.records.layouts import accepts, contiguous_strides, layout_class, layout_strides
 
 
@@ -89,3 +97,17 @@ def test_an_unknown_gpu_or_target_lists_the_known_ones():
     ]
     with pytest.raises(HardwareError, match="unknown compile target 'sm_70'; known: sm_80"):
         normalise_target("sm_70")
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [
+        ("h100", ["h100-pcie", "h100-sxm"]),
+        ("h100-sxm", ["h100-sxm"]),
+        ("h100-nvl", []),
+        ("h200", ["h200"]),  # the slug of one GPU before the family of several
+        ("a100", []),
+    ],
+)
+def test_a_name_means_the_gpu_called_so_or_every_one_of_that_family(asked, meant):
+    assert gpus_meant(asked, ["h200", "h200-nvl", "h100-sxm", "cpu", "h100-pcie", "h100-sxm"]) == meant

@@ -12,6 +12,7 @@ import pytest
 
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.records import Definition
+from tilegym_db.store.snapshot import lock_folder
 
 SOURCE_LINE = "# Source: https://example.org/op.py#L1\n"
 
@@ -130,8 +131,14 @@ class Shop:
         path = self.home / "published" / gpu / "resolver.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {"schema_version": 1, "gpu": gpu, "sm": "sm_90", "published": "2026-11-20T10:00:00Z"}
-        path.write_text(json.dumps({**content, "entries": entries, **changes}))
+        content |= {"entries": entries, **changes}
+        path.write_text(json.dumps(content))
+        self.sign(path)
         return path
+
+    def sign(self, table: Path) -> None:
+        """Vouch for a table as this installation does for what it publishes."""
+        lock_folder(table.parent, self.home, gpu=table.parent.name, sm="sm_90", published="2026")
 
 
 @pytest.fixture

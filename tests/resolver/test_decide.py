@@ -34,17 +34,17 @@ def publish(shop: Any, candidates: Sequence[dict[str, Any]], **changes: Any) -> 
 
 
 @pytest.fixture
-def rival(shop: Any, kernel: Any) -> Any:
-    return shop.add("scale_rows", "scale_rows_rival", "def run(x, weight, eps, out):\n    out.copy_(x)\n")
+def other_kernel(shop: Any, kernel: Any) -> Any:
+    return shop.add("scale_rows", "scale_rows_other", "def run(x, weight, eps, out):\n    out.copy_(x)\n")
 
 
-def test_the_fastest_verified_solution_at_the_exact_axes_is_picked(shop: Any, kernel: Any, rival: Any) -> None:
-    publish(shop, [shop.candidate(kernel, 9.0, config={"BIAS": 1}), shop.candidate(rival, 10.0)])
+def test_the_fastest_verified_solution_at_the_exact_axes_is_picked(shop: Any, kernel: Any, other_kernel: Any) -> None:
+    publish(shop, [shop.candidate(kernel, 9.0, config={"BIAS": 1}), shop.candidate(other_kernel, 10.0)])
     decision = decide_in(shop, ask(shop))
     assert decision.solution is not None
     assert (decision.solution.name, decision.config) == ("scale_rows_kernel", {"BIAS": 1})
     assert (decision.evidence.source, decision.evidence.axes) == ("exact", {"M": 4, "N": 8})
-    assert reasons(decision) == {"scale_rows_rival": "slower: 10.00 us against 9.00 us of scale_rows_kernel[BIAS=1]"}
+    assert reasons(decision) == {"scale_rows_other": "slower: 10.00 us against 9.00 us of scale_rows_kernel[BIAS=1]"}
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_candidate_is_rejected_for(shop: Any, kernel: Any, changes: dict[str, 
 def test_a_pass_of_the_screen_is_no_verified_measurement(
     shop: Any, kernel: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.import_module("tilegym_db.resolver.decide"), "VERIFIED_TIERS", ("promotion",))
+    monkeypatch.setattr(importlib.import_module("tilegym_db.resolver.eligibility"), "VERIFIED_TIERS", ("promotion",))
     publish(shop, [shop.candidate(kernel, tier="screen")])
     decision = decide_in(shop, ask(shop))
     assert decision.solution is None
@@ -105,7 +105,7 @@ def test_a_layout_the_solution_does_not_read_is_a_reason(shop: Any, kernel: Any)
     assert reasons(decision)["scale_rows_kernel"] == "it reads x as contiguous, not row_contiguous"
 
 
-def test_another_layout_than_measured_is_outside_the_envelope(shop: Any) -> None:
+def test_another_layout_than_measured_is_not_served(shop: Any) -> None:
     files = shop.add("scale_rows", "any", "def run(x, weight, eps, out):\n    pass\n", layouts={"x": "strided"})
     publish(shop, [shop.candidate(files)])
     assert decide_in(shop, ask(shop)).solution is not None
@@ -114,9 +114,9 @@ def test_another_layout_than_measured_is_outside_the_envelope(shop: Any) -> None
     assert decision.evidence.reason == "scale_rows was not measured on h200 with these layouts (x strided)"
 
 
-def test_a_solution_without_a_measurement_is_reported(shop: Any, kernel: Any, rival: Any) -> None:
+def test_a_solution_without_a_measurement_is_reported(shop: Any, kernel: Any, other_kernel: Any) -> None:
     publish(shop, [shop.candidate(kernel)])
-    assert "not in the table" in reasons(decide_in(shop, ask(shop)))["scale_rows_rival"]
+    assert "not in the table" in reasons(decide_in(shop, ask(shop)))["scale_rows_other"]
 
 
 def test_a_candidate_whose_solution_is_gone_is_reported(shop: Any, kernel: Any) -> None:
@@ -143,42 +143,42 @@ def test_without_an_entry_stock_runs_and_the_reason_says_why(
     assert all(why == decision.evidence.reason for why in reasons(decision).values())
 
 
-def publish_range(shop: Any, kernel: Any, rival: Any, **changes: Any) -> None:
-    """The rival wins at M=1, the kernel at M=1024."""
+def publish_range(shop: Any, kernel: Any, other_kernel: Any, **changes: Any) -> None:
+    """The other kernel wins at M=1, the kernel at M=1024."""
     fast, slow = {"latency_us": 5.0, "ci_high_us": 5.01, **changes}, {"latency_us": 9.0, "ci_low_us": 8.9, **changes}
     entries = [
         shop.entry("scale_rows", {"M": m, "N": 8}, [shop.candidate(one, **fast), shop.candidate(two, **slow)])
-        for m, one, two in ((1, rival, kernel), (1024, kernel, rival))
+        for m, one, two in ((1, other_kernel, kernel), (1024, kernel, other_kernel))
     ]
     shop.publish(entries, gpu="h200")
 
 
 @pytest.mark.parametrize(
-    ("m", "winner"), [(2, "scale_rows_rival"), (31, "scale_rows_rival"), (33, "scale_rows_kernel")]
+    ("m", "winner"), [(2, "scale_rows_other"), (31, "scale_rows_other"), (33, "scale_rows_kernel")]
 )
 def test_between_measured_points_the_nearest_in_log_space_decides(
-    shop: Any, kernel: Any, rival: Any, m: int, winner: str
+    shop: Any, kernel: Any, other_kernel: Any, m: int, winner: str
 ) -> None:
-    publish_range(shop, kernel, rival)
+    publish_range(shop, kernel, other_kernel)
     decision = decide_in(shop, ask(shop, axes={"M": m, "N": 8}))
     assert decision.solution is not None
     assert (decision.solution.name, decision.evidence.source) == (winner, "nearest")
 
 
 @pytest.mark.parametrize("axes", [{"M": 2048, "N": 8}, {"M": 0, "N": 8}, {"M": 64, "N": 9}])
-def test_outside_the_measured_range_stock_runs(shop: Any, kernel: Any, rival: Any, axes: dict[str, int]) -> None:
-    publish_range(shop, kernel, rival)
+def test_outside_the_measured_range_stock_runs(shop: Any, kernel: Any, other_kernel: Any, axes: dict[str, int]) -> None:
+    publish_range(shop, kernel, other_kernel)
     decision = decide_in(shop, ask(shop, axes=axes))
     assert decision.solution is None
     assert "outside the measured range" in decision.evidence.reason
 
 
-def test_another_shape_than_the_measured_one_needs_an_envelope(shop: Any, kernel: Any, rival: Any) -> None:
-    publish_range(shop, kernel, rival, envelope_cases=None)
+def test_another_shape_than_the_measured_one_needs_fuzz_cases(shop: Any, kernel: Any, other_kernel: Any) -> None:
+    publish_range(shop, kernel, other_kernel, envelope_cases=None)
     assert decide_in(shop, ask(shop, axes={"M": 1, "N": 8})).solution is not None
     decision = decide_in(shop, ask(shop, axes={"M": 2, "N": 8}))
     assert decision.solution is None
-    assert "without an envelope" in reasons(decision)["scale_rows_kernel"]
+    assert "without fuzz cases" in reasons(decision)["scale_rows_kernel"]
 
 
 def test_a_request_is_judged_at_its_own_axes_not_at_the_measured_ones(shop: Any) -> None:
@@ -188,37 +188,43 @@ def test_a_request_is_judged_at_its_own_axes_not_at_the_measured_ones(shop: Any)
     assert decide_in(shop, ask(shop, axes={"M": 5, "N": 8})).solution is None
 
 
-def test_a_tie_inside_noise_goes_to_the_incumbent(shop: Any, kernel: Any, rival: Any) -> None:
-    publish(shop, [shop.candidate(kernel, 10.0), shop.candidate(rival, 10.05)])
+def test_a_tie_inside_noise_goes_to_what_is_serving(shop: Any, kernel: Any, other_kernel: Any) -> None:
+    publish(shop, [shop.candidate(kernel, 10.0), shop.candidate(other_kernel, 10.05)])
     picked = decide_in(shop, ask(shop)).solution
     assert picked is not None
     assert picked.name == "scale_rows_kernel"
-    decision = decide_in(shop, ask(shop, incumbent="scale_rows_rival"))
+    decision = decide_in(shop, ask(shop, serving="scale_rows_other"))
     assert decision.solution is not None
-    assert decision.solution.name == "scale_rows_rival"
-    assert "inside noise of the incumbent" in reasons(decision)["scale_rows_kernel"]
+    assert decision.solution.name == "scale_rows_other"
+    assert "inside noise of what is serving" in reasons(decision)["scale_rows_kernel"]
 
 
-def test_a_tie_without_an_incumbent_goes_to_what_is_launched_soonest(shop: Any, kernel: Any, rival: Any) -> None:
+def test_a_tie_without_what_is_serving_goes_to_what_is_launched_soonest(
+    shop: Any, kernel: Any, other_kernel: Any
+) -> None:
     slow_host = shop.candidate(kernel, 10.0, host_us=25.0)
-    publish(shop, [slow_host, shop.candidate(rival, 10.05, host_us=11.0)])
+    publish(shop, [slow_host, shop.candidate(other_kernel, 10.05, host_us=11.0)])
     decision = decide_in(shop, ask(shop))
     assert decision.solution is not None
-    assert decision.solution.name == "scale_rows_rival"
+    assert decision.solution.name == "scale_rows_other"
     assert "25.0 us of host time a call against 11.0 us" in reasons(decision)["scale_rows_kernel"]
-    publish(shop, [slow_host, shop.candidate(rival, 10.4, host_us=11.0)])  # slower on the device by more than noise
-    assert "slower: 10.40 us against 10.00 us" in reasons(decide_in(shop, ask(shop)))["scale_rows_rival"]
+    publish(
+        shop, [slow_host, shop.candidate(other_kernel, 10.4, host_us=11.0)]
+    )  # slower on the device by more than noise
+    assert "slower: 10.40 us against 10.00 us" in reasons(decide_in(shop, ask(shop)))["scale_rows_other"]
 
 
 def test_kernels_closer_than_two_processes_agree_are_a_tie_however_narrow_their_intervals(
-    shop: Any, kernel: Any, rival: Any
+    shop: Any, kernel: Any, other_kernel: Any
 ) -> None:
     sure = {"ci_low_us": 5.2, "ci_high_us": 5.2}
-    publish(shop, [shop.candidate(kernel, 5.0, ci_low_us=5.0, ci_high_us=5.0), shop.candidate(rival, 5.2, **sure)])
-    for incumbent in ("scale_rows_kernel", "scale_rows_rival"):
-        picked = decide_in(shop, ask(shop, incumbent=incumbent)).solution
+    publish(
+        shop, [shop.candidate(kernel, 5.0, ci_low_us=5.0, ci_high_us=5.0), shop.candidate(other_kernel, 5.2, **sure)]
+    )
+    for serving in ("scale_rows_kernel", "scale_rows_other"):
+        picked = decide_in(shop, ask(shop, serving=serving)).solution
         assert picked is not None
-        assert picked.name == incumbent
+        assert picked.name == serving
 
 
 @pytest.mark.parametrize(("host_us", "served"), [(26.0, True), (28.0, False), (None, True)])
@@ -247,9 +253,11 @@ def test_a_kernel_that_keeps_the_device_busy_may_take_its_time_to_launch(shop: A
     ],
 )
 def test_in_compiled_code_a_kernel_must_beat_what_the_compiler_would_make(
-    latency_us: float, generated_us: float | None, reason: str | None, shop: Any, kernel: Any, rival: Any
+    latency_us: float, generated_us: float | None, reason: str | None, shop: Any, kernel: Any, other_kernel: Any
 ) -> None:
-    generated = [shop.candidate(rival, generated_us, role="baseline", provides="compile")] if generated_us else []
+    generated = (
+        [shop.candidate(other_kernel, generated_us, role="baseline", provides="compile")] if generated_us else []
+    )
     publish(shop, [shop.candidate(kernel, latency_us), *generated])
     found = not_in_compiled_code(decide_in(shop, ask(shop)))
     assert (found is None) == (reason is None)
@@ -262,34 +270,49 @@ def test_what_stock_code_serves_stays_stock_in_compiled_code(shop: Any, kernel: 
     assert "no verified solution is faster" in str(not_in_compiled_code(decide_in(shop, ask(shop))))
 
 
-def test_a_few_microseconds_of_the_host_decide_no_tie(shop: Any, kernel: Any, rival: Any) -> None:
-    publish(shop, [shop.candidate(kernel, 10.0, host_us=15.0), shop.candidate(rival, 10.05, host_us=11.0)])
+def test_a_few_microseconds_of_the_host_decide_no_tie(shop: Any, kernel: Any, other_kernel: Any) -> None:
+    publish(shop, [shop.candidate(kernel, 10.0, host_us=15.0), shop.candidate(other_kernel, 10.05, host_us=11.0)])
     picked = decide_in(shop, ask(shop)).solution
     assert picked is not None
     assert picked.name == "scale_rows_kernel"
 
 
-def test_an_incumbent_slower_than_noise_loses(shop: Any, kernel: Any, rival: Any) -> None:
-    publish(shop, [shop.candidate(kernel, 10.0), shop.candidate(rival, 10.5)])
-    decision = decide_in(shop, ask(shop, incumbent="scale_rows_rival"))
+def test_what_is_serving_slower_than_noise_loses(shop: Any, kernel: Any, other_kernel: Any) -> None:
+    publish(shop, [shop.candidate(kernel, 10.0), shop.candidate(other_kernel, 10.5)])
+    decision = decide_in(shop, ask(shop, serving="scale_rows_other"))
     assert decision.solution is not None
     assert decision.solution.name == "scale_rows_kernel"
 
 
-def test_a_continuous_scalar_need_not_match_but_the_equal_one_is_preferred(shop: Any, kernel: Any, rival: Any) -> None:
+def test_a_continuous_scalar_need_not_match_but_the_equal_one_is_preferred(
+    shop: Any, kernel: Any, other_kernel: Any
+) -> None:
     shop.publish(
         [
             shop.entry("scale_rows", {"M": 4, "N": 8}, [shop.candidate(files)], scalars={"eps": eps})
-            for files, eps in ((kernel, 1e-5), (rival, 1e-6))
+            for files, eps in ((kernel, 1e-5), (other_kernel, 1e-6))
         ],
         gpu="h200",
     )
-    chosen = {eps: decide_in(shop, ask(shop, scalars={"eps": eps})).solution for eps in (1e-5, 1e-6, 0.5)}
+    chosen = {eps: decide_in(shop, ask(shop, scalars={"eps": eps})).solution for eps in (1e-5, 1e-6, 5e-6)}
     assert {eps: files.name for eps, files in chosen.items() if files} == {
         1e-5: "scale_rows_kernel",
-        1e-6: "scale_rows_rival",
-        0.5: "scale_rows_kernel",
+        1e-6: "scale_rows_other",
+        5e-6: "scale_rows_kernel",
     }
+
+
+def test_a_scalar_is_served_only_inside_the_range_that_was_verified(shop: Any, kernel: Any) -> None:
+    candidate = shop.candidate(kernel)
+    entry = shop.entry("scale_rows", {"M": 4, "N": 8}, [candidate], scalars={"eps": 1e-5})
+    shop.publish([entry], gpu="h200")
+    assert decide_in(shop, ask(shop, scalars={"eps": 1e-5})).solution is not None
+    refused = decide_in(shop, ask(shop, scalars={"eps": 1e-4}))
+    assert refused.solution is None
+    assert "eps=0.0001 is outside the verified range 1e-05..1e-05" in refused.rejected[0].reason
+    ranged = {**candidate, "scalar_ranges": {"eps": [1e-8, 1e-3]}}
+    shop.publish([{**entry, "candidates": [ranged]}], gpu="h200")
+    assert decide_in(shop, ask(shop, scalars={"eps": 1e-4})).solution is not None
 
 
 def test_a_scalar_that_selects_code_must_match(shop: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from tilegym_db.cli import explain
+from tilegym_db.cli import explain, pairs
 
 POINT = ["scale_rows", "--axes", "M=4,N=8", "--dtype", "T=float32", "--gpu", "cpu"]
 
@@ -27,9 +28,11 @@ def test_the_table_shows_the_pick_and_every_reason(shop: Any, publish_kernel: Ca
     result = run(*POINT, "--scalar", "eps=1e-5")
     assert result.exit_code == 0
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
-    assert any(line.startswith("picked scale_rows_kernel python BIAS=1 50 1.5 1.45 fastest verified") for line in lines)
-    assert any(line.startswith("scale_rows_stock") and "role baseline (stock)" in line for line in lines)
-    assert any(line.startswith("never_measured") and "not in the table" in line for line in lines)
+    reasons = dict(itertools.pairwise(lines))  # a line -> the one below it
+    assert reasons["picked scale_rows_kernel python BIAS=1 50 1.5 1.45"].startswith("fastest verified")
+    assert "role baseline (stock)" in next(why for line, why in reasons.items() if line.startswith("scale_rows_stock"))
+    assert "not in the table" in next(why for line, why in reasons.items() if line.startswith("never_measured"))
+    assert max(map(len, result.stdout.splitlines())) <= 80
 
 
 def test_json_has_the_same_for_programs(shop: Any, publish_kernel: Callable[..., None]) -> None:
@@ -150,5 +153,5 @@ def test_an_unknown_definition_suggests_the_nearest(shop: Any) -> None:
     [("true", True), ("False", False), ("none", None), ("3", 3), ("1e-5", 1e-5), ("relu", "relu")],
 )
 def test_a_scalar_is_read_as_what_it_looks_like(text: str, value: object) -> None:
-    assert explain.parse_scalar(text) == value
-    assert type(explain.parse_scalar(text)) is type(value)
+    assert pairs.parse_scalar(text) == value
+    assert type(pairs.parse_scalar(text)) is type(value)

@@ -118,7 +118,7 @@ def test_a_kernel_for_scattered_sizes_never_serves_those_between(constraint: str
     assert all(decided(site, *inputs(length)) for length in found)
 
 
-def test_a_kernel_without_an_envelope_serves_its_measured_size_alone(attend: Any) -> None:
+def test_a_kernel_without_fuzz_cases_serves_its_measured_size_alone(attend: Any) -> None:
     kernel = add(attend, "first")
     publish(attend, (40, kernel, {"envelope_cases": 0}), (60, kernel, {"envelope_cases": 0}))
     site = call_site(attend.definition("attend"), attend.catalog)

@@ -5,30 +5,44 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from full_run import CHOSEN, select
 
 from tilegym_db.backends.jobs import CompileJob, CompileResult
-from tilegym_db.bench.session import benchmark
+from tilegym_db.bench.benchmark import benchmark
 from tilegym_db.catalog import Catalog
 from tilegym_db.cli.compile import compile_catalog
 from tilegym_db.records import TILE_LANGUAGES, Trace
+from tilegym_db.store.journal import read_journal
+from tilegym_db.store.refresh import shipped_traces
 
 CATALOG = Catalog.default()
 KERNELS = sorted(name for name, files in CATALOG.solutions.items() if files.record.spec.language in TILE_LANGUAGES)
 TRITON = [name for name in KERNELS if CATALOG.solutions[name].record.spec.language == "triton"]
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Parametrise over the shipped kernels that this run tries (tests/full_run.py)."""
+    for argument, names in (("kernel", KERNELS), ("triton_kernel", TRITON)):
+        if argument in metafunc.fixturenames:
+            metafunc.parametrize(argument, select(names, "solution", metafunc.config.stash[CHOSEN]))
+
+
 @pytest.fixture(scope="module")
-def compiled() -> dict[str, list[tuple[CompileJob, CompileResult]]]:
+def compiled(request: pytest.FixtureRequest) -> dict[str, list[tuple[CompileJob, CompileResult]]]:
     outcomes: dict[str, list[tuple[CompileJob, CompileResult]]] = {}
-    for job, result in compile_catalog(CATALOG, (), ("sm_90",)):
+    names = select(KERNELS, "solution", request.config.stash[CHOSEN])
+    for job, result in compile_catalog(CATALOG, names, ("sm_90",)):
         outcomes.setdefault(job.solution.name, []).append((job, result))
     return outcomes
 
 
 @pytest.fixture(scope="module")
-def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Trace]]:
+def interpreted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Trace]]:
     home: Path = tmp_path_factory.mktemp("home")
-    report = benchmark(gpu="cpu", language="triton", workload="tiny", quick=True, catalog=CATALOG, store_home=home)
+    names = tuple(select(TRITON, "solution", request.config.stash[CHOSEN]))
+    report = benchmark(
+        names, gpu="cpu", language="triton", workload="tiny", quick=True, catalog=CATALOG, store_home=home
+    )
     traces: dict[str, list[Trace]] = {}
     for trace in report.traces:
         traces.setdefault(trace.solution, []).append(trace)
@@ -37,19 +51,17 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Trac
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # of all of them, in the first one's fixture
-@pytest.mark.parametrize("name", KERNELS)
-def test_it_compiles_for_sm_90_in_every_dtype_it_declares(name: str, compiled: dict[str, list]) -> None:
-    results = [result for _, result in compiled[name]]
-    declared = CATALOG.solutions[name].record.spec.dtypes.get("T")
+def test_it_compiles_for_sm_90_in_every_dtype_it_declares(kernel: str, compiled: dict[str, list]) -> None:
+    results = [result for _, result in compiled[kernel]]
+    declared = CATALOG.solutions[kernel].record.spec.dtypes.get("T")
     assert len(results) == (3 if declared is None else len(declared))
     assert [result.status for result in results] == ["compiled"] * len(results), [result.log for result in results]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", TRITON)
-def test_it_passes_every_gate_in_the_interpreter(name: str, interpreted: dict[str, list[Trace]]) -> None:
-    traces = interpreted[name]
+def test_it_passes_every_gate_in_the_interpreter(triton_kernel: str, interpreted: dict[str, list[Trace]]) -> None:
+    traces = interpreted[triton_kernel]
     assert {(trace.tier, trace.status) for trace in traces} == {("interpreter", "PASSED")}, [t.reason for t in traces]
 
 
@@ -68,8 +80,7 @@ def test_every_verified_operator_has_a_kernel_in_each_language_and_backwards_and
 
 
 def test_the_published_traces_are_of_the_sources_that_are_shipped() -> None:
-    for path in sorted((CATALOG.roots[0] / "traces").glob("*/*/*.jsonl")):
-        for line in path.read_text().splitlines():
-            trace = Trace.from_json(line, path)
+    for path in shipped_traces(CATALOG):
+        for trace in read_journal(path).traces:
             assert trace.solution_digest == CATALOG.solution(trace.solution).digest, f"{trace.solution}: bench it again"
             assert trace.definition_digest == CATALOG.definition(trace.definition).digest

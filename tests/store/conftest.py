@@ -15,7 +15,9 @@ import pytest
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.records import Definition, Solution, Trace, Workload
 from tilegym_db.records.trace import new_trace_id
+from tilegym_db.store import snapshot
 from tilegym_db.store.connection import Store, open_store
+from tilegym_db.store.installation import signed_line
 from tilegym_db.store.journal import Journal
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -88,6 +90,13 @@ def write_catalog(root: Path) -> Path:
 def root(tmp_path: Path) -> Path:
     """The folder of a catalog of two definitions."""
     return write_catalog(tmp_path / "catalog")
+
+
+@pytest.fixture
+def shipped(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The catalog's folder, taken for the one that the package came with: its lock needs no signature."""
+    monkeypatch.setattr(snapshot, "shipped_root", lambda: root)
+    return root
 
 
 @pytest.fixture
@@ -168,8 +177,8 @@ class TraceWriter:
             "correctness": {"rel_fro": 0.001, "cases": 9} if status in ("PASSED", "INCORRECT_NUMERICAL") else None,
             "performance": {
                 "latency_us": latency_us,
-                "ci_low_us": latency_us * 0.99,
-                "ci_high_us": latency_us * 1.01,
+                "ci_low_us": round(latency_us * 0.99, 3),
+                "ci_high_us": round(latency_us * 1.01, 3),
                 "samples": 60,
                 "timer": "events",
                 "comparisons": comparisons,
@@ -192,13 +201,13 @@ def trace(catalog: Catalog) -> TraceWriter:
 
 
 @pytest.fixture
-def write_traces(tmp_path: Path) -> Callable[..., Path]:
-    """``write_traces(trace, ...)``: a JSONL file of them."""
+def write_traces(tmp_path: Path, home: Path) -> Callable[..., Path]:
+    """``write_traces(trace, ...)``: a JSONL file of them, signed as what was measured here is."""
     numbers = itertools.count()
 
     def write(*traces: Trace) -> Path:
         path = tmp_path / f"traces-{next(numbers)}.jsonl"
-        path.write_text("".join(trace.to_json() + "\n" for trace in traces))
+        path.write_bytes(b"".join(signed_line(home, trace.to_json()) for trace in traces))
         return path
 
     return write

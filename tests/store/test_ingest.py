@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -301,3 +302,16 @@ def test_a_rebuild_leaves_a_newer_store_and_an_open_one_alone(opened, home, cata
     with pytest.raises(StoreError, match="newer version"):
         rebuild(home, catalog=catalog)
     assert (home / "tilegym.duckdb").read_bytes() == before
+
+
+def test_a_fifo_among_the_journals_is_passed_over_and_one_that_is_given_is_refused(opened, home):
+    (home / "runs").mkdir(parents=True)
+    for folder, name in (("runs", "run.jsonl"), ("tuning", "run.jsonl"), ("peaks", "a.json"), ("model_runs", "a.json")):
+        (home / folder).mkdir(exist_ok=True)
+        os.mkfifo(home / folder / name)
+    with opened() as store:
+        assert ingest(store).files == 0
+        with pytest.raises(StoreError, match=r"run\.jsonl: it is no regular file\. Nothing was ingested"):
+            ingest(store, [home / "runs" / "run.jsonl"])
+    with pytest.raises(StoreError, match="it is no regular file"):
+        Journal("run", home)

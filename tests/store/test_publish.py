@@ -1,15 +1,19 @@
 from __future__ import annotations
 
-import json
 import shutil
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
 from tilegym_db.errors import NotFoundError, StoreError
+from tilegym_db.resolver import table as module_of_tables
+from tilegym_db.resolver.table import ResolverTable, load_table
 from tilegym_db.store.ingest import ingest
 from tilegym_db.store.journal import read_journal
 from tilegym_db.store.publish import publish, published_folder
 from tilegym_db.store.queries import publishable_rows
+from tilegym_db.store.snapshot import LOCK_NAME
 
 
 @pytest.fixture
@@ -44,15 +48,23 @@ def test_the_snapshot_holds_the_best_trace_per_solution_and_shape(opened, write_
     assert read_journal(folder / "activation" / "shift.jsonl").traces == (traces["shift"],)
 
 
-def test_the_resolver_table_lists_candidates_by_latency(opened, write_traces, traces, catalog, tmp_path):
+def table_of(root: Path, monkeypatch) -> ResolverTable:
+    """What the resolver reads of a folder that was published to."""
+    monkeypatch.setattr(module_of_tables, "home", lambda: root / "home")
+    monkeypatch.setattr(module_of_tables, "shipped_root", lambda: root)
+    table = load_table("h200")
+    assert table is not None
+    return table
+
+
+def test_the_resolver_table_lists_candidates_by_latency(opened, write_traces, traces, catalog, tmp_path, monkeypatch):
     with opened() as store:
         ingest(store, [write_traces(*traces.values())])
         publish(store, "h200", tmp_path)
-    table = json.loads((tmp_path / "traces" / "h200" / "resolver.json").read_text())
-    entries = table.pop("entries")
-    published = table.pop("published")
-    assert published.endswith("Z")
-    assert table == {"schema_version": 2, "gpu": "h200", "sm": "sm_90"}
+    table = table_of(tmp_path, monkeypatch)
+    assert table.published.endswith("Z")
+    assert (table.gpu, table.sm) == ("h200", "sm_90")
+    entries = [asdict(entry) for entry in table]
     assert [(entry["definition"], entry["axes"]["M"], len(entry["candidates"])) for entry in entries] == [
         ("scale", 1, 1),
         ("scale", 4096, 2),
@@ -60,6 +72,12 @@ def test_the_resolver_table_lists_candidates_by_latency(opened, write_traces, tr
     ]
     decode, prefill, _ = entries
     (candidate,) = decode.pop("candidates")
+    assert candidate.pop("figures") == {
+        "rel_fro": 0.001,
+        "worst_row_rel": None,
+        "matched_ratio": None,
+        "timer": "events",
+    }
     assert decode == {
         "definition": "scale",
         "definition_version": "1.0.0",
@@ -87,6 +105,8 @@ def test_the_resolver_table_lists_candidates_by_latency(opened, write_traces, tr
         "sandbox_level": 3,
         "trace_id": traces["decode"].trace_id,
         "envelope_cases": 0,
+        "scalar_ranges": None,
+        "origin": "local",
     }
     assert [(item["solution"], item["role"], item["provides"]) for item in prefill["candidates"]] == [
         ("scale_triton", "kernel", None),
@@ -103,7 +123,7 @@ def test_publishing_again_changes_nothing_and_a_new_result_only_what_it_touches(
         assert publish(store, "h200", tmp_path).written == ()
         ingest(store, [write_traces(trace("shift", kind="tilelang", latency_us=1.0))])
         written = publish(store, "h200", tmp_path).written
-    assert [path.name for path in written] == ["shift.jsonl", "resolver.json"]
+    assert [path.name for path in written] == ["shift.jsonl", LOCK_NAME]
 
 
 def test_what_was_published_fills_a_fresh_store(opened, write_traces, traces, root):
@@ -130,7 +150,9 @@ def test_a_file_with_nothing_verified_any_more_is_reported_and_kept(opened, writ
     assert leftover.is_file()
 
 
-def test_what_a_later_failure_took_back_is_published_no_more(opened, write_traces, traces, trace, tmp_path):
+def test_what_a_later_failure_took_back_is_published_no_more(
+    opened, write_traces, traces, trace, tmp_path, monkeypatch
+):
     with opened() as store:
         ingest(store, [write_traces(*traces.values())])
         publish(store, "h200", tmp_path)
@@ -140,13 +162,12 @@ def test_what_a_later_failure_took_back_is_published_no_more(opened, write_trace
     folder = tmp_path / "traces" / "h200"
     assert report.left_out["a later failure took the pass back"] == 1
     assert (report.entries, report.revocations, report.leftover) == (2, 1, ())
-    entries = json.loads((folder / "resolver.json").read_text())["entries"]
-    assert {entry["definition"] for entry in entries} == {"scale"}
+    assert {entry.definition for entry in table_of(tmp_path, monkeypatch)} == {"scale"}
     assert read_journal(folder / "activation" / "shift.jsonl").traces == (failure,)
 
 
 def test_a_store_that_has_the_older_snapshot_learns_what_was_taken_back(
-    opened, write_traces, traces, trace, root, home
+    shipped, opened, write_traces, traces, trace, root, home
 ):
     with opened() as store:
         ingest(store, [write_traces(*traces.values())])
@@ -165,14 +186,14 @@ def test_a_store_that_has_the_older_snapshot_learns_what_was_taken_back(
         assert elsewhere.rows(ids) == []
 
 
-def test_a_table_whose_last_pass_was_taken_back_is_emptied(opened, write_traces, trace, tmp_path):
+def test_a_table_whose_last_pass_was_taken_back_is_emptied(opened, write_traces, trace, tmp_path, monkeypatch):
     with opened() as store:
         ingest(store, [write_traces(trace())])
         publish(store, "h200", tmp_path)
         ingest(store, [write_traces(trace(status="INCORRECT_NUMERICAL"))])
         publish(store, "h200", tmp_path)
-        table = json.loads((tmp_path / "traces" / "h200" / "resolver.json").read_text())
-        assert (table["gpu"], table["sm"], table["entries"]) == ("h200", "sm_90", [])
+        table = table_of(tmp_path, monkeypatch)
+        assert (table.gpu, table.sm, list(table)) == ("h200", "sm_90", [])
         assert publish(store, "h200", tmp_path).written == ()
 
 
@@ -206,8 +227,8 @@ def test_a_store_behind_the_catalog_is_not_published(opened, write_traces, trace
         ingest(store, [write_traces(*traces.values())])
     with opened(read_only=True):
         shutil.rmtree(root / "solutions" / "norm" / "scale" / "scale_tilelang")
-        with opened(read_only=True) as behind, pytest.raises(StoreError, match="cannot publish: the catalog changed"):
-            publish(behind, "h200", tmp_path)
+        with opened(read_only=True) as outdated, pytest.raises(StoreError, match="cannot publish: the catalog changed"):
+            publish(outdated, "h200", tmp_path)
 
 
 def test_a_failed_publish_keeps_the_table_that_was_there(
@@ -216,7 +237,7 @@ def test_a_failed_publish_keeps_the_table_that_was_there(
     with opened() as store:
         ingest(store, [write_traces(*traces.values())])
         publish(store, "h200", tmp_path)
-        table = tmp_path / "traces" / "h200" / "resolver.json"
+        table = tmp_path / "traces" / "h200" / LOCK_NAME
         before = table.read_bytes()
         ingest(store, [write_traces(trace("shift", kind="tilelang", latency_us=1.0))])
         with file_size_limit(200), pytest.raises(StoreError, match=r"shift\.jsonl"):

@@ -9,12 +9,12 @@ from tilegym_db.store.ingest import ingest
 from tilegym_db.store.queries import (
     Promotable,
     best_rows,
-    contenders_of,
     count_unverified,
     done_keys,
     failed_screen,
     find_traces,
     leaderboard_rows,
+    likely_fastest_of,
     measured_gpus,
     promotable,
     publishable_rows,
@@ -106,14 +106,14 @@ def test_a_promotion_is_verified_and_an_interpreter_never():
 
 
 def test_the_newest_pass_counts_however_fast_an_older_one_was(filled, trace):
-    lucky, slower, rival = trace(latency_us=1.0), trace(latency_us=9.0), trace(kind="tilelang", latency_us=5.0)
+    lucky, slower, other = trace(latency_us=1.0), trace(latency_us=9.0), trace(kind="tilelang", latency_us=5.0)
     tuned, other_shape = trace(latency_us=8.0, config={"BLOCK_M": 4}), trace(m=1, latency_us=2.0)
-    with filled(rival, other_shape, slower, tuned, lucky) as store:
+    with filled(other, other_shape, slower, tuned, lucky) as store:
         assert {row["trace_id"] for row in store.rows("FROM verified")} == {
-            item.trace_id for item in (slower, rival, tuned, other_shape)
+            item.trace_id for item in (slower, other, tuned, other_shape)
         }
-        assert verified_ids(store) == [other_shape.trace_id, rival.trace_id, tuned.trace_id]
-        assert [row["trace_id"] for row in best_rows(store)] == [other_shape.trace_id, rival.trace_id]
+        assert verified_ids(store) == [other_shape.trace_id, other.trace_id, tuned.trace_id]
+        assert [row["trace_id"] for row in best_rows(store)] == [other_shape.trace_id, other.trace_id]
 
 
 def test_of_passes_at_the_same_instant_every_reader_sees_the_same_one(filled, trace):
@@ -344,7 +344,7 @@ def test_a_trace_is_found_by_the_start_of_its_id_with_what_it_counts_for(filled,
         assert find_traces(store, "no such trace") == []
 
 
-def test_contenders_are_the_fastest_and_whoever_another_host_might_have_found_faster(filled, trace, catalog):
+def test_the_likely_fastest_are_the_fastest_and_whoever_another_host_might_have_found_faster(filled, trace, catalog):
     traces = [
         trace(latency_us=12.1, kind="stock"),
         trace(latency_us=10.0, config={"B": 2}),
@@ -357,7 +357,7 @@ def test_contenders_are_the_fastest_and_whoever_another_host_might_have_found_fa
     ]
     large, small = (trace(m=m) for m in (4096, 1))
     with filled(*traces) as store:
-        assert contenders_of(store, "h200") == {
+        assert likely_fastest_of(store, "h200") == {
             (large.definition_digest, large.workload_uuid): [("scale_triton", {"B": 2}), ("scale_tilelang", {})],
             (small.definition_digest, small.workload_uuid): [("scale_stock", {}), ("scale_triton", {})],
         }

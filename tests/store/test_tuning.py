@@ -12,7 +12,9 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.errors import StoreError, UsageError
 from tilegym_db.store.ingest import ingest
 from tilegym_db.store.publish import publish
+from tilegym_db.store.snapshot import lock_folder
 from tilegym_db.store.tuning import TuningLog, TuningStep, read_tuning_steps
+from tilegym_db.store.tuning_set import decode_steps
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -109,8 +111,8 @@ def published(opened, root, trace, write_traces):
             ingest(store)
             ingest(store, [write_traces(trace())])
             publish(store, "h200", root)
-        lines = (root / "traces" / "h200" / "tuning.jsonl").read_text().splitlines()
-        return [TuningStep.from_json(line) for line in lines]
+        path = root / "traces" / "h200" / "norm" / "scale.tuning.jsonl"
+        return [TuningStep.from_dict(item) for item in decode_steps(path.read_bytes(), path)]
 
     return now
 
@@ -137,7 +139,7 @@ def test_publishing_keeps_what_others_published_and_changes_nothing_the_second_t
         assert publish(store, "h200", root).written == ()
 
 
-def test_a_search_that_was_published_counts_on_another_machine(searched, published, tmp_path, root):
+def test_a_search_that_was_published_counts_on_another_machine(shipped, searched, published, tmp_path, root):
     made = searched(1)
     published()
     elsewhere = tmp_path / "elsewhere"
@@ -164,8 +166,10 @@ def test_sql_tells_how_far_a_search_went_and_what_leads(searched, opened, root):
         "definition": "scale",
         "op_type": "norm",
         "gpu": "h200",
+        "gpu_family": "h200",
         "solution": "scale_triton",
         "language": "triton",
+        "origin": "local",
         "axes_key": "M=4096,N=4096",
         "dtypes_key": "T=bfloat16",
         "config": '{"BLOCK":1}',
@@ -213,13 +217,16 @@ def test_steps_of_a_source_that_changed_leave_the_view_and_the_file(
         ingest(store, [write_traces(trace(kind="tilelang"))])
         assert store.rows("FROM searches") == []
         publish(store, "h200", root)
-    assert (root / "traces" / "h200" / "tuning.jsonl").read_text() == ""
+    assert not (root / "traces" / "h200" / "norm" / "scale.tuning.jsonl").exists()
 
 
-def test_a_published_step_without_a_time_zone_is_no_step(searched, published, tmp_path, root):
+def test_steps_of_before_there_were_sets_are_read_and_one_without_a_time_zone_is_none(
+    shipped, searched, tmp_path, root
+):
     made = searched(1)
-    published()
     path = root / "traces" / "h200" / "tuning.jsonl"
-    naive = path.read_text().replace(made.to_dict()["timestamp"], "2026-01-01T00:00:09")
-    path.write_text(path.read_text() + naive)
+    path.parent.mkdir(parents=True)
+    naive = made.to_json().replace(made.to_dict()["timestamp"], "2026-01-01T00:00:09")
+    path.write_text(f"{made.to_json()}\n{naive}\n")
+    lock_folder(path.parent, tmp_path, gpu="h200", sm="sm_90", published="2026")
     assert read_tuning_steps(tmp_path / "elsewhere", "h200", Catalog((root,))) == [made]

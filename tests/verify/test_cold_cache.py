@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from tilegym_db.errors import HardwareError
-from tilegym_db.verify.sandbox.timing import BlockTimer
+from tilegym_db.verify.worker.timing import BlockTimer
 
 pytestmark = pytest.mark.gpu
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilegym_db.verify.gates import OutputVerdict, check_output, must_be_exact, relative_error
-from tilegym_db.verify.tolerance import LIMITS
+from tilegym_db.records.tolerance import LIMITS
+from tilegym_db.verify.gates import OutputVerdict, check_output, is_well_conditioned, must_be_exact, relative_error
 
 
 def judge(
@@ -418,3 +418,39 @@ def test_four_bit_codes_are_compared_one_by_one():
     assert (verdict.gate, verdict.index) == ("codes", (7, 18))
     assert (verdict.expected, verdict.got) == ("1.5", "3")
     assert judge(packed(3, 2), codes, "float4_e2m1").gate == "codes"  # another sign
+
+
+def probabilities(rows: int = 8, columns: int = 4096) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    scores = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+    scores[:, 0] = 18.0  # one that takes nearly everything, as a sure model's does
+    return torch.softmax(scores, dim=-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_small_probabilities_that_are_cut_to_zero_are_seen_where_no_norm_sees_them(dtype):
+    truth, limits = probabilities(), LIMITS[str(dtype).removeprefix("torch.")]
+    right = truth.to(dtype)
+    cut = torch.where(right < 1e-3 * right.amax(), 0, right) if dtype == torch.bfloat16 else right * 1.0002
+    conditioned = is_well_conditioned(right, truth, limits)
+    assert conditioned
+    assert check_output("out", right, truth, limits, conditioned=conditioned).passed
+    if dtype == torch.bfloat16:
+        assert check_output("out", cut, truth, limits).passed, "another gate sees it, and this one is not needed"
+    verdict = check_output("out", cut, truth, limits, conditioned=conditioned)
+    assert not verdict.passed
+
+
+def test_elements_of_any_operator_that_are_cut_to_zero_are_counted():
+    truth = torch.randn(64, 4096, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    truth[:, 0] = 1024.0  # so that a row's rms is 16
+    right = truth.bfloat16()
+    cut = torch.where(right.abs() < 0.15, 0, right)
+    assert check_output("out", cut, truth, LIMITS["bfloat16"]).passed
+    assert check_output("out", cut, truth, LIMITS["bfloat16"], conditioned=True).gate == "relative"
+
+
+def test_a_sum_that_cancels_is_not_judged_by_the_size_of_what_is_left():
+    a, b = (torch.randn(64, 256, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    truth = a.double() @ b.double().T
+    assert not is_well_conditioned(a @ b.T, truth, LIMITS["float32"])

@@ -8,14 +8,15 @@ import torch
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Workload
-from tilegym_db.verify.inputs import DISTRIBUTIONS, PLANTED, Case, draw_inputs
+from tilegym_db.verify.inputs import CONTENTS, DISTRIBUTIONS, PLANTED, Case, draw_inputs
+from tilegym_db.verify.variation import styles_of, vary_scalars
 
 
 def case(distribution: str = "normal", seed: int = 1, dtype: str = "float32", **axes: int) -> Case:
     return Case(axes or {"M": 64, "N": 128}, {"T": dtype}, {"factor": 2.0}, distribution=distribution, seed=seed)
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("distribution", CONTENTS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_same_seed_draws_the_same_contents_and_another_seed_others(distribution, dtype, operator):
     definition = operator()
@@ -100,11 +101,58 @@ def test_only_special_values_that_the_operator_is_defined_for_are_planted(specia
     assert planted == found
 
 
-def test_a_vector_keeps_its_own_contents_in_every_set_but_the_exact_one(operator):
-    drawn = {name: draw_inputs(operator(), case(name), "cpu")["weight"] for name in DISTRIBUTIONS}
-    integers = drawn.pop("small_integers")
-    assert all(torch.equal(drawn["normal"], weight) for weight in drawn.values())
+def test_a_vector_is_of_another_kind_from_seed_to_seed_and_plain_where_rows_must_not_drown(operator):
+    def weight(distribution: str, seed: int) -> torch.Tensor:
+        return draw_inputs(operator(), case(distribution, seed), "cpu")["weight"]
+
+    assert all(0.5 < weight("normal", seed).std() < 1.5 for seed in range(20))
+    spread = [float(weight("row_scale", seed).abs().max()) for seed in range(40)]
+    assert min(spread) < 0.1
+    assert max(spread) > 50
+    integers = weight("small_integers", 1)
     assert torch.equal(integers, integers.round())
+
+
+@pytest.mark.parametrize(
+    ("contents", "holds"),
+    [
+        ("tiny", lambda x: x.abs().max() < 0.2),
+        ("large", lambda x: x.abs().max() > 20),
+        ("shifted", lambda x: x.mean().abs() > 3 * x.std()),
+        ("channels", lambda x: x.abs().amax(0).max() > 2.5 * x.abs().amax(0).median()),
+        ("sparse", lambda x: (x == 0).float().mean() > 0.8 and (x == 0).all(dim=1).any()),
+        ("sorted_rows", lambda x: (x.diff(dim=1) >= 0).all() or (x.diff(dim=1) <= 0).all()),
+    ],
+)
+def test_ranges_are_what_their_names_say(contents, holds, operator):
+    for seed in range(10):
+        assert holds(draw_inputs(operator(), case(contents, seed), "cpu")["x"])
+
+
+def test_at_most_one_input_of_a_call_is_loud_and_noise_takes_part(operator):
+    tensor = {"shape": ["M", "N"], "dtype": "T"}
+    generators = {"y": {"kind": "normal"}}
+    definition = operator(
+        "return x + y", inputs={"x": tensor, "y": tensor}, input_generators=generators, self_test=None
+    )
+    loud: set[str] = set()
+    for seed in range(20):
+        styles = styles_of(definition, "large", seed)
+        assert sorted(styles.values()) == ["large", "normal"]
+        loud |= {name for name, style in styles.items() if style == "large"}
+    assert loud == {"x", "y"}
+    assert styles_of(definition, "row_scale", 1)["y"] == "normal"
+    assert {styles_of(definition, "tiny", seed)["y"] for seed in range(5)} == {"tiny"}
+
+
+def test_continuous_scalars_are_varied_over_decades_and_grow_only_where_contents_are_no_challenge(operator):
+    def factors(distribution: str) -> list[float]:
+        return [vary_scalars(operator(), {"factor": 2.0}, distribution, seed)["factor"] for seed in range(200)]
+
+    assert min(factors("normal")) < 0.01
+    assert max(factors("normal")) > 100
+    assert max(factors("row_scale")) == 2.0
+    assert set(factors("small_integers")) == {2.0}
 
 
 def test_only_the_case_of_small_integers_is_exact():
@@ -151,12 +199,19 @@ def test_rotary_tables_are_of_one_angle_each(operator):
         cost=None,
         self_test=None,
     )
-    drawn = draw_inputs(definition, replace(case(M=5, N=8), dtypes={}), "cpu")
-    assert torch.allclose(drawn["cos"] ** 2 + drawn["sin"] ** 2, torch.ones(5, 8))
-    assert torch.equal(drawn["cos"][:, :4], drawn["cos"][:, 4:])
-    angles = torch.atan2(drawn["sin"], drawn["cos"])
-    assert torch.allclose(angles[:, 1].diff() % math.tau, torch.tensor(0.1), atol=1e-6)
-    assert not torch.allclose(drawn["cos"][0], torch.ones(8))  # position 0 would rotate nothing
+    starts, bases, squares = set(), set(), set()
+    for seed in range(40):
+        drawn = draw_inputs(definition, replace(case(seed=seed, M=5, N=8), dtypes={}), "cpu")
+        square = drawn["cos"].double() ** 2 + drawn["sin"].double() ** 2
+        assert torch.allclose(square, square[0, 0].expand(5, 8))
+        assert torch.equal(drawn["cos"][:, :4], drawn["cos"][:, 4:])
+        angles = torch.atan2(drawn["sin"], drawn["cos"])
+        starts.add(round(float(angles[0, 0]), 4))
+        bases.add(round(float(angles[:, 1].diff()[-1] % math.tau), 4))
+        squares.add(round(float(square[0, 0]), 3))
+    assert len(starts) > 15, "positions are the same from call to call"
+    assert len(bases) > 2
+    assert {1.0, 1.96} <= squares, "cos**2 + sin**2 is no 1 in every model"
 
 
 def test_an_axis_of_size_zero_gives_empty_tensors(operator):

@@ -1,4 +1,4 @@
-"""The supervisor's end of the channel against a process at the other end that does not behave."""
+"""The harness's end of the channel against a process at the other end that does not behave."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tilegym_db.verify.sandbox.process import WorkerDied, WorkerProcess, WorkerTimeout
-from tilegym_db.verify.sandbox.processes import stolen_us
+from tilegym_db.confinement.processes import stolen_us
+from tilegym_db.verify.worker.process import WorkerDied, WorkerProcess, WorkerTimeout
 
 
 def test_an_answer_with_the_right_id_is_believed(peer):
@@ -117,7 +117,7 @@ def test_open_files_go_with_a_request(peer, tmp_path):
     assert (tmp_path / "out").read_bytes() == b"written by the worker"
 
 
-def test_a_worker_cannot_give_the_supervisor_open_files(peer):
+def test_a_worker_cannot_give_the_harness_open_files(peer):
     before = len(os.listdir("/proc/self/fd"))
     body = 'line = json.dumps({"id": request["id"], "ok": True}).encode() + b"\\n"\n'
     worker = peer(body + "socket.send_fds(channel, [line], [0, 1, 2])")
@@ -163,10 +163,10 @@ def test_closing_a_worker_leaves_nothing_and_can_be_done_twice(peer):
     assert not worker.folder.exists()
 
 
-def test_a_worker_whose_keeper_was_killed_is_gone_too(peer):
-    worker: WorkerProcess = peer("answer(keeper=os.getppid(), worker=os.getpid())")
+def test_a_worker_whose_supervisor_was_killed_is_gone_too(peer):
+    worker: WorkerProcess = peer("answer(supervisor=os.getppid(), worker=os.getpid())")
     ids = worker.request("call", timeout_s=10).content
-    os.kill(ids["keeper"], signal.SIGKILL)
+    os.kill(ids["supervisor"], signal.SIGKILL)
     with pytest.raises(WorkerDied):
         worker.request("call", timeout_s=10)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilegym_db.verify.sandbox.protocol import MAX_LINE, Channel, ProtocolError, decode, encode
+from tilegym_db.verify.worker.protocol import MAX_LINE, Channel, ProtocolError, decode, encode
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 values = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10)
@@ -51,7 +51,7 @@ def test_a_line_that_is_no_message_says_why(line, message):
 
 @pytest.fixture
 def ends() -> Iterator[tuple[socket.socket, Channel]]:
-    """The supervisor's socket and the worker's channel."""
+    """The harness's socket and the worker's channel."""
     here, there = socket.socketpair()
     with here, contextlib.closing(Channel(there.detach())) as channel:
         yield here, channel
@@ -84,12 +84,12 @@ def test_garbage_on_the_channel_is_refused_or_a_message_and_nothing_else(garbage
 
 
 def test_descriptors_go_with_the_request_that_they_came_with(ends, tmp_path):
-    supervisor, worker = ends
+    harness, worker = ends
     requests = []
     with (tmp_path / "file").open("w+b", buffering=0) as file:
         file.write(b"content")
         for number, descriptors in enumerate(([], [file.fileno()] * 2, [])):
-            socket.send_fds(supervisor, [encode({"id": number})], descriptors)
+            socket.send_fds(harness, [encode({"id": number})], descriptors)
             requests.append(worker.receive()["descriptors"])
     assert [len(descriptors) for descriptors in requests] == [0, 2, 0]
     assert [os.pread(descriptor, 10, 0) for descriptor in requests[1]] == [b"content"] * 2
@@ -99,6 +99,6 @@ def test_descriptors_go_with_the_request_that_they_came_with(ends, tmp_path):
 
 
 def test_a_request_cannot_pass_descriptors_off_as_its_content(ends):
-    supervisor, worker = ends
-    supervisor.sendall(encode({"id": 1, "descriptors": [0, 1, 2]}))
+    harness, worker = ends
+    harness.sendall(encode({"id": 1, "descriptors": [0, 1, 2]}))
     assert worker.receive()["descriptors"] == []

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tilegym_db.records import Trace
 from tilegym_db.records.trace import clip_log
-from tilegym_db.verify.sandbox.protocol import ProtocolError, decode, encode
-from tilegym_db.verify.sandbox.reply import Reply, storable
+from tilegym_db.verify.worker.protocol import ProtocolError, decode, encode
+from tilegym_db.verify.worker.reply import Reply, storable
 
 EXAMPLES = settings(max_examples=150)
 

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tilegym_db.verify.sandbox.levels import best_level
-from tilegym_db.verify.sandbox.process import WorkerDied, WorkerProcess
-from tilegym_db.verify.sandbox.spec import Confinement, WorkerSpec
+from tilegym_db.confinement.spec import Confinement, WorkerSpec
+from tilegym_db.verify.worker.process import WorkerDied, WorkerProcess, best_level
 
 # What takes a part of the kernel away from a process and from all that it starts.
 NO_CAPABILITIES = """
-from tilegym_db.verify.sandbox.system_calls import drop_capabilities, forgo_capabilities
+from tilegym_db.confinement.system_calls import drop_capabilities, forgo_capabilities
 import contextlib
 with contextlib.suppress(Exception):
     forgo_capabilities()
@@ -23,14 +22,14 @@ drop_capabilities()
 """
 NO_LANDLOCK = """
 import errno
-from tilegym_db.verify.sandbox import seccomp
-from tilegym_db.verify.sandbox.system_calls import prctl
+from tilegym_db.confinement import seccomp
+from tilegym_db.confinement.system_calls import prctl
 seccomp._plain_rules = lambda options: [(("landlock_create_ruleset",), errno.ENOSYS)]
 prctl(38, 1)
 seccomp.install_filter(seccomp.FilterOptions(shared_processes=False))
 """
 REPORT = """
-from tilegym_db.verify.sandbox.levels import best_level
+from tilegym_db.verify.worker.process import best_level
 sandbox = best_level("cpu")
 print(sandbox.level, sandbox.description, *sandbox.reasons, sep="\\n")
 """
@@ -112,8 +111,8 @@ def test_where_a_level_is_refused_the_next_is_taken_and_the_reason_given(handica
     assert all("is not available" in text for text in reasons)
 
 
-def test_what_the_supervisor_asks_survives_the_pipe():
-    from tilegym_db.verify.sandbox.bounds import ResourceBounds
+def test_what_the_harness_asks_survives_the_pipe():
+    from tilegym_db.confinement.bounds import ResourceBounds
 
     spec = WorkerSpec(
         Confinement(3, own_user=False, proc_writes="none", unix_sockets=True),
@@ -130,7 +129,7 @@ def test_what_the_supervisor_asks_survives_the_pipe():
     assert "\n" not in spec.to_json()
 
 
-def test_a_folder_of_the_supervisor_on_the_way_to_the_worker_shows_nothing_else(peer, tmp_path: Path, offered_level):
+def test_a_folder_of_the_harness_on_the_way_to_the_worker_shows_nothing_else(peer, tmp_path: Path, offered_level):
     if offered_level < 3:
         pytest.skip("no level 3 here")
     tmp_path.chmod(0o700)

@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 
+from tilegym_db.confinement.grants import PACKAGE
+from tilegym_db.confinement.seccomp import FilterOptions, build_filter
+from tilegym_db.confinement.spec import Confinement
+from tilegym_db.confinement.system_calls import NUMBERS, PROCESSORS, this_processor
 from tilegym_db.paths import shipped_root
-from tilegym_db.verify.sandbox.grants import PACKAGE
-from tilegym_db.verify.sandbox.process import WorkerProcess
-from tilegym_db.verify.sandbox.seccomp import FilterOptions, build_filter
-from tilegym_db.verify.sandbox.spec import Confinement
-from tilegym_db.verify.sandbox.system_calls import MACHINES, NUMBERS, this_machine
+from tilegym_db.verify.worker.process import WorkerProcess
 
 # Evaluates expressions one by one and answers with what each raised, or with what it gave.
 EVALUATOR = """
@@ -48,9 +48,9 @@ while True:
 CONFINE_ONESELF = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-from tilegym_db.verify.sandbox.bounds import ResourceBounds
-from tilegym_db.verify.sandbox.confine import confine
-from tilegym_db.verify.sandbox.spec import Confinement, WorkerSpec
+from tilegym_db.confinement.bounds import ResourceBounds
+from tilegym_db.confinement.confine import confine
+from tilegym_db.confinement.spec import Confinement, WorkerSpec
 spec = WorkerSpec(Confinement(2), ResourceBounds.of_machine(), "cpu", sys.argv[2], 0)
 print(confine(spec, os.environ, None)["level"], os.getuid())
 try:
@@ -81,13 +81,13 @@ class Attempt:
     def answer(self, expression: str) -> Mapping[str, Any]:
         for name, value in self.places.items():
             expression = expression.replace(name, value)
-        numbers = {name: columns[this_machine().column] for name, columns in NUMBERS.items()}
+        numbers = {name: columns[this_processor().column] for name, columns in NUMBERS.items()}
         return self.worker.request("call", timeout_s=20, expression=expression, numbers=numbers).content
 
     @property
     def places(self) -> dict[str, str]:
         return {
-            "{supervisor}": str(os.getpid()),
+            "{harness}": str(os.getpid()),
             "{thread}": str(threading.get_native_id()),
             "{readable}": str(self.folder / "readable"),
             "{secret}": str(self.folder / "secret"),
@@ -115,7 +115,7 @@ def attempt(
     readable = folder / "readable"
     readable.mkdir(mode=0o755)
     (readable / "kernel.py").write_text("pass\n")
-    (folder / "secret").write_text("of the supervisor")
+    (folder / "secret").write_text("of the harness")
     script = write_peer(folder / "peer.py", EVALUATOR)
     worker = WorkerProcess("cpu", folder / "worker", level=confinement, script=script, readable=[readable])
     yield Attempt(worker, confinement.level, folder)
@@ -162,13 +162,13 @@ def test_what_solutions_and_compilers_need_is_allowed(attempt, expression):
         "os.listdir('{checkout}/definitions')",
         "os.listdir('{checkout}/traces')",
         "read('{checkout}/pyproject.toml')",
-        "read('/proc/{supervisor}/environ')",
-        "read('/proc/{supervisor}/mem')",
-        "read('/proc/{supervisor}/maps')",
-        "os.readlink('/proc/{supervisor}/fd/0')",
-        "read('/proc/{supervisor}/fd/0')",
-        "os.listdir('/proc/{supervisor}/root/')",
-        "os.readlink('/proc/{supervisor}/cwd')",
+        "read('/proc/{harness}/environ')",
+        "read('/proc/{harness}/mem')",
+        "read('/proc/{harness}/maps')",
+        "os.readlink('/proc/{harness}/fd/0')",
+        "read('/proc/{harness}/fd/0')",
+        "os.listdir('/proc/{harness}/root/')",
+        "os.readlink('/proc/{harness}/cwd')",
         "read('/proc/1/environ')",
         "read('/proc/kcore')",
         "read('/dev/kmsg')",
@@ -188,7 +188,7 @@ def test_what_solutions_and_compilers_need_is_allowed(attempt, expression):
         "os.open('/proc/sys/kernel/core_pattern', os.O_WRONLY)",
         "os.open('/proc/sysrq-trigger', os.O_WRONLY)",
         "os.open('/proc/sys/vm/drop_caches', os.O_WRONLY)",
-        "os.open('/proc/{supervisor}/oom_score_adj', os.O_WRONLY)",
+        "os.open('/proc/{harness}/oom_score_adj', os.O_WRONLY)",
         "os.open('/sys/power/state', os.O_WRONLY)",
         "os.mknod('device', 0o20600, os.makedev(1, 3))",
         "os.mkfifo('{outside}/pipe')",
@@ -202,21 +202,21 @@ def test_what_solutions_and_compilers_need_is_allowed(attempt, expression):
         "socket.socketpair()[0].connect('/run/any')",
         "socket.socketpair()[0].bind('here')",
         # other processes
-        "os.kill({supervisor}, 0)",
+        "os.kill({harness}, 0)",
         "os.kill(-1, 0)",
         "os.kill(1, 0)",
         "os.kill(os.getppid(), 0)",
-        "call('tgkill', {supervisor}, {thread}, 0)",
+        "call('tgkill', {harness}, {thread}, 0)",
         "call('tkill', {thread}, 0)",
-        "signal.pidfd_send_signal(os.pidfd_open({supervisor}), 0)",
-        "call('ptrace', 16, {supervisor}, 0, 0)",
-        "call('process_vm_readv', {supervisor}, 0, 0, 0, 0, 0)",
-        "call('process_vm_writev', {supervisor}, 0, 0, 0, 0, 0)",
-        "call('kcmp', {supervisor}, os.getpid(), 0, 0, 0)",
+        "signal.pidfd_send_signal(os.pidfd_open({harness}), 0)",
+        "call('ptrace', 16, {harness}, 0, 0)",
+        "call('process_vm_readv', {harness}, 0, 0, 0, 0, 0)",
+        "call('process_vm_writev', {harness}, 0, 0, 0, 0, 0)",
+        "call('kcmp', {harness}, os.getpid(), 0, 0, 0)",
         "call('pidfd_getfd', 0, 0, 0)",
-        "__import__('resource').prlimit({supervisor}, 7)",
-        "os.sched_setaffinity({supervisor}, {0})",
-        "os.setpriority(os.PRIO_PROCESS, {supervisor}, 5)",
+        "__import__('resource').prlimit({harness}, 7)",
+        "os.sched_setaffinity({harness}, {0})",
+        "os.setpriority(os.PRIO_PROCESS, {harness}, 5)",
         # the kernel
         "call('unshare', 0x10000000)",
         "call('clone', 0x10000000 | 17, 0, 0, 0, 0)",
@@ -330,7 +330,7 @@ def test_a_system_call_of_another_convention_ends_the_process(peer, confining_le
     assert peer(body, level=confining_level).request("call", timeout_s=20).content["status"] & 0x7F == 31  # SIGSYS
 
 
-@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES.keys())
+@pytest.mark.parametrize("machine", PROCESSORS.values(), ids=PROCESSORS.keys())
 def test_a_filter_jumps_only_forward_and_inside_itself(machine):
     program = build_filter(machine, FilterOptions(protected=(-1, 4711)))
     assert len(program) < 4096
@@ -341,7 +341,7 @@ def test_a_filter_jumps_only_forward_and_inside_itself(machine):
 
 
 def test_the_numbers_of_this_processor_are_those_of_its_headers():
-    column = this_machine().column
+    column = this_processor().column
     source = "".join(f"#ifdef __NR_{name}\n{name} __NR_{name}\n#endif\n" for name in NUMBERS)
     text = f"#include <asm/unistd.h>\n{source}"
     found = subprocess.run(["gcc", "-E", "-P", "-"], input=text, capture_output=True, text=True, check=True).stdout

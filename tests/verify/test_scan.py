@@ -76,6 +76,7 @@ CASES = {
         "import torch\ntorch.equal = lambda a, b: True", "class A:\n    def f(self): self.equal = 1"
     ),
     "private-member": Case("import torch\ntorch._tensor_str", "import torch\ntorch._check(True)"),
+    "unlisted-member": Case("import enum\nenum.bltns", "import enum\nenum.auto"),
     "class-factory": Case(
         "C = type('C', (), {})", "def f(x, y): return type(x) is type(y) or f'{type(x)}' or type(x).__name__"
     ),
@@ -532,7 +533,7 @@ def test_a_source_that_cannot_be_read_is_refused(content: bytes) -> None:
     ids=["doubling", "circular", "long"],
 )
 def test_aliases_made_to_confuse_take_no_time(text: str) -> None:
-    assert rules(scan(text)) <= {"unparsable-source"}
+    assert rules(scan(text)) <= {"unparsable-source", "unlisted-member"}
 
 
 # -- tile languages ---------------------------------------------------------------------------------------------------

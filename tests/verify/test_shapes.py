@@ -13,9 +13,9 @@ from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition, Solution
 from tilegym_db.records.layouts import layout_class
 from tilegym_db.verify.distributions import DISTRIBUTIONS, PLANTED, REFERENCE_MAY_FAIL
+from tilegym_db.verify.expected import expect
 from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.shapes import MAX_ELEMENTS, MAX_ROWS, SIZES, fuzz_cases, why_no_case
-from tilegym_db.verify.verifier import expect
 
 ANCHORS = ({"M": 1000, "N": 4096}, {"M": 48, "N": 1536})
 PADDED = {"x": "row_contiguous", "out": "row_contiguous"}
@@ -65,7 +65,7 @@ def test_every_second_case_takes_sizes_of_a_real_workload(seed, operator):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_full_envelope_meets_every_kind_of_size_contents_and_layout(seed, operator):
+def test_a_full_set_of_cases_meets_every_kind_of_size_contents_and_layout(seed, operator):
     definition = operator()
     cases = fuzz(definition, count=24, seed=seed, layouts=PADDED)
     assert {case.distribution for case in cases} == set(DISTRIBUTIONS)
@@ -84,7 +84,7 @@ def test_a_full_envelope_meets_every_kind_of_size_contents_and_layout(seed, oper
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_full_envelope_meets_most_contents_at_both_alignments(seed, operator):
+def test_a_full_set_of_cases_meets_most_contents_at_both_alignments(seed, operator):
     cases = fuzz(operator(), count=24, seed=seed, layouts=PADDED)
     met = {(case.distribution, case.offset) for case in cases}
     assert len(met) >= 0.8 * 2 * len(DISTRIBUTIONS)
@@ -95,7 +95,7 @@ def test_special_values_are_left_out_where_the_operator_is_not_defined_for_them(
     assert PLANTED not in {case.distribution for case in fuzz(operator(special_values=[]), count=24)}
 
 
-def test_one_case_of_a_full_envelope_is_empty_where_an_axis_may_be(operator):
+def test_one_case_of_a_full_set_of_cases_is_empty_where_an_axis_may_be(operator):
     cases = fuzz(operator(), count=24)
     assert [case.axes["M"] for case in cases].count(0) == 1
     assert all(case.axes["N"] for case in cases)  # the Definition forbids it
@@ -189,7 +189,7 @@ def test_a_shape_that_is_no_whole_number_is_left_out(operator):
 
 
 @pytest.mark.parametrize("name", sorted(CATALOG.solutions))
-def test_a_shipped_solution_gets_a_full_envelope_of_memory_that_does_not_overlap_in_no_time(name):
+def test_a_shipped_solution_gets_a_full_set_of_cases_of_memory_that_does_not_overlap_in_no_time(name):
     record = CATALOG.solution(name).record
     definition = CATALOG.definition(record.definition)
     anchors = [workload.axes for workload in CATALOG.workloads_for(definition.name)]

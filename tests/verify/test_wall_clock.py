@@ -1,4 +1,4 @@
-"""What a latency may claim, given how long the supervisor waited."""
+"""What a latency may claim, given how long the harness waited."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_true_latency_is_believed(latency_us, on_gpu):
 def test_a_latency_that_the_slope_contradicts_is_not_believed():
     problem = judge_latency(10.0, honest(100.0), on_gpu=True)
     assert problem is not None
-    assert "took 10 us by the worker's clock, but 100 us by the supervisor's (the slope" in problem
+    assert "took 10 us by the worker's clock, but 100 us by the harness's (the slope" in problem
 
 
 def test_dawdling_in_the_short_run_does_not_help():

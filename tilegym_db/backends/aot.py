@@ -12,9 +12,9 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 
+from tilegym_db.backends.compiler_process import CompilerProcess
 from tilegym_db.backends.jobs import DEFAULT_TIMEOUT_S, Artifact, CompileJob, CompileResult, CompileStatus
 from tilegym_db.backends.toolchains import TOOLCHAINS, toolchain_status
-from tilegym_db.backends.worker_process import WorkerProcess
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.solution import Tunable
@@ -96,7 +96,7 @@ def _unsupported(job: CompileJob) -> CompileResult | None:
 
 
 def _spec_reason(job: CompileJob) -> str | None:
-    """Why the Solution's declared envelope excludes the job, or None."""
+    """Why the Solution's declared limits exclude the job, or None."""
     return job.solution.record.unsupported(
         job.definition.bind_axes(job.workload.axes),
         job.definition.bind_dtypes(job.workload.dtypes),
@@ -120,7 +120,7 @@ class _Pool:
         self._stopped = False
         self._count = len(jobs)
         self._queues: dict[str, deque[tuple[int, CompileJob]]] = {}
-        self._workers: list[WorkerProcess] = []
+        self._workers: list[CompilerProcess] = []
         self._done: queue.Queue[tuple[int, CompileResult] | BaseException] = queue.Queue()
         for index, job in jobs:
             self._queues.setdefault(job.solution.record.spec.language, deque()).append((index, job))
@@ -153,14 +153,14 @@ class _Pool:
         except BaseException as error:  # a thread boundary: raised again in the caller's thread, with its traceback
             self._done.put(error)
 
-    def _new_worker(self) -> WorkerProcess | None:
+    def _new_worker(self) -> CompilerProcess | None:
         """A worker for the language with the most jobs left for each worker that it has; None where all are taken."""
         with self._lock:
             serving = Counter(worker.language for worker in self._workers)
             left = {name: len(queued) / (1 + serving[name]) for name, queued in self._queues.items() if queued}
             if self._stopped or not left:
                 return None
-            worker = WorkerProcess(max(left, key=lambda name: left[name]))
+            worker = CompilerProcess(max(left, key=lambda name: left[name]))
             self._workers.append(worker)
             return worker
 

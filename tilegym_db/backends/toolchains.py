@@ -6,6 +6,7 @@ is never changed behind their back: only :func:`prepare_environment`, which work
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -175,10 +176,16 @@ def _is_installed(package: str) -> bool:
         return False
 
 
+@functools.lru_cache(maxsize=64)
+def _installed_version(distribution: str) -> str:
+    """Read once: what is not installed yet is asked about again, what is imported already does not change."""
+    return importlib.metadata.version(distribution)
+
+
 def _version(distributions: tuple[str, ...]) -> str:
     for name in distributions:
         try:
-            return importlib.metadata.version(name)
+            return _installed_version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
     return ""

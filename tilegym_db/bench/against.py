@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tilegym_db.bench.history import History, Version
+from tilegym_db.bench.history import SourceHistory, Version
 from tilegym_db.bench.regression import RegressionRow, RowVerdict
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.errors import NotFoundError, RecordError, UsageError
@@ -99,13 +99,13 @@ def pairs_of_run(run_id: str, measured: Mapping[str, str], chosen: Sequence[Solu
 
 
 class _Histories:
-    """One :class:`History` for each root of the catalog."""
+    """One :class:`SourceHistory` for each root of the catalog."""
 
     def __init__(self) -> None:
-        self._known: dict[Path, History] = {}
+        self._known: dict[Path, SourceHistory] = {}
 
-    def of(self, solution: SolutionFiles) -> History:
+    def of(self, solution: SolutionFiles) -> SourceHistory:
         root = solution.folder.resolve().parents[3]
         if root not in self._known:
-            self._known[root] = History(root)
+            self._known[root] = SourceHistory(root)
         return self._known[root]

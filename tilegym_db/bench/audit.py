@@ -7,22 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+from tilegym_db.bench.buffer_pool import BufferPool
 from tilegym_db.bench.contents import WorkloadContents
-from tilegym_db.bench.member import Member
-from tilegym_db.bench.stage import Stage
+from tilegym_db.bench.runner import Runner
 from tilegym_db.records.hardware import CPU
 from tilegym_db.records.trace import Performance
 from tilegym_db.verify.ownership import Ownership, judge_ownership
-from tilegym_db.verify.sandbox.process import WorkerProcess, processors
 from tilegym_db.verify.verifier import Failure, judge, read_outputs
 from tilegym_db.verify.wall_clock import Elapsed, WallRun, alone_us, host_may_be_why, judge_latency
+from tilegym_db.verify.worker.environment import processors
+from tilegym_db.verify.worker.process import WorkerProcess
 
-__all__ = ["PROFILED_CALLS", "Referee", "audit_clock", "audit_ownership"]
+__all__ = ["PROFILED_CALLS", "AuditWorker", "audit_clock", "audit_ownership"]
 
 BUSY_US = (1_000.0, 4_000.0, 16_000.0)
 """How long the device may be kept busy before the calls of a wall-clock run, so that launching them hides behind it."""
 NULL_CALLS = 5
-REFEREE_TIMEOUT_S = 60.0
+AUDIT_TIMEOUT_S = 60.0
 
 PROFILED_CALLS = 2
 
@@ -34,14 +35,14 @@ PAUSE_S = 1.0
 """After the first attempt for which a CPU may have been too slow; twice that after the second, and so on."""
 
 
-def audit_ownership(member: Member, stage: Stage) -> Ownership | Failure:
+def audit_ownership(runner: Runner, pool: BufferPool) -> Ownership | Failure:
     """Profile a few calls and judge whose kernels ran; only on a GPU."""
     slots = range(PROFILED_CALLS)
-    stage.prepare(slots, poison=False)
-    used = member.profile(slots)
+    pool.prepare(slots, poison=False)
+    used = runner.profile(slots)
     if isinstance(used, Failure):
         return used
-    found = judge_ownership(member.solution.record, member.solution.sources, used)
+    found = judge_ownership(runner.solution.record, runner.solution.sources, used)
     return found if found.problem is None else Failure("REJECTED", found.problem, gate="ownership")
 
 
@@ -60,7 +61,7 @@ class _Slots:
         return range(self.calls, 4 * self.calls)
 
 
-class Referee:
+class AuditWorker:
     """A worker that never loads a Solution, and so has no reason to lie about what it costs to ask for nothing.
 
     It is asked right before each wall-clock run: how long the device is kept busy depends on its clock of the moment.
@@ -69,18 +70,18 @@ class Referee:
     def __init__(self, device: str, folder: Path) -> None:
         """Start the process, in the background."""
         self._device = device
-        self._worker = WorkerProcess(device, folder / "referee")
+        self._worker = WorkerProcess(device, folder / "audit_worker")
         self._ready = False
 
     def null_us(self, busy_us: float) -> list[float]:
         """Microseconds from asking to the answer, sorted, of a few requests with no call behind a device kept busy."""
         if not self._ready:
-            self._worker.request("prepare", timeout_s=REFEREE_TIMEOUT_S, profile=False)
+            self._worker.request("prepare", timeout_s=AUDIT_TIMEOUT_S, profile=False)
             self._ready = True
         times = []
         for _ in range(NULL_CALLS):
             start = time.perf_counter_ns()
-            self._worker.request("run", timeout_s=REFEREE_TIMEOUT_S, slots=[], busy_us=busy_us)
+            self._worker.request("run", timeout_s=AUDIT_TIMEOUT_S, slots=[], busy_us=busy_us)
             times.append((time.perf_counter_ns() - start) / 1e3)
         return sorted(times)
 
@@ -90,7 +91,7 @@ class Referee:
 
 
 def audit_clock(
-    member: Member, referee: Referee, stage: Stage, contents: WorkloadContents, performance: Performance
+    runner: Runner, audit_worker: AuditWorker, pool: BufferPool, contents: WorkloadContents, performance: Performance
 ) -> float | Failure:
     """Run the Solution on contents it never saw, by this process's clock, and check every output.
 
@@ -100,13 +101,13 @@ def audit_clock(
     problem: str | None = None
     excuses: list[str] = []
     for attempt in range(CLOCK_ATTEMPTS):
-        outcome = _run(member, referee, stage, contents, performance, attempt)
+        outcome = _run(runner, audit_worker, pool, contents, performance, attempt)
         if isinstance(outcome, Failure):
             return outcome
-        problem = judge_latency(performance.latency_us, outcome, on_gpu=member.device != CPU)
+        problem = judge_latency(performance.latency_us, outcome, on_gpu=runner.device != CPU)
         if problem is None:
             return max(outcome.slope_us, outcome.absolute_us, 0.0)
-        excuse = _excuse(member, stage, performance.latency_us, outcome) if member.device == CPU else ""
+        excuse = _excuse(runner, pool, performance.latency_us, outcome) if runner.device == CPU else ""
         if isinstance(excuse, Failure):
             return excuse
         if excuse:
@@ -119,11 +120,11 @@ def audit_clock(
     return Failure("REJECTED", problem, gate="wall clock")
 
 
-def _excuse(member: Member, stage: Stage, claimed_us: float, run: WallRun) -> str | Failure:
+def _excuse(runner: Runner, pool: BufferPool, claimed_us: float, run: WallRun) -> str | Failure:
     """What about this machine, rather than the Solution, may be why a run on a CPU refuted a claim; empty where nothing is."""
     if host_may_be_why(claimed_us, run):
         return f"{_MACHINE_SLOW}: its host ran something else on its processors. Repeat the command when it does less of that"
-    now_us = _latency_now(member, stage)
+    now_us = _latency_now(runner, pool)
     if isinstance(now_us, Failure):
         return now_us
     if judge_latency(now_us, run, on_gpu=False) is None:
@@ -134,34 +135,39 @@ def _excuse(member: Member, stage: Stage, claimed_us: float, run: WallRun) -> st
     return ""
 
 
-def _latency_now(member: Member, stage: Stage) -> float | Failure:
+def _latency_now(runner: Runner, pool: BufferPool) -> float | Failure:
     """What a call takes by the worker's clock right after a run that refuted what it said before; the mean, as of that run.
 
     One that lies says the same again. One that does not agrees with the run: then it is the machine that became slower.
     """
-    outcome = member.time_block(range(stage.slots // 4, stage.slots))
+    outcome = runner.time_block(range(pool.slots // 4, pool.slots))
     return outcome if isinstance(outcome, Failure) else fmean(outcome[0])
 
 
 def _run(
-    member: Member, referee: Referee, stage: Stage, contents: WorkloadContents, performance: Performance, attempt: int
+    runner: Runner,
+    audit_worker: AuditWorker,
+    pool: BufferPool,
+    contents: WorkloadContents,
+    performance: Performance,
+    attempt: int,
 ) -> WallRun | Failure:
-    slots = _Slots(stage.slots // 4)
+    slots = _Slots(pool.slots // 4)
     fresh = contents.fresh(attempt, 4 * slots.calls)
     if len(fresh) < 4 * slots.calls:
         return Failure("UNSUPPORTED", "the reference passes too few contents at this shape to check the clock on")
-    stage.fill_with(fresh)
-    busy_us = 0.0 if member.device == CPU else _busy_us(3 * slots.calls * (performance.host_us or 0.0))
-    null = referee.null_us(busy_us)
+    pool.fill_with(fresh)
+    busy_us = 0.0 if runner.device == CPU else _busy_us(3 * slots.calls * (performance.host_us or 0.0))
+    null = audit_worker.null_us(busy_us)
     elapsed: list[Elapsed] = []
     for part in (slots.short, slots.long):
-        outcome = member.run_calls(part, busy_us)
+        outcome = runner.run_calls(part, busy_us)
         # Whatever the worker says, the outputs must be there now.
-        found = [read_outputs(stage.arena, slot, member.definition) for slot in part]
+        found = [read_outputs(pool.buffers, slot, runner.definition) for slot in part]
         if isinstance(outcome, Failure):
             return outcome
         for slot, outputs in zip(part, found, strict=True):
-            judged = judge(member.definition, member.solution.record, fresh[slot], outputs)
+            judged = judge(runner.definition, runner.solution.record, fresh[slot], outputs)
             if isinstance(judged, Failure):
                 reason = f"wrong on contents that it had not seen before: {judged.reason}"
                 return Failure(
@@ -169,7 +175,7 @@ def _run(
                 )
         elapsed.append(outcome)
     short, long = elapsed
-    on_cpu = member.device == CPU
+    on_cpu = runner.device == CPU
     # On a busy CPU the median request waits its turn, which must not be taken off what the calls took.
     null_us = null[0] if on_cpu else null[len(null) // 2]
     return WallRun(
@@ -179,18 +185,18 @@ def _run(
         null_us,
         # One null call may meet a hiccup, as one attempt here may; a machine that is busy all the time proves nothing by it.
         noise_us=30.0 + min(null[-2] - null[0], MAX_SPREAD_US),
-        copies_us=_copying_us(member, stage),
+        copies_us=_copying_us(runner, pool),
         alone_us=alone_us(long, null_us, 3 * slots.calls, processors()) if on_cpu else None,
         unstolen_us=alone_us(long.unstolen, null_us, 3 * slots.calls, processors()) if on_cpu else None,
     )
 
 
-def _copying_us(member: Member, stage: Stage) -> float:
+def _copying_us(runner: Runner, pool: BufferPool) -> float:
     """What copying the values of a Solution that returns them may cost at most: a launch each and slow memory."""
-    if member.solution.record.spec.destination_passing_style:
+    if runner.solution.record.spec.destination_passing_style:
         return 0.0
-    launch_us, bytes_per_us = (5.0, 2e3) if member.device == CPU else (4.0, 1.5e6)
-    return sum(launch_us + 2 * plan.span / bytes_per_us for plan in stage.arena.plan.outputs)
+    launch_us, bytes_per_us = (5.0, 2e3) if runner.device == CPU else (4.0, 1.5e6)
+    return sum(launch_us + 2 * plan.span / bytes_per_us for plan in pool.buffers.plan.outputs)
 
 
 def _busy_us(host_us: float) -> float:

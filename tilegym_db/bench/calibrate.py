@@ -2,7 +2,7 @@
 
 The rates are timed with the clock that Solutions are timed with, and behind the same flush of the L2, so that whatever
 either adds is on both sides of a speed-of-light ratio. Each is the best of several calls, sizes and places in memory
-(where a block lies decides up to a tenth, ``docs/decisions/0007-one-shared-arena.md``): a peak is not a typical value.
+(where a block lies decides up to a tenth, ``docs/decisions/0007-shared-buffers.md``): a peak is not a typical value.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tilegym_db.bench.device_lock import timing_lock
 from tilegym_db.bench.machine import Machine
 from tilegym_db.bench.peak_calls import (
     GIB,
-    Candidate,
+    PeakCall,
     copy_candidates,
     empty_kernel,
     float32_precision,
@@ -29,7 +29,7 @@ from tilegym_db.bench.peak_calls import (
 from tilegym_db.bench.statistics import median
 from tilegym_db.errors import HardwareError
 from tilegym_db.records.peaks import GpuPeaks, Measured
-from tilegym_db.store.peaks import save_peaks
+from tilegym_db.store.peaks_files import save_peaks
 
 __all__ = ["StopWatch", "best_rate", "calibrate", "current_peaks"]
 
@@ -118,7 +118,7 @@ def current_peaks(machine: Machine, known: GpuPeaks | None, home: Path) -> GpuPe
     return found
 
 
-def best_rate(candidates: Sequence[Candidate], watch: StopWatch, rounds: int = ROUNDS) -> Measured:
+def best_rate(candidates: Sequence[PeakCall], watch: StopWatch, rounds: int = ROUNDS) -> Measured:
     """The highest rate (amount a second) among the candidates, which take turns, so that a drift meets all of them."""
     blocks = [_calls_a_block(candidate, watch) for candidate in candidates]
     rates: list[list[float]] = [[] for _ in candidates]
@@ -130,7 +130,7 @@ def best_rate(candidates: Sequence[Candidate], watch: StopWatch, rounds: int = R
     return _measured(rates[best], candidates[best].how)
 
 
-def _calls_a_block(candidate: Candidate, watch: StopWatch) -> int:
+def _calls_a_block(candidate: PeakCall, watch: StopWatch) -> int:
     """How many calls make a block; also the warm-up, in which libraries choose and load their kernels."""
     watch.cold(candidate.call, 2)
     once_us = max(median(watch.cold(candidate.call, 3)), 1.0)
@@ -203,7 +203,7 @@ _PRODUCT_PLAN: dict[str, tuple[tuple[tuple[int, int, int], ...], tuple[int, int]
 def _device_stop_watch(device: str) -> StopWatch:
     import torch
 
-    from tilegym_db.verify.sandbox.timing import BlockTimer
+    from tilegym_db.verify.worker.timing import BlockTimer
 
     timer = BlockTimer(device)
     new_event: Any = torch.cuda.Event

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.base import canonical_json
-from tilegym_db.verify.inputs import Case
-from tilegym_db.verify.verifier import Expected, expect
+from tilegym_db.verify.distributions import RANGES, VARIED
+from tilegym_db.verify.expected import Expected, expect
+from tilegym_db.verify.inputs import Case, draws_noise
+from tilegym_db.verify.variation import vary_scalars
 
 __all__ = ["CONTENT_SETS", "ExpectedCache", "WorkloadContents"]
 
 CONTENT_SETS = ("normal", "row_scale", "outliers", "small_integers")
 
 # Seeds of one run are one secret number plus these, so that no two cases share contents.
-_OWN_SHAPE, _FRESH = 1_000, 1_000_000
+_OWN_SHAPE, _OTHER, _FRESH = 1_000, 2_000, 1_000_000
 
 
 class ExpectedCache:
-    """Oracle results, computed once per case and shared by every member; safe to ask from several threads."""
+    """Oracle results, computed once per case and shared by every runner; safe to ask from several threads."""
 
     def __init__(self, definition: Definition, device: str) -> None:
         """For one Definition on one device."""
@@ -57,11 +59,15 @@ class WorkloadContents:
     cache: ExpectedCache
     sets: list[Expected] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
+    other: Expected | None = None
+    """A second call of the shape, with other ranges and scalars, that is verified in turn with the first."""
     _fresh: dict[int, list[Expected]] = field(default_factory=dict)
 
     @classmethod
-    def draw(cls, definition: Definition, workload: Workload, seed: int, cache: ExpectedCache) -> WorkloadContents:
-        """Every content set.
+    def draw(
+        cls, definition: Definition, workload: Workload, seed: int, cache: ExpectedCache, *, in_turn: bool = False
+    ) -> WorkloadContents:
+        """Every content set; with ``in_turn``, the second call too.
 
         Raises:
             RecordError: there is no oracle for this workload.
@@ -75,13 +81,21 @@ class WorkloadContents:
                 contents.dropped.append(str(case))
             else:
                 contents.sets.append(expected)
+        if in_turn:
+            case = contents._case(VARIED, _OTHER)
+            scalars = vary_scalars(definition, case.scalars, VARIED, case.seed)
+            contents.other = cache.get(replace(case, scalars=scalars))
         return contents
 
     def fresh(self, attempt: int, count: int) -> Sequence[Expected]:
         """Up to ``count`` contents that no Solution has seen before this attempt; the same ones for every Solution."""
+        # Where the author had to draw noise, ranges make the maths ill-conditioned for some elements of millions.
+        varies = not draws_noise(self.definition)
         known, tried = self._fresh.setdefault(attempt, []), 0
         while len(known) < count and tried < 4 * count:
-            distribution = self.sets[tried % len(self.sets)].case.distribution
+            ranges = tuple(RANGES)
+            known_good = self.sets[tried // 2 % len(self.sets)].case.distribution
+            distribution = ranges[(self.seed + tried // 2) % len(ranges)] if tried % 2 and varies else known_good
             case = self._case(distribution, _FRESH * (attempt + 1) + tried)
             drawn = expect(self.definition, case, self.cache.device)  # not through the cache: it is used once
             known += [] if drawn is None else [drawn]

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from filelock import FileLock
+
 __all__ = ["timing_lock"]
+
+ANYBODY = 0o666
+"""Mode of the lock file: the users of a machine share its GPUs."""
 
 
 @contextlib.contextmanager
 def timing_lock(device: str) -> Iterator[None]:
     """Hold the device for timing; waits for whoever holds it. The lock dies with its process."""
     path = Path(tempfile.gettempdir()) / f"tilegym-db-timing-{_identity(device)}.lock"
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.flock(file, fcntl.LOCK_UN)
+    with FileLock(path, mode=ANYBODY, thread_local=False):
+        yield
 
 
 def _identity(device: str) -> str:

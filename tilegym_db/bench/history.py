@@ -13,7 +13,7 @@ from tilegym_db.catalog import SolutionFiles
 from tilegym_db.errors import RecordError, UsageError
 from tilegym_db.records import Solution
 
-__all__ = ["History", "Version"]
+__all__ = ["SourceHistory", "Version"]
 
 TIMEOUT_S = 60
 
@@ -32,7 +32,7 @@ class Version:
         return self.record.digest(self.sources)
 
 
-class History:
+class SourceHistory:
     """The git repository around one root of the catalog."""
 
     def __init__(self, root: Path) -> None:

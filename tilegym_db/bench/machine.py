@@ -5,15 +5,16 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tilegym_db.driver import driver_files, driver_gpu_names
 from tilegym_db.errors import HardwareError
 from tilegym_db.records.hardware import CPU, gpu_slug, parse_gpu, same_gpu
 
-__all__ = ["Machine", "leaving_processors", "require_healthy", "select_machine"]
+__all__ = ["Machine", "leaving_processors", "refuse_absent_gpu", "require_healthy", "select_machine"]
 
 LIBRARIES = ("torch", "triton", "tilelang", "cuda-tile", "nvidia-cuda-tileiras", "transformers")
 
@@ -65,16 +66,41 @@ def select_machine(asked: str, index: int = 0) -> Machine:
     if wanted is None:
         return found or cpu_machine()
     if found is None:
-        raise HardwareError(
-            f"--gpu {asked}: this machine has no usable GPU. Use --gpu cpu or --gpu auto here, or run the command on a "
-            f"machine that has one; 'tilegym-db doctor' says what is missing."
-        )
-    if not same_gpu(wanted, found.gpu):
-        raise HardwareError(
-            f"--gpu {asked}: the GPU here is {found.gpu_name} ({found.gpu}), and a trace is never labelled with another. "
-            f"Use --gpu {found.gpu} or --gpu auto."
-        )
+        raise HardwareError(_NO_GPU.format(asked=asked))
+    _refuse_other(asked, wanted, (found.gpu_name,))
     return found
+
+
+_NO_GPU = (
+    "--gpu {asked}: this machine has no usable GPU. Use --gpu cpu or --gpu auto here, or run the command on a machine "
+    "that has one; 'tilegym-db doctor' says what is missing."
+)
+
+
+def refuse_absent_gpu(asked: str) -> None:
+    """Refuse at once, without PyTorch, a GPU that is unknown or that the driver says is not here.
+
+    Says nothing about what is left: only :func:`select_machine` knows whether PyTorch can use it.
+
+    Raises:
+        HardwareError: as :func:`select_machine`.
+    """
+    wanted = None if asked == "auto" else parse_gpu(asked)
+    if wanted is None or wanted == CPU:
+        return
+    if not driver_files():
+        raise HardwareError(_NO_GPU.format(asked=asked))
+    _refuse_other(asked, wanted, driver_gpu_names())
+
+
+def _refuse_other(asked: str, wanted: str, names: Sequence[str]) -> None:
+    """Raise :class:`HardwareError` where there are device names, and none of them is of the GPU that was asked for."""
+    slugs = [gpu_slug(name) for name in names]
+    if slugs and not any(same_gpu(wanted, slug) for slug in slugs):
+        raise HardwareError(
+            f"--gpu {asked}: the GPU here is {names[0]} ({slugs[0]}), and a trace is never labelled with another. "
+            f"Use --gpu {slugs[0]} or --gpu auto."
+        )
 
 
 def cpu_machine() -> Machine:
@@ -93,6 +119,8 @@ def cpu_name() -> str:
 
 
 def _cuda_machine(index: int) -> Machine | None:
+    if not driver_files():
+        return None  # PyTorch, which takes seconds to load, would say so too
     import torch
 
     if not torch.cuda.is_available():

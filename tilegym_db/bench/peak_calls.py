@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GIB",
-    "Candidate",
+    "PeakCall",
     "copy_candidates",
     "empty_kernel",
     "float32_precision",
@@ -25,7 +25,7 @@ GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PeakCall:
     """One way to reach a peak: a call that does ``amount`` (bytes or flops) each time."""
 
     how: str
@@ -42,27 +42,27 @@ def empty_kernel() -> None:
     busy_wait(0)
 
 
-def copy_candidates(source: torch.Tensor, target: torch.Tensor, size: int) -> Iterator[Candidate]:
+def copy_candidates(source: torch.Tensor, target: torch.Tensor, size: int) -> Iterator[PeakCall]:
     """Two kernels that read ``size`` bytes of one float32 tensor and write them to another."""
     import torch
 
     one, other = source[: size // 4], target[: size // 4]
     spelled = f"of {size / GIB:.3g} GiB, cold L2"
-    yield Candidate(f"copy_ {spelled}", 2.0 * size, lambda: other.copy_(one))
-    yield Candidate(f"neg {spelled}", 2.0 * size, lambda: torch.neg(one, out=other))
+    yield PeakCall(f"copy_ {spelled}", 2.0 * size, lambda: other.copy_(one))
+    yield PeakCall(f"neg {spelled}", 2.0 * size, lambda: torch.neg(one, out=other))
 
 
-def read_candidates(source: torch.Tensor) -> Iterator[Candidate]:
+def read_candidates(source: torch.Tensor) -> Iterator[PeakCall]:
     """Two kernels that read the whole of a float32 tensor and write next to nothing."""
     size = source.numel() * 4
     columns = 4096
     matrix = source[: source.numel() // columns * columns].view(-1, columns)
     vector = matrix[0].clone()
-    yield Candidate(f"sum of {size / GIB:.3g} GiB, cold L2", float(size), source.sum)
-    yield Candidate(f"mv of {size / GIB:.3g} GiB, cold L2", 4.0 * matrix.numel(), lambda: matrix.mv(vector))
+    yield PeakCall(f"sum of {size / GIB:.3g} GiB, cold L2", float(size), source.sum)
+    yield PeakCall(f"mv of {size / GIB:.3g} GiB, cold L2", 4.0 * matrix.numel(), lambda: matrix.mv(vector))
 
 
-def product_candidates(dtype: str, shape: tuple[int, int, int], device: str) -> Iterator[Candidate]:
+def product_candidates(dtype: str, shape: tuple[int, int, int], device: str) -> Iterator[PeakCall]:
     """One library product ``[M, K] x [N, K]^T`` on random data (zeros draw less power and run faster), cold and warm."""
     import torch
 
@@ -83,7 +83,7 @@ def product_candidates(dtype: str, shape: tuple[int, int, int], device: str) -> 
         def call() -> Any:
             return torch.mm(one, other, out=out)
 
-    plain = Candidate(f"{dtype} product {m}x{n}x{k}, cold L2", 2.0 * m * n * k, call)
+    plain = PeakCall(f"{dtype} product {m}x{n}x{k}, cold L2", 2.0 * m * n * k, call)
     yield plain
     yield dataclasses.replace(plain, how=plain.how.replace("cold L2", "back to back"), warm=True)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tilegym_db.bench.roofline import below_floor, sol_ratio, speed_of_light
 from tilegym_db.records import Definition, Solution, Workload
 from tilegym_db.records.peaks import GpuPeaks
+from tilegym_db.records.roofline import below_floor, sol_ratio, speed_of_light
 from tilegym_db.records.trace import Performance
 from tilegym_db.verify.verifier import Failure
 
@@ -21,7 +21,7 @@ def judge_time(
     A Definition without a cost has no speed of light, and its times stay as they are.
 
     Args:
-        performance: as the tournament measured it.
+        performance: as the interleaved timing measured it.
         definition: states the work that every implementation must do.
         solution: whose time it is.
         workload: sizes and dtypes.

@@ -1,28 +1,17 @@
-"""Chooses what a bench run measures. Pure: catalog and options in, a plan with reasons for everything left out."""
+"""What a bench run measures: what was asked for, and the plan that came of it. Made by :mod:`.planning`."""
 
 from __future__ import annotations
 
-import fnmatch
 import itertools
-import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tilegym_db.bench.machine import Machine
-from tilegym_db.catalog import Catalog, SolutionFiles
-from tilegym_db.errors import NotFoundError, UsageError, did_you_mean
-from tilegym_db.records import LANGUAGES, Config, Definition, Workload, axes_key
-from tilegym_db.records.solution import config_id, name_with_config
+from tilegym_db.catalog import SolutionFiles
+from tilegym_db.records import Config, Definition, Workload
+from tilegym_db.records.solution import config_id
 
-__all__ = ["Contenders", "DefinitionPlan", "DoneKey", "Options", "PairKey", "Plan", "Skipped", "make_plan"]
-
-# What one workload may cost on a CPU before it is left to GPUs: about a tenth of a second a call on two cores.
-CPU_MAX_FLOPS = 4e9
-CPU_MAX_BYTES = 64e6
-INTERPRETER_MAX_ELEMENTS = 1 << 15
-QUICK_WORKLOADS = 2
-ALREADY_MEASURED = "already measured (--again repeats it)"
+__all__ = ["DefinitionPlan", "DoneKey", "LikelyFastest", "Options", "PairKey", "Plan", "Skipped"]
 
 PairKey = tuple[str, str, str]
 """Solution digest, definition digest, workload uuid."""
@@ -30,9 +19,9 @@ PairKey = tuple[str, str, str]
 DoneKey = tuple[str, str, str, str]
 """A :data:`PairKey` and the id of a config."""
 
-Contenders = Mapping[tuple[str, str], Sequence[tuple[str, Config]]]
+LikelyFastest = Mapping[tuple[str, str], Sequence[tuple[str, Config]]]
 """(definition digest, workload uuid) -> the verified Solutions that may be the fastest there, each under the config that made
-it so; the first is the incumbent, which is."""
+it so; the first is the current best, which is."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +51,8 @@ class DefinitionPlan:
 
     ``timed`` are measured together, interleaved; ``interpreted`` are only verified, in the Triton interpreter. ``pairs``
     (solution, workload uuid) run under the source's own defaults; ``tuned`` run under the config that tune found.
-    ``contenders`` (workload uuid -> Solutions and configs) are measured again beside what is new there; the first of them is
-    the incumbent, whom it has to beat.
+    ``likely_fastest`` (workload uuid -> Solutions and configs) are measured again beside what is new there, which has to beat
+    the first of them, the current best.
     """
 
     definition: Definition
@@ -72,25 +61,25 @@ class DefinitionPlan:
     interpreted: list[SolutionFiles] = field(default_factory=list)
     pairs: set[tuple[str, str]] = field(default_factory=set)
     tuned: dict[tuple[str, str], Config] = field(default_factory=dict)
-    contenders: dict[str, list[tuple[str, Config]]] = field(default_factory=dict)
+    likely_fastest: dict[str, list[tuple[str, Config]]] = field(default_factory=dict)
 
     def configs_of(self, solution: SolutionFiles) -> list[Config]:
         """Every config that the Solution is planned under, the source's own defaults first."""
         planned = [(name, config) for (name, _), config in self.tuned.items()]
-        again = itertools.chain.from_iterable(self.contenders.values())
+        again = itertools.chain.from_iterable(self.likely_fastest.values())
         found = [config for name, config in (*planned, *again) if name == solution.name]
         return list({config_id(config): config for config in ({}, *found)}.values())
 
     def configured(self, workload: Workload) -> int:
         """How many take part in the Workload under a config that is not their source's own."""
-        again = self.contenders.get(workload.uuid, ())
+        again = self.likely_fastest.get(workload.uuid, ())
         return len({(name, config_id(config)) for name, config in (*self.tuned_on(workload), *again) if config})
 
     def tuned_on(self, workload: Workload) -> list[tuple[str, Config]]:
         """The Solutions that are planned for the Workload under the config that tune found, and that config."""
         return [(name, config) for (name, uuid), config in self.tuned.items() if uuid == workload.uuid]
 
-    def entrants(self) -> list[tuple[SolutionFiles, Config]]:
+    def candidates(self) -> list[tuple[SolutionFiles, Config]]:
         """Every Solution that takes part in anything, under each config that it is planned under."""
         return [
             (solution, config)
@@ -103,13 +92,13 @@ class DefinitionPlan:
         """True where something is planned for the Workload, under whatever config."""
         return any(uuid == workload.uuid for _, uuid in (*self.pairs, *self.tuned))
 
-    def is_incumbent(self, solution: SolutionFiles, workload: Workload, config: Config) -> bool:
+    def is_current_best(self, solution: SolutionFiles, workload: Workload, config: Config) -> bool:
         """True for what is to be beaten on the Workload."""
-        return self.contenders.get(workload.uuid, [])[:1] == [(solution.name, config)]
+        return self.likely_fastest.get(workload.uuid, [])[:1] == [(solution.name, config)]
 
     def takes_part(self, solution: SolutionFiles, workload: Workload, config: Config) -> bool:
-        """True where this is planned, or something planned is compared with it: stock code, and the contenders."""
-        if (solution.name, config) in self.contenders.get(workload.uuid, ()):
+        """True where this is planned, or something planned is compared with it: stock code, and the likely fastest."""
+        if (solution.name, config) in self.likely_fastest.get(workload.uuid, ()):
             return True
         if config:
             return self.tuned.get((solution.name, workload.uuid)) == config
@@ -135,219 +124,3 @@ class Plan:
             for config in item.configs_of(solution)
             for workload in item.workloads
         )
-
-
-def make_plan(
-    catalog: Catalog,
-    machine: Machine,
-    options: Options,
-    done: Collection[DoneKey],
-    unusable: Mapping[str, str] | None = None,
-    excluded: Mapping[DoneKey, str] | None = None,
-    tuned: Mapping[PairKey, Config] | None = None,
-    contenders: Contenders | None = None,
-) -> Plan:
-    """Select pairs of Solution and Workload, each under the default config and under the one that tune found for it.
-
-    Args:
-        catalog: the records.
-        machine: where it will run; decides which languages can be timed and which sizes are sensible.
-        options: names (of Definitions or Solutions), language, workload glob, quick, again.
-        done: (solution digest, definition digest, workload uuid, config id) that already have a trace on this GPU.
-        unusable: language -> what is missing for it here, and the command that installs it.
-        excluded: pairs, keyed as ``done``, that are not to be run, with the reason.
-        tuned: (solution digest, definition digest, workload uuid) -> the config that tune found on this GPU.
-        contenders: who may be the fastest on this GPU of all that are verified. Whatever is asked for, they are measured
-            again where something else is that may be faster: times of different runs are no comparison. A screen, which
-            changes nothing of who is the fastest, takes the incumbent alone, and a quick run nobody.
-
-    Raises:
-        NotFoundError: a name is neither a Definition nor a Solution.
-        UsageError: an unknown language, a glob that fits no workload, or nothing at all to run.
-    """
-    if options.language is not None and options.language not in LANGUAGES:
-        raise UsageError(f"unknown language {options.language!r}; known: {', '.join(LANGUAGES)}.")
-    plan = Plan()
-    matched = False
-    for definition, solutions in _selected(catalog, options):
-        item = DefinitionPlan(definition)
-        item.workloads = _workloads(catalog, definition, machine, options, plan)
-        for solution in solutions:
-            _place(item, solution, machine, options, unusable or {}, plan)
-        _choose_pairs(item, options, done, excluded or {}, tuned or {}, plan)
-        if contenders and not options.quick:
-            most = 1 if options.tier == "screen" else None
-            _invite_contenders(item, catalog, machine, unusable or {}, excluded or {}, contenders, most, plan)
-        matched = matched or bool(item.workloads)
-        if item.pairs or item.tuned:
-            plan.definitions.append(item)
-    if options.workload is not None and not matched:
-        raise UsageError(f"no workload matches {options.workload!r}: it is a glob over tags, axes (M=1,*) and uuid.")
-    if not plan.definitions and not plan.skipped:
-        raise UsageError("nothing matches: no solution or no workload is selected. Try: tilegym-db list --solutions")
-    return plan
-
-
-def _selected(catalog: Catalog, options: Options) -> list[tuple[Definition, list[SolutionFiles]]]:
-    definitions, solutions = catalog.definitions, catalog.solutions
-    chosen: dict[str, set[str]] = {}
-    for name in options.names or tuple(definitions):
-        if name in definitions:
-            chosen.setdefault(name, set()).update(s.name for s in catalog.solutions_for(name))
-        elif name in solutions:
-            definition = solutions[name].record.definition
-            # The stock code comes along: without it there is nothing to be faster than.
-            stock = {s.name for s in catalog.solutions_for(definition) if s.record.spec.provides == "stock"}
-            chosen.setdefault(definition, set()).update({name} | stock)
-        else:
-            hint = did_you_mean(name, [*definitions, *solutions])
-            raise NotFoundError(f"'{name}' is no definition and no solution.{hint} Try: tilegym-db list")
-    selected = []
-    for name, names in sorted(chosen.items()):
-        members = [solutions[s] for s in sorted(names)]
-        if options.language is not None:
-            members = [
-                s for s in members if s.record.spec.language == options.language or s.record.spec.provides == "stock"
-            ]
-        if members:
-            selected.append((definitions[name], members))
-    return selected
-
-
-def _workloads(
-    catalog: Catalog, definition: Definition, machine: Machine, options: Options, plan: Plan
-) -> list[Workload]:
-    chosen = []
-    for workload in catalog.workloads_for(definition.name):
-        if options.workload is not None and not _matches(workload, options.workload):
-            continue
-        if not machine.is_gpu and options.workload is None:
-            flops, size = definition.cost_of(
-                definition.bind_axes(workload.axes), definition.bind_dtypes(workload.dtypes)
-            )
-            if flops > CPU_MAX_FLOPS or size > CPU_MAX_BYTES:
-                reason = "too large for a CPU (name it with --workload to run it all the same)"
-                plan.skipped.append(Skipped("*", axes_key(workload.axes), reason))
-                continue
-        chosen.append(workload)
-    if options.quick:
-        chosen = _quick(chosen, machine)
-    return chosen
-
-
-def _quick(workloads: Sequence[Workload], machine: Machine) -> list[Workload]:
-    """A few per kind: on a CPU one tiny (the interpreter's) and one modest, on a GPU one decode and one prefill."""
-    kinds = ("stage:decode", "stage:prefill") if machine.is_gpu else ("tiny", "cpu")
-    chosen: list[Workload] = []
-    for kind in kinds:
-        chosen += [workload for workload in workloads if kind in workload.tags][: QUICK_WORKLOADS // 2]
-    return chosen or list(workloads[:QUICK_WORKLOADS])
-
-
-def _matches(workload: Workload, pattern: str) -> bool:
-    names = (workload.uuid, axes_key(workload.axes), *workload.tags)
-    return any(fnmatch.fnmatchcase(name, pattern) for name in names)
-
-
-def _place(
-    item: DefinitionPlan,
-    solution: SolutionFiles,
-    machine: Machine,
-    options: Options,
-    unusable: Mapping[str, str],
-    plan: Plan,
-) -> None:
-    language = solution.record.spec.language
-    reason = _why_untimed(language, machine, unusable)
-    if reason is None:
-        item.timed.append(solution)
-    elif language == "triton" and language not in unusable and options.tier == "screen":
-        item.interpreted.append(solution)
-    else:
-        plan.skipped.append(Skipped(solution.name, "*", reason))
-
-
-def _why_untimed(language: str, machine: Machine, unusable: Mapping[str, str]) -> str | None:
-    """Why no Solution in a language can be timed on this machine, or None."""
-    if language in unusable and (machine.is_gpu or language == "triton"):
-        return unusable[language]
-    if machine.is_gpu or language == "python":
-        return None
-    return f"{language} kernels run on a GPU only (here they can be compiled: tilegym-db compile)"
-
-
-def _choose_pairs(
-    item: DefinitionPlan,
-    options: Options,
-    done: Collection[DoneKey],
-    excluded: Mapping[DoneKey, str],
-    tuned: Mapping[PairKey, Config],
-    plan: Plan,
-) -> None:
-    for workload in item.workloads:
-        wanted = []
-        for solution in (*item.timed, *item.interpreted):
-            pair = (solution.digest, item.definition.digest, workload.uuid)
-            found = tuned.get(pair) if solution in item.timed else None
-            for config in ({}, found) if found else ({},):
-                reason = _why_not((*pair, config_id(config)), options, done, excluded)
-                if solution in item.interpreted and _elements(item.definition, workload) > INTERPRETER_MAX_ELEMENTS:
-                    reason = "too large for the interpreter"
-                if reason is not None:
-                    name = name_with_config(solution.name, config)
-                    plan.skipped.append(Skipped(name, axes_key(workload.axes), reason))
-                elif config:
-                    item.tuned[solution.name, workload.uuid] = config
-                else:
-                    wanted.append(solution.name)
-        item.pairs |= {(name, workload.uuid) for name in wanted}
-
-
-def _invite_contenders(
-    item: DefinitionPlan,
-    catalog: Catalog,
-    machine: Machine,
-    unusable: Mapping[str, str],
-    excluded: Collection[DoneKey],
-    contenders: Contenders,
-    most: int | None,
-    plan: Plan,
-) -> None:
-    """Wherever something is planned that may be faster than the incumbent, they take part who can."""
-    for workload in item.workloads:
-        invited = list(contenders.get((item.definition.digest, workload.uuid), ()))[:most]
-        if not invited or all(pair == invited[0] for pair in _challengers(item, workload)):
-            continue
-        for name, config in list(invited):
-            solution = catalog.solutions[name]
-            language = solution.record.spec.language
-            key = (solution.digest, item.definition.digest, workload.uuid, config_id(config))
-            if key in excluded or _why_untimed(language, machine, unusable) is not None:
-                invited.remove((name, config))
-                continue
-            if solution not in item.timed:
-                item.timed.append(solution)
-            skipped = Skipped(name_with_config(name, config), axes_key(workload.axes), ALREADY_MEASURED)
-            if skipped in plan.skipped:
-                plan.skipped.remove(skipped)
-        if invited:
-            item.contenders[workload.uuid] = invited
-
-
-def _challengers(item: DefinitionPlan, workload: Workload) -> list[tuple[str, Config]]:
-    """What is planned there to be timed, but for stock code."""
-    names = {solution.name for solution in item.timed if solution.record.spec.provides != "stock"}
-    pairs: list[tuple[str, Config]] = [(name, {}) for name, uuid in item.pairs if uuid == workload.uuid]
-    return [(name, config) for name, config in pairs + item.tuned_on(workload) if name in names]
-
-
-def _why_not(key: DoneKey, options: Options, done: Collection[DoneKey], excluded: Mapping[DoneKey, str]) -> str | None:
-    if key in excluded:
-        return excluded[key]
-    return ALREADY_MEASURED if not options.again and key in done else None
-
-
-def _elements(definition: Definition, workload: Workload) -> int:
-    axes = definition.bind_axes(workload.axes)
-    tensors = (*definition.tensor_inputs, *definition.outputs)
-    return sum(math.prod(definition.shape_of(name, axes)) for name in tensors)

@@ -7,16 +7,15 @@ stock code, entered twice) that says how far the session can be trusted. Nothing
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tilegym_db.bench.against import Pair, pairs_of_revision, pairs_of_run
 from tilegym_db.bench.executor.local import LocalExecutor
-from tilegym_db.bench.machine import Machine, select_machine
-from tilegym_db.bench.member import Member
-from tilegym_db.bench.plan import Options, make_plan
+from tilegym_db.bench.interleaved import TimedCandidate
+from tilegym_db.bench.machine import Machine
+from tilegym_db.bench.plan import Options
 from tilegym_db.bench.regression import (
     FINDINGS,
     Bars,
@@ -29,17 +28,13 @@ from tilegym_db.bench.regression import (
     compare_versions,
     voiding,
 )
-from tilegym_db.bench.rigor import SCREEN
-from tilegym_db.bench.session import Observer, unusable_languages
-from tilegym_db.bench.tournament import Effort, Entrant
-from tilegym_db.bench.tracing import RunContext
+from tilegym_db.bench.run_setup import Observer, RunSetup, timing_budget
+from tilegym_db.bench.runner import Runner
+from tilegym_db.bench.tier_policy import SCREEN
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import NotFoundError, RecordError, UsageError, did_you_mean
-from tilegym_db.paths import home
 from tilegym_db.records import Definition, Solution, Trace, Workload, axes_key
 from tilegym_db.scratch import scratch_folder
-from tilegym_db.store.connection import open_store
-from tilegym_db.store.ingest import ingest_journals
 from tilegym_db.store.queries import solutions_of_run
 
 __all__ = ["RegressionReport", "regress"]
@@ -94,19 +89,18 @@ def regress(
         NotFoundError: a name that is neither a Definition nor a Solution; or ``against`` is neither run nor revision.
         UsageError: no git, or no repository around the catalog.
     """
-    machine, records = select_machine(gpu), catalog or Catalog.default()
-    chosen = _chosen(records, names)
-    with open_store(store_home or home(), catalog=records) as store:
-        ingest_journals(store)
+    setup = RunSetup.of(gpu, catalog, store_home)
+    chosen = _chosen(setup.catalog, names)
+    with setup.store() as store:
         measured = solutions_of_run(store, against)
     pairs = pairs_of_run(against, measured, chosen) if measured else pairs_of_revision(against, chosen)
-    report = RegressionReport(against, machine, pairs.others)
+    report = RegressionReport(against, setup.machine, pairs.others)
     if pairs.changed:
         # The tier keeps kernels out that this device could only interpret.
         options = Options(workload=workload, quick=quick, again=True, tier="promotion")
         with scratch_folder() as folder:
-            session = _Comparison(report, bars or bars_for(machine.gpu), folder, observer or Observer())
-            session.run(records, pairs.changed, options)
+            session = _Comparison(setup, report, bars or bars_for(setup.machine.gpu), folder, observer or Observer())
+            session.run(pairs.changed, options)
     return report
 
 
@@ -114,6 +108,7 @@ def _chosen(catalog: Catalog, names: Sequence[str]) -> list[SolutionFiles]:
     known = {*catalog.definitions, *catalog.solutions}
     for name in names:
         if name not in known:
+            catalog.refuse_broken(name)
             hint = did_you_mean(name, known)
             raise NotFoundError(f"'{name}' is no definition and no solution.{hint} Try: tilegym-db list")
     return [s for s in catalog.solutions.values() if not names or {s.name, s.record.definition} & set(names)]
@@ -124,8 +119,9 @@ def _chosen(catalog: Catalog, names: Sequence[str]) -> list[SolutionFiles]:
 
 @dataclass
 class _Comparison:
-    """One session: a catalog of its own with both versions of everything, and the rounds that were played."""
+    """One session: a catalog of its own with both versions of everything, and the rounds that were timed."""
 
+    setup: RunSetup
     report: RegressionReport
     bars: Bars
     folder: Path
@@ -133,23 +129,21 @@ class _Comparison:
     traces: dict[tuple[str, str], Trace] = field(default_factory=dict)
     rounds: dict[tuple[str, str], list[float]] = field(default_factory=dict)
 
-    def run(self, records: Catalog, pairs: Sequence[Pair], options: Options) -> None:
+    def run(self, pairs: Sequence[Pair], options: Options) -> None:
         root = self.folder / "catalog"
-        pairs = self._write(root, records, pairs)
+        pairs = self._write(root, self.setup.catalog, pairs)
         if not pairs:
             return
-        machine = self.report.machine
-        catalog = Catalog((root,))
-        plan = make_plan(catalog, machine, options, (), unusable_languages())
-        self.observer.planned(plan, machine)
+        plan = replace(self.setup, catalog=Catalog((root,))).plan(options)
+        self.observer.planned(plan, self.setup.machine)
         executor = LocalExecutor(
-            RunContext("regress", machine, secrets.randbits(62)),
+            self.setup.context("regress"),
             self.folder,
-            Effort.quick() if options.quick else Effort(),
+            timing_budget(options),
             SCREEN,
             self._keep_trace,
             self.observer.starting,
-            played=self._keep_rounds,
+            after_timing=self._keep_rounds,
         )
         executor.run(plan.definitions)
         for item in plan.definitions:
@@ -203,10 +197,10 @@ class _Comparison:
         self.traces[trace.solution, trace.workload_uuid] = trace
         self.observer.traced(trace)
 
-    def _keep_rounds(self, workload: Workload, entrants: Sequence[Entrant[Member]]) -> None:
-        for entrant in entrants:
-            if entrant.failure is None:
-                self.rounds[entrant.member.name, workload.uuid] = entrant.rounds
+    def _keep_rounds(self, workload: Workload, candidates: Sequence[TimedCandidate[Runner]]) -> None:
+        for candidate in candidates:
+            if candidate.failure is None:
+                self.rounds[candidate.runner.name, workload.uuid] = candidate.rounds
 
     def _conclude(self, definition: Definition, workload: Workload, pairs: Sequence[Pair]) -> None:
         """A row for each pair of one Workload, and why the session is void where its control says so."""

@@ -100,7 +100,7 @@ class RegressionRow:
 
 
 def compare_control(one: Sequence[float], other: Sequence[float]) -> Control:
-    """A control from the block medians, in microseconds, of its two entrants in the same rounds."""
+    """A control from the block medians, in microseconds, of its two candidates in the same rounds."""
     logs = [math.log(b / a) for a, b in zip(one, other, strict=True)]
     middle = median(logs)
     mad = median([abs(value - middle) for value in logs])

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tilegym_db.bench.contents import ExpectedCache
-from tilegym_db.bench.machine import select_machine
-from tilegym_db.bench.member import Member
-from tilegym_db.bench.rigor import PROMOTION
-from tilegym_db.catalog import Catalog
+from tilegym_db.bench.machine import Machine, select_machine
+from tilegym_db.bench.tier_policy import PROMOTION
+from tilegym_db.bench.verification import Verification
+from tilegym_db.bench.worker_handle import WorkerHandle
+from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import UsageError, did_you_mean
-from tilegym_db.records import Config
+from tilegym_db.records import Config, Definition
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.layouts import layout_strides
 from tilegym_db.scratch import scratch_folder
-from tilegym_db.verify.inputs import DISTRIBUTIONS, Case
+from tilegym_db.verify.expected import Expected
+from tilegym_db.verify.inputs import CONTENTS, Case
 from tilegym_db.verify.verifier import Failure, Verdict
 
 __all__ = ["Reproduction", "reproduce"]
@@ -68,37 +71,40 @@ def reproduce(
     files = records.solution(solution)
     definition = records.definition(files.record.definition)
     machine = select_machine(gpu)
-    if contents not in DISTRIBUTIONS:
-        hint = did_you_mean(contents, DISTRIBUTIONS)
-        raise UsageError(f"unknown contents '{contents}'.{hint} Known: {', '.join(DISTRIBUTIONS)}.")
-    missing = [name for name, spec in definition.inputs.items() if spec.is_scalar and name not in scalars]
-    if missing:
-        raise UsageError(f"{definition.name} needs a value for scalar '{missing[0]}'. Try: --scalar {missing[0]}=1e-5")
-    case = Case(
-        definition.bind_axes(axes),
-        definition.bind_dtypes(dtypes),
-        dict(scalars),
-        dict(layouts),
-        contents,
-        seed,
-        offset,
-    )
-    for name, layout in layouts.items():
-        if name not in (*definition.tensor_inputs, *definition.outputs):
-            raise UsageError(f"{definition.name} has no tensor '{name}'.")
-        layout_strides(layout, definition.shape_of(name, case.axes), case.axes)
+    _check_contents(definition, contents, scalars)
+    bound = definition.bind_axes(axes), definition.bind_dtypes(dtypes)
+    case = Case(*bound, dict(scalars), dict(layouts), contents, seed, offset)
+    _check_layouts(definition, case)
     expected = ExpectedCache(definition, machine.device).get(case)
     if expected is None:
         return Reproduction(case)
-    interpret = not machine.is_gpu and files.record.spec.language == "triton"
-    with scratch_folder() as folder:
-        member = Member(
-            definition, files, machine.device, machine.sm, folder, PROMOTION, config or {}, interpret=interpret
-        )
-        try:
-            outcome = member.verify_alone(expected)
-        finally:
-            member.close()
+    outcome = _verify(expected, definition, files, machine, config or {})
     if isinstance(outcome, Failure):
         return Reproduction(case, failure=outcome)
     return Reproduction(case, verdict=outcome)
+
+
+def _verify(
+    expected: Expected, definition: Definition, files: SolutionFiles, machine: Machine, config: Config
+) -> Verdict | Failure:
+    interpret = not machine.is_gpu and files.record.spec.language == "triton"
+    with scratch_folder() as folder:
+        handle = WorkerHandle(definition, files, machine.device, folder, PROMOTION, config, interpret=interpret)
+        with contextlib.closing(handle):
+            return Verification(handle).case_alone(expected)
+
+
+def _check_contents(definition: Definition, contents: str, scalars: Mapping[str, Scalar]) -> None:
+    if contents not in CONTENTS:
+        hint = did_you_mean(contents, CONTENTS)
+        raise UsageError(f"unknown contents '{contents}'.{hint} Known: {', '.join(CONTENTS)}.")
+    missing = [name for name, spec in definition.inputs.items() if spec.is_scalar and name not in scalars]
+    if missing:
+        raise UsageError(f"{definition.name} needs a value for scalar '{missing[0]}'. Try: --scalar {missing[0]}=1e-5")
+
+
+def _check_layouts(definition: Definition, case: Case) -> None:
+    for name, layout in case.layouts.items():
+        if name not in (*definition.tensor_inputs, *definition.outputs):
+            raise UsageError(f"{definition.name} has no tensor '{name}'.")
+        layout_strides(layout, definition.shape_of(name, case.axes), case.axes)

@@ -35,7 +35,7 @@ def summarise(traces: Sequence[Trace]) -> list[SummaryRow]:
     grouped: dict[str, list[Trace]] = {}
     for trace in traces:
         grouped.setdefault(trace.solution, []).append(trace)
-    return [_row(solution, members) for solution, members in grouped.items()]
+    return [_row(solution, traces) for solution, traces in grouped.items()]
 
 
 def _row(solution: str, traces: list[Trace]) -> SummaryRow:

@@ -16,8 +16,8 @@ from tilegym_db.records.base import canonical_json
 from tilegym_db.records.trace import (
     Audit,
     Correctness,
-    Envelope,
     FailurePoint,
+    FuzzCases,
     Performance,
     Tier,
     clip_log,
@@ -26,7 +26,7 @@ from tilegym_db.records.trace import (
 from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.verifier import Failure
 
-__all__ = ["RunContext", "envelope_of", "reproduce_command"]
+__all__ = ["RunContext", "fuzz_cases_of", "reproduce_command"]
 
 OWN_CONTENTS = "the workload's own"
 TIER_COMMANDS: dict[Tier, str] = {"promotion": "promote", "screen": "bench", "interpreter": "bench"}
@@ -99,7 +99,7 @@ class RunContext:
         tier: Tier,
         correctness: Correctness,
         performance: Performance | None,
-        envelope: Envelope | None,
+        envelope: FuzzCases | None,
         audit: Audit | None,
         config: Config,
         sandbox_level: int,
@@ -159,10 +159,14 @@ class RunContext:
         )
 
 
-def envelope_of(cases: list[str], dropped: list[str], seed: int) -> Envelope:
-    """The cases that a solution passed in this run, as a count and a digest of their descriptions."""
+def fuzz_cases_of(
+    cases: list[str], dropped: list[str], seed: int, scalars: Mapping[str, tuple[float, float]] | None = None
+) -> FuzzCases:
+    """The cases that a solution passed in this run, as a count and a digest of their descriptions; scalars by range."""
     digest = hashlib.sha256("\n".join(sorted(cases)).encode()).hexdigest()
-    return Envelope(cases=len(cases), digest=digest, seed=str(seed), dropped=tuple(dropped))
+    return FuzzCases(
+        cases=len(cases), digest=digest, seed=str(seed), dropped=tuple(dropped), scalars=dict(scalars or {})
+    )
 
 
 def _point_of_case(

@@ -8,37 +8,39 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tilegym_db.cli.output import note
+from tilegym_db.cli.completion import complete_definition, complete_language
+from tilegym_db.cli.options import regular_file
+from tilegym_db.cli.output import note, print_json, print_line
 
 if TYPE_CHECKING:
     from tilegym_db.catalog import Catalog
     from tilegym_db.records import Definition, Solution
-
-# What a new Solution declares to depend on; its author narrows it in solution.json.
-DEPENDENCIES: dict[str, tuple[str, ...]] = {
-    "python": ("torch>=2.8",),
-    "triton": ("triton>=3.4",),
-    "tilelang": ("tilelang>=0.1.15",),
-    "cutile": ("cuda-tile>=1.7",),
-}
 
 
 def command(
     path: Annotated[
         Path,
         typer.Argument(
-            help="A .py file that defines run(), or a folder with solution.json.", exists=True, readable=True
+            help="A .py file that defines run(), or a folder with solution.json.",
+            exists=True,
+            readable=True,
+            callback=regular_file,
         ),
     ],
-    definition: Annotated[str | None, typer.Option("--definition", "-d", help="The operator it implements.")] = None,
+    definition: Annotated[
+        str | None,
+        typer.Option("--definition", "-d", help="The operator it implements.", autocompletion=complete_definition),
+    ] = None,
     language: Annotated[
-        str | None, typer.Option("--language", "-l", help="python, triton, tilelang or cutile.")
+        str | None,
+        typer.Option("--language", "-l", help="python, triton, tilelang or cutile.", autocompletion=complete_language),
     ] = None,
     name: Annotated[
         str | None, typer.Option(help="Name of the solution; default: from definition, language, file.")
     ] = None,
     author: Annotated[str | None, typer.Option(help="Who wrote it; default: the name of the login.")] = None,
     description: Annotated[str, typer.Option(help="How it works, in one line.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Validate a solution and copy it into the catalog in one step: it appears whole or not at all."""
     from tilegym_db.catalog import Catalog
@@ -48,7 +50,9 @@ def command(
     if path.is_dir():
         record, sources = from_folder(path, definition, language, name)
     else:
-        record, sources = from_file(path, catalog, definition, language, name, author or login_name(), description)
+        record, sources = from_file(
+            path, catalog, definition, language, name, login_name() if author is None else author, description
+        )
     operator = catalog.definition(record.definition)
     try:
         record.check_against(operator)
@@ -57,10 +61,13 @@ def command(
     check_callable(record, sources, operator, path)
     noted = check_source(record, sources, path)
     folder = catalog.add_solution(record, sources)
-    typer.echo(str(folder))
+    if as_json:
+        print_json({"solution": record.name, "definition": record.definition, "path": str(folder), "scan_notes": noted})
+    else:
+        print_line(str(folder))
     after = f"tilegym-db bench {record.name}"
-    steps = after if record.spec.language == "python" else f"tilegym-db compile {record.name}, then: {after}"
-    note(f"added solution '{record.name}' for {record.definition}. Next: {steps}")
+    first = "" if record.spec.language == "python" else f"tilegym-db compile {record.name}, then: "
+    note(f"added solution '{record.name}' for {record.definition}. Next: {first}{after}")
     if noted:
         note(f"the static scan noted {noted} places, which is no fault. To read them: tilegym-db check --verbose")
 
@@ -109,9 +116,11 @@ def from_file(
         NotFoundError: no such Definition.
         RecordError: the source does not parse or defines no ``run``.
     """
-    from tilegym_db.catalog import check_entry_point, read_bytes
+    from tilegym_db.catalog import check_entry_point
     from tilegym_db.errors import UsageError
+    from tilegym_db.files import read_bytes
     from tilegym_db.records import Solution
+    from tilegym_db.scaffold.solution import DEPENDENCIES
 
     if file.suffix != ".py":
         raise UsageError(f"{file}: give a .py file that defines run(), or a folder with solution.json.")
@@ -131,7 +140,7 @@ def from_file(
         "destination_passing_style": True,
     }
     values = {
-        "name": name or default_name(definition, language, file.stem),
+        "name": default_name(definition, language, file.stem) if name is None else name,
         "definition": definition,
         "author": author,
         "description": description,

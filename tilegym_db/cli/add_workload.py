@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tilegym_db.cli.output import note
+from tilegym_db.cli.options import regular_file
+from tilegym_db.cli.output import note, print_json, print_line
 
 if TYPE_CHECKING:
     from tilegym_db.catalog import Catalog
@@ -18,9 +19,14 @@ def command(
     file: Annotated[
         Path,
         typer.Argument(
-            help="Workloads, one JSON object a line (or one object).", exists=True, dir_okay=False, readable=True
+            help="Workloads, one JSON object a line (or one object).",
+            exists=True,
+            dir_okay=False,
+            readable=True,
+            callback=regular_file,
         ),
     ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Validate workloads and append them to the catalog; all of them or, where one is wrong, none."""
     from tilegym_db.catalog import Catalog
@@ -28,8 +34,12 @@ def command(
     catalog = Catalog.default()
     workloads = read_workloads(file, catalog)
     added = catalog.add_workloads(workloads)
-    for path in sorted({path for path, _ in added}):
-        typer.echo(str(path))
+    paths = sorted({str(path) for path, _ in added})
+    if as_json:
+        print_json({"added": [workload.uuid for _, workload in added], "read": len(workloads), "paths": paths})
+    else:
+        for path in paths:
+            print_line(path)
     known = len(workloads) - len(added)
     names = ", ".join(sorted({workload.definition for workload in workloads}))
     note(
@@ -46,12 +56,13 @@ def read_workloads(file: Path, catalog: Catalog) -> list[Workload]:
         RecordError: a line is no Workload, or does not fit its Definition; names file, line and key.
         NotFoundError: a line names an unknown Definition.
     """
-    from tilegym_db.catalog import read_bytes
+    from tilegym_db.catalog.workload_files import WORKLOAD_BYTES
     from tilegym_db.errors import NotFoundError, RecordError
+    from tilegym_db.files import read_bytes
     from tilegym_db.records import Workload
 
     workloads = []
-    for where, text in split_objects(file, read_bytes(file, "workload file")):
+    for where, text in split_objects(file, read_bytes(file, "workload file", WORKLOAD_BYTES)):
         workload = Workload.from_json(text, where)
         try:
             workload.check_against(catalog.definition(workload.definition))
@@ -67,10 +78,10 @@ def read_workloads(file: Path, catalog: Catalog) -> list[Workload]:
 
 def split_objects(file: Path, content: bytes) -> list[tuple[str, bytes]]:
     """(where, text) of every object: the whole file if it is one JSON object over several lines, else its lines."""
-    import json
+    from pydantic_core import from_json
 
     try:
-        json.loads(content)
+        from_json(content)
     except ValueError:
         lines = enumerate(content.splitlines(), start=1)
         return [(f"{file}:{number}", line) for number, line in lines if line.strip()]

@@ -1,102 +1,80 @@
-"""The Typer app ``tilegym-db``: the table of commands, and how an error leaves the process.
+"""The command line ``tilegym-db``: the table of commands, and the one place where an error leaves the process.
 
-Every module of a command is light to import: torch, compilers and the database load inside the command that needs them.
+This module imports next to nothing: Typer loads inside :func:`main`, and a command's module when that command is asked for.
+So help is quick, and an interrupt is quiet from the first moment on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
-import typer
+__all__ = ["COMMANDS", "app", "main"]
 
-from tilegym_db.cli import (
-    add_definition,
-    add_solution,
-    add_workload,
-    bench,
-    best,
-    calibrate,
-    check,
-    compile,
-    demo,
-    doctor,
-    explain,
-    ingest,
-    leaderboard,
-    list,
-    model_bench,
-    promote,
-    publish,
-    regress,
-    reproduce,
-    show,
-    sql,
-    tune,
-    verify_model,
-    version,
-)
-from tilegym_db.errors import TilegymDBError
-
-__all__ = ["app", "main"]
-
-# Panel of the help -> command -> function, in the order in which the help shows them.
-COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
+COMMANDS: dict[str, dict[str, str]] = {
     "Look": {
-        "list": list.command,
-        "show": show.command,
-        "best": best.command,
-        "leaderboard": leaderboard.command,
-        "explain": explain.command,
-        "sql": sql.command,
+        "list": "List definitions, or with --solutions or --workloads what belongs to them.",
+        "show": "Show a definition, a solution or one trace, whole.",
+        "best": "Print the fastest verified solution per operator, shape and GPU.",
+        "leaderboard": "Rank solutions per operator and GPU: shapes measured, shapes won, geometric means.",
+        "explain": "Say which solution the resolver picks for a call, and why not each of the others.",
+        "sql": "Run one read-only SQL statement over the database.",
     },
     "Author": {
-        "add-definition": add_definition.command,
-        "add-solution": add_solution.command,
-        "add-workload": add_workload.command,
-        "check": check.command,
-        "compile": compile.command,
+        "new": "Write a draft of a definition, a solution or workloads, with the next command.",
+        "add-definition": "Validate a definition, run its reference once on small inputs, and copy it into the catalog.",
+        "add-solution": "Validate a solution and copy it into the catalog in one step.",
+        "add-workload": "Validate workloads and append them to the catalog; all of them or none.",
+        "check": "Check records, the lock, references, self-tests and sources.",
+        "compile": "Compile every matching solution for a target, without a GPU.",
     },
     "Measure": {
-        "bench": bench.command,
-        "tune": tune.command,
-        "promote": promote.command,
-        "reproduce": reproduce.command,
-        "regress": regress.command,
-        "publish": publish.command,
-        "ingest": ingest.command,
+        "bench": "Build, verify and time solutions; every result becomes a trace in the database.",
+        "tune": "Find the fastest config of each solution per workload.",
+        "promote": "Verify for good what passed a screen; only that is ever served.",
+        "reproduce": "Verify one case of one solution and say what every gate found.",
+        "regress": "Time every solution that changed since a revision, old and new interleaved.",
+        "publish": "Write the traces and the resolver table of one GPU.",
+        "ingest": "Bring journals into the database.",
     },
     "Models": {
-        "verify-model": verify_model.command,
-        "model-bench": model_bench.command,
+        "verify-model": "Compare each kernel of a patch with stock code on a model's own calls.",
+        "model-bench": "Time a patched model against the same model as it is.",
+    },
+    "In and out": {
+        "import": "Read a foreign data set into a folder of its own, as it is; nothing of it is run.",
+        "export": "Write this database, or a data set that was imported, as files for other tools.",
+        "compare-foreign": "Run imported solutions in the sandbox and set our verdicts beside theirs.",
     },
     "This machine": {
-        "demo": demo.command,
-        "doctor": doctor.command,
-        "calibrate": calibrate.command,
-        "version": version.command,
+        "demo": "Show the whole of tilegym-db on this machine in a few minutes.",
+        "doctor": "Say what works here and how to fix what does not.",
+        "calibrate": "Measure the peaks of this GPU.",
+        "version": "Print the version of tilegym-db and of the packages it works with.",
     },
 }
+"""Panel of the help -> command -> what it does, in the order in which the help shows them.
 
-app = typer.Typer(
-    name="tilegym-db",
-    help="A database of transformer operators and of the verified, measured tile kernels that implement them.",
-    epilog="Exit status: 0 ok, 1 something was found, 2 wrong usage, 3 no verified solution, 4 a measurement that is void.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-for _panel, _commands in COMMANDS.items():
-    for _name, _function in _commands.items():
-        app.command(_name, rich_help_panel=_panel)(_function)
+A command ``new-thing`` is the function ``command`` (or the Typer app ``app``) of the module ``cli/new_thing.py``.
+"""
+
+
+def app(arguments: Sequence[str] | None = None) -> int:
+    """Run one command without the boundary of :func:`main`; returns its exit status."""
+    from tilegym_db.cli.group import root_command
+
+    status = root_command().main(args=arguments, prog_name="tilegym-db", standalone_mode=False)
+    return status if isinstance(status, int) else 0
 
 
 def main() -> None:
-    """Run the command line. An error of this package is one paragraph on stderr and its own exit status."""
+    """Run the command line and leave: every known error is one paragraph on stderr and its own exit status."""
     try:
-        app()
-    except TilegymDBError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise SystemExit(error.exit_code) from None
+        from tilegym_db.cli.boundary import run
+
+        status = run(app)
+    except KeyboardInterrupt:
+        status = 130
+    raise SystemExit(status)
 
 
 if __name__ == "__main__":

@@ -8,20 +8,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tilegym_db.cli.options import MachineGpu, Names, WorkloadGlob
 from tilegym_db.cli.output import note
 
 if TYPE_CHECKING:
-    from tilegym_db.bench.session import BenchReport
+    from tilegym_db.bench.benchmark import BenchReport
     from tilegym_db.bench.summary import SummaryRow
 
 
 def command(
-    names: Annotated[list[str] | None, typer.Argument(help="Definitions or solutions; none means all.")] = None,
+    names: Names = None,
     language: Annotated[
         str | None, typer.Option(help="Only solutions in this language, and those that they are compared with.")
     ] = None,
-    gpu: Annotated[str, typer.Option(help="auto, cpu, or the GPU in this machine (h100, h200, ...).")] = "auto",
-    workload: Annotated[str | None, typer.Option(help="Glob over tags, axes (M=1,*) and uuid.")] = None,
+    gpu: MachineGpu = "auto",
+    workload: WorkloadGlob = None,
     quick: Annotated[bool, typer.Option(help="Few workloads and samples.")] = False,
     again: Annotated[bool, typer.Option(help="Measure anew what has a trace already.")] = False,
     promote: Annotated[bool, typer.Option("--promote", help="Then promote what passed (see promote).")] = False,
@@ -35,7 +36,10 @@ def command(
     This is the screen: what passes it is a candidate, and counts as verified once it is promoted. Interrupt it at any time:
     what was measured is kept, and the next run goes on from there.
     """
-    from tilegym_db.bench.session import benchmark
+    from tilegym_db.bench.machine import refuse_absent_gpu
+
+    refuse_absent_gpu(gpu)
+    from tilegym_db.bench.benchmark import benchmark
     from tilegym_db.cli.bench_progress import Progress
 
     with Progress(quiet=as_json and not sys.stderr.isatty()) as progress:
@@ -81,7 +85,7 @@ def print_summary(report: BenchReport) -> None:
     if rows:
         console.print(f"{report.machine.gpu_name} ({report.machine.gpu}), run {report.run_id}", highlight=False)
         columns = ("solution", "language", "passed", "vs stock", "vs best", "of light", "note")
-        print_table(columns, [_summary_cells(row) for row in rows])
+        print_table(columns, [_summary_cells(row) for row in rows], prose=("note",), least=("of light", "vs best"))
     skipped: dict[str, int] = {}
     for item in report.plan.skipped:
         skipped[item.reason] = skipped.get(item.reason, 0) + 1

@@ -13,8 +13,9 @@ from tilegym_db.records.solution import spell_config
 if TYPE_CHECKING:
     from tilegym_db.bench.machine import Machine
     from tilegym_db.bench.plan import Plan
-    from tilegym_db.bench.session import Observer
-    from tilegym_db.bench.tune.session import Tuned, TuneObserver
+    from tilegym_db.bench.run_setup import Observer
+    from tilegym_db.bench.tune.tune import TuneObserver
+    from tilegym_db.bench.tune.tuner import Tuned
     from tilegym_db.records import Trace
     from tilegym_db.store.tuning import TuningStep
 
@@ -46,8 +47,8 @@ class Progress:
         self._bar.stop()
 
     def observer(self) -> Observer:
-        """Callbacks for :func:`tilegym_db.bench.session.benchmark`."""
-        from tilegym_db.bench.session import Observer
+        """Callbacks for :func:`tilegym_db.bench.benchmark.benchmark`."""
+        from tilegym_db.bench.run_setup import Observer
 
         return Observer(planned=self._planned, starting=self._starting, traced=self._traced)
 
@@ -68,8 +69,8 @@ class Progress:
             self._bar.console.print(f"{trace.solution} {trace.status}: {trace.reason}", highlight=False, markup=False)
 
     def tune_observer(self) -> TuneObserver:
-        """Callbacks for :func:`tilegym_db.bench.tune.session.tune`."""
-        from tilegym_db.bench.tune.session import TuneObserver
+        """Callbacks for :func:`tilegym_db.bench.tune.tune.tune`."""
+        from tilegym_db.bench.tune.tune import TuneObserver
 
         return TuneObserver(
             planned=self._tuning_planned, starting=self._starting, stepped=self._stepped, finished=self._tuned

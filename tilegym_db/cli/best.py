@@ -6,41 +6,56 @@ from typing import Annotated, Any
 
 import typer
 
-from tilegym_db.cli.output import note, print_json, print_table
+from tilegym_db.cli.formats import AsArrow, AsCsv, AsJson, AsParquet, OutputFile, Wide, chosen_form, write_records
+from tilegym_db.cli.options import Axes, DefinitionName, Gpu, Language, OpType, Trust
+from tilegym_db.cli.output import note, print_table, spelled_map
 
 
 def command(
-    name: Annotated[str | None, typer.Argument(help="A definition; none means all.")] = None,
-    op_type: Annotated[str | None, typer.Option(help="Only this family: norm, activation, gemm, ...")] = None,
-    gpu: Annotated[
-        str | None, typer.Option(help="Only this GPU: h100, h200, cpu, ..., or auto for the one here.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
+    name: DefinitionName = None,
+    op_type: OpType = None,
+    gpu: Gpu = None,
+    axes: Axes = None,
+    language: Language = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="So many rows at most.")] = None,
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
+    as_parquet: AsParquet = False,
+    as_arrow: AsArrow = False,
+    output: OutputFile = None,
+    wide: Wide = False,
+    trust: Trust = False,
 ) -> None:
     """Print the fastest verified solution per operator, shape and GPU. Exit status 3 where there is none."""
     from tilegym_db.catalog import Catalog
+    from tilegym_db.cli.add_solution import normalise_language
+    from tilegym_db.cli.pairs import parse_axes
     from tilegym_db.cli.reader import open_reader, unverified_note
     from tilegym_db.errors import NoSolutionError
     from tilegym_db.store.queries import best_rows, measured_gpus
 
+    form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)
+    sizes, spoken = parse_axes("--axes", axes), normalise_language(language)
     if name is not None:
         Catalog.default().definition(name)
     chosen = chosen_gpu(gpu)
-    with open_reader() as store:
-        rows = best_rows(store, definition=name, op_type=op_type, gpu=chosen)
+    with open_reader(trust=trust) as store:
+        rows = best_rows(store, definition=name, op_type=op_type, gpu=chosen, axes=sizes, language=spoken, limit=limit)
         measured = measured_gpus(store)
         unverified = unverified_note(store, definition=name, op_type=op_type, gpu=chosen)
     if not rows:
         what = name or (f"op_type {op_type}" if op_type else "any definition")
         where = f" on {chosen}" if chosen else ""
+        where += f" at {spelled_map(sizes)}" if sizes else ""
+        where += f" in {spoken}" if spoken else ""
         raise NoSolutionError(
             f"no verified solution for {what}{where}; GPUs with verified traces: {', '.join(measured) or 'none'}. "
             + (unverified or f"Try: tilegym-db bench --promote {name or ''}".rstrip())
         )
-    if as_json:
-        print_json(rows)
+    if not form.is_table:
+        write_records(form, rows)
     else:
-        print_table(COLUMNS, [best_cells(row) for row in rows])
+        print_table(COLUMNS, [best_cells(row) for row in rows], wide=wide, least=LEAST)
         note("speedup: against the model's own code. Why this one: tilegym-db explain NAME")
         if unverified:
             note(unverified)
@@ -49,32 +64,39 @@ def command(
 COLUMNS = (
     "definition",
     "gpu",
-    "dtypes",
     "axes",
+    "dtypes",
+    "scalars",
     "layouts",
     "solution",
     "language",
+    "config",
     "latency_us",
     "speedup",
     "sol_ratio",
+    "workload_uuid",
+    "origin",
 )
+LEAST = ("origin", "workload_uuid", "config", "sol_ratio", "layouts", "scalars", "language", "dtypes")
 
 
 def best_cells(row: dict[str, Any]) -> tuple[Any, ...]:
     """The cells of one row of the view ``best`` under :data:`COLUMNS`."""
-    config = ", ".join(f"{key}={value}" for key, value in (row["config"] or {}).items())
-    solution = f"{row['solution']} [{config}]" if config else row["solution"]
     return (
         row["definition"],
         row["gpu"],
-        row["dtypes_key"],
         row["axes_key"],
+        row["dtypes_key"],
+        row["scalars_key"] or None,
         row["layouts_key"] or None,
-        solution,
+        row["solution"],
         row["language"],
+        row["config_key"] or None,
         row["latency_us"],
         row["speedup"],
         row["sol_ratio"],
+        row["workload_uuid"],
+        row["origin"],
     )
 
 

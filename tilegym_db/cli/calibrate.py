@@ -23,9 +23,11 @@ def command(
 
     Takes a few seconds. Traces that exist keep the ratio that they were written with.
     """
+    from tilegym_db.bench.machine import refuse_absent_gpu, select_machine
+
+    refuse_absent_gpu(gpu)
     from tilegym_db.bench.calibrate import calibrate
-    from tilegym_db.bench.machine import select_machine
-    from tilegym_db.store.peaks import save_peaks
+    from tilegym_db.store.peaks_files import save_peaks
 
     peaks = calibrate(select_machine(gpu))
     path = save_peaks(peaks)
@@ -38,7 +40,7 @@ def command(
 
 def print_peaks(peaks: GpuPeaks) -> None:
     """One row per peak: what was measured, how far the rounds lay apart, how, and the most that the driver admits to."""
-    from tilegym_db.bench.roofline import product_ceiling
+    from tilegym_db.records.roofline import product_ceiling
 
     bus = peaks.memory_ceiling_bytes_per_s / 1e12
     rows: list[tuple[str, Measured, float, float | None]] = [("copy, TB/s", peaks.copy_bytes_per_s, 1e12, bus)]
@@ -51,8 +53,10 @@ def print_peaks(peaks: GpuPeaks) -> None:
     rows.append(("no launch, us", peaks.no_launch_us, 1, None))
     typer.echo(f"{peaks.gpu_name} ({peaks.gpu}, {peaks.sm}), driver {peaks.driver}, CUDA {peaks.cuda}")
     print_table(
-        ("peak", "measured", "spread", "at most", "how"),
-        [
+        least=("at most",),
+        prose=("how",),
+        columns=("peak", "measured", "spread", "at most", "how"),
+        rows=[
             (name, measured.value / unit, f"{measured.spread:.1%}", ceiling, measured.how)
             for name, measured, unit, ceiling in rows
         ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,26 +14,36 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tilegym_db.catalog import Catalog, SolutionFiles
-    from tilegym_db.records import Definition
+    from tilegym_db.records import Definition, Workload
 
 
 def command(
-    names: Annotated[list[str] | None, typer.Argument(help="Definitions to check; none means all.")] = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(help="Definitions, or drafts of them (a folder or a .json file); none means all."),
+    ] = None,
     update_lock: Annotated[bool, typer.Option(help="Add new versions to definitions.lock.json first.")] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Also print what the static scan only notes.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Check records, the lock, references, self-tests and sources. Exit status 1 if anything is found."""
+    """Run the whole admission: records, the lock, references, self-tests, sources; one list of all that is missing or wrong.
+
+    Exit status 1 if anything is found.
+    """
     from tilegym_db.catalog import Catalog
 
-    catalog = Catalog.default()
+    catalog = Catalog.default(warns=False)
     if update_lock:
-        for added in catalog.update_lock(catalog.write_root):
-            typer.echo(f"locked {added}", err=True)
-        catalog = Catalog.default()
-    findings = check_catalog(catalog, tuple(names or ()), scan_note if verbose else None)
+        for locked in catalog.update_lock(catalog.write_root):
+            typer.echo(f"locked {locked}", err=True)
+        catalog = Catalog.default(warns=False)
+    drafts = [Path(name) for name in names or () if looks_like_a_draft(name)]
+    added = tuple(name for name in names or () if not looks_like_a_draft(name))
+    findings = [finding for path in drafts for finding in check_draft(path, catalog)]
+    if added or not drafts:
+        findings += check_catalog(catalog, added, scan_note if verbose else None)
     if as_json:
         typer.echo(json.dumps(findings))
     else:
@@ -40,6 +51,12 @@ def command(
             typer.echo(finding)
         count = len(names or catalog.definitions)
         typer.echo(f"checked {count} definitions: {len(findings)} findings", err=True)
+        if names and not findings:
+            after = [f"tilegym-db add-definition {path}" for path in drafts]
+            note(f"Next: {'; '.join([*after, *(f'tilegym-db bench {name}' for name in added)])}")
+    others = len(catalog.broken()) - len(catalog.broken(added))
+    if others and added:
+        note(f"{others} broken records are about something else. To list them: tilegym-db check")
     if findings:
         raise typer.Exit(1)
 
@@ -51,41 +68,98 @@ def scan_note(text: str) -> None:
 
 def check_catalog(catalog: Catalog, names: tuple[str, ...], on_note: Callable[[str], None] | None = None) -> list[str]:
     """Every finding as one line; what the static scan only notes goes to ``on_note``."""
-    from tilegym_db.errors import TilegymDBError
-    from tilegym_db.verify.self_test import self_test, tiny_workloads
+    from tilegym_db.verify.admission import run_self_test
+    from tilegym_db.verify.self_test import tiny_workloads
 
-    findings = catalog.lock_findings()
+    findings = [*catalog.lock_findings(), *(broken.reason for broken in catalog.broken(names))]
     for name in names or tuple(catalog.definitions):
+        if name not in catalog.definitions and name in catalog.definition_paths:
+            continue  # broken, and said so above
         definition = catalog.definition(name)
-        try:
-            workloads = catalog.workloads_for(name)
-            solutions = catalog.solutions_for(name)
-        except TilegymDBError as error:
-            findings.append(str(error))
-            continue
+        workloads, solutions = catalog.workloads_for(name), catalog.solutions_for(name)
         if not definition.is_open and not any(item.record.spec.provides == "stock" for item in solutions):
             findings.append(
-                f"{name}: no solution provides its stock code, so nothing can be compared or fallen back on"
+                f"{name}: no solution provides its stock code, so nothing can be compared or fallen back on. "
+                f"Try: tilegym-db new solution {name} --stock"
             )
         findings += backward_findings(catalog, definition)
         for solution in solutions:
             findings += scan_findings(solution, on_note)
-        findings += [str(finding) for finding in self_test(definition, tiny_workloads(definition, workloads))]
+        findings += run_self_test(definition, tiny_workloads(definition, workloads))
     return findings
+
+
+def looks_like_a_draft(name: str) -> bool:
+    """Whether an argument is a path, and not the name of a definition."""
+    return "/" in name or name.endswith(".json")
+
+
+def check_draft(path: Path, catalog: Catalog) -> list[str]:
+    """Every reason why a definition that is not in the catalog yet would not be admitted.
+
+    Its workloads are those of the draft's folder, or else the catalog's.
+    """
+    from tilegym_db.errors import RecordError
+    from tilegym_db.scaffold import read_definition_file
+    from tilegym_db.scaffold.definition import WORKLOADS_FILE, open_places
+    from tilegym_db.verify.admission import run_reference_once, run_self_test
+    from tilegym_db.verify.self_test import tiny_workloads
+
+    findings = open_places(path)
+    try:
+        record = read_definition_file(path)
+    except RecordError as error:
+        return findings + [f"{path}: {problem}" for problem in error.problems or (str(error),)]
+    workloads, refused = _draft_workloads(path / WORKLOADS_FILE, record) if path.is_dir() else ([], [])
+    findings += refused
+    if not path.is_dir() and record.name in catalog.definitions:
+        workloads = catalog.workloads_for(record.name)
+    if not workloads:
+        try:
+            run_reference_once(record, path)
+        except RecordError as error:
+            findings.append(str(error))
+    return findings + run_self_test(record, tiny_workloads(record, workloads))
+
+
+def _draft_workloads(file: Path, record: Definition) -> tuple[list[Workload], list[str]]:
+    """(the workloads of a draft that are valid, why the others are not)."""
+    from tilegym_db.errors import RecordError
+    from tilegym_db.files import read_bytes
+    from tilegym_db.records import Workload
+
+    found: list[Workload] = []
+    refused: list[str] = []
+    if not file.exists():
+        return found, [f"{file}: missing; it has sizes, at least one of them tagged 'tiny'"]
+    for number, line in enumerate(read_bytes(file, "workload file").splitlines(), start=1):
+        where = f"{file}:{number}"
+        try:
+            if line.strip():
+                workload = Workload.from_json(line, where)
+                workload.check_against(record)
+                found.append(workload)
+        except RecordError as error:
+            refused.append(str(error) if str(error).startswith(where) else f"{where}: {error}")
+    return found, refused
 
 
 def backward_findings(catalog: Catalog, definition: Definition) -> list[str]:
     """Why a Definition is no backward of the one that it names."""
     from tilegym_db.errors import TilegymDBError
+    from tilegym_db.records.backward import backward_problem
 
     if definition.backward_of is None:
         return []
     try:
-        catalog.definition(definition.backward_of)
-        catalog.backwards_of(definition.backward_of)
+        problem = backward_problem(catalog.definition(definition.backward_of), definition)
     except TilegymDBError as error:
         return [f"{definition.name}: backward_of: {error}"]
-    return []
+    if not problem:
+        return []
+    return [
+        f"{definition.name}: backward_of: {definition.name} cannot be the backward of {definition.backward_of}: {problem}."
+    ]
 
 
 def scan_findings(solution: SolutionFiles, on_note: Callable[[str], None] | None) -> list[str]:

@@ -141,6 +141,7 @@ def named_solutions(catalog: Catalog, names: Sequence[str]) -> list[SolutionFile
         elif name in catalog.solutions:
             chosen[name] = catalog.solution(name)
         else:
+            catalog.refuse_broken(name)
             hint = did_you_mean(name, [*catalog.definitions, *catalog.solutions])
             raise NotFoundError(f"'{name}' is no definition and no solution.{hint} Try: tilegym-db list")
     return [item for _, item in sorted(chosen.items())]
@@ -181,6 +182,7 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
         yield lambda name: bar.update(task, advance=1, description=name)
 
 
+PRINTED = "-- printed --"
 COLUMNS = ("solution", "language", "target", "compiled", "seconds", "KiB", "note")
 
 
@@ -190,12 +192,12 @@ def summarise(outcomes: Sequence[Outcome]) -> list[tuple[Any, ...]]:
     for job, result in outcomes:
         groups.setdefault((job.solution.name, job.target), []).append((job, result))
     rows = []
-    for (name, target), members in groups.items():
-        results = [result for _, result in members]
+    for (name, target), jobs in groups.items():
+        results = [result for _, result in jobs]
         compiled = sum(result.status == "compiled" for result in results)
         size = sum(artifact.bytes for result in results for artifact in result.artifacts)
-        wrong = next((item for item in members if item[1].status != "compiled"), None)
-        language = members[0][0].solution.record.spec.language
+        wrong = next((item for item in jobs if item[1].status != "compiled"), None)
+        language = jobs[0][0].solution.record.spec.language
         seconds = round(sum(result.seconds for result in results), 1)
         rows.append((name, language, target, f"{compiled}/{len(results)}", seconds, size // 1024, _reason(wrong)))
     return rows
@@ -205,7 +207,9 @@ def _reason(outcome: Outcome | None) -> str:
     if outcome is None:
         return ""
     job, result = outcome
-    lines = [line.strip() for line in result.log.splitlines() if line.strip()]
+    # What the worker says comes first, what was printed on the way after it: the cause is the last line of the former.
+    said = result.log.partition(PRINTED)[0].strip() or result.log.replace(PRINTED, "").strip()
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
     text = lines[-1] if result.status == "failed" and lines else " ".join(lines)
     dtypes = ",".join(job.workload.dtypes.values())
     return f"{result.status} ({dtypes}): {text[:300]}"
@@ -236,6 +240,6 @@ def failure_count(outcomes: Sequence[Outcome]) -> int:
 
 def print_outcomes(outcomes: Sequence[Outcome]) -> None:
     """The summary table, and where to read on if something failed."""
-    print_table(COLUMNS, summarise(outcomes))
+    print_table(COLUMNS, summarise(outcomes), prose=("note",), least=("KiB", "seconds"))
     if failure_count(outcomes):
         note(f"{failure_count(outcomes)} of {len(outcomes)} failed; --json has the compilers' own output")

@@ -7,11 +7,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 import typer
 
-from tilegym_db.cli.output import note, print_json
+from tilegym_db.cli.formats import AsArrow, AsCsv, AsJson, AsParquet, OutputFile, Wide, chosen_form, write_records
+from tilegym_db.cli.output import note, print_line, table_width
 
 if TYPE_CHECKING:
     from tilegym_db.records.peaks import GpuPeaks
@@ -30,20 +31,44 @@ class Check:
     fix: str = ""
 
 
-def command(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False) -> None:
+def command(
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
+    as_parquet: AsParquet = False,
+    as_arrow: AsArrow = False,
+    output: OutputFile = None,
+    wide: Wide = False,
+) -> None:
     """Say what works here and how to fix what does not. Exit status 1 if anything is broken."""
+    form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)
     found = [check for checks in CHECKS for check in checks()]
-    if as_json:
-        print_json([dataclasses.asdict(check) for check in found])
+    if not form.is_table:
+        write_records(form, [dataclasses.asdict(check) for check in found])
     else:
         for check in found:
-            typer.echo(f"{MARKS[check.state]}  {check.what:<10}  {check.detail}")
-            if check.fix:
-                typer.echo(f"{'':<21}fix: {check.fix}")
+            for line in check_lines(check, None if wide else table_width()):
+                print_line(line)
         broken = sum(check.state == "problem" for check in found)
         note(f"{broken} problem{'' if broken == 1 else 's'}")
     if any(check.state == "problem" for check in found):
         raise typer.Exit(1)
+
+
+def check_lines(check: Check, width: int | None) -> list[str]:
+    """A check in lines of ``width`` characters; None: one line each for what it found and for its fix."""
+    import textwrap
+
+    head = f"{MARKS[check.state]}  {check.what:<11}  "
+    given = [(head, check.detail), (" " * len(head) + "fix: ", check.fix)]
+    lines = []
+    for first, text in given:
+        if text and width is None:
+            lines.append(first + text)
+        elif text and width is not None:
+            wrapper = textwrap.TextWrapper(width, initial_indent=first, subsequent_indent=" " * len(head))
+            wrapper.break_long_words = wrapper.break_on_hyphens = False
+            lines += wrapper.wrap(text)
+    return lines
 
 
 def check_python() -> Iterator[Check]:
@@ -58,16 +83,36 @@ def check_gpu() -> Iterator[Check]:
     """What the driver reports, and whether PyTorch can use it."""
     import importlib.util
 
-    names = driver_gpus()
+    from tilegym_db.driver import driver_files
+
+    names = driver_gpus() if driver_files() else ()
     if importlib.util.find_spec("torch") is None:
         yield Check("torch", "missing", "PyTorch is not installed", "pip install 'tilegym-db[torch]'")
         yield Check("gpu", "ok" if names else "missing", ", ".join(names) or "the driver reports none")
         return
+    version, cuda = torch_build()
+    yield Check("torch", "ok", f"{version} ({f'CUDA {cuda}' if cuda else 'CPU only'})")
+    yield gpu_check(names, usable_gpus() if driver_files() else (), cuda)
+
+
+def torch_build() -> tuple[str, str | None]:
+    """PyTorch's version and the CUDA version it was built for (None: for the CPU), without importing it where it says so.
+
+    Its import takes seconds, and without a driver there is nothing else to ask it.
+    """
+    import importlib.util
+    import runpy
+    from pathlib import Path
+
+    spec = importlib.util.find_spec("torch")
+    stated = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
+    if stated is not None and stated.is_file():
+        found = runpy.run_path(str(stated))
+        if "cuda" in found and "__version__" in found:
+            return str(found["__version__"]), found["cuda"]
     import torch
 
-    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
-    yield Check("torch", "ok", f"{torch.__version__} ({built})")
-    yield gpu_check(names, usable_gpus(), torch.version.cuda)
+    return torch.__version__, torch.version.cuda
 
 
 def gpu_check(driver: tuple[str, ...], usable: tuple[str, ...], torch_cuda: str | None) -> Check:
@@ -121,6 +166,14 @@ def check_toolchains() -> Iterator[Check]:
             yield Check(language, "problem" if status.version else "missing", status.detail, status.fix)
 
 
+def check_fit() -> Iterator[Check]:
+    """Installed packages that do not fit together."""
+    from tilegym_db.backends.compatibility import installed_versions, misfits, torch_requirements
+
+    for misfit in misfits(installed_versions(), torch_requirements()):
+        yield Check("packages", "problem", misfit.detail, misfit.fix)
+
+
 def check_libraries() -> Iterator[Check]:
     """What the model integration and bulk ingest use."""
     import importlib.metadata
@@ -137,7 +190,7 @@ def check_catalog() -> Iterator[Check]:
     from tilegym_db.catalog import Catalog
     from tilegym_db.errors import TilegymDBError
 
-    catalog = Catalog.default()
+    catalog = Catalog.default(warns=False)
     where = ", ".join(str(root) for root in catalog.roots)
     try:
         counts = f"{len(catalog.definitions)} definitions, {len(catalog.solutions)} solutions, "
@@ -145,6 +198,8 @@ def check_catalog() -> Iterator[Check]:
     except TilegymDBError as error:
         yield Check("catalog", "problem", str(error), "tilegym-db check lists every finding")
         return
+    for broken in catalog.broken():
+        yield Check("catalog", "problem", broken.reason, "tilegym-db check lists every finding")
     yield Check("catalog", "ok", f"{counts} in {where}")
     yield Check("new records", "ok", f"are written to {catalog.write_root}")
 
@@ -213,6 +268,7 @@ CHECKS: tuple[Callable[[], Iterator[Check]], ...] = (
     check_python,
     check_gpu,
     check_toolchains,
+    check_fit,
     check_libraries,
     check_catalog,
     check_store,

@@ -2,45 +2,70 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilegym_db.cli.output import note, print_json, print_table, spelled_map
+from tilegym_db.cli.completion import complete_definition, complete_gpu
+from tilegym_db.cli.formats import (
+    AsArrow,
+    AsCsv,
+    AsJson,
+    AsParquet,
+    Form,
+    OutputFile,
+    Wide,
+    chosen_form,
+    write_json,
+    write_records,
+)
+from tilegym_db.cli.options import Axes, Trust
+from tilegym_db.cli.output import note, print_table, spelled_map
+from tilegym_db.cli.pairs import parse_axes, parse_pairs, parse_scalars
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tilegym_db.records.dtypes import Scalar
     from tilegym_db.resolver import Decision, Request
 
 NO_VERIFIED_SOLUTION = 3
 
 
 def command(
-    name: Annotated[str, typer.Argument(help="The definition that is called.", metavar="NAME")],
-    axes: Annotated[list[str] | None, typer.Option(help="Sizes: M=4096,N=4096.", metavar="A=SIZE,...")] = None,
+    name: Annotated[
+        str,
+        typer.Argument(help="The definition that is called.", metavar="NAME", autocompletion=complete_definition),
+    ],
+    axes: Axes = None,
     dtype: Annotated[list[str] | None, typer.Option(help="Dtypes: T=bfloat16.", metavar="T=DTYPE,...")] = None,
-    gpu: Annotated[str, typer.Option(help="A GPU such as h200 or cpu; auto is this machine's.")] = "auto",
+    gpu: Annotated[
+        str, typer.Option(help="A GPU such as h200 or cpu; auto is this machine's.", autocompletion=complete_gpu)
+    ] = "auto",
     scalar: Annotated[list[str] | None, typer.Option(help="Scalars: eps=1e-5.", metavar="S=VALUE,...")] = None,
     layout: Annotated[
         list[str] | None, typer.Option(help="Layouts: x=row_contiguous (absent: contiguous).", metavar="X=CLASS,...")
     ] = None,
     mode: Annotated[str, typer.Option(help="inference or training.")] = "inference",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
+    as_parquet: AsParquet = False,
+    as_arrow: AsArrow = False,
+    output: OutputFile = None,
+    wide: Wide = False,
+    trust: Trust = False,
 ) -> None:
     """Say which solution the resolver picks for a call, and why not each of the others. Exit 3: stock code runs."""
     from tilegym_db.catalog import Catalog
     from tilegym_db.resolver import decide_request, make_request, stock_solution, unavailable_languages
 
-    catalog = Catalog.default()
+    form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)
+    catalog = Catalog.default(trust_foreign=trust)
     slug, target = _device(gpu)
     here = target is not None
     request = make_request(
         catalog.definition(name),
-        axes={key: _size(key, text) for key, text in parse_pairs("--axes", axes).items()},
+        axes=parse_axes("--axes", axes),
         dtypes=parse_pairs("--dtype", dtype),
-        scalars={key: parse_scalar(text) for key, text in parse_pairs("--scalar", scalar).items()},
+        scalars=parse_scalars("--scalar", scalar),
         layouts=parse_pairs("--layout", layout),
         gpu=slug,
         sm=target,
@@ -50,12 +75,9 @@ def command(
     decision, solutions = decide_request(request, catalog)
     stock = stock_solution(solutions)
     answer = describe(request, decision, stock.name if stock else None)
-    if as_json:
-        print_json(answer)
-    else:
-        _print(answer)
-        if decision.solution is None:
-            _note_unverified(name, slug)
+    _write(form, answer)
+    if form.is_table and decision.solution is None:
+        _note_next(name, slug)
     if decision.solution is None:
         raise typer.Exit(NO_VERIFIED_SOLUTION)
 
@@ -66,47 +88,6 @@ def _device(gpu: str) -> tuple[str, str | None]:
     from tilegym_db.resolver.device import default_gpu
 
     return default_gpu() if gpu.strip().lower() == "auto" else (parse_gpu(gpu), None)
-
-
-def parse_pairs(option: str, texts: Sequence[str] | None) -> dict[str, str]:
-    """``["M=1,N=2"]`` or ``["M=1", "N=2"]`` -> ``{"M": "1", "N": "2"}``.
-
-    Raises:
-        UsageError: a part is not ``name=value``, or a name is given twice.
-    """
-    from tilegym_db.errors import UsageError
-
-    found: dict[str, str] = {}
-    for part in (part.strip() for text in texts or () for part in text.split(",")):
-        key, separator, value = (piece.strip() for piece in part.partition("="))
-        if not (separator and key and value):
-            raise UsageError(f"{option}: {part!r} must read name=value, as in M=4096.")
-        if key in found:
-            raise UsageError(f"{option}: '{key}' is given twice.")
-        found[key] = value
-    return found
-
-
-def _size(axis: str, text: str) -> int:
-    from tilegym_db.errors import UsageError
-
-    try:
-        return int(text)
-    except ValueError:
-        raise UsageError(f"--axes: {axis} must be a whole number, not {text!r}.") from None
-
-
-def parse_scalar(text: str) -> Scalar:
-    """``true``, ``false``, ``none``, a number, or the text itself."""
-    words: dict[str, Scalar] = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            continue
-    return text
 
 
 def describe(request: Request, decision: Decision, stock: str | None) -> dict[str, Any]:
@@ -138,36 +119,67 @@ def describe(request: Request, decision: Decision, stock: str | None) -> dict[st
     }
 
 
-def _print(answer: dict[str, Any]) -> None:
+def _write(form: Form, answer: dict[str, Any]) -> None:
+    if form.kind == "json":
+        write_json(form, answer)
+    elif form.is_table:
+        _print(answer, form.wide)
+    else:
+        write_records(form, candidate_records(answer))
+
+
+COLUMNS = ("", "solution", "language", "config", "latency us", "speedup", "CI low", "why")
+LEAST = ("CI low", "language", "config")
+
+
+def _print(answer: dict[str, Any], wide: bool) -> None:
     evidence = answer["evidence"]
     asked = {**answer["axes"], **answer["dtypes"], **answer["scalars"], **answer["layouts"]}
     note(f"{answer['definition']} at {spelled_map(asked)} on {answer['gpu']}:")
-    print_table(
-        ["", "solution", "language", "config", "latency us", "speedup", "CI low", "why"],
-        [
-            _row("picked", evidence["measurement"] or {"solution": _stock_label(answer)}, evidence["reason"]),
-            *(_row("", item, item["reason"]) for item in answer["rejected"]),
-        ],
-    )
+    rows = [
+        _row("picked", evidence["measurement"] or {"solution": _stock_label(answer)}, evidence["reason"]),
+        *(_row("", item, item["reason"]) for item in answer["rejected"]),
+    ]
+    print_table(COLUMNS, rows, wide=wide, least=LEAST, prose=("why",))
     if answer["left_to_compilers"]:
         note(f"In code under torch.compile stock code runs: {answer['left_to_compilers']}.")
     if evidence["published"]:
         note(f"Measured on {evidence['gpu']}, published {evidence['published']}. Speedup is against stock code.")
-    elif answer["solution"] is None:
-        note("Measure and publish on that GPU: tilegym-db bench --promote, then tilegym-db publish.")
 
 
-def _note_unverified(definition: str, gpu: str) -> None:
+def candidate_records(answer: dict[str, Any]) -> list[dict[str, Any]]:
+    """One flat record per candidate, the one that is picked first: for formats that are tables."""
+    picked = answer["evidence"]["measurement"] or {"solution": _stock_label(answer)}
+    keys = ("solution", "language", "config", "latency_us", "speedup", "speedup_ci_low")
+    return [
+        {"picked": index == 0, **{key: item.get(key) for key in keys}, "reason": why}
+        for index, (item, why) in enumerate(
+            [(picked, answer["evidence"]["reason"]), *((item, item["reason"]) for item in answer["rejected"])]
+        )
+    ]
+
+
+def _note_next(definition: str, gpu: str) -> None:
+    """What waits for a promotion, and what to do next on this machine."""
+    from tilegym_db.cli.next_step import next_step
     from tilegym_db.cli.reader import open_reader, unverified_note
     from tilegym_db.errors import StoreError
+    from tilegym_db.resolver.device import default_gpu
+    from tilegym_db.store.queries import best_rows, count_unverified
 
+    has_torch = importlib.util.find_spec("torch") is not None
+    measured: list[str] = []
+    waiting = 0
     try:
         with open_reader() as store:
             unverified = unverified_note(store, definition=definition, gpu=gpu)
+            waiting = count_unverified(store, definition=definition, gpu=gpu)
+            measured = sorted({row["gpu"] for row in best_rows(store, definition=definition)})
     except StoreError as error:  # the decision above was made without the store, and stands
         unverified = f"note: {error}"
     if unverified:
         note(unverified)
+    note(next_step(definition, gpu, default_gpu()[0], measured, waiting, can_bench=has_torch))
 
 
 def _stock_label(answer: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from tilegym_db.cli.options import regular_files
 from tilegym_db.cli.output import note, print_json
 
 
@@ -14,10 +15,17 @@ def command(
     files: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="Trace files (.jsonl); none means every journal of the store.", exists=True, dir_okay=False
+            help="Trace files (.jsonl); none means every journal of the store.",
+            exists=True,
+            dir_okay=False,
+            callback=regular_files,
         ),
     ] = None,
     rebuild: Annotated[bool, typer.Option("--rebuild", help="Make the database anew from its journals.")] = False,
+    trust: Annotated[
+        bool,
+        typer.Option("--trust", help="Let traces count that this installation did not measure (origin 'foreign')."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Bring journals into the database. A trace that is there already is left alone, so it can be run at any time.
@@ -30,11 +38,13 @@ def command(
 
     if rebuild and files:
         raise UsageError("--rebuild reads every journal of the store; give no files with it.")
+    if rebuild and trust:
+        raise UsageError("--rebuild keeps what was trusted before; run: tilegym-db ingest --trust [FILES]")
     if rebuild:
         report = ingest.rebuild()
     else:
         with open_store() as store:
-            report = ingest.ingest(store, files)
+            report = ingest.ingest(store, files, trust=trust)
     rejected = [str(line) for line in report.rejected]
     if as_json:
         print_json({"files": report.files, "added": report.added, "known": report.known, "rejected": rejected})

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from tilegym_db.cli.output import note, print_json, print_table
+from tilegym_db.cli.formats import AsArrow, AsCsv, AsJson, AsParquet, OutputFile, Wide, chosen_form, write_records
+from tilegym_db.cli.options import DefinitionName, Gpu, OpType, Trust
+from tilegym_db.cli.output import note, print_table
 
 
 def command(
-    name: Annotated[str | None, typer.Argument(help="A definition; none means all.")] = None,
-    op_type: Annotated[str | None, typer.Option(help="Only this family: norm, activation, gemm, ...")] = None,
-    gpu: Annotated[
-        str | None, typer.Option(help="Only this GPU: h100, h200, cpu, ..., or auto for the one here.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
+    name: DefinitionName = None,
+    op_type: OpType = None,
+    gpu: Gpu = None,
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
+    as_parquet: AsParquet = False,
+    as_arrow: AsArrow = False,
+    output: OutputFile = None,
+    wide: Wide = False,
+    trust: Trust = False,
 ) -> None:
     """Rank solutions per operator and GPU: shapes measured, shapes won, geometric means."""
     from tilegym_db.catalog import Catalog
@@ -23,17 +27,18 @@ def command(
     from tilegym_db.cli.reader import open_reader, unverified_note
     from tilegym_db.store.queries import leaderboard_rows
 
+    form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)
     if name is not None:
         Catalog.default().definition(name)
     chosen = chosen_gpu(gpu)
-    with open_reader() as store:
+    with open_reader(trust=trust) as store:
         rows = leaderboard_rows(store, definition=name, op_type=op_type, gpu=chosen)
         unverified = unverified_note(store, definition=name, op_type=op_type, gpu=chosen)
-    if as_json:
-        print_json(rows)
+    if not form.is_table:
+        write_records(form, rows, KEYS)
         return
     if rows:
-        print_leaderboard(rows)
+        print_leaderboard(rows, wide=wide)
         note(
             "speedup: against the model's own code; sol: share of the speed of light; both geometric means over shapes."
         )
@@ -43,18 +48,14 @@ def command(
         note(unverified)
 
 
-def print_leaderboard(rows: list[dict[str, Any]]) -> None:
+KEYS = (
+    "definition", "gpu", "solution", "language", "role", "shapes", "wins", "geomean_speedup", "geomean_sol_ratio",
+    "origin",
+)  # fmt: skip
+COLUMNS = ("definition", "gpu", "solution", "language", "role", "shapes", "wins", "speedup", "sol", "origin")
+LEAST = ("origin", "role", "language", "sol")
+
+
+def print_leaderboard(rows: list[dict[str, Any]], *, wide: bool = False) -> None:
     """The table of the rows of the view ``leaderboard``."""
-    columns = ("definition", "gpu", "solution", "language", "role", "shapes", "wins", "speedup", "sol")
-    keys = (
-        "definition",
-        "gpu",
-        "solution",
-        "language",
-        "role",
-        "shapes",
-        "wins",
-        "geomean_speedup",
-        "geomean_sol_ratio",
-    )
-    print_table(columns, [tuple(row[key] for key in keys) for row in rows])
+    print_table(COLUMNS, [tuple(row[key] for key in KEYS) for row in rows], wide=wide, least=LEAST)

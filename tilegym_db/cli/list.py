@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilegym_db.cli.output import note, print_json, print_table
+from tilegym_db.cli.formats import AsArrow, AsCsv, AsJson, AsParquet, OutputFile, Wide, chosen_form, write_records
+from tilegym_db.cli.list_imported import imported_rows, print_imported
+from tilegym_db.cli.options import OpType
+from tilegym_db.cli.output import note, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,27 +21,44 @@ if TYPE_CHECKING:
 def command(
     solutions: Annotated[bool, typer.Option("--solutions", help="List solutions.")] = False,
     workloads: Annotated[bool, typer.Option("--workloads", help="List workloads.")] = False,
-    op_type: Annotated[str | None, typer.Option(help="Only this family: norm, activation, gemm, ...")] = None,
+    op_type: OpType = None,
     status: Annotated[str | None, typer.Option(help="Only definitions with the tag status:<this>.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
+    origin: Annotated[
+        str | None, typer.Option(help="List an imported data set instead, by its origin; 'all' lists every one.")
+    ] = None,
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
+    as_parquet: AsParquet = False,
+    as_arrow: AsArrow = False,
+    output: OutputFile = None,
+    wide: Wide = False,
 ) -> None:
     """List definitions, or with --solutions or --workloads what belongs to them."""
     from tilegym_db.catalog import Catalog
     from tilegym_db.errors import UsageError
 
+    form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)
     if solutions and workloads:
         raise UsageError("--solutions and --workloads list different things; give one of them.")
+    if origin is not None:
+        rows = imported_rows(origin, "solution" if solutions else "workload" if workloads else "definition", op_type)
+        print_imported(rows, form)
+        return
     catalog = Catalog.default()
     chosen = select_definitions(catalog, op_type, status)
     describe = solution_rows if solutions else workload_rows if workloads else definition_rows
     rows = describe(catalog, chosen)
-    if as_json:
-        print_json(rows)
+    if not form.is_table:
+        write_records(form, rows)
     elif rows:
-        print_table(list(rows[0]), [tuple(_spelled(value) for value in row.values()) for row in rows])
+        cells = [tuple(_spelled(value) for value in row.values()) for row in rows]
+        print_table(list(rows[0]), cells, wide=wide, least=LEAST)
         note(f"{len(rows)} listed. Look closer: tilegym-db show NAME")
     else:
         note("nothing matches.")
+
+
+LEAST = ("tags", "description", "layouts", "version", "digest", "targets", "status", "role")
 
 
 def _spelled(value: Any) -> Any:

@@ -7,22 +7,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tilegym_db.cli.output import note, print_json, print_table
+from tilegym_db.cli.formats import Wide
+from tilegym_db.cli.options import ConfigFile, MachineGpu
+from tilegym_db.cli.output import note, print_json, print_table, table_width
 
 if TYPE_CHECKING:
+    from tilegym_db.integrations.transformers.claims import Claim
     from tilegym_db.records.model_run import Estimate, ModelRun, ModelTiming
 
 GIB = 1 << 30
 
 
 def command(
-    config: Annotated[
-        Path, typer.Argument(help="A model's config: a JSON file, or a folder with config.json.", exists=True)
-    ],
+    config: ConfigFile,
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
     prompt: Annotated[int, typer.Option(help="Random tokens of each sequence.")] = 512,
     new: Annotated[int, typer.Option(help="Tokens to generate for each; 0 times the prefill alone.")] = 64,
-    gpu: Annotated[str, typer.Option(help="auto, cpu, or the GPU in this machine (h100, h200, ...).")] = "auto",
+    gpu: MachineGpu = "auto",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     rounds: Annotated[int, typer.Option(help="Generations that count, by each way.")] = 10,
     layers: Annotated[int | None, typer.Option(help="Keep only the first so many layers.")] = None,
@@ -40,6 +41,7 @@ def command(
         bool, typer.Option("--profile", help="Also profile one call: the share of GPU time in verified kernels.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
+    wide: Wide = False,
 ) -> None:
     """Generate with a model of random weights, stock and patched in turns, and store how long each takes.
 
@@ -50,7 +52,9 @@ def command(
 
     Exit 1: a kernel raised, or failed its proof; stock code ran in its place.
     """
-    from tilegym_db.bench.machine import select_machine
+    from tilegym_db.bench.machine import refuse_absent_gpu, select_machine
+
+    refuse_absent_gpu(gpu)
     from tilegym_db.cli.model_progress import rounds_on_stderr
     from tilegym_db.integrations.transformers.model_bench import model_bench
 
@@ -75,8 +79,8 @@ def command(
     if as_json:
         print_json(run.model_dump(mode="json"))
     else:
-        print_run(run)
-        note(str(handle.report()))
+        print_run(run, wide=wide)
+        note(handle.report().text(160 if wide else table_width()))
     note(f"stored in {path}")
     if handle.report().failures or handle.report().failed_proofs:
         raise typer.Exit(1)
@@ -93,13 +97,15 @@ def _store(run: ModelRun) -> Path:
     return path
 
 
-def print_run(run: ModelRun) -> None:
+def print_run(run: ModelRun, *, wide: bool = False) -> None:
     """One row per figure of stock and patched, with the ratio of both and its interval; then one per other way."""
     typer.echo(
         f"{run.model} ({run.model_class}, {run.layers} layers, {run.parameters:,} parameters, {run.dtype}) on "
         f"{run.gpu_name}: batch {run.batch}, prompt {run.prompt_tokens}, new {run.new_tokens}, {run.rounds} rounds"
     )
-    print_table(("", "stock", "patched", "speedup", "99% interval"), _rows(run))
+    print_table(("", "stock", "patched", "speedup", "99% interval", "claim"), _rows(run))
+    for reason in dict.fromkeys(claim.reason for claim in _claims(run).values() if claim.reason):
+        note(f"no speedup is claimed: {reason}")
     if run.ways:
         headings = (
             "way",
@@ -111,7 +117,8 @@ def print_run(run: ModelRun) -> None:
             "99% interval",
             "per token",
         )
-        print_table(headings, [row for name in run.ways for row in _way_rows(run, name)])
+        rows = [row for name in run.ways for row in _way_rows(run, name)]
+        print_table(headings, rows, wide=wide, least=("peak GiB", "per token, ms", "per token", "first token, ms"))
     for name, reason in run.absent.items():
         note(f"{name} took no part: {reason}")
     calls = ", ".join(f"{name} {count}" for name, count in run.kernels.items()) or "none"
@@ -119,17 +126,52 @@ def print_run(run: ModelRun) -> None:
     note(f"{run.equal_tokens} of {run.compared_tokens} greedy tokens are those of stock")
 
 
+def _claims(run: ModelRun) -> dict[str, Claim]:
+    """Figure -> what may be said of its speedup."""
+    from tilegym_db.integrations.transformers.claims import CONTROL, claim_of
+
+    control = run.ways[CONTROL].against.get("stock") if CONTROL in run.ways else None
+    speedups = {"ttft": run.ttft_speedup, "tpot": run.tpot_speedup, "total": run.total_speedup}
+    return {
+        what: claim_of(
+            speedup,
+            rounds=run.rounds,
+            kernel_calls=sum(run.kernels.values()),
+            control=None if control is None else getattr(control, what),
+        )
+        for what, speedup in speedups.items()
+        if speedup is not None
+    }
+
+
+def _claimed(run: ModelRun, what: str, speedup: Estimate) -> tuple[str | None, str | None, str]:
+    """The cells of a speedup, its interval and what may be claimed."""
+    verdict = _claims(run)[what].verdict
+    if not run.kernels:
+        return "no kernel ran", None, verdict
+    return (*_ratio(speedup), verdict)
+
+
 def _rows(run: ModelRun) -> list[tuple[object, ...]]:
     stock, patched = run.stock, run.patched
     rows: list[tuple[object, ...]] = [
-        ("to first token, ms", stock.ttft_ms.median, patched.ttft_ms.median, *_ratio(run.ttft_speedup))
+        ("to first token, ms", stock.ttft_ms.median, patched.ttft_ms.median, *_claimed(run, "ttft", run.ttft_speedup))
     ]
     if stock.tpot_ms is not None and patched.tpot_ms is not None and run.tpot_speedup is not None:
-        rows.append(("per output token, ms", stock.tpot_ms.median, patched.tpot_ms.median, *_ratio(run.tpot_speedup)))
+        rows.append(
+            (
+                "per output token, ms",
+                stock.tpot_ms.median,
+                patched.tpot_ms.median,
+                *_claimed(run, "tpot", run.tpot_speedup),
+            )
+        )
     name = "tokens per second" if run.new_tokens else "prompt tokens per second"
-    rows.append((name, _tokens_per_s(run, stock), _tokens_per_s(run, patched), *_ratio(run.total_speedup)))
+    rows.append(
+        (name, _tokens_per_s(run, stock), _tokens_per_s(run, patched), *_claimed(run, "total", run.total_speedup))
+    )
     if stock.peak_memory_bytes is not None and patched.peak_memory_bytes is not None:
-        rows.append(("peak GiB", stock.peak_memory_bytes / GIB, patched.peak_memory_bytes / GIB, None, None))
+        rows.append(("peak GiB", stock.peak_memory_bytes / GIB, patched.peak_memory_bytes / GIB, None, None, None))
     return rows
 
 
@@ -144,10 +186,10 @@ def _way_rows(run: ModelRun, name: str) -> list[tuple[object, ...]]:
         None if timing.peak_memory_bytes is None else timing.peak_memory_bytes / GIB,
     )
     rows: list[tuple[object, ...]] = []
-    for rival, speedups in run.ways[name].against.items():
+    for alternative, speedups in run.ways[name].against.items():
         ratio, interval = _ratio(speedups.total)
-        per_token = None if speedups.tpot is None else "{} ({})".format(*_ratio(speedups.tpot))
-        rows.append((*((None,) * 5 if rows else figures), f"{rival} {ratio}", interval, per_token))
+        per_token = None if speedups.tpot is None else " ".join(filter(None, _ratio(speedups.tpot)))
+        rows.append((*((None,) * 5 if rows else figures), f"{alternative} {ratio}", interval, per_token))
     return rows
 
 
@@ -156,5 +198,7 @@ def _tokens_per_s(run: ModelRun, timing: ModelTiming) -> float:
     return run.prefill_tokens_per_s(timing) if timing.tokens_per_s is None else timing.tokens_per_s
 
 
-def _ratio(estimate: Estimate) -> tuple[str, str]:
+def _ratio(estimate: Estimate) -> tuple[str, str | None]:
+    if estimate.ci_low is None:
+        return f"{estimate.median:.3f}x", None
     return f"{estimate.median:.3f}x", f"{estimate.ci_low:.3f} to {estimate.ci_high:.3f}"

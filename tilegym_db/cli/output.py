@@ -2,51 +2,86 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import math
+import os
+import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-import typer
+__all__ = [
+    "note",
+    "plain_value",
+    "print_json",
+    "print_line",
+    "print_table",
+    "printable",
+    "spelled_map",
+    "spelled_number",
+    "table_width",
+]
 
-__all__ = ["note", "print_csv", "print_json", "print_table", "spelled_map", "spelled_number"]
-
-WIDTH_OF_A_FILE = 10_000  # rich would fold a table into 80 columns where stdout is no terminal
+WIDTH_OF_A_FILE = 80
+"""Of a table that goes into a pipe or a file, unless COLUMNS says otherwise."""
+LONGEST_CELL = 2000
+NAMES_IN_A_NOTE = 6
 
 
 def note(text: str) -> None:
     """A remark or a next step, on stderr, so that a pipe carries results only."""
-    typer.echo(text, err=True)
+    print(text, file=sys.stderr, flush=True)
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """A table; numbers are right-aligned, None is an empty cell."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    cells = [tuple(row) for row in rows]
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for index, column in enumerate(columns):
-        values = [row[index] for row in cells if row[index] is not None]
-        numeric = bool(values) and all(
-            isinstance(value, int | float) and not isinstance(value, bool) for value in values
-        )
-        table.add_column(Text(column), justify="right" if numeric else "left", overflow="fold")
-    for row in cells:
-        table.add_row(*(Text(_cell(value)) for value in row))
-    console = Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE)
-    for line in _lines(console, table):
-        typer.echo(line)
+def print_line(text: str) -> None:
+    """One line of a result. Where lines are flushed is the stream's business: a terminal's is flushed at once."""
+    print(text)
 
 
-def _lines(console: Any, table: Any) -> list[str]:
-    with console.capture() as capture:
-        console.print(table)
-    return [line.rstrip() for line in capture.get().splitlines()]
+def table_width() -> int:
+    """Characters of a line: the terminal's, or ``COLUMNS``, or 80."""
+    if sys.stdout.isatty() or "COLUMNS" in os.environ:
+        return max(20, shutil.get_terminal_size((WIDTH_OF_A_FILE, 24)).columns)
+    return WIDTH_OF_A_FILE
+
+
+def print_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    *,
+    wide: bool = False,
+    least: Sequence[str] = (),
+    prose: Collection[str] = (),
+) -> None:
+    """A table in the width of the terminal; numbers are right-aligned, None is an empty cell.
+
+    Args:
+        wide: as wide as it takes, with every column.
+        least: columns to leave out first where there is no room.
+        prose: columns of sentences; each is wrapped below its row.
+    """
+    from tilegym_db.cli.table import lay_out
+
+    given = [tuple(row) for row in rows]
+    numeric = [name for index, name in enumerate(columns) if _is_numeric([row[index] for row in given])]
+    cells = [[printable(_cell(value)) for value in row] for row in given]
+    layout = lay_out(
+        [printable(name) for name in columns],
+        cells,
+        width=None if wide else table_width(),
+        numeric=numeric,
+        least=least,
+        prose=prose,
+    )
+    for line in layout.lines:
+        print_line(line)
+    if layout.dropped:
+        named, more = layout.dropped[:NAMES_IN_A_NOTE], len(layout.dropped) - NAMES_IN_A_NOTE
+        note(f"not shown: {', '.join(named)}" + (f" and {more} more" if more > 0 else "") + "; --wide shows all")
+
+
+def _is_numeric(values: Sequence[Any]) -> bool:
+    present = [value for value in values if value is not None]
+    return bool(present) and all(isinstance(value, int | float) and not isinstance(value, bool) for value in present)
 
 
 def _cell(value: Any) -> str:
@@ -56,7 +91,16 @@ def _cell(value: Any) -> str:
         return spelled_number(value)
     if isinstance(value, Mapping):
         return spelled_map(value)
-    return str(value)
+    if isinstance(value, list | tuple):
+        return ", ".join(_cell(item) for item in value)
+    return str(value)[:LONGEST_CELL]
+
+
+def printable(text: str) -> str:
+    """Text that cannot move a terminal's cursor: a record, a log or a name may come from anyone's file."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def spelled_number(value: float) -> str:
@@ -75,28 +119,26 @@ def spelled_map(value: Mapping[str, Any]) -> str:
 
 def print_json(value: Any) -> None:
     """One JSON document. A number that JSON cannot say (NaN, infinity) is null; a date is ISO 8601."""
-    typer.echo(json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False))
+    print_line(json_text(value))
 
 
-def _plain(value: Any) -> Any:
+def json_text(value: Any, indent: int | None = 2) -> str:
+    """:func:`print_json`'s text."""
+    import json
+
+    return json.dumps(plain_value(value), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def plain_value(value: Any) -> Any:
+    """What JSON can hold of a value."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item) for item in value]
+        return [plain_value(item) for item in value]
     if hasattr(value, "isoformat"):
         return value.isoformat()
     return str(value)
-
-
-def print_csv(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """RFC 4180 text with a header line; a nested value is written as JSON."""
-    writer = csv.writer(sys.stdout, lineterminator="\n")
-    writer.writerow(columns)
-    for row in rows:
-        writer.writerow(
-            [json.dumps(_plain(cell)) if isinstance(cell, Mapping | list | tuple) else cell for cell in row]
-        )

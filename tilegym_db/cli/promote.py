@@ -7,14 +7,16 @@ from typing import Annotated
 
 import typer
 
+from tilegym_db.cli.options import MachineGpu, Names, WorkloadGlob
+
 
 def command(
-    names: Annotated[list[str] | None, typer.Argument(help="Definitions or solutions; none means all.")] = None,
+    names: Names = None,
     language: Annotated[
         str | None, typer.Option(help="Only solutions in this language, and those that they are compared with.")
     ] = None,
-    gpu: Annotated[str, typer.Option(help="auto, cpu, or the GPU in this machine (h100, h200, ...).")] = "auto",
-    workload: Annotated[str | None, typer.Option(help="Glob over tags, axes (M=1,*) and uuid.")] = None,
+    gpu: MachineGpu = "auto",
+    workload: WorkloadGlob = None,
     quick: Annotated[bool, typer.Option(help="Few workloads and samples.")] = False,
     again: Annotated[bool, typer.Option(help="Promote anew what has a verdict already.")] = False,
     allow_unsandboxed: Annotated[
@@ -24,10 +26,13 @@ def command(
 ) -> None:
     """Run the promotion tier: only what passes it is verified, and used by best, the resolver and patched models.
 
-    Fresh confined processes, fresh secrets, the whole fuzz envelope, five runs bit for bit, ownership of the device time,
-    and a time that the supervisor's own clock agrees with.
+    Fresh confined processes, fresh secrets, all fuzz cases, five runs bit for bit, ownership of the device time,
+    and a time that the harness's own clock agrees with.
     """
-    from tilegym_db.bench.session import promote
+    from tilegym_db.bench.machine import refuse_absent_gpu
+
+    refuse_absent_gpu(gpu)
+    from tilegym_db.bench.benchmark import promote
     from tilegym_db.cli.bench import finish
     from tilegym_db.cli.bench_progress import Progress
 

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilegym_db.cli.output import note
+from tilegym_db.cli.completion import complete_gpu
+from tilegym_db.cli.options import Trust
+from tilegym_db.cli.output import note, print_json, print_line
+
+if TYPE_CHECKING:
+    from tilegym_db.store.publish import PublishReport
 
 
 def command(
-    gpu: Annotated[str, typer.Option(help="The GPU whose traces to publish: h200, ..., or auto for the one here.")],
+    gpu: Annotated[
+        str,
+        typer.Option(
+            help="The GPU whose traces to publish: h200, ..., or auto for the one here.", autocompletion=complete_gpu
+        ),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    trust: Trust = False,
 ) -> None:
     """Write the traces and the resolver table of one GPU: into the checkout, or into the user's folder.
 
@@ -19,14 +31,27 @@ def command(
     """
     from tilegym_db.cli.best import chosen_gpu
     from tilegym_db.cli.reader import open_reader
-    from tilegym_db.store.publish import publish
+    from tilegym_db.store.publish import publish_all
 
     slug = chosen_gpu(gpu)
     assert slug is not None
-    with open_reader() as store:
-        report = publish(store, slug)
-    for path in report.written:
-        typer.echo(str(path))
+    with open_reader(trust=trust) as store:
+        reports = publish_all(store, slug)
+    if as_json:
+        print_json([_record(report) for report in reports])
+    for report in reports:
+        _print(report, paths=not as_json)
+
+
+def _record(report: PublishReport) -> dict[str, Any]:
+    facts = {name: getattr(report, name) for name in ("traces", "entries", "left_out", "revocations")}
+    paths = {name: [str(path) for path in getattr(report, name)] for name in ("written", "leftover")}
+    return {"gpu": report.folder.name, "folder": str(report.folder), **facts, **paths}
+
+
+def _print(report: PublishReport, *, paths: bool) -> None:
+    for path in report.written if paths else ():
+        print_line(str(path))
     note(f"{report.traces} traces of {report.entries} shapes in {report.folder}; {len(report.written)} files changed")
     for reason, count in report.left_out.items():
         note(f"left out {count}: {reason}")

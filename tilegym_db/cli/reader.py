@@ -15,11 +15,12 @@ __all__ = ["open_reader", "unverified_note"]
 
 
 @contextmanager
-def open_reader() -> Iterator[Store]:
-    """The user's store, read-only; it is made first where there is none."""
+def open_reader(*, trust: bool = False) -> Iterator[Store]:
+    """The user's store, read-only; it is made first where there is none. With ``trust``, foreign traces count."""
+    from tilegym_db.catalog import Catalog
     from tilegym_db.store.connection import open_store
 
-    with open_store(read_only=True) as store:
+    with open_store(read_only=True, catalog=Catalog.default(trust_foreign=trust)) as store:
         if store.stale:
             note(f"note: {store.stale}")
         yield store

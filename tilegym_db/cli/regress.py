@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tilegym_db.cli.options import MachineGpu, Names, WorkloadGlob
 from tilegym_db.cli.output import note, print_json, print_table
 
 if TYPE_CHECKING:
@@ -21,9 +22,9 @@ def command(
     against: Annotated[
         str, typer.Option(help="A git revision of the catalog (HEAD~1, main, v0.1), or the id of a run.")
     ],
-    names: Annotated[list[str] | None, typer.Argument(help="Definitions or solutions; none means all.")] = None,
-    gpu: Annotated[str, typer.Option(help="auto, cpu, or the GPU in this machine (h100, h200, ...).")] = "auto",
-    workload: Annotated[str | None, typer.Option(help="Glob over tags, axes (M=1,*) and uuid.")] = None,
+    names: Names = None,
+    gpu: MachineGpu = "auto",
+    workload: WorkloadGlob = None,
     quick: Annotated[bool, typer.Option(help="Few workloads and samples.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -32,6 +33,9 @@ def command(
     Exit status 1 where a new version is slower by more than noise, or fails where the old one passes; 4 where a control,
     one source timed against itself, shows that the session cannot be believed. Nothing is stored.
     """
+    from tilegym_db.bench.machine import refuse_absent_gpu
+
+    refuse_absent_gpu(gpu)
     from tilegym_db.bench.regress import regress
     from tilegym_db.cli.bench_progress import Progress
 
@@ -74,7 +78,7 @@ def print_report(report: RegressionReport) -> None:
         if row.verdict != "unchanged"
     ]
     if rows:
-        print_table(columns, rows)
+        print_table(columns, rows, prose=("why",), least=("noise", "workload"))
     unchanged = sum(row.verdict == "unchanged" for row in report.rows)
     if unchanged:
         note(f"{unchanged} solutions are the same as in {report.against}")

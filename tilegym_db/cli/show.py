@@ -7,7 +7,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilegym_db.cli.output import note, print_json, print_table, spelled_map
+from tilegym_db.cli.completion import complete_name
+from tilegym_db.cli.formats import (
+    AsArrow,
+    AsCsv,
+    AsJson,
+    AsParquet,
+    Form,
+    OutputFile,
+    Wide,
+    chosen_form,
+    write_json,
+    write_records,
+)
+from tilegym_db.cli.output import note, print_table, spelled_map
 
 if TYPE_CHECKING:
     from tilegym_db.catalog import Catalog, SolutionFiles
@@ -18,28 +31,41 @@ TRACE_ID_SHOWN = 8
 
 
 def command(
-    name: Annotated[str, typer.Argument(help="A definition, a solution, or a trace by its id or the start of it.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="A definition, a solution, or a trace by its id or the start of it.", autocompletion=complete_name
+        ),
+    ],
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
+    as_parquet: AsParquet = False,
+    as_arrow: AsArrow = False,
+    output: OutputFile = None,
+    wide: Wide = False,
 ) -> None:
     """Show a definition with its reference and solutions, a solution with its source and traces, or one trace.
 
-    A trace that failed is shown with where it failed and the command that shows it again.
+    A trace that failed is shown with where it failed and the command that shows it again. JSON has all of it; CSV, Parquet
+    and Arrow have what is a table: a definition's solutions, a solution's traces, the trace.
     """
     from tilegym_db.catalog import Catalog
     from tilegym_db.cli.show_trace import show_trace
     from tilegym_db.errors import NotFoundError, did_you_mean
 
+    form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)
     catalog = Catalog.default()
     if name in catalog.definitions:
-        show_definition(catalog, catalog.definition(name), as_json)
+        show_definition(catalog, catalog.definition(name), form)
     elif name in catalog.solutions:
-        show_solution(catalog.solution(name), as_json)
-    elif not show_trace(name, as_json):
+        show_solution(catalog.solution(name), form)
+    elif not show_trace(name, form):
+        catalog.refuse_broken(name)
         hint = did_you_mean(name, [*catalog.definitions, *catalog.solutions])
         raise NotFoundError(f"'{name}' is no definition, no solution and no trace.{hint} Try: tilegym-db list")
 
 
-def show_definition(catalog: Catalog, definition: Definition, as_json: bool) -> None:
+def show_definition(catalog: Catalog, definition: Definition, form: Form) -> None:
     """Print a Definition, its Solutions, and how they rank."""
     from tilegym_db.cli.leaderboard import print_leaderboard
     from tilegym_db.cli.list import solution_rows
@@ -50,9 +76,12 @@ def show_definition(catalog: Catalog, definition: Definition, as_json: bool) -> 
     with open_reader() as store:
         ranks = leaderboard_rows(store, definition=definition.name)
     workloads = len(catalog.workloads_for(definition.name))
-    if as_json:
+    if form.kind == "json":
         content = {**definition.to_dict(), "digest": definition.digest, "workloads": workloads}
-        print_json({"definition": content, "solutions": solutions, "leaderboard": ranks})
+        write_json(form, {"definition": content, "solutions": solutions, "leaderboard": ranks})
+        return
+    if not form.is_table:
+        write_records(form, solutions)
         return
     typer.echo(f"{definition.name} {definition.version} ({definition.op_type})  {definition.digest[:12]}")
     typer.echo(definition.description)
@@ -61,9 +90,10 @@ def show_definition(catalog: Catalog, definition: Definition, as_json: bool) -> 
     typer.echo("")
     print_source(definition.reference)
     if solutions:
-        print_table(("solution", "language", "role"), [(s["solution"], s["language"], s["role"]) for s in solutions])
+        cells = [(s["solution"], s["language"], s["role"]) for s in solutions]
+        print_table(("solution", "language", "role"), cells, wide=form.wide)
     if ranks:
-        print_leaderboard(ranks)
+        print_leaderboard(ranks, wide=form.wide)
     note(f"{workloads} workloads. What the resolver would pick: tilegym-db explain {definition.name}")
 
 
@@ -89,7 +119,7 @@ def _tensor(name: str, spec: TensorSpec) -> str:
     return f"{name}{shape} {spec.dtype}"
 
 
-def show_solution(solution: SolutionFiles, as_json: bool) -> None:
+def show_solution(solution: SolutionFiles, form: Form) -> None:
     """Print a Solution, its source, and its latest traces."""
     from tilegym_db.cli.reader import open_reader
     from tilegym_db.store.queries import traces_of
@@ -97,10 +127,13 @@ def show_solution(solution: SolutionFiles, as_json: bool) -> None:
     with open_reader() as store:
         traces = traces_of(store, solution.name)
     record = solution.record
-    if as_json:
+    if form.kind == "json":
         sources = {path: content.decode(errors="replace") for path, content in solution.sources.items()}
         content = {**record.to_dict(), "digest": solution.digest, "folder": str(solution.folder)}
-        print_json({"solution": content, "sources": sources, "traces": traces})
+        write_json(form, {"solution": content, "sources": sources, "traces": traces})
+        return
+    if not form.is_table:
+        write_records(form, traces)
         return
     spec = record.spec
     author = f"{spec.language}, {spec.role}, by {record.author}"
@@ -120,10 +153,10 @@ def show_solution(solution: SolutionFiles, as_json: bool) -> None:
             typer.echo(f"  {label:<12}{text}")
     typer.echo("")
     print_source(solution.sources[spec.entry_path].decode(errors="replace"))
-    print_traces(traces, solution.digest)
+    print_traces(traces, solution.digest, form.wide)
 
 
-def print_traces(traces: list[dict[str, Any]], digest: str) -> None:
+def print_traces(traces: list[dict[str, Any]], digest: str, wide: bool = False) -> None:
     """The newest traces; one of another source than today's is marked as old."""
     if not traces:
         note("no traces yet. Try: tilegym-db bench")
@@ -149,6 +182,8 @@ def print_traces(traces: list[dict[str, Any]], digest: str) -> None:
             )
             for row in traces[:TRACES_SHOWN]
         ],
+        wide=wide,
+        least=("timestamp", "config", "tier", "dtypes"),
     )
     if len(traces) > TRACES_SHOWN:
         note(f"the newest {TRACES_SHOWN} of {len(traces)} traces; all of them: --json")

@@ -6,7 +6,8 @@ from typing import Any
 
 import typer
 
-from tilegym_db.cli.output import note, print_json, spelled_map, spelled_number
+from tilegym_db.cli.formats import Form, write_json, write_records
+from tilegym_db.cli.output import note, printable, spelled_map, spelled_number
 
 __all__ = ["describe", "show_trace"]
 
@@ -15,7 +16,7 @@ LOG_LINES = 60
 MAX_LINE = 400
 
 
-def show_trace(trace_id: str, as_json: bool) -> bool:
+def show_trace(trace_id: str, form: Form) -> bool:
     """Print the trace of that id, or whose id starts so; False where there is none.
 
     Raises:
@@ -34,8 +35,11 @@ def show_trace(trace_id: str, as_json: bool) -> bool:
         raise UsageError(f"several traces have an id that starts with '{trace_id}': {ids}, ... Give more of it.")
     if not found:
         return False
-    if as_json:
-        print_json(found[0])
+    if form.kind == "json":
+        write_json(form, found[0])
+        return True
+    if not form.is_table:
+        write_records(form, found)
         return True
     for line in describe(found[0]):
         typer.echo(printable(line))
@@ -156,8 +160,3 @@ def _clipped(log: str) -> list[str]:
         half = LOG_LINES // 2
         lines = [*lines[:half], f"... {len(lines) - 2 * half} lines cut, whole: --json ...", *lines[-half:]]
     return [f"  {line}" for line in lines]
-
-
-def printable(text: str) -> str:
-    """Text that cannot move a terminal's cursor: a log may come from anyone's traces file."""
-    return "".join(c if c.isprintable() or c == "\t" else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -3,47 +3,69 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
-from tilegym_db.cli.output import note, print_csv, print_json, print_table
+from tilegym_db.cli.completion import complete_statement
+from tilegym_db.cli.formats import AsArrow, AsCsv, AsJson, AsParquet, OutputFile, Wide, chosen_form
+from tilegym_db.cli.output import note, print_table
+from tilegym_db.store.views import public_views
 
 
 def command(
-    statement: Annotated[str, typer.Argument(help="One SELECT; '-' reads it from standard input.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of rows.")] = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV with a header line.")] = False,
+    statement: Annotated[
+        str,
+        typer.Argument(help="One SELECT; '-' reads it from standard input.", autocompletion=complete_statement),
+    ],
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
+    as_parquet: AsParquet = False,
+    as_arrow: AsArrow = False,
+    output: OutputFile = None,
+    wide: Wide = False,
 ) -> None:
-    """Run one read-only statement over the views definitions, solutions, workloads, traces, best and leaderboard.
-
-    Example: tilegym-db sql "SELECT definition, solution, latency_us FROM best WHERE gpu = 'h200' ORDER BY ALL"
-    """
-    from tilegym_db.errors import UsageError
+    """Run one read-only SQL statement over the database."""
+    from tilegym_db.cli.formats import write_arrow, write_rows
     from tilegym_db.store.sql import run_user_query
 
-    if as_json and as_csv:
-        raise UsageError("--json and --csv are two formats; give one of them.")
-    result = run_user_query(sys.stdin.read() if statement == "-" else statement)
-    columns, rows = result.columns, result.rows
+    form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)
+    binary = form.kind in ("parquet", "arrow")
+    result = run_user_query(read_statement() if statement == "-" else statement, as_arrow=binary)
     if result.warning:
         note(f"note: {result.warning}")
-    if as_json:
-        names = unique_names(columns)
-        print_json([dict(zip(names, row, strict=True)) for row in rows])
-    elif as_csv:
-        print_csv(columns, rows)
+    if binary:
+        write_arrow(form, lambda: result.table)
+    elif form.is_table:
+        print_table(result.columns, result.rows, wide=wide)
+        note(f"{len(result.rows)} row" + ("" if len(result.rows) == 1 else "s"))
     else:
-        print_table(columns, rows)
-        note(f"{len(rows)} row" + ("" if len(rows) == 1 else "s"))
+        write_rows(form, result.columns, result.rows)
 
 
-def unique_names(columns: Sequence[str]) -> list[str]:
-    """Column names that can be keys: a repeated one gets a number, so that no value is lost."""
-    seen: dict[str, int] = {}
-    names = []
-    for column in columns:
-        seen[column] = seen.get(column, 0) + 1
-        names.append(column if seen[column] == 1 else f"{column}_{seen[column]}")
-    return names
+command.__doc__ = f"""{command.__doc__}
+
+Views: {", ".join(public_views())}. Their columns: tilegym-db sql "DESCRIBE best"
+
+Example: tilegym-db sql "SELECT definition, solution, latency_us FROM best WHERE gpu = 'h200' ORDER BY ALL"
+"""
+
+
+def read_statement() -> str:
+    """The statement on standard input, in UTF-8 whatever the locale.
+
+    Raises:
+        QueryError: it is in another encoding, or longer than any statement may be.
+    """
+    from tilegym_db.errors import QueryError
+    from tilegym_db.store.sql import MAX_STATEMENT
+
+    stream = getattr(sys.stdin, "buffer", None)
+    most = 4 * MAX_STATEMENT + 1  # bytes of the longest one
+    content = stream.read(most) if stream is not None else sys.stdin.read(most).encode(errors="surrogatepass")
+    try:
+        return str(content.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        if len(content) == most:  # cut within a character; it is too long in any case
+            return str(content.decode(errors="replace"))
+        raise QueryError("the statement on standard input is not UTF-8. Convert it: iconv -t UTF-8") from None

@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tilegym_db.cli.options import Language, MachineGpu, Names, WorkloadGlob
+
 if TYPE_CHECKING:
-    from tilegym_db.bench.tune.session import Tuned, TuneReport
+    from tilegym_db.bench.tune.tune import TuneReport
+    from tilegym_db.bench.tune.tuner import Tuned
 
 
 def command(
-    names: Annotated[list[str] | None, typer.Argument(help="Definitions or solutions; none means all.")] = None,
-    language: Annotated[str | None, typer.Option(help="Only solutions in this language.")] = None,
-    gpu: Annotated[str, typer.Option(help="auto, cpu, or the GPU in this machine (h100, h200, ...).")] = "auto",
-    workload: Annotated[str | None, typer.Option(help="Glob over tags, axes (M=1,*) and uuid.")] = None,
+    names: Names = None,
+    language: Language = None,
+    gpu: MachineGpu = "auto",
+    workload: WorkloadGlob = None,
     budget: Annotated[
         float | None, typer.Option(help="Seconds of search for each solution and workload; default 60, quick 10.")
     ] = None,
@@ -28,7 +31,10 @@ def command(
     What is searched are the tunables that a solution declares, and nothing is ever tuned at run time. Interrupt it at any
     time: configs that were given up are not tried again. Exit status 1 where a declared config gives a wrong result.
     """
-    from tilegym_db.bench.tune.session import tune
+    from tilegym_db.bench.machine import refuse_absent_gpu
+
+    refuse_absent_gpu(gpu)
+    from tilegym_db.bench.tune.tune import tune
     from tilegym_db.cli.bench_progress import Progress
     from tilegym_db.cli.output import print_json
 
@@ -61,7 +67,7 @@ def print_report(report: TuneReport) -> None:
     from tilegym_db.cli.output import note, print_table
 
     if report.results:
-        print_table(COLUMNS, [_cells(result) for result in report.results])
+        print_table(COLUMNS, [_cells(result) for result in report.results], prose=("why",), least=("left", "dtypes"))
     skipped: dict[str, int] = {}
     for item in report.skipped:
         skipped[item.reason] = skipped.get(item.reason, 0) + 1

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tilegym_db.cli.formats import Wide
+from tilegym_db.cli.options import ConfigFile, MachineGpu
 from tilegym_db.cli.output import note, print_json, print_table
 
 if TYPE_CHECKING:
-    from tilegym_db.integrations.transformers.report import Report
+    from tilegym_db.integrations.transformers.report import PatchReport
 
 
 def command(
-    config: Annotated[
-        Path, typer.Argument(help="A model's config: a JSON file, or a folder with config.json.", exists=True)
-    ],
-    gpu: Annotated[str, typer.Option(help="auto, cpu, or the GPU in this machine (h100, h200, ...).")] = "auto",
+    config: ConfigFile,
+    gpu: MachineGpu = "auto",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
     prompt: Annotated[int, typer.Option(help="Random tokens of each sequence; one more is decoded.")] = 128,
@@ -26,12 +25,15 @@ def command(
         bool, typer.Option("--capture", help="Keep the model's calls as workloads in your catalog.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    wide: Wide = False,
 ) -> None:
     """Patch a model with random weights, and compare each kernel with stock code on the calls that the model makes.
 
     Nothing is downloaded. Exit 1: a kernel is further from fp64 than stock allows, and a patch with verify=True leaves it out.
     """
-    from tilegym_db.bench.machine import select_machine
+    from tilegym_db.bench.machine import refuse_absent_gpu, select_machine
+
+    refuse_absent_gpu(gpu)
     from tilegym_db.integrations.transformers.report import PROOF_COLUMNS
     from tilegym_db.integrations.transformers.verify_model import keep_workloads, model_tag, verify_model
 
@@ -40,7 +42,7 @@ def command(
     if as_json:
         print_json(found.report.to_dict())
     else:
-        print_table(PROOF_COLUMNS, found.report.proof_rows())
+        print_table(PROOF_COLUMNS, found.report.proof_rows(), wide=wide, least=("allowed", "stock error", "definition"))
         print_summary(found.report)
     if capture:
         kept = keep_workloads(found.workloads, model_tag(config))
@@ -55,7 +57,7 @@ def command(
         raise typer.Exit(1)
 
 
-def print_summary(report: Report) -> None:
+def print_summary(report: PatchReport) -> None:
     """How many calls were tried and how they ended, and the sites that are left alone as a whole."""
     proofs = [proof for site in report.sites for proof in site.proofs]
     proved, failed = sum(proof.holds for proof in proofs), len(report.failed_proofs)

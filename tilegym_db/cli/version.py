@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
-from tilegym_db.cli.output import print_json
+from tilegym_db.cli.formats import (
+    AsArrow,
+    AsCsv,
+    AsJson,
+    AsParquet,
+    OutputFile,
+    chosen_form,
+    write_json,
+    write_records,
+)
 
 PACKAGES = ("duckdb", "torch", "triton", "tilelang", "cuda-tile", "nvidia-cuda-tileiras", "transformers")
 
 
-def command(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+def command(
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
+    as_parquet: AsParquet = False,
+    as_arrow: AsArrow = False,
+    output: OutputFile = None,
+) -> None:
     """Print the version of tilegym-db and of the packages it works with."""
+    form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output)
     versions = installed_versions()
-    if as_json:
-        print_json(versions)
+    if form.kind == "json":
+        write_json(form, versions)
+        return
+    if not form.is_table:
+        write_records(form, [{"package": name, "version": found} for name, found in versions.items()])
         return
     for name, found in versions.items():
         typer.echo(f"{name} {found or 'not installed'}")

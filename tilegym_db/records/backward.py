@@ -8,7 +8,8 @@ weights need no gradient, and computing it would cost what stock code does not s
 from __future__ import annotations
 
 from tilegym_db.records.binding import Binding
-from tilegym_db.records.definition import GRADIENT, Definition, TensorSpec
+from tilegym_db.records.definition import GRADIENT, Definition
+from tilegym_db.records.definition_parts import TensorSpec
 
 __all__ = ["backward_binding", "backward_problem", "differentiated"]
 

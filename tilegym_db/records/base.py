@@ -7,32 +7,38 @@ import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
-from pydantic_core import from_json
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tilegym_db.errors import RecordError
+from tilegym_db.records.fields import MAX_TEXT, Flag, Int64, Real, longest_text, shown
+from tilegym_db.records.parsing import parse_object
 
-__all__ = ["NAME_PATTERN", "Int64", "Record", "RecordPart", "canonical_json", "length_prefixed_digest"]
+__all__ = [
+    "NAME_PATTERN",
+    "Flag",
+    "Int64",
+    "Real",
+    "Record",
+    "RecordPart",
+    "SeveralProblems",
+    "canonical_json",
+    "length_prefixed_digest",
+]
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9_.-]{0,127}$"
+MAX_CULPRITS = 20
+MAX_KEY = 80
 
 
-def _in_64_bits(value: int) -> int:
-    if not -(1 << 63) <= value < 1 << 63:
-        raise ValueError("this whole number does not fit in 64 bits")
-    return value
-
-
-Int64 = Annotated[int, AfterValidator(_in_64_bits)]
-"""A whole number that the database can hold too."""
+_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 class RecordPart(BaseModel):
     """A piece of a record: frozen, and an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Record(RecordPart):
@@ -49,14 +55,11 @@ class Record(RecordPart):
             source: where it came from (a path, or ``path:line``), for the error message.
 
         Raises:
-            RecordError: malformed JSON, an unknown or missing key, or a value that breaks a rule of the record.
+            RecordError: malformed JSON, text that is not UTF-8, a key that is unknown, missing or given twice, or a value
+                that breaks a rule of the record.
         """
-        try:
-            # Stricter than the json module: no NaN, no half of a surrogate pair, no number that takes forever to read.
-            value = from_json(text, allow_inf_nan=False)
-        except (ValueError, TypeError) as error:  # TypeError: a str that no encoding can hold
-            raise RecordError(f"{source}: not valid JSON: {error}. Fix the file and run the command again.") from None
-        return cls._validated(value, source)
+        value = parse_object(text, cls.kind, source)
+        return cls._validated(value, source, bounded=len(text) <= MAX_TEXT)
 
     @classmethod
     def from_dict(cls, value: Any, source: str | Path = "<value>") -> Self:
@@ -69,13 +72,21 @@ class Record(RecordPart):
         return record
 
     @classmethod
-    def _validated(cls, value: Any, source: str | Path) -> Self:
+    def _validated(cls, value: Any, source: str | Path, *, bounded: bool = False) -> Self:
         if not isinstance(value, dict):
             raise RecordError(f"{source}: a {cls.kind} is a JSON object, not {type(value).__name__}.")
+        where, size = ("", 0) if bounded else longest_text(value)
+        if size > MAX_TEXT:
+            raise RecordError(
+                f"{source}: not a valid {cls.kind}: {where}: a text of {size} characters; at most {MAX_TEXT} are allowed."
+            )
         try:
             return cls.model_validate(value)
         except ValidationError as error:
-            raise RecordError(f"{source}: not a valid {cls.kind}: {_explain(error, cls)}") from None
+            problems, more = _problems(error, cls)
+            refusal = RecordError(f"{source}: not a valid {cls.kind}: {'; '.join(problems)}{more}.")
+            refusal.problems = tuple(problems)
+            raise refusal from None
         except UnicodeEncodeError as error:  # half of a surrogate pair, in what pydantic would quote in its message
             raise RecordError(f"{source}: not a valid {cls.kind}: {error}.") from None
 
@@ -91,31 +102,52 @@ class Record(RecordPart):
         return json.dumps(content, indent=indent, ensure_ascii=False, allow_nan=False)
 
 
-def _explain(error: ValidationError, model: type[BaseModel]) -> str:
+class SeveralProblems(ValueError):
+    """What a record's own rules found, all of it."""
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("; ".join(self.problems))
+
+
+def _problems(error: ValidationError, model: type[BaseModel]) -> tuple[list[str], str]:
+    """Every culprit, and what to say of those that are too many.
+
+    Unknown keys come first: they are what a typing mistake looks like, and often explain the others.
+    """
+    items = sorted(error.errors(include_url=False), key=lambda item: item["type"] != "extra_forbidden")
     parts = []
-    for item in error.errors(include_url=False)[:5]:
-        where = ".".join(str(step) for step in item["loc"])
+    known_told = False
+    for item in items[:MAX_CULPRITS]:
+        where = ".".join(shown(str(step)) for step in item["loc"])
         if item["type"] == "extra_forbidden":
-            parts.append(f"unknown key '{where}'{_nearest_key(item['loc'], model)}")
+            close = _nearest_key(item["loc"], model)
+            if close:
+                hint = f" (did you mean '{close}'?)"
+            else:
+                hint = "" if known_told or len(item["loc"]) != 1 else f" (known: {', '.join(model.model_fields)})"
+                known_told = known_told or len(item["loc"]) == 1
+            parts.append(f"unknown key '{where}'{hint}")
         elif item["type"] == "missing":
             parts.append(f"missing key '{where}'")
         else:
-            message = item["msg"].removeprefix("Value error, ")
-            parts.append(f"{where}: {message}" if where else message)
-    more = error.error_count() - len(parts)
-    return "; ".join(parts) + (f"; and {more} more" if more > 0 else "") + "."
+            cause = item.get("ctx", {}).get("error")
+            texts = (
+                cause.problems if isinstance(cause, SeveralProblems) else (item["msg"].removeprefix("Value error, "),)
+            )
+            parts += [f"{where}: {shown(text, 600)}" if where else shown(text, 600) for text in texts]
+    more = len(items) - MAX_CULPRITS
+    return parts, f"; and {more} more" if more > 0 else ""
 
 
 def _nearest_key(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
-    if len(loc) != 1:
-        return ""
-    close = difflib.get_close_matches(str(loc[0]), model.model_fields, n=1)
-    return f" (did you mean '{close[0]}'?)" if close else f" (known: {', '.join(model.model_fields)})"
+    close = difflib.get_close_matches(str(loc[0])[:MAX_KEY], model.model_fields, n=1) if len(loc) == 1 else []
+    return close[0] if close else ""
 
 
 def canonical_json(value: Any) -> str:
     """The one spelling of a JSON value that digests and identities are computed from."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return _CANONICAL.encode(value)
 
 
 def length_prefixed_digest(parts: Iterable[bytes]) -> str:

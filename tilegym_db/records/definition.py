@@ -2,121 +2,36 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Annotated, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tilegym_db.errors import RecordError
-from tilegym_db.records.base import NAME_PATTERN, Int64, Record, RecordPart, canonical_json, length_prefixed_digest
+from tilegym_db.records.base import NAME_PATTERN, Record, SeveralProblems, canonical_json, length_prefixed_digest
+from tilegym_db.records.definition_parts import (
+    Axis,
+    Cost,
+    ExpressionText,
+    InputGenerator,
+    SelfTest,
+    TensorSpec,
+    Tolerance,
+)
 from tilegym_db.records.dtypes import DTYPE_BYTES, INTEGER_DTYPES, RECORD_DTYPES, DType
-from tilegym_db.records.expressions import evaluate, evaluate_bool, evaluate_int, names_in, parse_expression
+from tilegym_db.records.expressions import evaluate, evaluate_bool, evaluate_int, names_in
+from tilegym_db.records.fields import MAX_AXIS, Line, Prose, shown
+from tilegym_db.records.python_source import check_function
+from tilegym_db.records.serving import Serving, serving_problem
 
-__all__ = [
-    "GRADIENT",
-    "Axis",
-    "Cost",
-    "Definition",
-    "InputGenerator",
-    "PlantedError",
-    "SelfTest",
-    "TensorSpec",
-    "Tolerance",
-]
+__all__ = ["GRADIENT", "Definition"]
 
-_IDENTIFIER = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 GRADIENT = "grad_"
 """How the gradient of a tensor is named in a backward Definition."""
 _VERSION = r"^(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)$"
-
-
-def _arithmetic(text: str) -> str:
-    try:
-        parse_expression(text)
-    except RecordError as error:
-        raise ValueError(str(error)) from None
-    return text
-
-
-ExpressionText = Annotated[str, AfterValidator(_arithmetic)]
-
-
-class Axis(RecordPart):
-    """One axis: ``var`` (bound by a Workload) or ``const`` (``value``)."""
-
-    type: Literal["var", "const"]
-    value: Int64 | None = None
-    description: str = ""
-
-    @model_validator(mode="after")
-    def _const_has_value(self) -> Self:
-        if (self.type == "const") != (self.value is not None):
-            raise ValueError("a const axis needs 'value', a var axis has none")
-        if self.value is not None and self.value < 0:
-            raise ValueError(f"'value' must not be negative, not {self.value}")
-        return self
-
-
-class TensorSpec(RecordPart):
-    """One input or output. ``shape`` null is a Python scalar, ``[]`` a 0-d tensor; entries are axes or expressions."""
-
-    shape: tuple[str | int, ...] | None
-    dtype: str
-    description: str = ""
-
-    @property
-    def is_scalar(self) -> bool:
-        """True for a Python number, which is passed by value and has no layout."""
-        return self.shape is None
-
-
-class Cost(RecordPart):
-    """Compulsory work of one call: ``flops`` and ``bytes`` (each tensor moved once) over axes and ``sizeof(T)``."""
-
-    flops: ExpressionText
-    bytes: ExpressionText
-
-
-class Tolerance(RecordPart):
-    """Overrides of the per-dtype defaults of the verifier for one output dtype, with the reason."""
-
-    tau: float | None = Field(default=None, gt=0)
-    rtol: float | None = Field(default=None, gt=0)
-    a: float | None = Field(default=None, gt=0)
-    atol: float | None = Field(default=None, gt=0)
-    """An absolute error that is none: where terms of the maths cancel, below their rounding nothing is determined."""
-    reason: str = Field(min_length=10)
-
-
-class InputGenerator(RecordPart):
-    """How an input is drawn where N(0, 1) makes no sense.
-
-    ``normal`` (scale), ``uniform`` (low, high), ``integers`` (low, high exclusive; expressions over axes),
-    ``rotary_cos`` / ``rotary_sin`` (tables of real rotary angles, base ``scale``).
-    """
-
-    kind: Literal["normal", "uniform", "integers", "rotary_cos", "rotary_sin"]
-    scale: float = 1.0
-    low: float | str = 0.0
-    high: float | str = 1.0
-
-
-class PlantedError(RecordPart):
-    """A mistake in the maths, as a text replacement in ``reference``, that the verifier must reject."""
-
-    find: str = Field(min_length=1)
-    replace: str
-    why: str = Field(min_length=5)
-
-
-class SelfTest(RecordPart):
-    """What proves the Definition: another formulation that must agree, and planted mistakes that must not."""
-
-    independent: str
-    planted_errors: tuple[PlantedError, ...] = Field(min_length=3)
 
 
 class Definition(Record):
@@ -128,8 +43,8 @@ class Definition(Record):
     name: str = Field(pattern=NAME_PATTERN)
     version: str = Field(pattern=_VERSION)
     op_type: str = Field(pattern=NAME_PATTERN)
-    description: str = ""
-    tags: tuple[str, ...] = ()
+    description: Prose = ""
+    tags: tuple[Line, ...] = ()
     dtypes: dict[str, tuple[DType, ...]] = {}
     axes: dict[str, Axis]
     inputs: dict[str, TensorSpec] = Field(min_length=1)
@@ -147,6 +62,8 @@ class Definition(Record):
     """The Definition whose gradients this one computes; see :mod:`tilegym_db.records.backward`."""
     gathers: dict[str, str] = {}
     """Index output -> the tensor whose last axis its indices point into; any choice among equal values is then right."""
+    serving: Serving | None = None
+    """How it is served inside a model; no part of the digest."""
     reference: str
     self_test: SelfTest | None = None
 
@@ -156,40 +73,34 @@ class Definition(Record):
         for variable, choices in value.items():
             if not choices:
                 raise ValueError(f"dtype variable '{variable}' lists no dtype")
-            if variable in DTYPE_BYTES or not _IDENTIFIER.match(variable):
+            if variable in DTYPE_BYTES or not _IDENTIFIER.fullmatch(variable):
                 raise ValueError(f"'{variable}' cannot name a dtype variable")
         return value
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         for name in (*self.axes, *self.inputs, *self.outputs):
-            if not _IDENTIFIER.match(name):
-                raise ValueError(f"'{name}' is not an identifier")
+            if not _IDENTIFIER.fullmatch(name):
+                raise ValueError(f"'{shown(name)}' is not an identifier of at most 64 characters")
         clash = set(self.inputs) & set(self.outputs)
         if clash:
             raise ValueError(
                 f"'{sorted(clash)[0]}' is both an input and an output; state an in-place output in 'in_place'"
             )
-        self._check_tensors()
-        self._check_in_place()
-        self._check_backward()
-        self._check_gathers()
-        self._check_expressions()
-        for key, known, what in (
-            ("input_generators", self.inputs, "input"),
-            ("independent_axes", self.axes, "axis"),
-            ("tolerance", DTYPE_BYTES, "dtype"),
-        ):
-            for name in getattr(self, key):
-                if name not in known:
-                    raise ValueError(f"{key} names the undeclared {what} '{name}'")
-        check_function(self.reference, "reference", tuple(self.inputs))
-        if not self.reference.lstrip().startswith("# Source:"):
-            raise ValueError(
-                "reference must start with a '# Source: <permalink>' line that names the maths it restates"
-            )
-        if self.self_test is not None:
-            self._check_self_test(self.self_test)
+        checks = (
+            self._check_tensors,
+            self._check_in_place,
+            self._check_backward,
+            self._check_gathers,
+            self._check_expressions,
+            self._check_keys,
+            self._check_reference,
+            self._check_self_test,
+            self._check_serving,
+        )
+        problems = [problem for check in checks for problem in _problems_of(check)]
+        if problems:
+            raise SeveralProblems(problems)
         return self
 
     def _check_tensors(self) -> None:
@@ -255,20 +166,51 @@ class Definition(Record):
             for variable in sorted(variables - set(self.dtypes)):
                 raise ValueError(f"{where} uses undeclared dtype variable '{variable}'")
 
-    def _check_self_test(self, test: SelfTest) -> None:
-        check_function(test.independent, "self_test.independent", tuple(self.inputs))
-        for index, planted in enumerate(test.planted_errors):
-            if self.reference.count(planted.find) < 1:
-                raise ValueError(f"self_test.planted_errors[{index}]: {planted.find!r} does not occur in the reference")
+    def _check_keys(self) -> None:
+        for key, known, what in (
+            ("input_generators", self.inputs, "input"),
+            ("independent_axes", self.axes, "axis"),
+            ("tolerance", DTYPE_BYTES, "dtype"),
+        ):
+            for name in getattr(self, key):
+                if name not in known:
+                    raise ValueError(f"{key} names the undeclared {what} '{name}'")
+
+    def _check_reference(self) -> None:
+        check_function(self.reference, "reference", tuple(self.inputs))
+        if not self.reference.lstrip().startswith("# Source:"):
+            raise ValueError(
+                "reference must start with a '# Source: <permalink>' line that names the maths it restates"
+            )
+
+    def _check_self_test(self) -> None:
+        test = self.self_test
+        if test is None:
+            return
+        problems = [
+            *_problems_of(lambda: check_function(test.independent, "self_test.independent", tuple(self.inputs)))
+        ]
+        problems += [
+            f"self_test.planted_errors[{index}]: {planted.find!r} does not occur in the reference"
+            for index, planted in enumerate(test.planted_errors)
+            if planted.find not in self.reference
+        ]
+        if problems:
+            raise SeveralProblems(problems)
+
+    def _check_serving(self) -> None:
+        problem = serving_problem(self)
+        if problem is not None:
+            raise ValueError(problem)
 
     # -- questions the rest of the package asks -----------------------------------------------------------------------
 
     @cached_property
     def digest(self) -> str:
-        """sha256 of the semantic fields; description, tags, self-test and axis descriptions are not part of it."""
+        """sha256 of the semantic fields; description, tags, self-test, serving and axis descriptions are no part of it."""
         content = self.model_dump(
             mode="json",
-            exclude={"description", "tags", "self_test", "schema_version"},
+            exclude={"description", "tags", "self_test", "serving", "schema_version"},
             exclude_defaults=True,  # so that a new optional field leaves every digest as it is
         )
         for group in ("axes", "inputs", "outputs"):
@@ -307,9 +249,11 @@ class Definition(Record):
         bound = {name: axis.value for name, axis in self.axes.items() if axis.value is not None}
         for name, size in axes.items():
             if name not in self.axes:
-                raise RecordError(f"{self.name} has no axis '{name}'; its axes are {', '.join(self.axes)}.")
+                raise RecordError(f"{self.name} has no axis '{shown(name)}'; its axes are {', '.join(self.axes)}.")
             if isinstance(size, bool) or not isinstance(size, int) or size < 0:
                 raise RecordError(f"axis '{name}' of {self.name} must be a whole number >= 0, not {size!r}.")
+            if size > MAX_AXIS:
+                raise RecordError(f"axis '{name}' of {self.name} is {size}; no axis is larger than {MAX_AXIS}.")
             if name in bound and bound[name] != size:
                 raise RecordError(f"axis '{name}' of {self.name} is fixed at {bound[name]}, not {size}.")
             bound[name] = size
@@ -348,8 +292,14 @@ class Definition(Record):
         return dtypes.get(spec.dtype, spec.dtype)
 
     def shape_of(self, name: str, axes: Mapping[str, int]) -> tuple[int, ...]:
-        """The concrete shape of a tensor under an axis binding."""
-        spec = self.inputs.get(name) or self.outputs[name]
+        """The concrete shape of a tensor under an axis binding.
+
+        Raises:
+            RecordError: there is no such tensor.
+        """
+        spec = self.inputs.get(name) or self.outputs.get(name)
+        if spec is None:
+            raise RecordError(f"{self.name} has no tensor '{shown(name)}'.")
         return tuple(evaluate_int(entry, axes) for entry in spec.shape or ())
 
     def cost_of(self, axes: Mapping[str, int], dtypes: Mapping[str, str]) -> tuple[float, float]:
@@ -359,25 +309,19 @@ class Definition(Record):
         return float(evaluate(self.cost.flops, axes, dtypes)), float(evaluate(self.cost.bytes, axes, dtypes))
 
 
+def _problems_of(check: Callable[[], None]) -> tuple[str, ...]:
+    """What one rule finds; the others look all the same, so that all of a record's faults are named at once."""
+    try:
+        check()
+    except SeveralProblems as error:
+        return error.problems
+    except ValueError as error:
+        return (str(error),)
+    return ()
+
+
 def _names(entry: str, where: str) -> tuple[frozenset[str], frozenset[str]]:
     try:
         return names_in(entry)
     except RecordError as error:
         raise ValueError(f"{where}: {error}") from None
-
-
-def check_function(source: str, where: str, parameters: tuple[str, ...]) -> None:
-    """Raise ``ValueError`` unless ``source`` is Python that defines ``run`` with exactly these parameters, in order."""
-    try:
-        tree = ast.parse(source)
-    except SyntaxError as error:
-        raise ValueError(f"{where} is not valid Python: {error.msg} (line {error.lineno})") from None
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "run"]
-    if not functions:
-        raise ValueError(f"{where} defines no function 'run'")
-    arguments = functions[-1].args
-    found = tuple(argument.arg for argument in (*arguments.posonlyargs, *arguments.args))
-    if found != parameters or arguments.vararg or arguments.kwarg or arguments.kwonlyargs:
-        raise ValueError(
-            f"{where}: run({', '.join(found)}) must take the inputs in order: run({', '.join(parameters)})"
-        )

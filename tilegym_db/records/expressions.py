@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import operator
+import warnings
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
@@ -59,13 +60,47 @@ def parse_expression(text: str) -> ast.expr:
     if len(text) > MAX_LENGTH:
         raise RecordError(f"expression of {len(text)} characters is too long (at most {MAX_LENGTH}): {text[:60]!r}...")
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "1 is not a function", before it is refused
+            tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise RecordError(f"{text!r} is not arithmetic over axes: {error}") from None
     if _depth(tree) > MAX_DEPTH:
         raise RecordError(f"{text[:60]!r}... is not arithmetic over axes: it is nested more than {MAX_DEPTH} deep")
     _check(tree, text)
+    _check_constants(tree, text)
     return tree
+
+
+def _check_constants(node: ast.expr, text: str) -> bool:
+    """Whether a part has no name in it. One that has none is worked out once, so that ``9**9**9`` is refused when it is read.
+
+    Raises:
+        RecordError: such a part is out of bounds or divides by zero, or an exponent is.
+    """
+    parts = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
+    if isinstance(node, ast.Call):
+        parts = [] if isinstance(node.func, ast.Name) and node.func.id == "sizeof" else node.args
+        constant = bool(parts)
+    else:
+        constant = not isinstance(node, ast.Name)
+    constants = [_check_constants(part, text) for part in parts]
+    if not (constant and all(constants)):
+        return False
+    try:
+        value = _evaluate(node, {}, {})
+    except ZeroDivisionError:
+        raise RecordError(f"{text!r} is not arithmetic over axes: {_segment(text, node)!r} divides by zero") from None
+    except OverflowError:
+        raise RecordError(
+            f"{text!r} is not arithmetic over axes: {_segment(text, node)!r} is out of range "
+            f"(exponents up to {MAX_EXPONENT}, numbers up to 2**256)"
+        ) from None
+    return value is not None
+
+
+def _segment(text: str, node: ast.expr) -> str:
+    return ast.get_source_segment(text.strip(), node) or type(node).__name__
 
 
 def _depth(tree: ast.AST) -> int:
@@ -120,9 +155,8 @@ def _spelled(axes: Mapping[str, int]) -> str:
 
 
 def _refuse(text: str, node: ast.expr) -> RecordError:
-    part = ast.get_source_segment(text.strip(), node) or type(node).__name__
     return RecordError(
-        f"{text!r} is not arithmetic over axes: {part!r} is not allowed "
+        f"{text!r} is not arithmetic over axes: {_segment(text, node)!r} is not allowed "
         "(numbers, axis names, + - * / // % **, comparisons, and/or/not, min, max, ceil_div, sizeof)"
     )
 
@@ -187,7 +221,7 @@ def _evaluate(node: ast.expr, axes: Mapping[str, int], dtypes: Mapping[str, str]
             return axes[name]
         case ast.BinOp(left=left, op=op, right=right):
             a, b = _evaluate(left, axes, dtypes), _evaluate(right, axes, dtypes)
-            if isinstance(op, ast.Pow) and abs(b) > MAX_EXPONENT:
+            if isinstance(op, ast.Pow) and not abs(b) <= MAX_EXPONENT:
                 raise OverflowError
             return _bounded(_BINARY[type(op)](a, b))
         case ast.UnaryOp(op=op, operand=operand):

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from tilegym_db.errors import HardwareError, did_you_mean
 
-__all__ = ["CPU", "GPU_SLUGS", "TARGETS", "gpu_family", "gpu_slug", "normalise_target", "parse_gpu", "same_gpu"]
+__all__ = [
+    "CPU",
+    "GPU_SLUGS",
+    "TARGETS",
+    "gpu_family",
+    "gpu_slug",
+    "gpus_meant",
+    "normalise_target",
+    "parse_gpu",
+    "same_gpu",
+]
 
 CPU = "cpu"
 
@@ -75,6 +86,15 @@ def gpu_family(slug: str) -> str:
 def same_gpu(asked: str, slug: str) -> bool:
     """True where ``asked`` (a slug or a family) covers ``slug``."""
     return asked == slug or (asked not in GPU_SLUGS and gpu_family(slug) == asked)
+
+
+def gpus_meant(asked: str, known: Iterable[str]) -> list[str]:
+    """Those of ``known`` slugs that a name means, sorted: the one that is called so, else every one of that family.
+
+    This is what decides what ``h100`` means, for every command, the Python API and (as ``gpu_family``) SQL.
+    """
+    slugs = sorted(set(known))
+    return [asked] if asked in slugs else [slug for slug in slugs if same_gpu(asked, slug)]
 
 
 def parse_gpu(text: str) -> str:

@@ -7,21 +7,24 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from tilegym_db.records.base import NAME_PATTERN, Int64, Record, RecordPart
+from tilegym_db.records.base import NAME_PATTERN, Flag, Int64, Real, Record, RecordPart
 
 __all__ = ["Estimate", "ModelRun", "ModelTiming", "Speedups", "Way"]
 
 
 class Estimate(RecordPart):
-    """A median with its 99% confidence interval; with fewer than eight samples that is their whole range."""
+    """A median with its 99% confidence interval, which takes eight samples; with fewer there is none."""
 
-    median: float = Field(gt=0)
-    ci_low: float = Field(gt=0)
-    ci_high: float = Field(gt=0)
+    median: Real = Field(gt=0)
+    ci_low: Real | None = Field(default=None, gt=0)
+    ci_high: Real | None = Field(default=None, gt=0)
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
-        if not self.ci_low <= self.median <= self.ci_high:
+        if self.ci_low is None or self.ci_high is None:
+            if self.ci_low is not None or self.ci_high is not None:
+                raise ValueError("an interval has two ends")
+        elif not self.ci_low <= self.median <= self.ci_high:
             raise ValueError(f"the median {self.median} must lie in its interval {self.ci_low}..{self.ci_high}")
         return self
 
@@ -35,7 +38,7 @@ class ModelTiming(RecordPart):
     """Per output token after the first; none where there is no second."""
     total_ms: Estimate
     """The whole call."""
-    tokens_per_s: float | None = Field(default=None, gt=0)
+    tokens_per_s: Real | None = Field(default=None, gt=0)
     """New tokens of all sequences over the median of ``total_ms``, so the prefill counts; none for a prefill alone."""
     peak_memory_bytes: Int64 | None = None
     """The most that PyTorch had allocated for it, weights and cache included; none on a CPU."""
@@ -98,9 +101,9 @@ class ModelRun(Record):
     cuda: str = ""
     libs: dict[str, str] = {}
     timer: Literal["events", "wall"]
-    throttled: bool | None = None
+    throttled: Flag | None = None
     """Whether heat or power delivery slowed the GPU meanwhile; null where nobody says."""
-    proved: bool = False
+    proved: Flag = False
     """True where the patch was made with ``verify=True``."""
     stock: ModelTiming
     patched: ModelTiming
@@ -109,7 +112,7 @@ class ModelRun(Record):
     total_speedup: Estimate
     kernels: dict[str, Int64] = {}
     """Definition -> calls that ran a verified kernel, in one generation."""
-    gpu_shares: dict[str, float] | None = None
+    gpu_shares: dict[str, Real] | None = None
     """Definition -> its part of the GPU time of one call by the patched model; null where none was profiled on a GPU."""
     equal_tokens: Int64 = Field(ge=0)
     """How many greedy tokens are those of stock, a first difference changing what follows: of ``batch * new_tokens``, or of

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from tilegym_db.records.base import NAME_PATTERN, Record, RecordPart
+from tilegym_db.records.base import NAME_PATTERN, Int64, Real, Record, RecordPart
 from tilegym_db.records.hardware import CPU
 
 __all__ = ["PRODUCT_DTYPES", "GpuPeaks", "Measured"]
@@ -34,11 +34,11 @@ ProductDType = Annotated[str, AfterValidator(_product), Field(json_schema_extra=
 class Measured(RecordPart):
     """The median over several rounds, and how far the rounds lay apart."""
 
-    value: float = Field(gt=0)
+    value: Real = Field(gt=0)
     """In the unit that the field's name ends with."""
-    spread: float = Field(ge=0)
+    spread: Real = Field(ge=0)
     """Half the range of the rounds over their median; no unit."""
-    rounds: int = Field(ge=1)
+    rounds: Int64 = Field(ge=1)
     how: str = Field(min_length=1)
     """The call, its size, and whether the L2 was cold."""
 
@@ -68,13 +68,13 @@ class GpuPeaks(Record):
     """A kernel that does nothing."""
     no_launch_us: Measured
     """A call that launches nothing: what the timer alone amounts to."""
-    clock_mhz: int | None = None
+    clock_mhz: Int64 | None = None
     """SM clock during the calibration, median."""
-    l2_bytes: int = Field(gt=0)
-    sm_count: int = Field(gt=0)
-    max_sm_mhz: float = Field(gt=0)
-    max_memory_mhz: float = Field(gt=0)
-    memory_bus_bits: int = Field(gt=0)
+    l2_bytes: Int64 = Field(gt=0)
+    sm_count: Int64 = Field(gt=0)
+    max_sm_mhz: Real = Field(gt=0)
+    max_memory_mhz: Real = Field(gt=0)
+    memory_bus_bits: Int64 = Field(gt=0)
 
     @property
     def memory_ceiling_bytes_per_s(self) -> float:
@@ -90,7 +90,7 @@ class GpuPeaks(Record):
         if self.no_launch_us.value >= self.launch_us.value:
             raise ValueError(
                 f"launch_us: an empty kernel ({self.launch_us.value} us) must take longer than no kernel at all "
-                f"({self.no_launch_us.value} us)"
+                f"(no_launch_us: {self.no_launch_us.value} us)"
             )
         ceiling = self.memory_ceiling_bytes_per_s
         for name, rate in (("copy_bytes_per_s", self.copy_bytes_per_s), ("read_bytes_per_s", self.read_bytes_per_s)):

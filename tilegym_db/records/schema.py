@@ -7,28 +7,84 @@ The files let an editor or another language check a record. They say what a sche
 from __future__ import annotations
 
 import argparse
+import ast
+import inspect
+import itertools
 import json
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
-from tilegym_db.records.base import Record
+from pydantic import BaseModel
+
+from tilegym_db.files import write_atomically
+from tilegym_db.records.base import Record, RecordPart
 from tilegym_db.records.definition import Definition
 from tilegym_db.records.model_run import ModelRun
 from tilegym_db.records.peaks import GpuPeaks
 from tilegym_db.records.solution import Solution
 from tilegym_db.records.trace import Trace
+from tilegym_db.records.trace_set import TraceSetHeader
 from tilegym_db.records.workload import Workload
 
 __all__ = ["RECORDS", "json_schema", "schema_files"]
 
-RECORDS: tuple[type[Record], ...] = (Definition, Solution, Workload, Trace, GpuPeaks, ModelRun)
+RECORDS: tuple[type[Record], ...] = (Definition, Solution, Workload, Trace, TraceSetHeader, GpuPeaks, ModelRun)
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def json_schema(record: type[Record]) -> dict[str, Any]:
     """The JSON Schema of one record."""
-    return {"$schema": DIALECT, **record.model_json_schema(by_alias=True)}
+    schema = {"$schema": DIALECT, **record.model_json_schema(by_alias=True)}
+    for model in _models_of(record):
+        part = schema if model is record else schema.get("$defs", {}).get(model.__name__)
+        if part is not None:
+            _describe(model, part)
+    return schema
+
+
+def _models_of(record: type[BaseModel]) -> set[type[BaseModel]]:
+    """The model and every class of this package's records: those that a schema names are among them."""
+    found: set[type[BaseModel]] = {record}
+    waiting: list[type[BaseModel]] = [RecordPart]
+    while waiting:
+        for model in waiting.pop().__subclasses__():
+            found.add(model)
+            waiting.append(model)
+    return found
+
+
+def _describe(model: type[BaseModel], schema: dict[str, Any]) -> None:
+    """Add the docstring below each field as its description, in front of what the schema says of it.
+
+    Pydantic can do so itself (``use_attribute_docstrings``), but reads and parses the sources at every import for it.
+    """
+    texts = {name: text for base in reversed(model.__mro__) for name, text in _attribute_docstrings(base).items()}
+    properties = schema.get("properties", {})
+    for name, field in model.model_fields.items():
+        spelled = field.alias or name
+        if name in texts and spelled in properties and "description" not in properties[spelled]:
+            properties[spelled] = dict(sorted({**properties[spelled], "description": texts[name]}.items()))
+
+
+def _attribute_docstrings(model: type) -> dict[str, str]:
+    """Field -> the string that follows its annotation in the class's own source."""
+    if not issubclass(model, RecordPart) or "__annotations__" not in vars(model):
+        return {}
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(model))).body
+    assert isinstance(tree, ast.ClassDef)
+    texts = {}
+    for field, after in itertools.pairwise(tree.body):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(after, ast.Expr)
+            and isinstance(after.value, ast.Constant)
+            and isinstance(after.value.value, str)
+        ):
+            texts[field.target.id] = inspect.cleandoc(after.value.value)
+    return texts
 
 
 def schema_files() -> dict[str, str]:
@@ -54,8 +110,7 @@ def main() -> int:
         if arguments.check:
             print(f"{arguments.folder / name} is not what the records say. Run: make schema", file=sys.stderr)
         else:
-            arguments.folder.mkdir(parents=True, exist_ok=True)
-            (arguments.folder / name).write_text(schema_files()[name], encoding="utf-8")
+            write_atomically(arguments.folder / name, schema_files()[name].encode())
             print(arguments.folder / name)
     return 1 if arguments.check and stale else 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 
 from tilegym_db.records.definition import Definition
+from tilegym_db.records.python_source import parse_source
 from tilegym_db.records.solution import Solution
 
 __all__ = ["called_with", "signature_problem"]
@@ -49,5 +50,5 @@ def signature_problem(record: Solution, source: bytes | str, definition: Definit
 
 def find_function(source: bytes | str, name: str) -> ast.FunctionDef | None:
     """The last definition of a function at the top level of a source text."""
-    found = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == name]
+    found = [node for node in parse_source(source).body if isinstance(node, ast.FunctionDef) and node.name == name]
     return found[-1] if found else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import ClassVar, Literal, Self
@@ -10,9 +11,11 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from tilegym_db.records.base import NAME_PATTERN, Record, RecordPart, canonical_json, length_prefixed_digest
-from tilegym_db.records.definition import Definition, ExpressionText
+from tilegym_db.records.definition import Definition
+from tilegym_db.records.definition_parts import ExpressionText
 from tilegym_db.records.dtypes import DType
 from tilegym_db.records.expressions import evaluate_bool, names_in
+from tilegym_db.records.fields import Flag, Line, Prose, shown
 from tilegym_db.records.hardware import TARGETS
 from tilegym_db.records.layouts import LAYOUT_CLASSES, accepts
 
@@ -31,6 +34,8 @@ __all__ = [
 LANGUAGES: tuple[str, ...] = ("python", "triton", "tilelang", "cutile")
 TILE_LANGUAGES: tuple[str, ...] = ("triton", "tilelang", "cutile")
 
+MAX_CONFIGS = 1_000_000
+MAX_PATH = 200
 Tunable = bool | int | float | str
 Config = dict[str, Tunable]
 """A chosen value per tunable; empty means the source's own defaults."""
@@ -60,6 +65,10 @@ class Source(RecordPart):
     @classmethod
     def _stays_inside(cls, value: str) -> str:
         path = PurePosixPath(value)
+        if len(value) > MAX_PATH or not value.isprintable():
+            raise ValueError(f"source path {shown(value)!r} must be of at most {MAX_PATH} printable characters")
+        if value == "solution.json":
+            raise ValueError("source path 'solution.json' is the record itself, not a source")
         if not path.parts or "\\" in value or path.is_absolute() or ".." in path.parts or str(path) != value:
             raise ValueError(
                 f"source path {value!r} must be relative, plain and inside the solution's folder (no '..')"
@@ -68,18 +77,18 @@ class Source(RecordPart):
 
 
 class SolutionSpec(RecordPart):
-    """How to build and call the source, and the envelope its author declares."""
+    """How to build and call the source, and the limits its author declares."""
 
     language: Literal["python", "triton", "tilelang", "cutile"]
     entry_point: str
     role: Literal["kernel", "baseline"] = "kernel"
-    destination_passing_style: bool = True
+    destination_passing_style: Flag = True
     target_hardware: tuple[str, ...] = TARGETS
-    dependencies: tuple[str, ...] = ()
+    dependencies: tuple[Line, ...] = ()
     dtypes: dict[str, tuple[DType, ...]] = {}
     constraints: tuple[ExpressionText, ...] = ()
     layouts: dict[str, Literal["contiguous", "row_contiguous", "strided"]] = {}
-    deterministic: bool = True
+    deterministic: Flag = True
     math: Literal["ieee", "tf32"] = "ieee"
     tunables: dict[str, tuple[Tunable, ...]] = {}
     provides: Literal["stock", "library", "compile"] | None = None
@@ -93,6 +102,21 @@ class SolutionSpec(RecordPart):
             return "cutile"
         if value not in LANGUAGES:
             raise ValueError(f"unknown language {value!r}; known: {', '.join(LANGUAGES)}")
+        return value
+
+    @field_validator("dependencies")
+    @classmethod
+    def _requirements(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        from packaging.requirements import InvalidRequirement, Requirement
+
+        for text in value:
+            try:
+                requirement = Requirement(text)
+            except InvalidRequirement as error:
+                reason = str(error).partition("\n")[0]
+                raise ValueError(f"{text!r} is no requirement such as 'triton>=3.4': {reason}") from None
+            if requirement.url is not None:
+                raise ValueError(f"{text!r} names an address; give a package and its versions, such as 'triton>=3.4'")
         return value
 
     @field_validator("target_hardware")
@@ -120,6 +144,9 @@ class SolutionSpec(RecordPart):
         for name, values in self.tunables.items():
             if not values or not name.isidentifier():
                 raise ValueError(f"tunable {name!r} needs an identifier and at least one value")
+        points = math.prod(len(values) for values in self.tunables.values())
+        if points > MAX_CONFIGS:
+            raise ValueError(f"tunables span {points:.3g} configs; at most {MAX_CONFIGS} can be searched")
         if self.provides == "compile" and self.role != "baseline":
             raise ValueError("torch.compile compiles at run time, so it can only be a baseline")
         if self.language in TILE_LANGUAGES and self.provides is not None:
@@ -149,8 +176,8 @@ class Solution(Record):
     schema_version: Literal[1] = 1
     name: str = Field(pattern=NAME_PATTERN)
     definition: str = Field(pattern=NAME_PATTERN)
-    author: str = Field(min_length=1)
-    description: str = ""
+    author: Line = Field(min_length=1)
+    description: Prose = ""
     spec: SolutionSpec
     sources: tuple[Source, ...] = Field(min_length=1)
 
@@ -201,7 +228,7 @@ class Solution(Record):
         *,
         target: str | None = None,
     ) -> str | None:
-        """Why this Solution does not serve the request, or None where its declared envelope covers it.
+        """Why this Solution does not serve the request, or None where its declared limits cover it.
 
         Args:
             axes: every axis of the Definition with its size.

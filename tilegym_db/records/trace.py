@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from tilegym_db.records.base import NAME_PATTERN, Int64, Record, RecordPart, canonical_json
+from tilegym_db.records.base import NAME_PATTERN, Flag, Int64, Real, Record, RecordPart, canonical_json
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.solution import Tunable
 from tilegym_db.records.workload import NAMESPACE
@@ -20,8 +20,8 @@ __all__ = [
     "Audit",
     "Comparison",
     "Correctness",
-    "Envelope",
     "FailurePoint",
+    "FuzzCases",
     "Performance",
     "Status",
     "Tier",
@@ -53,13 +53,13 @@ _ERROR = re.compile(r"\b(error|fatal|exception|undefined)\b|\w(Error|Exception)\
 class Correctness(RecordPart):
     """How far the outputs were from the oracle, over the worst content set. Relative figures have no unit."""
 
-    rel_fro: float | None = None
+    rel_fro: Real | None = None
     """Relative Frobenius error of the worst output; null where it is not finite."""
-    worst_row_rel: float | None = None
-    max_abs: float | None = None
-    matched_ratio: float | None = None
+    worst_row_rel: Real | None = None
+    max_abs: Real | None = None
+    matched_ratio: Real | None = None
     """Share of elements inside the element-wise bound."""
-    deterministic: bool | None = None
+    deterministic: Flag | None = None
     gate: str | None = None
     """The gate that decided a failure, or that came closest to one."""
     oracle: str = "fp64"
@@ -75,9 +75,9 @@ class Comparison(RecordPart):
     provides: str | None = None
     """What it stands for: the code that it provides (``stock``, ``library``, ``compile``), or ``incumbent``, which was the
     fastest verified one before this run. One that is both is compared with twice."""
-    ratio: float
-    ci_low: float
-    ci_high: float
+    ratio: Real
+    ci_low: Real
+    ci_high: Real
 
     model_config = {"serialize_by_alias": True}
 
@@ -97,28 +97,28 @@ PROCESS_NOISE_US = 0.3
 class Performance(RecordPart):
     """Timing of one call. Times are microseconds of device time unless the timer is ``wall``."""
 
-    latency_us: float = Field(gt=0)
+    latency_us: Real = Field(gt=0)
     """Median of all calls."""
-    ci_low_us: float
+    ci_low_us: Real
     """Lower end of the 99% interval, from the medians of the rounds: calls of one round are not independent."""
-    ci_high_us: float
+    ci_high_us: Real
     samples: Int64 = Field(ge=1)
-    host_us: float | None = None
+    host_us: Real | None = None
     """Host time from call to return, median."""
-    cold_l2: bool = False
+    cold_l2: Flag = False
     timer: Literal["cupti", "events", "wall"]
     comparisons: tuple[Comparison, ...] = ()
-    sol_us: float | None = None
+    sol_us: Real | None = None
     """Speed-of-light time from the Definition's cost and the GPU's calibrated peaks."""
-    sol_ratio: float | None = None
+    sol_ratio: Real | None = None
     """``sol_us / latency_us``; above 1 where a call beat the calibration's own kernels."""
     clock_mhz: Int64 | None = None
     """SM clock while it was timed, median; null on a CPU, or where the driver does not say."""
-    throttled: bool | None = None
+    throttled: Flag | None = None
     """Heat or power delivery slowed the GPU at some time; the rounds that saw it were discarded."""
 
 
-class Envelope(RecordPart):
+class FuzzCases(RecordPart):
     """What the solution was verified over, for this very config."""
 
     cases: Int64
@@ -126,17 +126,19 @@ class Envelope(RecordPart):
     seed: str
     """The run's secret seed, stored after the fact (a 64-bit integer, in decimal)."""
     dropped: tuple[str, ...] = ()
-    """Cases that proved nothing, because the reference as written does not pass them itself."""
+    """Cases that proved nothing, because the reference as written does not pass them itself, or stock code does not."""
+    scalars: dict[str, tuple[float, float]] = {}
+    """Continuous scalar -> the smallest and the largest value that was verified. Absent from traces before ranges were drawn."""
 
 
 class Audit(RecordPart):
     """What the promotion tier found out about a pass beyond its outputs."""
 
-    wall_us: float | None = None
-    """The supervisor's own measure of one call, by its wall clock over calls on contents never seen before."""
-    owned_share: float | None = Field(default=None, ge=0, le=1)
+    wall_us: Real | None = None
+    """The harness's own measure of one call, by its wall clock over calls on contents never seen before."""
+    owned_share: Real | None = Field(default=None, ge=0, le=1)
     """Share of the device time that was spent in kernels which the Solution's own language built; null on a CPU."""
-    profiled_us: float | None = Field(default=None, ge=0)
+    profiled_us: Real | None = Field(default=None, ge=0)
     """Device time of one call by CUPTI: every kernel, copy and memset that it caused, on any stream. It has no part in
     the latency; null on a CPU."""
     kernels: tuple[str, ...] = ()
@@ -198,7 +200,7 @@ class Trace(Record):
     attempt: Int64 = 0
     sandbox_level: Int64 = 0
     evidence_level: Literal["op"] = "op"
-    envelope: Envelope | None = None
+    envelope: FuzzCases | None = None
     status: Status
     reason: str = ""
     log: str = ""
@@ -260,13 +262,13 @@ def clip_log(text: str) -> str:
     return f"{text[:third]}\n... {cut} characters cut, among them ...\n{named}\n...\n{text[-third:]}"
 
 
-def _lines_naming_an_error(text: str, room: int) -> str:
+def _lines_naming_an_error(text: str, allowance: int) -> str:
     found: list[str] = []
     for line in text.splitlines():
         if _ERROR.search(line):
             line = line[:MAX_ERROR_LINE]
-            room -= len(line) + 1
-            if room < 0:
+            allowance -= len(line) + 1
+            if allowance < 0:
                 break
             found.append(line)
     return "\n".join(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import uuid
 from pathlib import PurePosixPath
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -9,9 +10,10 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from tilegym_db.errors import RecordError
-from tilegym_db.records.base import NAME_PATTERN, Int64, Record, RecordPart, canonical_json
+from tilegym_db.records.base import NAME_PATTERN, Record, RecordPart, canonical_json
 from tilegym_db.records.definition import Definition
-from tilegym_db.records.dtypes import DType, Scalar
+from tilegym_db.records.dtypes import DTYPE_BYTES, DType, Scalar
+from tilegym_db.records.fields import Int64, Line, Real, shown
 from tilegym_db.records.layouts import layout_class, layout_strides, parse_layout
 
 __all__ = ["NAMESPACE", "RandomInput", "SafetensorsInput", "ScalarInput", "Workload", "axes_key"]
@@ -24,8 +26,8 @@ class RandomInput(RecordPart):
     """Drawn by the harness from the Definition's generator (N(0, 1) where it has none), scaled by ``scale``."""
 
     type: Literal["random"]
-    seed: int | None = None
-    scale: float = 1.0
+    seed: Int64 | None = None
+    scale: Real = 1.0
 
 
 class ScalarInput(RecordPart):
@@ -33,6 +35,15 @@ class ScalarInput(RecordPart):
 
     type: Literal["scalar"]
     value: Scalar
+
+    @field_validator("value")
+    @classmethod
+    def _holdable(cls, value: Scalar) -> Scalar:
+        if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+            raise ValueError("this whole number does not fit in 64 bits")
+        if isinstance(value, str) and (len(value) > MAX_SCALAR_TEXT or not value.isprintable()):
+            raise ValueError(f"{shown(value)!r} is no line of at most {MAX_SCALAR_TEXT} printable characters")
+        return value
 
 
 class SafetensorsInput(RecordPart):
@@ -51,6 +62,9 @@ class SafetensorsInput(RecordPart):
         return value
 
 
+MAX_SCALAR_TEXT = 200
+MAX_TENSOR_BYTES = 1 << 44
+"""Sixteen tebibytes: more than the memory of a hundred GPUs."""
 InputSpec = Annotated[RandomInput | ScalarInput | SafetensorsInput, Field(discriminator="type")]
 
 
@@ -65,7 +79,7 @@ class Workload(Record):
     dtypes: dict[str, DType] = {}
     inputs: dict[str, InputSpec] = {}
     layouts: dict[str, str] = {}
-    tags: tuple[str, ...] = ()
+    tags: tuple[Line, ...] = ()
 
     @field_validator("layouts")
     @classmethod
@@ -98,6 +112,7 @@ class Workload(Record):
                 raise RecordError(f"inputs.{name}: {definition.name} needs a scalar value here.")
             if not spec.is_scalar and isinstance(given, ScalarInput):
                 raise RecordError(f"inputs.{name} is a tensor of {definition.name}, not a scalar.")
+        _check_sizes(definition, axes, self.dtypes)
         for name in self.layouts:
             if name not in definition.tensor_inputs and name not in definition.outputs:
                 raise RecordError(f"layouts.{name}: {definition.name} has no such tensor.")
@@ -117,6 +132,19 @@ class Workload(Record):
             if found != "contiguous":
                 classes[name] = found
         return classes
+
+
+def _check_sizes(definition: Definition, axes: dict[str, int], dtypes: dict[str, str]) -> None:
+    for name in (*definition.tensor_inputs, *definition.outputs):
+        shape = definition.shape_of(name, axes)
+        if any(size < 0 for size in shape):
+            raise RecordError(f"'{name}' of {definition.name} would have the negative shape {list(shape)}.")
+        size = math.prod(shape) * DTYPE_BYTES[definition.dtype_of(name, definition.bind_dtypes(dtypes))]
+        if size > MAX_TENSOR_BYTES:
+            raise RecordError(
+                f"'{name}' of {definition.name} would have the shape {list(shape)} and {size:.3g} bytes; "
+                f"at most {MAX_TENSOR_BYTES:.3g} bytes a tensor are allowed."
+            )
 
 
 def content_uuid(value: dict[str, Any]) -> str:

@@ -8,7 +8,6 @@ noise and not launched later than it is done compete on latency. Where nobody is
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -16,11 +15,19 @@ from typing import Literal, NamedTuple
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.records import axes_key
 from tilegym_db.records.solution import Config
-from tilegym_db.records.trace import PROCESS_NOISE_US
-from tilegym_db.resolver.points import Point, find_point
+from tilegym_db.resolver.eligibility import (
+    HOST_NOISE_US,
+    MIN_BACKWARD_SPEEDUP_CI_LOW,
+    MIN_SPEEDUP_CI_LOW,
+    disqualify,
+    host_us,
+    later_launched,
+    ranked,
+    tied,
+)
+from tilegym_db.resolver.measured_points import Point, find_point, outside_scalars
 from tilegym_db.resolver.request import Request
 from tilegym_db.resolver.table import Candidate, ResolverTable
-from tilegym_db.store.statements import PUBLISHED_SANDBOX_LEVEL, VERIFIED_TIERS
 
 __all__ = [
     "MIN_BACKWARD_SPEEDUP_CI_LOW",
@@ -30,23 +37,10 @@ __all__ = [
     "Rejection",
     "decide",
     "judge",
-    "judge_incumbents",
+    "judge_each_serving",
     "no_kernel",
     "not_in_compiled_code",
 ]
-
-MIN_SPEEDUP_CI_LOW = 1.02
-"""The lower end of the speedup against stock that a kernel must exceed: faster by more than noise."""
-
-MIN_BACKWARD_SPEEDUP_CI_LOW = 1.25
-"""The same for a backward. Stock code is given what the forward was given, where autograd has kept what it needs: at most it
-moves 22 bytes for 18 (swiglu_backward), which a kernel must not be credited with."""
-
-MAX_LAUNCH_RATIO = 1.1
-"""How much longer a call of a kernel may take than one of the stock code, each by the longer of its device and host time."""
-
-HOST_NOISE_US = 5.0
-"""What a host time may be off by: it depends on what else the host does. A smaller difference between two decides nothing."""
 
 MIN_COMPILED_US = 8.0
 """A shorter call is left to ``torch.compile``: most of it is the launch, which is what fusing it with its neighbours saves."""
@@ -120,7 +114,7 @@ def decide(
 def judge(point: Point, request: Request, table: ResolverTable, solutions: Mapping[str, SolutionFiles]) -> Decision:
     """The decision by one measured point."""
     eligible, rejected = _sort_out(point, request, table, solutions)
-    return _conclude(point, table, solutions, eligible, rejected, request.incumbent)
+    return _conclude(point, table, solutions, eligible, rejected, request.serving)
 
 
 def not_in_compiled_code(decision: Decision) -> str | None:
@@ -140,13 +134,13 @@ def not_in_compiled_code(decision: Decision) -> str | None:
     return f"{winner} with {winner.latency_us:.2f} us is not faster than compiled stock code with {generated_us:.2f} us"
 
 
-def judge_incumbents(
+def judge_each_serving(
     point: Point, request: Request, table: ResolverTable, solutions: Mapping[str, SolutionFiles]
 ) -> dict[str | None, Decision]:
-    """:func:`judge` for every incumbent at once: under its name where it ties with the fastest; any other is as None."""
+    """:func:`judge` for each that may be serving: under its name where it ties with the fastest; any other is as None."""
     eligible, rejected = _sort_out(point, request, table, solutions)
-    tied = _tied(_ranked(eligible))
-    names = [None, *{candidate.solution for candidate in tied}] if len(tied) > 1 else [None]
+    as_fast = tied(ranked(eligible))
+    names = [None, *{candidate.solution for candidate in as_fast}] if len(as_fast) > 1 else [None]
     return {name: _conclude(point, table, solutions, eligible, rejected, name) for name in names}
 
 
@@ -158,8 +152,12 @@ def _sort_out(
     rejected: list[Rejection] = []
     stock = next((candidate for candidate in point.entry.candidates if candidate.provides == "stock"), None)
     for candidate in point.entry.candidates:
-        reason = _disqualify(candidate, request, solutions.get(candidate.solution), exact=point.exact)
-        reason = reason or _later_launched(candidate, stock)
+        reason = disqualify(candidate, request, solutions.get(candidate.solution), exact=point.exact)
+        reason = reason or later_launched(candidate, stock)
+        verified = candidate.scalar_ranges
+        if verified is None:  # published before ranges were recorded (decision 0024)
+            verified = table.scalar_hull(request.definition.name)
+        reason = reason or outside_scalars(request.definition, request.scalars, verified)
         if reason is None:
             eligible.append(candidate)
         else:
@@ -175,13 +173,13 @@ def _conclude(
     solutions: Mapping[str, SolutionFiles],
     eligible: Sequence[Candidate],
     rejected: Sequence[Rejection],
-    incumbent: str | None,
+    serving: str | None,
 ) -> Decision:
     axes, where = point.entry.axes, _where(point, table)
     if not eligible:
         reason = f"no verified solution is faster than stock at {where}"
         return Decision(None, {}, Evidence("stock", reason, table.gpu, table.published, axes), tuple(rejected))
-    winner, lost = _fastest(eligible, incumbent)
+    winner, lost = _fastest(eligible, serving)
     source: Literal["exact", "nearest"] = "exact" if point.exact else "nearest"
     reason = (
         f"fastest verified solution at {where}" if point.exact else f"fastest at {where}, the nearest measured point"
@@ -211,117 +209,28 @@ def _unmeasured(solutions: Mapping[str, SolutionFiles], measured: set[str], reas
     return found
 
 
-# -- the candidates of a point ----------------------------------------------------------------------------------------
-
-
-def _disqualify(candidate: Candidate, request: Request, files: SolutionFiles | None, *, exact: bool) -> str | None:
-    """Why a measured candidate may not serve the request, whatever its latency; None where it may."""
-    if files is None:
-        return "it is not in the catalog any more"
-    if candidate.solution_digest != files.digest:
-        return (
-            f"its digest differs from the catalog's source: verified {candidate.solution_digest[:12]}, "
-            f"now {files.digest[:12]}; bench and publish it again"
-        )
-    spec = files.record.spec
-    if spec.role != "kernel":
-        what = f" ({spec.provides})" if spec.provides else ""
-        return f"role {spec.role}{what}: measured to compare with, never dispatched"
-    reason = _not_verified(candidate) or files.record.unsupported(
-        request.axes, request.dtypes, request.layouts, target=request.sm
-    )
-    if reason is None and spec.language in request.unavailable:
-        reason = request.unavailable[spec.language]
-    if reason is None and not exact and not candidate.envelope_cases:
-        reason = "it was verified at the measured shape only, without an envelope that covers others"
-    return reason or _not_faster(
-        candidate, MIN_SPEEDUP_CI_LOW if request.definition.backward_of is None else MIN_BACKWARD_SPEEDUP_CI_LOW
-    )
-
-
-def _not_verified(candidate: Candidate) -> str | None:
-    """Why the measurement is not one to trust. Publishing leaves such out; a table may have been written by hand."""
-    if candidate.tier not in VERIFIED_TIERS:
-        return (
-            f"tier {candidate.tier or 'unknown'}: not a verified measurement; promote it (tilegym-db promote "
-            f"{candidate.solution}) and publish again"
-        )
-    if candidate.tier == "promotion" and (candidate.sandbox_level or 0) < PUBLISHED_SANDBOX_LEVEL:
-        return f"sandbox level {candidate.sandbox_level or 0}: its worker could have reached what judged it"
-    return None
-
-
-def _not_faster(candidate: Candidate, bar: float) -> str | None:
-    """Why the measurement does not say "faster than stock, by more than noise"."""
-    if candidate.latency_us is None or candidate.speedup_ci_low is None:
-        return "it was not compared with the stock code"
-    if candidate.speedup_ci_low > bar:
-        return None
-    ratio = f"{candidate.speedup:.2f}x" if candidate.speedup is not None else "unknown"
-    verdict = "slower than stock" if (candidate.speedup or 1.0) < 1.0 else "not faster than stock by more than noise"
-    return f"{verdict}: speedup {ratio}, CI low {candidate.speedup_ci_low:.3f} <= {bar}"
-
-
-def _later_launched(candidate: Candidate, stock: Candidate | None) -> str | None:
-    """Why a kernel that is faster on the device holds a model up all the same: the host is not done with it in time."""
-    if stock is None or stock.latency_us is None or stock.host_us is None:
-        return None
-    if candidate.latency_us is None or candidate.host_us is None:
-        return None
-    until = max(stock.latency_us, stock.host_us)
-    if max(candidate.latency_us, candidate.host_us) <= MAX_LAUNCH_RATIO * until + HOST_NOISE_US:
-        return None
-    return (
-        f"launch-bound: a call takes the host {candidate.host_us:.1f} us, the stock code is done after {until:.1f} us"
-    )
-
-
-def _fastest(eligible: Sequence[Candidate], incumbent: str | None) -> tuple[Candidate, list[Rejection]]:
-    """The lowest latency; inside its noise the incumbent, else what is launched clearly sooner; and why each of the others lost.
+def _fastest(eligible: Sequence[Candidate], serving: str | None) -> tuple[Candidate, list[Rejection]]:
+    """The lowest latency; inside its noise what is serving, else what is launched clearly sooner; and why the others lost.
 
     Small kernels take a few microseconds on the device whoever wrote them, and several times that to launch: there the
     host decides how fast a model is.
     """
-    ranked = _ranked(eligible)
-    best, tied = ranked[0], _tied(ranked)
-    held = next((candidate for candidate in tied if candidate.solution == incumbent), None)
-    soonest = min(tied, key=_host_us)
-    winner = held or (soonest if _host_us(best) - _host_us(soonest) > HOST_NOISE_US else best)
+    by_latency = ranked(eligible)
+    best, as_fast = by_latency[0], tied(by_latency)
+    held = next((candidate for candidate in as_fast if candidate.solution == serving), None)
+    soonest = min(as_fast, key=host_us)
+    winner = held or (soonest if host_us(best) - host_us(soonest) > HOST_NOISE_US else best)
     lost = []
-    for candidate in ranked:
+    for candidate in by_latency:
         times = f"{candidate.latency_us:.2f} us against {winner.latency_us:.2f} us of {winner}"
         if candidate is winner:
             continue
-        if held is not None and held is not best and candidate in tied:
-            lost.append(Rejection(candidate, f"inside noise of the incumbent, which stays: {times}"))
-        elif winner is not best and candidate in tied:
+        if held is not None and held is not best and candidate in as_fast:
+            lost.append(Rejection(candidate, f"inside noise of what is serving, which stays: {times}"))
+        elif winner is not best and candidate in as_fast:
             known = "unknown" if candidate.host_us is None else f"{candidate.host_us:.1f} us"
             host = f"{known} of host time a call against {winner.host_us:.1f} us"
             lost.append(Rejection(candidate, f"as fast on the device, and later launched: {host} of {winner}"))
         else:
             lost.append(Rejection(candidate, f"slower: {times}"))
     return winner, lost
-
-
-def _host_us(candidate: Candidate) -> float:
-    """What a call takes the host; more than anything where nobody knows."""
-    return sys.float_info.max if candidate.host_us is None else candidate.host_us
-
-
-def _ranked(eligible: Sequence[Candidate]) -> list[Candidate]:
-    """By latency; the spelling decides between equal ones, so that the order of the table does not."""
-    return sorted(eligible, key=lambda candidate: (candidate.latency_us or 0.0, str(candidate)))
-
-
-def _tied(ranked: Sequence[Candidate]) -> list[Candidate]:
-    """The fastest candidate and those inside its noise."""
-    return [candidate for candidate in ranked if _inside_noise(candidate, ranked[0])]
-
-
-def _inside_noise(candidate: Candidate, best: Candidate) -> bool:
-    """True where the confidence intervals overlap, or the next process may see it otherwise; a missing interval is the point."""
-    if (candidate.latency_us or 0.0) - (best.latency_us or 0.0) <= PROCESS_NOISE_US:
-        return True
-    low = candidate.ci_low_us if candidate.ci_low_us is not None else candidate.latency_us
-    high = best.ci_high_us if best.ci_high_us is not None else best.latency_us
-    return low is not None and high is not None and low <= high

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from tilegym_db.driver import driver_files
 from tilegym_db.records.hardware import CPU, gpu_slug
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ def device_gpu(device: torch.device) -> tuple[str, str]:
 
 def default_gpu() -> tuple[str, str]:
     """The current CUDA device where PyTorch has one, else the CPU; works without PyTorch."""
+    if not driver_files():
+        return CPU, CPU
     try:
         import torch
     except ImportError:

@@ -10,124 +10,34 @@ An axis that grows by one at each call (a cache) is left out of the key: see :mo
 
 from __future__ import annotations
 
-import sys
 import threading
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from tilegym_db.errors import NoSolutionError, SolutionError, TilegymDBError
 from tilegym_db.records import Definition
 from tilegym_db.records.binding import Binding, bind_call
 from tilegym_db.resolver import device
+from tilegym_db.resolver.allocate import Allocate, with_outputs
+from tilegym_db.resolver.bound import Bound, Preview, Spans, undoable
 from tilegym_db.resolver.decide import Decision, not_in_compiled_code
-from tilegym_db.resolver.growing import answer, are_bounds_of, span_around
+from tilegym_db.resolver.dispatch_report import DispatchReport, KernelFailure, KeyReport
+from tilegym_db.resolver.growing import alike_span
 from tilegym_db.resolver.hot_path import compile_attempt, compile_serve, size_of
 from tilegym_db.resolver.loader import Launcher, load_computer, load_launcher
-from tilegym_db.resolver.site_report import Failure, KeyReport, SiteReport
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MAX_KEYS", "Allocate", "Choose", "Dispatcher", "Preview"]
+__all__ = ["MAX_KEYS", "Choose", "Dispatcher", "Preview"]
 
 MAX_KEYS = 4096
 """Keys a call site remembers; beyond that the oldest is forgotten (a server sees a new token count at every step)."""
 
-Allocate = Callable[..., Any]
-"""``allocate(*inputs)``: the one output, or a tuple of them, uninitialised."""
-
 Choose = Callable[[Binding, "torch.device", str | None], Decision]
 """(binding, device, name of the solution that served this call site last) -> Decision."""
-
-
-class Preview(NamedTuple):
-    """What would serve a call: ``launch`` and ``kernel``, the solution and its config; or None and the reason for stock."""
-
-    launch: Launcher | None
-    kernel: str | None
-    reason: str
-
-
-class _Bound:
-    """What one key is bound to; ``launch`` None means stock."""
-
-    __slots__ = (
-        "axes",
-        "calls",
-        "compute",
-        "high",
-        "kernel_calls",
-        "launch",
-        "low",
-        "reason",
-        "seen",
-        "solution",
-        "undoes",
-    )
-
-    def __init__(
-        self,
-        launch: Launcher | None,
-        reason: str,
-        solution: str | None = None,
-        axes: dict[str, int] | None = None,
-    ) -> None:
-        self.launch = launch
-        self.reason = reason
-        self.solution = solution
-        self.axes = axes or {}
-        # Instead of launch, where the caller has no outputs: gives those that the solution returns.
-        self.compute: Launcher | None = None
-        self.low, self.high = 0, sys.maxsize  # the sizes of a growing axis that this holds for
-        self.seen: set[int] = set()  # those of them that there was a call of
-        self.calls = 0
-        self.kernel_calls: int | None = None  # set when a kernel is retired; until then every call ran it
-        self.undoes = True  # a launch that raises leaves the inputs as they were
-
-    @property
-    def kernel_calls_so_far(self) -> int:
-        if self.kernel_calls is not None:
-            return self.kernel_calls
-        return 0 if self.launch is None else self.calls
-
-    def retire(self, reason: str) -> None:
-        """Leave this key to stock code from now on; the call that failed is not counted as a kernel's."""
-        self.kernel_calls = self.calls - 1
-        self.launch = None
-        self.reason = reason
-
-
-class _Spans:
-    """What kinds of calls are bound to, each for spans of a growing axis.
-
-    ``recent`` has the span that the last call of a kind fell into; a cache that grows stays in it for long.
-    """
-
-    def __init__(self) -> None:
-        self.recent: dict[Any, _Bound] = {}
-        self._known: dict[Any, list[_Bound]] = {}
-
-    def find(self, kind: Any, size: int) -> _Bound | None:
-        """What holds for a size."""
-        for bound in self._known.get(kind, ()):
-            if bound.low <= size <= bound.high:
-                self.recent[kind] = bound
-                return bound
-        return None
-
-    def add(self, kind: Any, bound: _Bound) -> None:
-        """Remember what a kind is bound to."""
-        self._known[kind] = [*self._known.get(kind, ()), bound]
-        self.recent[kind] = bound
-
-    def forget(self, bound: _Bound) -> None:
-        """Have it decided again where it held."""
-        self._known = {kind: [one for one in all_of if one is not bound] for kind, all_of in self._known.items()}
-        for kind in [kind for kind, one in self.recent.items() if one is bound]:
-            del self.recent[kind]
 
 
 class Dispatcher:
@@ -161,11 +71,11 @@ class Dispatcher:
         self._stock = stock
         self._is_capturing = is_capturing
         self._max_keys = max_keys
-        self._keys: dict[Any, _Bound] = {}
-        self._spans: list[_Spans] = []
-        self._quarantined: dict[Any, Failure] = {}
+        self._keys: dict[Any, Bound] = {}
+        self._spans: list[Spans] = []
+        self._quarantined: dict[Any, KernelFailure] = {}
         self._refused: dict[str, str] = {}
-        self._incumbent: str | None = None
+        self._serving: str | None = None
         self._misses = self._capture_misses = self._forgotten_calls = self._forgotten_kernel_calls = 0
         self._binding_a_key = threading.Lock()
         self.attempt = compile_attempt(definition, self._keys.get, self._miss_written, self._failed)
@@ -190,20 +100,20 @@ class Dispatcher:
         """
         if growing is None:
 
-            def miss(key: Any, inputs: tuple[Any, ...]) -> _Bound:
+            def miss(key: Any, inputs: tuple[Any, ...]) -> Bound:
                 return self._miss(key, lambda: self._bind(key, inputs, allocate))
 
             return compile_serve(self.definition, self._keys.get, miss, self._failed, allocate)
 
-        spans = _Spans()
+        spans = Spans()
         self._spans.append(spans)
         name, dimension = size_of(self.definition, growing)
         position = list(self.definition.inputs).index(name)
 
-        def miss_span(kind: Any, inputs: tuple[Any, ...]) -> _Bound:
+        def miss_span(kind: Any, inputs: tuple[Any, ...]) -> Bound:
             size = inputs[position].shape[dimension]
 
-            def bind() -> _Bound:
+            def bind() -> Bound:
                 bound = self._bind(kind, inputs, allocate, (growing, size))
                 spans.add(kind, bound)
                 return bound
@@ -224,8 +134,8 @@ class Dispatcher:
         Nothing is loaded, remembered or counted.
         """
         try:
-            binding = bind_call(self.definition, _with_outputs(inputs, allocate))
-            decision = self._choose(binding, where, self._incumbent)
+            binding = bind_call(self.definition, with_outputs(inputs, allocate))
+            decision = self._choose(binding, where, self._serving)
         except TilegymDBError:
             return False
         if decision.solution is None or str(decision.evidence.candidate) in self._refused:
@@ -252,11 +162,11 @@ class Dispatcher:
             )
         self._stock(*args)
 
-    def report(self) -> SiteReport:
+    def report(self) -> DispatchReport:
         """What this call site did so far. Counts may lag by a few while several threads call at once."""
         bound = list(self._keys.values())
         calls = self._forgotten_calls + self._capture_misses + sum(item.calls for item in bound)
-        return SiteReport(
+        return DispatchReport(
             definition=self.definition.name,
             calls=calls,
             hits=calls - self._misses,
@@ -269,10 +179,10 @@ class Dispatcher:
 
     # -- a call seen for the first time -------------------------------------------------------------------------------
 
-    def _miss_written(self, key: Any, args: tuple[Any, ...]) -> _Bound:
+    def _miss_written(self, key: Any, args: tuple[Any, ...]) -> Bound:
         return self._miss(key, lambda: self._bind(key, args))
 
-    def _miss(self, key: Any, bind: Callable[[], _Bound]) -> _Bound:
+    def _miss(self, key: Any, bind: Callable[[], Bound]) -> Bound:
         if self._is_capturing():
             return self._frozen()
         self._misses += 1
@@ -285,11 +195,11 @@ class Dispatcher:
                 self._keys[key] = bound
         return bound
 
-    def _frozen(self) -> _Bound:
+    def _frozen(self) -> Bound:
         """Stock, and nothing remembered: loading and compiling allocate and synchronise, which a capture forbids."""
         self._misses += 1
         self._capture_misses += 1
-        return _Bound(None, "first seen while a CUDA graph was being captured")
+        return Bound(None, "first seen while a CUDA graph was being captured")
 
     def _forget_oldest(self) -> None:
         forgotten = self._keys.pop(next(iter(self._keys)))
@@ -304,7 +214,7 @@ class Dispatcher:
         args: tuple[Any, ...],
         allocate: Allocate | None = None,
         growing: tuple[str, int] | None = None,
-    ) -> _Bound:
+    ) -> Bound:
         """Decide about a call, and load what is to serve it.
 
         Args:
@@ -314,23 +224,25 @@ class Dispatcher:
             growing: the axis that the key does not say the size of, and this size.
         """
         if key in self._quarantined:
-            return _Bound(None, self._quarantined[key].summary)
+            return Bound(None, self._quarantined[key].summary)
         where = device.common_device(args)
         if isinstance(where, str):
-            return _Bound(None, where)
-        given = args if allocate is None else _with_outputs(args, allocate)
+            return Bound(None, where)
+        given = args if allocate is None else with_outputs(args, allocate)
         try:
             binding = bind_call(self.definition, given)
-            decision = self._choose(binding, where, self._incumbent)
+            decision = self._choose(binding, where, self._serving)
         except TilegymDBError as error:  # not a call that the database knows; stock code may well serve it
-            bound = _Bound(None, str(error))
+            bound = Bound(None, str(error))
             if growing is not None:
                 bound.low = bound.high = growing[1]
             return bound
         promised = None if allocate is None else given[len(self.definition.inputs) :]
         bound = self._load(key, where, binding, decision, promised)
         if growing is not None:
-            bound.low, bound.high = self._span(growing[0], binding, where, decision)
+            bound.low, bound.high = alike_span(
+                growing[0], binding, decision, self.definition, lambda other: self._choose(other, where, self._serving)
+            )
         return bound
 
     def _load(
@@ -340,12 +252,12 @@ class Dispatcher:
         binding: Binding,
         decision: Decision,
         promised: Sequence[torch.Tensor] | None,
-    ) -> _Bound:
+    ) -> Bound:
         candidate = decision.evidence.candidate
         if decision.solution is None or candidate is None:
-            return _Bound(None, decision.evidence.reason, axes=binding.axes)
+            return Bound(None, decision.evidence.reason, axes=binding.axes)
         if str(candidate) in self._refused:
-            return _Bound(None, self._refused[str(candidate)], axes=binding.axes)
+            return Bound(None, self._refused[str(candidate)], axes=binding.axes)
         verified = decision.solution, decision.config, candidate.solution_digest
         returns = not decision.solution.record.spec.destination_passing_style and not self.definition.in_place
         try:
@@ -353,56 +265,19 @@ class Dispatcher:
             compute = load_computer(*verified, promised) if promised is not None and returns else None
         except TilegymDBError as error:
             failure = self._quarantine(key, str(candidate), binding.axes, error)
-            return _Bound(None, failure.summary, axes=binding.axes)
-        self._incumbent = candidate.solution
+            return Bound(None, failure.summary, axes=binding.axes)
+        self._serving = candidate.solution
         launch = device.on_device(launch, where)
-        bound = _Bound(launch, decision.evidence.reason, str(candidate), binding.axes)
+        bound = Bound(launch, decision.evidence.reason, str(candidate), binding.axes)
         if self.definition.in_place:
-            bound.launch = self._first_launch(bound, launch)
+            bound.launch = undoable(self.definition, bound, launch)
         elif compute is not None:
             bound.compute = device.on_device(compute, where)
         return bound
 
-    def _span(self, axis: str, binding: Binding, where: torch.device, decision: Decision) -> tuple[int, int]:
-        """The sizes of an axis that are decided as this one is."""
-        size = binding.axes[axis]
-        if not are_bounds_of(axis, self.definition, decision):
-            return size, size
-        picked = answer(decision)
-
-        def is_alike(other: int) -> bool:
-            asked = replace(binding, axes={**binding.axes, axis: other})
-            try:
-                return answer(self._choose(asked, where, self._incumbent)) == picked
-            except TilegymDBError:
-                return False
-
-        return span_around(size, is_alike)
-
-    def _first_launch(self, bound: _Bound, launch: Launcher) -> Launcher:
-        """A launch that can be undone, for an operator that overwrites an input; the one that follows it cannot.
-
-        Compile and argument errors show at the first launch. Keeping a copy at every launch would cost what the kernel
-        saves.
-        """
-        names = list(self.definition.inputs)
-        overwritten = [names.index(name) for name in self.definition.in_place]
-
-        def launch_with_backup(*args: Any) -> None:
-            backup = [args[index].clone() for index in overwritten]
-            try:
-                launch(*args)
-            except BaseException:
-                for index, saved in zip(overwritten, backup, strict=True):
-                    args[index].copy_(saved)
-                raise
-            bound.launch, bound.undoes = launch, False
-
-        return launch_with_backup
-
     # -- a kernel that cannot be used ---------------------------------------------------------------------------------
 
-    def _failed(self, key: Any, bound: _Bound, error: Exception) -> None:
+    def _failed(self, key: Any, bound: Bound, error: Exception) -> None:
         """Retire a kernel that raised.
 
         Raises:
@@ -416,22 +291,8 @@ class Dispatcher:
                 "stock code cannot repeat this call: run the step again from fresh inputs."
             ) from error
 
-    def _quarantine(self, key: Any, solution: str, axes: dict[str, int], error: Exception) -> Failure:
+    def _quarantine(self, key: Any, solution: str, axes: dict[str, int], error: Exception) -> KernelFailure:
         text = "".join(traceback.format_exception(error))
-        failure = self._quarantined[key] = Failure(self.definition.name, solution, dict(axes), text)
+        failure = self._quarantined[key] = KernelFailure(self.definition.name, solution, dict(axes), text)
         warnings.warn(f"tilegym-db: {failure.summary}; stock code runs instead", RuntimeWarning, stacklevel=5)
         return failure
-
-
-def _with_outputs(inputs: tuple[Any, ...], allocate: Allocate) -> tuple[Any, ...]:
-    """Inputs and outputs as they would be, without memory: enough to bind a call by shapes, strides and dtypes."""
-    import torch
-
-    shadows = tuple(
-        torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-        if isinstance(value, torch.Tensor)
-        else value
-        for value in inputs
-    )
-    outputs = allocate(*shadows)
-    return (*shadows, *(outputs if isinstance(outputs, tuple) else (outputs,)))

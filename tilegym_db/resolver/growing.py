@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
+from tilegym_db.errors import TilegymDBError
 from tilegym_db.records import Definition
+from tilegym_db.records.binding import Binding
 from tilegym_db.records.expressions import names_in, parse_expression
 from tilegym_db.resolver.decide import Decision
 
-__all__ = ["answer", "are_bounds_of", "octave", "span_around"]
+__all__ = ["alike_span", "answer", "are_bounds_of", "octave", "span_around"]
 
 
 def octave(size: int) -> tuple[int, int]:
@@ -77,3 +80,29 @@ def _is_bound(node: ast.expr, axis: str) -> bool:
     free = [axis not in names_in(ast.unparse(side))[0] for side in sides]
     is_order = isinstance(node.ops[0], ast.Lt | ast.LtE | ast.Gt | ast.GtE)
     return is_order and ((itself[0] and free[1]) or (itself[1] and free[0]))
+
+
+def alike_span(
+    axis: str, binding: Binding, decision: Decision, definition: Definition, choose: Callable[[Binding], Decision]
+) -> tuple[int, int]:
+    """The sizes of an axis around that of a call which are decided as the call is.
+
+    Args:
+        axis: of the Definition.
+        binding: the call.
+        decision: what was decided about it.
+        definition: the operator.
+        choose: decides about the same call of another size.
+    """
+    size = binding.axes[axis]
+    if not are_bounds_of(axis, definition, decision):
+        return size, size
+    picked = answer(decision)
+
+    def is_alike(other: int) -> bool:
+        try:
+            return answer(choose(replace(binding, axes={**binding.axes, axis: other}))) == picked
+        except TilegymDBError:
+            return False
+
+    return span_around(size, is_alike)

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 from tilegym_db.records import Definition
-from tilegym_db.records.binding import is_code_selecting
 
 __all__ = ["compile_attempt", "compile_serve", "size_of"]
 
@@ -132,7 +131,8 @@ def size_of(definition: Definition, axis: str) -> tuple[str, int]:
 def _key_part(definition: Definition, name: str, growing: str | None, size: str) -> str:
     spec = definition.inputs.get(name)
     if spec is not None and spec.is_scalar:
-        return f"{name}, type({name})" if is_code_selecting(definition, name) else f"type({name})"
+        # A continuous one, too: a kernel serves it inside the range that was verified, and a model has few values of it.
+        return f"{name}, type({name})"
     shape = () if spec is None else spec.shape or ()
     if growing not in shape:
         return f"{name}.shape, {name}.stride(), {name}.dtype, {name}.device, type({name})"

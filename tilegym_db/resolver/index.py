@@ -1,9 +1,10 @@
 """An index of the measured points of one Definition: exact sizes, dtypes and code-selecting scalars -> the decision.
 
-Built once for a table, from the same judgement that :func:`~tilegym_db.resolver.decide.decide` makes: every point is judged for a
-request of its own sizes, and the decision, with a reason for every candidate, is kept. Looking a call up is then one dictionary
-access. What is in the index is known to be a valid call, so that finding a key also is the check of what was asked; whatever is
-not found (another size, a spelling that has to be checked, a mistake) is left to ``make_request`` and ``decide``.
+Built once for a table, dtypes by dtypes, from the same judgement that :func:`~tilegym_db.resolver.decide.decide` makes: every
+point is judged for a request of its own sizes, and the decision, with a reason for every candidate, is kept. Looking a call up
+is then one dictionary access. What is in the index is known to be a valid call, so that finding a key also is the check of what
+was asked; whatever is not found (another size, a spelling that has to be checked, a mistake) is left to ``make_request`` and
+``decide``.
 """
 
 from __future__ import annotations
@@ -18,10 +19,18 @@ from tilegym_db.errors import UsageError
 from tilegym_db.records import Definition
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.layouts import LAYOUT_CLASSES
-from tilegym_db.resolver.decide import Decision, judge_incumbents
-from tilegym_db.resolver.points import CONTIGUOUS, Point, equal_scalars, layouts_match, selecting_scalars
+from tilegym_db.resolver.decide import Decision, judge_each_serving
+from tilegym_db.resolver.entries import Entry
+from tilegym_db.resolver.measured_points import (
+    CONTIGUOUS,
+    Point,
+    equal_scalars,
+    layouts_match,
+    outside_scalars,
+    selecting_scalars,
+)
 from tilegym_db.resolver.request import Request, make_request
-from tilegym_db.resolver.table import Entry, ResolverTable
+from tilegym_db.resolver.table import ResolverTable
 
 __all__ = ["PointIndex", "index_of"]
 
@@ -36,7 +45,7 @@ NOTHING_STATED: Mapping[str, Any] = MappingProxyType({})
 
 
 class _Measured:
-    """A measured point with what is decided there, by special layouts and then by incumbent."""
+    """A measured point with what is decided there, by special layouts and then by what is serving."""
 
     __slots__ = ("decisions", "entry", "plain", "request")
 
@@ -59,7 +68,7 @@ class PointIndex:
         sm: str,
         unavailable: Mapping[str, str],
     ) -> None:
-        """Judge every point of a Definition.
+        """An index whose points are judged dtype by dtype, when they are asked for.
 
         Args:
             definition: the operator.
@@ -76,9 +85,24 @@ class PointIndex:
         # A call may leave const axes out, or name all of them: the number of sizes tells the two spellings apart.
         self._axis_names = {len(names): names for names in (tuple(definition.axes), definition.var_axes)}
         self._points: dict[tuple[Any, ...], list[_Measured]] = {}
-        for dtypes in table.dtypes_of(definition.name):
-            for entry in table.entries(definition.name, dtypes):
-                self._add(entry, sm, unavailable)
+        # Within these every candidate may serve; what lies outside is left to the judgement of each.
+        self._ranges = dict(table.scalar_hull(definition.name))
+        self._sm, self._unavailable = sm, unavailable
+        self._judged: set[tuple[Any, ...]] = set()
+
+    def _judge_points(self, dtypes: tuple[Any, ...]) -> None:
+        """Judge the points of one dtype binding, of which a model has one or two, when it is first asked for."""
+        self._judged.add(dtypes)
+        binding = dict(zip(self._dtype_names, dtypes, strict=True))
+        for entry in self._table.believed_entries(self._definition, binding):
+            self._add(entry, self._sm, self._unavailable)
+            self._narrow(entry)
+
+    def _narrow(self, entry: Entry) -> None:
+        for candidate in entry.candidates:
+            for name, (low, high) in (candidate.scalar_ranges or {}).items():
+                least, most = self._ranges.get(name, (low, high))
+                self._ranges[name] = max(least, low), min(most, high)
 
     def _add(self, entry: Entry, sm: str, unavailable: Mapping[str, str]) -> None:
         definition = self._definition
@@ -108,7 +132,7 @@ class PointIndex:
 
     def _judge(self, measured: _Measured, special: _Special) -> dict[str | None, Decision]:
         request = replace(measured.request, layouts=dict(special))
-        found = judge_incumbents(Point(measured.entry, exact=True), request, self._table, self._solutions)
+        found = judge_each_serving(Point(measured.entry, exact=True), request, self._table, self._solutions)
         measured.decisions[special] = found
         return found
 
@@ -118,7 +142,7 @@ class PointIndex:
         dtypes: Mapping[str, str],
         layouts: Mapping[str, str] = NOTHING_STATED,
         scalars: Mapping[str, Scalar] = NOTHING_STATED,
-        incumbent: str | None = None,
+        serving: str | None = None,
     ) -> Decision | None:
         """What :func:`~tilegym_db.resolver.decide.decide` says of a call in inference, where a point is exactly that call.
 
@@ -141,15 +165,19 @@ class PointIndex:
             if not all(name in scalars and type(scalars[name]) in _SCALAR_TYPES for name in self._selecting):
                 return None
             selecting = tuple([scalars[name] for name in self._selecting])
+        if chosen not in self._judged:
+            self._judge_points(chosen)
+        if scalars and outside_scalars(self._definition, scalars, self._ranges):
+            return None
         points = self._points.get((sizes, chosen, selecting))
-        return None if points is None else self._at(points, layouts, scalars, incumbent)
+        return None if points is None else self._at(points, layouts, scalars, serving)
 
     def _at(
         self,
         points: Sequence[_Measured],
         layouts: Mapping[str, str],
         scalars: Mapping[str, Scalar],
-        incumbent: str | None,
+        serving: str | None,
     ) -> Decision | None:
         """The decision at one of the points that differ in layouts and in continuous scalars only."""
         special = _NOTHING_SPECIAL
@@ -165,7 +193,7 @@ class PointIndex:
         if len(points) > 1:
             measured = max(points, key=lambda point: equal_scalars(point.entry, scalars))
         decisions = measured.decisions.get(special) or self._judge(measured, special)
-        return decisions.get(incumbent) or decisions[None]
+        return decisions.get(serving) or decisions[None]
 
 
 def _special(layouts: Mapping[str, str]) -> _Special:

@@ -33,7 +33,7 @@ class Request:
     sm: str
     """The device's ``sm_XX``, or ``cpu``."""
     mode: Mode = "inference"
-    incumbent: str | None = None
+    serving: str | None = None
     """The solution that serves this call site now; it keeps the place in a tie inside noise."""
     unavailable: Mapping[str, str] = field(default_factory=dict)
     """Language -> why it cannot run in this process (its toolchain is not installed)."""
@@ -49,7 +49,7 @@ def make_request(
     layouts: Mapping[str, str] | None = None,
     scalars: Mapping[str, Scalar] | None = None,
     mode: str = "inference",
-    incumbent: str | None = None,
+    serving: str | None = None,
     unavailable: Mapping[str, str] | None = None,
 ) -> Request:
     """A checked request: const axes and single-choice dtypes filled in, everything else as the Definition wants it.
@@ -74,7 +74,7 @@ def make_request(
         gpu=gpu,
         sm=sm or compile_target(gpu),
         mode=mode,
-        incumbent=incumbent,
+        serving=serving,
         unavailable=dict(unavailable or {}),
     )
 

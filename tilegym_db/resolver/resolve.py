@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
     import torch
 
     from tilegym_db.resolver.dispatch import Choose, Dispatcher
+    from tilegym_db.resolver.dispatch_report import DispatchReport
     from tilegym_db.resolver.loader import Launcher
-    from tilegym_db.resolver.site_report import SiteReport
 
 __all__ = ["Resolved", "call_site", "decide_request", "resolve", "stock_solution", "unavailable_languages"]
 
@@ -56,7 +57,7 @@ class Resolved:
         if not self.dispatcher.attempt(*args):
             self.dispatcher.run_stock(*args)
 
-    def report(self) -> SiteReport:
+    def report(self) -> DispatchReport:
         """Calls, hits, misses and failures so far."""
         return self.dispatcher.report()
 
@@ -72,6 +73,7 @@ def resolve(
     mode: Mode = "inference",
     like: Sequence[Any] | None = None,
     catalog: Catalog | None = None,
+    trust: bool = False,
 ) -> Resolved:
     """The fastest verified solution for a call, else the Definition's stock code.
 
@@ -85,13 +87,14 @@ def resolve(
         mode: ``training`` resolves to stock unless a kernel for the backward of the call is verified too.
         like: real arguments (inputs, optionally outputs) to read axes, dtypes, layouts and scalars from, instead.
         catalog: where to read records; :meth:`Catalog.default` where absent.
+        trust: use published traces too that neither came with the package nor were published by this installation.
 
     Raises:
         NotFoundError: no such Definition.
         UsageError: the request does not fit the Definition, or the GPU is unknown.
         NoSolutionError: nothing verified is faster, and the Definition has no stock solution.
     """
-    catalog = catalog or Catalog.default()
+    catalog = (catalog or Catalog.default()).trusting(trust)
     record = catalog.definition(definition) if isinstance(definition, str) else definition
     if like is not None:
         if axes or dtypes or layouts or scalars:
@@ -114,7 +117,9 @@ def resolve(
 def decide_request(request: Request, catalog: Catalog) -> tuple[Decision, dict[str, SolutionFiles]]:
     """Decide by the published table of the request's GPU; also returns the catalog's solutions that were considered."""
     solutions = {files.name: files for files in catalog.solutions_for(request.definition.name)}
-    return decide(request, load_table(request.gpu), solutions, _decide_backward(request, catalog)), solutions
+    return decide(
+        request, load_table(request.gpu, trust=catalog.trust_foreign), solutions, _decide_backward(request, catalog)
+    ), solutions
 
 
 def _decide_backward(request: Request, catalog: Catalog) -> Decision | None:
@@ -123,10 +128,15 @@ def _decide_backward(request: Request, catalog: Catalog) -> Decision | None:
     if backward is None:
         return None
     call = Binding(dict(request.axes), dict(request.dtypes), dict(request.layouts), dict(request.scalars))
-    behind = backward_binding(backward, call)
+    gradients = backward_binding(backward, call)
     try:
         asked = make_request(
-            backward, **vars(behind), gpu=request.gpu, sm=request.sm, mode=request.mode, unavailable=request.unavailable
+            backward,
+            **vars(gradients),
+            gpu=request.gpu,
+            sm=request.sm,
+            mode=request.mode,
+            unavailable=request.unavailable,
         )
     except UsageError as error:
         return no_kernel(str(error), request.gpu)
@@ -165,8 +175,8 @@ def call_site(
     """
     from tilegym_db.resolver.dispatch import Dispatcher
 
-    behind = backward or _backward(definition, catalog, mode)
-    return Dispatcher(definition, _chooser(definition, catalog, mode, behind), stock=stock)
+    gradients_by = backward or _backward(definition, catalog, mode)
+    return Dispatcher(definition, _chooser(definition, catalog, mode, gradients_by), stock=stock)
 
 
 def _chooser(definition: Definition, catalog: Catalog, mode: Mode, backward: Definition | None) -> Choose:
@@ -177,24 +187,24 @@ def _chooser(definition: Definition, catalog: Catalog, mode: Mode, backward: Def
     tables: dict[str, ResolverTable | None] = {}  # what is published later must not change a running model
     indexes: dict[str, PointIndex] = {}
 
-    def choose(binding: Binding, device: torch.device, incumbent: str | None) -> Decision:
+    def choose(binding: Binding, device: torch.device, serving: str | None) -> Decision:
         gpu, target = device_gpu(device)
         if gpu not in tables:
-            table = tables[gpu] = load_table(gpu)
+            table = tables[gpu] = load_table(gpu, trust=catalog.trust_foreign)
             if table is not None:
                 indexes[gpu] = index_of(definition, table, solutions, sm=target, unavailable=unavailable)
-        after = behind(binding, device)
+        after = after_it(binding, device)
         leads_back = after is not None and after.solution is not None
         if gpu in indexes and (mode == "inference" or definition.backward_of is not None or leads_back):
-            known = indexes[gpu].find(**vars(binding), incumbent=incumbent)
+            known = indexes[gpu].find(**vars(binding), serving=serving)
             if known is not None:
                 return known
         request = make_request(
-            definition, **vars(binding), gpu=gpu, sm=target, mode=mode, incumbent=incumbent, unavailable=unavailable
+            definition, **vars(binding), gpu=gpu, sm=target, mode=mode, serving=serving, unavailable=unavailable
         )
         return decide(request, tables[gpu], solutions, after)
 
-    def behind(binding: Binding, device: torch.device) -> Decision | None:
+    def after_it(binding: Binding, device: torch.device) -> Decision | None:
         if backward is None or choose_backward is None:
             return None
         try:
@@ -210,11 +220,21 @@ def unavailable_languages(solutions: Iterable[SolutionFiles]) -> dict[str, str]:
     from tilegym_db.backends import toolchains
 
     found: dict[str, str] = {}
+    environ = frozenset(os.environ.items())
     for language in sorted({files.record.spec.language for files in solutions}):
+        asked = toolchains.toolchain_status, language, environ
+        if asked in _available:
+            continue
         status = toolchains.toolchain_status(language)
-        if not status.available:
+        if status.available:
+            _available.add(asked)
+        else:
             found[language] = f"{language} cannot run here: {status.detail}. Try: {status.fix}"
     return found
+
+
+_available: set[tuple[Callable[..., Any], str, frozenset[tuple[str, str]]]] = set()
+"""What was found to run, under which environment. What cannot run is asked about again: it may be installed meanwhile."""
 
 
 def stock_launcher(definition: Definition, stock: SolutionFiles) -> Callable[..., None]:

@@ -61,7 +61,8 @@ def open_store(
     Args:
         path: the database file (``*.duckdb``) or the folder it is in; by default :func:`~tilegym_db.paths.home`.
         read_only: several readers may be open at once, and no writer beside them. A reader cannot touch files.
-        catalog: what definitions and solutions count as current; by default :meth:`Catalog.default`.
+        catalog: what definitions and solutions count as current; by default :meth:`Catalog.default`. Where it trusts
+            foreign traces, they count for this connection.
         lock_timeout_s: how long to wait for another process to be done with it.
 
     Raises:
@@ -74,24 +75,24 @@ def open_store(
         return _open_writer(path, catalog, lock_timeout_s)
     if not path.exists():
         _open_writer(path, catalog, lock_timeout_s).close()
-    store, meta = _connect(path, True, lock_timeout_s)
+    store, meta = _connect(path, True, lock_timeout_s, catalog.trust_foreign)
     if _is_older(meta):
         store.close()
         try:
             _open_writer(path, catalog, lock_timeout_s).close()
         except StoreError as error:
             raise StoreError(f"{path} was written by an older tilegym-db and must be made anew, but {error}") from error
-        store, meta = _connect(path, True, lock_timeout_s)
-    behind = outdated(meta, fingerprints(catalog, path.parent))
-    if not behind:
+        store, meta = _connect(path, True, lock_timeout_s, catalog.trust_foreign)
+    outdated_parts = outdated(meta, fingerprints(catalog, path.parent))
+    if not outdated_parts:
         return store
     store.close()
     stale = None
     try:
         _open_writer(path, catalog, 0.0).close()
     except StoreError as error:
-        stale = f"the {' and '.join(behind)} changed since this store was last written, and now {error}"
-    store, _ = _connect(path, True, lock_timeout_s)
+        stale = f"the {' and '.join(outdated_parts)} changed since this store was last written, and now {error}"
+    store, _ = _connect(path, True, lock_timeout_s, catalog.trust_foreign)
     store.stale = stale
     return store
 
@@ -101,24 +102,28 @@ def _open_writer(path: Path, catalog: Catalog, lock_timeout_s: float) -> Store:
         resources.enter_context(writer_lock(path, lock_timeout_s))
         if not path.exists():
             create_database(path, catalog)
-        store, meta = _connect(path, False, lock_timeout_s)
+        store, meta = _connect(path, False, lock_timeout_s, catalog.trust_foreign)
         if _is_older(meta):
             store.close()
             _upgrade(path, catalog, meta["schema_version"])
-            store, meta = _connect(path, False, lock_timeout_s)
+            store, meta = _connect(path, False, lock_timeout_s, catalog.trust_foreign)
         resources.callback(store.connection.close)
         wanted = fingerprints(catalog, path.parent)
-        behind = outdated(meta, wanted)
-        if behind:
-            refresh(store, catalog, wanted, behind)
+        outdated_parts = outdated(meta, wanted)
+        if outdated_parts:
+            refresh(store, catalog, wanted, outdated_parts)
         store.resources = resources.pop_all()
         return store
 
 
-def _connect(path: Path, read_only: bool, lock_timeout_s: float) -> tuple[Store, dict[str, str]]:
+def _connect(
+    path: Path, read_only: bool, lock_timeout_s: float, trust_foreign: bool = False
+) -> tuple[Store, dict[str, str]]:
     """The open database and what it says about itself; :class:`StoreError` where it is none that this version knows."""
     store = Store(path, connect(path, read_only=read_only, timeout_s=lock_timeout_s), read_only)
     try:
+        if trust_foreign:
+            store.connection.execute(statements.TRUST_FOREIGN)
         return store, _checked_meta(store)
     except BaseException:
         store.close()
@@ -202,6 +207,8 @@ def _fill(store: Store, path: Path, catalog: Catalog, history: Path | None, keep
         connection.execute(statements.REMEMBER_META, {"key": "schema_version", "value": str(statements.SCHEMA_VERSION)})
     shipped = refresh(store, catalog, wanted, wanted.keys())
     journaled = load_home(store)
+    for note in journaled.notes:
+        _log.warning("%s", note)
     if history is not None:
         _adopt(store, history, (*statements.ADOPT_HISTORY, *([statements.ADOPT_TRACES] if keep_traces else [])))
     with store.translated("create"):  # all of it into the one file that is moved; closing would hide a full disk
@@ -209,14 +216,16 @@ def _fill(store: Store, path: Path, catalog: Catalog, history: Path | None, keep
     return combined(shipped, journaled)
 
 
-def load_home(store: Store) -> IngestReport:
+def load_home(store: Store, *, trust: bool = False) -> IngestReport:
     """Bring in what is new beside the database: journals, runs of models, and logs of searches.
+
+    With ``trust``, journals that nothing signed (those of older versions) count as well.
 
     Raises:
         StoreError: a file cannot be read, or the disk is full.
     """
     load_tuning(store, store.home)
-    return combined(load_journals(store, journal_files(store.home)), load_model_runs(store, store.home))
+    return combined(load_journals(store, journal_files(store.home), trust=trust), load_model_runs(store, store.home))
 
 
 def _adopt(store: Store, old: Path, adoptions: Iterable[str]) -> None:
@@ -225,5 +234,7 @@ def _adopt(store: Store, old: Path, adoptions: Iterable[str]) -> None:
     with store.transaction("create") as connection:
         for statement in adoptions:
             connection.execute(statement)
+        if connection.execute(statements.HAS_OLD_TRUST).fetchall()[0][0]:
+            connection.execute(statements.ADOPT_TRUST)
     with store.translated("create"):
         store.connection.execute("DETACH old")

@@ -130,7 +130,8 @@ class Store:
 
         try:
             if os.getpid() == self._pid:
-                with suppress(duckdb.FatalException):  # reported when it happened; nothing uncommitted is kept
+                # Reported when it happened, or busy with a query that does not stop; nothing uncommitted is kept.
+                with suppress(duckdb.FatalException, duckdb.ResourceInUseException):
                     self.connection.close()
         finally:
             self.resources.close()

@@ -16,13 +16,15 @@ from tilegym_db.store.lock import writer_lock
 __all__ = ["IngestReport", "ingest", "ingest_journals", "rebuild"]
 
 
-def ingest(store: Store, files: Sequence[Path] | None = None) -> IngestReport:
+def ingest(store: Store, files: Sequence[Path] | None = None, *, trust: bool = False) -> IngestReport:
     """Bring traces, runs of models and searches into the database; those it has already are left alone.
 
     Args:
         store: opened for writing; being that, it holds the writers' lock.
         files: JSONL files of traces; without any, the journals and the logs of searches beside the database that grew since
             the last time, and the runs of models beside it.
+        trust: traces that this installation did not sign count from now on, as if they had been measured here; the column
+            ``origin`` goes on calling them foreign.
 
     Returns:
         Counts, and each line that is no trace. Such lines stop nothing: a killed process leaves one behind.
@@ -31,8 +33,8 @@ def ingest(store: Store, files: Sequence[Path] | None = None) -> IngestReport:
         StoreError: a file cannot be read, or the disk is full; then nothing at all was ingested.
     """
     if files:
-        return load_traces(store, files)
-    return load_home(store)
+        return load_traces(store, files, trust=trust)
+    return load_home(store, trust=trust)
 
 
 def ingest_journals(store: Store) -> IngestReport:

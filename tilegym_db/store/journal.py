@@ -7,9 +7,11 @@ writing; the next writer ends that torn line, and readers report it and go on.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +19,15 @@ from types import TracebackType
 from typing import Self
 
 from tilegym_db.errors import RecordError, StoreError, UsageError
+from tilegym_db.files import regular_files, sync_folder
 from tilegym_db.paths import home as default_home
 from tilegym_db.records import Trace
+from tilegym_db.records.trace_set import TraceSet, is_trace_set
+from tilegym_db.store.installation import signed_line, split_line
 
 __all__ = ["Journal", "JournalContent", "RejectedLine", "RunFile", "journal_files", "numbered_lines", "read_journal"]
 
-_RUN_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$")
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 
 
 @dataclass(frozen=True)
@@ -56,9 +61,10 @@ class RunFile:
     """
 
     def __init__(self, folder: str, run_id: str, home: Path | None = None) -> None:
-        if not _RUN_ID.match(run_id):
+        if not _RUN_ID.fullmatch(run_id):
             raise UsageError(f"run id {run_id!r} must be letters, digits, '_', '.' or '-', and at most 128 of them.")
-        self.path = (home or default_home()) / folder / f"{run_id}.jsonl"
+        self.home = home or default_home()
+        self.path = self.home / folder / f"{run_id}.jsonl"
         self._descriptor = _open_for_append(self.path)
 
     def append_line(self, line: bytes) -> None:
@@ -104,14 +110,14 @@ class Journal(RunFile):
         super().__init__("runs", run_id, home)
 
     def append(self, trace: Trace) -> None:
-        """Write one trace as one line and wait until it is on disk.
+        """Write one trace as one line, signed by this installation, and wait until it is on disk.
 
         Raises:
             RecordError: the trace holds NaN or infinity, which JSON cannot say.
             StoreError: the disk is full or gone; the journal then ends with its last whole line.
         """
         try:
-            line = (trace.to_json() + "\n").encode()
+            line = signed_line(self.home, trace.to_json())
         except ValueError as error:
             raise RecordError(f"trace {trace.trace_id} of '{trace.solution}' is not plain JSON: {error}.") from None
         self.append_line(line)
@@ -121,12 +127,10 @@ def _open_for_append(path: Path) -> int:
     descriptor = -1
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        descriptor = _open_locked(path)
         _end_torn_line(descriptor)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except BlockingIOError:
-        os.close(descriptor)
         raise StoreError(
             f"{path} is being written by another process. Wait for that run, or start a new one."
         ) from None
@@ -140,20 +144,29 @@ def _open_for_append(path: Path) -> int:
     return descriptor
 
 
+def _open_locked(path: Path) -> int:
+    """The journal, locked. What is locked is the file that is written, not one beside it: no copy or link of it escapes."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise OSError(errno.EINVAL, "it is no regular file")
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(descriptor).st_nlink:
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(
+            descriptor
+        )  # its last writer, who measured nothing, removed it meanwhile: what went in here would be lost
+
+
 def _end_torn_line(descriptor: int) -> None:
     """A line that a killed process left unfinished must not swallow the next one."""
     size = os.fstat(descriptor).st_size
     if size and os.pread(descriptor, 1, size - 1) != b"\n":
         write_fully(descriptor, b"\n")
-
-
-def _sync_folder(folder: Path) -> None:
-    """A new file survives a power cut only once its folder's entry is on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_fully(descriptor: int, content: bytes) -> None:
@@ -165,11 +178,13 @@ def write_fully(descriptor: int, content: bytes) -> None:
 
 def journal_files(home: Path) -> list[Path]:
     """The journals of a home folder, by name."""
-    return sorted((home / "runs").glob("*.jsonl"))
+    return regular_files(home / "runs", "*.jsonl")
 
 
 def read_journal(path: Path) -> JournalContent:
-    """Every trace of a journal (or of a published traces file), with each line that is none and why.
+    """Every trace of a journal (or of a file of traces that was published), with each line that is none and why.
+
+    Signatures are left aside: :mod:`tilegym_db.store.loading` looks at them.
 
     Raises:
         StoreError: the file cannot be read.
@@ -178,12 +193,14 @@ def read_journal(path: Path) -> JournalContent:
         content = path.read_bytes()
     except OSError as error:
         raise StoreError(f"cannot read {path}: {error.strerror or error}.") from None
+    if is_trace_set(content):
+        return JournalContent(tuple(Trace.from_dict(trace, path) for trace in TraceSet.parse(content, path).traces()))
     traces: list[Trace] = []
     rejected: list[RejectedLine] = []
     torn = False
     for number, line, finished in numbered_lines(content):
         try:
-            traces.append(Trace.from_json(line, f"{path}:{number}"))
+            traces.append(Trace.from_json(split_line(line)[0], f"{path}:{number}"))
         except RecordError as error:
             torn = not finished
             reason = str(error).removeprefix(f"{path}:{number}: ")

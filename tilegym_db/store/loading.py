@@ -9,12 +9,14 @@ from __future__ import annotations
 import glob
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tilegym_db.errors import StoreError
 from tilegym_db.store import statements
+from tilegym_db.store.batches import Batch, Sorted, sorted_files, sorted_snapshots
+from tilegym_db.store.doubts import judge_passes
 from tilegym_db.store.journal import RejectedLine, read_journal
 
 if TYPE_CHECKING:
@@ -22,7 +24,15 @@ if TYPE_CHECKING:
 
     from tilegym_db.store.database import Store
 
-__all__ = ["IngestReport", "combined", "grown_files", "load_journals", "load_traces", "remember_files"]
+__all__ = [
+    "IngestReport",
+    "combined",
+    "grown_files",
+    "load_journals",
+    "load_snapshots",
+    "load_traces",
+    "remember_files",
+]
 
 
 @dataclass(frozen=True)
@@ -48,12 +58,12 @@ def combined(*reports: IngestReport) -> IngestReport:
     )
 
 
-def load_journals(store: Store, journals: Sequence[Path]) -> IngestReport:
-    """As :func:`load_traces`, for those journals that grew since they were last read."""
-    pending = grown_files(store, journals)
+def load_journals(store: Store, journals: Sequence[Path], *, trust: bool = False) -> IngestReport:
+    """As :func:`load_traces`, for those journals that grew since they were last read; with ``trust``, for all."""
+    pending = {path: size for path in journals if (size := _size(path))} if trust else grown_files(store, journals)
     if not pending:
         return IngestReport()
-    report = load_traces(store, list(pending))
+    report = load_traces(store, list(pending), trust=trust)
     with store.transaction("ingest traces into") as connection:
         remember_files(connection, pending)
     return report
@@ -83,51 +93,78 @@ def _size(path: Path) -> int:
         return 0  # a run that measured nothing takes its empty journal away
 
 
-def load_traces(store: Store, files: Sequence[Path]) -> IngestReport:
+def load_traces(store: Store, files: Sequence[Path], *, trust: bool = False) -> IngestReport:
     """Insert every trace of ``files`` that the database does not have yet: all of them, or none where that fails.
 
-    Keys that this version does not know are left out, not refused: a journal may come from a newer one.
+    Keys that this version does not know are left out, not refused: a journal may come from a newer one. Traces that this
+    installation did not sign are foreign: they are shown, and count only with ``trust``.
 
     Raises:
         StoreError: a file cannot be read, or the disk is full.
     """
     if not files:
         return IngestReport()
-    lines = sum(_count_lines(path) for path in files)
-    added = _insert(store, files)
-    if added is not None:
-        return IngestReport(len(files), added, lines - added)
     with tempfile.TemporaryDirectory(prefix="tilegym-db-") as folder:
-        cleaned = Path(folder) / "traces.jsonl"
-        lines, rejected = _clean(files, cleaned)
-        added = _insert(store, [cleaned])
+        found = sorted_files(files, store.home, Path(folder), trust=trust)
+        return replace(_load(store, found, Path(folder)), files=len(files))
+
+
+def load_snapshots(store: Store, folders: Sequence[Path], *, trust: bool = False) -> IngestReport:
+    """As :func:`load_traces`, for published folders (``traces/<gpu>``). What is not used is in the notes."""
+    with tempfile.TemporaryDirectory(prefix="tilegym-db-") as scratch:
+        return _load(store, sorted_snapshots(folders, store.home, Path(scratch), trust=trust), Path(scratch))
+
+
+def _load(store: Store, found: Sorted, scratch: Path) -> IngestReport:
+    reports = [IngestReport(notes=found.refused)]
+    for number, batch in enumerate(found.batches):
+        reports.append(_load_batch(store, batch, scratch / f"cleaned-{number}.jsonl"))
+    foreign = sum(batch.lines for batch in found.batches if batch.origin == "foreign" and not batch.trusted)
+    if foreign:
+        reports.append(IngestReport(notes=(_foreign_note(foreign),)))
+    return combined(*reports)
+
+
+def _load_batch(store: Store, batch: Batch, cleaned: Path) -> IngestReport:
+    added = _insert(store, batch, batch.files)
+    if added is not None:
+        return IngestReport(len(batch.files), added, batch.lines - added)
+    lines, rejected = _clean(batch.files, cleaned)
+    added = _insert(store, batch, [cleaned])
     if added is None:
-        names = ", ".join(str(path) for path in files)
+        names = ", ".join(str(path) for path in batch.files)
         raise StoreError(f"the traces of {names} hold a value that the database cannot. Nothing was ingested.")
-    return IngestReport(len(files), added, lines - added, rejected)
+    named = tuple(replace(line, path=batch.sources.get(line.path, line.path)) for line in rejected)
+    return IngestReport(len(batch.files), added, lines - added, named)
 
 
-def _count_lines(path: Path) -> int:
-    try:
-        with path.open("rb") as file:
-            return sum(not line.isspace() for line in file)
-    except OSError as error:
-        raise StoreError(f"cannot read {path}: {error.strerror or error}. Nothing was ingested.") from None
+def _foreign_note(count: int) -> str:
+    traces = "1 trace was" if count == 1 else f"{count} traces were"
+    return (
+        f"{traces} not signed by this installation: shown with origin 'foreign', and used for nothing. Journals of older "
+        "versions have no signature. To use what you trust: tilegym-db ingest --trust [FILES]"
+    )
 
 
-def _insert(store: Store, files: Sequence[Path]) -> int | None:
+def _insert(store: Store, batch: Batch, files: Sequence[Path]) -> int | None:
     """How many traces were new, or None, with nothing changed, where not every line is a trace."""
     import duckdb
 
     # read_json takes patterns, so a bracket in a folder's name must not act as one
-    parameters = {"files": [glob.escape(str(path.absolute())) for path in files]}
+    names = {"files": [glob.escape(str(path.absolute())) for path in files]}
+    parameters = {**names, "origin": batch.origin, "trusted": batch.trusted}
     try:
         with store.transaction("ingest traces into") as connection:
+            if batch.origin != "foreign" or batch.trusted:
+                rank = {"over_trusted": batch.origin != "foreign"}
+                if connection.execute(statements.HAS_DISPLACED, rank).fetchall()[0][0]:
+                    connection.execute(statements.DISPLACE_TRACES, {**names, **rank})
             last = {"last": connection.execute(statements.LAST_ROW).fetchall()[0][0]}
             added = connection.execute(statements.INSERT_TRACES, parameters).fetchall()[0][0]
             repeated = connection.execute(statements.COUNT_REPEATED, last).fetchall()[0][0]
             if repeated:
                 connection.execute(statements.DELETE_REPEATED, last)
+            judge_passes(connection, last["last"])
             return int(added - repeated)
     except StoreError as error:
         if isinstance(

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tilegym_db.catalog import read_bytes, write_atomically
 from tilegym_db.errors import RecordError
+from tilegym_db.files import read_bytes, regular_files, write_atomically, writing
 from tilegym_db.paths import home as default_home
 from tilegym_db.records.model_run import ModelRun
 from tilegym_db.store import statements
@@ -24,8 +24,10 @@ FOLDER = "model_runs"
 
 def save_model_run(run: ModelRun, home: Path | None = None) -> Path:
     """Write a run to ``<home>/model_runs/<run_id>.json`` and return that path; the next ingest brings it in."""
-    path = (home or default_home()) / FOLDER / f"{run.run_id}.json"
-    write_atomically(path, (run.to_json(indent=2) + "\n").encode())
+    folder = home or default_home()
+    path = folder / FOLDER / f"{run.run_id}.json"
+    with writing(folder):
+        write_atomically(path, (run.to_json(indent=2) + "\n").encode())
     return path
 
 
@@ -34,7 +36,7 @@ def load_model_runs(store: Store, home: Path) -> IngestReport:
     known = {row["run_id"] for row in store.rows(statements.MODEL_RUN_IDS)}
     runs: list[ModelRun] = []
     rejected: list[RejectedLine] = []
-    for path in sorted((home / FOLDER).glob("*.json")):
+    for path in regular_files(home / FOLDER, "*.json"):
         if path.stem in known:
             continue
         try:

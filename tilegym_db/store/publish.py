@@ -1,46 +1,39 @@
 """The published snapshot: what the resolver reads and what ships with the package.
 
-``traces/<gpu>/<op_type>/<definition>.jsonl`` holds the best promoted trace per solution and shape,
-``traces/<gpu>/resolver.json`` the same as a table of candidates per shape, ``traces/<gpu>/peaks.json`` what the GPU
-was calibrated to do, which speed-of-light ratios were taken against, and ``traces/<gpu>/tuning.jsonl`` what the searches
-tried that found their configs, or nothing better than the defaults. Beside the passes lie the failures that took others
-back, since a store that has an older snapshot would go on believing it. Everything is put together before the first file
-is written, and the table is written last, so that it never cites a trace that is not there.
+``traces/<gpu>/<op_type>/<definition>.jsonl`` holds the best promoted trace per solution and shape, as a trace set, which is
+what the resolver reads as well; ``<definition>.tuning.jsonl`` beside it what the searches tried that found its configs, or
+nothing better than the defaults; ``traces/<gpu>/peaks.json`` what the GPU was calibrated to do, which speed-of-light ratios
+were taken against. Beside the passes lie the failures that took others back, since a store that has an older snapshot would
+go on believing it. ``traces/<gpu>/traces.lock.json`` states the digest of every file. Everything is put together before the
+first file is written, and the lock is written last, so that it never vouches for what is not there.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tilegym_db.catalog import write_atomically
-from tilegym_db.errors import NotFoundError, StoreError
+from tilegym_db.errors import HardwareError, NotFoundError, RecordError, StoreError
+from tilegym_db.files import write_atomically, writing
 from tilegym_db.paths import home, shipped_root
+from tilegym_db.records.hardware import gpus_meant
+from tilegym_db.records.trace_set_encoding import encode_traces
 from tilegym_db.store import queries
 from tilegym_db.store.database import Store
-from tilegym_db.store.peaks import PEAKS_NAME, peaks_text
+from tilegym_db.store.peaks_files import PEAKS_NAME, peaks_text
+from tilegym_db.store.snapshot import LOCK_NAME, OLD_TABLE_NAME, lock_text, open_snapshot, read_published, sha256
 from tilegym_db.store.statements import PUBLISHED_SANDBOX_LEVEL
-from tilegym_db.store.tuning import TUNING_NAME
+from tilegym_db.store.tuning import OLD_TUNING_NAME, TUNING_SUFFIX
+from tilegym_db.store.tuning_set import encode_steps
 
-__all__ = ["PublishReport", "publish", "published_folder", "resolver_table"]
-
-TABLE_NAME = "resolver.json"
-TABLE_VERSION = 2
+__all__ = ["PublishReport", "publish", "publish_all", "published_folder"]
 
 _SHAPE = ("definition", "dtypes_key", "axes_key", "scalars_key", "layouts_key")
-_ENTRY = (
-    "definition", "definition_version", "definition_digest", "op_type", "dtypes", "axes", "scalars", "layouts",
-)  # fmt: skip
-_CANDIDATE = (
-    "solution", "solution_digest", "language", "role", "provides", "config", "latency_us", "ci_low_us", "ci_high_us",
-    "host_us", "speedup", "speedup_ci_low", "tier", "sandbox_level", "trace_id", "envelope_cases",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,7 +61,7 @@ def published_folder(gpu: str, root: Path | None = None) -> Path:
 
 
 def publish(store: Store, gpu: str, root: Path | None = None) -> PublishReport:
-    """Write the snapshot of one GPU (a slug, such as ``h200``).
+    """Write the snapshot of one GPU: a slug, such as ``h200``, or a family of which one GPU has traces.
 
     Peaks go along where they were measured on this machine; those that were published before stay otherwise. Steps of
     searches go along with those that were published before, of today's sources.
@@ -76,10 +69,12 @@ def publish(store: Store, gpu: str, root: Path | None = None) -> PublishReport:
 
     Raises:
         NotFoundError: nothing of that GPU can be published, and no failure took anything back; says what was left out.
+        HardwareError: several GPUs of that family have traces.
         StoreError: the folder cannot be written, or ``store`` is behind the catalog.
     """
     if store.stale is not None:
         raise StoreError(f"cannot publish: {store.stale}")
+    gpu = _one_gpu(gpu, queries.traced_gpus(store))
     rows, failures = queries.publishable_rows(store, gpu), queries.revoking_rows(store, gpu)
     left_out = _left_out(store, gpu)
     if not rows and not failures:
@@ -89,20 +84,71 @@ def publish(store: Store, gpu: str, root: Path | None = None) -> PublishReport:
     peaks = queries.read_peaks(store, gpu, own=True)
     if peaks is not None:
         contents[folder / PEAKS_NAME] = peaks_text(peaks)
-    steps = queries.publishable_steps(store, gpu)
-    if steps or (folder / TUNING_NAME).is_file():  # those of older sources leave it
-        contents[folder / TUNING_NAME] = "".join(step.to_json() + "\n" for step in steps)
-    entries = resolver_entries(rows)
-    table = folder / TABLE_NAME
-    if not _holds(table, entries):
-        contents[table] = _table_text(resolver_table(gpu, [*rows, *failures][0]["sm"], entries, datetime.now(UTC)))
-    leftover = set(folder.glob("*/*.jsonl")) - set(contents)
+    contents |= _tuning_files(store, gpu, folder)
+    sm = [*rows, *failures][0]["sm"]
+    with writing(folder.parents[1]):
+        changed = _write(store, gpu, sm, folder, contents)
+    leftover = {path for path in (*folder.glob("*/*.jsonl"), *_old_files(folder)) if path not in contents}
+    shapes = len({tuple(row[key] for key in _SHAPE) for row in rows})
+    return PublishReport(folder, shapes, len(rows), len(failures), left_out, changed, tuple(sorted(leftover)))
+
+
+def _write(store: Store, gpu: str, sm: str, folder: Path, contents: dict[Path, str]) -> tuple[Path, ...]:
+    """Write what is not the same already, the lock of all digests last; returns what was written."""
+    kept = _kept(folder, store.home, contents)
+    files = {path.relative_to(folder).as_posix(): sha256(text.encode()) for path, text in contents.items()} | kept
     changed = {path: text for path, text in contents.items() if not _same(path, text)}
+    if changed or not _is_locked(folder, store.home, files):
+        date = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        changed[folder / LOCK_NAME] = lock_text(folder, gpu, sm, date, files, store.home)
     for path, text in changed.items():
         write_atomically(path, text.encode())
-    return PublishReport(
-        folder, len(entries), len(rows), len(failures), left_out, tuple(changed), tuple(sorted(leftover))
-    )
+    for path in folder.glob(f"*/*{TUNING_SUFFIX}"):
+        if path not in contents:
+            path.unlink(missing_ok=True)  # steps of older sources alone
+    return tuple(changed)
+
+
+def _one_gpu(asked: str, traced: list[str]) -> str:
+    slugs = gpus_meant(asked, traced)
+    if len(slugs) > 1:
+        raise HardwareError(
+            f"'{asked}' means {' and '.join(slugs)} here; publish them one by one, or with publish_all."
+        )
+    return slugs[0] if slugs else asked
+
+
+def publish_all(store: Store, gpu: str, root: Path | None = None) -> list[PublishReport]:
+    """:func:`publish` for every GPU with traces that a slug or family means: ``h100`` covers ``h100-sxm`` and ``h100-pcie``.
+
+    Raises:
+        NotFoundError, StoreError: as for :func:`publish`.
+    """
+    return [publish(store, slug, root) for slug in gpus_meant(gpu, queries.traced_gpus(store)) or [gpu]]
+
+
+def _kept(folder: Path, home: Path, contents: Mapping[Path, str]) -> dict[str, str]:
+    """Digests of what stays as it was published before: the peaks, where none were measured here."""
+    path = folder / PEAKS_NAME
+    if path in contents or not path.is_file():
+        return {}
+    content = read_published(path, folder, home, [])
+    return {} if content is None else {PEAKS_NAME: sha256(content)}
+
+
+def _is_locked(folder: Path, home: Path, files: Mapping[str, str]) -> bool:
+    """True where a lock that this installation wrote, or may write, says the same already."""
+    if not (folder / LOCK_NAME).is_file():
+        return False
+    try:
+        found = open_snapshot(folder, home)
+    except RecordError:
+        return False  # damaged: write it
+    return found.origin != "foreign" and dict(found.files) == dict(files)
+
+
+def _old_files(folder: Path) -> list[Path]:
+    return [path for name in (OLD_TABLE_NAME, OLD_TUNING_NAME) if (path := folder / name).is_file()]
 
 
 def _left_out(store: Store, gpu: str) -> dict[str, int]:
@@ -126,47 +172,25 @@ def _nothing_to_publish(store: Store, gpu: str, left_out: Mapping[str, int]) -> 
     )
 
 
-def resolver_entries(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One entry per shape, its candidates by latency, from rows ordered as :func:`queries.publishable_rows` gives them."""
-    entries = []
-    for _, group in itertools.groupby(rows, key=lambda row: [row[key] for key in _SHAPE]):
-        candidates = list(group)
-        entry = {key: candidates[0][key] for key in _ENTRY}
-        entry["candidates"] = [{key: row[key] for key in _CANDIDATE} for row in candidates]
-        entries.append(entry)
-    return entries
-
-
-def resolver_table(gpu: str, sm: str, entries: list[dict[str, Any]], published: datetime) -> dict[str, Any]:
-    """The content of ``resolver.json``."""
-    date = published.strftime("%Y-%m-%dT%H:%M:%SZ")
-    return {"schema_version": TABLE_VERSION, "gpu": gpu, "sm": sm, "published": date, "entries": entries}
-
-
-def _table_text(table: dict[str, Any]) -> str:
-    """JSON with one entry a line, so that a diff shows which shapes changed."""
-    head = json.dumps({key: value for key, value in table.items() if key != "entries"})
-    lines = ",\n".join(json.dumps(entry, sort_keys=False) for entry in table["entries"])
-    return f'{head[:-1]}, "entries": [\n{lines}\n]}}\n'
-
-
 def _trace_files(store: Store, rows: list[dict[str, Any]], folder: Path) -> dict[Path, str]:
     traces = queries.read_traces(store, [row["trace_id"] for row in rows])
     ordered = sorted(rows, key=lambda row: (*(row[key] for key in _SHAPE), row["solution"], row["trace_id"]))
+    foreign = {row["run_id"] for row in rows if row["origin"] == "foreign"}
+    provides = queries.provided(store)
     contents: dict[Path, str] = {}
     for (op_type, definition), group in itertools.groupby(ordered, key=lambda row: (row["op_type"], row["definition"])):
-        lines = (traces[row["trace_id"]].to_json() + "\n" for row in group)
-        contents[folder / op_type / f"{definition}.jsonl"] = "".join(lines)
+        records = [traces[row["trace_id"]].to_dict() for row in group]
+        contents[folder / op_type / f"{definition}.jsonl"] = encode_traces(records, provides, foreign)
     return contents
 
 
-def _holds(path: Path, entries: list[dict[str, Any]]) -> bool:
-    """True where a published table says the same already, whenever it was published."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return False  # none, or damaged: write it
-    return isinstance(found, dict) and found.get("schema_version") == TABLE_VERSION and found.get("entries") == entries
+def _tuning_files(store: Store, gpu: str, folder: Path) -> dict[Path, str]:
+    steps = queries.publishable_steps(store, gpu)  # by Definition; those of older sources leave
+    contents = {}
+    for (op_type, definition), group in itertools.groupby(steps, key=lambda item: item[:2]):
+        records = [step.to_dict() for _, _, step in group]
+        contents[folder / op_type / f"{definition}{TUNING_SUFFIX}"] = encode_steps(definition, records)
+    return contents
 
 
 def _same(path: Path, text: str) -> bool:

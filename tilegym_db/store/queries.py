@@ -6,12 +6,12 @@ What they ask about are the views of ``views.sql``; the SQL that makes and fills
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tilegym_db.records import Config, Trace
-from tilegym_db.records.hardware import GPU_SLUGS, same_gpu
+from tilegym_db.records.hardware import GPU_SLUGS, gpus_meant
 from tilegym_db.records.peaks import GpuPeaks
 from tilegym_db.records.solution import config_id
 from tilegym_db.store.statements import PUBLISHED_SANDBOX_LEVEL
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Promotable",
     "best_rows",
-    "contenders_of",
     "count_traces",
     "count_unverified",
     "definition_by_digest",
@@ -32,31 +31,36 @@ __all__ = [
     "find_traces",
     "kept_back",
     "leaderboard_rows",
+    "likely_fastest_of",
     "measured_gpus",
     "promotable",
+    "provided",
     "publishable_rows",
     "publishable_steps",
     "read_peaks",
     "read_traces",
     "revoking_rows",
     "solutions_of_run",
+    "traced_gpus",
     "traces_of",
     "tuned_configs",
     "verified_rows",
 ]
 
-CONTENDER_US, CONTENDER_MARGIN = 2.0, 0.02
-"""How far from the fastest a verified Solution may be the fastest on another host (``docs/decisions/0021-incumbents.md``)."""
+ALL_ROWS = (1 << 62) - 1
+
+LIKELY_FASTEST_US, LIKELY_FASTEST_MARGIN = 2.0, 0.02
+"""How far from the fastest a verified Solution may be the fastest on another host (``docs/decisions/0021-current-best.md``)."""
 
 DONE = """
     SELECT solution_digest, definition_digest, workload_uuid, any_value(config) AS config FROM trace_records
-    WHERE gpu = $gpu AND ($tier IS NULL OR tier = $tier)
+    WHERE gpu = $gpu AND ($tier IS NULL OR tier = $tier) AND is_counted(origin, trusted)
     GROUP BY solution_digest, definition_digest, workload_uuid, config_key
 """
 
 _POINT = """definition, definition_version, definition_digest, op_type, dtypes, dtypes_key, axes, axes_key,
         scalars, scalars_key, layouts, layouts_key, solution, solution_digest, language, role, config, sm,
-        latency_us, ci_low_us, ci_high_us, host_us, speedup, speedup_ci_low, tier, sandbox_level, trace_id,
+        latency_us, ci_low_us, ci_high_us, host_us, speedup, speedup_ci_low, tier, sandbox_level, trace_id, run_id, origin,
         coalesce(envelope_cases, 0) AS envelope_cases,
         (SELECT s.provides FROM solutions s WHERE s.name = solution) AS provides"""
 _BY_POINT = "ORDER BY definition, dtypes_key, axes_key, scalars_key, layouts_key, latency_us, trace_id"
@@ -83,17 +87,17 @@ KEPT_BACK = f"""
         JOIN definition_records d ON d.is_current AND d.name = t.definition AND d.digest = t.definition_digest
         JOIN solution_records s ON s.is_current AND s.name = t.solution AND s.digest = t.solution_digest
         LEFT JOIN verified v ON v.trace_id = t.trace_id
-        WHERE t.gpu = $gpu AND t.tier = 'promotion' AND t.status = 'PASSED'
+        WHERE t.gpu = $gpu AND t.tier = 'promotion' AND t.status = 'PASSED' AND is_counted(t.origin, t.trusted)
         GROUP BY t.solution, t.config_key, t.axes_key, t.dtypes_key, t.scalars_key, t.layouts_key)
 """
 
 REVOKING = """
-    SELECT definition, op_type, dtypes_key, axes_key, scalars_key, layouts_key, solution, sm, trace_id
+    SELECT definition, op_type, dtypes_key, axes_key, scalars_key, layouts_key, solution, sm, trace_id, run_id, origin
     FROM trace_records WHERE trace_id IN (
         SELECT r.trace_id FROM revocations r
         JOIN definition_records d ON d.is_current AND d.digest = r.definition_digest
         JOIN solution_records s ON s.is_current AND s.digest = r.solution_digest
-        SEMI JOIN trace_records p ON p.status = 'PASSED' AND p.tier = 'promotion'
+        SEMI JOIN trace_records p ON p.status = 'PASSED' AND p.tier = 'promotion' AND is_counted(p.origin, p.trusted)
             AND p.definition_digest = r.definition_digest AND p.solution_digest = r.solution_digest
             AND p.gpu = r.gpu AND p.timestamp <= r.revoked_at
             AND p.config_key = coalesce(r.config_key, p.config_key)
@@ -106,14 +110,25 @@ BEST = """
     FROM best
     WHERE ($definition IS NULL OR definition = $definition) AND ($op_type IS NULL OR op_type = $op_type)
         AND ($gpus::VARCHAR[] IS NULL OR list_contains($gpus::VARCHAR[], gpu))
+        AND list_bool_and(list_transform(
+            map_entries($axes::MAP(VARCHAR, BIGINT)), lambda a: axes[a.key] IS NOT DISTINCT FROM a.value)) IS NOT FALSE
     ORDER BY definition, gpu, dtypes_key, axes_key, scalars_key, layouts_key
+    LIMIT $most
 """
+
+BEST_IN_A_LANGUAGE = BEST.replace(
+    "FROM best\n",
+    """FROM (
+        FROM best_per_solution WHERE language = $language
+        QUALIFY row_number() OVER (PARTITION BY definition, gpu, dtypes_key, axes_key, scalars_key, layouts_key
+            ORDER BY latency_us, trace_id) = 1)\n""",
+)
 
 FAILED_SCREEN = """
     SELECT
         solution_digest, definition_digest, workload_uuid, any_value(config) AS config,
         arg_max(status, timestamp) AS status
-    FROM trace_records WHERE gpu = $gpu AND tier = 'screen'
+    FROM trace_records WHERE gpu = $gpu AND tier = 'screen' AND is_counted(origin, trusted)
     GROUP BY solution_digest, definition_digest, workload_uuid, config_key HAVING arg_max(status, timestamp) <> 'PASSED'
 """
 
@@ -137,7 +152,7 @@ UNVERIFIED = """
 
 # The config beside the default one that is measured from now on: of those whose newest verdict is a pass which no later
 # failure took back, the one that was found last. A search writes no trace for a config that it did not choose; a verdict
-# that only repeats an earlier one, of a contender say, finds nothing.
+# that only repeats an earlier one, of one of the likely fastest, say, finds nothing.
 TUNED = """
     SELECT solution_digest, definition_digest, workload_uuid, arg_max(config, row(found_at, config_key)) AS config
     FROM (
@@ -145,6 +160,7 @@ TUNED = """
             solution_digest, definition_digest, gpu, workload_uuid, config_key, any_value(config) AS config,
             min(timestamp) AS found_at, max(timestamp) AS judged_at
         FROM trace_records WHERE gpu = $gpu AND tier IN ('screen', 'promotion') AND json(config) <> '{}'
+            AND is_counted(origin, trusted)
         GROUP BY solution_digest, definition_digest, gpu, workload_uuid, config_key
         HAVING arg_max(status, row(timestamp, trace_id)) = 'PASSED') t
     ANTI JOIN revocations r ON r.definition_digest = t.definition_digest AND r.solution_digest = t.solution_digest
@@ -155,11 +171,11 @@ TUNED = """
 """
 
 PUBLISHABLE_STEPS = """
-    SELECT record FROM newest_steps WHERE gpu = $gpu
+    SELECT op_type, definition, record FROM newest_steps WHERE gpu = $gpu
     ORDER BY definition, solution, workload_uuid, stepped_at, config_key
 """
 
-CONTENDERS = """
+LIKELY_FASTEST = """
     SELECT b.definition_digest, b.workload_uuid, p.solution, p.config
     FROM best b
     JOIN best_per_solution p ON p.definition = b.definition AND p.gpu = b.gpu AND p.dtypes_key = b.dtypes_key
@@ -184,6 +200,8 @@ FIND_TRACES = """
     WHERE starts_with(t.trace_id, $prefix) ORDER BY t.trace_id LIMIT $most
 """
 COUNT_TRACES = "SELECT count(*) AS traces FROM trace_records"
+TRACED_GPUS = "SELECT DISTINCT gpu FROM trace_records WHERE is_counted(origin, trusted) ORDER BY gpu"
+PROVIDED = "SELECT name, provides FROM solutions"
 MEASURED_GPUS = "SELECT DISTINCT gpu FROM verified ORDER BY gpu"
 TRACES_BY_ID = "FROM trace_records WHERE trace_id IN (SELECT unnest($trace_ids::VARCHAR[]))"
 DEFINITION_BY_DIGEST = "SELECT record FROM definition_records WHERE digest = $digest"
@@ -200,7 +218,10 @@ SOLUTIONS_OF_RUN = """
     ORDER BY solution, solution_digest
 """
 
-_KEYS = ("config_key", "axes_key", "dtypes_key", "scalars_key", "layouts_key")
+_KEYS = (
+    "config_key", "axes_key", "dtypes_key", "scalars_key", "layouts_key", "origin", "trusted", "doubt",
+)  # fmt: skip
+"""Columns of the store's own, which are no part of a trace."""
 
 
 def done_keys(store: Store, gpu: str, tier: str | None = None) -> set[tuple[str, str, str, str]]:
@@ -224,14 +245,15 @@ def tuned_configs(store: Store, gpu: str) -> dict[tuple[str, str, str], Config]:
     return {_pair(row): json.loads(row["config"]) for row in store.rows(TUNED, {"gpu": gpu})}
 
 
-def contenders_of(store: Store, gpu: str) -> dict[tuple[str, str], list[tuple[str, Config]]]:
+def likely_fastest_of(store: Store, gpu: str) -> dict[tuple[str, str], list[tuple[str, Config]]]:
     """Who may be the fastest on a GPU: (definition digest, workload uuid) -> verified Solutions and configs, the fastest first.
 
-    Times of different runs may differ by what lies between two hosts of one kind (``CONTENDER_US``, ``CONTENDER_MARGIN``).
+    Times of different runs may differ by what lies between two hosts of one kind (``LIKELY_FASTEST_US`` and
+    ``LIKELY_FASTEST_MARGIN``).
     """
     found: dict[tuple[str, str], list[tuple[str, Config]]] = {}
-    margins = {"margin_us": CONTENDER_US, "margin": CONTENDER_MARGIN}
-    for row in store.rows(CONTENDERS, {"gpu": gpu, **margins}):
+    margins = {"margin_us": LIKELY_FASTEST_US, "margin": LIKELY_FASTEST_MARGIN}
+    for row in store.rows(LIKELY_FASTEST, {"gpu": gpu, **margins}):
         pair = row["solution"], json.loads(row["config"])
         found.setdefault((row["definition_digest"], row["workload_uuid"]), []).append(pair)
     return found
@@ -258,10 +280,21 @@ def publishable_rows(store: Store, gpu: str) -> list[dict[str, Any]]:
     return _parsed(store.rows(PUBLISHABLE, {"gpu": gpu}))
 
 
-def publishable_steps(store: Store, gpu: str) -> list[TuningStep]:
-    """What became of each config that was searched with today's sources, by Solution and Workload, oldest first."""
+def publishable_steps(store: Store, gpu: str) -> list[tuple[str, str, TuningStep]]:
+    """(op_type, definition, what became of a config) of each that was searched with today's sources.
+
+    By Definition, Solution and Workload, oldest first.
+    """
     where = f"{store.path}: tuning steps of {gpu}"
-    return [TuningStep.from_json(row["record"], where) for row in store.rows(PUBLISHABLE_STEPS, {"gpu": gpu})]
+    return [
+        (row["op_type"], row["definition"], TuningStep.from_json(row["record"], where))
+        for row in store.rows(PUBLISHABLE_STEPS, {"gpu": gpu})
+    ]
+
+
+def provided(store: Store) -> dict[str, str | None]:
+    """What each Solution of the catalog provides, by name."""
+    return {row["name"]: row["provides"] for row in store.rows(PROVIDED)}
 
 
 def kept_back(store: Store, gpu: str) -> dict[str, int]:
@@ -304,13 +337,33 @@ def count_unverified(
 
 
 def best_rows(
-    store: Store, definition: str | None = None, op_type: str | None = None, gpu: str | None = None
+    store: Store,
+    definition: str | None = None,
+    op_type: str | None = None,
+    gpu: str | None = None,
+    *,
+    axes: Mapping[str, int] | None = None,
+    language: str | None = None,
+    limit: int | None = None,
 ) -> list[dict[str, Any]]:
     """The fastest verified trace per definition, GPU and shape; columns as in the view ``traces``.
 
-    ``gpu`` is a slug or a family: ``h100`` covers ``h100-sxm`` and ``h100-pcie``.
+    Args:
+        gpu: a slug or a family: ``h100`` covers ``h100-sxm`` and ``h100-pcie``.
+        axes: only shapes with these sizes; other axes may have any.
+        language: the fastest in this language, where another one may be faster.
+        limit: so many rows at most.
     """
-    return _parsed(store.rows(BEST, {"definition": definition, "op_type": op_type, "gpus": _slugs(gpu)}))
+    values = {
+        "definition": definition,
+        "op_type": op_type,
+        "gpus": _slugs(gpu),
+        "axes": dict(axes or {}),
+        "most": ALL_ROWS if limit is None else limit,
+    }
+    if language is None:
+        return _parsed(store.rows(BEST, values))
+    return _parsed(store.rows(BEST_IN_A_LANGUAGE, {**values, "language": language}))
 
 
 def leaderboard_rows(
@@ -342,6 +395,11 @@ def count_traces(store: Store) -> int:
 def measured_gpus(store: Store) -> list[str]:
     """The GPU slugs that have a verified trace."""
     return [row["gpu"] for row in store.rows(MEASURED_GPUS)]
+
+
+def traced_gpus(store: Store) -> list[str]:
+    """The GPU slugs that have any trace that counts."""
+    return [row["gpu"] for row in store.rows(TRACED_GPUS)]
 
 
 def definition_by_digest(store: Store, digest: str) -> dict[str, Any] | None:
@@ -377,7 +435,7 @@ def solutions_of_run(store: Store, run_id: str) -> dict[str, str]:
 
 
 def _slugs(gpu: str | None) -> list[str] | None:
-    return None if gpu is None else sorted({gpu, *(slug for slug in GPU_SLUGS if same_gpu(gpu, slug))})
+    return None if gpu is None else gpus_meant(gpu, GPU_SLUGS) or [gpu]
 
 
 def _parsed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

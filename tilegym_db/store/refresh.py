@@ -6,6 +6,7 @@ Each has a fingerprint, kept in ``meta``; only what changed is brought in again.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,12 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.records import axes_key
 from tilegym_db.records.base import length_prefixed_digest
 from tilegym_db.store import statements
-from tilegym_db.store.loading import IngestReport, load_traces
-from tilegym_db.store.peaks import own_peaks_files, peaks_rows, published_peaks_files
+from tilegym_db.store.batches import trace_files
+from tilegym_db.store.doubts import judge_passes
+from tilegym_db.store.imported import imported_manifests, sync_imported, views_text
+from tilegym_db.store.loading import IngestReport, combined, load_snapshots
+from tilegym_db.store.peaks_files import own_peaks_files, peaks_rows, published_peaks_files
+from tilegym_db.store.snapshot import LOCK_NAME, published_folders
 from tilegym_db.store.tuning import published_tuning_files, published_tuning_rows
 
 if TYPE_CHECKING:
@@ -24,6 +29,8 @@ if TYPE_CHECKING:
     from tilegym_db.store.database import Store
 
 __all__ = ["fingerprints", "outdated", "refresh", "shipped_traces"]
+
+_log = logging.getLogger(__name__)
 
 _RECORD_FILES = ("definitions/*/*.json", "solutions/*/*/*/**/*", "workloads/*/*.jsonl")
 
@@ -37,15 +44,20 @@ def fingerprints(catalog: Catalog, home: Path) -> dict[str, str]:
     return {
         "views": length_prefixed_digest([statements.views_sql().encode()]),
         "catalog": _fingerprint(path for path in records if "__pycache__" not in path.parts),
-        "shipped_traces": _fingerprint(shipped_traces(catalog)),
-        "peaks": _fingerprint([*own_peaks_files(home), *published_peaks_files(catalog)]),
-        "searches": _fingerprint(published_tuning_files(catalog)),
+        "shipped_traces": _fingerprint([*shipped_traces(catalog), *_locks(catalog)]),
+        "peaks": _fingerprint([*own_peaks_files(home), *published_peaks_files(catalog), *_locks(catalog)]),
+        "searches": _fingerprint([*published_tuning_files(catalog), *_locks(catalog)]),
+        "imported": length_prefixed_digest([views_text().encode(), _fingerprint(imported_manifests(home)).encode()]),
     }
 
 
 def shipped_traces(catalog: Catalog) -> list[Path]:
     """The published traces that come with a catalog."""
-    return sorted(path for root in catalog.roots for path in root.glob("traces/*/*/*.jsonl"))
+    return [path for folder in published_folders(catalog) for path in trace_files(folder)]
+
+
+def _locks(catalog: Catalog) -> list[Path]:
+    return [folder / LOCK_NAME for folder in published_folders(catalog)]
 
 
 def outdated(meta: dict[str, str], wanted: dict[str, str]) -> list[str]:
@@ -60,19 +72,30 @@ def refresh(store: Store, catalog: Catalog, wanted: dict[str, str], parts: Colle
         RecordError: a record of the catalog, or a file of peaks, is not valid.
         StoreError: the disk is full.
     """
-    report = load_traces(store, shipped_traces(catalog)) if "shipped_traces" in parts else IngestReport()
+    refused: list[str] = []
     with store.transaction("bring the catalog into") as connection:
         if "views" in parts:
             connection.execute(statements.views_sql())
         if "catalog" in parts:
             _sync_catalog(connection, catalog)
         if "peaks" in parts:
-            _insert(connection, statements.SYNC_PEAKS, peaks_rows(store.home, catalog))
+            _insert(connection, statements.SYNC_PEAKS, peaks_rows(store.home, catalog, refused))
         if "searches" in parts:
-            _insert(connection, statements.SYNC_PUBLISHED_TUNING, published_tuning_rows(catalog))
+            rows = published_tuning_rows(catalog, store.home, refused)
+            _insert(connection, statements.SYNC_PUBLISHED_TUNING, rows)
+        if "imported" in parts:
+            sync_imported(connection, store.home)
+    report = IngestReport(notes=tuple(refused))
+    if "shipped_traces" in parts:  # after the catalog and the peaks, which the figures of passes are held against
+        report = combined(report, load_snapshots(store, published_folders(catalog)))
+    with store.transaction("bring the catalog into") as connection:
+        if not {"catalog", "peaks"}.isdisjoint(parts):
+            judge_passes(connection)
         for part in parts:
             connection.execute(statements.FORGET_META, {"key": part})
             connection.execute(statements.REMEMBER_META, {"key": part, "value": wanted[part]})
+    for note in report.notes:
+        _log.warning("%s", note)
     return report
 
 

@@ -59,6 +59,8 @@ CREATE TABLE tuning_records (
 -- Journals are append-only, so one of unchanged size has nothing new.
 CREATE TABLE ingested_files (path VARCHAR NOT NULL, size BIGINT NOT NULL);
 
+-- `origin` says who vouches for a trace: 'shipped' with the package, measured here ('local'), or 'foreign', which counts only
+-- where the user said so (`trusted`). `doubt` is why the figures of a pass cannot be true.
 -- A *_key is the canonical spelling of the map beside it ('M=4096,N=4096', sorted by name), to group and join by.
 CREATE TABLE trace_records (
     trace_id VARCHAR NOT NULL,
@@ -109,7 +111,10 @@ CREATE TABLE trace_records (
     failure STRUCT(
         gate VARCHAR, axes MAP(VARCHAR, BIGINT), dtypes MAP(VARCHAR, VARCHAR), layouts MAP(VARCHAR, VARCHAR),
         contents VARCHAR, seed VARCHAR, "offset" BIGINT, output VARCHAR, "index" BIGINT[], expected VARCHAR,
-        got VARCHAR, worst_row BIGINT, command VARCHAR)
+        got VARCHAR, worst_row BIGINT, command VARCHAR),
+    origin VARCHAR NOT NULL DEFAULT 'foreign',
+    trusted BOOLEAN NOT NULL DEFAULT false,
+    doubt VARCHAR
 );
 
 -- Runs of whole models (records.ModelRun), from the files in model_runs/ beside the database.

@@ -8,11 +8,12 @@ from __future__ import annotations
 from importlib.resources import files
 from string import Template
 
+from tilegym_db.records.hardware import GPU_SLUGS, gpu_family
 from tilegym_db.records.trace import STATUSES, Tier
 
 __all__ = ["PUBLISHED_SANDBOX_LEVEL", "SCHEMA_VERSION", "VERIFIED_TIERS", "schema_sql", "views_sql"]
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """Version of ``schema.sql``."""
 
 VERIFIED_TIERS: tuple[str, ...] = ("promotion",)
@@ -36,11 +37,16 @@ def schema_sql() -> str:
 def views_sql(tiers: tuple[str, ...] = VERIFIED_TIERS) -> str:
     """The statements that make, or renew, the views; passes of ``tiers`` are what they call verified."""
     text = files(__package__).joinpath("views.sql").read_text(encoding="utf-8")
-    return Template(text).substitute(verified_tiers=_listed(tiers), sandbox_level=PUBLISHED_SANDBOX_LEVEL)
+    families = {slug: gpu_family(slug) for slug in GPU_SLUGS}
+    named = " ".join(f"WHEN '{slug}' THEN '{family}'" for slug, family in families.items() if slug != family)
+    return Template(text).substitute(
+        verified_tiers=_listed(tiers), sandbox_level=PUBLISHED_SANDBOX_LEVEL, gpu_families=named
+    )
 
 
 # -- making and refreshing a store ------------------------------------------------------------------------------------
 
+TRUST_FOREIGN = "SET VARIABLE trust_foreign = true"
 TABLE_NAMES = "SELECT table_name FROM duckdb_tables() WHERE NOT internal"
 META = "SELECT key, value FROM meta"
 FORGET_META = "DELETE FROM meta WHERE key = $key"
@@ -102,6 +108,19 @@ ADOPT_HISTORY = (
 # By name: a column, or a key of a struct, that an older schema does not have is null.
 ADOPT_TRACES = "INSERT INTO trace_records BY NAME FROM old.trace_records ANTI JOIN trace_records USING (trace_id)"
 
+HAS_OLD_TRUST = """
+    SELECT count(*) FROM duckdb_columns()
+    WHERE database_name = 'old' AND table_name = 'trace_records' AND column_name = 'trusted'
+"""
+# What the user said may be trusted, as long as it is still the same trace.
+ADOPT_TRUST = """
+    UPDATE trace_records t SET trusted = true FROM old.trace_records o
+    WHERE o.trusted AND t.origin = 'foreign' AND t.trace_id = o.trace_id AND t.status = o.status AND t.tier = o.tier
+        AND t.solution_digest = o.solution_digest AND t.definition_digest = o.definition_digest AND t.gpu = o.gpu
+        AND t.workload_uuid = o.workload_uuid AND t.sandbox_level = o.sandbox_level
+        AND t.performance IS NOT DISTINCT FROM o.performance AND t.correctness IS NOT DISTINCT FROM o.correctness
+"""
+
 # -- ingest -----------------------------------------------------------------------------------------------------------
 
 # Nested columns have the types of schema.sql; what a line leaves out is null here and defaulted below.
@@ -159,9 +178,56 @@ INSERT_TRACES = f"""
         coalesce(to_json(scalars), '{{}}'), {_key_of("scalars")}, coalesce(layouts, MAP {{}}), {_key_of("layouts")},
         gpu, gpu_name, coalesce(sm, ''), coalesce(driver, ''), coalesce(cuda, ''), coalesce(libs, MAP {{}}),
         tier, coalesce(attempt, 0), coalesce(sandbox_level, 0), coalesce(evidence_level, 'op'),
-        envelope, status, coalesce(reason, ''), coalesce(log, ''), correctness, performance, audit, failure
+        envelope, status, coalesce(reason, ''), coalesce(log, ''), correctness, performance, audit, failure,
+        $origin, $trusted, NULL
     FROM {_FILES} ANTI JOIN trace_records USING (trace_id)
     WHERE CASE WHEN {_IS_TRACE} THEN true ELSE error('not a trace') END
+"""
+
+# Who is believed displaces who is not: a foreign trace must not stand in the way of the one whose id it took.
+HAS_DISPLACED = "SELECT count(*) FROM trace_records WHERE origin = 'foreign' AND ($over_trusted OR NOT trusted)"
+DISPLACE_TRACES = """
+    DELETE FROM trace_records WHERE origin = 'foreign' AND ($over_trusted OR NOT trusted) AND trace_id IN (
+        SELECT trace_id FROM read_json($files, format = 'newline_delimited', columns = {trace_id: 'VARCHAR'}))
+"""
+COUNT_FOREIGN = "SELECT count(*) AS traces FROM trace_records WHERE origin = 'foreign' AND NOT trusted"
+
+# The points at which passes were measured, to hold their figures against what must be true there; and those that fail it.
+POINTS_OF_PASSES = """
+    SELECT DISTINCT ON (t.definition_digest, t.gpu, t.axes_key, t.dtypes_key, cold_l2, timer)
+        t.definition_digest, t.gpu, t.axes_key, t.dtypes_key, t.axes, t.dtypes,
+        coalesce(t.performance.cold_l2, false) AS cold_l2, coalesce(t.performance.timer, '') AS timer
+    FROM trace_records t WHERE t.status = 'PASSED' AND t.rowid > $last
+"""
+DEFINITIONS_BY_DIGEST = """
+    SELECT DISTINCT ON (digest) digest, record FROM definition_records WHERE digest IN (SELECT unnest($digests::VARCHAR[]))
+"""
+PEAKS_BY_GPU = """
+    SELECT DISTINCT ON (gpu) gpu, record FROM peak_records ORDER BY gpu, is_own, timestamp DESC, record::VARCHAR
+"""
+FORGET_DOUBTS = "UPDATE trace_records SET doubt = NULL WHERE doubt IS NOT NULL AND rowid > $last"
+DOUBT = """
+    UPDATE trace_records t SET doubt = CASE
+        WHEN t.performance.latency_us < b.least_us THEN printf('%.4g us is below the physics floor of %.4g us',
+            t.performance.latency_us, b.least_us)
+        WHEN t.performance IS NOT NULL AND NOT t.performance.latency_us
+            BETWEEN t.performance.ci_low_us / 1.001 AND t.performance.ci_high_us * 1.001
+            THEN printf('%.4g us lies outside its own interval', t.performance.latency_us)
+        WHEN t.correctness.rel_fro > b.rel_fro THEN printf('rel_fro %.3g exceeds %.3g, which no gate lets pass',
+            t.correctness.rel_fro, b.rel_fro)
+        WHEN t.correctness.worst_row_rel > b.worst_row_rel THEN printf(
+            'worst row %.3g exceeds %.3g, which no gate lets pass', t.correctness.worst_row_rel, b.worst_row_rel)
+        ELSE printf('only %.4g of the elements match', t.correctness.matched_ratio) END
+    FROM (SELECT unnest(from_json($bounds::JSON, '[{"definition_digest":"VARCHAR","gpu":"VARCHAR","axes_key":"VARCHAR",
+        "dtypes_key":"VARCHAR","cold_l2":"BOOLEAN","timer":"VARCHAR","least_us":"DOUBLE","rel_fro":"DOUBLE",
+        "worst_row_rel":"DOUBLE","matched_ratio":"DOUBLE"}]'), recursive := true)) b
+    WHERE t.rowid > $last AND t.status = 'PASSED' AND t.definition_digest = b.definition_digest AND t.gpu = b.gpu
+        AND t.axes_key = b.axes_key AND t.dtypes_key = b.dtypes_key
+        AND coalesce(t.performance.cold_l2, false) = b.cold_l2 AND coalesce(t.performance.timer, '') = b.timer
+        AND (t.performance.latency_us < b.least_us OR t.correctness.rel_fro > b.rel_fro
+            OR NOT t.performance.latency_us
+                BETWEEN t.performance.ci_low_us / 1.001 AND t.performance.ci_high_us * 1.001
+            OR t.correctness.worst_row_rel > b.worst_row_rel OR t.correctness.matched_ratio < b.matched_ratio)
 """
 
 # A trace may be twice in one batch, which the anti-join cannot see. New rows have the highest row ids.

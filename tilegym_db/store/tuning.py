@@ -9,7 +9,7 @@ everybody sees where the defaults were not merely assumed to be the fastest.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -17,18 +17,22 @@ from pydantic import AwareDatetime, Field
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError, StoreError
+from tilegym_db.files import regular_files
 from tilegym_db.records.base import NAME_PATTERN, Record
 from tilegym_db.records.solution import Tunable, config_id
 from tilegym_db.records.trace import Status
 from tilegym_db.store import statements
 from tilegym_db.store.journal import RunFile, numbered_lines
 from tilegym_db.store.loading import grown_files, remember_files
+from tilegym_db.store.snapshot import published_folders, read_published
+from tilegym_db.store.tuning_set import decode_steps, is_tuning_set
 
 if TYPE_CHECKING:
     from tilegym_db.store.database import Store
 
 __all__ = [
-    "TUNING_NAME",
+    "OLD_TUNING_NAME",
+    "TUNING_SUFFIX",
     "Outcome",
     "TuningLog",
     "TuningStep",
@@ -39,8 +43,11 @@ __all__ = [
     "read_tuning_steps",
 ]
 
-TUNING_NAME = "tuning.jsonl"
-"""Name of the file of a GPU's published steps, beside its resolver table."""
+TUNING_SUFFIX = ".tuning.jsonl"
+"""Published steps lie beside the traces of their Definition, in ``<definition>.tuning.jsonl``."""
+
+OLD_TUNING_NAME = "tuning.jsonl"
+"""One file for all Definitions of a GPU, as it was published before that; still read."""
 
 Outcome = Literal["leads", "slower", "tie", "compile", "failed"]
 """``leads``: the fastest so far. ``slower`` and ``tie``: given up against another config. ``compile``: does not compile ahead
@@ -88,12 +95,13 @@ class TuningLog(RunFile):
 
 def own_tuning_files(home: Path) -> list[Path]:
     """The log of every search on this machine."""
-    return sorted((home / "tuning").glob("*.jsonl"))
+    return regular_files(home / "tuning", "*.jsonl")
 
 
 def published_tuning_files(catalog: Catalog) -> list[Path]:
-    """The steps that come with a catalog, one file a GPU."""
-    return sorted(path for root in catalog.roots for path in root.glob(f"traces/*/{TUNING_NAME}"))
+    """The steps that come with a catalog, one file a Definition and GPU."""
+    names = (f"*/*{TUNING_SUFFIX}", OLD_TUNING_NAME)
+    return sorted(path for folder in published_folders(catalog) for name in names for path in folder.glob(name))
 
 
 def read_tuning_steps(home: Path, gpu: str, catalog: Catalog | None = None) -> list[TuningStep]:
@@ -108,17 +116,20 @@ def read_tuning_steps(home: Path, gpu: str, catalog: Catalog | None = None) -> l
         StoreError: a file cannot be read.
     """
     published = published_tuning_files(catalog) if catalog is not None else []
-    steps = _distinct_steps([*published, *own_tuning_files(home)])
+    trust = catalog is not None and catalog.trust_foreign
+    found = [*(step for path in published for step in _published_steps(path, home, [], trust=trust))]
+    found += [step for path in own_tuning_files(home) for step in _steps(path, _read(path))]
+    steps = {step.to_json(): step for step in found}  # what was published from this machine is in two files
     return sorted((step for step in steps.values() if step.gpu == gpu), key=lambda step: step.timestamp)
 
 
-def published_tuning_rows(catalog: Catalog) -> list[dict[str, Any]]:
-    """The rows of the table that come with a catalog.
-
-    Raises:
-        StoreError: a file cannot be read.
-    """
-    return [row for path in published_tuning_files(catalog) for row in _rows(path, is_own=False)]
+def published_tuning_rows(catalog: Catalog, home: Path, refused: list[str]) -> list[dict[str, Any]]:
+    """The rows of the table that come with a catalog; a file that nobody vouches for is named in ``refused`` instead."""
+    return [
+        _row(step, step.run_id, is_own=False)
+        for path in published_tuning_files(catalog)
+        for step in _published_steps(path, home, refused)
+    ]
 
 
 def load_tuning(store: Store, home: Path) -> None:
@@ -130,36 +141,47 @@ def load_tuning(store: Store, home: Path) -> None:
     grown = grown_files(store, own_tuning_files(home))
     if not grown:
         return
-    records = json.dumps([row for path in grown for row in _rows(path, is_own=True)])
+    records = json.dumps([_row(step, path.stem, is_own=True) for path in grown for step in _steps(path, _read(path))])
     with store.transaction("ingest searches into") as connection:
         connection.execute(statements.FORGET_OWN_TUNING, {"runs": [path.stem for path in grown]})
         connection.execute(statements.INSERT_TUNING, {"records": records})
         remember_files(connection, grown)
 
 
-def _rows(path: Path, *, is_own: bool) -> Iterator[dict[str, Any]]:
+def _row(step: TuningStep, run_id: str, *, is_own: bool) -> dict[str, Any]:
     keys = ("gpu", "solution", "solution_digest", "definition_digest", "workload_uuid", "outcome", "timestamp")
-    for step in _steps(path):
-        record = step.to_dict()
-        yield {
-            **{key: record[key] for key in keys},
-            "is_own": is_own,
-            "run_id": path.stem if is_own else step.run_id,
-            "config_key": config_id(step.config),
-            "record": record,
-        }
+    record = step.to_dict()
+    return {
+        **{key: record[key] for key in keys},
+        "is_own": is_own,
+        "run_id": run_id,
+        "config_key": config_id(step.config),
+        "record": record,
+    }
 
 
-def _distinct_steps(files: Iterable[Path]) -> dict[str, TuningStep]:
-    """By their text: what was published from this machine is in two files."""
-    return {step.to_json(): step for path in files for step in _steps(path)}
-
-
-def _steps(path: Path) -> Iterator[TuningStep]:
+def _published_steps(path: Path, home: Path, refused: list[str], *, trust: bool = False) -> Iterator[TuningStep]:
+    folder = path.parent if path.name == OLD_TUNING_NAME else path.parent.parent
+    content = read_published(path, folder, home, refused, trust=trust)
+    if content is None:
+        return
+    if not is_tuning_set(content):
+        yield from _steps(path, content)
+        return
     try:
-        content = path.read_bytes()
+        yield from [TuningStep.from_dict(step, path) for step in decode_steps(content, path)]
+    except RecordError as error:
+        refused.append(str(error))
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
     except OSError as error:
         raise StoreError(f"cannot read {path}: {error.strerror or error}.") from None
+
+
+def _steps(path: Path, content: bytes) -> Iterator[TuningStep]:
     for number, line, _ in numbered_lines(content):
         try:
             yield TuningStep.from_json(line, f"{path}:{number}")

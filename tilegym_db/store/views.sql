@@ -1,6 +1,18 @@
 -- What users query. Recreated whenever this text changes; $verified_tiers and $sandbox_level are filled in from
 -- statements.VERIFIED_TIERS and PUBLISHED_SANDBOX_LEVEL.
 
+-- 'h100' for 'h100-sxm': what one calls a GPU whichever of its kind it is.
+CREATE OR REPLACE MACRO gpu_family_of(gpu) AS CASE gpu $gpu_families ELSE gpu END;
+
+-- Whether a trace counts: it came with the package, was measured here, or the user said that it may be trusted: when it was
+-- ingested, or for this one connection.
+CREATE OR REPLACE MACRO is_counted(origin, trusted) AS
+    origin <> 'foreign' OR trusted OR coalesce(getvariable('trust_foreign')::BOOLEAN, false);
+
+-- The one of several origins that says least.
+CREATE OR REPLACE MACRO weakest_origin(origins) AS CASE
+    WHEN list_contains(origins, 'foreign') THEN 'foreign' WHEN list_contains(origins, 'local') THEN 'local' ELSE 'shipped' END;
+
 CREATE OR REPLACE VIEW definitions AS
 SELECT
     name, version, op_type,
@@ -38,15 +50,16 @@ FROM workload_records w JOIN definition_records d ON d.name = w.definition AND d
 
 -- One row per trace, with the nested metrics as columns. `speedup` is stock time over this time; where a trace was
 -- compared with several stock implementations, the least favourable ratio counts. `incumbent` was the fastest verified
--- before, and took part in the same rounds; `incumbent_ratio` is its time over this time.
+-- before, and took part in the same rounds; `incumbent_ratio` is its time over this time. `origin` is 'shipped', 'local' or
+-- 'foreign' (not measured by this installation; counts only where `trusted`); `doubt` is why a pass cannot be true.
 CREATE OR REPLACE VIEW traces AS
 SELECT
     trace_id, run_id, timestamp,
     definition, definition_version, definition_digest, op_type,
     solution, solution_digest, language, role, config, config_key,
     workload_uuid, axes, axes_key, dtypes, dtypes_key, scalars, scalars_key, layouts, layouts_key,
-    gpu, gpu_name, sm, driver, cuda, libs,
-    tier, attempt, sandbox_level, evidence_level, status, reason, log,
+    gpu, gpu_family_of(gpu) AS gpu_family, gpu_name, sm, driver, cuda, libs,
+    tier, attempt, sandbox_level, evidence_level, origin, trusted, doubt, status, reason, log,
     performance.latency_us AS latency_us,
     performance.ci_low_us AS ci_low_us,
     performance.ci_high_us AS ci_high_us,
@@ -91,7 +104,8 @@ FROM trace_records;
 -- computed from, which is a calibration of this machine wherever there is one. Rates are per second, times microseconds.
 CREATE OR REPLACE VIEW peaks AS
 SELECT
-    gpu, gpu_name, record->>'sm' AS sm, driver, record->>'cuda' AS cuda, timestamp, is_own,
+    gpu, gpu_family_of(gpu) AS gpu_family, gpu_name, record->>'sm' AS sm, driver, record->>'cuda' AS cuda, timestamp, is_own,
+    CASE WHEN is_own THEN 'local' ELSE 'shipped' END AS origin,
     row_number() OVER (PARTITION BY gpu ORDER BY is_own DESC, timestamp DESC, record::VARCHAR) = 1 AS is_current,
     (record->>'/copy_bytes_per_s/value')::DOUBLE AS copy_bytes_per_s,
     (record->>'/read_bytes_per_s/value')::DOUBLE AS read_bytes_per_s,
@@ -111,12 +125,14 @@ FROM peak_records;
 -- it only takes back its own. UNSUPPORTED is the solution's own, honest limit; and an interpreter runs no code of a GPU.
 CREATE OR REPLACE VIEW revocations AS
 SELECT
-    definition_digest, solution_digest, gpu,
+    definition_digest, solution_digest, gpu, gpu_family_of(gpu) AS gpu_family,
+    weakest_origin(list(origin)) AS origin,
     CASE WHEN status <> 'REJECTED' THEN config_key END AS config_key,
     CASE WHEN status = 'COMPILE_ERROR' THEN workload_uuid END AS workload_uuid,
     max(timestamp) AS revoked_at,
     arg_max(trace_id, row(timestamp, trace_id)) AS trace_id
-FROM trace_records WHERE status NOT IN ('PASSED', 'UNSUPPORTED') AND tier <> 'interpreter'
+FROM trace_records
+WHERE status NOT IN ('PASSED', 'UNSUPPORTED') AND tier <> 'interpreter' AND is_counted(origin, trusted)
 GROUP BY ALL;
 
 -- Passed in a tier that counts, with exactly the definition and source that the catalog holds now, and not taken back.
@@ -129,7 +145,8 @@ ANTI JOIN revocations r ON r.definition_digest = t.definition_digest AND r.solut
     AND r.gpu = t.gpu AND r.revoked_at >= t.timestamp
     AND coalesce(r.config_key, t.config_key) = t.config_key
     AND coalesce(r.workload_uuid, t.workload_uuid) = t.workload_uuid
-WHERE t.status = 'PASSED' AND t.tier IN ($verified_tiers) AND t.latency_us IS NOT NULL;
+WHERE t.status = 'PASSED' AND t.tier IN ($verified_tiers) AND t.latency_us IS NOT NULL
+    AND is_counted(t.origin, t.trusted) AND t.doubt IS NULL;
 
 -- The newest of them per solution, config, shape and GPU: a lucky measurement must not outlive the ones that came after.
 -- A pass that can be published is not superseded by one that cannot.
@@ -164,18 +181,19 @@ SELECT t.* FROM traces t JOIN (
 -- neither judged by the promotion tier since nor verified before.
 CREATE OR REPLACE VIEW promotable AS
 SELECT
-    t.definition, t.op_type, t.definition_digest, t.solution, t.solution_digest, t.gpu, t.workload_uuid, t.config,
-    t.config_key, t.screened_at
+    t.definition, t.op_type, t.definition_digest, t.solution, t.solution_digest, t.gpu,
+    gpu_family_of(t.gpu) AS gpu_family, t.origin, t.workload_uuid, t.config, t.config_key, t.screened_at
 FROM (
     SELECT
         definition, op_type, definition_digest, solution, solution_digest, gpu, workload_uuid, config, config_key,
-        max(timestamp) AS screened_at, arg_max(status, row(timestamp, trace_id)) AS status
-    FROM trace_records WHERE tier = 'screen' GROUP BY ALL) t
+        max(timestamp) AS screened_at, arg_max(status, row(timestamp, trace_id)) AS status,
+        arg_max(origin, row(timestamp, trace_id)) AS origin
+    FROM trace_records WHERE tier = 'screen' AND is_counted(origin, trusted) GROUP BY ALL) t
 JOIN definition_records d ON d.is_current AND d.name = t.definition AND d.digest = t.definition_digest
 JOIN solution_records s ON s.is_current AND s.name = t.solution AND s.digest = t.solution_digest
 ANTI JOIN trace_records p ON p.tier = 'promotion' AND p.solution_digest = t.solution_digest
     AND p.definition_digest = t.definition_digest AND p.gpu = t.gpu AND p.workload_uuid = t.workload_uuid
-    AND p.config_key = t.config_key AND p.timestamp >= t.screened_at
+    AND p.config_key = t.config_key AND p.timestamp >= t.screened_at AND is_counted(p.origin, p.trusted)
 ANTI JOIN verified v ON v.solution_digest = t.solution_digest AND v.definition_digest = t.definition_digest
     AND v.gpu = t.gpu AND v.workload_uuid = t.workload_uuid AND v.config_key = t.config_key
 WHERE t.status = 'PASSED';
@@ -188,7 +206,7 @@ SELECT
     w.axes_key, w.dtypes_key, t.config_key,
     arg_max(t.outcome, row(t.timestamp, t.outcome)) AS outcome,
     arg_max(t.record, row(t.timestamp, t.outcome)) AS record,
-    max(t.timestamp) AS stepped_at
+    max(t.timestamp) AS stepped_at, bool_or(t.is_own) AS is_own
 FROM tuning_records t
 JOIN solution_records s ON s.is_current AND s.name = t.solution AND s.digest = t.solution_digest
 JOIN definition_records d ON d.is_current AND d.name = s.definition AND d.digest = t.definition_digest
@@ -201,7 +219,8 @@ GROUP BY ALL;
 -- too, may be a point of it. There are no times: those of a search are too few to be compared with any other.
 CREATE OR REPLACE VIEW searches AS
 SELECT
-    definition, op_type, gpu, solution, solution_record->>'/spec/language' AS language,
+    definition, op_type, gpu, gpu_family_of(gpu) AS gpu_family, solution, solution_record->>'/spec/language' AS language,
+    CASE WHEN bool_or(is_own) THEN 'local' ELSE 'shipped' END AS origin,
     axes_key, dtypes_key, coalesce(from_json(workload_record->'layouts', '"MAP(VARCHAR, VARCHAR)"'), MAP {}) AS layouts,
     workload_uuid,
     arg_max(record->'config', stepped_at) FILTER (outcome = 'leads') AS config,
@@ -220,7 +239,8 @@ FROM newest_steps GROUP BY ALL;
 -- How each solution fares over all shapes of a definition on a GPU; means are geometric.
 CREATE OR REPLACE VIEW leaderboard AS
 SELECT
-    definition, op_type, gpu, solution, language, role,
+    definition, op_type, gpu, gpu_family_of(gpu) AS gpu_family, solution, language, role,
+    weakest_origin(list(origin)) AS origin,
     count(*) AS shapes,
     count(*) FILTER (WHERE trace_id IN (SELECT trace_id FROM best)) AS wins,
     exp(avg(ln(speedup)) FILTER (WHERE speedup > 0)) AS geomean_speedup,
@@ -242,6 +262,8 @@ SELECT
     record->>'weights' AS weights,
     record->>'dtype' AS dtype,
     record->>'gpu' AS gpu,
+    gpu_family_of(record->>'gpu') AS gpu_family,
+    'local' AS origin,
     record->>'gpu_name' AS gpu_name,
     (record->>'batch')::BIGINT AS batch,
     (record->>'prompt_tokens')::BIGINT AS prompt_tokens,
@@ -295,7 +317,8 @@ WITH entries AS (
     FROM model_runs
 )
 SELECT
-    run_id, timestamp, evidence_level, model, model_class, layers, dtype, gpu, batch, prompt_tokens, new_tokens, rounds, way,
+    run_id, timestamp, evidence_level, origin, model, model_class, layers, dtype, gpu, gpu_family, batch, prompt_tokens,
+    new_tokens, rounds, way,
     (entry->>'/timing/ttft_ms/median')::DOUBLE AS ttft_ms,
     (entry->>'/timing/tpot_ms/median')::DOUBLE AS tpot_ms,
     (entry->>'/timing/total_ms/median')::DOUBLE AS total_ms,

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from tilegym_db.records import Definition
-from tilegym_db.verify.gates import check_output, must_be_exact, relative_error
+from tilegym_db.records.tolerance import limits_for
+from tilegym_db.verify.gates import check_output, is_well_conditioned, must_be_exact, relative_error
 from tilegym_db.verify.indices import check_gathered
-from tilegym_db.verify.tolerance import limits_for
 from tilegym_db.verify.verdicts import OutputVerdict
 
-__all__ = ["base_errors", "check_outputs", "exact_outputs"]
+__all__ = ["base_errors", "check_outputs", "conditioned_outputs", "exact_outputs"]
 
 Outputs = Mapping[str, torch.Tensor]
 
@@ -28,6 +28,7 @@ def check_outputs(
     *,
     math: str = "ieee",
     exact: Collection[str] = (),
+    conditioned: Collection[str] = (),
 ) -> dict[str, OutputVerdict]:
     """A verdict for each output.
 
@@ -40,13 +41,22 @@ def check_outputs(
         e_base: the reference's own relative error per output.
         math: ``tf32`` where the Solution declares it.
         exact: outputs in which every element must have the oracle's value (see :func:`exact_outputs`).
+        conditioned: outputs whose every element is judged by its own size (see :func:`conditioned_outputs`).
     """
     verdicts = {}
     for name, value in outputs.items():
         source = definition.gathers.get(name)
         if source is None:
             limits = limits_for(definition, definition.dtype_of(name, dtypes), math)
-            verdicts[name] = check_output(name, value, truth[name], limits, e_base[name], exact=name in exact)
+            verdicts[name] = check_output(
+                name,
+                value,
+                truth[name],
+                limits,
+                e_base[name],
+                exact=name in exact,
+                conditioned=name in conditioned,
+            )
         elif source in definition.inputs:
             verdicts[name] = check_gathered(name, value, truth[name], inputs[source])
         else:
@@ -69,3 +79,15 @@ def base_errors(
 def exact_outputs(as_written: Outputs, truth: Outputs) -> frozenset[str]:
     """The outputs that every Solution must give exactly, on contents whose sums and products round nowhere."""
     return frozenset(name for name, value in as_written.items() if must_be_exact(value, truth[name]))
+
+
+def conditioned_outputs(
+    definition: Definition, dtypes: Mapping[str, str], as_written: Outputs, truth: Outputs
+) -> frozenset[str]:
+    """The outputs of which every Solution must give every element, however small, to a relative error of its own."""
+    return frozenset(
+        name
+        for name, value in as_written.items()
+        if name not in definition.gathers
+        and is_well_conditioned(value, truth[name], limits_for(definition, definition.dtype_of(name, dtypes)))
+    )

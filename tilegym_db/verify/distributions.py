@@ -7,15 +7,35 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["DISTRIBUTIONS", "EXACT", "PLANTED", "REFERENCE_MAY_FAIL", "plant"]
+__all__ = [
+    "CONTENTS",
+    "DEMANDING",
+    "DISTRIBUTIONS",
+    "EXACT",
+    "LOUD",
+    "PLANTED",
+    "QUIET",
+    "RANGES",
+    "REFERENCE_MAY_FAIL",
+    "STYLES",
+    "VARIED",
+    "plant",
+]
 
 Shape = tuple[int, ...]
 Draw = Callable[[torch.Generator, Shape, torch.dtype], torch.Tensor]
 
 PLANTED = "planted_special_values"
 EXACT = "small_integers"
+VARIED = "varied"
+"""Every input by a distribution of its own (:func:`tilegym_db.verify.variation.styles_of`)."""
 REFERENCE_MAY_FAIL = frozenset({"max_quarter", "row_scale"})
 """Distributions on which the reference as written may overflow itself, so that the case is dropped."""
+DEMANDING = frozenset({"row_scale", "outliers", "max_quarter"})
+"""Contents whose range alone makes an operator ill-conditioned: nothing else of the call is to grow with them."""
+LOUD = frozenset({"large", "channels", "shifted"})
+"""Contents that one input of a call has at a time."""
+QUIET = ("normal", "normal", "tiny", "sparse", "sorted_rows")
 
 _SPECIAL: dict[str, tuple[float, ...]] = {"nan": (math.nan,), "inf": (math.inf, -math.inf)}
 _ROWS_TO_SPARE_ONE = 4
@@ -78,6 +98,56 @@ def _ties(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch
     return values[torch.randint(0, 3, shape, generator=generator, device=generator.device)]
 
 
+def _decades(dtype: torch.dtype) -> tuple[float, float]:
+    """By how many decades the range of a tensor may go down and up, so that products of two still are normal numbers."""
+    return (2.0, 1.0) if dtype == torch.float16 else (8.0, 3.0)
+
+
+def _between(generator: torch.Generator, low: float, high: float) -> float:
+    return low + (high - low) * float(torch.rand(1, generator=generator, device=generator.device))
+
+
+def _tiny(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    down, _ = _decades(dtype)
+    return _normal(generator, shape, dtype) * 10 ** -_between(generator, down / 4, down)
+
+
+def _large(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    _, up = _decades(dtype)
+    return _normal(generator, shape, dtype) * 10 ** _between(generator, up / 3, up)
+
+
+def _shifted(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    """A mean that is many times the deviation: E[x**2] is no variance then."""
+    shift = _between(generator, 4.0, 30.0) * (1 if _between(generator, -1.0, 1.0) > 0 else -1)
+    return _normal(generator, shape, dtype) + shift
+
+
+def _channels(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    """The same few columns are large in every row, as the hidden states of language models have them."""
+    count = max(1, shape[-1] // 256)
+    columns = torch.randint(0, shape[-1], (count,), generator=generator, device=generator.device)
+    factors = torch.ones(shape[-1], device=generator.device)
+    factors[columns] = 10 ** _between(generator, 0.5, _decades(dtype)[1] * 5 / 6)
+    return _normal(generator, shape, dtype) * factors
+
+
+def _sparse(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    """Nine of ten elements are zero, and so are some rows."""
+    kept = torch.rand(shape, generator=generator, device=generator.device) < 0.1
+    rows = torch.rand((*shape[:-1], 1), generator=generator, device=generator.device) >= _ZERO_ROWS
+    return _normal(generator, shape, dtype) * (kept & rows)
+
+
+def _sorted_rows(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    descending = _between(generator, -1.0, 1.0) > 0
+    return _normal(generator, shape, dtype).sort(dim=-1, descending=descending).values
+
+
+def _unit(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    return 1 + 0.1 * _normal(generator, shape, dtype)
+
+
 def plant(value: torch.Tensor, generator: torch.Generator, specials: tuple[str, ...]) -> torch.Tensor:
     """Put one of each special value that the operator is defined for at a random place, and mask a whole row.
 
@@ -107,4 +177,19 @@ DISTRIBUTIONS: dict[str, Draw] = {
     "ties": _ties,
     PLANTED: _normal,  # then plant, which needs to know what the Definition allows
 }
-"""What fills a floating-point tensor of two or more dimensions that has no generator of its own."""
+"""What the contents of a case may be, so that each brings out another kind of mistake in the maths."""
+
+RANGES: dict[str, Draw] = {
+    VARIED: _normal,  # of an operator without inputs that could vary
+    "tiny": _tiny,
+    "channels": _channels,
+    "shifted": _shifted,
+    "sparse": _sparse,
+    "large": _large,
+    "sorted_rows": _sorted_rows,
+}
+"""The same for mistakes in what a kernel expects of its inputs: a second call of a shape takes one of these."""
+
+CONTENTS: dict[str, Draw] = {**DISTRIBUTIONS, **RANGES}
+STYLES: dict[str, Draw] = {**CONTENTS, "unit": _unit}
+"""What fills one floating-point tensor: the contents of the case, or what weights are like in models."""

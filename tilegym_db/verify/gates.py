@@ -6,24 +6,35 @@ import math
 
 import torch
 
+from tilegym_db.records.tolerance import CODES_EQUAL, MIN_ELEMENTS_FOR_NORMS, TAU_CAP, WORST_ROW_FACTOR, Limits
 from tilegym_db.verify.codes import code_values, ordered_codes
-from tilegym_db.verify.tolerance import Limits
 from tilegym_db.verify.verdicts import PASSED, OutputVerdict, failed, row_of_most
 
-__all__ = ["MIN_ELEMENTS_FOR_NORMS", "OutputVerdict", "check_output", "must_be_exact", "relative_error"]
+__all__ = [
+    "MIN_ELEMENTS_FOR_NORMS",
+    "OutputVerdict",
+    "check_output",
+    "is_well_conditioned",
+    "must_be_exact",
+    "relative_error",
+]
 
-MIN_ELEMENTS_FOR_NORMS = 1024
-"""Below this many elements a norm over the output is too noisy to gate on; the element-wise bound stays."""
 MIN_ELEMENTS_FOR_EXACT = 64
 """Fewer results may all be exact by luck (a mean of three numbers), which says nothing about another kernel's luck."""
 
-WORST_ROW_FACTOR = 3.0
 E_BASE_FACTOR = 2.0
-TAU_CAP = 10.0
 SHORT_ROW = 32
 """Rows with fewer elements have no meaningful rms of their own; the median over all rows stands in."""
 NEAR_ZERO_ROW = 1e-4
-CODES_EQUAL = 0.99
+
+RELATIVE_OF_REFERENCE, RELATIVE_OF_SOLUTION = 0.5, 4.0
+"""In units of ``rtol``: where the reference as written is that close everywhere, a Solution must be so close to a probability."""
+NEGLIGIBLE = 1e-4
+"""Of a row's rms: an element below may be all rounding error of the terms that it is the sum of."""
+NEGLIGIBLE_PROBABILITY = 1e-9
+PROBABILITIES_SUM_TO = 1e-5
+MOST_CUT = 0.01
+"""Share of the elements that count which may be zero where the oracle is not: terms that cancel exactly are that rare."""
 
 _ROUNDING_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -59,6 +70,49 @@ def must_be_exact(as_written: torch.Tensor, truth: torch.Tensor) -> bool:
     return torch.equal(as_written, truth.to(as_written.dtype))
 
 
+def is_well_conditioned(as_written: torch.Tensor, truth: torch.Tensor, limits: Limits | None) -> bool:
+    """True where the reference as written gives every element to a relative error of its own, however small it is.
+
+    Then a Solution has no excuse for cutting small ones to zero: a probability of a thousandth of the largest, say, which no norm
+    over the row can see. It may still round more on the way than the reference did by luck, so only probabilities, which are
+    no difference of anything, are judged by their own size.
+
+    Args:
+        as_written: the reference's output in the output dtype.
+        truth: the same output of the fp64 oracle.
+        limits: bounds of the output dtype; what is compared for equality or as codes is never judged so.
+    """
+    if limits is None or limits.codes or truth.dtype != torch.float64 or as_written.dtype not in _ROUNDING_DTYPES:
+        return False
+    if truth.numel() < MIN_ELEMENTS_FOR_EXACT:
+        return False
+    want, error, judged, _ = _by_size(as_written, truth, limits)
+    return bool(judged.any()) and not bool((judged & (error > RELATIVE_OF_REFERENCE * limits.rtol * want)).any())
+
+
+def _by_size(
+    actual: torch.Tensor, oracle: torch.Tensor, limits: Limits
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(size of each element, its error, whether it is large enough to count, whether it is a probability)."""
+    want, got = oracle.double(), actual.double()
+    finite = torch.isfinite(want.to(actual.dtype).double()) & torch.isfinite(got) & torch.isfinite(want)
+    known = torch.where(finite, want, 0.0)
+    columns = actual.shape[-1] if actual.dim() else 1
+    rows = known.reshape(-1, columns)
+    probable = _are_probabilities(rows)
+    smallest = NEGLIGIBLE * torch.linalg.vector_norm(rows, dim=1, keepdim=True) / math.sqrt(columns)
+    smallest = torch.where(probable, NEGLIGIBLE_PROBABILITY, smallest).expand_as(rows).reshape(known.shape)
+    judged = finite & (known.abs() > smallest) & (known.abs() > torch.finfo(actual.dtype).tiny)
+    error = _error(got, known, finite, actual.dtype, limits.atol)
+    return known.abs(), error, judged, probable.expand_as(rows).reshape(known.shape)
+
+
+def _are_probabilities(rows: torch.Tensor) -> torch.Tensor:
+    """True for each row of numbers that are not negative and sum to one; ``[rows, 1]``."""
+    sums = rows.sum(dim=1, keepdim=True)
+    return ((sums - 1).abs() < PROBABILITIES_SUM_TO) & (rows >= 0).all(dim=1, keepdim=True) & (rows.shape[1] > 1)
+
+
 def check_output(
     name: str,
     actual: torch.Tensor,
@@ -67,6 +121,7 @@ def check_output(
     e_base: float = 0.0,
     *,
     exact: bool = False,
+    conditioned: bool = False,
 ) -> OutputVerdict:
     """Compare one output with the oracle.
 
@@ -78,6 +133,7 @@ def check_output(
         e_base: the relative Frobenius error that the reference itself makes in the output dtype.
         exact: demand the oracle's value, rounded to the output dtype, of every element (see :func:`must_be_exact`). Zeros
             may differ in sign, since an accumulator that starts from zero loses it.
+        conditioned: demand a relative error of every element that is not negligible (see :func:`is_well_conditioned`).
     """
     if actual.numel() == 0:
         return PASSED
@@ -87,7 +143,29 @@ def check_output(
         return _check_exact(name, actual, oracle.to(actual.dtype), bitwise=False)
     if limits.codes:
         return _check_codes(name, actual, oracle, limits.codes)
-    return _check_close(name, actual, oracle, limits, e_base)
+    close = _check_close(name, actual, oracle, limits, e_base)
+    if not conditioned or not close.passed:
+        return close
+    return _check_relative(name, actual, oracle, limits, close)
+
+
+def _check_relative(
+    name: str, actual: torch.Tensor, oracle: torch.Tensor, limits: Limits, close: OutputVerdict
+) -> OutputVerdict:
+    size, error, judged, probable = _by_size(actual, oracle, limits)
+    cut = judged & (actual == 0) & (error > 0)
+    off = judged & probable & (error > RELATIVE_OF_SOLUTION * limits.rtol * size)
+    counted = max(int(judged.sum()), 1)
+    if bool(off.any()):
+        wrong = off
+        what = f"of {counted} probabilities are off by more than {RELATIVE_OF_SOLUTION * limits.rtol:g} of themselves"
+    elif int(cut.sum()) > MOST_CUT * counted:
+        wrong, what = cut, f"of {counted} elements are zero, which the reference gives to their last digits"
+    else:
+        return close
+    count = int(wrong.sum())
+    figures = (close.rel_fro, close.worst_row_rel, close.max_abs, 1.0 - count / actual.numel())
+    return failed("relative", f"{name}: {count} {what}", figures, wrong, actual, oracle, row_of_most(wrong))
 
 
 def _check_close(name: str, actual: torch.Tensor, oracle: torch.Tensor, limits: Limits, e_base: float) -> OutputVerdict:

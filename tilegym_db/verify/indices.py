@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from tilegym_db.verify.tolerance import Limits
+from tilegym_db.records.tolerance import Limits
 from tilegym_db.verify.verdicts import PASSED, OutputVerdict, failed, row_of_most
 
 __all__ = ["check_gathered"]

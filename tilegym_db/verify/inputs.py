@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,15 +12,17 @@ import torch
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition, Workload, axes_key
-from tilegym_db.records.definition import InputGenerator
+from tilegym_db.records.definition_parts import InputGenerator
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.expressions import evaluate
 from tilegym_db.records.layouts import layout_strides
 from tilegym_db.records.workload import RandomInput, SafetensorsInput
-from tilegym_db.verify.distributions import DISTRIBUTIONS, EXACT, PLANTED, plant
+from tilegym_db.verify.distributions import CONTENTS, DISTRIBUTIONS, EXACT, PLANTED, STYLES, plant
+from tilegym_db.verify.rotary import rotary_table
 from tilegym_db.verify.torch_dtypes import storage_dtype
+from tilegym_db.verify.variation import styles_of
 
-__all__ = ["DISTRIBUTIONS", "PLANTED", "Case", "draw_inputs", "draws_noise"]
+__all__ = ["CONTENTS", "DISTRIBUTIONS", "PLANTED", "Case", "draw_inputs", "draws_noise"]
 
 
 @dataclass(frozen=True)
@@ -94,36 +95,35 @@ def draw_inputs(
         dataset: folder that safetensors inputs are relative to.
     """
     drawn: dict[str, torch.Tensor | Scalar] = {}
+    styles = styles_of(definition, case.distribution, case.seed)
     for name, spec in definition.inputs.items():
         if spec.is_scalar:
             drawn[name] = case.scalars[name]
         elif name in case.files:
             drawn[name] = _load(case.files[name], dataset, definition, case, name).to(device)
         else:
-            drawn[name] = _draw(definition, case, name, device)
+            drawn[name] = _draw(definition, case, name, device, styles.get(name, "normal"))
     return drawn
 
 
-def _draw(definition: Definition, case: Case, name: str, device: str) -> torch.Tensor:
+def _draw(definition: Definition, case: Case, name: str, device: str, style: str) -> torch.Tensor:
     shape = definition.shape_of(name, case.axes)
     dtype = storage_dtype(definition.dtype_of(name, case.dtypes))
     generator = torch.Generator(device).manual_seed(_input_seed(case.seed, name))
     generated = definition.input_generators.get(name)
-    if generated is not None:
+    if generated is not None and generated.kind.startswith("rotary"):
+        value = rotary_table(generated, case.seed, shape, device)
+    elif generated is not None and generated.kind != "normal":
         value = _generate(generated, generator, shape, case.axes)
     elif not dtype.is_floating_point:
         low, high = (0, 2) if dtype == torch.bool else (-100, 100) if dtype.is_signed else (0, 200)
         value = torch.randint(low, high, shape, generator=generator, device=device)
-    elif 0 in shape:
-        value = torch.empty(shape, device=device)
-    elif len(shape) >= 2:
-        value = DISTRIBUTIONS[case.distribution](generator, shape, dtype)
-        if case.distribution == PLANTED:
-            value = plant(value, generator, definition.special_values)
+    elif 0 in shape or not shape:
+        value = torch.randn(shape, generator=generator, device=device)
     else:
-        # A weight keeps N(0, 1): scaled or special values in it would drown whole columns of every row. Where sums are to
-        # be exact, it must not round them either.
-        value = DISTRIBUTIONS[EXACT if case.exact else "normal"](generator, shape, dtype)
+        value = STYLES[style](generator, shape, dtype) * (1.0 if generated is None else generated.scale)
+        if style == PLANTED:
+            value = plant(value, generator, definition.special_values)
     scale = case.scales.get(name, 1.0)
     return (value if scale == 1.0 else value * scale).to(dtype)
 
@@ -135,30 +135,10 @@ def _input_seed(seed: int, name: str) -> int:
 
 def _generate(spec: InputGenerator, generator: torch.Generator, shape: Shape, axes: Mapping[str, int]) -> torch.Tensor:
     device = generator.device
-    if spec.kind == "normal":
-        return torch.randn(shape, generator=generator, device=device) * spec.scale
     low, high = (float(evaluate(str(bound), axes)) for bound in (spec.low, spec.high))
     if spec.kind == "uniform":
         return torch.rand(shape, generator=generator, device=device) * (high - low) + low
-    if spec.kind == "integers":
-        return torch.randint(int(low), max(int(high), int(low) + 1), shape, generator=generator, device=device)
-    return _rotary_table(spec, generator, shape)
-
-
-def _rotary_table(spec: InputGenerator, generator: torch.Generator, shape: Shape) -> torch.Tensor:
-    """cos or sin of real positions: [..., S, D] with two identical halves, base ``scale`` (10000 where it is 1)."""
-    device, (length, dim) = generator.device, shape[-2:]
-    base = spec.scale if spec.scale > 1 else 10000.0
-    exponents = torch.arange(0, dim // 2, device=device, dtype=torch.float64) * 2 / max(dim, 1)
-    # cos and sin of one call must belong to the same angles, so positions depend on the shape alone; they start past
-    # zero, where the rotation would be the identity and a kernel that copies would pass.
-    positions = torch.arange(length, device=device, dtype=torch.float64) + 1009
-    leading = math.prod(shape[:-2])
-    offsets = torch.arange(leading, device=device, dtype=torch.float64) * 17
-    angles = (offsets[:, None, None] + positions[None, :, None]) * (base**-exponents)[None, None, :]
-    table = torch.cat([angles, angles], dim=-1)
-    table = torch.cos(table) if spec.kind == "rotary_cos" else torch.sin(table)
-    return table.reshape(shape).float()
+    return torch.randint(int(low), max(int(high), int(low) + 1), shape, generator=generator, device=device)
 
 
 def _load(spec: SafetensorsInput, dataset: Path | None, definition: Definition, case: Case, name: str) -> torch.Tensor:

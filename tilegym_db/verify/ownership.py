@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tilegym_db.records import Solution
 from tilegym_db.records.solution import TILE_LANGUAGES
-from tilegym_db.verify.sandbox.reply import storable
+from tilegym_db.verify.worker.reply import storable
 
 __all__ = ["MIN_OWNED_SHARE", "KernelUse", "Ownership", "judge_ownership", "kernel_names", "own_kernel"]
 

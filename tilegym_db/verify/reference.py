@@ -60,18 +60,19 @@ def load_function(source: str, where: str) -> Callable[..., Any]:
     return function
 
 
-def run_reference(definition: Definition, inputs: Inputs, *, source: str | None = None) -> Outputs:
+def run_reference(definition: Definition, inputs: Inputs, *, source: str | None = None, label: str = "") -> Outputs:
     """Every output of the Definition by name, in-place ones included, computed as the reference is written.
 
     Args:
         definition: the Definition.
         inputs: input name -> tensor or scalar. Tensors are never modified: in-place ones are copied first.
         source: another text that defines ``run``, such as the self-test's independent formulation.
+        label: what an error calls that text.
 
     Raises:
         RecordError: the reference raises, or returns another number of outputs, shape or kind than declared.
     """
-    where = f"{definition.name}: {'reference' if source is None else 'alternative formulation'}"
+    where = f"{definition.name}: {label or ('reference' if source is None else 'alternative formulation')}"
     function = load_function(source or definition.reference, where)
     given = {
         name: value.clone() if name in definition.in_place and isinstance(value, torch.Tensor) else value
@@ -110,7 +111,7 @@ def name_outputs(definition: Definition, returned: Any, given: Inputs, where: st
     return {name: outputs[name] for name in definition.outputs}
 
 
-def run_lifted(definition: Definition, inputs: Inputs, *, source: str | None = None) -> Outputs:
+def run_lifted(definition: Definition, inputs: Inputs, *, source: str | None = None, label: str = "") -> Outputs:
     """As :func:`run_reference`, with every floating input and every cast in the reference lifted to fp64."""
     lifted = {
         name: value.double() if isinstance(value, torch.Tensor) and value.dtype in _FLOATS else value
@@ -118,7 +119,7 @@ def run_lifted(definition: Definition, inputs: Inputs, *, source: str | None = N
     }
     mode: Any = Lifted
     with mode():
-        return run_reference(definition, lifted, source=source)
+        return run_reference(definition, lifted, source=source, label=label)
 
 
 def as_written(definition: Definition, inputs: Inputs, *, budget_bytes: int = ORACLE_BYTES) -> Outputs:

@@ -7,6 +7,7 @@ admitted before this passes.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,15 +15,16 @@ import torch
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition, Workload
+from tilegym_db.records.definition_parts import SelfTest
+from tilegym_db.records.tolerance import limits_for
 from tilegym_db.verify.comparison import check_outputs
+from tilegym_db.verify.expected import Expected, expect
 from tilegym_db.verify.gates import MIN_ELEMENTS_FOR_NORMS, OutputVerdict, check_output
 from tilegym_db.verify.indices import check_gathered
 from tilegym_db.verify.inputs import Case, draw_inputs
 from tilegym_db.verify.reference import run_lifted, run_reference
-from tilegym_db.verify.tolerance import limits_for
-from tilegym_db.verify.verifier import Expected, expect
 
-__all__ = ["Finding", "self_test", "tiny_workloads"]
+__all__ = ["SelfTestFinding", "self_test", "tiny_workloads"]
 
 SEEDS = (20_240_229, 77_003)
 
@@ -37,7 +39,7 @@ Outputs = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Finding:
+class SelfTestFinding:
     """Something that a Definition's self-test found wrong."""
 
     definition: str
@@ -49,57 +51,78 @@ class Finding:
         return f"{self.definition}: {self.check}: {self.what}"
 
 
-def self_test(definition: Definition, workloads: list[Workload]) -> list[Finding]:
+def self_test(definition: Definition, workloads: list[Workload]) -> list[SelfTestFinding]:
     """Every finding on a Definition; empty where it may be admitted.
 
     Args:
-        definition: must carry a ``self_test``.
+        definition: the operator; without a ``self_test`` its reference alone is run.
         workloads: small ones (a few thousand elements); each dtype binding among them is tested.
     """
+    findings: list[SelfTestFinding] = []
     if definition.self_test is None:
-        return [
-            Finding(
-                definition.name, "self_test", "the record has none; add an independent formulation and planted errors"
-            )
-        ]
+        missing = "the record has none; add an independent formulation and planted errors"
+        findings.append(SelfTestFinding(definition.name, "self_test", missing))
     if not workloads:
-        return [Finding(definition.name, "self_test", "it has no workload tagged 'tiny' to run on")]
-    findings: list[Finding] = []
+        findings.append(SelfTestFinding(definition.name, "self_test", "it has no workload tagged 'tiny' to run on"))
     for workload in workloads:
         case = Case.of_workload(definition, workload, distribution="normal", seed=SEEDS[0])
         try:
             findings += _test_case(definition, case)
         except RecordError as error:
-            findings.append(Finding(definition.name, f"at {case}", str(error)))
+            findings.append(SelfTestFinding(definition.name, f"at {case}", _in_one_line(error)))
     return findings
 
 
-def _test_case(definition: Definition, case: Case) -> list[Finding]:
+def _in_one_line(error: RecordError) -> str:
+    """What was raised, with its line in the text, out of a traceback."""
+    lines = str(error).splitlines()
+    places = [match[1] for line in lines if (match := re.search(r"line (\d+), in ", line))]
+    place = f" line {places[-1]}:" if places else ""
+    return str(error) if len(lines) == 1 else f"{lines[0]}{place} {lines[-1]}"
+
+
+def _test_case(definition: Definition, case: Case) -> list[SelfTestFinding]:
     expected = expect(definition, case, "cpu")
     if expected is None:
-        return [Finding(definition.name, "reference", f"in its own dtype it fails its own comparison at {case}")]
-    findings = _must_agree(definition, case, expected)
-    for check, wrong in _wrong_results(definition, case, expected):
-        if _accepted(definition, case, expected, wrong):
-            findings.append(Finding(definition.name, check, f"is accepted by the comparison at {case}"))
+        return [
+            SelfTestFinding(definition.name, "reference", f"in its own dtype it fails its own comparison at {case}")
+        ]
+    if definition.self_test is None:
+        return []
+    findings = _must_agree(definition, definition.self_test, case, expected)
+    wrong = _made_wrong(definition, case, expected)
+    for planted in definition.self_test.planted_errors:
+        label = f"planted error ({planted.why})"
+        source = definition.reference.replace(planted.find, planted.replace)
+        try:
+            wrong.append((label, run_reference(definition, expected.inputs, source=source, label=label)))
+        except RecordError as error:
+            fault = f"does not run, so it proves nothing: {_in_one_line(error)}"
+            findings.append(SelfTestFinding(definition.name, label, f"{fault} at {case}"))
+    for check, outputs in wrong:
+        if _accepted(definition, case, expected, outputs):
+            findings.append(SelfTestFinding(definition.name, check, f"is accepted by the comparison at {case}"))
     return findings
 
 
-def _must_agree(definition: Definition, case: Case, expected: Expected) -> list[Finding]:
-    assert definition.self_test is not None
-    independent = definition.self_test.independent
-    findings = []
-    in_dtype = run_reference(definition, expected.inputs, source=independent)
+INDEPENDENT = "independent formulation"
+
+
+def _must_agree(definition: Definition, test: SelfTest, case: Case, expected: Expected) -> list[SelfTestFinding]:
+    source, findings = test.independent, []
+    try:
+        in_dtype = run_reference(definition, expected.inputs, source=source, label=INDEPENDENT)
+        lifted = {}
+        if definition.oracle == "lifted":
+            lifted = run_lifted(definition, expected.inputs, source=source, label=INDEPENDENT)
+    except RecordError as error:
+        return [SelfTestFinding(definition.name, INDEPENDENT, f"does not run: {_in_one_line(error)} at {case}")]
     if not _accepted(definition, case, expected, in_dtype):
-        findings.append(Finding(definition.name, "independent formulation", f"disagrees in the dtype itself at {case}"))
-    if definition.oracle == "lifted":
-        lifted = run_lifted(definition, expected.inputs, source=independent)
-        for name, value in lifted.items():
-            verdict = _compare_lifted(definition, expected, name, value)
-            if not verdict.passed:
-                findings.append(
-                    Finding(definition.name, "independent formulation", f"{verdict.reason} (fp64) at {case}")
-                )
+        findings.append(SelfTestFinding(definition.name, INDEPENDENT, f"disagrees in the dtype itself at {case}"))
+    for name, value in lifted.items():
+        verdict = _compare_lifted(definition, expected, name, value)
+        if not verdict.passed:
+            findings.append(SelfTestFinding(definition.name, INDEPENDENT, f"{verdict.reason} (fp64) at {case}"))
     return findings
 
 
@@ -114,7 +137,7 @@ def _compare_lifted(definition: Definition, expected: Expected, name: str, value
     return check_gathered(name, value, truth, expected.outputs[source], limits)
 
 
-def _wrong_results(definition: Definition, case: Case, expected: Expected) -> list[tuple[str, Outputs]]:
+def _made_wrong(definition: Definition, case: Case, expected: Expected) -> list[tuple[str, Outputs]]:
     right = run_reference(definition, expected.inputs)
     other_case = Case(case.axes, case.dtypes, case.scalars, case.layouts, case.distribution, SEEDS[1])
     other = run_reference(definition, draw_inputs(definition, other_case, "cpu"))
@@ -129,10 +152,6 @@ def _wrong_results(definition: Definition, case: Case, expected: Expected) -> li
         wrong += [
             (f"{check} as {name}", {**right, name: result}) for check, result in made.items() if result is not None
         ]
-    assert definition.self_test is not None
-    for planted in definition.self_test.planted_errors:
-        source = definition.reference.replace(planted.find, planted.replace)
-        wrong.append((f"planted error ({planted.why})", run_reference(definition, expected.inputs, source=source)))
     return wrong
 
 

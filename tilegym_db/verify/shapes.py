@@ -1,4 +1,4 @@
-"""The fuzz envelope: whole cases around tile edges, primes and tiny sizes, in every layout and with every kind of contents.
+"""The fuzz cases: whole cases around tile edges, primes and tiny sizes, in every layout and with every kind of contents.
 
 A case is drawn at random and kept for what it adds: of several candidates the one that covers most pairs of (axis, kind of
 size), layout, contents and alignment that no case before it has covered. So a few cases meet most pairs of circumstances,
@@ -11,18 +11,19 @@ import itertools
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition, Solution
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.expressions import evaluate_int
-from tilegym_db.verify.distributions import DISTRIBUTIONS, PLANTED, REFERENCE_MAY_FAIL
+from tilegym_db.verify.distributions import DISTRIBUTIONS, PLANTED, RANGES, REFERENCE_MAY_FAIL
 from tilegym_db.verify.fuzz_layouts import CONTIGUOUS, draw_layouts, layout_choices
 from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.repair import repaired
+from tilegym_db.verify.variation import vary_scalars
 
-__all__ = ["MAX_ELEMENTS", "MAX_ROWS", "fuzz_cases", "why_no_case"]
+__all__ = ["MAX_ELEMENTS", "MAX_ROWS", "fuzz_cases", "sibling_of", "why_no_case"]
 
 TILES = (16, 32, 64, 128, 256)
 SIZES: dict[str, tuple[int, ...]] = {
@@ -41,11 +42,11 @@ MAX_ELEMENTS = 1 << 20
 """Of the largest tensor. Fuzzing is about edges, not size; the oracle must get through a case in fp64 in no time."""
 MAX_ROWS = 1 << 10
 """Of the largest tensor, counting everything but its last axis: a program is started for every few of them."""
-_ROOM_FOR_THE_DEMANDING = 16
+_FACTOR_FOR_THE_DEMANDING = 16
 """By how much both bounds grow for a Solution that accepts nothing within them."""
 
 OFFSETS = (0, 1)
-SMALL_ENVELOPE = 8
+FEW_CASES = 8
 """With fewer cases none goes to a size of zero, nor to contents that the reference often does not survive itself."""
 _CANDIDATES = 16
 _FRUITLESS_ROUNDS = 12
@@ -53,7 +54,7 @@ _FRUITLESS_ROUNDS = 12
 
 @dataclass(frozen=True)
 class _Demand:
-    """What a case must have whatever else it has, because an envelope of a few cases may not go without it."""
+    """What a case must have whatever else it has, because a set of a few cases may not go without it."""
 
     offset: int | None = None
     padded: bool = False
@@ -95,7 +96,8 @@ class _Fuzzer:
                         self.definition, self.layouts.get(layout, ()), layout, bound, self.generator
                     )
                     seed = self.generator.getrandbits(62)
-                    return Case(bound, dict(self.dtypes), dict(scalars), laid_out, contents, seed, offset)
+                    varied = vary_scalars(self.definition, scalars, contents, seed)
+                    return Case(bound, dict(self.dtypes), varied, laid_out, contents, seed, offset)
         return None
 
     def zero_axis(self) -> str | None:
@@ -195,13 +197,13 @@ def fuzz_cases(
         anchors: sizes of real workloads. Every second case takes some axes from one, so that a shape special case cannot
             tell a fuzz case by its unusual sizes.
         dtypes: the dtype binding in use.
-        scalars: scalar inputs by name.
+        scalars: scalar inputs by name; continuous ones are varied around their values.
         count: how many at most; fewer where the constraints leave fewer, none where they leave none (:func:`why_no_case`).
         seed: secret of this run.
         max_rows: of the largest tensor, counting everything but its last axis.
     """
-    for room in (1, _ROOM_FOR_THE_DEMANDING):
-        bounds = (room * MAX_ELEMENTS, room * max_rows)
+    for factor in (1, _FACTOR_FOR_THE_DEMANDING):
+        bounds = (factor * MAX_ELEMENTS, factor * max_rows)
         fuzzer = _fuzzer(definition, solution, anchors, dtypes, count, seed, bounds)
         cases: list[Case] = []
         for number, demand in enumerate(_demands(fuzzer, count)):
@@ -225,7 +227,7 @@ def _fuzzer(
     seed: int,
     bounds: tuple[int, int],
 ) -> _Fuzzer:
-    left_out = REFERENCE_MAY_FAIL if count < SMALL_ENVELOPE else frozenset()
+    left_out = REFERENCE_MAY_FAIL if count < FEW_CASES else frozenset()
     distributions = tuple(
         name for name in DISTRIBUTIONS if name not in left_out and (name != PLANTED or definition.special_values)
     )
@@ -233,18 +235,35 @@ def _fuzzer(
 
 
 def _demands(fuzzer: _Fuzzer, count: int) -> list[_Demand]:
-    """What each case must have; the last one of a full envelope is empty, where an axis may be."""
+    """What each case must have; the last one of a full set is empty, where an axis may be."""
     special = PLANTED if fuzzer.definition.special_values else None
     demands = [_Demand(odd=True, offset=0), _Demand(offset=1), _Demand(contents=special), _Demand(padded=True)]
     demands += [_Demand()] * (count - len(demands))
-    zero = fuzzer.zero_axis() if count >= SMALL_ENVELOPE else None
+    zero = fuzzer.zero_axis() if count >= FEW_CASES else None
     if zero is not None:
         demands[-1] = _Demand(zero=zero, contents="normal")
     return demands[:count]
 
 
+def sibling_of(definition: Definition, case: Case, number: int, scalars: Mapping[str, Scalar]) -> Case:
+    """The same shape, layouts and alignment again, with all that a model varies between two calls: range, positions, scalars.
+
+    A Solution that was compiled for the one is compiled for the other, so this costs a call and an oracle.
+
+    Args:
+        definition: of the case.
+        case: one of :func:`fuzz_cases`.
+        number: its place among them: successive ones take the ranges in turn.
+        scalars: of the Workload, around which continuous ones are varied.
+    """
+    names = tuple(RANGES)
+    contents = names[(case.seed + number) % len(names)]
+    seed = random.Random(case.seed).getrandbits(62)
+    return replace(case, distribution=contents, seed=seed, scalars=vary_scalars(definition, scalars, contents, seed))
+
+
 def why_no_case(definition: Definition, solution: Solution) -> str:
     """For whoever wrote a Solution that :func:`fuzz_cases` found nothing for: what stands in the way."""
     constraints = " and ".join((*definition.constraints, *solution.spec.constraints)) or "none"
-    most = MAX_ELEMENTS * _ROOM_FOR_THE_DEMANDING
+    most = MAX_ELEMENTS * _FACTOR_FOR_THE_DEMANDING
     return f"no shape of at most {most} elements a tensor was found that meets the constraints ({constraints})"

@@ -1,6 +1,6 @@
-"""Bounds a claimed latency by the supervisor's own clock. Pure: times in, an estimate and a reason out.
+"""Bounds a claimed latency by the harness's own clock. Pure: times in, an estimate and a reason out.
 
-A worker reports device times, and a worker may lie. What it cannot change is how long the supervisor waits between asking for
+A worker reports device times, and a worker may lie. What it cannot change is how long the harness waits between asking for
 calls and having their outputs, on contents that the Solution has never seen. Two estimates of one call's time come from that:
 
 * the slope between a short and a long run, which everything constant (asking, waking up, the null kernel) drops out of;
@@ -36,8 +36,8 @@ CPU_FACTOR, CPU_FLOOR_US = 2.0, 60.0
 class Elapsed(NamedTuple):
     """What one run took, in microseconds.
 
-    ``wall_us`` by the supervisor's clock, ``processor_us`` of processor time, all processes together, and ``queued_us`` for
-    which their threads, and the supervisor's, were ready to run and got no processor. ``stolen_us`` is how long the host of a
+    ``wall_us`` by the harness's clock, ``processor_us`` of processor time, all processes together, and ``queued_us`` for
+    which their threads, and the harness's, were ready to run and got no processor. ``stolen_us`` is how long the host of a
     virtual machine ran something else on that of its processors which lost most.
     """
 
@@ -54,7 +54,7 @@ class Elapsed(NamedTuple):
 
 @dataclass(frozen=True)
 class WallRun:
-    """Two runs by the supervisor's clock, in microseconds: ``calls`` calls, then three times as many.
+    """Two runs by the harness's clock, in microseconds: ``calls`` calls, then three times as many.
 
     ``null_us`` is the same request with no call, ``noise_us`` how far such requests lie apart, ``copies_us`` what the
     worker may spend on each call beside it, copying what it returned. On a CPU, ``alone_us`` is the least that one call of
@@ -99,7 +99,7 @@ def host_may_be_why(latency_us: float, run: WallRun) -> bool:
 
 
 def judge_latency(latency_us: float, run: WallRun, *, on_gpu: bool) -> str | None:
-    """Why the claimed latency cannot be true, or None where the supervisor's clock allows it."""
+    """Why the claimed latency cannot be true, or None where the harness's clock allows it."""
     factor, floor_us = (GPU_FACTOR, GPU_FLOOR_US) if on_gpu else (CPU_FACTOR, CPU_FLOOR_US)
     credible = factor * latency_us + floor_us + run.copies_us
     if run.alone_us is not None and run.alone_us <= credible:
@@ -111,7 +111,7 @@ def judge_latency(latency_us: float, run: WallRun, *, on_gpu: bool) -> str | Non
     ):
         if estimate > credible + slack:
             return (
-                f"the timed calls took {latency_us:.4g} us by the worker's clock, but {estimate:.4g} us by the supervisor's "
+                f"the timed calls took {latency_us:.4g} us by the worker's clock, but {estimate:.4g} us by the harness's "
                 f"({how}, on contents it had not seen before)"
             )
     return None

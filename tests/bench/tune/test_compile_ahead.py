@@ -8,7 +8,7 @@ import pytest
 
 from tilegym_db.backends.jobs import CompileResult
 from tilegym_db.backends.toolchains import toolchain_status
-from tilegym_db.bench.tune.candidates import Candidate
+from tilegym_db.bench.tune.candidates import ConfigCandidate
 from tilegym_db.bench.tune.compile_ahead import CompileAhead, refusal
 from tilegym_db.catalog import Catalog
 
@@ -18,7 +18,7 @@ def build(solution: str, target: str, *configs: dict[str, Any]) -> dict[str, str
     definition = catalog.definition("rms_norm")
     workload = next(item for item in catalog.workloads_for("rms_norm") if item.axes == {"M": 1, "N": 4096})
     with CompileAhead(definition, catalog.solution(solution), workload, target) as ahead:
-        wave = [Candidate(config, "") for config in configs]
+        wave = [ConfigCandidate(config, "") for config in configs]
         ahead.start(wave)
         return ahead.refused(wave)
 
@@ -36,7 +36,7 @@ def test_a_config_that_does_not_compile_is_told_from_those_that_do(language, goo
         pytest.fail(f"{language} is not installed: make install")
     refused = build(f"rms_norm_{language}", "sm_90", {}, good, bad)
     (said,) = refused.values()
-    assert list(refused) == [Candidate(bad, "").id]
+    assert list(refused) == [ConfigCandidate(bad, "").id]
     assert reason in said
 
 
@@ -49,7 +49,7 @@ def test_leaving_it_ends_the_compilers_and_nobody_waits_for_the_rest():
     catalog = Catalog.default()
     definition, solution = catalog.definition("rms_norm"), catalog.solution("rms_norm_triton")
     workload = next(item for item in catalog.workloads_for("rms_norm") if item.axes == {"M": 1, "N": 4096})
-    wave = [Candidate(config, "") for config in solution.record.configs()]
+    wave = [ConfigCandidate(config, "") for config in solution.record.configs()]
     with CompileAhead(definition, solution, workload, "sm_90") as ahead:
         ahead.start(wave)
         assert ahead.refused(wave[:1]) == {}

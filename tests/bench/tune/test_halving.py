@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilegym_db.bench.tune.halving import choose_winner, halve, yardstick_of
+from tilegym_db.bench.tune.halving import choose_winner, halve, reference_of
 
 LATENCIES = st.dictionaries(st.text("abcdefgh", min_size=1, max_size=2), st.floats(5, 500), min_size=2, max_size=9)
 
@@ -41,23 +41,23 @@ def test_of_equals_only_so_many_go_on_and_the_reason_says_so():
 
 
 @given(LATENCIES, st.integers(1, 4), st.floats(0, 0.2))
-def test_halving_never_drops_the_incumbent_or_the_leader_and_keeps_no_more_than_asked(latencies, keep, noise):
+def test_halving_never_drops_the_current_best_or_the_leader_and_keeps_no_more_than_asked(latencies, keep, noise):
     times = rounds(latencies, 8, noise)
-    incumbent = min(latencies)
-    dropped = set(lost(halve(times, incumbent, keep)))
-    assert incumbent not in dropped
-    assert len(set(latencies) - dropped - {incumbent}) <= keep
-    assert all(loss.against not in dropped for loss in halve(times, incumbent, keep))
+    current_best = min(latencies)
+    dropped = set(lost(halve(times, current_best, keep)))
+    assert current_best not in dropped
+    assert len(set(latencies) - dropped - {current_best}) <= keep
+    assert all(loss.against not in dropped for loss in halve(times, current_best, keep))
 
 
-def test_the_fastest_config_wins_where_it_beats_the_incumbent_by_more_than_noise():
+def test_the_fastest_config_wins_where_it_beats_the_current_best_by_more_than_noise():
     choice = choose_winner(rounds({"default": 10, "good": 9, "best": 8}), "default")
     assert choice.winner == "best"
     assert choice.reason == "1.25x as fast as the one before (99% interval 1.25 to 1.25)"
     assert lost(choice.losses) == {"default": ("slower", "best"), "good": ("slower", "best")}
 
 
-def test_a_tie_inside_noise_stays_with_the_incumbent():
+def test_a_tie_inside_noise_stays_with_the_current_best():
     choice = choose_winner(rounds({"default": 10, "hardly": 9.95, "slow": 11}), "default")
     assert choice.winner == "default"
     assert choice.reason == "no other config is faster by more than noise"
@@ -88,7 +88,7 @@ def test_everyone_but_the_winner_has_a_loss_with_a_reason(latencies):
     assert all(loss.reason and loss.against == choice.winner for loss in choice.losses)
 
 
-def test_without_an_incumbent_the_lowest_median_is_what_others_are_compared_with():
+def test_without_an_current_best_the_lowest_median_is_what_others_are_compared_with():
     times = rounds({"a": 10, "b": 9})
-    assert yardstick_of(times, "a") == "a"
-    assert yardstick_of(times, "gone") == yardstick_of(times, None) == "b"
+    assert reference_of(times, "a") == "a"
+    assert reference_of(times, "gone") == reference_of(times, None) == "b"

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tilegym_db.bench.benchmark import BenchReport, promote
 from tilegym_db.bench.executor.local import LocalExecutor
 from tilegym_db.bench.plan import DefinitionPlan
-from tilegym_db.bench.session import BenchReport, promote
-from tilegym_db.bench.tune.candidates import Candidate
-from tilegym_db.bench.tune.session import TuneObserver, TuneReport, tune
+from tilegym_db.bench.tune.candidates import ConfigCandidate
+from tilegym_db.bench.tune.tune import TuneObserver, TuneReport, tune
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import UsageError
 from tilegym_db.records.solution import config_id
@@ -168,7 +168,8 @@ def test_the_resolver_launches_the_tuned_config(promoted, catalog, folder, check
 def test_what_was_published_is_not_searched_again_elsewhere_but_judged_there(promoted, catalog, folder, tmp_path):
     with open_store(folder / "home", catalog=catalog) as store:
         publish(store, "cpu", tmp_path / "published")
-    found = tune(gpu="cpu", catalog=Catalog((*catalog.roots, tmp_path / "published")), store_home=tmp_path / "home")
+    elsewhere = Catalog((*catalog.roots, tmp_path / "published"), trust_foreign=True)
+    found = tune(gpu="cpu", catalog=elsewhere, store_home=tmp_path / "home")
     assert found.steps == []
     assert [(result.config, result.tried) for result in found.results] == [({"ROWS": 48}, 0)]
     assert {trace.config.get("ROWS") for trace in found.traces if trace.status == "PASSED"} == {None, 48}
@@ -224,10 +225,10 @@ class RefusesThree:
     def __init__(self, *job: object) -> None:
         pass
 
-    def start(self, candidates: list[Candidate]) -> None:
+    def start(self, candidates: list[ConfigCandidate]) -> None:
         assert len(candidates) == 5
 
-    def refused(self, wave: list[Candidate]) -> dict[str, str]:
+    def refused(self, wave: list[ConfigCandidate]) -> dict[str, str]:
         return {item.id: "no room" for item in wave if item.config.get("ROWS") == 3}
 
     def __enter__(self) -> RefusesThree:
@@ -239,7 +240,7 @@ class RefusesThree:
 
 def test_a_config_that_does_not_compile_or_takes_the_worker_down_costs_itself_only(make_catalog, tmp_path, monkeypatch):
     monkeypatch.setattr("tilegym_db.verify.scan.scan_sources", lambda solution, sources: ())  # it would refuse os._exit
-    monkeypatch.setattr("tilegym_db.bench.tune.session.CompileAhead", RefusesThree)
+    monkeypatch.setattr("tilegym_db.bench.tune.tuner.CompileAhead", RefusesThree)
     space = {"tunables": {"ROWS": [9, 5, 3, 64]}}
     catalog = make_catalog(tmp_path / "catalog", {"row_scale_crashing": (CRASHING, space)}, (SIZE,))
     report = tune(gpu="cpu", quick=True, budget_s=300, catalog=catalog, store_home=tmp_path / "home")

@@ -11,13 +11,21 @@ from tilegym_db.records import Config, Definition, Solution, Workload, axes_key
 from tilegym_db.records.solution import config_id
 from tilegym_db.store.tuning import TuningStep
 
-__all__ = ["Candidate", "History", "Neighbour", "candidate_order", "history_of", "is_faulty", "nearest_winners"]
+__all__ = [
+    "ConfigCandidate",
+    "Neighbour",
+    "SearchHistory",
+    "candidate_order",
+    "history_of",
+    "is_faulty",
+    "nearest_winners",
+]
 
 DEFAULTS = "the source's own defaults"
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ConfigCandidate:
     """A config to try, and why it has its place in the order."""
 
     config: Config
@@ -39,14 +47,14 @@ class Neighbour:
 
 
 @dataclass(frozen=True)
-class History:
+class SearchHistory:
     """What earlier steps say about one pair: the config that leads, and those that need not be tried again, with why."""
 
     leader: Config | None = None
     settled: dict[str, str] = field(default_factory=dict)
 
 
-def history_of(steps: Sequence[TuningStep], failed: Mapping[str, str] | None = None) -> History:
+def history_of(steps: Sequence[TuningStep], failed: Mapping[str, str] | None = None) -> SearchHistory:
     """Fold the steps of one pair, oldest first.
 
     A config that lost to one which has failed since did not lose to anything, and is open again.
@@ -64,7 +72,7 @@ def history_of(steps: Sequence[TuningStep], failed: Mapping[str, str] | None = N
             settled.setdefault(key, step.reason)
     leaders = [step.config for step in steps if step.outcome == "leads"]
     standing = [config for config in leaders if config_id(config) not in broken]
-    return History(standing[-1] if standing else None, settled)
+    return SearchHistory(standing[-1] if standing else None, settled)
 
 
 def is_faulty(status: str) -> bool:
@@ -97,8 +105,8 @@ def nearest_winners(
 
 
 def candidate_order(
-    solution: Solution, neighbours: Sequence[Neighbour], history: History, seed: str
-) -> list[Candidate]:
+    solution: Solution, neighbours: Sequence[Neighbour], history: SearchHistory, seed: str
+) -> list[ConfigCandidate]:
     """Everything that is left to try: the default config, what won nearby, then the rest of the space.
 
     Args:
@@ -108,12 +116,16 @@ def candidate_order(
         seed: of the order of the rest. The same seed gives the same order, so that a search that was cut short goes on.
     """
     space = {config_id(config): config for config in solution.configs()}
-    rest = [Candidate(config, "the rest of the space, in random order") for config in space.values()]
+    rest = [ConfigCandidate(config, "the rest of the space, in random order") for config in space.values()]
     random.Random(seed).shuffle(rest)
-    near = [Candidate(item.config, f"won on {item.workload}") for item in neighbours if config_id(item.config) in space]
+    near = [
+        ConfigCandidate(item.config, f"won on {item.workload}")
+        for item in neighbours
+        if config_id(item.config) in space
+    ]
     skipped = {*history.settled, *([] if history.leader is None else [config_id(history.leader)])}
-    ordered: dict[str, Candidate] = {}
-    for candidate in (Candidate({}, DEFAULTS), *near, *rest):
+    ordered: dict[str, ConfigCandidate] = {}
+    for candidate in (ConfigCandidate({}, DEFAULTS), *near, *rest):
         ordered.setdefault(candidate.id, candidate)
     return [candidate for key, candidate in ordered.items() if key not in skipped]
 

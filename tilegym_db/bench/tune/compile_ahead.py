@@ -11,7 +11,7 @@ from typing import Self
 
 from tilegym_db.backends.aot import CompileJob, CompileResult, compile_many
 from tilegym_db.backends.toolchains import TOOLCHAINS
-from tilegym_db.bench.tune.candidates import Candidate
+from tilegym_db.bench.tune.candidates import ConfigCandidate
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.solution import config_id
@@ -37,7 +37,7 @@ class CompileAhead:
         self._results: dict[str, Future[CompileResult]] = {}
         self._thread: threading.Thread | None = None
 
-    def start(self, candidates: Sequence[Candidate]) -> None:
+    def start(self, candidates: Sequence[ConfigCandidate]) -> None:
         """Begin to compile, first come first served."""
         if not self._useful or not candidates:
             return
@@ -49,7 +49,7 @@ class CompileAhead:
         self._thread = threading.Thread(target=self._build, args=(jobs,), daemon=True)
         self._thread.start()
 
-    def refused(self, wave: Sequence[Candidate]) -> dict[str, str]:
+    def refused(self, wave: Sequence[ConfigCandidate]) -> dict[str, str]:
         """Config id -> the compiler's words, for those of a wave that do not compile; waits until all were tried."""
         waiting = [(candidate.id, self._results[candidate.id]) for candidate in wave if candidate.id in self._results]
         reasons = {key: refusal(result.result()) for key, result in waiting}

@@ -11,15 +11,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from tilegym_db.bench.buffer_pool import BufferPool
 from tilegym_db.bench.contents import WorkloadContents
 from tilegym_db.bench.device_lock import timing_lock
+from tilegym_db.bench.interleaved import TimedCandidate, TimingBudget, time_interleaved
 from tilegym_db.bench.machine import Machine, require_healthy
-from tilegym_db.bench.member import Member, Verified
-from tilegym_db.bench.stage import Stage
-from tilegym_db.bench.tournament import Effort, Entrant, run_tournament
-from tilegym_db.bench.tune.candidates import Candidate
+from tilegym_db.bench.runner import Runner
+from tilegym_db.bench.tune.candidates import ConfigCandidate
 from tilegym_db.bench.tune.compile_ahead import CompileAhead
-from tilegym_db.bench.tune.halving import Loss, choose_winner, halve, yardstick_of
+from tilegym_db.bench.tune.halving import Loss, choose_winner, halve, reference_of
+from tilegym_db.bench.verification import Verified
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.records import Config
 from tilegym_db.records.solution import config_id, spell_config
@@ -27,12 +28,12 @@ from tilegym_db.records.trace import Status
 from tilegym_db.store.tuning import Outcome
 from tilegym_db.verify.verifier import Failure
 
-__all__ = ["Search", "SearchEffort", "Step"]
+__all__ = ["Search", "SearchBudget", "Step"]
 
 
 @dataclass(frozen=True)
-class SearchEffort:
-    """How a wave is raced: ``rungs`` are (rounds, challengers that go on afterwards); at the last one a winner is chosen."""
+class SearchBudget:
+    """How a wave is raced: ``rungs`` are (rounds, candidates that go on afterwards); at the last one a winner is chosen."""
 
     wave: int = 8
     rungs: tuple[tuple[int, int], ...] = ((4, 4), (4, 2), (8, 2))
@@ -40,7 +41,7 @@ class SearchEffort:
     block_us: float = 2000.0
 
     @classmethod
-    def quick(cls) -> SearchEffort:
+    def quick(cls) -> SearchBudget:
         """Enough to show the machinery."""
         return cls(wave=4, rungs=((4, 2), (6, 2)), max_block=3)
 
@@ -60,8 +61,8 @@ class Step:
 class _SharedWorker:
     """The one worker of a search, and whose turn it is."""
 
-    def __init__(self, member: Member, stage: Stage) -> None:
-        self.member, self.stage = member, stage
+    def __init__(self, runner: Runner, pool: BufferPool) -> None:
+        self.runner, self.pool = runner, pool
         self._turn: str | None = None
 
     def release(self) -> None:
@@ -70,15 +71,15 @@ class _SharedWorker:
 
     def turn_to(self, config: Config) -> Failure | None:
         """Make the next calls run under a config, in a fresh process where the last config took it down."""
-        if not self.member.usable:
+        if not self.runner.handle.usable:
             self._turn = None
-            failure = self.member.load()
+            failure = self.runner.handle.load()
             if failure is not None:
                 return failure
         if self._turn == config_id(config):
             return None
-        self.member.config = config
-        failure = self.member.enter(self.stage)
+        self.runner.handle.config = config
+        failure = self.runner.enter(self.pool)
         self._turn = config_id(config) if failure is None else None
         return failure
 
@@ -92,21 +93,21 @@ class _Lane:
 
     @property
     def name(self) -> str:
-        return f"{self.shared.member.solution.name}[{spell_config(self.config)}]"
+        return f"{self.shared.runner.solution.name}[{spell_config(self.config)}]"
 
     @property
     def device(self) -> str:
-        return self.shared.member.device
+        return self.shared.runner.device
 
     @property
     def solution(self) -> SolutionFiles:
-        return self.shared.member.solution
+        return self.shared.runner.solution
 
     def time_block(self, slots: Sequence[int]) -> tuple[list[float], list[float]] | Failure:
-        return self.shared.turn_to(self.config) or self.shared.member.time_block(slots)
+        return self.shared.turn_to(self.config) or self.shared.runner.time_block(slots)
 
-    def check_timed_outputs(self, stage: Stage, verified: Verified, slots: Sequence[int]) -> Failure | None:
-        return self.shared.member.check_timed_outputs(stage, verified, slots)
+    def check_timed_outputs(self, pool: BufferPool, verified: Verified, slots: Sequence[int]) -> Failure | None:
+        return self.shared.runner.check_timed_outputs(pool, verified, slots)
 
 
 @dataclass
@@ -114,22 +115,22 @@ class Search:
     """One Solution on one Workload.
 
     Args:
-        member: with a loaded worker; its config changes while the search runs.
+        runner: with a loaded worker; its config changes while the search runs.
         contents: of the Workload.
-        stage: where everyone is timed.
+        pool: where everyone is timed.
         machine: the device.
-        effort: how to race.
-        seed: secret of the run; decides the order of play.
+        budget: how to race.
+        seed: secret of the run; decides the order of blocks.
         leader: the config to beat, from an earlier search; None where there is none yet.
         step: called with what becomes of each config, the moment it is known.
         failed: called where the worker's verdict on a config is a failure, after ``step``.
     """
 
-    member: Member
+    runner: Runner
     contents: WorkloadContents
-    stage: Stage
+    pool: BufferPool
     machine: Machine
-    effort: SearchEffort
+    budget: SearchBudget
     seed: int
     leader: Config | None
     step: Callable[[Step], None]
@@ -137,10 +138,10 @@ class Search:
     _shared: _SharedWorker = field(init=False)
 
     def __post_init__(self) -> None:
-        self._shared = _SharedWorker(self.member, self.stage)
+        self._shared = _SharedWorker(self.runner, self.pool)
         self._order = random.Random(self.seed)
 
-    def run(self, candidates: Sequence[Candidate], ahead: CompileAhead, deadline: float) -> int:
+    def run(self, candidates: Sequence[ConfigCandidate], ahead: CompileAhead, deadline: float) -> int:
         """Try configs wave by wave; returns how many are left for another time. At least one wave is tried.
 
         Args:
@@ -149,8 +150,8 @@ class Search:
             deadline: of ``time.monotonic()``.
         """
         left = len(candidates)
-        for start in range(0, len(candidates), self.effort.wave):
-            wave = candidates[start : start + self.effort.wave]
+        for start in range(0, len(candidates), self.budget.wave):
+            wave = candidates[start : start + self.budget.wave]
             refused = ahead.refused(wave)
             for candidate in wave:
                 if candidate.id in refused:
@@ -159,65 +160,65 @@ class Search:
             left -= len(wave)
             if time.monotonic() > deadline:
                 break
-        self.member.leave()
+        self.runner.leave()
         return left
 
     def _race_wave(self, configs: Sequence[Config]) -> None:
-        racing: dict[str, Entrant[_Lane]] = {}
+        racing: dict[str, TimedCandidate[_Lane]] = {}
         for config in configs if self.leader is None else (self.leader, *configs):
-            entrant = self._admit(config)
-            if entrant is not None:
-                racing[config_id(config)] = entrant
+            candidate = self._admit(config)
+            if candidate is not None:
+                racing[config_id(config)] = candidate
         holder = config_id(self.leader or {})
-        for rounds, keep in self.effort.rungs:
+        for rounds, keep in self.budget.rungs:
             if len(racing) > 1:
-                self._play(racing, rounds)
+                self._time(racing, rounds)
             if len(racing) < 2:
                 break
             times = _times(racing)
-            holder = yardstick_of(times, holder)
+            holder = reference_of(times, holder)
             self._give_up(racing, halve(times, holder, keep))
         if racing:
             self._choose(racing, holder)
 
-    def _admit(self, config: Config) -> Entrant[_Lane] | None:
+    def _admit(self, config: Config) -> TimedCandidate[_Lane] | None:
         """A config that is right at the workload's own shape."""
         self._shared.release()
-        self.member.config = config
-        outcome = self.member.verify_own_shape(self.contents)
+        self.runner.handle.config = config
+        outcome = self.runner.verification.own_shape(self.contents)
         if isinstance(outcome, Failure):
             self._reject(config, outcome)
             return None
-        return Entrant(_Lane(config, self._shared), outcome)
+        return TimedCandidate(_Lane(config, self._shared), outcome)
 
-    def _play(self, racing: dict[str, Entrant[_Lane]], rounds: int) -> None:
-        effort = Effort(
+    def _time(self, racing: dict[str, TimedCandidate[_Lane]], rounds: int) -> None:
+        budget = TimingBudget(
             min_rounds=rounds,
             max_rounds=rounds,
             min_samples=1,
-            max_block=self.effort.max_block,
-            block_us=self.effort.block_us,
+            max_block=self.budget.max_block,
+            block_us=self.budget.block_us,
         )
         with timing_lock(self.machine.device):
-            run_tournament(list(racing.values()), self.stage, effort, self._order.randrange(1 << 62))
-        for key, entrant in list(racing.items()):
-            if entrant.failure is not None:
+            time_interleaved(list(racing.values()), self.pool, budget, self._order.randrange(1 << 62))
+        for key, candidate in list(racing.items()):
+            if candidate.failure is not None:
                 del racing[key]
-                self._reject(entrant.member.config, entrant.failure)
+                self._reject(candidate.runner.config, candidate.failure)
 
-    def _choose(self, racing: dict[str, Entrant[_Lane]], holder: str) -> None:
+    def _choose(self, racing: dict[str, TimedCandidate[_Lane]], holder: str) -> None:
         winner, reason, losses = next(iter(racing)), "every other config of its wave is out", tuple[Loss, ...]()
         if len(racing) > 1:
             choice = choose_winner(_times(racing), holder)
             winner, reason, losses = choice.winner, choice.reason, choice.losses
         if self.leader is None or winner != config_id(self.leader):
             # First who leads, then who lost to it: a run that is killed in between tries the losers again, and no more.
-            self.leader = racing[winner].member.config
+            self.leader = racing[winner].runner.config
             self.step(Step(self.leader, "leads", reason))
         self._give_up(racing, losses)
 
-    def _give_up(self, racing: dict[str, Entrant[_Lane]], losses: Sequence[Loss]) -> None:
-        configs = {key: entrant.member.config for key, entrant in racing.items()}
+    def _give_up(self, racing: dict[str, TimedCandidate[_Lane]], losses: Sequence[Loss]) -> None:
+        configs = {key: candidate.runner.config for key, candidate in racing.items()}
         for loss in losses:
             self.step(
                 Step(configs[loss.config], loss.outcome, loss.reason, configs[loss.against], round(loss.ratio, 5))
@@ -229,10 +230,10 @@ class Search:
             self.leader = None
         self.step(Step(config, "failed", f"{failure.status}: {failure.reason}", status=failure.status))
         self.failed(config, failure)
-        if not self.member.usable:
-            self.member.close()
+        if not self.runner.handle.usable:
+            self.runner.handle.close()
             require_healthy(self.machine)
 
 
-def _times(racing: dict[str, Entrant[_Lane]]) -> dict[str, list[float]]:
-    return {key: entrant.rounds for key, entrant in racing.items()}
+def _times(racing: dict[str, TimedCandidate[_Lane]]) -> dict[str, list[float]]:
+    return {key: candidate.rounds for key, candidate in racing.items()}

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tilegym_db.integrations.transformers.patch import Handle, patch
+from tilegym_db.integrations.transformers.patch import Handle, patch_what_fits
 
 __all__ = ["patched_init"]
 
@@ -34,7 +34,7 @@ def patched_init(**options: Any) -> Iterator[list[Handle]]:
     try:
         for model in models:
             if id(model) not in inner:
-                handles.append(patch(model, **options))
+                handles.append(patch_what_fits(model, **options))
     except BaseException:
         while handles:
             handles.pop().unpatch()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tilegym_db.errors import UsageError
-from tilegym_db.integrations.transformers.site import Site
+from tilegym_db.integrations.transformers.call_site import CallSite
 
 __all__ = ["PROMPT_TOKENS", "CapturedCall", "ModelInputs", "captured_calls", "copied", "random_prompt"]
 
@@ -35,7 +35,7 @@ class CapturedCall:
 
 
 def captured_calls(
-    model: torch.nn.Module, sites: Sequence[Site], inputs: ModelInputs | None = None
+    model: torch.nn.Module, sites: Sequence[CallSite], inputs: ModelInputs | None = None
 ) -> list[list[CapturedCall]]:
     """Run the model on stock code and return for each site the calls that it would have asked a kernel for.
 
@@ -126,7 +126,7 @@ def _stages(model: torch.nn.Module, recorders: Sequence[_Recorder]) -> Iterator[
 
 
 @contextlib.contextmanager
-def _serving(site: Site, serve: Callable[..., Any]) -> Iterator[None]:
+def _serving(site: CallSite, serve: Callable[..., Any]) -> Iterator[None]:
     own = site.serve
     site.serve = serve
     try:

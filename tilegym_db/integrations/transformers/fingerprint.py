@@ -8,13 +8,31 @@ keyword. It only nominates: a behavioural probe confirms.
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import inspect
 import textwrap
+import weakref
+from collections.abc import Callable
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["fingerprint", "source_fingerprint"]
+__all__ = ["fingerprint", "once_per_function", "source_fingerprint"]
+
+Answer = TypeVar("Answer")
+
+
+def once_per_function(ask: Callable[[FunctionType], Answer]) -> Callable[[FunctionType], Answer]:
+    """A question about the source of a function, which does not change while the function lives: asked once."""
+    answers: weakref.WeakKeyDictionary[FunctionType, Answer] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(ask)
+    def asked(function: FunctionType) -> Answer:
+        if function not in answers:
+            answers[function] = ask(function)
+        return answers[function]
+
+    return asked
 
 
 def fingerprint(function: Any) -> str | None:
@@ -24,6 +42,11 @@ def fingerprint(function: Any) -> str | None:
     """
     if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
         return None
+    return _of_source(function)
+
+
+@once_per_function
+def _of_source(function: FunctionType) -> str | None:
     try:
         source = inspect.getsource(function)
     except OSError:

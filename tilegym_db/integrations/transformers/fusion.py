@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from tilegym_db.integrations.transformers.fingerprint import once_per_function
+
 __all__ = ["ADD_NORM", "fused_norms", "is_owned", "plain_forward", "rewritten"]
 
 _uses_of_storage: Callable[[int], int] = torch._C._storage_Use_Count
@@ -52,6 +54,7 @@ def _checkpointing_codes() -> frozenset[Any]:
     return frozenset(const for const in getattr(code, "co_consts", ()) if hasattr(const, "co_code"))
 
 
+@once_per_function
 def fused_norms(forward: FunctionType) -> tuple[str, ...]:
     """The attributes of ``self`` that are called with a sum right after it was made; empty where there are none."""
     function = _parsed(forward)

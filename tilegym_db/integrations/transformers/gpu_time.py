@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilegym_db.integrations.transformers.site import Site
+from tilegym_db.integrations.transformers.call_site import CallSite
 
 __all__ = ["GpuTime", "attributed", "marked", "profiled"]
 
@@ -146,7 +146,7 @@ def _marking(definition: str, serve: Serve) -> Serve:
 
 
 @contextlib.contextmanager
-def marked(sites: Iterable[tuple[str, Site]]) -> Iterator[None]:
+def marked(sites: Iterable[tuple[str, CallSite]]) -> Iterator[None]:
     """Let call sites mark where they launch kernels, forward and for gradients, for the length of a ``with`` block.
 
     Args:
@@ -161,7 +161,7 @@ def marked(sites: Iterable[tuple[str, Site]]) -> Iterator[None]:
         yield
 
 
-def profiled(call: Callable[[], Any], sites: Iterable[tuple[str, Site]]) -> GpuTime:
+def profiled(call: Callable[[], Any], sites: Iterable[tuple[str, CallSite]]) -> GpuTime:
     """Run a call twice, the second time under the profiler, and say where its GPU time went.
 
     Args:

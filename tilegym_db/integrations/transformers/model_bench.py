@@ -21,12 +21,14 @@ from tilegym_db.bench.machine import Machine
 from tilegym_db.bench.statistics import Interval, median_interval, paired_ratio
 from tilegym_db.errors import UsageError
 from tilegym_db.integrations.transformers.capture import random_prompt
+from tilegym_db.integrations.transformers.claims import MIN_ROUNDS
 from tilegym_db.integrations.transformers.generation import Generate, Generation
 from tilegym_db.integrations.transformers.gpu_time import GpuTime
 from tilegym_db.integrations.transformers.patch import Handle, patched
 from tilegym_db.integrations.transformers.peers import PEERS, Job, Peer
-from tilegym_db.integrations.transformers.race import ALWAYS, RIVALS, Entries, Observer, Race, compare, new_hits
+from tilegym_db.integrations.transformers.race import ALTERNATIVES, ALWAYS, Entries, Observer, Race, compare, new_hits
 from tilegym_db.integrations.transformers.random_model import DTYPES, build_model, load_config
+from tilegym_db.integrations.transformers.sizes import check_run_fits
 from tilegym_db.integrations.transformers.verify_model import model_tag
 from tilegym_db.records.base import canonical_json
 from tilegym_db.records.model_run import Estimate, ModelRun, ModelTiming, Speedups, Way
@@ -88,6 +90,7 @@ def model_bench(
     if unknown:
         raise UsageError(f"beside must be one of {', '.join(PEERS)}, not {unknown[0]!r}.")
     config = load_config(path, layers)
+    check_run_fits(config, machine.device, dtype, batch, prompt, new)
     stock = build_model(config, machine.device, dtype)
     ids = random_prompt(stock, batch, prompt)
     twin = _twin_of(stock)
@@ -125,7 +128,7 @@ def model_bench(
         "gpu_shares": _gpu_shares(gpu_time),
         "equal_tokens": _equal_tokens(race, "patched"),
         "absent": entries.absent | race.absent,
-        **_figures(race, entries, batch * new),
+        **_figures(race, entries, batch * new, served=bool(kernels)),
     }
     return ModelRun.from_dict(record, f"run of {type(stock).__name__}"), handle
 
@@ -167,15 +170,16 @@ def _kernels_of(handle: Handle, generate: Generate) -> dict[str, int]:
 # -- the figures ------------------------------------------------------------------------------------------------------
 
 
-def _figures(race: Race, entries: Entries, tokens: int) -> dict[str, Any]:
+def _figures(race: Race, entries: Entries, tokens: int, *, served: bool) -> dict[str, Any]:
+    """Timings and speedups; where no kernel ran, that of the patched model has no interval: it claims nothing."""
     timings = {name: _timing(generations, tokens) for name, generations in race.found.items()}
-    speedups = _speedups(race, "patched", "stock")
+    speedups = _speedups(race, "patched", "stock", stated=served)
     ways = {}
     for name in timings.keys() - set(ALWAYS):
-        rivals = [rival for rival in RIVALS.get(name, ALWAYS) if rival in timings]
+        alternatives = [alternative for alternative in ALTERNATIVES.get(name, ALWAYS) if alternative in timings]
         ways[name] = Way(
             timing=timings[name],
-            against={rival: _speedups(race, name, rival) for rival in rivals},
+            against={alternative: _speedups(race, name, alternative) for alternative in alternatives},
             equal_tokens=_equal_tokens(race, name),
             kernels=entries.kernels.get(name, {}),
             library=entries.libraries.get(name, ""),
@@ -198,31 +202,37 @@ def _equal_tokens(race: Race, name: str) -> int:
     return int((race.found["stock"][0].tokens == race.found[name][0].tokens).sum())
 
 
-def _speedups(race: Race, name: str, rival: str) -> Speedups:
-    """Times of the rival over those of a way, round by round."""
-    this, other = race.found[name], race.found[rival]
+def _speedups(race: Race, name: str, alternative: str, *, stated: bool = True) -> Speedups:
+    """Times of the alternative over those of a way, round by round; without intervals where they are not ``stated``."""
+    this, other = race.found[name], race.found[alternative]
     has_steps = this[0].tpot_ms is not None
     ratios = {
-        what: _estimate(paired_ratio(*([getattr(one, f"{what}_ms") for one in side] for side in (this, other))))
+        what: _estimate(
+            paired_ratio(*([getattr(one, f"{what}_ms") for one in side] for side in (this, other))),
+            len(this) if stated else 0,
+        )
         for what in (("ttft", "tpot", "total") if has_steps else ("ttft", "total"))
     }
     return Speedups(**ratios)
 
 
 def _timing(generations: Sequence[Generation], tokens: int) -> ModelTiming:
-    total = median_interval([generation.total_ms for generation in generations])
+    total, rounds = median_interval([generation.total_ms for generation in generations]), len(generations)
     steps = [generation.tpot_ms for generation in generations if generation.tpot_ms is not None]
     peaks = [one.peak_memory_bytes for one in generations if one.peak_memory_bytes is not None]
     return ModelTiming(
-        ttft_ms=_estimate(median_interval([generation.ttft_ms for generation in generations])),
-        tpot_ms=_estimate(median_interval(steps)) if steps else None,
-        total_ms=_estimate(total),
+        ttft_ms=_estimate(median_interval([generation.ttft_ms for generation in generations]), rounds),
+        tpot_ms=_estimate(median_interval(steps), rounds) if steps else None,
+        total_ms=_estimate(total, rounds),
         tokens_per_s=_rounded(tokens / total.median * 1e3) if tokens else None,
         peak_memory_bytes=max(peaks) if peaks else None,
     )
 
 
-def _estimate(interval: Interval) -> Estimate:
+def _estimate(interval: Interval, rounds: int) -> Estimate:
+    """Without an interval where the rounds are too few for one."""
+    if rounds < MIN_ROUNDS:
+        return Estimate(median=_rounded(interval.median))
     return Estimate(median=_rounded(interval.median), ci_low=_rounded(interval.low), ci_high=_rounded(interval.high))
 
 

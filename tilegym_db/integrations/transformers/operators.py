@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import re
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -24,15 +25,18 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
-from tilegym_db.catalog import Catalog, SolutionFiles
-from tilegym_db.integrations.transformers.site import Operator, Site
+from tilegym_db.catalog import Catalog
+from tilegym_db.integrations.transformers.call_site import CallSite, Operator
+from tilegym_db.integrations.transformers.probe import stock_function
 from tilegym_db.integrations.transformers.training import training_of
 from tilegym_db.records import Definition
+from tilegym_db.records.dtypes import INTEGER_DTYPES
+from tilegym_db.records.serving import Serving
+from tilegym_db.resolver.allocate import Allocate, allocate_of
 from tilegym_db.resolver.dispatch import Dispatcher
-from tilegym_db.resolver.loader import load_verified
 from tilegym_db.resolver.resolve import call_site, stock_launcher, stock_solution
 
-__all__ = ["ALLOCATE", "make_site"]
+__all__ = ["make_site"]
 
 NAMESPACE = "tilegym_db"
 
@@ -40,66 +44,17 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 
 
-def _like_rows(x: torch.Tensor, *_: Any) -> torch.Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _half_of_columns(x: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
-
-
-def _like_row_and_weight(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return _like_rows(x), torch.empty_like(weight)
-
-
-def _like_both_rows(a: torch.Tensor, b: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return _like_rows(a), _like_rows(b)
-
-
-def _like_heads(q: torch.Tensor, k: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(q), torch.empty_like(k)
-
-
-def _heads_after_tokens(q: torch.Tensor, *_: Any) -> torch.Tensor:
-    batch, heads, tokens, size = q.shape
-    return q.new_empty(batch, tokens, heads, size).transpose(1, 2)
-
-
-EAGER_ONLY = frozenset({"attention_prefill", "attention_decode"})
-"""Definitions without an operator: code that is compiled keeps the model's own attention, which compilers know."""
-
-GROWING = {"attention_decode": "L"}
-"""Definition -> the axis that has another size at every call: positions in a cache."""
-
-ALLOCATE: dict[str, Callable[..., Any]] = {
-    "rms_norm": _like_rows,
-    "rms_norm_fp32": _like_rows,
-    "rms_norm_gemma": _like_rows,
-    "fused_add_rms_norm": _like_rows,
-    "swiglu": _like_rows,
-    "gelu_tanh_and_mul": _like_rows,
-    "silu_and_mul": _half_of_columns,
-    "rope_neox": _like_heads,
-    "rope_partial": _like_heads,
-    "rms_norm_backward": _like_row_and_weight,
-    "rms_norm_backward_x": _like_rows,
-    "swiglu_backward": _like_both_rows,
-    "rope_neox_backward": _like_heads,
-    "attention_prefill": _heads_after_tokens,
-    "attention_decode": _heads_after_tokens,
-}
-"""The outputs of each Definition that models call, for its inputs as matrices or with any leading axes."""
-
-
 @dataclass(frozen=True, eq=False)
-class OperatorSite:
-    """What stands behind an operator call: the way to a kernel, and the stock solution."""
+class OperatorImpl:
+    """What an operator call runs: the way to a kernel, or the stock solution."""
 
     dispatcher: Dispatcher
-    site: Site
-    allocate: Callable[..., Any]
+    site: CallSite
+    allocate: Allocate
     stock: Callable[..., Any]
     """``stock(*inputs) -> outputs``: the operations of the stock solution."""
+    has_rows: bool
+    """Inputs may come with any leading axes, and are rows of a matrix to the Definition."""
 
     def compute(self, *inputs: Any) -> Any:
         """The outputs by a kernel, else by the stock solution; in the layout that ``allocate`` gives."""
@@ -139,8 +94,8 @@ class OperatorSite:
         It is only known to take matrices; so it is tried on a few rows of the same size. Traced without views it is the model's
         own code to the compiler, down to the shapes of what it leaves in memory.
         """
-        if self.dispatcher.definition.op_type == "rope":
-            return True  # its inputs are no rows
+        if not self.has_rows:
+            return True
         with unset_fake_temporarily():
             few = [_few_rows(value) if isinstance(value, torch.Tensor) else value for value in inputs]
             try:
@@ -152,8 +107,8 @@ class OperatorSite:
             return found.shape[:-1] == few[0].shape[:-1] and torch.equal(found.view(want.shape), want)
 
     def _as_matrices(self, inputs: Sequence[Any]) -> Sequence[Any]:
-        """The inputs in the Definition's shape: those of a norm or an activation come with any leading axes, as rows."""
-        if self.dispatcher.definition.op_type == "rope":
+        """The inputs in the Definition's shape."""
+        if not self.has_rows:
             return inputs
         return [
             value.view(-1, value.shape[-1]) if isinstance(value, torch.Tensor) and value.dim() > 2 else value
@@ -180,7 +135,8 @@ def _few_rows(value: torch.Tensor) -> torch.Tensor:
 def _hint(number: int | torch.SymInt) -> int | None:
     if isinstance(number, int):
         return number
-    return number.node.hint if number.node.has_hint() else None
+    hint: Any = number.node.hint if number.node.has_hint() else None
+    return None if hint is None else int(hint)
 
 
 def _laid_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -189,63 +145,71 @@ def _laid_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 # -- the operators ----------------------------------------------------------------------------------------------------
 
-_call_sites: weakref.WeakValueDictionary[str, OperatorSite] = weakref.WeakValueDictionary()
+_call_sites: weakref.WeakValueDictionary[str, OperatorImpl] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 _library: list[torch.library.Library] = []
-_operators: dict[str, Callable[..., Any]] = {}
+_operators: dict[str, dict[str, Callable[..., Any]]] = {}
 _defining = threading.Lock()
 
 
-def make_site(definition: Definition, catalog: Catalog) -> tuple[Site, Dispatcher]:
+def make_site(definition: Definition, catalog: Catalog) -> CallSite:
     """A call site of a Definition that models call, for eager and for compiled code."""
+    serving = definition.serving or Serving()
     stock = stock_solution({files.name: files for files in catalog.solutions_for(definition.name)})
     launcher = None if stock is None else stock_launcher(definition, stock)
     dispatcher = call_site(definition, catalog, stock=launcher)
-    allocate = ALLOCATE[definition.name]
-    serve = dispatcher.serving(allocate, GROWING.get(definition.name))
-    site = Site(serve, training=training_of(definition, catalog, ALLOCATE))
+    allocate, returning = allocate_of(definition), stock_function(definition, catalog)
+    serve = dispatcher.serving(allocate, serving.growing)
+    site = CallSite(serve, dispatcher, training=training_of(definition, catalog), stock=returning)
     # An operator that overwrites an input is for eager code only: compilers fuse an addition by themselves.
-    traceable = not definition.in_place and definition.name not in EAGER_ONLY
-    if stock is not None and not stock.record.spec.destination_passing_style and traceable:
-        behind = OperatorSite(dispatcher, site, allocate, functools.partial(_run_solution, stock))
+    if returning is not None and not definition.in_place and not serving.eager_only:
+        impl = OperatorImpl(dispatcher, site, allocate, returning, serving.rows is not None)
         name = f"{definition.name}_{next(_numbers)}"
-        _call_sites[name] = behind
-        site.operator = Operator(_operator(definition), name, behind)
-    return site, dispatcher
-
-
-def _run_solution(solution: SolutionFiles, *inputs: Any) -> Any:
-    return load_verified(solution, solution.digest)(*inputs)
+        _call_sites[name] = impl
+        site.operator = Operator(_operator(definition), name, impl)
+    return site
 
 
 def _operator(definition: Definition) -> Callable[..., Any]:
-    """The operator of a Definition, defined at its first use."""
+    """The operator of a Definition, defined at its first use; of another one of its name, under another name."""
+    stated = "" if definition.serving is None else definition.serving.model_dump_json()
+    called = re.sub(r"\W", "_", definition.name)
     with _defining:
-        known = _operators.get(definition.name)
+        named = _operators.setdefault(called, {})
+        known = named.get(definition.digest + stated)
         if known is None:
-            known = _operators[definition.name] = _define(definition)
+            known = _define(definition, f"{called}_{len(named)}" if named else called)
+            named[definition.digest + stated] = known
         return known
 
 
-def _define(definition: Definition) -> Callable[..., Any]:
+def _define(definition: Definition, called: str) -> Callable[..., Any]:
     if not _library:
         _library.append(torch.library.Library(NAMESPACE, "FRAGMENT"))  # type: ignore[no-untyped-call]
     (library,) = _library
-    inputs = [f"{'float' if spec.is_scalar else 'Tensor'} {name}" for name, spec in definition.inputs.items()]
+    inputs = [f"{_type_of(definition, name)} {name}" for name in definition.inputs]
     outputs = ", ".join(["Tensor"] * len(definition.outputs))
-    schema = f"{definition.name}({', '.join(inputs)}, str site) -> ({outputs})"
+    schema = f"{called}({', '.join(inputs)}, str site) -> ({outputs})"
     # Kernels are chosen by strides: a compiler must hand over the layout that it promised.
     tags = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
     library.define(schema, tags=tags)  # type: ignore[no-untyped-call]
-    library.impl(definition.name, _run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    allocate = ALLOCATE[definition.name]
-    torch.library.register_fake(f"{NAMESPACE}::{definition.name}", lambda *args: allocate(*args[:-1]), lib=library)
-    operator: Any = getattr(getattr(torch.ops, NAMESPACE), definition.name).default
+    library.impl(called, _run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    allocate = allocate_of(definition)
+    torch.library.register_fake(f"{NAMESPACE}::{called}", lambda *args: allocate(*args[:-1]), lib=library)
+    operator: Any = getattr(getattr(torch.ops, NAMESPACE), called).default
     differentiable = functools.partial(_differentiate, operator)
-    library.impl(definition.name, differentiable, "Autograd")  # type: ignore[no-untyped-call]
+    library.impl(called, differentiable, "Autograd")  # type: ignore[no-untyped-call]
     operator.py_impl(ProxyTorchDispatchMode)(functools.partial(_trace, operator))
     call: Callable[..., Any] = operator
     return call
+
+
+def _type_of(definition: Definition, name: str) -> str:
+    """How an operator's schema calls the type of an input."""
+    spec = definition.inputs[name]
+    if not spec.is_scalar:
+        return "Tensor"
+    return "bool" if spec.dtype == "bool" else "int" if spec.dtype in INTEGER_DTYPES else "float"
 
 
 def _run(*args: Any) -> Any:
@@ -274,9 +238,9 @@ def _requires_grad(value: Any) -> bool:
 def _trace(operator: Any, mode: ProxyTorchDispatchMode, *args: Any) -> Any:
     """What goes into a graph of low-level operations: the operator, or the stock operations in its place."""
     *inputs, name = args
-    behind = _call_sites[name]
-    if not behind.is_left_to_stock(*inputs):
+    impl = _call_sites[name]
+    if not impl.is_left_to_stock(*inputs):
         return mode.__torch_dispatch__(operator, (), args, {})
-    as_matrices = not behind.takes_leading_axes(*inputs)
+    as_matrices = not impl.takes_leading_axes(*inputs)
     with mode:
-        return behind.run_stock(*inputs, as_matrices=as_matrices)
+        return impl.run_stock(*inputs, as_matrices=as_matrices)

@@ -17,11 +17,12 @@ from tilegym_db.errors import TilegymDBError
 from tilegym_db.integrations.transformers.capture import CapturedCall, copied
 from tilegym_db.records import Definition
 from tilegym_db.records.binding import Binding, bind_call
-from tilegym_db.resolver.dispatch import Allocate, Dispatcher
+from tilegym_db.records.tolerance import LIMITS
+from tilegym_db.resolver.allocate import Allocate
+from tilegym_db.resolver.dispatch import Dispatcher
 from tilegym_db.verify.comparison import check_outputs
 from tilegym_db.verify.gates import relative_error
 from tilegym_db.verify.reference import oracle
-from tilegym_db.verify.tolerance import LIMITS
 
 __all__ = ["ALLOWED_FACTOR", "Proof", "allowed_error", "prove"]
 

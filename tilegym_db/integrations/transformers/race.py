@@ -13,17 +13,19 @@ from typing import Any
 import torch
 
 from tilegym_db.errors import ToolchainError
+from tilegym_db.integrations.transformers.claims import CONTROL
 from tilegym_db.integrations.transformers.generation import Generate, Generation, dynamic_cache, prefill, static_cache
 from tilegym_db.integrations.transformers.patch import Handle
 from tilegym_db.integrations.transformers.peers import Peer
 
-__all__ = ["ALWAYS", "RIVALS", "WARM_UP_ROUNDS", "Entries", "Observer", "Race", "compare", "new_hits"]
+__all__ = ["ALTERNATIVES", "ALWAYS", "WARM_UP_ROUNDS", "Entries", "Observer", "Race", "compare", "new_hits"]
 
 WARM_UP_ROUNDS = 2
 """Not counted: kernels are chosen, loaded and compiled there, and allocators find their size."""
 
 ALWAYS = ("stock", "patched")
-RIVALS = {
+ALTERNATIVES = {
+    CONTROL: ("stock",),
     "stock_static_cache": ("stock", "patched"),
     "patched_static_cache": ("stock", "stock_static_cache"),
     "stock_compiled": ("stock", "patched"),
@@ -52,8 +54,8 @@ class Entries:
         self.libraries: dict[str, str] = {}
 
     def add_eager(self) -> None:
-        """The two that are always there."""
-        for name, model in self._models.items():
+        """The two that are always there, and the control."""
+        for name, model in {**self._models, CONTROL: self._models["stock"]}.items():
             self.ways[name] = dynamic_cache(model, self._ids, self._new) if self._new else prefill(model, self._ids)
 
     def add_static_cache(self, asked: bool) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from tilegym_db.errors import ToolchainError, UsageError, did_you_mean
+from tilegym_db.errors import MissingPackageError, UsageError, did_you_mean
+from tilegym_db.integrations.transformers.sizes import check_config_sizes, check_fits
 
 __all__ = ["DTYPES", "build_model", "load_config"]
 
@@ -27,25 +28,42 @@ def load_config(path: Path, layers: int | None = None) -> Any:
 
     Raises:
         UsageError: there is no such file, it is no config of a known model, or it has fewer layers.
-        ToolchainError: transformers is not installed.
+        MissingPackageError: transformers is not installed.
     """
     try:
         from transformers import CONFIG_MAPPING
     except ImportError:
-        raise ToolchainError("models need transformers. Try: pip install 'tilegym-db[transformers]'") from None
+        raise MissingPackageError("models need transformers. Try: pip install 'tilegym-db[transformers]'") from None
     file = path / "config.json" if path.is_dir() else path
     try:
         content = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{file}: cannot read this config: {getattr(error, 'strerror', None) or error}.") from None
     model_type = content.get("model_type") if isinstance(content, dict) else None
     if model_type not in CONFIG_MAPPING:
         what = f"model_type {model_type!r} is unknown to transformers" if model_type else "it states no model_type"
         raise UsageError(f"{file} is no config of a model: {what}.{did_you_mean(str(model_type), CONFIG_MAPPING)}")
-    config: Any = CONFIG_MAPPING[str(model_type)].from_dict(content)
+    check_config_sizes(content, file)
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        config: Any = CONFIG_MAPPING[str(model_type)].from_dict(content)
+    except (
+        StrictDataclassError,
+        *_REFUSALS,
+    ) as error:  # what the many config classes raise for a value that they do not take
+        raise UsageError(f"{file}: transformers refuses this config: {_last_line(error)}.") from None
     if layers is not None:
         _keep_layers(config, layers, file)
     return config
+
+
+_REFUSALS = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RuntimeError)
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1][:300].rstrip('.')}" if lines else type(error).__name__
 
 
 def _keep_layers(config: Any, layers: int, file: Path) -> None:
@@ -63,20 +81,25 @@ def build_model(config: Any, device: str, dtype: str) -> Any:
     Weights of norms are not all one, as they are in no trained model: what rounds before or after them differs only then.
 
     Raises:
-        UsageError: the config is of a model that is no causal language model.
+        UsageError: the config is of a model that is no causal language model, that cannot be built, or that does not fit
+            into the device's memory.
     """
     from transformers import AutoModelForCausalLM
 
     factory: Any = AutoModelForCausalLM
     devices = [torch.device(device)] if device.startswith("cuda") else []
+    try:
+        with torch.device("meta"):  # takes no memory: says whether there can be a model, and how large it is
+            check_fits(factory.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False), device)
+    except UsageError:
+        raise
+    except _REFUSALS as error:
+        if "Unrecognized configuration class" in str(error):
+            raise UsageError(f"{config.model_type} is no causal language model of transformers.") from None
+        raise UsageError(f"transformers builds no model from this config: {_last_line(error)}.") from None
     with torch.random.fork_rng(devices), torch.device(device):
         torch.manual_seed(SEED)
-        try:
-            model = factory.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False).eval()
-        except ValueError as error:
-            if "Unrecognized configuration class" not in str(error):
-                raise
-            raise UsageError(f"{config.model_type} is no causal language model of transformers.") from None
+        model = factory.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False).eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() == 1:

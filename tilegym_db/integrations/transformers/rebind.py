@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["is_patched", "shadow_function", "subclass", "unpatched_class"]
+__all__ = ["has_hooks", "is_patched", "shadow_function", "subclass", "unpatched_class"]
 
 _MARK = "_tilegym_db_replaces"
 _numbers = itertools.count()
@@ -74,3 +74,8 @@ def shadow_function(function: FunctionType, replacements: Mapping[str, Any]) -> 
     forget = weakref.finalize(copied, sys.modules.pop, shadow.__name__, None)
     forget.atexit = False
     return copied, forget
+
+
+def has_hooks(module: Any) -> bool:
+    """Whether calling a module does more than its class's forward: hooks, or a forward of its own."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))

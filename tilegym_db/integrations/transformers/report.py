@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -10,19 +11,19 @@ from tilegym_db.errors import UsageError
 from tilegym_db.integrations.transformers.gpu_time import GpuTime
 from tilegym_db.integrations.transformers.proof import Proof
 from tilegym_db.records import axes_key
-from tilegym_db.resolver.site_report import Failure, SiteReport
+from tilegym_db.resolver.dispatch_report import DispatchReport, KernelFailure
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["PROOF_COLUMNS", "CallSite", "Report"]
+__all__ = ["PROOF_COLUMNS", "CallSiteReport", "PatchReport"]
 
 PROOF_COLUMNS = ("site", "definition", "stage", "call", "tried", "kernel error", "stock error", "allowed", "verdict")
 """Errors are relative, against fp64."""
 
 
 @dataclass(frozen=True)
-class CallSite:
+class CallSiteReport:
     """One group of modules. ``reason`` says why the site is stock as a whole; ``counts`` is None there.
 
     ``training`` has the counts of the calls that a derivative may be asked of, forward, and those of the gradients, each under
@@ -38,22 +39,22 @@ class CallSite:
     modules: int
     definition: str
     reason: str
-    counts: SiteReport | None = None
-    training: tuple[SiteReport, ...] = ()
+    counts: DispatchReport | None = None
+    training: tuple[DispatchReport, ...] = ()
     bypassed: Mapping[str, int] = field(default_factory=dict)
     proofs: tuple[Proof, ...] = ()
 
     @property
-    def all_counts(self) -> tuple[SiteReport, ...]:
+    def all_counts(self) -> tuple[DispatchReport, ...]:
         """``counts`` and ``training``; empty where the site is stock as a whole."""
         return () if self.counts is None else (self.counts, *self.training)
 
 
 @dataclass(frozen=True)
-class Report:
+class PatchReport:
     """Every call site of a patched model, patched or not, and where its GPU time went if a call was profiled."""
 
-    sites: tuple[CallSite, ...]
+    sites: tuple[CallSiteReport, ...]
     gpu_time: GpuTime | None = None
 
     @property
@@ -75,7 +76,7 @@ class Report:
         return tuple(proof for site in self.sites for proof in site.proofs if proof.failed)
 
     @property
-    def failures(self) -> tuple[Failure, ...]:
+    def failures(self) -> tuple[KernelFailure, ...]:
         """The kernels that raised and are in quarantine since."""
         return tuple(failure for site in self.sites for counts in site.all_counts for failure in counts.failures)
 
@@ -152,10 +153,14 @@ class Report:
         return table
 
     def __str__(self) -> str:
-        """The tables as text."""
+        """The tables as text, in the width of the terminal or of ``COLUMNS``; without either, in 160 characters."""
+        return self.text(min(160, shutil.get_terminal_size((160, 24)).columns))
+
+    def text(self, width: int) -> str:
+        """The tables as text, in lines of ``width`` characters."""
         from rich.console import Console
 
-        console = Console(width=160)
+        console = Console(width=width)
         with console.capture() as capture:
             console.print(self.table())
             if any(site.proofs for site in self.sites):
@@ -165,7 +170,7 @@ class Report:
         return capture.get()
 
 
-def _rows(site: CallSite) -> Sequence[tuple[str, str, str, str, str, str]]:
+def _rows(site: CallSiteReport) -> Sequence[tuple[str, str, str, str, str, str]]:
     name = site.definition or site.kind
     if site.counts is None:
         return [(name, "", "", "", "stock", site.reason)]

@@ -21,10 +21,10 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.records import Definition
 from tilegym_db.records.backward import differentiated
 from tilegym_db.records.definition import GRADIENT
-from tilegym_db.resolver.dispatch import Allocate
+from tilegym_db.resolver.allocate import allocate_of
+from tilegym_db.resolver.dispatch_report import DispatchReport
 from tilegym_db.resolver.loader import load_verified
 from tilegym_db.resolver.resolve import call_site, stock_launcher, stock_solution
-from tilegym_db.resolver.site_report import SiteReport
 
 __all__ = ["Training", "training_of"]
 
@@ -66,7 +66,7 @@ class Training:
         if way is None:
             names = ", ".join(self._names[index] for index in sorted(wanted)) or "no input"
             return f"a gradient may be asked for, and no definition gives that of {names} alone"
-        return _Call.apply(way, *inputs) if is_recorded else way.serve(*inputs)  # type: ignore[no-untyped-call]
+        return _Call.apply(way, *inputs) if is_recorded else way.serve(*inputs)
 
     def refuse(self, kernel: str, reason: str) -> None:
         """Leave to stock code whatever would run this kernel forward; see :meth:`Dispatcher.refuse`."""
@@ -86,12 +86,12 @@ class Training:
             for way, serve, serve_gradients in own:
                 way.serve, way.serve_gradients = serve, serve_gradients
 
-    def reports(self) -> tuple[SiteReport, ...]:
+    def reports(self) -> tuple[DispatchReport, ...]:
         """What was called, forward and backward; those that never were are left out."""
         found = (dispatcher.report() for way in self._ways.values() for dispatcher in (way.forward, way.backward))
         return tuple(self._explained(report) for report in found if report.calls)
 
-    def _explained(self, report: SiteReport) -> SiteReport:
+    def _explained(self, report: DispatchReport) -> DispatchReport:
         if not self._maybe_for_nothing:
             return report
         keys = (replace(key, reason=f"{key.reason}; {NO_GRADIENT}") if not key.solution else key for key in report.keys)
@@ -120,17 +120,15 @@ class _Argument(NamedTuple):
 class _Way:
     """A forward Definition with one of its backward Definitions."""
 
-    def __init__(
-        self, forward: Definition, backward: Definition, catalog: Catalog, allocate: Mapping[str, Allocate]
-    ) -> None:
+    def __init__(self, forward: Definition, backward: Definition, catalog: Catalog) -> None:
         inputs, outputs = list(forward.inputs), list(forward.outputs)
         stock = stock_solution({files.name: files for files in catalog.solutions_for(backward.name)})
         assert stock is not None, "asked for where there is one"
         self.forward = call_site(forward, catalog, mode="training", backward=backward)
         self.backward = call_site(backward, catalog, mode="training", stock=stock_launcher(backward, stock))
-        self.serve: Callable[..., Any] = self.forward.serving(allocate[forward.name])
+        self.serve: Callable[..., Any] = self.forward.serving(allocate_of(forward))
         self.differentiated = tuple(inputs.index(name) for name in differentiated(backward))
-        self.serve_gradients: Callable[..., Any] = self.backward.serving(allocate[backward.name])
+        self.serve_gradients: Callable[..., Any] = self.backward.serving(allocate_of(backward))
         self._stock = stock
         self._arguments = [
             _Argument(True, outputs.index(name.removeprefix(GRADIENT)))
@@ -181,18 +179,17 @@ class _Call(torch.autograd.Function):
         return (None, *(found.get(which) if wanted[which] else None for which in range(len(wanted))))
 
 
-def training_of(definition: Definition, catalog: Catalog, allocate: Mapping[str, Allocate]) -> Training | None:
+def training_of(definition: Definition, catalog: Catalog) -> Training | None:
     """The ways that a call site of a Definition has in training; None where no Definition gives gradients of it.
 
     Args:
         definition: of the call site.
         catalog: whose backward Definitions, stock code and kernels are used.
-        allocate: makes the outputs of a Definition by its name; a backward Definition that it does not know is left out.
     """
     ways = [
-        _Way(definition, backward, catalog, allocate)
+        _Way(definition, backward, catalog)
         for backward in catalog.backwards_of(definition.name)
-        if backward.name in allocate and _can_fall_back(backward, catalog)
+        if _can_fall_back(backward, catalog)
     ]
     return Training(definition, ways) if ways else None
 

@@ -10,7 +10,8 @@ from tilegym_db.errors import UsageError
 from tilegym_db.integrations.transformers.capture import random_prompt
 from tilegym_db.integrations.transformers.patch import patched
 from tilegym_db.integrations.transformers.random_model import DTYPES, build_model, load_config
-from tilegym_db.integrations.transformers.report import Report
+from tilegym_db.integrations.transformers.report import PatchReport
+from tilegym_db.integrations.transformers.sizes import check_run_fits
 from tilegym_db.integrations.transformers.workloads import new_workloads
 from tilegym_db.paths import home
 from tilegym_db.records import Workload
@@ -22,7 +23,7 @@ __all__ = ["VerifiedModel", "keep_workloads", "model_tag", "verify_model"]
 class VerifiedModel:
     """What came of it: the report with its proofs, and the kinds of calls that the model made."""
 
-    report: Report
+    report: PatchReport
     workloads: tuple[Workload, ...]
 
 
@@ -46,7 +47,9 @@ def verify_model(
         raise UsageError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}.")
     if batch < 1 or prompt < 1:
         raise UsageError(f"batch and prompt are at least 1, not {batch} and {prompt}.")
-    model = build_model(load_config(path, layers), device, dtype)
+    config = load_config(path, layers)
+    check_run_fits(config, device, dtype, batch, prompt)
+    model = build_model(config, device, dtype)
     with patched(model, verify=True, inputs=random_prompt(model, batch, prompt)) as handle:
         return VerifiedModel(handle.report(), handle.workloads)
 

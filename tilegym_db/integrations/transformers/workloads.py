@@ -13,7 +13,7 @@ from tilegym_db.integrations.transformers.capture import CapturedCall
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.binding import bind_call
 from tilegym_db.records.layouts import contiguous_strides, layout_class, layout_strides
-from tilegym_db.resolver.dispatch import Allocate
+from tilegym_db.resolver.allocate import Allocate
 
 __all__ = ["new_workloads", "workload_of"]
 

@@ -6,8 +6,7 @@ import ast
 import re
 
 from tilegym_db.verify.scan.context import Context
-from tilegym_db.verify.scan.modules import words
-from tilegym_db.verify.scan.paths import ATTENTION_OPERATORS
+from tilegym_db.verify.scan.tables import OPERATOR_MAKERS, WORDS, words
 
 __all__ = ["check_call", "check_environment_item"]
 
@@ -15,13 +14,17 @@ EXTERN_CALLS = frozenset({"tilelang.language.call_extern", "tilelang.language.ca
 DEVICE_INTRINSIC = re.compile(r"__(?!libc|xpg|nss|gconv)[a-z][a-z0-9_]*")
 """What ``T.call_extern`` may name: intrinsics of CUDA. Other names are also those of functions of the C library."""
 
-OPERATOR_MAKERS = frozenset({"torch.library.custom_op", "torch.library.triton_op"})
-TORCH_NAMESPACES = words("aten prims prim c10d _c10d_functional quantized torchvision inductor rngprims debugprims")
 
 FLAG_ARGUMENTS = ("compile_flags", "nvcc_flags")
 SAFE_FLAG = re.compile(
     r"-O[0-3]|-G|-lineinfo|-D\w+(=\w+)?|-?-use_fast_math|-?-(fmad|ftz|prec-div|prec-sqrt)=(true|false)"
     r"|-?-maxrregcount=\d+|-?-ptxas-options=-[vO][0-3]?|-?-expt-(relaxed-constexpr|extended-lambda)"
+)
+READS_ATTRIBUTES = re.compile(r"\{[^{}:!]*[.\[]")
+"""A field of ``str.format`` that reads an attribute or item: ``{0.__globals__}``."""
+
+CLASS_MAKERS = words(
+    "collections.namedtuple enum.Enum enum.IntEnum enum.StrEnum enum.Flag enum.IntFlag typing.NamedTuple typing.TypedDict"
 )
 HARMLESS_VARIABLES = frozenset({"TRITON_INTERPRET"})
 """What a kernel may ask: nothing that differs between a worker, whose environment is scrubbed, and a model."""
@@ -43,6 +46,14 @@ def check_call(context: Context, node: ast.Call) -> None:
         )
     if "cuda.tile.launch" in paths and node.args and isinstance(_literal(context, node.args[0]), ast.Constant):
         context.report.add(node, "stream-or-graph", "launches on a stream given by number")
+    if isinstance(node.func, ast.Attribute) and node.func.attr == "format":
+        text = context.text(node.func.value)
+        if text is not None and not READS_ATTRIBUTES.search(text):
+            context.plain_formats.add(node.func)
+    if "torch.compile" in paths and any(keyword.arg in (None, "options") for keyword in node.keywords):
+        context.report.add(node, "compiler-flags", "gives torch.compile options")
+    if paths & CLASS_MAKERS and any(keyword.arg in (None, "module", "qualname") for keyword in node.keywords):
+        context.report.add(node, "class-factory", "gives a class another module")
     if "functools.wraps" in paths and count > 1:
         context.report.add(node, "dynamic-attribute", "gives functools.wraps a list of attributes to set")
     if paths & EXTERN_CALLS and not _names_an_intrinsic(context, node):
@@ -63,7 +74,7 @@ def _is_attention_operator(context: Context, function: ast.expr) -> bool:
         root = root.value
     bindings = context.names.bindings(root, context.scope)
     is_torch = bool(bindings) and all(binding.path == "torch" for binding in bindings)
-    return is_torch and context.resolve(function) <= ATTENTION_OPERATORS
+    return is_torch and context.resolve(function) <= WORDS["attention-operators"]
 
 
 def _literal(context: Context, node: ast.expr) -> ast.expr | None:
@@ -107,7 +118,7 @@ def _names_an_intrinsic(context: Context, node: ast.Call) -> bool:
 
 def _is_torch_operator(context: Context, node: ast.Call) -> bool:
     name = context.text(node.args[0]) if node.args else None
-    return name is None or name.partition("::")[0] in TORCH_NAMESPACES
+    return name is None or name.partition("::")[0] in WORDS["torch-namespaces"]
 
 
 def _check_keywords(context: Context, node: ast.Call) -> None:

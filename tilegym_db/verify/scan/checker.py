@@ -8,15 +8,15 @@ from collections.abc import Iterable
 
 from tilegym_db.verify.scan.calls import check_call, check_environment_item
 from tilegym_db.verify.scan.context import Context
-from tilegym_db.verify.scan.modules import import_rule, words
-from tilegym_db.verify.scan.paths import CONTAINERS, HOOKS
 from tilegym_db.verify.scan.scopes import Scope, ScopedVisitor
 from tilegym_db.verify.scan.stores import (
     check_attribute_store,
     check_augmented_name,
     check_item_store,
     check_mutating_call,
+    is_own,
 )
+from tilegym_db.verify.scan.tables import LISTED_ROOTS, WORDS, import_rule, words
 
 __all__ = ["Checker"]
 
@@ -26,6 +26,7 @@ DANGEROUS_KEYS = {
     "compile_flags": "compiler-flags",
     "extern_libs": "native-extension",
 }
+NOT_EVALUATED = words("typing.Annotated typing.Literal typing_extensions.Annotated typing_extensions.Literal")
 TAKES_CLASSES = words("builtins.isinstance builtins.issubclass typing.cast typing.TypeVar typing.NewType")
 TENSOR_CLASS = re.compile(r"torch\.(\w*Tensor|(nn\.)?(parameter\.)?\w*Parameter)(\..*)?")
 
@@ -39,6 +40,7 @@ class Checker(ScopedVisitor):
         self._strings_as_statements = {
             id(node.value) for node in ast.walk(context.module.tree) if isinstance(node, ast.Expr)
         }
+        self._types_seen: set[ast.AST] = set()
         self._own_roots = {name.partition(".")[0] for name in context.names.modules}
 
     @property
@@ -86,7 +88,8 @@ class Checker(ScopedVisitor):
         rule = import_rule(name, self.context.language, self.context.declared)
         if rule is not None:
             self.report.add(node, rule, f"imports {name}")
-            return rule == "imports-os"
+            if name.partition(".")[0] not in LISTED_ROOTS or rule not in ("imports-os", "imports-library"):
+                return False
         return self.context.check_path(node, name, imported=True)
 
     def _check_class_import(self, node: ast.stmt, path: str) -> None:
@@ -105,10 +108,10 @@ class Checker(ScopedVisitor):
 
     def visit_Name(self, node: ast.Name) -> None:  # noqa: D102
         if not isinstance(node.ctx, ast.Load):
-            if node.id in HOOKS and (self.scope.is_class or self.scope.parent is None):
+            if node.id in WORDS["hooks"] and (self.scope.is_class or self.scope.parent is None):
                 self.report.add(node, "object-hooks", f"defines {node.id}")
             return
-        if node.id in ("__builtins__", "__loader__", "__spec__"):
+        if node.id in ("__builtins__", "__loader__", "__spec__", "__annotations__", "__path__", "__class__"):
             self.report.add(node, "namespace-access", f"uses {node.id}")
         self._judge(node)
 
@@ -122,7 +125,8 @@ class Checker(ScopedVisitor):
         harmless_class = False
         while isinstance(root, ast.Attribute):  # the chain was judged as one path; its names are judged each
             if not (root.attr == "__class__" and harmless_class):
-                self.context.check_attribute_name(root, root.attr, resolved=resolved)
+                own = is_own(self.context, root.value)
+                self.context.check_attribute_name(root, root.attr, resolved=resolved, own=own)
             harmless_class = root.attr in ("__name__", "__qualname__")  # x.__class__.__name__ is a string
             root = root.value
         if harmless_class:
@@ -161,6 +165,7 @@ class Checker(ScopedVisitor):
         self.generic_visit(node)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:  # noqa: D102
+        self._check_texts(node.annotation)
         if isinstance(node.target, ast.Name) and not self.scope.is_class:
             self.context.allow_module(node.value)
         self.generic_visit(node)
@@ -244,14 +249,39 @@ class Checker(ScopedVisitor):
         """A type is not used: nothing can read it back, for what could is refused. Unless it computes something."""
         if any(isinstance(part, ast.Call | ast.NamedExpr | ast.Lambda) for part in ast.walk(node)):
             self.visit(node)
+        self._check_texts(node)
+
+    def _check_texts(self, node: ast.expr) -> None:
+        """Refuse a text in an annotation that would do more than name a type, were somebody to evaluate it."""
+        if isinstance(node, ast.Subscript) and self.context.resolve(node.value) & NOT_EVALUATED:
+            parts = node.slice.elts[:1] if isinstance(node.slice, ast.Tuple) else []
+        else:
+            parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
+        for part in parts:
+            self._check_texts(part)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and not _names_a_type(node.value):
+            self.report.add(node, "dynamic-code", f"annotates with the text '{node.value[:40]}'")
+        if isinstance(node, ast.JoinedStr | ast.BinOp) and self._is_computed_text(node):
+            self.report.add(node, "dynamic-code", "annotates with a computed text")
+        for binding in self.context.names.bindings(node, self.scope) if node not in self._types_seen else ():
+            self._types_seen.add(node)
+            if isinstance(binding.value, ast.Constant | ast.Subscript | ast.JoinedStr | ast.BinOp | ast.Name):
+                self._check_texts(binding.value)
+
+    def _is_computed_text(self, node: ast.expr) -> bool:
+        """True for an f-string, and for a sum or the like of texts; sums of sizes stand in annotations of TileLang."""
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+            return False
+        parts = [part for part in ast.walk(node) if isinstance(part, ast.expr)]
+        return any(isinstance(part, ast.JoinedStr) or self.context.text(part) is not None for part in parts)
 
     # -- definitions --------------------------------------------------------------------------------------------------
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:  # noqa: D102
-        if node.name in HOOKS or (self.scope.parent is None and node.name == "__getattr__"):
+        if node.name in WORDS["hooks"] or (self.scope.parent is None and node.name == "__getattr__"):
             self.report.add(node, "object-hooks", f"defines {node.name}")
         for default in [*node.args.defaults, *node.args.kw_defaults]:
-            is_container = isinstance(default, ast.Call) and self.context.resolve(default.func) & CONTAINERS
+            is_container = isinstance(default, ast.Call) and self.context.resolve(default.func) & WORDS["containers"]
             self._check_classes([default])
             if is_container or isinstance(default, ast.Dict | ast.List | ast.Set):
                 self.report.add(node, "keeps-state", f"gives {node.name} a mutable default, which outlives the call")
@@ -264,3 +294,23 @@ class Checker(ScopedVisitor):
             elif path == "builtins.type":
                 self.report.add(node, "object-hooks", f"defines {node.name} as a metaclass")
         super().visit_ClassDef(node)
+
+
+def _names_a_type(text: str) -> bool:
+    """Whether a text is no Python, or only names, their members and unions, whose names no HARD rule refuses."""
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return True
+    plain = (
+        ast.Expression,
+        ast.Name,
+        ast.Attribute,
+        ast.Subscript,
+        ast.Tuple,
+        ast.List,
+        ast.BinOp,
+        ast.BitOr,
+        ast.Load,
+    )
+    return all(isinstance(part, (*plain, ast.Constant)) for part in ast.walk(tree)) and "__" not in text

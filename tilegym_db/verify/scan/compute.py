@@ -9,14 +9,7 @@ from dataclasses import dataclass
 
 from tilegym_db.verify.scan.names import Names
 from tilegym_db.verify.scan.scopes import FUNCTIONS, Module, Scope, ScopedVisitor, every_argument
-from tilegym_db.verify.scan.torch_members import (
-    COMPUTE_METHODS,
-    COPY_METHODS,
-    DEVICE_DECORATORS,
-    KERNEL_MAKERS,
-    TENSOR_MARKS,
-    is_torch_compute,
-)
+from tilegym_db.verify.scan.tables import WORDS, is_torch_compute
 
 __all__ = ["Survey", "Use", "device_functions", "fallbacks", "survey"]
 
@@ -84,9 +77,9 @@ class Survey(ScopedVisitor):
             return
         if self._judge(node):
             return
-        if node.attr in COMPUTE_METHODS:
+        if node.attr in WORDS["compute-methods"]:
             self._add(node, "torch-compute", f"calls .{node.attr}() outside a kernel")
-        elif node.attr in COPY_METHODS:
+        elif node.attr in WORDS["copy-methods"]:
             self._add(node, "copies-with-torch", f"calls .{node.attr}()")
         self.visit(node.value)
 
@@ -111,7 +104,7 @@ class Survey(ScopedVisitor):
     def _judge(self, node: ast.expr) -> bool:
         """Note what a name or attribute stands for; True where that is known."""
         paths = self.names.resolve(node, self.scope)
-        self.makes_kernel |= bool(paths & KERNEL_MAKERS)
+        self.makes_kernel |= bool(paths & WORDS["kernel-makers"])
         for path in sorted(paths):
             if is_torch_compute(path) and path not in self.module.imported:  # a module computes nothing by itself
                 self._add(node, "torch-compute", f"uses {path}", anywhere=True)
@@ -150,7 +143,7 @@ class _Tensors(ScopedVisitor):
         return scope
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        if node.attr in TENSOR_MARKS and isinstance(node.value, ast.Name):
+        if node.attr in WORDS["tensor-marks"] and isinstance(node.value, ast.Name):
             holder = self.scope.holder(node.value.id)
             if holder is not None:
                 self.found.add((holder, node.value.id))
@@ -203,7 +196,7 @@ def device_functions(surveys: Iterable[Survey]) -> set[ast.AST]:
 
 def _is_kernel(node: ast.FunctionDef, scope: Scope, names: Names) -> bool:
     called = (item.func if isinstance(item, ast.Call) else item for item in node.decorator_list)
-    return any(names.resolve(decorator, scope) & DEVICE_DECORATORS for decorator in called)
+    return any(names.resolve(decorator, scope) & WORDS["device-decorators"] for decorator in called)
 
 
 def fallbacks(surveys: Iterable[Survey]) -> Iterator[tuple[Survey, ast.ExceptHandler, str]]:

@@ -6,18 +6,26 @@ import ast
 import re
 from dataclasses import dataclass, field
 
-from tilegym_db.verify.scan.findings import Finding
-from tilegym_db.verify.scan.modules import SMUGGLED
+from tilegym_db.verify.scan.findings import Finding, Severity
 from tilegym_db.verify.scan.names import Names
-from tilegym_db.verify.scan.paths import FORBIDDEN_ATTRIBUTES, MODULES, OS_ALLOWED, is_public_dunder, path_rule
-from tilegym_db.verify.scan.rules import RULES
 from tilegym_db.verify.scan.scopes import Module, Scope
+from tilegym_db.verify.scan.tables import (
+    CLOSED,
+    FORBIDDEN,
+    LISTED_ROOTS,
+    MEMBERS,
+    RULES,
+    SMUGGLED,
+    VALUES,
+    is_listed,
+    is_public_dunder,
+    label,
+    path_rule,
+)
 
-__all__ = ["Context", "Report", "is_external"]
+__all__ = ["Context", "ScanReport", "is_external"]
 
 TORCH_CLASS = re.compile(r"torch\.([\w.]+\.)?[A-Z][A-Z]*[a-z]\w*")
-DEVICE_LANGUAGES = ("triton.language.", "tilelang.language.", "cuda.tile.", "triton.experimental.gluon.language.")
-"""Their members with a leading underscore are operations of the language, such as ``T.__exp``."""
 
 
 def is_external(path: str) -> bool:
@@ -26,7 +34,7 @@ def is_external(path: str) -> bool:
 
 
 @dataclass
-class Report:
+class ScanReport:
     """The findings of one source, each (line, rule, subject) once."""
 
     path: str
@@ -52,14 +60,20 @@ class Context:
     language: str
     declared: frozenset[str]
     """Import roots of the Solution's dependencies."""
-    report: Report
+    report: ScanReport
     scope: Scope
+    own_names: frozenset[str] = frozenset()
+    """Attributes that the Solution's own classes and modules define."""
+    own_operators: frozenset[str] = frozenset()
+    """Paths of the operators that the Solution registers: ``torch.ops.mine.scale``."""
     may_hold_module: set[ast.AST] = field(default_factory=set)
     """Expressions that stand where a module may: before a dot, or on the right of a plain alias."""
     may_hold_class: set[ast.AST] = field(default_factory=set)
     """Expressions that stand where a class may: in ``isinstance``, in a comparison, in a type, in an f-string."""
     called_operators: set[ast.AST] = field(default_factory=set)
-    """Calls of :data:`~tilegym_db.verify.scan.paths.ATTENTION_OPERATORS` that are written out: the expression that is called."""
+    """What is called, where it is written out and one of the attention operators."""
+    plain_formats: set[ast.AST] = field(default_factory=set)
+    """``"...".format`` where it is called and its text reads no attributes."""
 
     def resolve(self, node: ast.expr | None) -> frozenset[str]:
         """What an expression stands for, here."""
@@ -71,33 +85,25 @@ class Context:
 
     def is_module(self, path: str) -> bool:
         """True for a path that is known to be a module."""
-        return self.names.is_own_module(path) or path in MODULES or path in self.module.imported
+        return self.names.is_own_module(path) or path in MEMBERS or path in self.module.imported
 
     def check_path(self, node: ast.AST, path: str, *, imported: bool = False) -> bool:
         """Judge a path that is imported or used; True where it is harmless."""
-        if path.startswith("."):
+        root = path.partition(".")[0]
+        if not root:  # of the Solution's own
             return True
-        if path == "os" or path.startswith("os."):
-            if not OS_ALLOWED.fullmatch(path):
-                self.report.add(node, "os-call", f"uses {path}")
-                return False
+        verb = "imports" if imported else "uses"
+        noted = path_rule(path)
+        is_allowed = is_listed(path) if root in LISTED_ROOTS else label(path) == "unlisted-member"
+        is_allowed &= not path.startswith("builtins.type.")
+        is_allowed &= path == "os.environ.get" or not path.startswith("os.environ.")
+        if is_allowed or path in self.own_operators or node in self.called_operators:
+            if noted in RULES and RULES[noted].severity is Severity.SOFT:
+                self.report.add(node, noted, f"{verb} {path}")
             return True
-        named, rule = path_rule(path)
-        parts = path.split(".")[1:]
-        if named and rule is not None:
-            self.report.add(node, rule, f"{'imports' if imported else 'uses'} {path.removeprefix('builtins.')}")
-            return False
-        if named or path.startswith("builtins."):
-            return True
-        smuggled = next((part for part in parts if part in SMUGGLED), None)
-        if smuggled is not None:
-            self.report.add(node, "smuggled-module", f"reaches the module {smuggled} as {path}")
-            return False
-        private = any(part.startswith("_") and not part.endswith("__") for part in parts)
-        if private and not path.startswith(DEVICE_LANGUAGES) and node not in self.called_operators:
-            self.report.add(node, "private-member", f"uses {path}")
-            return False
-        return True
+        rule = "os-call" if root == "os" else label(path)
+        self.report.add(node, rule, f"{verb} {path.removeprefix('builtins.')}")
+        return False
 
     def check_escape(self, node: ast.expr, path: str) -> None:
         """Refuse a module, or the environment, where it is used as a value."""
@@ -108,19 +114,24 @@ class Context:
         elif self.is_module(path):
             self.report.add(node, "module-as-value", f"uses the module {path.lstrip('.')} as a value")
 
-    def check_attribute_name(self, node: ast.AST, name: str, *, resolved: bool) -> None:
+    def check_attribute_name(self, node: ast.AST, name: str, *, resolved: bool, own: bool = False) -> None:
         """Judge the name of an attribute, whatever it is taken from.
 
         Args:
             node: where.
             name: of the attribute.
             resolved: True where the whole path is known and judged already.
+            own: True for an attribute of an instance of an own class.
         """
         if name.startswith("__") and name.endswith("__"):
             if not is_public_dunder(name):
                 self.report.add(node, "dunder-access", f"reads {name}")
-        elif name in FORBIDDEN_ATTRIBUTES and not (resolved and (name in SMUGGLED or name == "_C")):
-            self.report.add(node, FORBIDDEN_ATTRIBUTES[name], f"uses .{name}")
+        elif name in FORBIDDEN and not (resolved and (name in SMUGGLED or name == "_C")):
+            self.report.add(node, FORBIDDEN[name], f"uses .{name}")
+        elif name in ("format", "format_map") and node not in self.plain_formats:
+            self.report.add(node, "dynamic-attribute", f"uses .{name} with a text that may read attributes")
+        elif not (resolved or name in VALUES or (name in self.own_names and (own or name not in CLOSED))):
+            self.report.add(node, "unlisted-member", f"reads .{name}")
 
     def check_class(self, node: ast.expr | None) -> None:
         """Refuse a class of torch that is handed on: whoever receives it could change it."""

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from tilegym_db.verify.scan.scopes import (
     COMPREHENSIONS,
     FUNCTIONS,
-    Binding,
     Module,
+    NameBinding,
     Scope,
     ScopedVisitor,
     every_argument,
@@ -81,7 +81,7 @@ class Names:
         """The name that ``getattr(x, "name")`` reads, or None where it is computed."""
         return self.text(node.args[1], scope) if len(node.args) > 1 else None
 
-    def bindings(self, node: ast.expr, scope: Scope) -> list[Binding]:
+    def bindings(self, node: ast.expr, scope: Scope) -> list[NameBinding]:
         """The bindings of a plain name; empty for anything else."""
         if not isinstance(node, ast.Name):
             return []
@@ -98,12 +98,12 @@ class Names:
                     source = self.modules.get(base)
                     for name in list(source.scope.bindings) if source is not None else ():
                         if not any(binding.path == f".{base}.{name}" for binding in scope.bindings.get(name, ())):
-                            scope.bind(name, Binding(path=f".{base}.{name}"))
+                            scope.bind(name, NameBinding(path=f".{base}.{name}"))
                             changed = True
 
     def _follow(self) -> None:
         """Give every name all meanings of its bindings, until nothing changes."""
-        pending: list[tuple[Key, list[Binding]]] = []
+        pending: list[tuple[Key, list[NameBinding]]] = []
         for module in self.modules.values():
             for scope in module.scopes.values():
                 for name, bindings in scope.bindings.items():
@@ -122,7 +122,7 @@ class Names:
                     self._meanings[key] = found
                     changed = True
 
-    def _meaning(self, binding: Binding) -> frozenset[str]:
+    def _meaning(self, binding: NameBinding) -> frozenset[str]:
         if binding.path is not None:
             return self._own_member(binding.path)
         return self.resolve(binding.value, binding.scope) if binding.scope is not None else frozenset()
@@ -192,7 +192,7 @@ class _Binder(ScopedVisitor):
         self.module.scopes[node] = scope
         if isinstance(node, FUNCTIONS):
             for argument in every_argument(node.args):
-                scope.bind(argument.arg, Binding(node=argument))
+                scope.bind(argument.arg, NameBinding(node=argument))
         body = getattr(node, "body", None)
         for statement in ast.walk(ast.Module(body, [])) if isinstance(body, list) else ():
             # Declarations count for the whole body, wherever they stand in it. Those of nested functions are taken along:
@@ -204,11 +204,11 @@ class _Binder(ScopedVisitor):
         return scope
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        self.scope.bind(node.name, Binding(node=node))
+        self.scope.bind(node.name, NameBinding(node=node))
         super().visit_FunctionDef(node)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        self.scope.bind(node.name, Binding(node=node))
+        self.scope.bind(node.name, NameBinding(node=node))
         super().visit_ClassDef(node)
 
     def visit_Import(self, node: ast.Import) -> None:
@@ -216,7 +216,7 @@ class _Binder(ScopedVisitor):
             root = alias.name.partition(".")[0]
             prefix = "." if root in self.own else ""
             self._note_module(alias.name)
-            self.scope.bind(alias.asname or root, Binding(path=prefix + (alias.name if alias.asname else root)))
+            self.scope.bind(alias.asname or root, NameBinding(path=prefix + (alias.name if alias.asname else root)))
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         if node.level:
@@ -229,7 +229,7 @@ class _Binder(ScopedVisitor):
             if alias.name == "*" and base.startswith("."):
                 self.module.stars.append((self.scope, base[1:]))
             path = f"{base}{alias.name}" if base == "." else f"{base}.{alias.name}"
-            self.scope.bind(alias.asname or alias.name, Binding(path=path))
+            self.scope.bind(alias.asname or alias.name, NameBinding(path=path))
 
     def _note_module(self, name: str) -> None:
         parts = name.split(".")
@@ -249,29 +249,29 @@ class _Binder(ScopedVisitor):
         holder = self.scope
         while isinstance(holder.node, COMPREHENSIONS) and holder.parent is not None:
             holder = holder.parent
-        holder.bind(node.target.id, Binding(value=node.value, scope=self.scope))
+        holder.bind(node.target.id, NameBinding(value=node.value, scope=self.scope))
         self.visit(node.value)
 
     def visit_Name(self, node: ast.Name) -> None:
         if isinstance(node.ctx, ast.Store | ast.Del):
-            self.scope.bind(node.id, Binding())
+            self.scope.bind(node.id, NameBinding())
 
     def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:
         if node.name:
-            self.scope.bind(node.name, Binding())
+            self.scope.bind(node.name, NameBinding())
         self.generic_visit(node)
 
     def _bind_pattern(self, node: ast.MatchAs | ast.MatchStar | ast.MatchMapping) -> None:
         name = node.rest if isinstance(node, ast.MatchMapping) else node.name
         if name:
-            self.scope.bind(name, Binding())
+            self.scope.bind(name, NameBinding())
         self.generic_visit(node)
 
     visit_MatchAs = visit_MatchStar = visit_MatchMapping = _bind_pattern
 
     def _bind_target(self, target: ast.expr, value: ast.expr | None) -> None:
         if isinstance(target, ast.Name):
-            self.scope.bind(target.id, Binding(value=value, scope=self.scope))
+            self.scope.bind(target.id, NameBinding(value=value, scope=self.scope))
         elif isinstance(target, ast.Tuple | ast.List) and isinstance(value, ast.Tuple | ast.List):
             self.visit(target)  # lengths may differ, and a starred part shifts the rest
             for part, given in zip(target.elts, value.elts, strict=False):

@@ -12,12 +12,12 @@ from pathlib import PurePosixPath
 from tilegym_db.records import TILE_LANGUAGES, Solution
 from tilegym_db.verify.scan.checker import Checker
 from tilegym_db.verify.scan.compute import device_functions, fallbacks, survey
-from tilegym_db.verify.scan.context import Context, Report
+from tilegym_db.verify.scan.context import Context, ScanReport
 from tilegym_db.verify.scan.findings import Finding, Severity
-from tilegym_db.verify.scan.modules import KNOWN_ROOTS, distribution_roots
 from tilegym_db.verify.scan.names import Names
-from tilegym_db.verify.scan.rules import RULES
+from tilegym_db.verify.scan.own import own_names, own_operators
 from tilegym_db.verify.scan.scopes import Module
+from tilegym_db.verify.scan.tables import KNOWN_ROOTS, RULES, distribution_roots
 
 __all__ = ["hard_findings", "rule_table", "scan_sources", "soft_findings"]
 
@@ -35,7 +35,7 @@ def scan_sources(solution: Solution, sources: Mapping[str, bytes]) -> tuple[Find
         solution: its language and dependencies decide which imports and which rules hold.
         sources: path -> bytes, as the catalog read them.
     """
-    reports = {path: Report(path) for path in sources}
+    reports = {path: ScanReport(path) for path in sources}
     modules = _parse(sources, reports, distribution_roots(solution.spec.dependencies))
     try:
         _judge(solution, modules, reports)
@@ -64,12 +64,14 @@ def rule_table() -> str:
     return "\n".join(lines)
 
 
-def _refuse(reports: Mapping[str, Report], what: str) -> None:
+def _refuse(reports: Mapping[str, ScanReport], what: str) -> None:
     for report in reports.values():
         report.add(None, "unparsable-source", what)
 
 
-def _parse(sources: Mapping[str, bytes], reports: Mapping[str, Report], declared: frozenset[str]) -> dict[str, Module]:
+def _parse(
+    sources: Mapping[str, bytes], reports: Mapping[str, ScanReport], declared: frozenset[str]
+) -> dict[str, Module]:
     """Dotted name -> module, of every source that can be read; reports the others."""
     modules = {}
     for path, content in sources.items():
@@ -89,7 +91,7 @@ def _parse(sources: Mapping[str, bytes], reports: Mapping[str, Report], declared
     return modules
 
 
-def _parse_one(content: bytes, report: Report) -> ast.Module | None:
+def _parse_one(content: bytes, report: ScanReport) -> ast.Module | None:
     """The syntax tree of one source, read exactly as the interpreter will read it."""
     try:
         if len(content) > MAX_SOURCE_BYTES:
@@ -111,12 +113,13 @@ def _parse_one(content: bytes, report: Report) -> ast.Module | None:
     return tree
 
 
-def _judge(solution: Solution, modules: Mapping[str, Module], reports: Mapping[str, Report]) -> None:
+def _judge(solution: Solution, modules: Mapping[str, Module], reports: Mapping[str, ScanReport]) -> None:
     names = Names(modules)
     language = solution.spec.language
     declared = distribution_roots(solution.spec.dependencies)
+    own = own_names(modules.values()), own_operators(modules.values(), names)
     for module in modules.values():
-        Checker(Context(module, names, language, declared, reports[module.path], module.scope)).run()
+        Checker(Context(module, names, language, declared, reports[module.path], module.scope, *own)).run()
     surveys = [survey(module, names) for module in modules.values()]
     for found, handler, what in fallbacks(surveys):
         reports[found.module.path].add(handler, "except-fallback", what)

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-__all__ = ["COMPREHENSIONS", "FUNCTIONS", "Binding", "Module", "Scope", "ScopedVisitor", "every_argument"]
+__all__ = ["COMPREHENSIONS", "FUNCTIONS", "Module", "NameBinding", "Scope", "ScopedVisitor", "every_argument"]
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 @dataclass(frozen=True, eq=False)
-class Binding:
+class NameBinding:
     """One way in which a name gets a meaning: a path, an expression to resolve, or something defined in the source."""
 
     path: str | None = None
@@ -30,7 +30,7 @@ class Scope:
 
     node: ast.AST
     parent: Scope | None
-    bindings: dict[str, list[Binding]] = field(default_factory=dict)
+    bindings: dict[str, list[NameBinding]] = field(default_factory=dict)
     outer: dict[str, Scope] = field(default_factory=dict)
     """Names declared ``global`` or ``nonlocal``, with the scope that holds them."""
 
@@ -62,7 +62,7 @@ class Scope:
             scope = scope.parent
         return None
 
-    def bind(self, name: str, binding: Binding) -> None:
+    def bind(self, name: str, binding: NameBinding) -> None:
         """Add one meaning of a name."""
         self.outer.get(name, self).bindings.setdefault(name, []).append(binding)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 
 from tilegym_db.verify.scan.context import Context, is_external
-from tilegym_db.verify.scan.paths import HOOKS, MUTATORS
-from tilegym_db.verify.scan.scopes import FUNCTIONS, Binding
+from tilegym_db.verify.scan.scopes import FUNCTIONS, NameBinding
+from tilegym_db.verify.scan.tables import WORDS
 
-__all__ = ["check_attribute_store", "check_augmented_name", "check_item_store", "check_mutating_call"]
+__all__ = ["check_attribute_store", "check_augmented_name", "check_item_store", "check_mutating_call", "is_own"]
 
 
 def check_attribute_store(context: Context, node: ast.Attribute) -> None:
@@ -17,11 +17,11 @@ def check_attribute_store(context: Context, node: ast.Attribute) -> None:
         if not path.startswith(".") or context.is_module(path):
             context.report.add(node, "foreign-assignment", f"changes {path.lstrip('.')}.{node.attr}")
             return
-    if node.attr in HOOKS or (node.attr.startswith("__") and node.attr.endswith("__")):
+    if node.attr in WORDS["hooks"] or (node.attr.startswith("__") and node.attr.endswith("__")):
         context.report.add(node, "object-hooks", f"sets {node.attr}")
     elif _is_decorated(context, node.value):
         context.report.add(node, "foreign-assignment", f"sets .{node.attr} of what a decorator returned")
-    elif _is_own(context, node.value):
+    elif is_own(context, node.value):
         _note_state(context, node, node.value)
     elif node.attr != "block_shape":  # how the autotuner of Triton tells tensor descriptors their tile
         made = ast.unparse(node.value)[:40]
@@ -40,7 +40,7 @@ def check_item_store(context: Context, node: ast.Subscript) -> None:
 def check_mutating_call(context: Context, node: ast.Call) -> None:
     """``x.append(...)`` and its like, on containers of other modules or of this one."""
     function = node.func
-    if not isinstance(function, ast.Attribute) or function.attr not in MUTATORS:
+    if not isinstance(function, ast.Attribute) or function.attr not in WORDS["mutators"]:
         return
     for path in sorted(context.resolve(function.value)):
         if is_external(path) and not context.is_module(path):
@@ -74,13 +74,13 @@ def _is_decorated(context: Context, node: ast.expr) -> bool:
     return any(isinstance(item, ast.FunctionDef) and item.decorator_list for item in bound)
 
 
-def _is_own(context: Context, node: ast.expr) -> bool:
+def is_own(context: Context, node: ast.expr) -> bool:
     """True for ``self`` (the first parameter of a method), own functions and classes, and instances of own classes."""
     bindings = context.names.bindings(node, context.scope)
     return bool(bindings) and all(_is_own_binding(context, binding) for binding in bindings)
 
 
-def _is_own_binding(context: Context, binding: Binding) -> bool:
+def _is_own_binding(context: Context, binding: NameBinding) -> bool:
     if isinstance(binding.node, ast.arg):
         return _is_self(context, binding.node)
     if isinstance(binding.value, ast.Call) and binding.scope is not None:

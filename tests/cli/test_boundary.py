@@ -1,0 +1,200 @@
+"""Real processes: what leaves them where something outside is missing, closed, full, or interrupts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND = [sys.executable, "-m", "tilegym_db"]
+SLOW_QUERY = "SELECT count(*) FROM range(1000000) a, range(1000000) b WHERE a.range * b.range % 7 = 3"
+
+# Imported by the interpreter before anything else: as if the packages of every extra were not installed.
+WITHOUT_EXTRAS = """
+import sys
+
+class Absent:
+    names = ("torch", "numpy", "triton", "tilelang", "tvm", "cuda", "pyarrow", "transformers", "safetensors")
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in self.names:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+"""
+
+
+@pytest.fixture
+def environment(home):
+    return {**os.environ, "TILEGYM_DB_HOME": str(home), "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
+
+
+@pytest.fixture
+def core_only(environment, tmp_path):
+    folder = tmp_path / "site"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(WITHOUT_EXTRAS)
+    return {**environment, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+
+
+def run(environment, *arguments, **options):
+    options = {"capture_output": True, "text": True, "timeout": 120, **options}
+    return subprocess.run([*COMMAND, *arguments], env=environment, **options)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["bench", "rms_norm", "--gpu", "cpu"],
+        ["tune", "rms_norm", "--gpu", "cpu"],
+        ["promote", "rms_norm", "--gpu", "cpu"],
+        ["regress", "--against", "HEAD", "--gpu", "cpu"],
+        ["reproduce", "rms_norm_stock", "--axes", "M=1,N=8", "--dtype", "T=float32", "--gpu", "cpu"],
+        ["demo"],
+        ["check", "rms_norm"],
+        ["verify-model", "."],
+        ["model-bench", "."],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_missing_package_names_its_extra(core_only, arguments):
+    result = run(core_only, *arguments)
+    assert result.returncode == 2
+    assert result.stderr.endswith("not installed here. Try: pip install 'tilegym-db[torch]'\n")
+    assert "Traceback" not in result.stderr
+
+
+def test_what_needs_no_extra_works_without_any(core_only):
+    assert run(core_only, "sql", "SELECT 1 AS one", "--csv").stdout == "one\n1\n"
+    refused = run(core_only, "sql", "SELECT 1 AS one", "--parquet", "-o", "never.parquet")
+    assert refused.returncode == 2
+    assert "pip install 'tilegym-db[arrow]'" in refused.stderr
+    assert not Path("never.parquet").exists()
+
+
+def test_an_absent_gpu_is_refused_without_pytorch(environment):
+    code = (
+        "import sys; from tilegym_db.cli.app import app\n"
+        "from tilegym_db.errors import HardwareError\n"
+        "try:\n    app(['bench', '--gpu', 'b300'])\n"
+        "except HardwareError as error:\n    print(error)\n"
+        "print('torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert "--gpu b300: " in result.stdout
+    assert result.stdout.endswith("False\n")
+
+
+def test_a_reader_that_goes_away_is_no_error(environment):
+    command = " ".join([*COMMAND, "sql", "'SELECT * FROM range(200000)'", "--csv"])
+    script = f"{command} | head -1; echo ${{PIPESTATUS[0]}}"
+    result = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    assert result.stdout == "range\n0\n"
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"), [("/dev/full", "No space left on device"), ("&-", "Bad file descriptor")]
+)
+def test_output_that_cannot_be_written_is_one_line(environment, target, reason):
+    script = f"{' '.join(COMMAND)} list --json >{target}"
+    result = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stderr) == (1, f"error: cannot write the output: {reason}.\n")
+
+
+@pytest.mark.parametrize("descriptor", [0, 1, 2])
+def test_no_file_takes_the_place_of_a_stream_that_the_caller_closed(environment, home, descriptor):
+    close = "<&-" if descriptor == 0 else f"{descriptor}>&-"
+    script = f"{' '.join(COMMAND)} sql 'SELECT 1' {close}"
+    subprocess.run(["bash", "-c", script], env=environment, capture_output=True, timeout=120)
+    assert run(environment, "sql", "SELECT count(*) > 0 AS ok FROM definitions", "--csv").stdout == "ok\nTrue\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("SELECT 1".encode("utf-16"), "not UTF-8"),
+        (b"SELECT '\xff'", "not UTF-8"),
+        (b"SELECT 1\x00", "NUL"),
+        (b"SELECT 1" + b" UNION SELECT 1" * 50_000, "65,536 at most"),
+    ],
+)
+def test_a_statement_that_is_no_text_is_refused(environment, content, message):
+    result = run(environment, "sql", "-", input=content, text=False)
+    assert result.returncode == 2
+    assert message in result.stderr.decode()
+    assert b"Traceback" not in result.stderr
+
+
+def test_an_interrupt_ends_a_query(environment):
+    assert run(environment, "sql", "SELECT 1").returncode == 0  # makes the store
+    with subprocess.Popen([*COMMAND, "sql", SLOW_QUERY], env=environment, stderr=subprocess.PIPE, text=True) as process:
+        time.sleep(4)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=15)
+    assert (process.returncode, errors) == (130, "")
+
+
+@pytest.mark.parametrize("delay_s", [0.05, 0.1, 0.2, 0.4])
+def test_an_interrupt_during_the_start_is_quiet(environment, delay_s):
+    code = (
+        "import os, signal, threading\n"
+        f"threading.Timer({delay_s}, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        "import sys; sys.argv = ['tilegym-db', 'sql', '-']\n"
+        "from tilegym_db.cli.app import main\nmain()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        errors = process.stderr.read()  # standard input stays open until then
+        assert (process.wait(timeout=60), errors) == (130, "")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"LC_ALL": "C", "LANG": "C"},
+        {"PYTHONIOENCODING": "ascii"},
+        {"HOME": None, "XDG_DATA_HOME": None},
+        {"COLUMNS": "20"},
+        {"COLUMNS": "not a number"},
+        {"TERM": "dumb", "NO_COLOR": "1"},
+    ],
+    ids=str,
+)
+def test_odd_surroundings_change_no_answer(environment, changes):
+    given = {name: value for name, value in {**environment, **changes}.items() if value is not None}
+    result = run(given, "list", "--json")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert run(given, "list").returncode == 0
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["/dev/null/home", "/proc/home", "x" * 5000, "~nobody-of-that-name/x", "/etc/passwd", "\udcff", "loop/loop"],
+)
+def test_an_odd_home_is_an_error_or_works(environment, tmp_path, place):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    given = {**environment, "TILEGYM_DB_HOME": place}
+    for arguments in (["sql", "SELECT 1"], ["list"], ["doctor"], ["ingest"]):
+        result = run(given, *arguments, cwd=tmp_path, errors="replace")
+        assert result.returncode in (0, 1, 2)
+        assert "Traceback" not in result.stderr
+        assert result.returncode == 0 or result.stderr
+
+
+def test_the_table_of_commands_says_what_the_commands_say():
+    from tilegym_db.cli.app import COMMANDS
+    from tilegym_db.cli.group import load_command
+
+    for panel in COMMANDS.values():
+        for name, summary in panel.items():
+            assert summary.endswith(".")
+            assert load_command(name).help, name

@@ -1,0 +1,90 @@
+"""``import``, ``export``, ``list --origin`` and ``compare-foreign`` as a user types them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from foreign_sets import (
+    DEFINITION,
+    SOLUTION,
+    TRACES,
+    WORKLOADS,
+    Tree,
+    definition,
+    lines,
+    of_workload,
+    solution,
+    trace,
+    workload,
+)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    # A foreign Definition that has the name of a shipped one, and a time that none of ours could beat.
+    impossible = {**trace(), "definition": "rms_norm"}
+    impossible["evaluation"]["performance"] = {"latency_ms": 1e-6, "reference_latency_ms": 1.0, "speedup_factor": 1e6}
+    call = {**of_workload(workload()), "definition": "rms_norm"}
+    return (
+        Tree(tmp_path / "theirs")
+        .write(DEFINITION, definition(name="rms_norm", op_type="norm"))
+        .write(SOLUTION, {**solution(), "definition": "rms_norm"})
+        .write(WORKLOADS, lines(call))
+        .write(TRACES, lines(impossible))
+    )
+
+
+def test_import_says_what_came_in_and_what_did_not(
+    cli: Callable[..., object], tree: Tree, home: Path, tmp_path: Path
+) -> None:
+    tree.write("definitions/scale/broken.json", "{")
+    result = cli("import", tree.root)
+    assert result.code == 1
+    assert "flashinfer-trace:theirs" in result.out
+    assert "definitions/scale/broken.json: is not valid JSON" in result.out
+    again = cli("import", tree.root, "--json").json()
+    assert again["changed"] is False
+    assert again["imported"] == {"definition": 1, "solution": 1, "trace": 1, "workload": 1}
+    assert [item["file"] for item in again["refused"]] == ["definitions/scale/broken.json"]
+    rows = cli("list", "--origin", "theirs", "--json").json()
+    assert [(row["origin"], row["definition"], row["traces"]) for row in rows] == [
+        ("flashinfer-trace:theirs", "rms_norm", 1)
+    ]
+    assert cli("export", "flashinfer", tmp_path / "out", "--origin", "theirs").code == 0
+    written = Tree(tmp_path / "out").bytes()
+    assert written == {path: content for path, content in tree.bytes().items() if "broken" not in path}
+    assert cli("import", "flashinfer-trace:theirs", "--remove").code == 0
+    assert cli("list", "--origin", "theirs").code == 2
+
+
+def test_foreign_measurements_are_shown_and_rank_nothing(cli: Callable[..., object], tree: Tree, home: Path) -> None:
+    before = {
+        view: cli("sql", f"SELECT count(*) AS n FROM {view}", "--json").json()
+        for view in ("best", "traces", "solutions")
+    }
+    assert cli("import", tree.root).code == 0
+    after = {
+        view: cli("sql", f"SELECT count(*) AS n FROM {view}", "--json").json()
+        for view in ("best", "traces", "solutions")
+    }
+    assert after == before
+    query = "SELECT origin, definition, latency_us, is_foreign FROM imported_traces"
+    (row,) = cli("sql", query, "--json").json()
+    assert (row["origin"], row["definition"], row["is_foreign"]) == ("flashinfer-trace:theirs", "rms_norm", True)
+    assert row["latency_us"] == pytest.approx(1e-3)
+    (shipped,) = cli("sql", "SELECT op_type, version FROM definitions WHERE name = 'rms_norm'", "--json").json()
+    assert shipped["version"] != ""
+    compared = cli("compare-foreign", "theirs", "--json").json()
+    assert compared["summary"] == {"not judged here": 1}
+    assert compared["pairs"][0]["foreign"] is True
+
+
+def test_export_writes_one_family(cli: Callable[..., object], home: Path, tmp_path: Path) -> None:
+    report = cli("export", "flashinfer", tmp_path / "out", "--op-type", "softmax", "--gpu", "h200", "--json").json()
+    assert report["exported"]["definition"] > 0
+    assert {path.name for path in (tmp_path / "out" / "definitions").iterdir()} == {"softmax"}
+    assert cli("export", "flashinfer", tmp_path / "out").code == 2
+    assert cli("export", "parquet", tmp_path / "other").code == 2
+    assert not (tmp_path / "other").exists()

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+CONFIG = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "rms_norm_eps": 1e-5, "torch_dtype": "float32"}
+REFERENCE = (
+    "# Source: https://example.org/model.py#L1\n"
+    "def run(x, weight):\n    return (x.float() * weight.float()).to(x.dtype)\n"
+)
+INDEPENDENT = "def run(x, weight):\n    return weight.expand(x.shape).float().mul(x.float()).to(x.dtype)\n"
+ERRORS = [
+    {"find": "* weight.float()", "replace": "", "why": "the weight is forgotten"},
+    {"find": "x.float()", "replace": "x.float().abs()", "why": "the sign is lost"},
+    {"find": "weight.float()", "replace": "weight.float().flip(0)", "why": "the weights in reverse"},
+]
+
+
+@pytest.fixture
+def draft(cli, checkout, tmp_path, monkeypatch):
+    """A draft with its maths put in, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    result = cli("new", "definition", "my_scale", "--description", "Every row times a weight.")
+    assert result.code == 0, result.err
+    folder = tmp_path / "my_scale"
+    (folder / "reference.py").write_text(REFERENCE)
+    (folder / "independent.py").write_text(INDEPENDENT)
+    (folder / "planted_errors.json").write_text(json.dumps(ERRORS))
+    return folder
+
+
+def test_a_draft_becomes_a_definition_with_sizes_stock_code_and_a_clean_check(cli, draft):
+    assert cli("check", "my_scale/").out == ""
+    assert cli("add-definition", draft).code == 0
+    missing = cli("check", "my_scale")
+    assert missing.out.count("\n") == 1
+    assert "no solution provides its stock code" in missing.out
+    assert "Try: tilegym-db new solution my_scale --stock" in missing.out
+    assert cli("new", "solution", "my_scale", "--stock").code == 0
+    result = cli("check", "my_scale")
+    assert (result.code, result.out) == (0, "")
+    assert "Next: tilegym-db bench my_scale" in result.err
+
+
+def test_every_fault_of_a_draft_is_in_one_list(cli, draft):
+    record = json.loads((draft / "definition.json").read_text())
+    record["cost"]["flops"] = "2 * Z"
+    record["inputs"]["weight"]["shape"] = ["K"]
+    record["independent_axes"] = ["Q"]
+    record["colour"] = "red"
+    (draft / "definition.json").write_text(json.dumps(record))
+    result = cli("check", "my_scale/")
+    assert result.code == 1
+    assert "unknown key 'colour'" in result.out
+    del record["colour"]
+    (draft / "definition.json").write_text(json.dumps(record))
+    (draft / "reference.py").write_text("def run(x, weights):\n    return x\n")
+    result = cli("check", "my_scale/", "--json")
+    found = "\n".join(result.json())
+    for part in (
+        "inputs.weight uses undeclared axis 'K'",
+        "cost.flops uses undeclared axis 'Z'",
+        "independent_axes names the undeclared axis 'Q'",
+        "reference: run(x, weights) must take the inputs in order",
+        "planted_errors[0]",
+        "planted_errors[1]",
+        "planted_errors[2]",
+    ):
+        assert part in found
+    assert len(result.json()) == 7
+
+
+def test_what_does_not_run_is_named_by_what_it_is_and_hides_nothing_else(cli, draft):
+    broken = [
+        {"find": "* weight.float()", "replace": "* (", "why": "does not parse"},
+        {"find": "x.float()", "replace": "x.flaot()", "why": "misspelt"},
+        {"find": "weight.float()", "replace": "weight.float() * 1.0", "why": "changes nothing"},
+    ]
+    (draft / "planted_errors.json").write_text(json.dumps(broken))
+    (draft / "independent.py").write_text("def run(x, weight):\n    return x.undefined\n")
+    (draft / "workloads.jsonl").write_text((draft / "workloads.jsonl").read_text().splitlines()[0] + "\n")
+    found = cli("check", "my_scale/").out
+    lines = found.splitlines()
+    assert len(lines) == 4
+    assert "planted error (does not parse): does not run, so it proves nothing" in found
+    assert "SyntaxError" in found
+    assert "planted error (misspelt): does not run" in found
+    assert "'flaot'" in found
+    assert "planted error (changes nothing): is accepted by the comparison" in found
+    assert "independent formulation: does not run" in found
+    assert "line 2:" in found
+    assert "alternative formulation" not in found
+
+
+def test_a_draft_that_is_not_touched_lists_its_open_places(cli, checkout, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cli("new", "definition", "my_scale")
+    result = cli("check", "my_scale/")
+    assert result.code == 1
+    assert all("TODO" in line for line in result.out.splitlines())
+
+
+def test_nothing_that_exists_is_written_over(cli, draft, snapshot, tmp_path):
+    before = snapshot(tmp_path)
+    result = cli("new", "definition", "my_scale")
+    assert result.code == 1
+    assert "my_scale exists already, and nothing was written" in result.err
+    assert snapshot(tmp_path) == before
+
+
+def test_a_draft_of_a_kernel_can_be_added(cli, row_scale, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for language in ("python", "triton", "tilelang", "cutile"):
+        made = cli("new", "solution", "row_scale", "-l", language)
+        assert made.code == 0, made.err
+        added = cli("add-solution", tmp_path / f"row_scale_{language}")
+        assert added.code == 0, added.err
+    again = cli("new", "solution", "row_scale", "-l", "triton")
+    assert "row_scale_triton_2" in again.out
+
+
+def test_stock_code_is_added_once_and_is_not_a_language(cli, row_scale):
+    result = cli("new", "solution", "row_scale", "--stock")
+    assert result.code == 1
+    assert "'row_scale_stock' already exists" in result.err
+    assert cli("new", "solution", "row_scale", "--stock", "-l", "triton").code == 2
+    assert cli("new", "solution", "row_scale").code == 2
+    assert cli("new", "solution", "row_scal", "-l", "triton").code == 2
+
+
+@pytest.fixture
+def config(tmp_path, write_json):
+    return write_json(CONFIG, "config.json")
+
+
+def test_workloads_of_a_config_are_written_and_can_be_added(cli, home, config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = cli("new", "workload", "rms_norm", "--from-config", config, "--tokens", "1,16")
+    assert result.code == 0, result.err
+    assert "rms_norm-gpt2.jsonl" in result.out
+    lines = [json.loads(line) for line in (tmp_path / "rms_norm-gpt2.jsonl").read_text().splitlines()]
+    assert [line["axes"] for line in lines] == [{"M": 1, "N": 64}, {"M": 16, "N": 64}]
+    assert (
+        cli("new", "workload", "rms_norm", "--from-config", config, "--tokens", "1,16").code == 1
+    )  # never written over
+
+
+def test_workloads_of_a_config_can_go_straight_into_the_catalog(cli, row_scale, config):
+    options = ("--axes", "M=4,N=16", "--scalar", "factor=0.5", "--add")
+    result = cli("new", "workload", "row_scale", "--from-config", config, *options)
+    assert result.code == 0, result.err
+    assert "added 1 of 1 workloads" in result.err
+
+
+def test_what_a_config_cannot_say_is_named(cli, row_scale, config):
+    result = cli("new", "workload", "row_scale", "--from-config", config)
+    assert result.code == 1
+    assert "NOT MAPPED" in result.out
+    assert "give what the config does not have with --axes or --scalar (M, N, factor)" in result.err
+
+
+@pytest.mark.parametrize("tokens", ["", "a", "1,,2", "-1", "1.5"])
+def test_counts_of_tokens_are_whole_numbers(cli, home, config, tokens):
+    result = cli("new", "workload", "rms_norm", "--from-config", config, "--tokens", tokens)
+    assert result.code == 2
+    assert "must be whole numbers" in result.err

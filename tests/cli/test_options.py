@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tilegym_db.cli.app import COMMANDS
+from tilegym_db.cli.completion import complete_definition, complete_gpu, complete_language, complete_statement
+from tilegym_db.cli.group import load_command
+from tilegym_db.cli.next_step import next_step
+from tilegym_db.cli.pairs import parse_axes, parse_pairs, parse_scalars
+from tilegym_db.errors import UsageError
+from tilegym_db.store.views import INTERNAL_VIEWS, public_views
+
+READERS = ("list", "show", "best", "leaderboard", "explain", "sql", "doctor", "version")
+WRITERS = ("add-definition", "add-solution", "add-workload", "publish", "ingest", "calibrate", "model-bench")
+
+
+@pytest.mark.parametrize("texts", [["M=4,N=8"], ["M=4", "N=8"], [" M = 4 ,N=8"]])
+def test_sizes_are_spelled_in_one_way_everywhere(texts):
+    assert parse_axes("--axes", texts) == {"M": 4, "N": 8}
+
+
+def test_a_comma_within_brackets_is_part_of_a_value():
+    assert parse_pairs("--layout", ["x=strided(N + 8, 1),y=row_contiguous"]) == {
+        "x": "strided(N + 8, 1)",
+        "y": "row_contiguous",
+    }
+
+
+@pytest.mark.parametrize(
+    "text", ['M="4"', "M=true", f"M={1 << 63}", "M=1e3", "M=1_000", "M=\N{ARABIC-INDIC DIGIT FOUR}", "M="]
+)
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(UsageError, match="--axes"):
+        parse_axes("--axes", [text])
+
+
+@pytest.mark.parametrize("text", ["eps=nan", "eps=inf", "eps=-inf", f"eps={1 << 70}"])
+def test_a_scalar_that_no_kernel_can_be_given_is_refused(text):
+    with pytest.raises(UsageError, match="--scalar: eps"):
+        parse_scalars("--scalar", [text])
+
+
+def test_every_view_of_a_store_is_public_or_internal(cli, row_scale):
+    made = cli("sql", "SELECT view_name FROM duckdb_views() WHERE NOT internal", "--json").json()
+    assert {row["view_name"] for row in made} == {*public_views(), *INTERNAL_VIEWS}
+    assert all(view in load_command("sql").help for view in public_views())
+
+
+def test_values_are_completed(row_scale):
+    assert complete_definition("row") == ["row_scale"]
+    assert complete_language("t") == ["tilelang", "triton"] or set(complete_language("t")) == {"tilelang", "triton"}
+    assert "h200" in complete_gpu("h2")
+    assert complete_statement("SELECT * FROM lea") == ["SELECT * FROM leaderboard"]
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_every_reader_has_every_format(name):
+    options = {text for item in load_command(name).params for text in item.opts}
+    assert {"--json", "--csv", "--parquet", "--arrow", "--output"} <= options
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_writer_has_json(name):
+    assert "--json" in {text for item in load_command(name).params for text in item.opts}
+
+
+def test_a_result_goes_into_a_file_in_every_format(cli, row_scale, tmp_path):
+    import pyarrow.ipc
+    import pyarrow.parquet
+
+    assert cli("list", "--json", "-o", tmp_path / "a.json").out == ""
+    assert json.loads((tmp_path / "a.json").read_text())[0]["definition"] == "row_scale"
+    assert cli("list", "--parquet", "-o", tmp_path / "a.parquet").code == 0
+    assert pyarrow.parquet.read_table(tmp_path / "a.parquet")["definition"].to_pylist() == ["row_scale"]
+    assert cli("sql", "SELECT 1::TINYINT AS a", "--arrow", "-o", tmp_path / "a.arrow").code == 0
+    with pyarrow.ipc.open_stream(tmp_path / "a.arrow") as stream:
+        assert str(stream.read_all().schema.field("a").type) == "int8"
+
+
+@pytest.mark.parametrize("place", ["/dev/full", "/dev/null", "."])
+def test_what_is_no_file_is_never_replaced(cli, row_scale, place):
+    result = cli("list", "--json", "-o", place)
+    assert result.code == 2
+    assert "no regular file" in result.err
+
+
+def test_no_command_prints_wider_than_80_columns(cli, row_scale, monkeypatch):
+    for arguments in (
+        ["list"],
+        ["list", "--solutions"],
+        ["list", "--workloads"],
+        ["doctor"],
+        ["sql", "FROM definitions"],
+    ):
+        result = cli(*arguments)
+        wide = [line for line in result.out.splitlines() if len(line) > 80]
+        assert [line for line in wide if "/" not in line] == [], (
+            arguments
+        )  # a path is never cut: it is there to be copied
+        assert not wide or arguments == ["doctor"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "here", "measured", "waiting", "expected"),
+    [
+        ("h200", "h200", [], 0, "tilegym-db bench rms_norm --gpu h200 --promote"),
+        ("h200", "h200", [], 2, "tilegym-db promote rms_norm"),
+        ("h100", "h100-sxm", [], 0, "--gpu h100-sxm --promote"),
+        ("h200", "cpu", ["h200"], 0, "has no GPU, so nothing can be measured for h200 here. What is measured on h200"),
+        ("b200", "cpu", ["h200"], 0, "tilegym-db best rms_norm --gpu h200"),
+        ("b200", "h200", [], 0, "This machine has a h200"),
+        ("b200", "cpu", [], 0, "tilegym-db compile rms_norm"),
+    ],
+)
+def test_the_next_step_is_possible_on_this_machine(asked, here, measured, waiting, expected):
+    step = next_step("rms_norm", asked, here, measured, waiting)
+    assert expected in step
+    assert ("bench" in step) == (here.startswith(asked) and not waiting)
+
+
+def test_measuring_is_not_proposed_without_pytorch():
+    assert "pip install 'tilegym-db[torch]'" in next_step("rms_norm", "cpu", "cpu", can_bench=False)
+
+
+def test_best_is_narrowed_by_shape_language_and_number(cli, row_scale, journal_traces):
+    journal_traces(3.0)
+    assert cli("ingest").code == 0
+    (row,) = cli("best", "--axes", "M=4", "--language", "python", "--limit", "1", "--json").json()
+    assert (row["workload_uuid"] is not None, row["scalars_key"]) == (True, "factor=0.5")
+    assert cli("best", "--axes", "M=5").code == 3
+    assert "in triton" in cli("best", "--language", "triton").err
+    assert cli("best", "--limit", "0").code == 2
+
+
+def test_the_reference_of_the_commands_is_current():
+    from tilegym_db.cli.reference import FILE, reference_text
+
+    assert FILE.read_text(encoding="utf-8") == reference_text(), "run: python -m tilegym_db.cli.reference"
+    assert all(f"## {name}" in reference_text() for panel in COMMANDS.values() for name in panel)

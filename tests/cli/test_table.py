@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tilegym_db.cli.table import cut, lay_out, text_width
+
+COLUMNS = ("definition", "language", "solution", "us")
+ROWS = [("fused_add_rms_norm", "triton", "fused_add_rms_norm_triton_row_fast_for_hopper", "12.5")]
+
+
+def test_a_name_loses_its_middle_and_a_number_nothing():
+    (_, _, row) = lay_out(COLUMNS, ROWS, width=60, numeric=["us"]).lines
+    assert len(row) <= 60
+    assert row.endswith("  12.5")
+    assert row.startswith("fused_add_rms_norm  triton    fused_add_")
+    assert ".._for_hopper" in row
+
+
+def test_the_least_important_column_goes_before_names_become_unreadable():
+    layout = lay_out(COLUMNS, ROWS, width=56, numeric=["us"], least=["language"])
+    assert layout.dropped == ("language",)
+    assert "us" in layout.lines[0]
+
+
+def test_without_a_width_nothing_is_cut_or_dropped():
+    layout = lay_out(COLUMNS, ROWS, width=None, prose=["solution"])
+    assert layout.dropped == ()
+    assert ROWS[0][2] in layout.lines[2]
+
+
+def test_a_sentence_is_wrapped_below_its_row():
+    why = "not measured on this GPU, so that nothing is known of its speed here"
+    layout = lay_out(("solution", "why"), [("a", why), ("b", "")], width=40, prose=["why"])
+    assert layout.lines[2] == "a"
+    assert " ".join(" ".join(layout.lines[3:-1]).split()) == why
+    assert layout.lines[-1] == "b"
+
+
+@given(
+    st.lists(
+        st.lists(st.text(st.characters(codec="utf-8", categories=["L", "N", "P"])), min_size=4, max_size=4), max_size=4
+    ),
+    st.integers(20, 120),
+)
+@settings(max_examples=200, deadline=None)
+def test_no_line_is_wider_than_the_terminal(rows, width):
+    for line in lay_out(COLUMNS, rows, width=width, least=["language"], prose=["solution"]).lines:
+        assert text_width(line) <= width
+
+
+@given(st.text(), st.integers(1, 40))
+@settings(deadline=None)
+def test_what_is_cut_fits(text, width):
+    assert text_width(cut(text, width)) <= width

@@ -1,0 +1,36 @@
+"""What a release says of itself in several files agrees."""
+
+from __future__ import annotations
+
+import re
+
+import yaml
+from marked_blocks import ROOT
+
+import tilegym_db
+
+
+def test_every_file_names_the_same_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    newest = re.search(r"^## (\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert {citation["version"], newest[1]} == {tilegym_db.__version__}
+    assert f"tilegym_db-{tilegym_db.__version__}-" in (ROOT / "README.md").read_text()
+
+
+def test_workflows_and_templates_are_valid_yaml_and_run_the_commands_of_a_developer():
+    parsed = {path.name: yaml.safe_load(path.read_text()) for path in (ROOT / ".github").rglob("*.yml")}
+    steps = [step.get("run", "") for step in parsed["ci.yml"]["jobs"]["test"]["steps"]]
+    assert {"make install", "make test", "make demo"} <= set(steps)
+    assert parsed["ci.yml"]["jobs"]["test"]["strategy"]["matrix"]["python"] == ["3.11", "3.12", "3.13"]
+
+
+def test_links_between_pages_lead_somewhere():
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+    broken = [
+        f"{page.relative_to(ROOT)}: {target}"
+        for page in pages
+        for target in re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", page.read_text())
+        if not (page.parent / target).exists()
+    ]
+    assert broken == []

@@ -1,0 +1,335 @@
+"""A new operator in a model, from records alone: no line of the package, and no list that somebody keeps.
+
+Each operator here is one that nobody ships. It lives in the user's catalog, as ``docs/how-to/add-an-operator.md`` says; a new
+kind of part is one more file beside those of the package.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tilegym_db
+from tilegym_db import Catalog, patch, patched
+from tilegym_db.integrations.transformers import parts
+from tilegym_db.integrations.transformers.fingerprint import fingerprint
+from tilegym_db.paths import shipped_root
+from tilegym_db.records import Definition
+from tilegym_db.resolver import resolve
+from tilegym_db.store.snapshot import lock_folder
+
+SOURCE = "# Source: https://github.com/nobody/nothing/blob/0000000000000000000000000000000000000000/model.py#L1-L9\n"
+DTYPES = {"T": ["bfloat16", "float16", "float32"]}
+
+
+class MeanAbsNorm(torch.nn.Module):
+    """A norm by the mean magnitude, with a shift."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(size)
+        self.weight = torch.nn.Parameter(torch.randn(size, generator=generator))
+        self.shift = torch.nn.Parameter(torch.randn(size, generator=generator))
+        self.floor = 1e-3
+
+    def forward(self, activation: torch.Tensor) -> torch.Tensor:
+        wide = activation.float()
+        scaled = wide / (wide.abs().mean(-1, keepdim=True) + self.floor)
+        return self.weight * scaled.to(activation.dtype) + self.shift
+
+
+class Softcap(torch.nn.Module):
+    """What no part of the package knows: a bound on magnitudes."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.cap = 3.0
+
+    def forward(self, scores: torch.Tensor) -> torch.Tensor:
+        return self.cap * torch.tanh(scores / self.cap)
+
+
+class Block(torch.nn.Module):
+    """A tiny model: projections around the new module."""
+
+    def __init__(self, made: Callable[[int], torch.nn.Module], size: int = 64) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.inner, self.last = torch.nn.Linear(size, size), made(size), torch.nn.Linear(size, size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.inner(self.first(x)))
+        return out
+
+
+NORM = {
+    "name": "mean_abs_norm",
+    "version": "1.0.0",
+    "op_type": "norm",
+    "dtypes": DTYPES,
+    "axes": {"M": {"type": "var"}, "N": {"type": "var"}},
+    "inputs": {
+        "x": {"shape": ["M", "N"], "dtype": "T"},
+        "weight": {"shape": ["N"], "dtype": "T"},
+        "bias": {"shape": ["N"], "dtype": "T"},
+        "eps": {"shape": None, "dtype": "float32"},
+    },
+    "outputs": {"out": {"shape": ["M", "N"], "dtype": "T"}},
+    "serving": {
+        "part": "norm",
+        "code": [
+            {"fingerprint": fingerprint(MeanAbsNorm.forward), "attributes": {"bias": "shift", "eps": "floor"}},
+        ],
+        "rows": "M",
+    },
+}
+NORM_BODY = """\
+    wide = x.float()
+    scaled = wide / (wide.abs().mean(-1, keepdim=True) + eps)
+    return weight * scaled.to(x.dtype) + bias
+"""
+CAP = {
+    "name": "tanh_cap",
+    "version": "1.0.0",
+    "op_type": "activation",
+    "dtypes": DTYPES,
+    "axes": {"M": {"type": "var"}, "N": {"type": "var"}},
+    "inputs": {"x": {"shape": ["M", "N"], "dtype": "T"}, "cap": {"shape": None, "dtype": "float32"}},
+    "outputs": {"out": {"shape": ["M", "N"], "dtype": "T"}},
+}
+CAP_SERVING = {"part": "softcap", "code": [{"fingerprint": fingerprint(Softcap.forward)}], "rows": "M"}
+CAP_BODY = "    return cap * torch.tanh(x / cap)\n"
+# The one file of a new kind of part.
+CAP_PART = '''
+"""Bounds on magnitudes: modules with a ``cap``."""
+
+import functools
+
+import torch
+
+from tilegym_db.integrations.transformers.found import ModuleOfPart, Variants, grouped, methods
+from tilegym_db.integrations.transformers.rows import are_rows, rows
+
+
+def find(model, known, others):
+    return grouped("softcap", [ModuleOfPart(module) for module in model.modules() if hasattr(module, "cap")])
+
+
+def variants(found, known):
+    cls = found.module_class
+    nominees = known.look_up("softcap", cls.forward, methods(cls), "its forward", {})
+    return nominees if isinstance(nominees, str) else Variants(nominees)
+
+
+def probe(found, module, nominee):
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    return {"x": x, "cap": module.cap}, (type(module).forward(module, x),)
+
+
+def forward(stock, calls):
+    ((_, site),) = calls
+
+    @functools.wraps(stock)
+    def forward(self, x):
+        if torch.compiler.is_compiling() or not are_rows(x) or site.must_run_stock(self.training, x):
+            return stock(self, x)
+        out = site.ask(self.training, rows(x), self.cap)
+        return stock(self, x) if out is None else out.view(x.shape)
+
+    return forward
+'''
+
+
+@dataclass
+class Desk:
+    """The user's catalog, and what is published for this user's CPU."""
+
+    home: Path
+
+    @property
+    def catalog(self) -> Catalog:
+        return Catalog((shipped_root(), self.home / "catalog"))
+
+    def add(self, record: dict[str, Any], body: str, serving: dict[str, Any] | None = None) -> Definition:
+        """Write a Definition with a stock solution and a kernel, and publish the kernel as measured."""
+        definition = Definition.from_dict(
+            {**record, **({"serving": serving} if serving else {}), "reference": self._reference(record, body)}
+        )
+        folder = self.home / "catalog" / "definitions" / definition.op_type
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{definition.name}.json").write_text(definition.to_json())
+        names, tensors = ", ".join(definition.inputs), [*definition.tensor_inputs, *definition.outputs]
+        run = f"import torch\n\n\ndef run({names}):\n{body}"
+        spec = {"language": "python", "layouts": dict.fromkeys(tensors, "strided"), "entry_point": "kernel.py::run"}
+        self._solution(definition, "stock", run, {**spec, "role": "baseline", "provides": "stock"}, writes=False)
+        written = f"{run}\n\ndef write({names}, out):\n    out.copy_(run({names}))\n"
+        self._solution(definition, "cpu", written, {**spec, "entry_point": "kernel.py::write"}, writes=True)
+        self._publish(definition)
+        return definition
+
+    def _reference(self, record: dict[str, Any], body: str) -> str:
+        return f"{SOURCE}import torch\n\n\ndef run({', '.join(record['inputs'])}):\n{body}"
+
+    def _solution(self, definition: Definition, name: str, source: str, spec: dict[str, Any], *, writes: bool) -> None:
+        name = f"{definition.name}_{name}"
+        folder = self.home / "catalog" / "solutions" / definition.op_type / definition.name / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "kernel.py").write_text(source)
+        record = {
+            "name": name,
+            "definition": definition.name,
+            "author": "tests",
+            "spec": {**spec, "destination_passing_style": writes},
+            "sources": [{"path": "kernel.py"}],
+        }
+        (folder / "solution.json").write_text(json.dumps(record))
+
+    def _publish(self, definition: Definition) -> None:
+        kernel = self.catalog.solution(f"{definition.name}_cpu")
+        measured = {"latency_us": 5.0, "speedup": 2.0, "speedup_ci_low": 1.9, "tier": "promotion", "envelope_cases": 9}
+        candidate = {"solution": kernel.name, "solution_digest": kernel.digest, "language": "python", "role": "kernel"}
+        point = {
+            "definition": definition.name,
+            "definition_version": definition.version,
+            "definition_digest": definition.digest,
+            "op_type": definition.op_type,
+            "candidates": [{**candidate, **measured, "sandbox_level": 3, "trace_id": "t"}],
+        }
+        entries = [
+            {**point, "dtypes": {"T": dtype}, "axes": dict.fromkeys(definition.var_axes, size)}
+            for dtype in DTYPES["T"]
+            for size in (1, 4096)
+        ]
+        path = self.home / "published" / "cpu" / "resolver.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        table = {
+            "schema_version": 1,
+            "gpu": "cpu",
+            "sm": "cpu",
+            "published": "2026-11-22T10:00:00Z",
+            "entries": entries,
+        }
+        path.write_text(json.dumps(table))
+        lock_folder(path.parent, self.home, gpu="cpu", sm="cpu", published="2026-11-22T10:00:00Z")
+
+
+@pytest.fixture
+def desk(home: Path) -> Desk:
+    return Desk(home)
+
+
+def served(model: torch.nn.Module, x: torch.Tensor, catalog: Catalog) -> dict[str, int]:
+    """Calls by a kernel in one patched forward, whose bits must be those of stock."""
+    with torch.no_grad():
+        stock = model(x)
+        with patched(model, catalog=catalog) as handle:
+            assert torch.equal(model(x), stock)
+        assert torch.equal(model(x), stock)
+    return handle.report().hits()
+
+
+# -- a Definition of a known kind -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_norm_of_the_users_own_is_served_by_its_records_alone(dtype: torch.dtype, desk: Desk) -> None:
+    desk.add(NORM, NORM_BODY)
+    model, x = Block(MeanAbsNorm).to(dtype).eval(), torch.randn(2, 3, 64).to(dtype)
+    assert served(model, x, desk.catalog) == {"mean_abs_norm": 1}
+
+
+def test_it_is_served_in_compiled_code_too(desk: Desk) -> None:
+    desk.add(NORM, NORM_BODY)
+    model, x = Block(MeanAbsNorm).eval(), torch.randn(2, 3, 64)
+    with torch.no_grad():
+        stock = model(x)
+        with patched(model, catalog=desk.catalog) as handle:
+            assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(x), stock)
+    torch.compiler.reset()
+    assert handle.report().hits() == {"mean_abs_norm": 1}
+
+
+def test_its_code_must_compute_what_it_says(desk: Desk) -> None:
+    desk.add(NORM, NORM_BODY.replace("+ eps", "+ 2 * eps"))
+    (site,) = patch(Block(MeanAbsNorm), catalog=desk.catalog, dry_run=True).report().sites
+    assert site.reason == "probed, it does not give the bits of mean_abs_norm"
+
+
+def test_an_attribute_that_the_module_does_not_have_is_named(desk: Desk) -> None:
+    code = [{"fingerprint": fingerprint(MeanAbsNorm.forward), "attributes": {"bias": "offset", "eps": "floor"}}]
+    desk.add(NORM, NORM_BODY, {**NORM["serving"], "code": code})  # type: ignore[dict-item]
+    (site,) = patch(Block(MeanAbsNorm), catalog=desk.catalog, dry_run=True).report().sites
+    assert site.reason == "it has no offset, which serving.code of mean_abs_norm names"
+
+
+def test_the_report_prints_the_fingerprint_that_a_new_definition_states(build: Any, desk: Desk) -> None:
+    model = build()
+    model.model.norm.__class__ = type("OwnNorm", (type(model.model.norm),), {"forward": own_norm})
+    sites = patch(model, catalog=desk.catalog, dry_run=True).report().sites
+    (reason,) = [site.reason for site in sites if site.module_class == "OwnNorm"]
+    assert reason == f"its norm forward is no variant that is known (fingerprint {fingerprint(own_norm)})"
+
+
+def own_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = self.weight * x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True))
+    return out
+
+
+# -- an operator that is only in the catalog --------------------------------------------------------------------------
+
+
+def test_an_operator_that_no_model_has_is_resolved_from_the_catalog(desk: Desk) -> None:
+    desk.add(CAP, CAP_BODY)
+    x, out = torch.randn(5, 64), torch.empty(5, 64)
+    found = resolve("tanh_cap", like=(x, 3.0), catalog=desk.catalog)
+    found(x, 3.0, out)
+    assert found.solution.name == "tanh_cap_cpu"
+    assert torch.equal(out, 3.0 * torch.tanh(x / 3.0))
+
+
+# -- a new kind of part -----------------------------------------------------------------------------------------------
+
+
+def test_a_new_kind_of_part_is_one_file(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk.add(CAP, CAP_BODY, CAP_SERVING)
+    model, x = Block(Softcap).eval(), torch.randn(2, 3, 64)
+    with pytest.warns(RuntimeWarning, match=r"tanh_cap cannot be served: serving.part is 'softcap', and the parts are"):
+        before = patch(torch.nn.Sequential(model, MeanAbsNormed()), catalog=desk.catalog, dry_run=True).report()
+    assert "softcap" not in {site.kind for site in before.sites}
+    (tmp_path / "softcap.py").write_text(CAP_PART)
+    monkeypatch.setattr(parts, "__path__", [*parts.__path__, str(tmp_path)])
+    monkeypatch.setattr(parts, "PARTS", parts.listed())
+    assert served(model, x, desk.catalog) == {"tanh_cap": 1}
+
+
+class MeanAbsNormed(torch.nn.Module):
+    """Something that looks like a norm, so that there is a call site to report on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x * torch.rsqrt(x.square().mean())
+
+
+def test_the_parts_are_the_files_of_their_package() -> None:
+    folder = Path(parts.__path__[0])
+    assert set(parts.PARTS) == {path.stem for path in folder.glob("*.py")} - {"__init__"}
+
+
+def test_no_operator_is_named_in_the_code_that_serves_them() -> None:
+    names, found = set(Catalog((shipped_root(),)).definitions), {}
+    package = Path(tilegym_db.__file__).parent
+    for path in sorted([*(package / "integrations").rglob("*.py"), *(package / "resolver").rglob("*.py")]):
+        constants = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+        if names & {value for value in constants if isinstance(value, str)}:
+            found[path.name] = sorted(names & constants)
+    assert found == {}

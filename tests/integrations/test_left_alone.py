@@ -1,0 +1,213 @@
+"""A call site that nothing can serve costs nothing: it is never put in, or leaves the model again."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tilegym_db import Catalog, TilegymDBError, patch, patched, patched_init
+from tilegym_db.integrations.transformers import handle as patch_handle
+from tilegym_db.integrations.transformers.rebind import is_patched
+from tilegym_db.resolver import device
+
+OUT_OF_RANGE = 128  # the smallest size that was measured; the tiny models are smaller
+
+
+def classes(model: Any) -> list[type]:
+    return [type(module) for module in model.modules()]
+
+
+def wrapped(model: Any) -> set[str]:
+    return {type(module).__name__ for module in model.modules() if is_patched(module)}
+
+
+def run(model: Any, ids: torch.Tensor, times: int = 1) -> None:
+    with torch.no_grad():
+        for _ in range(times):
+            model(ids, use_cache=False)
+
+
+# -- never put in -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "phi3"])
+def test_where_nothing_is_published_every_module_keeps_its_class_and_forward(name: str, build: Any) -> None:
+    model = build(name)
+    before = classes(model), [module.forward.__func__ for module in model.modules()]
+    handle = patch(model)
+    assert (classes(model), [module.forward.__func__ for module in model.modules()]) == before
+    reasons = {site.reason for site in handle.report().sites if site.definition}
+    assert reasons <= {
+        "nothing is published for cpu",
+        *(reason for reason in reasons if reason.startswith("no definition")),
+    }
+    assert "nothing is published for cpu" in str(handle.report())
+    patch(model).unpatch()  # it is not patched, so that it may be patched again
+
+
+def test_a_dtype_that_nothing_was_measured_in_is_left_alone(shop: Any, build: Any) -> None:
+    catalog = shop.offer()
+    path = shop.home / "published" / "cpu" / "resolver.json"
+    table = json.loads(path.read_text())
+    table["entries"] = [entry for entry in table["entries"] if entry["dtypes"]["T"] == "bfloat16"]
+    shop.republish(path, json.dumps(table))
+    precise, rounded = build(), build(dtype=torch.bfloat16)
+    reasons = {site.reason for site in patch(precise, catalog=catalog).report().sites}
+    assert not wrapped(precise)
+    assert all("was not measured on cpu with float32 (measured: T=bfloat16)" in reason for reason in reasons)
+    patch(rounded, catalog=catalog)
+    assert wrapped(rounded) == {"LlamaRMSNorm", "LlamaMLP", "LlamaAttention", "LlamaDecoderLayer"}
+
+
+def test_kernels_that_are_nowhere_faster_are_no_reason_to_stand_in_the_way(shop: Any, build: Any) -> None:
+    catalog = shop.offer()
+    path = shop.home / "published" / "cpu" / "resolver.json"
+    shop.republish(path, path.read_text().replace('"speedup_ci_low": 1.9', '"speedup_ci_low": 0.9'))
+    model = build()
+    reasons = {site.reason for site in patch(model, catalog=catalog).report().sites}
+    assert not wrapped(model)
+    assert all(reason.startswith("no verified solution of ") and "CI low 0.900" in reason for reason in reasons)
+
+
+def test_only_what_can_be_served_is_put_in(shop: Any, build: Any, prompt: Any, logits: Any) -> None:
+    model, ids = build(), prompt()
+    stock = logits(model, ids)
+    with patched(model, catalog=shop.offer(ops=("swiglu", "rope_neox"))) as handle:
+        assert wrapped(model) == {"LlamaMLP", "LlamaAttention"}
+        assert torch.equal(logits(model, ids), stock)
+    assert handle.report().hits() == {"swiglu": 2, "rope_neox": 2}
+
+
+def test_a_patch_that_is_proved_captures_the_calls_all_the_same(build: Any) -> None:
+    model = build()
+    handle = patch(model, verify=True)
+    assert not wrapped(model)
+    assert {workload.definition for workload in handle.workloads} >= {"rms_norm", "swiglu", "rope_neox"}
+    assert {site.reason for site in handle.report().sites} == {"nothing is published for cpu"}
+
+
+# -- leaves the model again -------------------------------------------------------------------------------------------
+
+
+def forget_compiled_code() -> None:
+    """Call sites stay while code that torch.compile made is about, such as that of the tests before."""
+    torch._dynamo.reset()
+
+
+def test_call_sites_whose_calls_never_match_leave_the_model(shop: Any, build: Any, prompt: Any, logits: Any) -> None:
+    forget_compiled_code()
+    model, ids = build(), prompt()
+    before, stock = classes(model), logits(model, ids)
+    handle = patch(model, catalog=shop.offer(smallest=OUT_OF_RANGE))
+    run(model, ids, patch_handle.PATIENCE - 1)
+    assert wrapped(model) == {"LlamaRMSNorm", "LlamaMLP", "LlamaAttention", "LlamaDecoderLayer"}
+    run(model, ids, 2)
+    # Five norms, of which two are called by layers that may serve them with the sum before.
+    assert torch.equal(logits(model, ids), stock)
+    run(model, ids, patch_handle.PATIENCE)
+    assert wrapped(model) <= {"LlamaAttention"}  # single positions were never called
+    reasons = {site.definition: site.reason for site in handle.report().sites}
+    assert reasons.pop("attention_decode") == ""
+    assert all("could be served; it runs the model's own code" in reason for reason in reasons.values())
+    handle.unpatch()
+    assert classes(model) == before
+
+
+def test_a_call_site_that_was_served_once_stays(shop: Any, build: Any, prompt: Any) -> None:
+    model = build("llama")
+    catalog = shop.offer(ops=("swiglu",))
+    path = shop.home / "published" / "cpu" / "resolver.json"
+    table = json.loads(path.read_text())
+    for entry in table["entries"]:
+        entry["axes"]["M"] = min(entry["axes"]["M"], 9)
+    shop.republish(path, json.dumps(table))
+    with patched(model, catalog=catalog) as handle:
+        run(model, prompt(1, 9))
+        run(model, prompt(1, 12), 3 * patch_handle.PATIENCE)
+        assert wrapped(model) == {"LlamaMLP"}
+        run(model, prompt(1, 9))
+    assert handle.report().hits() == {"swiglu": 4}
+
+
+def test_nothing_leaves_while_compiled_code_is_about(shop: Any, build: Any, prompt: Any) -> None:
+    model, ids = build(), prompt()
+    torch.compiler.reset()
+    try:
+        with patched(model, catalog=shop.offer(ops=("swiglu",), smallest=OUT_OF_RANGE)):
+            compiled: Any = torch.compile(model.model.layers[0].mlp, backend="eager")
+            with torch.no_grad():
+                compiled(torch.randn(1, 9, 64))
+            run(model, ids, 2 * patch_handle.PATIENCE)
+            assert wrapped(model) == {"LlamaMLP"}
+            torch.compiler.reset()
+            run(model, ids, 2)
+            assert not wrapped(model)
+    finally:
+        torch.compiler.reset()
+
+
+def test_nothing_leaves_while_a_graph_is_captured(
+    shop: Any, build: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.compiler.reset()
+    model, ids = build(), prompt()
+    with patched(model, catalog=shop.offer(ops=("swiglu",), smallest=OUT_OF_RANGE)):
+        run(model, ids, patch_handle.PATIENCE - 1)
+        monkeypatch.setattr(device, "is_capturing", lambda: True)
+        run(model, ids, 2)
+        assert wrapped(model) == {"LlamaMLP"}
+        monkeypatch.undo()
+        run(model, ids, 2)
+        assert not wrapped(model)
+
+
+def test_calls_that_ask_for_no_kernel_are_no_evidence(poison: Catalog, build: Any, prompt: Any) -> None:
+    model, ids = build(), prompt()
+    with patched(model, catalog=poison, ops=["swiglu"]):
+        for _ in range(2 * patch_handle.PATIENCE):
+            model(ids, use_cache=False)  # grad is enabled
+        assert wrapped(model) == {"LlamaMLP"}
+
+
+# -- what cannot be patched -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", [None, "meta-llama/Llama-3.2-1B", torch.nn.Linear, 3])
+def test_what_is_no_model_is_refused(model: Any) -> None:
+    with pytest.raises(TilegymDBError, match=r"patch takes a model, a torch.nn.Module, not .* Try: patch\("):
+        patch(model)
+
+
+@pytest.mark.parametrize("model", [torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU())])
+def test_a_model_without_any_part_is_refused(model: Any) -> None:
+    with pytest.raises(TilegymDBError, match=r"nothing in this .* is a part that can be served .*Pass the whole model"):
+        patch(model)
+
+
+def test_models_without_any_part_may_be_built_in_a_block_of_patched_init(build: Any) -> None:
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1])
+    with patched_init() as handles:
+        without = transformers.ResNetModel(config)
+        kept = build()
+    assert [len(handle.report().sites) > 0 for handle in handles] == [False, True]
+    assert without is not kept
+
+
+# -- what a patch costs -----------------------------------------------------------------------------------------------
+
+
+def test_a_second_patch_of_a_deep_model_is_quick(shop: Any, build: Any) -> None:
+    shop.offer()
+    model = build("llama", num_hidden_layers=32)
+    patch(model).unpatch()
+    spent_s = []
+    for _ in range(3):
+        start = time.process_time()
+        patch(model).unpatch()
+        spent_s.append(time.process_time() - start)
+    assert min(spent_s) < 0.15  # 0.03 s on an idle machine; reading the catalog anew took 0.25 s

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from transformers import LlamaConfig
+
+from tilegym_db.errors import UsageError
+from tilegym_db.integrations.transformers.random_model import build_model, load_config
+from tilegym_db.integrations.transformers.sizes import check_run_fits
+
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": 0}, "hidden_size must be a whole number from 1"),
+        ({"hidden_size": -64}, "hidden_size must be a whole number from 1"),
+        ({"hidden_size": "64"}, "hidden_size must be a whole number from 1"),
+        ({"hidden_size": True}, "hidden_size must be a whole number from 1"),
+        ({"hidden_size": [64]}, "hidden_size must be a whole number from 1"),
+        ({"hidden_size": 10**16}, "hidden_size must be a whole number from 1"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be a whole number from 1"),
+        ({"vocab_size": 1 << 26, "hidden_size": 1 << 20}, "the weights take .* GB at least"),
+        ({"rope_theta": "x"}, "transformers (refuses|builds no model from) this config"),
+        ({"hidden_size": None}, "transformers (refuses|builds no model from) this config"),
+    ],
+)
+def test_a_config_that_nothing_can_be_built_from_is_refused_with_its_reason(tmp_path, change, message):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**TINY, **change}))
+    with pytest.raises(UsageError, match=message):
+        build_model(load_config(path), "cpu", "float32")
+
+
+def test_a_config_nested_too_deeply_is_refused(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(UsageError, match="cannot read this config"):
+        load_config(path)
+
+
+@pytest.mark.parametrize(("batch", "prompt", "new"), [(10**9, 512, 64), (1, 10**20, 0), (1, 1, 10**15)])
+def test_a_run_that_cannot_fit_is_refused_before_it_starts(batch, prompt, new):
+    with pytest.raises(UsageError, match=r"GB at least, and cpu has .* GB free\. Ask for fewer"):
+        check_run_fits(LlamaConfig(**TINY), "cpu", "float32", batch, prompt, new)
+
+
+def test_a_run_that_may_fit_is_let_through():
+    check_run_fits(LlamaConfig(**TINY), "cpu", "float32", 2, 128, 64)
+    check_run_fits(SimpleNamespace(get_text_config=lambda: SimpleNamespace()), "cpu", "float32", 1, 8)

@@ -1,0 +1,69 @@
+"""A data set in which nothing is wrong, and a store of its own to import it into."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from foreign_sets import (
+    DEFINITION,
+    SOLUTION,
+    TRACES,
+    WORKLOADS,
+    Tree,
+    definition,
+    lines,
+    of_workload,
+    solution,
+    trace,
+    workload,
+)
+
+from tilegym_db.catalog import Catalog
+from tilegym_db.integrations.interchange.flashinfer_export import Export, build_export
+from tilegym_db.paths import shipped_root
+from tilegym_db.store.journal import read_journal
+from tilegym_db.store.refresh import shipped_traces
+
+# Not a test that is skipped: where the package is not installed there is nothing to hold the export against.
+collect_ignore = [] if importlib.util.find_spec("flashinfer_bench") else ["test_flashinfer_bench.py"]
+
+
+@pytest.fixture(scope="session")
+def shipped() -> Catalog:
+    return Catalog((shipped_root(),))
+
+
+@pytest.fixture(scope="session")
+def export(shipped: Catalog) -> Export:
+    """The whole shipped catalog, with its shipped traces."""
+    traces = [trace for path in shipped_traces(shipped) for trace in read_journal(path).traces]
+    return build_export(shipped, [trace for trace in traces if trace.status == "PASSED"])
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    """A FlashInfer-Trace data set in which nothing is wrong."""
+    return (
+        Tree(tmp_path / "small")
+        .write(DEFINITION, definition())
+        .write(SOLUTION, solution())
+        .write(WORKLOADS, lines(of_workload(workload()), of_workload(workload("w-2", 3))))
+        .write(TRACES, lines(trace()))
+    )
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty store of the user."""
+    folder = tmp_path / "home"
+    monkeypatch.setenv("TILEGYM_DB_HOME", str(folder))
+    return folder
+
+
+@pytest.fixture
+def new_tree(tmp_path: Path) -> Callable[[str], Tree]:
+    """Make an empty data set of a name."""
+    return lambda name: Tree(tmp_path / name)

@@ -1,0 +1,221 @@
+"""Damaged data sets: what is refused with which file and key, and that an error changes nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from foreign_sets import (
+    DEFINITION,
+    SOLUTION,
+    TRACES,
+    WORKLOADS,
+    Tree,
+    definition,
+    lines,
+    of_workload,
+    solution,
+    trace,
+    workload,
+)
+
+from tilegym_db.errors import RecordError, StoreError, TilegymDBError, UsageError
+from tilegym_db.integrations.interchange.importing import import_data_set
+from tilegym_db.store.imported import data_set, data_sets, import_lock
+
+
+def undeclared_axis() -> dict[str, Any]:
+    return definition(outputs={"out": {"shape": ["M", "K"], "dtype": "float32"}})
+
+
+def without(record: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name != key}
+
+
+def evaluated(**changes: Any) -> str:
+    record = trace()
+    record["evaluation"] |= changes
+    return lines(record)
+
+
+def with_sources(*sources: dict[str, str]) -> dict[str, Any]:
+    return {**solution(), "sources": list(sources)}
+
+
+MAIN = {"path": "main.py", "content": "def run(): pass"}
+ESCAPING = {"type": "safetensors", "path": "blob/../../secret", "tensor_key": "x"}
+
+# What is written where -> the place, the key and a part of the reason that the report must name.
+DAMAGE: dict[str, tuple[str, str | bytes | dict[str, Any], str, str, str]] = {
+    "cut JSON": (DEFINITION, '{"name": "scale_n8"', DEFINITION, "", "not valid JSON"),
+    "not UTF-8": (DEFINITION, b'{"name": "\xff"}', DEFINITION, "", "not UTF-8"),
+    "a list": (DEFINITION, "[]", DEFINITION, "", "is a JSON list"),
+    "a key twice": (DEFINITION, '{"name": "a", "name": "b"}', DEFINITION, "", "key 'name' twice"),
+    "too deep": (DEFINITION, '{"a":' * 200_000, DEFINITION, "", "nested too deeply"),
+    "no op_type": (DEFINITION, without(definition(), "op_type"), DEFINITION, "op_type", "missing key"),
+    "unsafe name": (DEFINITION, definition(name="../etc"), DEFINITION, "name", "not safe as a part of a path"),
+    "undeclared axis": (DEFINITION, undeclared_axis(), DEFINITION, "outputs.out.shape", "axis 'K'"),
+    "negative axis": (DEFINITION, definition(axes={"M": {"type": "const", "value": -1}, "N": {"type": "var"}}), DEFINITION,
+                      "axes.M.value", ">= 0"),
+    "unknown dtype": (DEFINITION, definition(inputs={"x": {"shape": ["M"], "dtype": "complex64"}}), DEFINITION,
+                      "inputs.x.dtype", "complex64"),
+    "input as output": (DEFINITION, definition(outputs={"x": {"shape": ["M"], "dtype": "float32"}}), DEFINITION,
+                        "outputs.x", "name of an input"),
+    "reference without run": (DEFINITION, definition(reference="def go(): pass"), DEFINITION, "reference", "'run'"),
+    "reference that does not parse": (DEFINITION, definition(reference="def run(:"), DEFINITION, "reference", "not valid"),
+    "constraint that does not parse": (DEFINITION, definition(constraints=["M >="]), DEFINITION, "constraints[0]",
+                                       "not a Python expression"),
+    "unknown language": (SOLUTION, solution(language="fortran"), SOLUTION, "spec.language", "fortran"),
+    "source out of its folder": (SOLUTION, with_sources({"path": "../main.py", "content": "x"}), SOLUTION, "sources[0].path",
+                                 "leads out"),
+    "source twice": (SOLUTION, with_sources(MAIN, MAIN), SOLUTION, "sources[1].path", "listed twice"),
+    "empty source": (SOLUTION, with_sources({"path": "main.py", "content": ""}), SOLUTION, "sources[0].content", "not empty"),
+    "entry that is no source": (SOLUTION, solution(entry_point="other.py::run"), SOLUTION, "spec.entry_point", "no source"),
+    "entry without function": (SOLUTION, solution(entry_point="main.py"), SOLUTION, "spec.entry_point", "<file>::<function>"),
+    "no hardware": (SOLUTION, solution(target_hardware=[]), SOLUTION, "spec.target_hardware", "at least one"),
+    "blob out of the root": (WORKLOADS, lines(of_workload(workload(x=ESCAPING))), f"{WORKLOADS}:1", "workload.inputs.x.path",
+                             "leads out"),
+    "absolute blob": (WORKLOADS, lines(of_workload(workload(x={**ESCAPING, "path": "/etc/passwd"}))), f"{WORKLOADS}:1",
+                      "workload.inputs.x.path", "leads out"),
+    "unknown input kind": (WORKLOADS, lines(of_workload(workload(x={"type": "custom"}))), f"{WORKLOADS}:1",
+                           "workload.inputs.x.type", "custom"),
+    "axis that is no number": (WORKLOADS, lines(of_workload(workload(m="4"))), f"{WORKLOADS}:1",  # type: ignore[arg-type]
+                               "workload.axes.M", "whole number"),
+    "trace among workloads": (WORKLOADS, lines(trace()), f"{WORKLOADS}:1", "solution", "belongs in traces/"),
+    "workload among traces": (TRACES, lines(of_workload(workload())), f"{TRACES}:1", "solution", "belongs in workloads/"),
+    "unknown status": (TRACES, evaluated(status="FINE"), f"{TRACES}:1", "evaluation.status", "FINE"),
+    "pass without a time": (TRACES, evaluated(performance=None), f"{TRACES}:1", "evaluation.performance", "must be there"),
+    "failure with a time": (TRACES, evaluated(status="TIMEOUT", correctness=None), f"{TRACES}:1", "evaluation.performance",
+                            "must not be there"),
+    "negative time": (TRACES, evaluated(performance={"latency_ms": -1}), f"{TRACES}:1", "evaluation.performance.latency_ms",
+                      ">= 0"),
+    "no hardware measured on": (TRACES, evaluated(environment={"libs": {}}), f"{TRACES}:1", "evaluation.environment.hardware",
+                                "missing key"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_refused_by_file_and_key_and_the_rest_comes_in(tree: Tree, home: Path, kind: str) -> None:
+    path, content, place, key, reason = DAMAGE[kind]
+    tree.write(path, content)
+    found = import_data_set(tree.root).data_set
+    refusals = [item for item in found.refused if (item.path, item.key) == (place, key)]
+    assert refusals, found.refused
+    assert reason in refusals[0].reason
+    assert not any(item.path == path and place == path for item in found.records)
+    assert found.records
+    with pytest.raises(RecordError, match="--strict"):
+        import_data_set(tree.root, name="strict", strict=True)
+    assert [item.name for item in data_sets(home)] == ["small"]
+
+
+def twice(tree: Tree, kind: str) -> Tree:
+    copy = {
+        "definition": (DEFINITION, "definitions/other/scale_n8.json"),
+        "solution": (SOLUTION, "solutions/x/scale_torch.json"),
+    }
+    source, target = copy[kind]
+    return tree.write(target, tree.bytes()[source])
+
+
+ERRORS: dict[str, tuple[Callable[[Tree], object], type[TilegymDBError], str]] = {
+    "definition twice": (lambda tree: twice(tree, "definition"), RecordError, "'scale_n8' is in .*too"),
+    "solution twice": (lambda tree: twice(tree, "solution"), RecordError, "'scale_torch' is in .*too"),
+    "nothing valid": (lambda tree: [tree.write(path, "{}") for path in (DEFINITION, SOLUTION, WORKLOADS, TRACES)],
+                      RecordError, "nothing in it can be imported"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_an_error_changes_nothing(tree: Tree, home: Path, kind: str) -> None:
+    damage, error, message = ERRORS[kind]
+    damage(tree)
+    with pytest.raises(error, match=message):
+        import_data_set(tree.root)
+    assert not list(home.rglob("manifest.json"))
+    assert not list(home.rglob("objects"))
+
+
+def test_a_link_out_of_the_data_set_is_refused(tree: Tree, home: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret.json").write_text(json.dumps(definition(name="secret")))
+    (tree.root / "definitions" / "scale" / "secret.json").symlink_to(tmp_path / "secret.json")
+    found = import_data_set(tree.root).data_set
+    assert ("definitions/scale/secret.json", "a link that leads out of the data set") in {
+        (item.path, item.reason) for item in found.refused
+    }
+    assert "secret" not in {item.name for item in found.records}
+
+
+def test_a_blob_that_is_a_link_out_is_refused(tree: Tree, home: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"key")
+    (tree.root / "blob").mkdir()
+    (tree.root / "blob" / "x").symlink_to(tmp_path / "secret")
+    tree.write(WORKLOADS, lines(of_workload(workload(x={"type": "safetensors", "path": "blob/x", "tensor_key": "x"}))))
+    found = import_data_set(tree.root).data_set
+    assert any(item.key == "workload.inputs.x.path" for item in found.refused)
+    assert "blob/x" not in found.files_by_path
+
+
+def test_a_data_set_in_no_known_dialect_is_an_error(tmp_path: Path, home: Path) -> None:
+    (tmp_path / "a.txt").write_text("hello")
+    with pytest.raises(UsageError, match="no dialect that is known"):
+        import_data_set(tmp_path)
+
+
+def test_other_content_under_a_taken_name_needs_to_be_told(tree: Tree, home: Path) -> None:
+    import_data_set(tree.root)
+    tree.write(TRACES, lines(trace(), trace()))
+    with pytest.raises(UsageError, match="--replace"):
+        import_data_set(tree.root)
+    assert len(data_set(home, "small").of_kind("trace")) == 1
+    assert import_data_set(tree.root, replace=True).changed
+    assert len(data_set(home, "small").of_kind("trace")) == 2
+
+
+def test_two_imports_at_once_take_turns(tree: Tree, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with import_lock(home), pytest.raises(StoreError, match="locked"), import_lock(home, timeout_s=0.0):
+        pass
+
+
+def test_changed_bytes_in_the_store_are_noticed(tree: Tree, home: Path) -> None:
+    found = import_data_set(tree.root).data_set
+    target = next((home / "imported" / "objects").rglob(found.files_by_path[DEFINITION].sha256))
+    target.chmod(0o644)
+    target.write_bytes(b"{}")
+    with pytest.raises(StoreError, match="not what was imported"):
+        data_set(home, "small").content(DEFINITION)
+
+
+@pytest.mark.parametrize("which", ["manifest.json", "records-*.jsonl"])
+def test_a_damaged_data_set_stops_nothing_else_and_can_be_imported_again(
+    tree: Tree, home: Path, which: str, tmp_path: Path
+) -> None:
+    from tilegym_db.catalog import Catalog
+    from tilegym_db.store.connection import open_store
+
+    import_data_set(tree.root)
+    import_data_set(tree.root, name="other")
+    (path,) = (home / "imported" / "flashinfer-trace" / "small").glob(which)
+    path.write_text("{")
+    query = "SELECT DISTINCT origin FROM imported_records ORDER BY 1"
+    for origins in (["flashinfer-trace:other"], ["flashinfer-trace:other", "flashinfer-trace:small"]):
+        with open_store(home, read_only=True, catalog=Catalog((tmp_path,))) as store:
+            assert [row["origin"] for row in store.rows(query)] == origins
+        import_data_set(tree.root, replace=True)
+
+
+def test_a_number_that_no_database_holds_is_refused(tree: Tree, home: Path) -> None:
+    tree.write(TRACES, lines(trace()).replace("0.001", "1e999"))
+    found = import_data_set(tree.root).data_set
+    assert [item.reason for item in found.refused] == ["is not valid JSON: the number 1e999 is out of range"]
+
+
+def test_nothing_is_executed_on_import(tree: Tree, home: Path, tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    code = f"open({str(mark)!r}, 'w')\ndef run(x, w, eps):\n    return x\n"
+    tree.write(DEFINITION, definition(reference=code)).write(SOLUTION, solution(content=code))
+    import_data_set(tree.root)
+    assert not mark.exists()

@@ -1,0 +1,139 @@
+"""The other dialects: what tells them, what they may lack, and what they may not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from foreign_sets import Tree, definition, lines, solution, trace, workload
+
+from tilegym_db.integrations.interchange.importing import import_data_set, recognise
+from tilegym_db.store.imported import counted
+
+NewTree = Callable[[str], Tree]
+
+
+@pytest.fixture
+def dumps(new_tree: NewTree) -> Tree:
+    """``fi_trace`` dumps with what FlashInfer-Bench would not take."""
+    in_place = definition(
+        name="in_place", tags=["fi_api:flashinfer.x"], outputs={"x": {"shape": ["M", "N"], "dtype": "float32"}}
+    )
+    in_place["outputs"]["x"]["param"] = "x"
+    valueless = definition(
+        name="valueless", axes={"M": {"type": "var"}, "N": {"type": "const"}}, check="def check(): ..."
+    )
+    text = definition(name="text", init="def init(): ...")
+    text["inputs"]["mode"] = {"shape": None, "dtype": "string", "optional": True}
+    renamed = definition(
+        name="renamed", tags=["fi_api:flashinfer.y"], reference="def _scale(x, w, eps):\n    return x * w + eps\n"
+    )
+    without = {key: value for key, value in definition(name="without", tags=["fi_api:z"]).items() if key != "reference"}
+    undeclared = definition(name="undeclared", tags=["fi_api:u"], outputs={"out": {"shape": ["K"], "dtype": "uint8"}})
+    tree = new_tree("dumps")
+    for record in (in_place, valueless, text, renamed, without, undeclared):
+        tree.write(f"{record['name']}.json", record)
+    return tree
+
+
+def test_fi_trace_dumps_come_in_with_what_they_lack(dumps: Tree, home: Path) -> None:
+    found = import_data_set(dumps.root).data_set
+    assert found.origin == "fi-trace:dumps"
+    findings = {item.name: " ".join(item.findings) for item in found.records}
+    assert "overwrites the input" in findings["in_place"]
+    assert "a const axis without a value" in findings["valueless"]
+    assert "dtype 'string'" in findings["text"]
+    assert "not called 'run' but _scale" in findings["renamed"]
+    assert "no reference" in findings["without"]
+    assert [(item.path, item.key) for item in found.refused] == [("undeclared.json", "outputs.out.shape")]
+
+
+def test_one_dump_alone_can_be_imported(dumps: Tree, home: Path) -> None:
+    found = import_data_set(dumps.root / "renamed.json").data_set
+    assert (found.origin, counted(found.records)) == ("fi-trace:renamed", {"definition": 1})
+
+
+def test_destination_passing_defaults_to_false_in_dumps(dumps: Tree, home: Path) -> None:
+    record = solution()
+    del record["spec"]["destination_passing_style"]
+    dumps.write("solution.json", record)
+    (read,) = import_data_set(dumps.root).data_set.of_kind("solution")
+    assert read.record["spec"]["destination_passing_style"] is False
+
+
+@pytest.fixture
+def problems(new_tree: NewTree) -> Tree:
+    """SOL-ExecBench: two folders with one problem, an expression of axes, custom inputs, a tolerance of its own."""
+    record = definition(name="sol", op_type=None, hf_id="a/b")
+    record["axes"]["R"] = {"type": "expr", "expression": "M * 2"}
+    record["inputs"]["y"] = {"shape": ["R"], "dtype": "float32"}
+    record["reference"] = "def run(x, w, eps, y):\n    return x * w + eps\n"
+    other = {**definition(name="custom"), "custom_inputs_entrypoint": "get_inputs"}
+    answer = {**solution("sol_torch"), "definition": "sol"}
+    answer["spec"] = {**answer["spec"], "languages": ["pytorch"], "compile_options": {"cflags": []}}
+    del answer["spec"]["language"]
+    call = workload("s-1", y={"type": "random"}) | {"tolerance": {"max_atol": 0.5}}
+    custom = {"uuid": "c", "axes": {"M": 2}, "inputs": {name: {"type": "custom"} for name in ("x", "w")}}
+    custom["inputs"]["eps"] = {"type": "scalar", "value": 1}
+    mixed = {"uuid": "m", "axes": {"M": 2}, "inputs": {"x": {"type": "custom"}, "w": {"type": "random"}}}
+    hacked = trace("sol_torch", "TIMEOUT", call)
+    hacked["evaluation"]["status"] = "REWARD_HACK"
+    return (
+        new_tree("problems")
+        .write("one/definition.json", record)
+        .write("one/workload.jsonl", lines(call, end=""))
+        .write("one/solution_python.json", answer)
+        .write("one/traces.jsonl", lines({**hacked, "definition": "sol"}))
+        .write("two/definition.json", record)
+        .write("two/workload.jsonl", lines(call))
+        .write("three/definition.json", other)
+        .write("three/workload.jsonl", lines(custom, mixed))
+    )  # fmt: skip
+
+
+def test_sol_execbench_problems_come_in(problems: Tree, home: Path) -> None:
+    found = import_data_set(problems.root).data_set
+    assert found.origin == "sol-execbench:problems"
+    assert counted(found.records) == {"definition": 2, "solution": 1, "trace": 1, "workload": 3}
+    assert [(item.path, item.key) for item in found.refused] == [("three/workload.jsonl:2", "inputs")]
+    first = found.of_kind("workload")[0]
+    assert (first.record["tolerance"]["max_atol"], first.record["tolerance"]["max_rtol"]) == (0.5, 0.01)
+
+
+def test_tilegym_sources_are_read_from_the_repository(new_tree: NewTree, home: Path, tmp_path: Path) -> None:
+    path = "src/pkg/kernels/scale.py"
+    record = {**solution(), "sources": {"path": [path]}}
+    record["spec"] |= {"language": "cuda-tile", "entry_point": f"{path}::run"}
+    outside = {**record, "name": "outside", "sources": {"path": ["../secret.py"]}}
+    absent = {**record, "name": "absent", "sources": {"path": ["src/none.py"]}}
+    tree = new_tree("repo").write(path, "def run(x, w, eps):\n    return x\n")
+    (tmp_path / "secret.py").write_text("key")
+    tree.write("src/pkg/kernel_definitions/scale_n8.json", definition())
+    for item in (record, outside, absent):
+        tree.write(f"src/pkg/kernel_solutions/{item['name']}.json", item)
+    found = import_data_set(tree.root).data_set
+    assert (found.origin, counted(found.records)) == ("tilegym:repo", {"definition": 1, "solution": 1})
+    assert found.of_kind("solution")[0].record["sources"][0]["content"].startswith("def run")
+    assert path in found.files_by_path
+    assert {(item.path.rpartition("/")[2], item.key) for item in found.refused} == {
+        ("outside.json", "sources.path[0]"),
+        ("absent.json", "sources.path[0]"),
+    }
+
+
+def test_each_dialect_is_told_from_its_files(tree: Tree, dumps: Tree, problems: Tree) -> None:
+    told = [recognise(item.root).name for item in (tree, dumps, problems)]
+    assert told == ["flashinfer-trace", "fi-trace", "sol-execbench"]
+
+
+@pytest.mark.parametrize("fixture", ["dumps", "problems"])
+def test_every_dialect_comes_out_byte_for_byte(fixture: str, home: Path, request: pytest.FixtureRequest) -> None:
+    from tilegym_db.integrations.interchange.writing import imported_files
+
+    given: Tree = request.getfixturevalue(fixture)
+    found = import_data_set(given.root).data_set
+    damaged = {item.path.partition(":")[0] for item in found.refused}
+    wanted = {path: content for path, content in given.bytes().items() if path not in damaged}
+    files = imported_files(found)
+    assert {path: files[path] for path in wanted} == wanted

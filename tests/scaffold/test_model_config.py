@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tilegym_db.catalog import Catalog
+from tilegym_db.errors import RecordError, UsageError
+from tilegym_db.scaffold import workloads_from_config
+from tilegym_db.scaffold.model_config import read_model_config
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 128256,
+    "dtype": "bfloat16",
+}
+WANTED = {
+    "rms_norm": {"M": 512, "N": 2048},
+    "swiglu": {"M": 512, "I": 8192},
+    "rope_neox": {"B": 1, "Hq": 32, "Hkv": 8, "S": 512, "D": 64, "Bc": 1},
+    "qk_rms_norm": {"M": 512, "Hq": 32, "Hkv": 8, "D": 64},
+    "attention_prefill": {"B": 1, "Hq": 32, "Hkv": 8, "S": 512, "D": 64},
+    "attention_decode": {"B": 1, "Hq": 32, "Hkv": 8, "L": 512, "D": 64},
+}
+
+
+def mapped(name, config, **options):
+    definition = Catalog.default().definition(name)
+    return workloads_from_config(definition, config, model="m", **{"tokens": [512], **options})
+
+
+@pytest.mark.parametrize("name", WANTED)
+def test_the_sizes_of_a_llama_become_the_axes_that_the_definition_describes(name):
+    (workload,) = mapped(name, LLAMA).workloads
+    assert workload.axes == WANTED[name]
+    assert workload.dtypes == {"T": "bfloat16"}
+    assert "model:m" in workload.tags
+
+
+def test_every_scalar_has_the_value_of_the_config():
+    assert mapped("rms_norm", LLAMA).workloads[0].scalars() == {"eps": 1e-5}
+    assert mapped("attention_prefill", LLAMA).workloads[0].scalars() == {"scale": 0.125}
+
+
+def test_what_a_config_does_not_have_is_named_with_the_reason_and_nothing_is_made():
+    found = mapped("gemm", LLAMA)
+    assert found.workloads == ()
+    assert set(found.unmapped) == {"N", "K"}
+    assert "output features" in found.unmapped["N"]
+    assert set(mapped("rms_norm", {}).unmapped) == {"N", "eps"}
+
+
+def test_given_sizes_and_scalars_win_over_the_config():
+    found = mapped("gemm", LLAMA, axes={"N": 4096, "K": 2048}, tokens=[1, 64])
+    assert [workload.axes for workload in found.workloads] == [
+        {"M": 1, "N": 4096, "K": 2048},
+        {"M": 64, "N": 4096, "K": 2048},
+    ]
+    assert [workload.tags[-1] for workload in found.workloads] == ["stage:decode", "stage:prefill"]
+    assert mapped("rms_norm", LLAMA, scalars={"eps": 1e-6}).workloads[0].scalars() == {"eps": 1e-6}
+    with pytest.raises(UsageError, match="'Q' is unknown"):
+        mapped("gemm", LLAMA, axes={"Q": 1})
+
+
+@pytest.mark.parametrize(
+    ("config", "axes"),
+    [
+        ({"n_embd": 768, "n_head": 12, "layer_norm_epsilon": 1e-5}, {"Hq": 12, "Hkv": 12, "D": 64, "M": 512}),
+        (
+            {"hidden_size": 1024, "num_attention_heads": 8, "rms_norm_eps": 1e-6},
+            {"Hq": 8, "Hkv": 8, "D": 128, "M": 512},
+        ),
+    ],
+)
+def test_head_sizes_follow_from_the_hidden_size_where_a_config_does_not_state_them(config, axes):
+    assert mapped("qk_rms_norm", config).workloads[0].axes == axes
+
+
+def test_the_rotated_part_of_a_head_follows_from_its_factor():
+    (workload,) = mapped("rope_partial", {**LLAMA, "head_dim": 128, "partial_rotary_factor": 0.75}).workloads
+    assert workload.axes["R"] == 96
+
+
+def test_the_text_model_of_a_config_with_several_is_the_one_that_counts(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "both", "text_config": LLAMA, "vision_config": {"hidden_size": 1}}))
+    assert read_model_config(path)["hidden_size"] == 2048
+    path.write_text("[]")
+    with pytest.raises(RecordError, match="a model's config is a JSON object, not list"):
+        read_model_config(path)
+
+
+def test_sizes_that_the_constraints_exclude_are_left_out_with_the_constraint():
+    found = mapped("attention_prefill", {**LLAMA, "head_dim": 512})
+    assert found.workloads == ()
+    assert "D <= 256" in found.refused[0]

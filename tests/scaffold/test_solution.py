@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tilegym_db.catalog import Catalog
+from tilegym_db.records import LANGUAGES, TILE_LANGUAGES, Solution
+from tilegym_db.records.signature import signature_problem
+from tilegym_db.scaffold import draft_solution, stock_solution_files
+from tilegym_db.verify.scan import hard_findings, scan_sources
+
+DEFINITIONS = sorted(Catalog.default().definitions)
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_a_draft_for_any_operator_is_valid_is_called_as_the_operator_calls_it_and_passes_the_scan(name, language):
+    definition = Catalog.default().definition(name)
+    files = draft_solution(definition, language, "mine", "me")
+    record = Solution.from_json(files["solution.json"])
+    record.check_against(definition)
+    assert record.spec.language == language
+    assert signature_problem(record, files["kernel.py"], definition) is None
+    found = hard_findings(scan_sources(record, {"kernel.py": files["kernel.py"].encode()}))
+    assert [str(finding) for finding in found] == []
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_the_stock_code_made_from_a_reference_is_right(name):
+    from tilegym_db.verify.admission import smallest_axes, trial_scalars
+    from tilegym_db.verify.inputs import Case, draw_inputs
+    from tilegym_db.verify.reference import name_outputs, run_reference
+
+    definition = Catalog.default().definition(name)
+    record, sources = stock_solution_files(definition, "me")
+    record.check_against(definition)
+    assert (record.spec.role, record.spec.provides) == ("baseline", "stock")
+    axes = smallest_axes(definition)
+    assert axes is not None
+    case = Case(axes, {key: choices[0] for key, choices in definition.dtypes.items()}, trial_scalars(definition))
+    inputs = draw_inputs(definition, case, "cpu")
+    wanted = run_reference(definition, inputs)
+    scope: dict[str, object] = {}
+    exec(sources["kernel.py"], scope)
+    given = {key: value.clone() if hasattr(value, "clone") else value for key, value in inputs.items()}
+    found = name_outputs(definition, scope["run"](*given.values()), given, name)  # type: ignore[operator]
+    for key, value in wanted.items():
+        assert (value.float() - found[key].float()).abs().nan_to_num().max() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("language", TILE_LANGUAGES)
+@pytest.mark.parametrize(
+    "name", ["rms_norm", "gemm"]
+)  # one that copies an input, one that has none of the output's shape
+def test_a_draft_in_a_tile_language_compiles(language, name, tmp_path):
+    from tilegym_db.backends.aot import compile_many
+    from tilegym_db.catalog import SolutionFiles
+    from tilegym_db.cli.compile import select_jobs
+
+    catalog = Catalog.default()
+    for file, text in draft_solution(catalog.definition(name), language, f"{name}_draft", "me").items():
+        (tmp_path / file).write_text(text)
+    draft = SolutionFiles.read(tmp_path)
+    shipped = select_jobs(catalog, (f"{name}_{language}",), ("sm_90",), None, None)
+    jobs = [dataclasses.replace(job, solution=draft) for job in shipped[:1]]
+    (result,) = compile_many(jobs)
+    assert result.status == "compiled", result

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tilegym_db.errors import RecordError, StoreError
+from tilegym_db.files import decode, read_bytes, write_atomically, write_folder, writing
+
+
+def test_a_link_is_followed_and_a_mode_is_kept(tmp_path: Path):
+    real, link = tmp_path / "elsewhere" / "real.json", tmp_path / "link.json"
+    real.parent.mkdir()
+    real.write_text("old")
+    real.chmod(0o640)
+    link.symlink_to(real)
+    write_atomically(link, b"new")
+    assert link.is_symlink()
+    assert real.read_bytes() == b"new"
+    assert real.stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("there", ["an empty folder", "a folder", "a file", "a link to nowhere"])
+def test_a_folder_is_never_written_over(there: str, tmp_path: Path):
+    target = tmp_path / "draft"
+    match there:
+        case "a file":
+            target.write_text("mine")
+        case "a link to nowhere":
+            target.symlink_to("nowhere")
+        case _:
+            target.mkdir()
+    if there == "a folder":
+        (target / "mine.py").write_text("mine")
+    before = [(path, path.lstat().st_ino) for path in sorted(tmp_path.rglob("*"))]
+    with pytest.raises(StoreError, match=r"it exists already\. Nothing was added"):
+        write_folder(target, {"kernel.py": b"theirs"})
+    assert [(path, path.lstat().st_ino) for path in sorted(tmp_path.rglob("*"))] == before
+
+
+def test_what_a_killed_writer_left_is_removed_once_it_is_old_and_nothing_else_is(tmp_path: Path):
+    old, young, mine = (tmp_path / name for name in (".tilegym-db-aa.new", ".tilegym-db-bb.new", ".tilegym-db-notes"))
+    for folder in (old, young, mine):
+        folder.mkdir()
+        (folder / "kernel.py").touch()
+    os.utime(old, (time.time() - 7200,) * 2)
+    os.utime(mine, (time.time() - 7200,) * 2)
+    write_atomically(tmp_path / "record.json", b"{}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [young.name, mine.name, "record.json"]
+
+
+def test_a_folder_that_somebody_writes_is_refused_with_the_process(tmp_path: Path):
+    with (
+        writing(tmp_path),
+        pytest.raises(StoreError, match=r"is locked: another part of this process is writing it.*Nothing was changed"),
+        writing(tmp_path, timeout_s=0.1),
+    ):
+        pass
+    with writing(tmp_path, timeout_s=0.1):
+        pass
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(StoreError, match=r"cannot write the folder .*file/root: Not a directory"),
+        writing(tmp_path / "file" / "root"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{}".encode("utf-16"), "line 1, column 1: this is UTF-16"),
+        ("{}".encode("utf-32"), "line 1, column 1: this is UTF-32"),
+        ("{}".encode("utf-8-sig"), "line 1, column 1: this is UTF-8 with a byte order mark"),
+        ("{}".encode("utf-16-le"), "line 1, column 2: a NUL byte"),
+        (b"a\nb\xff", "line 2, column 2: byte 0xff is not valid UTF-8"),
+        (b"\xed\xa0\x80", "line 1, column 1: byte 0xed"),
+    ],
+)
+def test_what_is_no_utf_8_is_named_with_its_place(content: bytes, message: str):
+    with pytest.raises(RecordError, match=f"^x.json: {message}"):
+        decode(content, "x.json")
+
+
+def test_a_device_and_a_path_with_nul_are_no_records():
+    with pytest.raises(RecordError, match="/dev/zero: cannot read this definition: it is a device"):
+        read_bytes(Path("/dev/zero"), "definition")
+    with pytest.raises(RecordError, match="embedded null byte"):
+        read_bytes(Path("a\0b"), "definition")

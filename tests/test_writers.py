@@ -1,0 +1,162 @@
+"""Nothing is lost: every writer is killed at twenty moments, and races itself and the others, in real processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import writing
+from writing import BY_TIME, WRITERS, Place
+
+from tilegym_db.catalog import Catalog
+from tilegym_db.catalog.locked import read_lock
+from tilegym_db.records.model_run import ModelRun
+from tilegym_db.records.peaks import GpuPeaks
+from tilegym_db.store.connection import open_store
+from tilegym_db.store.journal import read_journal
+from tilegym_db.store.queries import count_traces
+from tilegym_db.store.tuning import TuningStep
+
+MOMENTS = 20
+STEPWISE = [name for name in WRITERS if name not in BY_TIME]
+
+
+@pytest.fixture
+def place(row_scale: Path, home: Path) -> Place:
+    """The small operator in a checkout, a journal with four passes, and a file of the user's in every folder."""
+    place = Place(row_scale, home)
+    for folder in ("definitions/elementwise", "solutions/elementwise/row_scale", "workloads/elementwise", "traces"):
+        (row_scale / folder / "notes.txt").write_text("the user's own")
+    assert writing.run([("journal", "first_0")], place)[0].kind == "done"
+    return place
+
+
+def check_whole(place: Place) -> None:
+    """Every file holds whole records, and what was there before is there."""
+    catalog = Catalog((place.root,))
+    assert [broken for broken in catalog.broken() if "notes.txt" not in broken.reason] == []
+    assert "row_scale" in catalog.definitions
+    assert "row_scale_stock" in catalog.solutions
+    assert catalog.workloads_for("row_scale")[0].axes == {"M": 4, "N": 8}
+    assert "row_scale" in read_lock(place.root)
+    assert len(list(place.root.rglob("notes.txt"))) == 4
+    assert len(read_journal(place.home / "runs" / "first_0.jsonl").traces) == 4
+    for path in (place.home / "peaks").glob("*.json"):
+        GpuPeaks.from_json(path.read_bytes(), path)
+    for path in (place.home / "model_runs").glob("*.json"):
+        ModelRun.from_json(path.read_bytes(), path)
+    for path in place.root.glob("traces/*/*/*.jsonl"):
+        assert read_journal(path).rejected == ()
+    for path in place.root.glob("traces/*/*.json"):
+        json.loads(path.read_bytes())
+
+
+def landed(place: Place, name: str, key: str) -> bool:
+    """Whether what a writer writes under a key is there, whole."""
+    catalog, number = Catalog((place.root,)), int(key.rpartition("_")[2])
+    match name:
+        case "add_definition" | "update_lock":
+            return key in catalog.definitions and key in read_lock(place.root)
+        case "add_version":
+            newest = max(int(version.split(".")[1]) for version in read_lock(place.root)["row_scale"])
+            return newest >= number + 1 and catalog.definition("row_scale").version == f"1.{newest}.0"
+        case "add_solution":
+            return set(catalog.solution(key).sources) == {"kernel.py", "parts/rows.py"}
+        case "add_workload":
+            return sum(workload.axes["M"] == 1000 + number for workload in catalog.workloads_for("row_scale")) == 1
+        case "journal" | "ingest":
+            return len({trace.trace_id for trace in read_journal(place.home / "runs" / f"{key}.jsonl").traces}) == 4
+        case "search":
+            lines = (place.home / "tuning" / f"{key}.jsonl").read_bytes().splitlines()
+            return len({TuningStep.from_json(line).config["BLOCK"] for line in lines if line.endswith(b"}")}) == 3
+        case "peaks":
+            return any(f"{1_700_000_000 + number}" in str(GpuPeaks.from_json(path.read_bytes()).timestamp.timestamp())
+                       for path in (place.home / "peaks").glob("*.json"))  # fmt: skip
+        case "model_run":
+            return (place.home / "model_runs" / f"{key}.json").is_file()
+        case _:
+            return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STEPWISE)
+def test_a_writer_that_is_killed_at_any_moment_loses_nothing_and_its_work_can_be_done_again(name: str, place: Place):
+    (whole,) = writing.run([(name, "key_0")], place)
+    assert whole.kind == "done"
+    assert landed(place, name, "key_0")
+    moments = sorted({1 + round(index * (whole.steps - 1) / (MOMENTS - 1)) for index in range(MOMENTS)})
+    for index, moment in enumerate(moments, start=1):
+        key = f"key_{index}"
+        (ending,) = writing.run([(name, key)], place, kill_at=moment)
+        assert ending.kind == "killed", (moment, whole.steps)
+        check_whole(place)
+        (again,) = writing.run([(name, key)], place)
+        assert again.kind == "done" or "already exists" in again.said, again.said
+        assert landed(place, name, key), (moment, whole.steps)
+        check_whole(place)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BY_TIME)
+def test_a_writer_of_the_database_that_is_killed_at_any_moment_loses_nothing(name: str, place: Place):
+    (whole,) = writing.run([("ingest", "first_1")], place)
+    assert whole.kind == "done"
+    (whole,) = writing.run([(name, "key_0")], place)
+    assert whole.kind == "done", whole.said
+    killed = 0
+    for index in range(1, MOMENTS + 1):
+        key = f"key_{index}"
+        (ending,) = writing.run([(name, key)], place, kill_after_s=whole.seconds * (index - 0.5) / MOMENTS)
+        killed += ending.kind == "killed"
+        check_whole(place)
+    assert killed >= MOMENTS // 2  # the last ones may come too late on a machine that is less busy by now
+    assert writing.run([("ingest", "last_0")], place)[0].kind == "done"
+    assert writing.run([("publish", "last_1")], place)[0].kind == "done"
+    written = sum(len(read_journal(path).traces) for path in (place.home / "runs").glob("*.jsonl"))
+    with open_store(place.home, catalog=Catalog((place.root,)), lock_timeout_s=60) as store:
+        assert count_traces(store) == written
+    check_whole(place)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_writer_that_races_itself_lands_or_is_refused_with_a_reason(name: str, place: Place):
+    keys = ["same_1"] * 3 + ["other_2", "third_3"]
+    endings = writing.run([(name, key) for key in keys], place)
+    assert all(ending.kind == "done" or (ending.kind == "refused" and ending.said) for ending in endings), endings
+    check_whole(place)
+    for key, ending in zip(keys, endings, strict=True):
+        if ending.kind == "done":
+            assert landed(place, name, key)
+    same = [ending for key, ending in zip(keys, endings, strict=True) if key == "same_1"]
+    if name in ("add_definition", "add_solution"):
+        assert sorted(ending.kind for ending in same) == ["done", "refused", "refused"]
+        assert all("already exists" in ending.said for ending in same if ending.kind == "refused")
+        assert [ending.kind for ending in endings[3:]] == ["done", "done"]
+    assert any(ending.kind == "done" for ending in same)
+
+
+@pytest.mark.slow
+def test_all_writers_at_once_all_land(place: Place):
+    endings = writing.run([(name, f"{name}_{number}") for number, name in enumerate(WRITERS)], place)
+    assert {name: (ending.kind, ending.said) for name, ending in zip(WRITERS, endings, strict=True)} == dict.fromkeys(
+        WRITERS, ("done", "")
+    )
+    check_whole(place)
+    for number, name in enumerate(WRITERS):
+        assert landed(place, name, f"{name}_{number}"), name
+
+
+def test_eight_processes_that_add_workloads_lose_no_line(place: Place):
+    endings = writing.run([("add_workload", f"key_{number}") for number in range(8)], place)
+    assert [ending.kind for ending in endings] == ["done"] * 8
+    sizes = [workload.axes["M"] for workload in Catalog((place.root,)).workloads_for("row_scale")]
+    assert sorted(sizes) == [4, *range(1000, 1008)]
+
+
+def test_four_processes_that_add_one_name_leave_one_whole_solution(place: Place):
+    endings = writing.run([("add_solution", "draft_0")] * 4, place)
+    assert sorted(ending.kind for ending in endings) == ["done", "refused", "refused", "refused"]
+    assert all("already exists" in ending.said for ending in endings if ending.kind == "refused")
+    assert landed(place, "add_solution", "draft_0")

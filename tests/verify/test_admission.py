@@ -1,0 +1,66 @@
+"""References run apart: what one does to its process is a finding about its record."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tilegym_db.errors import RecordError
+from tilegym_db.records import Definition, Workload
+from tilegym_db.verify.admission import run_reference_once, run_self_test
+from tilegym_db.verify.apart import run_apart
+
+HEAD = "# Source: https://example.org/row_scale.py#L1\nimport os, sys, time\ndef run(x, weight, factor):\n    "
+BAD = {
+    "ends its process": ("os._exit(0)", "ended its process with exit status 0"),
+    "ends its process by a signal": ("os.kill(os.getpid(), 11)", "ended its process by SIGSEGV"),
+    "leaves": ("sys.exit(0)", "raises SystemExit: 0"),
+    "never ends": ("while True: pass", "did not finish within 1 s and was ended"),
+    "sleeps": ("time.sleep(1000)", "did not finish within 1 s and was ended"),
+    "closes every file": ("os.closerange(0, 4096)", "instead of returning"),
+    "raises": ("raise ArithmeticError('no')", "ArithmeticError: no"),
+}
+
+
+@pytest.mark.parametrize(("body", "message"), BAD.values(), ids=BAD.keys())
+def test_what_a_reference_does_to_its_process_is_said_of_its_record(
+    body: str, message: str, definition_record: Callable[..., dict[str, Any]]
+):
+    record = Definition.from_dict(definition_record(reference=HEAD + body + "\n    return x\n"))
+    with pytest.raises(RecordError) as raised:
+        run_reference_once(record, Path("draft.json"), limit_s=1.0)
+    assert str(raised.value).startswith("draft.json: reference: ")
+    assert message in str(raised.value)
+
+
+def test_a_self_test_that_never_ends_is_one_finding(
+    definition_record: Callable[..., dict[str, Any]], workload_record: Callable[..., dict[str, Any]]
+):
+    planted = [{"find": "factor", "replace": f"factor + {step}", "why": "a mistake"} for step in range(3)]
+    test = {"independent": HEAD + "while True: pass\n", "planted_errors": planted}
+    record = Definition.from_dict(definition_record(self_test=test))
+    begun = time.monotonic()
+    (finding,) = run_self_test(record, [Workload.from_dict(workload_record())], limit_s=1.0)
+    assert finding.startswith("row_scale: the reference, or a formulation of its self_test, did not finish within 1 s")
+    assert time.monotonic() - begun < 180
+
+
+def start_a_child() -> int:
+    child = os.fork()
+    if child == 0:
+        time.sleep(1000)
+        os._exit(0)
+    return child
+
+
+def test_what_a_reference_started_ends_with_it():
+    child = run_apart(start_a_child, (), "a reference", 10.0)
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{child}").exists() and "State:\tZ" not in Path(f"/proc/{child}/status").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

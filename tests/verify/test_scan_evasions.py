@@ -1,0 +1,260 @@
+"""Ways past a list of refused names, each refused, beside honest idioms, each left alone."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tilegym_db.records import Solution
+from tilegym_db.verify.scan import hard_findings, scan_sources
+from tilegym_db.verify.scan.tables import MEMBERS, VALUES, refusal
+
+
+def refused(text: str, *, language: str = "python", dependencies: tuple[str, ...] = ()) -> list[str]:
+    record = Solution.from_dict(
+        {
+            "name": "mine",
+            "definition": "row_scale",
+            "author": "tests",
+            "spec": {"language": language, "entry_point": "kernel.py::run", "dependencies": list(dependencies)},
+            "sources": [{"path": "kernel.py"}],
+        },
+        "test",
+    )
+    return [str(finding) for finding in hard_findings(scan_sources(record, {"kernel.py": text.encode()}))]
+
+
+EVASIONS = {
+    # a module reached through a harmless one
+    "builtins of enum": "import enum\nenum.bltns.exec('1')",
+    "builtins of enum, imported": "from enum import bltns",
+    "builtins of enum, renamed": "import enum as e\nb = e\nb.bltns.open('a')",
+    "sys of enum": "import enum\nenum.sys.modules",
+    "sys of dataclasses": "from dataclasses import sys",
+    "builtins of dataclasses": "import dataclasses\ndataclasses.builtins.exec('')",
+    "copyreg of copy": "import copy\ncopy.copyreg.add_extension",
+    "types of functools": "import functools\nfunctools.GenericAlias",
+    "recursive_repr of functools": "import functools\nfunctools.recursive_repr",
+    "os of logging": "import logging\nlogging.os.getpid()",
+    "io of logging": "import logging\nlogging.io.open('a')",
+    "handlers of logging": "import logging\nlogging.handlers",
+    "root logger's handlers": "import logging\nlogging.getLogger().handlers[0].stream",
+    "root logger's manager": "import logging\nlogging.getLogger('a').manager.loggerDict",
+    "sys of warnings": "import warnings\nwarnings.sys",
+    "module of catch_warnings": "import warnings\nwarnings.catch_warnings()._module",
+    "contextlib's os": "import contextlib\ncontextlib.os.remove('a')",
+    "json's codecs": "import json\njson.codecs.open('a')",
+    "json's scanner": "import json\njson.decoder.scanner",
+    "platform's subprocess": "import platform\nplatform.subprocess.run('a')",
+    "re's functools": "import re\nre.functools",
+    "re's enum": "import re\nre.enum.bltns",
+    "numbers of statistics": "import statistics\nstatistics.random",
+    "torch's module, assigned by walrus": "import torch\nif (m := torch): m.serialization.load('a')",
+    "torch under a choice": "import torch\nm = torch if 1 else None\nm.hub.load('a', 'b')",
+    "torch in a class body": "import torch\nclass A:\n    x = torch.serialization",
+    "torch in a comprehension": "import torch\n[torch.storage for _ in range(1)]",
+    "torch in a decorator": "import torch\n@torch.jit.script\ndef f(x): return x",
+    "torch in a default": "import torch\ndef run(x, f=torch.frombuffer.__self__): pass",
+    "torch in a match": "import torch\nmatch torch.functional.torch:\n    case _: pass",
+    "torch in an f-string": "import torch\nf'{torch.utils.collect_env.run}'",
+    "torch in a lambda": "import torch\nrun = lambda x: torch.utils.benchmark",
+    "core's builtins": "import triton.language as tl\ntl.core.builtins",
+    "environment of tilelang": "import tilelang\ntilelang.env.os.system('a')",
+    "library of tilelang": "import tilelang\ntilelang._LIB",
+    "numpy's ctypes": "import numpy\nnumpy.ctypeslib.load_library('a', 'b')",
+    # files and text of torch and numpy
+    "torch.load": "import torch\ntorch.load('a')",
+    "import of cpp_extension": "import torch.utils.cpp_extension",
+    "import of hub": "from torch import hub",
+    "inductor": "import torch._inductor.codecache",
+    "inductor, imported": "from torch._inductor import codecache",
+    "classes": "import torch\ntorch.classes.load_library('a')",
+    "operator that reads a file": "import torch\ntorch.ops.aten.from_file('a')",
+    "function that reads a file": "import torch\ntorch.from_file('a', size=4)",
+    "operator of another library": "import torch\ntorch.ops.image.read_file('a')",
+    "operator of a new library": "import torch\ntorch.ops.mine.f(1)",
+    "storage of a file": "import torch\ntorch.UntypedStorage.from_file('a', False, 4)",
+    "script of text": "import torch\ntorch.jit.CompilationUnit('def f(): pass')",
+    "trace": "import torch\ntorch.jit.trace(f, 1)",
+    "graph of text": "import torch\ntorch.parse_ir('graph')",
+    "flags of a C++ compiler": "import torch\ntorch.compile(f, options={'cpp.cxx': ('/tmp/a',)})",
+    "array of a file": "import numpy as np\nnp.load('a')",
+    "numbers of a file": "from numpy import fromfile",
+    "memory of a file": "import numpy as np\nnp.memmap('a')",
+    "source of data": "import numpy as np\nnp.DataSource().open('a')",
+    "array's file": "import torch\ndef run(x): x.numpy().tofile('a')",
+    "array's dump": "def run(x): x.numpy().dump('a')",
+    "lib of numpy": "import numpy\nnumpy.lib.npyio.load('a')",
+    "lib of numpy, imported": "from numpy.lib import npyio",
+    # text that is evaluated
+    "single dispatch": "import functools\n@functools.singledispatch\ndef f(x): pass",
+    "single dispatch of methods": "from functools import singledispatchmethod as s",
+    "type hints": "import typing\ntyping.get_type_hints(f)",
+    "type hints of the extension": "from typing_extensions import get_type_hints",
+    "forward reference": "import typing\ntyping.ForwardRef('f()')._evaluate({}, {}, frozenset())",
+    "annotation that calls": "def f(x: \"__import__('os').getpid()\"): pass",
+    "annotation that calls, nested": "from typing import Optional\ndef f(x: Optional['g()']): pass",
+    "annotation of a field that calls": "import dataclasses\n@dataclasses.dataclass\nclass A:\n    x: 'g()'",
+    "annotation returned that calls": "def f() -> 'g()': pass",
+    "annotation with a lambda": "def f(x: 'lambda: 1'): pass",
+    "annotation with a dunder": "def f(x: 'f.__globals__'): pass",
+    "annotation by a name": "T = 'g()'\ndef f(x: T): pass",
+    "annotation by a chain of names": "T = 'g()'\nU = T\ndef f(x: U): pass",
+    "annotation by a sum": "def f(x: 'g' + '()'): pass",
+    "annotation by a sum of names": "A = 'g'\nT = A + '()'\ndef f(x: T): pass",
+    "annotation by an f-string": "def f(x: f'g()'): pass",
+    "annotations of the module": "x: int = 1\n__annotations__",
+    "class of fields": "import dataclasses\ndataclasses.make_dataclass('A', ['x'])",
+    "class in another module": "import collections\ncollections.namedtuple('A', 'x', module='torch')",
+    "members in another module": "import enum\nenum.Enum('A', 'x y', module='torch')",
+    "keywords unknown": "import enum\nk = {}\nenum.Enum('A', 'x y', **k)",
+    "formatter": "import string",
+    "format of an attribute": "def run(x): '{0.__class__}'.format(x)",
+    "format of an item": "def run(x): '{0[a]}'.format(x)",
+    "format of a nested attribute": "def run(x): '{:{0.a}}'.format(x)",
+    "format of a variable": "def f(t, x): return t.format(x)",
+    "format of a mapping": "'{a.b}'.format_map({'a': 1})",
+    "format handed on": "f = '{0.a}'.format",
+    "format of the class": "str.format('{0.__globals__}', len)",
+    # objects that lead to others
+    "mro of a class": "def run(x): type(x).__mro__",
+    "mro, called": "def run(x): int.mro()",
+    "globals of a method": "import torch\ntorch.Tensor.__init__.__globals__",
+    "self of a builtin": "print.__self__",
+    "wrapped function": "import functools\n@functools.cache\ndef f(): pass\nf.__wrapped__",
+    "object of an error": "import math\ntry: math.a\nexcept AttributeError as e: e.obj",
+    "traceback of an error": "def f(e): return e.__traceback__.tb_frame",
+    "object of an error, named by a class": "class A: obj = storage = 0\ndef f(e): return e.obj.storage",
+    "format by getattr": "getattr('{0.__class__}', 'format')(print)",
+    "format by a pattern": "match '{0.a}':\n    case str(format=f): pass",
+    "type by its call": "type.__call__(type, 'A', (), {})",
+    "interface of the driver": "import triton\ntriton.runtime.driver.active.get_device_interface()",
+    "clock of Triton": "import triton\ntriton.testing.do_bench(print)",
+    "clock of the device": "from triton.language.extra.cuda import globaltimer",
+    "stream of an operator": "from torch.ops.aten import record_stream",
+    "parallel modules": "import torch\ntorch.nn.DataParallel(1)",
+    "members of a language's tensors": "import triton.language as tl\n@tl.core._tensor_member_fn\ndef f(x): pass",
+    "interrupt": "raise KeyboardInterrupt",
+    "object hooks": "object.__getattribute__(1, 'real')",
+    "getter of a property": "def f(p): return p.fget",
+    "reduce over getattr": "import functools\nfunctools.reduce(getattr, ['a'], print)",
+    "partial of getattr": "from functools import partial as p\np(getattr, 1)",
+    "map of getattr": "list(map(getattr, [1], ['real']))",
+    "attrgetter": "import operator\noperator.attrgetter('__globals__')",
+    "methodcaller": "from operator import methodcaller as m",
+    "call of the operator": "import operator\noperator.call(print)",
+    "getattr of a value": "def f(x): return getattr(x, 'gi_frame')",
+    "pattern that reads": "match print:\n    case object(obj=m): pass",
+    "descriptor's function": "def f(m): return m.__func__",
+    "frame of a generator": "def f(g): return g.gi_frame.f_back",
+    "attribute that nothing has": "def run(x): x.nothing_has_this",
+    "kernel's module": "def f(k): return k.fn.src",
+    "star": "from math import *",
+    "clock of a testing module": "from torch.testing import _internal",
+    "own class that names a frame": "class A:\n    f_back = 1\ndef f(x): return x.f_back",
+    "harness": "import tilegym_db",
+}  # fmt: skip
+DECLARED = ("numpy", "tilelang", "triton", "tilegym-db")
+
+
+@pytest.mark.parametrize("text", EVASIONS.values(), ids=EVASIONS.keys())
+def test_a_way_past_a_list_of_refused_names_is_refused(text: str) -> None:
+    assert refused(text, dependencies=DECLARED)
+
+
+HONEST = {
+    "shape": "def run(x): return x.shape[0] * x.stride(0) + x.numel()",
+    "dtype": "import torch\ndef run(x): return x.to(torch.float32).sum(-1, keepdim=True)",
+    "functional": "import torch.nn.functional as F\ndef run(x): return F.silu(F.pad(x, (0, 1)))",
+    "functional, imported": "from torch.nn.functional import softmax, scaled_dot_product_attention",
+    "linear algebra": "import torch\ntorch.linalg.norm(torch.fft.fft(torch.zeros(4)))",
+    "special functions": "import torch\ntorch.special.erfinv(torch.zeros(1))",
+    "attention backend": "from torch.nn.attention import SDPBackend, sdpa_kernel\nsdpa_kernel([SDPBackend.MATH])",
+    "operator of ATen": "import torch\ndef run(x, out): torch.ops.aten.mm.out(x, x, out=out)",
+    "own operator": "import torch\n@torch.library.custom_op('mine::f', mutates_args=())\n"
+    "def f(x: torch.Tensor) -> torch.Tensor: pass\ntorch.ops.mine.f(1)",
+    "fake of an own operator": "import torch\n@torch.library.custom_op('a::b', mutates_args=())\ndef f(x: int) -> None: pass\n"
+    "@f.register_fake\ndef _(x): pass",
+    "autograd": "import torch\nclass F(torch.autograd.Function):\n    @staticmethod\n    def backward(ctx, g):\n"
+    "        (x,) = ctx.saved_tensors\n        return x if ctx.needs_input_grad[0] else None\nF.apply",
+    "compiled": "import torch\n"
+    "f = torch.compile(len, dynamic=False, fullgraph=True, mode='max-autotune-no-cudagraphs')",
+    "device properties": "import torch\ntorch.cuda.get_device_properties(0).multi_processor_count",
+    "capability": "import torch\ntorch.cuda.get_device_capability() >= (9, 0)",
+    "current stream": "import torch\ntorch.cuda.current_stream().cuda_stream",
+    "version": "import torch\ntorch.__version__, torch.version.cuda",
+    "limits of a dtype": "import torch\ntorch.finfo(torch.bfloat16).max",
+    "gradient mode": "import torch\nwith torch.no_grad(): pass",
+    "generator": "def f(n):\n    yield from range(n)",
+    "dataclass": "from dataclasses import dataclass, field\n@dataclass(frozen=True)\nclass Tile:\n    rows: int = 1\n"
+    "    parts: list = field(default_factory=list)\nTile().rows",
+    "dataclass with a text": "import dataclasses\n@dataclasses.dataclass\nclass Tile:\n    up: 'Tile | None' = None\nTile().up",
+    "named tuple": "from collections import namedtuple\nTile = namedtuple('Tile', 'rows columns')\nTile(1, 2).columns",
+    "named tuple by class": "from typing import NamedTuple\nclass Tile(NamedTuple):\n    rows: int\nTile(1).rows",
+    "enumeration": "from enum import Enum, auto\nclass Mode(Enum):\n    FAST = auto()\nMode.FAST.name, Mode.FAST.value",
+    "enumeration by call": "import enum\nenum.Enum('Mode', 'FAST SLOW').FAST",
+    "simple namespace": "from types import SimpleNamespace\nSimpleNamespace(rows=1).rows",
+    "partial": "import functools\nf = functools.partial(max, 1)\nf(2)",
+    "cache": "import functools\n@functools.lru_cache(maxsize=None)\ndef f(n): return n\nf.cache_clear()",
+    "reduce": "import functools, operator\nfunctools.reduce(operator.mul, (1, 2), 1)",
+    "itertools": "import itertools\nlist(itertools.product(range(2), repeat=2))",
+    "math": "from math import ceil, inf, log2, prod\nprod([1])",
+    "heap": "import heapq\nheapq.nlargest(1, [1, 2])",
+    "bisect": "from bisect import bisect_left\nbisect_left([1], 1)",
+    "strings": "' a,b '.strip().split(',')[0].upper().encode().decode()",
+    "format": "'{:.2f} {name!r}'.format(1.0, name=2)",
+    "f-string": "def f(x): return f'{x.shape[0]:>4} {type(x).__name__}'",
+    "logger": "import logging\nlog = logging.getLogger(__name__)\nlog.warning('a %s', 1)",
+    "warning": "import warnings\nwarnings.warn('slow', stacklevel=2)",
+    "regular expression": "import re\nre.compile('a').match('a').group(0)",
+    "json": "import json\njson.loads('{}').get('a')",
+    "types": "from typing import Annotated, Any, Callable, Literal, Optional\n"
+    "def f(x: Annotated[Any, 'a (b)'], y: Literal['f()'], z: Optional['Tile']): pass",
+    "future annotations": "from __future__ import annotations\nimport torch\n"
+    "def f(x: torch.Tensor | None) -> tuple[int, ...]: pass",
+    "abstract class": "from abc import ABC, abstractmethod\nclass A(ABC):\n    @abstractmethod\n    def f(self): pass",
+    "property": "class A:\n    def __init__(self): self._n = 1\n    @property\n    def n(self): return self._n\nA().n",
+    "context manager": "import contextlib\n@contextlib.contextmanager\ndef f():\n    yield\n"
+    "with contextlib.nullcontext(): pass",
+    "error": "def run(x):\n    if x.dim() != 2:\n        raise ValueError(f'expected two dimensions, got {x.dim()}')",
+    "getattr with a default": "import torch\nd = getattr(torch, 'float8_e4m3fn', None)",
+    "sorted by item": "import operator\nsorted([(1, 2)], key=operator.itemgetter(1))",
+    "numpy": "import numpy as np\nnp.arange(4, dtype=np.float32).reshape(2, 2).tolist()",
+    "version compared": "from packaging.version import Version\nVersion('1.0') >= Version('0.9')",
+    "nn module": "import torch\nclass M(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+    "        self.w = torch.nn.Parameter(torch.ones(1))\n    def forward(self, x): return x * self.w",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", HONEST.values(), ids=HONEST.keys())
+def test_an_honest_idiom_passes(text: str) -> None:
+    assert refused(text, dependencies=("numpy",)) == []
+
+
+def test_there_are_enough_of_both() -> None:
+    assert len(EVASIONS) >= 60
+    assert len(HONEST) >= 40
+
+
+def test_no_listed_name_is_one_that_a_rule_refuses() -> None:
+    assert [
+        f"{module}.{name}"
+        for module, names in MEMBERS.items()
+        for name in names
+        if refusal(f"{module}.{name}") or refusal(f"*.{name}")
+    ] == []
+    assert [name for name in VALUES if refusal(f"*.{name}")] == []
+
+
+def test_a_source_is_scanned_in_less_than_50_ms() -> None:
+    text = "import torch\n" + "\n".join(
+        f"def f{i}(x): return torch.exp(x.view(-1)).sum() * x.shape[0]" for i in range(40)
+    )
+    refused(text)
+    times = []
+    for _ in range(5):
+        before = time.process_time()
+        assert refused(text) == []
+        times.append(time.process_time() - before)
+    assert min(times) < 0.05, times

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tilegym_db.errors import StoreError
+from tilegym_db.verify.inputs import Case
+from tilegym_db.verify.worker.shared_buffers import (
+    ALIGNMENT,
+    GUARD_BYTES,
+    SharedBuffers,
+    SlotPlan,
+    attach,
+    plan_slot,
+    tensor_view,
+)
+
+
+def case(offset: int = 0, dtype: str = "float32", layouts: dict[str, str] | None = None, **axes: int) -> Case:
+    return Case(axes or {"M": 4, "N": 8}, {"T": dtype}, {"factor": 1.0}, layouts or {}, offset=offset)
+
+
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.integers(0, 40),
+    columns=st.integers(1, 300),
+    padding=st.integers(0, 9),
+    offset=st.integers(0, 3),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+)
+def test_tensors_keep_a_guard_band_from_each_other_and_from_the_next_slot(
+    rows, columns, padding, offset, dtype, operator
+):
+    plan = plan_slot(operator(), case(offset, dtype, {"x": f"strided(N + {padding}, 1)"}, M=rows, N=columns))
+    end = 0
+    for tensor in plan.tensors:
+        assert tensor.offset - end >= GUARD_BYTES
+        end = tensor.offset + tensor.span
+    assert plan.size - end >= GUARD_BYTES
+    assert plan.size % ALIGNMENT == 0
+    assert SlotPlan.from_message(plan.to_message()) == plan
+
+
+def test_a_tensor_starts_at_an_aligned_address_unless_the_case_moves_it(operator):
+    aligned, moved = (plan_slot(operator(), case(offset)) for offset in (0, 1))
+    assert all(tensor.offset % ALIGNMENT == 0 for tensor in aligned.tensors)
+    assert all(tensor.offset % ALIGNMENT == 4 for tensor in moved.tensors)
+
+
+def test_a_layout_gives_its_strides_and_the_span_up_to_its_last_element(operator):
+    plan = plan_slot(operator(), case(layouts={"x": "strided(N + 8, 1)", "out": "strided(1, M)"}))
+    x, _, out = plan.tensors
+    assert (x.strides, x.span) == ((16, 1), (3 * 16 + 8) * 4)
+    assert (out.strides, out.span) == ((1, 4), 32 * 4)
+    with SharedBuffers(plan, 1, "cpu") as buffers:
+        assert (buffers.tensor(0, "out").shape, buffers.tensor(0, "out").stride()) == ((4, 8), (1, 4))
+
+
+def test_two_slots_and_two_tensors_of_one_slot_share_no_byte(operator):
+    with SharedBuffers(plan_slot(operator(), case()), 2, "cpu") as buffers:
+        buffers.memory.zero_()
+        views = [buffers.tensor(slot, name) for slot in (0, 1) for name in ("x", "weight", "out")]
+        for number, view in enumerate(views, start=1):
+            view.fill_(number)
+        assert [int(view.unique()) for view in views] == [1, 2, 3, 4, 5, 6]
+
+
+def test_what_one_side_writes_the_other_side_reads(operator):
+    with SharedBuffers(plan_slot(operator(), case()), 2, "cpu") as buffers:
+        memory, plan, _ = attach(buffers.to_message(), os.dup(buffers.descriptor))
+        tensor_view(memory[plan.size :], plan.outputs[0]).fill_(7)
+        assert torch.equal(buffers.tensor(1, "out"), torch.full((4, 8), 7.0))
+
+
+def test_a_worker_can_neither_shrink_nor_grow_the_memory(operator):
+    with SharedBuffers(plan_slot(operator(), case()), 1, "cpu") as buffers:
+        for size in (0, 1 << 30):
+            with pytest.raises(PermissionError):
+                os.ftruncate(buffers.descriptor, size)
+
+
+def test_an_buffers_can_be_closed_twice_and_leaves_no_descriptor(operator):
+    before = len(os.listdir("/proc/self/fd"))
+    buffers = SharedBuffers(plan_slot(operator(), case()), 2, "cpu")
+    buffers.close()
+    buffers.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_too_little_memory_is_an_error_and_not_a_crash_at_the_first_write(operator, monkeypatch):
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(StoreError, match=r"cannot allocate .* bytes of shared memory: .*No space left on device"):
+        SharedBuffers(plan_slot(operator(), case()), 1, "cpu")
+
+
+@pytest.mark.gpu
+def test_device_memory_is_shared_by_its_descriptor_and_outlives_who_exported_it(operator):
+    buffers = SharedBuffers(plan_slot(operator(), case()), 2, "cuda:0")
+    memory, plan, release = attach(buffers.to_message(), os.dup(buffers.descriptor))
+    tensor_view(memory[plan.size :], plan.outputs[0]).fill_(7)
+    buffers.settle()
+    assert torch.equal(buffers.tensor(1, "out").cpu(), torch.full((4, 8), 7.0))
+    buffers.close()
+    assert float(tensor_view(memory[plan.size :], plan.outputs[0]).sum()) == 7.0 * 32
+    release()

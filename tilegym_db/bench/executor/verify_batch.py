@@ -1,0 +1,99 @@
+"""Verifies the workload runs of a batch side by side: every runner in its own worker, while contents are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from tilegym_db.bench.contents import ExpectedCache, WorkloadContents
+from tilegym_db.bench.executor.workload_run import WorkloadRun
+from tilegym_db.bench.machine import require_healthy
+from tilegym_db.bench.runner import Runner
+from tilegym_db.bench.tracing import RunContext
+from tilegym_db.bench.verification import CANNOT_VERIFY, Verified
+from tilegym_db.confinement.bounds import available_processors
+from tilegym_db.verify.verifier import Failure
+
+__all__ = ["verify_batch"]
+
+
+def verify_batch(workload_runs: Sequence[WorkloadRun], context: RunContext) -> None:
+    """Every runner through its workloads, in its own worker, while the GPU work of verification interleaves.
+
+    Runners wait for compilers most of the time; more of them at once than there are cores would only run into each
+    other's deadlines.
+
+    Raises:
+        HardwareError: a worker was lost, and the device does not work any more.
+    """
+    tasks: dict[int, tuple[Runner, list[WorkloadRun]]] = {}
+    for workload_run in workload_runs:
+        for runner in workload_run.runners:
+            tasks.setdefault(id(runner), (runner, []))[1].append(workload_run)
+    longest_first = sorted(tasks.values(), key=lambda task: _expected_length(task[0]))
+    with (
+        ThreadPoolExecutor(max_workers=1) as drawing,
+        ThreadPoolExecutor(max_workers=max(1, min(len(tasks), available_processors()))) as verifying,
+    ):
+        for workload_run in workload_runs:
+            workload_run.contents = drawing.submit(_draw, workload_run, context)
+        running = [verifying.submit(_verify_runner, runner, entered, context) for runner, entered in longest_first]
+        try:
+            lost = [task.result() for task in running]
+        except BaseException:
+            for runner, _ in tasks.values():
+                runner.verification.abort()  # or the pool would wait for a call that hangs
+            verifying.shutdown(wait=False, cancel_futures=True)
+            drawing.shutdown(wait=False, cancel_futures=True)
+            raise
+    if any(lost):
+        require_healthy(context.machine)
+
+
+def _verify_runner(runner: Runner, workload_runs: Sequence[WorkloadRun], context: RunContext) -> bool:
+    """The outcome of every workload into its workload run; true where a worker was lost on the way."""
+    lost = False
+    for workload_run in workload_runs:
+        outcome = _verify_workload(runner, workload_run, context)
+        workload_run.outcomes[runner.name] = outcome, runner.handle.sandbox_level
+        if isinstance(outcome, Failure) and runner.handle.after_failure(outcome):
+            lost = True
+    return lost
+
+
+def _verify_workload(runner: Runner, workload_run: WorkloadRun, context: RunContext) -> Verified | Failure:
+    if runner.handle.broken is not None:
+        return runner.handle.broken
+    unsupported = runner.unsupported(workload_run.workload)
+    if unsupported is not None:
+        return Failure("UNSUPPORTED", unsupported)
+    not_loaded = runner.handle.load()  # while the contents are drawn
+    if not_loaded is not None:
+        return not_loaded
+    assert workload_run.contents is not None
+    contents = workload_run.contents.result()
+    if isinstance(contents, Failure):
+        return contents
+    return runner.verification.verify(contents, workload_run.plan.workloads, context.seed, workload_run.cache)
+
+
+def _draw(workload_run: WorkloadRun, context: RunContext) -> WorkloadContents | Failure:
+    definition = workload_run.plan.definition
+    own = ExpectedCache(definition, context.machine.device)  # given back with the contents
+    # An exception would be kept with the memory of everything that its frames refer to.
+    try:
+        in_turn = any(runner.handle.policy.in_turn for runner in workload_run.runners)
+        contents = WorkloadContents.draw(definition, workload_run.workload, context.seed, own, in_turn=in_turn)
+    except CANNOT_VERIFY as error:
+        return Failure("UNSUPPORTED", f"cannot be verified on this machine: {error}")
+    if not contents.sets:
+        reason = "the reference itself passes no content set at this shape, so nothing can be proved"
+        return Failure("UNSUPPORTED", reason)
+    return contents
+
+
+def _expected_length(runner: Runner) -> int:
+    """Sorts runners by how long they take to verify: torch.compile first, kernels next, what compiles nothing last."""
+    if runner.solution.uses_torch_compile:
+        return 0
+    return 1 if runner.solution.record.spec.role == "kernel" else 2

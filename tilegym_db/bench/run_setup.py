@@ -1,0 +1,100 @@
+"""What ``benchmark``, ``promote``, ``tune`` and ``regress`` share: machine, records and store, and who watches."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tilegym_db.backends.toolchains import TOOLCHAINS, toolchain_status
+from tilegym_db.bench.interleaved import TimingBudget
+from tilegym_db.bench.machine import Machine, select_machine
+from tilegym_db.bench.plan import DoneKey, LikelyFastest, Options, PairKey, Plan
+from tilegym_db.bench.planning import make_plan
+from tilegym_db.bench.tracing import RunContext
+from tilegym_db.catalog import Catalog
+from tilegym_db.paths import home
+from tilegym_db.records import Config, Trace
+from tilegym_db.records.trace import new_run_id
+from tilegym_db.store.connection import open_store
+from tilegym_db.store.database import Store
+from tilegym_db.store.ingest import ingest_journals
+
+__all__ = ["Observer", "RunSetup", "timing_budget", "unusable_languages"]
+
+
+@dataclass
+class Observer:
+    """What a caller may watch: the plan before it starts, each step, each trace."""
+
+    planned: Callable[[Plan, Machine], None] = lambda plan, machine: None
+    starting: Callable[[str], None] = lambda what: None
+    traced: Callable[[Trace], None] = lambda trace: None
+
+
+@dataclass(frozen=True)
+class RunSetup:
+    """Where runs take place, what of, and where their traces go. ``home`` is the folder of the store."""
+
+    machine: Machine
+    catalog: Catalog
+    home: Path
+
+    @classmethod
+    def of(cls, gpu: str, catalog: Catalog | None, store_home: Path | None) -> RunSetup:
+        """From the arguments of a public function.
+
+        Raises:
+            HardwareError: the GPU asked for is not the one in this machine.
+        """
+        return cls(select_machine(gpu), catalog or Catalog.default(), store_home or home())
+
+    @contextlib.contextmanager
+    def store(self) -> Iterator[Store]:
+        """The store, with everything in it that was journaled. No worker may run while it is open.
+
+        Raises:
+            StoreError: it cannot be used.
+        """
+        with open_store(self.home, catalog=self.catalog) as store:
+            ingest_journals(store)
+            yield store
+
+    def ingest(self) -> None:
+        """Take what was journaled into the store."""
+        with self.store():
+            pass
+
+    def plan(
+        self,
+        options: Options,
+        done: Collection[DoneKey] = (),
+        excluded: Mapping[DoneKey, str] | None = None,
+        tuned: Mapping[PairKey, Config] | None = None,
+        likely_fastest: LikelyFastest | None = None,
+    ) -> Plan:
+        """What the options ask for here, with the languages that can be used here; arguments and errors are those of
+        :func:`~tilegym_db.bench.planning.make_plan`."""
+        unusable = unusable_languages()
+        return make_plan(self.catalog, self.machine, options, done, unusable, excluded, tuned, likely_fastest)
+
+    def context(self, run_id: str = "", command: str | None = None) -> RunContext:
+        """A run with a secret seed of its own; by default with an id of its own too."""
+        return RunContext(run_id or new_run_id(self.machine.gpu), self.machine, secrets.randbits(62), command=command)
+
+
+def timing_budget(options: Options) -> TimingBudget:
+    """How long a verdict is timed: little for a quick run."""
+    return TimingBudget.quick() if options.quick else TimingBudget()
+
+
+def unusable_languages() -> dict[str, str]:
+    """Language -> why its Solutions cannot run here and what to install. A trace would blame them for it."""
+    statuses = {language: toolchain_status(language) for language in TOOLCHAINS}
+    return {
+        language: f"{language} cannot be used here: {status.detail}. Fix: {status.fix}"
+        for language, status in statuses.items()
+        if not status.available
+    }

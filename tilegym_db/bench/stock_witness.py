@@ -1,0 +1,59 @@
+"""Cases that stock code in the same dtype fails against the oracle prove nothing about anybody else, and are dropped.
+
+PyTorch's own matrix product in bfloat16 gives NaN on a CPU for a row of -inf at some sizes: a Solution that does the same is not
+worse than what it replaces.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tilegym_db.verify.expected import Expected
+from tilegym_db.verify.verifier import Failure
+
+if TYPE_CHECKING:
+    from tilegym_db.bench.verification import Verification
+
+__all__ = ["MOST_DROPPED", "StockWitness"]
+
+MOST_DROPPED = 0.25
+"""Share of the cases that may be dropped so: a Solution that fails more is wrong, whatever stock code does."""
+
+
+@dataclass
+class StockWitness:
+    """Runs the Definition's stock code at a case that somebody failed; started when it is first asked.
+
+    Args:
+        make: verification of the stock code, in a worker of its own; None where the catalog has none.
+    """
+
+    make: Callable[[], Verification | None]
+    _stock: Verification | None = None
+    _asked: dict[str, bool] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def fails(self, expected: Expected) -> bool:
+        """True where the comparison with the oracle refuses the stock code's result too."""
+        with self._lock:
+            key = str(expected.case)
+            if key not in self._asked:
+                self._asked[key] = self._run(expected)
+            return self._asked[key]
+
+    def close(self) -> None:
+        """End the worker, if there is one."""
+        with self._lock:
+            if self._stock is not None:
+                self._stock.handle.close()
+                self._stock = None
+
+    def _run(self, expected: Expected) -> bool:
+        self._stock = self._stock or self.make()
+        if self._stock is None or self._stock.handle.excludes(expected.case) is not None:
+            return False
+        outcome = self._stock.case_alone(expected)
+        return isinstance(outcome, Failure) and outcome.verdict is not None

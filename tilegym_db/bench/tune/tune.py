@@ -1,0 +1,185 @@
+"""``tune``: from what is asked for to winning configs in the database. Resumable, journaled step by step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tilegym_db.bench.executor.local import LocalExecutor
+from tilegym_db.bench.machine import Machine, leaving_processors
+from tilegym_db.bench.plan import Options, Plan, Skipped
+from tilegym_db.bench.run_setup import RunSetup, timing_budget
+from tilegym_db.bench.tier_policy import SCREEN
+from tilegym_db.bench.tune.known import Known
+from tilegym_db.bench.tune.search import SearchBudget
+from tilegym_db.bench.tune.tuner import Tuned, Tuner
+from tilegym_db.catalog import Catalog, SolutionFiles
+from tilegym_db.errors import UsageError
+from tilegym_db.records import Definition, Trace, Workload, axes_key
+from tilegym_db.scratch import scratch_folder
+from tilegym_db.store.journal import Journal
+from tilegym_db.store.tuning import TuningLog, TuningStep
+
+__all__ = ["DEFAULT_BUDGET_S", "TuneObserver", "TuneReport", "tune"]
+
+DEFAULT_BUDGET_S = 60.0
+QUICK_BUDGET_S = 10.0
+
+
+@dataclass
+class TuneObserver:
+    """What a caller may watch: how many pairs there are, what starts, each step, each result."""
+
+    planned: Callable[[int, Machine], None] = lambda pairs, machine: None
+    starting: Callable[[str], None] = lambda what: None
+    stepped: Callable[[TuningStep], None] = lambda step: None
+    finished: Callable[[Tuned], None] = lambda result: None
+
+
+@dataclass
+class TuneReport:
+    """What a run did. ``interrupted`` is true after Ctrl-C; every step before it is kept."""
+
+    run_id: str
+    machine: Machine
+    skipped: list[Skipped]
+    results: list[Tuned] = field(default_factory=list)
+    steps: list[TuningStep] = field(default_factory=list)
+    traces: list[Trace] = field(default_factory=list)
+    interrupted: bool = False
+
+    @property
+    def outcomes(self) -> Counter[str]:
+        """How many configs ended in each way."""
+        return Counter(step.outcome for step in self.steps if step.outcome != "leads")
+
+
+def tune(
+    names: tuple[str, ...] = (),
+    *,
+    gpu: str = "auto",
+    language: str | None = None,
+    workload: str | None = None,
+    budget_s: float | None = None,
+    quick: bool = False,
+    again: bool = False,
+    catalog: Catalog | None = None,
+    store_home: Path | None = None,
+    observer: TuneObserver | None = None,
+) -> TuneReport:
+    """Search the tunables of Solutions, Workload by Workload; screen and store what wins.
+
+    The winner is verified under that config over the fuzz shapes and timed against the defaults and stock code, in fresh
+    processes: the screen of :func:`~tilegym_db.benchmark`. From then on ``bench`` and ``promote`` measure it beside the
+    defaults. Configs that were given up in an earlier run are not tried again.
+
+    Args:
+        names: Definitions or Solutions; empty means all.
+        gpu: ``auto``, ``cpu``, or the slug or family of the GPU in this machine.
+        language: only Solutions in this language.
+        workload: glob over uuid, tags and axes key.
+        budget_s: seconds of search for each Solution and Workload. The wave that runs then is finished, and so is the
+            screen of the winner.
+        quick: few workloads, few rounds, and a small budget unless one is given.
+        again: forget what earlier runs tried.
+        catalog: the records; the shipped ones and the user's overlay by default.
+        store_home: folder of the store; ``$TILEGYM_DB_HOME`` or the user data folder by default.
+        observer: callbacks for progress.
+
+    Raises:
+        HardwareError: the GPU asked for is not the one in this machine.
+        NotFoundError: a name that is neither a Definition nor a Solution.
+        StoreError: the store cannot be used.
+        UsageError: a budget that is not positive, or nothing to tune.
+    """
+    if budget_s is None:
+        budget_s = QUICK_BUDGET_S if quick else DEFAULT_BUDGET_S
+    if not budget_s > 0:
+        raise UsageError(f"--budget is a number of seconds above 0, not {budget_s:g}.")
+    # The tier at which only what can be timed here takes part: an interpreter's times would choose the wrong config.
+    options = Options(tuple(names), language, workload, quick, again=True, tier="promotion")
+    setup = RunSetup.of(gpu, catalog, store_home)
+    return _search_all(setup, options, Known.read(setup, again=again), budget_s, observer or TuneObserver())
+
+
+def _search_all(setup: RunSetup, options: Options, known: Known, budget_s: float, observer: TuneObserver) -> TuneReport:
+    plan = setup.plan(options)
+    pairs = _tunable_pairs(plan, setup.machine)
+    observer.planned(sum(map(len, pairs.values())), setup.machine)
+    context = setup.context(command="tune")
+    report = TuneReport(context.run_id, setup.machine, plan.skipped)
+    with (
+        Journal(context.run_id, setup.home) as journal,
+        TuningLog(context.run_id, setup.home) as log,
+        scratch_folder() as scratch,
+        leaving_processors(setup.machine),
+    ):
+        keep = _Keeping(report, known, journal, log, observer)
+        executor = LocalExecutor(context, scratch, timing_budget(options), SCREEN, keep.trace, observer.starting)
+        budget = SearchBudget.quick() if options.quick else SearchBudget()
+        try:
+            for item in plan.definitions:
+                tuner = Tuner(item, executor, known, report.traces, keep.step, budget, budget_s)
+                tuner.run(pairs[item.definition.name], keep.result)
+        except KeyboardInterrupt:
+            report.interrupted = True
+    setup.ingest()
+    return report
+
+
+@dataclass
+class _Keeping:
+    """Where traces, steps and results go the moment they exist: to disk, into the report, and to who watches."""
+
+    report: TuneReport
+    known: Known
+    journal: Journal
+    log: TuningLog
+    observer: TuneObserver
+
+    def trace(self, trace: Trace) -> None:
+        self.journal.append(trace)
+        self.report.traces.append(trace)
+
+    def step(self, step: TuningStep) -> None:
+        self.log.append(step)
+        self.known.steps.setdefault(step.pair, []).append(step)
+        self.report.steps.append(step)
+        self.observer.stepped(step)
+
+    def result(self, result: Tuned) -> None:
+        same = (result.solution, result.workload_uuid)
+        report = self.report
+        report.results = [item for item in report.results if (item.solution, item.workload_uuid) != same]
+        report.results.append(result)
+        self.observer.finished(result)
+
+
+def _tunable_pairs(plan: Plan, machine: Machine) -> dict[str, list[tuple[Workload, SolutionFiles]]]:
+    """Definition -> what can be tuned, Workload by Workload; what cannot is added to the plan's skipped."""
+    found: dict[str, list[tuple[Workload, SolutionFiles]]] = {}
+    for item in plan.definitions:
+        tunable = []
+        for solution in item.timed:
+            spec = solution.record.spec
+            if spec.tunables and spec.role == "kernel":
+                tunable.append(solution)
+            elif spec.role == "kernel":
+                plan.skipped.append(Skipped(solution.name, "*", "it declares no tunables"))
+        pairs = found[item.definition.name] = []
+        for workload in item.workloads:
+            for solution in tunable:
+                reason = _excluded(item.definition, solution, workload, machine)
+                if reason is None:
+                    pairs.append((workload, solution))
+                else:
+                    plan.skipped.append(Skipped(solution.name, axes_key(workload.axes), reason))
+    return found
+
+
+def _excluded(definition: Definition, solution: SolutionFiles, workload: Workload, machine: Machine) -> str | None:
+    axes, dtypes = definition.bind_axes(workload.axes), definition.bind_dtypes(workload.dtypes)
+    target = machine.sm if machine.is_gpu else None
+    return solution.record.unsupported(axes, dtypes, workload.layout_classes(definition), target=target)

@@ -1,0 +1,282 @@
+"""Tunes the Solutions of one Definition: a search for each Workload in turn, then one screen of everything that leads."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from tilegym_db.bench.buffer_pool import BufferPool
+from tilegym_db.bench.contents import ExpectedCache, WorkloadContents
+from tilegym_db.bench.executor.local import LocalExecutor
+from tilegym_db.bench.plan import DefinitionPlan, PairKey
+from tilegym_db.bench.runner import Runner
+from tilegym_db.bench.tier_policy import SCREEN
+from tilegym_db.bench.tracing import RunContext
+from tilegym_db.bench.tune.candidates import ConfigCandidate, SearchHistory, candidate_order, nearest_winners
+from tilegym_db.bench.tune.compile_ahead import CompileAhead
+from tilegym_db.bench.tune.known import Known
+from tilegym_db.bench.tune.search import Search, SearchBudget, Step
+from tilegym_db.bench.verification import CANNOT_VERIFY
+from tilegym_db.catalog import SolutionFiles
+from tilegym_db.records import Config, Definition, Trace, Workload
+from tilegym_db.records.solution import config_id
+from tilegym_db.store.tuning import TuningStep
+from tilegym_db.verify.verifier import Failure
+
+__all__ = ["Tuned", "Tuner"]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What came of one Solution on one Workload.
+
+    ``config`` is the one that won and passed the screen, empty where that is the source's own defaults, None where none
+    passed. ``tried`` counts configs of this run, ``left`` those that a larger budget would try. ``gain`` is the time of the
+    defaults over that of the winner, both from the screen of this run; None where they were not screened side by side.
+    """
+
+    solution: str
+    workload_uuid: str
+    axes: Mapping[str, int]
+    dtypes: Mapping[str, str]
+    config: Config | None
+    reason: str
+    tried: int = 0
+    left: int = 0
+    gain: float | None = None
+
+
+@dataclass
+class Tuner:
+    """Tunes the Solutions of one Definition. Each has one worker for all its searches."""
+
+    item: DefinitionPlan
+    executor: LocalExecutor
+    known: Known
+    traces: list[Trace]
+    """Every trace of the run so far."""
+    remember: Callable[[TuningStep], None]
+    budget: SearchBudget
+    budget_s: float
+
+    @property
+    def context(self) -> RunContext:
+        """Of the run."""
+        return self.executor.context
+
+    @property
+    def definition(self) -> Definition:
+        """What all of its Solutions compute."""
+        return self.item.definition
+
+    def run(self, pairs: Sequence[tuple[Workload, SolutionFiles]], finish: Callable[[Tuned], None]) -> None:
+        """Search for each pair in turn, then screen what leads, all together; again where a leader does not pass.
+
+        Compilers are a pair ahead. Workers end with it.
+        """
+        runners: dict[str, Runner] = {}
+        cache = ExpectedCache(self.definition, self.context.machine.device)
+        with ExitStack() as stack:
+            for solution in {solution.name: solution for _, solution in pairs}.values():
+                runners[solution.name] = self.executor.make_runner(self.definition, solution, {})
+                stack.callback(runners[solution.name].handle.close)
+            races = [
+                PairSearch(self, workload, solution, runners[solution.name], cache) for workload, solution in pairs
+            ]
+            waiting = races
+            while waiting:
+                for race, following in itertools.zip_longest(waiting, waiting[1:]):
+                    race.compile_ahead(stack)
+                    if following is not None:
+                        following.compile_ahead(stack)
+                    race.search()
+                    if following is not None and following.workload.uuid != race.workload.uuid:
+                        cache.clear()
+                self._screen([race for race in waiting if race.wants_screen])
+                for race in waiting:
+                    if race.result is not None:
+                        finish(race.result)
+                waiting = [race for race in races if race.result is None or self._has_failed(race)]
+
+    def _screen(self, races: Sequence[PairSearch]) -> None:
+        """The verdicts on those that lead, beside the defaults and stock code, each in a fresh process."""
+        if not races:
+            return
+        stock = [solution for solution in self.item.timed if solution.record.spec.provides == "stock"]
+        solutions = {race.solution.name: race.solution for race in races}
+        plan = DefinitionPlan(self.definition, self.item.workloads, [*stock, *solutions.values()])
+        for race in races:
+            pair = (race.solution.name, race.workload.uuid)
+            plan.pairs.add(pair)
+            if race.leader:
+                plan.tuned[pair] = race.leader
+        before = len(self.traces)
+        self.executor.run([plan])
+        traces = {
+            (trace.solution_digest, trace.workload_uuid, config_id(trace.config)): trace
+            for trace in self.traces[before:]
+        }
+        for race in races:
+            own = (race.solution.digest, race.workload.uuid)
+            race.take_verdict(traces[*own, config_id(race.leader or {})], traces[*own, config_id({})])
+
+    def _has_failed(self, race: PairSearch) -> bool:
+        """Whether what won there was found faulty on another Workload afterwards."""
+        config = race.result.config if race.result is not None else None
+        return config is not None and config_id(config) in self.known.history(race.key).settled
+
+
+@dataclass
+class PairSearch:
+    """One Solution on one Workload: it searches, and then has a ``result``, or a ``leader`` that wants a screen."""
+
+    tuner: Tuner
+    workload: Workload
+    solution: SolutionFiles
+    runner: Runner
+    cache: ExpectedCache
+    leader: Config | None = None
+    result: Tuned | None = None
+    tried: int = 0
+    left: int = 0
+    searched_s: float = 0.0
+    _ahead: CompileAhead | None = None
+
+    @property
+    def key(self) -> PairKey:
+        return self.solution.digest, self.tuner.definition.digest, self.workload.uuid
+
+    @property
+    def wants_screen(self) -> bool:
+        return self.result is None and self.leader is not None
+
+    def compile_ahead(self, stack: ExitStack) -> None:
+        """Begin to compile what will be tried, in other processes; ``stack`` ends them at the latest."""
+        if self._ahead is not None or self.runner.handle.broken is not None:
+            return
+        candidates = self._candidates(self.tuner.known.history(self.key))
+        if candidates:
+            machine = self.tuner.context.machine
+            self._ahead = CompileAhead(self.tuner.definition, self.solution, self.workload, machine.sm)
+            stack.enter_context(self._ahead)
+            self._ahead.start(candidates)
+
+    def search(self) -> None:
+        """Try what is left to try, within the budget."""
+        known, runner = self.tuner.known, self.runner
+        self.leader = self.result = None
+        if runner.handle.broken is not None:
+            self.result = self._result(None, f"{runner.handle.broken.status}: {runner.handle.broken.reason}")
+            return
+        history = known.history(self.key)
+        candidates = self._candidates(history)
+        leader = history.leader
+        if candidates:
+            found = self._search(candidates, leader)
+            if isinstance(found, Failure):
+                self.result = self._result(None, f"{found.status}: {found.reason}")
+                return
+            leader = known.history(self.key).leader
+        if leader is None:
+            self.result = self._result(None, "no config passes on this workload")
+        elif (*self.key, config_id(leader)) in known.screened:
+            self.result = self._result(leader, self._why(leader))
+        else:
+            self.leader = known.leaders[self.key] = leader
+
+    def take_verdict(self, verdict: Trace, defaults: Trace) -> None:
+        """What the screen says of the leader. Where it is no pass, that is remembered, and there is no result yet."""
+        config = self.leader
+        assert config is not None
+        known = self.tuner.known
+        del known.leaders[self.key]
+        if verdict.status != "PASSED":
+            reason = f"its screen says {verdict.status}: {verdict.reason}"
+            self._step(Step(config, "failed", reason, status=verdict.status))
+            return
+        known.screened.add((*self.key, config_id(config)))
+        gain = None
+        if config:
+            known.winners[self.key] = config
+            if defaults.performance is not None and verdict.performance is not None:
+                gain = round(defaults.performance.latency_us / verdict.performance.latency_us, 4)
+        self.result = self._result(config, self._why(config), gain)
+
+    def _candidates(self, history: SearchHistory) -> list[ConfigCandidate]:
+        definition, known = self.tuner.definition, self.tuner.known
+        won = {**known.winners, **known.leaders}
+        winners = {uuid: won[key] for key in won if key[:2] == self.key[:2] for uuid in key[2:]}
+        near = nearest_winners(definition, self.workload, self.tuner.item.workloads, winners)
+        return candidate_order(self.solution.record, near, history, f"{self.solution.digest} {self.workload.uuid}")
+
+    def _search(self, candidates: Sequence[ConfigCandidate], leader: Config | None) -> Failure | None:
+        tuner, runner, begun = self.tuner, self.runner, time.monotonic()
+        machine = tuner.context.machine
+        axes = " ".join(f"{name}={size}" for name, size in self.workload.axes.items())
+        tuner.executor.starting(f"{self.solution.name} {axes}")
+        failure = runner.handle.load()
+        if failure is not None:
+            return failure
+        try:
+            contents = WorkloadContents.draw(tuner.definition, self.workload, tuner.context.seed, self.cache)
+            if not contents.sets:
+                return Failure("UNSUPPORTED", "the reference itself passes no content set at this shape")
+            pool = BufferPool(tuner.definition, contents.sets, machine.device, runner.handle.limits.buffer_bytes)
+        except CANNOT_VERIFY as error:
+            return Failure("UNSUPPORTED", f"cannot be verified on this machine: {error}")
+        try:
+            assert self._ahead is not None
+            with self._ahead as ahead:
+                search = Search(
+                    runner, contents, pool, machine, tuner.budget, tuner.context.seed, leader, self._step, self._failed
+                )
+                self.left = search.run(candidates, ahead, begun + tuner.budget_s - self.searched_s)
+        finally:
+            pool.close()
+        self._ahead = None
+        self.searched_s += time.monotonic() - begun
+        self.tried += len(candidates) - self.left
+        return None
+
+    def _why(self, config: Config) -> str:
+        steps = self.tuner.known.steps.get(self.key, [])
+        return next((s.reason for s in reversed(steps) if s.outcome == "leads" and s.config == config), "it leads")
+
+    def _step(self, step: Step) -> None:
+        context = self.tuner.context
+        self.tuner.remember(
+            TuningStep(
+                run_id=context.run_id,
+                timestamp=datetime.now(UTC),
+                gpu=context.machine.gpu,
+                solution=self.solution.name,
+                solution_digest=self.solution.digest,
+                definition_digest=self.tuner.definition.digest,
+                workload_uuid=self.workload.uuid,
+                **vars(step),
+            )
+        )
+
+    def _failed(self, config: Config, failure: Failure) -> None:
+        """A verdict of a worker is a trace, so that it takes back what the config may have passed before."""
+        executor, level = self.tuner.executor, self.runner.handle.sandbox_level
+        definition, tier = self.tuner.definition, SCREEN.tier
+        executor.emit(executor.context.failed(definition, self.solution, self.workload, tier, failure, config, level))
+
+    def _result(self, config: Config | None, reason: str, gain: float | None = None) -> Tuned:
+        definition = self.tuner.definition
+        return Tuned(
+            self.solution.name,
+            self.workload.uuid,
+            definition.bind_axes(self.workload.axes),
+            definition.bind_dtypes(self.workload.dtypes),
+            config,
+            reason,
+            self.tried,
+            self.left,
+            gain,
+        )

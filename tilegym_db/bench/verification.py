@@ -1,0 +1,289 @@
+"""Verification of one Solution in the harness: fuzz cases once per dtype binding, then a Workload's own shape."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from tilegym_db.bench.contents import ExpectedCache, WorkloadContents
+from tilegym_db.bench.stock_witness import MOST_DROPPED, StockWitness
+from tilegym_db.bench.worker_handle import WorkerHandle
+from tilegym_db.confinement.bounds import available_processors
+from tilegym_db.errors import RecordError, StoreError
+from tilegym_db.records import Workload
+from tilegym_db.records.base import canonical_json
+from tilegym_db.records.binding import is_code_selecting
+from tilegym_db.records.dtypes import Scalar
+from tilegym_db.records.hardware import CPU
+from tilegym_db.verify.expected import Expected
+from tilegym_db.verify.inputs import Case
+from tilegym_db.verify.shapes import fuzz_cases, sibling_of
+from tilegym_db.verify.verifier import Failure, Verdict
+from tilegym_db.verify.worker.process import WorkerDied
+from tilegym_db.verify.worker.shared_buffers import SharedBuffers, plan_slot
+
+__all__ = ["CANNOT_VERIFY", "FuzzOutcome", "Verification", "Verified", "fuzz_workers"]
+
+CANNOT_VERIFY = (RecordError, StoreError, torch.OutOfMemoryError)
+"""A workload without an oracle, or without memory for it here: that workload's trouble, not the run's."""
+IN_MODEL_CALL = 3
+"""Which of the calls on a workload's first contents is made as a model makes it; screens make fewer."""
+MAX_FUZZ_WORKERS = 6
+CASES_A_WORKER = {"tilelang": 1, "cutile": 2}
+"""Fuzz cases that take about as long to compile as one more worker takes to start, which is a second or two, and longer the
+more of them start at once: the driver makes one CUDA context at a time."""
+OTHER_CASES_A_WORKER = 6
+
+
+Pair = tuple[Expected, Expected | None]
+"""A fuzz case, and another call of its shape that is made after it."""
+
+
+@dataclass
+class FuzzOutcome:
+    """The fuzz cases that a Solution passed, and those that proved nothing."""
+
+    passed: list[str] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    scalars: list[Mapping[str, Scalar]] = field(default_factory=list)
+    """Those of each case that was passed."""
+
+
+@dataclass
+class Verified:
+    """A runner that passed one workload: what it wrote for each content set, and how it was verified."""
+
+    outputs: list[Mapping[str, torch.Tensor]]
+    verdict: Verdict
+    fuzz: FuzzOutcome
+
+
+@dataclass
+class Verification:
+    """What is verified of one Solution, in the worker of its handle and in helpers that share its fuzz cases.
+
+    ``witness`` says which cases the stock code fails as well; without one, none.
+    """
+
+    handle: WorkerHandle
+    witness: StockWitness | None = None
+    fuzz_outcomes: dict[str, FuzzOutcome | Failure] = field(default_factory=dict)
+    _helpers: list[WorkerHandle] = field(default_factory=list)
+
+    def verify(
+        self, contents: WorkloadContents, anchors: Sequence[Workload], seed: int, cache: ExpectedCache
+    ) -> Verified | Failure:
+        """Fuzz once per dtype binding, then verify the workload's own shape with every content set.
+
+        A worker that is lost on the way may have been lost to something else than the Solution, so the Solution gets a
+        second chance in a fresh one; not after a timeout, which would only be waited for again.
+        """
+        outcome = self._attempt(contents, anchors, seed, cache)
+        handle = self.handle
+        if (
+            isinstance(outcome, Failure)
+            and outcome.status == "RUNTIME_ERROR"
+            and handle.broken is None
+            and not handle.usable
+            and not handle.aborted
+        ):
+            handle.close()
+            again = self._attempt(contents, anchors, seed, cache)
+            if isinstance(again, Failure) and again.status == outcome.status:
+                return replace(again, reason=f"{again.reason} (twice, the second time in a fresh process)")
+            return again
+        return outcome
+
+    def case_alone(self, expected: Expected) -> Verdict | Failure:
+        """Every gate on one case, and nothing else."""
+        return self.handle.load() or _check_case(self.handle, expected, self.handle.policy.calls)
+
+    def own_shape(self, contents: WorkloadContents) -> Verified | Failure:
+        """Every content set at the workload's own shape, and no fuzz: a reason to time it, not to trust it."""
+        failure = self.handle.load()
+        if failure is not None:
+            return failure
+        try:
+            return self._check_shape(contents, FuzzOutcome())
+        except CANNOT_VERIFY as error:
+            return Failure("UNSUPPORTED", f"cannot be verified on this machine: {error}")
+
+    def abort(self) -> None:
+        """Kill every worker for good; see :meth:`WorkerHandle.abort`."""
+        for handle in (self.handle, *self._helpers):
+            handle.abort()
+
+    def _attempt(
+        self, contents: WorkloadContents, anchors: Sequence[Workload], seed: int, cache: ExpectedCache
+    ) -> Verified | Failure:
+        if self.handle.broken is not None:
+            return self.handle.broken
+        failure = self.handle.load()
+        if failure is not None:
+            return failure
+        try:
+            fuzz = self._fuzz(contents.workload, anchors, seed, cache)
+            return fuzz if isinstance(fuzz, Failure) else self._check_shape(contents, fuzz)
+        except CANNOT_VERIFY as error:
+            return Failure("UNSUPPORTED", f"cannot be verified on this machine: {error}")
+
+    # -- fuzz cases ---------------------------------------------------------------------------------------------------
+
+    def _fuzz(
+        self, workload: Workload, anchors: Sequence[Workload], seed: int, cache: ExpectedCache
+    ) -> FuzzOutcome | Failure:
+        definition, record, policy = self.handle.definition, self.handle.solution.record, self.handle.policy
+        dtypes, scalars = definition.bind_dtypes(workload.dtypes), workload.scalars()
+        # A continuous scalar such as eps selects no code: one set of fuzz cases serves all its values.
+        selecting = {n: v for n, v in scalars.items() if is_code_selecting(definition, n)}
+        key = canonical_json([dtypes, selecting, self.handle.config])
+        if key not in self.fuzz_outcomes:
+            cases = fuzz_cases(
+                definition,
+                record,
+                [anchor.axes for anchor in anchors],
+                dtypes,
+                scalars,
+                count=policy.fuzz_cases_of(record),
+                seed=seed,
+                max_rows=policy.fuzz_rows,
+            )
+            outcome = self._check_fuzz_cases(cases, cache, scalars)
+            if isinstance(outcome, Failure) and outcome.status in ("TIMEOUT", "RUNTIME_ERROR", "COMPILE_ERROR"):
+                return outcome  # the machine's trouble or the source's: tried again for the next workload
+            self.fuzz_outcomes[key] = outcome
+        return self.fuzz_outcomes[key]
+
+    def _check_fuzz_cases(
+        self, cases: Sequence[Case], cache: ExpectedCache, scalars: Mapping[str, Scalar]
+    ) -> FuzzOutcome | Failure:
+        """Every case, spread over the worker and as many helpers as the machine has room for."""
+        definition, in_turn = self.handle.definition, self.handle.policy.in_turn
+        fuzz = FuzzOutcome()
+        proving: list[Pair] = []
+        for number, case in enumerate(cases):
+            expected = cache.get(case)
+            if expected is None:
+                fuzz.dropped.append(str(case))
+                continue
+            proving.append((expected, cache.get(sibling_of(definition, case, number, scalars)) if in_turn else None))
+        if not proving:
+            reason = "no shape beside the measured one can be verified: its constraints, or the reference, exclude all"
+            return Failure("UNSUPPORTED", reason, gate="envelope")
+        handles = [self.handle, *self._start_helpers(len(proving))]
+        try:
+            with ThreadPoolExecutor(max_workers=len(handles)) as pool:
+                shares = [proving[number :: len(handles)] for number in range(len(handles))]
+                failures = list(pool.map(self._check_share, handles, shares))
+        finally:
+            for helper in self._helpers:
+                helper.close()
+            self._helpers = []
+        return _conclude_fuzz(fuzz, proving, [failure for found in failures for failure in found])
+
+    def _check_share(self, handle: WorkerHandle, share: Sequence[Pair]) -> list[Failure]:
+        """The failures of some cases: excused ones, and at most one that is not, with which it ends."""
+        not_loaded = None if handle is self.handle else handle.load()
+        if not_loaded is not None:
+            return [not_loaded]
+        failures: list[Failure] = []
+        for expected, other in share:
+            outcome = _check_case(handle, expected, 2, other)
+            if isinstance(outcome, Failure):
+                failures.append(self._excused(outcome, expected, other))
+                if not failures[-1].excused:
+                    break
+        return failures
+
+    def _excused(self, failure: Failure, expected: Expected, other: Expected | None) -> Failure:
+        """The failure, marked where stock code gives as wrong a result at its case."""
+        if failure.verdict is None:
+            return failure
+        if self.handle.solution.record.spec.provides == "stock":
+            return replace(failure, excused=True)
+        at = expected if other is None or failure.case == expected.case else other
+        return replace(failure, excused=self.witness is not None and self.witness.fails(at))
+
+    def _start_helpers(self, cases: int) -> list[WorkerHandle]:
+        count = min(self.handle.limits.fuzz_workers, cases // self._cases_a_worker())
+        with contextlib.suppress(WorkerDied):  # as many as can be had
+            for _ in range(count - 1):
+                helper = self.handle.another()
+                self._helpers.append(helper)
+                if self.handle.aborted:
+                    helper.abort()
+        return self._helpers
+
+    def _cases_a_worker(self) -> int:
+        if self.handle.device == CPU:
+            return 1  # a worker starts in no time there
+        return CASES_A_WORKER.get(self.handle.solution.record.spec.language, OTHER_CASES_A_WORKER)
+
+    # -- the workload's own shape -------------------------------------------------------------------------------------
+
+    def _check_shape(self, contents: WorkloadContents, fuzz: FuzzOutcome) -> Verified | Failure:
+        handle = self.handle
+        verdict = Verdict(deterministic=handle.solution.record.spec.deterministic)
+        outputs: list[Mapping[str, torch.Tensor]] = []
+        case = contents.sets[0].case
+        with SharedBuffers(plan_slot(handle.definition, case), 1, handle.device) as buffers:
+            failure = handle.attach(buffers, case)
+            for number, expected in enumerate(contents.sets):
+                if failure is not None:
+                    break
+                calls = handle.policy.calls if number == 0 else 2
+                outcome = handle.verify_slot(buffers, expected, calls, in_model=IN_MODEL_CALL)
+                if isinstance(outcome, Failure):
+                    failure = outcome
+                else:
+                    verdict.add(outcome[0])
+                    outputs.append(outcome[1])
+            if failure is None and contents.other is not None:
+                failure = handle.call_in_turn(buffers, contents.sets[0], contents.other, outputs[0])
+            handle.detach()
+        if failure is None and handle.policy.in_turn:
+            failure = handle.check_state()
+        if failure is not None:
+            return failure
+        verdict.cases += len(fuzz.passed)
+        return Verified(outputs, verdict, fuzz)
+
+
+def _conclude_fuzz(fuzz: FuzzOutcome, proving: Sequence[Pair], failures: Sequence[Failure]) -> FuzzOutcome | Failure:
+    """What passed, or the first failure that stock code is not guilty of as well."""
+    excused = [failure for failure in failures if failure.excused]
+    refuted = [failure for failure in failures if not failure.excused]
+    if refuted or len(excused) > max(1, MOST_DROPPED * len(proving)):
+        return (refuted or excused)[0]
+    lost = {str(failure.case) for failure in excused}
+    fuzz.dropped += [f"{failure.case}: stock code fails it as well" for failure in excused]
+    for pair in proving:
+        cases = [expected.case for expected in pair if expected is not None and str(expected.case) not in lost]
+        fuzz.passed += [str(case) for case in cases]
+        fuzz.scalars += [case.scalars for case in cases]
+    return fuzz
+
+
+def _check_case(
+    handle: WorkerHandle, expected: Expected, calls: int, other: Expected | None = None
+) -> Verdict | Failure:
+    """One case by every gate; with ``other``, a second call of its shape on other inputs, and then the first again."""
+    verdict = Verdict(deterministic=handle.solution.record.spec.deterministic)
+    with SharedBuffers(plan_slot(handle.definition, expected.case), 1, handle.device) as buffers:
+        outcome = handle.attach(buffers, expected.case) or handle.verify_slot(buffers, expected, calls)
+        if other is not None and not isinstance(outcome, Failure):
+            outcome = handle.call_in_turn(buffers, expected, other, outcome[1]) or outcome
+        handle.detach()
+    if isinstance(outcome, Failure):
+        return outcome
+    verdict.add(outcome[0])
+    return verdict
+
+
+def fuzz_workers(runners: int) -> int:
+    """How many processes each of the runners may use for its fuzz cases on this machine."""
+    return max(1, min(MAX_FUZZ_WORKERS, available_processors() // max(runners, 1)))

@@ -1,0 +1,281 @@
+"""The harness's handle of one worker process with one Solution loaded: start it, load, ask, give up on it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from tilegym_db.backends.compile_cache import compile_cache_folder
+from tilegym_db.bench.tier_policy import SCREEN, TierPolicy
+from tilegym_db.catalog import SolutionFiles
+from tilegym_db.records import Config, Definition
+from tilegym_db.records.hardware import CPU
+from tilegym_db.records.layouts import layout_class
+from tilegym_db.verify.expected import Expected
+from tilegym_db.verify.gates import OutputVerdict
+from tilegym_db.verify.inputs import Case
+from tilegym_db.verify.verifier import Failure, call_again, verify_slot
+from tilegym_db.verify.worker.process import WorkerDied, WorkerProcess, WorkerTimeout
+from tilegym_db.verify.worker.reply import Reply
+from tilegym_db.verify.worker.shared_buffers import SharedBuffers
+
+__all__ = ["RunnerLimits", "WorkerHandle"]
+
+MAX_DEATHS = 3
+_WORKERS = itertools.count(1)  # a folder of its own for each, in a scratch folder that several runners share
+
+
+@dataclass(frozen=True)
+class RunnerLimits:
+    """Deadlines in seconds and memory in bytes for one runner."""
+
+    first_call_s: float = 180.0
+    call_s: float = 60.0
+    buffer_bytes: int = 6 << 30
+    fuzz_workers: int = 1
+    """Worker processes that share one set of fuzz cases, each of which may have to be compiled for."""
+
+
+@dataclass
+class WorkerHandle:
+    """One Solution under one config, and the process that runs it: none yet, one that lives, or one that was lost.
+
+    ``broken`` says why the Solution is given up on, ``spoilt`` that every later CUDA call of the process would fail.
+    """
+
+    definition: Definition
+    solution: SolutionFiles
+    device: str
+    folder: Path
+    policy: TierPolicy = SCREEN
+    config: Config = field(default_factory=dict)
+    interpret: bool = False
+    limits: RunnerLimits = field(default_factory=RunnerLimits)
+    worker: WorkerProcess | None = None
+    broken: Failure | None = None
+    deaths: int = 0
+    spoilt: bool = False
+    aborted: bool = False
+    _loaded: bool = False
+
+    @property
+    def usable(self) -> bool:
+        """True while the worker lives and nothing has spoilt its CUDA context."""
+        return self.worker is not None and self.worker.alive and not self.spoilt
+
+    @property
+    def sandbox_level(self) -> int:
+        """How well the worker is confined; 0 while there is none, or where it ended before it could say."""
+        try:
+            return 0 if self.worker is None else self.worker.sandbox_level
+        except (WorkerDied, WorkerTimeout):
+            return 0
+
+    @property
+    def is_given_up(self) -> bool:
+        """True after the last death that is forgiven."""
+        return self.broken is not None and self.deaths >= MAX_DEATHS
+
+    def excludes(self, case: Case) -> str | None:
+        """Why the Solution does not say that it takes the sizes and layouts of a case, or None."""
+        shapes = {name: self.definition.shape_of(name, case.axes) for name in case.layouts}
+        classes = {name: layout_class(shape, case.strides(self.definition, name)) for name, shape in shapes.items()}
+        return self.solution.record.unsupported(case.axes, case.dtypes, classes)
+
+    def another(self) -> WorkerHandle:
+        """A handle of the same with a worker of its own, which has started.
+
+        Raises:
+            WorkerDied: no worker could be started.
+        """
+        other = replace(self, worker=None, broken=None, deaths=0, spoilt=False, _loaded=False)
+        other.worker = other.start()
+        return other
+
+    def start(self) -> WorkerProcess:
+        """A process in a folder of its own, in which nothing is loaded yet."""
+        environment = {"TRITON_INTERPRET": "1"} if self.interpret else {}
+        folder = self.folder / f"{self.solution.name}-{next(_WORKERS)}"
+        compiles = self.device == CPU and self.solution.uses_torch_compile
+        worker = WorkerProcess(
+            self.device,
+            folder,
+            environment,
+            readable=(self.solution.folder,),
+            compile_cache=compile_cache_folder() if compiles else None,
+        )
+        if self.aborted:
+            worker.kill()
+        return worker
+
+    def abort(self) -> None:
+        """Kill the worker for good, so that whoever waits for an answer, in whatever thread, is told that it died."""
+        self.aborted = True
+        if self.worker is not None:
+            self.worker.kill()
+
+    def close(self) -> None:
+        """End the worker."""
+        if self.worker is not None:
+            self.worker.close()
+            self.worker = None
+
+    def after_failure(self, failure: Failure) -> bool:
+        """End a worker that did not survive; true if so. The Solution is given up on after the third death."""
+        if self.worker is None or self.usable:
+            return False
+        self.close()
+        self.deaths += 1
+        if self.deaths >= MAX_DEATHS:
+            reason = f"its worker died {self.deaths} times; last: {failure.reason}"
+            self.broken = replace(failure, reason=reason)
+        return True
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    def load(self) -> Failure | None:
+        """A worker with the source loaded: the one there is, or a fresh one where it was lost. Nothing is called yet."""
+        if self.worker is not None and not self.usable:
+            self.close()
+        if self.worker is None:
+            try:
+                self.worker = self.start()
+            except WorkerDied as error:
+                return Failure("RUNTIME_ERROR", "no worker could be started", str(error))
+            self._loaded = False
+        if self._loaded:
+            return None
+        self.spoilt = False
+        failure = self._load(self.worker)
+        self._loaded = failure is None
+        self.broken = self.broken or failure
+        return failure
+
+    def _load(self, worker: WorkerProcess) -> Failure | None:
+        """Everything before the Solution's first call. What its source does at import happens here."""
+        timeout_s = self.limits.first_call_s
+        failure = self.order("prepare", timeout_s, profile=self.policy.audited)
+        if failure is not None:
+            return failure
+        try:
+            reply = worker.request(
+                "load",
+                timeout_s=timeout_s,
+                folder=str(self.solution.folder),
+                digest=self.solution.digest,
+                inputs=list(self.definition.inputs),
+                outputs=list(self.definition.written_outputs),
+                in_place=self.definition.in_place,
+            )
+        except WorkerTimeout as error:
+            return Failure("TIMEOUT", "loading the source did not finish", str(error))
+        except WorkerDied as error:
+            return Failure("RUNTIME_ERROR", "the worker died while loading the source", str(error))
+        if reply.ok:
+            return None
+        status = "COMPILE_ERROR" if reply.is_compile_error else "RUNTIME_ERROR"
+        return Failure(status, "the source does not load", reply.error)  # type: ignore[arg-type]
+
+    # -- asking -------------------------------------------------------------------------------------------------------
+
+    def attach(self, buffers: SharedBuffers, case: Case) -> Failure | None:
+        """Have the worker map memory that the next calls work on, under the config of now."""
+        return self.order(
+            "attach",
+            self.limits.call_s,
+            descriptors=(buffers.descriptor,),
+            buffers=buffers.to_message(),
+            config=self.config,
+            scalars=case.scalars,
+        )
+
+    def detach(self) -> None:
+        """Have a worker that lives let go of that memory."""
+        if self.worker is not None and self.worker.alive:
+            self.order("detach", self.limits.call_s)
+
+    def verify_slot(
+        self, buffers: SharedBuffers, expected: Expected, calls: int, in_model: int | None = None
+    ) -> tuple[dict[str, OutputVerdict], dict[str, torch.Tensor]] | Failure:
+        """Every gate on the first slot of attached memory; as :func:`tilegym_db.verify.verifier.verify_slot`."""
+        assert self.worker is not None
+        outcome = verify_slot(
+            self.worker,
+            buffers,
+            0,
+            self.definition,
+            self.solution.record,
+            expected,
+            calls=calls,
+            in_model=in_model,
+            timeout_s=self.limits.first_call_s,  # any new shape may compile anew
+        )
+        if isinstance(outcome, Failure):
+            self._note_spoilt(outcome.log)
+        return outcome
+
+    def call_in_turn(
+        self, buffers: SharedBuffers, expected: Expected, other: Expected, first: Mapping[str, torch.Tensor]
+    ) -> Failure | None:
+        """Call on ``other`` at the same addresses, as a model does where alignment is a model's, then on ``expected`` again.
+
+        ``first`` is what the calls on ``expected`` have given so far.
+        """
+        assert self.worker is not None
+        failure = self.order("scalars", self.limits.call_s, scalars=other.case.scalars)
+        if failure is None:
+            found = self.verify_slot(buffers, other, calls=1 if other.case.offset else 2, in_model=1)
+            failure = found if isinstance(found, Failure) else None
+        failure = failure or self.order("scalars", self.limits.call_s, scalars=expected.case.scalars)
+        return failure or call_again(
+            self.worker,
+            buffers,
+            self.definition,
+            self.solution.record,
+            expected,
+            first,
+            timeout_s=self.limits.first_call_s,
+        )
+
+    def check_state(self) -> Failure | None:
+        """Why the calls so far must not happen in a model's process: what they changed beyond their outputs."""
+        reply = self.ask("state", self.limits.call_s)
+        if isinstance(reply, Failure):
+            return reply
+        found = reply.content.get("changes")
+        if not isinstance(found, list):
+            return Failure("REJECTED", "the worker's account of its state is no list", gate="state")
+        what = "; ".join(map(str, found))[:600]
+        return Failure("REJECTED", f"it changes its process: {what}", gate="state") if found else None
+
+    def repeat_calls(self, slots: Sequence[int], count: int) -> Failure | None:
+        """So many more calls on these slots, as in a process that has served for a while."""
+        return self.order("repeat", self.limits.call_s, slots=list(slots), count=count)
+
+    def order(self, op: str, timeout_s: float, descriptors: Sequence[int] = (), **content: object) -> Failure | None:
+        """Ask for something whose answer says nothing but that it is done."""
+        reply = self.ask(op, timeout_s, descriptors, **content)
+        return reply if isinstance(reply, Failure) else None
+
+    def ask(self, op: str, timeout_s: float, descriptors: Sequence[int] = (), **content: object) -> Reply | Failure:
+        """The worker's answer; a failure where it was lost, or says that it could not do it."""
+        assert self.worker is not None
+        try:
+            reply = self.worker.request(op, timeout_s=timeout_s, descriptors=descriptors, **content)
+        except WorkerTimeout as error:
+            return Failure("TIMEOUT", f"'{op}' did not finish", str(error))
+        except WorkerDied as error:
+            return Failure("RUNTIME_ERROR", f"the worker was lost during '{op}'", str(error))
+        if reply.ok:
+            return reply
+        self._note_spoilt(reply.error)
+        return Failure("RUNTIME_ERROR", f"'{op}' failed in the worker: {reply.summary}", reply.error)
+
+    def _note_spoilt(self, text: str) -> None:
+        """After an illegal access every later CUDA call of that process fails, whoever makes it."""
+        if "CUDA error" in text or "CUDA_ERROR" in text or "cudaError" in text:
+            self.spoilt = True

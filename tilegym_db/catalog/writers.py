@@ -1,0 +1,133 @@
+"""What ``add-*`` does: under the lock of the root it looks again at what is there, and then writes in one step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tilegym_db.catalog.locked import read_lock, write_lock
+from tilegym_db.catalog.solution_files import RECORD_NAME
+from tilegym_db.catalog.workload_files import WORKLOAD_BYTES
+from tilegym_db.errors import ConflictError, RecordError
+from tilegym_db.files import read_bytes, write_atomically, write_folder, writing
+from tilegym_db.records import Definition, Solution, Workload
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tilegym_db.catalog import Catalog
+
+__all__ = ["add_definition", "add_solution", "add_workloads"]
+
+
+def add_definition(catalog: Catalog, record: Definition, root: Path) -> Path:
+    """Write a Definition and lock its version; see :meth:`Catalog.add_definition`."""
+    _check_new_definition(catalog, record, root)  # before anything is made, the lock's file included
+    with writing(root):
+        locked = _check_new_definition(catalog.reread(root), record, root)
+        target = root / "definitions" / record.op_type / f"{record.name}.json"
+        write_atomically(target, (record.to_json(indent=2) + "\n").encode())
+        locked.setdefault(record.name, {})[record.version] = record.digest
+        write_lock(root, locked)
+    return target
+
+
+def _check_new_definition(now: Catalog, record: Definition, root: Path) -> dict[str, dict[str, str]]:
+    """The lock of the root; :class:`ConflictError` where the Definition cannot be added."""
+    locked = read_lock(root)
+    known = locked.get(record.name, {}).get(record.version)
+    path = now.definition_paths.get(record.name)
+    if path is not None:
+        _check_successor(now, record, path, root, is_locked=known == record.digest)
+    if known not in (None, record.digest):
+        raise ConflictError(
+            f"definition '{record.name}' {record.version} is locked with another meaning in {root / 'definitions'}. "
+            "Raise 'version'."
+        )
+    return locked
+
+
+def _check_successor(now: Catalog, record: Definition, path: Path, root: Path, *, is_locked: bool) -> None:
+    """Raise :class:`ConflictError` unless a record may take the place of the one of its name."""
+    if not path.is_relative_to(root):
+        raise ConflictError(
+            f"definition '{record.name}' is shipped in {path} and cannot be shadowed. Use another name."
+        )
+    try:
+        existing = now.read_definition(path)
+    except RecordError as error:
+        raise ConflictError(
+            f"definition '{record.name}' exists, but is broken: {error} Mend or remove that file first."
+        ) from None
+    if existing.digest == record.digest:
+        if is_locked:  # else a process was killed between the two files, and this finishes its work
+            raise ConflictError(f"definition '{record.name}' {existing.version} already exists at {path}.")
+        return
+    if existing.op_type != record.op_type:
+        raise ConflictError(
+            f"definition '{record.name}' exists at {path} with op_type '{existing.op_type}', and a new version "
+            f"keeps it. Use another name, or move the file and its solutions and workloads first."
+        )
+    if version_tuple(record.version) <= version_tuple(existing.version):
+        raise ConflictError(
+            f"definition '{record.name}' {existing.version} exists at {path} with another meaning. "
+            f"Raise 'version' above {existing.version}."
+        )
+
+
+def add_solution(catalog: Catalog, record: Solution, sources: Mapping[str, bytes], root: Path) -> Path:
+    """Write the folder of a Solution; see :meth:`Catalog.add_solution`."""
+    _folder_for(catalog, record, root)  # before anything is made, the lock's file included
+    with writing(root):
+        folder = _folder_for(catalog.reread(root), record, root)
+        content = (record.to_json(indent=2) + "\n").encode()
+        write_folder(folder, {**sources, RECORD_NAME: content})
+    return folder
+
+
+def _folder_for(now: Catalog, record: Solution, root: Path) -> Path:
+    """Where a new Solution goes; :class:`ConflictError` where something of its name is there."""
+    definition = now.definition(record.definition)
+    folder = root / "solutions" / definition.op_type / record.definition / record.name
+    existing = now.solution_paths.get(record.name)
+    if existing is not None and os.path.lexists(existing):
+        raise ConflictError(
+            f"solution '{record.name}' already exists at {existing.parent}. Choose another with --name."
+        )
+    if existing is not None or os.path.lexists(folder):
+        taken = existing.parent if existing is not None else folder
+        raise ConflictError(
+            f"{taken} exists and holds no {RECORD_NAME}. It was left as it is. Nothing was added. "
+            "Choose another name with --name, or move it away."
+        )
+    return folder
+
+
+def add_workloads(catalog: Catalog, workloads: Iterable[Workload], root: Path) -> list[tuple[Path, Workload]]:
+    """Append Workloads to their files; see :meth:`Catalog.add_workloads`."""
+    groups: dict[str, dict[str, Workload]] = {}
+    for workload in workloads:
+        workload.check_against(catalog.definition(workload.definition))
+        groups.setdefault(workload.definition, {}).setdefault(workload.uuid, workload)
+    added = []
+    with writing(root):
+        now = catalog.reread(root)
+        for name, group in groups.items():
+            known = {item.uuid for item in now.workloads_for(name)}
+            new = [workload for uuid, workload in group.items() if uuid not in known]
+            if new:
+                path = root / "workloads" / now.definition(name).op_type / f"{name}.jsonl"
+                before = read_bytes(path, "workload file", WORKLOAD_BYTES) if os.path.lexists(path) else b""
+                if before and not before.endswith(b"\n"):
+                    before += b"\n"
+                lines = "".join(workload.to_json() + "\n" for workload in new)
+                write_atomically(path, before + lines.encode())
+                added += [(path, workload) for workload in new]
+    return added
+
+
+def version_tuple(version: str) -> tuple[int, ...]:
+    """``1.10.0`` -> (1, 10, 0), to compare."""
+    return tuple(int(part) for part in version.split("."))

@@ -1,0 +1,139 @@
+"""What leaves the process: its exit status, and for every known error one paragraph on stderr.
+
+An error that is not known here is a defect of this package and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+__all__ = ["INTERRUPTED", "run"]
+
+INTERRUPTED = 130
+FAILED = 1
+QUERY_THREAD = "tilegym-db-query"
+ALLOCATION_FAILURES = ("can't allocate memory", "CUDA out of memory", "Storage size calculation overflowed")
+"""How PyTorch says so, in a RuntimeError."""
+STANDARD_STREAMS = (0, 1, 2)
+
+
+def run(command: Callable[[], int]) -> int:
+    """Run ``command`` and return the exit status; what it raises is told where it is known.
+
+    A reader of the output that went away (``| head``) is no error: the status is 0 and nothing is said.
+    """
+    _open_closed_streams()
+    _make_output_total()
+    try:
+        status = command()
+        if status == INTERRUPTED:
+            return _interrupted()
+        _flush()
+        return status
+    except KeyboardInterrupt:
+        return _interrupted()
+    except BrokenPipeError:
+        _discard_output()
+        return 0
+    except SystemExit as stop:
+        if not isinstance(stop.__context__, BrokenPipeError):
+            raise
+        _discard_output()  # Typer's answer to it, which would be 1
+        return 0
+    except OSError as error:
+        _discard_output()
+        return _say(_spelled_os_error(error), FAILED)
+    except MemoryError:
+        return _say("out of memory. Ask for less: fewer rows, smaller sizes.", FAILED)
+    except RecursionError:
+        return _say("an input is nested too deeply to be read.", FAILED)
+    except Exception as error:
+        told = _told(error)
+        if told is None:
+            raise
+        return told
+
+
+def _interrupted() -> int:
+    _discard_output()
+    if any(thread.name == QUERY_THREAD for thread in threading.enumerate()):
+        os._exit(INTERRUPTED)  # a query that does not stop would hold the interpreter up, or abort it
+    return INTERRUPTED
+
+
+def _told(error: Exception) -> int | None:
+    """The exit status of an error that is known, told; None for one that is not."""
+    import typer
+    from typer.exceptions import TyperException
+
+    from tilegym_db.errors import TilegymDBError, missing_package
+
+    if isinstance(error, TilegymDBError):
+        return _say(str(error), error.exit_code)
+    if isinstance(error, TyperException):
+        error.show()  # type: ignore[attr-defined]  # of its subclasses, all that Typer raises
+        return error.exit_code
+    if isinstance(error, typer.Abort):
+        return INTERRUPTED
+    if isinstance(error, RuntimeError) and any(mark in str(error) for mark in ALLOCATION_FAILURES):
+        return _say(f"out of memory: {str(error).splitlines()[0][:300]} Ask for smaller sizes.", FAILED)
+    if isinstance(error, ModuleNotFoundError):
+        missing = missing_package(error.name or "")
+        return None if missing is None else _say(str(missing), missing.exit_code)
+    return None
+
+
+def _say(text: str, status: int) -> int:
+    with suppress(OSError, ValueError):  # nobody reads it, and the status still tells
+        _flush()
+    with suppress(OSError, ValueError):
+        print(f"error: {text}", file=sys.stderr, flush=True)
+    return status
+
+
+def _spelled_os_error(error: OSError) -> str:
+    reason = error.strerror or str(error)
+    if error.filename is None and error.errno in (errno.ENOSPC, errno.EBADF, errno.EIO):
+        return f"cannot write the output: {reason}."
+    return f"{error.filename}: {reason}." if error.filename is not None else f"{reason}."
+
+
+def _flush() -> None:
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+def _discard_output() -> None:
+    """What stdout still holds is thrown away, so that the interpreter does not fail over it when it ends."""
+    with suppress(OSError, ValueError):
+        sink = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(sink, sys.stdout.fileno())
+        os.close(sink)
+
+
+def _open_closed_streams() -> None:
+    """Give a descriptor that the caller closed (``>&-``) to the null device: else the next file opened, such as the
+    database, would get its number. Standard output is opened for reading, so that writing to it is an error."""
+    for number in STANDARD_STREAMS:
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR if number == 2 else os.O_RDONLY)  # the lowest free number, which is this one
+    if sys.stdin is None:
+        sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115 - as the interpreter would
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - as the interpreter would
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - as the interpreter would
+
+
+def _make_output_total() -> None:
+    """Every string can be printed: what the terminal's encoding does not have is escaped."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")

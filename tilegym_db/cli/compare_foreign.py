@@ -1,0 +1,120 @@
+"""``tilegym-db compare-foreign``: the verdicts and times of an imported data set beside ours."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tilegym_db.cli.output import note, print_json, print_table
+
+if TYPE_CHECKING:
+    from tilegym_db.integrations.interchange.comparing import ComparedPair
+    from tilegym_db.integrations.interchange.judging import Judgement
+    from tilegym_db.store.imported import DataSet
+
+
+def command(
+    origin: Annotated[str, typer.Argument(help="An imported data set (list --origin all).")],
+    names: Annotated[list[str] | None, typer.Argument(help="Definitions or solutions; none means all.")] = None,
+    run: Annotated[bool, typer.Option("--run", help="Run its solutions here, confined, and judge them.")] = False,
+    gpu: Annotated[str, typer.Option(help="auto, cpu, or the GPU in this machine.")] = "auto",
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="With --run: at most so many workloads per definition.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+) -> None:
+    """Compare foreign verdicts with ours. With --run, imported Python, Triton and TileLang code runs in the sandbox.
+
+    The reference of the data set runs there too, never in this process. What was found is kept with the data set and is no
+    trace: it ranks nothing and is resolved nowhere. Exit status 1 where a verdict disagrees.
+    """
+    from tilegym_db.integrations.interchange.comparing import compared, summary
+    from tilegym_db.integrations.interchange.judging import kept_judgements
+    from tilegym_db.paths import home
+    from tilegym_db.store.imported import data_set
+
+    found = data_set(home(), origin)
+    known = _checked_names(found, names or [])
+    if run:
+        _run(found, known, gpu, limit)
+    pairs = [
+        pair
+        for pair in compared(found, kept_judgements(found))
+        if not known or {pair.definition, pair.solution} & set(known)
+    ]
+    counts = summary(pairs)
+    if as_json:
+        print_json({"origin": found.origin, "summary": counts, "pairs": [_row(pair) for pair in pairs]})
+    elif pairs:
+        print_table(COLUMNS, [_cells(pair) for pair in pairs])
+        note(", ".join(f"{what}: {count}" for what, count in counts.items()))
+    else:
+        note("neither side has a verdict. Try: tilegym-db compare-foreign ORIGIN --run")
+    if any(pair.agreement in ("we fail it", "they fail it") for pair in pairs):
+        raise typer.Exit(1)
+
+
+COLUMNS = (
+    "definition",
+    "solution",
+    "workload",
+    "theirs",
+    "their us",
+    "ours",
+    "our us",
+    "by their rule",
+    "agreement",
+    "why",
+)
+
+
+def _checked_names(found: DataSet, names: list[str]) -> list[str]:
+    from tilegym_db.errors import NotFoundError, did_you_mean
+
+    known = {item.name for item in found.records if item.kind in ("definition", "solution")}
+    for name in names:
+        if name not in known:
+            raise NotFoundError(
+                f"{found.origin} has no definition or solution '{name}'.{did_you_mean(name, known)} "
+                f"Try: tilegym-db list --origin {found.origin}"
+            )
+    return names
+
+
+def _run(found: DataSet, names: list[str], gpu: str, limit: int | None) -> None:
+    from tilegym_db.bench.machine import select_machine
+    from tilegym_db.integrations.interchange.judging import judge_data_set, keep_judgements
+    from tilegym_db.verify.worker.process import prepare_workers
+
+    machine = select_machine(gpu)
+    prepare_workers(machine.device)
+
+    def tell(judgement: Judgement) -> None:
+        note(f"{judgement.solution} on {judgement.workload}: {judgement.status} {judgement.reason}"[:200])
+
+    judgements = judge_data_set(found, machine, names=names, limit=limit, observer=tell)
+    keep_judgements(found, judgements)
+
+
+def _row(pair: ComparedPair) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {**asdict(pair), "agreement": pair.agreement, "foreign": True}
+
+
+def _cells(pair: ComparedPair) -> tuple[Any, ...]:
+    ours = pair.ours
+    rule = None if ours is None or ours.rule_passed is None else "passed" if ours.rule_passed else "failed"
+    return (
+        pair.definition,
+        pair.solution,
+        pair.workload,
+        pair.foreign_status,
+        pair.foreign_latency_us,
+        None if ours is None else ours.status,
+        None if ours is None else ours.latency_us,
+        rule,
+        pair.agreement,
+        None if ours is None else ours.reason[:160],
+    )

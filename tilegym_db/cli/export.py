@@ -1,0 +1,96 @@
+"""``tilegym-db export``: the catalog and its verified traces for FlashInfer-Bench, or an imported data set as it was."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tilegym_db.cli.output import note, print_json, print_table
+
+if TYPE_CHECKING:
+    from tilegym_db.integrations.interchange.flashinfer_export import Export
+
+FORMATS = ("flashinfer", "original")
+
+
+def command(
+    form: Annotated[
+        str, typer.Argument(metavar="FORMAT", help="flashinfer, or original (an imported data set as it was).")
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that does not exist yet, or is empty.")],
+    gpu: Annotated[str | None, typer.Option(help="Only traces of this GPU: h200, h100-sxm, ...")] = None,
+    op_type: Annotated[str | None, typer.Option(help="Only this family: norm, activation, gemm, ...")] = None,
+    origin: Annotated[
+        str | None, typer.Option(help="An imported data set, by its origin, instead of the catalog.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Write a FlashInfer-Trace data set: definitions, solutions, workloads, blobs, and verified traces.
+
+    What FlashInfer-Trace has no word for is left out; DIR/tilegym_db/export.json says what, and why. Imported records that
+    nobody edited come out byte for byte.
+    """
+    from tilegym_db.errors import UsageError
+
+    if form not in FORMATS:
+        raise UsageError(f"unknown format '{form}'; known: {', '.join(FORMATS)}.")
+    if origin is not None:
+        _export_imported(form, folder, origin, op_type)
+        return
+    if form == "original":
+        raise UsageError(
+            "'original' writes an imported data set: give it with --origin. Try: tilegym-db list --origin all"
+        )
+    export = _export_catalog(folder, gpu, op_type)
+    reasons = Counter(reason for _, reason in export.left_out)
+    if as_json:
+        print_json({"folder": str(folder), "exported": export.counts, "left_out": dict(reasons.most_common())})
+        return
+    print_table(("kind", "exported"), list(export.counts.items()))
+    for reason, count in reasons.most_common():
+        note(f"left out, {count}: {reason}")
+    note(f"wrote {folder}; what is where: {folder}/tilegym_db/export.json")
+
+
+def _export_catalog(folder: Path, gpu: str | None, op_type: str | None) -> Export:
+    from tilegym_db.catalog import Catalog
+    from tilegym_db.cli.list import select_definitions
+    from tilegym_db.cli.reader import open_reader
+    from tilegym_db.integrations.interchange.flashinfer_export import build_export
+    from tilegym_db.integrations.interchange.writing import write_tree
+    from tilegym_db.records.hardware import parse_gpu
+    from tilegym_db.store.exchange import told_traces, unverified_counts
+
+    catalog = Catalog.default()
+    select_definitions(catalog, op_type, None)
+    chosen = None if gpu is None else parse_gpu(gpu)
+    with open_reader() as store:
+        traces = told_traces(store, chosen, op_type)
+        unverified = unverified_counts(store, chosen, op_type)
+    export = build_export(catalog, traces, op_type)
+    for tier, count in unverified.items():
+        note(f"left out, {count} passes of the tier {tier}: superseded, taken back, or never promoted")
+    write_tree(folder, export.files, export.blobs)
+    return export
+
+
+def _export_imported(form: str, folder: Path, origin: str, op_type: str | None) -> None:
+    from tilegym_db.errors import UsageError
+    from tilegym_db.integrations.interchange.flashinfer_trace import DIALECT
+    from tilegym_db.integrations.interchange.writing import imported_files, write_tree
+    from tilegym_db.paths import home
+    from tilegym_db.store.imported import data_set
+
+    found = data_set(home(), origin)
+    if form == "flashinfer" and found.dialect != DIALECT:
+        raise UsageError(
+            f"{found.origin} is no FlashInfer-Trace data set. Try: tilegym-db export original DIR --origin {origin}"
+        )
+    files = imported_files(found, op_type)
+    if not files:
+        raise UsageError(f"{found.origin} has nothing of op_type '{op_type}'.")
+    write_tree(folder, files)
+    note(f"wrote {len(files)} files of {found.origin} to {folder}, byte for byte.")

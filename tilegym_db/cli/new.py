@@ -1,0 +1,235 @@
+"""``tilegym-db new``: files to start from, valid as they are, with the next command."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tilegym_db.cli.output import note, print_table
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tilegym_db.scaffold import MappedWorkloads
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    help="Write a draft of a definition, a solution or workloads, with the next command.",
+)
+
+
+@app.command("definition")
+def new_definition(
+    name: Annotated[str, typer.Argument(help="Name of the operator, such as layer_norm.")],
+    op_type: Annotated[str, typer.Option(help="Its family: norm, activation, softmax, ...")] = "elementwise",
+    inputs: Annotated[
+        str, typer.Option(help="Arguments of the operator, in order; without [] it is a Python number.")
+    ] = ("x[M, N], weight[N]"),
+    outputs: Annotated[str, typer.Option(help="What it returns.")] = "out[M, N]",
+    description: Annotated[str, typer.Option(help="What it computes, and where it rounds.")] = "",
+    folder: Annotated[Path | None, typer.Option("--output", "-o", help="Folder to write; default: ./NAME.")] = None,
+) -> None:
+    """Write the draft of an operator: a folder with its record, its reference, and what proves it."""
+    from tilegym_db.scaffold import draft_definition
+    from tilegym_db.scaffold.tensors import parse_tensors
+
+    files = draft_definition(
+        name, op_type, parse_tensors("--inputs", inputs), parse_tensors("--outputs", outputs), description
+    )
+    target = folder or Path(name)
+    write_new(target, files)
+    print_purposes(target, PURPOSES)
+    note(f"Put your maths where it says TODO. Next: tilegym-db check {target}/")
+
+
+PURPOSES = {
+    "definition.json": "axes, dtypes, tensors, constraints, cost of one call",
+    "reference.py": "run(): the operator in plain PyTorch, with the model's rounding",
+    "independent.py": "run(): the same by another road; must agree with the reference",
+    "planted_errors.json": "three or more mistakes that the verifier must catch",
+    "workloads.jsonl": "small sizes, tagged 'tiny', that the self-test runs on",
+}
+
+
+@app.command("solution")
+def new_solution(
+    definition: Annotated[str, typer.Argument(help="The operator that it computes.")],
+    language: Annotated[
+        str | None, typer.Option("--language", "-l", help="python, triton, tilelang or cutile.")
+    ] = None,
+    stock: Annotated[
+        bool,
+        typer.Option("--stock", help="Add the definition's reference as its stock code; there is nothing to edit."),
+    ] = False,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the solution; default: from definition and language.")
+    ] = None,
+    folder: Annotated[Path | None, typer.Option("--output", "-o", help="Folder to write; default: ./NAME.")] = None,
+) -> None:
+    """Write the draft of a kernel with the signature that the operator calls; or add its stock code."""
+    from tilegym_db.catalog import Catalog
+    from tilegym_db.cli.add_solution import login_name, normalise_language
+    from tilegym_db.errors import UsageError
+    from tilegym_db.scaffold import draft_solution, stock_solution_files
+
+    catalog = Catalog.default()
+    operator = catalog.definition(definition)
+    if stock == (language is not None):
+        raise UsageError("give --language for a draft of a kernel, or --stock for the stock code, and not both.")
+    if stock:
+        if folder is not None:
+            raise UsageError("--stock adds to the catalog and writes no folder; leave out --output.")
+        record, sources = stock_solution_files(operator, login_name(), name)
+        typer.echo(str(catalog.add_solution(record, sources)))
+        note(f"added solution '{record.name}' for {definition}. Next: tilegym-db new solution {definition} -l triton")
+        return
+    chosen = normalise_language(language)
+    assert chosen is not None
+    called = name or free_name(f"{definition}_{chosen}", set(catalog.solution_paths))
+    target = folder or Path(called)
+    write_new(target, draft_solution(operator, chosen, called, login_name()))
+    purposes = {
+        "kernel.py": "run(), called as the operator calls it",
+        "solution.json": "what it supports, and its tunables",
+    }
+    print_purposes(target, purposes)
+    note(f"Put your maths where it says TODO. Next: tilegym-db add-solution {target}/")
+
+
+@app.command("workload")
+def new_workload(
+    definition: Annotated[str, typer.Argument(help="The operator that is called.")],
+    config: Annotated[
+        Path,
+        typer.Option(
+            "--from-config", help="config.json of a Hugging Face model.", exists=True, dir_okay=False, readable=True
+        ),
+    ],
+    model: Annotated[str | None, typer.Option(help="Name for the tag model:NAME; default: from the config.")] = None,
+    tokens: Annotated[str, typer.Option(help="Counts of tokens, one workload each.")] = "1,512,4096",
+    batch: Annotated[int, typer.Option(help="Sequences, where an axis counts them.", min=1)] = 1,
+    axes: Annotated[list[str] | None, typer.Option(help="Sizes that the config does not have: N=1024.")] = None,
+    scalar: Annotated[list[str] | None, typer.Option(help="Scalars that the config does not have: eps=1e-5.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File to write; default: ./DEFINITION-MODEL.jsonl.")
+    ] = None,
+    add: Annotated[bool, typer.Option("--add", help="Add them to the catalog instead of writing a file.")] = False,
+) -> None:
+    """Write an operator's workloads at the sizes of a model, from its config; says what could not be mapped."""
+    from tilegym_db.catalog import Catalog
+    from tilegym_db.cli.pairs import parse_axes, parse_scalars
+    from tilegym_db.errors import RecordError
+    from tilegym_db.scaffold import workloads_from_config
+    from tilegym_db.scaffold.model_config import read_model_config
+
+    content = read_model_config(config)
+    tag = model or model_name(content, config)
+    found = workloads_from_config(
+        Catalog.default().definition(definition),
+        content,
+        model=tag,
+        tokens=parse_counts(tokens),
+        batch=batch,
+        axes=parse_axes("--axes", axes),
+        scalars=parse_scalars("--scalar", scalar),
+    )
+    print_mapping(found)
+    if not found.workloads:
+        missing = ", ".join(found.unmapped)
+        raise RecordError(
+            f"no workload was written: give what the config does not have with --axes or --scalar ({missing})."
+            if missing
+            else "no workload was written: the definition's constraints exclude every size."
+        )
+    if add:
+        added = Catalog.default().add_workloads(found.workloads)
+        note(f"added {len(added)} of {len(found.workloads)} workloads. Next: tilegym-db bench {definition}")
+        return
+    target = file or Path(f"{definition}-{tag}.jsonl")
+    write_new_file(target, "".join(workload.to_json() + "\n" for workload in found.workloads))
+    typer.echo(str(target))
+    note(f"{len(found.workloads)} workloads. Next: tilegym-db add-workload {target}")
+
+
+def print_mapping(found: MappedWorkloads) -> None:
+    """Which axis and scalar came from where, and what did not, as a table."""
+    sizes = found.workloads[-1] if found.workloads else None
+    values = {} if sizes is None else {**sizes.axes, **sizes.scalars(), **sizes.dtypes}
+    rows = [(name, values.get(name), source) for name, source in found.mapped.items()]
+    rows += [(name, None, f"NOT MAPPED: {reason}") for name, reason in found.unmapped.items()]
+    print_table(("axis or scalar", "value", "from"), rows)
+    for reason in found.refused:
+        note(f"left out: {reason}")
+
+
+def parse_counts(text: str) -> list[int]:
+    """``"1,512"`` -> ``[1, 512]``; raises :class:`UsageError` for anything else."""
+    from tilegym_db.errors import UsageError
+
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"[0-9]{1,12}", part) for part in parts):
+        raise UsageError(f"--tokens: {text!r} must be whole numbers, as in 1,512,4096.")
+    return [int(part) for part in parts]
+
+
+def model_name(config: Mapping[str, object], path: Path) -> str:
+    """What to call a model in a tag: its name, else its type, else the file's name; in lower case, without an organisation."""
+    stated = config.get("_name_or_path") or config.get("model_type") or path.stem
+    return re.sub(r"[^a-z0-9.]+", "-", str(stated).rstrip("/").rpartition("/")[2].lower()).strip("-") or "model"
+
+
+def free_name(name: str, taken: set[str]) -> str:
+    """``name``, or ``name_2``, ``name_3``, ... where the catalog has that one."""
+    candidate, number = name, 2
+    while candidate in taken:
+        candidate, number = f"{name}_{number}", number + 1
+    return candidate
+
+
+def print_purposes(folder: Path, purposes: Mapping[str, str]) -> None:
+    """The files written, each with what it is for."""
+    for name, purpose in purposes.items():
+        typer.echo(f"{folder / name}  {purpose}")
+
+
+def write_new(folder: Path, files: Mapping[str, str]) -> None:
+    """Write a folder's files; nothing that exists is touched.
+
+    Raises:
+        ConflictError: the folder exists and is not empty.
+        StoreError: it cannot be written.
+    """
+    from tilegym_db.errors import ConflictError, StoreError
+
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConflictError(f"{folder} exists already, and nothing was written. Choose another folder with --output.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"cannot make {folder}: {error.strerror or error}.") from None
+    for name, text in files.items():
+        write_new_file(folder / name, text)
+
+
+def write_new_file(path: Path, text: str) -> None:
+    """Write a file that does not exist yet.
+
+    Raises:
+        ConflictError: it exists.
+        StoreError: it cannot be written.
+    """
+    from tilegym_db.errors import ConflictError, StoreError
+
+    try:
+        with path.open("x") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConflictError(f"{path} exists already, and is left as it is. Choose another with --output.") from None
+    except OSError as error:
+        raise StoreError(f"cannot write {path}: {error.strerror or error}.") from None

@@ -1,0 +1,34 @@
+"""What the NVIDIA driver says of this machine's GPUs, from the files it shows: no PyTorch, no process, a millisecond."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+__all__ = ["driver_files", "driver_gpu_names"]
+
+# Where one of these is, a CUDA program may find a device: a desktop or server, Windows' subsystem for Linux, a Jetson.
+_SIGNS = ("dev/nvidiactl", "dev/nvidia0", "proc/driver/nvidia", "dev/dxg", "dev/nvmap", "dev/nvhost-ctrl")
+_MODEL = re.compile(r"^Model:\s*(.+?)\s*$", re.MULTILINE)
+
+
+def driver_files(root: Path = Path("/")) -> tuple[Path, ...]:
+    """The files that show a driver; none where no CUDA device can be here. ``root`` is for tests."""
+    return tuple(path for path in (root / sign for sign in _SIGNS) if path.exists())
+
+
+def driver_gpu_names(root: Path = Path("/")) -> tuple[str, ...]:
+    """The device names, as ``NVIDIA H200``, of every GPU of the driver; empty where it does not list them.
+
+    A GPU that ``CUDA_VISIBLE_DEVICES`` hides is listed as well: the answer says what cannot be here, not what can be used.
+    """
+    names = []
+    for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
+        try:
+            match = _MODEL.search(path.read_text(encoding="utf-8", errors="replace"))
+        except OSError:
+            return ()  # one that cannot be read may be any
+        if match is None or not match[1].strip("?"):
+            return ()
+        names.append(match[1])
+    return tuple(names)

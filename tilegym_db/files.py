@@ -1,0 +1,297 @@
+"""How this package touches files: it reads regular files of bounded size, and what it writes appears whole or not at all.
+
+A writer holds the lock of the folder that it changes, writes beside the target, waits until that is on disk, and renames. A
+process that is killed leaves the old content or the new one, and at most a file or folder named ``.tilegym-db-*.new``, which a
+later writer removes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from tilegym_db.errors import RecordError, StoreError
+
+__all__ = [
+    "LOCK_NAME",
+    "POLL_S",
+    "decode",
+    "hold_lock",
+    "read_bytes",
+    "regular_files",
+    "sync_folder",
+    "write_atomically",
+    "write_folder",
+    "writing",
+]
+
+MiB = 1 << 20
+RECORD_BYTES = 16 * MiB
+"""The most that a file of one record, or of one Solution's sources, may hold; the largest today has 60 KB."""
+
+LOCK_NAME = ".tilegym-db.lock"
+LOCK_TIMEOUT_S = 60.0
+POLL_S = 0.02
+
+_PREFIX, _SUFFIX = ".tilegym-db-", ".new"
+_LEFTOVER_AGE_S = 3600.0
+
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+_MARKS = (
+    (b"\xff\xfe\x00\x00", "UTF-32"),
+    (b"\x00\x00\xfe\xff", "UTF-32"),
+    (b"\xff\xfe", "UTF-16"),
+    (b"\xfe\xff", "UTF-16"),
+    (b"\xef\xbb\xbf", "UTF-8 with a byte order mark"),
+)
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def read_bytes(path: Path, what: str, limit: int = RECORD_BYTES) -> bytes:
+    """The content of a regular file of at most ``limit`` bytes; never waits for a writer of a FIFO.
+
+    Raises:
+        RecordError: it cannot be read, is no regular file, or is larger; ``what`` names its part in the message.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise _unreadable(path, what, error) from None
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            kind = next((name for test, name in _KINDS if test(mode)), "no file")
+            raise RecordError(f"{path}: cannot read this {what}: it is {kind}. Give the path of a regular file.")
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            content = file.read(limit + 1)
+    except OSError as error:
+        raise _unreadable(path, what, error) from None
+    finally:
+        os.close(descriptor)
+    if len(content) > limit:
+        raise RecordError(f"{path}: this {what} holds more than {limit / MiB:g} MiB, which is the most that is read.")
+    return content
+
+
+def _unreadable(path: Path, what: str, error: OSError | ValueError) -> RecordError:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+    return RecordError(f"{path}: cannot read this {what}: {reason}.")
+
+
+def decode(content: bytes, where: str | Path) -> str:
+    """The text of a record or a source, which is UTF-8 without a byte order mark and without NUL.
+
+    Raises:
+        RecordError: it is something else; names the place.
+    """
+    for mark, encoding in _MARKS:
+        if content.startswith(mark):
+            raise RecordError(f"{where}: line 1, column 1: this is {encoding}. Save it as plain UTF-8.")
+    nul = content.find(b"\0")
+    if nul >= 0:
+        raise RecordError(
+            f"{where}: {_position(content, nul)}: a NUL byte, as in a binary file or UTF-16. Save it as plain UTF-8."
+        )
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        place = _position(content, error.start)
+        raise RecordError(
+            f"{where}: {place}: byte 0x{content[error.start]:02x} is not valid UTF-8. Save it as plain UTF-8."
+        ) from None
+
+
+def _position(content: bytes, index: int) -> str:
+    line = content.count(b"\n", 0, index) + 1
+    column = index - content.rfind(b"\n", 0, index)
+    return f"line {line}, column {column}"
+
+
+def regular_files(folder: Path, pattern: str) -> list[Path]:
+    """The regular files under ``folder`` that match, by name; a FIFO or a folder of such a name is passed over."""
+    try:
+        return sorted(path for path in folder.glob(pattern) if path.is_file())
+    except OSError:  # a loop of links, or a folder that cannot be entered
+        return []
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def writing(folder: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
+    """Hold the lock of a folder that several processes write to, ``<folder>/.tilegym-db.lock``; made if it is not there.
+
+    Raises:
+        StoreError: another process holds it for longer than ``timeout_s`` seconds, or the folder cannot be written.
+    """
+    with hold_lock(folder / LOCK_NAME, folder, timeout_s, "Nothing was changed."):
+        yield
+
+
+@contextlib.contextmanager
+def hold_lock(path: Path, what: Path, timeout_s: float, consequence: str) -> Iterator[None]:
+    """Hold a lock file. The kernel lets go of it when the process ends, however it ends.
+
+    Args:
+        path: the lock file; it stays, since removing it would let two in at once.
+        what: what is locked, for the message.
+        timeout_s: how long to wait for another holder.
+        consequence: what it means that the lock was not got, for the message.
+
+    Raises:
+        StoreError: it was not got.
+    """
+    from filelock import FileLock, Timeout
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # not thread local: a store may be closed by another thread than opened it
+        lock = FileLock(path, timeout=timeout_s, poll_interval=POLL_S, thread_local=False)
+        lock.acquire()
+    except Timeout:
+        raise StoreError(
+            f"{what} is locked: {_holder(path)} is writing it. Wait for that to finish or stop it, and try again. "
+            f"{consequence}"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise StoreError(
+            f"cannot write the folder {path.parent}: {_reason(error)}. {consequence} Make it writable, "
+            "or set TILEGYM_DB_HOME to a folder on a local disk that is."
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _holder(path: Path) -> str:
+    """Who holds a lock, as far as the kernel tells."""
+    try:
+        inode = str(path.stat().st_ino)
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return "another process"
+    for line in lines:
+        fields = line.split()
+        if "->" not in fields and len(fields) > 5 and fields[5].rpartition(":")[2] == inode and int(fields[4]) > 0:
+            return (
+                "another part of this process"
+                if int(fields[4]) == os.getpid()
+                else f"another process (PID {fields[4]})"
+            )
+    return "another process"
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace ``path`` in one step, so that nobody ever reads half a file. A link is followed, and a mode is kept.
+
+    Raises:
+        StoreError: that failed; the old content is then still there.
+    """
+    staged: str | None = None
+    try:
+        path = Path(os.path.realpath(path))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(path.parent)
+        staged = _staged_name(path.parent)
+        mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else None
+        _write_synced(staged, content, mode)
+        os.replace(staged, path)
+        staged = None
+        sync_folder(path.parent)
+    except (OSError, ValueError) as error:
+        raise StoreError(f"cannot write {path}: {_reason(error)}. Nothing was changed.") from None
+    finally:
+        if staged is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(staged)
+
+
+def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Make a new folder of files in one step: it appears whole or not at all. What is there already is left alone.
+
+    Args:
+        folder: must not exist. The caller holds the lock.
+        files: relative path -> content.
+
+    Raises:
+        StoreError: something of that name exists, or it cannot be written; nothing was added then.
+    """
+    staged: str | None = None
+    try:
+        if os.path.lexists(folder):
+            raise FileExistsError(0, "it exists already")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(folder.parent)
+        staged = _staged_name(folder.parent)
+        os.mkdir(staged)
+        inner = {Path(staged)}
+        for name, content in files.items():
+            target = Path(staged) / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            inner.update(parent for parent in target.parents if parent.is_relative_to(staged))
+            _write_synced(str(target), content)
+        for made in sorted(inner, reverse=True):
+            sync_folder(made)
+        os.rename(staged, folder)  # refuses a folder that holds anything, whoever made it meanwhile
+        staged = None
+        sync_folder(folder.parent)
+    except (OSError, ValueError) as error:
+        raise StoreError(f"cannot write {folder}: {_reason(error)}. Nothing was added.") from None
+    finally:
+        if staged is not None:
+            shutil.rmtree(staged, ignore_errors=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on disk: a new file survives a power cut only then."""
+    with contextlib.suppress(OSError):  # some network file systems cannot; what was renamed stays renamed
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _staged_name(folder: Path) -> str:
+    return str(folder / f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}")
+
+
+def _write_synced(path: str, content: bytes, mode: int | None = None) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(descriptor)
+        if mode is not None:
+            os.fchmod(descriptor, mode)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what a writer that was killed left beside its target; one that is alive takes no hour."""
+    for path in folder.glob(f"{_PREFIX}*{_SUFFIX}"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.lstat().st_mtime > _LEFTOVER_AGE_S:
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink()
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -1,0 +1,187 @@
+"""Puts one data set together while a dialect reads it: files with their digests, records that passed, refusals with reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tilegym_db.errors import RecordError
+from tilegym_db.integrations.interchange.checks import Problem, Rules, axis_kind
+from tilegym_db.integrations.interchange.reading import file_digest, lfs_pointer, parse, path_problem, tensor_header
+from tilegym_db.store.imported import DataSet, Kind, Refusal, StoredFile, StoredRecord
+
+__all__ = ["Collection"]
+
+# How safetensors spells the dtypes of records.
+_TENSOR_DTYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "int16": "I16",
+    "int8": "I8", "uint8": "U8", "uint32": "U32", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+
+
+@dataclass
+class Collection:
+    """What was read so far of one data set. ``sources`` is path -> file on this machine."""
+
+    dialect: str
+    rules: Rules
+    root: Path
+    sources: dict[str, Path] = field(default_factory=dict)
+    records: list[StoredRecord] = field(default_factory=list)
+    refused: list[Refusal] = field(default_factory=list)
+    _roles: dict[str, str] = field(default_factory=dict)
+    _names: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
+    _headers: dict[str, dict[str, tuple[str, tuple[int, ...]]] | str] = field(default_factory=dict)
+
+    def carry(self, path: str, file: Path, role: str = "other") -> None:
+        """Keep a file with the data set."""
+        self.sources[path] = file
+        self._roles.setdefault(path, role)
+        if role == "records":
+            self._roles[path] = role
+
+    def refuse(self, path: str, problems: Iterable[Problem], line: int | None = None) -> None:
+        """Leave something out, with every reason."""
+        where = path if line is None else f"{path}:{line}"
+        self.refused += [Refusal(where, key, reason) for key, reason in problems]
+
+    def parse(self, path: str, content: bytes, line: int | None = None) -> tuple[dict[str, Any], str] | None:
+        """A JSON object and its digest; None where it was refused."""
+        parsed = parse(content)
+        if isinstance(parsed, str):
+            self.refuse(path, [("", parsed)], line)
+            return None
+        return parsed
+
+    def add(
+        self,
+        kind: Kind,
+        record: Mapping[str, Any],
+        digest: str,
+        path: str,
+        span: tuple[int, int],
+        line: int | None = None,
+        unset: Iterable[str] = (),
+        findings: Iterable[str] = (),
+    ) -> None:
+        """Take a record that passed its checks; a name that another file has already taken is an error of the data set.
+
+        Raises:
+            RecordError: a Definition or Solution of that name was read before.
+        """
+        name = str(record["workload"]["uuid"] if kind == "trace" else record["uuid" if kind == "workload" else "name"])
+        if kind in ("definition", "solution"):
+            first = self.first_of(kind, name, digest, path)
+            if first is not None:
+                raise RecordError(
+                    f"{self.root / path}: the {kind} '{name}' is in {first[0]} too. Rename or remove one of them; "
+                    "nothing was imported."
+                )
+        definition = name if kind == "definition" else str(record["definition"])
+        self.records.append(
+            StoredRecord(kind, name, definition, path, line, *span, digest, record, tuple(unset), tuple(findings))
+        )
+
+    def first_of(self, kind: Kind, name: str, digest: str, path: str) -> tuple[str, str] | None:
+        """(path, digest) of the other file that has taken a name; None where this one now has."""
+        first = self._names.setdefault((kind, name), (path, digest))
+        return first if first[0] != path else None
+
+    def tensor_problems(self, record: Mapping[str, Any], base: str = "") -> tuple[list[Problem], list[str]]:
+        """What speaks against the safetensors inputs of a Workload: reasons to refuse it, and what its content lacks.
+
+        Carries the files that it names. ``base`` is the folder that paths are relative to.
+        """
+        problems: list[Problem] = []
+        findings: list[str] = []
+        for name, spec in record["inputs"].items():
+            if spec.get("type") != "safetensors":
+                continue
+            path = (Path(base) / spec["path"]).as_posix()
+            file = self.root / path
+            if path_problem(path) or not file.resolve().is_relative_to(self.root.resolve()):
+                problems.append((f"workload.inputs.{name}.path", f"'{spec['path']}' leads out of the data set"))
+            elif not file.is_file():
+                findings.append(f"inputs.{name}: {spec['path']} is not in the data set")
+            elif (pointer := lfs_pointer(file)) is not None:
+                self.carry(path, file)
+                self._roles[path] = "pointer"
+                findings.append(
+                    f"inputs.{name}: {spec['path']} is a Git LFS pointer without its content "
+                    f"(sha256 {pointer[0] or 'unknown'}, {pointer[1]} bytes)"
+                )
+            else:
+                self.carry(path, file)
+                self._roles[path] = "blob"
+                findings += self._key_findings(path, file, name, spec["tensor_key"])
+        return problems, findings
+
+    def _key_findings(self, path: str, file: Path, name: str, key: str) -> list[str]:
+        header = self.header(path, file)
+        if isinstance(header, str):
+            return [f"inputs.{name}: {path} {header}"]
+        if key not in header:
+            return [f"inputs.{name}: {path} has no tensor '{key}' (it has {', '.join(sorted(header)) or 'none'})"]
+        return []
+
+    def header(self, path: str, file: Path) -> dict[str, tuple[str, tuple[int, ...]]] | str:
+        """The header of a safetensors file, read once."""
+        if path not in self._headers:
+            self._headers[path] = tensor_header(file)
+        return self._headers[path]
+
+    def fit_findings(self, definition: Mapping[str, Any], workload: Mapping[str, Any]) -> list[str]:
+        """Where a Workload does not fit its Definition, by the rules of FlashInfer-Bench's ``validate``."""
+        var = {name for name, axis in definition["axes"].items() if axis_kind(axis) == "var"}
+        findings = [f"axes.{name}: missing" for name in sorted(var - set(workload["axes"]))]
+        findings += [
+            f"axes.{name}: {definition['name']} has no such var axis" for name in workload["axes"] if name not in var
+        ]
+        findings += [f"axes.{name}: is 0" for name, size in workload["axes"].items() if size == 0]
+        inputs = definition["inputs"]
+        findings += [
+            f"inputs.{name}: {definition['name']} has no such input"
+            for name in workload["inputs"]
+            if name not in inputs
+        ]
+        for name, spec in inputs.items():
+            given = workload["inputs"].get(name)
+            if given is None:
+                findings.append(f"inputs.{name}: missing; it would be drawn at random")
+            elif (given["type"] == "scalar") != (spec.get("shape") is None):
+                what = "a Python scalar" if spec.get("shape") is None else "a tensor"
+                findings.append(f"inputs.{name}: is {what}, and the workload gives it as {given['type']}")
+            elif given["type"] == "safetensors":
+                findings += self._shape_findings(definition, workload, name, given)
+        return findings
+
+    def _shape_findings(
+        self, definition: Mapping[str, Any], workload: Mapping[str, Any], name: str, given: Mapping[str, Any]
+    ) -> list[str]:
+        header = self._headers.get(Path(given["path"]).as_posix(), "")
+        if isinstance(header, str) or given["tensor_key"] not in header:
+            return []
+        dtype, shape = header[given["tensor_key"]]
+        spec = definition["inputs"][name]
+        sizes = {axis: item.get("value") for axis, item in definition["axes"].items()} | workload["axes"]
+        wanted = tuple(sizes.get(axis) for axis in spec["shape"])
+        if None in wanted or _TENSOR_DTYPES.get(spec["dtype"]) is None:
+            return []
+        found = []
+        if shape != wanted:
+            found.append(
+                f"inputs.{name}: {given['path']} holds shape {list(shape)}, the definition says {list(wanted)}"
+            )
+        if dtype != _TENSOR_DTYPES[spec["dtype"]]:
+            found.append(f"inputs.{name}: {given['path']} holds dtype {dtype}, the definition says {spec['dtype']}")
+        return found
+
+    def finish(self, name: str, home: Path) -> DataSet:
+        """The data set, with the digest of every file."""
+        files = []
+        for path, file in sorted(self.sources.items()):
+            sha256, size = file_digest(file)
+            files.append(StoredFile(path, sha256, size, self._roles[path]))
+        return DataSet(self.dialect, name, tuple(files), tuple(self.records), tuple(self.refused), home)

@@ -1,0 +1,321 @@
+"""Exports the catalog and its verified traces as a FlashInfer-Trace data set.
+
+What FlashInfer-Trace has no word for is left out with its reason, or told in ``tilegym_db/`` beside the five folders, which
+FlashInfer-Bench does not read: ``export.json`` (where everything came from, and what was left out) and
+``evidence/<gpu>/<definition>.jsonl`` (the whole trace behind each exported one, by the digest of its line).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tilegym_db.catalog import Catalog, SolutionFiles
+from tilegym_db.integrations.interchange.specialise import Specialised, returned_outputs, specialised, why_not
+from tilegym_db.records import Config, Definition, Trace, Workload
+from tilegym_db.records.solution import config_id, spell_config
+from tilegym_db.records.workload import RandomInput, SafetensorsInput, ScalarInput
+
+__all__ = ["BASELINE", "Export", "build_export"]
+
+BASELINE = "baseline"
+"""The author that FlashInfer-Bench takes for what others are compared with: here the code that models run today."""
+ADAPTER = "flashinfer_entry.py"
+# What cheated has no status there; it must not be taken for a pass, and not for an honest wrong result either.
+_STATUS = {"REJECTED": "RUNTIME_ERROR"}
+_LANGUAGE = {"cutile": "python"}
+EXTRA_DEPENDENCIES = {"cutile": ["cuda-tile"]}
+
+
+@dataclass
+class Export:
+    """The files of a data set by path, and what could not be said, as (what, reason)."""
+
+    files: dict[str, bytes] = field(default_factory=dict)
+    blobs: dict[str, Any] = field(default_factory=dict)
+    """Path there -> file to copy."""
+    left_out: list[tuple[str, str]] = field(default_factory=list)
+    definitions: dict[str, dict[str, Any]] = field(default_factory=dict)
+    solutions: dict[str, dict[str, Any]] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+    counts: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(("definition", "solution", "workload", "trace"), 0)
+    )
+
+    def leave_out(self, what: str, reason: str) -> None:
+        """Remember why something is not there."""
+        self.left_out.append((what, reason))
+
+    def write_json(self, path: str, value: Any) -> None:
+        """One record as a file."""
+        self.files[path] = (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+    def write_lines(self, path: str, values: Iterable[Any]) -> list[bytes]:
+        """Records as lines, which are returned."""
+        lines = [_compact(value) for value in values]
+        if lines:
+            self.files[path] = self.files.get(path, b"") + b"".join(line + b"\n" for line in lines)
+        return lines
+
+    def seal(self) -> None:
+        """Write what was left out, and where everything came from."""
+        self.write_json(
+            "tilegym_db/export.json",
+            {
+                "counts": self.counts,
+                "reference_latency_ms": "the time of the model's own code (stock), in the same rounds; 0 where there was none",
+                "max_relative_error": "the norm of a row's error over that row's norm, the worst row; NaN where it was not taken",
+                "definitions": self.definitions,
+                "solutions": self.solutions,
+                "notes": self.notes,
+                "left_out": [{"what": what, "reason": reason} for what, reason in self.left_out],
+            },
+        )
+
+
+def _compact(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def build_export(catalog: Catalog, traces: Sequence[Trace], op_type: str | None = None) -> Export:
+    """Put a data set together. Pure but for reading the catalog.
+
+    Args:
+        catalog: its Definitions, Solutions and Workloads.
+        traces: what stands verified, and failures (:func:`tilegym_db.store.exchange.told_traces`).
+        op_type: only this family.
+    """
+    export = Export()
+    by_definition: dict[str, list[Trace]] = {}
+    for trace in traces:
+        by_definition.setdefault(trace.definition, []).append(trace)
+    for source in catalog.definitions.values():
+        if op_type in (None, source.op_type):
+            _Exporter(export, catalog, source).run(by_definition.get(source.name, []))
+    export.seal()
+    return export
+
+
+class _Exporter:
+    """One Definition of ours on its way out."""
+
+    def __init__(self, export: Export, catalog: Catalog, source: Definition) -> None:
+        self.export, self.source, self.catalog = export, source, catalog
+        self.solutions = {item.name: item for item in catalog.solutions_for(source.name)}
+        self.workloads = catalog.workloads_for(source.name)
+        self.said: dict[str, tuple[Specialised, dict[str, Any]]] = {}
+        """Workload uuid -> the Definition it went to, and how it is written."""
+        self.written: set[str] = set()
+
+    def run(self, traces: Sequence[Trace]) -> None:
+        if not self.workloads:
+            self.export.leave_out(
+                f"definition {self.source.name}", "it has no workload, so no dtypes and constants to bind"
+            )
+        for item in specialised(self.source, self.workloads):
+            reason = why_not(item)
+            if reason is None:
+                self._definition(item)
+            else:
+                self.export.leave_out(f"definition {item.name}", reason)
+        for trace in traces:
+            self._trace(trace)
+
+    def _definition(self, item: Specialised) -> None:
+        export, op_type = self.export, self.source.op_type
+        export.write_json(f"definitions/{op_type}/{item.name}.json", item.record())
+        export.counts["definition"] += 1
+        export.definitions[item.name] = {
+            "definition": self.source.name,
+            "version": self.source.version,
+            "digest": self.source.digest,
+            "dtypes": dict(item.dtypes),
+            "constants": dict(item.constants),
+        }
+        mine = [workload for workload in self.workloads if item.covers(workload.axes, workload.dtypes)]
+        lines = []
+        for workload in mine:
+            written = self._workload(item, workload)
+            if isinstance(written, str):
+                export.leave_out(f"workload {workload.uuid} of {item.name}", written)
+            else:
+                self.said[workload.uuid] = (item, written)
+                lines.append({"definition": item.name, "workload": written, "solution": None, "evaluation": None})
+        export.write_lines(f"workloads/{op_type}/{item.name}.jsonl", lines)
+        export.counts["workload"] += len(lines)
+        for solution in self.solutions.values():
+            if any(solution.record.unsupported(self.source.bind_axes(w.axes), item.dtypes) is None for w in mine):
+                self._solution(item, solution, {})
+            else:
+                export.leave_out(f"solution {solution.name} for {item.name}", "it serves none of its workloads")
+
+    def _workload(self, item: Specialised, workload: Workload) -> dict[str, Any] | str:
+        """As it is written there, or why it cannot be."""
+        strided = workload.layout_classes(self.source)
+        if strided:
+            return f"'{min(strided)}' is not contiguous, and FlashInfer-Trace has no layouts"
+        inputs: dict[str, Any] = {}
+        for name in self.source.inputs:
+            given = workload.inputs.get(name)
+            match given:
+                case ScalarInput(value=bool() | int() | float()):
+                    inputs[name] = {"type": "scalar", "value": given.value}
+                case ScalarInput():
+                    return f"the scalar '{name}' is {given.value!r}, and FlashInfer-Trace has numbers only"
+                case SafetensorsInput():
+                    file = next(
+                        (root / given.path for root in self.catalog.roots if (root / given.path).is_file()), None
+                    )
+                    if file is None:
+                        return f"the file {given.path} of '{name}' is not in the catalog"
+                    path = f"blob/workloads/{self.source.op_type}/{item.name}/{file.name}"
+                    self.export.blobs[path] = file
+                    inputs[name] = {"type": "safetensors", "path": path, "tensor_key": given.tensor_key}
+                case _:
+                    inputs[name] = {"type": "random"}
+            self._note_drawing(name, given)
+        return {"axes": item.var_axes(workload.axes), "inputs": inputs, "uuid": workload.uuid}
+
+    def _note_drawing(self, name: str, given: object) -> None:
+        generator = self.source.input_generators.get(name)
+        if isinstance(given, RandomInput) and (given.scale != 1.0 or given.seed is not None):
+            self.export.notes[f"{self.source.name}.{name}"] = f"drawn here with scale {given.scale}; there at random"
+        elif generator is not None and not isinstance(given, SafetensorsInput):
+            self.export.notes[f"{self.source.name}.{name}"] = (
+                f"drawn here by the generator {generator.kind}; there at random"
+            )
+
+    def _solution(self, item: Specialised, solution: SolutionFiles, config: Config) -> str:
+        """Write one, where it is not there yet; its name there."""
+        record = solution.record
+        name = f"{record.name}_{item.suffix}"
+        if config:
+            name += f"_{hashlib.sha256(config_id(config).encode()).hexdigest()[:8]}"
+        if name in self.written:
+            return name
+        self.written.add(name)
+        spec = record.spec
+        sources = [
+            {"path": path, "content": content.decode() or "\n"} for path, content in sorted(solution.sources.items())
+        ]
+        entry = spec.entry_point
+        if config or self.source.in_place:
+            sources.append({"path": ADAPTER, "content": _adapter(self.source, solution, config)})
+            entry = f"{ADAPTER}::run"
+        author = BASELINE if record.name == self._baseline() else record.author
+        value = {
+            "name": name,
+            "definition": item.name,
+            "author": author,
+            "spec": {
+                "language": _LANGUAGE.get(spec.language, spec.language),
+                "target_hardware": [*spec.target_hardware],
+                "entry_point": entry,
+                "dependencies": [*spec.dependencies, *EXTRA_DEPENDENCIES.get(spec.language, ())],
+                "destination_passing_style": spec.destination_passing_style,
+            },
+            "sources": sources,
+            "description": record.description or f"{record.name} of tilegym-db.",
+        }
+        self.export.write_json(f"solutions/{author}/{self.source.op_type}/{item.name}/{name}.json", value)
+        self.export.counts["solution"] += 1
+        self.export.solutions[name] = {
+            "solution": record.name,
+            "digest": solution.digest,
+            "author": record.author,
+            "language": spec.language,
+            "role": spec.role,
+            "provides": spec.provides,
+            "config": dict(config),
+            "constraints": [*spec.constraints],
+            "adapted": entry != spec.entry_point,
+        }
+        return name
+
+    def _baseline(self) -> str | None:
+        """The one Solution of a Definition whose author is told as ``baseline``."""
+        return next((item.name for item in self.solutions.values() if item.record.spec.provides == "stock"), None)
+
+    def _trace(self, trace: Trace) -> None:
+        what = f"trace {trace.trace_id}"
+        solution, said = self.solutions.get(trace.solution), self.said.get(trace.workload_uuid)
+        if said is None or solution is None:
+            self.export.leave_out(what, "its workload or its solution is not in the export")
+        elif trace.status == "UNSUPPORTED":
+            self.export.leave_out(what, "a solution's own limit has no status there")
+        else:
+            item, workload = said
+            name = self._solution(item, solution, trace.config)
+            author = BASELINE if trace.solution == self._baseline() else solution.record.author
+            line = {
+                "definition": item.name,
+                "workload": workload,
+                "solution": name,
+                "evaluation": _evaluation(trace, is_baseline=author == BASELINE),
+            }
+            path = f"traces/{author}/{self.source.op_type}/{item.name}.jsonl"
+            (written,) = self.export.write_lines(path, [line])
+            evidence = {"line_sha256": hashlib.sha256(written).hexdigest(), "trace": trace.to_dict()}
+            self.export.write_lines(f"tilegym_db/evidence/{trace.gpu}/{self.source.name}.jsonl", [evidence])
+            self.export.counts["trace"] += 1
+
+
+def _adapter(source: Definition, solution: SolutionFiles, config: Config) -> str:
+    """An entry point for what FlashInfer-Bench cannot say: a chosen config, and outputs written over inputs."""
+    spec = solution.record.spec
+    module = spec.entry_path.removesuffix(".py").replace("/", ".")
+    keywords = "".join(f", {name}={value!r}" for name, value in config.items())
+    inputs = ", ".join(source.inputs)
+    lines = [
+        f'"""{solution.name} of tilegym-db as FlashInfer-Bench calls it, with {spell_config(config)}."""\n',
+        f"from .{module} import {spec.entry_function} as _entry\n\n",
+    ]
+    if spec.destination_passing_style:
+        lines.append(f"def run({inputs}, {', '.join(source.outputs)}):")
+        lines += [f"    {target}.copy_({name})" for name, target in source.in_place.items()]
+        given = [source.in_place.get(name, name) for name in source.inputs]
+        lines.append(f"    _entry({', '.join([*given, *source.written_outputs])}{keywords})\n")
+        return "\n".join(lines)
+    lines.append(f"def run({inputs}):")
+    lines += [f"    {name} = {name}.clone()" for name in source.in_place]
+    if not source.in_place:
+        return "\n".join([*lines, f"    return _entry({inputs}{keywords})\n"])
+    return "\n".join([*lines, f"    returned = _entry({inputs}{keywords})", returned_outputs(source)])
+
+
+def _evaluation(trace: Trace, *, is_baseline: bool) -> dict[str, Any]:
+    status = _STATUS.get(trace.status, trace.status)
+    reason = f"{trace.status} by tilegym-db: {trace.reason}" if trace.status != "PASSED" else ""
+    performance = trace.performance
+    correctness = trace.correctness
+    evaluation: dict[str, Any] = {
+        "status": status,
+        "environment": {
+            "hardware": trace.gpu_name or trace.gpu,
+            "libs": {**trace.libs, "driver": trace.driver, "cuda": trace.cuda},
+        },
+        "timestamp": trace.timestamp.isoformat(),
+        "log": "\n".join(part for part in (reason, trace.log) if part),
+        "correctness": None,
+        "performance": None,
+    }
+    if correctness is not None and status in ("PASSED", "INCORRECT_NUMERICAL"):
+        figures = correctness.model_dump(mode="json", exclude={"max_abs"}, exclude_none=True)
+        evaluation["correctness"] = {
+            "max_relative_error": "NaN" if correctness.worst_row_rel is None else correctness.worst_row_rel,
+            "max_absolute_error": "NaN" if correctness.max_abs is None else correctness.max_abs,
+            "extra": figures,
+        }
+    if performance is not None and status == "PASSED":
+        stock = [item.ratio for item in performance.comparisons if item.provides == "stock"]
+        ratio = min(stock) if stock else 1.0 if is_baseline else 0.0
+        latency = performance.latency_us / 1e3
+        evaluation["performance"] = {
+            "latency_ms": latency,
+            "reference_latency_ms": latency * ratio,
+            "speedup_factor": ratio,
+        }
+    return evaluation

@@ -1,0 +1,262 @@
+"""Our verdict on foreign Solutions: their contents, our sandbox and gates, and their tolerance as a named rule beside them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+
+from tilegym_db.backends.toolchains import toolchain_status
+from tilegym_db.bench.machine import Machine
+from tilegym_db.errors import RecordError
+from tilegym_db.files import write_atomically
+from tilegym_db.integrations.interchange import sol_execbench
+from tilegym_db.integrations.interchange.adapt import Adapted, adapted_definition, adapted_solution
+from tilegym_db.integrations.interchange.contents import draw_contents
+from tilegym_db.integrations.interchange.foreign_rules import ForeignRule, rule_for
+from tilegym_db.integrations.interchange.sandboxed import Confined, expected_by_reference, prepare_solution
+from tilegym_db.integrations.interchange.tensor_constraints import Unknown, holds
+from tilegym_db.scratch import scratch_folder
+from tilegym_db.store.imported import DataSet, StoredRecord, import_lock, imported_folder
+from tilegym_db.verify.expected import Expected
+from tilegym_db.verify.inputs import Case
+from tilegym_db.verify.scan import hard_findings, scan_sources
+from tilegym_db.verify.verifier import Failure
+
+__all__ = ["NOT_RUN", "Judgement", "judge_data_set", "keep_judgements", "kept_judgements"]
+
+NOT_RUN = "NOT_RUN"
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What came of one Solution on one Workload here. ``status`` is one of ours, or ``NOT_RUN`` with the reason."""
+
+    definition: str
+    solution: str
+    workload: str
+    gpu: str
+    status: str
+    reason: str = ""
+    gate: str | None = None
+    oracle: str = ""
+    rule: str = ""
+    """The other project's tolerance by name."""
+    rule_passed: bool | None = None
+    rule_reason: str = ""
+    latency_us: float | None = None
+    """Median of a few calls in one process: an indication, not a measurement that ranks anything."""
+    sandbox_level: int = 0
+    seed: str = ""
+    adapted: bool = False
+    """The time includes an entry point that was added, and its copies."""
+    unchecked: tuple[str, ...] = ()
+    """Constraints that could not be evaluated on the contents."""
+
+
+@dataclass(frozen=True)
+class _Task:
+    found: DataSet
+    definition: StoredRecord
+    adapted: Adapted
+    workload: Mapping[str, Any]
+    base: str
+    machine: Machine
+
+
+def judge_data_set(
+    found: DataSet,
+    machine: Machine,
+    *,
+    names: Sequence[str] = (),
+    limit: int | None = None,
+    observer: Callable[[Judgement], None] = lambda judgement: None,
+) -> list[Judgement]:
+    """Run the Solutions of a data set, each on the Workloads of its Definition.
+
+    Args:
+        found: an imported data set; nothing in it is changed.
+        machine: the device.
+        names: Definitions or Solutions; none means all.
+        limit: at most so many Workloads per Definition, the first ones.
+        observer: told of each judgement as it is made.
+    """
+    judgements: list[Judgement] = []
+    workloads = workloads_of(found)
+    for definition in found.of_kind("definition"):
+        solutions = [
+            item
+            for item in found.of_kind("solution")
+            if item.definition == definition.name and (not names or {item.name, item.definition} & set(names))
+        ]
+        if not solutions:
+            continue
+        chosen = workloads.get(definition.name, [])[:limit]
+        adapted = adapted_definition(found, definition)
+        for workload, base in chosen:
+            if isinstance(adapted, str):
+                batch = [_not_run(item, workload, machine, adapted) for item in solutions]
+            else:
+                task = _Task(found, definition, adapted, workload, base, machine)
+                batch = list(_judge_workload(task, solutions))
+            for judgement in batch:
+                observer(judgement)
+            judgements += batch
+    return judgements
+
+
+def workloads_of(found: DataSet) -> dict[str, list[tuple[Mapping[str, Any], str]]]:
+    """Definition -> its Workloads with the folder that their tensors' paths start at; then those that only traces have."""
+    workloads: dict[str, dict[str, tuple[Mapping[str, Any], str]]] = {}
+    for item in (*found.of_kind("workload"), *found.of_kind("trace")):
+        is_problem = found.dialect == sol_execbench.DIALECT
+        base = PurePosixPath(item.path).parent.as_posix() if is_problem else ""
+        record = item.record["workload"] if item.kind == "trace" else item.record
+        workloads.setdefault(item.definition, {}).setdefault(item.name, (record, base))
+    return {name: list(items.values()) for name, items in workloads.items()}
+
+
+def _not_run(item: StoredRecord, workload: Mapping[str, Any], machine: Machine, reason: str) -> Judgement:
+    return Judgement(item.definition, item.name, workload["uuid"], machine.gpu, NOT_RUN, reason)
+
+
+def _judge_workload(task: _Task, solutions: Sequence[StoredRecord]) -> Iterable[Judgement]:
+    """Every Solution on the same contents."""
+    seed = secrets.randbits(62)
+    definition = task.adapted.definition
+    with scratch_folder() as scratch:
+        folder = Path(scratch)
+        try:
+            inputs = draw_contents(task.found, definition, task.workload, seed, task.machine.device, task.base)
+            unchecked = _check_constraints(task, inputs)
+            scalars = {name: value for name, value in inputs.items() if not isinstance(value, torch.Tensor)}
+            axes = {name: size for name, size in task.workload["axes"].items() if name in definition.axes}
+            case = Case(definition.bind_axes(axes), {}, scalars, seed=seed)
+        except RecordError as error:
+            yield from (_not_run(item, task.workload, task.machine, str(error)) for item in solutions)
+            return
+        given = expected_by_reference(definition, case, inputs, task.machine.device, folder / "reference")
+        if isinstance(given, Failure):
+            reason = f"the reference does not run: {given.reason}"
+            yield from (_not_run(item, task.workload, task.machine, reason) for item in solutions)
+            return
+        for number, item in enumerate(solutions):
+            yield _judge_solution(task, item, given, folder / str(number), unchecked)
+
+
+def _check_constraints(task: _Task, inputs: Mapping[str, Any]) -> tuple[str, ...]:
+    """The constraints that could not be evaluated; :class:`RecordError` where the contents break one that could."""
+    unchecked = []
+    for text in task.adapted.tensor_constraints:
+        try:
+            if not holds(text, {**task.adapted.definition.bind_axes(_own_axes(task)), **inputs}):
+                raise RecordError(f"the contents break the constraint {text}.")
+        except Unknown:
+            unchecked.append(text)
+    return tuple(unchecked)
+
+
+def _own_axes(task: _Task) -> dict[str, int]:
+    return {name: size for name, size in task.workload["axes"].items() if name in task.adapted.definition.axes}
+
+
+def _judge_solution(
+    task: _Task,
+    item: StoredRecord,
+    given: tuple[Expected, Mapping[str, Any], str],
+    folder: Path,
+    unchecked: tuple[str, ...],
+) -> Judgement:
+    expected, written, oracle = given
+    machine, definition = task.machine, task.adapted.definition
+    adapted = adapted_solution(task.found, item, task.adapted)
+    if isinstance(adapted, str):
+        return _not_run(item, task.workload, machine, adapted)
+    language = adapted.record.spec.language
+    status = toolchain_status(language)
+    interpret = language == "triton" and not machine.is_gpu
+    if not status.available:
+        return _not_run(
+            item, task.workload, machine, f"{language} cannot be used here: {status.detail}. Fix: {status.fix}"
+        )
+    if not machine.is_gpu and language in ("tilelang", "cutile"):
+        return _not_run(item, task.workload, machine, f"{language} needs a GPU, and this is {machine.gpu_name}")
+    common: dict[str, Any] = {
+        "definition": item.definition, "solution": item.name, "workload": task.workload["uuid"], "gpu": machine.gpu,
+        "oracle": oracle, "seed": str(expected.case.seed), "adapted": adapted.added_entry, "unchecked": unchecked,
+    }  # fmt: skip
+    own = {
+        path: content
+        for path, content in adapted.sources.items()
+        if path in {s["path"] for s in item.record["sources"]}
+    }
+    refused = hard_findings(scan_sources(adapted.record, own))
+    if refused:
+        first = refused[0]
+        reason = f"{first.path}:{first.line}: {first.message}"
+        return Judgement(**common, status="REJECTED", reason=reason, gate=first.rule)
+    files = prepare_solution(adapted, folder / "source")
+    with Confined(files, definition, machine.device, folder / "worker", interpret=interpret) as worker:
+        failure = worker.load()
+        if failure is not None:
+            return Judgement(**common, status=failure.status, reason=failure.reason)
+        common["sandbox_level"] = worker.sandbox_level
+        outputs = worker.call(expected)
+        if isinstance(outputs, Failure):
+            return Judgement(**common, status=outputs.status, reason=outputs.reason, gate=outputs.gate)
+        common |= _by_rule(task, outputs, written)
+        latency, failure = worker.verify(expected, timed=not interpret)
+    if failure is not None:
+        return Judgement(**common, status=failure.status, reason=failure.reason, gate=failure.gate)
+    return Judgement(**common, status="PASSED", latency_us=latency)
+
+
+def _by_rule(task: _Task, outputs: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
+    """What the other project's tolerance says of outputs, against its own reference as it is written."""
+    rule = rule_for(task.found.dialect, task.definition, task.workload)
+    if not isinstance(rule, ForeignRule):
+        return {"rule_reason": rule}
+    problem = rule.problem(outputs, written)
+    return {"rule": rule.name, "rule_passed": problem is None, "rule_reason": problem or ""}
+
+
+# -- keeping them -----------------------------------------------------------------------------------------------------
+
+
+def _path(found: DataSet) -> Path:
+    return imported_folder(found.home) / found.dialect / found.name / "judgements.jsonl"
+
+
+def keep_judgements(found: DataSet, judgements: Sequence[Judgement]) -> None:
+    """Keep them beside the data set; of one Solution, Workload and GPU the newest stays."""
+    with import_lock(found.home):
+        known = {_key(item): item for item in (*kept_judgements(found), *judgements)}
+        lines = [json.dumps(asdict(item), ensure_ascii=False) + "\n" for item in known.values()]
+        write_atomically(_path(found), "".join(lines).encode())
+
+
+def kept_judgements(found: DataSet) -> list[Judgement]:
+    """What was judged before; a line that cannot be read is left out and named."""
+    path = _path(found)
+    judgements = []
+    for number, line in enumerate(
+        path.read_text(encoding="utf-8").splitlines() if os.path.exists(path) else [], start=1
+    ):
+        try:
+            fields = json.loads(line)
+            judgements.append(Judgement(**{**fields, "unchecked": tuple(fields["unchecked"])}))
+        except (ValueError, TypeError, KeyError) as error:
+            _log.warning("%s:%d: left out: %s", path, number, error)
+    return judgements
+
+
+def _key(item: Judgement) -> tuple[str, str, str, str]:
+    return item.definition, item.solution, item.workload, item.gpu

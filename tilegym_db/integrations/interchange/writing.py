@@ -1,0 +1,96 @@
+"""Writes an export: whole or not at all, into a folder of its own; and imported data sets, byte for byte."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from tilegym_db.errors import StoreError, UsageError
+from tilegym_db.store.imported import DataSet, StoredRecord, paths_of
+
+__all__ = ["imported_files", "write_tree"]
+
+
+def write_tree(folder: Path, files: Mapping[str, bytes], blobs: Mapping[str, Path] | None = None) -> None:
+    """Write every file below ``folder``, which appears with all of them or not at all.
+
+    Raises:
+        UsageError: the folder exists and holds something.
+        StoreError: it cannot be written. Nothing is left behind.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder} exists and is not empty. Export into a new folder.")
+    staging: str | None = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        staging = tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-")
+        for path, content in files.items():
+            target = Path(staging) / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+        for path, source in (blobs or {}).items():
+            target = Path(staging) / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, target)
+        os.chmod(staging, 0o755)
+        if folder.exists():
+            folder.rmdir()
+        os.rename(staging, folder)
+        staging = None
+    except OSError as error:
+        raise StoreError(f"cannot write {folder}: {error.strerror or error}. Nothing was exported.") from None
+    finally:
+        if staging is not None:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+def imported_files(found: DataSet, op_type: str | None = None) -> dict[str, bytes]:
+    """The files of an imported data set, as they were.
+
+    A line that was refused is not in its file. With ``op_type`` only what belongs to that family is there: its records, and the
+    tensors that its Workloads name.
+    """
+    families = {item.name: item.record.get("op_type") for item in found.of_kind("definition")}
+
+    def wanted(item: StoredRecord) -> bool:
+        return op_type is None or families.get(item.definition) == op_type
+
+    records = paths_of(found.records)
+    named = {
+        os.path.normpath(spec["path"])
+        for item in found.of_kind("workload")
+        if wanted(item)
+        for spec in item.record["inputs"].values()
+        if spec.get("type") == "safetensors"
+    }
+    files: dict[str, bytes] = {}
+    for file in found.files:
+        if file.role != "records":
+            if op_type is None or file.path in named:
+                files[file.path] = found.content(file.path)
+            continue
+        content = _kept_lines(found, file.path, records.get(file.path, []), wanted)
+        if content is not None:
+            files[file.path] = content
+    return files
+
+
+def _kept_lines(
+    found: DataSet, path: str, records: list[StoredRecord], wanted: Callable[[StoredRecord], bool]
+) -> bytes | None:
+    """A file of records without the lines that were refused or are not wanted; None where nothing is left."""
+    content = found.content(path)
+    refused = {refusal.path for refusal in found.refused}
+    whole = not any(f"{path}:" in place for place in refused) and all(wanted(item) for item in records)
+    if whole:
+        return content
+    kept = [item for item in records if wanted(item)]
+    if not kept:
+        return None
+    lines = [content[item.offset : item.offset + item.length] for item in kept]
+    if records[0].line is None:
+        return lines[0]
+    return b"\n".join(lines) + (b"\n" if content.endswith(b"\n") else b"")

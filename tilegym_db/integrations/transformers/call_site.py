@@ -1,0 +1,180 @@
+"""A call site: what all modules of one group share, the way to a kernel and the calls that never got that far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import forward_ad
+
+if TYPE_CHECKING:
+    from tilegym_db.integrations.transformers.training import Training
+    from tilegym_db.resolver.dispatch import Dispatcher
+
+__all__ = ["HAS_HOOKS", "HELD", "IN_TRAINING", "NOT_ROWS", "OTHER_ACTIVATION", "UNPATCHED", "CallSite", "Operator"]
+
+IN_TRAINING = "the module is in training mode; model.eval() ends it"
+NEEDS_GRAD = "a gradient may be asked for; torch.no_grad() or torch.inference_mode() says that none is"
+IN_AUTOCAST = "autocast is on in a call that trains"
+TRACED = "a tracer, a transform (torch.func, forward-mode AD) or a dispatch mode must see PyTorch operations"
+NOT_PLAIN = "the input is no plain tensor"
+NOT_ROWS = "the input cannot be viewed as rows without a copy"
+OTHER_ACTIVATION = "the activation was replaced, or has hooks"
+HAS_HOOKS = "the norm was replaced, or has hooks"
+HELD = "what the sub-layer returned is held by somebody else too, so that it must not be overwritten"
+UNPATCHED = "unpatched"
+
+_grad_enabled = torch.is_grad_enabled
+_jit_tracing = torch._C._is_tracing
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_functorch_level = torch._C._functorch.peek_interpreter_stack
+_Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Operator:
+    """The operator of a Definition as compilers see it: ``call(*inputs, name)``, ``name`` being that of the site.
+
+    ``impl`` is what the operator finds by that name, kept alive here and by nothing else.
+    """
+
+    call: Callable[..., Any]
+    name: str
+    impl: Any
+
+
+def _requires_grad(value: Any) -> bool:
+    return isinstance(value, _Tensor) and value.requires_grad
+
+
+class CallSite:
+    """One group of modules that call a Definition.
+
+    Attributes:
+        serve: ``serve(*inputs)`` gives the outputs by a kernel, or None with nothing done.
+        dispatcher: what ``serve`` asks.
+        operator: what goes into compiled code; None where only stock code may.
+        training: serves calls that a derivative may be asked of; None where only stock code may.
+        stock: ``stock(*inputs)`` returns the outputs by the Definition's stock solution.
+        bypassed: how many calls were not served, by reason.
+        is_open: False once :meth:`close` sends every call to the stock code, for the reason ``closed``.
+        give_up: called once ``patience`` calls have asked for a kernel and none got one; returns how many more to wait for.
+        shadows: take away the modules that a copied function reads its globals from; see :mod:`.rebind`.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "bypassed",
+        "closed",
+        "dispatcher",
+        "give_up",
+        "is_open",
+        "operator",
+        "patience",
+        "serve",
+        "shadows",
+        "stock",
+        "training",
+    )
+
+    def __init__(
+        self,
+        serve: Callable[..., Any],
+        dispatcher: Dispatcher | None = None,
+        *,
+        operator: Operator | None = None,
+        training: Training | None = None,
+        stock: Callable[..., Any] | None = None,
+    ) -> None:
+        self.serve = serve
+        self.dispatcher = dispatcher
+        self.operator = operator
+        self.training = training
+        self.stock = stock
+        self.bypassed: dict[str, int] = {}
+        self.is_open = True
+        self.closed = ""
+        self.patience = 0
+        self.give_up: Callable[[CallSite], int] | None = None
+        self.shadows: list[Callable[[], Any]] = []
+
+    def close(self, reason: str = UNPATCHED) -> None:
+        """Let no call through any more; ``reason`` is what they are counted under."""
+        self.is_open, self.closed = False, self.closed or reason
+
+    def bypass(self, reason: str) -> None:
+        """Count a call that is left to the stock code."""
+        self.bypassed[reason] = self.bypassed.get(reason, 0) + 1
+
+    def unserved(self) -> None:
+        """Count a call that asked for a kernel and was left to the stock code."""
+        if self.patience > 0:
+            self.patience -= 1
+            if self.patience == 0 and self.give_up is not None:
+                self.patience = self.give_up(self)
+
+    def must_run_stock(self, training: bool, *tensors: Any) -> bool:
+        """Whether the call must run the stock code whatever was measured; if so it is counted.
+
+        Args:
+            training: the module's flag. Checkpointed training runs its forward without grad and again with it, and both
+                must compute the same.
+            tensors: what a gradient may flow to; the first is the activation.
+        """
+        trains = training or (_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
+        if training and self.training is None:
+            self.bypass(IN_TRAINING)
+        elif type(tensors[0]) is not _Tensor:
+            self.bypass(NOT_PLAIN)
+        elif trains and self.training is None:
+            self.bypass(NEEDS_GRAD)
+        elif trains and torch.is_autocast_enabled(tensors[0].device.type):
+            self.bypass(IN_AUTOCAST)
+        elif _dispatch_modes() or _jit_tracing() or _functorch_level() or forward_ad._current_level >= 0:
+            self.bypass(TRACED)
+        elif not self.is_open:
+            self.bypass(self.closed)
+        else:
+            return False
+        return True
+
+    def ask(self, training: bool, *inputs: Any) -> Any:
+        """The outputs by a kernel, or None with nothing done, for a call that does not have to run stock code.
+
+        Args:
+            training: the module's flag.
+            inputs: in the Definition's shapes and order.
+        """
+        if not training and not (_grad_enabled() and any(map(_requires_grad, inputs))):
+            outputs = self.serve(*inputs)
+            if outputs is None:
+                self.unserved()
+            return outputs
+        if self.training is None:
+            self.bypass(NEEDS_GRAD)
+            return None
+        outputs = self.training.ask(inputs, training=training)
+        if isinstance(outputs, str):
+            self.bypass(outputs)
+            return None
+        return outputs
+
+    def traced(self, training: bool, *tensors: Any) -> Operator | None:
+        """The operator to put into compiled code for these tensors, or None for the stock code.
+
+        A compiler runs this while it traces, and guards on what it reads. Nothing is counted, and an exported program has
+        no operators of this package in it. One dtype only: what an operation of several dtypes gives is for PyTorch to say.
+        """
+        # Its function is_exporting() answers True to every compiler in PyTorch 2.11.
+        if self.operator is None or not self.is_open or training or torch.compiler._is_exporting_flag:
+            return None
+        if forward_ad._current_level >= 0:  # a kernel knows no derivative
+            return None
+        for tensor in tensors:
+            if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.dtype != tensors[0].dtype:
+                return None
+            if torch.is_grad_enabled() and tensor.requires_grad:
+                return None
+        return self.operator

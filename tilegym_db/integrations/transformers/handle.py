@@ -1,0 +1,269 @@
+"""One patch on one model: what was installed where, what it did, and how it is taken away again."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tilegym_db.catalog import Catalog
+from tilegym_db.errors import UsageError
+from tilegym_db.integrations.transformers.call_site import CallSite
+from tilegym_db.integrations.transformers.capture import ModelInputs, captured_calls
+from tilegym_db.integrations.transformers.found import Found, Globals, PartCall
+from tilegym_db.integrations.transformers.gpu_time import GpuTime, profiled
+from tilegym_db.integrations.transformers.operators import make_site
+from tilegym_db.integrations.transformers.parts import part
+from tilegym_db.integrations.transformers.proof import Proof, prove
+from tilegym_db.integrations.transformers.rebind import is_patched, shadow_function, subclass
+from tilegym_db.integrations.transformers.report import CallSiteReport, PatchReport
+from tilegym_db.integrations.transformers.shared_forward import shared_forward
+from tilegym_db.integrations.transformers.workloads import workload_of
+from tilegym_db.records import Workload
+from tilegym_db.resolver import device
+from tilegym_db.resolver.allocate import allocate_of
+
+__all__ = ["Handle"]
+
+PATIENCE = 16
+"""Calls of each module that ask for a kernel and get none before the call site leaves the model; of a model, so many forwards."""
+NEVER_MATCHED = "none of its first {} calls could be served; it runs the model's own code"
+SHARED = "another part of the same forward is patched"
+
+Module = torch.nn.Module
+
+
+@dataclass(eq=False)
+class _Installed:
+    """Modules that were given another class, and the call sites that share it.
+
+    Nothing is held: a copied function finds its call site through ``sys.modules``, which must not keep a dropped model's class.
+    """
+
+    ours: weakref.ref[type[Module]]
+    modules: list[weakref.ref[Module]]
+    sites: list[CallSite]
+
+
+class Handle:
+    """One patch on one model. Keep it to read the report and to undo the patch.
+
+    The patch itself lives in the classes of the modules: a model that is dropped takes it along.
+    """
+
+    def __init__(self) -> None:
+        """An empty patch; :func:`~tilegym_db.integrations.transformers.patch.patch` fills it."""
+        self._changed: list[tuple[Module, type[Module]]] = []
+        self._sites: list[tuple[CallSiteReport, CallSite | None]] = []
+        self._given_up: dict[CallSite, str] = {}
+        self._proofs: dict[CallSite, tuple[Proof, ...]] = {}
+        self._workloads: dict[str, Workload] = {}
+        self._gpu_time: GpuTime | None = None
+
+    def profile(self, call: Callable[[], Any]) -> GpuTime:
+        """Where the GPU time of a call goes, and how much of it into verified kernels; reports show it from then on.
+
+        Args:
+            call: runs the patched model, for instance ``lambda: model.generate(...)``. It is run twice, the second time
+                under PyTorch's profiler; not at all where there is no GPU, which the result then says.
+        """
+        sites = [(described.definition, site) for described, site in self._sites if site is not None]
+        self._gpu_time = profiled(call, sites)
+        return self._gpu_time
+
+    def report(self, profile: Callable[[], Any] | None = None) -> PatchReport:
+        """Each call site: what it is, what serves it and why, how often it was called.
+
+        Args:
+            profile: a call to :meth:`profile` first.
+        """
+        if profile is not None:
+            self.profile(profile)
+        return PatchReport(tuple(self._reported(*pair) for pair in self._sites), self._gpu_time)
+
+    def _reported(self, described: CallSiteReport, site: CallSite | None) -> CallSiteReport:
+        if site is None or site.dispatcher is None:
+            return described
+        return replace(
+            described,
+            reason=described.reason or self._given_up.get(site, ""),
+            counts=site.dispatcher.report(),
+            training=() if site.training is None else site.training.reports(),
+            bypassed=dict(site.bypassed),
+            proofs=self._proofs.get(site, ()),
+        )
+
+    @property
+    def workloads(self) -> tuple[Workload, ...]:
+        """The kinds of calls that were captured to prove the patch, as Workloads tagged with their stage."""
+        return tuple(self._workloads.values())
+
+    def unpatch(self) -> None:
+        """Give every module its own class back. Safe to call twice; the report stays readable.
+
+        Raises:
+            UsageError: something else changed the class of a module after the patch. Those modules run their own code but
+                keep their class; all others are restored.
+        """
+        for _, site in self._sites:
+            if site is not None:
+                site.close()
+                while site.shadows:
+                    site.shadows.pop()()
+        left = [(module, ours) for module, ours in self._changed if not _restore(module, ours)]
+        self._changed = left
+        if left:
+            names = ", ".join(sorted({type(module).__name__ for module, _ in left}))
+            raise UsageError(
+                f"{len(left)} modules were given another class after they were patched ({names}): a wrapper such as FSDP or a "
+                "parametrization. They run their own code again; remove the wrapper and call unpatch() once more."
+            )
+
+    # -- installing ---------------------------------------------------------------------------------------------------
+
+    def add(self, group: Sequence[tuple[Found, str]], catalog: Catalog) -> None:
+        """Install what shares one forward, each part with its reason to stay stock instead."""
+        calls = []
+        for found, reason in group:
+            site = self._describe(found, reason, catalog)
+            if site is not None:
+                calls.append(PartCall(found, site))
+        if not calls:
+            return
+        modules = calls[0].found.modules
+        ours = subclass(calls[0].found.module_class, _forward(calls))
+        installed = _Installed(
+            weakref.ref(ours), [weakref.ref(module) for module in modules], [site for _, site in calls]
+        )
+        for _, site in calls:
+            site.patience, site.give_up = PATIENCE * len(modules), self._giving_up(installed)
+        for module in modules:
+            self._changed.append((module, ours))  # first, so that an interrupt in between is undone too
+            module.__class__ = ours
+
+    def _describe(self, found: Found, reason: str, catalog: Catalog) -> CallSite | None:
+        """Enter a call site into the report; returns the way to its kernels, None where it stays stock."""
+        if not reason and is_patched(found.modules[0]):
+            reason = SHARED
+        described = CallSiteReport(
+            found.kind, found.module_class.__name__, len(found.modules), found.definition, reason
+        )
+        if reason:
+            self._sites.append((described, None))
+            return None
+        site = make_site(catalog.definition(found.definition), catalog)
+        self._sites.append((described, site))
+        return site
+
+    def prove(self, model: Module, inputs: ModelInputs | None) -> None:
+        """Try every kernel on the model's own calls, and take those out that fail."""
+        patched = [
+            (site, site.dispatcher) for _, site in self._sites if site is not None and site.dispatcher is not None
+        ]
+        waited = [site.patience for site, _ in patched]
+        captured = captured_calls(model, [site for site, _ in patched], inputs)
+        for (site, dispatcher), calls, patience in zip(patched, captured, waited, strict=True):
+            site.patience = patience
+            allocate = allocate_of(dispatcher.definition)
+            self._proofs[site] = tuple(prove(dispatcher, allocate, call) for call in calls)
+            for proof in self._proofs[site]:
+                if proof.kernel is not None and proof.reason:
+                    dispatcher.refuse(proof.kernel, proof.reason)
+                    if site.training is not None:
+                        site.training.refuse(proof.kernel, proof.reason)
+            for call in calls:
+                workload = workload_of(dispatcher.definition, call, allocate)
+                if workload is not None:
+                    self._workloads.setdefault(workload.uuid, workload)
+
+    # -- leaving the model to itself again ----------------------------------------------------------------------------
+
+    def leave(self, never_served: Callable[[CallSiteReport], str]) -> None:
+        """Take the call sites out for which there is a reason that nothing will ever serve them."""
+        for described, site in self._sites:
+            reason = "" if site is None else never_served(described)
+            if site is not None and reason and site.give_up is not None:
+                self._given_up[site] = reason
+                site.close(reason)
+                site.give_up(site)
+
+    def _giving_up(self, installed: _Installed) -> Callable[[CallSite], int]:
+        """What a call site does whose calls ask for kernels in vain: it closes, and the last one of a forward takes it away.
+
+        Not while code that was compiled may rest on the class of a module, nor while a CUDA graph is recorded.
+        """
+        handle = weakref.ref(self)
+
+        def give_up(site: CallSite) -> int:
+            if site.is_open:
+                counts = [] if site.dispatcher is None else [site.dispatcher.report()]
+                counts += () if site.training is None else site.training.reports()
+                if any(one.kernel_calls for one in counts):
+                    return 0
+                if _is_compiled_code_about() or device.is_capturing():
+                    return len(installed.modules)
+                reason = NEVER_MATCHED.format(sum(one.calls for one in counts[:1]))
+                site.close(reason)
+                owner = handle()
+                if owner is not None:
+                    owner._given_up[site] = reason
+            if not any(one.is_open for one in installed.sites):
+                _remove(installed, handle())
+            return 0
+
+        return give_up
+
+
+def _remove(installed: _Installed, handle: Handle | None) -> None:
+    ours = installed.ours()
+    for module in (reference() for reference in installed.modules):
+        if module is not None and ours is not None and type(module) is ours:
+            module.__class__ = ours.__mro__[1]
+    if handle is not None:
+        handle._changed = [(module, cls) for module, cls in handle._changed if type(module) is cls]
+
+
+def _is_compiled_code_about() -> bool:
+    """Whether this process holds code that torch.compile made: its guards look at classes, and would have it compiled anew."""
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    made = getattr(frames, "output_codes", None)
+    return frames is not None and bool(getattr(made, "seen", True))
+
+
+def _restore(module: Module, ours: type[Module]) -> bool:
+    """Give a module back the class it had, unless its class is not the one that the patch gave it."""
+    if type(module) is ours:
+        module.__class__ = ours.__mro__[1]
+        return True
+    return not issubclass(type(module), ours)
+
+
+# -- the forward of what is patched together --------------------------------------------------------------------------
+
+
+def _forward(calls: Sequence[PartCall]) -> Callable[..., Any]:
+    """The forward that stands in for that of some modules, from the parts that share it."""
+    stock: Any = calls[0].found.module_class.forward
+    by_kind: dict[str, list[PartCall]] = {}
+    for call in calls:
+        by_kind.setdefault(call.found.kind, []).append(call)
+    made = [part(kind).forward(stock, of_kind) for kind, of_kind in by_kind.items()]
+    if not isinstance(made[0], Globals):
+        forward: Callable[..., Any] = made[0]
+        return forward
+    inference = {name: value for one in made for name, value in one.inference.items()}
+    training = {name: value for one in made for name, value in one.training.items()}
+    sites = [site for _, site in calls]
+    told = [site for one in made for site in one.told] or sites[:1]
+    shadow = _shadowed(stock, inference, sites[0])
+    return shared_forward(stock, shadow, _shadowed(stock, training, sites[0]) if training else None, told, sites)
+
+
+def _shadowed(stock: Any, replacements: dict[str, Any], owner: CallSite) -> Callable[..., Any]:
+    shadowed, forget = shadow_function(stock, replacements)
+    owner.shadows.append(forget)
+    return shadowed

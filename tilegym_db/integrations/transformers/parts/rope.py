@@ -1,0 +1,141 @@
+"""Rotary embeddings: a function that an attention forward calls, replaced for that forward alone.
+
+The inputs of a Definition are the function's first arguments, in order; what else the function takes must be left at its default.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from tilegym_db.integrations.transformers.call_site import CallSite
+from tilegym_db.integrations.transformers.found import (
+    WRAPPED,
+    Found,
+    Globals,
+    KnownCode,
+    ModuleOfPart,
+    Nominee,
+    PartCall,
+    Variants,
+    grouped,
+    names_in_code,
+    of_class,
+)
+from tilegym_db.integrations.transformers.probe import ROWS, SIZE, Probe, device_of, drawn_inputs
+
+ROTARY = "apply_rotary"
+SIZES = {"B": 2, "Hq": 4, "Hkv": 2, "S": ROWS, "D": SIZE, "R": SIZE // 2, "Bc": 2}
+"""Of the probe. Tables as wide as half a head, where they may be narrower than one."""
+UNDESCRIBED = {
+    "1a72c09163754437": "no definition describes a rotation of neighbouring pairs",
+    "0ee4cb7cefddc29f": "no definition describes tables of half a head's width",
+    "00d77be10c0d365b": "no definition describes pairs that are rotated into halves",
+    "d0f83947eb0ace84": "no definition describes a rotation by complex tables",
+}
+"""Code that is known and that no Definition describes: GLM-4, gpt-oss, DeepSeek-V3, DeepSeek-V2."""
+
+_is_compiling = torch.compiler.is_compiling
+Module = torch.nn.Module
+
+
+def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[Found]:
+    """Modules whose forward calls a rotary function, once for each of them."""
+    rotary = of_class(lambda cls: tuple(name for name in names_in_code(cls.forward) if name.startswith(ROTARY)))
+    return grouped(
+        "rope",
+        [
+            ModuleOfPart(module, name, detail=next((parameter.device for parameter in module.parameters()), None))
+            for module in model.modules()
+            for name in rotary(module)
+        ],
+    )
+
+
+def variants(found: Found, known: KnownCode) -> Variants | str:
+    """By the source of the function, as the module of the forward has it."""
+    forward: Any = found.module_class.forward
+    if hasattr(forward, "__wrapped__"):
+        return WRAPPED
+    function = forward.__globals__.get(found.function)
+    if not isinstance(function, FunctionType):
+        kind = type(function).__name__
+        return f"its {found.function} is of type {kind}, not a plain function (replaced by the kernels package?)"
+    nominees = known.look_up("rope", function, function.__globals__, f"its {found.function}", UNDESCRIBED)
+    return nominees if isinstance(nominees, str) else Variants(nominees)
+
+
+def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
+    """Run the function on random heads, with tables whose halves differ: a variant that reads one half only is another one."""
+    forward: Any = type(module).forward
+    return probe_function(forward.__globals__[found.function], nominee, device_of(module))
+
+
+def probe_function(function: Callable[..., Any], nominee: Nominee, device: torch.device) -> Probe:
+    """As :func:`probe`, of the function itself."""
+    inputs = drawn_inputs(nominee.definition, SIZES, device)
+    with torch.no_grad():
+        return dict(inputs), tuple(function(*inputs.values()))
+
+
+def forward(stock: Any, calls: Sequence[PartCall]) -> Globals:
+    """The rotary functions that an attention forward is to see instead of its own."""
+
+    def replaced(training: bool) -> dict[str, Any]:
+        return {
+            found.function: rope_function(stock.__globals__[found.function], site, _inputs(found), training=training)
+            for found, site in calls
+            if site.training is not None or not training
+        }
+
+    return Globals(replaced(False), replaced(True), [site for _, site in calls])
+
+
+def _inputs(found: Found) -> int:
+    assert found.nominee is not None, "only what is confirmed is patched"
+    return len(found.nominee.definition.inputs)
+
+
+def rope_function(
+    stock: Callable[..., Any], site: CallSite, inputs: int, *, training: bool = False
+) -> Callable[..., Any]:
+    """A rotary function, such as ``(q [B, Hq, S, D], k [B, Hkv, S, D], cos, sin [B or 1, S, R]) -> (q, k)``.
+
+    Args:
+        stock: the function of the model.
+        site: the call site.
+        inputs: how many of its arguments are inputs of the Definition.
+        training: the flag of the modules whose forward calls it.
+    """
+    parameters = list(inspect.signature(stock).parameters.values())[inputs:]
+    defaults = {parameter.name: parameter.default for parameter in parameters}
+
+    @functools.wraps(stock)
+    def apply_rotary(*args: Any, **kwargs: Any) -> Any:
+        served, given = None, args[:inputs]
+        if len(given) != inputs or not _are_defaults(
+            {**dict(zip(defaults, args[inputs:], strict=False)), **kwargs}, defaults
+        ):
+            pass
+        elif _is_compiling():
+            operator = site.traced(training, *given)
+            if operator is not None:
+                served = operator.call(*given, operator.name)
+        elif not site.must_run_stock(training, *given):
+            served = site.ask(training, *given)
+        return stock(*args, **kwargs) if served is None else served
+
+    return apply_rotary
+
+
+def _are_defaults(extra: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
+    for name, value in extra.items():
+        default = defaults.get(name, inspect.Parameter.empty)
+        if value is not default and not (isinstance(value, int) and isinstance(default, int) and value == default):
+            return False
+    return True

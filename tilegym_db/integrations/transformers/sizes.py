@@ -1,0 +1,82 @@
+"""Sizes of a model that are asked for by mistake are refused before anything is allocated: zero, text, petabytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilegym_db.errors import UsageError
+
+__all__ = ["available_bytes", "check_config_sizes", "check_fits", "check_run_fits"]
+
+# Keys of configs that count something -> the most that any model has by far.
+LARGEST: dict[str, int] = {
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 22,
+    "num_hidden_layers": 1 << 12,
+    "num_attention_heads": 1 << 14,
+    "num_key_value_heads": 1 << 14,
+    "head_dim": 1 << 14,
+    "vocab_size": 1 << 26,
+}
+
+
+def check_config_sizes(content: Mapping[str, Any], file: Path) -> None:
+    """Raise :class:`UsageError` for a size that is no whole number between 1 and :data:`LARGEST`; null is left alone."""
+    for key, value in _entries(content):
+        most = LARGEST.get(key)
+        if most is None or value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise UsageError(f"{file}: {key} must be a whole number from 1 to {most}, not {str(value)[:40]!r}.")
+
+
+def _entries(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The entries of a config and of the configs inside it (``text_config``)."""
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            yield from _entries(value)
+        elif key in ("hidden_size", "vocab_size", "num_hidden_layers") or not isinstance(value, list):
+            yield key, value
+
+
+def check_fits(model: torch.nn.Module, device: str) -> None:
+    """Raise :class:`UsageError` where the weights of a model on the meta device are more than a device's free memory."""
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    _check_bytes(weights, device, "the weights", "Keep fewer layers (--layers), or take a smaller model.")
+
+
+def check_run_fits(config: Any, device: str, dtype: str, batch: int, prompt: int, new: int = 0) -> None:
+    """Raise :class:`UsageError` where not even the hidden states and the cache of a run fit into a device's free memory."""
+    text = config.get_text_config()
+    width, layers, heads = (
+        int(getattr(text, name, None) or 1) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    )
+    cached = (getattr(text, "num_key_value_heads", None) or heads) * (getattr(text, "head_dim", None) or width // heads)
+    element = getattr(torch, dtype).itemsize
+    # Token ids, hidden states of one layer; a cache of a sliding window may be smaller, so it counts once.
+    needed = batch * prompt * (8 + width * element) + batch * (prompt + new) * cached * element * (2 if layers else 0)
+    _check_bytes(needed, device, f"batch {batch}, prompt {prompt} and {new} new tokens", "Ask for fewer.")
+
+
+def _check_bytes(needed: int, device: str, what: str, fix: str) -> None:
+    free = available_bytes(device)
+    if needed > free:
+        raise UsageError(
+            f"{what} take {needed / 1e9:,.1f} GB at least, and {device} has {free / 1e9:,.1f} GB free. {fix}"
+        )
+
+
+def available_bytes(device: str) -> int:
+    """What is free on a device: what the driver says of a GPU, what Linux calls available of a CPU's memory."""
+    if device.startswith("cuda"):
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return 1 << 62
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0]) * 1024 if found else 1 << 62

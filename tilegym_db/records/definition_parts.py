@@ -1,0 +1,112 @@
+"""What a Definition is made of: axes, tensors, cost, tolerances, how inputs are drawn, and what proves it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from tilegym_db.errors import RecordError
+from tilegym_db.records.base import RecordPart
+from tilegym_db.records.expressions import parse_expression
+from tilegym_db.records.fields import MAX_AXIS, Int64, Prose, Real
+
+__all__ = [
+    "Axis",
+    "Cost",
+    "ExpressionText",
+    "InputGenerator",
+    "PlantedError",
+    "SelfTest",
+    "TensorSpec",
+    "Tolerance",
+]
+
+
+def _arithmetic(text: str) -> str:
+    try:
+        parse_expression(text)
+    except RecordError as error:
+        raise ValueError(str(error)) from None
+    return text
+
+
+ExpressionText = Annotated[str, AfterValidator(_arithmetic)]
+Size = Annotated[Int64, Field(ge=0, le=MAX_AXIS)]
+
+
+class Axis(RecordPart):
+    """One axis: ``var`` (bound by a Workload) or ``const`` (``value``)."""
+
+    type: Literal["var", "const"]
+    value: Int64 | None = None
+    description: Prose = ""
+
+    @model_validator(mode="after")
+    def _const_has_value(self) -> Self:
+        if (self.type == "const") != (self.value is not None):
+            raise ValueError("a const axis needs 'value', a var axis has none")
+        if self.value is not None and self.value < 0:
+            raise ValueError(f"'value' must not be negative, not {self.value}")
+        if self.value is not None and self.value > MAX_AXIS:
+            raise ValueError(f"'value' {self.value} is more than {MAX_AXIS}, the largest size of an axis")
+        return self
+
+
+class TensorSpec(RecordPart):
+    """One input or output. ``shape`` null is a Python scalar, ``[]`` a 0-d tensor; entries are axes or expressions."""
+
+    shape: tuple[str | Size, ...] | None
+    dtype: str
+    description: Prose = ""
+
+    @property
+    def is_scalar(self) -> bool:
+        """True for a Python number, which is passed by value and has no layout."""
+        return self.shape is None
+
+
+class Cost(RecordPart):
+    """Compulsory work of one call: ``flops`` and ``bytes`` (each tensor moved once) over axes and ``sizeof(T)``."""
+
+    flops: ExpressionText
+    bytes: ExpressionText
+
+
+class Tolerance(RecordPart):
+    """Overrides of the per-dtype defaults of the verifier for one output dtype, with the reason."""
+
+    tau: Real | None = Field(default=None, gt=0)
+    rtol: Real | None = Field(default=None, gt=0)
+    a: Real | None = Field(default=None, gt=0)
+    atol: Real | None = Field(default=None, gt=0)
+    """An absolute error that is none: where terms of the maths cancel, below their rounding nothing is determined."""
+    reason: Prose = Field(min_length=10)
+
+
+class InputGenerator(RecordPart):
+    """How an input is drawn where N(0, 1) makes no sense.
+
+    ``normal`` (scale), ``uniform`` (low, high), ``integers`` (low, high exclusive; expressions over axes),
+    ``rotary_cos`` / ``rotary_sin`` (tables of real rotary angles, base ``scale``).
+    """
+
+    kind: Literal["normal", "uniform", "integers", "rotary_cos", "rotary_sin"]
+    scale: Real = 1.0
+    low: Real | str = 0.0
+    high: Real | str = 1.0
+
+
+class PlantedError(RecordPart):
+    """A mistake in the maths, as a text replacement in ``reference``, that the verifier must reject."""
+
+    find: str = Field(min_length=1)
+    replace: str
+    why: Prose = Field(min_length=5)
+
+
+class SelfTest(RecordPart):
+    """What proves the Definition: another formulation that must agree, and planted mistakes that must not."""
+
+    independent: str
+    planted_errors: tuple[PlantedError, ...] = Field(min_length=3)

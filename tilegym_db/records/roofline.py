@@ -1,0 +1,220 @@
+"""The speed of light of a call, and the floor below which no time can be true. Pure.
+
+*Speed of light* is a reference: the Definition's compulsory work over rates that were measured on this GPU. A kernel can
+be a little faster: a product that beats the library's, an output that stays in the L2. *The floor* is a verdict, so
+it takes only what nothing can beat:
+
+- the memory's bus at its highest clock, for the bytes that must cross it while the call runs. Before a cold call the L2 was
+  flushed, so every input comes from memory; but a write ends in the L2, and what fits there (lines that are dirty when the
+  call returns) reaches memory later, in somebody else's time. Before a warm call inputs may lie in the L2 as well;
+- the tensor cores of every SM at its highest clock, in the fastest product that the operands' dtype allows;
+- a launch: something writes the outputs, and even a kernel that does nothing takes time.
+
+Products are told from other arithmetic nowhere, and need not be: vector units are slower than tensor cores, so flops over
+the rate of products is a bound for either. It is a loose one for arithmetic without products, where it never decides: that
+would take some 200 flops for every byte moved, and an exponential is not one flop's worth of time anyway.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from tilegym_db.records.definition import Definition
+from tilegym_db.records.dtypes import DTYPE_BYTES
+from tilegym_db.records.peaks import GpuPeaks
+
+__all__ = ["SpeedOfLight", "below_floor", "least_us", "product_ceiling", "sol_ratio", "speed_of_light"]
+
+FLOOR_MARGIN = 0.95
+"""A time this far below the floor is not believed; nearer, the driver's figures and the timer may be what is off."""
+
+PRODUCT_FLOPS_PER_CLOCK: dict[str, dict[str, int]] = {
+    "sm_80": {"tf32": 1024, "float16": 2048},
+    "sm_86": {"tf32": 512, "float16": 1024},
+    "sm_89": {"tf32": 512, "float16": 1024, "float8": 2048},
+    "sm_90": {"tf32": 2048, "float16": 4096, "float8": 8192},
+    "sm_100": {"tf32": 4096, "float16": 8192, "float8": 16384, "float4": 32768},
+    "sm_103": {"tf32": 4096, "float16": 8192, "float8": 16384, "float4": 49152},
+    "sm_120": {"tf32": 512, "float16": 1024, "float8": 2048, "float4": 4096},
+}
+"""Dense flops that the tensor cores of one SM do in a clock, for each width of operand; consumer cards do less of some."""
+
+# Dtype of an operand -> the widths that its product can run at without rounding it, narrowest (fastest) first.
+_WIDTHS: dict[str, tuple[str, ...]] = {
+    "float4_e2m1": ("float4", "float8", "float16"),
+    "float8_e4m3fn": ("float8", "float16"),
+    "float8_e5m2": ("float8", "float16"),
+    "float16": ("float16",),
+    "bfloat16": ("float16",),
+    "float32": ("tf32",),
+}
+_CALIBRATED: dict[str, tuple[str, ...]] = {
+    "float4": (),
+    "float8": ("float8_e4m3fn",),
+    "float16": ("bfloat16", "float16"),
+    "tf32": ("tf32",),
+}
+
+
+@dataclass(frozen=True)
+class SpeedOfLight:
+    """What one call must do, and the microseconds that takes at the calibrated peaks.
+
+    ``read_bytes`` and ``written_bytes`` add up to ``bytes``; ``operand`` is the dtype that products read, if any can.
+    """
+
+    us: float
+    bound_by: Literal["memory", "compute"]
+    bytes: float
+    flops: float
+    written_bytes: float
+    operand: str | None
+
+    @property
+    def read_bytes(self) -> float:
+        """The bytes that must be read."""
+        return self.bytes - self.written_bytes
+
+
+def speed_of_light(
+    definition: Definition,
+    axes: Mapping[str, int],
+    dtypes: Mapping[str, str],
+    peaks: GpuPeaks,
+    *,
+    math_mode: Literal["ieee", "tf32"] = "ieee",
+) -> SpeedOfLight | None:
+    """The least time that a call would take if nothing but the calibrated peaks held it up.
+
+    Args:
+        definition: states the compulsory flops and bytes.
+        axes: every axis, const ones included (``definition.bind_axes``).
+        dtypes: every dtype variable (``definition.bind_dtypes``).
+        peaks: of the GPU that the call runs on.
+        math_mode: ``spec.math`` of the Solution; float32 products run on tensor cores only where it says ``tf32``.
+
+    Returns:
+        None where the Definition states no cost, or the call has nothing to do.
+    """
+    flops, size = definition.cost_of(axes, dtypes)
+    if flops <= 0 and size <= 0:
+        return None
+    written = min(size, sum(_bytes_of(definition, name, axes, dtypes) for name in definition.outputs))
+    operand = _operand(definition, dtypes)
+    memory_s = _memory_s(size, written, peaks)
+    rate = _product_rate(operand, peaks, math_mode)
+    compute_s = flops / rate if rate else 0.0
+    return SpeedOfLight(
+        us=max(memory_s, compute_s) * 1e6,
+        bound_by="compute" if compute_s > memory_s else "memory",
+        bytes=size,
+        flops=flops,
+        written_bytes=written,
+        operand=operand,
+    )
+
+
+def sol_ratio(sol: SpeedOfLight, latency_us: float) -> float:
+    """The share of the speed of light that a call reached; above 1 where it beat the calibration's own kernels."""
+    return sol.us / latency_us
+
+
+def below_floor(latency_us: float, sol: SpeedOfLight, peaks: GpuPeaks, *, cold_l2: bool, timer: str) -> str | None:
+    """Why a time cannot be true, or None where it can.
+
+    Args:
+        latency_us: the claimed time of one call.
+        sol: its work.
+        peaks: of the GPU; the floor uses what the driver says, not what was measured.
+        cold_l2: the L2 was flushed before every call.
+        timer: what took the time; the launch floor holds only for the timer that measured it.
+    """
+    crossing = _crossing_bytes(sol, peaks.l2_bytes, cold_l2=cold_l2)
+    memory_us = crossing / peaks.memory_ceiling_bytes_per_s * 1e6
+    if latency_us < FLOOR_MARGIN * memory_us:
+        return (
+            f"{latency_us:.4g} us is below the physics floor of {memory_us:.4g} us: {crossing:.4g} bytes must cross the "
+            f"memory bus of {peaks.gpu_name}, which carries {peaks.memory_ceiling_bytes_per_s:.3g} a second at most"
+        )
+    ceiling = product_ceiling(sol.operand, peaks)
+    compute_us = sol.flops / ceiling * 1e6 if ceiling else 0.0
+    if latency_us < FLOOR_MARGIN * compute_us:
+        return (
+            f"{latency_us:.4g} us is below the physics floor of {compute_us:.4g} us: {sol.flops:.4g} flops on "
+            f"{sol.operand} operands, of which {peaks.gpu_name} does {ceiling:.3g} a second at its highest clock"
+        )
+    launch_us = _least_launch_us(peaks)
+    if timer == peaks.timer and latency_us < launch_us:
+        return (
+            f"{latency_us:.4g} us is below the physics floor of {launch_us:.4g} us: a kernel that does nothing takes "
+            f"{peaks.launch_us.value:.4g} us here and no kernel at all {peaks.no_launch_us.value:.4g} us, so none ran"
+        )
+    return None
+
+
+def least_us(sol: SpeedOfLight, peaks: GpuPeaks, *, cold_l2: bool, timer: str) -> float:
+    """The shortest time that :func:`below_floor` believes, in microseconds; arguments as there."""
+    memory_us = _crossing_bytes(sol, peaks.l2_bytes, cold_l2=cold_l2) / peaks.memory_ceiling_bytes_per_s * 1e6
+    ceiling = product_ceiling(sol.operand, peaks)
+    compute_us = sol.flops / ceiling * 1e6 if ceiling else 0.0
+    launch_us = _least_launch_us(peaks) if timer == peaks.timer else 0.0
+    return max(FLOOR_MARGIN * memory_us, FLOOR_MARGIN * compute_us, launch_us)
+
+
+def product_ceiling(operand: str | None, peaks: GpuPeaks) -> float | None:
+    """Flop/s that no product of such operands can exceed on this GPU; None where that is not known."""
+    per_clock = PRODUCT_FLOPS_PER_CLOCK.get(peaks.sm, {})
+    known = [per_clock[width] for width in _WIDTHS.get(operand or "", ()) if width in per_clock]
+    return max(known) * peaks.sm_count * peaks.max_sm_mhz * 1e6 if known else None
+
+
+def _bytes_of(definition: Definition, name: str, axes: Mapping[str, int], dtypes: Mapping[str, str]) -> float:
+    return math.prod(definition.shape_of(name, axes)) * DTYPE_BYTES[definition.dtype_of(name, dtypes)]
+
+
+def _memory_s(size: float, written: float, peaks: GpuPeaks) -> float:
+    """Seconds for the traffic: a bus that turns round between reads and writes is slower than one that only reads.
+
+    Between pure reading and a copy, the time for a byte is taken as linear in the share of writes. What writes more
+    than a copy does is measured against the copy.
+    """
+    copy_s = 1 / peaks.copy_bytes_per_s.value
+    read_s = min(copy_s, 1 / peaks.read_bytes_per_s.value) if peaks.read_bytes_per_s else copy_s
+    share = min(2 * written / size, 1.0) if size else 0.0
+    return size * (read_s + share * (copy_s - read_s))
+
+
+def _operand(definition: Definition, dtypes: Mapping[str, str]) -> str | None:
+    """The narrowest dtype among the floating-point inputs: no product can run faster than on these."""
+    used = {definition.dtype_of(name, dtypes) for name in definition.tensor_inputs}
+    return next((name for name in _WIDTHS if name in used), None)
+
+
+def _product_rate(operand: str | None, peaks: GpuPeaks, math_mode: str) -> float | None:
+    """The calibrated flop/s of the fastest product that the GPU has for such operands; None where none was measured."""
+    if operand == "float32" and math_mode == "ieee":
+        measured = peaks.flops.get("float32")
+        return measured.value if measured else None
+    per_clock = PRODUCT_FLOPS_PER_CLOCK.get(peaks.sm)
+    for width in _WIDTHS.get(operand or "", ()):
+        if per_clock is None or width in per_clock:
+            rates = [peaks.flops[name].value for name in _CALIBRATED[width] if name in peaks.flops]
+            if rates or per_clock is not None:
+                return max(rates, default=None)
+    return None
+
+
+def _crossing_bytes(sol: SpeedOfLight, l2_bytes: int, *, cold_l2: bool) -> float:
+    """The bytes that must cross the memory bus between the start and the end of a call."""
+    late = min(sol.written_bytes, l2_bytes)  # dirty in the L2 when the call ends
+    early = 0.0 if cold_l2 else min(sol.read_bytes, l2_bytes)  # in the L2 when it begins
+    return sol.bytes - late - early
+
+
+def _least_launch_us(peaks: GpuPeaks) -> float:
+    """Half way between no kernel and an empty one, less what the calibration itself was unsure of."""
+    middle = (peaks.launch_us.value + peaks.no_launch_us.value) / 2
+    return middle * (1 - min(peaks.launch_us.spread, 0.5))

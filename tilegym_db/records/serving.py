@@ -1,0 +1,154 @@
+"""How a Definition is served inside a model: which part of a model it computes, in which code, with which output layout.
+
+None of it changes what the operator computes. So it is no part of the Definition's digest, and stating or correcting it
+leaves everything that was published resolvable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Protocol, Self
+
+from pydantic import Field, model_validator
+
+from tilegym_db.records.base import RecordPart
+from tilegym_db.records.definition_parts import TensorSpec
+
+__all__ = ["ModelCode", "OutputLayout", "Serving", "serving_problem"]
+
+Fingerprint = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+Identifier = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+
+
+class OutputLayout(RecordPart):
+    """How an output lies in memory: as an input does, or dense with its dimensions in another order."""
+
+    like: str | None = None
+    """The input whose strides it has."""
+    order: tuple[int, ...] | None = None
+    """Its dimensions from the outermost in memory to the innermost: ``[0, 2, 1, 3]`` is heads behind tokens."""
+
+    @model_validator(mode="after")
+    def _is_one_of_them(self) -> Self:
+        if (self.like is None) == (self.order is None):
+            raise ValueError("an output layout states either 'like' or 'order'")
+        if self.order is not None and sorted(self.order) != list(range(len(self.order))):
+            raise ValueError(f"'order' must name every dimension once, from 0, not {list(self.order)}")
+        return self
+
+
+class ModelCode(RecordPart):
+    """One spelling of the code in models that computes the Definition."""
+
+    fingerprint: Fingerprint
+    """Of the source of the forward, or of the function that it calls. ``patch(model, dry_run=True).report()`` prints it."""
+    models: tuple[str, ...] = ()
+    """The models that have this code, for people."""
+    calls: dict[Identifier, Fingerprint] = {}
+    """The functions that the code relies on, with their fingerprints."""
+    attributes: dict[Identifier, Identifier] = {}
+    """An input, or a role that the part names -> the attribute of the module that has it; by default, of the same name."""
+
+
+class Serving(RecordPart):
+    """What a model integration needs to know to serve the Definition."""
+
+    part: Identifier | None = None
+    """The kind of part of a model that it computes: norm, mlp, rope, attention or add_norm."""
+    code: tuple[ModelCode, ...] = ()
+    """The code that is known to compute it; a probe confirms it bit for bit."""
+    includes: str | None = None
+    """The Definition of a part by itself that this one computes together with what is around it."""
+    rows: str | None = None
+    """The axis that stands for all leading axes of a tensor, flattened; without one, inputs keep their dimensions."""
+    outputs: dict[str, OutputLayout] = {}
+    """The outputs that are not simply contiguous."""
+    growing: str | None = None
+    """The axis of inputs alone that has another size at each call, such as the positions in a cache."""
+    eager_only: bool = False
+    """Left to the model's own code in code that is compiled."""
+
+
+class ServedDefinition(Protocol):
+    """What of a Definition says whether its serving fits it; a Definition asks this module, which cannot import it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def serving(self) -> Serving | None: ...
+    @property
+    def backward_of(self) -> str | None: ...
+    @property
+    def inputs(self) -> Mapping[str, TensorSpec]: ...
+    @property
+    def outputs(self) -> Mapping[str, TensorSpec]: ...
+    @property
+    def tensor_inputs(self) -> tuple[str, ...]: ...
+    @property
+    def written_outputs(self) -> tuple[str, ...]: ...
+    @property
+    def var_axes(self) -> tuple[str, ...]: ...
+
+
+def serving_problem(definition: ServedDefinition) -> str | None:
+    """What in ``serving`` does not fit its Definition, named by its key; None where all does."""
+    serving = definition.serving
+    if serving is None:
+        return None
+    return (
+        _part_problem(definition, serving) or _axes_problem(definition, serving) or _layout_problem(definition, serving)
+    )
+
+
+def _part_problem(definition: ServedDefinition, serving: Serving) -> str | None:
+    if serving.part is None:
+        for key in ("code", "includes"):
+            if getattr(serving, key):
+                return f"serving.{key} is about a part of a model; name it in 'serving.part'"
+    elif definition.backward_of is not None:
+        return f"serving.part: a backward is served with '{definition.backward_of}', and is no part by itself"
+    if serving.includes == definition.name:
+        return f"serving.includes names the definition itself, '{definition.name}'"
+    known: set[str] = set()
+    for index, code in enumerate(serving.code):
+        if code.fingerprint in known:
+            return f"serving.code.{index}.fingerprint {code.fingerprint} is stated twice"
+        known.add(code.fingerprint)
+    return None
+
+
+def _axes_problem(definition: ServedDefinition, serving: Serving) -> str | None:
+    tensors = {**{name: definition.inputs[name] for name in definition.tensor_inputs}, **definition.outputs}
+    for key in ("rows", "growing"):
+        axis = getattr(serving, key)
+        if axis is not None and axis not in definition.var_axes:
+            return f"serving.{key} names '{axis}', which is no var axis"
+    if serving.rows is not None:
+        having = [name for name, spec in tensors.items() if serving.rows in (spec.shape or ())]
+        misplaced = [name for name in having if tensors[name].shape[0] != serving.rows or len(tensors[name].shape) != 2]  # type: ignore[arg-type,index]
+        if misplaced or definition.tensor_inputs[0] not in having:
+            culprit = misplaced[0] if misplaced else definition.tensor_inputs[0]
+            return f"serving.rows: '{culprit}' must have two dimensions, and '{serving.rows}' as the first"
+    if serving.growing is not None:
+        if any(serving.growing in (definition.outputs[name].shape or ()) for name in definition.outputs):
+            return f"serving.growing: '{serving.growing}' is an axis of an output too"
+        if not any(serving.growing in (definition.inputs[name].shape or ()) for name in definition.tensor_inputs):
+            return f"serving.growing: no input has the axis '{serving.growing}' itself"
+    return None
+
+
+def _layout_problem(definition: ServedDefinition, serving: Serving) -> str | None:
+    for name, layout in serving.outputs.items():
+        where = f"serving.outputs.{name}"
+        if name not in definition.written_outputs:
+            return f"{where}: no such output that is written"
+        output = definition.outputs[name]
+        if layout.order is not None and len(layout.order) != len(output.shape or ()):
+            return f"{where}: 'order' has {len(layout.order)} dimensions, the output {len(output.shape or ())}"
+        if layout.like is not None and not _same(output, definition.inputs.get(layout.like)):
+            return f"{where}: '{layout.like}' must be an input of the same shape and dtype"
+    return None
+
+
+def _same(output: TensorSpec, other: TensorSpec | None) -> bool:
+    return other is not None and (other.shape, other.dtype) == (output.shape, output.dtype)

@@ -1,0 +1,97 @@
+"""Per-dtype tolerances, and how far a Definition may override them.
+
+The figures separate honest kernels (fp32 accumulation, one or two roundings) from accumulation in half precision, dropped
+elements and lower-precision inputs; ``docs/verification.md`` says how each was chosen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilegym_db.records.definition import Definition
+
+__all__ = [
+    "CODES_EQUAL",
+    "LIMITS",
+    "MIN_ELEMENTS_FOR_NORMS",
+    "TAU_CAP",
+    "WORST_ROW_FACTOR",
+    "Limits",
+    "limits_for",
+]
+
+MIN_ELEMENTS_FOR_NORMS = 1024
+"""Below this many elements a norm over the output is too noisy to gate on; the element-wise bound stays."""
+WORST_ROW_FACTOR = 3.0
+TAU_CAP = 10.0
+"""However far the reference itself is off, an error of more than this many ``tau`` never passes."""
+CODES_EQUAL = 0.99
+"""Share of the codes of a quantised output that must be equal."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds for one output dtype.
+
+    ``tau``: relative Frobenius error. ``rtol`` and ``a``: an element may be off by ``rtol * |y| + a * rms(row)``. An error of at
+    most ``atol`` is none, whatever the rest; only a Definition says so.
+    ``row_tau``: what stands for ``tau`` where a single row is judged; 0 for the same.
+    ``codes``: bits of a code where the output is a quantised format, which is compared code by code instead of element by
+    element; else 0.
+    """
+
+    tau: float
+    rtol: float = 0.0
+    a: float = 0.0
+    atol: float = 0.0
+    codes: int = 0
+    row_tau: float = 0.0
+
+
+LIMITS: dict[str, Limits] = {
+    "float64": Limits(1e-12, 1e-10, 1e-11),
+    # Constant rows sum with the same rounding at every step (decision 0018); a row of its own has no such excuse.
+    "float32": Limits(2e-5, 1e-5, 5e-5, row_tau=1e-5),
+    "tf32": Limits(1e-3, 2e-3, 5e-3),
+    "float16": Limits(6e-4, 2e-3, 4e-3),
+    "bfloat16": Limits(4e-3, 1.6e-2, 3e-2),
+    "float8_e4m3fn": Limits(4e-2, codes=8),
+    "float8_e5m2": Limits(8e-2, codes=8),
+    "float4_e2m1": Limits(1.2e-1, codes=4),
+}
+
+
+def limits_for(definition: Definition, dtype: str, math: str = "ieee") -> Limits | None:
+    """The bounds for an output of this dtype, or None for integers, booleans and scales, which must be exact.
+
+    Scales are all of dtype e8m0, and the float32 outputs of a quantiser: beside codes, under an oracle that is the
+    reference as written.
+
+    Args:
+        definition: its ``tolerance`` may override the defaults, with a stated reason.
+        dtype: the output's concrete dtype.
+        math: ``tf32`` where the Solution declares that its fp32 products use it.
+    """
+    if dtype == "float32" and definition.oracle == "as_written" and _has_codes(definition):
+        return None
+    default = LIMITS.get("tf32" if dtype == "float32" and math == "tf32" else dtype)
+    override = definition.tolerance.get(dtype)
+    if default is None or override is None:
+        return default
+    found = Limits(
+        override.tau or default.tau,
+        override.rtol or default.rtol,
+        override.a or default.a,
+        override.atol or default.atol,
+        default.codes,
+        0.0 if override.tau else default.row_tau,
+    )
+    if math != "tf32" or dtype != "float32":
+        return found
+    # What a Definition says of float32 is said of IEEE products; declared TF32 keeps at least its own room.
+    return Limits(max(found.tau, default.tau), max(found.rtol, default.rtol), max(found.a, default.a), found.atol)
+
+
+def _has_codes(definition: Definition) -> bool:
+    dtypes = {name for spec in definition.outputs.values() for name in definition.dtypes.get(spec.dtype, (spec.dtype,))}
+    return any(LIMITS[name].codes for name in dtypes if name in LIMITS)

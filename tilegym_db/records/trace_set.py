@@ -1,0 +1,254 @@
+"""A trace set: the published traces of one Definition on one GPU, in one small file of JSON lines.
+
+The first line is an object, the *header*: what traces repeat (hosts, runs, Solutions, configs, kernel names, ...) is there
+once, in tables, and ``point_columns`` and ``row_columns`` name what the other lines hold. Every other line is an array, one
+measured *point* of the Definition (a Workload's sizes, dtypes, scalars and layouts), whose last element is the rows of the
+traces there. Indices count from 0 and point into the header's tables; times are whole nanoseconds, ratios whole hundred
+thousandths. What does not fit the columns stands in ``other`` of the row's facts as it was, so that every trace is kept.
+
+Nothing is lost but digits that no instrument shows: times are whole nanoseconds, errors keep three significant digits (as every
+report prints them), and the digest of an envelope its first eight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field
+from pydantic_core import from_json
+
+from tilegym_db.errors import RecordError
+from tilegym_db.records.base import NAME_PATTERN, Int64, Record
+from tilegym_db.records.dtypes import Scalar
+from tilegym_db.records.trace_pieces import Pieces, Point, assembled, inverse, triples
+
+__all__ = [
+    "DIGEST_DIGITS",
+    "POINT_COLUMNS",
+    "ROW_COLUMNS",
+    "SCHEMA_VERSION",
+    "TraceSet",
+    "TraceSetHeader",
+    "is_trace_set",
+]
+
+SCHEMA_VERSION = 2
+"""Version of the layout; 1 was one whole trace a line, which has no header and is still read."""
+
+DIGEST_DIGITS = 8
+POINT_COLUMNS: tuple[str, ...] = ("workload_uuid", "axes", "dtypes", "scalars", "layouts", "sol_us", "rows")
+"""A whole number instead of the Workload means that the point is that of this earlier line, counting points from 0; the speed
+of light is then another, because runs knew other peaks."""
+ROW_COLUMNS: tuple[str, ...] = (
+    "setup", "after_us", "latency_ns", "below_ns", "above_ns", "host_ns", "clock", "rel_fro", "worst_row_rel", "max_abs",
+    "wall_ns", "profiled_ns", "launches", "cases", "envelope", "comparisons...",
+)  # fmt: skip
+"""``after_us`` is the time since the row before, or since the run's start for a point's first row; ``below_ns`` and ``above_ns``
+are how far the ends of the latency's interval lie from it. After the last named column come the comparisons with the setup's
+rivals: ratio, and how far its interval reaches below and above. One 0 stands for all three where the row has said them already
+of the same rival, or else where they are the inverse of what that rival's row of the same run and point says."""
+SETUP_COLUMNS = ("run", "solution", "config", "facts", "rivals")
+
+_DAMAGE = (ValueError, TypeError, LookupError, OverflowError)
+
+MARK = b'{"schema_version":'
+"""What a set's first line starts with; a trace of its own starts with another key."""
+
+
+class TraceSetHeader(Record):
+    """The first line of a trace set."""
+
+    kind: ClassVar[str] = "trace_set"
+
+    schema_version: Literal[2] = 2
+    record: Literal["trace set"] = "trace set"
+    gpu: str = Field(pattern=NAME_PATTERN)
+    definition: str = Field(pattern=NAME_PATTERN)
+    definition_version: str
+    definition_digest: str
+    op_type: str = Field(pattern=NAME_PATTERN)
+    point_columns: tuple[str, ...] = POINT_COLUMNS
+    row_columns: tuple[str, ...] = ROW_COLUMNS
+    axes: tuple[str, ...]
+    """Names of the axes, in the order of every point's sizes."""
+    dtypes: tuple[dict[str, str], ...] = ()
+    scalars: tuple[dict[str, Scalar], ...] = ()
+    layouts: tuple[dict[str, str], ...] = ()
+    hosts: tuple[tuple[str, str, str, str, dict[str, str]], ...] = ()
+    """Driver's name of the GPU, compile target, driver, CUDA, and versions of libraries."""
+    runs: tuple[tuple[str, Int64, datetime, str | None, Literal["local", "foreign"]], ...] = ()
+    """Run id, host, time of its first trace here, seed of its envelopes, and whether whoever published it had measured it."""
+    solutions: tuple[tuple[str, str, str, str, str | None], ...] = ()
+    """Name, digest, language, role, and what it provides."""
+    configs: tuple[dict[str, Any], ...] = ()
+    rivals: tuple[tuple[str, str | None], ...] = ()
+    """Name and what it stands for, of all that some trace is compared with."""
+    setups: tuple[tuple[Int64, Int64, Int64, Int64, tuple[Int64, ...]], ...] = ()
+    """Run, Solution, config, facts, and rivals."""
+    facts: tuple[dict[str, Any], ...] = ()
+    """Fields of a trace that few differ in, by name; ``notes`` and ``dropped`` are indices; ``other`` replaces whole fields."""
+    clocks: tuple[tuple[Int64 | None, Int64 | None], ...] = ()
+    """SM clock in MHz, and samples."""
+    notes: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    kernels: tuple[tuple[str, ...], ...] = ()
+    """Groups of names, each without what they all start with, which comes first. Indices count through the groups."""
+    launches: tuple[tuple[Int64, ...], ...] = ()
+    """The kernels of a call."""
+
+    @cached_property
+    def kernel_names(self) -> tuple[str, ...]:
+        """The names as a trace has them."""
+        return tuple(stem + rest for stem, *group in self.kernels for rest in group)
+
+
+def is_trace_set(content: bytes) -> bool:
+    """Whether a file's content is a set, by how it starts; else it holds one whole trace a line."""
+    return content.startswith(MARK)
+
+
+@dataclass(frozen=True)
+class TraceSet:
+    """A parsed set; traces are put together when they are asked for."""
+
+    header: TraceSetHeader
+    points: tuple[list[Any], ...]
+    source: str
+
+    @classmethod
+    def parse(cls, content: bytes, source: str | Path = "<bytes>") -> Self:
+        """Read a set; ``source`` is named in errors.
+
+        Raises:
+            RecordError: not a trace set, written by a newer version, or damaged.
+        """
+        first, *lines = content.splitlines()
+        try:
+            version = from_json(first).get("schema_version")
+            if isinstance(version, int) and version > SCHEMA_VERSION:
+                raise RecordError(
+                    f"{source}: schema_version {version} was written by a newer tilegym-db (this one reads "
+                    f"{SCHEMA_VERSION}). Try: pip install --upgrade tilegym-db"
+                )
+            header = TraceSetHeader.from_json(first, f"{source}:1")
+            points = tuple(from_json(line, cache_strings="all") for line in lines)
+        except (ValueError, AttributeError) as error:
+            raise error if isinstance(error, RecordError) else damaged(source, error) from None
+        return cls(header, points, str(source))
+
+    def traces(self) -> Iterator[dict[str, Any]]:
+        """Every trace as :meth:`Trace.to_dict` gives it, point by point."""
+        for _, traces in self.by_point():
+            yield from traces
+
+    def by_point(self) -> Iterator[tuple[Point, list[dict[str, Any]]]]:
+        """The points in the order of the file, each with its traces."""
+        for point, rows in self.rows():
+            yield point, self.traces_of(point, rows)
+
+    def traces_of(self, point: Point, rows: list[list[Any]]) -> list[dict[str, Any]]:
+        """The traces of some rows of :meth:`rows`."""
+        try:
+            return [assembled(self.header, point, pieces) for pieces in self._pieces(rows)]
+        except _DAMAGE as error:
+            raise damaged(self.source, error) from None
+
+    def rows(self) -> Iterator[tuple[Point, list[list[Any]]]]:
+        """The points in the order of the file, each with its rows as they are."""
+        seen: list[Point] = []
+        for raw in self.points:
+            try:
+                point = seen[raw[0]]._replace(sol_us=raw[5]) if isinstance(raw[0], int) else self._point(raw)
+            except _DAMAGE as error:
+                raise damaged(self.source, error) from None
+            seen.append(point)
+            yield point, raw[-1]
+
+    @cached_property
+    def provides(self) -> dict[str, str | None]:
+        """What each Solution provides, by name."""
+        return {name: provides for name, _, _, _, provides in self.header.solutions}
+
+    @cached_property
+    def foreign_runs(self) -> frozenset[str]:
+        """Ids of the runs that whoever published the set had not measured."""
+        return frozenset(run[0] for run in self.header.runs if run[4] == "foreign")
+
+    def _point(self, raw: list[Any]) -> Point:
+        header = self.header
+        uuid, sizes, dtypes, scalars, layouts, sol_us, _ = raw
+        axes = sizes if isinstance(sizes, dict) else dict(zip(header.axes, sizes, strict=True))
+        return Point(uuid, axes, header.dtypes[dtypes], header.scalars[scalars], header.layouts[layouts], sol_us)
+
+    def _pieces(self, rows: list[list[Any]]) -> list[Pieces]:
+        header, known = self.header, self.first_rows(rows)
+        found = []
+        time = header.runs[header.setups[rows[0][0]][0]][2].astimezone(UTC)
+        for row in rows:
+            run, solution, config, facts, rivals = header.setups[row[0]]
+            time += timedelta(microseconds=row[1])
+            said = header.facts[facts]
+            names = [header.rivals[index] for index in rivals]
+            launches = header.launches[row[12]] if row[12] is not None else ()
+            found.append(
+                Pieces(
+                    run=header.runs[run],
+                    host=header.hosts[header.runs[run][1]],
+                    solution=header.solutions[solution],
+                    config=header.configs[config],
+                    facts=said,
+                    rivals=names,
+                    clock=header.clocks[row[6]],
+                    kernels=[header.kernel_names[index] for index in launches],
+                    notes=[header.notes[index] for index in said.get("notes", ())],
+                    dropped=[header.dropped[index] for index in said.get("dropped", ())],
+                    row=row,
+                    time=time,
+                    comparisons=self.comparisons(row, known),
+                )
+            )
+        return found
+
+    def first_rows(self, rows: list[list[Any]]) -> dict[tuple[str, str], list[Any]]:
+        """(run id, Solution) -> the row of a point that other rows' comparisons may be read from."""
+        known: dict[tuple[str, str], list[Any]] = {}
+        for row in rows:
+            run, solution, *_ = self.header.setups[row[0]]
+            known.setdefault((self.header.runs[run][0], self.header.solutions[solution][0]), row)
+        return known
+
+    def comparisons(self, row: list[Any], known: Mapping[tuple[str, str], list[Any]]) -> list[tuple[int, int, int]]:
+        """What a row says of each of its rivals: ratio, and its distances to both ends, in hundred thousandths."""
+        return [self.comparison(row, place, known) for place in range(len(self.header.setups[row[0]][4]))]
+
+    def comparison(
+        self, row: list[Any], place: int, known: Mapping[tuple[str, str], list[Any]]
+    ) -> tuple[int, int, int]:
+        """What a row says of one of its rivals, by its place among them; ``known`` is what :meth:`first_rows` gives."""
+        stated = triples(row)
+        if stated[place] is not None:
+            return stated[place]  # type: ignore[return-value]
+        run, index, *_ = self.header.setups[row[0]]
+        rivals = self._rivals(row)
+        earlier = (triple for triple, rival in zip(stated[:place], rivals, strict=False) if rival == rivals[place])
+        said = next((triple for triple in earlier if triple is not None), None)
+        return said or self._mirrored(known[self.header.runs[run][0], rivals[place]], self.header.solutions[index][0])
+
+    def _rivals(self, row: list[Any]) -> list[str]:
+        return [self.header.rivals[index][0] for index in self.header.setups[row[0]][4]]
+
+    def _mirrored(self, row: list[Any], solution: str) -> tuple[int, int, int]:
+        """The inverse of what another row says of a Solution."""
+        for triple, rival in zip(triples(row), self._rivals(row), strict=True):
+            if triple is not None and rival == solution:
+                return inverse(triple)
+        raise ValueError(f"no row states the comparison with {solution}")
+
+
+def damaged(source: str | Path, error: Exception) -> RecordError:
+    return RecordError(f"{source}: not a valid trace set: {type(error).__name__}: {error}. Publish it again.")

@@ -1,0 +1,291 @@
+"""A draft of a Definition: a folder whose Python lies in files of its own, since JSON has no comments and no lines.
+
+``definition.json`` is the record without its source texts; ``reference.py``, ``independent.py`` and ``planted_errors.json`` are
+those texts; ``workloads.jsonl`` has small sizes for the self-test. :func:`read_definition_file` puts them together.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tilegym_db.errors import RecordError
+from tilegym_db.files import read_bytes
+from tilegym_db.records import Definition, Workload
+from tilegym_db.records.dtypes import DTYPE_BYTES
+from tilegym_db.scaffold.tensors import axes_of
+
+__all__ = ["RECORD_FILE", "draft_definition", "is_draft", "read_definition_file"]
+
+RECORD_FILE = "definition.json"
+REFERENCE_FILE, INDEPENDENT_FILE, ERRORS_FILE = "reference.py", "independent.py", "planted_errors.json"
+WORKLOADS_FILE = "workloads.jsonl"
+
+DTYPES = ("float32", "bfloat16", "float16")
+TINY_SIZES = (8, 256, 4, 32, 16)
+"""Sizes of the axes of a tiny workload, in order: several rows, and rows long enough for norms to see a lost digit."""
+TRIAL_SCALARS: dict[str, Any] = {"bool": False, "int64": 1, "int32": 1}
+
+
+def is_draft(path: Path) -> bool:
+    """Whether a path is a folder made by ``new definition``."""
+    return path.is_dir() and (path / RECORD_FILE).exists()
+
+
+def read_definition_file(path: Path) -> Definition:
+    """The Definition of a JSON file, or of a draft's folder.
+
+    Raises:
+        RecordError: a file is missing or is not valid; names it, and every fault that was found.
+    """
+    if not path.is_dir():
+        return Definition.from_json(read_bytes(path, "definition"), path)
+    if not is_draft(path):
+        raise RecordError(f"{path}: has no {RECORD_FILE}. Try: tilegym-db new definition NAME")
+    content = _json(path / RECORD_FILE)
+    if not isinstance(content, dict):
+        raise RecordError(f"{path / RECORD_FILE}: a definition is a JSON object.")
+    for key in ("reference", "self_test"):
+        if key in content:
+            raise RecordError(f"{path / RECORD_FILE}: '{key}' lies in a file of its own in a draft; remove the key.")
+    test = {
+        "independent": read_bytes(path / INDEPENDENT_FILE, "formulation").decode(errors="replace"),
+        "planted_errors": _json(path / ERRORS_FILE),
+    }
+    reference = read_bytes(path / REFERENCE_FILE, "reference").decode(errors="replace")
+    return Definition.from_dict({**content, "reference": reference, "self_test": test}, path)
+
+
+def open_places(path: Path) -> list[str]:
+    """One line for each place of a draft that still says TODO."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    found = []
+    for file in files:
+        if file.suffix in (".json", ".py") and file.is_file():
+            lines = read_bytes(file, "file").decode(errors="replace").splitlines()
+            found += [
+                f"{file}:{number}: {_after_todo(line)}" for number, line in enumerate(lines, start=1) if "TODO" in line
+            ]
+    return found
+
+
+def _after_todo(line: str) -> str:
+    text = line[line.index("TODO") :].strip().rstrip('",')
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(read_bytes(path, "file"))
+    except ValueError as error:
+        raise RecordError(f"{path}: not valid JSON: {error}.") from None
+
+
+def draft_definition(
+    name: str,
+    op_type: str,
+    inputs: Mapping[str, dict[str, Any]],
+    outputs: Mapping[str, dict[str, Any]],
+    description: str = "",
+) -> dict[str, str]:
+    """File name -> content of a draft: a valid Definition of that signature, with maths to replace.
+
+    Args:
+        name: of the operator.
+        op_type: its family, such as ``norm``.
+        inputs, outputs: as :func:`tilegym_db.scaffold.tensors.parse_tensors` returns them.
+        description: what it computes, in a sentence or two.
+
+    Raises:
+        RecordError: the name or the signature is not one that a Definition can have.
+    """
+    record = _record(name, op_type, inputs, outputs, description)
+    files = {
+        RECORD_FILE: json.dumps(record, indent=2) + "\n",
+        REFERENCE_FILE: _reference(name, inputs, outputs),
+        INDEPENDENT_FILE: _independent(name, inputs, outputs),
+        ERRORS_FILE: json.dumps(PLANTED_ERRORS, indent=2) + "\n",
+    }
+    test = {"independent": files[INDEPENDENT_FILE], "planted_errors": PLANTED_ERRORS}
+    made = Definition.from_dict({**record, "reference": files[REFERENCE_FILE], "self_test": test}, name)
+    files[WORKLOADS_FILE] = "".join(workload.to_json() + "\n" for workload in _tiny_workloads(made))
+    return files
+
+
+def _record(
+    name: str,
+    op_type: str,
+    inputs: Mapping[str, dict[str, Any]],
+    outputs: Mapping[str, dict[str, Any]],
+    description: str,
+) -> dict[str, Any]:
+    axes = axes_of(dict(inputs), dict(outputs))
+    uses_variable = any(spec["dtype"] == "T" for spec in (*inputs.values(), *outputs.values()))
+    tensors = [spec for spec in (*inputs.values(), *outputs.values()) if spec["shape"] is not None]
+    moved = " + ".join(f"{_count(spec['shape'])} * {_width(spec['dtype'])}" for spec in tensors)
+    return {
+        "schema_version": 1,
+        "name": name,
+        "version": "1.0.0",
+        "op_type": op_type,
+        "description": description or "TODO: what it computes, where it rounds, and what it does with rows of zeros.",
+        "tags": ["status:draft"],
+        **({"dtypes": {"T": list(DTYPES)}} if uses_variable else {}),
+        "axes": {axis: {"type": "var", "description": _axis_note(axis)} for axis in axes},
+        "inputs": _described(inputs),
+        "outputs": dict(outputs),
+        "constraints": [f"{axis} >= 1" for axis in axes[1:]],
+        "cost": {"flops": f"2 * {_count(next(iter(outputs.values()))['shape'])}", "bytes": moved},
+    }
+
+
+def _count(shape: list[str | int] | None) -> str:
+    return " * ".join(
+        str(entry) if isinstance(entry, int) or entry.isidentifier() else f"({entry})" for entry in shape or [1]
+    )
+
+
+def _width(dtype: str) -> str:
+    return "sizeof(T)" if dtype == "T" else str(max(1, round(DTYPE_BYTES[dtype])))
+
+
+def _axis_note(axis: str) -> str:
+    known = {"M": "tokens: every leading axis of the activation, flattened", "N": "hidden size", "B": "sequences"}
+    known |= {"S": "positions", "Hq": "query heads", "Hkv": "key and value heads", "D": "head size", "E": "experts"}
+    return known.get(axis, "TODO: what this axis counts, in a model's words: hidden size, experts, ...")
+
+
+WORDS = {
+    "x": "activation; rows may be padded",
+    "residual": "residual stream",
+    "weight": "learned scale",
+    "bias": "learned shift",
+    "eps": "added before the root, so that a row of zeros stays finite",
+    "q": "queries",
+    "k": "keys",
+    "v": "values",
+    "scale": "what scores are multiplied by",
+}
+"""What the usual names of arguments mean; a name that is not here gets no description, which is optional."""
+
+
+def _described(tensors: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {name: {**spec, **({"description": WORDS[name]} if name in WORDS else {})} for name, spec in tensors.items()}
+
+
+PLANTED_ERRORS = [
+    {"find": "wide.to(", "replace": "(wide * 1.5).to(", "why": "TODO: every value half as large again"},
+    {"find": "wide.to(", "replace": "wide.abs().to(", "why": "TODO: the sign is lost"},
+    {"find": "wide.to(", "replace": "wide.flip(0).to(", "why": "TODO: the rows in reverse"},
+]
+"""Mistakes in the template's maths. Those of a real operator are the ones that its authors make."""
+
+
+def _reference(name: str, inputs: Mapping[str, dict[str, Any]], outputs: Mapping[str, dict[str, Any]]) -> str:
+    lines = [
+        "# Source: TODO: permalink to the model code whose maths and rounding this restates (a file at a commit, with lines)",
+        "import torch",
+        "",
+        "",
+        f"def run({', '.join(inputs)}):",
+        f"    # TODO: the maths of {name}, in plain PyTorch. Compute in float32 where the model does, and round where it rounds:",
+        "    # the verifier lifts every dtype to float64 for the exact answer, and runs this text as it is for the rounded one.",
+    ]
+    return "\n".join([*lines, *_template_body(inputs, outputs, reverse=False)]) + "\n"
+
+
+def _independent(name: str, inputs: Mapping[str, dict[str, Any]], outputs: Mapping[str, dict[str, Any]]) -> str:
+    lines = [
+        "import torch",
+        "",
+        "",
+        f"def run({', '.join(inputs)}):",
+        f"    # TODO: {name} by another road: the library's own function, another formula, or NumPy's order of operations.",
+        "    # A copy of the reference proves nothing.",
+    ]
+    return "\n".join([*lines, *_template_body(inputs, outputs, reverse=True)]) + "\n"
+
+
+def _template_body(
+    inputs: Mapping[str, dict[str, Any]], outputs: Mapping[str, dict[str, Any]], *, reverse: bool
+) -> list[str]:
+    """Lines of maths that any signature can have: for each output, the inputs that broadcast to it, multiplied."""
+    lines, results = [], []
+    for name, spec in outputs.items():
+        factors = [key for key, other in inputs.items() if _broadcasts(other, spec)]
+        whole = next((key for key in factors if inputs[key]["shape"] == spec["shape"]), None)
+        others = [key for key in factors if key != whole]
+        if whole is None:
+            lines.append(f"    {name}_sizes = {_sizes(spec['shape'], inputs)}")
+            start = f"torch.ones({name}_sizes, dtype=torch.float32, device={_device_of(inputs)})"
+        else:
+            start = f"{whole}.float()"
+        lines.append(f"    wide = {start}")
+        lines += [f"    wide = {_product(key, inputs[key], reverse)}" for key in (others[::-1] if reverse else others)]
+        dtype = _dtype_of(spec["dtype"], inputs)
+        lines.append(f"    {name} = wide.to({dtype})")
+        results.append(name)
+    return [*lines, f"    return {', '.join(results)}"]
+
+
+def _broadcasts(given: Mapping[str, Any], output: Mapping[str, Any]) -> bool:
+    if given["shape"] is None:
+        return bool(given["dtype"] == "float32")
+    length = len(given["shape"])
+    floating: bool = given["dtype"] in ("T", "float32", "float16", "bfloat16")
+    fits: bool = output["shape"][-length:] == given["shape"]
+    return floating and length > 0 and fits
+
+
+def _product(name: str, spec: Mapping[str, Any], reverse: bool) -> str:
+    factor = f"(1 + {name})" if spec["shape"] is None else f"{name}.float()"
+    return f"{factor} * wide" if reverse else f"wide * {factor}"
+
+
+def _sizes(shape: list[str | int], inputs: Mapping[str, dict[str, Any]]) -> str:
+    return f"({', '.join(_size(entry, inputs) for entry in shape)},)"
+
+
+def _size(entry: str | int, inputs: Mapping[str, dict[str, Any]]) -> str:
+    """Where one size of an output is found among the inputs: an axis of theirs, or a part of one (``2*I``)."""
+    for name, spec in inputs.items():
+        for place, other in enumerate(spec["shape"] or ()):
+            if other == entry:
+                return f"{name}.shape[{place}]"
+            multiple = re.fullmatch(rf"(\d+)\s*\*\s*{re.escape(str(entry))}", str(other))
+            if multiple:
+                return f"{name}.shape[{place}] // {multiple[1]}"
+    return str(entry) if isinstance(entry, int) else "1"
+
+
+def _device_of(inputs: Mapping[str, dict[str, Any]]) -> str:
+    tensor = next((name for name, spec in inputs.items() if spec["shape"] is not None), None)
+    return f"{tensor}.device" if tensor else "'cpu'"
+
+
+def _dtype_of(dtype: str, inputs: Mapping[str, dict[str, Any]]) -> str:
+    if dtype != "T":
+        return f"torch.{dtype}"
+    like = next((name for name, spec in inputs.items() if spec["dtype"] == "T"), None)
+    return f"{like}.dtype" if like else "torch.float32"
+
+
+def _tiny_workloads(record: Definition) -> list[Workload]:
+    """One small Workload per dtype, tagged ``tiny``: what the self-test runs on."""
+    sizes = {name: TINY_SIZES[index % len(TINY_SIZES)] for index, name in enumerate(record.var_axes)}
+    scalars = {name: spec for name, spec in record.inputs.items() if spec.is_scalar}
+    inputs = {name: {"type": "scalar", "value": _scalar(name, spec.dtype)} for name, spec in scalars.items()}
+    bindings: list[dict[str, str]] = [{"T": dtype} for dtype in record.dtypes["T"]] if record.dtypes else [{}]
+    return [
+        Workload.from_dict(
+            {"definition": record.name, "axes": sizes, "dtypes": dtypes, "inputs": inputs, "tags": ["tiny"]}
+        )
+        for dtypes in bindings
+    ]
+
+
+def _scalar(name: str, dtype: str) -> Any:
+    return TRIAL_SCALARS.get(dtype, 1e-5 if name.startswith("eps") else 0.5)

@@ -1,0 +1,251 @@
+"""Workloads from a Hugging Face config: which number of the config is which axis, by what the Definition says of its axes."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tilegym_db.errors import RecordError, UsageError
+from tilegym_db.files import read_bytes
+from tilegym_db.records import Definition, Workload
+from tilegym_db.records.dtypes import Scalar
+
+__all__ = ["MappedWorkloads", "read_model_config", "workloads_from_config"]
+
+Config = Mapping[str, Any]
+Rule = Callable[[Config], int | None]
+
+
+@dataclass(frozen=True)
+class MappedWorkloads:
+    """What a config gives for one Definition. ``unmapped`` names each axis or scalar without a value, with the reason."""
+
+    workloads: tuple[Workload, ...]
+    mapped: dict[str, str] = field(default_factory=dict)
+    """Axis or scalar -> where its value came from, such as ``hidden_size = 2048``."""
+    unmapped: dict[str, str] = field(default_factory=dict)
+    refused: tuple[str, ...] = ()
+    """Sizes that the Definition's constraints exclude, with the constraint."""
+
+
+def read_model_config(path: Path) -> dict[str, Any]:
+    """A model's ``config.json``, with the part that describes its text model where it has several.
+
+    Raises:
+        RecordError: the file is no JSON object.
+    """
+    try:
+        config = json.loads(read_bytes(path, "config"))
+    except ValueError as error:
+        raise RecordError(f"{path}: not valid JSON: {error}.") from None
+    if not isinstance(config, dict):
+        raise RecordError(f"{path}: a model's config is a JSON object, not {type(config).__name__}.")
+    nested = config.get("text_config") or config.get("llm_config")
+    return {**config, **nested} if isinstance(nested, dict) else config
+
+
+def _key(*names: str) -> Rule:
+    def find(config: Config) -> int | None:
+        for name in names:
+            value = config.get(name)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+        return None
+
+    find.__name__ = names[0]
+    return find
+
+
+hidden_size = _key("hidden_size", "n_embd", "d_model", "dim")
+attention_heads = _key("num_attention_heads", "n_head", "num_heads")
+intermediate_size = _key("intermediate_size", "n_inner", "ffn_dim", "d_ff")
+
+
+def key_value_heads(config: Config) -> int | None:
+    """Heads of keys and values; as many as of queries where the config does not tell them apart."""
+    return _key("num_key_value_heads", "n_head_kv", "num_kv_heads")(config) or attention_heads(config)
+
+
+def head_size(config: Config) -> int | None:
+    """``head_dim``, else hidden size over heads."""
+    stated = _key("head_dim", "d_kv", "v_head_dim")(config)
+    hidden, heads = hidden_size(config), attention_heads(config)
+    return stated or (hidden // heads if hidden and heads else None)
+
+
+def rotated_size(config: Config) -> int | None:
+    """The part of a head that rotates: ``partial_rotary_factor`` of it."""
+    nested = config.get("rope_parameters") or {}
+    factor = config.get("partial_rotary_factor", nested.get("partial_rotary_factor", config.get("rotary_pct", 1.0)))
+    size = head_size(config)
+    return None if size is None else int(size * factor)
+
+
+# What a description says of an axis -> where a config has it. The match that starts first in the description counts.
+RULES: tuple[tuple[str, Rule], ...] = (
+    (r"experts? per token|chosen experts|top.?k", _key("num_experts_per_tok", "moe_top_k", "num_experts_per_token")),
+    (r"(expert|moe).*intermediate", _key("moe_intermediate_size", "intermediate_size")),
+    (r"intermediate|feed.?forward", intermediate_size),
+    (r"head (size|dim)", lambda config: head_size(config)),
+    (r"rotat|rotary", rotated_size),
+    (r"(query|attention) heads", attention_heads),
+    (r"key.*heads|value heads", key_value_heads),
+    (r"^hidden size|model width|^channels", hidden_size),
+    (r"vocabulary$|^vocab", _key("vocab_size")),
+    (r"^experts|number of experts", _key("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")),
+)
+TOKENS = r"^tokens|^positions|^rows: tokens|^rows$"
+CACHE = r"cache"
+SEQUENCES = r"^sequences|^batch"
+SHARED_TABLES = r"sequences in the tables"
+
+SCALARS: tuple[tuple[str, Callable[[Config], float | int | bool | None]], ...] = (
+    (
+        r"^eps",
+        lambda config: next(
+            (
+                config[key]
+                for key in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps")
+                if key in config
+            ),
+            None,
+        ),
+    ),
+    (r"^(scale|sm_scale|softmax_scale)$", lambda config: 1 / math.sqrt(size) if (size := head_size(config)) else None),
+    (r"causal", lambda config: True),
+    (r"window", lambda config: config.get("sliding_window")),
+    (r"^(softcap|logit)", lambda config: config.get("attn_logit_softcapping")),
+)
+
+
+def workloads_from_config(
+    definition: Definition,
+    config: Config,
+    *,
+    model: str,
+    tokens: Sequence[int],
+    batch: int = 1,
+    axes: Mapping[str, int] | None = None,
+    scalars: Mapping[str, Scalar] | None = None,
+) -> MappedWorkloads:
+    """Workloads of one operator at a model's sizes: one per count of tokens, in the config's dtype.
+
+    Args:
+        definition: its axes' descriptions say what they count.
+        config: as :func:`read_model_config` returns it.
+        model: name for the tag ``model:<name>``.
+        tokens: sizes of the axis that counts tokens; 1 is tagged ``stage:decode``, others ``stage:prefill``.
+        batch: size of an axis that counts sequences.
+        axes, scalars: values that win over the config's, and give what it does not have.
+
+    Raises:
+        UsageError: ``axes`` or ``scalars`` name what the Definition does not have.
+    """
+    _check_known("axes", axes or {}, definition.axes)
+    _check_known("scalars", scalars or {}, definition.inputs)
+    mapped: dict[str, str] = {}
+    unmapped: dict[str, str] = {}
+    sizes: dict[str, int] = {}
+    counting: list[str] = []
+    for name in definition.var_axes:
+        if axes and name in axes:
+            sizes[name], mapped[name] = axes[name], "given"
+        else:
+            _map_axis(definition, name, config, batch, (sizes, counting, mapped, unmapped))
+    values = _map_scalars(definition, config, scalars or {}, mapped, unmapped)
+    if unmapped:
+        return MappedWorkloads((), mapped, unmapped)
+    dtypes = _dtypes(definition, config, mapped)
+    cached = any(re.search(CACHE, definition.axes[name].description) for name in counting)
+    made, refused = [], []
+    for count in tokens if counting else (0,):
+        content = {
+            "definition": definition.name,
+            "axes": {name: sizes.get(name, count) for name in definition.var_axes},
+            "dtypes": dtypes,
+            "inputs": {name: {"type": "scalar", "value": value} for name, value in values.items()},
+            "tags": [
+                f"model:{model}",
+                *((f"stage:{'decode' if cached or count == 1 else 'prefill'}",) if counting else ()),
+            ],
+        }
+        workload = Workload.from_dict(content, f"{definition.name} from {model}")
+        try:
+            workload.check_against(definition)
+        except RecordError as error:
+            refused.append(str(error))
+            continue
+        made.append(workload)
+    return MappedWorkloads(tuple(made), mapped, unmapped, tuple(refused))
+
+
+def _check_known(option: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    for name in given:
+        if name not in known:
+            raise UsageError(f"{option}: '{name}' is unknown; known: {', '.join(known)}.")
+
+
+_Found = tuple[dict[str, int], list[str], dict[str, str], dict[str, str]]
+
+
+def _map_axis(definition: Definition, name: str, config: Config, batch: int, found: _Found) -> None:
+    """Put one axis into what was found: a size of the config, the axis that counts tokens, or what nothing says."""
+    sizes, counting, mapped, unmapped = found
+    words = definition.axes[name].description.lower()
+    if re.search(SHARED_TABLES, words):
+        sizes[name], mapped[name] = 1, "1: every sequence has the same positions"
+    elif re.search(SEQUENCES, words):
+        sizes[name], mapped[name] = batch, "--batch"
+    elif re.search(TOKENS, words):
+        counting.append(name)
+        mapped[name] = "--tokens"
+    else:
+        matches = [
+            (match.start(), index) for index, (pattern, _) in enumerate(RULES) if (match := re.search(pattern, words))
+        ]
+        rule = RULES[min(matches)[1]][1] if matches else None
+        size = rule(config) if rule is not None else None
+        if size is not None:
+            sizes[name], mapped[name] = size, f"the config ({re.split('[,:]', words)[0]})"
+        elif not words or words.startswith("todo"):
+            unmapped[name] = "its description does not say what it counts"
+        elif rule is None:
+            unmapped[name] = f"nothing in a config is known to be '{definition.axes[name].description}'"
+        else:
+            unmapped[name] = f"the config does not have '{definition.axes[name].description}'"
+
+
+def _map_scalars(
+    definition: Definition,
+    config: Config,
+    given: Mapping[str, Scalar],
+    mapped: dict[str, str],
+    unmapped: dict[str, str],
+) -> dict[str, Scalar]:
+    values: dict[str, Scalar] = {}
+    for name, spec in definition.inputs.items():
+        if not spec.is_scalar:
+            continue
+        if name in given:
+            values[name], mapped[name] = given[name], "given"
+            continue
+        rule = next((rule for pattern, rule in SCALARS if re.search(pattern, name)), None)
+        value = rule(config) if rule is not None else None
+        if value is None:
+            unmapped[name] = f"the config has no value for this scalar ({spec.description or spec.dtype})"
+        else:
+            values[name], mapped[name] = value, "the config"
+    return values
+
+
+def _dtypes(definition: Definition, config: Config, mapped: dict[str, str]) -> dict[str, str]:
+    """Every dtype variable as the config's dtype, where the Definition has it; else its first choice."""
+    stated = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    chosen = {name: stated if stated in choices else choices[0] for name, choices in definition.dtypes.items()}
+    mapped.update({name: f"dtype of the config ({dtype})" for name, dtype in chosen.items()})
+    return chosen

@@ -1,0 +1,175 @@
+"""A draft of a Solution: ``kernel.py`` with the right signature and a kernel to fill in, and its ``solution.json``."""
+
+from __future__ import annotations
+
+import ast
+import json
+import textwrap
+from collections.abc import Mapping
+
+from tilegym_db.records import Definition, Solution
+from tilegym_db.records.signature import called_with
+from tilegym_db.scaffold.kernels import TEMPLATES
+
+__all__ = ["DEPENDENCIES", "draft_solution", "stock_solution_files"]
+
+# What a new Solution declares to depend on; its author narrows it in solution.json.
+DEPENDENCIES: dict[str, tuple[str, ...]] = {
+    "python": ("torch>=2.8",),
+    "triton": ("triton>=3.4",),
+    "tilelang": ("tilelang>=0.1.15",),
+    "cutile": ("cuda-tile>=1.7",),
+}
+TUNABLES: dict[str, dict[str, list[int]]] = {
+    "python": {},
+    "triton": {"num_warps": [4, 8]},
+    "tilelang": {"threads": [128, 256]},
+    "cutile": {"WARPS": [4, 8]},
+}
+RECORD_FILE, KERNEL_FILE = "solution.json", "kernel.py"
+
+
+def draft_solution(definition: Definition, language: str, name: str, author: str) -> dict[str, str]:
+    """File name -> content of a valid Solution for a Definition: it is called as the Definition calls it.
+
+    In ``python`` its maths is the reference's and is right; in a tile language it copies or clears the first output, for the
+    maths to be put in.
+
+    Args:
+        definition: the operator.
+        language: one of ``LANGUAGES``.
+        name: of the Solution.
+        author: who wrote it.
+    """
+    in_python = language == "python"
+    spec = {
+        "language": language,
+        "entry_point": f"{KERNEL_FILE}::run",
+        "destination_passing_style": not in_python,
+        "dependencies": list(DEPENDENCIES[language]),
+        **({"tunables": TUNABLES[language]} if TUNABLES[language] else {}),
+    }
+    kernel = _python_kernel(definition) if in_python else _tile_kernel(definition, language)
+    record = _record(definition, name, author, "TODO: how it works, in one line.", spec)
+    return {RECORD_FILE: record.to_json(indent=2) + "\n", KERNEL_FILE: kernel}
+
+
+def stock_solution_files(
+    definition: Definition, author: str, name: str | None = None
+) -> tuple[Solution, dict[str, bytes]]:
+    """The Solution ``<definition>_stock``, whose code is the Definition's reference: what others are compared with.
+
+    Where a model's own code differs from the reference in how it computes (not in what), write that code instead.
+    """
+    spec = {
+        "language": "python",
+        "role": "baseline",
+        "provides": "stock",
+        "entry_point": f"{KERNEL_FILE}::run",
+        "destination_passing_style": False,
+        "dependencies": list(DEPENDENCIES["python"]),
+        "layouts": {name: "strided" for name in (*definition.tensor_inputs, *definition.written_outputs)},
+    }
+    record = _record(
+        definition, name or f"{definition.name}_stock", author, "The reference, run as it is written.", spec
+    )
+    return record, {KERNEL_FILE: _python_kernel(definition, stock=True).encode()}
+
+
+def _record(definition: Definition, name: str, author: str, description: str, spec: Mapping[str, object]) -> Solution:
+    return Solution.from_dict(
+        {
+            "schema_version": 1,
+            "name": name,
+            "definition": definition.name,
+            "author": author,
+            "description": description,
+            "spec": dict(spec),
+            "sources": [{"path": KERNEL_FILE}],
+        },
+        name,
+    )
+
+
+def describe_call(definition: Definition, *, destination_passing_style: bool) -> str:
+    """What ``run`` is given, one argument a line: name, shape, dtype and description."""
+    lines = []
+    for name in called_with(definition, destination_passing_style=destination_passing_style):
+        spec = definition.inputs.get(name) or definition.outputs[name]
+        shape = "scalar" if spec.shape is None else f"[{', '.join(map(str, spec.shape))}]"
+        kind = (
+            "written"
+            if name in definition.outputs
+            else "read and overwritten"
+            if name in definition.in_place
+            else "read"
+        )
+        note = f": {spec.description}" if spec.description and not spec.description.startswith("TODO") else ""
+        lines.append(f"{name} {shape} {spec.dtype}, {kind}{note}")
+    variables = [f"{name} is {', '.join(choices)}" for name, choices in definition.dtypes.items()]
+    return "\n".join([*lines, *variables])
+
+
+# -- python ------------------------------------------------------------------------------------------------------------
+
+
+def _python_kernel(definition: Definition, *, stock: bool = False) -> str:
+    title = (
+        f"{definition.name}: the Definition's reference, as stock code." if stock else f"{definition.name} in PyTorch."
+    )
+    call = textwrap.indent(describe_call(definition, destination_passing_style=False), "  ")
+    head = f'"""{title}\n\nrun() is given, and returns the outputs ({", ".join(definition.outputs)}):\n{call}\n"""\n\n'
+    reference = definition.reference
+    if not stock:
+        advice = (
+            "# TODO: the same maths, faster. This is the reference; a library call or fewer passes over memory win.\n"
+        )
+        reference = advice + reference
+    if not definition.in_place or not _returns_all(definition):
+        return head + reference
+    arguments = ", ".join(definition.inputs)
+    body = [f"    {', '.join(definition.outputs)} = _reference({arguments})"]
+    body += [f"    {source}.copy_({target})" for source, target in definition.in_place.items()]
+    body.append(f"    return {', '.join(definition.written_outputs)}")
+    renamed = reference.replace("def run(", "def _reference(", 1)
+    return head + renamed.rstrip() + f"\n\n\ndef run({arguments}):\n" + "\n".join(body) + "\n"
+
+
+def _returns_all(definition: Definition) -> bool:
+    """Whether the reference returns the outputs that replace inputs, too, instead of writing into those inputs."""
+    functions = [node for node in ast.parse(definition.reference).body if isinstance(node, ast.FunctionDef)]
+    returns = [node for function in functions if function.name == "run" for node in ast.walk(function)]
+    values = [node.value for node in returns if isinstance(node, ast.Return)]
+    return all(isinstance(value, ast.Tuple) and len(value.elts) == len(definition.outputs) for value in values)
+
+
+# -- tile languages ------------------------------------------------------------------------------------------------------
+
+
+def _tile_kernel(definition: Definition, language: str) -> str:
+    """The template of a language: rows of the first output, copied from the first input of its shape, or cleared."""
+    out = definition.written_outputs[0]
+    like = [
+        name
+        for name in definition.tensor_inputs
+        if definition.inputs[name].shape == definition.outputs[out].shape and name not in definition.in_place
+    ]
+    call = describe_call(definition, destination_passing_style=True)
+    arguments = ", ".join(called_with(definition, destination_passing_style=True))
+    template = TEMPLATES[language]["copy" if like else "clear"]
+    values = {
+        "name": definition.name,
+        "arguments": arguments,
+        "call": textwrap.indent(call, "    "),
+        "x": like[0] if like else "",
+        "out": out,
+    }
+    for key, value in values.items():
+        template = template.replace(f"<{key}>", value)
+    compile(template, KERNEL_FILE, "exec")  # a template that does not parse is a fault of ours, not of its user
+    return template
+
+
+def spelled_record(record: Solution) -> str:
+    """``solution.json`` as text."""
+    return json.dumps(record.to_dict(), indent=2) + "\n"

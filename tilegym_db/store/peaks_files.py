@@ -1,0 +1,83 @@
+"""Calibrated peaks of GPUs: one file a calibration in ``<home>/peaks/``, and one a GPU beside the published traces.
+
+As journals are for traces, these files are the truth: the table is filled from them whenever one of them changes. What
+was measured here wins over what was published, which was measured on some other machine of the kind.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tilegym_db.catalog import Broken, Catalog
+from tilegym_db.catalog.broken import name_once
+from tilegym_db.errors import RecordError
+from tilegym_db.files import read_bytes, regular_files, write_atomically, writing
+from tilegym_db.paths import home as default_home
+from tilegym_db.records.peaks import GpuPeaks
+from tilegym_db.store.snapshot import read_published
+
+__all__ = ["PEAKS_NAME", "own_peaks_files", "peaks_rows", "peaks_text", "published_peaks_files", "save_peaks"]
+
+PEAKS_NAME = "peaks.json"
+"""Name of the file of a GPU's published peaks, beside its resolver table."""
+
+
+def save_peaks(peaks: GpuPeaks, home: Path | None = None) -> Path:
+    """Store a calibration made on this machine; the database has it from when it is next opened. Returns the file.
+
+    Raises:
+        StoreError: the folder cannot be written.
+    """
+    folder = home or default_home()
+    path = folder / "peaks" / f"{peaks.gpu}-{peaks.timestamp:%Y%m%dT%H%M%S%f}.json"
+    with writing(folder):
+        write_atomically(path, peaks_text(peaks).encode())
+    return path
+
+
+def peaks_text(peaks: GpuPeaks) -> str:
+    """The content of a file of peaks."""
+    return peaks.to_json(indent=2) + "\n"
+
+
+def own_peaks_files(home: Path) -> list[Path]:
+    """Every calibration made on this machine, oldest first."""
+    return regular_files(home / "peaks", "*.json")
+
+
+def published_peaks_files(catalog: Catalog) -> list[Path]:
+    """The peaks that come with a catalog, one file a GPU."""
+    return sorted(path for root in catalog.roots for path in root.glob(f"traces/*/{PEAKS_NAME}"))
+
+
+def peaks_rows(home: Path, catalog: Catalog, refused: list[str]) -> list[dict[str, Any]]:
+    """The rows of the table, from every file.
+
+    One that is not valid is left out and named once; a published one that nobody vouches for is named in ``refused``.
+    """
+    rows = []
+    for is_own, files in ((True, own_peaks_files(home)), (False, published_peaks_files(catalog))):
+        for path in files:
+            try:
+                content = (
+                    read_bytes(path, "calibration") if is_own else read_published(path, path.parent, home, refused)
+                )
+                if content is None:
+                    continue
+                peaks = GpuPeaks.from_json(content, path)
+            except RecordError as error:
+                name_once(Broken(path, path.stem, "", str(error)))
+                continue
+            rows.append(
+                {
+                    "gpu": peaks.gpu,
+                    "gpu_name": peaks.gpu_name,
+                    "driver": peaks.driver,
+                    "timestamp": peaks.timestamp.isoformat(),
+                    "is_own": is_own,
+                    "record": json.loads(peaks.to_json()),
+                }
+            )
+    return rows

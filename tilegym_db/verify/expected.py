@@ -1,0 +1,70 @@
+"""What a case must give: drawn inputs, the oracle's outputs, and how far off the reference itself is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilegym_db.errors import RecordError
+from tilegym_db.records import Definition
+from tilegym_db.verify.comparison import base_errors, check_outputs, conditioned_outputs, exact_outputs
+from tilegym_db.verify.inputs import Case, draw_inputs, draws_noise
+from tilegym_db.verify.reference import as_written, oracle
+from tilegym_db.verify.torch_dtypes import storage_dtype
+
+__all__ = ["Expected", "expect"]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a case must give: its inputs, the oracle's outputs and the reference's own error per output."""
+
+    case: Case
+    inputs: Mapping[str, Any]
+    outputs: Mapping[str, torch.Tensor]
+    e_base: Mapping[str, float]
+    exact: frozenset[str] = frozenset()
+    """Outputs that leave no room for rounding: they must equal the oracle's, rounded to their dtype."""
+    conditioned: frozenset[str] = frozenset()
+    """Outputs that the reference gives to their last digits, small elements included: so must everybody."""
+
+
+def expect(definition: Definition, case: Case, device: str) -> Expected | None:
+    """Draw a case and evaluate the oracle; None where the reference as written fails it, so that it proves nothing.
+
+    Args:
+        definition: the operator.
+        case: sizes and contents.
+        device: where inputs are drawn and the oracle runs.
+
+    Raises:
+        RecordError: the reference raises, or returns another shape or dtype than the Definition declares.
+    """
+    inputs = draw_inputs(definition, case, device)
+    written = as_written(definition, inputs)
+    _check_declared(definition, case, written)
+    truth = written if definition.oracle == "as_written" else oracle(definition, inputs)
+    e_base = base_errors(definition, case.dtypes, written, truth)
+    verdicts = check_outputs(definition, case.dtypes, inputs, truth, written, e_base)
+    if not all(verdict.passed for verdict in verdicts.values()):
+        return None
+    exact = exact_outputs(written, truth) if case.exact and not draws_noise(definition) else frozenset()
+    conditioned = conditioned_outputs(definition, case.dtypes, written, truth)
+    return Expected(case, inputs, truth, e_base, exact, conditioned)
+
+
+def _check_declared(definition: Definition, case: Case, outputs: Mapping[str, torch.Tensor]) -> None:
+    for name, value in outputs.items():
+        found = (tuple(value.shape), value.dtype)
+        declared = (
+            definition.shape_of(name, case.axes),
+            storage_dtype(definition.dtype_of(name, case.dtypes)),
+        )
+        if found != declared:
+            raise RecordError(
+                f"{definition.name}: reference: '{name}' has shape {found[0]} and dtype {found[1]} at {case}, "
+                f"but outputs.{name} declares {declared[0]} and {declared[1]}."
+            )

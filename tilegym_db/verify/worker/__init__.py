@@ -1,0 +1,1 @@
+"""The untrusted side: the worker process that loads and calls a Solution, and what the harness shares with it."""

@@ -1,0 +1,296 @@
+"""The harness's end of a worker: start it confined, ask with a deadline, end it with everything it started.
+
+Between the two stands the :mod:`~tilegym_db.verify.worker.supervisor`, which does the confining, the watching and the ending.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tilegym_db.confinement.bounds import ResourceBounds
+from tilegym_db.confinement.levels import Sandbox, choices, find_sandbox
+from tilegym_db.confinement.processes import descendants, kill_descendants, processor_us, queued_us
+from tilegym_db.confinement.spec import Confinement, WorkerSpec
+from tilegym_db.paths import home
+from tilegym_db.scratch import remove_tree, scratch_folder
+from tilegym_db.verify.worker import protocol
+from tilegym_db.verify.worker.ending import Ending, read_ending
+from tilegym_db.verify.worker.environment import common_environment, own_environment
+from tilegym_db.verify.worker.reply import Reply
+from tilegym_db.verify.worker.request_channel import ChannelBroken, ChannelTimeout, RequestChannel
+from tilegym_db.verify.worker.supervisor_process import (
+    SUPERVISOR_CHANNEL,
+    ForkServerLost,
+    SupervisorProcess,
+    start_fork_server,
+    start_supervisor,
+)
+
+__all__ = ["WorkerDied", "WorkerProcess", "WorkerTimeout", "best_level", "prepare_workers"]
+
+START_TIMEOUT_S = 180.0
+END_TIMEOUT_S = 12.0
+
+
+class WorkerDied(Exception):
+    """The worker ended, was ended because it exceeded a bound, or broke the protocol, before it answered."""
+
+
+class WorkerTimeout(Exception):
+    """The worker did not answer in time and was killed."""
+
+
+class WorkerProcess:
+    """One worker. Starts at once and imports in the background; the first request waits until it is ready."""
+
+    def __init__(
+        self,
+        device: str,
+        folder: Path,
+        environment: Mapping[str, str] | None = None,
+        *,
+        readable: Sequence[Path] = (),
+        level: int | Confinement | None = None,
+        bounds: ResourceBounds | None = None,
+        script: Path | None = None,
+        compile_cache: Path | None = None,
+    ) -> None:
+        """Start the process.
+
+        Args:
+            device: ``cpu`` or ``cuda:<n>``.
+            folder: its private scratch folder (caches, HOME), the only one that it may write to; created, and removed by
+                :meth:`close`.
+            environment: variables to add, such as ``TRITON_INTERPRET``.
+            readable: what it may read besides interpreter, packages and compilers: the Solution's folder.
+            level: of the sandbox; by default the best that this machine has for the device, which the first call finds out.
+            bounds: how much of the machine it may take; by default :meth:`ResourceBounds.of_machine`.
+            script: run this Python file in place of the worker's own program.
+            compile_cache: folder of :mod:`tilegym_db.backends.compile_cache`, for a Solution that uses torch.compile: the
+                worker can read it, and comes from a process that has loaded it.
+        """
+        if level is None:
+            level = best_level(device).confinement
+        self.device = device
+        self.folder = folder.resolve()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._ready = False
+        self._sandbox: Mapping[str, Any] | None = None
+        self._ending: Ending | None = None
+        self._lock = threading.Lock()
+        self._channel = RequestChannel()
+        begun_with = [compile_cache] if compile_cache is not None and compile_cache.is_dir() else []
+        with self._channel.other as channel:
+            self._supervisor = self._start_supervisor(environment or {}, channel.fileno(), compile_cache)
+            spec = self._spec(
+                Confinement(level) if isinstance(level, int) else level,
+                bounds or ResourceBounds.of_machine(),
+                (*readable, *([script] if script else []), *begun_with),
+                script,
+            )
+            self._supervisor.tell(spec.to_json().encode() + b"\n")
+
+    def _spec(
+        self, confinement: Confinement, bounds: ResourceBounds, readable: Sequence[Path], script: Path | None
+    ) -> WorkerSpec:
+        supervisor = self._supervisor
+        return WorkerSpec(
+            confinement=confinement,
+            bounds=bounds,
+            device=self.device,
+            folder=str(self.folder),
+            channel=SUPERVISOR_CHANNEL,
+            readable=tuple(str(path.resolve()) for path in readable),
+            hidden=(str(home()),),
+            script=str(script.resolve()) if script else None,
+            protected=(
+                *(-1, os.getpid(), -os.getpgrp(), supervisor.fork_server, -supervisor.fork_server),
+                *(supervisor.pid, -supervisor.pid),
+            ),
+        )
+
+    def _start_supervisor(
+        self, extra: Mapping[str, str], channel: int, compile_cache: Path | None
+    ) -> SupervisorProcess:
+        common = common_environment(self.device)
+        environment = common | own_environment(self.folder) | dict(extra)
+        try:
+            return start_supervisor(environment, common, self.folder, channel, compile_cache)
+        except ForkServerLost as error:
+            raise WorkerDied(str(error)) from None
+
+    @property
+    def alive(self) -> bool:
+        """True while the process runs."""
+        return self._ending is None and not self._supervisor.has_ended()
+
+    def processor_use(self) -> tuple[float, float]:
+        """Microseconds so far of the worker and of all that lives of what it started.
+
+        On a processor; and ready to run without one, the harness's own threads, which wait for the worker, included.
+        """
+        running = descendants(self._supervisor.pid)
+        return processor_us(running), queued_us([*running, os.getpid()])
+
+    @property
+    def sandbox_level(self) -> int:
+        """The level that this worker really has, by the word of the code that confined it. Waits until it is.
+
+        Raises:
+            WorkerTimeout: it did not start in time.
+            WorkerDied: it cannot be confined like that here; the message says what the kernel refused.
+        """
+        return int(self._introduction()["level"])
+
+    @property
+    def runs_as(self) -> int:
+        """The user that the worker runs as. Waits and raises like :attr:`sandbox_level`."""
+        return int(self._introduction()["user"])
+
+    def _introduction(self) -> Mapping[str, Any]:
+        if self._sandbox is None:
+            self._sandbox = self._receive(0, time.monotonic() + START_TIMEOUT_S, START_TIMEOUT_S).get("sandbox")
+            if self._sandbox is None:
+                raise self._died("did not say how it is confined")
+        return self._sandbox
+
+    def wait_until_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Return when the worker has imported what it needs; raises like :meth:`request`."""
+        if not self._ready:
+            self._introduction()
+            self._receive(0, time.monotonic() + timeout_s, timeout_s)
+            self._ready = True
+
+    def request(self, op: str, *, timeout_s: float, descriptors: Sequence[int] = (), **content: Any) -> Reply:
+        """Ask, and wait for the answer to this very request.
+
+        Args:
+            op: what the worker is to do.
+            timeout_s: seconds for sending and answering.
+            descriptors: open files that the worker gets a copy of, in its ``request["descriptors"]``.
+            **content: the rest of the request.
+
+        Raises:
+            WorkerTimeout: no answer in ``timeout_s`` seconds; the worker has been killed.
+            WorkerDied: the process ended or sent something else than the answer; it has been killed.
+        """
+        try:
+            self.wait_until_ready()
+            deadline = time.monotonic() + timeout_s
+            number = secrets.randbits(53)
+            line = protocol.encode({"id": number, "op": op, **content})
+            with self._ending_where_it_breaks(timeout_s):
+                self._channel.send(line, descriptors, deadline)
+            message = self._receive(number, deadline, timeout_s)
+        except KeyboardInterrupt:
+            self.kill()  # nobody waits for its answer any more, and the next request must not get it
+            raise
+        return Reply(bool(message.get("ok")), message)
+
+    def _receive(self, expected: int, deadline: float, timeout_s: float) -> dict[str, Any]:
+        with self._ending_where_it_breaks(timeout_s):
+            return self._channel.receive(expected, deadline)
+
+    @contextlib.contextmanager
+    def _ending_where_it_breaks(self, timeout_s: float) -> Iterator[None]:
+        try:
+            yield
+        except ChannelTimeout:
+            raise self._timed_out(timeout_s) from None
+        except ChannelBroken as error:
+            raise self._died(str(error)) from None
+
+    def _timed_out(self, timeout_s: float) -> WorkerTimeout:
+        tail = self._end().tail
+        return WorkerTimeout(f"no answer within {timeout_s:g} s{tail}")
+
+    def _died(self, how: str) -> WorkerDied:
+        # Its channel closes a moment before the supervisor has seen its end.
+        if how == "ended" and not self._supervisor.has_ended(1.0):
+            how = "closed its channel"
+        ending = self._end()
+        if ending.reason:
+            return WorkerDied(f"the worker was ended: {ending.reason}{ending.tail}")
+        by = ending.signalled if how == "ended" else ""
+        return WorkerDied(f"the worker {how}{by} (exit status {ending.code}){ending.tail}")
+
+    def kill(self) -> None:
+        """End the worker and every process that it started, whatever they do. Safe to call from any thread, and twice."""
+        self._end()
+
+    def _end(self) -> Ending:
+        with self._lock:
+            if self._ending is None:
+                self._ending = self._end_now()
+        return self._ending
+
+    def _end_now(self) -> Ending:
+        printed = self._supervisor.finish(END_TIMEOUT_S)
+        if printed is None:
+            while kill_descendants(self._supervisor.pid):
+                time.sleep(0.002)
+            printed = self._supervisor.kill()
+        ending = read_ending(printed)
+        if ending is None:
+            # The supervisor could not even start, and said why, or was killed, as the machine or a worker at level 1 may do.
+            self._kill_group()
+            ending = Ending.of(None, "", printed.decode(errors="replace"))
+        return ending
+
+    def _kill_group(self) -> None:
+        """Kill what a supervisor that was killed has left; at level 3 the kernel has done that."""
+        if self._sandbox is not None and self._sandbox["level"] < 3:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._sandbox["process"], signal.SIGKILL)
+
+    def close(self) -> None:
+        """Kill the worker and remove its folder. Safe to call twice."""
+        self.kill()
+        self._channel.close()
+        self._supervisor.close()
+        remove_tree(self.folder)
+
+
+def prepare_workers(device: str) -> None:
+    """Begin with what the first worker for a device would have to wait for; returns at once."""
+    start_fork_server(common_environment(device))
+
+
+_sandboxes: dict[str, Sandbox] = {}
+_trying = threading.Lock()
+
+
+def best_level(device: str) -> Sandbox:
+    """The best sandbox in which a worker for this device starts: imports PyTorch and, on a GPU, starts CUDA.
+
+    Tried once per process and device; that takes as long as a worker takes to start, for each level tried.
+
+    Raises:
+        WorkerDied: not even an unconfined worker starts; the message says why.
+        WorkerTimeout: not even that, in time.
+    """
+    with _trying:
+        if device not in _sandboxes:
+            with scratch_folder() as folder:
+                start = functools.partial(_try_level, device, folder)
+                _sandboxes[device] = find_sandbox(choices(device), start, (WorkerDied, WorkerTimeout))
+        return _sandboxes[device]
+
+
+def _try_level(device: str, folder: Path, number: int, choice: Confinement) -> int:
+    """The user that a worker under that confinement runs as."""
+    worker = WorkerProcess(device, folder / str(number), level=choice)
+    try:
+        worker.wait_until_ready()
+        return worker.runs_as
+    finally:
+        worker.close()

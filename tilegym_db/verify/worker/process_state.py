@@ -1,0 +1,97 @@
+"""What a call may leave behind in its process for everybody who calls after it: switches, generators, environment, modules.
+
+The worker takes a snapshot before a Solution is loaded and compares; the harness refuses a Solution that changed anything. In a
+model the same kernel shares its process with code that depends on all of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["Snapshot", "changes", "switches", "traces_of_calls"]
+
+Snapshot = dict[str, str]
+
+# The toolchains set variables of their own when they compile, and read them again.
+_OF_TOOLCHAINS = ("TRITON", "TORCH", "TILELANG", "TVM", "CUDA", "CUTILE", "PYTORCH", "KMP", "OMP", "NVIDIA", "CUPTI")
+_TINY = 1e-40  # subnormal in float32: zero where denormals are flushed
+
+
+def _backends() -> Snapshot:
+    """Every readable switch below ``torch.backends`` that is a plain value, by its dotted name."""
+    found: Snapshot = {}
+    for library in ("cuda.matmul", "cudnn", "mkldnn", "opt_einsum"):
+        module: Any = torch.backends
+        for part in library.split("."):
+            module = getattr(module, part)
+        for name in ("enabled", "benchmark", "deterministic", "allow_tf32", "allow_fp16_reduced_precision_reduction"):
+            found[f"torch.backends.{library}.{name}"] = str(getattr(module, name, None))
+        name = "allow_bf16_reduced_precision_reduction"
+        found[f"torch.backends.{library}.{name}"] = str(getattr(module, name, None))
+    cuda: Any = torch.backends.cuda
+    for name in ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled"):
+        found[f"torch.backends.cuda.{name}"] = str(getattr(cuda, name)())
+    return found
+
+
+_SWITCHES: dict[str, Callable[[], object]] = {
+    "torch.is_grad_enabled": torch.is_grad_enabled,
+    "torch.is_inference_mode_enabled": torch.is_inference_mode_enabled,
+    "torch.get_default_dtype": torch.get_default_dtype,
+    "torch.get_default_device": torch.get_default_device,
+    "torch.get_num_threads": torch.get_num_threads,
+    "torch.get_num_interop_threads": torch.get_num_interop_threads,
+    "torch.get_float32_matmul_precision": torch.get_float32_matmul_precision,
+    "torch.are_deterministic_algorithms_enabled": torch.are_deterministic_algorithms_enabled,
+    "torch.is_deterministic_algorithms_warn_only_enabled": torch.is_deterministic_algorithms_warn_only_enabled,
+    "torch.is_anomaly_enabled": torch.is_anomaly_enabled,
+    "torch.is_autocast_enabled": lambda: [torch.is_autocast_enabled(device) for device in ("cpu", "cuda")],
+    "torch.get_autocast_dtype": lambda: [torch.get_autocast_dtype(device) for device in ("cpu", "cuda")],
+    "denormals are kept": lambda: bool((torch.tensor([_TINY]) * torch.ones(1)).item()),
+    "working directory": os.getcwd,
+    "recursion limit": sys.getrecursionlimit,
+    "switch interval": sys.getswitchinterval,
+    "trace function": lambda: (sys.gettrace(), sys.getprofile()),
+}
+
+
+def switches() -> Snapshot:
+    """What nothing may change, loading and compiling included."""
+    return {name: str(read()) for name, read in _SWITCHES.items()} | _backends()
+
+
+def traces_of_calls() -> Snapshot:
+    """What loading a language may change, and a call may not: generators, environment, filters of warnings, foreign modules."""
+    found = {
+        "torch's random state": _digest(torch.get_rng_state().numpy().tobytes()),
+        "Python's random state": _digest(repr(random.getstate()).encode()),
+        "warnings.filters": _digest(repr(warnings.filters).encode()),
+        "the environment": str(sorted((k, v) for k, v in os.environ.items() if not k.startswith(_OF_TOOLCHAINS))),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        found["CUDA's random state"] = _digest(torch.cuda.get_rng_state().numpy().tobytes())
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        found["numpy's random state"] = _digest(repr(numpy.random.get_state()).encode())
+    return found
+
+
+def changes(before: Snapshot, after: Snapshot) -> list[str]:
+    """One sentence for each thing that is another one now."""
+    return [
+        f"{name} is {after[name][:80]} after calls and was {value[:80]} before"
+        for name, value in before.items()
+        if name in after and after[name] != value
+    ]
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

@@ -1,0 +1,159 @@
+"""The tables of docs/performance/kernels.md that the shipped traces hold.
+
+python tools/performance_tables.py            # writes the blocks
+python tools/performance_tables.py --check
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from marked_blocks import ROOT, shipped_store, with_block, write_or_check
+
+PAGE = ROOT / "docs" / "performance" / "kernels.md"
+GPU, DTYPES = "h200", "T=bfloat16"
+
+SHAPES = {
+    "fused_add_rms_norm": ("M=1,N=4096", "M=4096,N=4096", "M=16384,N=7168"),
+    "gemm": (
+        "K=4096,M=1,N=4096",
+        "K=4096,M=8,N=28672",
+        "K=14336,M=128,N=4096",
+        "K=4096,M=512,N=4096",
+        "K=4096,M=4096,N=4096",
+        "K=4096,M=4096,N=28672",
+        "K=8192,M=8192,N=8192",
+    ),
+    "rms_norm": ("M=1,N=4096", "M=4096,N=4096", "M=16384,N=7168", "M=131072,N=128"),
+    "rms_norm_fp32": ("M=1,N=4096", "M=4096,N=4096", "M=16384,N=5120"),
+    "rms_norm_gemma": ("M=1,N=5376", "M=4096,N=5376", "M=16384,N=5376"),
+    "qk_rms_norm": ("D=128,Hkv=8,Hq=32,M=1", "D=128,Hkv=8,Hq=32,M=4096", "D=128,Hkv=8,Hq=32,M=16384"),
+    "rope_neox": (
+        "B=1,Bc=1,D=128,Hkv=8,Hq=32,S=1",
+        "B=1,Bc=1,D=128,Hkv=8,Hq=32,S=4096",
+        "B=1,Bc=1,D=128,Hkv=8,Hq=32,S=16384",
+    ),
+    "rope_partial": (
+        "B=1,Bc=1,D=128,Hkv=8,Hq=24,R=96,S=1",
+        "B=1,Bc=1,D=128,Hkv=8,Hq=24,R=96,S=4096",
+        "B=1,Bc=1,D=256,Hkv=2,Hq=16,R=64,S=16384",
+    ),
+    "gelu_tanh_and_mul": ("I=21504,M=1", "I=10240,M=4096", "I=21504,M=4096"),
+    "silu_and_mul": ("I=14336,M=1", "I=14336,M=4096", "I=8192,M=16384"),
+    "softmax": ("M=8,N=128256", "M=32,N=4096", "M=1024,N=128256", "M=4096,N=4096", "M=16384,N=8192", "M=65536,N=2048"),
+    "swiglu": ("I=14336,M=1", "I=14336,M=4096", "I=8192,M=16384"),
+}
+LARGE = (
+    ("fused_add_rms_norm", "M=16384,N=7168"),
+    ("rms_norm", "M=16384,N=7168"),
+    ("rms_norm_fp32", "M=16384,N=5120"),
+    ("rms_norm_gemma", "M=16384,N=5376"),
+    ("rope_neox", "B=1,Bc=1,D=128,Hkv=8,Hq=32,S=16384"),
+    ("rope_neox", "B=8,Bc=1,D=128,Hkv=8,Hq=32,S=2048"),
+    ("silu_and_mul", "I=12288,M=4096"),
+    ("silu_and_mul", "I=14336,M=4096"),
+    ("silu_and_mul", "I=8192,M=16384"),
+    ("softmax", "M=1024,N=128256"),
+    ("softmax", "M=16384,N=8192"),
+    ("softmax", "M=65536,N=2048"),
+    ("swiglu", "I=12288,M=4096"),
+    ("swiglu", "I=14336,M=4096"),
+    ("swiglu", "I=8192,M=16384"),
+)
+COLUMNS = ("Triton", "TileLang", "cuTile", "stock", "ATen", "compile")
+TILE = {"triton": "Triton", "tilelang": "TileLang", "cutile": "cuTile"}
+BASELINES = {"stock": ("_stock", "_cublas"), "ATen": ("_aten",), "compile": ("_compile",)}
+
+PASSES = """
+    SELECT definition, axes_key, solution, language, role, config_key, latency_us, sol_ratio FROM verified
+    WHERE gpu = $gpu AND dtypes_key = $dtypes AND definition IN $names
+    QUALIFY row_number() OVER (PARTITION BY definition, axes_key, solution ORDER BY latency_us) = 1
+"""
+
+
+def times() -> str:
+    """One row a shape: the fastest verified time in us of each language and baseline, and the share of the speed of light."""
+    lines = [f"| operator | shape | {' | '.join(COLUMNS)} | of light |", f"|---|---|{'---:|' * (len(COLUMNS) + 1)}"]
+    for name, shapes in SHAPES.items():
+        for shape in shapes:
+            cells, shares = _cells(name, shape)
+            share = f"{max(shares):.0%}" if shares else ""
+            lines.append(f"| {name} | {shape.replace(',', ' ')} | {' | '.join(cells[c] for c in COLUMNS)} | {share} |")
+    return "\n".join(lines)
+
+
+def shares() -> str:
+    """One row a large shape: the share of the speed of light that each language reaches."""
+    lines = [f"| operator | shape | {' | '.join(TILE.values())} |", f"|---|---|{'---:|' * len(TILE)}"]
+    for name, shape in LARGE:
+        best: dict[str, float] = defaultdict(float)
+        for definition, axes, _, language, role, _, _, ratio in _passes():
+            if (definition, axes, role) == (name, shape, "kernel") and ratio is not None:
+                best[language] = max(best[language], ratio)
+        cells = [f"{best[language]:.0%}" if best[language] else "" for language in TILE]
+        lines.append(f"| {name} | {shape.replace(',', ' ')} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def gains() -> str:
+    """One row an operator: how much faster the fastest verified kernel is than the model's own code, over all shapes."""
+    lines = ["| operator | shapes | slowest | median | fastest |", "|---|---:|---:|---:|---:|"]
+    for name, count, low, median, high in _rows(GAINS, {"gpu": GPU}):
+        lines.append(f"| {name} | {count} | {low:.2f}x | {median:.2f}x | {high:.2f}x |")
+    return "\n".join(lines)
+
+
+GAINS = """
+    SELECT definition, count(*), min(speedup), median(speedup), max(speedup)
+    FROM best WHERE gpu = $gpu AND speedup IS NOT NULL GROUP BY definition ORDER BY definition
+"""
+
+
+def _cells(name: str, shape: str) -> tuple[dict[str, str], list[float]]:
+    cells: dict[str, str] = defaultdict(str)
+    fastest: dict[str, float] = {}
+    shares = []
+    for definition, axes, solution, language, role, config, latency_us, ratio in _passes():
+        if (definition, axes) != (name, shape):
+            continue
+        column = TILE.get(language) if role == "kernel" else _baseline(solution)
+        if column is None or latency_us >= fastest.get(column, float("inf")):
+            continue
+        fastest[column] = latency_us
+        cells[column] = f"{latency_us:.1f}" + (" t" if config not in (None, "", "{}") else "")
+        if role == "kernel" and ratio is not None:
+            shares.append(ratio)
+    return cells, shares
+
+
+def _baseline(solution: str) -> str | None:
+    return next((column for column, ends in BASELINES.items() if solution.endswith(ends)), None)
+
+
+_known: list[Any] = []
+
+
+def _passes() -> list[Any]:
+    if not _known:
+        _known.extend(_rows(PASSES, {"gpu": GPU, "dtypes": DTYPES, "names": list(SHAPES)}))
+    return _known
+
+
+def _rows(query: str, parameters: dict[str, Any]) -> list[Any]:
+    from tilegym_db.store.sql import run_user_query
+
+    return run_user_query(query, parameters).rows
+
+
+def wanted() -> dict[Path, str]:
+    """File -> what it must hold."""
+    with shipped_store():
+        page = with_block(PAGE.read_text(), "times", times())
+        page = with_block(page, "shares", shares())
+        return {PAGE: with_block(page, "gains", gains())}
+
+
+if __name__ == "__main__":
+    raise SystemExit(write_or_check(__doc__ or "", wanted()))
