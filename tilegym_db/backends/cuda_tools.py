@@ -140,12 +140,23 @@ def tilelang_environment(environ: Environment) -> EnvironmentChanges:
         changes["CUDA_HOME"] = str(nvcc.root)
         if environ.get("CUDA_HOME") == str(nvcc.root):
             del changes["CUDA_HOME"]
-    if nvcc.headers is not None:
-        includes = f"-I{nvcc.headers} -I{nvcc.headers / 'cccl'}"
-        flags = environ.get("NVCC_PREPEND_FLAGS", "")
-        if includes not in flags:
-            changes["NVCC_PREPEND_FLAGS"] = f"{includes} {flags}".strip()
+    needed = _flags_for(nvcc)
+    flags = environ.get("NVCC_PREPEND_FLAGS", "")
+    if needed not in flags:
+        changes["NVCC_PREPEND_FLAGS"] = f"{needed} {flags}".strip()
     return changes
+
+
+def _flags_for(nvcc: Nvcc) -> str:
+    """What an nvcc of the Python packages must be told: its headers' folder and that torch pins its CUDA headers.
+
+    tileiras needs the ptxas of its own release, which nvidia-cuda-nvcc brings; torch pins the headers of an earlier
+    minor release, which NVIDIA keeps compatible. The CCCL headers refuse any difference unless they are told.
+    """
+    if nvcc.source != "packages":
+        return ""
+    includes = "" if nvcc.headers is None else f"-I{nvcc.headers} -I{nvcc.headers / 'cccl'} "
+    return f"{includes}-DCCCL_DISABLE_CTK_COMPATIBILITY_CHECK"
 
 
 # -- cuTile ----------------------------------------------------------------------------------------------------------

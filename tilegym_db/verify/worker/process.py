@@ -88,9 +88,10 @@ class WorkerProcess:
         self._ending: Ending | None = None
         self._lock = threading.Lock()
         self._channel = RequestChannel()
-        begun_with = [compile_cache] if compile_cache is not None and compile_cache.is_dir() else []
         with self._channel.other as channel:
             self._supervisor = self._start_supervisor(environment or {}, channel.fileno(), compile_cache)
+            # Only now: the fork server has made the folder if it was missing, and removed it if it was spoilt.
+            begun_with = [compile_cache] if compile_cache is not None and compile_cache.is_dir() else []
             spec = self._spec(
                 Confinement(level) if isinstance(level, int) else level,
                 bounds or ResourceBounds.of_machine(),
