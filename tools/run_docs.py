@@ -12,7 +12,7 @@ What is run, in the order of the page, in an empty folder with an empty home, as
 
 ``...`` alone on a line stands for any lines. In a block marked ``measured`` (``console measured``) numbers and the widths of
 columns may differ. A page that begins with ``<!-- home: NAME -->`` starts with the home folder that
-``docs/NAME.md`` left.
+``docs/NAME.md`` left. ``<!-- columns: N -->`` anywhere in a page is the width of the terminal that it shows (100).
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ HOME_TEXT = "~/.local/share/tilegym-db"
 DATA = ("definitions", "solutions", "workloads", "traces", "schema")
 FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 TIMEOUT_S = 240
+COLUMNS = 100
+"""The width of the terminal that a page shows, unless it says another."""
 NOWHERE = (-1, -1)
 """The span of a step whose output the page does not show: it must print nothing."""
 
@@ -84,8 +86,8 @@ class Installation:
             script.chmod(0o755)
         return cls(folder)
 
-    def environment(self, home: Path) -> dict[str, str]:
-        """What a command sees: this installation first on the path, and a home folder of its own."""
+    def environment(self, home: Path, columns: int) -> dict[str, str]:
+        """What a command sees: this installation first on the path, a home folder of its own, a terminal of this width."""
         keep = {key: os.environ[key] for key in ("LANG", "LC_ALL", "TMPDIR") if key in os.environ}
         return {
             **keep,
@@ -94,7 +96,7 @@ class Installation:
             "HOME": str(home),
             "PYTHONUNBUFFERED": "1",
             "NO_COLOR": "1",
-            "COLUMNS": "100",
+            "COLUMNS": str(columns),
             "HF_HUB_OFFLINE": "1",
         }
 
@@ -138,7 +140,9 @@ def _console_steps(body: str, start: int, measured: bool) -> Iterator[Step]:
 class Runner:
     """Runs the steps of one page in a folder and a home of its own."""
 
-    def __init__(self, installation: Installation, place: Path, home: Path | None = None) -> None:
+    def __init__(
+        self, installation: Installation, place: Path, home: Path | None = None, columns: int = COLUMNS
+    ) -> None:
         """``place`` is made; ``home`` is copied, where the page starts with one."""
         self.folder, self.home = place / "work", place / "home"
         self.folder.mkdir(parents=True)
@@ -146,7 +150,7 @@ class Runner:
             self.home.mkdir()
         else:
             shutil.copytree(home, self.home)
-        self.environment = installation.environment(self.home)
+        self.environment = installation.environment(self.home, columns)
         self._site = str(installation.folder / "site")
 
     def run(self, steps: list[Step]) -> None:
@@ -255,8 +259,10 @@ class Pages:
                 before = ROOT / "docs" / f"{wanted[1]}.md"
                 self.run(before)
                 home = self._place / before.stem / "home"
+            width = re.search(r"<!-- columns: (\d+) -->", page)
             steps = steps_of(page)
-            Runner(self.installation, self._place / path.stem, home).run(steps)
+            columns = int(width[1]) if width else COLUMNS
+            Runner(self.installation, self._place / path.stem, home, columns).run(steps)
             self._done[path] = steps
         return self._done[path]
 

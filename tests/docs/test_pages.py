@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from run_docs import ROOT, Pages, Step, differs, normalised, rewritten, steps_of
 
-PAGES = ("docs/how-to/your-own-operator.md", "docs/python-api.md", "README.md")
+PAGES = ("docs/how-to/your-own-operator.md", "docs/how-to/interchange.md", "docs/python-api.md", "README.md")
 
 
 @pytest.fixture(scope="module")
