@@ -16,7 +16,7 @@ from tilegym_db.records.trace_set import DIGEST_DIGITS, POINT_COLUMNS, ROW_COLUM
 __all__ = ["encode_traces", "rounded"]
 
 _TABLES = (
-    "dtypes", "scalars", "layouts", "hosts", "runs", "solutions", "configs", "rivals", "setups", "facts", "clocks", "notes",
+    "dtypes", "scalars", "layouts", "hosts", "runs", "solutions", "configs", "alternatives", "setups", "facts", "clocks", "notes",
     "dropped", "launches",
 )  # fmt: skip
 _SHARED = ("gpu", "definition", "definition_version", "definition_digest", "op_type")
@@ -192,7 +192,7 @@ class _Encoder:
             solution=self._solution(trace),
             config=trace.get("config", {}),
             facts=facts,
-            rivals=[(item["with"], item.get("provides")) for item in comparisons],
+            alternatives=[(item["with"], item.get("provides")) for item in comparisons],
             clock=clock,
             kernels=audit.get("kernels", ()),
             notes=notes,
@@ -213,7 +213,7 @@ class _Encoder:
                 tables["solutions"].index(self._solution(trace)),
                 tables["configs"].index(trace.get("config", {})),
                 tables["facts"].index(facts),
-                [tables["rivals"].index([item["with"], item.get("provides")]) for item in comparisons],
+                [tables["alternatives"].index([item["with"], item.get("provides")]) for item in comparisons],
             ]
         )
 
@@ -232,7 +232,7 @@ class _Encoder:
         return found
 
     def _mirrors(self, trace: dict[str, Any], comparison: Mapping[str, Any]) -> bool:
-        """True where the rival's row says the same, the other way round."""
+        """True where the alternative's row says the same, the other way round."""
         key = self._point_key(trace), trace["run_id"]
         peer = self.peers.get((*key, comparison["with"]))
         triple = _triple(comparison)
