@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tilegym_db.store.queries.rows import parsed
+from tilegym_db.store.queries.json_columns import parsed
 from tilegym_db.store.statements import PUBLISHED_SANDBOX_LEVEL
 from tilegym_db.store.tuning import TuningStep
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tilegym_db.records.hardware import GPU_SLUGS, gpus_meant
-from tilegym_db.store.queries.rows import parsed
+from tilegym_db.store.queries.json_columns import parsed
 
 if TYPE_CHECKING:
     from tilegym_db.store.database import Store

@@ -8,7 +8,7 @@ from datetime import UTC
 from typing import TYPE_CHECKING, Any
 
 from tilegym_db.records import Trace
-from tilegym_db.store.queries.rows import parsed
+from tilegym_db.store.queries.json_columns import parsed
 
 if TYPE_CHECKING:
     from tilegym_db.store.database import Store
