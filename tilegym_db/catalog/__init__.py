@@ -25,6 +25,12 @@ __all__ = ["Broken", "Catalog", "SolutionFiles", "check_entry_point", "read_byte
 class Catalog(CatalogReader):
     """Every record under a list of roots, to read and to add to."""
 
+    @classmethod
+    def default(cls, *, warns: bool = True, trust_foreign: bool = False) -> Catalog:
+        """The shipped catalog and the user's overlay, where it exists."""
+        overlay = home() / "catalog"
+        return cls((shipped_root(), overlay) if overlay.is_dir() else (shipped_root(),), warns, trust_foreign)
+
     # -- the lock -----------------------------------------------------------------------------------------------------
 
     def lock_findings(self) -> list[str]:

@@ -13,7 +13,6 @@ from tilegym_db.catalog.solution_files import RECORD_NAME, SolutionFiles
 from tilegym_db.catalog.workload_files import read_workloads
 from tilegym_db.errors import NotFoundError, RecordError, did_you_mean
 from tilegym_db.files import read_bytes
-from tilegym_db.paths import home, shipped_root
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.backward import backward_problem
 from tilegym_db.records.signature import signature_problem
@@ -32,12 +31,6 @@ class CatalogReader:
     """Whether a record that is left out is named on stderr; what lists them itself turns it off."""
     trust_foreign: bool = False
     """Whether traces count that neither came with the package nor were measured by this installation (``--trust``)."""
-
-    @classmethod
-    def default(cls, *, warns: bool = True, trust_foreign: bool = False) -> Self:
-        """The shipped catalog and the user's overlay, where it exists."""
-        overlay = home() / "catalog"
-        return cls((shipped_root(), overlay) if overlay.is_dir() else (shipped_root(),), warns, trust_foreign)
 
     def reread(self, root: Path) -> Self:
         """The same roots and ``root`` as they are on disk now."""
