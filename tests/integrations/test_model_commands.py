@@ -18,6 +18,7 @@ from tilegym_db.bench.machine import select_machine
 from tilegym_db.cli import model_bench, sql, verify_model
 from tilegym_db.errors import HardwareError, ToolchainError, UsageError
 from tilegym_db.integrations.transformers.generation import Generation
+from tilegym_db.integrations.transformers.model_bench import ModelBenchOptions
 from tilegym_db.integrations.transformers.model_bench import model_bench as run_model_bench
 from tilegym_db.integrations.transformers.race import WARM_UP_ROUNDS, compare
 from tilegym_db.integrations.transformers.random_model import build_model, load_config
@@ -300,9 +301,8 @@ def test_compiled_ways_run_kernels_and_are_compared_with_what_is_compiled_too(
     }
     torch.compiler.reset()
     counters.clear()
-    run, handle = run_model_bench(
-        config, select_machine("cpu"), new=4, with_static_cache=True, with_compiled_prefill=True, **given
-    )
+    ways = ModelBenchOptions(new=4, with_static_cache=True, with_compiled_prefill=True, **given)
+    run, handle = run_model_bench(config, select_machine("cpu"), ways)
     assert list(run.ways) == ["stock_again", "stock_static_cache", "patched_static_cache"]
     patched = run.ways["patched_static_cache"]
     assert set(patched.against) == {"stock", "stock_static_cache"}
@@ -318,7 +318,8 @@ def test_compiled_ways_run_kernels_and_are_compared_with_what_is_compiled_too(
     assert f"{per_token.median:.3f}x" in printed
     assert run.ways["stock_static_cache"].kernels == {}
     assert all("--new 0" in run.absent[name] for name in ("stock_compiled", "patched_compiled"))
-    prefill, _ = run_model_bench(config, select_machine("cpu"), new=0, with_compiled_prefill=True, **given)
+    prefill_alone = ModelBenchOptions(new=0, with_compiled_prefill=True, **given)
+    prefill, _ = run_model_bench(config, select_machine("cpu"), prefill_alone)
     assert prefill.ways["patched_compiled"].kernels == {"rms_norm": 3, "swiglu": 1, "rope_neox": 1}
     assert prefill.ways["patched_compiled"].equal_tokens == 2
     assert not handle.report().failures
@@ -388,9 +389,8 @@ def test_a_library_that_cannot_be_had_says_why(
     source: str, reason: str, kernels: Catalog, config: Path, liger: Path
 ) -> None:
     (liger / "transformers.py").write_text(source)
-    run, _ = run_model_bench(
-        config, select_machine("cpu"), dtype="float32", prompt=4, new=2, rounds=1, layers=1, beside=["liger"]
-    )
+    options = ModelBenchOptions(dtype="float32", prompt=4, new=2, rounds=1, layers=1, beside=["liger"])
+    run, _ = run_model_bench(config, select_machine("cpu"), options)
     assert set(run.ways) == {"stock_again"}
     assert run.absent["liger"].startswith(reason)
 

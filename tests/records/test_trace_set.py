@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ def test_every_shipped_trace_is_valid_and_encodes_to_the_same_text(path: Path) -
     assert encode_traces(traces, parsed.provides) == path.read_text()
 
 
-# Whatever the columns were not made for stands beside them.
+# Whatever the columns were not made for stands beside them. Each is a change of a trace that passed; two of them on one trace
+# need not make a valid one.
 ODD: list[dict[str, Any]] = [
     {"trace_id": "by hand"},
     {"attempt": 3},
@@ -61,10 +63,19 @@ ODD: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+SOME = list(itertools.islice(shipped(), 48))
+CHANGES = st.lists(
+    st.tuples(st.integers(0, len(SOME) - 1), st.sampled_from(ODD)),
+    min_size=1,
+    max_size=6,
+    unique_by=lambda item: item[0],
+)
+
+
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 185), st.sampled_from(ODD)), min_size=1, max_size=6))
+@given(CHANGES)
 def test_no_trace_loses_anything_but_digits(changes: list[tuple[int, dict[str, Any]]]) -> None:
-    traces = shipped()
+    traces = list(SOME)
     for index, change in changes:
         changed = {key: value for key, value in (traces[index] | change).items() if value is not None}
         traces[index] = Trace.from_dict(changed).to_dict()

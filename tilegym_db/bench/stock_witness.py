@@ -9,18 +9,26 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from tilegym_db.bench.worker_handle import WorkerHandle
 from tilegym_db.verify.expected import Expected
-from tilegym_db.verify.verifier import Failure
-
-if TYPE_CHECKING:
-    from tilegym_db.bench.verification import Verification
+from tilegym_db.verify.verifier import Failure, Verdict
 
 __all__ = ["MOST_DROPPED", "StockWitness"]
 
 MOST_DROPPED = 0.25
 """Share of the cases that may be dropped so: a Solution that fails more is wrong, whatever stock code does."""
+
+
+class CaseVerifier(Protocol):
+    """What is asked of the verification of the stock code (:class:`tilegym_db.bench.verification.Verification`)."""
+
+    handle: WorkerHandle
+
+    def case_alone(self, expected: Expected) -> Verdict | Failure:
+        """Every gate on one case, and nothing else."""
+        ...
 
 
 @dataclass
@@ -31,8 +39,8 @@ class StockWitness:
         make: verification of the stock code, in a worker of its own; None where the catalog has none.
     """
 
-    make: Callable[[], Verification | None]
-    _stock: Verification | None = None
+    make: Callable[[], CaseVerifier | None]
+    _stock: CaseVerifier | None = None
     _asked: dict[str, bool] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from tilegym_db.catalog.reader import CatalogReader
 from tilegym_db.errors import RecordError
 from tilegym_db.files import read_bytes, write_atomically, writing
 from tilegym_db.records.parsing import parse_object
-
-if TYPE_CHECKING:
-    from tilegym_db.catalog import Catalog
 
 __all__ = ["findings", "read_lock", "update", "write_lock"]
 
@@ -46,7 +43,7 @@ def read_lock(root: Path) -> Locked:
     return content
 
 
-def findings(catalog: Catalog) -> list[str]:
+def findings(catalog: CatalogReader) -> list[str]:
     """What disagrees between the valid Definitions of a catalog and the locks of its roots."""
     found = []
     for root in catalog.roots:
@@ -72,7 +69,7 @@ def findings(catalog: Catalog) -> list[str]:
     return found
 
 
-def update(catalog: Catalog, root: Path) -> list[str]:
+def update(catalog: CatalogReader, root: Path) -> list[str]:
     """Add the versions that the lock of a root does not know yet, and return them as ``name version``."""
     with writing(root):
         locked = read_lock(root)

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tilegym_db.catalog.locked import read_lock, write_lock
+from tilegym_db.catalog.reader import CatalogReader
 from tilegym_db.catalog.solution_files import RECORD_NAME
 from tilegym_db.catalog.workload_files import WORKLOAD_BYTES
 from tilegym_db.errors import ConflictError, RecordError
 from tilegym_db.files import read_bytes, write_atomically, write_folder, writing
 from tilegym_db.records import Definition, Solution, Workload
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from tilegym_db.catalog import Catalog
-
 __all__ = ["add_definition", "add_solution", "add_workloads"]
 
 
-def add_definition(catalog: Catalog, record: Definition, root: Path) -> Path:
+def add_definition(catalog: CatalogReader, record: Definition, root: Path) -> Path:
     """Write a Definition and lock its version; see :meth:`Catalog.add_definition`."""
     _check_new_definition(catalog, record, root)  # before anything is made, the lock's file included
     with writing(root):
@@ -34,7 +29,7 @@ def add_definition(catalog: Catalog, record: Definition, root: Path) -> Path:
     return target
 
 
-def _check_new_definition(now: Catalog, record: Definition, root: Path) -> dict[str, dict[str, str]]:
+def _check_new_definition(now: CatalogReader, record: Definition, root: Path) -> dict[str, dict[str, str]]:
     """The lock of the root; :class:`ConflictError` where the Definition cannot be added."""
     locked = read_lock(root)
     known = locked.get(record.name, {}).get(record.version)
@@ -49,7 +44,7 @@ def _check_new_definition(now: Catalog, record: Definition, root: Path) -> dict[
     return locked
 
 
-def _check_successor(now: Catalog, record: Definition, path: Path, root: Path, *, is_locked: bool) -> None:
+def _check_successor(now: CatalogReader, record: Definition, path: Path, root: Path, *, is_locked: bool) -> None:
     """Raise :class:`ConflictError` unless a record may take the place of the one of its name."""
     if not path.is_relative_to(root):
         raise ConflictError(
@@ -77,7 +72,7 @@ def _check_successor(now: Catalog, record: Definition, path: Path, root: Path, *
         )
 
 
-def add_solution(catalog: Catalog, record: Solution, sources: Mapping[str, bytes], root: Path) -> Path:
+def add_solution(catalog: CatalogReader, record: Solution, sources: Mapping[str, bytes], root: Path) -> Path:
     """Write the folder of a Solution; see :meth:`Catalog.add_solution`."""
     _folder_for(catalog, record, root)  # before anything is made, the lock's file included
     with writing(root):
@@ -87,7 +82,7 @@ def add_solution(catalog: Catalog, record: Solution, sources: Mapping[str, bytes
     return folder
 
 
-def _folder_for(now: Catalog, record: Solution, root: Path) -> Path:
+def _folder_for(now: CatalogReader, record: Solution, root: Path) -> Path:
     """Where a new Solution goes; :class:`ConflictError` where something of its name is there."""
     definition = now.definition(record.definition)
     folder = root / "solutions" / definition.op_type / record.definition / record.name
@@ -105,7 +100,7 @@ def _folder_for(now: Catalog, record: Solution, root: Path) -> Path:
     return folder
 
 
-def add_workloads(catalog: Catalog, workloads: Iterable[Workload], root: Path) -> list[tuple[Path, Workload]]:
+def add_workloads(catalog: CatalogReader, workloads: Iterable[Workload], root: Path) -> list[tuple[Path, Workload]]:
     """Append Workloads to their files; see :meth:`Catalog.add_workloads`."""
     groups: dict[str, dict[str, Workload]] = {}
     for workload in workloads:

@@ -65,6 +65,10 @@ def command(
         print_json({"solution": record.name, "definition": record.definition, "path": str(folder), "scan_notes": noted})
     else:
         print_line(str(folder))
+    _note_next(record, noted)
+
+
+def _note_next(record: Solution, noted: int) -> None:
     after = f"tilegym-db bench {record.name}"
     first = "" if record.spec.language == "python" else f"tilegym-db compile {record.name}, then: "
     note(f"added solution '{record.name}' for {record.definition}. Next: {first}{after}")
@@ -125,10 +129,8 @@ def from_file(
     if file.suffix != ".py":
         raise UsageError(f"{file}: give a .py file that defines run(), or a folder with solution.json.")
     if definition is None or language is None:
-        missing = "--definition" if definition is None else "--language"
-        raise UsageError(
-            f"{file}: {missing} is needed for a single file. Try: tilegym-db add-solution {file} -d NAME -l triton"
-        )
+        missing = f"{'--definition' if definition is None else '--language'} is needed for a single file"
+        raise UsageError(f"{file}: {missing}. Try: tilegym-db add-solution {file} -d NAME -l triton")
     operator = catalog.definition(definition)
     language = normalise_language(language)
     assert language is not None

@@ -1,4 +1,4 @@
-"""The command line ``tilegym-db``: the table of commands, and the one place where an error leaves the process.
+"""The command line ``tilegym-db``, and the one place where an error leaves the process.
 
 This module imports next to nothing: Typer loads inside :func:`main`, and a command's module when that command is asked for.
 So help is quick, and an interrupt is quiet from the first moment on.
@@ -8,54 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tilegym_db.cli.commands import COMMANDS
+
 __all__ = ["COMMANDS", "app", "main"]
-
-COMMANDS: dict[str, dict[str, str]] = {
-    "Look": {
-        "list": "List definitions, or with --solutions or --workloads what belongs to them.",
-        "show": "Show a definition, a solution or one trace, whole.",
-        "best": "Print the fastest verified solution per operator, shape and GPU.",
-        "leaderboard": "Rank solutions per operator and GPU: shapes measured, shapes won, geometric means.",
-        "explain": "Say which solution the resolver picks for a call, and why not each of the others.",
-        "sql": "Run one read-only SQL statement over the database.",
-    },
-    "Author": {
-        "new": "Write a draft of a definition, a solution or workloads, with the next command.",
-        "add-definition": "Validate a definition, run its reference once on small inputs, and copy it into the catalog.",
-        "add-solution": "Validate a solution and copy it into the catalog in one step.",
-        "add-workload": "Validate workloads and append them to the catalog; all of them or none.",
-        "check": "Check records, the lock, references, self-tests and sources.",
-        "compile": "Compile every matching solution for a target, without a GPU.",
-    },
-    "Measure": {
-        "bench": "Build, verify and time solutions; every result becomes a trace in the database.",
-        "tune": "Find the fastest config of each solution per workload.",
-        "promote": "Verify for good what passed a screen; only that is ever served.",
-        "reproduce": "Verify one case of one solution and say what every gate found.",
-        "regress": "Time every solution that changed since a revision, old and new interleaved.",
-        "publish": "Write the traces and the resolver table of one GPU.",
-        "ingest": "Bring journals into the database.",
-    },
-    "Models": {
-        "verify-model": "Compare each kernel of a patch with stock code on a model's own calls.",
-        "model-bench": "Time a patched model against the same model as it is.",
-    },
-    "In and out": {
-        "import": "Read a foreign data set into a folder of its own, as it is; nothing of it is run.",
-        "export": "Write this database, or a data set that was imported, as files for other tools.",
-        "compare-foreign": "Run imported solutions in the sandbox and set our verdicts beside theirs.",
-    },
-    "This machine": {
-        "demo": "Show the whole of tilegym-db on this machine in a few minutes.",
-        "doctor": "Say what works here and how to fix what does not.",
-        "calibrate": "Measure the peaks of this GPU.",
-        "version": "Print the version of tilegym-db and of the packages it works with.",
-    },
-}
-"""Panel of the help -> command -> what it does, in the order in which the help shows them.
-
-A command ``new-thing`` is the function ``command`` (or the Typer app ``app``) of the module ``cli/new_thing.py``.
-"""
 
 
 def app(arguments: Sequence[str] | None = None) -> int:

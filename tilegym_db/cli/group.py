@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from tilegym_db.cli.app import COMMANDS
+from tilegym_db.cli.commands import COMMANDS
 
 __all__ = ["load_command", "root_command"]
 

@@ -13,6 +13,7 @@ from tilegym_db.cli.output import note, print_json, print_table, table_width
 
 if TYPE_CHECKING:
     from tilegym_db.integrations.transformers.claims import Claim
+    from tilegym_db.integrations.transformers.patch import Handle
     from tilegym_db.records.model_run import Estimate, ModelRun, ModelTiming
 
 GIB = 1 << 30
@@ -56,25 +57,19 @@ def command(
 
     refuse_absent_gpu(gpu)
     from tilegym_db.cli.model_progress import rounds_on_stderr
-    from tilegym_db.integrations.transformers.model_bench import model_bench
+    from tilegym_db.integrations.transformers.model_bench import ModelBenchOptions, model_bench
 
+    options = ModelBenchOptions(
+        dtype=dtype, batch=batch, prompt=prompt, new=new, rounds=rounds, layers=layers, verify=verify, profile=profile,
+        with_static_cache=static_cache, with_compiled_prefill=compile_prefill, beside=tuple(beside or ()),
+    )  # fmt: skip
     with rounds_on_stderr() as observer:
-        run, handle = model_bench(
-            config,
-            select_machine(gpu),
-            dtype=dtype,
-            batch=batch,
-            prompt=prompt,
-            new=new,
-            rounds=rounds,
-            layers=layers,
-            verify=verify,
-            with_static_cache=static_cache,
-            with_compiled_prefill=compile_prefill,
-            beside=beside or (),
-            profile=profile,
-            observer=observer,
-        )
+        run, handle = model_bench(config, select_machine(gpu), options, observer)
+    _report(run, handle, as_json=as_json, wide=wide)
+
+
+def _report(run: ModelRun, handle: Handle, *, as_json: bool, wide: bool) -> None:
+    """Store and print; exit 1 where a kernel raised or failed its proof."""
     path = _store(run)
     if as_json:
         print_json(run.model_dump(mode="json"))

@@ -141,12 +141,7 @@ def new_workload(
     )
     print_mapping(found)
     if not found.workloads:
-        missing = ", ".join(found.unmapped)
-        raise RecordError(
-            f"no workload was written: give what the config does not have with --axes or --scalar ({missing})."
-            if missing
-            else "no workload was written: the definition's constraints exclude every size."
-        )
+        raise RecordError(f"no workload was written: {_why_none(found)}.")
     if add:
         added = Catalog.default().add_workloads(found.workloads)
         note(f"added {len(added)} of {len(found.workloads)} workloads. Next: tilegym-db bench {definition}")
@@ -155,6 +150,12 @@ def new_workload(
     write_new_file(target, "".join(workload.to_json() + "\n" for workload in found.workloads))
     typer.echo(str(target))
     note(f"{len(found.workloads)} workloads. Next: tilegym-db add-workload {target}")
+
+
+def _why_none(found: MappedWorkloads) -> str:
+    missing = ", ".join(found.unmapped)
+    given = f"give what the config does not have with --axes or --scalar ({missing})"
+    return given if missing else "the definition's constraints exclude every size"
 
 
 def print_mapping(found: MappedWorkloads) -> None:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tilegym_db.cli.app import COMMANDS
+from tilegym_db.cli.commands import COMMANDS
 from tilegym_db.cli.group import EPILOG, load_command
 
 __all__ = ["FILE", "reference_text"]

@@ -20,17 +20,16 @@ from tilegym_db.records.definition_parts import (
     TensorSpec,
     Tolerance,
 )
-from tilegym_db.records.dtypes import DTYPE_BYTES, INTEGER_DTYPES, RECORD_DTYPES, DType
+from tilegym_db.records.dtypes import DTYPE_BYTES, RECORD_DTYPES, DType
 from tilegym_db.records.expressions import evaluate, evaluate_bool, evaluate_int, names_in
 from tilegym_db.records.fields import MAX_AXIS, Line, Prose, shown
 from tilegym_db.records.python_source import check_function
 from tilegym_db.records.serving import Serving, serving_problem
+from tilegym_db.records.tensor_rules import GRADIENT, check_backward, check_gathers, check_in_place
 
 __all__ = ["GRADIENT", "Definition"]
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
-GRADIENT = "grad_"
-"""How the gradient of a tensor is named in a backward Definition."""
 _VERSION = r"^(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)$"
 
 
@@ -89,9 +88,9 @@ class Definition(Record):
             )
         checks = (
             self._check_tensors,
-            self._check_in_place,
-            self._check_backward,
-            self._check_gathers,
+            lambda: check_in_place(self.in_place, self.inputs, self.outputs),
+            lambda: check_backward(self.name, self.backward_of, self.inputs, self.outputs, self.in_place),
+            lambda: check_gathers(self.gathers, self.inputs, self.outputs, self.dtypes),
             self._check_expressions,
             self._check_keys,
             self._check_reference,
@@ -118,42 +117,6 @@ class Definition(Record):
                     axes, _ = _names(entry, where)
                     for axis in sorted(axes - set(self.axes)):
                         raise ValueError(f"{where} uses undeclared axis '{axis}'")
-
-    def _check_in_place(self) -> None:
-        for source, target in self.in_place.items():
-            if source not in self.inputs or target not in self.outputs:
-                raise ValueError(f"in_place '{source}': '{target}' must map an input to an output")
-            one, two = self.inputs[source], self.outputs[target]
-            if one.shape != two.shape or one.dtype != two.dtype:
-                raise ValueError(f"in_place '{source}' and '{target}' differ in shape or dtype")
-
-    def _check_backward(self) -> None:
-        if self.backward_of is None:
-            return
-        if self.backward_of == self.name:
-            raise ValueError(f"backward_of names the definition itself, '{self.name}'")
-        if not any(name.startswith(GRADIENT) for name in self.inputs):
-            raise ValueError(f"backward_of needs an input '{GRADIENT}<output of {self.backward_of}>'")
-        for name in self.outputs:
-            if not name.startswith(GRADIENT):
-                raise ValueError(
-                    f"outputs.{name} of a backward must be named '{GRADIENT}<input of {self.backward_of}>'"
-                )
-        if self.in_place:
-            raise ValueError("a backward overwrites none of its inputs: others may read them after it")
-
-    def _check_gathers(self) -> None:
-        for output, source in self.gathers.items():
-            if output not in self.outputs:
-                raise ValueError(f"gathers '{output}': no such output")
-            indices, values = self.outputs[output], {**self.inputs, **self.outputs}.get(source)
-            choices = self.dtypes.get(indices.dtype, (indices.dtype,))
-            if not INTEGER_DTYPES.issuperset(choices):
-                raise ValueError(f"gathers '{output}': its dtype is {', '.join(choices)}, and indices are integers")
-            if values is None or source == output:
-                raise ValueError(f"gathers '{output}': '{source}' must be an input or another output")
-            if not indices.shape or not values.shape or indices.shape[:-1] != values.shape[:-1]:
-                raise ValueError(f"gathers '{output}': '{source}' must have its shape but for the last axis")
 
     def _check_expressions(self) -> None:
         named = [(f"constraints[{i}]", text) for i, text in enumerate(self.constraints)]

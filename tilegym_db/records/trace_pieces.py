@@ -38,7 +38,7 @@ class Pieces(NamedTuple):
     solution: Sequence[Any]
     config: Mapping[str, Any]
     facts: Mapping[str, Any]
-    rivals: Sequence[Sequence[Any]]
+    alternatives: Sequence[Sequence[Any]]
     clock: Sequence[Any]
     kernels: Sequence[str]
     notes: Sequence[str]
@@ -113,7 +113,7 @@ def assembled(header: Any, point: Point, pieces: Pieces) -> dict[str, Any]:
         "tier": facts["tier"],
         "attempt": facts.get("attempt"),
         "sandbox_level": facts.get("sandbox_level"),
-        "envelope": _envelope(pieces),
+        "envelope": _fuzz_cases(pieces),
         "status": facts["status"],
         "correctness": _correctness(pieces),
         "performance": _performance(point, pieces),
@@ -133,7 +133,7 @@ def spelled_time(time: datetime) -> str:
     return time.isoformat().replace("+00:00", "Z")
 
 
-def _envelope(pieces: Pieces) -> dict[str, Any] | None:
+def _fuzz_cases(pieces: Pieces) -> dict[str, Any] | None:
     cases, digest = pieces.row[13:15]
     if digest is None:
         return None
@@ -155,7 +155,7 @@ def _performance(point: Point, pieces: Pieces) -> dict[str, Any] | None:
     clock_mhz, samples = pieces.clock
     comparisons = [
         {"with": name, **_present(provides=provides), **_ratios(triple)}
-        for (name, provides), triple in zip(pieces.rivals, pieces.comparisons, strict=True)
+        for (name, provides), triple in zip(pieces.alternatives, pieces.comparisons, strict=True)
     ]
     return {
         "latency_us": latency / NANO,

@@ -7,7 +7,7 @@ traces there. Indices count from 0 and point into the header's tables; times are
 thousandths. What does not fit the columns stands in ``other`` of the row's facts as it was, so that every trace is kept.
 
 Nothing is lost but digits that no instrument shows: times are whole nanoseconds, errors keep three significant digits (as every
-report prints them), and the digest of an envelope its first eight.
+report prints them), and the digest of an `envelope` its first eight.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ ROW_COLUMNS: tuple[str, ...] = (
 )  # fmt: skip
 """``after_us`` is the time since the row before, or since the run's start for a point's first row; ``below_ns`` and ``above_ns``
 are how far the ends of the latency's interval lie from it. After the last named column come the comparisons with the setup's
-rivals: ratio, and how far its interval reaches below and above. One 0 stands for all three where the row has said them already
-of the same rival, or else where they are the inverse of what that rival's row of the same run and point says."""
-SETUP_COLUMNS = ("run", "solution", "config", "facts", "rivals")
+alternatives: ratio, and how far its interval reaches below and above. One 0 stands for all three where the row has said them
+already of the same alternative, or else where they are the inverse of what its row of the same run and point says."""
+SETUP_COLUMNS = ("run", "solution", "config", "facts", "alternatives")
 
 _DAMAGE = (ValueError, TypeError, LookupError, OverflowError)
 
@@ -82,14 +82,14 @@ class TraceSetHeader(Record):
     hosts: tuple[tuple[str, str, str, str, dict[str, str]], ...] = ()
     """Driver's name of the GPU, compile target, driver, CUDA, and versions of libraries."""
     runs: tuple[tuple[str, Int64, datetime, str | None, Literal["local", "foreign"]], ...] = ()
-    """Run id, host, time of its first trace here, seed of its envelopes, and whether whoever published it had measured it."""
+    """Run id, host, time of its first trace here, seed of its fuzz cases, and whether whoever published it had measured it."""
     solutions: tuple[tuple[str, str, str, str, str | None], ...] = ()
     """Name, digest, language, role, and what it provides."""
     configs: tuple[dict[str, Any], ...] = ()
-    rivals: tuple[tuple[str, str | None], ...] = ()
+    alternatives: tuple[tuple[str, str | None], ...] = ()
     """Name and what it stands for, of all that some trace is compared with."""
     setups: tuple[tuple[Int64, Int64, Int64, Int64, tuple[Int64, ...]], ...] = ()
-    """Run, Solution, config, facts, and rivals."""
+    """Run, Solution, config, facts, and alternatives."""
     facts: tuple[dict[str, Any], ...] = ()
     """Fields of a trace that few differ in, by name; ``notes`` and ``dropped`` are indices; ``other`` replaces whole fields."""
     clocks: tuple[tuple[Int64 | None, Int64 | None], ...] = ()
@@ -190,10 +190,10 @@ class TraceSet:
         found = []
         time = header.runs[header.setups[rows[0][0]][0]][2].astimezone(UTC)
         for row in rows:
-            run, solution, config, facts, rivals = header.setups[row[0]]
+            run, solution, config, facts, alternatives = header.setups[row[0]]
             time += timedelta(microseconds=row[1])
             said = header.facts[facts]
-            names = [header.rivals[index] for index in rivals]
+            names = [header.alternatives[index] for index in alternatives]
             launches = header.launches[row[12]] if row[12] is not None else ()
             found.append(
                 Pieces(
@@ -202,7 +202,7 @@ class TraceSet:
                     solution=header.solutions[solution],
                     config=header.configs[config],
                     facts=said,
-                    rivals=names,
+                    alternatives=names,
                     clock=header.clocks[row[6]],
                     kernels=[header.kernel_names[index] for index in launches],
                     notes=[header.notes[index] for index in said.get("notes", ())],
@@ -223,29 +223,29 @@ class TraceSet:
         return known
 
     def comparisons(self, row: list[Any], known: Mapping[tuple[str, str], list[Any]]) -> list[tuple[int, int, int]]:
-        """What a row says of each of its rivals: ratio, and its distances to both ends, in hundred thousandths."""
+        """What a row says of each of its alternatives: ratio, and its distances to both ends, in hundred thousandths."""
         return [self.comparison(row, place, known) for place in range(len(self.header.setups[row[0]][4]))]
 
     def comparison(
         self, row: list[Any], place: int, known: Mapping[tuple[str, str], list[Any]]
     ) -> tuple[int, int, int]:
-        """What a row says of one of its rivals, by its place among them; ``known`` is what :meth:`first_rows` gives."""
+        """What a row says of one of its alternatives, by its place among them; ``known`` is what :meth:`first_rows` gives."""
         stated = triples(row)
         if stated[place] is not None:
             return stated[place]  # type: ignore[return-value]
         run, index, *_ = self.header.setups[row[0]]
-        rivals = self._rivals(row)
-        earlier = (triple for triple, rival in zip(stated[:place], rivals, strict=False) if rival == rivals[place])
+        names = self._alternatives(row)
+        earlier = (triple for triple, name in zip(stated[:place], names, strict=False) if name == names[place])
         said = next((triple for triple in earlier if triple is not None), None)
-        return said or self._mirrored(known[self.header.runs[run][0], rivals[place]], self.header.solutions[index][0])
+        return said or self._mirrored(known[self.header.runs[run][0], names[place]], self.header.solutions[index][0])
 
-    def _rivals(self, row: list[Any]) -> list[str]:
-        return [self.header.rivals[index][0] for index in self.header.setups[row[0]][4]]
+    def _alternatives(self, row: list[Any]) -> list[str]:
+        return [self.header.alternatives[index][0] for index in self.header.setups[row[0]][4]]
 
     def _mirrored(self, row: list[Any], solution: str) -> tuple[int, int, int]:
         """The inverse of what another row says of a Solution."""
-        for triple, rival in zip(triples(row), self._rivals(row), strict=True):
-            if triple is not None and rival == solution:
+        for triple, name in zip(triples(row), self._alternatives(row), strict=True):
+            if triple is not None and name == solution:
                 return inverse(triple)
         raise ValueError(f"no row states the comparison with {solution}")
 

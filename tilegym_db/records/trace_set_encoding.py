@@ -6,45 +6,34 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
 
-from tilegym_db.records.trace_pieces import ERRORS, NANO, RATIO, Pieces, Point, assembled, inverse, spelled_time
-from tilegym_db.records.trace_set import DIGEST_DIGITS, POINT_COLUMNS, ROW_COLUMNS, SCHEMA_VERSION
+from tilegym_db.records.trace_figures import (
+    Triple,
+    compact,
+    difference,
+    host_of,
+    nanoseconds,
+    point_of,
+    rounded,
+    shortest_number,
+    time_of,
+    triple_of,
+)
+from tilegym_db.records.trace_pieces import ERRORS, RATIO, Pieces, Point, assembled, inverse, spelled_time
+from tilegym_db.records.trace_set import POINT_COLUMNS, ROW_COLUMNS, SCHEMA_VERSION
 
 __all__ = ["encode_traces", "rounded"]
 
 _TABLES = (
-    "dtypes", "scalars", "layouts", "hosts", "runs", "solutions", "configs", "rivals", "setups", "facts", "clocks", "notes",
+    "dtypes", "scalars", "layouts", "hosts", "runs", "solutions", "configs", "alternatives", "setups", "facts", "clocks", "notes",
     "dropped", "launches",
 )  # fmt: skip
 _SHARED = ("gpu", "definition", "definition_version", "definition_digest", "op_type")
-_TIMES = ("latency_us", "ci_low_us", "ci_high_us", "host_us", "wall_us", "profiled_us")
 # What many names of C++ kernels start with: return type, namespaces, and a wrapper's first template argument.
 _QUALIFIERS = re.compile(r"(?:void )?(?:\w+::)*(?:\w+<\d+, (?:\w+::)*)?")
-_Triple = tuple[int, int, int]
-
-
-def rounded(trace: Mapping[str, Any]) -> dict[str, Any]:
-    """A trace's fields (:meth:`Trace.to_dict`) with the digits that a trace set keeps."""
-    result = dict(trace)
-    correctness = result.get("correctness")
-    if correctness is not None:
-        errors = {name: float(f"{correctness[name]:.2e}") for name in ERRORS if correctness.get(name) is not None}
-        result["correctness"] = {**correctness, **errors}
-    if result.get("performance") is not None:
-        result["performance"] = {**result["performance"], **_whole_nanoseconds(result["performance"], _TIMES)}
-    if result.get("audit") is not None:
-        result["audit"] = {**result["audit"], **_whole_nanoseconds(result["audit"], _TIMES)}
-    if result.get("envelope") is not None:
-        result["envelope"] = {**result["envelope"], "digest": result["envelope"]["digest"][:DIGEST_DIGITS]}
-    return result
-
-
-def _whole_nanoseconds(part: Mapping[str, Any], names: Iterable[str]) -> dict[str, float]:
-    """Times of a microsecond or more; a shorter one would lose digits that count."""
-    return {name: round(part[name], 3) for name in names if (part.get(name) or 0) >= 1}
 
 
 def encode_traces(
@@ -106,7 +95,7 @@ class _Encoder:
         firsts: dict[str, int] = {}
         texts = []
         for number, (key, traces) in enumerate(points.items()):
-            place = _compact(json.loads(key)[:-1])
+            place = compact(json.loads(key)[:-1])
             texts.append(self._point_text(key, traces, firsts.get(place)))
             firsts.setdefault(place, number)
         head = {
@@ -119,23 +108,23 @@ class _Encoder:
             **{name: table.values for name, table in self.tables.items()},
             "kernels": self.kernels,
         }
-        return "\n".join([_compact(head), *texts]) + "\n"
+        return "\n".join([compact(head), *texts]) + "\n"
 
     def _point_text(self, key: str, traces: list[dict[str, Any]], same_as: int | None) -> str:
-        point = _point(traces[0])._replace(sol_us=_exact_sol_us(traces))
+        point = point_of(traces[0])._replace(sol_us=_exact_sol_us(traces))
         rows, before = [], self.runs[traces[0]["run_id"]].start
         for trace in traces:
-            after = round((_time(trace) - before) / timedelta(microseconds=1))
+            after = round((time_of(trace) - before) / timedelta(microseconds=1))
             rows.append(self._row(trace, point, after))
-            before = _time(trace)
+            before = time_of(trace)
         place = json.loads(key)[:-1] if same_as is None else [same_as, None, None, None, None]
-        return f"{_compact([*place, point.sol_us])[:-1]},[{','.join(rows)}]]"
+        return f"{compact([*place, point.sol_us])[:-1]},[{','.join(rows)}]]"
 
     def _point_key(self, trace: Mapping[str, Any]) -> str:
-        point = _point(trace)
+        point = point_of(trace)
         sizes = list(point.axes.values()) if tuple(point.axes) == self.axes else point.axes
         tables = [self.tables[name].index(trace.get(name, {})) for name in ("dtypes", "scalars", "layouts")]
-        return _compact([point.workload_uuid, sizes, *tables, point.sol_us])
+        return compact([point.workload_uuid, sizes, *tables, point.sol_us])
 
     def _row(self, trace: dict[str, Any], point: Point, after_us: int) -> str:
         performance, audit = trace.get("performance") or {}, trace.get("audit") or {}
@@ -145,18 +134,18 @@ class _Encoder:
         kernels = [self.kernel_index[name] for name in audit.get("kernels", ())]
         row = self._numbers(trace, after_us, clock, kernels)
         pieces = self._pieces(trace, clock, row)
-        other = _difference(assembled(self.shared, point, pieces), trace)
+        other = difference(assembled(self.shared, point, pieces), trace)
         facts = {**pieces.facts, **({"other": other} if other else {})}
         row[0] = self._setup(trace, facts, comparisons)
         for triple in stated:
             row += triple or [0]
-        return "[" + ",".join(_number(value) for value in row) + "]"
+        return "[" + ",".join(shortest_number(value) for value in row) + "]"
 
     def _numbers(self, trace: Mapping[str, Any], after_us: int, clock: list[Any], kernels: list[int]) -> list[Any]:
         performance, audit = trace.get("performance") or {}, trace.get("audit") or {}
         correctness, envelope = trace.get("correctness") or {}, trace.get("envelope") or {}
-        latency = _nano(performance.get("latency_us"))
-        low, high = _nano(performance.get("ci_low_us")), _nano(performance.get("ci_high_us"))
+        latency = nanoseconds(performance.get("latency_us"))
+        low, high = nanoseconds(performance.get("ci_low_us")), nanoseconds(performance.get("ci_high_us"))
         timed = latency is not None and low is not None and high is not None
         return [
             0,  # the setup, once it is known
@@ -164,11 +153,11 @@ class _Encoder:
             latency,
             latency - low if timed else None,  # type: ignore[operator]
             high - latency if timed else None,  # type: ignore[operator]
-            _nano(performance.get("host_us")),
+            nanoseconds(performance.get("host_us")),
             self.tables["clocks"].index(clock),
             *(correctness.get(name) for name in ERRORS),
-            _nano(audit.get("wall_us")),
-            _nano(audit.get("profiled_us")),
+            nanoseconds(audit.get("wall_us")),
+            nanoseconds(audit.get("profiled_us")),
             self.tables["launches"].index(kernels) if kernels else None,
             envelope.get("cases", correctness.get("cases")),
             envelope.get("digest"),
@@ -188,32 +177,32 @@ class _Encoder:
         run = self.runs[trace["run_id"]]
         return Pieces(
             run=[trace["run_id"], 0, run.start, run.seed],
-            host=_host(trace),
+            host=host_of(trace),
             solution=self._solution(trace),
             config=trace.get("config", {}),
             facts=facts,
-            rivals=[(item["with"], item.get("provides")) for item in comparisons],
+            alternatives=[(item["with"], item.get("provides")) for item in comparisons],
             clock=clock,
             kernels=audit.get("kernels", ()),
             notes=notes,
             dropped=dropped,
             row=row,
-            time=_time(trace),
-            comparisons=[_triple(item) for item in comparisons],
+            time=time_of(trace),
+            comparisons=[triple_of(item) for item in comparisons],
         )
 
     def _setup(self, trace: Mapping[str, Any], facts: dict[str, Any], comparisons: list[dict[str, Any]]) -> int:
         run_id, tables = trace["run_id"], self.tables
         run = self.runs[run_id]
         origin = "foreign" if run_id in self.foreign else "local"
-        host = tables["hosts"].index(_host(trace))
+        host = tables["hosts"].index(host_of(trace))
         return tables["setups"].index(
             [
                 tables["runs"].index([run_id, host, spelled_time(run.start), run.seed, origin]),
                 tables["solutions"].index(self._solution(trace)),
                 tables["configs"].index(trace.get("config", {})),
                 tables["facts"].index(facts),
-                [tables["rivals"].index([item["with"], item.get("provides")]) for item in comparisons],
+                [tables["alternatives"].index([item["with"], item.get("provides")]) for item in comparisons],
             ]
         )
 
@@ -221,26 +210,26 @@ class _Encoder:
         role, name = trace.get("role", "kernel"), trace["solution"]
         return [name, trace["solution_digest"], trace["language"], role, self.provides.get(name)]
 
-    def _all_stated(self, trace: dict[str, Any], comparisons: list[dict[str, Any]]) -> list[_Triple | None]:
-        said: dict[str, _Triple] = {}
-        found: list[_Triple | None] = []
+    def _all_stated(self, trace: dict[str, Any], comparisons: list[dict[str, Any]]) -> list[Triple | None]:
+        said: dict[str, Triple] = {}
+        found: list[Triple | None] = []
         for item in comparisons:
-            triple = _triple(item)
+            triple = triple_of(item)
             is_known = said.get(item["with"]) == triple or (item["with"] not in said and self._mirrors(trace, item))
             found.append(None if is_known else triple)
             said.setdefault(item["with"], triple)
         return found
 
     def _mirrors(self, trace: dict[str, Any], comparison: Mapping[str, Any]) -> bool:
-        """True where the rival's row says the same, the other way round."""
+        """True where the alternative's row says the same, the other way round."""
         key = self._point_key(trace), trace["run_id"]
         peer = self.peers.get((*key, comparison["with"]))
-        triple = _triple(comparison)
+        triple = triple_of(comparison)
         if peer is None or peer is trace or self.peers[*key, trace["solution"]] is not trace or triple[0] >= RATIO:
             return False
         for seen in (peer.get("performance") or {}).get("comparisons", []):
             if seen["with"] == trace["solution"]:  # the first such, as a reader finds it
-                return _triple(seen)[0] > RATIO and inverse(_triple(seen)) == triple
+                return triple_of(seen)[0] > RATIO and inverse(triple_of(seen)) == triple
         return False
 
 
@@ -274,7 +263,7 @@ def _exact_sol_us(traces: Iterable[Mapping[str, Any]]) -> float | None:
 def _runs(traces: Iterable[Mapping[str, Any]]) -> dict[str, _Run]:
     found: dict[str, _Run] = {}
     for trace in traces:
-        known, time = found.get(trace["run_id"]), _time(trace)
+        known, time = found.get(trace["run_id"]), time_of(trace)
         seed = (known.seed if known else None) or (trace.get("envelope") or {}).get("seed")
         found[trace["run_id"]] = _Run(min(known.start, time) if known else time, seed)
     return found
@@ -294,47 +283,3 @@ def _facts(trace: Mapping[str, Any]) -> dict[str, Any]:
         if trace.get(name) is not None:
             facts[name] = {key: value for key, value in trace[name].items() if key not in own}
     return facts
-
-
-def _difference(decoded: Mapping[str, Any], trace: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that the columns do not give back, as they are; null for one that is not there."""
-    keys = [*trace, *(key for key in decoded if key not in trace)]
-    return {key: trace.get(key) for key in keys if decoded.get(key) != trace.get(key)}
-
-
-def _point(trace: Mapping[str, Any]) -> Point:
-    dtypes, scalars, layouts = (trace.get(name, {}) for name in ("dtypes", "scalars", "layouts"))
-    sol_us = (trace.get("performance") or {}).get("sol_us")
-    return Point(trace["workload_uuid"], trace["axes"], dtypes, scalars, layouts, sol_us)
-
-
-def _host(trace: Mapping[str, Any]) -> list[Any]:
-    return [trace["gpu_name"], *(trace.get(key, "") for key in ("sm", "driver", "cuda")), trace.get("libs", {})]
-
-
-def _triple(comparison: Mapping[str, Any]) -> _Triple:
-    ratio, low, high = (round(comparison[key] * RATIO) for key in ("ratio", "ci_low", "ci_high"))
-    return ratio, ratio - low, high - ratio
-
-
-def _nano(microseconds: float | None) -> int | None:
-    return None if microseconds is None else round(microseconds * NANO)
-
-
-def _time(trace: Mapping[str, Any]) -> datetime:
-    return datetime.fromisoformat(trace["timestamp"]).astimezone(UTC)
-
-
-def _compact(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-
-
-def _number(value: Any) -> str:
-    """JSON, a float in the shortest of its spellings: 206e-5 for 0.00206."""
-    text = _compact(value)
-    if not isinstance(value, float) or value == 0:
-        return text
-    digits, _, exponent = f"{value!r}e0".lower().partition("e")
-    whole, _, fraction = digits.partition(".")
-    shifted = f"{int(whole + fraction)}e{int(exponent.partition('e')[0]) - len(fraction)}"
-    return min(text, shifted, key=len) if float(shifted) == value else text

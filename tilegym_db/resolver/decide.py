@@ -25,7 +25,7 @@ from tilegym_db.resolver.eligibility import (
     ranked,
     tied,
 )
-from tilegym_db.resolver.measured_points import Point, find_point, outside_scalars
+from tilegym_db.resolver.measured_points import MeasuredPoint, find_point, outside_scalars
 from tilegym_db.resolver.request import Request
 from tilegym_db.resolver.table import Candidate, ResolverTable
 
@@ -111,7 +111,9 @@ def decide(
     return judge(point, request, table, solutions)
 
 
-def judge(point: Point, request: Request, table: ResolverTable, solutions: Mapping[str, SolutionFiles]) -> Decision:
+def judge(
+    point: MeasuredPoint, request: Request, table: ResolverTable, solutions: Mapping[str, SolutionFiles]
+) -> Decision:
     """The decision by one measured point."""
     eligible, rejected = _sort_out(point, request, table, solutions)
     return _conclude(point, table, solutions, eligible, rejected, request.serving)
@@ -135,7 +137,7 @@ def not_in_compiled_code(decision: Decision) -> str | None:
 
 
 def judge_each_serving(
-    point: Point, request: Request, table: ResolverTable, solutions: Mapping[str, SolutionFiles]
+    point: MeasuredPoint, request: Request, table: ResolverTable, solutions: Mapping[str, SolutionFiles]
 ) -> dict[str | None, Decision]:
     """:func:`judge` for each that may be serving: under its name where it ties with the fastest; any other is as None."""
     eligible, rejected = _sort_out(point, request, table, solutions)
@@ -145,7 +147,7 @@ def judge_each_serving(
 
 
 def _sort_out(
-    point: Point, request: Request, table: ResolverTable, solutions: Mapping[str, SolutionFiles]
+    point: MeasuredPoint, request: Request, table: ResolverTable, solutions: Mapping[str, SolutionFiles]
 ) -> tuple[list[Candidate], list[Rejection]]:
     """The candidates of a point that may serve the request, and why each of the others may not."""
     eligible: list[Candidate] = []
@@ -168,7 +170,7 @@ def _sort_out(
 
 
 def _conclude(
-    point: Point,
+    point: MeasuredPoint,
     table: ResolverTable,
     solutions: Mapping[str, SolutionFiles],
     eligible: Sequence[Candidate],
@@ -188,7 +190,7 @@ def _conclude(
     return Decision(solutions[winner.solution], dict(winner.config), evidence, (*lost, *rejected))
 
 
-def _where(point: Point, table: ResolverTable) -> str:
+def _where(point: MeasuredPoint, table: ResolverTable) -> str:
     return f"{axes_key(dict(point.entry.axes))} on {table.gpu}"
 
 

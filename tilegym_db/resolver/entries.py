@@ -16,7 +16,7 @@ from tilegym_db.records.trace import new_trace_id
 from tilegym_db.records.trace_pieces import NANO, RATIO, Point
 from tilegym_db.records.trace_set import TraceSet, is_trace_set
 
-__all__ = ["Candidate", "DtypesKey", "Entry", "Measured", "dtypes_key", "entries_of", "scalar_hull"]
+__all__ = ["Candidate", "DtypesKey", "Entry", "MeasuredEntries", "dtypes_key", "entries_of", "scalar_hull"]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Entry:
 DtypesKey = tuple[tuple[str, str], ...]
 
 
-class Measured(NamedTuple):
+class MeasuredEntries(NamedTuple):
     """What was measured of a Definition: per dtype binding what gives the entries, and the range of each scalar."""
 
     by_dtypes: Mapping[DtypesKey, Callable[[], tuple[Entry, ...]]]
@@ -92,7 +92,7 @@ def dtypes_key(dtypes: Mapping[str, str]) -> DtypesKey:
     return tuple(sorted(dtypes.items()))
 
 
-def entries_of(content: bytes, path: Path, origin: str) -> Measured:
+def entries_of(content: bytes, path: Path, origin: str) -> MeasuredEntries:
     """The passes of a trace set, put together for a dtype binding once it is asked for; ``path`` is named in errors.
 
     Raises:
@@ -106,7 +106,7 @@ def entries_of(content: bytes, path: Path, origin: str) -> Measured:
         if any(_is_pass(parsed, row) for row in rows):
             grouped.setdefault(dtypes_key(point.dtypes), []).append((point, rows))
     by_dtypes = {key: partial(_entries, parsed, places, origin) for key, places in grouped.items()}
-    return Measured(by_dtypes, scalar_hull(point.scalars for places in grouped.values() for point, _ in places))
+    return MeasuredEntries(by_dtypes, scalar_hull(point.scalars for places in grouped.values() for point, _ in places))
 
 
 def scalar_hull(points: Iterable[Mapping[str, Scalar]]) -> dict[str, tuple[float, float]]:
@@ -170,12 +170,14 @@ def _candidate(
     parsed: TraceSet, point: Point, row: list[Any], known: dict[tuple[str, str], list[Any]], origin: str
 ) -> Candidate:
     header = parsed.header
-    run, solution, config_index, facts, rivals = header.setups[row[0]]
+    run, solution, config_index, facts, alternatives = header.setups[row[0]]
     name, digest, language, role, provides = header.solutions[solution]
     said, config = header.facts[facts], header.configs[config_index]
     latency, below, above, host = row[2:6]
     stock = [
-        parsed.comparison(row, place, known) for place, index in enumerate(rivals) if header.rivals[index][1] == "stock"
+        parsed.comparison(row, place, known)
+        for place, index in enumerate(alternatives)
+        if header.alternatives[index][1] == "stock"
     ]
     tier, attempt, timing = said["tier"], said.get("attempt", 0), said.get("performance", {})
     return Candidate(

@@ -23,7 +23,7 @@ from tilegym_db.resolver.decide import Decision, judge_each_serving
 from tilegym_db.resolver.entries import Entry
 from tilegym_db.resolver.measured_points import (
     CONTIGUOUS,
-    Point,
+    MeasuredPoint,
     equal_scalars,
     layouts_match,
     outside_scalars,
@@ -132,7 +132,7 @@ class PointIndex:
 
     def _judge(self, measured: _Measured, special: _Special) -> dict[str | None, Decision]:
         request = replace(measured.request, layouts=dict(special))
-        found = judge_each_serving(Point(measured.entry, exact=True), request, self._table, self._solutions)
+        found = judge_each_serving(MeasuredPoint(measured.entry, exact=True), request, self._table, self._solutions)
         measured.decisions[special] = found
         return found
 

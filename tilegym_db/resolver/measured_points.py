@@ -16,7 +16,7 @@ from tilegym_db.resolver.table import Entry, ResolverTable
 
 __all__ = [
     "CONTIGUOUS",
-    "Point",
+    "MeasuredPoint",
     "equal_scalars",
     "find_point",
     "layouts_match",
@@ -27,14 +27,14 @@ __all__ = [
 CONTIGUOUS = "contiguous"
 
 
-class Point(NamedTuple):
+class MeasuredPoint(NamedTuple):
     """A measured point, and whether it is the request's own."""
 
     entry: Entry
     exact: bool
 
 
-def find_point(request: Request, table: ResolverTable) -> Point | str:
+def find_point(request: Request, table: ResolverTable) -> MeasuredPoint | str:
     """The point to judge by, or why there is none."""
     definition = request.definition
     entries: Sequence[Entry] = table.believed_entries(definition, request.dtypes)
@@ -54,12 +54,12 @@ def find_point(request: Request, table: ResolverTable) -> Point | str:
     sizes = {name: request.axes[name] for name in definition.var_axes}  # const axes are the same everywhere
     exact = [entry for entry in entries if all(entry.axes[name] == size for name, size in sizes.items())]
     if exact:
-        return Point(max(exact, key=lambda entry: equal_scalars(entry, request.scalars)), exact=True)
+        return MeasuredPoint(max(exact, key=lambda entry: equal_scalars(entry, request.scalars)), exact=True)
     outside = _outside_range(sizes, entries)
     if outside:
         return outside
     nearest = min(entries, key=lambda entry: (entry.log_distance(sizes), axes_key(dict(entry.axes))))
-    return Point(nearest, exact=False)
+    return MeasuredPoint(nearest, exact=False)
 
 
 def selecting_scalars(definition: Definition) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from tilegym_db.catalog import SolutionFiles
 from tilegym_db.errors import UsageError
 from tilegym_db.records import Definition
 from tilegym_db.resolver.decide import judge
-from tilegym_db.resolver.measured_points import Point, find_point
+from tilegym_db.resolver.measured_points import MeasuredPoint, find_point
 from tilegym_db.resolver.request import make_request
 from tilegym_db.resolver.table import Entry, ResolverTable
 
@@ -97,7 +97,7 @@ def _at(
     if entry.definition_digest != definition.digest:
         why = find_point(request, table)
         return why if isinstance(why, str) else f"{definition.name} was measured under another meaning"
-    decision = judge(Point(entry, exact=True), request, table, solutions)
+    decision = judge(MeasuredPoint(entry, exact=True), request, table, solutions)
     if decision.solution is not None:
         return ""
     kernels = [

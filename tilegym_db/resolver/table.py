@@ -23,7 +23,15 @@ from tilegym_db.records import Definition
 from tilegym_db.records.hardware import gpus_meant
 from tilegym_db.records.peaks import GpuPeaks
 from tilegym_db.records.plausible import bounds_of, why_implausible
-from tilegym_db.resolver.entries import Candidate, DtypesKey, Entry, Measured, dtypes_key, entries_of, scalar_hull
+from tilegym_db.resolver.entries import (
+    Candidate,
+    DtypesKey,
+    Entry,
+    MeasuredEntries,
+    dtypes_key,
+    entries_of,
+    scalar_hull,
+)
 from tilegym_db.store.batches import trace_files
 from tilegym_db.store.peaks_files import PEAKS_NAME
 from tilegym_db.store.snapshot import LOCK_NAME, OLD_TABLE_NAME, Snapshot, open_snapshot
@@ -44,7 +52,7 @@ class ResolverTable:
         gpu: str,
         sm: str,
         published: str,
-        loaders: Mapping[str, Callable[[], Measured]],
+        loaders: Mapping[str, Callable[[], MeasuredEntries]],
         source: str,
         peaks: Callable[[], GpuPeaks | None] = lambda: None,
     ) -> None:
@@ -55,7 +63,7 @@ class ResolverTable:
         self.source = source
         self._loaders = dict(loaders)
         self._load_peaks = peaks
-        self._loaded: dict[str, Measured] = {}
+        self._loaded: dict[str, MeasuredEntries] = {}
         self._entries: dict[tuple[str, DtypesKey], tuple[Entry, ...]] = {}
         self.indexes: dict[Any, Any] = {}
         """Derived from the entries by :mod:`tilegym_db.resolver.index`; they live as long as the table."""
@@ -69,7 +77,7 @@ class ResolverTable:
         for raw in entries:
             grouped.setdefault(raw["definition"], []).append(raw)
 
-        def loader(raws: list[dict[str, Any]]) -> Callable[[], Measured]:
+        def loader(raws: list[dict[str, Any]]) -> Callable[[], MeasuredEntries]:
             return lambda: _old_entries([_old_entry(raw, source, origin) for raw in raws])
 
         return cls(gpu, sm, published, {name: loader(raws) for name, raws in grouped.items()}, source)
@@ -148,11 +156,11 @@ class ResolverTable:
             for dtypes in self.dtypes_of(definition):
                 yield from self.entries(definition, dtypes)
 
-    def _measured(self, definition: str) -> Measured:
+    def _measured(self, definition: str) -> MeasuredEntries:
         known = self._loaded.get(definition)
         if known is None:
             known = self._loaded[definition] = (
-                self._loaders[definition]() if definition in self._loaders else Measured({}, {})
+                self._loaders[definition]() if definition in self._loaders else MeasuredEntries({}, {})
             )
         return known
 
@@ -226,7 +234,7 @@ def _table_of_sets(snapshot: Snapshot) -> ResolverTable:
     names = snapshot.files or [path.relative_to(snapshot.folder).as_posix() for path in trace_files(snapshot.folder)]
     paths = [snapshot.folder / name for name in names if name.endswith(".jsonl") and not name.endswith(".tuning.jsonl")]
 
-    def loader(path: Path) -> Callable[[], Measured]:
+    def loader(path: Path) -> Callable[[], MeasuredEntries]:
         return lambda: entries_of(snapshot.read(path, "trace set"), path, snapshot.origin)
 
     def peaks() -> GpuPeaks | None:
@@ -255,12 +263,12 @@ def _old_table(text: bytes, path: Path, origin: str) -> ResolverTable:
         raise RecordError(f"{path}: not a resolver table: {error} is missing or wrong. {_WRITE_ANEW}") from None
 
 
-def _old_entries(entries: list[Entry]) -> Measured:
+def _old_entries(entries: list[Entry]) -> MeasuredEntries:
     grouped: dict[DtypesKey, list[Entry]] = {}
     for entry in entries:
         grouped.setdefault(dtypes_key(entry.dtypes), []).append(entry)
     by_dtypes = {key: partial(tuple, found) for key, found in grouped.items()}
-    return Measured(by_dtypes, scalar_hull(entry.scalars for entry in entries))
+    return MeasuredEntries(by_dtypes, scalar_hull(entry.scalars for entry in entries))
 
 
 def _old_entry(raw: dict[str, Any], source: str, origin: str) -> Entry:

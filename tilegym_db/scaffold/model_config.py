@@ -148,40 +148,43 @@ def workloads_from_config(
     """
     _check_known("axes", axes or {}, definition.axes)
     _check_known("scalars", scalars or {}, definition.inputs)
-    mapped: dict[str, str] = {}
-    unmapped: dict[str, str] = {}
-    sizes: dict[str, int] = {}
-    counting: list[str] = []
+    found: _Found = ({}, [], {}, {})
+    sizes, counting, mapped, unmapped = found
     for name in definition.var_axes:
         if axes and name in axes:
             sizes[name], mapped[name] = axes[name], "given"
         else:
-            _map_axis(definition, name, config, batch, (sizes, counting, mapped, unmapped))
+            _map_axis(definition, name, config, batch, found)
     values = _map_scalars(definition, config, scalars or {}, mapped, unmapped)
     if unmapped:
         return MappedWorkloads((), mapped, unmapped)
     dtypes = _dtypes(definition, config, mapped)
     cached = any(re.search(CACHE, definition.axes[name].description) for name in counting)
-    made, refused = [], []
+    made: list[Workload] = []
+    refused: list[str] = []
     for count in tokens if counting else (0,):
+        step = (f"stage:{'decode' if cached or count == 1 else 'prefill'}",) if counting else ()
         content = {
             "definition": definition.name,
             "axes": {name: sizes.get(name, count) for name in definition.var_axes},
             "dtypes": dtypes,
             "inputs": {name: {"type": "scalar", "value": value} for name, value in values.items()},
-            "tags": [
-                f"model:{model}",
-                *((f"stage:{'decode' if cached or count == 1 else 'prefill'}",) if counting else ()),
-            ],
+            "tags": [f"model:{model}", *step],
         }
-        workload = Workload.from_dict(content, f"{definition.name} from {model}")
-        try:
-            workload.check_against(definition)
-        except RecordError as error:
-            refused.append(str(error))
-            continue
-        made.append(workload)
+        _make(definition, content, f"{definition.name} from {model}", (made, refused))
     return MappedWorkloads(tuple(made), mapped, unmapped, tuple(refused))
+
+
+def _make(definition: Definition, content: dict[str, Any], where: str, found: tuple[list[Workload], list[str]]) -> None:
+    """Put one Workload, or why its Definition excludes it, into what was found."""
+    made, refused = found
+    workload = Workload.from_dict(content, where)
+    try:
+        workload.check_against(definition)
+    except RecordError as error:
+        refused.append(str(error))
+    else:
+        made.append(workload)
 
 
 def _check_known(option: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:

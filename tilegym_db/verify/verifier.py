@@ -6,20 +6,19 @@ Everything that decides lives here, in the harness: contents, poison, guard band
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
 from tilegym_db.records import Definition, Solution
 from tilegym_db.records.tolerance import limits_for
-from tilegym_db.records.trace import Correctness, Status
+from tilegym_db.records.trace import Status
 from tilegym_db.verify.comparison import check_outputs
 from tilegym_db.verify.expected import Expected
 from tilegym_db.verify.gates import OutputVerdict, relative_error
 from tilegym_db.verify.inputs import Case
+from tilegym_db.verify.outcome import Failure, Verdict, incorrect
 from tilegym_db.verify.worker.process import WorkerDied, WorkerProcess, WorkerTimeout
 from tilegym_db.verify.worker.shared_buffers import SharedBuffers, fill_with_garbage, tensor_view
 
@@ -39,56 +38,6 @@ _comparing = threading.Lock()
 SMALL_ELEMENTS = 1 << 22
 
 POISON_NAN = 0xFF  # every floating dtype reads all-ones bytes as NaN, every signed integer as -1
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a Solution did not pass: the status, the gate, the case, and a sentence for whoever wrote it."""
-
-    status: Status
-    reason: str
-    log: str = ""
-    gate: str | None = None
-    correctness: Correctness | None = None
-    case: Case | None = None
-    output: str | None = None
-    """Name of the output that failed, where one was compared; ``verdict`` says how."""
-    verdict: OutputVerdict | None = None
-    excused: bool = False
-    """True where stock code in the same dtype fails the same case."""
-
-
-@dataclass
-class Verdict:
-    """The worst figures over the cases that passed."""
-
-    rel_fro: float = 0.0
-    worst_row_rel: float = 0.0
-    max_abs: float = 0.0
-    matched_ratio: float = 1.0
-    cases: int = 0
-    deterministic: bool = True
-
-    def add(self, outputs: Mapping[str, OutputVerdict]) -> None:
-        """Take one passed case into account."""
-        self.cases += 1
-        for verdict in outputs.values():
-            self.rel_fro = max(self.rel_fro, verdict.rel_fro)
-            self.worst_row_rel = max(self.worst_row_rel, verdict.worst_row_rel)
-            self.max_abs = max(self.max_abs, verdict.max_abs)
-            self.matched_ratio = min(self.matched_ratio, verdict.matched_ratio)
-
-    def correctness(self, oracle_name: str = "fp64") -> Correctness:
-        """The figures as a Trace stores them."""
-        return Correctness(
-            rel_fro=_finite(self.rel_fro),
-            worst_row_rel=_finite(self.worst_row_rel),
-            max_abs=_finite(self.max_abs),
-            matched_ratio=self.matched_ratio,
-            deterministic=self.deterministic,
-            oracle=oracle_name,
-            cases=self.cases,
-        )
 
 
 def fill_slot(
@@ -160,7 +109,7 @@ def call_again(
             what = (
                 f"{name}: other bytes than before, after a call on other inputs of the same shape, at {expected.case}"
             )
-            return _incorrect("in turn", f"{what}; something is kept from call to call", expected.case)
+            return incorrect("in turn", f"{what}; something is kept from call to call", expected.case)
     return None
 
 
@@ -178,9 +127,9 @@ def _check_repeat(
         if not same_bytes(value, again[name]):
             what = f"{name}: two calls on the same inputs gave different bytes at {expected.case}"
             if number > 1:
-                return _incorrect("determinism", f"{what}; the sum's order varies, or a race", expected.case)
+                return incorrect("determinism", f"{what}; the sum's order varies, or a race", expected.case)
             hint = "an element is not written, memory is read before it is written, or the sum's order varies"
-            return _incorrect("poison", f"{what}; {hint}", expected.case)
+            return incorrect("poison", f"{what}; {hint}", expected.case)
     return None
 
 
@@ -201,7 +150,7 @@ def _check_spread(
         spread, allowed = relative_error(second[name], value), max(limits.tau / 10, expected.e_base[name])
         if spread > allowed:
             what = f"{name}: two calls on the same inputs lie {spread:.3g} apart, more than {allowed:.3g}"
-            return _incorrect("spread", f"{what} at {expected.case}", expected.case)
+            return incorrect("spread", f"{what} at {expected.case}", expected.case)
     return None
 
 
@@ -258,11 +207,11 @@ def _check_memory(
         if plan.offset <= position < plan.offset + plan.span:
             where = "its padding between rows" if plan in writable else "an input"
             what = f"wrote to {plan.name}, {where}, at byte {position - plan.offset} at {case}"
-            return _incorrect("memory", what, case)
+            return incorrect("memory", what, case)
     nearest = min(
         buffers.plan.tensors, key=lambda plan: min(abs(position - plan.offset), abs(position - plan.offset - plan.span))
     )
-    return _incorrect("memory", f"wrote outside the tensors, near {nearest.name}, at {case}", case)
+    return incorrect("memory", f"wrote outside the tensors, near {nearest.name}, at {case}", case)
 
 
 def read_outputs(buffers: SharedBuffers, index: int, definition: Definition) -> dict[str, torch.Tensor]:
@@ -296,36 +245,8 @@ def judge(
         )
     for name, verdict in verdicts.items():
         if verdict.gate is not None:
-            return _incorrect(verdict.gate, f"{verdict.reason} at {expected.case}", expected.case, name, verdicts)
+            return incorrect(verdict.gate, f"{verdict.reason} at {expected.case}", expected.case, name, verdicts)
     return verdicts
-
-
-def _incorrect(
-    gate: str,
-    reason: str,
-    case: Case,
-    output: str | None = None,
-    verdicts: Mapping[str, OutputVerdict] | None = None,
-) -> Failure:
-    worst = Verdict()
-    worst.add(verdicts or {})
-    if verdicts is None:
-        correctness = Correctness(gate=gate, cases=1)
-    else:
-        correctness = Correctness(
-            rel_fro=_finite(worst.rel_fro),
-            worst_row_rel=_finite(worst.worst_row_rel),
-            max_abs=_finite(worst.max_abs),
-            matched_ratio=worst.matched_ratio,
-            gate=gate,
-            cases=1,
-        )
-    verdict = verdicts[output] if verdicts and output else None
-    return Failure("INCORRECT_NUMERICAL", reason, "", gate, correctness, case, output, verdict)
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def same_bytes(one: torch.Tensor, two: torch.Tensor) -> bool:

@@ -8,12 +8,11 @@ FlashInfer-Bench does not read: ``export.json`` (where everything came from, and
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 from tilegym_db.catalog import Catalog, SolutionFiles
+from tilegym_db.integrations.interchange.export_files import Export
 from tilegym_db.integrations.interchange.specialise import Specialised, returned_outputs, specialised, why_not
 from tilegym_db.records import Config, Definition, Trace, Workload
 from tilegym_db.records.solution import config_id, spell_config
@@ -28,56 +27,6 @@ ADAPTER = "flashinfer_entry.py"
 _STATUS = {"REJECTED": "RUNTIME_ERROR"}
 _LANGUAGE = {"cutile": "python"}
 EXTRA_DEPENDENCIES = {"cutile": ["cuda-tile"]}
-
-
-@dataclass
-class Export:
-    """The files of a data set by path, and what could not be said, as (what, reason)."""
-
-    files: dict[str, bytes] = field(default_factory=dict)
-    blobs: dict[str, Any] = field(default_factory=dict)
-    """Path there -> file to copy."""
-    left_out: list[tuple[str, str]] = field(default_factory=list)
-    definitions: dict[str, dict[str, Any]] = field(default_factory=dict)
-    solutions: dict[str, dict[str, Any]] = field(default_factory=dict)
-    notes: dict[str, str] = field(default_factory=dict)
-    counts: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys(("definition", "solution", "workload", "trace"), 0)
-    )
-
-    def leave_out(self, what: str, reason: str) -> None:
-        """Remember why something is not there."""
-        self.left_out.append((what, reason))
-
-    def write_json(self, path: str, value: Any) -> None:
-        """One record as a file."""
-        self.files[path] = (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
-
-    def write_lines(self, path: str, values: Iterable[Any]) -> list[bytes]:
-        """Records as lines, which are returned."""
-        lines = [_compact(value) for value in values]
-        if lines:
-            self.files[path] = self.files.get(path, b"") + b"".join(line + b"\n" for line in lines)
-        return lines
-
-    def seal(self) -> None:
-        """Write what was left out, and where everything came from."""
-        self.write_json(
-            "tilegym_db/export.json",
-            {
-                "counts": self.counts,
-                "reference_latency_ms": "the time of the model's own code (stock), in the same rounds; 0 where there was none",
-                "max_relative_error": "the norm of a row's error over that row's norm, the worst row; NaN where it was not taken",
-                "definitions": self.definitions,
-                "solutions": self.solutions,
-                "notes": self.notes,
-                "left_out": [{"what": what, "reason": reason} for what, reason in self.left_out],
-            },
-        )
-
-
-def _compact(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 def build_export(catalog: Catalog, traces: Sequence[Trace], op_type: str | None = None) -> Export:

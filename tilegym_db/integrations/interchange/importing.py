@@ -97,17 +97,22 @@ def import_data_set(
         raise RecordError(
             f"{error.filename or path}: cannot be read: {error.strerror}. Nothing was imported."
         ) from None
-    if found.refused and (strict or not found.records):
-        some = "; ".join(str(refusal) for refusal in found.refused[:5])
-        what = "nothing in it can be imported" if not found.records else f"{len(found.refused)} refused, and --strict"
-        raise RecordError(f"{path}: {what}: {some}. Nothing was imported.")
-    if not found.records:
-        raise RecordError(f"{path}: no records of the dialect {chosen.name} are in it. Nothing was imported.")
+    _refuse(path, found, chosen.name, strict)
     if dry_run:
         return ImportReport(found, False)
     with import_lock(folder):
         changed = add_data_set(found, collection.sources, folder, replace=replace)
     return ImportReport(found, changed)
+
+
+def _refuse(path: Path, found: DataSet, dialect: str, strict: bool) -> None:
+    """Raise :class:`RecordError` where nothing came in, or, with ``strict``, not everything."""
+    if found.refused and (strict or not found.records):
+        some = "; ".join(str(refusal) for refusal in found.refused[:5])
+        what = "nothing in it can be imported" if not found.records else f"{len(found.refused)} refused, and --strict"
+        raise RecordError(f"{path}: {what}: {some}. Nothing was imported.")
+    if not found.records:
+        raise RecordError(f"{path}: no records of the dialect {dialect} are in it. Nothing was imported.")
 
 
 def default_name(path: Path) -> str:

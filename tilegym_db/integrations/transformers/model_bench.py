@@ -11,6 +11,7 @@ import contextlib
 import copy
 import hashlib
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -34,44 +35,59 @@ from tilegym_db.records.base import canonical_json
 from tilegym_db.records.model_run import Estimate, ModelRun, ModelTiming, Speedups, Way
 from tilegym_db.records.trace import new_run_id
 
-__all__ = ["model_bench"]
+__all__ = ["ModelBenchOptions", "model_bench"]
+
+
+@dataclass(frozen=True)
+class ModelBenchOptions:
+    """What to generate, and which ways of running the model take part beside stock and patched."""
+
+    dtype: str = "bfloat16"
+    """One of :data:`DTYPES`."""
+    batch: int = 1
+    """Sequences."""
+    prompt: int = 512
+    """Random tokens of each."""
+    new: int = 64
+    """Greedy tokens generated for each; 0 times the prefill alone, without ``generate``."""
+    rounds: int = 10
+    """Generations by each way that count."""
+    layers: int | None = None
+    """Keep only the first so many."""
+    verify: bool = False
+    """Prove the patch first; see :func:`~tilegym_db.integrations.transformers.patch.patch`."""
+    with_static_cache: bool = False
+    """Also both with a static cache and compiled decoding, as transformers compiles it."""
+    with_compiled_prefill: bool = False
+    """Also the forward of both under torch.compile, where ``new`` is 0."""
+    beside: Collection[str] = ()
+    """Also these libraries, names of :data:`~tilegym_db.integrations.transformers.peers.PEERS`."""
+    profile: bool = False
+    """Profile one more generation of the patched model, for the handle's report."""
+    backend: str = "inductor"
+    """Of torch.compile."""
+
+    def check(self) -> None:
+        """Raise :class:`UsageError` where a value is none that can be run."""
+        if self.dtype not in DTYPES:
+            raise UsageError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}.")
+        if min(self.batch, self.prompt, self.rounds) < 1 or self.new < 0:
+            given = f"{self.batch}, {self.prompt}, {self.rounds}, {self.new}"
+            raise UsageError(f"batch, prompt and rounds are at least 1 and new at least 0, not {given}.")
+        unknown = sorted(set(self.beside) - set(PEERS))
+        if unknown:
+            raise UsageError(f"beside must be one of {', '.join(PEERS)}, not {unknown[0]!r}.")
 
 
 def model_bench(
-    path: Path,
-    machine: Machine,
-    *,
-    dtype: str = "bfloat16",
-    batch: int = 1,
-    prompt: int = 512,
-    new: int = 64,
-    rounds: int = 10,
-    layers: int | None = None,
-    verify: bool = False,
-    with_static_cache: bool = False,
-    with_compiled_prefill: bool = False,
-    beside: Collection[str] = (),
-    profile: bool = False,
-    backend: str = "inductor",
-    observer: Observer | None = None,
+    path: Path, machine: Machine, options: ModelBenchOptions, observer: Observer | None = None
 ) -> tuple[ModelRun, Handle]:
     """Build a model from its config with random weights and time it, stock against patched.
 
     Args:
         path: config file, or folder with a ``config.json``.
         machine: what to run on.
-        dtype: one of :data:`DTYPES`.
-        batch: sequences.
-        prompt: random tokens of each.
-        new: greedy tokens generated for each; 0 times the prefill alone, without ``generate``.
-        rounds: generations by each way that count.
-        layers: keep only the first so many.
-        verify: prove the patch first; see :func:`~tilegym_db.integrations.transformers.patch.patch`.
-        with_static_cache: also both with a static cache and compiled decoding, as transformers compiles it.
-        with_compiled_prefill: also the forward of both under torch.compile, where ``new`` is 0.
-        beside: also these libraries, names of :data:`~tilegym_db.integrations.transformers.peers.PEERS`.
-        profile: profile one more generation of the patched model, for the handle's report.
-        backend: of torch.compile.
+        options: what to generate, and how.
         observer: told of every round.
 
     Returns:
@@ -80,57 +96,44 @@ def model_bench(
     Raises:
         UsageError: the config, the dtype, a library's name or a number is none that can be run.
     """
-    if dtype not in DTYPES:
-        raise UsageError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}.")
-    if min(batch, prompt, rounds) < 1 or new < 0:
-        raise UsageError(
-            f"batch, prompt and rounds are at least 1 and new at least 0, not {batch}, {prompt}, {rounds}, {new}."
-        )
-    unknown = sorted(set(beside) - set(PEERS))
-    if unknown:
-        raise UsageError(f"beside must be one of {', '.join(PEERS)}, not {unknown[0]!r}.")
-    config = load_config(path, layers)
-    check_run_fits(config, machine.device, dtype, batch, prompt, new)
-    stock = build_model(config, machine.device, dtype)
-    ids = random_prompt(stock, batch, prompt)
+    options.check()
+    config = load_config(path, options.layers)
+    check_run_fits(config, machine.device, options.dtype, options.batch, options.prompt, options.new)
+    stock = build_model(config, machine.device, options.dtype)
+    ids = random_prompt(stock, options.batch, options.prompt)
     twin = _twin_of(stock)
     with (
-        patched(twin, verify=verify, **({"inputs": ids} if verify else {})) as handle,
+        patched(twin, verify=options.verify, **({"inputs": ids} if options.verify else {})) as handle,
         timing_lock(machine.device),
         contextlib.ExitStack() as processes,
         ClockWatch(machine.device) as clocks,
     ):
-        jobs = [Job(peer, path, machine.device, dtype, batch, prompt, new, layers) for peer in dict.fromkeys(beside)]
-        peers = [processes.enter_context(Peer(job)) for job in jobs]
-        entries = Entries(stock, twin, handle, ids, new, backend)
+        peers = [processes.enter_context(Peer(job)) for job in _jobs(path, machine, options)]
+        entries = Entries(stock, twin, handle, ids, options.new, options.backend)
         entries.add_eager()
-        entries.add_static_cache(with_static_cache)
-        entries.add_compiled_prefill(with_compiled_prefill)
+        entries.add_static_cache(options.with_static_cache)
+        entries.add_compiled_prefill(options.with_compiled_prefill)
         entries.add_peers(peers)
-        race = compare(entries.ways, rounds, observer)
+        race = compare(entries.ways, options.rounds, observer)
         kernels = _kernels_of(handle, entries.ways["patched"])
-        gpu_time = handle.profile(entries.ways["patched"]) if profile else GpuTime()
+        gpu_time = handle.profile(entries.ways["patched"]) if options.profile else GpuTime()
         throttled = clocks.reading().throttled
     record = {
         "run_id": new_run_id(machine.gpu),
         "timestamp": datetime.now(UTC),
         "model": model_tag(path),
-        **_described(config, stock),
-        "dtype": dtype,
-        "batch": batch,
-        "prompt_tokens": prompt,
-        "new_tokens": new,
-        "rounds": rounds,
+        **_described(config, stock, options),
         **_described_machine(machine),
-        "throttled": throttled,
-        "proved": verify,
-        "kernels": kernels,
-        "gpu_shares": _gpu_shares(gpu_time),
-        "equal_tokens": _equal_tokens(race, "patched"),
+        **{"throttled": throttled, "kernels": kernels, "gpu_shares": _gpu_shares(gpu_time)},
         "absent": entries.absent | race.absent,
-        **_figures(race, entries, batch * new, served=bool(kernels)),
+        **_figures(race, entries, options.batch * options.new, served=bool(kernels)),
     }
     return ModelRun.from_dict(record, f"run of {type(stock).__name__}"), handle
+
+
+def _jobs(path: Path, machine: Machine, options: ModelBenchOptions) -> list[Job]:
+    what = (options.dtype, options.batch, options.prompt, options.new, options.layers)
+    return [Job(peer, path, machine.device, *what) for peer in dict.fromkeys(options.beside)]
 
 
 def _twin_of(model: Any) -> Any:
@@ -139,8 +142,14 @@ def _twin_of(model: Any) -> Any:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 
 
-def _described(config: Any, model: Any) -> dict[str, Any]:
+def _described(config: Any, model: Any, options: ModelBenchOptions) -> dict[str, Any]:
     return {
+        "dtype": options.dtype,
+        "batch": options.batch,
+        "prompt_tokens": options.prompt,
+        "new_tokens": options.new,
+        "rounds": options.rounds,
+        "proved": options.verify,
         "model_class": type(model).__name__,
         "config_digest": _digest(config),
         "layers": config.get_text_config().num_hidden_layers,
@@ -185,6 +194,7 @@ def _figures(race: Race, entries: Entries, tokens: int, *, served: bool) -> dict
             library=entries.libraries.get(name, ""),
         )
     return {
+        "equal_tokens": _equal_tokens(race, "patched"),
         "stock": timings["stock"].model_dump(),
         "patched": timings["patched"].model_dump(),
         **{f"{what}_speedup": value for what, value in speedups.model_dump().items()},

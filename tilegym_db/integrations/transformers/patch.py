@@ -66,16 +66,9 @@ def patch(
             or nothing is patched in a dry run).
     """
     handle = patch_what_fits(
-        model,
-        mode=mode,
-        ops=ops,
-        policy=policy,
-        dry_run=dry_run,
-        verify=verify,
-        inputs=inputs,
-        catalog=catalog,
-        trust=trust,
-    )
+        model, mode=mode, ops=ops, policy=policy, dry_run=dry_run, verify=verify, inputs=inputs,
+        catalog=catalog, trust=trust,
+    )  # fmt: skip
     if not handle.report().sites:
         raise UsageError(
             f"nothing in this {type(model).__name__} is a part that can be served ({', '.join(sorted(PARTS))}). "

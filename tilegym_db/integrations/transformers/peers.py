@@ -52,7 +52,7 @@ PEERS = {
 
 @dataclass(frozen=True)
 class Job:
-    """What a peer runs: the arguments of :func:`~tilegym_db.integrations.transformers.model_bench.model_bench`."""
+    """What a peer runs: a generation as :class:`~tilegym_db.integrations.transformers.model_bench.ModelBenchOptions` has it."""
 
     peer: str
     path: Path

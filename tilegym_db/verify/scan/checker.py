@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterable
 
+from tilegym_db.verify.scan.annotations import check_texts
 from tilegym_db.verify.scan.calls import check_call, check_environment_item
 from tilegym_db.verify.scan.context import Context
 from tilegym_db.verify.scan.scopes import Scope, ScopedVisitor
@@ -26,7 +27,6 @@ DANGEROUS_KEYS = {
     "compile_flags": "compiler-flags",
     "extern_libs": "native-extension",
 }
-NOT_EVALUATED = words("typing.Annotated typing.Literal typing_extensions.Annotated typing_extensions.Literal")
 TAKES_CLASSES = words("builtins.isinstance builtins.issubclass typing.cast typing.TypeVar typing.NewType")
 TENSOR_CLASS = re.compile(r"torch\.(\w*Tensor|(nn\.)?(parameter\.)?\w*Parameter)(\..*)?")
 
@@ -165,7 +165,7 @@ class Checker(ScopedVisitor):
         self.generic_visit(node)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:  # noqa: D102
-        self._check_texts(node.annotation)
+        check_texts(self.context, node.annotation, self._types_seen)
         if isinstance(node.target, ast.Name) and not self.scope.is_class:
             self.context.allow_module(node.value)
         self.generic_visit(node)
@@ -249,31 +249,7 @@ class Checker(ScopedVisitor):
         """A type is not used: nothing can read it back, for what could is refused. Unless it computes something."""
         if any(isinstance(part, ast.Call | ast.NamedExpr | ast.Lambda) for part in ast.walk(node)):
             self.visit(node)
-        self._check_texts(node)
-
-    def _check_texts(self, node: ast.expr) -> None:
-        """Refuse a text in an annotation that would do more than name a type, were somebody to evaluate it."""
-        if isinstance(node, ast.Subscript) and self.context.resolve(node.value) & NOT_EVALUATED:
-            parts = node.slice.elts[:1] if isinstance(node.slice, ast.Tuple) else []
-        else:
-            parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
-        for part in parts:
-            self._check_texts(part)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and not _names_a_type(node.value):
-            self.report.add(node, "dynamic-code", f"annotates with the text '{node.value[:40]}'")
-        if isinstance(node, ast.JoinedStr | ast.BinOp) and self._is_computed_text(node):
-            self.report.add(node, "dynamic-code", "annotates with a computed text")
-        for binding in self.context.names.bindings(node, self.scope) if node not in self._types_seen else ():
-            self._types_seen.add(node)
-            if isinstance(binding.value, ast.Constant | ast.Subscript | ast.JoinedStr | ast.BinOp | ast.Name):
-                self._check_texts(binding.value)
-
-    def _is_computed_text(self, node: ast.expr) -> bool:
-        """True for an f-string, and for a sum or the like of texts; sums of sizes stand in annotations of TileLang."""
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-            return False
-        parts = [part for part in ast.walk(node) if isinstance(part, ast.expr)]
-        return any(isinstance(part, ast.JoinedStr) or self.context.text(part) is not None for part in parts)
+        check_texts(self.context, node, self._types_seen)
 
     # -- definitions --------------------------------------------------------------------------------------------------
 
@@ -294,23 +270,3 @@ class Checker(ScopedVisitor):
             elif path == "builtins.type":
                 self.report.add(node, "object-hooks", f"defines {node.name} as a metaclass")
         super().visit_ClassDef(node)
-
-
-def _names_a_type(text: str) -> bool:
-    """Whether a text is no Python, or only names, their members and unions, whose names no HARD rule refuses."""
-    try:
-        tree = ast.parse(text.strip(), mode="eval")
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return True
-    plain = (
-        ast.Expression,
-        ast.Name,
-        ast.Attribute,
-        ast.Subscript,
-        ast.Tuple,
-        ast.List,
-        ast.BinOp,
-        ast.BitOr,
-        ast.Load,
-    )
-    return all(isinstance(part, (*plain, ast.Constant)) for part in ast.walk(tree)) and "__" not in text

@@ -151,8 +151,8 @@ def is_listed(path: str) -> bool:
     module = path
     while module and module not in MEMBERS:
         module = module.rpartition(".")[0]
-    member, *attributes = path[len(module) + 1 :].split(".")
-    if not module or (member and member not in MEMBERS[module] and not is_public_dunder(member)):
+    name, *attributes = path[len(module) + 1 :].split(".")
+    if not module or (name and name not in MEMBERS[module] and not is_public_dunder(name)):
         return False
     return all(name in VALUES or is_public_dunder(name) for name in attributes)
 

@@ -17,11 +17,10 @@ from collections.abc import Callable
 from typing import Any
 
 from tilegym_db.verify.worker import protocol
+from tilegym_db.verify.worker.answers import copy_returned, is_compile_error
 
 __all__ = ["Worker", "main"]
 
-# How the languages' own compile errors are told from errors while running: by the class names along the exception chain.
-COMPILE_ERROR_NAMES = ("Compil", "TileSyntax", "TileType", "TileValue", "TileUnsupported", "OutOfResources", "PTXAS")
 
 RECOMPILE_LIMIT = 64
 """Graphs that torch.compile may keep for one function. Its own limit of 8 is less than the shapes, strides, offsets and modes
@@ -211,25 +210,7 @@ class Worker:
         return lambda: entry(*arguments, **config)
 
     def _copy_returned(self, slot: dict[str, Any], returned: Any) -> dict[str, str] | None:
-        import torch
-
-        if not self.returns:
-            return None
-        values = returned if isinstance(returned, tuple | list) else (returned,)
-        if len(values) != len(self.outputs):
-            return {"kind": "shape", "what": f"{len(values)} values returned, {len(self.outputs)} expected"}
-        for name, value in zip(self.outputs, values, strict=True):
-            target = slot[name]
-            if type(value) is not torch.Tensor:
-                return {"kind": "shape", "what": f"{name} is a {type(value).__name__}, not a plain tensor"}
-            if value.shape != target.shape:
-                return {"kind": "shape", "what": f"{name} has shape {list(value.shape)}, expected {list(target.shape)}"}
-            if value.dtype != target.dtype:
-                return {"kind": "dtype", "what": f"{name} has dtype {value.dtype}, expected {target.dtype}"}
-            if value.device != target.device:
-                return {"kind": "shape", "what": f"{name} is on {value.device}, expected {target.device}"}
-            target.copy_(value)
-        return None
+        return copy_returned(returned, slot, self.outputs) if self.returns else None
 
     def _give_back_memory(self) -> None:
         if self.device != "cpu":
@@ -261,7 +242,7 @@ class Worker:
         try:
             return {"id": request["id"], "ok": True, **handlers[request["op"]](request)}
         except Exception as error:  # the boundary to untrusted code: recorded whole, judged by the harness
-            kind = "compile" if _is_compile_error(error) else "runtime"
+            kind = "compile" if is_compile_error(error) else "runtime"
             text = "".join(traceback.format_exception(error, limit=-8))
             return {"id": request["id"], "ok": False, "kind": kind, "error": text[-8000:]}
 
@@ -273,15 +254,6 @@ def _copied(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
-
-
-def _is_compile_error(error: BaseException) -> bool:
-    seen: BaseException | None = error
-    while seen is not None:
-        if any(part in type(seen).__name__ for part in COMPILE_ERROR_NAMES):
-            return True
-        seen = seen.__cause__ or seen.__context__
-    return False
 
 
 def _end_with(harness: int) -> None:

@@ -1,0 +1,239 @@
+"""Reads the records of a catalog: folders -> validated records, and what is broken among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Self, TypeVar
+
+from tilegym_db.catalog.broken import DEFINITION_BROKEN, Broken, name_once
+from tilegym_db.catalog.solution_files import RECORD_NAME, SolutionFiles
+from tilegym_db.catalog.workload_files import read_workloads
+from tilegym_db.errors import NotFoundError, RecordError, did_you_mean
+from tilegym_db.files import read_bytes
+from tilegym_db.records import Definition, Workload
+from tilegym_db.records.backward import backward_problem
+from tilegym_db.records.signature import signature_problem
+
+__all__ = ["CatalogReader"]
+
+T = TypeVar("T")
+
+
+@dataclass
+class CatalogReader:
+    """Every record under a list of roots, to read. Records are read on first use and kept; make a new one to see changes."""
+
+    roots: tuple[Path, ...]
+    warns: bool = True
+    """Whether a record that is left out is named on stderr; what lists them itself turns it off."""
+    trust_foreign: bool = False
+    """Whether traces count that neither came with the package nor were measured by this installation (``--trust``)."""
+
+    def reread(self, root: Path) -> Self:
+        """The same roots and ``root`` as they are on disk now."""
+        return type(self)(self.roots if root in self.roots else (*self.roots, root), self.warns, self.trust_foreign)
+
+    def trusting(self, foreign: bool = True) -> Self:
+        """The same records; with ``foreign``, foreign traces count too."""
+        same = not foreign or self.trust_foreign
+        return self if same else type(self)(self.roots, self.warns, trust_foreign=True)
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def definition_paths(self) -> dict[str, Path]:
+        """Name -> file of every Definition, read or not."""
+        return self._unique(
+            (path.stem, path.parent.name, path) for root in self.roots for path in _paths(root, "definitions/*/*.json")
+        )
+
+    @cached_property
+    def solution_paths(self) -> dict[str, Path]:
+        """Name -> ``solution.json`` of every folder of a Solution, whether it holds one or not."""
+        return self._unique(
+            (folder.name, folder.parent.name, folder / RECORD_NAME)
+            for root in self.roots
+            for folder in _paths(root, "solutions/*/*/*")
+            if folder.is_dir() and folder.name != "__pycache__"
+        )
+
+    def _unique(self, paths: Iterable[tuple[str, str, Path]]) -> dict[str, Path]:
+        found: dict[str, Path] = {}
+        for name, definition, path in paths:
+            if name in found:
+                reason = f"'{name}' exists twice: {found[name]} and {path}. Rename or remove one of them."
+                self._leave_out(Broken(path, "", definition, f"{path}: {reason}"))
+            else:
+                found[name] = path
+        return found
+
+    @cached_property
+    def definitions(self) -> dict[str, Definition]:
+        """Name -> Definition, sorted by name, of those that are valid."""
+        kept = ((name, self._kept(self.read_definition, path)) for name, path in sorted(self.definition_paths.items()))
+        return {name: record for name, record in kept if record is not None}
+
+    @cached_property
+    def solutions(self) -> dict[str, SolutionFiles]:
+        """Name -> Solution with its sources, sorted by name, of those that are valid."""
+        kept = ((name, self._kept(self.read_solution, path)) for name, path in sorted(self.solution_paths.items()))
+        return {name: files for name, files in kept if files is not None}
+
+    def definition(self, name: str) -> Definition:
+        """One Definition, without reading the others.
+
+        Raises:
+            NotFoundError: no such name; suggests the nearest.
+            RecordError: it is broken.
+        """
+        path = self.definition_paths.get(name)
+        if path is None:
+            hint = did_you_mean(name, self.definition_paths)
+            raise NotFoundError(f"no definition '{name}'.{hint} Try: tilegym-db list")
+        return self.read_definition(path)
+
+    def solution(self, name: str) -> SolutionFiles:
+        """One Solution, without reading the others; raises as :meth:`definition` does."""
+        path = self.solution_paths.get(name)
+        if path is None:
+            hint = did_you_mean(name, self.solution_paths)
+            raise NotFoundError(f"no solution '{name}'.{hint} Try: tilegym-db list --solutions")
+        return self.read_solution(path)
+
+    @cached_property
+    def _solution_paths_of(self) -> dict[str, list[Path]]:
+        """Definition -> its Solutions' records, by name."""
+        found: dict[str, list[Path]] = {}
+        for _, path in sorted(self.solution_paths.items()):
+            found.setdefault(path.parent.parent.name, []).append(path)
+        return found
+
+    def solutions_for(self, definition: str) -> list[SolutionFiles]:
+        """The valid Solutions of one Definition, by name."""
+        kept = (self._kept(self.read_solution, path) for path in self._solution_paths_of.get(definition, ()))
+        return [files for files in kept if files is not None]
+
+    def workloads_for(self, definition: str) -> list[Workload]:
+        """The valid Workloads of one Definition, in the order of their files; overlay after shipped.
+
+        Raises:
+            NotFoundError: no such Definition.
+            RecordError: it is broken.
+        """
+        record = self.definition(definition)
+        found: dict[str, Workload] = {}
+        for root in self.roots:
+            for path in _paths(root, f"workloads/*/{definition}.jsonl"):
+                for item in read_workloads(path, record):
+                    if isinstance(item, Broken):
+                        self._leave_out(item)
+                    else:
+                        found.setdefault(item.uuid, item)
+        return list(found.values())
+
+    def backwards_of(self, definition: str) -> list[Definition]:
+        """The Definitions that compute gradients of one, those of most gradients first. One that does not fit is left out."""
+        forward = self.definition(definition)
+        found = []
+        for record in self.definitions.values():
+            if record.backward_of == definition:
+                problem = backward_problem(forward, record)
+                if problem:
+                    path = self.definition_paths[record.name]
+                    reason = f"{path}: {record.name} cannot be the backward of {definition}: {problem}."
+                    self._leave_out(Broken(path, record.name, record.name, reason))
+                else:
+                    found.append(record)
+        return sorted(found, key=lambda record: -len(record.outputs))
+
+    def all_workloads(self) -> Iterator[Workload]:
+        """Every valid Workload of every valid Definition."""
+        for name in self.definitions:
+            yield from self.workloads_for(name)
+
+    def read_definition(self, path: Path) -> Definition:
+        """The Definition of a file of this catalog; :class:`RecordError` where it is broken."""
+        cached = self._cache.get(path)
+        if cached is None:
+            cached = Definition.from_json(read_bytes(path, "definition"), path)
+            if (cached.name, cached.op_type) != (path.stem, path.parent.name):
+                want = f"definitions/{cached.op_type}/{cached.name}.json"
+                raise RecordError(f"{path}: name and op_type do not match the path; this record belongs at {want}.")
+            self._cache[path] = cached
+        assert isinstance(cached, Definition)
+        return cached
+
+    def read_solution(self, path: Path) -> SolutionFiles:
+        """The Solution of a ``solution.json`` of this catalog; :class:`RecordError` where it is broken."""
+        cached = self._cache.get(path)
+        if cached is None:
+            cached = SolutionFiles.read(path.parent)
+            folder = path.parent
+            if (cached.record.name, cached.record.definition) != (folder.name, folder.parent.name):
+                want = f"solutions/<op_type>/{cached.record.definition}/{cached.record.name}/"
+                raise RecordError(f"{path}: name and definition do not match the path; this record belongs in {want}.")
+            try:
+                definition = self.definition(cached.record.definition)
+                cached.record.check_against(definition)
+            except NotFoundError as error:
+                raise RecordError(f"{path}: {error}") from None
+            except RecordError as error:
+                raise RecordError(f"{path}: {DEFINITION_BROKEN}: {error}") from None
+            except ValueError as error:
+                raise RecordError(f"{path}: {error}.") from None
+            problem = signature_problem(cached.record, cached.sources[cached.record.spec.entry_path], definition)
+            if problem is not None:
+                raise RecordError(f"{path}: entry_point {problem}.")
+            self._cache[path] = cached
+        assert isinstance(cached, SolutionFiles)
+        return cached
+
+    @cached_property
+    def _cache(self) -> dict[Path, Definition | SolutionFiles]:
+        return {}
+
+    # -- what is broken -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _broken(self) -> dict[str, Broken]:
+        return {}
+
+    def _kept(self, read: Callable[[Path], T], path: Path) -> T | None:
+        try:
+            return read(path)
+        except RecordError as error:
+            of_solution = path.name == RECORD_NAME
+            name = path.parent.name if of_solution else path.stem
+            definition = path.parent.parent.name if of_solution else path.stem
+            self._leave_out(Broken(path, name, definition, str(error)))
+            return None
+
+    def _leave_out(self, broken: Broken) -> None:
+        self._broken.setdefault(broken.reason, broken)
+        if self.warns:
+            name_once(broken)
+
+    def broken(self, names: tuple[str, ...] = ()) -> list[Broken]:
+        """Everything that cannot be read, or of it what concerns some names, after reading all there is."""
+        _ = self.definitions, self.solutions
+        for _ in self.all_workloads():
+            pass
+        return [item for item in self._broken.values() if item.concerns(names)]
+
+    def refuse_broken(self, name: str) -> None:
+        """Raise :class:`RecordError` with the reason where a record of this name exists and is broken."""
+        if name in self.definition_paths:
+            self.definition(name)
+        if name in self.solution_paths:
+            self.solution(name)
+
+
+def _paths(root: Path, pattern: str) -> list[Path]:
+    """What matches under a root, by name; hidden files are nobody's records."""
+    try:
+        return sorted(path for path in root.glob(pattern) if not path.name.startswith("."))
+    except OSError:  # a loop of links
+        return []

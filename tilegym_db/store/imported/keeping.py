@@ -1,0 +1,157 @@
+"""Adds data sets and removes them, one process at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from pathlib import Path
+
+from tilegym_db.errors import StoreError, UsageError
+from tilegym_db.files import write_atomically
+from tilegym_db.store.imported.manifests import MANIFEST_VERSION, imported_manifests, records_name, whole_records_file
+from tilegym_db.store.imported.objects import DataSet, StoredFile, StoredRecord, imported_folder, object_path
+from tilegym_db.store.lock import writer_lock
+
+__all__ = [
+    "add_data_set",
+    "forget_data_set",
+    "import_lock",
+]
+
+LOCK_TIMEOUT_S = 10.0
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
+
+_CHUNK = 1 << 20
+
+
+def import_lock(home: Path, timeout_s: float = LOCK_TIMEOUT_S) -> AbstractContextManager[None]:
+    """One process at a time adds or removes data sets.
+
+    Raises:
+        StoreError: another holds it for longer than ``timeout_s`` seconds, or the folder cannot be written.
+    """
+    return writer_lock(imported_folder(home) / "manifests", timeout_s)
+
+
+def add_data_set(found: DataSet, sources: Mapping[str, Path], home: Path, *, replace: bool = False) -> bool:
+    """Keep a data set; False where exactly this one is there already. The caller holds :func:`import_lock`.
+
+    Args:
+        found: what was read; every file's digest is that of the bytes that were checked.
+        sources: path in the data set -> the file to copy from.
+        home: the store's folder.
+        replace: take the place of another data set of the same origin.
+
+    Raises:
+        UsageError: the name cannot be one, or a data set of that origin has other content.
+        StoreError: a file changed since it was read, the disk is full, or the folder cannot be written.
+    """
+    if not _NAME.fullmatch(found.name):
+        raise UsageError(f"'{found.name}' cannot name a data set: lower-case letters, digits, '.', '_' and '-' can.")
+    manifest_path = imported_folder(home) / found.dialect / found.name / "manifest.json"
+    records_text = "".join(_line(found.origin, record) for record in found.records).encode()
+    records_path = manifest_path.with_name(records_name(records_text))
+    text = _manifest_text(found, records_path.name)
+    earlier = manifest_path.read_bytes() if manifest_path.exists() else text
+    if earlier != text and not replace:
+        raise UsageError(
+            f"{found.origin} was imported before with other content. Add --replace to put this in its place, "
+            "or --name to keep both."
+        )
+    whole = manifest_path.exists() and earlier == text and whole_records_file(manifest_path) == records_path
+    if whole and all(object_path(home, file.sha256).exists() for file in found.files):
+        return False
+    for file in found.files:
+        _keep(sources[file.path], file, home)
+    write_atomically(records_path, records_text)
+    write_atomically(manifest_path, text)
+    for stale in set(manifest_path.parent.glob("records-*.jsonl")) - {records_path}:
+        stale.unlink()
+    _drop(_named(earlier) - _held(home), home)
+    return True
+
+
+def _manifest_text(found: DataSet, records_file: str) -> bytes:
+    manifest = {
+        "version": MANIFEST_VERSION,
+        "dialect": found.dialect,
+        "name": found.name,
+        "records_file": records_file,
+        "files": [asdict(file) for file in found.files],
+        "refused": [asdict(refusal) for refusal in found.refused],
+    }
+    return (json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "surrogateescape")
+
+
+def forget_data_set(found: DataSet) -> int:
+    """Remove a data set, and the bytes that no other one holds. Returns how many files that were.
+
+    The caller holds :func:`import_lock`.
+    """
+    folder = imported_folder(found.home) / found.dialect / found.name
+    (folder / "manifest.json").unlink()
+    for path in (*folder.glob("records-*.jsonl"), *folder.glob("judgements.jsonl")):
+        path.unlink()
+    folder.rmdir()
+    return _drop({file.sha256 for file in found.files} - _held(found.home), found.home)
+
+
+def _held(home: Path) -> set[str]:
+    """The digests that data sets name. Where one of them cannot be read nobody knows, and all bytes stay."""
+    manifests = [path.read_bytes() for path in imported_manifests(home)]
+    if any(not _named(manifest) for manifest in manifests):
+        return {path.name for path in (imported_folder(home) / "objects").glob("*/*")}
+    return {sha256 for manifest in manifests for sha256 in _named(manifest)}
+
+
+def _named(manifest: bytes) -> set[str]:
+    """The digests that a manifest names; none where it cannot be read."""
+    try:
+        return {file["sha256"] for file in json.loads(manifest)["files"]}
+    except (ValueError, KeyError, TypeError):
+        return set()
+
+
+def _drop(digests: set[str], home: Path) -> int:
+    for sha256 in digests:
+        object_path(home, sha256).unlink(missing_ok=True)
+    return len(digests)
+
+
+def _line(origin: str, record: StoredRecord) -> str:
+    # NaN and Infinity are spelled as text, which is how FlashInfer-Bench writes them: JSON has no word for either.
+    return json.dumps({"origin": origin, **asdict(record)}, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _keep(source: Path, file: StoredFile, home: Path) -> None:
+    """Copy a file to its place by content, checking on the way that it still is what was read."""
+    target = object_path(home, file.sha256)
+    if target.exists():
+        return
+    temporary: str | None = None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=".new-")
+        digest = hashlib.sha256()
+        with os.fdopen(descriptor, "wb") as out, source.open("rb") as content:
+            while chunk := content.read(_CHUNK):
+                digest.update(chunk)
+                out.write(chunk)
+            out.flush()
+            os.fsync(out.fileno())
+        if digest.hexdigest() != file.sha256:
+            raise StoreError(f"{source} changed while it was imported. Nothing was added; run the command again.")
+        os.chmod(temporary, 0o444)
+        os.replace(temporary, target)
+    except OSError as error:
+        raise StoreError(f"cannot keep {source}: {error.strerror or error}. Nothing was added.") from None
+    finally:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)

@@ -1,0 +1,55 @@
+"""The questions that the package asks of the store: one named text and one function each, with bound parameters.
+
+Each module holds those of one subject. They ask about the views of ``views.sql``; the SQL that makes and fills the tables is in
+``statements``.
+"""
+
+from __future__ import annotations
+
+from tilegym_db.store.queries.measured import (
+    Promotable,
+    done_keys,
+    failed_screen,
+    likely_fastest_of,
+    promotable,
+    read_peaks,
+    solutions_of_run,
+    tuned_configs,
+)
+from tilegym_db.store.queries.publishing import (
+    kept_back,
+    provided,
+    publishable_rows,
+    publishable_steps,
+    revoking_rows,
+    verified_rows,
+)
+from tilegym_db.store.queries.ranking import best_rows, count_unverified, leaderboard_rows, measured_gpus, traced_gpus
+from tilegym_db.store.queries.traces import count_traces, definition_by_digest, find_traces, read_traces, traces_of
+
+__all__ = [
+    "Promotable",
+    "best_rows",
+    "count_traces",
+    "count_unverified",
+    "definition_by_digest",
+    "done_keys",
+    "failed_screen",
+    "find_traces",
+    "kept_back",
+    "leaderboard_rows",
+    "likely_fastest_of",
+    "measured_gpus",
+    "promotable",
+    "provided",
+    "publishable_rows",
+    "publishable_steps",
+    "read_peaks",
+    "read_traces",
+    "revoking_rows",
+    "solutions_of_run",
+    "traced_gpus",
+    "traces_of",
+    "tuned_configs",
+    "verified_rows",
+]

@@ -1,0 +1,165 @@
+"""What was measured, as whoever plans a run asks: verdicts, configs, the likely fastest, peaks."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tilegym_db.records import Config
+from tilegym_db.records.peaks import GpuPeaks
+from tilegym_db.records.solution import config_id
+
+if TYPE_CHECKING:
+    from tilegym_db.store.database import Store
+
+__all__ = [
+    "Promotable",
+    "done_keys",
+    "failed_screen",
+    "likely_fastest_of",
+    "promotable",
+    "read_peaks",
+    "solutions_of_run",
+    "tuned_configs",
+]
+
+LIKELY_FASTEST_US, LIKELY_FASTEST_MARGIN = 2.0, 0.02
+"""How far from the fastest a verified Solution may be the fastest on another host (``docs/decisions/0021-current-best.md``)."""
+
+DONE = """
+    SELECT solution_digest, definition_digest, workload_uuid, any_value(config) AS config FROM trace_records
+    WHERE gpu = $gpu AND ($tier IS NULL OR tier = $tier) AND is_counted(origin, trusted)
+    GROUP BY solution_digest, definition_digest, workload_uuid, config_key
+"""
+
+FAILED_SCREEN = """
+    SELECT
+        solution_digest, definition_digest, workload_uuid, any_value(config) AS config,
+        arg_max(status, timestamp) AS status
+    FROM trace_records WHERE gpu = $gpu AND tier = 'screen' AND is_counted(origin, trusted)
+    GROUP BY solution_digest, definition_digest, workload_uuid, config_key HAVING arg_max(status, timestamp) <> 'PASSED'
+"""
+
+PROMOTABLE = """
+    SELECT solution, solution_digest, definition_digest, workload_uuid, config FROM promotable WHERE gpu = $gpu
+    ORDER BY definition, solution, workload_uuid, config_key
+"""
+
+# The config beside the default one that is measured from now on: of those whose newest verdict is a pass which no later
+# failure took back, the one that was found last. A search writes no trace for a config that it did not choose; a verdict
+# that only repeats an earlier one, of one of the likely fastest, say, finds nothing.
+TUNED = """
+    SELECT solution_digest, definition_digest, workload_uuid, arg_max(config, row(found_at, config_key)) AS config
+    FROM (
+        SELECT
+            solution_digest, definition_digest, gpu, workload_uuid, config_key, any_value(config) AS config,
+            min(timestamp) AS found_at, max(timestamp) AS judged_at
+        FROM trace_records WHERE gpu = $gpu AND tier IN ('screen', 'promotion') AND json(config) <> '{}'
+            AND is_counted(origin, trusted)
+        GROUP BY solution_digest, definition_digest, gpu, workload_uuid, config_key
+        HAVING arg_max(status, row(timestamp, trace_id)) = 'PASSED') t
+    ANTI JOIN revocations r ON r.definition_digest = t.definition_digest AND r.solution_digest = t.solution_digest
+        AND r.gpu = t.gpu AND r.revoked_at >= t.judged_at
+        AND coalesce(r.config_key, t.config_key) = t.config_key
+        AND coalesce(r.workload_uuid, t.workload_uuid) = t.workload_uuid
+    GROUP BY solution_digest, definition_digest, workload_uuid
+"""
+
+LIKELY_FASTEST = """
+    SELECT b.definition_digest, b.workload_uuid, p.solution, p.config
+    FROM best b
+    JOIN best_per_solution p ON p.definition = b.definition AND p.gpu = b.gpu AND p.dtypes_key = b.dtypes_key
+        AND p.axes_key = b.axes_key AND p.scalars_key = b.scalars_key AND p.layouts_key = b.layouts_key
+        AND p.latency_us <= greatest(b.latency_us + $margin_us, b.latency_us * (1 + $margin))
+    WHERE b.gpu = $gpu AND p.gpu = $gpu
+    ORDER BY b.definition_digest, b.workload_uuid, p.latency_us, p.trace_id
+"""
+
+PEAKS = """
+    SELECT record FROM peak_records
+    WHERE gpu = $gpu AND ($gpu_name IS NULL OR gpu_name = $gpu_name) AND ($driver IS NULL OR driver = $driver)
+        AND (is_own OR NOT $own)
+    ORDER BY is_own DESC, timestamp DESC, record::VARCHAR LIMIT 1
+"""
+
+SOLUTIONS_OF_RUN = """
+    SELECT DISTINCT solution, solution_digest FROM traces WHERE run_id = $run_id AND tier <> 'interpreter'
+    ORDER BY solution, solution_digest
+"""
+
+
+def done_keys(store: Store, gpu: str, tier: str | None = None) -> set[tuple[str, str, str, str]]:
+    """What was measured on a GPU, whatever the verdict: solution digest, definition digest, workload uuid, config id.
+
+    ``tier`` None means any tier.
+    """
+    return {(*_pair(row), _config_id(row)) for row in store.rows(DONE, {"gpu": gpu, "tier": tier})}
+
+
+def failed_screen(store: Store, gpu: str) -> dict[tuple[str, str, str, str], str]:
+    """What did not pass the newest screen on a GPU, keyed as :func:`done_keys` -> status."""
+    return {(*_pair(row), _config_id(row)): row["status"] for row in store.rows(FAILED_SCREEN, {"gpu": gpu})}
+
+
+def tuned_configs(store: Store, gpu: str) -> dict[tuple[str, str, str], Config]:
+    """What ``tune`` found on a GPU and still stands: (solution digest, definition digest, workload uuid) -> config.
+
+    A pair without one runs under its source's own defaults only.
+    """
+    return {_pair(row): json.loads(row["config"]) for row in store.rows(TUNED, {"gpu": gpu})}
+
+
+def likely_fastest_of(store: Store, gpu: str) -> dict[tuple[str, str], list[tuple[str, Config]]]:
+    """Who may be the fastest on a GPU: (definition digest, workload uuid) -> verified Solutions and configs, the fastest first.
+
+    Times of different runs may differ by what lies between two hosts of one kind (``LIKELY_FASTEST_US`` and
+    ``LIKELY_FASTEST_MARGIN``).
+    """
+    found: dict[tuple[str, str], list[tuple[str, Config]]] = {}
+    margins = {"margin_us": LIKELY_FASTEST_US, "margin": LIKELY_FASTEST_MARGIN}
+    for row in store.rows(LIKELY_FASTEST, {"gpu": gpu, **margins}):
+        pair = row["solution"], json.loads(row["config"])
+        found.setdefault((row["definition_digest"], row["workload_uuid"]), []).append(pair)
+    return found
+
+
+def _pair(row: dict[str, Any]) -> tuple[str, str, str]:
+    return row["solution_digest"], row["definition_digest"], row["workload_uuid"]
+
+
+def _config_id(row: dict[str, Any]) -> str:
+    return config_id(json.loads(row["config"]))
+
+
+class Promotable(NamedTuple):
+    """A pair whose newest screen passed, under the config it passed with."""
+
+    solution: str
+    solution_digest: str
+    definition_digest: str
+    workload_uuid: str
+    config: Config
+
+
+def promotable(store: Store, gpu: str) -> list[Promotable]:
+    """What a promotion may be tried on: pairs that passed their newest screen, have no promotion verdict since, and are not
+    verified already."""
+    rows = store.rows(PROMOTABLE, {"gpu": gpu})
+    return [Promotable(**{**row, "config": json.loads(row["config"])}) for row in rows]
+
+
+def read_peaks(
+    store: Store, gpu: str, *, gpu_name: str | None = None, driver: str | None = None, own: bool = False
+) -> GpuPeaks | None:
+    """The peaks of a GPU slug: the newest that were measured on this machine, else those that were published, or None.
+
+    ``gpu_name`` and ``driver`` ask for a device that the driver calls so, and a version of it; ``own`` leaves out what was
+    published.
+    """
+    rows = store.rows(PEAKS, {"gpu": gpu, "gpu_name": gpu_name, "driver": driver, "own": own})
+    return GpuPeaks.from_json(rows[0]["record"], f"{store.path}: peaks of {gpu}") if rows else None
+
+
+def solutions_of_run(store: Store, run_id: str) -> dict[str, str]:
+    """What a run tried on its device: solution -> digest; empty where the store has no such run."""
+    return {row["solution"]: row["solution_digest"] for row in store.rows(SOLUTIONS_OF_RUN, {"run_id": run_id})}

@@ -1,0 +1,114 @@
+"""What may leave this machine, and what is kept back or taken back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tilegym_db.store.queries.json_columns import parsed
+from tilegym_db.store.statements import PUBLISHED_SANDBOX_LEVEL
+from tilegym_db.store.tuning import TuningStep
+
+if TYPE_CHECKING:
+    from tilegym_db.store.database import Store
+
+__all__ = ["kept_back", "provided", "publishable_rows", "publishable_steps", "revoking_rows", "verified_rows"]
+
+_POINT = """definition, definition_version, definition_digest, op_type, dtypes, dtypes_key, axes, axes_key,
+        scalars, scalars_key, layouts, layouts_key, solution, solution_digest, language, role, config, sm,
+        latency_us, ci_low_us, ci_high_us, host_us, speedup, speedup_ci_low, tier, sandbox_level, trace_id, run_id, origin,
+        coalesce(envelope_cases, 0) AS envelope_cases,
+        (SELECT s.provides FROM solutions s WHERE s.name = solution) AS provides"""
+
+_BY_POINT = "ORDER BY definition, dtypes_key, axes_key, scalars_key, layouts_key, latency_us, trace_id"
+
+VERIFIED = f"SELECT {_POINT} FROM best_per_solution WHERE gpu = $gpu {_BY_POINT}"
+
+PUBLISHABLE = f"""
+    SELECT {_POINT} FROM traces WHERE gpu = $gpu AND trace_id IN (
+        SELECT arg_min(trace_id, row(latency_us, trace_id)) FROM verified
+        WHERE gpu = $gpu AND tier = 'promotion' AND sandbox_level >= {PUBLISHED_SANDBOX_LEVEL}
+        GROUP BY definition, dtypes_key, axes_key, scalars_key, layouts_key, solution)
+    {_BY_POINT}
+"""
+
+# Of the solutions, configs and shapes that were promoted on a GPU with today's sources: how many a later failure took
+# back, and how many are verified, but by a worker that could have reached what judges it.
+KEPT_BACK = f"""
+    SELECT count(*) FILTER (NOT verified) AS revoked, count(*) FILTER (verified AND NOT confined) AS unconfined
+    FROM (
+        SELECT
+            bool_or(v.trace_id IS NOT NULL) AS verified,
+            bool_or(v.trace_id IS NOT NULL AND t.sandbox_level >= {PUBLISHED_SANDBOX_LEVEL}) AS confined
+        FROM trace_records t
+        JOIN definition_records d ON d.is_current AND d.name = t.definition AND d.digest = t.definition_digest
+        JOIN solution_records s ON s.is_current AND s.name = t.solution AND s.digest = t.solution_digest
+        LEFT JOIN verified v ON v.trace_id = t.trace_id
+        WHERE t.gpu = $gpu AND t.tier = 'promotion' AND t.status = 'PASSED' AND is_counted(t.origin, t.trusted)
+        GROUP BY t.solution, t.config_key, t.axes_key, t.dtypes_key, t.scalars_key, t.layouts_key)
+"""
+
+REVOKING = """
+    SELECT definition, op_type, dtypes_key, axes_key, scalars_key, layouts_key, solution, sm, trace_id, run_id, origin
+    FROM trace_records WHERE trace_id IN (
+        SELECT r.trace_id FROM revocations r
+        JOIN definition_records d ON d.is_current AND d.digest = r.definition_digest
+        JOIN solution_records s ON s.is_current AND s.digest = r.solution_digest
+        SEMI JOIN trace_records p ON p.status = 'PASSED' AND p.tier = 'promotion' AND is_counted(p.origin, p.trusted)
+            AND p.definition_digest = r.definition_digest AND p.solution_digest = r.solution_digest
+            AND p.gpu = r.gpu AND p.timestamp <= r.revoked_at
+            AND p.config_key = coalesce(r.config_key, p.config_key)
+            AND p.workload_uuid = coalesce(r.workload_uuid, p.workload_uuid)
+        WHERE r.gpu = $gpu)
+    ORDER BY definition, dtypes_key, axes_key, scalars_key, layouts_key, solution, trace_id
+"""
+
+PUBLISHABLE_STEPS = """
+    SELECT op_type, definition, record FROM newest_steps WHERE gpu = $gpu
+    ORDER BY definition, solution, workload_uuid, stepped_at, config_key
+"""
+
+PROVIDED = "SELECT name, provides FROM solutions"
+
+
+def verified_rows(store: Store, gpu: str) -> list[dict[str, Any]]:
+    """The fastest verified trace of every solution per shape on one GPU slug, ordered by shape, then latency.
+
+    ``config`` and ``scalars`` are dicts; times are microseconds; ``speedup`` is against stock code, or None.
+    """
+    return parsed(store.rows(VERIFIED, {"gpu": gpu}))
+
+
+def publishable_rows(store: Store, gpu: str) -> list[dict[str, Any]]:
+    """As :func:`verified_rows`, of what may leave this machine: promoted, by a confined worker."""
+    return parsed(store.rows(PUBLISHABLE, {"gpu": gpu}))
+
+
+def publishable_steps(store: Store, gpu: str) -> list[tuple[str, str, TuningStep]]:
+    """(op_type, definition, what became of a config) of each that was searched with today's sources.
+
+    By Definition, Solution and Workload, oldest first.
+    """
+    where = f"{store.path}: tuning steps of {gpu}"
+    return [
+        (row["op_type"], row["definition"], TuningStep.from_json(row["record"], where))
+        for row in store.rows(PUBLISHABLE_STEPS, {"gpu": gpu})
+    ]
+
+
+def provided(store: Store) -> dict[str, str | None]:
+    """What each Solution of the catalog provides, by name."""
+    return {row["name"]: row["provides"] for row in store.rows(PROVIDED)}
+
+
+def kept_back(store: Store, gpu: str) -> dict[str, int]:
+    """How many solutions, configs and shapes of a GPU were promoted and are not publishable, as reason -> count.
+
+    The reasons are ``revoked`` (a later failure) and ``unconfined`` (below the sandbox level of what is published).
+    """
+    (counts,) = store.rows(KEPT_BACK, {"gpu": gpu})
+    return counts
+
+
+def revoking_rows(store: Store, gpu: str) -> list[dict[str, Any]]:
+    """The newest failures that took promotions of today's sources back on a GPU, by shape: their ids and where they go."""
+    return store.rows(REVOKING, {"gpu": gpu})

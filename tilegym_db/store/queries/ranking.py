@@ -1,0 +1,110 @@
+"""The fastest verified kernels, and who wins where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from tilegym_db.records.hardware import GPU_SLUGS, gpus_meant
+from tilegym_db.store.queries.json_columns import parsed
+
+if TYPE_CHECKING:
+    from tilegym_db.store.database import Store
+
+__all__ = ["best_rows", "count_unverified", "leaderboard_rows", "measured_gpus", "traced_gpus"]
+
+ALL_ROWS = (1 << 62) - 1
+
+BEST = """
+    FROM best
+    WHERE ($definition IS NULL OR definition = $definition) AND ($op_type IS NULL OR op_type = $op_type)
+        AND ($gpus::VARCHAR[] IS NULL OR list_contains($gpus::VARCHAR[], gpu))
+        AND list_bool_and(list_transform(
+            map_entries($axes::MAP(VARCHAR, BIGINT)), lambda a: axes[a.key] IS NOT DISTINCT FROM a.value)) IS NOT FALSE
+    ORDER BY definition, gpu, dtypes_key, axes_key, scalars_key, layouts_key
+    LIMIT $most
+"""
+
+BEST_IN_A_LANGUAGE = BEST.replace(
+    "FROM best\n",
+    """FROM (
+        FROM best_per_solution WHERE language = $language
+        QUALIFY row_number() OVER (PARTITION BY definition, gpu, dtypes_key, axes_key, scalars_key, layouts_key
+            ORDER BY latency_us, trace_id) = 1)\n""",
+)
+
+LEADERBOARD = """
+    FROM leaderboard
+    WHERE ($definition IS NULL OR definition = $definition) AND ($op_type IS NULL OR op_type = $op_type)
+        AND ($gpus::VARCHAR[] IS NULL OR list_contains($gpus::VARCHAR[], gpu))
+    ORDER BY definition, gpu, wins DESC, geomean_speedup DESC NULLS LAST, solution
+"""
+
+UNVERIFIED = """
+    SELECT count(*) AS pairs FROM promotable p
+    WHERE ($definition IS NULL OR p.definition = $definition) AND ($op_type IS NULL OR p.op_type = $op_type)
+        AND ($gpus::VARCHAR[] IS NULL OR list_contains($gpus::VARCHAR[], p.gpu))
+"""
+
+TRACED_GPUS = "SELECT DISTINCT gpu FROM trace_records WHERE is_counted(origin, trusted) ORDER BY gpu"
+
+MEASURED_GPUS = "SELECT DISTINCT gpu FROM verified ORDER BY gpu"
+
+
+def count_unverified(
+    store: Store, definition: str | None = None, op_type: str | None = None, gpu: str | None = None
+) -> int:
+    """How many pairs passed a screen and only that; arguments as for :func:`best_rows`."""
+    rows = store.rows(UNVERIFIED, {"definition": definition, "op_type": op_type, "gpus": slugs(gpu)})
+    return int(rows[0]["pairs"])
+
+
+def best_rows(
+    store: Store,
+    definition: str | None = None,
+    op_type: str | None = None,
+    gpu: str | None = None,
+    *,
+    axes: Mapping[str, int] | None = None,
+    language: str | None = None,
+    limit: int | None = None,
+) -> list[dict[str, Any]]:
+    """The fastest verified trace per definition, GPU and shape; columns as in the view ``traces``.
+
+    Args:
+        gpu: a slug or a family: ``h100`` covers ``h100-sxm`` and ``h100-pcie``.
+        axes: only shapes with these sizes; other axes may have any.
+        language: the fastest in this language, where another one may be faster.
+        limit: so many rows at most.
+    """
+    values = {
+        "definition": definition,
+        "op_type": op_type,
+        "gpus": slugs(gpu),
+        "axes": dict(axes or {}),
+        "most": ALL_ROWS if limit is None else limit,
+    }
+    if language is None:
+        return parsed(store.rows(BEST, values))
+    return parsed(store.rows(BEST_IN_A_LANGUAGE, {**values, "language": language}))
+
+
+def leaderboard_rows(
+    store: Store, definition: str | None = None, op_type: str | None = None, gpu: str | None = None
+) -> list[dict[str, Any]]:
+    """The view ``leaderboard``, most wins first within a definition and GPU; arguments as for :func:`best_rows`."""
+    return store.rows(LEADERBOARD, {"definition": definition, "op_type": op_type, "gpus": slugs(gpu)})
+
+
+def measured_gpus(store: Store) -> list[str]:
+    """The GPU slugs that have a verified trace."""
+    return [row["gpu"] for row in store.rows(MEASURED_GPUS)]
+
+
+def traced_gpus(store: Store) -> list[str]:
+    """The GPU slugs that have any trace that counts."""
+    return [row["gpu"] for row in store.rows(TRACED_GPUS)]
+
+
+def slugs(gpu: str | None) -> list[str] | None:
+    return None if gpu is None else gpus_meant(gpu, GPU_SLUGS) or [gpu]
