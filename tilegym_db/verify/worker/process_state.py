@@ -1,12 +1,15 @@
 """What a call may leave behind in its process for everybody who calls after it: switches, generators, environment, modules.
 
-The worker takes a snapshot before a Solution is loaded and compares; the harness refuses a Solution that changed anything. In a
-model the same kernel shares its process with code that depends on all of it.
+The worker takes a snapshot before a Solution is loaded, when its language is, and compares; the harness refuses a Solution that
+changed anything. In a model the same kernel shares its process with code that depends on all of it: one that draws from
+PyTorch's own generator changes which tokens are sampled after it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib
 import os
 import random
 import sys
@@ -16,12 +19,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["Snapshot", "changes", "switches", "traces_of_calls"]
+__all__ = ["Snapshot", "StateWatch", "changes", "switches", "traces_of_calls"]
 
 Snapshot = dict[str, str]
 
 # The toolchains set variables of their own when they compile, and read them again.
 _OF_TOOLCHAINS = ("TRITON", "TORCH", "TILELANG", "TVM", "CUDA", "CUTILE", "PYTORCH", "KMP", "OMP", "NVIDIA", "CUPTI")
+# What torch.compile changes for good when it first compiles. What uses it is a baseline, and never serves a model.
+_OF_TORCH_COMPILE = ("recursion limit", "the environment", "warnings.filters")
 _TINY = 1e-40  # subnormal in float32: zero where denormals are flushed
 
 
@@ -69,7 +74,7 @@ def switches() -> Snapshot:
 
 
 def traces_of_calls() -> Snapshot:
-    """What loading a language may change, and a call may not: generators, environment, filters of warnings, foreign modules."""
+    """What importing a language may change, and a Solution may not: generators, environment, filters of warnings."""
     found = {
         "torch's random state": _digest(torch.get_rng_state().numpy().tobytes()),
         "Python's random state": _digest(repr(random.getstate()).encode()),
@@ -82,6 +87,31 @@ def traces_of_calls() -> Snapshot:
     if numpy is not None:
         found["numpy's random state"] = _digest(repr(numpy.random.get_state()).encode())
     return found
+
+
+class StateWatch:
+    """The process before a Solution was loaded, compared with the process whenever somebody asks."""
+
+    def __init__(self) -> None:
+        """Take the snapshot of switches, which not even a language may change."""
+        self._before, self._ignored = switches(), frozenset[str]()
+
+    def begin(self, package: str, *, compiles: bool) -> None:
+        """Import what a language's sources import, and take the snapshot of the rest.
+
+        Args:
+            package: what the sources import; where it cannot be imported, loading the Solution says so.
+            compiles: the Solution uses torch.compile.
+        """
+        with contextlib.suppress(ImportError):
+            importlib.import_module(package)
+        self._before |= traces_of_calls()
+        self._ignored = frozenset(_OF_TORCH_COMPILE if compiles else ())
+
+    def changes(self) -> list[str]:
+        """One sentence for each thing that is another one now."""
+        after = switches() | traces_of_calls()
+        return changes({name: value for name, value in self._before.items() if name not in self._ignored}, after)
 
 
 def changes(before: Snapshot, after: Snapshot) -> list[str]:

@@ -43,19 +43,18 @@ class Worker:
         self.in_place: dict[str, str] = {}
         self.timer: Any = None
         self.profiler: Any = None
-        self.switches: dict[str, str] = {}
-        self.traces: dict[str, str] = {}
+        self.state_watch: Any = None
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def prepare(self, request: dict[str, Any]) -> dict[str, Any]:
         """Take hold of clocks and of the profiler, before a Solution can replace them."""
-        from tilegym_db.verify.worker.process_state import switches
+        from tilegym_db.verify.worker.process_state import StateWatch
         from tilegym_db.verify.worker.profiling import KernelProfiler
         from tilegym_db.verify.worker.timing import BlockTimer
 
         self.timer = BlockTimer(self.device)
-        self.switches = switches()
+        self.state_watch = StateWatch()
         if request["profile"] and self.device != "cpu":
             self.profiler = KernelProfiler()
         return {}
@@ -68,7 +67,7 @@ class Worker:
 
         from tilegym_db.backends.compile_cache import use_own_folders
         from tilegym_db.backends.load import load_entry
-        from tilegym_db.backends.toolchains import prepare_environment
+        from tilegym_db.backends.toolchains import TOOLCHAINS, prepare_environment
         from tilegym_db.catalog import SolutionFiles
         from tilegym_db.verify.worker.interpreter import repair_interpreter
 
@@ -83,6 +82,7 @@ class Worker:
             repair_interpreter()
         if files.uses_torch_compile:
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+        self.state_watch.begin(TOOLCHAINS[files.record.spec.language].package, compiles=files.uses_torch_compile)
         self.entry = load_entry(files)
         self.returns = not files.record.spec.destination_passing_style
         self.order, self.outputs = request["inputs"], request["outputs"]
@@ -151,13 +151,8 @@ class Worker:
         return {}
 
     def state(self, request: dict[str, Any]) -> dict[str, Any]:
-        """What is another one in this process than before the Solution was loaded, or than when this was asked last."""
-        from tilegym_db.verify.worker.process_state import changes, switches, traces_of_calls
-
-        found, traces = changes(self.switches, switches()), traces_of_calls()
-        found += changes(self.traces, traces)
-        self.traces = traces
-        return {"changes": found}
+        """What is another one in this process than before the Solution was loaded."""
+        return {"changes": self.state_watch.changes()}
 
     def run(self, request: dict[str, Any]) -> dict[str, Any]:
         """Call the Solution once on each slot listed, behind a busy device, and answer when all of it is done.
