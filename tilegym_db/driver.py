@@ -1,11 +1,15 @@
-"""What the NVIDIA driver says of this machine's GPUs, from the files it shows: no PyTorch, no process, a millisecond."""
+"""What the NVIDIA driver says of this machine's GPUs, without PyTorch and without a process.
+
+First from the files that it shows, which takes a millisecond; more from its management library, which takes longer to start.
+"""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import ModuleType
 
-__all__ = ["driver_files", "driver_gpu_names"]
+__all__ = ["driver_files", "driver_gpu_names", "driver_gpus", "driver_version", "started_library"]
 
 # Where one of these is, a CUDA program may find a device: a desktop or server, Windows' subsystem for Linux, a Jetson.
 _SIGNS = ("dev/nvidiactl", "dev/nvidia0", "proc/driver/nvidia", "dev/dxg", "dev/nvmap", "dev/nvhost-ctrl")
@@ -32,3 +36,44 @@ def driver_gpu_names(root: Path = Path("/")) -> tuple[str, ...]:
             return ()
         names.append(match[1])
     return tuple(names)
+
+
+def started_library() -> ModuleType | None:
+    """The bindings of NVIDIA's management library, started; None where there is no driver, or one that does not answer.
+
+    The caller owes it one ``nvmlShutdown``.
+    """
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return pynvml  # type: ignore[no-any-return]
+
+
+def driver_version() -> str:
+    """Such as ``580.159.03``; empty where no driver answers."""
+    library = started_library()
+    if library is None:
+        return ""
+    try:
+        return str(library.nvmlSystemGetDriverVersion())
+    except library.NVMLError:
+        return ""
+    finally:
+        library.nvmlShutdown()
+
+
+def driver_gpus() -> tuple[str, ...]:
+    """``NVIDIA H200, driver 580.159.03`` of each GPU that the driver can reach; empty where none answers."""
+    version, library = driver_version(), started_library()
+    if library is None:
+        return ()
+    try:
+        devices = [library.nvmlDeviceGetHandleByIndex(index) for index in range(library.nvmlDeviceGetCount())]
+        return tuple(f"{library.nvmlDeviceGetName(device)}, driver {version}" for device in devices)
+    except library.NVMLError:
+        return ()
+    finally:
+        library.nvmlShutdown()

@@ -1,22 +1,26 @@
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pynvml
 import pytest
 
 from tilegym_db.bench import clocks
 from tilegym_db.bench.benchmark import benchmark
 from tilegym_db.bench.clocks import ClockReading, ClockSample, ClockWatch, Nvml, summarise_clocks
+from tilegym_db.driver import driver_gpus, driver_version
 
 # The management library as its header declares it, for a GPU that is at 1980 MHz, then hot, then idle.
 LIBRARY = r"""
 #include <string.h>
 static unsigned calls;
 int started;
-int nvmlInit_v2(void) { started += 1; return 0; }
+int nvmlInitWithFlags(unsigned flags) { started += 1; return 0; }
 int nvmlShutdown(void) { started -= 1; return 0; }
 int nvmlDeviceGetHandleByUUID(const char *uuid, void **device) {
     if (strcmp(uuid, "GPU-11112222-3333-4444-5555-666677778888")) return 6;
@@ -34,18 +38,38 @@ int REASONS(void *device, unsigned long long *reasons) {
     calls += 1;
     return 0;
 }
+int nvmlSystemGetDriverVersion(char *text, unsigned size) { strncpy(text, "580.159.03", size); return 0; }
+int nvmlDeviceGetCount_v2(unsigned *count) { *count = 1; return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) { *device = (void *)0x7f0012345678; return index > 0; }
+int nvmlDeviceGetName(void *device, char *text, unsigned size) { strncpy(text, "NVIDIA H200", size); return 0; }
 """
 UUID = "11112222-3333-4444-5555-666677778888"
 
 
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ctypes.CDLL]:
+    """Lets NVIDIA's bindings call this library for the duration of a test."""
+
+    def loaded(name: str) -> ctypes.CDLL:
+        library = ctypes.CDLL(name)
+        monkeypatch.setattr(pynvml, "nvmlLib", library)
+        monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
+        monkeypatch.setattr(clocks, "_uuid_of", lambda device: UUID)
+        return library
+
+    return loaded
+
+
 @pytest.fixture(params=["nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"])
-def library(tmp_path: Path, request: pytest.FixtureRequest) -> str:
+def library(tmp_path: Path, request: pytest.FixtureRequest, load: Callable[[str], ctypes.CDLL]) -> Iterator[None]:
     """A compiled library with the interface of the driver's, under the newer and the older name of the reasons."""
     source, target = tmp_path / "nvml.c", tmp_path / "libnvidia-ml.so.1"
     source.write_text(LIBRARY)
     command = ["cc", "-shared", "-fPIC", f"-DREASONS={request.param}", str(source), "-o", str(target)]
     subprocess.run(command, check=True)
-    return str(target)
+    loaded = load(str(target))
+    yield
+    assert ctypes.c_int.in_dll(loaded, "started").value == 0, "what was started was shut down"
 
 
 def sample(mhz: int | None, reasons: int | None) -> ClockSample:
@@ -76,13 +100,26 @@ def test_heat_and_power_delivery_throttle(bit):
     assert summarise_clocks([sample(1000, bit)]).throttled is True
 
 
-@pytest.mark.parametrize("name", ["libnvidia-ml-that-is-not-here.so.1", "libc.so.6"])
-def test_without_the_drivers_library_nothing_is_read(name, monkeypatch):
+def test_without_a_driver_nothing_is_read(monkeypatch):
+    monkeypatch.setattr(pynvml, "nvmlLib", None)
+    monkeypatch.setattr(pynvml, "CDLL", lambda name: ctypes.CDLL(f"{name}.that-is-not-here"))
     monkeypatch.setattr(clocks, "_uuid_of", lambda device: UUID)
-    assert Nvml.open(name) is None
-    with ClockWatch("cuda:0", library=name) as watch:
+    assert Nvml.open() is None
+    assert (driver_version(), driver_gpus()) == ("", ())
+    with ClockWatch("cuda:0") as watch:
         pass
     assert watch.reading() == ClockReading(None, None, ())
+
+
+def test_of_a_library_that_is_not_the_drivers_nothing_is_read(load):
+    load("libc.so.6")
+    assert Nvml.open() is None
+    assert (driver_version(), driver_gpus()) == ("", ())
+
+
+def test_the_driver_says_its_version_and_its_gpus(library):
+    assert driver_version() == "580.159.03"
+    assert driver_gpus() == ("NVIDIA H200, driver 580.159.03",)
 
 
 def test_a_cpu_has_no_clocks_to_read():
@@ -92,9 +129,8 @@ def test_a_cpu_has_no_clocks_to_read():
     assert watch.reading() == ClockReading(None, None, ())
 
 
-def test_the_clocks_are_sampled_when_the_block_begins_meanwhile_and_when_it_ends(library, monkeypatch):
-    monkeypatch.setattr(clocks, "_uuid_of", lambda device: UUID)
-    with ClockWatch("cuda:0", interval_s=0.01, library=library) as watch:
+def test_the_clocks_are_sampled_when_the_block_begins_meanwhile_and_when_it_ends(library):
+    with ClockWatch("cuda:0", interval_s=0.01) as watch:
         deadline = time.monotonic() + 10
         while not watch.reading().throttled and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -105,16 +141,14 @@ def test_the_clocks_are_sampled_when_the_block_begins_meanwhile_and_when_it_ends
     assert not any(thread.name == "clock-watch" for thread in threading.enumerate())
 
 
-def test_a_short_block_is_sampled_twice(library, monkeypatch):
-    monkeypatch.setattr(clocks, "_uuid_of", lambda device: UUID)
-    with ClockWatch("cuda:0", interval_s=60, library=library) as watch:
+def test_a_short_block_is_sampled_twice(library):
+    with ClockWatch("cuda:0", interval_s=60) as watch:
         pass
     assert watch.reading().sm_mhz == round((1980 + 1755) / 2)
 
 
-def test_what_is_shorter_than_the_interval_is_seen_by_looking(library, monkeypatch):
-    monkeypatch.setattr(clocks, "_uuid_of", lambda device: UUID)
-    with ClockWatch("cuda:0", interval_s=60, library=library) as watch:
+def test_what_is_shorter_than_the_interval_is_seen_by_looking(library):
+    with ClockWatch("cuda:0", interval_s=60) as watch:
         begun = time.monotonic()
         assert not watch.reading().throttled
         watch.look()
@@ -128,9 +162,8 @@ def test_looking_at_a_cpu_sees_nothing():
     assert watch.reading() == ClockReading(None, None, ())
 
 
-def test_a_reading_can_leave_out_what_was_before(library, monkeypatch):
-    monkeypatch.setattr(clocks, "_uuid_of", lambda device: UUID)
-    with ClockWatch("cuda:0", interval_s=60, library=library) as watch:
+def test_a_reading_can_leave_out_what_was_before(library):
+    with ClockWatch("cuda:0", interval_s=60) as watch:
         assert watch.reading() == ClockReading(1980, False, ("software power cap",))
         later = time.monotonic()
     assert watch.reading(since=later).sm_mhz == 1755
@@ -138,7 +171,7 @@ def test_a_reading_can_leave_out_what_was_before(library, monkeypatch):
 
 def test_a_device_that_the_library_does_not_know_is_not_read(library, monkeypatch):
     monkeypatch.setattr(clocks, "_uuid_of", lambda device: "0000")
-    with ClockWatch("cuda:0", library=library) as watch:
+    with ClockWatch("cuda:0") as watch:
         pass
     assert watch.reading() == ClockReading(None, None, ())
 
@@ -166,7 +199,7 @@ def test_a_run_writes_the_clock_on_its_traces_and_believes_no_time_of_a_hot_devi
     reasons, status, said, make_catalog, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(clocks, "_uuid_of", lambda device: UUID)
-    monkeypatch.setattr(Nvml, "open", lambda name: SteadyDriver(reasons))
+    monkeypatch.setattr(Nvml, "open", lambda: SteadyDriver(reasons))
     report = benchmark(gpu="cpu", quick=True, catalog=make_catalog(tmp_path), store_home=tmp_path / "home")
     (trace,) = report.traces
     assert trace.status == status

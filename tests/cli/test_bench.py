@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tilegym_db.bench import machine
+from tilegym_db.verify import admission
 
 WRONG = 'def run(x, weight, factor, out):\n    raise ValueError("[/red] is no colour")\n'
 
@@ -50,6 +51,42 @@ def test_a_failure_is_shown_with_its_reason_whatever_characters_are_in_it(cli, w
     assert "row_scale_wrong RUNTIME_ERROR: raised at" in result.err
     assert "[/red] is no colour" in " ".join(result.err.split())
     assert "0/1" in result.out
+
+
+@pytest.fixture
+def spoil(row_scale, monkeypatch):
+    """Change the operator's reference by hand, as nobody who adds it through a command can."""
+    monkeypatch.setattr(admission, "TRIAL_LIMIT_S", 1.0)
+
+    def change(body):
+        path = row_scale / "definitions" / "elementwise" / "row_scale.json"
+        record = json.loads(path.read_text())
+        record["reference"] = f"# Source: mine\nimport os, sys\ndef run(x, weight, factor):\n    {body}\n    return x\n"
+        path.write_text(json.dumps(record))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("os._exit(0)", "ended its process with exit status 0"),
+        ("while True: pass", "did not finish within 1 s and was ended"),
+        ("sys.exit(0)", "raises"),
+    ],
+)
+def test_a_reference_that_does_not_return_is_a_finding_and_ends_nothing(body, message, cli, spoil):
+    spoil(body)
+    for arguments in (
+        ["bench", "row_scale", "--gpu", "cpu"],
+        ["bench", "--gpu", "cpu"],
+        ["tune", "row_scale", "--gpu", "cpu"],
+        ["reproduce", "row_scale_stock", "--axes", "M=4,N=8", "--dtype", "T=float32", "--scalar", "factor=1", "--gpu", "cpu"],
+    ):  # fmt: skip
+        result = cli(*arguments)
+        assert result.code == 1
+        assert "row_scale.json: reference: " in result.err
+        assert message in result.err
 
 
 @pytest.mark.parametrize(

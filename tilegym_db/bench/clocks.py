@@ -1,26 +1,22 @@
 """What the GPU's clocks did while something was measured. Read-only: no setting is ever changed.
 
-The driver's management library is called directly (``libnvidia-ml``, which comes with the driver): one call takes
-microseconds and no package is needed. ``nvidia-smi`` would start a process to ask the same library, and is of no use
-where that cannot be loaded.
+NVIDIA's management library tells it, through NVIDIA's own bindings (nvidia-ml-py): one call takes microseconds. PyTorch's
+``torch.cuda.clock_rate`` goes through the same bindings, starts the library anew for each value, and knows no reasons.
 """
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
+from types import ModuleType, TracebackType
+from typing import Any, Self
 
 from tilegym_db.bench.statistics import median
+from tilegym_db.driver import started_library
 
 __all__ = ["ClockReading", "ClockSample", "ClockWatch", "Nvml", "summarise_clocks"]
-
-LIBRARY = "libnvidia-ml.so.1"
-SM_CLOCK = 1  # NVML_CLOCK_SM
 
 # nvmlClocksEventReasons: bit -> name, and whether it means that the GPU runs slower than it should.
 EVENT_REASONS: dict[int, tuple[str, bool]] = {
@@ -79,66 +75,61 @@ def summarise_clocks(samples: Iterable[ClockSample]) -> ClockReading:
 
 
 class Nvml:
-    """The few read-only calls of the management library that are needed."""
+    """The management library, started. What the driver does not tell is None."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ModuleType) -> None:
         self._library = library
-        # The reasons were called throttle reasons before driver 535; the meaning of the bits is the same.
-        self._reasons = getattr(library, "nvmlDeviceGetCurrentClocksEventReasons", None) or getattr(
-            library, "nvmlDeviceGetCurrentClocksThrottleReasons", None
-        )
 
     @classmethod
-    def open(cls, name: str = LIBRARY) -> Self | None:
+    def open(cls) -> Self | None:
         """The library, started; None where there is no driver, or one that does not answer."""
-        try:
-            library = ctypes.CDLL(name)
-            started = library.nvmlInit_v2() == 0
-        except (OSError, AttributeError):
-            return None
-        return cls(library) if started else None
+        library = started_library()
+        return None if library is None else cls(library)
 
     def close(self) -> None:
         """Every successful :meth:`open` is owed one."""
         self._library.nvmlShutdown()
 
-    def device(self, uuid: str) -> ctypes.c_void_p | None:
-        """A handle by the UUID that CUDA gives, since the two libraries number devices differently."""
-        for prefix in ("GPU-", "MIG-"):
-            handle = ctypes.c_void_p()
-            text = (prefix + uuid.removeprefix(prefix)).encode()
-            if self._library.nvmlDeviceGetHandleByUUID(text, ctypes.byref(handle)) == 0:
-                return handle
-        return None
+    def device(self, uuid: str) -> Any:
+        """A handle by the UUID that CUDA gives, since the two libraries number devices differently; None for no device."""
+        names = (prefix + uuid.removeprefix(prefix) for prefix in ("GPU-", "MIG-"))
+        handles = (self._told(self._library.nvmlDeviceGetHandleByUUID, name) for name in names)
+        return next((handle for handle in handles if handle is not None), None)
 
-    def sample(self, device: ctypes.c_void_p) -> ClockSample:
+    def sample(self, device: Any) -> ClockSample:
         """The SM clock and the reasons why it is not higher, now."""
-        clock, reasons = ctypes.c_uint(), ctypes.c_ulonglong()
-        has_clock = self._library.nvmlDeviceGetClockInfo(device, SM_CLOCK, ctypes.byref(clock)) == 0
-        has_reasons = self._reasons is not None and self._reasons(device, ctypes.byref(reasons)) == 0
-        return ClockSample(time.monotonic(), clock.value if has_clock else None, reasons.value if has_reasons else None)
+        clock = self._told(self._library.nvmlDeviceGetClockInfo, device, self._library.NVML_CLOCK_SM)
+        reasons = self._told(self._library.nvmlDeviceGetCurrentClocksEventReasons, device)
+        if reasons is None:  # the name of the same before driver 535; the meaning of the bits did not change
+            reasons = self._told(self._library.nvmlDeviceGetCurrentClocksThrottleReasons, device)
+        return ClockSample(time.monotonic(), clock, reasons)
+
+    def _told(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return call(*arguments)
+        except self._library.NVMLError:
+            return None
 
 
 class ClockWatch:
     """Samples the clocks of one device in a thread of this process while the ``with`` block runs.
 
     Use it in the process that supervises, not in the one that times: there, nothing but the driver is shared with the
-    calls that are measured. On a CPU, or where the library is missing, every reading is empty.
+    calls that are measured. On a CPU, or where no driver answers, every reading is empty.
     """
 
-    def __init__(self, device: str, interval_s: float = 0.1, library: str = LIBRARY) -> None:
+    def __init__(self, device: str, interval_s: float = 0.1) -> None:
         """``device`` is torch's name of it: ``cuda:0``, or ``cpu``."""
         self._uuid = _uuid_of(device)
         self._interval_s = interval_s
-        self._name = library
         self._nvml: Nvml | None = None
-        self._handle: ctypes.c_void_p | None = None
+        self._handle: Any = None
         self._samples: list[ClockSample] = []
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
-        self._nvml = Nvml.open(self._name) if self._uuid is not None else None
+        self._nvml = Nvml.open() if self._uuid is not None else None
         if self._nvml is not None and self._uuid is not None:
             self._handle = self._nvml.device(self._uuid)
             if self._handle is not None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tilegym_db.driver import driver_files, driver_gpu_names
+from tilegym_db.driver import driver_files, driver_gpu_names, driver_version
 from tilegym_db.errors import HardwareError
 from tilegym_db.records.hardware import CPU, gpu_slug, parse_gpu, same_gpu
 
@@ -131,7 +130,7 @@ def _cuda_machine(index: int) -> Machine | None:
         gpu=gpu_slug(properties.name),
         gpu_name=properties.name,
         sm=f"sm_{properties.major}{properties.minor}",
-        driver=_driver_version(),
+        driver=driver_version(),
         cuda=torch.version.cuda or "",
         libs=library_versions(),
         memory_bytes=properties.total_memory,
@@ -171,12 +170,3 @@ def leaving_processors(machine: Machine) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _driver_version() -> str:
-    try:
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return answer.stdout.splitlines()[0].strip() if answer.returncode == 0 and answer.stdout else ""

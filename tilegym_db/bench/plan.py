@@ -113,6 +113,8 @@ class Plan:
 
     definitions: list[DefinitionPlan] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    """Of each Definition whose reference does not return: why. Nothing can be measured against it."""
 
     @property
     def pair_count(self) -> int:

@@ -135,6 +135,8 @@ class _Comparison:
         if not pairs:
             return
         plan = replace(self.setup, catalog=Catalog((root,))).plan(options)
+        if plan.refused:
+            raise RecordError(plan.refused[0])
         self.observer.planned(plan, self.setup.machine)
         executor = LocalExecutor(
             self.setup.context("regress"),

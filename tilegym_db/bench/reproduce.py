@@ -17,6 +17,7 @@ from tilegym_db.records import Config, Definition
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.layouts import layout_strides
 from tilegym_db.scratch import scratch_folder
+from tilegym_db.verify.admission import require_returning_reference
 from tilegym_db.verify.expected import Expected
 from tilegym_db.verify.inputs import CONTENTS, Case
 from tilegym_db.verify.verifier import Failure, Verdict
@@ -64,7 +65,7 @@ def reproduce(
 
     Raises:
         NotFoundError: no such Solution.
-        RecordError: the case is not one of the Definition.
+        RecordError: the case is not one of the Definition, or its reference does not return.
         UsageError: unknown contents, or a tensor that the Definition does not have.
     """
     records = catalog or Catalog.default()
@@ -75,6 +76,7 @@ def reproduce(
     bound = definition.bind_axes(axes), definition.bind_dtypes(dtypes)
     case = Case(*bound, dict(scalars), dict(layouts), contents, seed, offset)
     _check_layouts(definition, case)
+    require_returning_reference(records, definition)
     expected = ExpectedCache(definition, machine.device).get(case)
     if expected is None:
         return Reproduction(case)

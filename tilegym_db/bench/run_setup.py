@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tilegym_db.backends.toolchains import TOOLCHAINS, toolchain_status
@@ -15,12 +15,14 @@ from tilegym_db.bench.plan import DoneKey, LikelyFastest, Options, PairKey, Plan
 from tilegym_db.bench.planning import make_plan
 from tilegym_db.bench.tracing import RunContext
 from tilegym_db.catalog import Catalog
+from tilegym_db.errors import RecordError
 from tilegym_db.paths import home
 from tilegym_db.records import Config, Trace
 from tilegym_db.records.trace import new_run_id
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.database import Store
 from tilegym_db.store.ingest import ingest_journals
+from tilegym_db.verify.admission import require_returning_reference
 
 __all__ = ["Observer", "RunSetup", "timing_budget", "unusable_languages"]
 
@@ -76,9 +78,28 @@ class RunSetup:
         likely_fastest: LikelyFastest | None = None,
     ) -> Plan:
         """What the options ask for here, with the languages that can be used here; arguments and errors are those of
-        :func:`~tilegym_db.bench.planning.make_plan`."""
+        :func:`~tilegym_db.bench.planning.make_plan`.
+
+        Raises:
+            RecordError: the reference of a Definition that was asked for by name does not return; where all were asked for,
+                that Definition is left out.
+        """
         unusable = unusable_languages()
-        return make_plan(self.catalog, self.machine, options, done, unusable, excluded, tuned, likely_fastest)
+        plan = make_plan(self.catalog, self.machine, options, done, unusable, excluded, tuned, likely_fastest)
+        return self._without_failing_references(plan, named=bool(options.names))
+
+    def _without_failing_references(self, plan: Plan, *, named: bool) -> Plan:
+        """The plan without Definitions whose reference would end or hold up this process, which computes with it from here on."""
+        kept = []
+        for item in plan.definitions:
+            try:
+                require_returning_reference(self.catalog, item.definition)
+                kept.append(item)
+            except RecordError as error:
+                if named:
+                    raise
+                plan.refused.append(str(error))
+        return replace(plan, definitions=kept)
 
     def context(self, run_id: str = "", command: str | None = None) -> RunContext:
         """A run with a secret seed of its own; by default with an id of its own too."""

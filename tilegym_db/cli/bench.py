@@ -64,11 +64,11 @@ def finish(report: BenchReport, *, as_json: bool) -> None:
             typer.echo(trace.to_json())
     else:
         print_summary(report)
-    for remark in report.notes:
+    for remark in (*report.notes, *report.plan.refused):
         note(remark)
     if report.interrupted:
         raise typer.Exit(130)
-    if any(status not in ("PASSED", "UNSUPPORTED") for status in report.counts):
+    if report.plan.refused or any(status not in ("PASSED", "UNSUPPORTED") for status in report.counts):
         raise typer.Exit(1)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -83,7 +82,7 @@ def check_gpu() -> Iterator[Check]:
     """What the driver reports, and whether PyTorch can use it."""
     import importlib.util
 
-    from tilegym_db.driver import driver_files
+    from tilegym_db.driver import driver_files, driver_gpus
 
     names = driver_gpus() if driver_files() else ()
     if importlib.util.find_spec("torch") is None:
@@ -128,16 +127,6 @@ def gpu_check(driver: tuple[str, ...], usable: tuple[str, ...], torch_cuda: str 
     detail = f"{', '.join(driver)} is here, but PyTorch (CUDA {torch_cuda}) cannot use it"
     fix = "update the driver, or install a PyTorch built for its CUDA version; nvidia-smi shows it"
     return Check("gpu", "problem", detail, fix)
-
-
-def driver_gpus() -> tuple[str, ...]:
-    """The device names that the NVIDIA driver reports; none where there is no driver."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
-    return tuple(line.strip() for line in answer.stdout.splitlines() if line.strip()) if answer.returncode == 0 else ()
 
 
 def usable_gpus() -> tuple[str, ...]:

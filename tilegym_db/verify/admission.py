@@ -10,7 +10,9 @@ import itertools
 import math
 from pathlib import Path
 
+from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError
+from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.verify.apart import run_apart
@@ -19,7 +21,7 @@ from tilegym_db.verify.reference import run_reference
 from tilegym_db.verify.self_test import self_test
 from tilegym_db.verify.torch_dtypes import storage_dtype
 
-__all__ = ["run_reference_once", "run_self_test", "smallest_axes", "trial_scalars"]
+__all__ = ["require_returning_reference", "run_reference_once", "run_self_test", "smallest_axes", "trial_scalars"]
 
 TRIAL_SIZES = (2, 4, 8, 16, 64, 128, 1)
 MAX_TRIALS = 150_000
@@ -44,13 +46,34 @@ def _self_test(definition: Definition, workloads: list[Workload]) -> list[str]:
     return [str(finding) for finding in self_test(definition, workloads)]
 
 
-def run_reference_once(record: Definition, file: Path, *, limit_s: float = TRIAL_LIMIT_S) -> None:
-    """Run the reference on the smallest inputs that the Definition allows, in its first dtypes.
+def run_reference_once(record: Definition, file: Path, *, limit_s: float | None = None) -> None:
+    """Run the reference on the smallest inputs that the Definition allows, in its first dtypes, for 30 s at most.
 
     Raises:
         RecordError: it raises, ends its process or does not finish, or returns something other than the outputs declared.
     """
-    run_apart(_run_reference_once, (record, file), f"{file}: reference: it", limit_s)
+    run_apart(_run_reference_once, (record, file), f"{file}: reference: it", limit_s or TRIAL_LIMIT_S)
+
+
+def require_returning_reference(catalog: Catalog, record: Definition) -> None:
+    """Before this process computes with a reference that did not come with the package: run it apart, once per digest.
+
+    Nobody has to add a Definition through ``add-definition``: its file may have been written or changed by hand.
+
+    Raises:
+        RecordError: as :func:`run_reference_once`.
+    """
+    path = catalog.definition_paths.get(record.name)
+    packaged = shipped_root()
+    if path is None or (path.is_relative_to(packaged) and catalog.write_root != packaged):
+        return
+    if record.digest not in _RETURNED:
+        run_reference_once(record, path)
+        _RETURNED.add(record.digest)
+
+
+_RETURNED: set[str] = set()
+"""Digests of the Definitions whose references returned in a child of this process."""
 
 
 def _run_reference_once(record: Definition, file: Path) -> None:

@@ -54,7 +54,7 @@ def load_function(source: str, where: str) -> Callable[..., Any]:
     try:
         # Definitions are reviewed records, admitted by the self-test; a Solution's source never takes this road.
         exec(compile(source, where, "exec"), scope)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise RecordError(f"{where}: the reference raises when it is loaded: {error!r}.") from None
     function: Callable[..., Any] = scope["run"]
     return function
@@ -81,7 +81,7 @@ def run_reference(definition: Definition, inputs: Inputs, *, source: str | None 
     try:
         with torch.no_grad():
             returned = function(*(given[name] for name in definition.inputs))
-    except Exception:
+    except (Exception, SystemExit):
         raise RecordError(f"{where} raises:\n{traceback.format_exc(limit=-3)}") from None
     return name_outputs(definition, returned, given, where)
 

@@ -109,7 +109,8 @@ def _search_all(setup: RunSetup, options: Options, known: Known, budget_s: float
     pairs = _tunable_pairs(plan, setup.machine)
     observer.planned(sum(map(len, pairs.values())), setup.machine)
     context = setup.context(command="tune")
-    report = TuneReport(context.run_id, setup.machine, plan.skipped)
+    left_out = [*plan.skipped, *(Skipped("*", "*", reason) for reason in plan.refused)]
+    report = TuneReport(context.run_id, setup.machine, left_out)
     with (
         Journal(context.run_id, setup.home) as journal,
         TuningLog(context.run_id, setup.home) as log,
