@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tilegym_db.bench.calibrate import current_peaks
+from tilegym_db.bench.calibrate import peaks_or_reason
+from tilegym_db.bench.confined import require_sandbox
 from tilegym_db.bench.cross_check import cross_check
 from tilegym_db.bench.executor.local import LocalExecutor
+from tilegym_db.bench.gpus.devices import Device, devices_of
+from tilegym_db.bench.gpus.messages import Peaks, Session
+from tilegym_db.bench.gpus.pool import Callbacks, DevicePool
+from tilegym_db.bench.gpus.work import divide
 from tilegym_db.bench.interleaved import TimingBudget
 from tilegym_db.bench.machine import Machine, leaving_processors
 from tilegym_db.bench.plan import Options, Plan
 from tilegym_db.bench.run_setup import Observer, RunSetup, timing_budget
-from tilegym_db.bench.tier_policy import INTERPRETER, MIN_SANDBOX_LEVEL, PROMOTION, SCREEN, TierPolicy
+from tilegym_db.bench.tier_policy import INTERPRETER, PROMOTION, SCREEN, TierPolicy
 from tilegym_db.bench.tracing import RunContext
 from tilegym_db.catalog import Catalog
-from tilegym_db.errors import HardwareError, RecordError
 from tilegym_db.records import Trace
 from tilegym_db.records.peaks import GpuPeaks
 from tilegym_db.records.trace import new_run_id
 from tilegym_db.scratch import scratch_folder
 from tilegym_db.store.journal import Journal
 from tilegym_db.store.queries import done_keys, failed_screen, likely_fastest_of, read_peaks, tuned_configs
-from tilegym_db.verify.worker.process import best_level, prepare_workers
+from tilegym_db.verify.worker.process import prepare_workers
 
 __all__ = ["BenchReport", "benchmark", "promote", "run_plan"]
 
@@ -40,12 +46,20 @@ class BenchReport:
     interrupted: bool = False
     notes: list[str] = field(default_factory=list)
     """What its traces lack, or why they may be wrong."""
+    unfinished: list[str] = field(default_factory=list)
+    """What could not be measured because device after device was lost with it, and how."""
+    devices: Counter[str] = field(default_factory=Counter)
+    """How many traces each device measured, where there are several."""
 
     def followed_by(self, later: BenchReport) -> BenchReport:
         """This run and the one after it on the same machine, as one report named after the later."""
         traces = [*self.traces, *later.traces]
         notes = list(dict.fromkeys([*self.notes, *later.notes]))
-        return BenchReport(later.run_id, later.machine, later.plan, traces, later.interrupted, notes)
+        unfinished = [*self.unfinished, *later.unfinished]
+        devices = self.devices + later.devices
+        return BenchReport(
+            later.run_id, later.machine, later.plan, traces, later.interrupted, notes, unfinished, devices
+        )
 
     @property
     def counts(self) -> Counter[str]:
@@ -63,6 +77,7 @@ def benchmark(
     again: bool = False,
     promote: bool = False,
     allow_unsandboxed: bool = False,
+    gpus: str | Sequence[Device] | None = None,
     catalog: Catalog | None = None,
     store_home: Path | None = None,
     observer: Observer | None = None,
@@ -79,6 +94,8 @@ def benchmark(
         again: measure pairs anew that have a trace already.
         promote: afterwards run the promotion tier on what passed, as :func:`promote` does; its traces are in the report.
         allow_unsandboxed: promote on a machine that cannot confine a worker; the traces say so and are never published.
+        gpus: measure on several GPUs of this host, all of one kind, each with a process of its own: ``all``, a number
+            (``2``), or indices (``0,2``). By default one GPU, in this process.
         catalog: the records; the shipped ones and the user's overlay by default.
         store_home: folder of the store; ``$TILEGYM_DB_HOME`` or the user data folder by default.
         observer: callbacks for progress.
@@ -89,13 +106,14 @@ def benchmark(
         StoreError: the store cannot be used.
     """
     options = Options(tuple(names), language, workload, quick, again)
-    setup, watch = RunSetup.of(gpu, catalog, store_home), observer or Observer()
-    prepare_workers(setup.machine.device)
-    if promote:
-        _require_sandbox(setup.machine, allow_unsandboxed)
-    report = _run(setup, options, SCREEN, watch)
-    if promote and not report.interrupted:
-        report = report.followed_by(_run(setup, replace(options, tier="promotion"), PROMOTION, watch))
+    devices = devices_of(gpus, gpu)
+    setup = RunSetup.on(devices, gpu, catalog, store_home)
+    watch = observer or Observer()
+    with _prepared(setup, devices, confined=promote and not allow_unsandboxed) as pool:
+        report = _run(setup, options, SCREEN, watch, pool)
+        if promote and not report.interrupted:
+            options = replace(options, tier="promotion")
+            report = report.followed_by(_run(setup, options, PROMOTION, watch, pool, confined=not allow_unsandboxed))
     return report
 
 
@@ -108,6 +126,7 @@ def promote(
     quick: bool = False,
     again: bool = False,
     allow_unsandboxed: bool = False,
+    gpus: str | Sequence[Device] | None = None,
     catalog: Catalog | None = None,
     store_home: Path | None = None,
     observer: Observer | None = None,
@@ -118,24 +137,35 @@ def promote(
     failed are left out. Whatever is verified already and within a little of the fastest is promoted again beside what is
     new, so that who is the fastest comes of the same rounds. Arguments and errors are those of :func:`benchmark`.
     """
-    setup = RunSetup.of(gpu, catalog, store_home)
-    prepare_workers(setup.machine.device)
-    _require_sandbox(setup.machine, allow_unsandboxed)
+    devices = devices_of(gpus, gpu)
+    setup = RunSetup.on(devices, gpu, catalog, store_home)
     options = Options(tuple(names), language, workload, quick, again, "promotion")
-    return _run(setup, options, PROMOTION, observer or Observer())
+    with _prepared(setup, devices, confined=not allow_unsandboxed) as pool:
+        return _run(setup, options, PROMOTION, observer or Observer(), pool, confined=not allow_unsandboxed)
 
 
-def _require_sandbox(machine: Machine, allow_unsandboxed: bool) -> None:
-    sandbox = best_level(machine.device)
-    if sandbox.level < MIN_SANDBOX_LEVEL and not allow_unsandboxed:
-        raise HardwareError(
-            f"promotion needs workers confined at level {MIN_SANDBOX_LEVEL} or better, and this machine reaches "
-            f"{sandbox.level}: {'; '.join(sandbox.reasons)}. With --allow-unsandboxed the traces are recorded as such "
-            "and never published."
-        )
+@contextlib.contextmanager
+def _prepared(setup: RunSetup, devices: Sequence[Device], *, confined: bool) -> Iterator[DevicePool | None]:
+    """The supervisors of several devices, begun with; or None, and this process ready to have workers."""
+    if devices:
+        with DevicePool(devices, setup.machine.gpu) as pool:
+            yield pool
+        return
+    prepare_workers(setup.machine.device)
+    if confined:
+        require_sandbox(setup.machine)
+    yield None
 
 
-def _run(setup: RunSetup, options: Options, policy: TierPolicy, observer: Observer) -> BenchReport:
+def _run(
+    setup: RunSetup,
+    options: Options,
+    policy: TierPolicy,
+    observer: Observer,
+    pool: DevicePool | None = None,
+    *,
+    confined: bool = False,
+) -> BenchReport:
     """One tier: plan, run, and ingest what came of it."""
     machine = setup.machine
     with setup.store() as store:
@@ -150,9 +180,14 @@ def _run(setup: RunSetup, options: Options, policy: TierPolicy, observer: Observ
     observer.planned(plan, machine)
     screening = policy is SCREEN and not options.quick
     budget = TimingBudget.screening() if screening else timing_budget(options)
-    peaks, notes = _peaks(setup, known, observer) if plan.pair_count else (None, [])
-    report = run_plan(plan, machine, setup.home, budget, policy, observer, peaks)
-    report.notes += notes
+    if pool is not None:
+        report, peaks = _run_on(pool, plan, setup, budget, policy, observer, known, confined)
+    else:
+        if plan.pair_count and machine.is_gpu and known is None:
+            observer.starting(f"calibrating {machine.gpu_name}")
+        peaks, notes = peaks_or_reason(machine, known, setup.home) if plan.pair_count else (None, [])
+        report = run_plan(plan, machine, setup.home, budget, policy, observer, peaks)
+        report.notes += notes
     if peaks is not None and policy.audited:
         problem = cross_check(report.traces, peaks).problem
         if problem is not None:
@@ -161,18 +196,43 @@ def _run(setup: RunSetup, options: Options, policy: TierPolicy, observer: Observ
     return report
 
 
-def _peaks(setup: RunSetup, known: GpuPeaks | None, observer: Observer) -> tuple[GpuPeaks | None, list[str]]:
-    """What times are held against, and a remark where a GPU could not be calibrated: that stops no measurement."""
-    if setup.machine.is_gpu and known is None:
-        observer.starting(f"calibrating {setup.machine.gpu_name}")
-    try:
-        return current_peaks(setup.machine, known, setup.home), []
-    except (HardwareError, RecordError, RuntimeError, OSError) as error:  # whatever the driver refuses
-        return None, [f"the traces have no speed of light and no physics floor: {error}"]
-
-
 def _screen_failure(status: str) -> str:
     return f"did not pass the screen: {status}"
+
+
+def _run_on(
+    pool: DevicePool,
+    plan: Plan,
+    setup: RunSetup,
+    budget: TimingBudget,
+    policy: TierPolicy,
+    observer: Observer,
+    known: GpuPeaks | None,
+    confined: bool,
+) -> tuple[BenchReport, GpuPeaks | None]:
+    """:func:`run_plan` on several devices, and what they can do: as known, or as one of them measured first."""
+    report = BenchReport(new_run_id(setup.machine.gpu), setup.machine, plan)
+    peaks = [known] if known is not None else []
+    session = Session(
+        "measure", report.run_id, setup.machine.gpu, secrets.randbits(62), setup.home, budget, policy,
+        len(pool.devices), peaks=known, calibrate=True, confined=confined,
+    )  # fmt: skip
+    with Journal(report.run_id, setup.home) as journal:
+
+        def keep(trace: Trace) -> None:
+            journal.append(trace)
+            report.traces.append(trace)
+            observer.traced(trace)
+
+        def learn(found: Peaks) -> None:
+            peaks.extend([found.peaks] if found.peaks is not None else [])
+            report.notes += found.notes
+
+        callbacks = Callbacks(keep, observer.at_work, peaks=learn)
+        outcome = pool.run(session, divide(plan.definitions, len(pool.devices)), callbacks)
+    report.notes += outcome.notes
+    report.unfinished, report.devices, report.interrupted = outcome.unfinished, outcome.traces, outcome.interrupted
+    return report, peaks[0] if peaks else None
 
 
 def run_plan(

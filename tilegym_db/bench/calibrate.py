@@ -27,11 +27,11 @@ from tilegym_db.bench.peak_calls import (
     read_candidates,
 )
 from tilegym_db.bench.statistics import median
-from tilegym_db.errors import HardwareError
+from tilegym_db.errors import HardwareError, RecordError
 from tilegym_db.records.peaks import GpuPeaks, Measured
 from tilegym_db.store.peaks_files import save_peaks
 
-__all__ = ["StopWatch", "best_rate", "calibrate", "current_peaks"]
+__all__ = ["StopWatch", "best_rate", "calibrate", "current_peaks", "peaks_or_reason"]
 
 ROUNDS = 5
 BLOCK_US = 10_000.0
@@ -116,6 +116,14 @@ def current_peaks(machine: Machine, known: GpuPeaks | None, home: Path) -> GpuPe
     found = calibrate(machine)
     save_peaks(found, home)
     return found
+
+
+def peaks_or_reason(machine: Machine, known: GpuPeaks | None, home: Path) -> tuple[GpuPeaks | None, list[str]]:
+    """As :func:`current_peaks`, with a remark where a GPU could not be calibrated: that stops no measurement."""
+    try:
+        return current_peaks(machine, known, home), []
+    except (HardwareError, RecordError, RuntimeError, OSError) as error:  # whatever the driver refuses
+        return None, [f"the traces have no speed of light and no physics floor: {error}"]
 
 
 def best_rate(candidates: Sequence[PeakCall], watch: StopWatch, rounds: int = ROUNDS) -> Measured:

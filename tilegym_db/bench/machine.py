@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tilegym_db.bench.gpus.devices import choose_gpus, parse_gpus
 from tilegym_db.driver import driver_files, driver_gpu_names, driver_version
 from tilegym_db.errors import HardwareError
 from tilegym_db.records.hardware import CPU, gpu_slug, parse_gpu, same_gpu
@@ -20,7 +21,7 @@ LIBRARIES = ("torch", "triton", "tilelang", "cuda-tile", "nvidia-cuda-tileiras",
 
 @dataclass(frozen=True)
 class Machine:
-    """One device to measure on. ``device`` is torch's name, ``gpu`` the slug, ``sm`` empty on a CPU."""
+    """One device to measure on. ``device`` is torch's name, ``gpu`` the slug; ``sm`` and ``gpu_uuid`` are empty on a CPU."""
 
     device: str
     gpu: str
@@ -30,6 +31,8 @@ class Machine:
     cuda: str = ""
     libs: dict[str, str] = field(default_factory=dict)
     memory_bytes: int = 0
+    gpu_uuid: str = ""
+    host: str = ""
 
     @property
     def is_gpu(self) -> bool:
@@ -76,14 +79,19 @@ _NO_GPU = (
 )
 
 
-def refuse_absent_gpu(asked: str) -> None:
-    """Refuse at once, without PyTorch, a GPU that is unknown or that the driver says is not here.
+def refuse_absent_gpu(asked: str, gpus: str | None = None) -> None:
+    """Refuse at once, without PyTorch, a GPU that is unknown or that the driver says is not here; ``gpus`` is ``--gpus``.
 
     Says nothing about what is left: only :func:`select_machine` knows whether PyTorch can use it.
 
     Raises:
         HardwareError: as :func:`select_machine`.
+        UsageError: ``gpus`` is no way to name some.
     """
+    if gpus is not None:
+        choice = parse_gpus(gpus)
+        if asked == CPU or not driver_files():
+            choose_gpus(choice, [], asked)
     wanted = None if asked == "auto" else parse_gpu(asked)
     if wanted is None or wanted == CPU:
         return
@@ -104,7 +112,7 @@ def _refuse_other(asked: str, wanted: str, names: Sequence[str]) -> None:
 
 def cpu_machine() -> Machine:
     """This machine's processor."""
-    return Machine("cpu", CPU, cpu_name(), libs=library_versions())
+    return Machine("cpu", CPU, cpu_name(), libs=library_versions(), host=platform.node())
 
 
 def cpu_name() -> str:
@@ -134,6 +142,8 @@ def _cuda_machine(index: int) -> Machine | None:
         cuda=torch.version.cuda or "",
         libs=library_versions(),
         memory_bytes=properties.total_memory,
+        gpu_uuid=f"GPU-{properties.uuid}",
+        host=platform.node(),
     )
 
 

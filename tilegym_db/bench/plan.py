@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tilegym_db.catalog import SolutionFiles
@@ -91,6 +91,15 @@ class DefinitionPlan:
     def is_wanted(self, workload: Workload) -> bool:
         """True where something is planned for the Workload, under whatever config."""
         return any(uuid == workload.uuid for _, uuid in (*self.pairs, *self.tuned))
+
+    def restricted_to(self, uuids: Collection[str]) -> DefinitionPlan:
+        """What is planned for these workloads. It keeps all workloads, since fuzz cases are chosen by them."""
+        return replace(
+            self,
+            pairs={pair for pair in self.pairs if pair[1] in uuids},
+            tuned={pair: config for pair, config in self.tuned.items() if pair[1] in uuids},
+            likely_fastest={uuid: again for uuid, again in self.likely_fastest.items() if uuid in uuids},
+        )
 
     def is_current_best(self, solution: SolutionFiles, workload: Workload, config: Config) -> bool:
         """True for what is to be beaten on the Workload."""

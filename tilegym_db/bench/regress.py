@@ -13,9 +13,13 @@ from pathlib import Path
 
 from tilegym_db.bench.against import Pair, pairs_of_revision, pairs_of_run
 from tilegym_db.bench.executor.local import LocalExecutor
-from tilegym_db.bench.interleaved import TimedCandidate
+from tilegym_db.bench.gpus.devices import Device, devices_of
+from tilegym_db.bench.gpus.messages import Concluded, Session
+from tilegym_db.bench.gpus.pool import Callbacks, DevicePool
+from tilegym_db.bench.gpus.work import divide
+from tilegym_db.bench.interleaved import TimedCandidate, TimingBudget
 from tilegym_db.bench.machine import Machine
-from tilegym_db.bench.plan import Options
+from tilegym_db.bench.plan import Options, Plan
 from tilegym_db.bench.regression import (
     FINDINGS,
     Bars,
@@ -51,6 +55,8 @@ class RegressionReport:
     machine: Machine
     rows: list[RegressionRow] = field(default_factory=list)
     void: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What was lost on the way, where several devices measured."""
 
     @property
     def findings(self) -> list[RegressionRow]:
@@ -70,6 +76,7 @@ def regress(
     catalog: Catalog | None = None,
     store_home: Path | None = None,
     observer: Observer | None = None,
+    gpus: str | Sequence[Device] | None = None,
 ) -> RegressionReport:
     """Measure every Solution whose source changed since ``against``, old and new interleaved.
 
@@ -83,13 +90,15 @@ def regress(
         catalog: today's records.
         store_home: folder of the store, where ``against`` is looked for first.
         observer: callbacks for progress.
+        gpus: as for :func:`tilegym_db.benchmark`; both versions and the control are always on one GPU.
 
     Raises:
         HardwareError: the GPU asked for is not the one in this machine.
         NotFoundError: a name that is neither a Definition nor a Solution; or ``against`` is neither run nor revision.
         UsageError: no git, or no repository around the catalog.
     """
-    setup = RunSetup.of(gpu, catalog, store_home)
+    devices = devices_of(gpus, gpu)
+    setup = RunSetup.on(devices, gpu, catalog, store_home)
     chosen = _chosen(setup.catalog, names)
     with setup.store() as store:
         measured = solutions_of_run(store, against)
@@ -99,7 +108,8 @@ def regress(
         # The tier keeps kernels out that this device could only interpret.
         options = Options(workload=workload, quick=quick, again=True, tier="promotion")
         with scratch_folder() as folder:
-            session = _Comparison(setup, report, bars or bars_for(setup.machine.gpu), folder, observer or Observer())
+            own_bars = bars or bars_for(setup.machine.gpu)
+            session = _Comparison(setup, report, own_bars, folder, observer or Observer(), devices)
             session.run(pairs.changed, options)
     return report
 
@@ -126,6 +136,7 @@ class _Comparison:
     bars: Bars
     folder: Path
     observer: Observer
+    devices: Sequence[Device] = ()
     traces: dict[tuple[str, str], Trace] = field(default_factory=dict)
     rounds: dict[tuple[str, str], list[float]] = field(default_factory=dict)
 
@@ -138,16 +149,10 @@ class _Comparison:
         if plan.refused:
             raise RecordError(plan.refused[0])
         self.observer.planned(plan, self.setup.machine)
-        executor = LocalExecutor(
-            self.setup.context("regress"),
-            self.folder,
-            timing_budget(options),
-            SCREEN,
-            self._keep_trace,
-            self.observer.starting,
-            after_timing=self._keep_rounds,
-        )
-        executor.run(plan.definitions)
+        if self.devices:
+            self._measure_on_devices(plan, timing_budget(options))
+        else:
+            self._measure_here(plan, timing_budget(options))
         for item in plan.definitions:
             for workload in item.workloads:
                 self._conclude(item.definition, workload, pairs)
@@ -157,6 +162,29 @@ class _Comparison:
                 reasons = {item.reason for item in plan.skipped if item.solution in (pair.new.name, "*")}
                 reason = "; ".join(sorted(reasons)) or "no workload of it can be run here"
                 self._leave_out(pair, reason)
+
+    def _measure_here(self, plan: Plan, budget: TimingBudget) -> None:
+        context, keep = self.setup.context("regress"), self._keep_rounds
+        starting = self.observer.starting
+        executor = LocalExecutor(context, self.folder, budget, SCREEN, self._keep_trace, starting, after_timing=keep)
+        executor.run(plan.definitions)
+
+    def _measure_on_devices(self, plan: Plan, budget: TimingBudget) -> None:
+        setup, count = self.setup, len(self.devices)
+        context, gpu = setup.context("regress"), setup.machine.gpu
+        session = Session(
+            "measure", context.run_id, gpu, context.seed, setup.home, budget, SCREEN, count, keeps_rounds=True
+        )
+
+        def conclude(message: Concluded) -> None:
+            self.rounds.update({(name, message.uuid): rounds for name, rounds in message.rounds.items()})
+
+        callbacks = Callbacks(self._keep_trace, self.observer.at_work, concluded=conclude)
+        with DevicePool(self.devices, gpu) as pool:
+            outcome = pool.run(session, divide(plan.definitions, count), callbacks)
+        if outcome.interrupted:
+            raise KeyboardInterrupt
+        self.report.notes += [*outcome.notes, *outcome.unfinished]
 
     def _write(self, root: Path, records: Catalog, pairs: Sequence[Pair]) -> list[Pair]:
         """Both versions, the controls, and what they need; returns the pairs whose old version is still valid."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tilegym_db.backends.toolchains import TOOLCHAINS, toolchain_status
+from tilegym_db.bench.gpus.devices import Device
 from tilegym_db.bench.interleaved import TimingBudget
 from tilegym_db.bench.machine import Machine, select_machine
 from tilegym_db.bench.plan import DoneKey, LikelyFastest, Options, PairKey, Plan
@@ -34,6 +35,8 @@ class Observer:
     planned: Callable[[Plan, Machine], None] = lambda plan, machine: None
     starting: Callable[[str], None] = lambda what: None
     traced: Callable[[Trace], None] = lambda trace: None
+    at_work: Callable[[str, str], None] = lambda device, what: None
+    """Where several devices measure: which one, and what it does now."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,13 @@ class RunSetup:
             HardwareError: the GPU asked for is not the one in this machine.
         """
         return cls(select_machine(gpu), catalog or Catalog.default(), store_home or home())
+
+    @classmethod
+    def on(cls, devices: Sequence[Device], gpu: str, catalog: Catalog | None, store_home: Path | None) -> RunSetup:
+        """As :meth:`of`; where there are devices, with the first of them as its machine, since all are of one kind."""
+        if not devices:
+            return cls.of(gpu, catalog, store_home)
+        return cls(select_machine(devices[0].gpu, devices[0].index), catalog or Catalog.default(), store_home or home())
 
     @contextlib.contextmanager
     def store(self) -> Iterator[Store]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -26,7 +26,7 @@ from tilegym_db.records.trace import (
 from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.verifier import Failure
 
-__all__ = ["RunContext", "fuzz_cases_of", "reproduce_command"]
+__all__ = ["RunContext", "attempts_of", "fuzz_cases_of", "reproduce_command"]
 
 OWN_CONTENTS = "the workload's own"
 TIER_COMMANDS: dict[Tier, str] = {"promotion": "promote", "screen": "bench", "interpreter": "bench"}
@@ -152,11 +152,22 @@ class RunContext:
             driver=machine.driver,
             cuda=machine.cuda,
             libs=machine.libs,
+            gpu_uuid=machine.gpu_uuid,
+            host=machine.host,
             tier=tier,
             attempt=attempt,
             sandbox_level=sandbox_level,
             **verdict,
         )
+
+
+def attempts_of(traces: Iterable[Trace]) -> dict[tuple[str, str, str], int]:
+    """The highest attempt of each pair of a run so far, as :class:`RunContext` counts them."""
+    found: dict[tuple[str, str, str], int] = {}
+    for trace in traces:
+        key = (trace.solution_digest, trace.workload_uuid, canonical_json(trace.config))
+        found[key] = max(trace.attempt, found.get(key, -1))
+    return found
 
 
 def fuzz_cases_of(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tilegym_db.cli.options import MachineGpu, Names, WorkloadGlob
+from tilegym_db.cli.options import Gpus, MachineGpu, Names, WorkloadGlob
 from tilegym_db.cli.output import note
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ def command(
         str | None, typer.Option(help="Only solutions in this language, and those that they are compared with.")
     ] = None,
     gpu: MachineGpu = "auto",
+    gpus: Gpus = None,
     workload: WorkloadGlob = None,
     quick: Annotated[bool, typer.Option(help="Few workloads and samples.")] = False,
     again: Annotated[bool, typer.Option(help="Measure anew what has a trace already.")] = False,
@@ -38,7 +39,7 @@ def command(
     """
     from tilegym_db.bench.machine import refuse_absent_gpu
 
-    refuse_absent_gpu(gpu)
+    refuse_absent_gpu(gpu, gpus)
     from tilegym_db.bench.benchmark import benchmark
     from tilegym_db.cli.bench_progress import Progress
 
@@ -46,6 +47,7 @@ def command(
         report = benchmark(
             tuple(names or ()),
             gpu=gpu,
+            gpus=gpus,
             language=language,
             workload=workload,
             quick=quick,
@@ -66,9 +68,12 @@ def finish(report: BenchReport, *, as_json: bool) -> None:
         print_summary(report)
     for remark in (*report.notes, *report.plan.refused):
         note(remark)
+    for reason in report.unfinished:
+        note(f"not measured: {reason}")
     if report.interrupted:
         raise typer.Exit(130)
-    if report.plan.refused or any(status not in ("PASSED", "UNSUPPORTED") for status in report.counts):
+    failed = any(status not in ("PASSED", "UNSUPPORTED") for status in report.counts)
+    if report.plan.refused or report.unfinished or failed:
         raise typer.Exit(1)
 
 
@@ -91,6 +96,9 @@ def print_summary(report: BenchReport) -> None:
         skipped[item.reason] = skipped.get(item.reason, 0) + 1
     for reason, count in skipped.items():
         console.print(f"[dim]{count} not run: {escape(reason)}[/dim]", highlight=False)
+    if len(report.devices) > 1:
+        measured = ", ".join(f"{count} on {device}" for device, count in sorted(report.devices.items()))
+        console.print(f"traces measured: {measured}", highlight=False)
     counts = json.dumps(dict(report.counts)) if report.traces else "nothing new"
     screened = bool(report.traces) and all(trace.tier != "promotion" for trace in report.traces)
     after = f"promote --gpu {report.machine.gpu}" if screened else f"best --gpu {report.machine.gpu}"

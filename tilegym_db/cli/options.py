@@ -21,6 +21,7 @@ __all__ = [
     "ConfigFile",
     "DefinitionName",
     "Gpu",
+    "Gpus",
     "Language",
     "MachineGpu",
     "Names",
@@ -48,6 +49,13 @@ MachineGpu = Annotated[
     str,
     typer.Option(
         help="auto, cpu, or the GPU in this machine (h100, h200, ...).", autocompletion=complete_measurable_gpu
+    ),
+]
+Gpus = Annotated[
+    str | None,
+    typer.Option(
+        help="Measure on several GPUs of this host, of one kind: all, a number (2), or indices (0,2).",
+        metavar="all|N|I,J",
     ),
 ]
 Language = Annotated[

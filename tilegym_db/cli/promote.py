@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tilegym_db.cli.options import MachineGpu, Names, WorkloadGlob
+from tilegym_db.cli.options import Gpus, MachineGpu, Names, WorkloadGlob
 
 
 def command(
@@ -16,6 +16,7 @@ def command(
         str | None, typer.Option(help="Only solutions in this language, and those that they are compared with.")
     ] = None,
     gpu: MachineGpu = "auto",
+    gpus: Gpus = None,
     workload: WorkloadGlob = None,
     quick: Annotated[bool, typer.Option(help="Few workloads and samples.")] = False,
     again: Annotated[bool, typer.Option(help="Promote anew what has a verdict already.")] = False,
@@ -31,7 +32,7 @@ def command(
     """
     from tilegym_db.bench.machine import refuse_absent_gpu
 
-    refuse_absent_gpu(gpu)
+    refuse_absent_gpu(gpu, gpus)
     from tilegym_db.bench.benchmark import promote
     from tilegym_db.cli.bench import finish
     from tilegym_db.cli.bench_progress import Progress
@@ -40,6 +41,7 @@ def command(
         report = promote(
             tuple(names or ()),
             gpu=gpu,
+            gpus=gpus,
             language=language,
             workload=workload,
             quick=quick,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tilegym_db.cli.options import MachineGpu, Names, WorkloadGlob
+from tilegym_db.cli.options import Gpus, MachineGpu, Names, WorkloadGlob
 from tilegym_db.cli.output import note, print_json, print_table
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ def command(
     ],
     names: Names = None,
     gpu: MachineGpu = "auto",
+    gpus: Gpus = None,
     workload: WorkloadGlob = None,
     quick: Annotated[bool, typer.Option(help="Few workloads and samples.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -35,13 +36,19 @@ def command(
     """
     from tilegym_db.bench.machine import refuse_absent_gpu
 
-    refuse_absent_gpu(gpu)
+    refuse_absent_gpu(gpu, gpus)
     from tilegym_db.bench.regress import regress
     from tilegym_db.cli.bench_progress import Progress
 
     with Progress(quiet=as_json and not sys.stderr.isatty()) as progress:
         report = regress(
-            against, tuple(names or ()), gpu=gpu, workload=workload, quick=quick, observer=progress.observer()
+            against,
+            tuple(names or ()),
+            gpu=gpu,
+            gpus=gpus,
+            workload=workload,
+            quick=quick,
+            observer=progress.observer(),
         )
     if as_json:
         print_json(
@@ -82,6 +89,8 @@ def print_report(report: RegressionReport) -> None:
     unchanged = sum(row.verdict == "unchanged" for row in report.rows)
     if unchanged:
         note(f"{unchanged} solutions are the same as in {report.against}")
+    for remark in report.notes:
+        note(remark)
     for reason in report.void:
         note(f"void: {reason}")
     if report.void:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilegym_db.cli.options import Language, MachineGpu, Names, WorkloadGlob
+from tilegym_db.cli.options import Gpus, Language, MachineGpu, Names, WorkloadGlob
 
 if TYPE_CHECKING:
     from tilegym_db.bench.tune.tune import TuneReport
@@ -18,6 +18,7 @@ def command(
     names: Names = None,
     language: Language = None,
     gpu: MachineGpu = "auto",
+    gpus: Gpus = None,
     workload: WorkloadGlob = None,
     budget: Annotated[
         float | None, typer.Option(help="Seconds of search for each solution and workload; default 60, quick 10.")
@@ -33,15 +34,16 @@ def command(
     """
     from tilegym_db.bench.machine import refuse_absent_gpu
 
-    refuse_absent_gpu(gpu)
+    refuse_absent_gpu(gpu, gpus)
     from tilegym_db.bench.tune.tune import tune
     from tilegym_db.cli.bench_progress import Progress
-    from tilegym_db.cli.output import print_json
+    from tilegym_db.cli.output import note, print_json
 
     with Progress(quiet=as_json and not sys.stderr.isatty()) as progress:
         report = tune(
             tuple(names or ()),
             gpu=gpu,
+            gpus=gpus,
             language=language,
             workload=workload,
             budget_s=budget,
@@ -53,9 +55,11 @@ def command(
         print_json(report_record(report))
     else:
         print_report(report)
+    for remark in report.notes:
+        note(remark)
     if report.interrupted:
         raise typer.Exit(130)
-    if report.outcomes["failed"] or any(result.config is None for result in report.results):
+    if report.unfinished or report.outcomes["failed"] or any(result.config is None for result in report.results):
         raise typer.Exit(1)
 
 

@@ -196,6 +196,10 @@ class Trace(Record):
     driver: str = ""
     cuda: str = ""
     libs: dict[str, str] = {}
+    gpu_uuid: str = ""
+    """Which of all GPUs of this kind, as the driver numbers them (``GPU-...``); empty on a CPU and in older traces."""
+    host: str = ""
+    """Name of the machine; empty in older traces."""
     tier: Tier
     attempt: Int64 = 0
     sandbox_level: Int64 = 0

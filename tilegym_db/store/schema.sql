@@ -91,6 +91,8 @@ CREATE TABLE trace_records (
     driver VARCHAR NOT NULL,
     cuda VARCHAR NOT NULL,
     libs MAP(VARCHAR, VARCHAR) NOT NULL,
+    gpu_uuid VARCHAR NOT NULL DEFAULT '', -- of all GPUs of this kind; empty on a CPU and in older traces
+    host VARCHAR NOT NULL DEFAULT '',
     tier VARCHAR NOT NULL,
     attempt BIGINT NOT NULL,
     sandbox_level BIGINT NOT NULL,

@@ -13,7 +13,7 @@ from tilegym_db.records.trace import STATUSES, Tier
 
 __all__ = ["PUBLISHED_SANDBOX_LEVEL", "SCHEMA_VERSION", "VERIFIED_TIERS", "schema_sql", "views_sql"]
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 """Version of ``schema.sql``."""
 
 VERIFIED_TIERS: tuple[str, ...] = ("promotion",)
@@ -131,7 +131,8 @@ _FILES = """read_json($files, format = 'newline_delimited', columns = {
     config: 'MAP(VARCHAR, JSON)', workload_uuid: 'VARCHAR', axes: 'MAP(VARCHAR, BIGINT)',
     dtypes: 'MAP(VARCHAR, VARCHAR)', scalars: 'MAP(VARCHAR, JSON)', layouts: 'MAP(VARCHAR, VARCHAR)',
     gpu: 'VARCHAR', gpu_name: 'VARCHAR', sm: 'VARCHAR', driver: 'VARCHAR', cuda: 'VARCHAR',
-    libs: 'MAP(VARCHAR, VARCHAR)', tier: 'VARCHAR', attempt: 'BIGINT', sandbox_level: 'BIGINT',
+    libs: 'MAP(VARCHAR, VARCHAR)', gpu_uuid: 'VARCHAR', host: 'VARCHAR', tier: 'VARCHAR',
+    attempt: 'BIGINT', sandbox_level: 'BIGINT',
     evidence_level: 'VARCHAR', envelope: 'STRUCT(cases BIGINT, digest VARCHAR, seed VARCHAR, dropped VARCHAR[])',
     status: 'VARCHAR', reason: 'VARCHAR', log: 'VARCHAR',
     correctness: 'STRUCT(rel_fro DOUBLE, worst_row_rel DOUBLE, max_abs DOUBLE, matched_ratio DOUBLE,
@@ -177,6 +178,7 @@ INSERT_TRACES = f"""
         workload_uuid, axes, {_key_of("axes")}, coalesce(dtypes, MAP {{}}), {_key_of("dtypes")},
         coalesce(to_json(scalars), '{{}}'), {_key_of("scalars")}, coalesce(layouts, MAP {{}}), {_key_of("layouts")},
         gpu, gpu_name, coalesce(sm, ''), coalesce(driver, ''), coalesce(cuda, ''), coalesce(libs, MAP {{}}),
+        coalesce(gpu_uuid, ''), coalesce(host, ''),
         tier, coalesce(attempt, 0), coalesce(sandbox_level, 0), coalesce(evidence_level, 'op'),
         envelope, status, coalesce(reason, ''), coalesce(log, ''), correctness, performance, audit, failure,
         $origin, $trusted, NULL

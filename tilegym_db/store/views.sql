@@ -58,7 +58,7 @@ SELECT
     definition, definition_version, definition_digest, op_type,
     solution, solution_digest, language, role, config, config_key,
     workload_uuid, axes, axes_key, dtypes, dtypes_key, scalars, scalars_key, layouts, layouts_key,
-    gpu, gpu_family_of(gpu) AS gpu_family, gpu_name, sm, driver, cuda, libs,
+    gpu, gpu_family_of(gpu) AS gpu_family, gpu_name, sm, driver, cuda, libs, gpu_uuid, host,
     tier, attempt, sandbox_level, evidence_level, origin, trusted, doubt, status, reason, log,
     performance.latency_us AS latency_us,
     performance.ci_low_us AS ci_low_us,

@@ -27,7 +27,7 @@ from tilegym_db.bench.verification import Verification, fuzz_workers
 from tilegym_db.bench.worker_handle import RunnerLimits, WorkerHandle
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.confinement.bounds import available_memory
-from tilegym_db.records import Config, Definition
+from tilegym_db.records import Config, Definition, Workload
 from tilegym_db.records.peaks import GpuPeaks
 from tilegym_db.verify import scan
 from tilegym_db.verify.verifier import Failure
@@ -51,6 +51,7 @@ class LocalExecutor:
         peaks: what this device can do; None where that is not known, and then no time has a speed of light or a floor.
         after_timing: called after every workload with its workload and candidates, whose rounds are the raw times.
         capacity: what is measured at a time; by default what this machine has room for.
+        concluded: called when every trace of a workload has been emitted.
     """
 
     context: RunContext
@@ -62,6 +63,7 @@ class LocalExecutor:
     peaks: GpuPeaks | None = None
     after_timing: AfterTiming = field(default=lambda workload, candidates: None)
     capacity: Capacity | None = None
+    concluded: Callable[[Workload], None] = field(default=lambda workload: None)
 
     def run(self, plans: Sequence[DefinitionPlan]) -> None:
         """Everything that the plans ask for: group by group, and in each batch by batch. Workers end with their group."""
@@ -122,6 +124,7 @@ class LocalExecutor:
             if several:
                 self.starting(str(workload_run))
             timing.conclude(workload_run)
+            self.concluded(workload_run.workload)
 
     def make_runner(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from tilegym_db.bench.plan import DoneKey, PairKey
@@ -42,6 +43,15 @@ class Known:
         for step in read_tuning_steps(setup.home, gpu, setup.catalog):
             known.steps.setdefault(step.pair, []).append(step)
         return known
+
+    def about(self, definitions: Collection[str]) -> Known:
+        """What concerns these Definitions, by digest."""
+        return Known(
+            {pair: steps for pair, steps in self.steps.items() if pair[1] in definitions},
+            {pair: failed for pair, failed in self.failed.items() if pair[1] in definitions},
+            {key for key in self.screened if key[1] in definitions},
+            {pair: config for pair, config in self.winners.items() if pair[1] in definitions},
+        )
 
     def history(self, pair: PairKey) -> SearchHistory:
         """Of one pair. A config that fails on one Workload is not tried on any other of the same Definition."""

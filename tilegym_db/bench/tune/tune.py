@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tilegym_db.bench.executor.local import LocalExecutor
+from tilegym_db.bench.gpus.devices import Device, devices_of
+from tilegym_db.bench.gpus.messages import Session
+from tilegym_db.bench.gpus.pool import Callbacks, DevicePool
+from tilegym_db.bench.gpus.work import WorkItem, divide
+from tilegym_db.bench.interleaved import TimingBudget
 from tilegym_db.bench.machine import Machine, leaving_processors
 from tilegym_db.bench.plan import Options, Plan, Skipped
 from tilegym_db.bench.run_setup import RunSetup, timing_budget
 from tilegym_db.bench.tier_policy import SCREEN
+from tilegym_db.bench.tracing import RunContext, attempts_of
 from tilegym_db.bench.tune.known import Known
 from tilegym_db.bench.tune.search import SearchBudget
-from tilegym_db.bench.tune.tuner import Tuned, Tuner
+from tilegym_db.bench.tune.task import TuneTask, search
+from tilegym_db.bench.tune.tuner import Tuned
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import UsageError
 from tilegym_db.records import Definition, Trace, Workload, axes_key
@@ -36,6 +44,7 @@ class TuneObserver:
     starting: Callable[[str], None] = lambda what: None
     stepped: Callable[[TuningStep], None] = lambda step: None
     finished: Callable[[Tuned], None] = lambda result: None
+    at_work: Callable[[str, str], None] = lambda device, what: None
 
 
 @dataclass
@@ -49,6 +58,9 @@ class TuneReport:
     steps: list[TuningStep] = field(default_factory=list)
     traces: list[Trace] = field(default_factory=list)
     interrupted: bool = False
+    notes: list[str] = field(default_factory=list)
+    """What was lost on the way, and taken over or not."""
+    unfinished: list[str] = field(default_factory=list)
 
     @property
     def outcomes(self) -> Counter[str]:
@@ -68,6 +80,7 @@ def tune(
     catalog: Catalog | None = None,
     store_home: Path | None = None,
     observer: TuneObserver | None = None,
+    gpus: str | Sequence[Device] | None = None,
 ) -> TuneReport:
     """Search the tunables of Solutions, Workload by Workload; screen and store what wins.
 
@@ -87,6 +100,7 @@ def tune(
         catalog: the records; the shipped ones and the user's overlay by default.
         store_home: folder of the store; ``$TILEGYM_DB_HOME`` or the user data folder by default.
         observer: callbacks for progress.
+        gpus: as for :func:`~tilegym_db.benchmark`.
 
     Raises:
         HardwareError: the GPU asked for is not the one in this machine.
@@ -100,11 +114,20 @@ def tune(
         raise UsageError(f"--budget is a number of seconds above 0, not {budget_s:g}.")
     # The tier at which only what can be timed here takes part: an interpreter's times would choose the wrong config.
     options = Options(tuple(names), language, workload, quick, again=True, tier="promotion")
-    setup = RunSetup.of(gpu, catalog, store_home)
-    return _search_all(setup, options, Known.read(setup, again=again), budget_s, observer or TuneObserver())
+    devices = devices_of(gpus, gpu)
+    setup = RunSetup.on(devices, gpu, catalog, store_home)
+    with DevicePool(devices, setup.machine.gpu) if devices else contextlib.nullcontext() as pool:
+        return _search_all(setup, options, Known.read(setup, again=again), budget_s, observer or TuneObserver(), pool)
 
 
-def _search_all(setup: RunSetup, options: Options, known: Known, budget_s: float, observer: TuneObserver) -> TuneReport:
+def _search_all(
+    setup: RunSetup,
+    options: Options,
+    known: Known,
+    budget_s: float,
+    observer: TuneObserver,
+    pool: DevicePool | None,
+) -> TuneReport:
     plan = setup.plan(options)
     pairs = _tunable_pairs(plan, setup.machine)
     observer.planned(sum(map(len, pairs.values())), setup.machine)
@@ -114,20 +137,51 @@ def _search_all(setup: RunSetup, options: Options, known: Known, budget_s: float
     with (
         Journal(context.run_id, setup.home) as journal,
         TuningLog(context.run_id, setup.home) as log,
-        scratch_folder() as scratch,
-        leaving_processors(setup.machine),
     ):
         keep = _Keeping(report, known, journal, log, observer)
-        executor = LocalExecutor(context, scratch, timing_budget(options), SCREEN, keep.trace, observer.starting)
         budget = SearchBudget.quick() if options.quick else SearchBudget()
-        try:
-            for item in plan.definitions:
-                tuner = Tuner(item, executor, known, report.traces, keep.step, budget, budget_s)
-                tuner.run(pairs[item.definition.name], keep.result)
-        except KeyboardInterrupt:
-            report.interrupted = True
+        pieces = tuple((item, pairs[item.definition.name]) for item in plan.definitions)
+        task = TuneTask(pieces, known, budget, budget_s)
+        if pool is not None:
+            _search_on(pool, task, context, setup, timing_budget(options), keep)
+        else:
+            _search_here(task, context, timing_budget(options), keep)
     setup.ingest()
     return report
+
+
+def _search_here(task: TuneTask, context: RunContext, budget: TimingBudget, keep: _Keeping) -> None:
+    with scratch_folder() as scratch, leaving_processors(context.machine):
+        executor = LocalExecutor(context, scratch, budget, SCREEN, keep.trace, keep.observer.starting)
+        try:
+            search(task, executor, keep.told)
+        except KeyboardInterrupt:
+            keep.report.interrupted = True
+
+
+def _search_on(
+    pool: DevicePool, task: TuneTask, context: RunContext, setup: RunSetup, budget: TimingBudget, keep: _Keeping
+) -> None:
+    """The searches of one Workload on one device, each with what is known by then."""
+    session = Session(
+        "tune", context.run_id, setup.machine.gpu, context.seed, setup.home, budget, SCREEN,
+        len(pool.devices), command=context.command,
+    )  # fmt: skip
+    pairs = {plan.definition.name: found for plan, found in task.pieces}
+    plans = [plan.restricted_to({workload.uuid for workload, _ in found}) for plan, found in task.pieces]
+
+    def extra(item: WorkItem) -> TuneTask:
+        chosen = set(item.uuids)
+        pieces = tuple(
+            (plan, [pair for pair in pairs[plan.definition.name] if pair[0].uuid in chosen]) for plan in item.plans
+        )
+        digests = {plan.definition.digest for plan in item.plans}
+        return replace(task, pieces=pieces, known=task.known.about(digests), attempts=attempts_of(keep.report.traces))
+
+    callbacks = Callbacks(keep.trace, keep.observer.at_work, told=keep.told, extra=extra, immediate=True)
+    outcome = pool.run(session, divide(plans, len(pool.devices)), callbacks)
+    keep.report.notes += [*outcome.notes, *outcome.unfinished]
+    keep.report.unfinished, keep.report.interrupted = outcome.unfinished, outcome.interrupted
 
 
 @dataclass
@@ -144,9 +198,14 @@ class _Keeping:
         self.journal.append(trace)
         self.report.traces.append(trace)
 
+    def told(self, content: TuningStep | Tuned) -> None:
+        if isinstance(content, TuningStep):
+            self.step(content)
+        else:
+            self.result(content)
+
     def step(self, step: TuningStep) -> None:
         self.log.append(step)
-        self.known.steps.setdefault(step.pair, []).append(step)
         self.report.steps.append(step)
         self.observer.stepped(step)
 

@@ -1,0 +1,1 @@
+"""Several devices of one host at work: which ones, who measures what, and a supervisor process for each."""

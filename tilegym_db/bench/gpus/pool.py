@@ -1,0 +1,190 @@
+"""Gives out work to the supervisors of several devices, and goes on where one dies: its work is done by another.
+
+Nothing measured is kept before its workload is concluded, so that what was in flight when a supervisor died is measured again
+as a whole, and a trace exists once.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from types import TracebackType
+from typing import Any, Self
+
+from tilegym_db.bench.gpus.devices import Device, share_processors
+from tilegym_db.bench.gpus.messages import Concluded, Done, Failed, Order, Peaks, Session, Starting, Told, Traced
+from tilegym_db.bench.gpus.process import DeviceProcess, SupervisorLost
+from tilegym_db.bench.gpus.work import WorkItem, WorkQueue
+from tilegym_db.errors import HardwareError
+from tilegym_db.records import Trace
+
+__all__ = ["Callbacks", "DevicePool", "PoolReport"]
+
+MAX_RESTARTS = 2
+"""So many times a supervisor that died is started again on its device."""
+SILENCE_S = 1800.0
+"""A supervisor that tells nothing for so long hangs, as it may where its GPU fell off the bus. Longer than any one workload."""
+STOP_TIMEOUT_S = 15.0
+
+
+@dataclass
+class Callbacks:
+    """Whom the pool tells what. ``traced`` gets traces of concluded workloads, with ``immediate`` each as it comes."""
+
+    traced: Callable[[Trace], None]
+    starting: Callable[[str, str], None] = lambda device, what: None
+    concluded: Callable[[Concluded], None] = lambda message: None
+    peaks: Callable[[Peaks], None] = lambda message: None
+    told: Callable[[Any], None] = lambda content: None
+    extra: Callable[[WorkItem], Any] = lambda item: None
+    immediate: bool = False
+
+
+@dataclass
+class PoolReport:
+    """How many traces each device measured, what was lost and taken over, and what was given up, with reasons."""
+
+    traces: Counter[str] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
+    unfinished: list[str] = field(default_factory=list)
+    interrupted: bool = False
+
+
+class DevicePool:
+    """The supervisors of some devices, from entering the ``with`` block to its end."""
+
+    def __init__(self, devices: Sequence[Device], gpu: str) -> None:
+        """``gpu`` is the slug that all of the devices have."""
+        self.devices = list(devices)
+        self.processes: dict[str, DeviceProcess] = {}
+        self._gpu = gpu
+        blocks = share_processors(sorted(os.sched_getaffinity(0)), len(self.devices))
+        self._processors = dict(zip((device.label for device in self.devices), blocks, strict=True))
+        self._restarts: Counter[str] = Counter()
+        self._held: dict[str, dict[str, list[Trace]]] = {}
+        self._gone: list[str] = []
+
+    def __enter__(self) -> Self:
+        for device in self.devices:
+            self._start(device)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _start(self, device: Device) -> None:
+        self.processes[device.label] = DeviceProcess(device, self._gpu, self._processors[device.label])
+        self._held[device.label] = {}
+
+    def stop(self) -> None:
+        """End every supervisor and the workers below it; what is in flight is lost."""
+        for process in self.processes.values():
+            process.connection.close()
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        for process in self.processes.values():
+            process.end(max(0.1, deadline - time.monotonic()))
+        self.processes.clear()
+
+    def run(self, session: Session, items: Sequence[WorkItem], callbacks: Callbacks) -> PoolReport:
+        """Have everything done. Returns also where Ctrl-C ended it, or where something could not be done.
+
+        Raises:
+            HardwareError: not one device could do anything; the message has the reason of each.
+        """
+        report, work = PoolReport(), WorkQueue.of(items)
+        try:
+            self._run(session, work, callbacks, report)
+        except KeyboardInterrupt:
+            report.interrupted = True
+            self.stop()
+        report.notes[:0] = self._gone
+        for item in work.given_up:
+            report.unfinished.append(f"{item.label} was given up: {'; '.join(item.losses)}")
+        if work.waiting and not report.interrupted:
+            if not report.traces:
+                raise HardwareError(f"no device is left to measure on. {' '.join(self._gone)}")
+            left = ", ".join(item.label for item in work.waiting)
+            report.unfinished.append(f"{left}: no device is left to measure on")
+        return report
+
+    def _run(self, session: Session, work: WorkQueue, callbacks: Callbacks, report: PoolReport) -> None:
+        while work.waiting or any(process.item for process in self.processes.values()):
+            for process in list(self.processes.values()):
+                item = None if process.item else work.take()
+                if item is not None:
+                    try:
+                        process.give(Order(session, item, callbacks.extra(item)))
+                    except SupervisorLost as lost:
+                        self._lose(process, str(lost), work, report)
+            if not self.processes:
+                return
+            connections = {process.connection: process for process in self.processes.values()}
+            for connection in wait(list(connections), timeout=1.0):
+                process = connections[connection]  # type: ignore[index]
+                try:
+                    self._hear(process, process.hear(), work, callbacks, report)
+                except SupervisorLost as lost:
+                    self._lose(process, str(lost), work, report)
+            self._end_silent(work, report)
+
+    def _hear(
+        self, process: DeviceProcess, message: Any, work: WorkQueue, callbacks: Callbacks, report: PoolReport
+    ) -> None:
+        label = process.device.label
+        match message:
+            case Starting(what):
+                callbacks.starting(label, what)
+            case Traced(trace) if callbacks.immediate:
+                self._keep([trace], label, callbacks, report)
+            case Traced(trace):
+                self._held[label].setdefault(trace.workload_uuid, []).append(trace)
+            case Concluded(uuid):
+                callbacks.concluded(message)
+                if not callbacks.immediate:
+                    process.done.add(uuid)
+                self._keep(self._held[label].pop(uuid, []), label, callbacks, report)
+            case Peaks():
+                callbacks.peaks(message)
+            case Told(content):
+                callbacks.told(content)
+            case Done():
+                process.item = None
+                callbacks.starting(label, "idle")
+            case Failed(reason, is_device):
+                process.end()
+                self._lose(process, reason, work, report, for_good=is_device)
+
+    @staticmethod
+    def _keep(traces: Sequence[Trace], label: str, callbacks: Callbacks, report: PoolReport) -> None:
+        for trace in traces:
+            callbacks.traced(trace)
+            report.traces[label] += 1
+
+    def _lose(
+        self, process: DeviceProcess, reason: str, work: WorkQueue, report: PoolReport, *, for_good: bool = False
+    ) -> None:
+        """Its work goes back, and its device gets another supervisor, or is used no more."""
+        device = process.device
+        self.processes.pop(device.label, None)
+        self._held.pop(device.label, None)
+        if process.item is not None:
+            work.lose(process.item, process.done, f"{device.label}: {reason}")
+        if for_good or self._restarts[device.label] >= MAX_RESTARTS:
+            self._gone.append(f"{device.label} is used no more: {reason}")
+            return
+        self._restarts[device.label] += 1
+        taken_over = "" if process.item is None else f"; what it had in flight is done again ({process.item.label})"
+        report.notes.append(f"{device.label}: {reason}{taken_over}")
+        self._start(device)
+
+    def _end_silent(self, work: WorkQueue, report: PoolReport) -> None:
+        for process in list(self.processes.values()):
+            if process.item is not None and time.monotonic() - process.heard_at > SILENCE_S:
+                process.end(0.1)
+                self._lose(process, f"its supervisor told nothing for {SILENCE_S:.0f} s", work, report, for_good=True)

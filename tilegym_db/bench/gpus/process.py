@@ -1,0 +1,106 @@
+"""The other end of a supervisor: start the process, give it an order, hear what it tells, end it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from tilegym_db.bench.gpus.devices import Device
+from tilegym_db.bench.gpus.messages import Order
+from tilegym_db.bench.gpus.work import WorkItem
+
+__all__ = ["DeviceProcess", "SupervisorLost"]
+
+LAST_WORDS_BYTES = 2000
+
+
+class SupervisorLost(Exception):
+    """The supervisor of a device is gone; the message says how."""
+
+
+class DeviceProcess:
+    """The supervisor of one device. Starts at once, so that it is ready when there is a plan."""
+
+    def __init__(self, device: Device, gpu: str, processors: Sequence[int]) -> None:
+        """Start it for a GPU slug, on these processors."""
+        self.device = device
+        self.item: WorkItem | None = None
+        self.done: set[str] = set()
+        """Workloads of the item that are concluded."""
+        self.heard_at = time.monotonic()
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        ours, theirs = socket.socketpair()
+        package_root = str(Path(__file__).resolve().parents[3])
+        python_path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
+        with ours, theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "tilegym_db.bench.gpus.supervisor", ",".join(map(str, processors)), gpu],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=self._said,
+                env={**os.environ, "PYTHONPATH": python_path, **device.environment},
+                start_new_session=True,  # Ctrl-C is for us, who let what is finished be kept
+            )
+            self.connection = Connection(os.dup(ours.fileno()))
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def give(self, order: Order) -> None:
+        """Let it begin.
+
+        Raises:
+            SupervisorLost: it is gone.
+        """
+        self.item, self.done = order.item, set()
+        self.heard_at = time.monotonic()
+        try:
+            self.connection.send(order)
+        except OSError:
+            raise SupervisorLost(self.end()) from None
+
+    def hear(self) -> Any:
+        """The next thing that it tells.
+
+        Raises:
+            SupervisorLost: it is gone.
+        """
+        try:
+            message = self.connection.recv()
+        except (EOFError, OSError):
+            raise SupervisorLost(self.end()) from None
+        self.heard_at = time.monotonic()
+        return message
+
+    def end(self, timeout_s: float = 2.0) -> str:
+        """Wait for its end, or bring it about; returns how it ended. Safe to call twice."""
+        with contextlib.suppress(OSError):
+            self.connection.close()
+        try:
+            code = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+        return f"its supervisor ended ({how}){self._last_words()}"
+
+    def _last_words(self) -> str:
+        if self._said.closed:
+            return ""
+        size = self._said.seek(0, os.SEEK_END)
+        self._said.seek(max(0, size - LAST_WORDS_BYTES))
+        lines = self._said.read().decode(errors="replace").strip().splitlines()
+        self._said.close()
+        return f": {lines[-1]}" if lines else ""

@@ -1,0 +1,82 @@
+"""The supervisor of one device, a process of its own: ``python -m`` starts it, with a socket as standard input.
+
+It is the harness of its device: it draws inputs, keeps oracle and clock, and has its own fork server and workers, through the
+executor that a run without ``--gpus`` uses. Its arguments are the processors that it may use and the slug of the GPU that it must
+find. It ends when the socket does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+from tilegym_db.bench.gpus.messages import Failed, Ready
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Carry out orders until there are no more."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs us in its background ignores it
+    os.sched_setaffinity(0, map(int, sys.argv[1].split(",")))
+    connection = _take_socket()
+    orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(connection, orders), daemon=True).start()
+    try:
+        with _telling_failures(connection):
+            _serve(connection, orders)
+    except (KeyboardInterrupt, BrokenPipeError):
+        pass  # whoever gave the orders has ended, or wants us to
+
+
+def _take_socket() -> Connection:
+    """The socket at a descriptor that no compiler which is started later inherits."""
+    connection = Connection(os.dup(0))
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    return connection
+
+
+def _listen(connection: Connection, orders: queue.SimpleQueue[Any]) -> None:
+    try:
+        while True:
+            orders.put(connection.recv())
+    except (EOFError, OSError):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def _serve(connection: Connection, orders: queue.SimpleQueue[Any]) -> None:
+    from tilegym_db.bench.gpus.jobs import Desk
+
+    desk = Desk.open(sys.argv[2], connection.send)
+    connection.send(Ready())
+    while True:
+        desk.carry_out(orders.get())
+
+
+@contextlib.contextmanager
+def _telling_failures(connection: Connection) -> Iterator[None]:
+    """The boundary of this process: whatever ends it is told, with the reason."""
+    from tilegym_db.errors import HardwareError
+
+    try:
+        yield
+    except HardwareError as error:
+        connection.send(Failed(str(error), is_device=True))
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        connection.send(Failed(f"{type(error).__name__}: {error}", is_device=False))
+
+
+if __name__ == "__main__":
+    main()
