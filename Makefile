@@ -22,11 +22,12 @@ install: $(STAMP) ## create .venv and install the package with everything that '
 
 # uv finds the build of PyTorch for this machine's GPU driver, or the small one for CPUs, in PyTorch's own index. Where that index
 # cannot be reached, PyPI's build is taken: it drives any GPU of a current driver and runs on CPUs, and is larger.
+# A torch that is installed already says nothing about that index, so the probe asks as if there were none.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "tilegym-db needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt uv
-	@if $(UV_INSTALL) -q --dry-run --torch-backend=$(TORCH_BACKEND) torch >$(VENV)/torch-index.log 2>&1; then \
+	@if $(UV_INSTALL) -q --dry-run --reinstall-package torch --torch-backend=$(TORCH_BACKEND) torch >$(VENV)/torch-index.log 2>&1; then \
 	  echo "installing tilegym-db[all,dev] into $(VENV) with the build of PyTorch for this machine (TORCH_BACKEND=$(TORCH_BACKEND))"; \
 	  $(UV_INSTALL) --torch-backend=$(TORCH_BACKEND) -e '.[all,dev]'; \
 	else \
