@@ -170,18 +170,37 @@ def main() -> int:
     options = parser.parse_args()
     options.language = (options.language if options.slots is None else "python") or None
     devices = cpu_slots(options.slots) if options.slots else devices_of(options.gpus, "auto")
+    runs: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         catalog = limited_catalog(Path(folder), options.names, options.workload, options.limit)
-        runs = {"one": measure(options, catalog, devices[:1], None)}
-        runs[f"{len(devices)}"] = measure(options, catalog, devices, None)
-        if "kill" not in options.skip:
-            runs[f"{len(devices)}, one killed"] = measure(options, catalog, devices, 0.3)
-    problems = judge(runs)
+        for name, chosen, kill_after in plan(devices, options.skip):
+            runs[name] = measure(options, catalog, chosen, kill_after)
+            save(options, runs)  # what is there, should a later run be cut off
+            print(f"{name}: {runs[name]['pairs']} pairs in {runs[name]['seconds']} s", file=sys.stderr, flush=True)
+    print_table(runs, judge(runs))
+    return 1 if judge(runs) else 0
+
+
+def plan(devices: list[Device], skip: str) -> list[tuple[str, list[Device], float | None]]:
+    """Name, devices, and the share of pairs after which a supervisor is killed, of each run."""
+    runs: list[tuple[str, list[Device], float | None]] = [
+        ("one", devices[:1], None),
+        (str(len(devices)), devices, None),
+    ]
+    return runs if "kill" in skip else [*runs, (f"{len(devices)}, one killed", devices, 0.3)]
+
+
+def save(options: argparse.Namespace, runs: dict[str, dict[str, Any]]) -> None:
+    """Write ``many_gpus.json``."""
     options.output.mkdir(parents=True, exist_ok=True)
-    content = {"tier": options.tier, "names": options.names, "limit": options.limit, "runs": runs, "problems": problems}
+    content = {
+        "tier": options.tier,
+        "names": options.names,
+        "limit": options.limit,
+        "runs": runs,
+        "problems": judge(runs),
+    }
     (options.output / "many_gpus.json").write_text(json.dumps(content, indent=1))
-    print_table(runs, problems)
-    return 1 if problems else 0
 
 
 def print_table(runs: dict[str, dict[str, Any]], problems: list[str]) -> None:
