@@ -40,12 +40,28 @@ CHANGES_AN_INPUT = (
     OF_STOCK.replace("CHANGE", "value") + "    first = ({inputs},)[0]\n    first[(0,) * first.dim()] = 9\n"
 )
 LEAVES_ITS_OUTPUT = "    pass\n"
+WRONG_IN_INFERENCE_MODE = "    import torch\n" + OF_STOCK.replace(
+    "CHANGE", "value * 1.02 if torch.is_inference_mode_enabled() else value"
+)
+RIGHT_WITH_GRADIENTS_ALONE = "    import torch\n" + OF_STOCK.replace(
+    "CHANGE", "value if torch.is_grad_enabled() else value * 1.02"
+)
+KEEPS_THE_TABLES = (
+    "    run.kept = getattr(run, 'kept', {})\n"
+    + ("    cos, sin = run.kept.setdefault((q.shape, q.dtype), (cos.clone(), sin.clone()))\n")
+    + OF_STOCK.replace("CHANGE", "value")
+)
 ROUGH = {
     "inaccurate": (INACCURATE, "times that of stock; at most"),
     "one wrong element": (ONE_ELEMENT_WRONG, "against fp64 is|relative error|elements exceed"),
     "not deterministic": (EVERY_OTHER_CALL, "two runs on the same inputs differ"),
     "changes an input": (CHANGES_AN_INPUT, "it changes its input '(x|q|a)'"),
     "writes nothing": (LEAVES_ITS_OUTPUT, "two runs|NaN or infinite|residual_out against fp64"),
+    "wrong in inference mode": (
+        WRONG_IN_INFERENCE_MODE,
+        "two runs on the same inputs differ, the second one in inference mode",
+    ),
+    "right with gradients alone": (RIGHT_WITH_GRADIENTS_ALONE, "times that of stock; at most"),
     "raises": ("    raise ValueError('boom')\n", "it raises ValueError: boom"),
 }
 
@@ -105,6 +121,35 @@ def test_a_kernel_that_fails_on_this_model_is_left_out_and_the_report_says_why(
     assert "not proved on this model" in str(report)
 
 
+def test_a_kernel_that_keeps_the_rotary_tables_of_the_first_position_is_left_out(
+    shop: Any, logits: Any, build: Any, prompt: Any
+) -> None:
+    model, ids = build("llama", torch.bfloat16), prompt()
+    stock = logits(model, ids)
+    with patched(model, catalog=shop.offer(KEEPS_THE_TABLES, ops=("rope_neox",)), verify=True) as handle:
+        assert torch.equal(logits(model, ids), stock)
+    proofs = proofs_of(handle)["rope_neox"]
+    assert {proof.stage: proof.failed for proof in proofs} == {"prefill": False, "decode": True}
+    assert all("against fp64" in proof.reason for proof in proofs if proof.failed)
+    assert handle.report().kernel_calls == 0
+
+
+def test_two_batches_and_two_positions_of_each_are_captured(kernels: Catalog, build: Any, prompt: Any) -> None:
+    model = build("llama", torch.float32)
+    handle = patch(model, catalog=kernels, ops=["rope_neox", "rms_norm"])
+    sites = [site for _, site in handle._sites if site is not None]
+    for site, calls in zip(sites, captured_calls(model, sites, prompt(2, 5)), strict=True):
+        kept = {call.stage: call.all_inputs for call in calls}
+        if site.dispatcher is not None:
+            assert {stage: len(inputs) for stage, inputs in kept.items()} == {"prefill": 2, "decode": 4}
+        if site.dispatcher is not None and site.dispatcher.definition.name == "rope_neox":
+            tables = [inputs[2] for inputs in kept["decode"]]
+            assert not torch.equal(tables[0], tables[1])
+            assert torch.equal(tables[0], tables[2])
+            assert not torch.equal(kept["prefill"][0][0], kept["prefill"][1][0])
+    handle.unpatch()
+
+
 def test_a_kernel_that_fails_at_one_size_serves_no_other_size_of_that_site(
     shop: Any, logits: Any, build: Any, prompt: Any
 ) -> None:
@@ -124,7 +169,7 @@ def test_kernels_that_round_less_than_stock_are_proved_with_smaller_errors(shop:
     assert report.failed_proofs == ()
     proofs = [proof for site in report.sites for proof in site.proofs]
     tried = [proof for proof in proofs if proof.kernel is not None]
-    assert len(tried) == 8
+    assert len(tried) == 9  # two of attention_decode: a position more is another length
     assert all(0 < proof.kernel_error < proof.stock_error for proof in tried)
 
 

@@ -29,6 +29,7 @@ COMMANDS: dict[str, dict[str, str]] = {
         "regress": "Time every solution that changed since a revision, old and new interleaved.",
         "publish": "Write the traces and the resolver table of one GPU.",
         "ingest": "Bring journals into the database.",
+        "sync": "Bring the traces of a data set that a team shares into the database.",
     },
     "Models": {
         "verify-model": "Compare each kernel of a patch with stock code on a model's own calls.",

@@ -23,11 +23,18 @@ def command(
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     trust: Trust = False,
+    to: Annotated[
+        str | None,
+        typer.Option(help="Add what was measured here to a data set in a folder or object store (s3://bucket/folder)."),
+    ] = None,
 ) -> None:
     """Write the traces and the resolver table of one GPU: into the checkout, or into the user's folder.
 
     From then on resolve() and patch() on that GPU use what was published; nothing else changes what they do. Only what the
     promotion tier verified in a confined process is published; what a later failure took back is taken out.
+
+    With --to nothing is written here: the data set gets every trace of that GPU that this installation measured and that it
+    does not have yet, and 'tilegym-db sync' brings them to others. Credentials come from the environment.
     """
     from tilegym_db.cli.best import chosen_gpu
     from tilegym_db.cli.reader import open_reader
@@ -35,12 +42,34 @@ def command(
 
     slug = chosen_gpu(gpu)
     assert slug is not None
+    if to is not None:
+        _share(to, slug, as_json=as_json)
+        return
     with open_reader(trust=trust) as store:
         reports = publish_all(store, slug)
     if as_json:
         print_json([_record(report) for report in reports])
     for report in reports:
         _print(report, paths=not as_json)
+
+
+def _share(uri: str, gpu: str, *, as_json: bool) -> None:
+    from tilegym_db.cli.reader import open_reader
+    from tilegym_db.store.data_set import DataSet
+    from tilegym_db.store.sharing import share_traces
+
+    data_set = DataSet(uri)
+    with open_reader() as store:
+        report = share_traces(store, data_set, gpu)
+    if as_json:
+        print_json(vars(report))
+    for name in () if as_json else report.written:
+        print_line(name)
+    note(f"{report.traces - report.known} traces added, {report.known} were there already")
+    for problem in report.problems:
+        note(f"not read: {problem}")
+    if report.problems:
+        raise typer.Exit(1)
 
 
 def _record(report: PublishReport) -> dict[str, Any]:

@@ -7,8 +7,10 @@ from typing import Annotated
 
 import typer
 
+from tilegym_db.catalog import Catalog
 from tilegym_db.cli.completion import complete_statement
 from tilegym_db.cli.formats import AsArrow, AsCsv, AsJson, AsParquet, OutputFile, Wide, chosen_form
+from tilegym_db.cli.options import Trust
 from tilegym_db.cli.output import note, print_table
 from tilegym_db.store.views import public_views
 
@@ -24,14 +26,24 @@ def command(
     as_arrow: AsArrow = False,
     output: OutputFile = None,
     wide: Wide = False,
+    source: Annotated[
+        str | None,
+        typer.Option("--from", help="Ask a shared data set (a folder, or s3://bucket/folder) in place of it."),
+    ] = None,
+    trust: Trust = False,
 ) -> None:
     """Run one read-only SQL statement over the database."""
     from tilegym_db.cli.formats import write_arrow, write_rows
+    from tilegym_db.store.sharing import query_data_set
     from tilegym_db.store.sql import run_user_query
 
     form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)
     binary = form.kind in ("parquet", "arrow")
-    result = run_user_query(read_statement() if statement == "-" else statement, as_arrow=binary)
+    text = read_statement() if statement == "-" else statement
+    if source is None:
+        result = run_user_query(text, catalog=Catalog.default(trust_foreign=True) if trust else None, as_arrow=binary)
+    else:
+        result = query_data_set(source, text, trust=trust, as_arrow=binary)
     if result.warning:
         note(f"note: {result.warning}")
     if binary:

@@ -7,7 +7,7 @@ from tilegym_db.records.trace import Trace
 from tilegym_db.store.database import Store
 from tilegym_db.store.queries import read_traces
 
-__all__ = ["told_traces", "unverified_counts"]
+__all__ = ["own_traces", "told_traces", "unverified_counts"]
 
 _TOLD = """
     SELECT trace_id FROM verified
@@ -21,6 +21,10 @@ _TOLD = """
         AND ($gpus::VARCHAR[] IS NULL OR list_contains($gpus::VARCHAR[], t.gpu))
         AND ($op_type::VARCHAR IS NULL OR t.op_type = $op_type)
 """
+_OWN = """
+    SELECT trace_id FROM traces
+    WHERE origin = 'local' AND tier <> 'interpreter' AND ($gpus::VARCHAR[] IS NULL OR list_contains($gpus::VARCHAR[], gpu))
+"""
 _UNVERIFIED = """
     SELECT tier, count(*) AS traces FROM traces
     WHERE status = 'PASSED' AND trace_id NOT IN (SELECT trace_id FROM verified)
@@ -33,6 +37,12 @@ _UNVERIFIED = """
 def told_traces(store: Store, gpu: str | None = None, op_type: str | None = None) -> list[Trace]:
     """The traces of one GPU slug and family, or of all, oldest first."""
     ids = [row["trace_id"] for row in store.rows(_TOLD, {"gpus": _slugs(gpu), "op_type": op_type})]
+    return sorted(read_traces(store, ids).values(), key=lambda trace: (trace.timestamp, trace.trace_id))
+
+
+def own_traces(store: Store, gpu: str | None = None) -> list[Trace]:
+    """Those that were measured here, of one GPU slug and family, or of all, oldest first."""
+    ids = [row["trace_id"] for row in store.rows(_OWN, {"gpus": _slugs(gpu)})]
     return sorted(read_traces(store, ids).values(), key=lambda trace: (trace.timestamp, trace.trace_id))
 
 

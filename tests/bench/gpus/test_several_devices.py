@@ -18,7 +18,7 @@ from tilegym_db.errors import HardwareError
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.journal import journal_files, read_journal
 
-SIZES = tuple({"axes": {"M": rows, "N": 8}} for rows in (3, 7, 11))
+SIZES = tuple({"axes": {"M": rows, "N": 8}} for rows in (3, 11))
 NO_PYTHON = {"PYTHONHOME": "/nowhere"}
 WRONG = "def run(x, weight, factor, out):\n    out.copy_(x * weight * factor)\n    if x.shape[0] == 7:\n        out[-1] = 0\n"
 
@@ -64,7 +64,7 @@ def test_a_supervisor_killed_in_the_middle_loses_nothing_and_repeats_nothing(cat
     report = promote(("row_scale",), gpu="cpu", catalog=catalog, store_home=home, gpus=cpu_slots(2), observer=observer)
 
     assert verdicts(report.traces) == verdicts(alone.traces)
-    assert report.counts == {"PASSED": 2 * len(SIZES) - 1, "INCORRECT_NUMERICAL": 1}  # each pair once
+    assert report.counts == {"PASSED": 2, "INCORRECT_NUMERICAL": 2}  # each pair once
     assert at_work == {"slot 0", "slot 1"}
     assert any("killed by SIGKILL" in note for note in report.notes)
     assert report.unfinished == []
@@ -81,7 +81,7 @@ def test_a_device_that_never_works_leaves_its_work_to_another_until_ctrl_c_which
 
     def interrupt(trace):
         seen.append(trace)
-        if len(seen) == 4:  # the whole of two workloads
+        if len(seen) == 2:  # the whole of one workload
             raise KeyboardInterrupt
 
     one, other = cpu_slots(2)
@@ -97,5 +97,5 @@ def test_a_device_that_never_works_leaves_its_work_to_another_until_ctrl_c_which
 
 def test_devices_that_never_work_are_named_with_their_reason(catalog, home):
     broken = [replace(slot, environment=NO_PYTHON) for slot in cpu_slots(2)]
-    with pytest.raises(HardwareError, match=r"no device is left.*slot 0.*slot 1"):
+    with pytest.raises(HardwareError, match=r"no device is left.*slot [01] is used no more.*slot [01]"):
         benchmark(("row_scale",), gpu="cpu", catalog=catalog, store_home=home, gpus=broken)

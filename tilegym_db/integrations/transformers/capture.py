@@ -1,4 +1,4 @@
-"""Keeps what a model's own code was given at its call sites, while it runs one prompt and one step of decoding."""
+"""Keeps what a model's own code was given at its call sites, while it runs two batches and decodes two positions of each."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ __all__ = ["PROMPT_TOKENS", "CapturedCall", "ModelInputs", "captured_calls", "co
 
 PROMPT_TOKENS = 128
 SEED = 0
+BATCHES = 2
+DECODED = 2
+"""Positions after each prompt. With one alone, a kernel could keep the rotary tables of the first call of a shape."""
 ALIGNMENT_BYTES = 256
 """What allocators align to at least: a tensor that starts elsewhere keeps its offset from it in a copy."""
 
@@ -27,11 +30,18 @@ ModelInputs = torch.Tensor | Mapping[str, Any]
 class CapturedCall:
     """The first call of one kind (shapes, dtypes, strides) at a call site in one stage, ``prefill`` or ``decode``.
 
-    ``inputs`` are copies in the strides that the model passed, in the order of the Definition.
+    ``inputs`` are copies in the strides that the model passed, in the order of the Definition. ``later`` are those of further
+    calls of the kind, one of each forward: other positions, other tokens.
     """
 
     stage: str
     inputs: tuple[Any, ...]
+    later: tuple[tuple[Any, ...], ...] = ()
+
+    @property
+    def all_inputs(self) -> tuple[tuple[Any, ...], ...]:
+        """Those of every call that was kept, in the order in which the model made them."""
+        return (self.inputs, *self.later)
 
 
 def captured_calls(
@@ -42,21 +52,37 @@ def captured_calls(
     Args:
         model: patched, in eval mode.
         sites: the call sites of the patch.
-        inputs: what to run; random token ids by default. A model that generates gives one more token after the first.
+        inputs: what to run; random token ids by default. Then other random ids of the same sizes, where the inputs have
+            ``input_ids`` and the model states its vocabulary. A model that generates decodes two positions each time.
 
     Raises:
         UsageError: the model is in training mode, or has no vocabulary to draw random token ids from.
     """
     if model.training:
         raise UsageError("a patch is proved on a run of the model, which is in training mode: call model.eval() first.")
-    given = random_prompt(model, 1, PROMPT_TOKENS) if inputs is None else inputs
+    first = random_prompt(model, 1, PROMPT_TOKENS) if inputs is None else inputs
+    given = {"input_ids": first} if isinstance(first, torch.Tensor) else first
     recorders = [_Recorder() for _ in sites]
     with contextlib.ExitStack() as undo:
-        undo.enter_context(_stages(model, recorders))
         for site, recorder in zip(sites, recorders, strict=True):
             undo.enter_context(_serving(site, recorder))
-        _run(model, {"input_ids": given} if isinstance(given, torch.Tensor) else given)
+        for number in range(BATCHES):
+            batch = given if number == 0 else _with_other_tokens(model, given, SEED + number)
+            if batch is not None:
+                with _stages(model, recorders):
+                    _run(model, batch)
     return [recorder.calls for recorder in recorders]
+
+
+def _with_other_tokens(model: torch.nn.Module, given: Mapping[str, Any], seed: int) -> Mapping[str, Any] | None:
+    """The same arguments with random ids wherever there is a token; None where there are no ids, or no vocabulary."""
+    ids, mask, size = given.get("input_ids"), given.get("attention_mask"), _vocabulary(model)
+    if not isinstance(ids, torch.Tensor) or size is None:
+        return None
+    drawn = torch.randint(1, size, tuple(ids.shape), generator=torch.Generator().manual_seed(seed)).to(ids)
+    if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
+        drawn = torch.where(mask.to(ids.device) != 0, drawn, ids)
+    return {**given, "input_ids": drawn}
 
 
 def random_prompt(model: torch.nn.Module, batch: int, tokens: int) -> torch.Tensor:
@@ -65,14 +91,19 @@ def random_prompt(model: torch.nn.Module, batch: int, tokens: int) -> torch.Tens
     Raises:
         UsageError: the model's config states no ``vocab_size``.
     """
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    size = getattr(text, "vocab_size", None)
-    if not isinstance(size, int) or size < 2:
+    size = _vocabulary(model)
+    if size is None:
         raise UsageError(f"{type(model).__name__} states no vocabulary; pass inputs= with what its forward takes.")
     generator = torch.Generator().manual_seed(SEED)
     ids = torch.randint(1, size, (batch, tokens), generator=generator)
     return ids.to(next(model.parameters()).device)
+
+
+def _vocabulary(model: torch.nn.Module) -> int | None:
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    size = getattr(text, "vocab_size", None)
+    return size if isinstance(size, int) and size >= 2 else None
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -87,19 +118,30 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Recorder:
-    """Stands in for a site's way to kernels: keeps the first call of each kind and leaves every call to stock code."""
+    """Stands in for a site's way to kernels: keeps the first call of each kind in each forward, and stock code serves all."""
 
     def __init__(self) -> None:
-        self.stage = ""
-        self.calls: list[CapturedCall] = []
-        self._seen: set[Any] = set()
+        self._stage = ""
+        self._forward = 0
+        self._kept: dict[Any, list[tuple[Any, ...]]] = {}
+        self._last: dict[Any, int] = {}
+
+    def begin(self, stage: str) -> None:
+        """A forward of the model in that stage comes next."""
+        self._stage = stage
+        self._forward += 1
+
+    @property
+    def calls(self) -> list[CapturedCall]:
+        """What was kept, one of each kind."""
+        return [CapturedCall(stage, first, tuple(later)) for (stage, _), (first, *later) in self._kept.items()]
 
     def __call__(self, *inputs: Any) -> None:
-        key = (self.stage, tuple(map(_kind, inputs)))
-        if key not in self._seen:
-            self._seen.add(key)
+        key = (self._stage, tuple(map(_kind, inputs)))
+        if self._last.get(key) != self._forward:  # further layers of the same forward share its positions
+            self._last[key] = self._forward
             kept = tuple(copied(value) if isinstance(value, torch.Tensor) else value for value in inputs)
-            self.calls.append(CapturedCall(self.stage, kept))
+            self._kept.setdefault(key, []).append(kept)
 
 
 def _kind(value: Any) -> Any:
@@ -116,7 +158,7 @@ def _stages(model: torch.nn.Module, recorders: Sequence[_Recorder]) -> Iterator[
     def begin(*_: Any) -> None:
         stage = next(stages, "decode")
         for recorder in recorders:
-            recorder.stage = stage
+            recorder.begin(stage)
 
     hook = model.register_forward_pre_hook(begin)
     try:
@@ -138,7 +180,7 @@ def _serving(site: CallSite, serve: Callable[..., Any]) -> Iterator[None]:
 def _run(model: Any, given: Mapping[str, Any]) -> None:
     with torch.no_grad():
         if hasattr(model, "generate") and model.can_generate():
-            options = {"max_new_tokens": 2, "min_new_tokens": 2, "do_sample": False, "num_beams": 1}
+            options = {"max_new_tokens": 1 + DECODED, "min_new_tokens": 1 + DECODED, "do_sample": False, "num_beams": 1}
             model.generate(**given, **options, disable_compile=True)
         else:
             model(**given)

@@ -50,11 +50,11 @@ def patch(
         ops: only these Definitions; None means all that are known.
         policy: ``verified``, the only one.
         dry_run: find and probe, but change nothing.
-        verify: prove the patch on the model itself before it serves anything. The model runs a prompt and one step of decoding
-            on its own code; on what each call site was given there, the kernel is compared with the stock code, both against
-            fp64. A kernel that is further off than stock by more than a factor of two, that is not deterministic or that
-            fails is left out, and the report says so (:attr:`CallSiteReport.proofs`). Takes the time of
-            that run and a little more.
+        verify: prove the patch on the model itself before it serves anything. The model runs two batches of prompts and
+            decodes two positions of each on its own code; on what each call site was given there, the kernel is compared with
+            the stock code, both against fp64, without gradients and in inference mode. A kernel that is further off than stock by more
+            than a factor of two, that is not deterministic or that fails is left out, and the report says so
+            (:attr:`CallSiteReport.proofs`). Takes the time of these runs and a little more.
         inputs: what to run for ``verify``: token ids [batch, tokens], or the arguments of the model's forward by name. By
             default random token ids.
         catalog: the records; the shipped ones and the user's overlay by default.

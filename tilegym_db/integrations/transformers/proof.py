@@ -73,34 +73,57 @@ def allowed_error(stock_error: float, rounding_error: float, dtype: torch.dtype)
 
 
 def prove(dispatcher: Dispatcher, allocate: Allocate, call: CapturedCall) -> Proof:
-    """Try the kernel that would serve a captured call.
+    """Try the kernel that would serve the captured calls of one kind.
 
-    The kernel writes into outputs full of NaN, twice, and must give the same bits both times and leave its inputs alone.
+    The kernel writes into outputs full of NaN, twice, without gradients and in inference mode, and must give the same bits both
+    times and leave its inputs alone. The proof is that of the call at which its error is largest.
 
     Args:
         dispatcher: of the call site.
         allocate: makes the outputs for the inputs of a call.
-        call: what the model passed.
+        call: what the model passed, at several positions and for several tokens.
     """
     definition = dispatcher.definition
     preview = dispatcher.preview(call.inputs, allocate)
     if preview.launch is None:
         return Proof(call.stage, _axes(definition, call), None, preview.reason)
     binding = bind_call(definition, call.inputs)
-    stock, _ = _run(dispatcher.run_stock, definition, call, allocate)
     try:
-        runs = [_run(preview.launch, definition, call, allocate) for _ in range(2)]
+        runs, again, changed = _in_both_modes(preview.launch, definition, call, allocate)
     except Exception as error:  # a kernel may raise anything: it is told, and stock code runs
         what = traceback.format_exception_only(error)[-1].strip()
         return Proof(call.stage, binding.axes, preview.kernel, f"not proved on this model: it raises {what}")
-    (outputs, changed), (again, _) = runs
     if changed:
         reason = f"it changes its input '{changed}'"
-    elif any(not _same_bits(value, again[name]) for name, value in outputs.items()):
-        reason = "two runs on the same inputs differ"
+    elif not all(map(_same_outputs, runs, again)):
+        reason = "two runs on the same inputs differ, the second one in inference mode and after other calls"
     else:
-        return _compared(definition, call, binding, str(preview.kernel), outputs, stock)
+        kernel = str(preview.kernel)
+        proofs = []
+        for inputs, outputs in zip(call.all_inputs, runs, strict=True):
+            stock, _ = _run(dispatcher.run_stock, definition, inputs, allocate)
+            proofs.append(_compared(definition, CapturedCall(call.stage, inputs), binding, kernel, outputs, stock))
+        return max(proofs, key=lambda proof: (bool(proof.reason), proof.kernel_error or 0.0))
     return Proof(call.stage, binding.axes, preview.kernel, f"not proved on this model: {reason}")
+
+
+def _in_both_modes(
+    launch: Callable[..., Any], definition: Definition, call: CapturedCall, allocate: Allocate
+) -> tuple[list[Outputs], list[Outputs], str]:
+    """The outputs of each call kept, as models generate and once more as they are served; and an input that was changed.
+
+    The second time in the opposite order, so that each call but the last comes after others of its kind.
+    """
+    with torch.no_grad():
+        runs = [_run(launch, definition, inputs, allocate) for inputs in call.all_inputs]
+    with torch.inference_mode():
+        again = [_run(launch, definition, inputs, allocate) for inputs in reversed(call.all_inputs)]
+    changed = next((name for _, name in (*runs, *again) if name), "")
+    return [outputs for outputs, _ in runs], [outputs for outputs, _ in reversed(again)], changed
+
+
+def _same_outputs(outputs: Outputs, others: Outputs) -> bool:
+    return all(_same_bits(value, others[name]) for name, value in outputs.items())
 
 
 def _axes(definition: Definition, call: CapturedCall) -> dict[str, int]:
@@ -135,12 +158,12 @@ def _compared(
 
 
 def _run(
-    launch: Callable[..., Any], definition: Definition, call: CapturedCall, allocate: Allocate
+    launch: Callable[..., Any], definition: Definition, inputs: tuple[Any, ...], allocate: Allocate
 ) -> tuple[Outputs, str]:
     """Every output by name, and the name of an input that was changed and must not be."""
     given = {
         name: copied(value) if isinstance(value, torch.Tensor) else value
-        for name, value in zip(definition.inputs, call.inputs, strict=True)
+        for name, value in zip(definition.inputs, inputs, strict=True)
     }
     made = allocate(*given.values())
     outputs: Outputs = dict(zip(definition.written_outputs, made if isinstance(made, tuple) else (made,), strict=True))
@@ -149,7 +172,7 @@ def _run(
     launch(*given.values(), *outputs.values())
     changed = [
         name
-        for name, before in zip(definition.inputs, call.inputs, strict=True)
+        for name, before in zip(definition.inputs, inputs, strict=True)
         if isinstance(before, torch.Tensor) and name not in definition.in_place and not _same_bits(given[name], before)
     ]
     outputs |= {target: given[source] for source, target in definition.in_place.items()}

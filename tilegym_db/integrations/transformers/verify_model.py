@@ -37,7 +37,7 @@ def verify_model(
         device: torch's name of it.
         dtype: one of :data:`DTYPES`.
         batch: sequences.
-        prompt: random tokens of each; one step of decoding follows.
+        prompt: random tokens of each; two steps of decoding follow.
         layers: keep only the first so many.
 
     Raises:

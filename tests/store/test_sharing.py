@@ -1,0 +1,367 @@
+"""A data set that a team shares: in a folder, and on a real S3 server."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tilegym_db.errors import StoreError, UsageError
+from tilegym_db.store.connection import open_store
+from tilegym_db.store.data_set import DataSet, Row, digest_of, hidden
+from tilegym_db.store.ingest import ingest
+from tilegym_db.store.queries import best_rows
+from tilegym_db.store.sharing import share_traces, sync_traces
+
+REGION = "?region=us-east-1"
+BATCHES, ROWS = 16, 20
+
+# Makes each line of its input a process of its own, forked where pyarrow is imported but nothing of it has begun.
+WRITER = """import json, os, sys
+import pyarrow, pyarrow.parquet, pyarrow.dataset
+from tilegym_db.store.data_set import DataSet, Row
+for line in sys.stdin:
+    process = os.fork()
+    if process == 0:
+        data_set = DataSet(line.strip())
+        for batch in range(%d):
+            data_set.add([Row(json.dumps({"trace_id": f"{batch}-{n}"})) for n in range(%d)], "h200")
+        os._exit(0)
+    print(process, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+""" % (BATCHES, ROWS)
+
+
+def rows_of(*ids: str) -> list[Row]:
+    return [Row(json.dumps({"trace_id": identity, "definition": "scale"})) for identity in ids]
+
+
+def held(data_set: DataSet) -> list[str]:
+    """The trace ids of every row of every file; all files must be valid."""
+    found = []
+    for file in data_set.files():
+        rows, problem = data_set.rows(file)
+        assert problem == ""
+        found += [json.loads(row.record)["trace_id"] for row in rows]
+    return sorted(found)
+
+
+# -- in a folder ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shared(tmp_path) -> DataSet:
+    return DataSet(str(tmp_path / "shared"))
+
+
+@pytest.fixture
+def publish(opened, write_traces, shared):
+    """Ingest traces as measured here, and share what the store holds."""
+
+    def share(*traces):
+        with opened() as store:
+            ingest(store, [write_traces(*traces)])
+            return share_traces(store, shared)
+
+    return share
+
+
+def test_what_was_measured_here_is_shared_once(publish, trace, shared):
+    one, two = trace(latency_us=9.0), trace(kind="stock", gpu="h100-sxm")
+    first = publish(one, two)
+    assert (first.traces, first.known) == (2, 0)
+    assert sorted(name.partition("/")[0] for name in first.written) == ["gpu=h100-sxm", "gpu=h200"]
+    again = publish()
+    assert (again.traces, again.known, again.written) == (2, 2, [])
+    third = publish(trace(latency_us=8.0))
+    assert (third.known, len(third.written)) == (2, 1)
+    assert len(held(shared)) == 3
+
+
+def test_traces_of_another_installation_are_foreign_until_they_are_trusted(publish, trace, shared, catalog, tmp_path):
+    stock, fast = trace(kind="stock", latency_us=20.0), trace(latency_us=9.0, speedup=2.0)
+    publish(stock, fast)
+    other = tmp_path / "other"
+    with open_store(other, catalog=catalog) as store:
+        report, problems = sync_traces(store, shared)
+        assert (report.added, problems) == (2, [])
+        assert {row["origin"] for row in store.rows("SELECT origin FROM traces")} == {"foreign"}
+        assert best_rows(store) == []
+        assert share_traces(store, shared).traces == 0  # they are not its own to share
+        assert sync_traces(store, shared)[0].files == 0  # it has read that file
+        sync_traces(store, shared, trust=True)
+        assert [row["solution"] for row in best_rows(store)] == ["scale_triton"]
+
+
+def test_an_installation_knows_its_own_traces_again(publish, trace, shared, home, root, opened):
+    publish(trace())
+    (home / "tilegym.duckdb").unlink()
+    with opened() as store:
+        sync_traces(store, shared)
+        assert [row["origin"] for row in store.rows("SELECT origin FROM traces")] == ["local"]
+
+
+def test_files_that_are_not_valid_are_named_and_the_others_are_read(publish, trace, shared, catalog, tmp_path):
+    publish(trace(), trace(gpu="h100-sxm"), trace(gpu="l4"))
+    files = {file.name.partition("/")[0]: Path(file.path) for file in shared.files()}
+    whole = files["gpu=h200"].read_bytes()
+    files["gpu=h200"].write_bytes(whole[: len(whole) // 2])
+    other = files["gpu=l4"]
+    other.rename(other.with_name("0" * 64 + ".parquet"))
+    with open_store(tmp_path / "other", catalog=catalog) as store:
+        report, problems = sync_traces(store, shared)
+    assert report.added == 1
+    assert len(problems) == 2
+    assert any("no whole Parquet file" in problem for problem in problems)
+    assert any("does not hold what its name says" in problem for problem in problems)
+
+
+def test_a_data_set_of_a_newer_version_is_refused_as_a_whole(publish, trace, shared, catalog, tmp_path):
+    import pyarrow.parquet as parquet
+
+    publish(trace())
+    table = parquet.read_table(shared.files()[0].path)
+    newer = tmp_path / "shared" / "gpu=h200" / "newer.parquet"
+    parquet.write_table(table.replace_schema_metadata({"tilegym_db.schema_version": "2"}), newer)
+    with open_store(tmp_path / "other", catalog=catalog) as store:
+        with pytest.raises(StoreError, match=r"newer tilegym-db.*pip install --upgrade"):
+            sync_traces(store, shared)
+        assert store.rows("SELECT * FROM traces") == []
+    with pytest.raises(StoreError, match="newer tilegym-db"):
+        publish()
+
+
+def test_a_table_of_something_else_is_no_file_of_traces(shared, tmp_path):
+    import pyarrow
+    import pyarrow.parquet as parquet
+
+    (tmp_path / "shared").mkdir()
+    parquet.write_table(pyarrow.table({"x": [1]}), tmp_path / "shared" / "other.parquet")
+    assert shared.rows(shared.files()[0]) == ([], "other.parquet has no column record: it is no file of traces.")
+
+
+def test_an_empty_address_says_who_writes_the_first_traces(shared, catalog, tmp_path):
+    with (
+        open_store(tmp_path / "other", catalog=catalog) as store,
+        pytest.raises(StoreError, match="publish --gpu auto --to"),
+    ):
+        sync_traces(store, shared)
+
+
+def test_the_same_rows_make_the_same_file_whatever_their_order(shared):
+    assert shared.add(rows_of("a", "b"), "h200") is not None
+    assert shared.add(rows_of("b", "a"), "h200") is None
+    assert digest_of(rows_of("a")) != digest_of([Row(rows_of("a")[0].record, "signed")])
+
+
+@pytest.mark.parametrize("uri", ["s3://key:secret@bucket/x", "s3://bucket/x?secret_key=y", "", "ftp://host/x"])
+def test_an_address_with_credentials_or_of_no_known_kind_is_refused_without_repeating_them(uri):
+    with pytest.raises(UsageError) as error:
+        DataSet(uri)
+    assert "secret@" not in str(error.value)
+    assert "secret_key=y" not in str(error.value)
+
+
+def test_credentials_that_a_service_repeats_are_hidden():
+    environment = {"AWS_ACCESS_KEY_ID": "AKIDEXAMPLE", "AWS_SECRET_ACCESS_KEY": "wJalr"}
+    assert hidden("key AKIDEXAMPLE with wJalr is wrong", environment) == "key *** with *** is wrong"
+
+
+# -- on an S3 server --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """The address of moto's S3 server, on loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 120
+    try:
+        while True:
+            try:
+                urllib.request.urlopen(f"{url}/moto-api/data.json", timeout=5).close()
+                break
+            except OSError:
+                assert process.poll() is None, "moto's server is not installed: pip install 'tilegym-db[dev]'"
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def s3(server, monkeypatch, tmp_path) -> str:
+    """A new bucket's address, with the environment that reaches it."""
+    for name, value in {
+        "AWS_ENDPOINT_URL": server,
+        "AWS_ACCESS_KEY_ID": "AKIDEXAMPLE",
+        "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMI",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_CONFIG_FILE": str(tmp_path / "none"),
+    }.items():
+        monkeypatch.setenv(name, value)
+    bucket = f"team-{random.randrange(1 << 40)}"
+    request = urllib.request.Request(f"{server}/{bucket}", method="PUT")
+    urllib.request.urlopen(request, timeout=10).close()
+    return f"s3://{bucket}/traces{REGION}"
+
+
+@pytest.fixture
+def write(s3) -> Iterator[Callable[[str], tuple[int, Callable[[], int]]]]:
+    """Start a writer of all batches; returns its process id and a function that waits for its exit status."""
+    command, pipe = [sys.executable, "-c", WRITER], subprocess.PIPE
+    launcher = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+    with launcher:
+        stdin, stdout = launcher.stdin, launcher.stdout
+        assert stdin is not None
+        assert stdout is not None
+
+        def start(uri: str) -> tuple[int, Callable[[], int]]:
+            stdin.write(f"{uri}\n")
+            stdin.flush()
+            return int(stdout.readline()), lambda: int(stdout.readline())
+
+        yield start
+
+
+ALL = sorted(f"{batch}-{n}" for batch in range(BATCHES) for n in range(ROWS))
+
+
+def test_twenty_kills_of_a_writer_lose_no_trace_and_double_none(s3, write):
+    moments, folders, kills = random.Random(os.urandom(8)), 1, 0
+    seen: set[str] = set()
+    while kills < 20:
+        uri = s3.replace("/traces", f"/traces-{folders}")
+        process, ended = write(uri)
+        time.sleep(moments.uniform(0, 0.2))
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+        if ended() == -signal.SIGKILL:
+            kills += 1
+        files = {file.name for file in DataSet(uri).files()}
+        assert seen <= files  # what was written stays
+        found = held(DataSet(uri))
+        assert len(found) == len(set(found)) == ROWS * len(files)  # whole files, each batch once
+        done = len(files) == BATCHES
+        seen, folders = (set(), folders + 1) if done else (files, folders)
+    _, ended = write(uri)
+    assert ended() == 0
+    assert held(DataSet(uri)) == ALL
+
+
+def test_two_writers_at_once_make_one_file_of_each_batch(s3):
+    command = [sys.executable, "-c", WRITER]
+    writers = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) for _ in range(2)]
+    for writer in writers:
+        assert writer.stdin is not None
+        writer.stdin.write(f"{s3}\n")
+        writer.stdin.close()
+    assert [writer.wait(timeout=120) for writer in writers] == [0, 0]
+    assert held(DataSet(s3)) == ALL
+
+
+def test_a_bucket_that_does_not_exist_is_named(s3):
+    with pytest.raises(StoreError, match=r"cannot list s3://nobody/x: .*NO_SUCH_BUCKET"):
+        DataSet(f"s3://nobody/x{REGION}").files()
+    with pytest.raises(StoreError, match=r"cannot write to s3://nobody/x: .*NO_SUCH_BUCKET"):
+        DataSet(f"s3://nobody/x{REGION}").add(rows_of("a"), "h200")
+
+
+def test_a_wrong_key_is_refused_and_not_repeated(s3, server):
+    def require_keys(after: str) -> None:
+        headers = {"Content-Type": "text/plain"}
+        request = urllib.request.Request(f"{server}/moto-api/reset-auth", after.encode(), headers, method="POST")
+        urllib.request.urlopen(request, timeout=10).close()
+
+    require_keys("0")
+    try:
+        with pytest.raises(StoreError, match=r"cannot list.*AWS_ACCESS_KEY_ID") as error:
+            DataSet(s3).files()
+    finally:
+        require_keys("1000000000")
+    assert "AKIDEXAMPLE" not in str(error.value)
+    assert "wJalrXUtnFEMI" not in str(error.value)
+
+
+def test_a_listing_that_is_cut_off_changes_nothing(s3, server, monkeypatch, catalog, tmp_path):
+    DataSet(s3).add(rows_of("a", "b"), "h200")
+    with CutOff(server) as url:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        with open_store(tmp_path / "other", catalog=catalog) as store:
+            with pytest.raises(StoreError, match="cannot list s3://"):
+                sync_traces(store, DataSet(s3))
+            assert store.rows("SELECT * FROM traces") == []
+
+
+class CutOff:
+    """A server in front of another one that ends each answer half way."""
+
+    def __init__(self, target: str) -> None:
+        self._port = int(target.rpartition(":")[2])
+        self._listener = socket.create_server(("127.0.0.1", 0))
+
+    def __enter__(self) -> str:
+        threading.Thread(target=self._serve, daemon=True).start()
+        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def __exit__(self, *exception: object) -> None:
+        self._listener.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            with client, socket.create_connection(("127.0.0.1", self._port)) as server:
+                server.sendall(client.recv(1 << 16))
+                answer = b""
+                while b"</ListBucketResult>" not in answer and (piece := server.recv(1 << 16)):
+                    answer += piece
+                client.sendall(answer[: len(answer) - 60])
+
+
+def test_the_command_line_shares_syncs_and_asks(s3, home, tmp_path, monkeypatch, capsys):
+    from tilegym_db.catalog import Catalog
+    from tilegym_db.cli.app import app
+    from tilegym_db.store.journal import Journal
+
+    shipped = Catalog.default()
+    path = next(iter(sorted((Path(__file__).parents[2] / "traces").glob("*/norm/rms_norm.jsonl"))))
+    from tilegym_db.store.journal import read_journal
+
+    with Journal("run-1", home) as journal:
+        for trace in read_journal(path).traces[:5]:
+            journal.append(
+                trace.model_copy(update={"gpu": "l4", "run_id": "run-1", "trace_id": f"{trace.trace_id}-l4"})
+            )
+    assert shipped.definitions
+    monkeypatch.setenv("TILEGYM_DB_HOME", str(home))
+    assert app(["publish", "--gpu", "l4", "--to", s3]) == 0
+    assert "5 traces added" in capsys.readouterr().err
+    monkeypatch.setenv("TILEGYM_DB_HOME", str(tmp_path / "colleague"))
+    assert app(["sync", s3]) == 0
+    assert "5 traces added" in capsys.readouterr().out
+    assert (
+        app(["sql", "--from", s3, "--csv", "SELECT count(*) AS n, origin FROM traces WHERE gpu = 'l4' GROUP BY ALL"])
+        == 0
+    )
+    assert capsys.readouterr().out.split() == ["n,origin", "5,foreign"]
+    shutil.rmtree(tmp_path / "colleague")

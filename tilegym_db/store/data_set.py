@@ -1,0 +1,235 @@
+"""A Parquet data set of traces in a folder or an object store: append-only, and safe with any number of writers.
+
+A file is written once, whole, under the digest of its rows (``gpu=h200/<digest>.parquet``), so that writing the same traces
+twice, or from two machines at once, makes the same file; readers count a trace once whatever files it is in. A row has the
+whole trace as JSON (``record``) and the signature of the installation that measured it. Credentials are those that the
+environment gives any S3 tool; they are neither taken from an address nor stored, and never part of a message.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from tilegym_db.errors import StoreError, UsageError
+from tilegym_db.records.base import length_prefixed_digest
+
+__all__ = ["SCHEMA_VERSION", "DataFile", "DataSet", "Row"]
+
+SCHEMA_VERSION = 1
+"""Of the files. A newer version may add columns; one that changes the meaning of a column raises it."""
+VERSION_KEY = b"tilegym_db.schema_version"
+COLUMNS = ("trace_id", "definition", "solution", "workload_uuid", "tier", "status", "record", "signature")
+SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID")
+SUFFIX = ".parquet"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A trace as JSON, and the signature of who measured it ('' where nobody signed it)."""
+
+    record: str
+    signature: str = ""
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file of the data set: its name below the data set's address, and its size."""
+
+    name: str
+    path: str
+    size: int
+
+
+class DataSet:
+    """The data set at one address: a folder, or ``s3://bucket/folder`` as ``pyarrow.fs`` reads it."""
+
+    def __init__(self, uri: str) -> None:
+        """Open it; nothing is asked of the address yet.
+
+        Raises:
+            UsageError: no address, one with credentials, or of a kind that pyarrow does not know.
+            ModuleNotFoundError: pyarrow is not installed.
+        """
+        from pyarrow import fs
+
+        self.uri = uri
+        parts = urlsplit(uri)
+        if parts.username or parts.password or any(word in parts.query for word in ("access_key", "secret_key")):
+            raise UsageError(
+                "an address of a data set has no credentials in it: they come from the environment (AWS_ACCESS_KEY_ID, "
+                "AWS_SECRET_ACCESS_KEY, AWS_PROFILE), as for any S3 tool."
+            )
+        if not uri.strip():
+            raise UsageError("a data set is a folder or an address such as s3://bucket/folder, not ''.")
+        try:
+            self._files, self._root = fs.FileSystem.from_uri(uri if "://" in uri else os.path.abspath(uri))
+        except (ValueError, TypeError, OSError) as error:
+            raise UsageError(f"'{uri}' is no address of a data set: {hidden(str(error))}.") from None
+        self._is_local = isinstance(self._files, fs.LocalFileSystem)
+
+    def files(self) -> list[DataFile]:
+        """Every file, by name; none where nothing was written yet.
+
+        Raises:
+            StoreError: the address cannot be reached or listed to its end.
+        """
+        from pyarrow import fs
+
+        found = []
+        try:
+            listed = self._files.get_file_info(fs.FileSelector(self._root, recursive=True))
+        except FileNotFoundError:  # the folder; a bucket that does not exist is another error
+            return []
+        except OSError as error:
+            raise self._refused("list", error) from None
+        for info in listed:
+            name = os.path.relpath(info.path, self._root)
+            hides = any(part.startswith((".", "_")) for part in name.split("/"))
+            if info.type == fs.FileType.File and name.endswith(SUFFIX) and not hides:
+                found.append(DataFile(name, info.path, info.size))
+        return sorted(found, key=lambda file: file.name)
+
+    def trace_ids(self, files: Sequence[DataFile]) -> tuple[set[str], list[str]]:
+        """What the files hold, by trace id; and of each that is no valid file, why.
+
+        Raises:
+            StoreError: as :meth:`rows`.
+        """
+        known: set[str] = set()
+        problems = []
+        for file in files:
+            table, problem = self._read(file, ["trace_id"])
+            known.update(table.column("trace_id").to_pylist() if table is not None else ())
+            problems += [problem] if problem else []
+        return known, problems
+
+    def rows(self, file: DataFile) -> tuple[list[Row], str]:
+        """The rows of a file; none and the reason where it is no valid one: cut off, or not what its name says.
+
+        Raises:
+            StoreError: it was written by a newer version, or cannot be fetched.
+        """
+        table, problem = self._read(file, ["record", "signature"])
+        if table is None:
+            return [], problem
+        columns = table.to_pydict()
+        rows = [Row(*pair) for pair in zip(columns["record"], columns["signature"], strict=True)]
+        if digest_of(rows) not in file.name:
+            return [], f"{file.name} does not hold what its name says: it was changed after it was written."
+        return rows, ""
+
+    def add(self, rows: Sequence[Row], gpu: str) -> str | None:
+        """Write rows of one GPU slug as one file, which is there whole or not at all; its name, or None where it was there.
+
+        Raises:
+            StoreError: it cannot be written; nothing of it is there then.
+        """
+        from pyarrow import fs
+
+        rows = sorted(rows, key=lambda row: row.record)
+        name = f"gpu={gpu}/{digest_of(rows)}{SUFFIX}"
+        path = f"{self._root}/{name}"
+        if self._asked("read", self._files.get_file_info, path).type == fs.FileType.File:
+            return None
+        self._asked("write to", self._write, path, rows)
+        return name
+
+    def _write(self, path: str, rows: Sequence[Row]) -> None:
+        import pyarrow.parquet as parquet
+
+        table = _table(rows)
+        if not self._is_local:
+            # An object appears when its upload is complete. A writer that dies before that leaves nothing that is listed.
+            with self._files.open_output_stream(path) as stream:
+                parquet.write_table(table, stream, compression="zstd")
+            return
+        folder = os.path.dirname(path)
+        os.makedirs(folder, exist_ok=True)
+        beside = f"{folder}/.{secrets.token_hex(8)}.part"
+        try:
+            with open(beside, "wb") as file:
+                parquet.write_table(table, file, compression="zstd")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, path)
+        finally:
+            if os.path.exists(beside):
+                os.unlink(beside)
+
+    def _read(self, file: DataFile, columns: list[str]) -> tuple[Any, str]:
+        """The columns of a file as a table, or None and why it is no valid file."""
+        import pyarrow
+        from pyarrow import dataset
+
+        try:
+            source = dataset.dataset(file.path, filesystem=self._files, format="parquet")
+            version = int((source.schema.metadata or {}).get(VERSION_KEY, b"0"))
+            if version > SCHEMA_VERSION:
+                raise StoreError(
+                    f"{file.name} of {self._shown} was written by a newer tilegym-db (version {version} of the data set; "
+                    f"this one knows {SCHEMA_VERSION}). Nothing was read. Try: pip install --upgrade tilegym-db"
+                )
+            missing = sorted(set(columns) - set(source.schema.names))
+            if missing:
+                return None, f"{file.name} has no column {missing[0]}: it is no file of traces."
+            return source.to_table(columns=columns), ""
+        except (pyarrow.ArrowInvalid, ValueError) as error:
+            return None, f"{file.name} is no whole Parquet file: {hidden(str(error).splitlines()[0])}"
+        except OSError as error:
+            # Arrow calls a page that cannot be decoded an error of input and output as well.
+            if self._is_local or "Couldn't deserialize" in str(error) or "Unexpected end of stream" in str(error):
+                return None, f"{file.name} cannot be read: {hidden(str(error).splitlines()[0])}"
+            raise self._refused("read", error) from None
+
+    def _asked(self, what: str, function: Any, *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except OSError as error:
+            raise self._refused(what, error) from None
+
+    def _refused(self, what: str, error: OSError) -> StoreError:
+        reason = hidden(str(error)).rstrip(".")
+        return StoreError(
+            f"cannot {what} {self._shown}: {reason}. Nothing was changed here. Check that the address exists and that the "
+            "environment has the credentials for it (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY or AWS_PROFILE; "
+            "AWS_ENDPOINT_URL for another service)."
+        )
+
+    @property
+    def _shown(self) -> str:
+        return self.uri.partition("?")[0]
+
+
+def digest_of(rows: Sequence[Row]) -> str:
+    """What names a file: the same for the same rows, in whatever order and whoever writes them."""
+    ordered = sorted(rows, key=lambda row: row.record)
+    return length_prefixed_digest(part.encode() for row in ordered for part in (row.record, row.signature))
+
+
+def hidden(text: str, environment: Mapping[str, str] = os.environ) -> str:
+    """A message without the credentials of the environment, which a service may repeat in what it answers."""
+    for value in filter(None, (environment.get(name) for name in SECRETS)):
+        text = text.replace(value, "***")
+    return text
+
+
+def _table(rows: Sequence[Row]) -> Any:
+    import pyarrow
+
+    schema = pyarrow.schema(
+        [(name, pyarrow.string()) for name in COLUMNS], metadata={VERSION_KEY: str(SCHEMA_VERSION).encode()}
+    )
+    return pyarrow.Table.from_pylist(list(_records(rows)), schema=schema)
+
+
+def _records(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    for row in rows:
+        trace = json.loads(row.record)
+        columns = {name: trace.get(name) for name in COLUMNS}
+        yield {**columns, "record": row.record, "signature": row.signature}

@@ -1,0 +1,122 @@
+"""Traces to a data set that a team shares, and from there into this store."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from tilegym_db.catalog import Catalog
+from tilegym_db.errors import StoreError
+from tilegym_db.paths import home
+from tilegym_db.store import statements
+from tilegym_db.store.connection import open_store
+from tilegym_db.store.data_set import DataSet, Row
+from tilegym_db.store.database import Store
+from tilegym_db.store.exchange import own_traces
+from tilegym_db.store.installation import KEY_NAME, signature
+from tilegym_db.store.loading import IngestReport, load_traces, remember_files
+from tilegym_db.store.sql import QueryResult, run_user_query
+
+__all__ = ["SharedReport", "query_data_set", "share_traces", "sync_traces"]
+
+
+@dataclass
+class SharedReport:
+    """What was written to a data set: traces, those of them that it had already, files, and what in it is not valid."""
+
+    traces: int = 0
+    known: int = 0
+    written: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def share_traces(store: Store, data_set: DataSet, gpu: str | None = None) -> SharedReport:
+    """Add the traces that were measured here, of one GPU slug or family or of all, where the data set does not have them.
+
+    What was shipped, or came from others, is theirs to share. Each GPU's traces become one file.
+
+    Raises:
+        StoreError: the data set cannot be reached, was written by a newer version, or cannot be written.
+    """
+    traces = own_traces(store, gpu)
+    known, problems = data_set.trace_ids(data_set.files())
+    report = SharedReport(len(traces), problems=problems)
+    by_gpu: dict[str, list[Row]] = {}
+    for trace in traces:
+        if trace.trace_id in known:
+            report.known += 1
+            continue
+        record = trace.to_json()
+        by_gpu.setdefault(trace.gpu, []).append(Row(record, signature(store.home, "trace", record.encode())))
+    for slug, rows in by_gpu.items():
+        name = data_set.add(rows, slug)
+        report.written += [name] if name else []
+    return report
+
+
+def sync_traces(store: Store, data_set: DataSet, *, trust: bool = False) -> tuple[IngestReport, list[str]]:
+    """Bring every trace of a data set into the store that it does not have; files that were read before are not read again.
+
+    Returns what was brought in, and of each file that is not valid, why; such files stop nothing.
+
+    Traces that this installation signed are local, all others foreign: they count only with ``trust``, and are shown without.
+
+    Raises:
+        StoreError: the data set is empty, cannot be reached, or was written by a newer version; then nothing at all was
+            brought in.
+    """
+    files = data_set.files()
+    if not files:
+        raise StoreError(
+            f"there are no traces at {data_set.uri}. The first to share some writes them: "
+            f"tilegym-db publish --gpu auto --to {data_set.uri}"
+        )
+    names = {Path(f"{data_set.uri}/{file.name}"): file for file in files}
+    known = {row["path"] for row in store.rows(statements.INGESTED_FILES)}
+    pending = {path: file for path, file in names.items() if trust or str(path) not in known}
+    with tempfile.TemporaryDirectory(prefix="tilegym-db-") as folder:
+        written: list[Path] = []
+        problems = []
+        for number, (path, file) in enumerate(list(pending.items())):
+            rows, problem = data_set.rows(file)
+            if problem:
+                problems.append(problem)
+                del pending[path]
+                continue
+            written.append(Path(folder) / f"{number}.jsonl")
+            _write(written[-1], rows)
+        report = load_traces(store, written, trust=trust)
+    with store.transaction("sync traces into") as connection:
+        remember_files(connection, {path: file.size for path, file in pending.items()})
+    return replace(report, files=len(pending)), problems
+
+
+def query_data_set(uri: str, text: str, *, trust: bool = False, as_arrow: bool = False) -> QueryResult:
+    """Answer one SQL statement over the traces of a data set, in a store that is made for it: the shipped ones are there too.
+
+    Raises:
+        StoreError: as :func:`sync_traces`; also where a file of the data set is not valid, since answers would lack it.
+        QueryError: as :func:`~tilegym_db.store.sql.run_user_query`.
+    """
+    data_set = DataSet(uri)
+    catalog = Catalog.default(trust_foreign=trust)
+    with tempfile.TemporaryDirectory(prefix="tilegym-db-") as folder:
+        (Path(folder) / KEY_NAME).symlink_to(home() / KEY_NAME)  # what was measured here is local there as well
+        with open_store(Path(folder), catalog=catalog) as store:
+            _, problems = sync_traces(store, data_set, trust=trust)
+        if problems:
+            raise StoreError(f"{problems[0]} Remove it from the data set, or sync what is valid: tilegym-db sync {uri}")
+        return run_user_query(text, path=Path(folder), catalog=catalog, as_arrow=as_arrow)
+
+
+def _write(path: Path, rows: Sequence[Row]) -> None:
+    """As lines of a journal, whose signatures are looked at as those of any journal are."""
+    lines = (
+        f'{row.record[:-1]}, "signature": "{row.signature}"}}\n' if row.signature else f"{row.record}\n" for row in rows
+    )
+    try:
+        path.write_text("".join(lines), encoding="utf-8")
+    except OSError as error:
+        raise StoreError(f"cannot write {path}: {error.strerror or error}. Nothing was ingested.") from None
