@@ -36,6 +36,9 @@ COMMANDS: dict[str, dict[str, str]] = {
         "publish": "Write the traces and the resolver table of one GPU.",
         "ingest": "Bring journals into the database.",
     },
+    "The loop": {
+        "task": "Make a task, print it for its author, hand a kernel in, see what became of it.",
+    },
     "Models": {
         "verify-model": "Compare each kernel of a patch with stock code on a model's own calls.",
         "model-bench": "Time a patched model against the same model as it is.",
