@@ -8,14 +8,14 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from tilegym_db.catalog import Catalog, SolutionFiles
+from tilegym_db.catalog import Catalog, SolutionFiles, writers
 from tilegym_db.catalog.solution_files import RECORD_NAME
 from tilegym_db.files import write_folder, writing
 from tilegym_db.paths import home as default_home
 from tilegym_db.records import Definition, Solution
 from tilegym_db.store.loop_journals import loop_folder
 
-__all__ = ["candidate_name", "candidate_root", "enter", "leave", "with_candidates"]
+__all__ = ["candidate_name", "candidate_root", "enter", "leave", "withdraw", "with_candidates"]
 
 
 def candidate_root(home: Path | None = None) -> Path:
@@ -50,8 +50,10 @@ def enter(definition: Definition, files: SolutionFiles, catalog: Catalog, home: 
     return SolutionFiles(record, folder, dict(files.sources))
 
 
-def leave(definition: Definition, candidate: SolutionFiles, catalog: Catalog, home: Path) -> Path:
-    """Move a candidate into the user's catalog; done twice, it is done once.
+def leave(
+    definition: Definition, candidate: SolutionFiles, catalog: Catalog, home: Path, root: Path | None = None
+) -> Path:
+    """Move a candidate into the user's catalog, or the one of ``root``; done twice, it is done once.
 
     Raises:
         ConflictError: the catalog has another Solution of that name.
@@ -60,9 +62,19 @@ def leave(definition: Definition, candidate: SolutionFiles, catalog: Catalog, ho
     if present is not None and SolutionFiles.read(present.parent).digest == candidate.digest:
         target = present.parent
     else:
-        target = catalog.add_solution(candidate.record, candidate.sources)
+        target = writers.add_solution(catalog, candidate.record, candidate.sources, root or catalog.write_root)
     _forget(definition, candidate.name, home)
     return target
+
+
+def withdraw(definition: Definition, name: str, root: Path, home: Path) -> None:
+    """Take a Solution that the loop added out of the catalog of ``root`` again; it stays among the candidates."""
+    folder = root / "solutions" / definition.op_type / definition.name / name
+    target = _folder(definition, name, home)
+    with writing(root), writing(candidate_root(home)):
+        if folder.is_dir() and not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            folder.rename(target)
 
 
 def _forget(definition: Definition, name: str, home: Path) -> None:

@@ -100,6 +100,7 @@ def submit(
     gpu: str | None = None,
     catalog: Catalog | None = None,
     home: Path | None = None,
+    root: Path | None = None,
     observer: Observer | None = None,
 ) -> Attempt:
     """Judge what an author handed in, stage by stage.
@@ -110,6 +111,7 @@ def submit(
         gpu: where to measure; the task's by default. Another than the task's is refused.
         catalog: the records; the shipped ones and the user's overlay by default.
         home: folder of the store.
+        root: of the catalog that what is promoted is added to; by default where ``add-solution`` writes.
         observer: callbacks for progress of the measurements.
 
     Returns:
@@ -137,7 +139,7 @@ def submit(
             return submission.attempt
         if isinstance(received, Refusal):
             return submission.refuse(received)
-        return _judge(submission, received, catalog)
+        return _judge(submission, received, catalog, root)
 
 
 def _open(
@@ -163,7 +165,7 @@ def _open(
     return Submission(task, definition, home, attempt), False
 
 
-def _judge(submission: Submission, received: SolutionFiles, catalog: Catalog) -> Attempt:
+def _judge(submission: Submission, received: SolutionFiles, catalog: Catalog, root: Path | None) -> Attempt:
     if not submission.at("scanned"):
         refusal = scan_refusal(received)
         if refusal is not None:
@@ -183,7 +185,7 @@ def _judge(submission: Submission, received: SolutionFiles, catalog: Catalog) ->
         ended = _screen(submission, candidate, catalog)
         if ended is not None:
             return ended
-    return _promote(submission, candidate, catalog)
+    return _promote(submission, candidate, catalog, root)
 
 
 def _compile(submission: Submission, candidate: SolutionFiles, catalog: Catalog) -> Refusal | None:
@@ -248,7 +250,7 @@ def _stored(submission: Submission, candidate: SolutionFiles, own: Catalog, tier
         return [found[trace_id] for trace_id in ids]
 
 
-def _promote(submission: Submission, candidate: SolutionFiles, catalog: Catalog) -> Attempt:
+def _promote(submission: Submission, candidate: SolutionFiles, catalog: Catalog, root: Path | None) -> Attempt:
     task = submission.task
     traces = submission.on_device(lambda: _measure(submission, candidate, catalog, ("promotion",)))
     with open_store(submission.home, catalog=with_candidates(catalog, submission.home)) as store:
@@ -257,7 +259,7 @@ def _promote(submission: Submission, candidate: SolutionFiles, catalog: Catalog)
     ids = tuple(trace.trace_id for trace in traces)
     if refusal is not None:
         return submission.refuse(refusal, ids)
-    leave(submission.definition, candidate, catalog, submission.home)
+    leave(submission.definition, candidate, catalog, submission.home, root)
     return submission.passed(
         "promoted",
         "promoted",
