@@ -38,6 +38,8 @@ COMMANDS: dict[str, dict[str, str]] = {
     },
     "The loop": {
         "task": "Make a task, print it for its author, hand a kernel in, see what became of it.",
+        "auto-kernelize": "Have kernels written for what a model spends its time on, and keep what makes it better.",
+        "recommend": "Say which promoted kernels would serve which calls of a model; nothing is applied.",
     },
     "Models": {
         "verify-model": "Compare each kernel of a patch with stock code on a model's own calls.",

@@ -15,7 +15,7 @@ from tilegym_db.paths import home as default_home
 from tilegym_db.records import Definition, Solution
 from tilegym_db.store.loop_journals import loop_folder
 
-__all__ = ["candidate_name", "candidate_root", "enter", "leave", "withdraw", "with_candidates"]
+__all__ = ["candidate_name", "candidate_root", "enter", "leave", "with_candidates", "withdraw"]
 
 
 def candidate_root(home: Path | None = None) -> Path:

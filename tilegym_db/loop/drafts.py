@@ -1,4 +1,4 @@
-"""A draft of a Definition for a class of modules that none describes: what was captured of its calls, and a reference to write."""
+"""A draft of a Definition for modules that none describes: what was captured of their calls, and a reference to write."""
 
 from __future__ import annotations
 

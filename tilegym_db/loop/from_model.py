@@ -163,7 +163,12 @@ def pieces_of(model: Any, inputs: torch.Tensor, tag: str, catalog: Catalog | Non
         matched = sorted({group.definition for group in groups if group.definition and not group.reason})
         reasons = sorted({group.reason for group in groups if group.reason})
         for definition in matched:
-            workloads = tuple(work for (owner, _), work in sorted(kept.items()) if owner == definition)
+            # the call that was profiled is a prefill
+            workloads = tuple(
+                work
+                for (owner, _), work in sorted(kept.items(), key=lambda item: item[0])
+                if owner == definition and "stage:decode" not in work.tags
+            )
             match: Match = "by layout adapter" if any(work.layouts for work in workloads) else "exact"
             pieces.append(
                 Piece(

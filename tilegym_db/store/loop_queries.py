@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 __all__ = [
     "cited_searches",
     "cited_traces",
+    "model_run_rows",
     "promotion_rows",
     "standing_promotions",
     "task_rows",
@@ -52,6 +53,10 @@ CITED_TRACES = """
             AND coalesce(r.workload_uuid, t.workload_uuid) = t.workload_uuid) AS is_revoked
     FROM (SELECT unnest($trace_ids::VARCHAR[]) AS trace_id) c LEFT JOIN traces t ON t.trace_id = c.trace_id
 """
+MODEL_RUNS = """
+    SELECT run_id, gpu, dtype, batch, prompt_tokens, new_tokens, speedup, speedup_ci_low, speedup_ci_high, evidence_level
+    FROM model_runs WHERE model = $model AND list_contains($gpus::VARCHAR[], gpu) ORDER BY timestamp DESC
+"""
 CITED_SEARCHES = "SELECT DISTINCT gpu || '/' || solution AS search FROM searches"
 
 
@@ -90,6 +95,11 @@ def traces_of_source(
         {"digest": digest, "definition_digest": definition_digest, "gpu": gpu, "uuids": uuids, "tiers": [*tiers]},
     )
     return [row["trace_id"] for row in rows]
+
+
+def model_run_rows(store: Store, model: str, gpus: list[str]) -> list[dict[str, Any]]:
+    """What was measured of a model itself, newest first."""
+    return store.rows(MODEL_RUNS, {"model": model, "gpus": gpus})
 
 
 def cited_traces(store: Store, trace_ids: list[str]) -> list[dict[str, Any]]:

@@ -77,7 +77,7 @@ class Handle:
         return self._gpu_time
 
     def cpu_share(self, call: Callable[[], Any]) -> float:
-        """Share of a call's CPU time in verified kernels, which stands for GPU time where there is no GPU; see :func:`cpu_share`."""
+        """Share of a call's CPU time in verified kernels; it stands for GPU time where there is no GPU."""
         return cpu_share(call, [site for _, site in self._sites if site is not None])
 
     def report(self, profile: Callable[[], Any] | None = None) -> PatchReport:
