@@ -40,6 +40,7 @@ COMMANDS: dict[str, dict[str, str]] = {
         "task": "Make a task, print it for its author, hand a kernel in, see what became of it.",
         "auto-kernelize": "Have kernels written for what a model spends its time on, and keep what makes it better.",
         "recommend": "Say which promoted kernels would serve which calls of a model; nothing is applied.",
+        "mcp": "Offer the loop's verbs to agents as tools of the Model Context Protocol, over stdio.",
     },
     "Models": {
         "verify-model": "Compare each kernel of a patch with stock code on a model's own calls.",

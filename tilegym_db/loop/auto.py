@@ -6,7 +6,7 @@ Everything that was finished is in a journal, and is not done again by a loop th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,7 +16,7 @@ from tilegym_db.errors import TilegymDBError
 from tilegym_db.loop.author import run_author, wait_for_author
 from tilegym_db.loop.candidates import withdraw
 from tilegym_db.loop.decide import Decision, decide, next_piece, why_stop
-from tilegym_db.loop.from_model import Piece
+from tilegym_db.loop.from_model import LEAST_SHARE, Piece
 from tilegym_db.loop.model_state import ModelState
 from tilegym_db.loop.prompt import prompt_of
 from tilegym_db.loop.submit import submit
@@ -60,13 +60,21 @@ class Kernelizer:
             stop = why_stop(self.done, self.left_s)
             if stop is not None:
                 return stop
-            piece = next_piece(self.state.pieces().pieces, self._tried())
+            pieces = self.state.pieces().pieces
+            piece = next_piece(pieces, self._tried())
             if piece is None:
+                self._say_what_is_left(pieces)
                 return (
                     "nothing above 1% of the time is left that a definition describes and no experiment decided about"
                 )
             self.say(f"{piece.part}: {piece.share:.1%} of the time, {piece.definition}")
             self._finish(self._experiment(self._task(piece)))
+
+    def _say_what_is_left(self, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            if piece.share >= LEAST_SHARE and not piece.served:
+                why = f"{piece.definition}, decided" if piece.definition in self._tried() else piece.reason
+                self.say(f"left to stock code: {piece.part}, {piece.share:.1%} ({why or 'no definition describes it'})")
 
     def _finish(self, experiment: Experiment) -> None:
         self.done.append(experiment)

@@ -15,6 +15,7 @@ __all__ = [
     "promotion_rows",
     "standing_promotions",
     "task_rows",
+    "traced_digests",
     "traces_of_source",
     "verified_baselines",
     "verified_on",
@@ -57,6 +58,7 @@ MODEL_RUNS = """
     SELECT run_id, gpu, dtype, batch, prompt_tokens, new_tokens, speedup, speedup_ci_low, speedup_ci_high, evidence_level
     FROM model_runs WHERE model = $model AND list_contains($gpus::VARCHAR[], gpu) ORDER BY timestamp DESC
 """
+TRACED_DIGESTS = "SELECT DISTINCT definition, definition_digest FROM trace_records WHERE is_counted(origin, trusted)"
 CITED_SEARCHES = "SELECT DISTINCT gpu || '/' || solution AS search FROM searches"
 
 
@@ -100,6 +102,14 @@ def traces_of_source(
 def model_run_rows(store: Store, model: str, gpus: list[str]) -> list[dict[str, Any]]:
     """What was measured of a model itself, newest first."""
     return store.rows(MODEL_RUNS, {"model": model, "gpus": gpus})
+
+
+def traced_digests(store: Store) -> dict[str, set[str]]:
+    """Definition -> the digests of it that traces which count are about."""
+    found: dict[str, set[str]] = {}
+    for row in store.rows(TRACED_DIGESTS):
+        found.setdefault(row["definition"], set()).add(row["definition_digest"])
+    return found
 
 
 def cited_traces(store: Store, trace_ids: list[str]) -> list[dict[str, Any]]:
