@@ -76,7 +76,7 @@ def test_coverage_rises_and_what_is_wrong_is_discarded_with_its_reason(
     options = {"language": "python", "author": f"{sys.executable} {script} {calls}", "max_attempts": 1}
     done, why = auto_kernelize(state, **options, say=said.append)  # type: ignore[arg-type]
     assert why.startswith("nothing above 1% of the time is left"), said
-    assert len(done) == 2, said
+    assert len(done) == 2, pytest.fail("\n".join(said))
     by_definition = {one.definition: one for one in done}
     kept, discarded = by_definition["rms_norm"], by_definition["fused_add_rms_norm"]
     assert kept.decision == "keep", kept.reason

@@ -81,7 +81,7 @@ def test_a_bar_below_that_of_promotions_is_refused(operator: Path) -> None:
 
 
 def test_the_same_source_is_judged_once_however_often_it_is_handed_in(task: Task, hand_in: HandIn, home: Path) -> None:
-    source = "import os\n" + GOOD
+    source = "import socket\n" + GOOD
     first = submit(task, hand_in(source))
     lines = len(journaled(Attempt, home))
     assert submit(task, hand_in(source, name="renamed")) == first

@@ -27,7 +27,8 @@ ZEROS = "def run(x, weight, eps, out):\n    out.zero_()\n"
 
 def asked(home: Path, calls: list[tuple[str, dict[str, Any]]], *options: str) -> tuple[set[str], list[Any]]:
     """The tools of a server, and the answers to calls; a call's arguments may name the task of an earlier answer."""
-    environment = {**os.environ, "TILEGYM_DB_HOME": str(home), "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "TILEGYM_DB_HOME": str(home), "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     server = mcp.StdioServerParameters(
         command=sys.executable, args=["-m", "tilegym_db", "mcp", *options], env=environment
     )
