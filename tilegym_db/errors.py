@@ -40,6 +40,7 @@ PACKAGES: dict[str, tuple[str, str]] = {
     "transformers": ("transformers", "transformers"),
     "safetensors": ("safetensors", "transformers"),
     "flashinfer_bench": ("flashinfer-bench", "flashinfer"),
+    "mcp": ("the package mcp", "mcp"),
 }
 
 

@@ -20,11 +20,13 @@ from tilegym_db.bench.gpus.work import divide
 from tilegym_db.bench.interleaved import TimingBudget
 from tilegym_db.bench.machine import Machine, leaving_processors
 from tilegym_db.bench.plan import Options, Plan
+from tilegym_db.bench.promotions import record_promotions
 from tilegym_db.bench.run_setup import Observer, RunSetup, timing_budget
 from tilegym_db.bench.tier_policy import INTERPRETER, PROMOTION, SCREEN, TierPolicy
 from tilegym_db.bench.tracing import RunContext
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Trace
+from tilegym_db.records.loop import Promotion
 from tilegym_db.records.peaks import GpuPeaks
 from tilegym_db.records.trace import new_run_id
 from tilegym_db.scratch import scratch_folder
@@ -50,15 +52,20 @@ class BenchReport:
     """What could not be measured because device after device was lost with it, and how."""
     devices: Counter[str] = field(default_factory=Counter)
     """How many traces each device measured, where there are several."""
+    promotions: list[Promotion] = field(default_factory=list)
+    """Those that its traces earned, and those of the same sources that stood before."""
 
     def followed_by(self, later: BenchReport) -> BenchReport:
         """This run and the one after it on the same machine, as one report named after the later."""
         traces = [*self.traces, *later.traces]
         notes = list(dict.fromkeys([*self.notes, *later.notes]))
         unfinished = [*self.unfinished, *later.unfinished]
-        devices = self.devices + later.devices
-        return BenchReport(
-            later.run_id, later.machine, later.plan, traces, later.interrupted, notes, unfinished, devices
+        return replace(
+            later,
+            traces=traces,
+            notes=notes,
+            unfinished=unfinished,
+            devices=self.devices + later.devices,
         )
 
     @property
@@ -72,7 +79,7 @@ def benchmark(
     *,
     gpu: str = "auto",
     language: str | None = None,
-    workload: str | None = None,
+    workload: str | tuple[str, ...] | None = None,
     quick: bool = False,
     again: bool = False,
     promote: bool = False,
@@ -89,7 +96,7 @@ def benchmark(
         gpu: ``auto``, ``cpu``, or the slug or family of the GPU in this machine.
         language: only Solutions in this language. Stock code always comes along, to compare with, and so do the verified
             Solutions that may be the fastest, wherever another is measured.
-        workload: glob over uuid, tags and axes key, such as ``stage:decode`` or ``M=1,*``.
+        workload: glob over uuid, tags and axes key, such as ``stage:decode`` or ``M=1,*``; or several, of which one has to match.
         quick: few workloads and few samples.
         again: measure pairs anew that have a trace already.
         promote: afterwards run the promotion tier on what passed, as :func:`promote` does; its traces are in the report.
@@ -122,7 +129,7 @@ def promote(
     *,
     gpu: str = "auto",
     language: str | None = None,
-    workload: str | None = None,
+    workload: str | tuple[str, ...] | None = None,
     quick: bool = False,
     again: bool = False,
     allow_unsandboxed: bool = False,
@@ -192,7 +199,9 @@ def _run(
         problem = cross_check(report.traces, peaks).problem
         if problem is not None:
             report.notes.append(problem)
-    setup.ingest()
+    with setup.store() as store:
+        if policy is PROMOTION:
+            report.promotions, _ = record_promotions(store, report.traces, setup.home)
     return report
 
 

@@ -26,11 +26,11 @@ it so; the first is the current best, which is."""
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for. ``workload`` is a glob over uuid, tags and axes key."""
+    """What the user asked for. ``workload`` is a glob over uuid, tags and axes key, or several of them."""
 
     names: tuple[str, ...] = ()
     language: str | None = None
-    workload: str | None = None
+    workload: str | tuple[str, ...] | None = None
     quick: bool = False
     again: bool = False
     tier: Literal["screen", "promotion"] = "screen"

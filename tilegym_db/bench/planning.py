@@ -13,7 +13,7 @@ from tilegym_db.errors import NotFoundError, UsageError, did_you_mean
 from tilegym_db.records import LANGUAGES, Config, Definition, Workload, axes_key
 from tilegym_db.records.solution import config_id, name_with_config
 
-__all__ = ["make_plan"]
+__all__ = ["fits_a_cpu", "make_plan"]
 
 # What one workload may cost on a CPU before it is left to GPUs: about a tenth of a second a call on two cores.
 CPU_MAX_FLOPS = 4e9
@@ -108,18 +108,20 @@ def _workloads(
     for workload in catalog.workloads_for(definition.name):
         if options.workload is not None and not _matches(workload, options.workload):
             continue
-        if not machine.is_gpu and options.workload is None:
-            flops, size = definition.cost_of(
-                definition.bind_axes(workload.axes), definition.bind_dtypes(workload.dtypes)
-            )
-            if flops > CPU_MAX_FLOPS or size > CPU_MAX_BYTES:
-                reason = "too large for a CPU (name it with --workload to run it all the same)"
-                plan.skipped.append(Skipped("*", axes_key(workload.axes), reason))
-                continue
+        if not machine.is_gpu and options.workload is None and not fits_a_cpu(definition, workload):
+            reason = "too large for a CPU (name it with --workload to run it all the same)"
+            plan.skipped.append(Skipped("*", axes_key(workload.axes), reason))
+            continue
         chosen.append(workload)
     if options.quick:
         chosen = _quick(chosen, machine)
     return chosen
+
+
+def fits_a_cpu(definition: Definition, workload: Workload) -> bool:
+    """Whether a CPU measures a Workload in sensible time."""
+    flops, size = definition.cost_of(definition.bind_axes(workload.axes), definition.bind_dtypes(workload.dtypes))
+    return flops <= CPU_MAX_FLOPS and size <= CPU_MAX_BYTES
 
 
 def _quick(workloads: Sequence[Workload], machine: Machine) -> list[Workload]:
@@ -131,9 +133,10 @@ def _quick(workloads: Sequence[Workload], machine: Machine) -> list[Workload]:
     return chosen or list(workloads[:QUICK_WORKLOADS])
 
 
-def _matches(workload: Workload, pattern: str) -> bool:
+def _matches(workload: Workload, asked: str | tuple[str, ...]) -> bool:
     names = (workload.uuid, axes_key(workload.axes), *workload.tags)
-    return any(fnmatch.fnmatchcase(name, pattern) for name in names)
+    patterns = (asked,) if isinstance(asked, str) else asked
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 def _place(

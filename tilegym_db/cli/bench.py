@@ -66,6 +66,10 @@ def finish(report: BenchReport, *, as_json: bool) -> None:
             typer.echo(trace.to_json())
     else:
         print_summary(report)
+    for promotion in report.promotions:
+        note(
+            f"{promotion.id}: {promotion.ratio:.2f}x over {promotion.baseline} (99% interval from {promotion.ci_low:.2f})"
+        )
     for remark in (*report.notes, *report.plan.refused):
         note(remark)
     for reason in report.unfinished:

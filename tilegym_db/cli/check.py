@@ -26,6 +26,12 @@ def command(
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Also print what the static scan only notes.")
     ] = False,
+    architecture: Annotated[
+        bool,
+        typer.Option(
+            "--architecture", help="Only what the catalog lacks as a whole: kernels, traces, names, evidence."
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Run the whole admission: records, the lock, references, self-tests, sources; one list of all that is missing or wrong.
@@ -42,7 +48,11 @@ def command(
     drafts = [Path(name) for name in names or () if looks_like_a_draft(name)]
     added = tuple(name for name in names or () if not looks_like_a_draft(name))
     findings = [finding for path in drafts for finding in check_draft(path, catalog)]
-    if added or not drafts:
+    if architecture:
+        from tilegym_db.loop.architecture import architecture_findings
+
+        findings += architecture_findings(catalog, added)
+    elif added or not drafts:
         findings += check_catalog(catalog, added, scan_note if verbose else None)
     if as_json:
         typer.echo(json.dumps(findings))
@@ -86,7 +96,19 @@ def check_catalog(catalog: Catalog, names: tuple[str, ...], on_note: Callable[[s
         for solution in solutions:
             findings += scan_findings(solution, on_note)
         findings += run_self_test(definition, tiny_workloads(definition, workloads))
-    return findings
+    return findings + ([] if names else check_patterns(catalog))
+
+
+def check_patterns(catalog: Catalog) -> list[str]:
+    """Patterns whose evidence is gone, was taken back, or is of other versions than are pinned."""
+    from tilegym_db.loop.architecture import pattern_findings
+    from tilegym_db.store.connection import open_store
+    from tilegym_db.store.pattern_pages import pattern_files
+
+    if not pattern_files(catalog):
+        return []
+    with open_store(read_only=True, catalog=catalog) as store:
+        return pattern_findings(catalog, store)
 
 
 def looks_like_a_draft(name: str) -> bool:

@@ -31,6 +31,12 @@ COMMANDS: dict[str, dict[str, str]] = {
         "ingest": "Bring journals into the database.",
         "sync": "Bring the traces of a data set that a team shares into the database.",
     },
+    "The loop": {
+        "task": "Make a task, print it for its author, hand a kernel in, see what became of it.",
+        "auto-kernelize": "Have kernels written for what a model spends its time on, and keep what makes it better.",
+        "recommend": "Say which promoted kernels would serve which calls of a model; nothing is applied.",
+        "mcp": "Offer the loop's verbs to agents as tools of the Model Context Protocol, over stdio.",
+    },
     "Models": {
         "verify-model": "Compare each kernel of a patch with stock code on a model's own calls.",
         "model-bench": "Time a patched model against the same model as it is.",

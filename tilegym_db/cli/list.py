@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 def command(
     solutions: Annotated[bool, typer.Option("--solutions", help="List solutions.")] = False,
     workloads: Annotated[bool, typer.Option("--workloads", help="List workloads.")] = False,
+    promoted: Annotated[
+        bool,
+        typer.Option(
+            "--promoted", help="List promotions: what beat the best baseline by 1.10x, and whether it stands."
+        ),
+    ] = False,
     op_type: OpType = None,
     status: Annotated[str | None, typer.Option(help="Only definitions with the tag status:<this>.")] = None,
     origin: Annotated[
@@ -38,15 +44,17 @@ def command(
     from tilegym_db.errors import UsageError
 
     form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)
-    if solutions and workloads:
-        raise UsageError("--solutions and --workloads list different things; give one of them.")
+    if solutions + workloads + promoted > 1:
+        raise UsageError("--solutions, --workloads and --promoted list different things; give one of them.")
     if origin is not None:
         rows = imported_rows(origin, "solution" if solutions else "workload" if workloads else "definition", op_type)
         print_imported(rows, form)
         return
     catalog = Catalog.default()
     chosen = select_definitions(catalog, op_type, status)
-    describe = solution_rows if solutions else workload_rows if workloads else definition_rows
+    describe = (
+        solution_rows if solutions else workload_rows if workloads else promoted_rows if promoted else definition_rows
+    )
     rows = describe(catalog, chosen)
     if not form.is_table:
         write_records(form, rows)
@@ -58,7 +66,7 @@ def command(
         note("nothing matches.")
 
 
-LEAST = ("tags", "description", "layouts", "version", "digest", "targets", "status", "role")
+LEAST = ("trace", "tags", "description", "layouts", "version", "digest", "targets", "status", "role")
 
 
 def _spelled(value: Any) -> Any:
@@ -147,4 +155,27 @@ def workload_rows(catalog: Catalog, definitions: Sequence[Definition]) -> list[d
         }
         for item in definitions
         for workload in catalog.workloads_for(item.name)
+    ]
+
+
+def promoted_rows(catalog: Catalog, definitions: Sequence[Definition]) -> list[dict[str, Any]]:
+    """One row per promotion of the Definitions, with whether its trace still bears it out."""
+    from tilegym_db.store.connection import open_store
+    from tilegym_db.store.loop_queries import promotion_rows
+
+    names = {item.name for item in definitions}
+    with open_store(read_only=True, catalog=catalog) as store:
+        found = [row for row in promotion_rows(store) if row["definition"] in names]
+    return [
+        {
+            "promotion": row["id"],
+            "status": row["status"],
+            "solution": row["solution"],
+            "digest": row["solution_digest"][:12],
+            "over": row["baseline"],
+            "ratio": row["ratio"],
+            "ci_low": row["ci_low"],
+            "trace": row["trace_id"],
+        }
+        for row in found
     ]

@@ -36,6 +36,7 @@ def command(
 
     refuse_absent_gpu(gpu)
     from tilegym_db.bench.reproduce import reproduce
+    from tilegym_db.loop.candidates import with_candidates
 
     result = reproduce(
         name,
@@ -48,6 +49,7 @@ def command(
         seed=seed,
         offset=offset,
         gpu=gpu,
+        catalog=with_candidates(),
     )
     answer = describe(result)
     if as_json:

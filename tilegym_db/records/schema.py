@@ -21,6 +21,7 @@ from pydantic import BaseModel
 from tilegym_db.files import write_atomically
 from tilegym_db.records.base import Record, RecordPart
 from tilegym_db.records.definition import Definition
+from tilegym_db.records.loop import Attempt, Experiment, Pattern, Promotion, Task
 from tilegym_db.records.model_run import ModelRun
 from tilegym_db.records.peaks import GpuPeaks
 from tilegym_db.records.solution import Solution
@@ -30,7 +31,10 @@ from tilegym_db.records.workload import Workload
 
 __all__ = ["RECORDS", "json_schema", "schema_files"]
 
-RECORDS: tuple[type[Record], ...] = (Definition, Solution, Workload, Trace, TraceSetHeader, GpuPeaks, ModelRun)
+RECORDS: tuple[type[Record], ...] = (
+    *(Definition, Solution, Workload, Trace, TraceSetHeader, GpuPeaks, ModelRun),
+    *(Task, Attempt, Promotion, Experiment, Pattern),
+)
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 

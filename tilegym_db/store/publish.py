@@ -60,12 +60,13 @@ def published_folder(gpu: str, root: Path | None = None) -> Path:
     return root / "traces" / gpu if root is not None else home() / "published" / gpu
 
 
-def publish(store: Store, gpu: str, root: Path | None = None) -> PublishReport:
+def publish(store: Store, gpu: str, root: Path | None = None, *, own: bool = False) -> PublishReport:
     """Write the snapshot of one GPU: a slug, such as ``h200``, or a family of which one GPU has traces.
 
     Peaks go along where they were measured on this machine; those that were published before stay otherwise. Steps of
     searches go along with those that were published before, of today's sources.
-    Publishing the same traces again changes no byte, not even the date.
+    Publishing the same traces again changes no byte, not even the date. With ``own`` it goes to the user's home, also where a
+    checkout could be written.
 
     Raises:
         NotFoundError: nothing of that GPU can be published, and no failure took anything back; says what was left out.
@@ -79,7 +80,7 @@ def publish(store: Store, gpu: str, root: Path | None = None) -> PublishReport:
     left_out = _left_out(store, gpu)
     if not rows and not failures:
         raise NotFoundError(_nothing_to_publish(store, gpu, left_out))
-    folder = published_folder(gpu, root)
+    folder = home() / "published" / gpu if own else published_folder(gpu, root)
     contents = _trace_files(store, [*rows, *failures], folder)
     peaks = queries.read_peaks(store, gpu, own=True)
     if peaks is not None:

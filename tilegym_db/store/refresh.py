@@ -19,6 +19,7 @@ from tilegym_db.store.batches import trace_files
 from tilegym_db.store.doubts import judge_passes
 from tilegym_db.store.imported import imported_manifests, sync_imported, views_text
 from tilegym_db.store.loading import IngestReport, combined, load_snapshots
+from tilegym_db.store.loop_journals import loop_files, loop_views_text, sync_loop
 from tilegym_db.store.peaks_files import own_peaks_files, peaks_rows, published_peaks_files
 from tilegym_db.store.snapshot import LOCK_NAME, published_folders
 from tilegym_db.store.tuning import published_tuning_files, published_tuning_rows
@@ -48,6 +49,7 @@ def fingerprints(catalog: Catalog, home: Path) -> dict[str, str]:
         "peaks": _fingerprint([*own_peaks_files(home), *published_peaks_files(catalog), *_locks(catalog)]),
         "searches": _fingerprint([*published_tuning_files(catalog), *_locks(catalog)]),
         "imported": length_prefixed_digest([views_text().encode(), _fingerprint(imported_manifests(home)).encode()]),
+        "loop": length_prefixed_digest([loop_views_text().encode(), _fingerprint(loop_files(home, catalog)).encode()]),
     }
 
 
@@ -85,6 +87,8 @@ def refresh(store: Store, catalog: Catalog, wanted: dict[str, str], parts: Colle
             _insert(connection, statements.SYNC_PUBLISHED_TUNING, rows)
         if "imported" in parts:
             sync_imported(connection, store.home)
+        if "loop" in parts:  # after the views, which its own ask
+            sync_loop(connection, store.home, catalog)
     report = IngestReport(notes=tuple(refused))
     if "shipped_traces" in parts:  # after the catalog and the peaks, which the figures of passes are held against
         report = combined(report, load_snapshots(store, published_folders(catalog)))

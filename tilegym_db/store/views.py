@@ -1,4 +1,4 @@
-"""The names of the views that users query, read from ``views.sql`` and ``imported.sql``: typed once, there."""
+"""The names of the views that users query, read from ``views.sql``, ``imported.sql`` and ``loop.sql``: typed once, there."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ _NAME = re.compile(r"^CREATE OR REPLACE VIEW (\w+)", re.MULTILINE)
 def public_views() -> tuple[str, ...]:
     """Every view that a query may be about, in the order in which they are made."""
     text = "".join(
-        files(__package__).joinpath(name).read_text(encoding="utf-8") for name in ("views.sql", "imported.sql")
+        files(__package__).joinpath(name).read_text(encoding="utf-8")
+        for name in ("views.sql", "imported.sql", "loop.sql")
     )
     return tuple(name for name in _NAME.findall(text) if name not in INTERNAL_VIEWS)

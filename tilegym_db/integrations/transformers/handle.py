@@ -18,6 +18,7 @@ from tilegym_db.integrations.transformers.found import Found, Globals, PartCall
 from tilegym_db.integrations.transformers.gpu_time import GpuTime, profiled
 from tilegym_db.integrations.transformers.operators import make_site
 from tilegym_db.integrations.transformers.parts import part
+from tilegym_db.integrations.transformers.piece_time import cpu_share
 from tilegym_db.integrations.transformers.proof import Proof, prove
 from tilegym_db.integrations.transformers.rebind import is_patched, shadow_function, subclass
 from tilegym_db.integrations.transformers.report import CallSiteReport, PatchReport
@@ -74,6 +75,10 @@ class Handle:
         sites = [(described.definition, site) for described, site in self._sites if site is not None]
         self._gpu_time = profiled(call, sites)
         return self._gpu_time
+
+    def cpu_share(self, call: Callable[[], Any]) -> float:
+        """Share of a call's CPU time in verified kernels; it stands for GPU time where there is no GPU."""
+        return cpu_share(call, [site for _, site in self._sites if site is not None])
 
     def report(self, profile: Callable[[], Any] | None = None) -> PatchReport:
         """Each call site: what it is, what serves it and why, how often it was called.

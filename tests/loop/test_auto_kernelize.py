@@ -1,0 +1,104 @@
+"""The loop over a tiny Qwen3-MoE on a CPU, whose author is a script; and its rules."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from tilegym_db.bench import benchmark as benchmark_module
+from tilegym_db.bench.interleaved import TimingBudget
+from tilegym_db.bench.machine import cpu_machine
+from tilegym_db.loop import decide as decide_module
+from tilegym_db.loop.auto import Kernelizer, auto_kernelize
+from tilegym_db.loop.model_state import ModelState
+from tilegym_db.records.loop import Experiment, Task
+from tilegym_db.store.connection import open_store
+from tilegym_db.store.loop_journals import journaled
+
+REAL = Path(__file__).resolve().parents[2]
+CONFIG = {
+    "model_type": "qwen3_moe", "vocab_size": 96, "hidden_size": 1024, "intermediate_size": 48, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256, "max_position_embeddings": 256, "num_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+# rms_norm gets a kernel that is right and fast, and everything else one that is wrong.
+AUTHOR = '''
+import json, pathlib, re, sys
+prompt = sys.stdin.read()
+name = re.search(r"kernel for `([a-z_0-9]+)`", prompt)[1]
+signature = re.search(r"`(run\\(.*?\\))`", prompt)[1]
+pathlib.Path(sys.argv[1]).open("a").write(name + "\\n")
+good = """import torch
+
+
+def run(x, weight, eps, out):
+    scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    torch.mul(x, scale, out=out)
+    out.mul_(weight)
+"""
+wrong = f"def {signature}:\\n    out.zero_()\\n"
+pathlib.Path("kernel.py").write_text(good if name == "rms_norm" else wrong)
+layouts = {"x": "row_contiguous", "out": "row_contiguous"} if name == "rms_norm" else {}
+spec = {"language": "python", "entry_point": "kernel.py::run", "dtypes": {"T": ["float32"]}, "layouts": layouts}
+pathlib.Path("solution.json").write_text(json.dumps({
+    "name": "mine", "definition": name, "author": "a script", "spec": spec, "sources": [{"path": "kernel.py"}]}))
+'''
+
+
+@pytest.fixture
+def state(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelState:
+    """A tiny model beside a catalog of two of its operators, on a machine whose noise is not what is asked about."""
+    for name in ("rms_norm", "fused_add_rms_norm"):
+        shutil.copytree(
+            REAL / "solutions/norm" / name / f"{name}_stock", checkout / f"solutions/norm/{name}/{name}_stock"
+        )
+        (checkout / "definitions/norm").mkdir(parents=True, exist_ok=True)
+        shutil.copy(REAL / f"definitions/norm/{name}.json", checkout / "definitions/norm")
+    (tmp_path / "Tiny-MoE").mkdir()
+    (tmp_path / "Tiny-MoE" / "config.json").write_text(json.dumps(CONFIG))
+    monkeypatch.setattr(benchmark_module, "timing_budget", lambda options: TimingBudget.quick())
+    monkeypatch.setattr(decide_module, "LEAST_TOTAL", 0.2)
+    return ModelState(tmp_path / "Tiny-MoE", cpu_machine(), dtype="float32", prompt=128, rounds=8)
+
+
+@pytest.mark.slow
+def test_coverage_rises_and_what_is_wrong_is_discarded_with_its_reason(
+    state: ModelState, tmp_path: Path, home: Path
+) -> None:
+    script, calls = tmp_path / "author.py", tmp_path / "calls"
+    script.write_text(AUTHOR)
+    said: list[str] = []
+    options = {"language": "python", "author": f"{sys.executable} {script} {calls}", "max_attempts": 1}
+    done, why = auto_kernelize(state, **options, say=said.append)  # type: ignore[arg-type]
+    assert why.startswith("nothing above 1% of the time is left"), said
+    assert len(done) == 2, pytest.fail("\n".join(said))
+    by_definition = {one.definition: one for one in done}
+    kept, discarded = by_definition["rms_norm"], by_definition["fused_add_rms_norm"]
+    assert kept.decision == "keep", kept.reason
+    assert kept.after is not None
+    assert kept.after.median > kept.before.median
+    assert kept.before.time_of == kept.after.time_of == "cpu"
+    assert discarded.decision == "discard"
+    assert "INCORRECT_NUMERICAL" in discarded.reason
+    assert state.coverage().median > 0
+    with open_store(read_only=True) as store:
+        rows = store.rows(
+            "SELECT definition, decision, coverage_after > coverage_before AS rose FROM experiments ORDER BY 1"
+        )
+    assert rows == [
+        {"definition": "fused_add_rms_norm", "decision": "discard", "rose": None},
+        {"definition": "rms_norm", "decision": "keep", "rose": True},
+    ]
+    # Started again, it has nothing to do: no author is asked, nothing is measured.
+    written, traces = calls.read_text(), sorted((home / "runs").iterdir())
+    again, why = auto_kernelize(state, **options)  # type: ignore[arg-type]
+    assert again == []
+    assert why.startswith("nothing above 1%")
+    assert (calls.read_text(), sorted((home / "runs").iterdir())) == (written, traces)
+    assert len(journaled(Task, home)) == len(journaled(Experiment, home)) == 2
+    assert Kernelizer(state, "python", None, 0.0, 1, home, said.append).run() == "the budget is spent"

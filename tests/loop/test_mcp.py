@@ -1,0 +1,85 @@
+"""The server for agents, asked by the official client over stdio."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+mcp = pytest.importorskip("mcp", reason="the extra mcp is not installed; it is part of the extra dev")
+anyio = pytest.importorskip("anyio")
+
+ROOT = Path(__file__).resolve().parents[2]
+READERS = {"list_definitions", "list_promotions", "recommend", "show_definition", "task_prompt", "task_status"}
+SOLUTION = {
+    "name": "mine",
+    "definition": "rms_norm",
+    "author": "an agent",
+    "spec": {"language": "python", "entry_point": "kernel.py::run", "dtypes": {"T": ["float32"]}},
+    "sources": [{"path": "kernel.py"}],
+}
+ZEROS = "def run(x, weight, eps, out):\n    out.zero_()\n"
+
+
+def asked(home: Path, calls: list[tuple[str, dict[str, Any]]], *options: str) -> tuple[set[str], list[Any]]:
+    """The tools of a server, and the answers to calls; a call's arguments may name the task of an earlier answer."""
+    environment = {**os.environ, "TILEGYM_DB_HOME": str(home), "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    server = mcp.StdioServerParameters(
+        command=sys.executable, args=["-m", "tilegym_db", "mcp", *options], env=environment
+    )
+
+    async def session() -> tuple[set[str], list[Any]]:
+        async with mcp.stdio_client(server) as streams, mcp.ClientSession(*streams) as client:
+            await client.initialize()
+            tools = {tool.name for tool in (await client.list_tools()).tools}
+            answers: list[Any] = []
+            for name, arguments in calls:
+                given = {key: answers[0]["id"] if value == "TASK" else value for key, value in arguments.items()}
+                answers.append(content(await client.call_tool(name, given)))
+            return tools, answers
+
+    found: tuple[set[str], list[Any]] = anyio.run(session)
+    return found
+
+
+def content(result: Any) -> Any:
+    text = "".join(part.text for part in result.content)
+    if getattr(result, "is_error", False):
+        return {"error": text}
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+@pytest.mark.slow
+def test_a_client_lists_tools_creates_a_task_submits_a_kernel_and_reads_the_verdict(home: Path) -> None:
+    create = {"definition": "rms_norm", "language": "python", "gpu": "cpu", "workload": "cpu"}
+    tools, (task, page, verdict, status) = asked(
+        home,
+        [
+            ("task_create", create),
+            ("task_prompt", {"task": "TASK"}),
+            ("task_submit", {"task": "TASK", "kernel": ZEROS, "solution": SOLUTION}),
+            ("task_status", {"task": "TASK"}),
+        ],
+        "--allow-submit",
+    )
+    assert tools == READERS | {"task_create", "task_submit"}
+    assert f"# Task {task['id']}" in page
+    assert (verdict["verdict"], verdict["stage"]) == ("refused", "compiled")
+    assert "INCORRECT_NUMERICAL" in verdict["reason"]
+    assert status["verdict"] == "refused" if isinstance(status, dict) else status[0]["verdict"] == "refused"
+
+
+@pytest.mark.slow
+def test_without_leave_nothing_that_writes_is_offered(home: Path) -> None:
+    tools, (answer,) = asked(home, [("task_create", {"definition": "rms_norm"})])
+    assert tools == READERS
+    assert "task_create" in answer["error"]
+    assert not (home / "loop").exists()

@@ -1,0 +1,270 @@
+"""The rules of the loop: what earns a promotion, what of it stands, and what stays of an experiment."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tilegym_db.bench.promotions import claim_of, record_promotions
+from tilegym_db.catalog import Catalog
+from tilegym_db.loop.architecture import definition_findings, pattern_findings, shared_tokens
+from tilegym_db.loop.decide import coverage_of, decide, next_piece, why_stop
+from tilegym_db.loop.from_model import Piece
+from tilegym_db.records import Solution, Trace, Workload
+from tilegym_db.records.loop import Experiment, Promotion
+from tilegym_db.records.model_run import Estimate
+from tilegym_db.records.trace import new_trace_id
+from tilegym_db.store.connection import open_store
+from tilegym_db.store.ingest import ingest_journals
+from tilegym_db.store.journal import Journal
+from tilegym_db.store.loop_journals import journaled, loop_folder
+from tilegym_db.store.loop_queries import promotion_rows
+
+MakeTrace = Callable[..., Trace]
+
+
+@pytest.fixture
+def make_trace(row_scale: Path, solution_record: Callable[..., dict[str, Any]]) -> MakeTrace:
+    """A trace of a kernel of the small operator: ``make_trace(minute, ci_low=1.5, tier="promotion", status="PASSED")``."""
+    Catalog.default().add_solution(
+        Solution.from_dict(solution_record(name="row_scale_mine")),
+        {"kernel.py": b"def run(x, weight, factor, out):\n    out.copy_(x * weight * factor)\n"},
+    )
+    catalog = Catalog.default()
+    definition, solution = catalog.definition("row_scale"), catalog.solution("row_scale_mine")
+    (workload,) = catalog.workloads_for("row_scale")
+
+    def make(minute: int = 0, *, ci_low: float = 1.5, status: str = "PASSED", **changes: Any) -> Trace:
+        tier = changes.get("tier", "promotion")
+        passed = status == "PASSED"
+        comparison = {
+            "with": "row_scale_stock",
+            "provides": "stock",
+            "ratio": ci_low + 0.05,
+            "ci_low": ci_low,
+            "ci_high": ci_low + 0.1,
+        }
+        performance = {
+            "latency_us": 10.0, "ci_low_us": 9.9, "ci_high_us": 10.1, "samples": 50, "timer": "wall", "comparisons": [comparison],
+        }  # fmt: skip
+        return Trace.from_dict(
+            {
+                "trace_id": new_trace_id(f"run-{minute}", tier, 0, solution.digest, {}, workload.uuid),
+                "run_id": f"run-{minute}",
+                "timestamp": datetime(2026, 11, 1, tzinfo=UTC) + timedelta(minutes=minute),
+                "definition": definition.name, "definition_version": definition.version,
+                "definition_digest": definition.digest, "op_type": definition.op_type, "solution": solution.name,
+                "solution_digest": solution.digest, "language": "python", "role": "kernel",
+                "workload_uuid": workload.uuid, "axes": workload.axes, "dtypes": workload.dtypes,
+                "scalars": {"factor": 0.5}, "gpu": "cpu", "gpu_name": "a CPU", "tier": "promotion", "sandbox_level": 3,
+                "status": status, "reason": "" if passed else "wrong",
+                "correctness": {"rel_fro": 1e-7, "cases": 3} if passed else None,
+                "performance": performance if passed else None,
+                **changes,
+            }
+        )  # fmt: skip
+
+    return make
+
+
+def promoted(*traces: Trace, home: Path) -> tuple[list[Promotion], dict[str, str]]:
+    with Journal(traces[0].run_id) as journal:
+        for trace in traces:
+            journal.append(trace)
+    with open_store() as store:
+        ingest_journals(store)
+        return record_promotions(store, traces, home)
+
+
+def statuses() -> dict[str, str]:
+    with open_store() as store:
+        ingest_journals(store)
+    with open_store(read_only=True) as store:
+        return {row["id"]: row["status"] for row in promotion_rows(store)}
+
+
+V1, V2 = (f"python_row_scale_cpu_float32_M4-N8_v{number}" for number in (1, 2))
+
+
+# -- promotions -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"tier": "screen"}, "a screen trace with the status PASSED promotes nothing"),
+        ({"role": "baseline"}, "a baseline is what others are measured against"),
+        ({"sandbox_level": 1}, "confined at level 1"),
+        ({"ci_low": 1.09}, "1.10x is asked for"),
+    ],
+)
+def test_a_trace_that_does_not_clear_the_bar_earns_nothing(
+    make_trace: MakeTrace, changes: dict[str, Any], reason: str
+) -> None:
+    claim = claim_of(make_trace(**changes), {})
+    assert claim.baseline is None
+    assert reason in claim.reason
+
+
+def test_a_slow_baseline_does_not_stand_in_for_a_fast_one_that_took_no_part(make_trace: MakeTrace) -> None:
+    trace = make_trace(ci_low=3.0)
+    assert claim_of(trace, {"row_scale_stock": 31.0, "row_scale_slow_library": 40.0}).baseline is not None
+    claim = claim_of(trace, {"row_scale_stock": 31.0, "row_scale_library": 9.0})
+    assert claim.baseline is None
+    assert "row_scale_library, verified here at 9 us, took no part in its rounds" in claim.reason
+
+
+def test_ids_are_counted_and_the_same_source_keeps_its_own(make_trace: MakeTrace, home: Path) -> None:
+    (first,), _ = promoted(make_trace(0), home=home)
+    assert (first.id, first.ci_low, first.baseline) == (V1, 1.5, "row_scale_stock")
+    assert promoted(make_trace(1), home=home)[0] == [first]
+    assert [one.id for one in journaled(Promotion, home)] == [V1]
+    assert statuses() == {V1: "standing"}
+
+
+def test_a_later_failure_revokes_it_and_a_later_pass_gets_the_next_number(make_trace: MakeTrace, home: Path) -> None:
+    promoted(make_trace(0), home=home)
+    promoted(make_trace(1, status="RUNTIME_ERROR"), home=home)
+    assert statuses() == {V1: "revoked"}
+    promoted(make_trace(2), home=home)
+    assert statuses() == {V1: "revoked", V2: "standing"}
+
+
+def test_a_lucky_run_does_not_outlive_the_one_that_does_not_repeat_it(make_trace: MakeTrace, home: Path) -> None:
+    promoted(make_trace(0, ci_low=2.0), home=home)
+    _, reasons = promoted(make_trace(1, ci_low=0.9), home=home)
+    assert "1.10x is asked for" in next(iter(reasons.values()))
+    assert statuses() == {V1: "not repeated"}
+
+
+def test_a_promotion_that_somebody_wrote_by_hand_has_no_evidence(make_trace: MakeTrace, home: Path) -> None:
+    promoted(make_trace(0, ci_low=1.0), home=home)
+    real = make_trace(0)
+    content = {
+        "id": V1, "trace_id": real.trace_id, "baseline": "row_scale_stock", "ratio": 3.0, "ci_low": 2.9, "ci_high": 3.1,
+        "created": datetime.now(UTC).isoformat(),
+        **{name: getattr(real, name) for name in (
+            "solution", "solution_digest", "definition", "definition_digest", "language", "gpu",
+            "workload_uuid", "axes", "dtypes")},
+    }  # fmt: skip
+    path = loop_folder(home) / "promotions.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content) + "\n")
+    assert statuses() == {V1: "no evidence"}
+
+
+# -- experiments ------------------------------------------------------------------------------------------------------
+
+LOW, HIGH = coverage_of([0.10, 0.11, 0.10, 0.12, 0.11], "gpu"), coverage_of([0.30, 0.31, 0.30, 0.32, 0.31], "gpu")
+SAME = Estimate(median=1.0, ci_low=0.998, ci_high=1.01)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "total", "proofs", "decision", "reason"),
+    [
+        (LOW, HIGH, SAME, [], "keep", "11.0% -> 31.0%"),
+        (LOW, HIGH, SAME, ["k: wrong"], "discard", "a proof on the model's own calls failed: k: wrong"),
+        (LOW, coverage_of([0.11, 0.14], "gpu"), SAME, [], "discard", "rose by no more than its spread"),
+        (LOW, HIGH, Estimate(median=0.99, ci_low=0.98, ci_high=1.0), [], "discard", "0.995 is asked for"),
+        (LOW, HIGH, Estimate(median=1.2), [], "discard", "too few rounds"),
+        (LOW, coverage_of([0.5], "cpu"), SAME, [], "discard", "is no comparison"),
+    ],
+)
+def test_an_experiment_is_kept_by_rule(
+    before: Any, after: Any, total: Estimate, proofs: list[str], decision: str, reason: str
+) -> None:
+    found = decide(before, after, total, proofs)
+    assert found.decision == decision
+    assert reason in found.reason
+
+
+def test_the_costliest_piece_that_nothing_serves_and_nobody_tried_is_next(workload_record: Any) -> None:
+    calls = (Workload.from_dict(workload_record()),)
+    pieces = [
+        Piece("Experts", 0.5, 2),
+        Piece("Norm", 0.2, 5, "rms_norm", "exact", calls, served=True),
+        Piece("Layer", 0.1, 2, "fused_add_rms_norm", "exact", calls),
+        Piece("Rope", 0.05, 2, "rope_neox", "exact", calls),
+        Piece("Act", 0.001, 2, "swiglu", "exact", calls),
+    ]
+    assert next_piece(pieces, set()) == pieces[2]
+    assert next_piece(pieces, {"fused_add_rms_norm"}) == pieces[3]
+    assert next_piece(pieces, {"fused_add_rms_norm", "rope_neox"}) is None
+
+
+def test_the_loop_stops_after_five_discards_in_a_row_or_when_the_budget_is_spent() -> None:
+    def ended(decision: str) -> Experiment:
+        return Experiment.model_construct(decision=decision)
+
+    assert why_stop([ended("discard")] * 4, 1.0) is None
+    assert why_stop([ended("keep"), *[ended("crash")] * 5], 1.0) == "5 experiments in a row were not kept"
+    assert why_stop([*[ended("discard")] * 4, ended("keep")], 1.0) is None
+    assert why_stop([], 0.0) == "the budget is spent"
+
+
+# -- patterns and architecture ----------------------------------------------------------------------------------------
+
+PAGE = (
+    '+++\nlanguage = "triton"\napplies_to = ["{of}"]\nevidence = ["{evidence}"]\n'
+    'versions = {{ triton = "{version}" }}\n+++\n# A\n\nText.\n'
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"evidence": "trace:00000000-0000-0000-0000-000000000000"}, "is no trace that is here"),
+        ({"evidence": "search:h200/nobody"}, "is no search that is recorded"),
+        ({"evidence": "hearsay"}, "must read trace:ID"),
+        ({"of": "nothing"}, "applies_to names 'nothing'"),
+        ({"version": ">=9"}, "3.9.0 is pinned"),
+        ({"version": "new"}, "must read as a requirement does"),
+        ({}, None),
+    ],
+)
+def test_a_pattern_whose_evidence_is_gone_is_found(
+    row_scale: Path, changes: dict[str, str], reason: str | None
+) -> None:
+    page = row_scale / "docs" / "patterns" / "triton" / "a.md"
+    page.parent.mkdir(parents=True)
+    page.write_text(PAGE.format(**{"of": "row_scale", "evidence": "unmeasured", "version": ">=3.4", **changes}))
+    (row_scale / "constraints.txt").write_text("triton==3.9.0\n")
+    with open_store(read_only=True) as store:
+        found = pattern_findings(Catalog.default(), store)
+    assert len(found) == (reason is not None)
+    assert reason is None or reason in found[0]
+
+
+def test_evidence_that_a_later_failure_took_back_is_found(make_trace: MakeTrace, row_scale: Path, home: Path) -> None:
+    trace = make_trace(0)
+    promoted(trace, home=home)
+    page = row_scale / "docs" / "patterns" / "triton" / "a.md"
+    page.parent.mkdir(parents=True)
+    page.write_text(PAGE.format(of="row_scale", evidence=f"trace:{trace.trace_id}", version=">=3.4"))
+    with open_store(read_only=True) as store:
+        assert pattern_findings(Catalog.default(), store) == []
+    promoted(make_trace(1, status="RUNTIME_ERROR"), home=home)
+    with open_store(read_only=True) as store:
+        (found,) = pattern_findings(Catalog.default(), store)
+    assert "was taken back by a later failure" in found
+
+
+def test_what_a_definition_lacks_is_listed(row_scale: Path) -> None:
+    catalog = Catalog.default()
+    found = definition_findings(catalog.definition("row_scale"), [], 0, {"0" * 64})
+    assert [line.partition(": ")[2].partition(".")[0] for line in found] == [
+        "it has no workload",
+        "no solution provides its stock code",
+        "no kernel in triton, tilelang, cutile, and no tag 'status:open' says that they are wanted",
+        "every trace is of an older meaning",
+    ]
+
+
+def test_the_share_of_tokens_is_that_of_the_smaller_source() -> None:
+    assert shared_tokens(frozenset({1, 2}), frozenset({1, 2, 3, 4})) == 1.0
+    assert shared_tokens(frozenset({1, 2}), frozenset({3})) == 0.0

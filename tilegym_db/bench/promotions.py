@@ -1,0 +1,142 @@
+"""Which passes of the promotion tier earn a promotion id, and the records of those that do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from tilegym_db.bench.tier_policy import MIN_SANDBOX_LEVEL
+from tilegym_db.records import Trace
+from tilegym_db.records.loop import MIN_SPEEDUP, Promotion
+from tilegym_db.records.solution import config_id
+from tilegym_db.records.trace import Comparison
+from tilegym_db.store.database import Store
+from tilegym_db.store.loop_journals import append, journaled, loop_lock
+from tilegym_db.store.loop_queries import standing_promotions, verified_baselines
+
+__all__ = ["Claim", "claim_of", "record_promotions"]
+
+BASELINES = ("stock", "library", "compile")
+"""What a comparison is with that counts; the incumbent is another kernel."""
+
+Absent = Mapping[str, float]
+"""Verified baseline -> latency in microseconds on the same workload."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The baseline that a trace beats by the bar, or why it earns nothing."""
+
+    baseline: Comparison | None
+    reason: str = ""
+
+
+def claim_of(trace: Trace, verified: Absent, min_speedup: float = MIN_SPEEDUP) -> Claim:
+    """Whether a trace earns a promotion id.
+
+    Args:
+        trace: of any tier and verdict.
+        verified: the baselines that are verified on its workload and GPU. One that took no part in the rounds is not passed
+            over: times of other rounds are no comparison, but enough to ask for one.
+        min_speedup: what the lower end of the interval has to reach.
+    """
+    if trace.tier != "promotion" or trace.status != "PASSED" or trace.performance is None:
+        return Claim(None, f"a {trace.tier} trace with the status {trace.status} promotes nothing")
+    if trace.role != "kernel":
+        return Claim(None, "a baseline is what others are measured against")
+    if trace.sandbox_level < MIN_SANDBOX_LEVEL:
+        return Claim(None, f"it ran confined at level {trace.sandbox_level}, and {MIN_SANDBOX_LEVEL} is needed")
+    against = [item for item in trace.performance.comparisons if item.provides in BASELINES]
+    if not against:
+        return Claim(None, "no baseline took part in its rounds")
+    best = min(against, key=lambda item: (item.ci_low, item.other))
+    if best.ci_low < min_speedup:
+        interval = f"99% interval {best.ci_low:.3f} to {best.ci_high:.3f}"
+        return Claim(None, f"{best.ratio:.3f}x over {best.other} ({interval}), and {min_speedup:.2f}x is asked for")
+    taken = {item.other for item in against}
+    for name, latency_us in sorted(verified.items()):
+        if name not in taken and latency_us < min_speedup * trace.performance.latency_us:
+            return Claim(
+                None,
+                f"{name}, verified here at {latency_us:.4g} us, took no part in its rounds and may be the best baseline. "
+                f"Measure them together: tilegym-db promote {trace.solution} {name} --again",
+            )
+    return Claim(best)
+
+
+def record_promotions(
+    store: Store, traces: Collection[Trace], home: Path, min_speedup: float = MIN_SPEEDUP
+) -> tuple[list[Promotion], dict[str, str]]:
+    """Write a Promotion for every trace that earns one and whose source has none that stands.
+
+    Args:
+        store: with the traces in it.
+        traces: of one run.
+        home: folder of the journals.
+        min_speedup: a bar above :data:`MIN_SPEEDUP`.
+
+    Returns:
+        The promotions of these traces, also those that stood before; and for each kernel's trace without one, why.
+    """
+    promoted: list[Promotion] = []
+    reasons: dict[str, str] = {}
+    with loop_lock(home):
+        known = journaled(Promotion, home)
+        standing = standing_promotions(store)
+        for trace in sorted(traces, key=lambda item: (_prefix(item), item.solution_digest, item.trace_id)):
+            verified = verified_baselines(store, trace.definition_digest, trace.workload_uuid, trace.gpu)
+            claim = claim_of(trace, verified, min_speedup)
+            if claim.baseline is None:
+                if trace.role == "kernel" and trace.tier == "promotion":
+                    reasons[trace.trace_id] = claim.reason
+                continue
+            earlier = [one for one in known if _is_of(one, trace) and one.id in standing]
+            if earlier:
+                promoted.append(earlier[0])
+                continue
+            promotion = _promotion(trace, claim.baseline, known)
+            append(promotion, home)
+            known.append(promotion)
+            standing.add(promotion.id)
+            promoted.append(promotion)
+    return promoted, reasons
+
+
+def _is_of(promotion: Promotion, trace: Trace) -> bool:
+    return (
+        promotion.solution_digest == trace.solution_digest
+        and promotion.definition_digest == trace.definition_digest
+        and (promotion.gpu, promotion.workload_uuid) == (trace.gpu, trace.workload_uuid)
+        and config_id(promotion.config) == config_id(trace.config)
+    )
+
+
+def _promotion(trace: Trace, baseline: Comparison, known: Sequence[Promotion]) -> Promotion:
+    prefix = _prefix(trace)
+    number = 1 + sum(other.prefix == prefix for other in known)
+    content = {
+        name: getattr(trace, name)
+        for name in (
+            "solution", "solution_digest", "definition", "definition_digest", "language", "config", "gpu",
+            "workload_uuid", "axes", "dtypes", "trace_id",
+        )
+    }  # fmt: skip
+    interval = {"ratio": baseline.ratio, "ci_low": baseline.ci_low, "ci_high": baseline.ci_high}
+    record = {
+        "id": f"{prefix}_v{number}",
+        **content,
+        "baseline": baseline.other,
+        **interval,
+        "created": datetime.now(UTC),
+    }
+    return Promotion.from_dict(record, f"promotion of {trace.solution}")
+
+
+def _prefix(trace: Trace) -> str:
+    """``triton_rms_norm_h200_bfloat16_M4096-N4096``."""
+    dtypes = "-".join(dict.fromkeys(trace.dtypes[name] for name in sorted(trace.dtypes))) or "any"
+    shape = "-".join(f"{name}{size}" for name, size in sorted(trace.axes.items())) or "scalar"
+    return "_".join((trace.language, trace.definition, trace.gpu, dtypes, re.sub(r"[^A-Za-z0-9_.-]", "", shape)[:120]))

@@ -1,0 +1,82 @@
+"""``tilegym-db auto-kernelize``: kernels for what a model spends its time on, kept where they make it better."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import typer
+
+from tilegym_db.cli.completion import complete_language
+from tilegym_db.cli.options import ConfigFile, MachineGpu
+from tilegym_db.cli.output import note, print_json, print_table
+
+
+def command(
+    config: ConfigFile,
+    author: Annotated[
+        str | None,
+        typer.Option(
+            help="Command: prompt on stdin, kernel.py and solution.json into its working directory. None waits."
+        ),
+    ] = None,
+    budget: Annotated[str, typer.Option(help="Time for all of it: 90s, 30m, 2h.")] = "2h",
+    max_attempts: Annotated[int, typer.Option(help="Of the author, at each task.", min=1, max=100)] = 3,
+    language: Annotated[
+        str, typer.Option("--language", "-l", help="Of the kernels.", autocompletion=complete_language)
+    ] = "triton",
+    gpu: MachineGpu = "auto",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    prompt: Annotated[int, typer.Option(help="Random tokens of the measured call.")] = 128,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds of stock and patched.")] = 10,
+    layers: Annotated[int | None, typer.Option(help="Keep only the first so many layers.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the experiments as JSON.")] = False,
+) -> None:
+    """Profile a model, have kernels written for the costliest stock code, and keep what raises coverage and slows nothing.
+
+    Stops where nothing above 1% is left, the budget is spent, five experiments in a row were not kept, or on Ctrl-C; started
+    again, it goes on. On a CPU the profiler's CPU time stands for GPU time, and the records say so.
+    """
+    from tilegym_db.bench.machine import refuse_absent_gpu, select_machine
+
+    refuse_absent_gpu(gpu)
+    from tilegym_db.loop.auto import auto_kernelize
+    from tilegym_db.loop.model_state import ModelState
+
+    state = ModelState(config, select_machine(gpu), dtype, prompt, rounds, layers)
+    done, why = auto_kernelize(
+        state,
+        language=language,
+        author=author,
+        budget_s=parse_duration(budget),
+        max_attempts=max_attempts,
+        say=note,
+    )
+    if as_json:
+        print_json([one.model_dump(mode="json") for one in done])
+    else:
+        columns = ("definition", "before", "after", "of", "total", "decision", "reason")
+        rows = [
+            (
+                one.definition,
+                f"{one.before.median:.1%}",
+                None if one.after is None else f"{one.after.median:.1%}",
+                f"{one.before.time_of} time",
+                one.total_speedup,
+                one.decision,
+                one.reason,
+            )
+            for one in done
+        ]
+        print_table(columns, rows, prose=("reason",))
+    note(f"ended: {why}")
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of ``90s``, ``30m`` or ``2h``; raises :class:`UsageError` for anything else."""
+    from tilegym_db.errors import UsageError
+
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smh])", text.strip())
+    if match is None:
+        raise UsageError(f"--budget {text!r} must read 90s, 30m or 2h.")
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]

@@ -1,0 +1,152 @@
+"""``tilegym-db task``: what is asked for, the page for its author, and what became of what was handed in."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tilegym_db.cli.completion import complete_definition, complete_gpu, complete_language
+from tilegym_db.cli.options import ConfigFile
+from tilegym_db.cli.output import note, print_json, print_line, print_table
+
+if TYPE_CHECKING:
+    from tilegym_db.records.loop import Attempt
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    help="Make a task, print it for its author, hand a kernel in, see what became of it.",
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+TaskId = Annotated[str, typer.Argument(help="The task's id, or how it begins.", metavar="ID")]
+Language = Annotated[
+    str, typer.Option("--language", "-l", help="python, triton, tilelang or cutile.", autocompletion=complete_language)
+]
+TaskGpu = Annotated[
+    str, typer.Option(help="h100, h200, cpu, ..., or auto for what is here.", autocompletion=complete_gpu)
+]
+
+
+@app.command("create")
+def create(
+    definition: Annotated[str, typer.Argument(help="The operator.", autocompletion=complete_definition)],
+    language: Language = "triton",
+    gpu: TaskGpu = "auto",
+    workload: Annotated[
+        list[str] | None, typer.Option(help="Glob over tags, axes (M=1,*) and uuid; repeatable.")
+    ] = None,
+    min_speedup: Annotated[float, typer.Option(help="Bar over the best baseline; at least 1.10.")] = 1.10,
+    as_json: AsJson = False,
+) -> None:
+    """Write a task: a kernel of one operator, language and GPU, and what it has to beat. Prints its id."""
+    from tilegym_db.loop.tasks import create_task
+
+    task = create_task(
+        definition, language=language, gpu=gpu, workload=tuple(workload) if workload else None, min_speedup=min_speedup
+    )
+    if as_json:
+        print_json(task.model_dump(mode="json"))
+    else:
+        print_line(task.id)
+    note(f"{len(task.workloads)} workloads on {task.gpu}. Next: tilegym-db task prompt {task.id}")
+
+
+@app.command("from-model")
+def from_model(
+    config: ConfigFile,
+    language: Language = "triton",
+    gpu: TaskGpu = "auto",
+    prompt: Annotated[int, typer.Option(help="Random tokens of the profiled call.")] = 128,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    layers: Annotated[int | None, typer.Option(help="Keep only the first so many layers.")] = None,
+    drafts: Annotated[Path | None, typer.Option(help="Folder for drafts of what no definition describes.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Profile a model, rank what its own code costs, and write a task for each operator that nothing verified serves yet.
+
+    For a part that no definition describes, a draft is written: captured shapes, dtypes, strides and the place of the code.
+    """
+    from tilegym_db.loop.from_model import tasks_from_model
+
+    found = tasks_from_model(
+        config, language=language, gpu=gpu, prompt=prompt, dtype=dtype, layers=layers, drafts=drafts
+    )
+    rows = [piece.to_dict() for piece in found.pieces]
+    if as_json:
+        print_json({"time_of": found.time_of, "total_us": found.total_us, "pieces": rows})
+        return
+    columns = ("part", "share", "calls", "definition", "match", "outcome")
+    print_table(columns, [tuple(row[name] for name in columns) for row in rows], prose=("outcome",))
+    note(f"shares are of {found.time_of} time: {found.total_us:.0f} us in one call of {prompt} tokens")
+
+
+@app.command("prompt")
+def prompt(task: TaskId) -> None:
+    """Print the task as one Markdown page for its author. The same task and history give the same bytes."""
+    from tilegym_db.loop.prompt import prompt_of
+    from tilegym_db.loop.tasks import find_task
+
+    sys.stdout.write(prompt_of(find_task(task)))
+
+
+@app.command("submit")
+def submit(
+    task: TaskId,
+    path: Annotated[Path, typer.Argument(help="Folder with kernel.py and solution.json.")],
+    gpu: Annotated[str | None, typer.Option(help="Where to measure; the task's.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Hand a kernel in: received, scanned, compiled, screened, promoted. Nothing of it runs outside of a confined worker.
+
+    Exit 0 promoted, 1 refused, 3 no GPU for the last stages (a later submit of the same source goes on there).
+    """
+    from tilegym_db.cli.bench_progress import Progress
+    from tilegym_db.loop.submit import submit as judge
+    from tilegym_db.loop.tasks import find_task
+
+    with Progress(quiet=as_json and not sys.stderr.isatty()) as progress:
+        attempt = judge(find_task(task), path, gpu=gpu, observer=progress.observer())
+    if as_json:
+        print_json(attempt.model_dump(mode="json"))
+    else:
+        _print_attempt(attempt)
+    raise typer.Exit(EXIT_STATUS[attempt.verdict])
+
+
+EXIT_STATUS = {"promoted": 0, "refused": 1, "no_gpu": 3, "pending": 1}
+
+
+def _print_attempt(attempt: Attempt) -> None:
+    print_line(f"attempt {attempt.number}: {attempt.solution}: {attempt.verdict} (passed: {attempt.stage})")
+    if attempt.reason:
+        print_line(f"{attempt.gate + ': ' if attempt.gate else ''}{attempt.reason}")
+    if attempt.command:
+        note(f"To see it again: {attempt.command}")
+    for promotion in attempt.promotions:
+        print_line(promotion)
+    if attempt.promotions:
+        note("Next: tilegym-db publish, so that the resolver may use it")
+
+
+@app.command("status")
+def status(
+    task: Annotated[str | None, typer.Argument(help="A task's id, or how it begins; none lists all.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the tasks, or the attempts at one of them and why each was refused."""
+    from tilegym_db.loop.status import attempts_of, tasks_table
+    from tilegym_db.loop.tasks import find_task
+
+    rows: list[dict[str, Any]] = tasks_table() if task is None else attempts_of(find_task(task))
+    if as_json:
+        print_json(rows)
+    elif rows:
+        print_table([*rows[0]], [tuple(row.values()) for row in rows], prose=("reason",), least=("digest", "device_s"))
+    else:
+        note("nothing yet. Try: tilegym-db task create DEFINITION")

@@ -1,0 +1,262 @@
+"""The loop over a model: the costliest piece of stock code, a task for it, an author, a verdict, an experiment; and again.
+
+Everything that was finished is in a journal, and is not done again by a loop that goes on where another was killed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from tilegym_db.catalog import Catalog
+from tilegym_db.errors import TilegymDBError
+from tilegym_db.loop.author import run_author, wait_for_author
+from tilegym_db.loop.candidates import withdraw
+from tilegym_db.loop.decide import Decision, decide, next_piece, why_stop
+from tilegym_db.loop.from_model import LEAST_SHARE, Piece
+from tilegym_db.loop.model_state import ModelState
+from tilegym_db.loop.prompt import prompt_of
+from tilegym_db.loop.submit import submit
+from tilegym_db.loop.tasks import create_task
+from tilegym_db.loop.trial import Trial
+from tilegym_db.paths import home as default_home
+from tilegym_db.records.loop import Attempt, Coverage, Experiment, Task, identified
+from tilegym_db.records.model_run import ModelRun
+from tilegym_db.store.loop_journals import append, journaled, latest, loop_folder, loop_lock
+from tilegym_db.store.model_runs import save_model_run
+
+__all__ = ["Kernelizer", "auto_kernelize"]
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Kernelizer:
+    """One run of the loop."""
+
+    state: ModelState
+    language: str
+    author: str | None
+    budget_s: float
+    max_attempts: int
+    home: Path
+    say: Say
+    done: list[Experiment] = field(default_factory=list)
+    _began: float = field(default_factory=time.monotonic)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds of the budget."""
+        return self.budget_s - (time.monotonic() - self._began)
+
+    def run(self) -> str:
+        """Experiments until one of the reasons to stop; returns it."""
+        for task in self._on_trial():  # of a loop that was killed
+            self._finish(self._experiment(task))
+        while True:
+            stop = why_stop(self.done, self.left_s)
+            if stop is not None:
+                return stop
+            pieces = self.state.pieces().pieces
+            piece = next_piece(pieces, self._tried())
+            if piece is None:
+                self._say_what_is_left(pieces)
+                return (
+                    "nothing above 1% of the time is left that a definition describes and no experiment decided about"
+                )
+            self.say(f"{piece.part}: {piece.share:.1%} of the time, {piece.definition}")
+            self._finish(self._experiment(self._task(piece)))
+
+    def _say_what_is_left(self, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            if piece.share >= LEAST_SHARE and not piece.served:
+                why = f"{piece.definition}, decided" if piece.definition in self._tried() else piece.reason
+                self.say(f"left to stock code: {piece.part}, {piece.share:.1%} ({why or 'no definition describes it'})")
+
+    def _finish(self, experiment: Experiment) -> None:
+        self.done.append(experiment)
+        self.say(f"{experiment.decision}: {experiment.reason}")
+
+    def _on_trial(self) -> list[Task]:
+        """The tasks of this model whose kernels are on trial; what is decided already is carried out."""
+        folder = loop_folder(self.home) / "trials"
+        named = {path.name for path in folder.iterdir() if path.is_dir()} if folder.is_dir() else set()
+        decided = {one.task: one for one in journaled(Experiment, self.home)}
+        waiting = []
+        for task in {task.id: task for task in journaled(Task, self.home)}.values():
+            if task.id in decided and task.id in named:
+                self._carry_out(decided[task.id])
+            elif task.id in named and task.model == self.state.digest:
+                waiting.append(task)
+        return waiting
+
+    def _tried(self) -> set[str]:
+        return {
+            one.definition
+            for one in journaled(Experiment, self.home)
+            if (one.config_digest, one.gpu) == (self.state.digest, self.state.machine.gpu) and one.decision != "timeout"
+        }
+
+    def _task(self, piece: Piece) -> Task:
+        return create_task(
+            piece.definition,
+            language=self.language,
+            gpu=self.state.machine.gpu,
+            workload=tuple(workload.uuid for workload in piece.workloads),
+            objective="coverage",
+            model=self.state.digest,
+            home=self.home,
+        )
+
+    def _experiment(self, task: Task) -> Experiment:
+        began = time.monotonic()
+        trial = Trial(task.id, self.state.machine.gpu, self.home)
+        before, base = self.state.coverage(), trial.base
+        outcome: Outcome = Outcome("crash", "")
+        try:
+            attempt, problem = self._author(task)
+            if attempt is None or attempt.verdict != "promoted":
+                outcome = _unpromoted(attempt, problem)
+            else:
+                before, base, outcome = self._try(trial, attempt, before)
+        except TilegymDBError as error:
+            outcome = Outcome("crash", f"{type(error).__name__}: {error}")
+        experiment = self._record(task, before, base, outcome, time.monotonic() - began)
+        with loop_lock(self.home):
+            append(experiment, self.home)
+        self._carry_out(experiment)
+        return experiment
+
+    def _carry_out(self, experiment: Experiment) -> None:
+        """Keep what is on trial, or publish again what was published before. Done twice, it is done once."""
+        trial = Trial(experiment.task, experiment.gpu, self.home)
+        if experiment.decision == "keep":
+            trial.keep()
+            return
+        definition = Catalog.default().definition(experiment.definition)
+        for solution in experiment.changed:
+            withdraw(definition, solution, self.home / "catalog", self.home)
+        if trial.folder.is_dir():
+            trial.undo()
+
+    # -- the author ---------------------------------------------------------------------------------------------------
+
+    def _author(self, task: Task) -> tuple[Attempt | None, str]:
+        """The last attempt at a task, and what the author's last problem was."""
+        attempts = [one for (owner, _), one in latest(journaled(Attempt, self.home)).items() if owner == task.id]
+        last, problem = (max(attempts, key=lambda one: one.number) if attempts else None), ""
+        if last is not None and last.verdict == "promoted":
+            return last, ""
+        for number in range(1, self.max_attempts + 1):
+            folder = loop_folder(self.home) / "work" / task.id / str(number)
+            is_judged = (folder / ".judged").is_file()
+            if is_judged:
+                continue
+            if not (folder / ".written").is_file():
+                problem = self._write(task, folder) or ""
+                if problem == "timeout":
+                    return last, problem
+                if problem:
+                    self.say(f"attempt {number}: {problem}")
+                    continue
+                (folder / ".written").touch()
+            last = submit(task, folder, home=self.home, root=self.home / "catalog")
+            (folder / ".judged").touch()
+            self.say(f"attempt {last.number}: {last.verdict} {last.gate} {last.reason}".rstrip())
+            if last.verdict in ("promoted", "no_gpu"):
+                break
+        return last, problem
+
+    def _write(self, task: Task, folder: Path) -> str | None:
+        catalog, prompt = Catalog.default(), prompt_of(task, home=self.home)
+        if self.author is None:
+            return wait_for_author(prompt, folder, catalog, self.left_s)
+        return run_author(self.author, prompt, folder, catalog, self.left_s)
+
+    # -- the experiment -----------------------------------------------------------------------------------------------
+
+    def _try(self, trial: Trial, attempt: Attempt, before: Coverage) -> tuple[Coverage, str, Outcome]:
+        """Publish on trial, measure the model, decide."""
+        before, base = trial.begin(before)
+        after = self.state.coverage()
+        run, failed = self.state.run()
+        save_model_run(run, self.home)
+        decision: Decision = decide(before, after, run.total_speedup, failed)
+        changed = {attempt.solution: attempt.solution_digest}
+        return before, base, Outcome(decision.decision, decision.reason, after, run, changed)
+
+    def _record(self, task: Task, before: Coverage, base: str, outcome: Outcome, seconds: float) -> Experiment:
+        now = datetime.now(UTC)
+        run = outcome.run
+        content = {
+            "id": identified({"task": task.id, "base": base, "at": now.isoformat()}),
+            "model": self.state.tag,
+            "config_digest": self.state.digest,
+            "gpu": self.state.machine.gpu,
+            "base": base,
+            "definition": task.definition,
+            "task": task.id,
+            "changed": outcome.changed,
+            "before": before.model_dump(),
+            "after": None if outcome.after is None else outcome.after.model_dump(),
+            "runs": () if run is None else (run.run_id,),
+            "total_speedup": None if run is None else run.total_speedup.median,
+            "total_ci_low": None if run is None else run.total_speedup.ci_low,
+            "decision": outcome.decision,
+            "reason": outcome.reason[:4000],
+            "seconds": round(seconds, 3),
+            "timestamp": now,
+        }
+        return Experiment.model_validate(content)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an experiment ended with."""
+
+    decision: str
+    reason: str
+    after: Coverage | None = None
+    run: ModelRun | None = None
+    changed: dict[str, str] = field(default_factory=dict)
+
+
+def _unpromoted(attempt: Attempt | None, problem: str) -> Outcome:
+    if problem == "timeout":
+        return Outcome("timeout", "the budget ran out before the author was done")
+    if attempt is None:
+        return Outcome("crash", problem or "the author handed nothing in")
+    gate = f"{attempt.gate}: " if attempt.gate else ""
+    return Outcome("discard", f"attempt {attempt.number} of {attempt.task} was not promoted: {gate}{attempt.reason}")
+
+
+def auto_kernelize(
+    state: ModelState,
+    *,
+    language: str = "triton",
+    author: str | None = None,
+    budget_s: float = 7200.0,
+    max_attempts: int = 3,
+    home: Path | None = None,
+    say: Say = lambda text: None,
+) -> tuple[list[Experiment], str]:
+    """Let an author write kernels for a model, the costliest piece of its own code first, and keep what makes it better.
+
+    Args:
+        state: the model, where and how it is called.
+        language: of the kernels.
+        author: a command that reads the prompt on stdin and leaves ``kernel.py`` and ``solution.json`` in its working directory;
+            None waits for a person to put them there.
+        budget_s: seconds after which no new experiment begins, and no author is waited for.
+        max_attempts: at each task.
+        home: folder of the store.
+        say: told what happens.
+
+    Returns:
+        The experiments of this run, and why it ended. Ctrl-C ends it too; what is journaled is not done again.
+    """
+    loop = Kernelizer(state, language, author, budget_s, max_attempts, home or default_home(), say)
+    return loop.done, loop.run()

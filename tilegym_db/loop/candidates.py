@@ -1,0 +1,86 @@
+"""Where submissions wait until they are promoted: a catalog of their own beside the journals, never the user's.
+
+Only commands that are about them look there; what is refused stays, so that its failing case can be shown again.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from tilegym_db.catalog import Catalog, SolutionFiles, writers
+from tilegym_db.catalog.solution_files import RECORD_NAME
+from tilegym_db.files import write_folder, writing
+from tilegym_db.paths import home as default_home
+from tilegym_db.records import Definition, Solution
+from tilegym_db.store.loop_journals import loop_folder
+
+__all__ = ["candidate_name", "candidate_root", "enter", "leave", "with_candidates", "withdraw"]
+
+
+def candidate_root(home: Path | None = None) -> Path:
+    """The root of the candidates' catalog."""
+    return loop_folder(home) / "candidates"
+
+
+def with_candidates(catalog: Catalog | None = None, home: Path | None = None) -> Catalog:
+    """A catalog that has the submissions too, as they are on disk now."""
+    catalog = catalog or Catalog.default()
+    return catalog.reread(candidate_root(home or default_home()))
+
+
+def candidate_name(record: Solution, digest: str) -> str:
+    """What a submission is called whatever its author called it: the same source has one name, and no two share one."""
+    return f"{record.definition}_{record.spec.language}_{digest[:12]}"
+
+
+def enter(definition: Definition, files: SolutionFiles, catalog: Catalog, home: Path) -> SolutionFiles:
+    """Put a submission among the candidates under its own name; one that is there, or in the catalog, already is left alone."""
+    name = candidate_name(files.record, files.digest)
+    present = catalog.solution_paths.get(name)
+    if present is not None:
+        _forget(definition, name, home)  # of a process that was killed while it moved
+        return SolutionFiles.read(present.parent)
+    record = Solution.from_dict({**files.record.to_dict(), "name": name}, files.folder)
+    folder = _folder(definition, name, home)
+    with writing(candidate_root(home)):
+        if not folder.is_dir():
+            content = {RECORD_NAME: (record.to_json(indent=2) + "\n").encode(), **files.sources}
+            write_folder(folder, content)
+    return SolutionFiles(record, folder, dict(files.sources))
+
+
+def leave(
+    definition: Definition, candidate: SolutionFiles, catalog: Catalog, home: Path, root: Path | None = None
+) -> Path:
+    """Move a candidate into the user's catalog, or the one of ``root``; done twice, it is done once.
+
+    Raises:
+        ConflictError: the catalog has another Solution of that name.
+    """
+    present = catalog.solution_paths.get(candidate.name)
+    if present is not None and SolutionFiles.read(present.parent).digest == candidate.digest:
+        target = present.parent
+    else:
+        target = writers.add_solution(catalog, candidate.record, candidate.sources, root or catalog.write_root)
+    _forget(definition, candidate.name, home)
+    return target
+
+
+def withdraw(definition: Definition, name: str, root: Path, home: Path) -> None:
+    """Take a Solution that the loop added out of the catalog of ``root`` again; it stays among the candidates."""
+    folder = root / "solutions" / definition.op_type / definition.name / name
+    target = _folder(definition, name, home)
+    with writing(root), writing(candidate_root(home)):
+        if folder.is_dir() and not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            folder.rename(target)
+
+
+def _forget(definition: Definition, name: str, home: Path) -> None:
+    with writing(candidate_root(home)):
+        shutil.rmtree(_folder(definition, name, home), ignore_errors=True)
+
+
+def _folder(definition: Definition, name: str, home: Path) -> Path:
+    return candidate_root(home) / "solutions" / definition.op_type / definition.name / name

@@ -1,0 +1,88 @@
+"""What the loop over a model does next, and whether a change stays: rules over what was measured. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tilegym_db.loop.from_model import LEAST_SHARE, Piece
+from tilegym_db.records.loop import Coverage, Experiment
+from tilegym_db.records.model_run import Estimate
+
+__all__ = ["DISCARDS_IN_A_ROW", "LEAST_TOTAL", "Decision", "coverage_of", "decide", "next_piece", "why_stop"]
+
+LEAST_TOTAL = 0.995
+"""Lower end of the interval of the whole call's speedup: below, the model may have become slower."""
+DISCARDS_IN_A_ROW = 5
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Keep or discard, and why."""
+
+    decision: Literal["keep", "discard"]
+    reason: str
+
+
+def decide(before: Coverage, after: Coverage, total: Estimate, failed_proofs: Sequence[str]) -> Decision:
+    """Whether a change of what serves a model stays.
+
+    Args:
+        before, after: share of the model's time in verified kernels, each over several profiles.
+        total: stock time over patched time of the whole call, from interleaved rounds.
+        failed_proofs: kernels that the model's own calls found wrong, each with the reason.
+    """
+    if failed_proofs:
+        return Decision("discard", f"a proof on the model's own calls failed: {'; '.join(failed_proofs)}")
+    if before.time_of != after.time_of:
+        return Decision("discard", f"coverage of {before.time_of} time and of {after.time_of} time is no comparison")
+    gained, spread = after.median - before.median, max(before.high - before.low, after.high - after.low)
+    shares = f"coverage of {after.time_of} time {before.median:.1%} -> {after.median:.1%}, spread {spread:.1%}"
+    if gained <= spread:
+        return Decision("discard", f"{shares}: it rose by no more than its spread over {after.profiles} profiles")
+    if total.ci_low is None or total.ci_high is None:
+        return Decision("discard", f"{shares}; too few rounds to say whether the model became slower")
+    speedup = f"the whole call {total.median:.3f}x (99% interval {total.ci_low:.3f} to {total.ci_high:.3f})"
+    if total.ci_low < LEAST_TOTAL:
+        return Decision("discard", f"{shares}; {speedup}: {LEAST_TOTAL} is asked for at the lower end")
+    return Decision("keep", f"{shares}; {speedup}")
+
+
+def coverage_of(shares: Sequence[float], time_of: Literal["gpu", "cpu"]) -> Coverage:
+    """The median of several profiles with the lowest and the highest."""
+    ordered = sorted(min(max(share, 0.0), 1.0) for share in shares)
+    return Coverage(
+        median=ordered[len(ordered) // 2], low=ordered[0], high=ordered[-1], profiles=len(ordered), time_of=time_of
+    )
+
+
+def next_piece(pieces: Sequence[Piece], tried: Collection[str]) -> Piece | None:
+    """The piece of stock code that costs most and that a task can be made for; None where nothing is left.
+
+    Args:
+        pieces: of the model as it is served now.
+        tried: Definitions that an experiment on this model has decided about.
+    """
+    open_ = [
+        piece
+        for piece in pieces
+        if piece.definition and piece.workloads and not piece.served and piece.definition not in tried
+    ]
+    worth = [piece for piece in open_ if piece.share >= LEAST_SHARE]
+    return min(worth, key=lambda piece: (-piece.share, piece.definition), default=None)
+
+
+def why_stop(experiments: Sequence[Experiment], seconds_left: float) -> str | None:
+    """Why the loop ends before nothing is left to do; None where it goes on.
+
+    Args:
+        experiments: of this run, in order.
+        seconds_left: of the budget.
+    """
+    if seconds_left <= 0:
+        return "the budget is spent"
+    last = [one.decision for one in experiments[-DISCARDS_IN_A_ROW:]]
+    if len(last) == DISCARDS_IN_A_ROW and "keep" not in last:
+        return f"{DISCARDS_IN_A_ROW} experiments in a row were not kept"
+    return None

@@ -1,0 +1,223 @@
+"""What a model's own code costs, piece by piece, and a task for each piece that a Definition describes and nothing serves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from tilegym_db.bench.machine import Machine, select_machine
+from tilegym_db.catalog import Catalog
+from tilegym_db.errors import TilegymDBError
+from tilegym_db.integrations.transformers.capture import random_prompt
+from tilegym_db.integrations.transformers.discover import discover
+from tilegym_db.integrations.transformers.patch import patch_what_fits
+from tilegym_db.integrations.transformers.piece_time import module_times, time_of
+from tilegym_db.integrations.transformers.random_model import build_model, load_config
+from tilegym_db.integrations.transformers.verify_model import keep_workloads, model_tag
+from tilegym_db.loop.drafts import draft_of
+from tilegym_db.loop.tasks import create_task
+from tilegym_db.records import Workload
+from tilegym_db.records.loop import Task
+
+__all__ = ["ModelPieces", "Piece", "pieces_of", "tasks_from_model"]
+
+LEAST_SHARE = 0.01
+"""Of the model's time: what costs less is not worth a kernel."""
+Match = Literal["exact", "by layout adapter", "none"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A class of modules: the share of the model's time in code of its own, and the Definition that describes it.
+
+    A module whose forward calls several operators is one piece for each of them, with the time of all: which of them it goes
+    into, the profile of a module does not say.
+    """
+
+    part: str
+    share: float
+    calls: int
+    definition: str = ""
+    match: Match = "none"
+    workloads: tuple[Workload, ...] = ()
+    served: bool = False
+    reason: str = ""
+    outcome: str = ""
+    module_class: type[torch.nn.Module] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready content, one row of a table."""
+        return {
+            "part": self.part,
+            "share": round(self.share, 4),
+            "calls": self.calls,
+            "definition": self.definition,
+            "match": self.match,
+            "workloads": [workload.uuid for workload in self.workloads],
+            "served": self.served,
+            "outcome": self.outcome or self.reason,
+        }
+
+
+@dataclass
+class ModelPieces:
+    """A profiled model. ``time_of`` says what its shares are of: GPU time, or on a CPU the profiler's CPU time."""
+
+    model: str
+    time_of: str
+    total_us: float
+    pieces: list[Piece] = field(default_factory=list)
+
+
+def tasks_from_model(
+    path: Path,
+    *,
+    language: str,
+    gpu: str = "auto",
+    prompt: int = 128,
+    dtype: str = "bfloat16",
+    layers: int | None = None,
+    drafts: Path | None = None,
+) -> ModelPieces:
+    """Profile a model of random weights, and make a task for what is worth one.
+
+    Args:
+        path: config file, or folder with a ``config.json``.
+        language: of the kernels to be asked for.
+        gpu: ``auto``, ``cpu``, or what is in this machine: a profile is of no other.
+        prompt: random tokens of the profiled call.
+        dtype: bfloat16, float16 or float32.
+        layers: keep only the first so many.
+        drafts: folder to write drafts of Definitions into, for pieces that none describes; none are written without.
+
+    Raises:
+        UsageError: the config, or an option, is none that can be run.
+        HardwareError: the GPU asked for is not here.
+    """
+    machine = select_machine(gpu)
+    config = load_config(path, layers)
+    model = build_model(config, machine.device, dtype)
+    inputs = random_prompt(model, 1, prompt)
+    found = pieces_of(model, inputs, model_tag(path))
+    outcomes = []
+    for piece in found.pieces:
+        try:
+            outcome = _outcome(piece, model, inputs, machine, language, drafts)
+        except TilegymDBError as error:
+            outcome = str(error)
+        outcomes.append(Piece(**{**vars(piece), "outcome": outcome}))
+    found.pieces = outcomes
+    return found
+
+
+def _outcome(
+    piece: Piece, model: Any, inputs: torch.Tensor, machine: Machine, language: str, drafts: Path | None
+) -> str:
+    if piece.share < LEAST_SHARE:
+        return f"below {LEAST_SHARE:.0%} of the time"
+    if piece.served:
+        return f"served by a verified kernel of {piece.definition}"
+    if piece.definition:
+        return f"task {_task(piece, machine, language).id}"
+    if piece.module_class is None or piece.module_class.__module__.startswith("torch."):
+        return f"a call of PyTorch's own; {piece.reason or 'no definition describes it'}"
+    if drafts is None:
+        return f"no definition describes it ({piece.reason}); --drafts DIR writes a draft of one"
+    return f"draft {draft_of(model, piece.module_class, inputs, drafts)}"
+
+
+def _task(piece: Piece, machine: Machine, language: str) -> Task:
+    return create_task(
+        piece.definition,
+        language=language,
+        gpu=machine.gpu,
+        workload=tuple(workload.uuid for workload in piece.workloads),
+        objective="coverage",
+    )
+
+
+def pieces_of(model: Any, inputs: torch.Tensor, tag: str, catalog: Catalog | None = None) -> ModelPieces:
+    """Profile one call of a model as it is, and match each class of modules with the Definitions of the catalog.
+
+    The calls that it makes are added to the user's own workloads, tagged with the model.
+    """
+    catalog = catalog or Catalog.default()
+
+    def call() -> Any:
+        with torch.no_grad():
+            return model(inputs)
+
+    times, total_us = module_times(model, call)
+    described = discover(model, catalog)
+    served, captured = _calls(model, inputs, catalog)
+    kept = {(item.definition, item.uuid): item for item in _kept(captured, tag, catalog)}
+    pieces: list[Piece] = []
+    for item in times:
+        share = item.time_us / total_us if total_us else 0.0
+        name = item.module_class.__name__
+        groups = [group for group in described if issubclass(item.module_class, group.module_class)]
+        matched = sorted({group.definition for group in groups if group.definition and not group.reason})
+        reasons = sorted({group.reason for group in groups if group.reason})
+        for definition in matched:
+            # the call that was profiled is a prefill
+            workloads = tuple(
+                work
+                for (owner, _), work in sorted(kept.items(), key=lambda item: item[0])
+                if owner == definition and "stage:decode" not in work.tags
+            )
+            match: Match = "by layout adapter" if any(work.layouts for work in workloads) else "exact"
+            pieces.append(
+                Piece(
+                    name,
+                    share,
+                    item.calls,
+                    definition,
+                    match,
+                    workloads,
+                    definition in served,
+                    "",
+                    "",
+                    item.module_class,
+                )
+            )
+        if not matched:
+            reason = "; ".join(reasons)
+            pieces.append(Piece(name, share, item.calls, reason=reason, module_class=item.module_class))
+    return ModelPieces(tag, time_of(model), total_us, pieces)
+
+
+def _calls(model: Any, inputs: torch.Tensor, catalog: Catalog) -> tuple[set[str], tuple[Workload, ...]]:
+    """The Definitions that verified kernels serve in this model here, and every kind of call that it makes."""
+    handle = patch_what_fits(model, verify=True, inputs=inputs, catalog=catalog)
+    try:
+        with torch.no_grad():
+            model(inputs)
+        hits = handle.report().hits()
+    finally:
+        handle.unpatch()
+    return {name for name, count in hits.items() if count}, handle.workloads
+
+
+def _kept(captured: Sequence[Workload], tag: str, catalog: Catalog) -> list[Workload]:
+    """The catalog's own record of each captured call, which has been added where it had none."""
+    keep_workloads(tuple(captured), tag)
+    fresh = Catalog.default()
+    known = {name: fresh.workloads_for(name) for name in {item.definition for item in captured}}
+    found = []
+    for item in captured:
+        same = [other for other in known[item.definition] if _call(other) == _call(item)]
+        found += same[:1]
+    return found
+
+
+def _call(workload: Workload) -> Any:
+    return (
+        sorted(workload.axes.items()),
+        sorted(workload.dtypes.items()),
+        sorted(workload.scalars().items()),
+        sorted(workload.layouts.items()),
+    )

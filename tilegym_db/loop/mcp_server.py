@@ -1,0 +1,139 @@
+"""The loop's verbs as tools of the Model Context Protocol, over stdio.
+
+Each call runs the command line in a process of its own: what a command prints never mixes with the protocol, and a candidate
+runs where it always does, in a confined worker. What writes is offered only where the server was started to allow it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tilegym_db
+from tilegym_db.errors import MissingPackageError
+
+if TYPE_CHECKING:
+    from mcp.server.mcpserver import MCPServer
+
+__all__ = ["make_server", "serve"]
+
+INSTRUCTIONS = (
+    "tilegym-db judges GPU kernels. Read a task's prompt, write kernel.py and solution.json, and submit both. Reference, inputs, "
+    "comparison, timing and verdict are the database's."
+)
+VERDICT_STATUSES = (0, 1, 3)
+"""Exit statuses of ``task submit`` that are answers: promoted, refused, no GPU."""
+
+
+def serve(allow_submit: bool) -> None:
+    """Answer on stdin and stdout until the client goes.
+
+    Raises:
+        MissingPackageError: the package ``mcp`` is not installed.
+    """
+    make_server(allow_submit).run("stdio")
+
+
+def make_server(allow_submit: bool) -> MCPServer:
+    """The server with its tools; those that write only with ``allow_submit``."""
+    try:
+        from mcp.server.mcpserver import MCPServer
+    except ImportError:
+        raise MissingPackageError("the server needs the package mcp. Try: pip install 'tilegym-db[mcp]'") from None
+    server = MCPServer("tilegym-db", instructions=INSTRUCTIONS, version=tilegym_db.__version__)
+    for tool in READERS + (WRITERS if allow_submit else ()):
+        server.add_tool(tool)
+    return server
+
+
+async def _command(*arguments: str, answers: Sequence[int] = (0,)) -> str:
+    """Standard output of one command.
+
+    Raises:
+        ValueError: it ended with a status that is no answer; with what it said.
+    """
+    import anyio  # comes with mcp
+
+    command = [sys.executable, "-m", "tilegym_db", *arguments]
+    done = await anyio.run_process(command, stdin=subprocess.DEVNULL, check=False)
+    if done.returncode not in answers:
+        said = (done.stderr or done.stdout).decode(errors="replace").strip()
+        raise ValueError(said.splitlines()[-1] if said else f"it ended with status {done.returncode}")
+    return done.stdout.decode()
+
+
+async def _json(*arguments: str, answers: Sequence[int] = (0,)) -> Any:
+    return json.loads(await _command(*arguments, "--json", answers=answers))
+
+
+async def list_definitions(op_type: str | None = None) -> list[dict[str, Any]]:
+    """List operators: families, verified languages, numbers of solutions and workloads."""
+    found: list[dict[str, Any]] = await _json("list", *(["--op-type", op_type] if op_type else []))
+    return found
+
+
+async def show_definition(name: str) -> dict[str, Any]:
+    """Show one operator whole: axes, tensors, constraints, reference."""
+    found: dict[str, Any] = await _json("show", name)
+    return found
+
+
+async def list_promotions() -> list[dict[str, Any]]:
+    """List promotions: what beat the best baseline by 1.10x, and whether its evidence stands."""
+    found: list[dict[str, Any]] = await _json("list", "--promoted")
+    return found
+
+
+async def task_status(task: str | None = None) -> list[dict[str, Any]]:
+    """List tasks, or the attempts at one with how far each came and why no further."""
+    found: list[dict[str, Any]] = await _json("task", "status", *([task] if task else []))
+    return found
+
+
+async def task_prompt(task: str) -> str:
+    """The page of a task for its author: operator, shapes, bars, rules, earlier attempts, patterns."""
+    return await _command("task", "prompt", task)
+
+
+async def recommend(config: str, gpu: str) -> dict[str, Any]:
+    """Which promotions would serve which calls of a model; nothing is applied, and ratios are of operators.
+
+    Args:
+        config: path of a model's config.json on this machine.
+        gpu: slug or family.
+    """
+    found: dict[str, Any] = await _json("recommend", config, "--gpu", gpu)
+    return found
+
+
+async def task_create(
+    definition: str, language: str = "triton", gpu: str = "auto", workload: str | None = None
+) -> dict[str, Any]:
+    """Make a task for an operator, a language and a GPU; returns it with its id and the bars."""
+    options = ["--language", language, "--gpu", gpu, *(["--workload", workload] if workload else [])]
+    found: dict[str, Any] = await _json("task", "create", definition, *options)
+    return found
+
+
+async def task_submit(task: str, kernel: str, solution: dict[str, Any]) -> dict[str, Any]:
+    """Hand a kernel in and read the verdict: received, scanned, compiled, screened, promoted.
+
+    Args:
+        task: its id.
+        kernel: text of kernel.py.
+        solution: content of solution.json.
+    """
+    with tempfile.TemporaryDirectory(prefix="tilegym-db-") as folder:
+        Path(folder, "kernel.py").write_text(kernel)
+        Path(folder, "solution.json").write_text(json.dumps(solution))
+        found: dict[str, Any] = await _json("task", "submit", task, folder, answers=VERDICT_STATUSES)
+    return found
+
+
+READERS = (list_definitions, show_definition, list_promotions, task_status, task_prompt, recommend)
+WRITERS = (task_create, task_submit)

@@ -1,0 +1,231 @@
+"""A task as one Markdown page for its author, whoever that is. The same task and history give the same bytes.
+
+No seed of a run and no tolerance is in it: an author who knows them writes for them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tilegym_db.catalog import Catalog
+from tilegym_db.errors import ConflictError
+from tilegym_db.paths import home as default_home
+from tilegym_db.records import Definition, axes_key
+from tilegym_db.records.hardware import CPU, GPU_SLUGS
+from tilegym_db.records.loop import Attempt, Pattern, Task, TaskWorkload
+from tilegym_db.records.signature import called_with
+from tilegym_db.scaffold.solution import DEPENDENCIES
+from tilegym_db.store.loop_journals import journaled, latest
+from tilegym_db.store.pattern_pages import read_patterns
+from tilegym_db.verify.scan.tables import RULES
+
+__all__ = ["prompt_of", "prompt_text"]
+
+SHARED_MEMORY_KIB = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_103": 227, "sm_120": 99}
+"""What one block may ask for."""
+
+
+def prompt_of(task: Task, catalog: Catalog | None = None, home: Path | None = None) -> str:
+    """The page of a task, from the records and the journal of attempts.
+
+    Raises:
+        ConflictError: the Definition or a pattern is not what it was when the task was made.
+    """
+    catalog, home = catalog or Catalog.default(), home or default_home()
+    definition = catalog.definition(task.definition)
+    if definition.digest != task.definition_digest:
+        raise ConflictError(
+            f"{task.definition} changed since task {task.id} was made. Make a new one: tilegym-db task create {task.definition}"
+        )
+    patterns = {item.id: item for item in read_patterns(catalog)[0]}
+    for reference in task.patterns:
+        if reference.id not in patterns or patterns[reference.id].digest != reference.digest:
+            raise ConflictError(
+                f"the pattern {reference.id} changed since task {task.id} was made. "
+                f"Make a new one: tilegym-db task create {task.definition}"
+            )
+    attempts = [one for (owner, _), one in latest(journaled(Attempt, home)).items() if owner == task.id]
+    return prompt_text(task, definition, attempts, [patterns[item.id] for item in task.patterns])
+
+
+def prompt_text(task: Task, definition: Definition, attempts: Sequence[Attempt], patterns: Sequence[Pattern]) -> str:
+    """The page, in ten sections. Pure."""
+    sections = (
+        ("Operator", _operator(definition)),
+        ("Shapes", _shapes(task)),
+        ("Hardware and limits", _hardware(task)),
+        ("Objective and bars", _objective(task)),
+        ("Entry point and constraints", _entry(task, definition)),
+        ("What is scanned and forbidden", _scanned()),
+        ("Deliverable", _deliverable(task, definition)),
+        ("How it is judged", _judged(task)),
+        ("What earlier attempts failed on", _earlier(attempts)),
+        ("Patterns", _patterns(patterns)),
+    )
+    title = f"# Task {task.id}\n\nWrite a {task.language} kernel for `{definition.name}` on {task.gpu}.\n"
+    return title + "".join(f"\n## {n}. {name}\n\n{text}\n" for n, (name, text) in enumerate(sections, start=1))
+
+
+def _operator(definition: Definition) -> str:
+    lines = [
+        definition.description.strip(),
+        "",
+        f"`{definition.name}` {definition.version}, family `{definition.op_type}`. "
+        f"Axes: {', '.join(f'`{name}`' for name in definition.axes)}."
+        + (
+            f" Constraints: {', '.join(f'`{text}`' for text in definition.constraints)}."
+            if definition.constraints
+            else ""
+        ),
+        "",
+        *_tensors("in", {name: (spec.shape, spec.dtype) for name, spec in definition.inputs.items()}),
+        *_tensors("out", {name: (spec.shape, spec.dtype) for name, spec in definition.outputs.items()}),
+        "",
+        "The reference says what is right. It is run in float64; nothing that you write takes its place.",
+        "",
+        "```python",
+        definition.reference.rstrip(),
+        "```",
+    ]
+    return "\n".join(lines).strip()
+
+
+def _tensors(direction: str, specs: Mapping[str, tuple[Sequence[object] | None, str]]) -> list[str]:
+    spelled = {
+        name: "a Python number" if shape is None else f"[{', '.join(map(str, shape))}]"
+        for name, (shape, _) in specs.items()
+    }
+    return [f"- {direction} `{name}`: {spelled[name]}, {dtype}" for name, (_, dtype) in specs.items()]
+
+
+def _shapes(task: Task) -> str:
+    rows = ["| axes | dtypes |", "|---|---|"]
+    for item in task.workloads:
+        rows.append(f"| {axes_key(item.axes)} | {_dtypes(item)} |")
+    rows += [
+        "",
+        "These are timed. Verification also calls the kernel at other shapes, layouts and contents of what it declares.",
+    ]
+    return "\n".join(rows)
+
+
+def _dtypes(item: TaskWorkload) -> str:
+    return ", ".join(f"{name}={value}" for name, value in sorted(item.dtypes.items())) or "fixed"
+
+
+def _hardware(task: Task) -> str:
+    if task.gpu == CPU:
+        return (
+            "A CPU: python kernels are timed by the wall clock; Triton kernels are only verified, in the interpreter."
+        )
+    target = GPU_SLUGS.get(task.gpu, "")
+    lines = [f"`{task.gpu}`, compiled for `{target}`."]
+    if target in SHARED_MEMORY_KIB:
+        lines.append(
+            f"A block has at most {SHARED_MEMORY_KIB[target]} KiB of shared memory, 1024 threads and 64 Ki registers."
+        )
+    lines += ["", "| calibrated | |", "|---|---|"] if task.limits else ["It is not calibrated here."]
+    lines += [f"| {name} | {value:.6g} |" for name, value in sorted(task.limits.items())]
+    return "\n".join(lines)
+
+
+def _objective(task: Task) -> str:
+    why = (
+        "be faster on these workloads"
+        if task.objective == "latency"
+        else "serve a part of a model that runs stock code"
+    )
+    rows = [
+        f"Objective: {why}. The lower end of the 99% interval of the speedup over the best baseline of the same rounds has to "
+        f"reach {task.min_speedup:.2f}x on every workload that the kernel supports, and it has to support all of them.",
+        "",
+        "| axes | dtypes | best baseline, us | incumbent, us | speed of light, us |",
+        "|---|---|---|---|---|",
+    ]
+    for item in task.workloads:
+        cells = [axes_key(item.axes), _dtypes(item)]
+        for found in (item.baseline, item.incumbent):
+            cells.append("none" if found is None else f"{found.latency_us:.4g} ({found.solution})")
+        cells.append("unknown" if item.sol_us is None else f"{item.sol_us:.4g}")
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _entry(task: Task, definition: Definition) -> str:
+    written = ", ".join(called_with(definition, destination_passing_style=True))
+    lines = [
+        f"`kernel.py` defines `run({written})`, which writes its outputs into the tensors given (destination passing).",
+        "In-place: " + ", ".join(f"`{name}` becomes `{out}`" for name, out in definition.in_place.items()) + "."
+        if definition.in_place
+        else "",
+        "`solution.json` declares the dtypes, constraints on sizes and layouts that it supports: what is declared is tested, and "
+        "what is not is never sent to it. Keyword arguments of `run` may be declared as `tunables`.",
+    ]
+    if task.language == "python":
+        lines.append("With `destination_passing_style: false` a python kernel returns its outputs.")
+    return "\n".join(line for line in lines if line)
+
+
+def _scanned() -> str:
+    lines = ["The source is read before anything of it runs. Refused:", ""]
+    lines += [f"- `{rule.name}`: {rule.catches}" for rule in RULES.values() if rule.severity == "hard"]
+    return "\n".join(lines)
+
+
+def _deliverable(task: Task, definition: Definition) -> str:
+    record = {
+        "name": "mine",
+        "definition": definition.name,
+        "author": "you",
+        "spec": {
+            "language": task.language,
+            "entry_point": "kernel.py::run",
+            "dependencies": list(DEPENDENCIES[task.language]),
+        },
+        "sources": [{"path": "kernel.py"}],
+    }
+    example = json.dumps(record)
+    return (
+        "A folder with `kernel.py` and `solution.json`, and nothing else: a reference, a test or a benchmark "
+        f"of your own is refused, and so is a folder that has one.\n\n```json\n{example}\n```\n\n"
+        f"Hand it in: `tilegym-db task submit {task.id} FOLDER`"
+    )
+
+
+def _judged(task: Task) -> str:
+    return "\n".join(
+        (
+            "1. received: two files, a valid record of this Definition and language, a `run` that takes its arguments.",
+            "2. scanned: see section 6.",
+            "3. compiled: ahead of time for the target, where the language has a compiler.",
+            "4. screened: a confined process runs the kernel on inputs that it cannot foresee, against the reference in float64; "
+            "then it is timed in turns with the stock code. Clearly slower than the bar is refused here.",
+            f"5. promoted: fresh processes and seeds, all fuzz cases, audits, and all baselines in the same rounds; "
+            f"{task.min_speedup:.2f}x at the lower end of the interval.",
+            "",
+            "The same source is judged once: handing it in again gives the same answer.",
+        )
+    )
+
+
+def _earlier(attempts: Sequence[Attempt]) -> str:
+    refused = [one for one in attempts if one.verdict == "refused"]
+    if not refused:
+        return "None was refused so far."
+    lines = ["| attempt | passed | refused by | because |", "|---|---|---|---|"]
+    for one in sorted(refused, key=lambda one: one.number):
+        reason = " ".join(one.reason.split()).replace("|", "\\|")
+        lines.append(f"| {one.number} | {one.stage} | {one.gate} | {reason} |")
+    return "\n".join(lines)
+
+
+def _patterns(patterns: Sequence[Pattern]) -> str:
+    if not patterns:
+        return "None is recorded for this operator and language."
+    texts = []
+    for item in patterns:
+        kind = "Avoid" if item.anti else "Measured" if item.evidence != ("unmeasured",) else "Unmeasured"
+        texts.append(f"### {kind}: {item.title} (`{item.id}`)\n\n{item.text}")
+    return "\n\n".join(texts)

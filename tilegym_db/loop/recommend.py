@@ -1,0 +1,113 @@
+"""Which promotions would serve which calls of a model: evidence about operators, and nothing is applied by it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tilegym_db.catalog import Catalog
+from tilegym_db.integrations.transformers.capture import random_prompt
+from tilegym_db.integrations.transformers.patch import patch_what_fits
+from tilegym_db.integrations.transformers.random_model import build_model, load_config
+from tilegym_db.integrations.transformers.verify_model import model_tag
+from tilegym_db.records import Workload, axes_key
+from tilegym_db.records.hardware import GPU_SLUGS, gpus_meant, parse_gpu
+from tilegym_db.store.connection import open_store
+from tilegym_db.store.loop_queries import model_run_rows, promotion_rows
+
+__all__ = ["Recommendation", "Recommended", "match", "recommend"]
+
+
+@dataclass(frozen=True)
+class Recommended:
+    """One kind of call of a model, and the promotion that is nearest to it. ``op_ratio`` says nothing of the model."""
+
+    definition: str
+    stage: str
+    axes: str
+    dtypes: str
+    available: bool
+    promotion: str = ""
+    op_ratio: float | None = None
+    op_ci_low: float | None = None
+    over: str = ""
+    exact: bool = False
+    applied: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The calls of a model, and what was measured of the model itself: the only figures that are about it."""
+
+    model: str
+    gpu: str
+    calls: tuple[Recommended, ...]
+    model_runs: tuple[dict[str, Any], ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready content."""
+        calls = [asdict(call) for call in self.calls]
+        return {"model": self.model, "gpu": self.gpu, "calls": calls, "model_runs": list(self.model_runs)}
+
+
+def recommend(
+    path: Path, *, gpu: str, prompt: int = 128, dtype: str = "bfloat16", layers: int | None = 1
+) -> Recommendation:
+    """Run a model of random weights on the CPU once for its calls, and look each up among the standing promotions of a GPU.
+
+    Args:
+        path: config file, or folder with a ``config.json``.
+        gpu: slug or family; it need not be here.
+        prompt: tokens; a step of decoding follows.
+        dtype: of the model.
+        layers: keep only the first so many: calls repeat from layer to layer.
+
+    Raises:
+        UsageError: the config or an option is none that can be run.
+    """
+    model = build_model(load_config(path, layers), "cpu", dtype)
+    handle = patch_what_fits(model, verify=True, inputs=random_prompt(model, 1, prompt))
+    handle.unpatch()
+    slugs = gpus_meant(parse_gpu(gpu), GPU_SLUGS)
+    with open_store(read_only=True) as store:
+        promotions = [row for row in promotion_rows(store, gpus=slugs) if row["status"] == "standing"]
+        runs = model_run_rows(store, model_tag(path), slugs)
+    return Recommendation(
+        model_tag(path),
+        gpu,
+        tuple(match(call, promotions, Catalog.default()) for call in handle.workloads),
+        tuple(runs),
+    )
+
+
+def match(call: Workload, promotions: list[dict[str, Any]], catalog: Catalog) -> Recommended:
+    """The promotion for a call: of its very sizes, else the one whose sizes are nearest. Pure but for reading the catalog."""
+    stage = next((tag.removeprefix("stage:") for tag in call.tags if tag.startswith("stage:")), "")
+    dtypes = ", ".join(call.dtypes.values())
+    axes = dict(catalog.definition(call.definition).bind_axes(call.axes))
+    fitting = [row for row in promotions if row["definition"] == call.definition and dict(row["dtypes"]) == call.dtypes]
+    place = (call.definition, stage, axes_key(call.axes), dtypes)
+    if not fitting:
+        return Recommended(
+            *place, available=False, reason="no standing promotion of this operator and dtype on this GPU"
+        )
+    best = min(fitting, key=lambda row: (_distance(dict(row["axes"]), axes), -row["ratio"], row["id"]))
+    exact = _distance(dict(best["axes"]), axes) == 0
+    return Recommended(
+        *place,
+        available=True,
+        promotion=best["id"],
+        op_ratio=best["ratio"],
+        op_ci_low=best["ci_low"],
+        over=best["baseline"],
+        exact=exact,
+        reason="" if exact else f"measured at {axes_key(dict(best['axes']))}",
+    )
+
+
+def _distance(one: dict[str, int], other: dict[str, int]) -> float:
+    """How far apart two sizes are: the sum of factors between their axes, in powers of two."""
+    return sum(abs(math.log2(max(one.get(name, 1), 1) / max(size, 1))) for name, size in other.items())

@@ -1,0 +1,201 @@
+"""Makes tasks: which workloads, what there is to beat on them, and which patterns may help."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from tilegym_db.bench.machine import select_machine
+from tilegym_db.bench.planning import fits_a_cpu
+from tilegym_db.catalog import Catalog
+from tilegym_db.errors import NotFoundError, UsageError
+from tilegym_db.paths import home as default_home
+from tilegym_db.records import LANGUAGES, Definition, Workload, axes_key
+from tilegym_db.records.hardware import CPU, GPU_SLUGS, gpus_meant, parse_gpu
+from tilegym_db.records.loop import MIN_SPEEDUP, MeasuredBy, Pattern, PatternReference, Task, TaskWorkload
+from tilegym_db.store.connection import open_store
+from tilegym_db.store.database import Store
+from tilegym_db.store.loop_journals import append, journaled, loop_lock
+from tilegym_db.store.loop_queries import verified_on
+from tilegym_db.store.pattern_pages import read_patterns
+from tilegym_db.store.queries import read_peaks
+
+__all__ = ["create_task", "find_task", "patterns_for"]
+
+MOST_WORKLOADS = 16
+MOST_PATTERNS = 8
+
+
+def create_task(
+    definition: str,
+    *,
+    language: str = "triton",
+    gpu: str = "auto",
+    workload: str | tuple[str, ...] | None = None,
+    min_speedup: float = MIN_SPEEDUP,
+    objective: Literal["latency", "coverage"] = "latency",
+    model: str = "",
+    catalog: Catalog | None = None,
+    home: Path | None = None,
+) -> Task:
+    """Write a task; one that exists already is returned as it is.
+
+    Args:
+        definition: the operator.
+        language: what the kernel is to be written in.
+        gpu: a slug or family (of a family, its first), ``cpu``, or ``auto`` for what is in this machine.
+        workload: glob, or several, over uuid, tags and axes key; by default every workload that is no test's, on a CPU those
+            that it measures in sensible time.
+        min_speedup: bar over the best baseline, at least :data:`~tilegym_db.records.loop.MIN_SPEEDUP`.
+        objective: why it is asked for.
+        model: digest of the model's config, for the objective ``coverage``.
+        catalog: the records; the shipped ones and the user's overlay by default.
+        home: folder of the store.
+
+    Raises:
+        NotFoundError: no such Definition.
+        UsageError: an unknown language or GPU, no workload fits, too many do, or the bar is too low.
+    """
+    catalog, home = catalog or Catalog.default(), home or default_home()
+    if language not in LANGUAGES:
+        raise UsageError(f"unknown language {language!r}; known: {', '.join(LANGUAGES)}.")
+    if min_speedup < MIN_SPEEDUP:
+        raise UsageError(
+            f"--min-speedup {min_speedup:g}: no bar is lower than {MIN_SPEEDUP:.2f}, which a promotion needs."
+        )
+    operator, slug = catalog.definition(definition), _slug(gpu)
+    chosen = _workloads(catalog, operator, slug, workload)
+    with open_store(home, read_only=True, catalog=catalog) as store:
+        task = Task.from_dict(
+            {
+                "definition": operator.name,
+                "definition_version": operator.version,
+                "definition_digest": operator.digest,
+                "workloads": [item.model_dump() for item in _bars(store, operator, slug, chosen)],
+                "gpu": slug,
+                "limits": _limits(store, slug),
+                "language": language,
+                "objective": objective,
+                "model": model,
+                "min_speedup": min_speedup,
+                "patterns": [
+                    PatternReference(id=item.id, digest=item.digest).model_dump()
+                    for item in patterns_for(catalog, operator, language)
+                ],
+                "created": datetime.now(UTC),
+            },
+            f"task for {operator.name}",
+        )
+    with loop_lock(home):
+        known = next((other for other in journaled(Task, home) if other.id == task.id), None)
+        if known is None:
+            append(task, home)
+    return known or task
+
+
+def find_task(prefix: str, home: Path | None = None) -> Task:
+    """The task whose id begins so.
+
+    Raises:
+        NotFoundError: none does, or several do.
+    """
+    found = {task.id: task for task in journaled(Task, home) if task.id.startswith(prefix)} if prefix else {}
+    if len(found) != 1:
+        what = "several tasks begin" if found else "no task begins"
+        raise NotFoundError(f"{what} with '{prefix}'. Try: tilegym-db task status")
+    return next(iter(found.values()))
+
+
+def patterns_for(catalog: Catalog, definition: Definition, language: str) -> list[Pattern]:
+    """The patterns that a prompt carries: those about the operator before those about its family and about everything."""
+    patterns, _ = read_patterns(catalog)
+    fitting = [item for item in patterns if item.fits(definition.name, definition.op_type, language)]
+    return sorted(fitting, key=lambda item: (_distance(item, definition), item.id))[:MOST_PATTERNS]
+
+
+def _distance(pattern: Pattern, definition: Definition) -> int:
+    for distance, name in enumerate((definition.name, definition.op_type)):
+        if name in pattern.applies_to:
+            return distance
+    return 2
+
+
+def _slug(gpu: str) -> str:
+    if gpu == "auto":
+        return select_machine("auto").gpu
+    asked = parse_gpu(gpu)
+    return gpus_meant(asked, GPU_SLUGS)[0]
+
+
+def _workloads(
+    catalog: Catalog, definition: Definition, gpu: str, asked: str | tuple[str, ...] | None
+) -> list[Workload]:
+    known = catalog.workloads_for(definition.name)
+    if asked is None:
+        chosen = [item for item in known if "tiny" not in item.tags] or known
+        if gpu == CPU:
+            chosen = [item for item in known if fits_a_cpu(definition, item)]
+    else:
+        chosen = [item for item in known if _matches(item, (asked,) if isinstance(asked, str) else asked)]
+    if not chosen:
+        raise UsageError(
+            f"no workload of {definition.name} fits {'' if asked is None else repr(asked)}. "
+            "Try: tilegym-db list --workloads"
+        )
+    if len(chosen) > MOST_WORKLOADS and asked is None:
+        return sorted(chosen, key=lambda item: _size(definition, item))[:: -(-len(chosen) // MOST_WORKLOADS)]
+    if len(chosen) > MOST_WORKLOADS:
+        raise UsageError(f"{len(chosen)} workloads match, and a task has at most {MOST_WORKLOADS}. Narrow --workload.")
+    return sorted(chosen, key=lambda item: _size(definition, item))
+
+
+def _matches(workload: Workload, patterns: Sequence[str]) -> bool:
+    names = (workload.uuid, axes_key(workload.axes), *workload.tags)
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
+
+def _size(definition: Definition, workload: Workload) -> tuple[float, str]:
+    """Bytes that a call moves; the uuid tells ties apart."""
+    _, size = definition.cost_of(definition.bind_axes(workload.axes), definition.bind_dtypes(workload.dtypes))
+    return size, workload.uuid
+
+
+def _bars(store: Store, definition: Definition, gpu: str, workloads: Sequence[Workload]) -> list[TaskWorkload]:
+    rows = verified_on(store, definition.name, gpu, [item.uuid for item in workloads])
+    bars = []
+    for workload in workloads:
+        here = [row for row in rows if row["workload_uuid"] == workload.uuid]
+        baselines = [row for row in here if row["role"] == "baseline"]
+        bars.append(
+            TaskWorkload(
+                uuid=workload.uuid,
+                axes=definition.bind_axes(workload.axes),
+                dtypes=definition.bind_dtypes(workload.dtypes),
+                incumbent=_measured(here),
+                baseline=_measured(baselines),
+                sol_us=next((row["sol_us"] for row in here if row["sol_us"] is not None), None),
+            )
+        )
+    return bars
+
+
+def _measured(rows: Sequence[dict[str, Any]]) -> MeasuredBy | None:
+    if not rows:
+        return None
+    return MeasuredBy(**{name: rows[0][name] for name in ("solution", "trace_id", "latency_us")})
+
+
+def _limits(store: Store, gpu: str) -> dict[str, float]:
+    peaks = None if gpu == CPU else read_peaks(store, gpu)
+    if peaks is None:
+        return {}
+    limits = {
+        "copy_bytes_per_s": peaks.copy_bytes_per_s.value,
+        "l2_bytes": float(peaks.l2_bytes),
+        "sm_count": float(peaks.sm_count),
+        "launch_us": peaks.launch_us.value,
+    }
+    return limits | {f"{dtype}_flops_per_s": measured.value for dtype, measured in peaks.flops.items()}

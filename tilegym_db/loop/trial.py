@@ -1,0 +1,87 @@
+"""A change of what serves models, on trial: what was published before is kept until it is decided whether the new stays."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from tilegym_db.catalog import Catalog
+from tilegym_db.errors import NotFoundError
+from tilegym_db.files import write_atomically, write_folder, writing
+from tilegym_db.records.base import length_prefixed_digest
+from tilegym_db.records.loop import Coverage
+from tilegym_db.store.connection import open_store
+from tilegym_db.store.ingest import ingest_journals
+from tilegym_db.store.loop_journals import loop_folder
+from tilegym_db.store.publish import publish
+from tilegym_db.store.snapshot import LOCK_NAME
+
+__all__ = ["Trial"]
+
+BEFORE = "before.json"
+
+
+class Trial:
+    """What is published for this user on a GPU, with the kernels of one task and without them.
+
+    Everything is on disk before it counts, so that a killed process leaves a trial that the next one goes on with.
+    """
+
+    def __init__(self, task: str, gpu: str, home: Path) -> None:
+        """Nothing is changed yet."""
+        self.folder = loop_folder(home) / "trials" / task
+        self.home, self.gpu = home, gpu
+        self.published = home / "published" / gpu
+
+    @property
+    def base(self) -> str:
+        """Digest of the table that the resolver reads now; empty where nothing is published for this user."""
+        path = self.published / LOCK_NAME
+        return length_prefixed_digest([path.read_bytes()])[:32] if path.is_file() else ""
+
+    def begin(self, before: Coverage) -> tuple[Coverage, str]:
+        """Keep what is published now, and publish what is verified; done before, it only publishes.
+
+        Returns:
+            The coverage and the table's digest from before the trial, whoever began it.
+        """
+        if not self.folder.is_dir():
+            state = {"coverage": before.model_dump(mode="json"), "base": self.base}
+            kept = {f"published/{name}": content for name, content in self._contents().items()}
+            with writing(self.folder.parent):
+                write_folder(self.folder, {BEFORE: json.dumps(state).encode(), **kept})
+        self._publish()
+        state = json.loads((self.folder / BEFORE).read_bytes())
+        return Coverage.model_validate(state["coverage"]), state["base"]
+
+    def keep(self) -> None:
+        """The change stays."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def undo(self) -> None:
+        """Publish again what was published before; the lock last, which vouches for the rest."""
+        source = self.folder / "published"
+        kept = {path.relative_to(source).as_posix(): path.read_bytes() for path in source.rglob("*") if path.is_file()}
+        with writing(self.published.parent):
+            for name in self._contents().keys() - kept.keys():
+                (self.published / name).unlink(missing_ok=True)
+            for name in sorted(kept, key=lambda name: name == LOCK_NAME):
+                write_atomically(self.published / name, kept[name])
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _contents(self) -> Mapping[str, bytes]:
+        return {
+            path.relative_to(self.published).as_posix(): path.read_bytes()
+            for path in sorted(self.published.rglob("*"))
+            if path.is_file()
+        }
+
+    def _publish(self) -> None:
+        with open_store(self.home, catalog=Catalog.default()) as store:
+            ingest_journals(store)
+            try:
+                publish(store, self.gpu, own=True)
+            except NotFoundError:
+                return  # nothing verified: what was published before stays

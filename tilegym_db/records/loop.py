@@ -1,0 +1,281 @@
+"""The records of the loop from a task to a promotion: Task, Attempt, Promotion, Experiment and Pattern.
+
+They hold what was asked, tried and found. What stands of it the database says: a promotion whose trace is gone or was taken
+back by a later failure stands no more, whatever its record says.
+"""
+
+from __future__ import annotations
+
+import uuid
+from datetime import UTC, datetime
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from tilegym_db.records.base import NAME_PATTERN, Int64, Real, Record, RecordPart, canonical_json
+from tilegym_db.records.fields import Line, Prose
+from tilegym_db.records.solution import Config
+from tilegym_db.records.workload import NAMESPACE
+
+__all__ = [
+    "MIN_SPEEDUP",
+    "STAGES",
+    "UNMEASURED",
+    "Attempt",
+    "Coverage",
+    "Experiment",
+    "MeasuredBy",
+    "Pattern",
+    "PatternReference",
+    "Promotion",
+    "Stage",
+    "Task",
+    "TaskWorkload",
+    "Verdict",
+]
+
+MIN_SPEEDUP = 1.10
+"""Over the best baseline of the same rounds, at the lower end of the interval: what earns a promotion id."""
+
+Stage = Literal["received", "scanned", "compiled", "screened", "promoted"]
+STAGES: tuple[Stage, ...] = Stage.__args__  # type: ignore[attr-defined]
+Verdict = Literal["pending", "refused", "no_gpu", "promoted"]
+Language = Literal["python", "triton", "tilelang", "cutile"]
+UNMEASURED = "unmeasured"
+
+_DIGEST = r"^[0-9a-f]{64}$"
+
+
+def _in_utc(value: datetime) -> datetime:
+    if value.tzinfo is None:
+        raise ValueError("a time needs a time zone")
+    return value.astimezone(UTC)
+
+
+Moment = Annotated[datetime, AfterValidator(_in_utc)]
+
+
+class MeasuredBy(RecordPart):
+    """A Solution that was verified on a Workload when a task was made, and the trace that says so."""
+
+    solution: str = Field(pattern=NAME_PATTERN)
+    trace_id: str
+    latency_us: Real = Field(gt=0)
+
+
+class TaskWorkload(RecordPart):
+    """One Workload of a task, and what there is to beat on it."""
+
+    uuid: str
+    axes: dict[str, Int64]
+    dtypes: dict[str, str] = {}
+    incumbent: MeasuredBy | None = None
+    """The fastest verified Solution; none where nothing is verified yet."""
+    baseline: MeasuredBy | None = None
+    """The fastest verified baseline: stock code, a library or torch.compile."""
+    sol_us: Real | None = None
+    """Speed-of-light time, where the GPU is calibrated."""
+
+
+class PatternReference(RecordPart):
+    """A page of the pattern base, and the digest of its text when the task was made."""
+
+    id: str
+    digest: str = Field(pattern=_DIGEST)
+
+
+class Task(Record):
+    """What an author is asked for: a kernel of one Definition, language and GPU, and the bar that it has to clear.
+
+    The id is a uuid5 of everything but the time: two machines with the same records and traces make the same task.
+    """
+
+    kind: ClassVar[str] = "task"
+
+    schema_version: Literal[1] = 1
+    id: str = ""
+    definition: str = Field(pattern=NAME_PATTERN)
+    definition_version: str
+    definition_digest: str = Field(pattern=_DIGEST)
+    workloads: tuple[TaskWorkload, ...] = Field(min_length=1)
+    gpu: str = Field(pattern=NAME_PATTERN)
+    limits: dict[str, Real] = {}
+    """What the GPU was calibrated to do: rates per second, sizes in bytes, times in microseconds."""
+    language: Language
+    objective: Literal["latency", "coverage"] = "latency"
+    """``latency``: be faster on these workloads. ``coverage``: serve a part of a model that runs stock code."""
+    model: Line = ""
+    """Digest of the model's config, where the objective is its coverage."""
+    min_speedup: Real = Field(default=MIN_SPEEDUP, ge=MIN_SPEEDUP, le=1000)
+    patterns: tuple[PatternReference, ...] = ()
+    created: Moment
+
+    @model_validator(mode="after")
+    def _is_its_id(self) -> Self:
+        expected = self._identity()
+        if not self.id:
+            object.__setattr__(self, "id", expected)
+        elif self.id != expected:
+            raise ValueError(f"id {self.id!r} does not match the content, whose id is {expected!r}")
+        return self
+
+    def _identity(self) -> str:
+        content = self.model_dump(mode="json", exclude={"id", "created"}, exclude_defaults=True)
+        return str(uuid.uuid5(NAMESPACE, canonical_json(["task", content])))
+
+
+class Attempt(Record):
+    """How far one submission to a task came. One line for each stage; the last one of a number counts."""
+
+    kind: ClassVar[str] = "attempt"
+
+    schema_version: Literal[1] = 1
+    task: str
+    number: Int64 = Field(ge=1)
+    solution: str = Field(pattern=NAME_PATTERN)
+    solution_digest: str = ""
+    """Of the source and its spec; of the folder's bytes where that holds no valid Solution."""
+    stage: Stage
+    """The last stage that it passed; ``received`` also for what is no valid Solution."""
+    verdict: Verdict
+    gate: Line = ""
+    """What refused it: a rule of the scan, a gate of the verifier, ``speed``."""
+    reason: Prose = ""
+    command: Prose = ""
+    """Shows the failing case again."""
+    trace_ids: tuple[str, ...] = ()
+    promotions: tuple[str, ...] = ()
+    wall_s: Real = Field(default=0.0, ge=0)
+    """Seconds since it was received, over every run of the command that worked on it."""
+    device_s: Real = Field(default=0.0, ge=0)
+    """Seconds of them in which stages ran that verify and time on the device."""
+    timestamp: Moment
+
+    @model_validator(mode="after")
+    def _says_why(self) -> Self:
+        if self.verdict in ("refused", "no_gpu") and not self.reason:
+            raise ValueError(f"an attempt with the verdict {self.verdict} needs a reason")
+        if (self.verdict == "promoted") != bool(self.promotions) or (self.verdict == "promoted") != (
+            self.stage == "promoted"
+        ):
+            raise ValueError("an attempt is promoted with the ids of its promotions, and in the stage 'promoted'")
+        return self
+
+
+class Promotion(Record):
+    """A kernel that beat the best baseline of the same rounds, by a trace of the promotion tier. Evidence about one operator."""
+
+    kind: ClassVar[str] = "promotion"
+
+    schema_version: Literal[1] = 1
+    id: str = Field(pattern=r"^[a-z0-9][A-Za-z0-9_.\-]{0,255}_v[1-9][0-9]*$")
+    """``<language>_<definition>_<gpu>_<dtypes>_<shape>_v<n>``; n counts the promotions of the rest of the id."""
+    solution: str = Field(pattern=NAME_PATTERN)
+    solution_digest: str = Field(pattern=_DIGEST)
+    definition: str = Field(pattern=NAME_PATTERN)
+    definition_digest: str = Field(pattern=_DIGEST)
+    language: Language
+    config: Config = {}
+    gpu: str = Field(pattern=NAME_PATTERN)
+    workload_uuid: str
+    axes: dict[str, Int64]
+    dtypes: dict[str, str] = {}
+    trace_id: str
+    baseline: Line
+    """The one of all baselines in the rounds against which the interval's lower end is the lowest."""
+    ratio: Real
+    ci_low: Real = Field(ge=MIN_SPEEDUP)
+    ci_high: Real
+    evidence_level: Literal["op"] = "op"
+    applied: Literal[False] = False
+    """A promotion changes no model: what is published does."""
+    created: Moment
+
+    @property
+    def prefix(self) -> str:
+        """The id without its number."""
+        return self.id.rpartition("_v")[0]
+
+
+class Coverage(RecordPart):
+    """Share of a model's time in verified kernels, by the profiler's launch numbers, over several profiles."""
+
+    median: Real = Field(ge=0, le=1)
+    low: Real = Field(ge=0, le=1)
+    high: Real = Field(ge=0, le=1)
+    profiles: Int64 = Field(ge=1)
+    time_of: Literal["gpu", "cpu"]
+    """``cpu`` on a machine without a GPU: the profiler's CPU time stands for GPU time."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if not self.low <= self.median <= self.high:
+            raise ValueError(f"the median {self.median} must lie between {self.low} and {self.high}")
+        return self
+
+
+class Experiment(Record):
+    """One change of what serves a model, measured before and after, and what was decided by rule."""
+
+    kind: ClassVar[str] = "experiment"
+
+    schema_version: Literal[1] = 1
+    id: str
+    model: Line
+    config_digest: str = Field(pattern=_DIGEST)
+    gpu: str = Field(pattern=NAME_PATTERN)
+    base: Line
+    """What it started from: the digest of the table that the resolver read."""
+    definition: str = Field(pattern=NAME_PATTERN)
+    task: str = ""
+    changed: dict[str, str] = {}
+    """Solution -> digest of what was published for it."""
+    before: Coverage
+    after: Coverage | None = None
+    runs: tuple[str, ...] = ()
+    """Ids of the ModelRuns that were measured with the change."""
+    total_speedup: Real | None = None
+    total_ci_low: Real | None = None
+    decision: Literal["keep", "discard", "timeout", "crash"]
+    reason: Prose
+    seconds: Real = Field(ge=0)
+    timestamp: Moment
+
+
+class Pattern(Record):
+    """A way of writing kernels, with what it was measured to be worth; or to avoid, where ``anti`` is true."""
+
+    kind: ClassVar[str] = "pattern"
+
+    schema_version: Literal[1] = 1
+    id: str = Field(pattern=r"^[a-z]+/[a-z0-9][a-z0-9_-]*$")
+    """``<language>/<name>``, the path of its page."""
+    title: Line
+    language: Literal["any", "python", "triton", "tilelang", "cutile"]
+    versions: dict[str, str] = {}
+    """Package -> versions that it was measured with, as a requirement says them (``>=3.4``)."""
+    applies_to: tuple[str, ...] = Field(min_length=1)
+    """Definitions, families of them (``norm``), or ``*``."""
+    evidence: tuple[str, ...] = Field(min_length=1)
+    """``trace:ID``, ``search:GPU/SOLUTION``, or ``unmeasured`` alone."""
+    anti: bool = False
+    digest: str = Field(pattern=_DIGEST)
+    text: Prose
+
+    @model_validator(mode="after")
+    def _cites(self) -> Self:
+        if UNMEASURED in self.evidence and len(self.evidence) > 1:
+            raise ValueError("evidence is 'unmeasured' alone, or what was measured")
+        wrong = [item for item in self.evidence if item != UNMEASURED and not item.startswith(("trace:", "search:"))]
+        if wrong:
+            raise ValueError(f"evidence {wrong[0]!r} must read trace:ID, search:GPU/SOLUTION or 'unmeasured'")
+        return self
+
+    def fits(self, definition: str, op_type: str, language: str) -> bool:
+        """Whether it is of use to somebody who writes a kernel of a Definition in a language."""
+        return self.language in ("any", language) and bool({"*", definition, op_type} & set(self.applies_to))
+
+
+def identified(values: dict[str, Any]) -> str:
+    """uuid5 of what makes a record of the loop one record."""
+    return str(uuid.uuid5(NAMESPACE, canonical_json(values)))

@@ -1,0 +1,136 @@
+"""The journals of the loop, ``<home>/loop/<kind>s.jsonl``, and the database's copy of them.
+
+A line is written whole and synced while the folder's lock is held; a process that is killed leaves at most a torn last line,
+which the next writer ends and readers pass over. What numbers records (attempts, promotions) reads and appends under one lock.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tilegym_db.errors import RecordError, StoreError
+from tilegym_db.files import writing
+from tilegym_db.paths import home as default_home
+from tilegym_db.records.base import Record
+from tilegym_db.records.loop import MIN_SPEEDUP, Attempt, Experiment, Promotion, Task
+from tilegym_db.store.journal import RunFile, numbered_lines
+from tilegym_db.store.pattern_pages import pattern_files, read_patterns
+
+if TYPE_CHECKING:
+    from duckdb import DuckDBPyConnection
+
+    from tilegym_db.catalog import Catalog
+
+__all__ = ["append", "journaled", "latest", "loop_files", "loop_folder", "loop_lock", "loop_views_text", "sync_loop"]
+
+_log = logging.getLogger(__name__)
+
+R = TypeVar("R", bound=Record)
+
+JOURNALED: tuple[type[Record], ...] = (Task, Attempt, Promotion, Experiment)
+
+_INSERT = """INSERT INTO loop_records
+    SELECT unnest(from_json($records::JSON, '[{"kind":"VARCHAR","line":"BIGINT","record":"JSON"}]'), recursive := true)"""
+
+
+def loop_folder(home: Path | None = None) -> Path:
+    """Where the loop keeps its journals and what was submitted."""
+    return (home or default_home()) / "loop"
+
+
+@contextmanager
+def loop_lock(home: Path | None = None) -> Iterator[None]:
+    """Hold the lock of the journals, so that what is read stays true until a record that builds on it is appended.
+
+    Raises:
+        StoreError: another process holds it for a minute, or the folder cannot be written.
+    """
+    with writing(loop_folder(home)):
+        yield
+
+
+def append(record: Record, home: Path | None = None) -> None:
+    """Write one record at the end of its journal and wait until it is on disk. The caller holds :func:`loop_lock`.
+
+    Raises:
+        StoreError: the disk is full or gone; the journal then ends with its last whole line.
+    """
+    with RunFile("loop", _stem(type(record)), home) as journal:
+        journal.append_line(record.to_json().encode() + b"\n")
+
+
+def journaled(kind: type[R], home: Path | None = None) -> list[R]:
+    """Every record of a kind, in the order in which they were written. A line that is none is passed over.
+
+    Raises:
+        StoreError: the journal cannot be read.
+    """
+    return [record for _, record in _numbered(kind, _path(kind, home))]
+
+
+def _numbered(kind: type[R], path: Path) -> Iterator[tuple[int, R]]:
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror or error}.") from None
+    for number, line, finished in numbered_lines(content):
+        try:
+            yield number, kind.from_json(line, f"{path}:{number}")
+        except RecordError as error:
+            if finished and line.endswith(b"}"):  # else it was cut off in mid write
+                _log.warning("%s", error)
+
+
+def _stem(kind: type[Record]) -> str:
+    return f"{kind.kind}s"
+
+
+def _path(kind: type[Record], home: Path | None) -> Path:
+    return loop_folder(home) / f"{_stem(kind)}.jsonl"
+
+
+# -- the database's copy ----------------------------------------------------------------------------------------------
+
+
+def loop_views_text() -> str:
+    """The statements that make the table and the views of the loop's records."""
+    text = files(__package__).joinpath("loop.sql").read_text(encoding="utf-8")
+    return text.replace("$min_speedup", repr(MIN_SPEEDUP))
+
+
+def loop_files(home: Path, catalog: Catalog) -> list[Path]:
+    """Every file that the copy is made of."""
+    return [*(_path(kind, home) for kind in JOURNALED), *pattern_files(catalog)]
+
+
+def sync_loop(connection: DuckDBPyConnection, home: Path, catalog: Catalog) -> None:
+    """Bring every record of the loop into ``loop_records``, in place of what was there."""
+    connection.execute(loop_views_text())
+    connection.execute("DELETE FROM loop_records")
+    rows = [
+        {"kind": kind.kind, "line": number, "record": _plain(record)}
+        for kind in JOURNALED
+        for number, record in _numbered(kind, _path(kind, home))
+    ]
+    patterns, refused = read_patterns(catalog)
+    for reason in refused:
+        _log.warning("%s", reason)
+    rows += [{"kind": "pattern", "line": 0, "record": _plain(pattern)} for pattern in patterns]
+    connection.execute(_INSERT, {"records": json.dumps(rows, ensure_ascii=False)})
+
+
+def _plain(record: Record) -> dict[str, Any]:
+    return record.model_dump(mode="json")
+
+
+def latest(attempts: Sequence[Attempt]) -> dict[tuple[str, int], Attempt]:
+    """(task, number) -> the newest line of that attempt, in the order in which they were received."""
+    return {(attempt.task, attempt.number): attempt for attempt in attempts}

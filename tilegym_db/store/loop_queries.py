@@ -1,0 +1,122 @@
+"""The questions that the loop asks of the store: one named text and one function each, with bound parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tilegym_db.store.database import Store
+
+__all__ = [
+    "cited_searches",
+    "cited_traces",
+    "model_run_rows",
+    "promotion_rows",
+    "standing_promotions",
+    "task_rows",
+    "traced_digests",
+    "traces_of_source",
+    "verified_baselines",
+    "verified_on",
+]
+
+VERIFIED_ON = """
+    SELECT workload_uuid, solution, role, trace_id, latency_us, sol_us FROM best_per_solution
+    WHERE gpu = $gpu AND definition = $definition AND list_contains($uuids::VARCHAR[], workload_uuid)
+    ORDER BY workload_uuid, latency_us, trace_id
+"""
+VERIFIED_BASELINES = """
+    SELECT solution, latency_us FROM best_per_solution
+    WHERE gpu = $gpu AND definition_digest = $definition_digest AND workload_uuid = $workload_uuid AND role = 'baseline'
+"""
+STANDING = "SELECT id FROM promotions WHERE status = 'standing'"
+PROMOTIONS = """
+    FROM promotions
+    WHERE ($definition IS NULL OR definition = $definition)
+        AND ($gpus::VARCHAR[] IS NULL OR list_contains($gpus::VARCHAR[], gpu))
+    ORDER BY id
+"""
+TASKS = "FROM tasks WHERE $prefix IS NULL OR starts_with(id, $prefix) ORDER BY created, id"
+TRACES_OF_SOURCE = """
+    SELECT trace_id FROM traces
+    WHERE solution_digest = $digest AND definition_digest = $definition_digest AND gpu = $gpu
+        AND list_contains($uuids::VARCHAR[], workload_uuid) AND list_contains($tiers::VARCHAR[], tier)
+        AND is_counted(origin, trusted)
+    ORDER BY timestamp, trace_id
+"""
+CITED_TRACES = """
+    SELECT
+        c.trace_id, t.trace_id IS NOT NULL AS is_here, t.status,
+        EXISTS (FROM revocations r WHERE r.definition_digest = t.definition_digest
+            AND r.solution_digest = t.solution_digest AND r.gpu = t.gpu AND r.revoked_at >= t.timestamp
+            AND coalesce(r.config_key, t.config_key) = t.config_key
+            AND coalesce(r.workload_uuid, t.workload_uuid) = t.workload_uuid) AS is_revoked
+    FROM (SELECT unnest($trace_ids::VARCHAR[]) AS trace_id) c LEFT JOIN traces t ON t.trace_id = c.trace_id
+"""
+MODEL_RUNS = """
+    SELECT run_id, gpu, dtype, batch, prompt_tokens, new_tokens, speedup, speedup_ci_low, speedup_ci_high, evidence_level
+    FROM model_runs WHERE model = $model AND list_contains($gpus::VARCHAR[], gpu) ORDER BY timestamp DESC
+"""
+TRACED_DIGESTS = "SELECT DISTINCT definition, definition_digest FROM trace_records WHERE is_counted(origin, trusted)"
+CITED_SEARCHES = "SELECT DISTINCT gpu || '/' || solution AS search FROM searches"
+
+
+def verified_on(store: Store, definition: str, gpu: str, uuids: list[str]) -> list[dict[str, Any]]:
+    """The fastest verified trace of each Solution on each of some Workloads, by Workload, the fastest first."""
+    return store.rows(VERIFIED_ON, {"definition": definition, "gpu": gpu, "uuids": uuids})
+
+
+def verified_baselines(store: Store, definition_digest: str, workload_uuid: str, gpu: str) -> dict[str, float]:
+    """Baseline -> its verified latency in microseconds on one Workload."""
+    parameters = {"definition_digest": definition_digest, "workload_uuid": workload_uuid, "gpu": gpu}
+    return {row["solution"]: row["latency_us"] for row in store.rows(VERIFIED_BASELINES, parameters)}
+
+
+def standing_promotions(store: Store) -> set[str]:
+    """The ids of promotions that their traces still bear out."""
+    return {row["id"] for row in store.rows(STANDING)}
+
+
+def promotion_rows(store: Store, definition: str | None = None, gpus: list[str] | None = None) -> list[dict[str, Any]]:
+    """Every promotion with what may be said of it now, by id."""
+    return store.rows(PROMOTIONS, {"definition": definition, "gpus": gpus})
+
+
+def task_rows(store: Store, prefix: str | None = None) -> list[dict[str, Any]]:
+    """The tasks, or those whose id begins so, in the order in which they were made."""
+    return store.rows(TASKS, {"prefix": prefix})
+
+
+def traces_of_source(
+    store: Store, digest: str, definition_digest: str, gpu: str, uuids: list[str], tiers: Collection[str]
+) -> list[str]:
+    """The ids of what was measured of one source on some Workloads in some tiers, under whatever name, oldest first."""
+    rows = store.rows(
+        TRACES_OF_SOURCE,
+        {"digest": digest, "definition_digest": definition_digest, "gpu": gpu, "uuids": uuids, "tiers": [*tiers]},
+    )
+    return [row["trace_id"] for row in rows]
+
+
+def model_run_rows(store: Store, model: str, gpus: list[str]) -> list[dict[str, Any]]:
+    """What was measured of a model itself, newest first."""
+    return store.rows(MODEL_RUNS, {"model": model, "gpus": gpus})
+
+
+def traced_digests(store: Store) -> dict[str, set[str]]:
+    """Definition -> the digests of it that traces which count are about."""
+    found: dict[str, set[str]] = {}
+    for row in store.rows(TRACED_DIGESTS):
+        found.setdefault(row["definition"], set()).add(row["definition_digest"])
+    return found
+
+
+def cited_traces(store: Store, trace_ids: list[str]) -> list[dict[str, Any]]:
+    """For each id: whether the trace is here, its status, and whether a later failure took it back."""
+    return store.rows(CITED_TRACES, {"trace_ids": trace_ids})
+
+
+def cited_searches(store: Store) -> set[str]:
+    """``GPU/SOLUTION`` of every search over configs that is recorded with today's sources."""
+    return {row["search"] for row in store.rows(CITED_SEARCHES)}
