@@ -15,7 +15,7 @@ from tilegym_db.bench.device_lock import timing_lock
 from tilegym_db.bench.machine import Machine
 from tilegym_db.catalog import Catalog
 from tilegym_db.integrations.transformers.capture import random_prompt
-from tilegym_db.integrations.transformers.model_bench import model_bench
+from tilegym_db.integrations.transformers.model_bench import ModelBenchOptions, model_bench
 from tilegym_db.integrations.transformers.patch import patch_what_fits
 from tilegym_db.integrations.transformers.piece_time import time_of
 from tilegym_db.integrations.transformers.random_model import build_model, load_config
@@ -88,16 +88,10 @@ class ModelState:
 
     def run(self) -> tuple[ModelRun, list[str]]:
         """Time it patched against stock in turns, after a proof on its own calls; and what that proof found wrong."""
-        run, handle = model_bench(
-            self.path,
-            self.machine,
-            dtype=self.dtype,
-            prompt=self.prompt,
-            new=0,
-            rounds=self.rounds,
-            layers=self.layers,
-            verify=True,
+        options = ModelBenchOptions(
+            dtype=self.dtype, prompt=self.prompt, new=0, rounds=self.rounds, layers=self.layers, verify=True
         )
+        run, handle = model_bench(self.path, self.machine, options)
         report = handle.report()
         failed = [f"{proof.kernel}: {proof.reason}" for proof in report.failed_proofs]
         return run, failed + [f"{failure}" for failure in report.failures]
