@@ -37,12 +37,12 @@ for line in sys.stdin:
     process = os.fork()
     if process == 0:
         data_set = DataSet(line.strip())
-        for batch in range(%d):
-            data_set.add([Row(json.dumps({"trace_id": f"{batch}-{n}"})) for n in range(%d)], "h200")
+        for batch in range(BATCHES):
+            data_set.add([Row(json.dumps({"trace_id": f"{batch}-{n}"})) for n in range(ROWS)], "h200")
         os._exit(0)
     print(process, flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
-""" % (BATCHES, ROWS)
+""".replace("BATCHES", str(BATCHES)).replace("ROWS", str(ROWS))
 
 
 def rows_of(*ids: str) -> list[Row]:
