@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tilegym_db.bench.benchmark import benchmark
+from tilegym_db.bench.gpus.devices import cpu_slots
 from tilegym_db.bench.regress import RegressionReport, regress
 from tilegym_db.bench.regression import Bars
 from tilegym_db.catalog import Catalog
@@ -82,6 +83,15 @@ def test_a_version_that_became_slow_is_a_regression_and_the_way_back_an_improvem
     back = run(root, "HEAD")
     assert verdicts(back)["row_scale_new"] == "improvement"
     assert back.findings == []
+
+
+def test_two_devices_find_the_regression_that_one_finds(root):
+    rewrite(root, SLOW)
+    report = run(root, "HEAD", "row_scale_new", gpus=cpu_slots(2))
+    assert (report.void, report.notes) == ([], [])
+    assert verdicts(report) == {"row_scale_new": "regression"}
+    assert report.rows[0].change is not None
+    assert report.rows[0].change.change > 5
 
 
 def test_only_what_is_asked_for_is_compared(root):

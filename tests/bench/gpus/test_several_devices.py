@@ -14,12 +14,19 @@ import pytest
 from tilegym_db.bench.benchmark import benchmark, promote
 from tilegym_db.bench.gpus.devices import cpu_slots
 from tilegym_db.bench.run_setup import Observer
+from tilegym_db.bench.tune.tune import TuneObserver, tune
 from tilegym_db.errors import HardwareError
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.journal import journal_files, read_journal
 
 SIZES = tuple({"axes": {"M": rows, "N": 8}} for rows in (3, 11))
 NO_PYTHON = {"PYTHONHOME": "/nowhere"}
+BLOCKED = """def run(x, weight, factor, out, *, ROWS=2):
+    if ROWS == 7:
+        raise ValueError("seven rows do not fit")
+    for row in range(0, x.shape[0], ROWS):
+        out[row : row + ROWS] = x[row : row + ROWS] * weight * factor
+"""
 WRONG = "def run(x, weight, factor, out):\n    out.copy_(x * weight * factor)\n    if x.shape[0] == 7:\n        out[-1] = 0\n"
 
 
@@ -93,6 +100,24 @@ def test_a_device_that_never_works_leaves_its_work_to_another_until_ctrl_c_which
     assert all(trace.host for trace in report.traces)
     assert stored(home) == sorted(trace.trace_id for trace in seen)
     assert supervisors() == []
+
+
+@pytest.mark.slow
+def test_searches_on_two_slots_find_the_same_winner_and_a_second_run_tries_nothing(home, make_catalog):
+    tunable = (BLOCKED, {"tunables": {"ROWS": [1, 48, 7]}})
+    sizes = ({"axes": {"M": 96, "N": 64}}, {"axes": {"M": 128, "N": 64}})
+    catalog = make_catalog(home / "catalog", {"row_scale_blocked": tunable}, sizes)
+    at_work: set[str] = set()
+    observer = TuneObserver(at_work=lambda device, what: at_work.add(device))
+    report = tune(gpu="cpu", catalog=catalog, store_home=home, budget_s=5, gpus=cpu_slots(2), observer=observer)
+    assert {result.workload_uuid: result.config for result in report.results} == {
+        workload.uuid: {"ROWS": 48} for workload in catalog.workloads_for("row_scale")
+    }
+    assert at_work == {"slot 0", "slot 1"}
+    assert (report.notes, report.unfinished) == ([], [])
+    again = tune(gpu="cpu", catalog=catalog, store_home=home, budget_s=5)
+    assert [result.config for result in again.results] == [{"ROWS": 48}] * 2
+    assert again.steps == []
 
 
 def test_devices_that_never_work_are_named_with_their_reason(catalog, home):
