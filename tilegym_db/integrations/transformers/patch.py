@@ -52,8 +52,8 @@ def patch(
         dry_run: find and probe, but change nothing.
         verify: prove the patch on the model itself before it serves anything. The model runs two batches of prompts and
             decodes two positions of each on its own code; on what each call site was given there, the kernel is compared with
-            the stock code, both against fp64, without gradients and in inference mode. A kernel that is further off than stock by more
-            than a factor of two, that is not deterministic or that fails is left out, and the report says so
+            the stock code, both against fp64, without gradients and in inference mode. A kernel that is further off than stock by
+            more than a factor of two, that is not deterministic or that fails is left out, and the report says so
             (:attr:`CallSiteReport.proofs`). Takes the time of these runs and a little more.
         inputs: what to run for ``verify``: token ids [batch, tokens], or the arguments of the model's forward by name. By
             default random token ids.
