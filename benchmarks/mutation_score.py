@@ -1,74 +1,161 @@
-"""Which share of the mutants of stock code the verifier catches, per Definition, on a CPU: the table of docs/trust.md.
+"""Which share of the mutants of honest kernels the verifier catches, per Definition: the table of docs/trust.md.
 
-    PYTHONPATH=tests python benchmarks/mutation_score.py rms_norm softmax
+    PYTHONPATH=tests python benchmarks/mutation_score.py                    # every Definition, on a CPU
+    PYTHONPATH=tests python benchmarks/mutation_score.py rms_norm --most 40
+    PYTHONPATH=tests python benchmarks/mutation_score.py --device cuda:0 --total 300 --jobs 8
 
-Mutants of the reference's own formulation run in this process, against fuzz cases and their siblings, by the gates on outputs.
+Sources are the reference and each Solution in Triton, which runs in the interpreter on a CPU; ``--most`` mutants of each, drawn
+over all kinds. A mutant that no call gets to is not counted, nor is one that ``equivalent_mutants.toml`` explains.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+import random
+import threading
+import time
+import tomllib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
+from pathlib import Path
 
-from exploits.mutants import mutants_of
+import torch
+from exploits.mutant_judge import Judge, Target, targets_of
+from exploits.mutants import Mutant, mutants_of
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.errors import RecordError
-from tilegym_db.records import Definition
-from tilegym_db.verify.comparison import check_outputs
-from tilegym_db.verify.reference import run_reference
-from tilegym_db.verify.shapes import fuzz_cases, sibling_of
-from tilegym_db.verify.verifier import Expected, expect
+from tilegym_db.scratch import scratch_folder
 
-CASES = 24
+SEED = 20_261_122
+EXPLAINED = Path(__file__).with_name("equivalent_mutants.toml")
+_BY_ERROR = ("RUNTIME_ERROR", "COMPILE_ERROR", "TIMEOUT")
 
 
-def expectations(catalog: Catalog, definition: Definition, seed: int) -> list[Expected]:
-    """Fuzz cases and their siblings with the oracle."""
-    workloads = catalog.workloads_for(definition.name)
-    dtypes = {variable: choices[-1] for variable, choices in definition.dtypes.items()}
-    stock = next(
-        files.record for files in catalog.solutions_for(definition.name) if files.record.spec.provides == "stock"
-    )
-    scalars = workloads[0].scalars()
-    drawn: list[Expected] = []
-    anchors = [workload.axes for workload in workloads]
-    found = fuzz_cases(definition, stock, anchors, dtypes, scalars, count=CASES, seed=seed, max_rows=160)
-    for number, case in enumerate(found):
-        for one in (case, sibling_of(definition, case, number, scalars)):
-            expected = expect(definition, one, "cpu")
-            drawn += [] if expected is None else [expected]
-    return drawn
+def chosen(mutants: Iterable[Mutant], most: int, seed: int) -> list[Mutant]:
+    """At most so many: kind by kind in turn, so that each is met, and of a kind at random."""
+    drawn = random.Random(seed)
+    by_kind: dict[str, list[Mutant]] = defaultdict(list)
+    for mutant in mutants:
+        by_kind[mutant.kind].append(mutant)
+    for found in by_kind.values():
+        drawn.shuffle(found)
+    picked: list[Mutant] = []
+    while len(picked) < most and any(by_kind.values()):
+        picked += [found.pop() for found in by_kind.values() if found][: most - len(picked)]
+    return picked
 
 
-def is_caught(definition: Definition, source: str, cases: list[Expected]) -> bool:
-    """True where some case refuses the mutant."""
-    for expected in cases:
-        try:
-            outputs = run_reference(definition, expected.inputs, source=source)
-            if any(value.shape != expected.outputs[name].shape for name, value in outputs.items()):
-                return True
-            verdicts = check_outputs(
-                definition, expected.case.dtypes, expected.inputs, expected.outputs, outputs, expected.e_base,
-                exact=expected.exact, conditioned=expected.conditioned,
-            )  # fmt: skip
-        except (RecordError, RuntimeError):
-            return True
-        if not all(verdict.passed for verdict in verdicts.values()):
-            return True
-    return False
+def reason_why_equivalent(target: Target, mutant: Mutant) -> str | None:
+    """What the list says about a survivor."""
+    for entry in tomllib.loads(EXPLAINED.read_text())["equivalent"]:
+        names = (f"{target.definition.name}/{target.name}", mutant.kind, mutant.place)
+        patterns = (entry["solution"], entry.get("kind", "*"), entry["line"].replace("[", "[[]"))
+        if all(fnmatchcase(name, pattern) for name, pattern in zip(names, patterns, strict=True)):
+            return str(entry["reason"])
+    return None
+
+
+class Score:
+    """What became of the mutants of each Definition."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self.counts: dict[str, Counter[str]] = defaultdict(Counter)
+        self.kinds: dict[str, Counter[str]] = defaultdict(Counter)
+        self.survivors: list[str] = []
+        self._lock = threading.Lock()
+
+    def add(self, target: Target, mutant: Mutant, outcome: str, note: str = "") -> None:
+        """Count one, and name it where it survived."""
+        with self._lock:
+            for counted in (self.counts[f"{target.definition.name} | {target.language}"], self.kinds[mutant.kind]):
+                counted[outcome] += 1
+            if outcome in ("survived", "equivalent"):
+                text = f"{outcome}: {target.definition.name}/{target.name}: {mutant.kind}: {mutant.place}"
+                self.survivors.append(f"{text}{f' ({note})' if note else ''}")
+                print(self.survivors[-1], flush=True)
+
+    def table(self, counts: dict[str, Counter[str]], head: str) -> str:
+        """One row per source, or per kind."""
+        rows = [f"| {head} | mutants | not reached | equivalent | caught | of these by an error | share |"]
+        rows.append("|---" * (rows[0].count("|") - 1) + "|")
+        for name, found in [
+            *sorted(counts.items()),
+            ("all |" if "|" in head else "all", sum(counts.values(), Counter())),
+        ]:
+            caught = found["gate"] + found["error"]
+            share = caught / max(caught + found["survived"], 1)
+            cells = [name, found.total(), found["not reached"], found["equivalent"], caught, found["error"]]
+            rows.append(f"| {' | '.join(map(str, cells))} | {share:.1%} |")
+        return "\n".join(rows)
+
+
+def score_target(catalog: Catalog, target: Target, device: str, most: int, score: Score, folder: Path) -> None:
+    """Every chosen mutant of one source to a verdict."""
+    anchors = tuple(catalog.workloads_for(target.definition.name))
+    judge = Judge(target, anchors, device, folder, SEED)
+    start = time.monotonic()
+    try:
+        unfit = judge.honest()
+        if unfit is not None:
+            print(
+                f"{target.definition.name}/{target.name} itself is refused: {unfit.reason} {unfit.log[-500:]}",
+                flush=True,
+            )
+            return
+        mutants = chosen(mutants_of(target.source, target.entry), most, SEED)
+        for mutant in mutants:
+            failure = judge.verdict(mutant)
+            if failure is not None:
+                score.add(target, mutant, "error" if failure.status in _BY_ERROR else "gate")
+            elif (reason := reason_why_equivalent(target, mutant)) is not None:
+                score.add(target, mutant, "equivalent", reason)
+            else:
+                score.add(target, mutant, "survived" if judge.is_reached(mutant) else "not reached")
+    finally:
+        judge.close()
+    took = time.monotonic() - start
+    print(f"{target.definition.name}/{target.name}: {len(mutants)} mutants, {took:.0f} s", flush=True)
+
+
+def run(catalog: Catalog, names: Sequence[str], device: str, most: int, jobs: int) -> Score:
+    """The score of these Definitions, or of all."""
+    score = Score()
+    targets = [
+        target
+        for name in (names or sorted(catalog.definitions))
+        for target in targets_of(catalog, catalog.definition(name))
+    ]
+    with scratch_folder() as scratch, ThreadPoolExecutor(max_workers=jobs) as pool:
+        running = [
+            pool.submit(score_target, catalog, target, device, most, score, scratch / str(number))
+            for number, target in enumerate(targets)
+        ]
+        for task in running:
+            task.result()
+    return score
 
 
 def main() -> None:
-    """Print one row per Definition, and the survivors below it."""
+    """Print the table per Definition, the one per kind, and every mutant that was not caught."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda:<n>")
+    parser.add_argument("--most", type=int, default=16, help="mutants of one source")
+    parser.add_argument("--total", type=int, help="mutants of all sources together, in place of --most")
+    parser.add_argument("--jobs", type=int, default=1, help="sources at a time")
+    options = parser.parse_args()
+    if options.device == "cpu":
+        torch.set_num_threads(1)
     catalog = Catalog.default()
-    print("| definition | mutants | caught | survivors |\n|---|---|---|---|")
-    for name in sys.argv[1:]:
-        definition = catalog.definition(name)
-        cases = expectations(catalog, definition, seed=20_261_122)
-        mutants = list(mutants_of(definition.reference))
-        survivors = [what for what, source in mutants if not is_caught(definition, source, cases)]
-        share = 1 - len(survivors) / max(len(mutants), 1)
-        print(f"| {name} | {len(mutants)} | {share:.0%} | {'; '.join(survivors) or 'none'} |", flush=True)
+    names = options.names or sorted(catalog.definitions)
+    sources = sum(len(targets_of(catalog, catalog.definition(name))) for name in names)
+    most = options.most if options.total is None else -(-options.total // sources)
+    score = run(catalog, names, options.device, most, options.jobs)
+    print(f"\n{score.table(score.counts, 'definition | source')}\n\n{score.table(score.kinds, 'kind')}\n")
+    print("\n".join(sorted(score.survivors)))
 
 
 if __name__ == "__main__":

@@ -154,6 +154,30 @@ EVASIONS = {
     "clock of a testing module": "from torch.testing import _internal",
     "own class that names a frame": "class A:\n    f_back = 1\ndef f(x): return x.f_back",
     "harness": "import tilegym_db",
+    # texts that become code, or attributes, elsewhere
+    "fields named by text": "import dataclasses\n@dataclasses.dataclass\nclass A:\n    __annotations__ = {'x): g() #': int}",
+    "annotations of an instance": "class A:\n    __annotations__ = {'x': 'g()'}",
+    "annotations by attribute": "def f(x): pass\nf.__annotations__ = {'x': 'g()'}",
+    "signature of an instance": "class A:\n    __signature__ = '(x=g())'",
+    "text of a signature": "class A:\n    __text_signature__ = '(x=g())'",
+    "wrapped by hand": "class A:\n    __wrapped__ = len",
+    "namespace with unknown names": "import types\ntypes.SimpleNamespace(**{'__annotations__': {'x': 'g()'}})",
+    "namespace of a mapping": "from types import SimpleNamespace as s\ns({'__annotations__': {'x': 'g()'}})",
+    "attributes that wraps sets": "import functools\n@functools.wraps(len, assigned=('a',))\ndef f(): pass",
+    "schema of changed annotations": "import torch\nf.__annotations__ = {}\ntorch.library.infer_schema(f, mutates_args=())",
+    "operator of Triton with a text": "import torch\n@torch.library.triton_op('a::b', mutates_args={})\n"
+    "def f(x: 'g()') -> torch.Tensor: return x",
+    # clocks and numbers of the machine
+    "clock in assembler": "ASM = 'mov.u64 $0, %globaltimer;'",
+    "clock in assembler, in two parts": "ASM = 'mov.u64 $0, %glob' + 'altimer;'",
+    "cycles in assembler": "def f(n): return f'mov.u32 {n}, %clock;'",
+    "number of a launch": "ASM = 'mov.u64 $0, %gridid;'",
+    "clock of a number": "import uuid\nuuid.uuid1()",
+    "secret numbers": "import secrets\nsecrets.token_bytes(4)",
+    "time of a log record": "import logging\nclass F(logging.Filter):\n    def filter(self, r): return r.created",
+    "process of a log record": "import logging\ndef f(r): return r.process",
+    "caller by a logger": "import logging\nlogging.getLogger('a').findCaller()",
+    "code of a graph": "import torch\ndef b(gm, i): gm.graph.on_generate_code(len)\ntorch.compile(len, backend=b)",
 }  # fmt: skip
 DECLARED = ("numpy", "tilelang", "triton", "tilegym-db")
 

@@ -98,8 +98,8 @@ def call_again(
     *,
     timeout_s: float,
 ) -> Failure | None:
-    """A call that was made before must give the same bytes after one on other inputs of its shape."""
-    again = _one_call(worker, buffers, 0, definition, expected, None, timeout_s)
+    """A call that was made before must give the same bytes after one on other inputs of its shape, and without gradients."""
+    again = _one_call(worker, buffers, 0, definition, expected, None, timeout_s, without_gradients=True)
     if isinstance(again, Failure):
         return again
     if not solution.spec.deterministic:
@@ -109,7 +109,9 @@ def call_again(
             what = (
                 f"{name}: other bytes than before, after a call on other inputs of the same shape, at {expected.case}"
             )
-            return incorrect("in turn", f"{what}; something is kept from call to call", expected.case)
+            return incorrect(
+                "in turn", f"{what}; something is kept from call to call, or gradients are asked for", expected.case
+            )
     return None
 
 
@@ -162,21 +164,20 @@ def _one_call(
     expected: Expected,
     poison: int | None,
     timeout_s: float,
-    *,
-    as_in_model: bool = False,
+    **mode: bool,
 ) -> dict[str, torch.Tensor] | Failure:
     fill_slot(buffers, index, definition, expected, poison)
     before = buffers.slot(index).clone()
     buffers.settle()
-    failure = _call(worker, index, expected.case, timeout_s, as_in_model)
+    failure = _call(worker, index, expected.case, timeout_s, mode)
     if failure is None:
         failure = _check_memory(buffers, index, before, definition, expected.case)
     return read_outputs(buffers, index, definition) if failure is None else failure
 
 
-def _call(worker: WorkerProcess, index: int, case: Case, timeout_s: float, as_in_model: bool) -> Failure | None:
+def _call(worker: WorkerProcess, index: int, case: Case, timeout_s: float, mode: Mapping[str, Any]) -> Failure | None:
     try:
-        reply = worker.request("call", slot=index, timeout_s=timeout_s, as_in_model=as_in_model)
+        reply = worker.request("call", slot=index, timeout_s=timeout_s, **mode)
     except WorkerTimeout as error:
         return Failure("TIMEOUT", f"the call did not return within {timeout_s:g} s at {case}", str(error), case=case)
     except WorkerDied as error:

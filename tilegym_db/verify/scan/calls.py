@@ -56,6 +56,8 @@ def check_call(context: Context, node: ast.Call) -> None:
         context.report.add(node, "class-factory", "gives a class another module")
     if "functools.wraps" in paths and count > 1:
         context.report.add(node, "dynamic-attribute", "gives functools.wraps a list of attributes to set")
+    if "types.SimpleNamespace" in paths and (node.args or any(keyword.arg is None for keyword in node.keywords)):
+        context.report.add(node, "dynamic-attribute", "gives SimpleNamespace names that cannot be known")
     if paths & EXTERN_CALLS and not _names_an_intrinsic(context, node):
         context.report.add(node, "native-extension", "gives T.call_extern a name that is no intrinsic of CUDA")
     if paths & OPERATOR_MAKERS and _is_torch_operator(context, node):

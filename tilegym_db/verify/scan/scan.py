@@ -18,6 +18,7 @@ from tilegym_db.verify.scan.names import Names
 from tilegym_db.verify.scan.own import own_names, own_operators
 from tilegym_db.verify.scan.scopes import Module
 from tilegym_db.verify.scan.tables import KNOWN_ROOTS, RULES, distribution_roots
+from tilegym_db.verify.scan.texts import check_texts
 
 __all__ = ["hard_findings", "rule_table", "scan_sources", "soft_findings"]
 
@@ -120,6 +121,7 @@ def _judge(solution: Solution, modules: Mapping[str, Module], reports: Mapping[s
     own = own_names(modules.values()), own_operators(modules.values(), names)
     for module in modules.values():
         Checker(Context(module, names, language, declared, reports[module.path], module.scope, *own)).run()
+        check_texts(module.tree, reports[module.path])
     surveys = [survey(module, names) for module in modules.values()]
     for found, handler, what in fallbacks(surveys):
         reports[found.module.path].add(handler, "except-fallback", what)

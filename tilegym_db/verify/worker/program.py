@@ -115,13 +115,14 @@ class Worker:
         """Call the Solution once on one slot and wait for it; a returned value is copied to the slot's outputs.
 
         With ``as_in_model`` it is called as a model does: in inference mode, on allocations of PyTorch's own, which bring what
-        lies in the slot and take back everything that is there afterwards.
+        lies in the slot and take back everything that is there afterwards. ``without_gradients`` is how models generate.
         """
         import torch
 
         slot = self.slots[request["slot"]]
         if not request.get("as_in_model"):
-            mismatch = self._copy_returned(slot, self._bound(slot)())
+            with torch.no_grad() if request.get("without_gradients") else contextlib.nullcontext():
+                mismatch = self._copy_returned(slot, self._bound(slot)())
         else:
             with torch.inference_mode():
                 own = {name: _copied(value) for name, value in slot.items()}

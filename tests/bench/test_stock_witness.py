@@ -1,0 +1,108 @@
+"""A case that stock code fails as well is dropped with a note; nothing else is excused by it.
+
+PyTorch's own linear layer in bfloat16 gives NaN for a row of -inf on some CPUs at some sizes. Here stock code always does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tilegym_db.bench.contents import ExpectedCache, WorkloadContents
+from tilegym_db.bench.stock_witness import StockWitness
+from tilegym_db.bench.tier_policy import PROMOTION
+from tilegym_db.bench.verification import Verification, Verified
+from tilegym_db.bench.worker_handle import WorkerHandle
+from tilegym_db.catalog import SolutionFiles
+from tilegym_db.records import Definition, Workload
+from tilegym_db.verify.verifier import Failure
+
+SCALED: dict[str, Any] = {
+    "name": "scaled",
+    "version": "1.0.0",
+    "op_type": "elementwise",
+    "dtypes": {"T": ["float32"]},
+    "axes": {"M": {"type": "var"}, "N": {"type": "var"}},
+    "inputs": {"x": {"shape": ["M", "N"], "dtype": "T"}, "weight": {"shape": ["N"], "dtype": "T"}},
+    "outputs": {"out": {"shape": ["M", "N"], "dtype": "T"}},
+    "constraints": ["N >= 1"],
+    "special_values": ["inf"],
+    "cost": {"flops": "M * N", "bytes": "(2 * M * N + N) * sizeof(T)"},
+    "reference": "# Source: https://example.org/scaled.py#L1\ndef run(x, weight):\n    return x * weight * 0.3\n",
+}
+WORKLOAD = {"definition": "scaled", "axes": {"M": 16, "N": 33}, "dtypes": {"T": "float32"}, "tags": ["cpu"]}
+POLICY = replace(PROMOTION, fuzz_cases=12, calls=2, audited=False, fuzz_rows=64)
+RIGHT = "import torch\ndef run(x, weight, out):\n    out.copy_(x * weight * 0.3)\n"
+NAN_AT_INFINITY = RIGHT + "    out[(x == -torch.inf).all(-1) & torch.tensor(x.shape[1] > 1)] = torch.nan\n"
+WRONG_ELSEWHERE = NAN_AT_INFINITY + "    out[:, -1:] += 1\n"
+SEED = 20_261_122
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Any]:
+    """A verification of a source, in a worker of its own."""
+    with ExitStack() as stack:
+
+        def verification(name: str, source: str, **spec: Any) -> Verification:
+            folder = tmp_path / "solutions" / name
+            folder.mkdir(parents=True)
+            record = {
+                "name": name,
+                "definition": "scaled",
+                "author": "tests",
+                "spec": {"language": "python", "entry_point": "kernel.py::run", **spec},
+                "sources": [{"path": "kernel.py"}],
+            }
+            (folder / "solution.json").write_text(json.dumps(record))
+            (folder / "kernel.py").write_text(source)
+            definition = Definition.from_dict(SCALED)
+            handle = WorkerHandle(definition, SolutionFiles.read(folder), "cpu", tmp_path / "workers", policy=POLICY)
+            stack.callback(handle.close)
+            return Verification(handle)
+
+        yield verification
+
+
+def verified(subject: Verification) -> Verified | Failure:
+    definition, workload = subject.handle.definition, Workload.from_dict(WORKLOAD)
+    cache = ExpectedCache(definition, "cpu")
+    contents = WorkloadContents.draw(definition, workload, SEED, cache, in_turn=True)
+    return subject.verify(contents, [workload], SEED, cache)
+
+
+def test_a_case_that_stock_code_fails_too_is_dropped_with_a_note_and_one_that_it_passes_is_not(make: Any) -> None:
+    stock = make("scaled_stock", NAN_AT_INFINITY, role="baseline", provides="stock")
+    subject = make("scaled_same", NAN_AT_INFINITY)
+    alone = verified(subject)
+    assert isinstance(alone, Failure)
+    assert alone.gate == "nan_inf_mask"
+
+    witness = StockWitness(lambda: stock)
+    subject.witness, subject.fuzz_outcomes = witness, {}
+    outcome = verified(subject)
+    assert isinstance(outcome, Verified), outcome
+    noted = [note for note in outcome.fuzz.dropped if note.endswith("stock code fails it as well")]
+    assert noted
+    assert all("planted_special_values" in note for note in noted)
+    assert not set(outcome.fuzz.passed) & {note.partition(": ")[0] for note in noted}
+
+    other = make("scaled_other", WRONG_ELSEWHERE)
+    other.witness = witness
+    refused = verified(other)
+    assert isinstance(refused, Failure)
+    assert not refused.excused
+    witness.close()
+
+
+def test_without_stock_code_nothing_is_excused(make: Any) -> None:
+    subject = make("scaled_same", NAN_AT_INFINITY)
+    subject.witness = StockWitness(lambda: None)
+    outcome = verified(subject)
+    assert isinstance(outcome, Failure)
+    assert outcome.gate == "nan_inf_mask"

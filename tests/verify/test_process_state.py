@@ -1,0 +1,98 @@
+"""What a Solution leaves behind in its process is found, and what it keeps to itself is not held against it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from tilegym_db.verify.worker.process_state import StateWatch
+
+
+@pytest.fixture(autouse=True)
+def put_back() -> Iterator[None]:
+    """Everything as it was, whatever a test leaves."""
+    dtype, gradients, threads, limit = (
+        torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads(), sys.getrecursionlimit(),
+    )  # fmt: skip
+    searches, states = torch.backends.cudnn.benchmark, (torch.get_rng_state(), random.getstate())
+    with warnings.catch_warnings():
+        yield
+    torch.set_default_dtype(dtype)
+    torch.set_grad_enabled(gradients)
+    torch.set_num_threads(threads)
+    sys.setrecursionlimit(limit)
+    torch.backends.cudnn.benchmark = searches
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    os.environ.pop("LEFT_BEHIND", None)
+
+
+def watch(*, compiles: bool = False) -> StateWatch:
+    found = StateWatch()
+    found.begin("torch", compiles=compiles)
+    return found
+
+
+def search_for_algorithms() -> None:
+    torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
+
+
+LEFT: dict[str, tuple[Callable[[], object], str]] = {
+    "a draw": (lambda: torch.rand(1), "torch's random state"),
+    "a seed": (lambda: torch.manual_seed(7), "torch's random state"),
+    "a draw of Python's": (random.random, "Python's random state"),
+    "a variable": (lambda: os.environ.__setitem__("LEFT_BEHIND", "1"), "the environment"),
+    "a filter": (lambda: warnings.simplefilter("error"), "warnings.filters"),
+    "a default dtype": (lambda: torch.set_default_dtype(torch.float64), "torch.get_default_dtype"),
+    "no gradients": (lambda: torch.set_grad_enabled(False), "torch.is_grad_enabled"),
+    "threads": (lambda: torch.set_num_threads(torch.get_num_threads() + 1), "torch.get_num_threads"),
+    "a switch of a backend": (search_for_algorithms, "torch.backends.cudnn.benchmark"),
+    "a recursion limit": (lambda: sys.setrecursionlimit(sys.getrecursionlimit() + 7), "recursion limit"),
+}
+
+
+@pytest.mark.parametrize("what", LEFT)
+def test_what_is_left_behind_is_named_however_often_one_asks(what: str) -> None:
+    leave, name = LEFT[what]
+    watched = watch()
+    assert watched.changes() == []
+    leave()
+    for _ in range(2):
+        assert [sentence.partition(" is ")[0] for sentence in watched.changes()] == [name]
+
+
+def test_what_was_done_before_a_solution_is_loaded_is_nobodys_fault() -> None:
+    torch.rand(1)
+    os.environ["LEFT_BEHIND"] = "1"
+    assert watch().changes() == []
+
+
+def test_a_generator_of_its_own_and_what_is_put_back_are_no_change() -> None:
+    watched = watch()
+    torch.rand(3, generator=torch.Generator())
+    random.Random(1).random()
+    with torch.no_grad(), torch.inference_mode(), contextlib.suppress(RuntimeError):
+        torch.ones(1).add_(1)
+    assert watched.changes() == []
+
+
+def test_torch_compile_may_change_what_it_changes_for_good_and_nothing_else() -> None:
+    watched = watch(compiles=True)
+    sys.setrecursionlimit(sys.getrecursionlimit() + 7)
+    os.environ["LEFT_BEHIND"] = "1"
+    assert watched.changes() == []
+    torch.rand(1)
+    assert len(watched.changes()) == 1
+
+
+def test_a_language_that_is_not_installed_is_left_to_the_loader_to_name() -> None:
+    found = StateWatch()
+    found.begin("no_such_language", compiles=False)
+    assert found.changes() == []
