@@ -36,6 +36,9 @@ EnvironmentChanges = dict[str, str | None]
 TOOLKIT_VARIABLES = ("CUDA_HOME", "CUDA_PATH")
 DEFAULT_TOOLKIT = Path("/usr/local/cuda")
 INSTALL_NVCC = "pip install 'tilegym-db[tilelang]'"
+ANY_MINOR_RELEASE = "-DCCCL_DISABLE_CTK_COMPATIBILITY_CHECK"
+"""PyTorch pins the runtime's headers (13.2 for 2.15), cuTile needs a newer compiler (13.4), and packages share one folder.
+Releases of one major version work together, but CCCL's headers refuse any that are not the same unless told so."""
 
 
 @dataclass(frozen=True)
@@ -140,11 +143,12 @@ def tilelang_environment(environ: Environment) -> EnvironmentChanges:
         changes["CUDA_HOME"] = str(nvcc.root)
         if environ.get("CUDA_HOME") == str(nvcc.root):
             del changes["CUDA_HOME"]
-    if nvcc.headers is not None:
-        includes = f"-I{nvcc.headers} -I{nvcc.headers / 'cccl'}"
-        flags = environ.get("NVCC_PREPEND_FLAGS", "")
-        if includes not in flags:
-            changes["NVCC_PREPEND_FLAGS"] = f"{includes} {flags}".strip()
+    own = [f"-I{nvcc.headers}", f"-I{nvcc.headers / 'cccl'}"] if nvcc.headers is not None else []
+    if nvcc.source == "packages":
+        own.append(ANY_MINOR_RELEASE)
+    flags = environ.get("NVCC_PREPEND_FLAGS", "")
+    if own and " ".join(own) not in flags:
+        changes["NVCC_PREPEND_FLAGS"] = f"{' '.join(own)} {flags}".strip()
     return changes
 
 
