@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tilegym_db.backends import cuda_tools
+from tilegym_db.backends.cuda_tools import ANY_MINOR_RELEASE
 from tilegym_db.backends.toolchains import (
     TOOLCHAINS,
     environment_changes,
@@ -113,12 +114,8 @@ def test_tilelang_finds_nvcc_in_the_newest_python_package(packages: Path) -> Non
         (packages / release / "include" / "nv" / "target").touch()
     environ = {"PATH": "", "CUDA_PATH": "/gone"}
 
-    assert prepare_environment("tilelang", environ) == {
-        "CUDA_PATH": None,
-        "CUDA_HOME": str(packages / "cu13"),
-        # torch pins CUDA's headers to an earlier minor release than that of the compiler which tileiras needs.
-        "NVCC_PREPEND_FLAGS": "-DCCCL_DISABLE_CTK_COMPATIBILITY_CHECK",
-    }
+    changed = {"CUDA_PATH": None, "CUDA_HOME": str(packages / "cu13"), "NVCC_PREPEND_FLAGS": ANY_MINOR_RELEASE}
+    assert prepare_environment("tilelang", environ) == changed
     assert prepare_environment("tilelang", environ) == {}
 
 
@@ -131,7 +128,7 @@ def test_tilelang_finds_headers_that_were_installed_elsewhere(packages: Path, tm
 
     flags = environment_changes("tilelang", {"PATH": "", "NVCC_PREPEND_FLAGS": "-w"})["NVCC_PREPEND_FLAGS"]
 
-    assert flags == f"-I{include} -I{include / 'cccl'} -DCCCL_DISABLE_CTK_COMPATIBILITY_CHECK -w"
+    assert flags == f"-I{include} -I{include / 'cccl'} {ANY_MINOR_RELEASE} -w"
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,7 @@ def test_wrong_options_are_refused_and_nothing_is_written(options, code, message
 
 
 BAD_SOURCES = {
+    "async": ("async def run(x, weight, factor, out): pass\n", "entry_point 'run' in 'fused.py' is an async function"),
     "no entry point": ("def go(x): pass\n", "entry_point 'run' is missing in 'fused.py', which defines go"),
     "not Python": ("def run(x:\n", "source 'fused.py' is not valid Python"),
     "too few arguments": ("def run(x, out): pass\n", "row_scale calls it with (x, weight, factor, out)"),

@@ -109,6 +109,14 @@ def test_nothing_that_exists_is_written_over(cli, draft, snapshot, tmp_path):
     assert snapshot(tmp_path) == before
 
 
+def test_an_operator_that_exists_is_not_drafted_again(cli, row_scale, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = cli("new", "definition", "row_scale")
+    assert result.code == 1
+    assert "definition 'row_scale' exists already, at " in result.err
+    assert not (tmp_path / "row_scale").exists()
+
+
 def test_a_draft_of_a_kernel_can_be_added(cli, row_scale, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for language in ("python", "triton", "tilelang", "cutile"):

@@ -153,3 +153,49 @@ def test_every_culprit_is_named_and_unknown_keys_come_first(workload_record):
     assert message.startswith("<value>: not a valid workload: unknown key 'axis' (did you mean 'axes'?); ")
     assert all(f"{key}: " in message for key in ("tags", "dtypes", "layouts", "inputs", "uuid", "axes"))
     assert "more" not in message
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        ("float32", "nan"),
+        ("float32", "0.5"),
+        ("float32", True),
+        ("int64", 1.5),
+        ("int64", False),
+        ("int32", "1"),
+        ("bool", 1),
+        ("bool", "true"),
+    ],
+)
+def test_a_scalar_is_of_the_kind_that_its_input_declares(dtype, value, definition_record, workload_record):
+    definition = definition_record()
+    definition["inputs"]["factor"]["dtype"] = dtype
+    workload = Workload.from_dict(workload_record(inputs={"factor": {"type": "scalar", "value": value}}))
+    with pytest.raises(RecordError, match=r"inputs\.factor: .* is not"):
+        workload.check_against(Definition.from_dict(definition))
+
+
+def test_a_layout_does_not_reach_further_than_any_memory(definition_record, workload_record):
+    workload = Workload.from_dict(workload_record(layouts={"x": "strided(N * 10000000000000, 1)"}))
+    with pytest.raises(RecordError, match=r"layouts\.x: .* reaches over"):
+        workload.check_against(Definition.from_dict(definition_record()))
+
+
+@pytest.mark.parametrize("version", ["1.0." + "9" * 5000, "1.0.1234567890", "1.0.\N{ARABIC-INDIC DIGIT FOUR}", "1.0"])
+def test_a_version_is_three_numbers_that_can_be_compared(version, definition_record):
+    with pytest.raises(RecordError, match="version: String should match pattern"):
+        Definition.from_dict(definition_record(version=version))
+
+
+def test_an_axis_is_not_called_a_word_of_pythons_own(definition_record):
+    axes = {"M": {"type": "var"}, "N": {"type": "var"}, "lambda": {"type": "var"}}
+    with pytest.raises(RecordError, match="'lambda' is a word of Python's own"):
+        Definition.from_dict(definition_record(axes=axes))
+
+
+def test_a_place_in_a_record_is_named_by_its_keys_alone(definition_record):
+    with pytest.raises(RecordError) as raised:
+        Definition.from_dict(definition_record(outputs={"out": {"shape": ["M", -1], "dtype": "T"}}))
+    assert "outputs.out.shape.1: " in str(raised.value)
+    assert "function" not in str(raised.value)

@@ -64,3 +64,12 @@ def test_what_a_reference_started_ends_with_it():
     while Path(f"/proc/{child}").exists() and "State:\tZ" not in Path(f"/proc/{child}/status").read_text():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("flops", "message"), [("-1", "-1 is no amount of work"), ("M // (N - N)", "cost: at M=2,N=4")], ids=str
+)
+def test_a_cost_is_an_amount_of_work(flops: str, message: str, definition_record: Callable[..., dict[str, Any]]):
+    record = Definition.from_dict(definition_record(cost={"flops": flops, "bytes": "M * N"}))
+    with pytest.raises(RecordError, match=message):
+        run_reference_once(record, Path("draft.json"))

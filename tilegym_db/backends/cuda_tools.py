@@ -36,6 +36,9 @@ EnvironmentChanges = dict[str, str | None]
 TOOLKIT_VARIABLES = ("CUDA_HOME", "CUDA_PATH")
 DEFAULT_TOOLKIT = Path("/usr/local/cuda")
 INSTALL_NVCC = "pip install 'tilegym-db[tilelang]'"
+ANY_MINOR_RELEASE = "-DCCCL_DISABLE_CTK_COMPATIBILITY_CHECK"
+"""PyTorch pins the runtime's headers (13.2 for 2.15), cuTile needs a newer compiler (13.4), and packages share one folder.
+Releases of one major version work together, but CCCL's headers refuse any that are not the same unless told so."""
 
 
 @dataclass(frozen=True)
@@ -140,23 +143,13 @@ def tilelang_environment(environ: Environment) -> EnvironmentChanges:
         changes["CUDA_HOME"] = str(nvcc.root)
         if environ.get("CUDA_HOME") == str(nvcc.root):
             del changes["CUDA_HOME"]
-    needed = _flags_for(nvcc)
+    own = [f"-I{nvcc.headers}", f"-I{nvcc.headers / 'cccl'}"] if nvcc.headers is not None else []
+    if nvcc.source == "packages":
+        own.append(ANY_MINOR_RELEASE)
     flags = environ.get("NVCC_PREPEND_FLAGS", "")
-    if needed not in flags:
-        changes["NVCC_PREPEND_FLAGS"] = f"{needed} {flags}".strip()
+    if own and " ".join(own) not in flags:
+        changes["NVCC_PREPEND_FLAGS"] = f"{' '.join(own)} {flags}".strip()
     return changes
-
-
-def _flags_for(nvcc: Nvcc) -> str:
-    """What an nvcc of the Python packages must be told: its headers' folder and that torch pins its CUDA headers.
-
-    tileiras needs the ptxas of its own release, which nvidia-cuda-nvcc brings; torch pins the headers of an earlier
-    minor release, which NVIDIA keeps compatible. The CCCL headers refuse any difference unless they are told.
-    """
-    if nvcc.source != "packages":
-        return ""
-    includes = "" if nvcc.headers is None else f"-I{nvcc.headers} -I{nvcc.headers / 'cccl'} "
-    return f"{includes}-DCCCL_DISABLE_CTK_COMPATIBILITY_CHECK"
 
 
 # -- cuTile ----------------------------------------------------------------------------------------------------------

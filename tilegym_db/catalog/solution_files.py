@@ -78,7 +78,11 @@ def check_entry_point(record: Solution, sources: Mapping[str, bytes], where: Pat
         tree = parse_source(sources[path])
     except ValueError as error:
         raise RecordError(f"{where}: source '{path}' is not valid Python: {error}.") from None
-    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    if any(isinstance(node, ast.AsyncFunctionDef) and node.name == function for node in tree.body):
+        raise RecordError(
+            f"{where}: entry_point '{function}' in '{path}' is an async function. Write it without 'async'."
+        )
     if function not in names:
         found = ", ".join(names) or "no function"
         raise RecordError(f"{where}: entry_point '{function}' is missing in '{path}', which defines {found}.")

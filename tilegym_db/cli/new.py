@@ -36,9 +36,14 @@ def new_definition(
     folder: Annotated[Path | None, typer.Option("--output", "-o", help="Folder to write; default: ./NAME.")] = None,
 ) -> None:
     """Write the draft of an operator: a folder with its record, its reference, and what proves it."""
+    from tilegym_db.catalog import Catalog
+    from tilegym_db.errors import ConflictError
     from tilegym_db.scaffold import draft_definition
     from tilegym_db.scaffold.tensors import parse_tensors
 
+    existing = Catalog.default().definition_paths.get(name)
+    if existing is not None:
+        raise ConflictError(f"definition '{name}' exists already, at {existing}. Use another name.")
     files = draft_definition(
         name, op_type, parse_tensors("--inputs", inputs), parse_tensors("--outputs", outputs), description
     )

@@ -119,7 +119,7 @@ def _problems(error: ValidationError, model: type[BaseModel]) -> tuple[list[str]
     parts = []
     known_told = False
     for item in items[:MAX_CULPRITS]:
-        where = ".".join(shown(str(step)) for step in item["loc"])
+        where = ".".join(shown(str(step)) for step in _keys_of(item["loc"]))
         if item["type"] == "extra_forbidden":
             close = _nearest_key(item["loc"], model)
             if close:
@@ -138,6 +138,12 @@ def _problems(error: ValidationError, model: type[BaseModel]) -> tuple[list[str]
             parts += [f"{where}: {shown(text, 600)}" if where else shown(text, 600) for text in texts]
     more = len(items) - MAX_CULPRITS
     return parts, f"; and {more} more" if more > 0 else ""
+
+
+def _keys_of(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """A place in a record, without the name that pydantic gives to a member of a union (``str``, ``function-after[...]``)."""
+    last = str(loc[-1]) if len(loc) > 1 else ""
+    return loc[:-1] if last in ("str", "int", "float", "bool") or last.endswith(("]", ")")) else loc
 
 
 def _nearest_key(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import re
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -30,7 +31,7 @@ from tilegym_db.records.tensor_rules import GRADIENT, check_backward, check_gath
 __all__ = ["GRADIENT", "Definition"]
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
-_VERSION = r"^(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)$"
+_VERSION = r"^(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})$"
 
 
 class Definition(Record):
@@ -81,6 +82,10 @@ class Definition(Record):
         for name in (*self.axes, *self.inputs, *self.outputs):
             if not _IDENTIFIER.fullmatch(name):
                 raise ValueError(f"'{shown(name)}' is not an identifier of at most 64 characters")
+            if keyword.iskeyword(name):
+                raise ValueError(
+                    f"'{name}' is a word of Python's own, which no expression and no parameter can be called"
+                )
         clash = set(self.inputs) & set(self.outputs)
         if clash:
             raise ValueError(

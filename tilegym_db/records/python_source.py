@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
+import functools
 import warnings
 
 __all__ = ["check_function", "parse_source"]
 
 
+@functools.lru_cache(maxsize=8)  # a record asks twice in a row, and parsing is a third of what 'list' does
 def parse_source(source: str | bytes) -> ast.Module:
-    """The syntax tree of a source text.
+    """The syntax tree of a source text; to be read only.
 
     Raises:
         ValueError: it is not valid Python, or nested too deeply for the parser; says what and in which line.

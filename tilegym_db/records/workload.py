@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import uuid
 from pathlib import PurePosixPath
@@ -112,11 +113,17 @@ class Workload(Record):
                 raise RecordError(f"inputs.{name}: {definition.name} needs a scalar value here.")
             if not spec.is_scalar and isinstance(given, ScalarInput):
                 raise RecordError(f"inputs.{name} is a tensor of {definition.name}, not a scalar.")
+            if isinstance(given, ScalarInput):
+                _check_scalar(name, given.value, definition.dtype_of(name, definition.bind_dtypes(self.dtypes)))
         _check_sizes(definition, axes, self.dtypes)
         for name in self.layouts:
             if name not in definition.tensor_inputs and name not in definition.outputs:
                 raise RecordError(f"layouts.{name}: {definition.name} has no such tensor.")
-            layout_strides(self.layouts[name], definition.shape_of(name, axes), axes)
+            shape = definition.shape_of(name, axes)
+            strides = layout_strides(self.layouts[name], shape, axes)
+            span = 1 + sum((size - 1) * abs(stride) for size, stride in zip(shape, strides, strict=True) if size > 1)
+            if span > MAX_TENSOR_BYTES:
+                raise RecordError(f"layouts.{name}: {self.layouts[name]} reaches over {span:.3g} elements.")
 
     def scalars(self) -> dict[str, Scalar]:
         """The scalar inputs by name."""
@@ -132,6 +139,16 @@ class Workload(Record):
             if found != "contiguous":
                 classes[name] = found
         return classes
+
+
+def _check_scalar(name: str, value: Scalar, dtype: str) -> None:
+    """Raise :class:`RecordError` for text or a flag as a number, a fraction as a whole number, or a number as a flag."""
+    kind = "bool" if dtype == "bool" else "a whole number" if dtype.startswith(("int", "uint")) else "a number"
+    fits = (
+        isinstance(value, bool) if dtype == "bool" else isinstance(value, int | float) and not isinstance(value, bool)
+    )
+    if not fits or (kind == "a whole number" and isinstance(value, float)):
+        raise RecordError(f"inputs.{name}: {shown(json.dumps(value))} is not {kind} ({dtype}).")
 
 
 def _check_sizes(definition: Definition, axes: dict[str, int], dtypes: dict[str, str]) -> None:

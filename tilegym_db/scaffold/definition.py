@@ -78,8 +78,9 @@ def _after_todo(line: str) -> str:
 
 
 def _json(path: Path) -> Any:
+    content = read_bytes(path, "file")
     try:
-        return json.loads(read_bytes(path, "file"))
+        return json.loads(content)
     except ValueError as error:
         raise RecordError(f"{path}: not valid JSON: {error}.") from None
 

@@ -37,10 +37,11 @@ def read_model_config(path: Path) -> dict[str, Any]:
     """A model's ``config.json``, with the part that describes its text model where it has several.
 
     Raises:
-        RecordError: the file is no JSON object.
+        RecordError: the file cannot be read, or is no JSON object.
     """
+    content = read_bytes(path, "config")
     try:
-        config = json.loads(read_bytes(path, "config"))
+        config = json.loads(content)
     except ValueError as error:
         raise RecordError(f"{path}: not valid JSON: {error}.") from None
     if not isinstance(config, dict):

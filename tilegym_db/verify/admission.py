@@ -83,6 +83,14 @@ def _run_reference_once(record: Definition, file: Path) -> None:
     dtypes = {name: choices[0] for name, choices in record.dtypes.items()}
     case = Case(axes, dtypes, trial_scalars(record))
     try:
+        work = record.cost_of(axes, dtypes)
+    except RecordError as error:
+        raise RecordError(f"{file}: cost: at {case}: {error}") from None
+    if min(work) < 0:
+        raise RecordError(
+            f"{file}: cost: at {case}: {min(work):g} is no amount of work; flops and bytes are not negative."
+        )
+    try:
         outputs = run_reference(record, draw_inputs(record, case, "cpu"))
     except RecordError as error:
         raise RecordError(f"{file}: reference: at {case}: {error}") from None

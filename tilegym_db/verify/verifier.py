@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
