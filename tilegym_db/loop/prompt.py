@@ -101,9 +101,10 @@ def _tensors(direction: str, specs: Mapping[str, tuple[Sequence[object] | None, 
 
 
 def _shapes(task: Task) -> str:
-    rows = ["| axes | dtypes |", "|---|---|"]
+    rows = ["| axes | dtypes | layouts |", "|---|---|---|"]
     for item in task.workloads:
-        rows.append(f"| {axes_key(item.axes)} | {_dtypes(item)} |")
+        layouts = ", ".join(f"{name}={layout}" for name, layout in sorted(item.layouts.items())) or "contiguous"
+        rows.append(f"| {axes_key(item.axes)} | {_dtypes(item)} | {layouts} |")
     rows += [
         "",
         "These are timed. Verification also calls the kernel at other shapes, layouts and contents of what it declares.",

@@ -69,6 +69,8 @@ class TaskWorkload(RecordPart):
     uuid: str
     axes: dict[str, Int64]
     dtypes: dict[str, str] = {}
+    layouts: dict[str, str] = {}
+    """Tensor -> layout class; a tensor that is not named is contiguous."""
     incumbent: MeasuredBy | None = None
     """The fastest verified Solution; none where nothing is verified yet."""
     baseline: MeasuredBy | None = None
