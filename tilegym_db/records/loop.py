@@ -207,7 +207,7 @@ class Coverage(RecordPart):
     high: Real = Field(ge=0, le=1)
     profiles: Int64 = Field(ge=1)
     time_of: Literal["gpu", "cpu"]
-    """``cpu`` on a machine without a GPU: the profiler's CPU time stands for GPU time."""
+    """``cpu`` on a machine without a GPU: the process's CPU time stands for GPU time."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
