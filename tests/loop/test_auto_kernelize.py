@@ -22,7 +22,7 @@ from tilegym_db.store.loop_journals import journaled
 REAL = Path(__file__).resolve().parents[2]
 CONFIG = {
     "model_type": "qwen3_moe", "vocab_size": 96, "hidden_size": 1024, "intermediate_size": 48, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256, "max_position_embeddings": 2048, "num_experts": 4,
+    "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 1024, "max_position_embeddings": 2048, "num_experts": 4,
     "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
 # rms_norm gets a kernel that is right and fast, and everything else one that is wrong.
