@@ -22,7 +22,7 @@ SOLUTION = {
     "spec": {"language": "python", "entry_point": "kernel.py::run", "dtypes": {"T": ["float32"]}},
     "sources": [{"path": "kernel.py"}],
 }
-ZEROS = "def run(x, weight, eps, out):\n    out.zero_()\n"
+CHEAT = "import socket\n\n\ndef run(x, weight, eps, out):\n    out.zero_()\n"
 
 
 def asked(home: Path, calls: list[tuple[str, dict[str, Any]]], *options: str) -> tuple[set[str], list[Any]]:
@@ -65,15 +65,16 @@ def test_a_client_lists_tools_creates_a_task_submits_a_kernel_and_reads_the_verd
         [
             ("task_create", create),
             ("task_prompt", {"task": "TASK"}),
-            ("task_submit", {"task": "TASK", "kernel": ZEROS, "solution": SOLUTION}),
+            ("task_submit", {"task": "TASK", "kernel": CHEAT, "solution": SOLUTION}),
             ("task_status", {"task": "TASK"}),
         ],
         "--allow-submit",
     )
     assert tools == READERS | {"task_create", "task_submit"}
     assert f"# Task {task['id']}" in page
-    assert (verdict["verdict"], verdict["stage"]) == ("refused", "compiled")
-    assert "INCORRECT_NUMERICAL" in verdict["reason"]
+    assert (verdict["verdict"], verdict["stage"]) == ("refused", "received")
+    assert verdict["gate"].startswith("scan")
+    assert "kernel.py:1" in verdict["reason"]
     assert status["verdict"] == "refused" if isinstance(status, dict) else status[0]["verdict"] == "refused"
 
 

@@ -30,6 +30,7 @@ def test_a_wrong_kernel_a_slow_one_and_a_good_one(task: Task, hand_in: HandIn, h
     page = prompt_of(task)
     assert "INCORRECT_NUMERICAL" in page
     assert "--seed" not in page
+    assert "rtol" not in page
     good = submit(task, hand_in(GOOD))
     assert (good.number, good.verdict, good.stage) == (3, "promoted", "promoted"), good.reason
     assert good.promotions == ("python_row_scale_cpu_float32_M512-N1024_v1",)

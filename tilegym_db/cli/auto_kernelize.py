@@ -35,7 +35,7 @@ def command(
     """Profile a model, have kernels written for the costliest stock code, and keep what raises coverage and slows nothing.
 
     Stops where nothing above 1% is left, the budget is spent, five experiments in a row were not kept, or on Ctrl-C; started
-    again, it goes on. On a CPU the profiler's CPU time stands for GPU time, and the records say so.
+    again, it goes on. On a CPU the process's CPU time stands for GPU time, and the records say so.
     """
     from tilegym_db.bench.machine import refuse_absent_gpu, select_machine
 

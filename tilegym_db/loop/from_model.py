@@ -65,7 +65,7 @@ class Piece:
 
 @dataclass
 class ModelPieces:
-    """A profiled model. ``time_of`` says what its shares are of: GPU time, or on a CPU the profiler's CPU time."""
+    """A profiled model. ``time_of`` says what its shares are of: GPU time, or on a CPU the process's CPU time."""
 
     model: str
     time_of: str

@@ -174,6 +174,7 @@ def _bars(store: Store, definition: Definition, gpu: str, workloads: Sequence[Wo
                 uuid=workload.uuid,
                 axes=definition.bind_axes(workload.axes),
                 dtypes=definition.bind_dtypes(workload.dtypes),
+                layouts=dict(workload.layout_classes(definition)),
                 incumbent=_measured(here),
                 baseline=_measured(baselines),
                 sol_us=next((row["sol_us"] for row in here if row["sol_us"] is not None), None),

@@ -69,6 +69,8 @@ class TaskWorkload(RecordPart):
     uuid: str
     axes: dict[str, Int64]
     dtypes: dict[str, str] = {}
+    layouts: dict[str, str] = {}
+    """Tensor -> layout class; a tensor that is not named is contiguous."""
     incumbent: MeasuredBy | None = None
     """The fastest verified Solution; none where nothing is verified yet."""
     baseline: MeasuredBy | None = None
@@ -205,7 +207,7 @@ class Coverage(RecordPart):
     high: Real = Field(ge=0, le=1)
     profiles: Int64 = Field(ge=1)
     time_of: Literal["gpu", "cpu"]
-    """``cpu`` on a machine without a GPU: the profiler's CPU time stands for GPU time."""
+    """``cpu`` on a machine without a GPU: the process's CPU time stands for GPU time."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:

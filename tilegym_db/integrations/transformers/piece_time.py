@@ -1,18 +1,19 @@
 """Where the time of one call of a model goes, module class by module class, and what share verified kernels have of it.
 
-Each module marks the stretch in which its forward runs, by a name that is drawn anew for each profile: code that knows it can
-only be this module's. On a GPU, work counts for the innermost mark around its launch, by the profiler's launch numbers. On a
-CPU the time between the ends of a mark counts, less that of the marks within it. Names of kernels play no part.
+On a GPU each module marks the stretch in which its forward runs, by a name that is drawn anew for each profile, and work counts
+for the innermost mark around its launch, by the profiler's launch numbers. On a CPU the CPU time of this process counts, less
+that of modules within: the profiler's durations are wall time there, and on a busy host say who had to wait. Names of kernels
+play no part.
 """
 
 from __future__ import annotations
 
 import bisect
 import contextlib
-import itertools
 import secrets
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -21,9 +22,9 @@ import torch
 from tilegym_db.integrations.transformers.call_site import CallSite
 from tilegym_db.integrations.transformers.gpu_time import LAUNCHES, MARKS, WORK, exported
 
-__all__ = ["ModuleTime", "cpu_share", "exclusive_us", "module_times", "time_of"]
+__all__ = ["ModuleTime", "cpu_share", "launched_us", "module_times", "time_of"]
 
-PROFILES = 3
+MEASUREMENTS = 3
 """Of a model whose pieces are ranked."""
 TimeOf = Literal["gpu", "cpu"]
 
@@ -44,7 +45,7 @@ class _Mark(NamedTuple):
 
 
 def time_of(model: torch.nn.Module) -> TimeOf:
-    """What a profile of a model counts: GPU time, or on a CPU the profiler's CPU time in its place."""
+    """What a profile of a model counts: GPU time, or on a CPU the process's CPU time in its place."""
     return "gpu" if next(model.parameters()).device.type == "cuda" else "cpu"
 
 
@@ -53,29 +54,60 @@ def module_times(model: torch.nn.Module, call: Callable[[], Any]) -> tuple[list[
 
     Args:
         model: whose modules are marked.
-        call: runs it. It is called once more than it is profiled: what loads or compiles at first is not counted.
+        call: runs it. It is called once more than it is measured: what loads or compiles at first is not counted.
 
-    Of several profiles the least time of each module counts: whatever else the machine does only adds to one.
+    Of several measurements the least time of each module counts: whatever else the machine does only adds to one.
     """
     call()
-    nonce, classes = secrets.token_hex(8), {}
-    marks: list[Any] = []
+    classes = {str(number): type(module) for number, module in enumerate(model.modules())}
+    measure = _gpu_times if time_of(model) == "gpu" else _cpu_times
+    measured = [measure(model, call) for _ in range(MEASUREMENTS)]
+    by_class: dict[type[torch.nn.Module], list[float]] = defaultdict(lambda: [0, 0.0])
+    for name, (calls, _) in measured[0].items():
+        by_class[classes[name]][0] += calls
+        by_class[classes[name]][1] += min(one[name][1] for one in measured)
+    found = [ModuleTime(cls, int(calls), time_us) for cls, (calls, time_us) in by_class.items()]
+    total = sum(item.time_us for item in found)
+    return sorted(found, key=lambda item: (-item.time_us, item.module_class.__name__)), total
+
+
+def _cpu_times(model: torch.nn.Module, call: Callable[[], Any]) -> dict[str, tuple[int, float]]:
+    """Number of a module -> its calls and the CPU time of this process in its own code."""
+    counts: dict[str, int] = defaultdict(int)
+    times: dict[str, float] = defaultdict(float)
+    open_: list[tuple[int, list[int]]] = []
+
+    def begin(*_: Any) -> None:
+        open_.append((time.process_time_ns(), [0]))
+
+    def ending(name: str) -> Callable[..., None]:
+        def end(*_: Any) -> None:
+            began, inner = open_.pop()
+            lasted = time.process_time_ns() - began
+            counts[name] += 1
+            times[name] += (lasted - inner[0]) / 1e3
+            if open_:
+                open_[-1][1][0] += lasted
+
+        return end
+
     with contextlib.ExitStack() as undo:
         for number, module in enumerate(model.modules()):
-            name = f"{nonce}:{number}"
-            classes[name] = type(module)
-            undo.callback(module.register_forward_pre_hook(_beginning(name, marks)).remove)
+            undo.callback(module.register_forward_pre_hook(begin).remove)
+            undo.callback(module.register_forward_hook(ending(str(number)), always_call=True).remove)
+        call()
+    return {name: (count, times[name]) for name, count in counts.items()}
+
+
+def _gpu_times(model: torch.nn.Module, call: Callable[[], Any]) -> dict[str, tuple[int, float]]:
+    """Number of a module -> its calls and the GPU time of what its own code launched."""
+    nonce, marks = secrets.token_hex(8), list[Any]()
+    with contextlib.ExitStack() as undo:
+        for number, module in enumerate(model.modules()):
+            undo.callback(module.register_forward_pre_hook(_beginning(f"{nonce}:{number}", marks)).remove)
             undo.callback(module.register_forward_hook(_ending(marks), always_call=True).remove)
-        profiles = [exclusive_us(_profiled(call, f"{nonce}:call"), nonce, time_of(model)) for _ in range(PROFILES)]
-    times = {name: (calls, min(one[name][1] for one in profiles)) for name, (calls, _) in profiles[0].items()}
-    total = sum(time_us for _, time_us in times.values())
-    by_class: dict[type[torch.nn.Module], list[float]] = defaultdict(lambda: [0, 0.0])
-    for name, (calls, time_us) in times.items():
-        if name in classes:
-            by_class[classes[name]][0] += calls
-            by_class[classes[name]][1] += time_us
-    found = [ModuleTime(cls, int(calls), time_us) for cls, (calls, time_us) in by_class.items()]
-    return sorted(found, key=lambda item: (-item.time_us, item.module_class.__name__)), total
+        events = _profiled(call)
+    return {name.partition(":")[2]: found for name, found in launched_us(events, nonce).items()}
 
 
 def _beginning(name: str, marks: list[Any]) -> Callable[..., None]:
@@ -94,26 +126,21 @@ def _ending(marks: list[Any]) -> Callable[..., None]:
     return end
 
 
-def _profiled(call: Callable[[], Any], whole: str) -> list[Mapping[str, Any]]:
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-        torch.cuda.synchronize()
+def _profiled(call: Callable[[], Any]) -> list[Mapping[str, Any]]:
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    torch.cuda.synchronize()
     with torch.profiler.profile(activities=activities) as profiler:
-        with torch.profiler.record_function(whole):
-            call()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        call()
+        torch.cuda.synchronize()
     return exported(profiler)
 
 
-def exclusive_us(events: Iterable[Mapping[str, Any]], nonce: str, counted: TimeOf) -> dict[str, tuple[int, float]]:
-    """Mark -> how often it was made and the microseconds that count for it and for no mark within it. Pure.
+def launched_us(events: Iterable[Mapping[str, Any]], nonce: str) -> dict[str, tuple[int, float]]:
+    """Mark -> how often it was made and the microseconds of GPU work that was launched in it and in no mark within it. Pure.
 
     Args:
         events: of a trace as the profiler exports it.
         nonce: what the names of marks begin with; marks of any other name are nobody's.
-        counted: ``gpu`` adds up the work that was launched within a mark, ``cpu`` the time that it lasted.
     """
     marks: list[_Mark] = []
     launches: dict[Any, float] = {}
@@ -128,24 +155,8 @@ def exclusive_us(events: Iterable[Mapping[str, Any]], nonce: str, counted: TimeO
         elif kind in WORK:
             work.append((event.get("args", {}).get("correlation"), float(event["dur"])))
     marks.sort(key=lambda mark: (mark.begin, -mark.end))
-    counts: dict[str, int] = defaultdict(int)
-    for mark in marks:
-        counts[mark.name] += 1
-    times = _own_durations(marks) if counted == "cpu" else _launched(marks, launches, work)
+    times, counts = _launched(marks, launches, work), Counter(mark.name for mark in marks)
     return {name: (count, times.get(name, 0.0)) for name, count in counts.items()}
-
-
-def _own_durations(marks: Sequence[_Mark]) -> dict[str, float]:
-    times: dict[str, float] = defaultdict(float)
-    around: list[_Mark] = []
-    for mark in marks:
-        while around and around[-1].end <= mark.begin:
-            around.pop()
-        times[mark.name] += mark.end - mark.begin
-        if around:
-            times[around[-1].name] -= mark.end - mark.begin
-        around.append(mark)
-    return times
 
 
 def _launched(
@@ -163,41 +174,29 @@ def _launched(
 
 
 def cpu_share(call: Callable[[], Any], sites: Iterable[CallSite]) -> float:
-    """Share of the CPU time of a call that passes within calls which a verified kernel served, by the profiler.
+    """Share of this process's CPU time in a call that passes within calls which a verified kernel served.
 
     It stands for the share of GPU time on a machine without a GPU. A call that asked for a kernel and got none counts for stock
-    code; so does whatever calls itself a mark of this package.
+    code, and so does code that calls itself a kernel.
     """
-    nonce, numbers = secrets.token_hex(8), itertools.count()
-    served: set[str] = set()
+    served = [0]
     call()
-    with _marked(sites, nonce, numbers, served):
-        events = _profiled(call, f"{nonce}:call")
-    lasted = {
-        str(event["name"]): float(event["dur"])
-        for event in events
-        if event.get("cat") in MARKS and str(event.get("name", "")).startswith(f"{nonce}:")
-    }
-    total = lasted.get(f"{nonce}:call", 0.0)
-    return sum(lasted.get(name, 0.0) for name in served) / total if total else 0.0
-
-
-@contextlib.contextmanager
-def _marked(sites: Iterable[CallSite], nonce: str, numbers: Iterator[int], served: set[str]) -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         for site in sites:
             undo.callback(setattr, site, "serve", site.serve)
-            site.serve = _marking(site.serve, nonce, numbers, served)
-        yield
+            site.serve = _timed(site.serve, served)
+        began = time.process_time_ns()
+        call()
+        total = time.process_time_ns() - began
+    return served[0] / total if total else 0.0
 
 
-def _marking(serve: Callable[..., Any], nonce: str, numbers: Iterator[int], served: set[str]) -> Callable[..., Any]:
-    def serve_within_a_mark(*inputs: Any) -> Any:
-        name = f"{nonce}:{next(numbers)}"
-        with torch.profiler.record_function(name):
-            outputs = serve(*inputs)
+def _timed(serve: Callable[..., Any], served: list[int]) -> Callable[..., Any]:
+    def serve_and_count(*inputs: Any) -> Any:
+        began = time.process_time_ns()
+        outputs = serve(*inputs)
         if outputs is not None:
-            served.add(name)
+            served[0] += time.process_time_ns() - began
         return outputs
 
-    return serve_within_a_mark
+    return serve_and_count
