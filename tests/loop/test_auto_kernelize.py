@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tilegym_db.bench import benchmark as benchmark_module
-from tilegym_db.bench.interleaved import TimingBudget
 from tilegym_db.bench.machine import cpu_machine
 from tilegym_db.loop import decide as decide_module
 from tilegym_db.loop.auto import Kernelizer, auto_kernelize
@@ -61,7 +59,6 @@ def state(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mo
         shutil.copy(REAL / f"definitions/norm/{name}.json", checkout / "definitions/norm")
     (tmp_path / "Tiny-MoE").mkdir()
     (tmp_path / "Tiny-MoE" / "config.json").write_text(json.dumps(CONFIG))
-    monkeypatch.setattr(benchmark_module, "timing_budget", lambda options: TimingBudget.quick())
     monkeypatch.setattr(decide_module, "LEAST_TOTAL", 0.2)
     return ModelState(tmp_path / "Tiny-MoE", cpu_machine(), dtype="float32", prompt=1024, rounds=8)
 
