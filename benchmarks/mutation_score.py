@@ -15,6 +15,7 @@ import random
 import threading
 import time
 import tomllib
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,7 @@ from pathlib import Path
 
 import torch
 from exploits.mutant_judge import Judge, Target, targets_of
-from exploits.mutants import Mutant, mutants_of
+from exploits.mutants import KINDS, REWRITES, Mutant, mutants_of
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.scratch import scratch_folder
@@ -34,16 +35,17 @@ _BY_ERROR = ("RUNTIME_ERROR", "COMPILE_ERROR", "TIMEOUT")
 
 
 def chosen(mutants: Iterable[Mutant], most: int, seed: int) -> list[Mutant]:
-    """At most so many: kind by kind in turn, so that each is met, and of a kind at random."""
+    """At most so many: kind by kind in turn, in an order that differs from source to source, and of a kind at random."""
     drawn = random.Random(seed)
     by_kind: dict[str, list[Mutant]] = defaultdict(list)
     for mutant in mutants:
         by_kind[mutant.kind].append(mutant)
-    for found in by_kind.values():
+    kinds = list(by_kind.values())
+    for found in (kinds, *kinds):
         drawn.shuffle(found)
     picked: list[Mutant] = []
-    while len(picked) < most and any(by_kind.values()):
-        picked += [found.pop() for found in by_kind.values() if found][: most - len(picked)]
+    while len(picked) < most and any(kinds):
+        picked += [found.pop() for found in kinds if found][: most - len(picked)]
     return picked
 
 
@@ -92,7 +94,9 @@ class Score:
         return "\n".join(rows)
 
 
-def score_target(catalog: Catalog, target: Target, device: str, most: int, score: Score, folder: Path) -> None:
+def score_target(
+    catalog: Catalog, target: Target, device: str, most: int, kinds: Sequence[str], score: Score, folder: Path
+) -> None:
     """Every chosen mutant of one source to a verdict."""
     anchors = tuple(catalog.workloads_for(target.definition.name))
     judge = Judge(target, anchors, device, folder, SEED)
@@ -105,7 +109,8 @@ def score_target(catalog: Catalog, target: Target, device: str, most: int, score
                 flush=True,
             )
             return
-        mutants = chosen(mutants_of(target.source, target.entry), most, SEED)
+        made = (mutant for mutant in mutants_of(target.source, target.entry) if mutant.kind in kinds)
+        mutants = chosen(made, most, zlib.crc32(target.source.encode()) ^ SEED)
         for mutant in mutants:
             failure = judge.verdict(mutant)
             if failure is not None:
@@ -120,7 +125,9 @@ def score_target(catalog: Catalog, target: Target, device: str, most: int, score
     print(f"{target.definition.name}/{target.name}: {len(mutants)} mutants, {took:.0f} s", flush=True)
 
 
-def run(catalog: Catalog, names: Sequence[str], device: str, most: int, jobs: int) -> Score:
+def run(
+    catalog: Catalog, names: Sequence[str], device: str, most: int, jobs: int, kinds: Sequence[str] = KINDS
+) -> Score:
     """The score of these Definitions, or of all."""
     score = Score()
     targets = [
@@ -130,7 +137,7 @@ def run(catalog: Catalog, names: Sequence[str], device: str, most: int, jobs: in
     ]
     with scratch_folder() as scratch, ThreadPoolExecutor(max_workers=jobs) as pool:
         running = [
-            pool.submit(score_target, catalog, target, device, most, score, scratch / str(number))
+            pool.submit(score_target, catalog, target, device, most, kinds, score, scratch / str(number))
             for number, target in enumerate(targets)
         ]
         for task in running:
@@ -145,6 +152,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda:<n>")
     parser.add_argument("--most", type=int, default=16, help="mutants of one source")
     parser.add_argument("--total", type=int, help="mutants of all sources together, in place of --most")
+    parser.add_argument("--places", action="store_true", help="only mistakes at one place of a source")
     parser.add_argument("--jobs", type=int, default=1, help="sources at a time")
     options = parser.parse_args()
     if options.device == "cpu":
@@ -153,7 +161,7 @@ def main() -> None:
     names = options.names or sorted(catalog.definitions)
     sources = sum(len(targets_of(catalog, catalog.definition(name))) for name in names)
     most = options.most if options.total is None else -(-options.total // sources)
-    score = run(catalog, names, options.device, most, options.jobs)
+    score = run(catalog, names, options.device, most, options.jobs, tuple(REWRITES) if options.places else KINDS)
     print(f"\n{score.table(score.counts, 'definition | source')}\n\n{score.table(score.kinds, 'kind')}\n")
     print("\n".join(sorted(score.survivors)))
 
