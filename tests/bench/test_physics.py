@@ -125,7 +125,7 @@ def test_a_gpu_that_cannot_be_calibrated_is_measured_all_the_same_and_the_report
     def fail(*arguments: object) -> None:
         raise HardwareError("NVIDIA H200 slowed down while it was calibrated")
 
-    monkeypatch.setattr(module, "current_peaks", fail)
+    monkeypatch.setattr("tilegym_db.bench.calibrate.current_peaks", fail)
     report = module.benchmark(gpu="cpu", quick=True, catalog=make_catalog(tmp_path), store_home=tmp_path / "home")
     assert report.counts == {"PASSED": 1}
     (note,) = report.notes
