@@ -282,7 +282,7 @@
       element("li", {}, peak ? `slope: ${unit(peak.copy_bytes_per_s, "B/s")}, calibrated on ${peak.gpu_name}` : "this GPU was not calibrated: no roof")));
   }
   const latencyKey = (row) => [row.gpu, row.dtypes_key, row.layouts_key, row.scalars_key].filter(Boolean).join("; ");
-  const DASHES = ["", "7 3", "2 3", "9 3 2 3"];
+  const DASHES = ["", "7 3", "2 3", "9 3 2 3", "14 4", "4 6", "14 3 2 3 2 3"];
   function latency() {
     const place = byId("plot-latency"), all = rows.evidence.filter((row) => row.definition === byId("lat-definition").value);
     const keys = [...grouped(all, latencyKey)].sort((one, two) => two[1].length - one[1].length).map(([key]) => key);
@@ -328,7 +328,7 @@
       ["config", row.config_key || "the source's own defaults"], ["GPU", `${row.gpu_name}, driver ${row.driver}, ${row.clock_mhz ?? "?"} MHz`], ["software", row.libs],
       ["time", `${figure(row.latency_us, 7)} us [${figure(row.ci_low_us, 7)}, ${figure(row.ci_high_us, 7)}], ${row.samples} samples, timer ${row.timer}`],
       ["against stock", row.speedup === null ? "not compared" : `${figure(row.speedup)}x, at least ${figure(row.speedup_ci_low)}x`],
-      ["speed of light", row.sol_us ? `${percent(row.sol_ratio)} (${figure(row.sol_us)} us)` : "not known"],
+      ["speed of light", row.sol_us === null ? "not known" : `${percent(row.sol_ratio)}; ${figure(row.sol_us)} us`],
       ["correctness", `${row.cases} cases; relative error ${figure(row.rel_fro, 3)}, largest ${figure(row.max_abs, 3)}`],
       ["envelope", row.envelope_digest ? `${row.envelope_cases} fuzz cases, ${row.envelope_digest}` : "none"], ["trace", row.trace_id], ["measured", row.timestamp],
     ];

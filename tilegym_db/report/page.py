@@ -8,7 +8,8 @@ from datetime import datetime
 from importlib.resources import files
 from typing import Any
 
-from tilegym_db.errors import MissingPackageError
+import jinja2
+
 from tilegym_db.report.data import ReportData
 
 __all__ = ["page", "page_data"]
@@ -26,15 +27,7 @@ _IN_A_SCRIPT = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\
 
 
 def page(data: ReportData, *, version: str, title: str = "tilegym-db report") -> str:
-    """The page as one text of HTML.
-
-    Raises:
-        MissingPackageError: jinja2 is not installed.
-    """
-    try:
-        import jinja2
-    except ModuleNotFoundError as error:
-        raise MissingPackageError("a report needs jinja2. Try: pip install 'tilegym-db[report]'") from error
+    """The page as one text of HTML."""
     folder = files("tilegym_db.report")
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(
         folder.joinpath("page.html.j2").read_text("utf-8")
@@ -89,7 +82,7 @@ def _flat(value: Any) -> Any:
         return ", ".join(f"{name} {item}" for name, item in value.items())
     if isinstance(value, datetime):
         return _plain(value)
-    return float(f"{value:.7g}") if isinstance(value, float) else value
+    return value
 
 
 def _plain(value: Any) -> str:
@@ -101,6 +94,6 @@ def _counts(data: ReportData) -> list[tuple[str, int]]:
         ("operators", len(data.definitions)),
         ("solutions", len(data.solutions)),
         ("verified cases", len(data.evidence)),
-        ("GPUs", len({row["gpu"] for row in data.evidence})),
+        ("measured GPUs", len({row["gpu"] for row in data.evidence})),
         ("open", len(data.open)),
     ]

@@ -44,7 +44,7 @@ COVERAGE = """
         shapes AS (SELECT definition, count(*) AS workloads FROM workloads GROUP BY ALL),
         proofs AS (
             SELECT definition, language, gpu, count(DISTINCT workload_uuid) AS verified
-            FROM best_per_solution GROUP BY ALL)
+            FROM best_per_solution SEMI JOIN workloads w ON w.uuid = workload_uuid GROUP BY ALL)
     SELECT d.name AS definition, d.op_type, p.gpu, l.language,
         coalesce(k.solutions, 0) AS solutions, coalesce(s.workloads, 0) AS workloads, coalesce(v.verified, 0) AS verified
     FROM definitions d CROSS JOIN places p CROSS JOIN languages l
