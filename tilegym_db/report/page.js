@@ -3,7 +3,7 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const LANGUAGES = ["triton", "tilelang", "cutile", "python"];
-  const AT_FIRST = 60; // rows of a table until one asks for all of them
+  const AT_FIRST = 40; // rows of a table until one asks for all of them
   const byId = (id) => document.getElementById(id);
 
   const rowsOf = (table) => Array.from({ length: table.length }, (_, index) => {
@@ -237,12 +237,16 @@
       return node;
     });
     function move(from, to) {
-      if (!nodes[to]) return;
+      const step = Math.sign(to - from);
+      let next = to;
+      while (nodes[next] && nodes[next].hasAttribute("display")) next += step;
+      if (!nodes[next]) return;
       nodes[from].setAttribute("tabindex", -1);
-      nodes[to].setAttribute("tabindex", 0);
-      nodes[to].focus();
+      nodes[next].setAttribute("tabindex", 0);
+      nodes[next].focus();
     }
     svg.append(layer);
+    return nodes;
   }
   function tip(node, text) {
     const box = node.getBoundingClientRect(), place = byId("tip");
@@ -261,10 +265,23 @@
     svg.append(sign);
     return svg;
   };
+  let roofPoints = { rows: [], nodes: [] };
+  function filterRoofline() { // points are hidden and shown, not drawn anew: thousands of them must not hold up the search
+    const fits = wanted();
+    let isFirst = true;
+    roofPoints.rows.forEach((row, at) => {
+      const node = roofPoints.nodes[at], isShown = fits(row);
+      if (isShown === node.hasAttribute("display")) isShown ? node.removeAttribute("display") : node.setAttribute("display", "none");
+      const stop = isShown && isFirst ? "0" : "-1";
+      if (node.getAttribute("tabindex") !== stop) node.setAttribute("tabindex", stop);
+      if (isShown) isFirst = false;
+    });
+  }
   function roofline() {
-    const place = byId("plot-roofline"), gpu = byId("roof-gpu").value, peak = rows.peaks.find((row) => row.gpu === gpu), fits = wanted();
-    const points = tables.kernels.rows.filter((row) => row.gpu === gpu && row.is_fastest && row.flops > 0 && row.bytes > 0 && fits(row));
-    if (!points.length) { place.replaceChildren(element("p", { class: "notice" }, "No measured kernel with a cost model fits these filters.")); return; }
+    const place = byId("plot-roofline"), gpu = byId("roof-gpu").value, peak = rows.peaks.find((row) => row.gpu === gpu);
+    const points = tables.kernels.rows.filter((row) => row.gpu === gpu && row.is_fastest && row.flops > 0 && row.bytes > 0);
+    roofPoints = { rows: points, nodes: [] };
+    if (!points.length) { place.replaceChildren(element("p", { class: "notice" }, "No measured kernel of this GPU has a cost model.")); return; }
     const work = points.map((row) => ({ row, intensity: row.flops / row.bytes, rate: row.flops / row.latency_us * 1e6 }));
     const xs = bounds(work.map((one) => one.intensity)), tops = peak ? [peak.bfloat16_flops_per_s, peak.float32_flops_per_s].filter(Boolean) : [];
     const ys = bounds([...work.map((one) => one.rate), ...tops]);
@@ -276,10 +293,11 @@
       svg.append(drawn("path", { class: "roof", d: `M${x(start)} ${y(start * peak.copy_bytes_per_s)}L${x(ridge)} ${y(top)}H${WIDTH - EDGE.right}` }),
         drawn("text", { x: WIDTH - EDGE.right - 4, y: y(top) - 5, "text-anchor": "end" }, `${name}: ${unit(top, "flop/s")}`));
     }
-    addPoints(svg, work.map((one) => ({ row: one.row, x: x(one.intensity), y: y(one.rate), text: `${story(one.row)}\n${unit(one.rate, "flop/s")} at ${figure(one.intensity, 3)} flops a byte` })));
+    roofPoints.nodes = addPoints(svg, work.map((one) => ({ row: one.row, x: x(one.intensity), y: y(one.rate), text: `${story(one.row)}\n${unit(one.rate, "flop/s")} at ${figure(one.intensity, 3)} flops a byte` })));
     const seen = LANGUAGES.filter((language) => points.some((row) => row.language === language));
     place.replaceChildren(svg, element("ul", { class: "legend" }, ...seen.map((language) => element("li", {}, swatch(language), ` ${language}`)),
       element("li", {}, peak ? `slope: ${unit(peak.copy_bytes_per_s, "B/s")}, calibrated on ${peak.gpu_name}` : "this GPU was not calibrated: no roof")));
+    filterRoofline();
   }
   const latencyKey = (row) => [row.gpu, row.dtypes_key, row.layouts_key, row.scalars_key].filter(Boolean).join("; ");
   const DASHES = ["", "7 3", "2 3", "9 3 2 3", "14 4", "4 6", "14 3 2 3 2 3"];
@@ -348,7 +366,7 @@
     byId("since-shown").textContent = sinceDay() || "the start";
     const { found, rows: all } = tables.kernels;
     byId("status").textContent = `${found.length} of ${all.length} kernel rows`;
-    roofline();
+    filterRoofline();
   }
   function changed() { writeAddress(); apply(); }
   const places = distinct(rows.coverage.map((row) => row.gpu));
@@ -369,6 +387,7 @@
   });
   addEventListener("hashchange", readAddress);
   latency();
-  apply();
+  roofline();
   readAddress();
+  if (parts.includes(location.hash.slice(1))) apply();
 })();
