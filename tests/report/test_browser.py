@@ -130,13 +130,11 @@ def test_ten_thousand_rows_are_filtered_within_a_tenth_of_a_second(
     rows = [row for row in shipped_report.evidence if row["is_fastest_in_language"]]
     many = (rows * (10_000 // len(rows) + 1))[:10_000]
     tab = show(replace(shipped_report, evidence=many))
-    taken = [tab.evaluate(FILTER_MS, words) for words in ("r", "rms", "rms_norm triton", "", "softmax", "nothing fits")]
-    repeated = [
-        tab.evaluate(FILTER_MS, words) for words in ("r", "rms", "rms_norm triton", "", "softmax", "nothing fits")
-    ]
-    print(f"ms a filter of 10,000 rows: {[round(min(pair)) for pair in zip(taken, repeated, strict=True)]}")
-    # The lesser of two: another process may have had the processor.
-    assert max(min(pair) for pair in zip(taken, repeated, strict=True)) < 100
+    searches = ("r", "rms", "rms_norm triton", "", "softmax", "nothing fits")
+    taken = {words: min(tab.evaluate(FILTER_MS, words) for _ in range(5)) for words in searches}
+    print(f"ms a filter of 10,000 rows: { {words: round(ms) for words, ms in taken.items()} }")
+    assert max(taken.values()) < 100  # the least of five: another process may have had the processor
+    tab.wait_for_function("document.querySelector('#table-solutions .notice')")  # the other parts follow
 
 
 def test_a_hostile_name_is_shown_as_text_and_runs_nothing(shipped_report: ReportData, show: Callable[..., Any]):

@@ -53,7 +53,7 @@
     const state = addressState();
     for (const id of FIELDS) byId(id).value = state.get(id) ?? "";
     byId("fastest").checked = state.get("fastest") === "1";
-    apply();
+    apply({ atOnce: true });
     const kernel = state.get("kernel");
     if (kernel) openDetail(kernel, state.get("trace"));
     else if (byId("detail").open) byId("detail").close();
@@ -361,12 +361,21 @@
     if (chosen !== undefined) byId(id).value = chosen;
   }
   const distinct = (items) => [...new Set(items)].filter(Boolean).sort();
-  function apply() {
-    for (const name of Object.keys(tables)) show(name);
+  let applied = 0;
+  function apply({ atOnce = false } = {}) {
+    const mine = ++applied, rest = [...Object.keys(tables).filter((name) => name !== "kernels").map((name) => () => show(name)), filterRoofline];
+    show("kernels");
     byId("since-shown").textContent = sinceDay() || "the start";
     const { found, rows: all } = tables.kernels;
     byId("status").textContent = `${found.length} of ${all.length} kernel rows`;
-    filterRoofline();
+    // The other parts follow, each in a task of its own, so that whoever types waits for the first table only.
+    const next = () => {
+      if (mine !== applied || !rest.length) return;
+      rest.shift()();
+      setTimeout(next);
+    };
+    if (atOnce) rest.forEach((part) => part());
+    else setTimeout(next);
   }
   function changed() { writeAddress(); apply(); }
   const places = distinct(rows.coverage.map((row) => row.gpu));
@@ -389,5 +398,5 @@
   latency();
   roofline();
   readAddress();
-  if (parts.includes(location.hash.slice(1))) apply();
+  if (parts.includes(location.hash.slice(1))) apply({ atOnce: true });
 })();
