@@ -68,7 +68,7 @@
 
   // --- tables ---
   const kernelLink = (name, trace) => element("button", { type: "button", class: "link", onclick: () => openDetail(name, trace) }, name);
-  const time = (row) => [figure(row.latency_us), element("span", { class: "interval" }, ` [${figure(row.ci_low_us)}, ${figure(row.ci_high_us)}]`)];
+  const time = (row) => element("span", {}, figure(row.latency_us), element("span", { class: "interval" }, ` [${figure(row.ci_low_us)}, ${figure(row.ci_high_us)}]`));
   const TEXT = (key, label) => ({ key, label });
   const NUMBER = (key, label, digits = 4) => ({ key, label, number: true, show: (row) => figure(row[key], digits) });
   const KERNEL = { key: "solution", label: "kernel", show: (row) => (row.solution ? kernelLink(row.solution, row.trace_id) : "") };
