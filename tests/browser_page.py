@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-CHROMIUM = shutil.which("chromium")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 HOSTILE = '</script><script>alert("x")</script><!--<img src=x onerror=alert(1)>'
 MISSING = "there is no Chromium. Try: apt-get install -y --no-install-recommends chromium"
 needs_chromium = pytest.mark.skipif(CHROMIUM is None and "CI" not in os.environ, reason=MISSING)
