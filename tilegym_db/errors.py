@@ -37,6 +37,7 @@ PACKAGES: dict[str, tuple[str, str]] = {
     "tvm_ffi": ("TileLang", "tilelang"),
     "cuda": ("cuTile (cuda-tile)", "cutile"),
     "pyarrow": ("Apache Arrow (pyarrow)", "arrow"),
+    "jinja2": ("Jinja2", "report"),
     "transformers": ("transformers", "transformers"),
     "safetensors": ("safetensors", "transformers"),
     "flashinfer_bench": ("flashinfer-bench", "flashinfer"),

@@ -11,6 +11,7 @@ COMMANDS: dict[str, dict[str, str]] = {
         "best": "Print the fastest verified solution per operator, shape and GPU.",
         "leaderboard": "Rank solutions per operator and GPU: shapes measured, shapes won, geometric means.",
         "explain": "Say which solution the resolver picks for a call, and why not each of the others.",
+        "report": "Write one page of everything in the database, for a browser without a network.",
         "sql": "Run one read-only SQL statement over the database.",
     },
     "Author": {

@@ -1,0 +1,155 @@
+"""The page in a real browser, from disk, without a network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser_page import HOSTILE, chromium_page, needs_chromium
+
+from tilegym_db.report.data import ReportData
+from tilegym_db.report.page import page
+from tilegym_db.store.database import Store
+
+pytestmark = [needs_chromium, pytest.mark.slow]
+
+TABLES = ("kernels", "coverage", "open", "changes", "solutions")
+SORTED = """name => {
+  const table = document.querySelector(`#table-${name} table`);
+  return [...table.querySelectorAll("thead th")].map((_, at) => {
+    const order = () => [...document.querySelectorAll(`#table-${name} tbody tr`)].map((row) => row.children[at].textContent);
+    const head = () => document.querySelectorAll(`#table-${name} thead th`)[at];
+    head().querySelector("button").click();
+    const up = [head().getAttribute("aria-sort"), order()];
+    head().querySelector("button").click();
+    return [...up, head().getAttribute("aria-sort"), order()];
+  });
+}"""
+FILTER_MS = """words => {
+  const box = document.getElementById("q"), start = performance.now();
+  box.value = words;
+  box.dispatchEvent(new Event("input", {bubbles: true}));
+  document.body.offsetHeight;
+  return performance.now() - start;
+}"""
+
+TOO_WIDE = """() => document.documentElement.scrollWidth <= innerWidth ? []
+  : [...document.querySelectorAll("body *")].filter((node) => node.getBoundingClientRect().right > innerWidth)
+    .map((node) => `${node.tagName} ${node.id} ${node.className}`)"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[tuple[Any, list[str]]]:
+    with chromium_page(viewport={"width": 1280, "height": 900}) as opened:
+        yield opened
+
+
+@pytest.fixture
+def show(browser: tuple[Any, list[str]], tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """``show(report, address)``: the page of a report in the browser; afterwards nothing was logged or asked for."""
+    tab, wrong = browser
+    wrong.clear()
+
+    def open_page(report: ReportData, address: str = "") -> Any:
+        path = tmp_path / "report.html"
+        path.write_text(page(report, version="0.2.0"))
+        tab.goto("about:blank")
+        tab.goto(f"{path.as_uri()}{address}")
+        return tab
+
+    yield open_page
+    assert wrong == []
+
+
+def body_rows(tab: Any, table: str) -> list[str]:
+    rows: list[str] = tab.locator(f"#table-{table} tbody tr").all_inner_texts()
+    return rows
+
+
+def test_every_table_sorts_both_ways_and_the_best_time_comes_first(
+    shipped_report: ReportData, show: Callable[..., Any]
+):
+    tab = show(shipped_report)
+    for table in TABLES:
+        for up, rising, down, falling in tab.evaluate(SORTED, table):
+            assert (up, down) == ("ascending", "descending")
+            assert len(set(rising)) == len(set(falling)) == 1 or rising != falling, table
+    tab.locator("#table-kernels th[data-key=latency_us] button").click()
+    least = min(row["latency_us"] for row in shipped_report.evidence if row["is_fastest_in_language"])
+    assert f"{least:.4g} [" in body_rows(tab, "kernels")[0].replace("\n", " ")
+    assert "no run of a whole model" in tab.locator("#table-models").inner_text()
+
+
+def test_search_and_filters_work_from_the_keyboard_and_from_the_address(
+    shipped_report: ReportData, show: Callable[..., Any], store: Store
+):
+    tab = show(shipped_report, "#q=softmax&lang=triton&fastest=1")
+    (asked,) = store.rows("SELECT count(*) AS n FROM best WHERE definition = 'softmax' AND language = 'triton'")
+    assert tab.locator("#status").inner_text().startswith(f"{asked['n']} of ")
+    rows = body_rows(tab, "kernels")
+    assert len(rows) == asked["n"]
+    assert all("softmax_triton" in row for row in rows)
+    tab.locator("button[type=reset]").click()
+    tab.wait_for_function("!location.hash.includes('softmax')")
+    tab.locator("h1").click()
+    tab.keyboard.press("/")
+    tab.keyboard.type("rope_neox tilelang")
+    assert "q=rope_neox+tilelang" in tab.evaluate("location.hash")
+    assert all("rope_neox" in row and "tilelang" in row for row in body_rows(tab, "kernels"))
+
+
+def test_a_point_shows_the_number_that_sql_gives_and_opens_its_kernel(
+    shipped_report: ReportData, show: Callable[..., Any], store: Store
+):
+    tab = show(shipped_report, "#q=softmax")
+    point = tab.locator("#plot-roofline .point:not([display])").first
+    point.focus()
+    solution, _, case, figures, *_ = [*tab.locator("#tip").inner_text().replace(" (", "\n(").split("\n")]
+    tab.keyboard.press("Enter")
+    details = tab.locator("#detail-body").inner_text()
+    trace_id = next(
+        line for line in tab.evaluate("location.hash").split("&") if line.startswith("trace=")
+    ).removeprefix("trace=")
+    (row,) = store.rows("FROM best WHERE trace_id = $trace_id", {"trace_id": trace_id})
+    assert solution == row["solution"]
+    assert row["gpu"] in case
+    assert float(figures.split(" us")[0]) == row["latency_us"]
+    assert trace_id in details
+    assert f"tilegym-db reproduce {solution} --axes {row['axes_key']}" in details
+    assert "def run(" in details
+    tab.keyboard.press("Escape")
+    assert not tab.locator("#detail").is_visible()
+
+
+def test_ten_thousand_rows_are_filtered_within_a_tenth_of_a_second(
+    shipped_report: ReportData, show: Callable[..., Any]
+):
+    rows = [row for row in shipped_report.evidence if row["is_fastest_in_language"]]
+    many = (rows * (10_000 // len(rows) + 1))[:10_000]
+    tab = show(replace(shipped_report, evidence=many))
+    searches = ("r", "rms", "rms_norm triton", "", "softmax", "nothing fits")
+    taken = {words: min(tab.evaluate(FILTER_MS, words) for _ in range(5)) for words in searches}
+    print(f"ms a filter of 10,000 rows: { {words: round(ms) for words, ms in taken.items()} }")
+    assert max(taken.values()) < 100  # the least of five: another process may have had the processor
+    tab.wait_for_function("document.querySelector('#table-solutions .notice')")  # the other parts follow
+
+
+def test_a_hostile_name_is_shown_as_text_and_runs_nothing(shipped_report: ReportData, show: Callable[..., Any]):
+    hostile = {**shipped_report.solutions[0], "name": HOSTILE, "description": HOSTILE}
+    tab = show(
+        replace(shipped_report, solutions=[hostile], sources={"a": HOSTILE}, files_of={HOSTILE: [("k.py", "a")]})
+    )
+    tab.locator("#table-solutions tbody button").click()
+    assert tab.locator("#detail h2").inner_text() == HOSTILE
+    assert tab.locator("#detail pre").inner_text() == HOSTILE
+    assert tab.locator("img").count() == 0
+
+
+def test_a_phone_shows_the_page_without_scrolling_sideways(shipped_report: ReportData, show: Callable[..., Any]):
+    tab = show(shipped_report)
+    tab.set_viewport_size({"width": 390, "height": 844})
+    assert tab.evaluate(TOO_WIDE) == []
+    tab.set_viewport_size({"width": 1280, "height": 900})

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+from browser_page import HOSTILE
+
+from tilegym_db.report.data import ReportData
+from tilegym_db.report.page import page
+
+VOID = {"meta", "link", "input", "br", "img"}
+
+
+class Checked(HTMLParser):
+    """Notes what is not closed, what is closed twice, ids given twice, and what the elements hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.wrong: list[str] = []
+        self.ids: list[str] = []
+        self.addresses: list[str] = []
+        self.scripts: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self.ids += [values["id"] or ""] if "id" in values else []
+        self.addresses += [values[name] or "" for name in ("href", "src", "action") if name in values]
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self.open or self.open.pop() != tag:
+            self.wrong.append(f"</{tag}> at {self.getpos()}")
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "script":
+            self.scripts[-1] += data
+
+
+def checked(text: str) -> Checked:
+    parser = Checked()
+    parser.feed(text)
+    parser.close()
+    return parser
+
+
+def test_the_page_of_the_shipped_data_is_whole_small_and_asks_no_network(shipped_report: ReportData):
+    text = page(shipped_report, version="0.2.0")
+    assert len(text.encode()) < 3_000_000
+    found = checked(text)
+    assert not found.wrong
+    assert not found.open
+    assert len(found.ids) == len(set(found.ids))
+    assert all(address.startswith("#") or address == "data:," for address in found.addresses)
+    assert all(address[1:] in found.ids for address in found.addresses if address.startswith("#"))
+    outside = re.sub(r"http://www\.w3\.org/2000/svg", "", text.replace(found.scripts[0], ""))
+    assert "http" not in outside.replace("http-equiv", "")
+    assert "@import" not in outside
+
+
+def test_the_data_of_the_page_are_the_rows(shipped_report: ReportData):
+    evidence = json.loads(checked(page(shipped_report, version="0")).scripts[0])["evidence"]
+    column = evidence["values"][evidence["columns"].index("latency_us")]
+    assert column == [row["latency_us"] for row in shipped_report.evidence]
+    name = evidence["columns"].index("solution")
+    assert [evidence["texts"]["solution"][at] for at in evidence["values"][name]] == [
+        row["solution"] for row in shipped_report.evidence
+    ]
+
+
+def test_a_hostile_name_source_and_title_stay_text(shipped_report: ReportData):
+    hostile = {**shipped_report.solutions[0], "name": HOSTILE, "description": HOSTILE}
+    report = replace(shipped_report, solutions=[hostile], sources={"a": HOSTILE}, files_of={HOSTILE: [(HOSTILE, "a")]})
+    text = page(report, version=HOSTILE, title=HOSTILE)
+    found = checked(text)
+    assert len(found.scripts) == 2
+    assert not found.wrong
+    assert "<img" not in text
+    assert json.loads(found.scripts[0])["sources"] == {"a": HOSTILE}
+
+
+def test_an_empty_database_makes_a_page(shipped_report: ReportData):
+    names = ("evidence", "coverage", "open", "changes", "definitions", "solutions", "peaks", "models")
+    report = replace(shipped_report, newest=None, sources={}, files_of={}, **{name: [] for name in names})
+    assert "newest measurement never" in page(report, version="0.2.0")

@@ -1,0 +1,70 @@
+"""``tilegym-db report``: one page of the whole database that opens without a network, or a week in Markdown."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tilegym_db.cli.options import Trust
+from tilegym_db.cli.output import note, print_line
+
+app = typer.Typer(
+    invoke_without_command=True,
+    rich_markup_mode=None,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    help="Write one page of everything in the database, for a browser without a network.",
+)
+
+Since = Annotated[
+    datetime | None,
+    typer.Option(help="Changes since this day (UTC).", formats=["%Y-%m-%d"], metavar="YYYY-MM-DD"),
+]
+
+
+@app.callback()
+def command(
+    context: typer.Context,
+    output: Annotated[Path, typer.Option("-o", "--output", help="The page to write.", metavar="FILE")] = Path(
+        "report.html"
+    ),
+    since: Since = None,
+    trust: Trust = False,
+) -> None:
+    """Write one page of everything in the database, for a browser without a network.
+
+    The page holds the fastest kernels, rooflines, latencies by size, coverage, what is open, what changed, and every kernel's
+    source, evidence and the command that reproduces it. `report weekly` prints the short form.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from tilegym_db import __version__
+    from tilegym_db.catalog import Catalog
+    from tilegym_db.cli.reader import open_reader
+    from tilegym_db.files import write_atomically
+    from tilegym_db.report.data import read_report
+    from tilegym_db.report.page import page
+
+    with open_reader(trust=trust) as store:
+        data = read_report(store, Catalog.default(), since)
+    content = page(data, version=__version__).encode()
+    write_atomically(output, content)
+    print_line(str(output))
+    note(f"{len(data.evidence)} verified cases of {len(data.solutions)} solutions; {len(content) / 1e6:.2f} MB")
+
+
+@app.command("weekly")
+def weekly_command(since: Since = None, trust: Trust = False) -> None:
+    """Print changes, leaders and what is open as Markdown; without --since, of the last seven days."""
+    from datetime import UTC, timedelta
+
+    from tilegym_db.cli.reader import open_reader
+    from tilegym_db.report.weekly import weekly
+
+    start = since or datetime.now(UTC).replace(tzinfo=None) - timedelta(days=7)
+    with open_reader(trust=trust) as store:
+        text = weekly(store, start)
+    print_line(text.rstrip())

@@ -1,0 +1,402 @@
+"use strict";
+// Everything is made with textContent and createElement: no text of a record is ever read as HTML.
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const LANGUAGES = ["triton", "tilelang", "cutile", "python"];
+  const AT_FIRST = 40; // rows of a table until one asks for all of them
+  const byId = (id) => document.getElementById(id);
+
+  const rowsOf = (table) => Array.from({ length: table.length }, (_, index) => {
+    const row = {};
+    table.columns.forEach((name, at) => {
+      const value = table.values[at][index];
+      row[name] = table.texts[name] ? table.texts[name][value] : value;
+    });
+    return row;
+  });
+  const rows = {};
+  for (const name of ["evidence", "coverage", "open", "changes", "definitions", "solutions", "peaks", "models"]) rows[name] = rowsOf(data[name]);
+  const families = new Map(rows.definitions.map((row) => [row.name, row.op_type]));
+  const languages = new Map(rows.solutions.map((row) => [row.name, row.language]));
+  const evidenceOf = Map.groupBy ? Map.groupBy(rows.evidence, (row) => row.solution) : grouped(rows.evidence, (row) => row.solution);
+
+  function grouped(items, key) {
+    const groups = new Map();
+    for (const item of items) groups.has(key(item)) ? groups.get(key(item)).push(item) : groups.set(key(item), [item]);
+    return groups;
+  }
+  function element(tag, attributes = {}, ...children) {
+    const node = document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes)) name === "onclick" ? node.addEventListener("click", value) : node.setAttribute(name, value);
+    node.append(...children);
+    return node;
+  }
+  function drawn(tag, attributes, ...children) {
+    const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+    node.append(...children);
+    return node;
+  }
+  const figure = (value, digits = 4) => value === null || value === undefined ? "" : String(Number(value.toPrecision(digits)));
+  const percent = (value) => value === null || value === undefined ? "" : `${(value * 100).toFixed(value < 0.1 ? 1 : 0)}%`;
+  const shape = (row) => [row.axes_key, row.scalars_key, row.layouts_key].filter(Boolean).join("; ").replaceAll(",", " ");
+
+  // --- state: what the address says after '#', so that a filtered page can be sent to somebody ---
+  const FIELDS = ["q", "op", "gpu", "lang", "since"];
+  const parts = [...document.querySelectorAll("main section")].map((section) => section.id);
+  function addressState() {
+    const text = location.hash.slice(1);
+    return new URLSearchParams(parts.includes(text) ? "" : text);
+  }
+  function readAddress() {
+    if (parts.includes(location.hash.slice(1))) return;
+    const state = addressState();
+    for (const id of FIELDS) byId(id).value = state.get(id) ?? "";
+    byId("fastest").checked = state.get("fastest") === "1";
+    apply({ atOnce: true });
+    const kernel = state.get("kernel");
+    if (kernel) openDetail(kernel, state.get("trace"));
+    else if (byId("detail").open) byId("detail").close();
+  }
+  function writeAddress(extra = {}) {
+    const state = new URLSearchParams();
+    for (const id of FIELDS) if (byId(id).value) state.set(id, byId(id).value);
+    if (byId("fastest").checked) state.set("fastest", "1");
+    for (const [name, value] of Object.entries(extra)) if (value) state.set(name, value);
+    history.replaceState(null, "", `#${state}`);
+  }
+
+  // --- tables ---
+  const kernelLink = (name, trace) => element("button", { type: "button", class: "link", onclick: () => openDetail(name, trace) }, name);
+  const time = (row) => element("span", {}, figure(row.latency_us), element("span", { class: "interval" }, ` [${figure(row.ci_low_us)}, ${figure(row.ci_high_us)}]`));
+  const TEXT = (key, label) => ({ key, label });
+  const NUMBER = (key, label, digits = 4) => ({ key, label, number: true, show: (row) => figure(row[key], digits) });
+  const KERNEL = { key: "solution", label: "kernel", show: (row) => (row.solution ? kernelLink(row.solution, row.trace_id) : "") };
+  const MEASURED = [
+    { key: "latency_us", label: "us [interval]", number: true, show: time },
+    NUMBER("speedup", "speedup", 3),
+    { key: "sol_ratio", label: "SOL", number: true, show: (row) => percent(row.sol_ratio) },
+  ];
+  const tables = {
+    kernels: {
+      rows: rows.evidence.filter((row) => row.is_fastest_in_language), empty: "Nothing is verified in this database yet. Try: tilegym-db bench --promote",
+      keep: (row) => !byId("fastest").checked || row.is_fastest,
+      columns: [TEXT("definition", "operator"), { key: "axes_key", label: "shape", show: shape }, TEXT("dtypes_key", "dtypes"), TEXT("gpu", "GPU"),
+        TEXT("language", "language"), KERNEL, TEXT("config_key", "config"), ...MEASURED],
+    },
+    coverage: {
+      rows: rows.coverage, empty: "No GPU has any measurement in this database.", render: coverage, columns: [],
+    },
+    models: {
+      rows: rows.models, empty: "This database holds no run of a whole model. tilegym-db model-bench measures one; shipped data has none.",
+      columns: [TEXT("model", "model"), TEXT("gpu", "GPU"), NUMBER("batch", "batch"), NUMBER("prompt_tokens", "prompt"), NUMBER("new_tokens", "new"), TEXT("way", "way"),
+        NUMBER("tokens_per_s", "tokens/s"), NUMBER("speedup", "speedup", 3), { key: "gpu_share", label: "GPU time served", number: true, show: (row) => percent(row.gpu_share) },
+        { key: "proved", label: "proved", show: (row) => (row.proved ? "yes" : "no") }, TEXT("reason", "why not")],
+    },
+    open: {
+      rows: rows.open, empty: "Nothing is open.",
+      columns: [TEXT("kind", "what"), TEXT("definition", "operator"), KERNEL, TEXT("gpu", "GPU"), { key: "cases", label: "cases", number: true, show: (row) => String(row.cases || "") }],
+    },
+    changes: {
+      rows: rows.changes, empty: "This database holds no promotion, revocation or regression.", keep: (row) => row.day >= sinceDay(),
+      columns: [TEXT("day", "day"), TEXT("kind", "what"), TEXT("definition", "operator"), KERNEL, TEXT("gpu", "GPU"), NUMBER("cases", "cases"), NUMBER("ratio", "times slower", 3)],
+    },
+    solutions: {
+      rows: rows.solutions.map((row) => ({ ...row, solution: row.name })), empty: "The catalog has no solution.",
+      columns: [KERNEL, TEXT("definition", "operator"), TEXT("language", "language"), TEXT("role", "role"), TEXT("author", "author"), TEXT("description", "description")],
+    },
+  };
+  const newest = rows.changes.reduce((last, row) => (row.day > last ? row.day : last), "");
+  function sinceDay() {
+    if (byId("since").value || !newest) return byId("since").value;
+    return new Date(Date.parse(newest) - 7 * 864e5).toISOString().slice(0, 10);
+  }
+  for (const table of Object.values(tables)) {
+    for (const row of table.rows) {
+      row.family = row.op_type ?? families.get(row.definition) ?? "";
+      row.tongue = row.language ?? languages.get(row.solution) ?? "";
+      row.words = Object.entries(row).filter(([key, value]) => typeof value === "string" && key !== "command" && key !== "libs").map(([, value]) => value).join("\n").toLowerCase();
+    }
+  }
+  function wanted() {
+    const words = byId("q").value.toLowerCase().split(/\s+/).filter(Boolean);
+    const [op, gpu, lang] = ["op", "gpu", "lang"].map((id) => byId(id).value);
+    return (row) => (!op || !row.family || row.family === op) && (!gpu || !row.gpu || row.gpu === gpu)
+      && (!lang || !row.tongue || row.tongue === lang) && words.every((word) => row.words.includes(word));
+  }
+  const compare = (key) => (one, two) => {
+    const [a, b] = [one[key], two[key]];
+    if (a === null || a === undefined) return b === null || b === undefined ? 0 : 1;
+    if (b === null || b === undefined) return -1;
+    return typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), "en", { numeric: true });
+  };
+  function show(name) {
+    const table = tables[name], place = byId(`table-${name}`), keep = table.keep ?? (() => true), fits = wanted();
+    table.found = table.rows.filter((row) => fits(row) && keep(row));
+    if (table.sorted) {
+      table.found.sort(compare(table.sorted.key));
+      if (table.sorted.down) table.found.reverse();
+    }
+    if (!table.found.length) {
+      place.replaceChildren(element("p", { class: "notice" }, table.rows.length ? "Nothing fits these filters." : table.empty));
+      return;
+    }
+    if (table.render) { place.replaceChildren(table.render(table.found)); return; }
+    const some = table.all ? table.found : table.found.slice(0, AT_FIRST);
+    place.replaceChildren(element("table", {}, element("thead", {}, element("tr", {}, ...table.columns.map((column) => heading(name, column)))),
+      element("tbody", {}, ...some.map((row) => element("tr", {}, ...table.columns.map((column) => cell(row, column)))))));
+    if (some.length < table.found.length) {
+      place.append(element("button", { type: "button", class: "more", onclick: () => { table.all = true; show(name); } }, `Show all ${table.found.length} rows`));
+    }
+  }
+  function heading(name, column) {
+    const { sorted } = tables[name];
+    const direction = sorted?.key === column.key ? (sorted.down ? "descending" : "ascending") : "none";
+    const sort = () => {
+      tables[name].sorted = { key: column.key, down: direction === "ascending" };
+      show(name);
+      byId(`table-${name}`).querySelector(`th[data-key="${column.key}"] button`).focus();
+    };
+    return element("th", { scope: "col", "aria-sort": direction, "data-key": column.key, ...(column.number ? { class: "number" } : {}) },
+      element("button", { type: "button", onclick: sort }, column.label));
+  }
+  function cell(row, column) {
+    const content = column.show ? column.show(row) : row[column.key] ?? "";
+    return element("td", { "data-label": column.label, ...(column.number ? { class: "number" } : {}) }, ...(Array.isArray(content) ? content : [content]));
+  }
+  function coverage(found) {
+    const places = [...new Set(found.map((row) => row.gpu))].sort();
+    const tongues = LANGUAGES.filter((language) => found.some((row) => row.language === language));
+    const heads = places.flatMap((gpu) => tongues.map((language) => [gpu, language]));
+    const { sorted } = tables.coverage;
+    const groups = [...grouped(found, (row) => row.definition)].map(([name, cells]) => {
+      const line = { operator: name, family: cells[0].op_type, cells: {} };
+      for (const one of cells) { line.cells[`${one.gpu} ${one.language}`] = one; line[`${one.gpu} ${one.language}`] = one.verified; }
+      return line;
+    });
+    if (sorted) { groups.sort(compare(sorted.key)); if (sorted.down) groups.reverse(); }
+    const word = (one) => !one ? "" : one.verified ? `${one.verified} / ${one.workloads}` : one.solutions ? "unverified" : "none";
+    const tone = (one) => !one || !one.verified ? "" : one.verified >= one.workloads ? "full" : "some";
+    return element("table", {}, element("thead", {}, element("tr", {}, heading("coverage", TEXT("operator", "operator")), heading("coverage", TEXT("family", "family")),
+      ...heads.map(([gpu, language]) => heading("coverage", { key: `${gpu} ${language}`, label: `${language} on ${gpu}` })))),
+    element("tbody", {}, ...groups.map((line) => element("tr", {}, element("td", { "data-label": "operator" }, line.operator), element("td", { "data-label": "family" }, line.family),
+      ...heads.map(([gpu, language]) => {
+        const one = line.cells[`${gpu} ${language}`];
+        return element("td", { class: tone(one), "data-label": `${language} on ${gpu}` }, word(one));
+      })))));
+  }
+
+  // --- plots ---
+  const WIDTH = 960, HEIGHT = 440, EDGE = { left: 76, right: 24, top: 18, bottom: 46 };
+  function logScale(low, high, from, to) {
+    const [a, b] = [Math.log10(low), Math.log10(high)];
+    return (value) => from + ((Math.log10(value) - a) / (b - a || 1)) * (to - from);
+  }
+  function decades(low, high) {
+    const ticks = [];
+    for (let power = Math.ceil(Math.log10(low) - 1e-9); 10 ** power <= high * 1.000001; power += 1) ticks.push(10 ** power);
+    if (ticks.length > 2) return ticks;
+    return [-3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11].flatMap((power) => [1, 2, 5].map((step) => step * 10 ** power)).filter((tick) => tick >= low && tick <= high);
+  }
+  function unit(value, name) {
+    const [size, prefix] = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]].find(([least]) => value >= least) ?? [1, ""];
+    return `${figure(value / size, 4)} ${prefix}${name}`.trim();
+  }
+  const MARKS = {
+    triton: (x, y) => drawn("circle", { cx: x, cy: y, r: 4.6 }),
+    tilelang: (x, y) => drawn("rect", { x: x - 4.2, y: y - 4.2, width: 8.4, height: 8.4 }),
+    cutile: (x, y) => drawn("path", { d: `M${x} ${y - 5.6}l5.4 9.6h-10.8z` }),
+    python: (x, y) => drawn("path", { d: `M${x} ${y - 5.8}l5.8 5.8-5.8 5.8-5.8-5.8z` }),
+  };
+  const mark = (language, x, y) => (MARKS[language] ?? MARKS.python)(x, y);
+  function frame(label, xs, ys, xLabel, yLabel, xTick, yTick) {
+    const x = logScale(xs[0], xs[1], EDGE.left, WIDTH - EDGE.right), y = logScale(ys[0], ys[1], HEIGHT - EDGE.bottom, EDGE.top);
+    const svg = drawn("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "group", "aria-label": label });
+    for (const tick of decades(...xs)) svg.append(drawn("line", { class: "grid", x1: x(tick), x2: x(tick), y1: EDGE.top, y2: HEIGHT - EDGE.bottom }), drawn("text", { x: x(tick), y: HEIGHT - 28, "text-anchor": "middle" }, xTick(tick)));
+    for (const tick of decades(...ys)) svg.append(drawn("line", { class: "grid", x1: EDGE.left, x2: WIDTH - EDGE.right, y1: y(tick), y2: y(tick) }), drawn("text", { x: EDGE.left - 8, y: y(tick) + 4, "text-anchor": "end" }, yTick(tick)));
+    svg.append(drawn("text", { x: WIDTH / 2, y: HEIGHT - 8, "text-anchor": "middle" }, xLabel), drawn("text", { x: 14, y: HEIGHT / 2, "text-anchor": "middle", transform: `rotate(-90 14 ${HEIGHT / 2})` }, yLabel));
+    return { svg, x, y };
+  }
+  function addPoints(svg, points) {
+    const layer = drawn("g", {}), nodes = points.map(({ row, x, y, text }, index) => {
+      const node = mark(row.language, x, y);
+      node.setAttribute("class", `point ${row.language}`);
+      node.setAttribute("role", "button");
+      node.setAttribute("tabindex", index ? -1 : 0);
+      node.setAttribute("aria-label", text.replaceAll("\n", ", "));
+      node.addEventListener("pointerenter", () => tip(node, text));
+      node.addEventListener("focus", () => tip(node, text));
+      for (const event of ["pointerleave", "blur"]) node.addEventListener(event, () => { byId("tip").hidden = true; });
+      node.addEventListener("click", () => openDetail(row.solution, row.trace_id));
+      node.addEventListener("keydown", (event) => {
+        const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
+        if (step) { event.preventDefault(); move(index, index + step); }
+        if (event.key === "Enter" || event.key === " ") { event.preventDefault(); openDetail(row.solution, row.trace_id); }
+      });
+      layer.append(node);
+      return node;
+    });
+    function move(from, to) {
+      const step = Math.sign(to - from);
+      let next = to;
+      while (nodes[next] && nodes[next].hasAttribute("display")) next += step;
+      if (!nodes[next]) return;
+      nodes[from].setAttribute("tabindex", -1);
+      nodes[next].setAttribute("tabindex", 0);
+      nodes[next].focus();
+    }
+    svg.append(layer);
+    return nodes;
+  }
+  function tip(node, text) {
+    const box = node.getBoundingClientRect(), place = byId("tip");
+    place.textContent = text;
+    place.hidden = false;
+    place.style.left = `${Math.max(4, Math.min(box.right + 8, innerWidth - place.offsetWidth - 8))}px`;
+    place.style.top = `${Math.max(4, Math.min(box.bottom + 8, innerHeight - place.offsetHeight - 8))}px`;
+  }
+  const story = (row) => `${row.solution} (${row.language})\n${row.definition} ${shape(row)} ${row.dtypes_key} on ${row.gpu}\n${figure(row.latency_us, 7)} us [${figure(row.ci_low_us, 7)}, ${figure(row.ci_high_us, 7)}], ${percent(row.sol_ratio)} of the speed of light`;
+  const bounds = (values) => [Math.min(...values) / 1.4, Math.max(...values) * 1.4];
+  const swatch = (language, dash) => {
+    const svg = drawn("svg", { viewBox: "0 0 36 14", "aria-hidden": "true" });
+    if (dash !== undefined) svg.append(drawn("line", { class: `series ${language}`, x1: 0, x2: 36, y1: 7, y2: 7, "stroke-dasharray": dash }));
+    const sign = mark(language, 18, 7);
+    sign.setAttribute("class", language);
+    svg.append(sign);
+    return svg;
+  };
+  let roofPoints = { rows: [], nodes: [] };
+  function filterRoofline() { // points are hidden and shown, not drawn anew: thousands of them must not hold up the search
+    const fits = wanted();
+    let isFirst = true;
+    roofPoints.rows.forEach((row, at) => {
+      const node = roofPoints.nodes[at], isShown = fits(row);
+      if (isShown === node.hasAttribute("display")) isShown ? node.removeAttribute("display") : node.setAttribute("display", "none");
+      const stop = isShown && isFirst ? "0" : "-1";
+      if (node.getAttribute("tabindex") !== stop) node.setAttribute("tabindex", stop);
+      if (isShown) isFirst = false;
+    });
+  }
+  function roofline() {
+    const place = byId("plot-roofline"), gpu = byId("roof-gpu").value, peak = rows.peaks.find((row) => row.gpu === gpu);
+    const points = tables.kernels.rows.filter((row) => row.gpu === gpu && row.is_fastest && row.flops > 0 && row.bytes > 0);
+    roofPoints = { rows: points, nodes: [] };
+    if (!points.length) { place.replaceChildren(element("p", { class: "notice" }, "No measured kernel of this GPU has a cost model.")); return; }
+    const work = points.map((row) => ({ row, intensity: row.flops / row.bytes, rate: row.flops / row.latency_us * 1e6 }));
+    const xs = bounds(work.map((one) => one.intensity)), tops = peak ? [peak.bfloat16_flops_per_s, peak.float32_flops_per_s].filter(Boolean) : [];
+    const ys = bounds([...work.map((one) => one.rate), ...tops]);
+    if (peak && tops.length) xs[1] = Math.max(xs[1], Math.max(...tops) / peak.copy_bytes_per_s * 3);
+    const { svg, x, y } = frame(`Roofline of ${gpu}: ${points.length} shapes`, xs, ys, "flops a byte", "flops a second", (tick) => figure(tick), (tick) => unit(tick, ""));
+    for (const [name, top] of peak ? [["bf16 products", peak.bfloat16_flops_per_s], ["fp32", peak.float32_flops_per_s]] : []) {
+      if (!top) continue;
+      const ridge = top / peak.copy_bytes_per_s, start = Math.max(xs[0], ys[0] / peak.copy_bytes_per_s);
+      svg.append(drawn("path", { class: "roof", d: `M${x(start)} ${y(start * peak.copy_bytes_per_s)}L${x(ridge)} ${y(top)}H${WIDTH - EDGE.right}` }),
+        drawn("text", { x: WIDTH - EDGE.right - 4, y: y(top) - 5, "text-anchor": "end" }, `${name}: ${unit(top, "flop/s")}`));
+    }
+    roofPoints.nodes = addPoints(svg, work.map((one) => ({ row: one.row, x: x(one.intensity), y: y(one.rate), text: `${story(one.row)}\n${unit(one.rate, "flop/s")} at ${figure(one.intensity, 3)} flops a byte` })));
+    const seen = LANGUAGES.filter((language) => points.some((row) => row.language === language));
+    place.replaceChildren(svg, element("ul", { class: "legend" }, ...seen.map((language) => element("li", {}, swatch(language), ` ${language}`)),
+      element("li", {}, peak ? `slope: ${unit(peak.copy_bytes_per_s, "B/s")}, calibrated on ${peak.gpu_name}` : "this GPU was not calibrated: no roof")));
+    filterRoofline();
+  }
+  const latencyKey = (row) => [row.gpu, row.dtypes_key, row.layouts_key, row.scalars_key].filter(Boolean).join("; ");
+  const DASHES = ["", "7 3", "2 3", "9 3 2 3", "14 4", "4 6", "14 3 2 3 2 3"];
+  function latency() {
+    const place = byId("plot-latency"), all = rows.evidence.filter((row) => row.definition === byId("lat-definition").value);
+    const keys = [...grouped(all, latencyKey)].sort((one, two) => two[1].length - one[1].length).map(([key]) => key);
+    fill("lat-key", keys, keys.includes(byId("lat-key").value) ? byId("lat-key").value : keys[0]);
+    const points = all.filter((row) => latencyKey(row) === byId("lat-key").value && row.bytes > 0);
+    if (!points.length) { place.replaceChildren(element("p", { class: "notice" }, "This operator has no measurement with a cost model.")); return; }
+    const { svg, x, y } = frame(`Latency of ${byId("lat-definition").value} by size`, bounds(points.map((row) => row.bytes)), bounds(points.map((row) => row.latency_us)),
+      "bytes that a call must move", "microseconds", (tick) => unit(tick, "B"), (tick) => figure(tick));
+    const lines = [...grouped(points, (row) => row.solution)].sort(([one], [two]) => one.localeCompare(two)), drawnOf = {}, legend = [];
+    const marks = [];
+    for (const [name, line] of lines) {
+      const { language } = line[0], dash = DASHES[(drawnOf[language] = (drawnOf[language] ?? -1) + 1) % DASHES.length];
+      line.sort((one, two) => one.bytes - two.bytes || one.latency_us - two.latency_us);
+      svg.append(drawn("path", { class: `series ${language}`, style: "fill:none", "stroke-dasharray": dash, d: `M${line.map((row) => `${x(row.bytes).toFixed(1)} ${y(row.latency_us).toFixed(1)}`).join("L")}` }));
+      for (const row of line) {
+        svg.append(drawn("line", { class: `series ${language}`, x1: x(row.bytes), x2: x(row.bytes), y1: y(row.ci_low_us), y2: y(row.ci_high_us) }));
+        marks.push({ row, x: x(row.bytes), y: y(row.latency_us), text: story(row) });
+      }
+      legend.push(element("li", {}, swatch(language, dash), " ", kernelLink(name)));
+    }
+    addPoints(svg, marks);
+    place.replaceChildren(svg, element("ul", { class: "legend" }, ...legend));
+  }
+
+  // --- one kernel ---
+  function openDetail(name, trace) {
+    const solution = rows.solutions.find((row) => row.name === name), dialog = byId("detail"), body = byId("detail-body");
+    const evidence = evidenceOf.get(name) ?? [], row = evidence.find((one) => one.trace_id === trace) ?? evidence[0];
+    const close = element("button", { type: "button", class: "close", onclick: () => dialog.close() }, "Close");
+    body.replaceChildren(close, element("h2", { id: "detail-title" }, name));
+    if (solution) body.append(element("p", {}, `${solution.language} ${solution.role} for ${solution.definition}, by ${solution.author}. ${solution.description}`));
+    else body.append(element("p", { class: "notice" }, "The catalog has no solution of this name."));
+    if (row) body.append(...evidenceNodes(row, evidence.length));
+    else body.append(element("p", { class: "notice" }, "Not verified on any GPU."));
+    for (const [path, digest] of data.files[name] ?? []) body.append(element("h3", {}, path), element("pre", { tabindex: 0, "aria-label": `source ${path}` }, data.sources[digest]));
+    if (!dialog.open) dialog.showModal();
+    dialog.scrollTop = 0;
+    writeAddress({ kernel: name, trace: row?.trace_id });
+  }
+  function evidenceNodes(row, count) {
+    const facts = [
+      ["verdict", `PASSED, tier ${row.tier}, sandbox level ${row.sandbox_level}, ${row.origin}`], ["case", `${row.definition} ${shape(row)} ${row.dtypes_key}`],
+      ["config", row.config_key || "the source's own defaults"], ["GPU", `${row.gpu_name}, driver ${row.driver}, ${row.clock_mhz ?? "?"} MHz`], ["software", row.libs],
+      ["time", `${figure(row.latency_us, 7)} us [${figure(row.ci_low_us, 7)}, ${figure(row.ci_high_us, 7)}], ${row.samples} samples, timer ${row.timer}`],
+      ["against stock", row.speedup === null ? "not compared" : `${figure(row.speedup)}x, at least ${figure(row.speedup_ci_low)}x`],
+      ["speed of light", row.sol_us === null ? "not known" : `${percent(row.sol_ratio)}; ${figure(row.sol_us)} us`],
+      ["correctness", `${row.cases} cases; relative error ${figure(row.rel_fro, 3)}, largest ${figure(row.max_abs, 3)}`],
+      ["envelope", row.envelope_digest ? `${row.envelope_cases} fuzz cases, ${row.envelope_digest}` : "none"], ["trace", row.trace_id], ["measured", row.timestamp],
+    ];
+    return [element("dl", {}, ...facts.flatMap(([term, text]) => [element("dt", {}, term), element("dd", {}, text ?? "")])),
+      element("p", { class: "muted" }, count > 1 ? `One of ${count} verified cases of this solution; open another one from the tables or plots.` : "The only verified case of this solution."),
+      element("h3", {}, "Reproduce"), element("pre", { class: "command", tabindex: 0 }, row.command)];
+  }
+
+  // --- controls ---
+  function fill(id, values, chosen, all) {
+    byId(id).replaceChildren(...(all ? [element("option", { value: "" }, all)] : []), ...values.map((value) => element("option", { value }, value)));
+    if (chosen !== undefined) byId(id).value = chosen;
+  }
+  const distinct = (items) => [...new Set(items)].filter(Boolean).sort();
+  let applied = 0;
+  function apply({ atOnce = false } = {}) {
+    const mine = ++applied, rest = [...Object.keys(tables).filter((name) => name !== "kernels").map((name) => () => show(name)), filterRoofline];
+    show("kernels");
+    byId("since-shown").textContent = sinceDay() || "the start";
+    const { found, rows: all } = tables.kernels;
+    byId("status").textContent = `${found.length} of ${all.length} kernel rows`;
+    // The other parts follow, each in a task of its own, so that whoever types waits for the first table only.
+    const next = () => {
+      if (mine !== applied || !rest.length) return;
+      rest.shift()();
+      setTimeout(next);
+    };
+    if (atOnce) rest.forEach((part) => part());
+    else setTimeout(next);
+  }
+  function changed() { writeAddress(); apply(); }
+  const places = distinct(rows.coverage.map((row) => row.gpu));
+  fill("op", distinct(rows.definitions.map((row) => row.op_type)), "", "all");
+  fill("gpu", places, "", "all");
+  fill("lang", LANGUAGES, "", "all");
+  fill("roof-gpu", distinct(rows.evidence.map((row) => row.gpu)));
+  fill("lat-definition", distinct(rows.evidence.map((row) => row.definition)));
+  byId("filters").addEventListener("input", changed);
+  byId("filters").addEventListener("submit", (event) => event.preventDefault());
+  byId("filters").addEventListener("reset", () => setTimeout(changed));
+  byId("fastest").addEventListener("change", changed);
+  byId("roof-gpu").addEventListener("change", roofline);
+  for (const id of ["lat-definition", "lat-key"]) byId(id).addEventListener("change", latency);
+  byId("detail").addEventListener("close", () => writeAddress());
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "/" && !/INPUT|SELECT|TEXTAREA/.test(document.activeElement.tagName)) { event.preventDefault(); byId("q").focus(); }
+  });
+  addEventListener("hashchange", readAddress);
+  latency();
+  roofline();
+  readAddress();
+  if (parts.includes(location.hash.slice(1))) apply({ atOnce: true });
+})();

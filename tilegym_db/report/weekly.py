@@ -1,0 +1,71 @@
+"""The short form of a report in Markdown: where the field stands and what changed, from SQL alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from tilegym_db.store.queries import leaderboard_rows
+from tilegym_db.store.queries import report as queries
+
+if TYPE_CHECKING:
+    from tilegym_db.store.database import Store
+
+__all__ = ["weekly"]
+
+
+def weekly(store: Store, since: datetime) -> str:
+    """Changes since then (UTC), who leads each operator, runs of models, and what is open, as Markdown."""
+    changes = queries.change_rows(store, since)
+    parts = [f"# tilegym-db since {since:%Y-%m-%d}", "## Changes"]
+    parts.append(
+        _table(
+            ("day", "what", "operator", "solution", "GPU", "cases", "times slower"),
+            [
+                (*(row[key] for key in ("day", "kind", "definition", "solution", "gpu", "cases")), row["ratio"])
+                for row in changes
+            ],
+            "No promotion, revocation or regression.",
+        )
+    )
+    parts += ["## Leaders", _leaders(store), "## Models", _models(store, since), "## Open"]
+    open_rows = queries.open_rows(store)
+    parts.append(
+        _table(
+            ("what", "operator", "solution", "GPU"),
+            [(row["kind"], row["definition"], row["solution"], row["gpu"]) for row in open_rows],
+            "Nothing is open.",
+        )
+    )
+    return "\n\n".join(parts) + "\n"
+
+
+def _leaders(store: Store) -> str:
+    """The solution that is fastest on most shapes of each operator and GPU; rows come with most wins first."""
+    first: dict[tuple[str, str], tuple[object, ...]] = {}
+    for row in leaderboard_rows(store):
+        wins, sol = f"{row['wins']} of {row['shapes']}", row["geomean_sol_ratio"]
+        share = "" if sol is None else f"{sol:.0%}"
+        cells = (row["definition"], row["gpu"], row["solution"], row["language"], wins, row["geomean_speedup"], share)
+        first.setdefault((row["definition"], row["gpu"]), cells)
+    header = ("operator", "GPU", "solution", "language", "fastest at", "speedup", "of the speed of light")
+    return _table(header, first.values(), "Nothing is verified yet.")
+
+
+def _models(store: Store, since: datetime) -> str:
+    rows = [row for row in queries.model_rows(store) if row["timestamp"] >= since]
+    header = ("model", "GPU", "way", "tokens/s", "speedup")
+    cells = [(row["model"], row["gpu"], row["way"], row["tokens_per_s"], row["speedup"]) for row in rows]
+    return _table(header, cells, "No model was measured in this time.")
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[object]], empty: str) -> str:
+    lines = ["| " + " | ".join(_cell(value) for value in row) + " |" for row in rows]
+    return "\n".join(["| " + " | ".join(header) + " |", "|---" * len(header) + "|", *lines]) if lines else empty
+
+
+def _cell(value: object) -> str:
+    """A value that can neither end its cell nor its row."""
+    text = "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    return " ".join(text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").split())

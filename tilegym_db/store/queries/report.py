@@ -1,0 +1,176 @@
+"""What the report asks: kernels per shape with their evidence, coverage, what is open, what changed."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from tilegym_db.store.queries.json_columns import parsed
+
+if TYPE_CHECKING:
+    from tilegym_db.store.database import Store
+
+__all__ = [
+    "change_rows",
+    "coverage_rows",
+    "definition_rows",
+    "evidence_rows",
+    "model_rows",
+    "newest_trace_time",
+    "open_rows",
+    "peak_rows",
+    "solution_rows",
+]
+
+_SHAPE = "definition, gpu, dtypes_key, axes_key, scalars_key, layouts_key"
+
+# `is_fastest` is the row of the view `best`: both break ties by trace_id.
+EVIDENCE = f"""
+    SELECT definition, op_type, gpu, axes, axes_key, dtypes, dtypes_key, scalars, scalars_key, layouts_key,
+        solution, language, role, config, config_key, latency_us, ci_low_us, ci_high_us, samples, speedup, speedup_ci_low,
+        sol_us, sol_ratio, trace_id, timestamp, origin, gpu_name, driver, libs, tier, sandbox_level, cases, envelope_cases,
+        envelope_digest, rel_fro, max_abs, timer, clock_mhz, solution_digest,
+        row_number() OVER (PARTITION BY {_SHAPE} ORDER BY latency_us, trace_id) = 1 AS is_fastest,
+        row_number() OVER (PARTITION BY {_SHAPE}, language ORDER BY latency_us, trace_id) = 1 AS is_fastest_in_language
+    FROM best_per_solution
+    ORDER BY {_SHAPE}, latency_us, trace_id
+"""
+
+# Every operator, language and GPU of which anything is known. `workloads` is what there is to verify.
+COVERAGE = """
+    WITH places AS (SELECT DISTINCT gpu FROM trace_records WHERE is_counted(origin, trusted)),
+        languages AS (SELECT unnest(['triton', 'tilelang', 'cutile', 'python']) AS language),
+        kernels AS (SELECT definition, language, count(*) AS solutions FROM solutions GROUP BY ALL),
+        shapes AS (SELECT definition, count(*) AS workloads FROM workloads GROUP BY ALL),
+        proofs AS (
+            SELECT definition, language, gpu, count(DISTINCT workload_uuid) AS verified
+            FROM best_per_solution SEMI JOIN workloads w ON w.uuid = workload_uuid GROUP BY ALL)
+    SELECT d.name AS definition, d.op_type, p.gpu, l.language,
+        coalesce(k.solutions, 0) AS solutions, coalesce(s.workloads, 0) AS workloads, coalesce(v.verified, 0) AS verified
+    FROM definitions d CROSS JOIN places p CROSS JOIN languages l
+    LEFT JOIN kernels k ON k.definition = d.name AND k.language = l.language
+    LEFT JOIN shapes s ON s.definition = d.name
+    LEFT JOIN proofs v ON v.definition = d.name AND v.language = l.language AND v.gpu = p.gpu
+    ORDER BY d.op_type, d.name, p.gpu, l.language
+"""
+
+# What waits for somebody: operators that are declared open, kernels that nothing verified, screens without a promotion.
+OPEN = """
+    SELECT 'operator is open' AS kind, name AS definition, '' AS solution, '' AS gpu, 0 AS cases FROM definitions WHERE is_open
+    UNION ALL
+    SELECT 'solution not verified on any GPU', definition, name, '', 0 FROM solutions
+    WHERE name NOT IN (SELECT solution FROM verified)
+    UNION ALL
+    SELECT 'passed a screen, waits for promote', definition, solution, gpu, count(*) FROM promotable GROUP BY ALL
+    ORDER BY kind, definition, solution, gpu
+"""
+
+# A regression is a newest pass whose whole interval lies above that of the pass before it, same source and shape or not.
+CHANGES = """
+    WITH passes AS (
+        SELECT *, lag(ci_high_us) OVER earlier AS ci_high_before, lag(latency_us) OVER earlier AS latency_before
+        FROM traces WHERE status = 'PASSED' AND tier = 'promotion' AND is_counted(origin, trusted) AND doubt IS NULL
+        WINDOW earlier AS (
+            PARTITION BY definition, solution, config_key, gpu, dtypes_key, axes_key, scalars_key, layouts_key
+            ORDER BY timestamp, trace_id))
+    SELECT 'promotion' AS kind, timestamp::DATE::VARCHAR AS day, definition, solution, gpu, count(*) AS cases,
+        max(timestamp) AS newest, NULL::DOUBLE AS ratio, arg_max(trace_id, row(timestamp, trace_id)) AS trace_id
+    FROM passes WHERE $since::TIMESTAMP IS NULL OR timestamp >= $since::TIMESTAMP
+    GROUP BY ALL
+    UNION ALL
+    SELECT 'regression', timestamp::DATE::VARCHAR, definition, solution, gpu, count(*), max(timestamp),
+        max(latency_us / latency_before), arg_max(trace_id, row(timestamp, trace_id))
+    FROM passes
+    WHERE ci_low_us > ci_high_before AND ($since::TIMESTAMP IS NULL OR timestamp >= $since::TIMESTAMP)
+    GROUP BY ALL
+    UNION ALL
+    SELECT 'revocation', r.revoked_at::DATE::VARCHAR, t.definition, t.solution, r.gpu, count(*), max(r.revoked_at), NULL,
+        arg_max(r.trace_id, row(r.revoked_at, r.trace_id))
+    FROM revocations r JOIN trace_records t ON t.trace_id = r.trace_id
+    WHERE ($since::TIMESTAMP IS NULL OR r.revoked_at >= $since::TIMESTAMP)
+        AND EXISTS (
+            FROM trace_records p WHERE p.status = 'PASSED' AND p.tier = 'promotion' AND p.gpu = r.gpu
+                AND p.definition_digest = r.definition_digest AND p.solution_digest = r.solution_digest
+                AND p.timestamp <= r.revoked_at AND is_counted(p.origin, p.trusted)
+                AND p.config_key = coalesce(r.config_key, p.config_key)
+                AND p.workload_uuid = coalesce(r.workload_uuid, p.workload_uuid))
+    GROUP BY ALL
+    ORDER BY newest DESC, kind, definition, solution, gpu
+"""
+
+DEFINITIONS = """
+    SELECT name, op_type, version, description, is_open, record::VARCHAR AS record FROM definitions ORDER BY op_type, name
+"""
+
+SOLUTIONS = """
+    SELECT name, definition, op_type, language, role, coalesce(provides, '') AS provides, coalesce(author, '') AS author,
+        coalesce(description, '') AS description, digest
+    FROM solutions ORDER BY name
+"""
+
+PEAKS = """
+    SELECT gpu, gpu_name, driver, copy_bytes_per_s, read_bytes_per_s, bfloat16_flops_per_s, float32_flops_per_s, launch_us
+    FROM peaks WHERE is_current ORDER BY gpu
+"""
+
+MODELS = """
+    SELECT r.model, r.gpu, r.batch, r.prompt_tokens, r.new_tokens, w.way, w.tokens_per_s, w.speedup, w.speedup_ci_low,
+        w.speedup_ci_high, CASE WHEN w.way = 'patched' THEN r.gpu_share END AS gpu_share, r.proved, w.reason, r.timestamp,
+        r.run_id
+    FROM model_ways w JOIN model_runs r ON r.run_id = w.run_id
+    ORDER BY r.timestamp DESC, r.run_id, w.way
+"""
+
+NEWEST = "SELECT max(timestamp) AS newest FROM trace_records WHERE is_counted(origin, trusted)"
+
+
+def evidence_rows(store: Store) -> list[dict[str, Any]]:
+    """The fastest verified trace of every solution per shape and GPU, with what proves it.
+
+    Two columns more than in the view ``traces``: ``is_fastest`` of its shape, and ``is_fastest_in_language``.
+    """
+    return parsed(store.rows(EVIDENCE))
+
+
+def coverage_rows(store: Store) -> list[dict[str, Any]]:
+    """Per operator, GPU and language: solutions in the catalog, workloads, and how many of those are verified."""
+    return store.rows(COVERAGE)
+
+
+def open_rows(store: Store) -> list[dict[str, Any]]:
+    """What waits for somebody: ``kind``, ``definition``, ``solution``, ``gpu`` and ``cases``, empty where it does not apply."""
+    return store.rows(OPEN)
+
+
+def change_rows(store: Store, since: datetime | None = None) -> list[dict[str, Any]]:
+    """Promotions, revocations and regressions since then (UTC), newest first, one row a day, solution and GPU.
+
+    ``cases`` counts shapes and configs; ``ratio`` is the worst time over the pass before it, of regressions only.
+    """
+    return store.rows(CHANGES, {"since": since})
+
+
+def definition_rows(store: Store) -> list[dict[str, Any]]:
+    """The catalog's operators; ``record`` is the text of each."""
+    return store.rows(DEFINITIONS)
+
+
+def solution_rows(store: Store) -> list[dict[str, Any]]:
+    """The catalog's solutions, by name, without their sources."""
+    return store.rows(SOLUTIONS)
+
+
+def peak_rows(store: Store) -> list[dict[str, Any]]:
+    """What each GPU was calibrated to do, a second."""
+    return store.rows(PEAKS)
+
+
+def model_rows(store: Store) -> list[dict[str, Any]]:
+    """Every way of running every model that was measured, newest run first; evidence of models, not of operators."""
+    return store.rows(MODELS)
+
+
+def newest_trace_time(store: Store) -> datetime | None:
+    """When the newest trace that counts was measured (UTC); None where there is none."""
+    newest: datetime | None = store.rows(NEWEST)[0]["newest"]
+    return newest
