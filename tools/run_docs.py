@@ -86,7 +86,7 @@ class Installation:
             script.chmod(0o755)
         return cls(folder)
 
-    def environment(self, home: Path, columns: int) -> dict[str, str]:
+    def environment(self, home: Path, columns: int = COLUMNS) -> dict[str, str]:
         """What a command sees: this installation first on the path, a home folder of its own, a terminal of this width."""
         keep = {key: os.environ[key] for key in ("LANG", "LC_ALL", "TMPDIR") if key in os.environ}
         return {

@@ -129,10 +129,10 @@ def test_captured_calls_are_kept_once_in_the_users_own_catalog(config: Path, hom
     again = invoke(verify_model.command, config, "--gpu", "cpu", "--dtype", "float32", "--prompt", 7, "--capture")
     assert first.exit_code == again.exit_code == 0
     assert (
-        "kept 10 workloads, 0 exist already. Next: tilegym-db bench attention_decode attention_prefill fused_add_rms_norm "
+        "kept 11 workloads, 0 exist already. Next: tilegym-db bench attention_decode attention_prefill fused_add_rms_norm "
         "rms_norm rope_neox swiglu" in first.stderr
     )
-    assert "kept 0 workloads, 10 exist already." in again.stderr
+    assert "kept 0 workloads, 11 exist already." in again.stderr
     kept = [w for w in Catalog.default().workloads_for("swiglu") if "captured" in w.tags]
     assert [(w.axes, w.dtypes, w.tags[:2]) for w in kept] == [
         ({"M": 7, "I": 48}, {"T": "float32"}, ("model:tiny-llama", "stage:prefill")),

@@ -83,6 +83,15 @@ def test_a_generator_of_its_own_and_what_is_put_back_are_no_change() -> None:
     assert watched.changes() == []
 
 
+def test_a_filter_of_a_library_for_its_own_warnings_is_no_change() -> None:
+    class OfALibrary(UserWarning):
+        pass
+
+    watched = watch()
+    warnings.simplefilter("once", OfALibrary)
+    assert watched.changes() == []
+
+
 def test_torch_compile_may_change_what_it_changes_for_good_and_nothing_else() -> None:
     watched = watch(compiles=True)
     sys.setrecursionlimit(sys.getrecursionlimit() + 7)

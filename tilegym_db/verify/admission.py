@@ -6,9 +6,14 @@ the record that did it.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import os
+from importlib.metadata import version
 from pathlib import Path
+
+import platformdirs
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError
@@ -58,7 +63,8 @@ def run_reference_once(record: Definition, file: Path, *, limit_s: float | None 
 def require_returning_reference(catalog: Catalog, record: Definition) -> None:
     """Before this process computes with a reference that did not come with the package: run it apart, once per digest.
 
-    Nobody has to add a Definition through ``add-definition``: its file may have been written or changed by hand.
+    Nobody has to add a Definition through ``add-definition``: its file may have been written or changed by hand. That it returned
+    is remembered in the user's cache folder, since a process with PyTorch takes seconds to start.
 
     Raises:
         RecordError: as :func:`run_reference_once`.
@@ -67,9 +73,14 @@ def require_returning_reference(catalog: Catalog, record: Definition) -> None:
     packaged = shipped_root()
     if path is None or (path.is_relative_to(packaged) and catalog.write_root != packaged):
         return
-    if record.digest not in _RETURNED:
-        run_reference_once(record, path)
-        _RETURNED.add(record.digest)
+    known = Path(platformdirs.user_cache_dir("tilegym-db")) / "references" / f"{record.digest}-{version('torch')}"
+    if record.digest in _RETURNED or os.path.exists(known):
+        return
+    run_reference_once(record, path)
+    _RETURNED.add(record.digest)
+    with contextlib.suppress(OSError):  # a cache folder that cannot be written to costs the next command a few seconds
+        known.parent.mkdir(parents=True, exist_ok=True)
+        known.touch()
 
 
 _RETURNED: set[str] = set()

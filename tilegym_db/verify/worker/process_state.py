@@ -78,7 +78,7 @@ def traces_of_calls() -> Snapshot:
     found = {
         "torch's random state": _digest(torch.get_rng_state().numpy().tobytes()),
         "Python's random state": _digest(repr(random.getstate()).encode()),
-        "warnings.filters": _digest(repr(warnings.filters).encode()),
+        "warnings.filters": _digest(repr(_filters()).encode()),
         "the environment": str(sorted((k, v) for k, v in os.environ.items() if not k.startswith(_OF_TOOLCHAINS))),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -112,6 +112,11 @@ class StateWatch:
         """One sentence for each thing that is another one now."""
         after = switches() | traces_of_calls()
         return changes({name: value for name, value in self._before.items() if name not in self._ignored}, after)
+
+
+def _filters() -> list[object]:
+    """The filters for Python's own kinds of warnings; a library that is imported late may add some for kinds of its own."""
+    return [entry for entry in warnings.filters if entry[2].__module__ == "builtins"]
 
 
 def changes(before: Snapshot, after: Snapshot) -> list[str]:
