@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tilegym_db.bench.benchmark import BenchReport, benchmark, promote
-from tilegym_db.bench.gpus.devices import Device, cpu_slots, devices_of
+from tilegym_db.bench.gpus.devices import MeasuringDevice, cpu_slots, devices_of
 from tilegym_db.bench.run_setup import Observer
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
@@ -95,7 +95,7 @@ def limited_catalog(root: Path, names: Sequence[str], pattern_tag: str | None, l
 
 
 def measure(
-    options: argparse.Namespace, catalog: Catalog, devices: list[Device], kill_after: float | None
+    options: argparse.Namespace, catalog: Catalog, devices: list[MeasuringDevice], kill_after: float | None
 ) -> dict[str, Any]:
     """One run in a store of its own, with empty caches."""
     with tempfile.TemporaryDirectory() as folder:
@@ -109,7 +109,7 @@ def measure(
         return record(report, devices, watch)
 
 
-def record(report: BenchReport, devices: list[Device], watch: Watch) -> dict[str, Any]:
+def record(report: BenchReport, devices: list[MeasuringDevice], watch: Watch) -> dict[str, Any]:
     """What is kept of one run."""
     seconds = time.perf_counter() - watch.begun
     pairs = Counter(key(trace) for trace in report.traces)
@@ -181,9 +181,9 @@ def main() -> int:
     return 1 if judge(runs) else 0
 
 
-def plan(devices: list[Device], skip: str) -> list[tuple[str, list[Device], float | None]]:
+def plan(devices: list[MeasuringDevice], skip: str) -> list[tuple[str, list[MeasuringDevice], float | None]]:
     """Name, devices, and the share of pairs after which a supervisor is killed, of each run."""
-    runs: list[tuple[str, list[Device], float | None]] = [
+    runs: list[tuple[str, list[MeasuringDevice], float | None]] = [
         ("one", devices[:1], None),
         (str(len(devices)), devices, None),
     ]

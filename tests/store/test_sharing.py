@@ -21,7 +21,7 @@ import pytest
 
 from tilegym_db.errors import StoreError, UsageError
 from tilegym_db.store.connection import open_store
-from tilegym_db.store.data_set import DataSet, Row, digest_of, hidden
+from tilegym_db.store.data_set import Row, SharedDataSet, digest_of, hidden
 from tilegym_db.store.ingest import ingest
 from tilegym_db.store.queries import best_rows
 from tilegym_db.store.sharing import share_traces, sync_traces
@@ -32,11 +32,11 @@ BATCHES, ROWS = 16, 20
 # Makes each line of its input a process of its own, forked where pyarrow is imported but nothing of it has begun.
 WRITER = """import json, os, sys
 import pyarrow, pyarrow.parquet, pyarrow.dataset
-from tilegym_db.store.data_set import DataSet, Row
+from tilegym_db.store.data_set import SharedDataSet, Row
 for line in sys.stdin:
     process = os.fork()
     if process == 0:
-        data_set = DataSet(line.strip())
+        data_set = SharedDataSet(line.strip())
         for batch in range(BATCHES):
             data_set.add([Row(json.dumps({"trace_id": f"{batch}-{n}"})) for n in range(ROWS)], "h200")
         os._exit(0)
@@ -49,7 +49,7 @@ def rows_of(*ids: str) -> list[Row]:
     return [Row(json.dumps({"trace_id": identity, "definition": "scale"})) for identity in ids]
 
 
-def held(data_set: DataSet) -> list[str]:
+def held(data_set: SharedDataSet) -> list[str]:
     """The trace ids of every row of every file; all files must be valid."""
     found = []
     for file in data_set.files():
@@ -63,8 +63,8 @@ def held(data_set: DataSet) -> list[str]:
 
 
 @pytest.fixture
-def shared(tmp_path) -> DataSet:
-    return DataSet(str(tmp_path / "shared"))
+def shared(tmp_path) -> SharedDataSet:
+    return SharedDataSet(str(tmp_path / "shared"))
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ def test_the_same_rows_make_the_same_file_whatever_their_order(shared):
 @pytest.mark.parametrize("uri", ["s3://key:secret@bucket/x", "s3://bucket/x?secret_key=y", "", "ftp://host/x"])
 def test_an_address_with_credentials_or_of_no_known_kind_is_refused_without_repeating_them(uri):
     with pytest.raises(UsageError) as error:
-        DataSet(uri)
+        SharedDataSet(uri)
     assert "secret@" not in str(error.value)
     assert "secret_key=y" not in str(error.value)
 
@@ -255,15 +255,15 @@ def test_twenty_kills_of_a_writer_lose_no_trace_and_double_none(s3, write):
             os.kill(process, signal.SIGKILL)
         if ended() == -signal.SIGKILL:
             kills += 1
-        files = {file.name for file in DataSet(uri).files()}
+        files = {file.name for file in SharedDataSet(uri).files()}
         assert seen <= files  # what was written stays
-        found = held(DataSet(uri))
+        found = held(SharedDataSet(uri))
         assert len(found) == len(set(found)) == ROWS * len(files)  # whole files, each batch once
         done = len(files) == BATCHES
         seen, folders = (set(), folders + 1) if done else (files, folders)
     _, ended = write(uri)
     assert ended() == 0
-    assert held(DataSet(uri)) == ALL
+    assert held(SharedDataSet(uri)) == ALL
 
 
 def test_two_writers_at_once_make_one_file_of_each_batch(s3):
@@ -274,14 +274,14 @@ def test_two_writers_at_once_make_one_file_of_each_batch(s3):
         writer.stdin.write(f"{s3}\n")
         writer.stdin.close()
     assert [writer.wait(timeout=120) for writer in writers] == [0, 0]
-    assert held(DataSet(s3)) == ALL
+    assert held(SharedDataSet(s3)) == ALL
 
 
 def test_a_bucket_that_does_not_exist_is_named(s3):
     with pytest.raises(StoreError, match=r"cannot list s3://nobody/x: .*NO_SUCH_BUCKET"):
-        DataSet(f"s3://nobody/x{REGION}").files()
+        SharedDataSet(f"s3://nobody/x{REGION}").files()
     with pytest.raises(StoreError, match=r"cannot write to s3://nobody/x: .*NO_SUCH_BUCKET"):
-        DataSet(f"s3://nobody/x{REGION}").add(rows_of("a"), "h200")
+        SharedDataSet(f"s3://nobody/x{REGION}").add(rows_of("a"), "h200")
 
 
 def test_a_wrong_key_is_refused_and_not_repeated(s3, server):
@@ -293,7 +293,7 @@ def test_a_wrong_key_is_refused_and_not_repeated(s3, server):
     require_keys("0")
     try:
         with pytest.raises(StoreError, match=r"cannot list.*AWS_ACCESS_KEY_ID") as error:
-            DataSet(s3).files()
+            SharedDataSet(s3).files()
     finally:
         require_keys("1000000000")
     assert "AKIDEXAMPLE" not in str(error.value)
@@ -301,12 +301,12 @@ def test_a_wrong_key_is_refused_and_not_repeated(s3, server):
 
 
 def test_a_listing_that_is_cut_off_changes_nothing(s3, server, monkeypatch, catalog, tmp_path):
-    DataSet(s3).add(rows_of("a", "b"), "h200")
+    SharedDataSet(s3).add(rows_of("a", "b"), "h200")
     with CutOff(server) as url:
         monkeypatch.setenv("AWS_ENDPOINT_URL", url)
         with open_store(tmp_path / "other", catalog=catalog) as store:
             with pytest.raises(StoreError, match="cannot list s3://"):
-                sync_traces(store, DataSet(s3))
+                sync_traces(store, SharedDataSet(s3))
             assert store.rows("SELECT * FROM traces") == []
 
 

@@ -13,7 +13,7 @@ from tilegym_db.bench.calibrate import peaks_or_reason
 from tilegym_db.bench.confined import require_sandbox
 from tilegym_db.bench.cross_check import cross_check
 from tilegym_db.bench.executor.local import LocalExecutor
-from tilegym_db.bench.gpus.devices import Device, devices_of
+from tilegym_db.bench.gpus.devices import MeasuringDevice, devices_of
 from tilegym_db.bench.gpus.messages import Peaks, Session
 from tilegym_db.bench.gpus.pool import Callbacks, DevicePool
 from tilegym_db.bench.gpus.work import divide
@@ -84,7 +84,7 @@ def benchmark(
     again: bool = False,
     promote: bool = False,
     allow_unsandboxed: bool = False,
-    gpus: str | Sequence[Device] | None = None,
+    gpus: str | Sequence[MeasuringDevice] | None = None,
     catalog: Catalog | None = None,
     store_home: Path | None = None,
     observer: Observer | None = None,
@@ -133,7 +133,7 @@ def promote(
     quick: bool = False,
     again: bool = False,
     allow_unsandboxed: bool = False,
-    gpus: str | Sequence[Device] | None = None,
+    gpus: str | Sequence[MeasuringDevice] | None = None,
     catalog: Catalog | None = None,
     store_home: Path | None = None,
     observer: Observer | None = None,
@@ -152,7 +152,7 @@ def promote(
 
 
 @contextlib.contextmanager
-def _prepared(setup: RunSetup, devices: Sequence[Device], *, confined: bool) -> Iterator[DevicePool | None]:
+def _prepared(setup: RunSetup, devices: Sequence[MeasuringDevice], *, confined: bool) -> Iterator[DevicePool | None]:
     """The supervisors of several devices, begun with; or None, and this process ready to have workers."""
     if devices:
         with DevicePool(devices, setup.machine.gpu) as pool:

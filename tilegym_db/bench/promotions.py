@@ -17,24 +17,24 @@ from tilegym_db.store.database import Store
 from tilegym_db.store.loop_journals import append, journaled, loop_lock
 from tilegym_db.store.loop_queries import standing_promotions, verified_baselines
 
-__all__ = ["Claim", "claim_of", "record_promotions"]
+__all__ = ["PromotionClaim", "claim_of", "record_promotions"]
 
 BASELINES = ("stock", "library", "compile")
-"""What a comparison is with that counts; the incumbent is another kernel."""
+"""What a comparison is with that counts; the current best is another kernel."""
 
 Absent = Mapping[str, float]
 """Verified baseline -> latency in microseconds on the same workload."""
 
 
 @dataclass(frozen=True)
-class Claim:
+class PromotionClaim:
     """The baseline that a trace beats by the bar, or why it earns nothing."""
 
     baseline: Comparison | None
     reason: str = ""
 
 
-def claim_of(trace: Trace, verified: Absent, min_speedup: float = MIN_SPEEDUP) -> Claim:
+def claim_of(trace: Trace, verified: Absent, min_speedup: float = MIN_SPEEDUP) -> PromotionClaim:
     """Whether a trace earns a promotion id.
 
     Args:
@@ -44,27 +44,31 @@ def claim_of(trace: Trace, verified: Absent, min_speedup: float = MIN_SPEEDUP) -
         min_speedup: what the lower end of the interval has to reach.
     """
     if trace.tier != "promotion" or trace.status != "PASSED" or trace.performance is None:
-        return Claim(None, f"a {trace.tier} trace with the status {trace.status} promotes nothing")
+        return PromotionClaim(None, f"a {trace.tier} trace with the status {trace.status} promotes nothing")
     if trace.role != "kernel":
-        return Claim(None, "a baseline is what others are measured against")
+        return PromotionClaim(None, "a baseline is what others are measured against")
     if trace.sandbox_level < MIN_SANDBOX_LEVEL:
-        return Claim(None, f"it ran confined at level {trace.sandbox_level}, and {MIN_SANDBOX_LEVEL} is needed")
+        return PromotionClaim(
+            None, f"it ran confined at level {trace.sandbox_level}, and {MIN_SANDBOX_LEVEL} is needed"
+        )
     against = [item for item in trace.performance.comparisons if item.provides in BASELINES]
     if not against:
-        return Claim(None, "no baseline took part in its rounds")
+        return PromotionClaim(None, "no baseline took part in its rounds")
     best = min(against, key=lambda item: (item.ci_low, item.other))
     if best.ci_low < min_speedup:
         interval = f"99% interval {best.ci_low:.3f} to {best.ci_high:.3f}"
-        return Claim(None, f"{best.ratio:.3f}x over {best.other} ({interval}), and {min_speedup:.2f}x is asked for")
+        return PromotionClaim(
+            None, f"{best.ratio:.3f}x over {best.other} ({interval}), and {min_speedup:.2f}x is asked for"
+        )
     taken = {item.other for item in against}
     for name, latency_us in sorted(verified.items()):
         if name not in taken and latency_us < min_speedup * trace.performance.latency_us:
-            return Claim(
+            return PromotionClaim(
                 None,
                 f"{name}, verified here at {latency_us:.4g} us, took no part in its rounds and may be the best baseline. "
                 f"Measure them together: tilegym-db promote {trace.solution} {name} --again",
             )
-    return Claim(best)
+    return PromotionClaim(best)
 
 
 def record_promotions(

@@ -1,8 +1,7 @@
 """Old versions of Solutions against those of today, both timed now on this machine, in the same rounds.
 
-What was measured earlier is no evidence: drivers, clocks and libraries change, and a number has no partner to be
-compared with. So the old source is fetched from git, verified and timed beside the new one, and beside a control (the
-stock code, entered twice) that says how far the session can be trusted. Nothing is stored.
+What was measured earlier is no evidence: drivers, clocks and libraries change. So the old source is fetched from git, verified
+and timed beside the new one, and beside a control (stock code, entered twice) that says how far to trust it. Nothing is stored.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from tilegym_db.bench.against import Pair, pairs_of_revision, pairs_of_run
 from tilegym_db.bench.executor.local import LocalExecutor
-from tilegym_db.bench.gpus.devices import Device, devices_of
+from tilegym_db.bench.gpus.devices import MeasuringDevice, devices_of
 from tilegym_db.bench.gpus.messages import Concluded, Session
 from tilegym_db.bench.gpus.pool import Callbacks, DevicePool
 from tilegym_db.bench.gpus.work import divide
@@ -76,7 +75,7 @@ def regress(
     catalog: Catalog | None = None,
     store_home: Path | None = None,
     observer: Observer | None = None,
-    gpus: str | Sequence[Device] | None = None,
+    gpus: str | Sequence[MeasuringDevice] | None = None,
 ) -> RegressionReport:
     """Measure every Solution whose source changed since ``against``, old and new interleaved.
 
@@ -136,7 +135,7 @@ class _Comparison:
     bars: Bars
     folder: Path
     observer: Observer
-    devices: Sequence[Device] = ()
+    devices: Sequence[MeasuringDevice] = ()
     traces: dict[tuple[str, str], Trace] = field(default_factory=dict)
     rounds: dict[tuple[str, str], list[float]] = field(default_factory=dict)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tilegym_db.backends.toolchains import TOOLCHAINS, toolchain_status
-from tilegym_db.bench.gpus.devices import Device
+from tilegym_db.bench.gpus.devices import MeasuringDevice
 from tilegym_db.bench.interleaved import TimingBudget
 from tilegym_db.bench.machine import Machine, select_machine
 from tilegym_db.bench.plan import DoneKey, LikelyFastest, Options, PairKey, Plan
@@ -57,7 +57,9 @@ class RunSetup:
         return cls(select_machine(gpu), catalog or Catalog.default(), store_home or home())
 
     @classmethod
-    def on(cls, devices: Sequence[Device], gpu: str, catalog: Catalog | None, store_home: Path | None) -> RunSetup:
+    def on(
+        cls, devices: Sequence[MeasuringDevice], gpu: str, catalog: Catalog | None, store_home: Path | None
+    ) -> RunSetup:
         """As :meth:`of`; where there are devices, with the first of them as its machine, since all are of one kind."""
         if not devices:
             return cls.of(gpu, catalog, store_home)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tilegym_db.cli.completion import complete_language
 from tilegym_db.cli.options import ConfigFile, MachineGpu
 from tilegym_db.cli.output import note, print_json, print_table
+
+if TYPE_CHECKING:
+    from tilegym_db.records.loop import Experiment
 
 
 def command(
@@ -52,6 +56,12 @@ def command(
         max_attempts=max_attempts,
         say=note,
     )
+    print_experiments(done, as_json=as_json)
+    note(f"ended: {why}")
+
+
+def print_experiments(done: Sequence[Experiment], *, as_json: bool) -> None:
+    """A row each, or JSON."""
     if as_json:
         print_json([one.model_dump(mode="json") for one in done])
     else:
@@ -69,7 +79,6 @@ def command(
             for one in done
         ]
         print_table(columns, rows, prose=("reason",))
-    note(f"ended: {why}")
 
 
 def parse_duration(text: str) -> float:

@@ -11,7 +11,7 @@ import typer
 from tilegym_db.cli.output import note
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from tilegym_db.catalog import Catalog, SolutionFiles
     from tilegym_db.records import Definition, Workload
@@ -57,10 +57,7 @@ def command(
     if as_json:
         typer.echo(json.dumps(findings))
     else:
-        for finding in findings:
-            typer.echo(finding)
-        count = len(names or catalog.definitions)
-        typer.echo(f"checked {count} definitions: {len(findings)} findings", err=True)
+        print_findings(findings, len(names or catalog.definitions))
         if names and not findings:
             after = [f"tilegym-db add-definition {path}" for path in drafts]
             note(f"Next: {'; '.join([*after, *(f'tilegym-db bench {name}' for name in added)])}")
@@ -69,6 +66,13 @@ def command(
         note(f"{others} broken records are about something else. To list them: tilegym-db check")
     if findings:
         raise typer.Exit(1)
+
+
+def print_findings(findings: Sequence[str], checked: int) -> None:
+    """A line each, then how many there are."""
+    for finding in findings:
+        typer.echo(finding)
+    typer.echo(f"checked {checked} definitions: {len(findings)} findings", err=True)
 
 
 def scan_note(text: str) -> None:

@@ -55,10 +55,10 @@ def command(
 
 def _share(uri: str, gpu: str, *, as_json: bool) -> None:
     from tilegym_db.cli.reader import open_reader
-    from tilegym_db.store.data_set import DataSet
+    from tilegym_db.store.data_set import SharedDataSet
     from tilegym_db.store.sharing import share_traces
 
-    data_set = DataSet(uri)
+    data_set = SharedDataSet(uri)
     with open_reader() as store:
         report = share_traces(store, data_set, gpu)
     if as_json:

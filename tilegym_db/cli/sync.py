@@ -23,10 +23,10 @@ def command(
     for any S3 tool. Exit status 1 if a file of the data set is not valid; the others are read all the same.
     """
     from tilegym_db.store.connection import open_store
-    from tilegym_db.store.data_set import DataSet
+    from tilegym_db.store.data_set import SharedDataSet
     from tilegym_db.store.sharing import sync_traces
 
-    data_set = DataSet(uri)
+    data_set = SharedDataSet(uri)
     with open_store() as store:
         report, problems = sync_traces(store, data_set, trust=trust)
     rejected = [*problems, *map(str, report.rejected)]

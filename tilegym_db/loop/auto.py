@@ -15,7 +15,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.errors import TilegymDBError
 from tilegym_db.loop.author import run_author, wait_for_author
 from tilegym_db.loop.candidates import withdraw
-from tilegym_db.loop.decide import Decision, decide, next_piece, why_stop
+from tilegym_db.loop.decide import KeepDecision, decide, next_piece, why_stop
 from tilegym_db.loop.from_model import LEAST_SHARE, Piece
 from tilegym_db.loop.model_state import ModelState
 from tilegym_db.loop.prompt import prompt_of
@@ -184,7 +184,7 @@ class Kernelizer:
         after = self.state.coverage()
         run, failed = self.state.run()
         save_model_run(run, self.home)
-        decision: Decision = decide(before, after, run.total_speedup, failed)
+        decision: KeepDecision = decide(before, after, run.total_speedup, failed)
         changed = {attempt.solution: attempt.solution_digest}
         return before, base, Outcome(decision.decision, decision.reason, after, run, changed)
 

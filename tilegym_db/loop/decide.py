@@ -10,7 +10,7 @@ from tilegym_db.loop.from_model import LEAST_SHARE, Piece
 from tilegym_db.records.loop import Coverage, Experiment
 from tilegym_db.records.model_run import Estimate
 
-__all__ = ["DISCARDS_IN_A_ROW", "LEAST_TOTAL", "Decision", "coverage_of", "decide", "next_piece", "why_stop"]
+__all__ = ["DISCARDS_IN_A_ROW", "LEAST_TOTAL", "KeepDecision", "coverage_of", "decide", "next_piece", "why_stop"]
 
 LEAST_TOTAL = 0.995
 """Lower end of the interval of the whole call's speedup: below, the model may have become slower."""
@@ -18,14 +18,14 @@ DISCARDS_IN_A_ROW = 5
 
 
 @dataclass(frozen=True)
-class Decision:
+class KeepDecision:
     """Keep or discard, and why."""
 
     decision: Literal["keep", "discard"]
     reason: str
 
 
-def decide(before: Coverage, after: Coverage, total: Estimate, failed_proofs: Sequence[str]) -> Decision:
+def decide(before: Coverage, after: Coverage, total: Estimate, failed_proofs: Sequence[str]) -> KeepDecision:
     """Whether a change of what serves a model stays.
 
     Args:
@@ -34,19 +34,21 @@ def decide(before: Coverage, after: Coverage, total: Estimate, failed_proofs: Se
         failed_proofs: kernels that the model's own calls found wrong, each with the reason.
     """
     if failed_proofs:
-        return Decision("discard", f"a proof on the model's own calls failed: {'; '.join(failed_proofs)}")
+        return KeepDecision("discard", f"a proof on the model's own calls failed: {'; '.join(failed_proofs)}")
     if before.time_of != after.time_of:
-        return Decision("discard", f"coverage of {before.time_of} time and of {after.time_of} time is no comparison")
+        return KeepDecision(
+            "discard", f"coverage of {before.time_of} time and of {after.time_of} time is no comparison"
+        )
     gained, spread = after.median - before.median, max(before.high - before.low, after.high - after.low)
     shares = f"coverage of {after.time_of} time {before.median:.1%} -> {after.median:.1%}, spread {spread:.1%}"
     if gained <= spread:
-        return Decision("discard", f"{shares}: it rose by no more than its spread over {after.profiles} profiles")
+        return KeepDecision("discard", f"{shares}: it rose by no more than its spread over {after.profiles} profiles")
     if total.ci_low is None or total.ci_high is None:
-        return Decision("discard", f"{shares}; too few rounds to say whether the model became slower")
+        return KeepDecision("discard", f"{shares}; too few rounds to say whether the model became slower")
     speedup = f"the whole call {total.median:.3f}x (99% interval {total.ci_low:.3f} to {total.ci_high:.3f})"
     if total.ci_low < LEAST_TOTAL:
-        return Decision("discard", f"{shares}; {speedup}: {LEAST_TOTAL} is asked for at the lower end")
-    return Decision("keep", f"{shares}; {speedup}")
+        return KeepDecision("discard", f"{shares}; {speedup}: {LEAST_TOTAL} is asked for at the lower end")
+    return KeepDecision("keep", f"{shares}; {speedup}")
 
 
 def coverage_of(shares: Sequence[float], time_of: Literal["gpu", "cpu"]) -> Coverage:

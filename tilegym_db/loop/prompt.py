@@ -145,12 +145,12 @@ def _objective(task: Task) -> str:
         f"Objective: {why}. The lower end of the 99% interval of the speedup over the best baseline of the same rounds has to "
         f"reach {task.min_speedup:.2f}x on every workload that the kernel supports, and it has to support all of them.",
         "",
-        "| axes | dtypes | best baseline, us | incumbent, us | speed of light, us |",
+        "| axes | dtypes | best baseline, us | current best, us | speed of light, us |",
         "|---|---|---|---|---|",
     ]
     for item in task.workloads:
         cells = [axes_key(item.axes), _dtypes(item)]
-        for found in (item.baseline, item.incumbent):
+        for found in (item.baseline, item.current_best):
             cells.append("none" if found is None else f"{found.latency_us:.4g} ({found.solution})")
         cells.append("unknown" if item.sol_us is None else f"{item.sol_us:.4g}")
         rows.append(f"| {' | '.join(cells)} |")

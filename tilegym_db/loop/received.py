@@ -17,7 +17,7 @@ from tilegym_db.records.loop import Task
 from tilegym_db.records.signature import signature_problem
 from tilegym_db.verify.scan import hard_findings, scan_sources
 
-__all__ = ["DELIVERABLE", "Refusal", "folder_digest", "receive", "scan_refusal"]
+__all__ = ["DELIVERABLE", "AttemptRefusal", "folder_digest", "receive", "scan_refusal"]
 
 DELIVERABLE = ("kernel.py", RECORD_NAME)
 """What a submission consists of. Whatever else an author has written, a reference or a benchmark, has no place in a verdict."""
@@ -26,7 +26,7 @@ LISTED = 8
 
 
 @dataclass(frozen=True)
-class Refusal:
+class AttemptRefusal:
     """Why a submission goes no further: the gate that refused it, the reason, and what shows it again."""
 
     gate: str
@@ -34,7 +34,7 @@ class Refusal:
     command: str = ""
 
 
-def receive(folder: Path, task: Task, definition: Definition) -> SolutionFiles | Refusal:
+def receive(folder: Path, task: Task, definition: Definition) -> SolutionFiles | AttemptRefusal:
     """The Solution that a folder holds, or why it is none that the task asks for. Nothing of it runs.
 
     Raises:
@@ -45,32 +45,34 @@ def receive(folder: Path, task: Task, definition: Definition) -> SolutionFiles |
     others = _others(folder)
     if others:
         named = ", ".join(others[:LISTED]) + (f" and {len(others) - LISTED} more" if len(others) > LISTED else "")
-        return Refusal(
+        return AttemptRefusal(
             "received",
             f"the folder holds {named}. An author hands in {' and '.join(DELIVERABLE)} and nothing else: reference, inputs, "
             "comparison and timing are the database's.",
         )
     if definition.digest != task.definition_digest:
-        return Refusal("received", f"{definition.name} changed since the task was made. Make a new task.")
+        return AttemptRefusal("received", f"{definition.name} changed since the task was made. Make a new task.")
     try:
         files = SolutionFiles.read(folder)
         record = files.record
         if set(files.sources) != {DELIVERABLE[0]}:
-            return Refusal(
+            return AttemptRefusal(
                 "received", f"solution.json lists the sources {', '.join(files.sources)}, not kernel.py alone."
             )
         if (record.definition, record.spec.language) != (task.definition, task.language):
             found = f"{record.spec.language} for {record.definition}"
-            return Refusal("received", f"it is {found}, and the task asks for {task.language} for {task.definition}.")
+            return AttemptRefusal(
+                "received", f"it is {found}, and the task asks for {task.language} for {task.definition}."
+            )
         if record.spec.role != "kernel" or record.spec.provides is not None:
-            return Refusal(
+            return AttemptRefusal(
                 "received", "a submission has the role 'kernel' and provides nothing: baselines are the database's."
             )
         record.check_against(definition)
     except (RecordError, ValueError) as error:
-        return Refusal("received", str(error).replace(f"{folder}{os.sep}", ""))
+        return AttemptRefusal("received", str(error).replace(f"{folder}{os.sep}", ""))
     problem = signature_problem(record, files.sources[record.spec.entry_path], definition)
-    return files if problem is None else Refusal("received", f"entry_point {problem}.")
+    return files if problem is None else AttemptRefusal("received", f"entry_point {problem}.")
 
 
 def _others(folder: Path) -> list[str]:
@@ -82,12 +84,12 @@ def _others(folder: Path) -> list[str]:
     )
 
 
-def scan_refusal(files: SolutionFiles) -> Refusal | None:
+def scan_refusal(files: SolutionFiles) -> AttemptRefusal | None:
     """What the static scan refuses of the sources."""
     found = hard_findings(scan_sources(files.record, files.sources))
     if not found:
         return None
-    return Refusal(f"scan: {found[0].rule}", "\n".join(str(finding) for finding in found[:LISTED]))
+    return AttemptRefusal(f"scan: {found[0].rule}", "\n".join(str(finding) for finding in found[:LISTED]))
 
 
 def folder_digest(folder: Path) -> str:

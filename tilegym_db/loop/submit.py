@@ -22,7 +22,7 @@ from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import HardwareError, ToolchainError
 from tilegym_db.files import hold_lock
 from tilegym_db.loop.candidates import candidate_name, enter, leave, with_candidates
-from tilegym_db.loop.received import Refusal, folder_digest, receive, scan_refusal
+from tilegym_db.loop.received import AttemptRefusal, folder_digest, receive, scan_refusal
 from tilegym_db.loop.verdicts import compile_refusal, promotion_refusal, screen_refusal, unmeasured
 from tilegym_db.paths import home as default_home
 from tilegym_db.records import TILE_LANGUAGES, Definition, Trace
@@ -73,7 +73,7 @@ class Submission:
             append(self.attempt, self.home)
         return self.attempt
 
-    def refuse(self, refusal: Refusal, traces: tuple[str, ...] = ()) -> Attempt:
+    def refuse(self, refusal: AttemptRefusal, traces: tuple[str, ...] = ()) -> Attempt:
         """End the attempt after the last stage that it passed."""
         return self.passed(
             self.attempt.stage,
@@ -137,16 +137,16 @@ def submit(
         submission.observer = observer or Observer()
         if is_known and submission.attempt.verdict in ("refused", "promoted"):
             return submission.attempt
-        if isinstance(received, Refusal):
+        if isinstance(received, AttemptRefusal):
             return submission.refuse(received)
         return _judge(submission, received, catalog, root)
 
 
 def _open(
-    task: Task, definition: Definition, folder: Path, received: SolutionFiles | Refusal, home: Path
+    task: Task, definition: Definition, folder: Path, received: SolutionFiles | AttemptRefusal, home: Path
 ) -> tuple[Submission, bool]:
     """The attempt that this source has already, or a new one; and whether it was there."""
-    if isinstance(received, Refusal):
+    if isinstance(received, AttemptRefusal):
         digest = folder_digest(folder)
         name = f"{task.definition}_{task.language}_{digest[:12]}"
     else:
@@ -188,7 +188,7 @@ def _judge(submission: Submission, received: SolutionFiles, catalog: Catalog, ro
     return _promote(submission, candidate, catalog, root)
 
 
-def _compile(submission: Submission, candidate: SolutionFiles, catalog: Catalog) -> Refusal | None:
+def _compile(submission: Submission, candidate: SolutionFiles, catalog: Catalog) -> AttemptRefusal | None:
     """Build it for the task's GPU, at the task's workloads. Python, and a CPU, have nothing to compile."""
     target = GPU_SLUGS.get(submission.task.gpu, "")
     if candidate.record.spec.language not in TILE_LANGUAGES or target not in TARGETS:
@@ -211,7 +211,9 @@ def _screen(submission: Submission, candidate: SolutionFiles, catalog: Catalog) 
     if refusal is not None:
         return submission.refuse(refusal, ids)
     if unmeasured(submission.task, traces):
-        return submission.refuse(Refusal("screen", "not every workload of the task could be measured here."), ids)
+        return submission.refuse(
+            AttemptRefusal("screen", "not every workload of the task could be measured here."), ids
+        )
     if any(trace.tier == "interpreter" for trace in traces):
         reason = f"verified in the interpreter; {candidate.record.spec.language} kernels are timed on a GPU only."
         return submission.passed("compiled", "no_gpu", reason=reason, trace_ids=ids)

@@ -47,8 +47,7 @@ def create_task(
         definition: the operator.
         language: what the kernel is to be written in.
         gpu: a slug or family (of a family, its first), ``cpu``, or ``auto`` for what is in this machine.
-        workload: glob, or several, over uuid, tags and axes key; by default every workload that is no test's, on a CPU those
-            that it measures in sensible time.
+        workload: globs over uuid, tags and axes key; by default all but those of tests, on a CPU the quick ones.
         min_speedup: bar over the best baseline, at least :data:`~tilegym_db.records.loop.MIN_SPEEDUP`.
         objective: why it is asked for.
         model: digest of the model's config, for the objective ``coverage``.
@@ -60,35 +59,36 @@ def create_task(
         UsageError: an unknown language or GPU, no workload fits, too many do, or the bar is too low.
     """
     catalog, home = catalog or Catalog.default(), home or default_home()
-    if language not in LANGUAGES:
-        raise UsageError(f"unknown language {language!r}; known: {', '.join(LANGUAGES)}.")
-    if min_speedup < MIN_SPEEDUP:
-        raise UsageError(
-            f"--min-speedup {min_speedup:g}: no bar is lower than {MIN_SPEEDUP:.2f}, which a promotion needs."
-        )
+    _check_request(language, min_speedup)
     operator, slug = catalog.definition(definition), _slug(gpu)
     chosen = _workloads(catalog, operator, slug, workload)
     with open_store(home, read_only=True, catalog=catalog) as store:
-        task = Task.from_dict(
-            {
-                "definition": operator.name,
-                "definition_version": operator.version,
-                "definition_digest": operator.digest,
-                "workloads": [item.model_dump() for item in _bars(store, operator, slug, chosen)],
-                "gpu": slug,
-                "limits": _limits(store, slug),
-                "language": language,
-                "objective": objective,
-                "model": model,
-                "min_speedup": min_speedup,
-                "patterns": [
-                    PatternReference(id=item.id, digest=item.digest).model_dump()
-                    for item in patterns_for(catalog, operator, language)
-                ],
-                "created": datetime.now(UTC),
-            },
-            f"task for {operator.name}",
-        )
+        content: dict[str, object] = {
+            "definition": operator.name,
+            "definition_version": operator.version,
+            "definition_digest": operator.digest,
+            "workloads": [item.model_dump() for item in _bars(store, operator, slug, chosen)],
+            "gpu": slug,
+            "limits": _limits(store, slug),
+        }
+    content |= {"language": language, "objective": objective, "model": model, "min_speedup": min_speedup}
+    content["patterns"] = [
+        PatternReference(id=item.id, digest=item.digest).model_dump()
+        for item in patterns_for(catalog, operator, language)
+    ]
+    task = Task.from_dict({**content, "created": datetime.now(UTC)}, f"task for {operator.name}")
+    return _kept(task, home)
+
+
+def _check_request(language: str, min_speedup: float) -> None:
+    if language not in LANGUAGES:
+        raise UsageError(f"unknown language {language!r}; known: {', '.join(LANGUAGES)}.")
+    if min_speedup < MIN_SPEEDUP:
+        raise UsageError(f"--min-speedup {min_speedup:g}: a promotion needs {MIN_SPEEDUP:.2f}, so no bar is lower.")
+
+
+def _kept(task: Task, home: Path) -> Task:
+    """The task of this content that is in the journal; written there first where none is."""
     with loop_lock(home):
         known = next((other for other in journaled(Task, home) if other.id == task.id), None)
         if known is None:
@@ -175,7 +175,7 @@ def _bars(store: Store, definition: Definition, gpu: str, workloads: Sequence[Wo
                 axes=definition.bind_axes(workload.axes),
                 dtypes=definition.bind_dtypes(workload.dtypes),
                 layouts=dict(workload.layout_classes(definition)),
-                incumbent=_measured(here),
+                current_best=_measured(here),
                 baseline=_measured(baselines),
                 sol_us=next((row["sol_us"] for row in here if row["sol_us"] is not None), None),
             )

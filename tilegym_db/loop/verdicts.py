@@ -6,23 +6,23 @@ from collections.abc import Collection, Mapping, Sequence
 
 from tilegym_db.backends.jobs import CompileResult
 from tilegym_db.bench.promotions import BASELINES
-from tilegym_db.loop.received import Refusal
+from tilegym_db.loop.received import AttemptRefusal
 from tilegym_db.records import Trace
 from tilegym_db.records.loop import Task
 
 __all__ = ["compile_refusal", "promotion_refusal", "screen_refusal", "unmeasured"]
 
 
-def compile_refusal(results: Sequence[CompileResult]) -> Refusal | None:
+def compile_refusal(results: Sequence[CompileResult]) -> AttemptRefusal | None:
     """What a compiler refused of the submission itself; a target that it refuses altogether says nothing of that."""
     for result in results:
         if result.status in ("failed", "unsupported"):
             lines = [line.strip() for line in result.log.splitlines() if line.strip()]
-            return Refusal("compile", f"{result.status}: {' '.join(lines[-3:])[:1500] or 'no reason was given'}")
+            return AttemptRefusal("compile", f"{result.status}: {' '.join(lines[-3:])[:1500] or 'no reason was given'}")
     return None
 
 
-def screen_refusal(task: Task, traces: Sequence[Trace]) -> Refusal | None:
+def screen_refusal(task: Task, traces: Sequence[Trace]) -> AttemptRefusal | None:
     """The first workload that a screen did not pass, or on which it is clearly slower than the bar.
 
     Args:
@@ -44,11 +44,13 @@ def screen_refusal(task: Task, traces: Sequence[Trace]) -> Refusal | None:
         ]
         if slow:
             worst = min(slow, key=lambda item: (item.ratio, item.other))
-            return Refusal("speed", _too_slow(trace, worst.other, worst.ratio, worst.ci_low, worst.ci_high, task))
+            return AttemptRefusal(
+                "speed", _too_slow(trace, worst.other, worst.ratio, worst.ci_low, worst.ci_high, task)
+            )
     return None
 
 
-def promotion_refusal(task: Task, traces: Sequence[Trace], reasons: Mapping[str, str]) -> Refusal | None:
+def promotion_refusal(task: Task, traces: Sequence[Trace], reasons: Mapping[str, str]) -> AttemptRefusal | None:
     """The first workload that was not promoted.
 
     Args:
@@ -60,12 +62,12 @@ def promotion_refusal(task: Task, traces: Sequence[Trace], reasons: Mapping[str,
     for item in task.workloads:
         trace = newest.get(item.uuid)
         if trace is None:
-            return Refusal("promotion", f"it was not measured at {item.axes}.")
+            return AttemptRefusal("promotion", f"it was not measured at {item.axes}.")
         refusal = _failure(trace)
         if refusal is not None:
             return refusal
         if trace.trace_id in reasons:
-            return Refusal("speed", f"at {trace.axes}: {reasons[trace.trace_id]}")
+            return AttemptRefusal("speed", f"at {trace.axes}: {reasons[trace.trace_id]}")
     return None
 
 
@@ -75,13 +77,13 @@ def unmeasured(task: Task, traces: Collection[Trace]) -> list[str]:
     return [item.uuid for item in task.workloads if item.uuid not in seen]
 
 
-def _failure(trace: Trace) -> Refusal | None:
+def _failure(trace: Trace) -> AttemptRefusal | None:
     if trace.status == "PASSED":
         return None
     gate = trace.failure.gate if trace.failure else trace.correctness.gate if trace.correctness else None
     reason = trace.reason or trace.log.strip().splitlines()[-1]
     command = trace.failure.command if trace.failure else ""
-    return Refusal(gate or trace.status.lower(), f"{trace.status} at {trace.axes}: {reason}", command)
+    return AttemptRefusal(gate or trace.status.lower(), f"{trace.status} at {trace.axes}: {reason}", command)
 
 
 def _too_slow(trace: Trace, other: str, ratio: float, low: float, high: float, task: Task) -> str:

@@ -71,7 +71,7 @@ class TaskWorkload(RecordPart):
     dtypes: dict[str, str] = {}
     layouts: dict[str, str] = {}
     """Tensor -> layout class; a tensor that is not named is contiguous."""
-    incumbent: MeasuredBy | None = None
+    current_best: MeasuredBy | None = None
     """The fastest verified Solution; none where nothing is verified yet."""
     baseline: MeasuredBy | None = None
     """The fastest verified baseline: stock code, a library or torch.compile."""

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from tilegym_db.errors import StoreError, UsageError
 from tilegym_db.records.base import length_prefixed_digest
 
-__all__ = ["SCHEMA_VERSION", "DataFile", "DataSet", "Row"]
+__all__ = ["SCHEMA_VERSION", "DataFile", "Row", "SharedDataSet"]
 
 SCHEMA_VERSION = 1
 """Of the files. A newer version may add columns; one that changes the meaning of a column raises it."""
@@ -46,7 +46,7 @@ class DataFile:
     size: int
 
 
-class DataSet:
+class SharedDataSet:
     """The data set at one address: a folder, or ``s3://bucket/folder`` as ``pyarrow.fs`` reads it."""
 
     def __init__(self, uri: str) -> None:

@@ -12,7 +12,7 @@ from tilegym_db.errors import StoreError
 from tilegym_db.paths import home
 from tilegym_db.store import statements
 from tilegym_db.store.connection import open_store
-from tilegym_db.store.data_set import DataSet, Row
+from tilegym_db.store.data_set import Row, SharedDataSet
 from tilegym_db.store.database import Store
 from tilegym_db.store.exchange import own_traces
 from tilegym_db.store.installation import KEY_NAME, signature
@@ -32,7 +32,7 @@ class SharedReport:
     problems: list[str] = field(default_factory=list)
 
 
-def share_traces(store: Store, data_set: DataSet, gpu: str | None = None) -> SharedReport:
+def share_traces(store: Store, data_set: SharedDataSet, gpu: str | None = None) -> SharedReport:
     """Add the traces that were measured here, of one GPU slug or family or of all, where the data set does not have them.
 
     What was shipped, or came from others, is theirs to share. Each GPU's traces become one file.
@@ -56,7 +56,7 @@ def share_traces(store: Store, data_set: DataSet, gpu: str | None = None) -> Sha
     return report
 
 
-def sync_traces(store: Store, data_set: DataSet, *, trust: bool = False) -> tuple[IngestReport, list[str]]:
+def sync_traces(store: Store, data_set: SharedDataSet, *, trust: bool = False) -> tuple[IngestReport, list[str]]:
     """Bring every trace of a data set into the store that it does not have; files that were read before are not read again.
 
     Returns what was brought in, and of each file that is not valid, why; such files stop nothing.
@@ -100,7 +100,7 @@ def query_data_set(uri: str, text: str, *, trust: bool = False, as_arrow: bool =
         StoreError: as :func:`sync_traces`; also where a file of the data set is not valid, since answers would lack it.
         QueryError: as :func:`~tilegym_db.store.sql.run_user_query`.
     """
-    data_set = DataSet(uri)
+    data_set = SharedDataSet(uri)
     catalog = Catalog.default(trust_foreign=trust)
     with tempfile.TemporaryDirectory(prefix="tilegym-db-") as folder:
         (Path(folder) / KEY_NAME).symlink_to(home() / KEY_NAME)  # what was measured here is local there as well

@@ -6,14 +6,14 @@ from collections import Counter
 
 import pytest
 
-from tilegym_db.bench.gpus.devices import Device, choose_gpus, parse_gpus, share_processors
+from tilegym_db.bench.gpus.devices import MeasuringDevice, choose_gpus, parse_gpus, share_processors
 from tilegym_db.bench.gpus.work import MAX_LOSSES, WorkQueue, divide
 from tilegym_db.bench.machine import refuse_absent_gpu
 from tilegym_db.bench.plan import DefinitionPlan
 from tilegym_db.errors import HardwareError, UsageError
 
-FOUR = [Device(f"GPU {index}", index, "h200", "NVIDIA H200") for index in range(4)]
-MIXED = [*FOUR[:2], Device("GPU 2", 2, "l4", "NVIDIA L4")]
+FOUR = [MeasuringDevice(f"GPU {index}", index, "h200", "NVIDIA H200") for index in range(4)]
+MIXED = [*FOUR[:2], MeasuringDevice("GPU 2", 2, "l4", "NVIDIA L4")]
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from tilegym_db.errors import HardwareError, UsageError
 from tilegym_db.records.hardware import CPU, gpu_slug, parse_gpu, same_gpu
 
 __all__ = [
-    "Device",
     "GpuChoice",
+    "MeasuringDevice",
     "choose_gpus",
     "cpu_slots",
     "devices_of",
@@ -27,7 +27,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
-class Device:
+class MeasuringDevice:
     """A device with a supervisor process of its own.
 
     ``label`` is its name in progress and summaries, ``index`` its number on this host, ``gpu`` its slug, and ``environment``
@@ -72,7 +72,7 @@ def parse_gpus(text: str) -> GpuChoice:
     return GpuChoice(text, indices=numbers)
 
 
-def choose_gpus(choice: GpuChoice, found: Sequence[Device], gpu: str = "auto") -> list[Device]:
+def choose_gpus(choice: GpuChoice, found: Sequence[MeasuringDevice], gpu: str = "auto") -> list[MeasuringDevice]:
     """Those of the ``found`` GPUs that are asked for; ``gpu`` is what ``--gpu`` says. All of one kind: a plan is for one.
 
     Raises:
@@ -107,7 +107,7 @@ def choose_gpus(choice: GpuChoice, found: Sequence[Device], gpu: str = "auto") -
     return chosen
 
 
-def find_gpus() -> list[Device]:
+def find_gpus() -> list[MeasuringDevice]:
     """Every GPU that PyTorch sees here, with the variable by which a process sees it alone."""
     if not driver_files():
         return []
@@ -121,17 +121,17 @@ def find_gpus() -> list[Device]:
         properties = torch.cuda.get_device_properties(index)
         given = named[index] if index < len(named) and named[index].startswith(("GPU-", "MIG-")) else ""
         environment = {VISIBLE: given or f"GPU-{properties.uuid}"}
-        found.append(Device(f"GPU {index}", index, gpu_slug(properties.name), properties.name, environment))
+        found.append(MeasuringDevice(f"GPU {index}", index, gpu_slug(properties.name), properties.name, environment))
     return found
 
 
-def cpu_slots(count: int) -> list[Device]:
+def cpu_slots(count: int) -> list[MeasuringDevice]:
     """So many devices that are this CPU, each with a supervisor of its own. They time in turns, but verify meanwhile: for
     tests of everything but times."""
-    return [Device(f"slot {index}", index) for index in range(count)]
+    return [MeasuringDevice(f"slot {index}", index) for index in range(count)]
 
 
-def devices_of(gpus: str | Sequence[Device] | None, gpu: str) -> list[Device]:
+def devices_of(gpus: str | Sequence[MeasuringDevice] | None, gpu: str) -> list[MeasuringDevice]:
     """The devices that an argument ``gpus`` means; none for None.
 
     Raises:

@@ -15,7 +15,7 @@ from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Any, Self
 
-from tilegym_db.bench.gpus.devices import Device, share_processors
+from tilegym_db.bench.gpus.devices import MeasuringDevice, share_processors
 from tilegym_db.bench.gpus.messages import Concluded, Done, Failed, Order, Peaks, Session, Starting, Told, Traced
 from tilegym_db.bench.gpus.process import DeviceProcess, SupervisorLost
 from tilegym_db.bench.gpus.work import WorkItem, WorkQueue
@@ -57,7 +57,7 @@ class PoolReport:
 class DevicePool:
     """The supervisors of some devices, from entering the ``with`` block to its end."""
 
-    def __init__(self, devices: Sequence[Device], gpu: str) -> None:
+    def __init__(self, devices: Sequence[MeasuringDevice], gpu: str) -> None:
         """``gpu`` is the slug that all of the devices have."""
         self.devices = list(devices)
         self.processes: dict[str, DeviceProcess] = {}
@@ -78,7 +78,7 @@ class DevicePool:
     ) -> None:
         self.stop()
 
-    def _start(self, device: Device) -> None:
+    def _start(self, device: MeasuringDevice) -> None:
         self.processes[device.label] = DeviceProcess(device, self._gpu, self._processors[device.label])
         self._held[device.label] = {}
 

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tilegym_db.bench.gpus.devices import Device
+from tilegym_db.bench.gpus.devices import MeasuringDevice
 from tilegym_db.bench.gpus.messages import Order
 from tilegym_db.bench.gpus.work import WorkItem
 
@@ -31,7 +31,7 @@ class SupervisorLost(Exception):
 class DeviceProcess:
     """The supervisor of one device. Starts at once, so that it is ready when there is a plan."""
 
-    def __init__(self, device: Device, gpu: str, processors: Sequence[int]) -> None:
+    def __init__(self, device: MeasuringDevice, gpu: str, processors: Sequence[int]) -> None:
         """Start it for a GPU slug, on these processors."""
         self.device = device
         self.item: WorkItem | None = None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tilegym_db.bench.executor.local import LocalExecutor
-from tilegym_db.bench.gpus.devices import Device, devices_of
+from tilegym_db.bench.gpus.devices import MeasuringDevice, devices_of
 from tilegym_db.bench.gpus.messages import Session
 from tilegym_db.bench.gpus.pool import Callbacks, DevicePool
 from tilegym_db.bench.gpus.work import WorkItem, divide
@@ -80,7 +80,7 @@ def tune(
     catalog: Catalog | None = None,
     store_home: Path | None = None,
     observer: TuneObserver | None = None,
-    gpus: str | Sequence[Device] | None = None,
+    gpus: str | Sequence[MeasuringDevice] | None = None,
 ) -> TuneReport:
     """Search the tunables of Solutions, Workload by Workload; screen and store what wins.
 
