@@ -54,7 +54,7 @@ def finished(home: Path) -> list[Trace]:
     return [trace for path in journal_files(home) for trace in read_journal(path).traces]
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 150) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"

@@ -29,17 +29,19 @@ import json, pathlib, re, sys
 prompt = sys.stdin.read()
 name = re.search(r"kernel for `([a-z_0-9]+)`", prompt)[1]
 signature = re.search(r"`(run\\(.*?\\))`", prompt)[1]
-pathlib.Path(sys.argv[1]).open("a").write(name + "\\n")
-good = """import torch
+with pathlib.Path(sys.argv[1]).open("a") as calls:
+    calls.write(name + "\\n")
+attempt = len(pathlib.Path(sys.argv[1]).read_text().splitlines())
+good = f"""import torch  # attempt {attempt}: measured again where the machine was too busy to tell
 
 
 def run(x, weight, eps, out):
-    torch.mul(x, x, out=out)
-    scale = out.mean(-1, keepdim=True).add_(eps).rsqrt_()
+    scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     torch.mul(x, scale, out=out)
     out.mul_(weight)
 """
-wrong = f"def {signature}:\\n    out.zero_()\\n"
+wrong = f"def {signature}:  # attempt {attempt}\\n    out.zero_()\\n"
 pathlib.Path("kernel.py").write_text(good if name == "rms_norm" else wrong)
 layouts = {"x": "row_contiguous", "out": "row_contiguous"} if name == "rms_norm" else {}
 spec = {"language": "python", "entry_point": "kernel.py::run", "dtypes": {"T": ["float32"]}, "layouts": layouts}
@@ -64,38 +66,47 @@ def state(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mo
 
 
 @pytest.mark.slow
-def test_coverage_rises_and_what_is_wrong_is_discarded_with_its_reason(
-    state: ModelState, tmp_path: Path, home: Path
-) -> None:
+@pytest.mark.timeout(900)
+def test_coverage_rises_with_a_kernel_that_is_right_and_fast(state: ModelState, tmp_path: Path, home: Path) -> None:
     script, calls = tmp_path / "author.py", tmp_path / "calls"
     script.write_text(AUTHOR)
     said: list[str] = []
-    options = {"language": "python", "author": f"{sys.executable} {script} {calls}", "max_attempts": 1}
+    options = {"language": "python", "author": f"{sys.executable} {script} {calls}", "max_attempts": 5}
     done, why = auto_kernelize(state, **options, say=said.append)  # type: ignore[arg-type]
     assert why.startswith("nothing above 1% of the time is left"), said
-    assert len(done) == 2, pytest.fail("\n".join(said))
     by_definition = {one.definition: one for one in done}
-    kept, discarded = by_definition["rms_norm"], by_definition["fused_add_rms_norm"]
+    kept = by_definition["rms_norm"]
     assert kept.decision == "keep", kept.reason
     assert kept.after is not None
     assert kept.after.median > kept.before.median
     assert kept.before.time_of == kept.after.time_of == "cpu"
-    assert discarded.decision == "discard"
-    assert "INCORRECT_NUMERICAL" in discarded.reason
+    assert all(one.decision == "discard" for one in done if one is not kept)
     assert state.coverage().median > 0
     with open_store(read_only=True) as store:
-        rows = store.rows(
-            "SELECT definition, decision, coverage_after > coverage_before AS rose FROM experiments ORDER BY 1"
+        (row,) = store.rows(
+            "SELECT decision, coverage_after > coverage_before AS rose FROM experiments WHERE definition = 'rms_norm'"
         )
-    assert rows == [
-        {"definition": "fused_add_rms_norm", "decision": "discard", "rose": None},
-        {"definition": "rms_norm", "decision": "keep", "rose": True},
-    ]
+    assert row == {"decision": "keep", "rose": True}
     # Started again, it has nothing to do: no author is asked, nothing is measured.
     written, traces = calls.read_text(), sorted((home / "runs").iterdir())
     again, why = auto_kernelize(state, **options)  # type: ignore[arg-type]
     assert again == []
     assert why.startswith("nothing above 1%")
     assert (calls.read_text(), sorted((home / "runs").iterdir())) == (written, traces)
-    assert len(journaled(Task, home)) == len(journaled(Experiment, home)) == 2
+    assert len(journaled(Task, home)) == len(journaled(Experiment, home)) == len(done)
     assert Kernelizer(state, "python", None, 0.0, 1, home, said.append).run() == "the budget is spent"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_what_is_wrong_is_discarded_with_its_reason(state: ModelState, tmp_path: Path) -> None:
+    script = tmp_path / "author.py"
+    script.write_text(AUTHOR.replace('if name == "rms_norm"', "if False"))
+    author = f"{sys.executable} {script} {tmp_path / 'calls'}"
+    done, _ = auto_kernelize(state, language="python", author=author, max_attempts=1)
+    found = {one.definition: one for one in done}["rms_norm"]
+    assert found.decision == "discard"
+    assert "INCORRECT_NUMERICAL" in found.reason
+    with open_store(read_only=True) as store:
+        rows = store.rows("SELECT decision, reason FROM experiments WHERE definition = 'rms_norm'")
+    assert rows == [{"decision": "discard", "reason": found.reason}]
