@@ -110,7 +110,7 @@ def test_a_worker_that_takes_too_much_is_ended_and_told_why(body, message, peer,
     worker = peer(body, level=confining_level, bounds=bounds)
     started = time.monotonic()
     with pytest.raises(WorkerDied, match=message):
-        worker.request("call", timeout_s=40)
+        worker.request("call", timeout_s=15)
     assert time.monotonic() - started < 12
     assert_nothing_left(worker)
 
