@@ -49,7 +49,7 @@ class Trial:
         """
         if not self.folder.is_dir():
             state = {"coverage": before.model_dump(mode="json"), "base": self.base}
-            kept = {f"published/{name}": content for name, content in self._contents().items()}
+            kept = {f"published/{name}": content for name, content in _files_of(self.published).items()}
             with writing(self.folder.parent):
                 write_folder(self.folder, {BEFORE: json.dumps(state).encode(), **kept})
         self._publish()
@@ -62,21 +62,13 @@ class Trial:
 
     def undo(self) -> None:
         """Publish again what was published before; the lock last, which vouches for the rest."""
-        source = self.folder / "published"
-        kept = {path.relative_to(source).as_posix(): path.read_bytes() for path in source.rglob("*") if path.is_file()}
+        kept = _files_of(self.folder / "published")
         with writing(self.published.parent):
-            for name in self._contents().keys() - kept.keys():
+            for name in _files_of(self.published).keys() - kept.keys():
                 (self.published / name).unlink(missing_ok=True)
             for name in sorted(kept, key=lambda name: name == LOCK_NAME):
                 write_atomically(self.published / name, kept[name])
         shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _contents(self) -> Mapping[str, bytes]:
-        return {
-            path.relative_to(self.published).as_posix(): path.read_bytes()
-            for path in sorted(self.published.rglob("*"))
-            if path.is_file()
-        }
 
     def _publish(self) -> None:
         with open_store(self.home, catalog=Catalog.default()) as store:
@@ -85,3 +77,10 @@ class Trial:
                 publish(store, self.gpu, own=True)
             except NotFoundError:
                 return  # nothing verified: what was published before stays
+
+
+def _files_of(folder: Path) -> Mapping[str, bytes]:
+    """Contents by path below the folder; nothing where there is no folder."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
+    }

@@ -23,11 +23,11 @@ from tilegym_db.records.peaks import GpuPeaks
 from tilegym_db.scratch import scratch_folder
 from tilegym_db.verify.worker.process import prepare_workers
 
-__all__ = ["Desk"]
+__all__ = ["DeviceJobs"]
 
 
 @dataclass
-class Desk:
+class DeviceJobs:
     """One device, and whom to tell what comes of the orders for it."""
 
     machine: Machine
@@ -37,7 +37,7 @@ class Desk:
     _rounds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, gpu: str, tell: Callable[[Any], None]) -> Desk:
+    def open(cls, gpu: str, tell: Callable[[Any], None]) -> DeviceJobs:
         """The only device that this process sees.
 
         Raises:
@@ -108,4 +108,4 @@ class Desk:
         self.tell(Concluded(workload.uuid, self._rounds.pop(workload.uuid, {})))
 
 
-JOBS: dict[str, Callable[[Desk, Order, Path], None]] = {"measure": Desk.measure, "tune": Desk.tune}
+JOBS: dict[str, Callable[[DeviceJobs, Order, Path], None]] = {"measure": DeviceJobs.measure, "tune": DeviceJobs.tune}

@@ -119,7 +119,7 @@ class DevicePool:
                 item = None if process.item else work.take()
                 if item is not None:
                     try:
-                        process.give(Order(session, item, callbacks.extra(item)))
+                        process.send(Order(session, item, callbacks.extra(item)))
                     except SupervisorLost as lost:
                         self._lose(process, str(lost), work, report)
             if not self.processes:
@@ -128,12 +128,12 @@ class DevicePool:
             for connection in wait(list(connections), timeout=1.0):
                 process = connections[connection]  # type: ignore[index]
                 try:
-                    self._hear(process, process.hear(), work, callbacks, report)
+                    self._handle(process, process.receive(), work, callbacks, report)
                 except SupervisorLost as lost:
                     self._lose(process, str(lost), work, report)
             self._end_silent(work, report)
 
-    def _hear(
+    def _handle(
         self, process: DeviceProcess, message: Any, work: WorkQueue, callbacks: Callbacks, report: PoolReport
     ) -> None:
         label = process.device.label
@@ -185,6 +185,6 @@ class DevicePool:
 
     def _end_silent(self, work: WorkQueue, report: PoolReport) -> None:
         for process in list(self.processes.values()):
-            if process.item is not None and time.monotonic() - process.heard_at > SILENCE_S:
+            if process.item is not None and time.monotonic() - process.last_message_at > SILENCE_S:
                 process.end(0.1)
                 self._lose(process, f"its supervisor told nothing for {SILENCE_S:.0f} s", work, report, for_good=True)

@@ -1,4 +1,4 @@
-"""The other end of a supervisor: start the process, give it an order, hear what it tells, end it."""
+"""The other end of a supervisor: start the process, send it an order, receive its messages, end it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tilegym_db.bench.gpus.work import WorkItem
 
 __all__ = ["DeviceProcess", "SupervisorLost"]
 
-LAST_WORDS_BYTES = 2000
+TAIL_BYTES = 2000
 
 
 class SupervisorLost(Exception):
@@ -37,7 +37,7 @@ class DeviceProcess:
         self.item: WorkItem | None = None
         self.done: set[str] = set()
         """Workloads of the item that are concluded."""
-        self.heard_at = time.monotonic()
+        self.last_message_at = time.monotonic()
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         ours, theirs = socket.socketpair()
         package_root = str(Path(__file__).resolve().parents[3])
@@ -58,21 +58,21 @@ class DeviceProcess:
         """Its process id."""
         return self._process.pid
 
-    def give(self, order: Order) -> None:
-        """Let it begin.
+    def send(self, order: Order) -> None:
+        """Give it its next order.
 
         Raises:
             SupervisorLost: it is gone.
         """
         self.item, self.done = order.item, set()
-        self.heard_at = time.monotonic()
+        self.last_message_at = time.monotonic()
         try:
             self.connection.send(order)
         except OSError:
             raise SupervisorLost(self.end()) from None
 
-    def hear(self) -> Any:
-        """The next thing that it tells.
+    def receive(self) -> Any:
+        """Its next message.
 
         Raises:
             SupervisorLost: it is gone.
@@ -81,7 +81,7 @@ class DeviceProcess:
             message = self.connection.recv()
         except (EOFError, OSError):
             raise SupervisorLost(self.end()) from None
-        self.heard_at = time.monotonic()
+        self.last_message_at = time.monotonic()
         return message
 
     def end(self, timeout_s: float = 2.0) -> str:
@@ -94,13 +94,13 @@ class DeviceProcess:
             self._process.kill()
             code = self._process.wait()
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-        return f"its supervisor ended ({how}){self._last_words()}"
+        return f"its supervisor ended ({how}){self._last_line()}"
 
-    def _last_words(self) -> str:
+    def _last_line(self) -> str:
         if self._said.closed:
             return ""
         size = self._said.seek(0, os.SEEK_END)
-        self._said.seek(max(0, size - LAST_WORDS_BYTES))
+        self._said.seek(max(0, size - TAIL_BYTES))
         lines = self._said.read().decode(errors="replace").strip().splitlines()
         self._said.close()
         return f": {lines[-1]}" if lines else ""

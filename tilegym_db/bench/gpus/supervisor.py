@@ -54,12 +54,12 @@ def _listen(connection: Connection, orders: queue.SimpleQueue[Any]) -> None:
 
 
 def _serve(connection: Connection, orders: queue.SimpleQueue[Any]) -> None:
-    from tilegym_db.bench.gpus.jobs import Desk
+    from tilegym_db.bench.gpus.jobs import DeviceJobs
 
-    desk = Desk.open(sys.argv[2], connection.send)
+    jobs = DeviceJobs.open(sys.argv[2], connection.send)
     connection.send(Ready())
     while True:
-        desk.carry_out(orders.get())
+        jobs.carry_out(orders.get())
 
 
 @contextlib.contextmanager

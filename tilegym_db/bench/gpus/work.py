@@ -109,7 +109,7 @@ def divide(plans: Sequence[DefinitionPlan], devices: int) -> list[WorkItem]:
     for plan in plans:
         uuids = [workload.uuid for workload in wanted[id(plan)]]
         parts = 1 if devices == 1 else min(len(uuids), math.ceil(2 * costs[id(plan)] / size))
-        # every so manieth: neighbours are of like size, and each part should have small and large ones
+        # Workloads that stand next to each other are of like size: dealt in turn, each part has small and large ones.
         pieces += [(plan, set(uuids[part::parts])) for part in range(parts)]
     shares = [share for share in SIZES[phases] for _ in range(devices)] if devices > 1 else [1.0]
     return _packed(pieces, shares)
