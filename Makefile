@@ -40,10 +40,12 @@ demo: install ## check, compile, bench, query and patch, end to end, in a few mi
 	$(BIN)/tilegym-db demo
 
 test: check ## 'check', then every test of the package and those of shipped records that changed
-	$(BIN)/python -m pytest $(PYTEST)
+	$(BIN)/python -m pytest $(PYTEST) -m "not alone"
+	$(BIN)/python -m pytest -m alone
 
 test-all: check ## 'check', then every test; before a release, and when what judges has changed
-	$(BIN)/python -m pytest $(PYTEST) --all-records
+	$(BIN)/python -m pytest $(PYTEST) -m "not alone" --all-records
+	$(BIN)/python -m pytest -m alone
 
 check: install ## format, lint, types, layer contracts and records; runs no test
 	$(BIN)/ruff format --check .

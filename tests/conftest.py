@@ -25,6 +25,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 hypothesis.settings.register_profile("tests", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("tests")
 
+ALL_BUT_ALONE = "not alone"
+"""What 'make test' runs first; tests of records are all among it."""
 HAS_GPU = os.path.exists("/dev/nvidiactl")
 
 DEFINITION: dict[str, Any] = {
@@ -78,8 +80,11 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     from tilegym_db.paths import shipped_root
 
     config = session.config
+    marks = config.getoption("-m")
     chosen_by_hand = (
-        config.args_source is pytest.Config.ArgsSource.ARGS or config.getoption("-k") or config.getoption("-m")
+        config.args_source is pytest.Config.ArgsSource.ARGS
+        or config.getoption("-k")
+        or marks not in ("", ALL_BUT_ALONE)
     )
     everything = config.getoption("--all-records") and not chosen_by_hand
     if exitstatus == 0 and everything and not hasattr(config, "workerinput"):

@@ -19,6 +19,8 @@ from tilegym_db.bench.benchmark import promote
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Trace
 
+pytestmark = pytest.mark.alone
+
 OF_THIS_MACHINE = """
 import os, time
 FILE = os.path.join(os.path.dirname(__file__), "slow")

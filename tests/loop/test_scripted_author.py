@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from loop_authors import GOOD, SLOW, WRONG
 
 from tilegym_db.catalog import Catalog
@@ -15,6 +16,8 @@ from tilegym_db.loop.tasks import create_task
 from tilegym_db.records.loop import Task
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.loop_queries import promotion_rows
+
+pytestmark = pytest.mark.alone
 
 HandIn = Callable[..., Path]
 

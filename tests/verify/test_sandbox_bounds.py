@@ -18,6 +18,8 @@ import pytest
 from tilegym_db.confinement.bounds import ResourceBounds, Usage, violation
 from tilegym_db.verify.worker.process import WorkerDied, WorkerTimeout
 
+pytestmark = pytest.mark.alone
+
 MIB = 1 << 20
 SMALL = ResourceBounds(
     memory_bytes=300 * MIB,
@@ -33,9 +35,9 @@ FORK_BOMB = """
 def bomb(depth):
     for _ in range(2):
         with contextlib.suppress(OSError):
-            if os.fork() == 0 and depth < 8:
+            if os.fork() == 0 and depth < 6:
                 bomb(depth + 1)
-    time.sleep(20)
+    time.sleep(90)
 bomb(0)
 """
 MEMORY_BOMB = """
@@ -48,8 +50,8 @@ MEMORY_OF_MANY = """
 for _ in range(12):
     if os.fork() == 0:
         block = bytearray(os.urandom(1 << 20) * 50)
-        time.sleep(20)
-time.sleep(20)
+        time.sleep(90)
+time.sleep(90)
 """
 UNMAPPED_MEMORY = """
 files = []
@@ -85,7 +87,7 @@ DEEP_FOLDERS = """
 for number in range(3000):
     os.mkdir("folder")
     os.chdir("folder")
-time.sleep(20)
+time.sleep(90)
 """
 
 
@@ -108,15 +110,14 @@ time.sleep(20)
 def test_a_worker_that_takes_too_much_is_ended_and_told_why(body, message, peer, confining_level):
     bounds = replace(SMALL, memory_bytes=4 << 30) if "processes" in message else SMALL
     worker = peer(body, level=confining_level, bounds=bounds)
-    started = time.monotonic()
+    # The bound on time is far above the second or two that it takes: a busy machine gives the supervisor its turn late.
     with pytest.raises(WorkerDied, match=message):
-        worker.request("call", timeout_s=15)
-    assert time.monotonic() - started < 12
+        worker.request("call", timeout_s=60)
     assert_nothing_left(worker)
 
 
 def test_memory_that_processes_share_counts_once(peer, confining_level):
-    body = "block = bytearray(os.urandom(1 << 20) * 100)\nfor _ in range(10):\n    if os.fork() == 0: time.sleep(20)\n"
+    body = "block = bytearray(os.urandom(1 << 20) * 100)\nfor _ in range(10):\n    if os.fork() == 0: time.sleep(90)\n"
     bounds = replace(
         SMALL, memory_bytes=800 * MIB
     )  # eleven times the block is more; a CUDA build of PyTorch takes 250 itself
