@@ -8,7 +8,9 @@ exit status and the seconds. The script exits with 1 where a status is none that
 
 from __future__ import annotations
 
+import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -86,8 +88,14 @@ def outcome(python: str, arguments: list[str], environment: dict[str, str], pref
 
 def main() -> int:
     """Print the table of each interpreter; 1 where something is not as documented."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument(
+        "pythons", nargs="*", metavar="PYTHON", default=[sys.executable], help="with tilegym-db installed"
+    )
     wrong = 0
-    for python in sys.argv[1:] or [sys.executable]:
+    for python in parser.parse_args().pythons:
+        if shutil.which(python) is None:
+            parser.error(f"no program: {python}")
         print(f"{python}\n{'':20}" + "".join(f"{name:11}" for name in COMMANDS))
         for kind in KINDS:
             with surroundings(kind) as (environment, prefix):
