@@ -10,6 +10,7 @@ COMMANDS: dict[str, dict[str, str]] = {
         "show": "Show a definition, a solution or one trace, whole.",
         "best": "Print the fastest verified solution per operator, shape and GPU.",
         "leaderboard": "Rank solutions per operator and GPU: shapes measured, shapes won, geometric means.",
+        "compare": "Set two solutions of one operator side by side, wherever both are verified.",
         "explain": "Say which solution the resolver picks for a call, and why not each of the others.",
         "report": "Write one page of everything in the database, for a browser without a network.",
         "sql": "Run one read-only SQL statement over the database.",

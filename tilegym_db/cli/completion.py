@@ -14,6 +14,7 @@ __all__ = [
     "complete_measurable_gpu",
     "complete_name",
     "complete_op_type",
+    "complete_solution",
     "complete_statement",
     "complete_target",
 ]
@@ -27,6 +28,11 @@ def complete_definition(incomplete: str) -> list[str]:
 def complete_name(incomplete: str) -> list[str]:
     """Definitions and solutions of the catalog."""
     return _starting([*_definitions(), *_solutions()], incomplete)
+
+
+def complete_solution(incomplete: str) -> list[str]:
+    """Solutions of the catalog."""
+    return _starting(_solutions(), incomplete)
 
 
 def complete_op_type(incomplete: str) -> list[str]:
