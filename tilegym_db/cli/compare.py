@@ -34,7 +34,7 @@ def command(
     from tilegym_db.catalog import Catalog
     from tilegym_db.cli.best import chosen_gpu
     from tilegym_db.cli.reader import open_reader
-    from tilegym_db.store.queries.comparing import rows_of_both
+    from tilegym_db.store.queries.solution_pairs import rows_of_both
     from tilegym_db.store.side_by_side import winner
 
     form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)

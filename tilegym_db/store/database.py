@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,8 @@ from tilegym_db.store.lock import POLL_S
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
+
+    from tilegym_db.store.answer import Answer
 
 __all__ = [
     "ROW_GROUP_SIZE",
@@ -98,6 +100,22 @@ class Store:
             cursor = self.connection.execute(sql, parameters) if parameters else self.connection.execute(sql)
             names = [column[0] for column in cursor.description or ()]
             return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+
+    def sql(self, text: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> Answer:
+        """Answer one SELECT over the views; the answer turns into Arrow, pandas and polars, and shows itself in a notebook.
+
+        Args:
+            text: as for ``tilegym-db sql``.
+            parameters: values for ``?`` or ``$name``.
+
+        Raises:
+            QueryError: not a single read, or DuckDB refused it.
+            StoreError: the store was closed, or opened before a fork.
+        """
+        from tilegym_db.store.answer import Answer
+
+        with self.translated("query"):
+            return Answer.of(self, text, parameters)
 
     @contextmanager
     def transaction(self, action: str) -> Iterator[DuckDBPyConnection]:

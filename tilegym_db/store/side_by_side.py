@@ -17,7 +17,7 @@ def winner(row: Mapping[str, Any]) -> tuple[Winner, str]:
     """Which of two is faster, and why that is known or is not.
 
     Args:
-        row: as :func:`tilegym_db.store.queries.comparing.rows_of_both` returns it.
+        row: as :func:`tilegym_db.store.queries.solution_pairs.rows_of_both` returns it.
     """
     faster: Literal["a", "b"] = "a" if row["a_us"] <= row["b_us"] else "b"
     slower = "b" if faster == "a" else "a"

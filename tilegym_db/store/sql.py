@@ -1,57 +1,23 @@
 """The user's SQL: one statement that reads, over a connection that can do nothing else.
 
-Two fences. The statement must parse as exactly one SELECT; and the connection is read-only with file access, extensions
-and settings locked (:mod:`tilegym_db.store.database`), so that a SELECT cannot reach outside either.
+Two fences. The statement must parse as exactly one SELECT (:mod:`tilegym_db.store.asking`); and the connection is read-only
+with file access, extensions and settings locked (:mod:`tilegym_db.store.database`), so that a SELECT cannot reach outside.
 """
 
 from __future__ import annotations
 
-import signal
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from tilegym_db.errors import QueryError
-from tilegym_db.store.views import public_views
+from tilegym_db.store.asking import MAX_ROWS, MAX_STATEMENT, VIEWS, QueryResult, ask
 
 if TYPE_CHECKING:
-    from duckdb import DuckDBPyConnection
-
     from tilegym_db.catalog import Catalog
 
 __all__ = ["MAX_ROWS", "MAX_STATEMENT", "VIEWS", "QueryResult", "run_user_query"]
 
-VIEWS = public_views()
-"""What a query may be about, for help texts."""
-
-MAX_STATEMENT = 1 << 16
-"""Characters of a statement. The planner's time grows faster than the text: 50,000 UNIONs would take hours."""
-
-MAX_ROWS = 1_000_000
-"""Of an answer as Python values, which take a kilobyte a row; an Arrow table may have more."""
-
-_CHUNK = 10_000
-_WAKE_S = 0.2
-_STOP_S = 3.0
 _LOCK_TIMEOUT_S = 10.0
-
-_Answer = TypeVar("_Answer")
-
-
-@dataclass(frozen=True)
-class QueryResult:
-    """Column names, their DuckDB types (``MAP(VARCHAR, BIGINT)``), and rows of Python values."""
-
-    columns: tuple[str, ...]
-    types: tuple[str, ...]
-    rows: list[tuple[Any, ...]]
-    warning: str | None = None
-    """Why the answer may be behind the catalog on disk; None where it is not."""
-    table: Any = None
-    """The answer as a ``pyarrow.Table`` in place of rows, where that was asked for."""
 
 
 def run_user_query(
@@ -78,127 +44,5 @@ def run_user_query(
     """
     from tilegym_db.store.connection import open_store
 
-    check_text(text)
-    if as_arrow:
-        import pyarrow  # noqa: F401  # DuckDB would report its absence as an error of the query
     with open_store(path, read_only=True, catalog=catalog, lock_timeout_s=lock_timeout_s) as store:
-        connection, warning = store.connection, store.stale
-
-        def answer() -> QueryResult:
-            check_single_read(connection, text)
-            if as_arrow:
-                table = connection.sql(text, params=params or None).to_arrow_table()
-                return QueryResult(tuple(table.column_names), tuple(map(str, table.schema.types)), [], warning, table)
-            cursor = connection.execute(text, params) if params else connection.execute(text)
-            columns = tuple(column[0] for column in cursor.description or ())
-            types = tuple(str(column[1]) for column in cursor.description or ())
-            check_fetchable(columns, types)
-            return QueryResult(columns, types, _fetched(cursor), warning)
-
-        return interruptible(answer, connection)
-
-
-def interruptible(work: Callable[[], _Answer], connection: DuckDBPyConnection) -> _Answer:
-    """Run ``work`` in a thread while this one waits for it, so that a signal is handled while DuckDB computes.
-
-    Raises:
-        QueryError: DuckDB refused the query, or ran out of memory.
-        KeyboardInterrupt: as it came; the query has ended by then.
-    """
-    import duckdb
-
-    done = threading.Event()
-    answers: list[_Answer] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            answers.append(work())
-        except BaseException as error:  # handed over to the thread that waits
-            errors.append(error)
-        finally:
-            done.set()
-
-    thread = threading.Thread(target=run, name="tilegym-db-query", daemon=True)
-    thread.start()
-    try:
-        while not done.wait(_WAKE_S):
-            pass
-    except BaseException:
-        _stop(connection, done)
-        raise
-    for error in errors:
-        if isinstance(error, duckdb.InterruptException):
-            raise KeyboardInterrupt from None
-        if isinstance(error, duckdb.Error):
-            raise QueryError(_refusal(error)) from None
-        raise error
-    return answers[0]
-
-
-def _stop(connection: DuckDBPyConnection, done: threading.Event) -> None:
-    """End the query; again and again, since one that begins to run only now must be stopped as well."""
-    in_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main else None
-    try:
-        deadline = time.monotonic() + _STOP_S
-        while not done.wait(0.01) and time.monotonic() < deadline:
-            connection.interrupt()
-    finally:
-        if in_main:
-            signal.signal(signal.SIGINT, before)
-
-
-def check_text(text: str) -> None:
-    """Raise :class:`QueryError` for a statement that is too long, or that no encoding can hold."""
-    if len(text) > MAX_STATEMENT:
-        raise QueryError(f"this statement has {len(text):,} characters; sql takes {MAX_STATEMENT:,} at most.")
-    if "\0" in text:
-        raise QueryError("this statement holds a NUL character. Is it in another encoding than UTF-8?")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise QueryError("this statement is not valid UTF-8. Save it in that encoding.") from None
-
-
-def _fetched(cursor: Any) -> list[tuple[Any, ...]]:
-    rows: list[tuple[Any, ...]] = []
-    while chunk := cursor.fetchmany(_CHUNK):
-        rows += chunk
-        if len(rows) > MAX_ROWS:
-            raise QueryError(f"the answer has more than {MAX_ROWS:,} rows. Add LIMIT, or aggregate.")
-    return rows
-
-
-def check_single_read(connection: DuckDBPyConnection, text: str) -> None:
-    """Raise :class:`QueryError` unless ``text`` is one statement, and that one a SELECT. Runs nothing."""
-    import duckdb
-
-    try:
-        statements = connection.extract_statements(text)
-    except duckdb.Error as error:
-        raise QueryError(_refusal(error)) from None
-    if len(statements) != 1:
-        count = "no statement" if not statements else f"{len(statements)} statements"
-        raise QueryError(f"sql takes one SELECT statement, and this is {count}.")
-    kind = statements[0].type
-    if kind == duckdb.StatementType.MULTI:
-        raise QueryError("PIVOT needs its values spelled out here: PIVOT ... ON column IN (value, ...) USING ...")
-    if kind != duckdb.StatementType.SELECT:
-        raise QueryError(f"sql only reads: one SELECT statement, not {kind.name}. Views: {', '.join(VIEWS)}.")
-
-
-def check_fetchable(columns: Sequence[str], types: Sequence[str]) -> None:
-    """Raise :class:`QueryError` for a column that DuckDB hands to Python only with a package we do not depend on."""
-    for name, kind in zip(columns, types, strict=True):
-        if "TIME ZONE" in kind:
-            raise QueryError(f"column '{name}' is a {kind}; write CAST(... AS TIMESTAMP), in UTC.")
-
-
-def _refusal(error: Exception) -> str:
-    text = str(error).strip()
-    if "disabled by configuration" in text:
-        return f"sql reads the database and no files. Views: {', '.join(VIEWS)}. DuckDB said: {text}"
-    if text.startswith("Catalog Error: Table"):
-        return f"{text}\nViews: {', '.join(VIEWS)}."
-    return text
+        return ask(store, text, params, as_arrow=as_arrow)

@@ -1,0 +1,96 @@
+"""The answer to a SELECT as a notebook wants it: rows, Arrow, pandas, polars, and a table that shows itself."""
+
+from __future__ import annotations
+
+import html
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+from tilegym_db.errors import MissingPackageError
+from tilegym_db.store.asking import Asked, QueryResult, ask
+
+if TYPE_CHECKING:
+    import pyarrow
+
+__all__ = ["Answer"]
+
+SHOWN_ROWS = 20
+"""Of an answer that shows itself; it says how many there are."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Columns and rows; a sequence of rows. Arrow, pandas and polars ask the open store again, and keep DuckDB's types."""
+
+    columns: tuple[str, ...]
+    types: tuple[str, ...]
+    rows: list[tuple[Any, ...]]
+    _store: Asked = field(repr=False, compare=False)
+    _question: tuple[str, Sequence[Any] | Mapping[str, Any]] = field(repr=False, compare=False)
+
+    @classmethod
+    def of(cls, store: Asked, text: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> Self:
+        """Ask; raises as :func:`tilegym_db.store.asking.ask` does."""
+        found: QueryResult = ask(store, text, parameters)
+        return cls(found.columns, found.types, found.rows, store, (text, parameters))
+
+    def __len__(self) -> int:
+        """The number of rows."""
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        """The rows, as tuples in the order of ``columns``."""
+        return iter(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        """One row."""
+        return self.rows[index]
+
+    def arrow(self) -> pyarrow.Table:
+        """As a ``pyarrow.Table``.
+
+        Raises:
+            MissingPackageError: pyarrow is not installed.
+            StoreError: the store was closed.
+        """
+        required("pyarrow", "tilegym-db[arrow]")
+        return ask(self._store, *self._question, as_arrow=True).table
+
+    def pandas(self) -> Any:
+        """As a ``pandas.DataFrame``; raises as :meth:`arrow` does."""
+        required("pandas", "pandas")
+        return self.arrow().to_pandas()
+
+    def polars(self) -> Any:
+        """As a ``polars.DataFrame``; raises as :meth:`arrow` does."""
+        return required("polars", "polars").from_arrow(self.arrow())
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in self.columns)
+        lines = "".join(
+            f"<tr>{''.join(f'<td>{html.escape(_shown(value))}</td>' for value in row)}</tr>"
+            for row in self.rows[:SHOWN_ROWS]
+        )
+        left = len(self.rows) - SHOWN_ROWS
+        more = f"<p>{left} more rows</p>" if left > 0 else ""
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>{more}"
+
+
+def required(module: str, package: str) -> Any:
+    """A module that an optional package brings.
+
+    Raises:
+        MissingPackageError: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError:
+        raise MissingPackageError(f"{module} is not installed. Try: pip install '{package}'") from None
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
