@@ -12,6 +12,7 @@ __version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from tilegym_db.bench.benchmark import benchmark
+    from tilegym_db.bench.of_function import benchmark_function
     from tilegym_db.catalog import Catalog
     from tilegym_db.errors import TilegymDBError
     from tilegym_db.integrations.transformers import patch, patched, patched_init
@@ -27,6 +28,7 @@ __all__ = [
     "Trace",
     "Workload",
     "benchmark",
+    "benchmark_function",
     "open_store",
     "patch",
     "patched",
@@ -43,6 +45,7 @@ _HOMES = {
     "Trace": "tilegym_db.records",
     "Workload": "tilegym_db.records",
     "benchmark": "tilegym_db.bench.benchmark",
+    "benchmark_function": "tilegym_db.bench.of_function",
     "open_store": "tilegym_db.store.connection",
     "patch": "tilegym_db.integrations.transformers",
     "patched": "tilegym_db.integrations.transformers",

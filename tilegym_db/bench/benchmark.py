@@ -22,6 +22,7 @@ from tilegym_db.bench.machine import Machine, leaving_processors
 from tilegym_db.bench.plan import Options, Plan
 from tilegym_db.bench.promotions import record_promotions
 from tilegym_db.bench.run_setup import Observer, RunSetup, timing_budget
+from tilegym_db.bench.summary import summarise
 from tilegym_db.bench.tier_policy import INTERPRETER, PROMOTION, SCREEN, TierPolicy
 from tilegym_db.bench.tracing import RunContext
 from tilegym_db.catalog import Catalog
@@ -30,6 +31,7 @@ from tilegym_db.records.loop import Promotion
 from tilegym_db.records.peaks import GpuPeaks
 from tilegym_db.records.trace import new_run_id
 from tilegym_db.scratch import scratch_folder
+from tilegym_db.store.html_table import html_table
 from tilegym_db.store.journal import Journal
 from tilegym_db.store.queries import done_keys, failed_screen, likely_fastest_of, read_peaks, tuned_configs
 from tilegym_db.verify.worker.process import prepare_workers
@@ -72,6 +74,16 @@ class BenchReport:
     def counts(self) -> Counter[str]:
         """How many traces ended with each status."""
         return Counter(trace.status for trace in self.traces)
+
+    def _repr_html_(self) -> str:
+        """One row per Solution, as the command prints it; the caption names the device and the tiers."""
+        tiers = " and ".join(dict.fromkeys(trace.tier for trace in self.traces)) or "nothing new"
+        rows = [
+            (row.solution, row.language, f"{row.passed}/{row.total}", row.speedup, row.sol_ratio, row.note)
+            for row in summarise(self.traces)
+        ]
+        columns = ("solution", "language", "passed", "speedup over stock", "of the speed of light", "note")
+        return html_table(columns, rows, f"{self.machine.gpu_name} ({self.machine.gpu}), {tiers}, run {self.run_id}")
 
 
 def benchmark(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,14 +9,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tilegym_db.errors import MissingPackageError
 from tilegym_db.store.asking import Asked, QueryResult, ask
+from tilegym_db.store.html_table import html_table
 
 if TYPE_CHECKING:
     import pyarrow
 
 __all__ = ["Answer"]
-
-SHOWN_ROWS = 20
-"""Of an answer that shows itself; it says how many there are."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +65,7 @@ class Answer:
         return required("polars", "polars").from_arrow(self.arrow())
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{html.escape(name)}</th>" for name in self.columns)
-        lines = "".join(
-            f"<tr>{''.join(f'<td>{html.escape(_shown(value))}</td>' for value in row)}</tr>"
-            for row in self.rows[:SHOWN_ROWS]
-        )
-        left = len(self.rows) - SHOWN_ROWS
-        more = f"<p>{left} more rows</p>" if left > 0 else ""
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>{more}"
+        return html_table(self.columns, self.rows)
 
 
 def required(module: str, package: str) -> Any:
@@ -88,9 +78,3 @@ def required(module: str, package: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError:
         raise MissingPackageError(f"{module} is not installed. Try: pip install '{package}'") from None
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return ""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

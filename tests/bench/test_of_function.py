@@ -1,0 +1,82 @@
+"""A function of a notebook or a script, written into a file of its own and measured as any other Solution."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tilegym_db
+from tilegym_db.errors import UsageError
+from tilegym_db.scaffold.function_source import function_source, language_of
+
+SCALE = 2.0
+TABLE = [1.0]
+
+
+def doubled(x: Any) -> Any:
+    return x * SCALE
+
+
+def scaled(x: Any, weight: Any, factor: Any) -> Any:
+    return (doubled(x.float()) * weight.float() * (factor / math.sqrt(4.0))).to(x.dtype)
+
+
+def without_the_factor(x: Any, weight: Any, factor: Any, out: Any) -> None:
+    out.copy_((x.float() * weight.float()).to(x.dtype))
+
+
+def of_a_list(x: Any) -> Any:
+    return x * TABLE[0]
+
+
+def test_what_a_function_uses_comes_along():
+    source = function_source(scaled)
+    assert source.index("import math") < source.index("SCALE = 2.0") < source.index("def doubled")
+    scope: dict[str, Any] = {}
+    exec(compile(source.replace(": Any", "").replace("-> Any", ""), "file", "exec"), scope)
+    assert language_of(source) == "python"
+
+
+@pytest.mark.parametrize("package", ["triton", "tilelang", "cuda.tile"])
+def test_a_language_is_told_by_its_import(package: str):
+    assert language_of(f"import {package} as one\n") == {"cuda.tile": "cutile"}.get(package, package)
+
+
+def test_what_cannot_be_written_out_is_named():
+    local = 1.0
+
+    def closing(x: Any) -> Any:
+        return x * local
+
+    with pytest.raises(UsageError, match="'closing' uses local of the function around it"):
+        function_source(closing)
+    with pytest.raises(UsageError, match="'TABLE' is a list, which cannot be written"):
+        function_source(of_a_list)
+    with pytest.raises(UsageError, match="no function defined with 'def'"):
+        function_source(lambda x: x)
+    with pytest.raises(UsageError, match="no function defined with 'def'"):
+        function_source(len)
+
+
+@pytest.mark.slow
+def test_a_right_function_passes_the_screen_and_a_wrong_one_does_not(row_scale: Path, home: Path):
+    report = tilegym_db.benchmark_function(scaled, "row_scale", gpu="cpu", quick=True)
+    verdicts = {(trace.tier, trace.solution.startswith("row_scale_function_")): trace.status for trace in report.traces}
+    assert verdicts == {("screen", True): "PASSED", ("screen", False): "PASSED"}
+    shown = report._repr_html_()
+    assert "(cpu), screen, run" in shown
+    assert "row_scale_function_" in shown
+    wrong = tilegym_db.benchmark_function(without_the_factor, "row_scale", gpu="cpu", quick=True)
+    assert {trace.status for trace in wrong.traces if "function" in trace.solution} == {"INCORRECT_NUMERICAL"}
+    # No catalog has it, so nothing can serve it.
+    assert tilegym_db.Catalog.default().solution_paths.keys() == {"row_scale_stock"}
+
+
+def test_a_function_is_not_promoted_and_must_take_the_definitions_arguments(row_scale: Path):
+    with pytest.raises(UsageError, match="a function is only screened"):
+        tilegym_db.benchmark_function(scaled, "row_scale", promote=True)
+    with pytest.raises(UsageError, match=r"'doubled': doubled\(x\) does not fit"):
+        tilegym_db.benchmark_function(doubled, "row_scale")

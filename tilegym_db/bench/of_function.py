@@ -1,0 +1,84 @@
+"""Measures a function of a notebook or a script: as a Solution of its own for this one run, in the screen tier."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tilegym_db.bench.benchmark import BenchReport, benchmark
+from tilegym_db.catalog import Catalog
+from tilegym_db.catalog.writers import add_solution
+from tilegym_db.errors import UsageError
+from tilegym_db.records import Solution
+from tilegym_db.records.base import length_prefixed_digest
+from tilegym_db.records.signature import signature_problem
+from tilegym_db.scaffold.function_source import function_source, language_of
+from tilegym_db.scratch import scratch_folder
+
+__all__ = ["benchmark_function"]
+
+FILE = "kernel.py"
+
+
+def benchmark_function(
+    function: Callable[..., Any],
+    definition: str,
+    *,
+    dtypes: Mapping[str, Sequence[str]] | None = None,
+    layouts: Mapping[str, str] | None = None,
+    catalog: Catalog | None = None,
+    **options: Any,
+) -> BenchReport:
+    """Verify and time a function against a Definition, beside stock code, without adding it to any catalog.
+
+    The function is written with what it uses into a file of its own, which runs in a worker as every Solution does. Its
+    traces are of the screen tier: they say what was measured, and never make it served. To keep it, save the file and run
+    ``tilegym-db add-solution``.
+
+    Args:
+        function: called as the Definition's reference is, with or without its outputs as last arguments.
+        definition: the name of the operator.
+        dtypes: dtype variable -> what the function supports; by default all that the Definition has.
+        layouts: tensor -> the layout that the function needs, where that is not ``contiguous``.
+        catalog: the records; the shipped ones and the user's by default.
+        options: as for :func:`~tilegym_db.bench.benchmark.benchmark`, but not ``promote``.
+
+    Raises:
+        UsageError: the function's source is not known, or it uses what cannot be written into a file.
+        NotFoundError: no such Definition.
+        UsageError: its parameters are not those of the Definition.
+        RecordError: ``dtypes`` or ``layouts`` are none of the Definition's.
+    """
+    if "promote" in options:
+        raise UsageError(
+            "a function is only screened: what is promoted needs a name. Try: tilegym-db add-solution FILE"
+        )
+    catalog = catalog or Catalog.default()
+    record = catalog.definition(definition)
+    source = function_source(function).encode()
+    language = language_of(source.decode())
+    writes = next(iter(record.outputs)) in inspect.signature(function).parameters
+    name = f"{definition}_function_{length_prefixed_digest([source])[:12]}"
+    spec = {
+        "language": language,
+        "destination_passing_style": writes or language != "python",
+        "entry_point": f"{FILE}::{function.__name__}",
+        "dtypes": {key: list(values) for key, values in (dtypes or record.dtypes).items()},
+        "layouts": dict(layouts or {}),
+    }
+    content = {
+        "name": name,
+        "definition": definition,
+        "author": "a function",
+        "spec": spec,
+        "sources": [{"path": FILE}],
+    }
+    solution = Solution.from_dict(content)
+    problem = signature_problem(solution, source, record)
+    if problem is not None:
+        raise UsageError(f"'{function.__name__}': {problem}.")
+    with scratch_folder() as root:
+        catalog = catalog.reread(root)
+        add_solution(catalog, solution, {FILE: source}, root)
+        return benchmark((name,), catalog=catalog.reread(root), **options)

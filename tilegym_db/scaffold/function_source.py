@@ -1,0 +1,122 @@
+"""The source of a function in a notebook or a module, with everything that it uses, as one file that runs anywhere.
+
+Modules become imports, functions and kernels that the same notebook or module defines come along, and plain values are
+written out. What cannot be written out (a tensor, a function's closure) is refused by name.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping
+from types import FunctionType, ModuleType
+from typing import Any
+
+from tilegym_db.errors import UsageError
+
+__all__ = ["function_source", "language_of"]
+
+_PLAIN = (bool, int, float, str, bytes, type(None))
+_LANGUAGES = {"triton": "triton", "tilelang": "tilelang", "cuda.tile": "cutile"}
+
+
+def function_source(function: Callable[..., Any]) -> str:
+    """One file of Python that defines the function at its top level, under its own name.
+
+    Args:
+        function: defined with ``def`` in a file or a cell of a notebook.
+
+    Raises:
+        UsageError: its source is not known, or it uses something that cannot be written into a file; names it.
+    """
+    found = _Collected()
+    found.take(_plain(function), function.__name__)
+    parts = [*sorted(found.imports), *found.values, *found.functions]
+    return "\n".join(f"{part.rstrip()}\n" for part in parts)
+
+
+def language_of(source: str) -> str:
+    """The language of the kernels in a file, by what it imports; ``python`` where it imports none of the three."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module or "")
+    for package, language in _LANGUAGES.items():
+        if any(name == package or name.startswith(f"{package}.") for name in names):
+            return language
+    return "python"
+
+
+class _Collected:
+    """What a file needs: imports, values, and functions in the order in which they can be defined."""
+
+    def __init__(self) -> None:
+        self.imports: set[str] = set()
+        self.values: list[str] = []
+        self.functions: list[str] = []
+        self._seen: dict[str, Any] = {}
+
+    def take(self, function: FunctionType, name: str) -> None:
+        """Add a function after all that it uses."""
+        text, tree = _parsed(function, name)
+        if function.__closure__:
+            inner = ", ".join(function.__code__.co_freevars)
+            raise UsageError(
+                f"'{name}' uses {inner} of the function around it. Pass it as an argument, or define it outside."
+            )
+        self._seen[name] = function
+        for used in _names(tree, function.__globals__):
+            self._resolve(used, function.__globals__[used], function.__module__)
+        self.functions.append(text)
+
+    def _resolve(self, name: str, value: Any, module: str) -> None:
+        if name in self._seen:
+            return
+        self._seen[name] = value
+        plain = _plain(value)
+        if isinstance(value, ModuleType):
+            self.imports.add(f"import {value.__name__}" + (f" as {name}" if value.__name__ != name else ""))
+        elif isinstance(plain, FunctionType) and plain.__module__ == module:
+            self.take(plain, name)
+        elif isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(one, _PLAIN) for one in value)):
+            self.values.append(f"{name} = {value!r}")
+        else:
+            self._import_from(name, value)
+
+    def _import_from(self, name: str, value: Any) -> None:
+        """``from module import name``, where that gives this very value."""
+        home, known_as = getattr(value, "__module__", None), getattr(value, "__qualname__", name)
+        if home in (None, "__main__", "builtins") or not str(known_as).isidentifier():
+            raise UsageError(
+                f"'{name}' is a {type(value).__name__}, which cannot be written into a file of its own. Make it a "
+                "number, a text, a function or an argument."
+            )
+        self.imports.add(f"from {home} import {known_as}" + (f" as {name}" if known_as != name else ""))
+
+
+def _plain(value: Any) -> Any:
+    """The function below a kernel's decorator."""
+    inner = getattr(value, "fn", None)
+    return inner if isinstance(inner, FunctionType) else value
+
+
+def _parsed(function: Any, name: str) -> tuple[str, ast.Module]:
+    if not isinstance(function, FunctionType) or function.__name__ == "<lambda>":
+        raise UsageError(f"{name!r} is no function defined with 'def'.")
+    try:
+        text = textwrap.dedent(inspect.getsource(function))
+    except (OSError, TypeError):
+        raise UsageError(
+            f"the source of '{name}' is not known. Define it in a file or in a cell of a notebook."
+        ) from None
+    return text, ast.parse(text)
+
+
+def _names(tree: ast.AST, scope: Mapping[str, Any]) -> list[str]:
+    """What a function reads that its module defines, in a fixed order; annotations and decorators included."""
+    read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    return sorted(name for name in read if name in scope and not hasattr(builtins, name))
