@@ -107,7 +107,7 @@ def check_patterns(catalog: Catalog) -> list[str]:
     """Patterns whose evidence is gone, was taken back, or is of other versions than are pinned."""
     from tilegym_db.loop.architecture import pattern_findings
     from tilegym_db.store.connection import open_store
-    from tilegym_db.store.pattern_pages import pattern_files
+    from tilegym_db.store.input_files import pattern_files
 
     if not pattern_files(catalog):
         return []
