@@ -5,8 +5,9 @@ The public names below load on first use, so that ``import tilegym_db`` costs ne
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from tilegym_db.lazy import loader
 
 __version__ = "0.2.0"
 
@@ -52,15 +53,7 @@ _HOMES = {
     "patched_init": "tilegym_db.integrations.transformers",
     "resolve": "tilegym_db.resolver.resolve",
 }
-
-
-def __getattr__(name: str) -> object:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'tilegym_db' has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(home), name)
-    globals()[name] = value
-    return value
+__getattr__ = loader(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

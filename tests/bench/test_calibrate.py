@@ -20,7 +20,7 @@ from tilegym_db.bench.peak_calls import (
 )
 from tilegym_db.errors import HardwareError
 from tilegym_db.records.peaks import PRODUCT_DTYPES, GpuPeaks, Measured
-from tilegym_db.store.peaks_files import own_peaks_files
+from tilegym_db.store.input_files import own_peaks_files
 
 
 def wall(call: Callable[[], Any], calls: int) -> list[float]:

@@ -12,7 +12,7 @@ from tilegym_db.records import Definition
 from tilegym_db.records.peaks import GpuPeaks, Measured
 from tilegym_db.records.roofline import below_floor, product_ceiling, sol_ratio, speed_of_light
 from tilegym_db.records.trace_set import TraceSet
-from tilegym_db.store.batches import trace_files
+from tilegym_db.store.input_files import trace_files
 
 L2 = 60 << 20
 BUS = 2 * 3201e6 * 6144 / 8

@@ -155,6 +155,18 @@ def test_a_broken_draft_is_named_once_and_stops_only_what_is_about_it(
         assert reason in about_it.err
 
 
+def test_check_takes_the_name_of_one_solution(cli, row_scale, home):
+    reason = missing_source(home / "catalog")
+    about_it = cli("check", "draft")
+    assert about_it.code == 1
+    assert reason in about_it.out
+
+    folder = home / "catalog" / "solutions" / "elementwise" / "row_scale" / "draft"
+    (folder / "kernel.py").write_text("def run(x, weight, factor, out):\n    out.copy_(x * weight * factor)\n")
+    assert cli("check", "draft").code == 0
+    assert cli("check", "no_such_name").code == 2
+
+
 def test_a_broken_record_that_ships_is_found_by_check_and_stops_no_other_command(cli, row_scale):
     shipped = row_scale / "definitions" / "elementwise" / "shipped.json"
     shipped.write_text('{"name": "shipped", "colour": 1}')

@@ -13,7 +13,7 @@ from tilegym_db.bench.machine import Machine
 from tilegym_db.cli import calibrate
 from tilegym_db.errors import HardwareError
 from tilegym_db.records.peaks import GpuPeaks
-from tilegym_db.store.peaks_files import own_peaks_files
+from tilegym_db.store.input_files import own_peaks_files
 
 H200 = Machine("cuda:0", "h200", "NVIDIA H200", "sm_90")
 

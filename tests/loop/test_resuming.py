@@ -18,7 +18,8 @@ from tilegym_db.loop.submit import submit
 from tilegym_db.records.loop import Attempt, Task
 from tilegym_db.store import loop_journals
 from tilegym_db.store.connection import open_store
-from tilegym_db.store.loop_journals import append, journaled, loop_folder, loop_lock
+from tilegym_db.store.input_files import loop_folder
+from tilegym_db.store.loop_journals import append, journaled, loop_lock
 
 HandIn = Callable[..., Path]
 

@@ -21,8 +21,9 @@ from tilegym_db.records.model_run import Estimate
 from tilegym_db.records.trace import new_trace_id
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.ingest import ingest_journals
+from tilegym_db.store.input_files import loop_folder
 from tilegym_db.store.journal import Journal
-from tilegym_db.store.loop_journals import journaled, loop_folder
+from tilegym_db.store.loop_journals import journaled
 from tilegym_db.store.loop_queries import promotion_rows
 
 MakeTrace = Callable[..., Trace]

@@ -12,7 +12,7 @@ from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
 from tilegym_db.resolver.entries import Entry
 from tilegym_db.resolver.table import load_table
-from tilegym_db.store.snapshot import LOCK_NAME
+from tilegym_db.store.input_files import LOCK_NAME
 
 
 def test_nothing_published_is_no_table(shop: Any) -> None:

@@ -12,8 +12,8 @@ from tilegym_db.bench.benchmark import benchmark
 from tilegym_db.catalog import Catalog
 from tilegym_db.cli.compile import compile_catalog
 from tilegym_db.records import TILE_LANGUAGES, Trace
+from tilegym_db.store.input_files import shipped_traces
 from tilegym_db.store.journal import read_journal
-from tilegym_db.store.refresh import shipped_traces
 
 CATALOG = Catalog.default()
 KERNELS = sorted(name for name, files in CATALOG.solutions.items() if files.record.spec.language in TILE_LANGUAGES)

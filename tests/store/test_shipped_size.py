@@ -16,10 +16,8 @@ from tilegym_db.paths import shipped_root
 from tilegym_db.resolver import table as tables
 from tilegym_db.resolver.table import load_table
 from tilegym_db.store import snapshot as snapshots
-from tilegym_db.store.batches import trace_files
-from tilegym_db.store.refresh import shipped_traces
+from tilegym_db.store.input_files import TUNING_SUFFIX, shipped_traces, trace_files
 from tilegym_db.store.snapshot import lock_folder
-from tilegym_db.store.tuning import TUNING_SUFFIX
 
 ROOT = shipped_root()
 KB, MB = 1000, 1000 * 1000

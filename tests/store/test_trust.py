@@ -16,12 +16,13 @@ from tilegym_db.resolver.table import load_table
 from tilegym_db.store import snapshot as snapshots
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.ingest import ingest, rebuild
+from tilegym_db.store.input_files import LOCK_NAME
 from tilegym_db.store.installation import KEY_NAME, signed_line
 from tilegym_db.store.journal import Journal, read_journal
 from tilegym_db.store.migrate import migrate_folder
 from tilegym_db.store.publish import publish
 from tilegym_db.store.queries import best_rows, publishable_rows
-from tilegym_db.store.snapshot import LOCK_NAME, open_snapshot
+from tilegym_db.store.snapshot import open_snapshot
 
 ORIGINS = "SELECT origin, trusted, count(*) AS n FROM traces GROUP BY ALL ORDER BY ALL"
 

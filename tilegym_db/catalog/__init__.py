@@ -10,16 +10,26 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tilegym_db.catalog import locked, writers
 from tilegym_db.catalog.broken import Broken
 from tilegym_db.catalog.reader import CatalogReader
-from tilegym_db.catalog.solution_files import SolutionFiles, check_entry_point
 from tilegym_db.files import read_bytes, write_atomically
+from tilegym_db.lazy import loader
 from tilegym_db.paths import home, shipped_root
-from tilegym_db.records import Definition, Solution, Workload
+
+if TYPE_CHECKING:
+    from tilegym_db.catalog.solution_files import SolutionFiles, check_entry_point
+    from tilegym_db.records import Definition, Solution, Workload
 
 __all__ = ["Broken", "Catalog", "SolutionFiles", "check_entry_point", "read_bytes", "write_atomically"]
+
+# What reads and writes records loads them, which takes as long as all else of a command that only asks for the roots.
+_HOMES = {
+    "SolutionFiles": "tilegym_db.catalog.solution_files",
+    "check_entry_point": "tilegym_db.catalog.solution_files",
+}
+__getattr__ = loader(__name__, _HOMES)
 
 
 class Catalog(CatalogReader):
@@ -35,6 +45,8 @@ class Catalog(CatalogReader):
 
     def lock_findings(self) -> list[str]:
         """What disagrees between the Definitions and ``definitions.lock.json``; empty where all is well."""
+        from tilegym_db.catalog import locked
+
         return locked.findings(self)
 
     def update_lock(self, root: Path) -> list[str]:
@@ -44,6 +56,8 @@ class Catalog(CatalogReader):
             RecordError: the lock is damaged.
             StoreError: it cannot be written.
         """
+        from tilegym_db.catalog import locked
+
         return locked.update(self, root)
 
     # -- adding -------------------------------------------------------------------------------------------------------
@@ -63,6 +77,8 @@ class Catalog(CatalogReader):
             ConflictError: the same version exists with another meaning, or is not newer than the one that exists.
             StoreError: it cannot be written, or another process holds the catalog's lock.
         """
+        from tilegym_db.catalog import writers
+
         return writers.add_definition(self, record, self.write_root)
 
     def add_solution(self, record: Solution, sources: Mapping[str, bytes]) -> Path:
@@ -72,6 +88,8 @@ class Catalog(CatalogReader):
             ConflictError: a Solution, a folder or a file of that name exists.
             StoreError: it cannot be written, or another process holds the catalog's lock.
         """
+        from tilegym_db.catalog import writers
+
         return writers.add_solution(self, record, sources, self.write_root)
 
     def add_workloads(self, workloads: Iterable[Workload], root: Path | None = None) -> list[tuple[Path, Workload]]:
@@ -83,4 +101,6 @@ class Catalog(CatalogReader):
             RecordError: one does not fit its Definition; then none is added.
             StoreError: it cannot be written, or another process holds the catalog's lock.
         """
+        from tilegym_db.catalog import writers
+
         return writers.add_workloads(self, workloads, root or self.write_root)

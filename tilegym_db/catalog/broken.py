@@ -6,7 +6,10 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["DEFINITION_BROKEN", "Broken", "name_once"]
+__all__ = ["DEFINITION_BROKEN", "RECORD_NAME", "Broken", "name_once"]
+
+RECORD_NAME = "solution.json"
+"""The record of a Solution, in the folder that is called as it is."""
 
 DEFINITION_BROKEN = "its definition is broken"
 

@@ -6,16 +6,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
-from tilegym_db.catalog.broken import DEFINITION_BROKEN, Broken, name_once
-from tilegym_db.catalog.solution_files import RECORD_NAME, SolutionFiles
-from tilegym_db.catalog.workload_files import read_workloads
+from tilegym_db.catalog.broken import DEFINITION_BROKEN, RECORD_NAME, Broken, name_once
 from tilegym_db.errors import NotFoundError, RecordError, did_you_mean
 from tilegym_db.files import read_bytes
-from tilegym_db.records import Definition, Workload
-from tilegym_db.records.backward import backward_problem
-from tilegym_db.records.signature import signature_problem
+
+if TYPE_CHECKING:
+    from tilegym_db.catalog.solution_files import SolutionFiles
+    from tilegym_db.records import Definition, Workload
 
 __all__ = ["CatalogReader"]
 
@@ -123,6 +122,8 @@ class CatalogReader:
             NotFoundError: no such Definition.
             RecordError: it is broken.
         """
+        from tilegym_db.catalog.workload_files import read_workloads
+
         record = self.definition(definition)
         found: dict[str, Workload] = {}
         for root in self.roots:
@@ -136,6 +137,8 @@ class CatalogReader:
 
     def backwards_of(self, definition: str) -> list[Definition]:
         """The Definitions that compute gradients of one, those of most gradients first. One that does not fit is left out."""
+        from tilegym_db.records.backward import backward_problem
+
         forward = self.definition(definition)
         found = []
         for record in self.definitions.values():
@@ -156,6 +159,8 @@ class CatalogReader:
 
     def read_definition(self, path: Path) -> Definition:
         """The Definition of a file of this catalog; :class:`RecordError` where it is broken."""
+        from tilegym_db.records import Definition
+
         cached = self._cache.get(path)
         if cached is None:
             cached = Definition.from_json(read_bytes(path, "definition"), path)
@@ -168,6 +173,9 @@ class CatalogReader:
 
     def read_solution(self, path: Path) -> SolutionFiles:
         """The Solution of a ``solution.json`` of this catalog; :class:`RecordError` where it is broken."""
+        from tilegym_db.catalog.solution_files import SolutionFiles
+        from tilegym_db.records.signature import signature_problem
+
         cached = self._cache.get(path)
         if cached is None:
             cached = SolutionFiles.read(path.parent)

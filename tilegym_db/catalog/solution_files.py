@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from tilegym_db.catalog.broken import RECORD_NAME
 from tilegym_db.errors import RecordError
 from tilegym_db.files import decode, read_bytes
 from tilegym_db.records import Solution
 from tilegym_db.records.python_source import parse_source
 
-__all__ = ["RECORD_NAME", "SolutionFiles", "check_entry_point", "read_source"]
-
-RECORD_NAME = "solution.json"
+__all__ = ["SolutionFiles", "check_entry_point", "read_source"]
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from tilegym_db.catalog.broken import RECORD_NAME
 from tilegym_db.catalog.locked import read_lock, write_lock
 from tilegym_db.catalog.reader import CatalogReader
-from tilegym_db.catalog.solution_files import RECORD_NAME
 from tilegym_db.catalog.workload_files import WORKLOAD_BYTES
 from tilegym_db.errors import ConflictError, RecordError
 from tilegym_db.files import read_bytes, write_atomically, write_folder, writing

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 def command(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help="Definitions, or drafts of them (a folder or a .json file); none means all."),
+        typer.Argument(
+            help="Definitions with their solutions, single solutions, or drafts of definitions (a folder or a .json file); "
+            "none means all."
+        ),
     ] = None,
     update_lock: Annotated[bool, typer.Option(help="Add new versions to definitions.lock.json first.")] = False,
     verbose: Annotated[
@@ -57,7 +60,8 @@ def command(
     if as_json:
         typer.echo(json.dumps(findings))
     else:
-        print_findings(findings, len(names or catalog.definitions))
+        kind = "records" if catalog.solution_paths.keys() & {*added} else "definitions"
+        print_findings(findings, f"{len(names or catalog.definitions)} {kind}")
         if names and not findings:
             after = [f"tilegym-db add-definition {path}" for path in drafts]
             note(f"Next: {'; '.join([*after, *(f'tilegym-db bench {name}' for name in added)])}")
@@ -68,11 +72,11 @@ def command(
         raise typer.Exit(1)
 
 
-def print_findings(findings: Sequence[str], checked: int) -> None:
+def print_findings(findings: Sequence[str], checked: str) -> None:
     """A line each, then how many there are."""
     for finding in findings:
         typer.echo(finding)
-    typer.echo(f"checked {checked} definitions: {len(findings)} findings", err=True)
+    typer.echo(f"checked {checked}: {len(findings)} findings", err=True)
 
 
 def scan_note(text: str) -> None:
@@ -82,13 +86,23 @@ def scan_note(text: str) -> None:
 
 def check_catalog(catalog: Catalog, names: tuple[str, ...], on_note: Callable[[str], None] | None = None) -> list[str]:
     """Every finding as one line; what the static scan only notes goes to ``on_note``."""
+    for name in names:
+        if name not in catalog.solution_paths and name not in catalog.definition_paths:
+            catalog.definition(name)  # says that there is none, before anything takes long
     from tilegym_db.verify.admission import run_self_test
     from tilegym_db.verify.self_test import tiny_workloads
 
     findings = [*catalog.lock_findings(), *(broken.reason for broken in catalog.broken(names))]
+    broken = {name for paths in (catalog.definition_paths, catalog.solution_paths) for name in paths} - {
+        *catalog.definitions,
+        *catalog.solutions,
+    }
     for name in names or tuple(catalog.definitions):
-        if name not in catalog.definitions and name in catalog.definition_paths:
-            continue  # broken, and said so above
+        if name in broken:
+            continue  # and said so above
+        if name in catalog.solutions and name not in catalog.definitions:
+            findings += scan_findings(catalog.solutions[name], on_note)
+            continue
         definition = catalog.definition(name)
         workloads, solutions = catalog.workloads_for(name), catalog.solutions_for(name)
         if not definition.is_open and not any(item.record.spec.provides == "stock" for item in solutions):
@@ -107,7 +121,7 @@ def check_patterns(catalog: Catalog) -> list[str]:
     """Patterns whose evidence is gone, was taken back, or is of other versions than are pinned."""
     from tilegym_db.loop.architecture import pattern_findings
     from tilegym_db.store.connection import open_store
-    from tilegym_db.store.pattern_pages import pattern_files
+    from tilegym_db.store.input_files import pattern_files
 
     if not pattern_files(catalog):
         return []

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from tilegym_db.catalog import Catalog
 from tilegym_db.cli.completion import complete_statement
 from tilegym_db.cli.formats import AsArrow, AsCsv, AsJson, AsParquet, OutputFile, Wide, chosen_form
 from tilegym_db.cli.options import Trust
@@ -34,15 +33,18 @@ def command(
 ) -> None:
     """Run one read-only SQL statement over the database."""
     from tilegym_db.cli.formats import write_arrow, write_rows
-    from tilegym_db.store.sharing import query_data_set
     from tilegym_db.store.sql import run_user_query
 
     form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)
     binary = form.kind in ("parquet", "arrow")
     text = read_statement() if statement == "-" else statement
     if source is None:
+        from tilegym_db.catalog import Catalog
+
         result = run_user_query(text, catalog=Catalog.default(trust_foreign=True) if trust else None, as_arrow=binary)
     else:
+        from tilegym_db.store.sharing import query_data_set
+
         result = query_data_set(source, text, trust=trust, as_arrow=binary)
     if result.warning:
         note(f"note: {result.warning}")

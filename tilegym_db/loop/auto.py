@@ -25,7 +25,8 @@ from tilegym_db.loop.trial import Trial
 from tilegym_db.paths import home as default_home
 from tilegym_db.records.loop import Attempt, Coverage, Experiment, Task, identified
 from tilegym_db.records.model_run import ModelRun
-from tilegym_db.store.loop_journals import append, journaled, latest, loop_folder, loop_lock
+from tilegym_db.store.input_files import loop_folder
+from tilegym_db.store.loop_journals import append, journaled, latest, loop_lock
 from tilegym_db.store.model_runs import save_model_run
 
 __all__ = ["Kernelizer", "auto_kernelize"]

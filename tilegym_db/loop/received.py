@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tilegym_db.catalog import SolutionFiles
-from tilegym_db.catalog.solution_files import RECORD_NAME
+from tilegym_db.catalog.broken import RECORD_NAME
 from tilegym_db.errors import RecordError, UsageError
 from tilegym_db.files import read_bytes
 from tilegym_db.records import Definition

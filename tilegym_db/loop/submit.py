@@ -30,7 +30,8 @@ from tilegym_db.records.hardware import GPU_SLUGS, TARGETS
 from tilegym_db.records.loop import STAGES, Attempt, Stage, Task, Verdict
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.ingest import ingest_journals
-from tilegym_db.store.loop_journals import append, journaled, latest, loop_folder, loop_lock
+from tilegym_db.store.input_files import loop_folder
+from tilegym_db.store.loop_journals import append, journaled, latest, loop_lock
 from tilegym_db.store.loop_queries import traces_of_source
 from tilegym_db.store.queries import read_traces
 

@@ -14,9 +14,8 @@ from tilegym_db.records.base import length_prefixed_digest
 from tilegym_db.records.loop import Coverage
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.ingest import ingest_journals
-from tilegym_db.store.loop_journals import loop_folder
+from tilegym_db.store.input_files import LOCK_NAME, loop_folder
 from tilegym_db.store.publish import publish
-from tilegym_db.store.snapshot import LOCK_NAME
 
 __all__ = ["Trial"]
 

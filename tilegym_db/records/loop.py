@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from tilegym_db.records.bars import MIN_SPEEDUP
 from tilegym_db.records.base import NAME_PATTERN, Int64, Real, Record, RecordPart, canonical_json
 from tilegym_db.records.fields import Line, Prose
 from tilegym_db.records.solution import Config
@@ -33,9 +34,6 @@ __all__ = [
     "TaskWorkload",
     "Verdict",
 ]
-
-MIN_SPEEDUP = 1.10
-"""Over the best baseline of the same rounds, at the lower end of the interval: what earns a promotion id."""
 
 Stage = Literal["received", "scanned", "compiled", "screened", "promoted"]
 STAGES: tuple[Stage, ...] = Stage.__args__  # type: ignore[attr-defined]

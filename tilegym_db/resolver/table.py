@@ -32,9 +32,8 @@ from tilegym_db.resolver.entries import (
     entries_of,
     scalar_hull,
 )
-from tilegym_db.store.batches import trace_files
-from tilegym_db.store.peaks_files import PEAKS_NAME
-from tilegym_db.store.snapshot import LOCK_NAME, OLD_TABLE_NAME, Snapshot, open_snapshot
+from tilegym_db.store.input_files import LOCK_NAME, OLD_TABLE_NAME, PEAKS_NAME, trace_files
+from tilegym_db.store.snapshot import Snapshot, open_snapshot
 
 __all__ = ["Candidate", "Entry", "ResolverTable", "load_table", "read_folder", "table_folder"]
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pydantic_core import to_json
+
 from tilegym_db.errors import RecordError, StoreError
-from tilegym_db.files import regular_files
 from tilegym_db.records.trace_set import TraceSet, is_trace_set
+from tilegym_db.store.input_files import trace_files
 from tilegym_db.store.installation import Origin, is_signed, split_line
 from tilegym_db.store.journal import RejectedLine
 from tilegym_db.store.snapshot import Snapshot, open_snapshot
@@ -117,11 +118,6 @@ def sorted_snapshots(folders: Iterable[Path], home: Path, scratch: Path, *, trus
     return Sorted(sorter.batches(), refused=tuple(refused))
 
 
-def trace_files(folder: Path) -> list[Path]:
-    """The files of traces of one GPU's published folder."""
-    return [path for path in regular_files(folder, "*/*.jsonl") if not path.name.endswith(".tuning.jsonl")]
-
-
 def _add_set(sorter: _Sorter, path: Path, folder: Path) -> list[str]:
     """Take a file of a published folder in; returns why not, where it cannot be."""
     try:
@@ -144,7 +140,7 @@ def _add_set(sorter: _Sorter, path: Path, folder: Path) -> list[str]:
 
 
 def _line(trace: dict[str, object]) -> bytes:
-    return (json.dumps(trace, ensure_ascii=False) + "\n").encode()
+    return to_json(trace) + b"\n"
 
 
 def _is_own(line: bytes, home: Path) -> bool:

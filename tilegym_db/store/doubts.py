@@ -9,7 +9,7 @@ from tilegym_db.errors import RecordError
 from tilegym_db.records.definition import Definition
 from tilegym_db.records.peaks import GpuPeaks
 from tilegym_db.records.plausible import bounds_of
-from tilegym_db.store import statements
+from tilegym_db.store import trace_statements
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
@@ -22,8 +22,8 @@ def judge_passes(connection: DuckDBPyConnection, last: int = -1) -> None:
 
     Work grows with the number of different points, not of traces.
     """
-    connection.execute(statements.FORGET_DOUBTS, {"last": last})
-    cursor = connection.execute(statements.POINTS_OF_PASSES, {"last": last})
+    connection.execute(trace_statements.FORGET_DOUBTS, {"last": last})
+    cursor = connection.execute(trace_statements.POINTS_OF_PASSES, {"last": last})
     names = [column[0] for column in cursor.description or ()]
     points = [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
     definitions = _definitions(connection, {point["definition_digest"] for point in points})
@@ -35,11 +35,11 @@ def judge_passes(connection: DuckDBPyConnection, last: int = -1) -> None:
         and (found := _bounds(definition, point, peaks.get(point["gpu"]))) is not None
     ]
     if bounds:
-        connection.execute(statements.DOUBT, {"last": last, "bounds": json.dumps(bounds)})
+        connection.execute(trace_statements.DOUBT, {"last": last, "bounds": json.dumps(bounds)})
 
 
 def _definitions(connection: DuckDBPyConnection, digests: set[str]) -> dict[str, Definition]:
-    rows = connection.execute(statements.DEFINITIONS_BY_DIGEST, {"digests": sorted(digests)}).fetchall()
+    rows = connection.execute(trace_statements.DEFINITIONS_BY_DIGEST, {"digests": sorted(digests)}).fetchall()
     found = {}
     for digest, record in rows:
         try:
@@ -51,7 +51,7 @@ def _definitions(connection: DuckDBPyConnection, digests: set[str]) -> dict[str,
 
 def _peaks(connection: DuckDBPyConnection) -> dict[str, GpuPeaks]:
     """By GPU, what was published before what was measured here: the floor is the driver's, and the package's is locked."""
-    rows = connection.execute(statements.PEAKS_BY_GPU).fetchall()
+    rows = connection.execute(trace_statements.PEAKS_BY_GPU).fetchall()
     return {gpu: GpuPeaks.from_json(record, f"peaks of {gpu}") for gpu, record in rows}
 
 

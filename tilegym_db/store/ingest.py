@@ -8,7 +8,8 @@ from pathlib import Path
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import StoreError
-from tilegym_db.store.connection import LOCK_TIMEOUT_S, create_database, database_path, load_home, settle
+from tilegym_db.store.connection import LOCK_TIMEOUT_S, database_path, settle
+from tilegym_db.store.creation import create_database, load_home
 from tilegym_db.store.database import Store, is_damage
 from tilegym_db.store.loading import IngestReport, load_traces
 from tilegym_db.store.lock import writer_lock

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tilegym_db.errors import StoreError
-from tilegym_db.store import statements
+from tilegym_db.store import statements, trace_statements
 from tilegym_db.store.batches import Batch, Sorted, sorted_files, sorted_snapshots
 from tilegym_db.store.doubts import judge_passes
 from tilegym_db.store.journal import RejectedLine, read_journal
@@ -157,13 +157,13 @@ def _insert(store: Store, batch: Batch, files: Sequence[Path]) -> int | None:
         with store.transaction("ingest traces into") as connection:
             if batch.origin != "foreign" or batch.trusted:
                 rank = {"over_trusted": batch.origin != "foreign"}
-                if connection.execute(statements.HAS_DISPLACED, rank).fetchall()[0][0]:
-                    connection.execute(statements.DISPLACE_TRACES, {**names, **rank})
-            last = {"last": connection.execute(statements.LAST_ROW).fetchall()[0][0]}
-            added = connection.execute(statements.INSERT_TRACES, parameters).fetchall()[0][0]
-            repeated = connection.execute(statements.COUNT_REPEATED, last).fetchall()[0][0]
+                if connection.execute(trace_statements.HAS_DISPLACED, rank).fetchall()[0][0]:
+                    connection.execute(trace_statements.DISPLACE_TRACES, {**names, **rank})
+            last = {"last": connection.execute(trace_statements.LAST_ROW).fetchall()[0][0]}
+            added = connection.execute(trace_statements.INSERT_TRACES, parameters).fetchall()[0][0]
+            repeated = connection.execute(trace_statements.COUNT_REPEATED, last).fetchall()[0][0]
             if repeated:
-                connection.execute(statements.DELETE_REPEATED, last)
+                connection.execute(trace_statements.DELETE_REPEATED, last)
             judge_passes(connection, last["last"])
             return int(added - repeated)
     except StoreError as error:

@@ -10,24 +10,24 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.files import writing
-from tilegym_db.paths import home as default_home
 from tilegym_db.records.base import Record
-from tilegym_db.records.loop import MIN_SPEEDUP, Attempt, Experiment, Promotion, Task
+from tilegym_db.records.loop import Attempt, Experiment, Promotion, Task
+from tilegym_db.store import statements
+from tilegym_db.store.input_files import loop_folder
 from tilegym_db.store.journal import RunFile, numbered_lines
-from tilegym_db.store.pattern_pages import pattern_files, read_patterns
+from tilegym_db.store.pattern_pages import read_patterns
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
     from tilegym_db.catalog import Catalog
 
-__all__ = ["append", "journaled", "latest", "loop_files", "loop_folder", "loop_lock", "loop_views_text", "sync_loop"]
+__all__ = ["append", "journaled", "latest", "loop_lock", "sync_loop"]
 
 _log = logging.getLogger(__name__)
 
@@ -37,11 +37,6 @@ JOURNALED: tuple[type[Record], ...] = (Task, Attempt, Promotion, Experiment)
 
 _INSERT = """INSERT INTO loop_records
     SELECT unnest(from_json($records::JSON, '[{"kind":"VARCHAR","line":"BIGINT","record":"JSON"}]'), recursive := true)"""
-
-
-def loop_folder(home: Path | None = None) -> Path:
-    """Where the loop keeps its journals and what was submitted."""
-    return (home or default_home()) / "loop"
 
 
 @contextmanager
@@ -100,20 +95,9 @@ def _path(kind: type[Record], home: Path | None) -> Path:
 # -- the database's copy ----------------------------------------------------------------------------------------------
 
 
-def loop_views_text() -> str:
-    """The statements that make the table and the views of the loop's records."""
-    text = files(__package__).joinpath("loop.sql").read_text(encoding="utf-8")
-    return text.replace("$min_speedup", repr(MIN_SPEEDUP))
-
-
-def loop_files(home: Path, catalog: Catalog) -> list[Path]:
-    """Every file that the copy is made of."""
-    return [*(_path(kind, home) for kind in JOURNALED), *pattern_files(catalog)]
-
-
 def sync_loop(connection: DuckDBPyConnection, home: Path, catalog: Catalog) -> None:
     """Bring every record of the loop into ``loop_records``, in place of what was there."""
-    connection.execute(loop_views_text())
+    connection.execute(statements.loop_sql())
     connection.execute("DELETE FROM loop_records")
     rows = [
         {"kind": kind.kind, "line": number, "record": _plain(record)}

@@ -22,10 +22,10 @@ from tilegym_db.paths import home as default_home
 from tilegym_db.records import Trace
 from tilegym_db.records.trace_set import is_trace_set
 from tilegym_db.records.trace_set_encoding import encode_traces
-from tilegym_db.store.batches import trace_files
+from tilegym_db.store.input_files import LOCK_NAME, OLD_TABLE_NAME, OLD_TUNING_NAME, TUNING_SUFFIX, trace_files
 from tilegym_db.store.journal import read_journal
-from tilegym_db.store.snapshot import LOCK_NAME, OLD_TABLE_NAME, lock_folder
-from tilegym_db.store.tuning import OLD_TUNING_NAME, TUNING_SUFFIX, TuningStep
+from tilegym_db.store.snapshot import lock_folder
+from tilegym_db.store.tuning import TuningStep
 from tilegym_db.store.tuning_set import encode_steps
 
 __all__ = ["migrate_folder"]

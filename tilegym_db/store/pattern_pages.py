@@ -12,17 +12,13 @@ from pathlib import Path
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError
-from tilegym_db.files import decode, read_bytes, regular_files
+from tilegym_db.files import decode, read_bytes
 from tilegym_db.records.loop import Pattern
+from tilegym_db.store.input_files import pattern_files
 
-__all__ = ["pattern_files", "read_pattern", "read_patterns"]
+__all__ = ["read_pattern", "read_patterns"]
 
 FENCE = "+++\n"
-
-
-def pattern_files(catalog: Catalog) -> list[Path]:
-    """Every page of patterns, by name; pages of the user's own lie in the overlay."""
-    return [path for root in catalog.roots for path in regular_files(root / "docs" / "patterns", "*/*.md")]
 
 
 def read_patterns(catalog: Catalog) -> tuple[list[Pattern], list[str]]:

@@ -13,15 +13,13 @@ from typing import Any
 from tilegym_db.catalog import Broken, Catalog
 from tilegym_db.catalog.broken import name_once
 from tilegym_db.errors import RecordError
-from tilegym_db.files import read_bytes, regular_files, write_atomically, writing
+from tilegym_db.files import read_bytes, write_atomically, writing
 from tilegym_db.paths import home as default_home
 from tilegym_db.records.peaks import GpuPeaks
+from tilegym_db.store.input_files import own_peaks_files, published_peaks_files
 from tilegym_db.store.snapshot import read_published
 
-__all__ = ["PEAKS_NAME", "own_peaks_files", "peaks_rows", "peaks_text", "published_peaks_files", "save_peaks"]
-
-PEAKS_NAME = "peaks.json"
-"""Name of the file of a GPU's published peaks, beside its resolver table."""
+__all__ = ["peaks_rows", "peaks_text", "save_peaks"]
 
 
 def save_peaks(peaks: GpuPeaks, home: Path | None = None) -> Path:
@@ -40,16 +38,6 @@ def save_peaks(peaks: GpuPeaks, home: Path | None = None) -> Path:
 def peaks_text(peaks: GpuPeaks) -> str:
     """The content of a file of peaks."""
     return peaks.to_json(indent=2) + "\n"
-
-
-def own_peaks_files(home: Path) -> list[Path]:
-    """Every calibration made on this machine, oldest first."""
-    return regular_files(home / "peaks", "*.json")
-
-
-def published_peaks_files(catalog: Catalog) -> list[Path]:
-    """The peaks that come with a catalog, one file a GPU."""
-    return sorted(path for root in catalog.roots for path in root.glob(f"traces/*/{PEAKS_NAME}"))
 
 
 def peaks_rows(home: Path, catalog: Catalog, refused: list[str]) -> list[dict[str, Any]]:

@@ -25,10 +25,10 @@ from tilegym_db.records.hardware import gpus_meant
 from tilegym_db.records.trace_set_encoding import encode_traces
 from tilegym_db.store import queries
 from tilegym_db.store.database import Store
-from tilegym_db.store.peaks_files import PEAKS_NAME, peaks_text
-from tilegym_db.store.snapshot import LOCK_NAME, OLD_TABLE_NAME, lock_text, open_snapshot, read_published, sha256
+from tilegym_db.store.input_files import LOCK_NAME, OLD_TABLE_NAME, OLD_TUNING_NAME, PEAKS_NAME, TUNING_SUFFIX
+from tilegym_db.store.peaks_files import peaks_text
+from tilegym_db.store.snapshot import lock_text, open_snapshot, read_published, sha256
 from tilegym_db.store.statements import PUBLISHED_SANDBOX_LEVEL
-from tilegym_db.store.tuning import OLD_TUNING_NAME, TUNING_SUFFIX
 from tilegym_db.store.tuning_set import encode_steps
 
 __all__ = ["PublishReport", "publish", "publish_all", "published_folder"]

@@ -1,70 +1,32 @@
-"""Keeps the database in step with what it is derived from: the views' text, the catalog, shipped traces and searches, and peaks.
-
-Each has a fingerprint, kept in ``meta``; only what changed is brought in again.
-"""
+"""Brings in again what changed of what the database is derived from: the views' text, the catalog, shipped traces and searches,
+and peaks. :mod:`tilegym_db.store.fingerprints` says what changed."""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Collection, Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import axes_key
-from tilegym_db.records.base import length_prefixed_digest
 from tilegym_db.store import statements
-from tilegym_db.store.batches import trace_files
 from tilegym_db.store.doubts import judge_passes
-from tilegym_db.store.imported import imported_manifests, sync_imported, views_text
+from tilegym_db.store.imported import sync_imported
+from tilegym_db.store.input_files import published_folders
 from tilegym_db.store.loading import IngestReport, combined, load_snapshots
-from tilegym_db.store.loop_journals import loop_files, loop_views_text, sync_loop
-from tilegym_db.store.peaks_files import own_peaks_files, peaks_rows, published_peaks_files
-from tilegym_db.store.snapshot import LOCK_NAME, published_folders
-from tilegym_db.store.tuning import published_tuning_files, published_tuning_rows
+from tilegym_db.store.loop_journals import sync_loop
+from tilegym_db.store.peaks_files import peaks_rows
+from tilegym_db.store.tuning import published_tuning_rows
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
     from tilegym_db.store.database import Store
 
-__all__ = ["fingerprints", "outdated", "refresh", "shipped_traces"]
+__all__ = ["refresh"]
 
 _log = logging.getLogger(__name__)
-
-_RECORD_FILES = ("definitions/*/*.json", "solutions/*/*/*/**/*", "workloads/*/*.jsonl")
-
-
-def fingerprints(catalog: Catalog, home: Path) -> dict[str, str]:
-    """What a store in step with this package, this catalog and this home folder has in ``meta``.
-
-    Reads names, sizes and times only.
-    """
-    records = (path for root in catalog.roots for pattern in _RECORD_FILES for path in root.glob(pattern))
-    return {
-        "views": length_prefixed_digest([statements.views_sql().encode()]),
-        "catalog": _fingerprint(path for path in records if "__pycache__" not in path.parts),
-        "shipped_traces": _fingerprint([*shipped_traces(catalog), *_locks(catalog)]),
-        "peaks": _fingerprint([*own_peaks_files(home), *published_peaks_files(catalog), *_locks(catalog)]),
-        "searches": _fingerprint([*published_tuning_files(catalog), *_locks(catalog)]),
-        "imported": length_prefixed_digest([views_text().encode(), _fingerprint(imported_manifests(home)).encode()]),
-        "loop": length_prefixed_digest([loop_views_text().encode(), _fingerprint(loop_files(home, catalog)).encode()]),
-    }
-
-
-def shipped_traces(catalog: Catalog) -> list[Path]:
-    """The published traces that come with a catalog."""
-    return [path for folder in published_folders(catalog) for path in trace_files(folder)]
-
-
-def _locks(catalog: Catalog) -> list[Path]:
-    return [folder / LOCK_NAME for folder in published_folders(catalog)]
-
-
-def outdated(meta: dict[str, str], wanted: dict[str, str]) -> list[str]:
-    """Which parts of a store are behind, by their key in ``meta``."""
-    return [key for key, value in wanted.items() if meta.get(key) != value]
 
 
 def refresh(store: Store, catalog: Catalog, wanted: dict[str, str], parts: Collection[str]) -> IngestReport:
@@ -89,12 +51,12 @@ def refresh(store: Store, catalog: Catalog, wanted: dict[str, str], parts: Colle
             sync_imported(connection, store.home)
         if "loop" in parts:  # after the views, which its own ask
             sync_loop(connection, store.home, catalog)
-    report = IngestReport(notes=tuple(refused))
-    if "shipped_traces" in parts:  # after the catalog and the peaks, which the figures of passes are held against
-        report = combined(report, load_snapshots(store, published_folders(catalog)))
-    with store.transaction("bring the catalog into") as connection:
         if not {"catalog", "peaks"}.isdisjoint(parts):
             judge_passes(connection)
+    report = IngestReport(notes=tuple(refused))
+    if "shipped_traces" in parts:  # after the catalog and the peaks, which each batch's figures are held against
+        report = combined(report, load_snapshots(store, published_folders(catalog)))
+    with store.transaction("bring the catalog into") as connection:
         for part in parts:
             connection.execute(statements.FORGET_META, {"key": part})
             connection.execute(statements.REMEMBER_META, {"key": part, "value": wanted[part]})
@@ -134,12 +96,3 @@ def _insert(connection: DuckDBPyConnection, statements: Iterable[str], records: 
     payload = json.dumps(records, ensure_ascii=False)
     for statement in statements:
         connection.execute(statement, {"records": payload} if "$records" in statement else None)
-
-
-def _fingerprint(paths: Iterable[Path]) -> str:
-    parts = []
-    for path in sorted(paths):
-        if path.is_file():
-            status = path.stat()
-            parts.append(f"{path}|{status.st_size}|{status.st_mtime_ns}".encode())
-    return length_prefixed_digest(parts)

@@ -16,28 +16,22 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from tilegym_db.catalog import Catalog, read_bytes, write_atomically
+from tilegym_db.catalog import read_bytes, write_atomically
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
 from tilegym_db.records.base import NAME_PATTERN, Record, canonical_json
+from tilegym_db.store.input_files import LOCK_NAME, OLD_TABLE_NAME
 from tilegym_db.store.installation import Origin, is_signed, signature
 
 __all__ = [
-    "LOCK_NAME",
-    "OLD_TABLE_NAME",
     "Snapshot",
     "TraceLock",
     "lock_folder",
     "lock_text",
     "open_snapshot",
-    "published_folders",
     "read_published",
     "sha256",
 ]
-
-LOCK_NAME = "traces.lock.json"
-OLD_TABLE_NAME = "resolver.json"
-"""One table for all Definitions of a GPU, as it was published before there were trace sets."""
 
 _SHA256 = r"^[0-9a-f]{64}$"
 
@@ -140,11 +134,6 @@ def lock_text(folder: Path, gpu: str, sm: str, published: str, files: Mapping[st
 def sha256(content: bytes) -> str:
     """The digest that locks state."""
     return hashlib.sha256(content).hexdigest()
-
-
-def published_folders(catalog: Catalog) -> list[Path]:
-    """The published traces that come with a catalog, one folder a GPU."""
-    return sorted(path for root in catalog.roots for path in root.glob("traces/*") if path.is_dir())
 
 
 def read_published(path: Path, folder: Path, home: Path, refused: list[str], *, trust: bool = False) -> bytes | None:

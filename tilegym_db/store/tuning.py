@@ -17,37 +17,27 @@ from pydantic import AwareDatetime, Field
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError, StoreError
-from tilegym_db.files import regular_files
 from tilegym_db.records.base import NAME_PATTERN, Record
 from tilegym_db.records.solution import Tunable, config_id
 from tilegym_db.records.trace import Status
 from tilegym_db.store import statements
+from tilegym_db.store.input_files import OLD_TUNING_NAME, own_tuning_files, published_tuning_files
 from tilegym_db.store.journal import RunFile, numbered_lines
 from tilegym_db.store.loading import grown_files, remember_files
-from tilegym_db.store.snapshot import published_folders, read_published
+from tilegym_db.store.snapshot import read_published
 from tilegym_db.store.tuning_set import decode_steps, is_tuning_set
 
 if TYPE_CHECKING:
     from tilegym_db.store.database import Store
 
 __all__ = [
-    "OLD_TUNING_NAME",
-    "TUNING_SUFFIX",
     "Outcome",
     "TuningLog",
     "TuningStep",
     "load_tuning",
-    "own_tuning_files",
-    "published_tuning_files",
     "published_tuning_rows",
     "read_tuning_steps",
 ]
-
-TUNING_SUFFIX = ".tuning.jsonl"
-"""Published steps lie beside the traces of their Definition, in ``<definition>.tuning.jsonl``."""
-
-OLD_TUNING_NAME = "tuning.jsonl"
-"""One file for all Definitions of a GPU, as it was published before that; still read."""
 
 Outcome = Literal["leads", "slower", "tie", "compile", "failed"]
 """``leads``: the fastest so far. ``slower`` and ``tie``: given up against another config. ``compile``: does not compile ahead
@@ -91,17 +81,6 @@ class TuningLog(RunFile):
     def append(self, step: TuningStep) -> None:
         """Write one step as one line and wait until it is on disk."""
         self.append_line((step.to_json() + "\n").encode())
-
-
-def own_tuning_files(home: Path) -> list[Path]:
-    """The log of every search on this machine."""
-    return regular_files(home / "tuning", "*.jsonl")
-
-
-def published_tuning_files(catalog: Catalog) -> list[Path]:
-    """The steps that come with a catalog, one file a Definition and GPU."""
-    names = (f"*/*{TUNING_SUFFIX}", OLD_TUNING_NAME)
-    return sorted(path for folder in published_folders(catalog) for name in names for path in folder.glob(name))
 
 
 def read_tuning_steps(home: Path, gpu: str, catalog: Catalog | None = None) -> list[TuningStep]:

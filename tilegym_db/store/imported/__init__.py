@@ -12,11 +12,7 @@ from tilegym_db.store.imported.keeping import (
     forget_data_set,
     import_lock,
 )
-from tilegym_db.store.imported.manifests import (
-    data_set,
-    data_sets,
-    imported_manifests,
-)
+from tilegym_db.store.imported.manifests import data_set, data_sets
 from tilegym_db.store.imported.objects import (
     DataSet,
     Kind,
@@ -24,14 +20,13 @@ from tilegym_db.store.imported.objects import (
     StoredFile,
     StoredRecord,
     counted,
-    imported_folder,
     object_path,
     paths_of,
 )
 from tilegym_db.store.imported.synced import (
     sync_imported,
-    views_text,
 )
+from tilegym_db.store.input_files import imported_folder, imported_manifests
 
 __all__ = [
     "DataSet",
@@ -50,5 +45,4 @@ __all__ = [
     "object_path",
     "paths_of",
     "sync_imported",
-    "views_text",
 ]

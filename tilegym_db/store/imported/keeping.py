@@ -14,8 +14,9 @@ from pathlib import Path
 
 from tilegym_db.errors import StoreError, UsageError
 from tilegym_db.files import write_atomically
-from tilegym_db.store.imported.manifests import MANIFEST_VERSION, imported_manifests, records_name, whole_records_file
-from tilegym_db.store.imported.objects import DataSet, StoredFile, StoredRecord, imported_folder, object_path
+from tilegym_db.store.imported.manifests import MANIFEST_VERSION, records_name, whole_records_file
+from tilegym_db.store.imported.objects import DataSet, StoredFile, StoredRecord, object_path
+from tilegym_db.store.input_files import imported_folder, imported_manifests
 from tilegym_db.store.lock import writer_lock
 
 __all__ = [

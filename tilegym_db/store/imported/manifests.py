@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from tilegym_db.errors import NotFoundError, StoreError, UsageError, did_you_mean
-from tilegym_db.store.imported.objects import DataSet, Refusal, StoredFile, StoredRecord, imported_folder
+from tilegym_db.store.imported.objects import DataSet, Refusal, StoredFile, StoredRecord
+from tilegym_db.store.input_files import imported_manifests
 
 __all__ = [
     "MANIFEST_VERSION",
     "data_set",
     "data_sets",
-    "imported_manifests",
     "records_name",
     "whole_records_file",
 ]
@@ -23,11 +23,6 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 MANIFEST_VERSION = 1
-
-
-def imported_manifests(home: Path) -> list[Path]:
-    """The manifests of all data sets, by path."""
-    return sorted(imported_folder(home).glob("*/*/manifest.json"))
 
 
 def data_sets(home: Path) -> list[DataSet]:

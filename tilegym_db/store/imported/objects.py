@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tilegym_db.errors import StoreError
+from tilegym_db.store.input_files import imported_folder
 
 __all__ = [
     "DataSet",
@@ -18,7 +19,6 @@ __all__ = [
     "StoredFile",
     "StoredRecord",
     "counted",
-    "imported_folder",
     "object_path",
     "paths_of",
     "read_object",
@@ -109,11 +109,6 @@ class DataSet:
     def line(self, record: StoredRecord) -> bytes:
         """The exact bytes of one record."""
         return self.content(record.path)[record.offset : record.offset + record.length]
-
-
-def imported_folder(home: Path) -> Path:
-    """``<home>/imported``."""
-    return home / "imported"
 
 
 def object_path(home: Path, sha256: str) -> Path:

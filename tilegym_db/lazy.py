@@ -1,0 +1,28 @@
+"""Packages whose public names load on first use: importing one costs next to nothing, and brings only what is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+
+__all__ = ["loader"]
+
+
+def loader(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
+    """The ``__getattr__`` of a package.
+
+    Args:
+        package: its name.
+        homes: public name -> the module that defines it.
+    """
+
+    def load(name: str) -> object:
+        home = homes.get(name)
+        if home is None:
+            raise AttributeError(f"module '{package}' has no attribute {name!r}")
+        value: object = getattr(importlib.import_module(home), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return load

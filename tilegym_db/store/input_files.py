@@ -1,0 +1,127 @@
+"""The files that the database is derived from, in the catalog's roots and in the home folder. Names only; nothing is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tilegym_db.files import regular_files
+from tilegym_db.paths import home as default_home
+
+if TYPE_CHECKING:
+    from tilegym_db.catalog import Catalog
+
+__all__ = [
+    "LOCK_NAME",
+    "OLD_TABLE_NAME",
+    "OLD_TUNING_NAME",
+    "PEAKS_NAME",
+    "TUNING_SUFFIX",
+    "imported_folder",
+    "imported_manifests",
+    "loop_files",
+    "loop_folder",
+    "own_peaks_files",
+    "own_tuning_files",
+    "pattern_files",
+    "published_folders",
+    "published_peaks_files",
+    "published_tuning_files",
+    "record_files",
+    "shipped_locks",
+    "shipped_traces",
+    "trace_files",
+]
+
+LOCK_NAME = "traces.lock.json"
+OLD_TABLE_NAME = "resolver.json"
+"""One table for all Definitions of a GPU, as it was published before there were trace sets."""
+
+PEAKS_NAME = "peaks.json"
+"""Name of the file of a GPU's published peaks, beside its resolver table."""
+
+TUNING_SUFFIX = ".tuning.jsonl"
+"""Published steps of searches lie beside the traces of their Definition, in ``<definition>.tuning.jsonl``."""
+
+OLD_TUNING_NAME = "tuning.jsonl"
+"""One file for all Definitions of a GPU, as it was published before that; still read."""
+
+_RECORD_FILES = ("definitions/*/*.json", "solutions/*/*/*/**/*", "workloads/*/*.jsonl")
+
+
+# -- of a catalog -----------------------------------------------------------------------------------------------------
+
+
+def record_files(catalog: Catalog) -> list[Path]:
+    """Definitions, Solutions with their sources, and Workloads."""
+    found = (path for root in catalog.roots for pattern in _RECORD_FILES for path in root.glob(pattern))
+    return [path for path in found if "__pycache__" not in path.parts]
+
+
+def published_folders(catalog: Catalog) -> list[Path]:
+    """The published traces that come with a catalog, one folder a GPU."""
+    return sorted(path for root in catalog.roots for path in root.glob("traces/*") if path.is_dir())
+
+
+def trace_files(folder: Path) -> list[Path]:
+    """The files of traces of one GPU's published folder."""
+    return [path for path in regular_files(folder, "*/*.jsonl") if not path.name.endswith(TUNING_SUFFIX)]
+
+
+def shipped_traces(catalog: Catalog) -> list[Path]:
+    """The published traces that come with a catalog."""
+    return [path for folder in published_folders(catalog) for path in trace_files(folder)]
+
+
+def shipped_locks(catalog: Catalog) -> list[Path]:
+    """What says of the published files of a catalog what they must be."""
+    return [folder / LOCK_NAME for folder in published_folders(catalog)]
+
+
+def published_peaks_files(catalog: Catalog) -> list[Path]:
+    """The peaks that come with a catalog, one file a GPU."""
+    return sorted(path for root in catalog.roots for path in root.glob(f"traces/*/{PEAKS_NAME}"))
+
+
+def published_tuning_files(catalog: Catalog) -> list[Path]:
+    """The steps of searches that come with a catalog, one file a Definition and GPU."""
+    names = (f"*/*{TUNING_SUFFIX}", OLD_TUNING_NAME)
+    return sorted(path for folder in published_folders(catalog) for name in names for path in folder.glob(name))
+
+
+def pattern_files(catalog: Catalog) -> list[Path]:
+    """Every page of patterns, by name; pages of the user's own lie in the overlay."""
+    return [path for root in catalog.roots for path in regular_files(root / "docs" / "patterns", "*/*.md")]
+
+
+# -- of a home folder -------------------------------------------------------------------------------------------------
+
+
+def own_peaks_files(home: Path) -> list[Path]:
+    """Every calibration made on this machine, oldest first."""
+    return regular_files(home / "peaks", "*.json")
+
+
+def own_tuning_files(home: Path) -> list[Path]:
+    """The log of every search on this machine."""
+    return regular_files(home / "tuning", "*.jsonl")
+
+
+def loop_folder(home: Path | None = None) -> Path:
+    """Where the loop keeps its journals and what was submitted."""
+    return (home or default_home()) / "loop"
+
+
+def loop_files(home: Path, catalog: Catalog) -> list[Path]:
+    """The journals of the loop, and the pages of patterns."""
+    return [*regular_files(loop_folder(home), "*.jsonl"), *pattern_files(catalog)]
+
+
+def imported_folder(home: Path) -> Path:
+    """Where data sets of other projects are kept."""
+    return home / "imported"
+
+
+def imported_manifests(home: Path) -> list[Path]:
+    """The manifests of all imported data sets, by path."""
+    return sorted(imported_folder(home).glob("*/*/manifest.json"))
