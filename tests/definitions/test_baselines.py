@@ -13,8 +13,10 @@ from tilegym_db.backends.load import load_entry, unload_entry
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.tolerance import limits_for
+from tilegym_db.verify.comparison import base_errors, check_outputs
 from tilegym_db.verify.gates import check_output
 from tilegym_db.verify.inputs import DISTRIBUTIONS, Case, draw_inputs
+from tilegym_db.verify.ranking import followed
 from tilegym_db.verify.reference import name_outputs, oracle, run_reference
 
 EAGER = [
@@ -22,7 +24,8 @@ EAGER = [
     "softmax_stock", "gemm_cublas", "rms_norm_fp32_stock", "rms_norm_fp32_aten", "rms_norm_gemma_stock", "qk_rms_norm_stock",
     "qk_rms_norm_aten", "gelu_tanh_and_mul_stock", "rope_partial_stock", "rms_norm_backward_stock", "rms_norm_backward_x_stock",
     "swiglu_backward_stock", "rope_neox_backward_stock", "attention_prefill_stock", "attention_decode_stock",
-    "attention_prefill_math", "attention_decode_math",
+    "attention_prefill_math", "attention_decode_math", "topk_softmax_stock", "topk_then_softmax_stock",
+    "topk_sigmoid_bias_groups_stock", "topk_softmax_groups_stock",
 ]  # fmt: skip
 
 
@@ -103,6 +106,11 @@ def _check(definition: Definition, workload: Workload, run: Callable[..., Any], 
     found = name_outputs(definition, run(*given.values()), given, definition.name)
     as_written, truth = run_reference(definition, inputs), oracle(definition, inputs)
     dtypes = definition.bind_dtypes(workload.dtypes)
+    if definition.gathers:
+        e_base = base_errors(definition, dtypes, as_written, followed(definition, inputs, truth, as_written))
+        for verdict in check_outputs(definition, dtypes, inputs, truth, found, e_base).values():
+            assert verdict.passed, f"{workload.dtypes} {verdict.reason}"
+        return
     for name, value in found.items():
         limits = limits_for(definition, definition.dtype_of(name, dtypes))
         if check_output(

@@ -20,6 +20,7 @@ from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
 from tilegym_db.records.binding import solve_axes, solve_dtypes
 from tilegym_db.verify.comparison import base_errors, check_outputs
+from tilegym_db.verify.ranking import followed
 from tilegym_db.verify.reference import name_outputs, oracle, run_reference
 from tilegym_db.verify.torch_dtypes import dtype_name
 
@@ -60,14 +61,15 @@ def agree(catalog: Catalog) -> Agree:
         inputs = dict(zip(definition.inputs, values, strict=True))
         tensors = {key: value for key, value in inputs.items() if isinstance(value, torch.Tensor)}
         dtypes = solve_dtypes(definition, {key: dtype_name(value.dtype) for key, value in tensors.items()})
-        axes = solve_axes(definition, {key: value.shape for key, value in tensors.items()})
+        scalars = {key: value for key, value in inputs.items() if key not in tensors}
+        axes = solve_axes(definition, {key: value.shape for key, value in tensors.items()}, scalars)
         written, truth = run_reference(definition, inputs), oracle(definition, inputs)
         assert definition.self_test is not None
         found = {"the reference": written, **_baselines(catalog, definition, inputs, axes, dtypes)}
         if independent:
             source = definition.self_test.independent
             found["the independent formulation"] = run_reference(definition, inputs, source=source)
-        e_base = base_errors(definition, dtypes, written, truth)
+        e_base = base_errors(definition, dtypes, written, followed(definition, inputs, truth, written))
         for who, outputs in found.items():
             shapes = {key: tuple(value.shape) for key, value in outputs.items()}
             assert shapes == {key: definition.shape_of(key, axes) for key in definition.outputs}, who
@@ -124,6 +126,10 @@ EMPTY: dict[str, Callable[[], tuple[Any, ...]]] = {
     "softmax": lambda: (torch.ones(0, 5),),
     "gemm": lambda: (torch.ones(0, 5), torch.ones(3, 5)),
     "topk_gate": lambda: (torch.ones(0, 9),),
+    "topk_softmax": lambda: (torch.ones(0, 9), 4, True),
+    "topk_then_softmax": lambda: (torch.ones(0, 9), 4),
+    "topk_softmax_groups": lambda: (torch.ones(0, 12), 4, 3, 2, 1.5),
+    "topk_sigmoid_bias_groups": lambda: (torch.ones(0, 12), torch.ones(12), 4, 3, 2, True, 2.5),
     "attention_prefill": lambda: (torch.ones(0, 4, 3, 8), *(torch.ones(0, 2, 3, 8),) * 2, 0.5),
     "attention_decode": lambda: (torch.ones(0, 4, 1, 8), *(torch.ones(0, 2, 3, 8),) * 2, 0.5),
     "batched_transpose": lambda: (torch.ones(2, 0, 5),),
@@ -155,6 +161,9 @@ def test_no_tokens_give_an_empty_output(definition: Definition, agree: Agree) ->
         ("rope_neox", {"B": 4, "Bc": 2, "Hq": 1, "Hkv": 1, "S": 1, "D": 4}),
         ("rope_partial", {"B": 1, "Bc": 1, "Hq": 1, "Hkv": 1, "S": 1, "D": 4, "R": 6}),
         ("topk_gate", {"M": 4, "E": 7}),
+        *((name, {"M": 4, "E": 7, "K": 8}) for name in ("topk_softmax", "topk_then_softmax")),
+        ("topk_softmax_groups", {"M": 4, "E": 8, "K": 5, "G": 4, "GK": 2}),  # more than the groups that are kept have
+        ("topk_sigmoid_bias_groups", {"M": 4, "E": 6, "K": 1, "G": 6, "GK": 6}),  # no two to add up
         ("per_channel_cast", {"M": 64, "H": 8}),
         ("mhc_sinkhorn", {"M": 4, "C": 0}),
         ("attention_prefill", {"B": 1, "Hq": 6, "Hkv": 4, "S": 3, "D": 8}),
@@ -575,6 +584,40 @@ def test_topk_gate_prefers_the_smaller_index_of_equal_scores(agree: Agree) -> No
 def test_topk_gate_of_as_many_experts_as_choices_is_their_order(agree: Agree) -> None:
     scores = torch.tensor([[-INF, 1.0, INF, -1.0, 0.5, -INF, 1e-40, 2.0], [-INF] * 8])
     assert agree("topk_gate", scores)["topk_idx"].tolist() == [[2, 7, 1, 4, 6, 3, 0, 5], [*range(8)]]
+
+
+def test_routers_of_equal_scores_choose_any_experts_with_equal_weights(agree: Agree) -> None:
+    scores = torch.full((5, 12), 0.25)
+    torch.testing.assert_close(agree("topk_softmax", scores, 3, False)["weights"], torch.full((5, 3), 1 / 12))
+    torch.testing.assert_close(agree("topk_softmax", scores, 3, True)["weights"], torch.full((5, 3), 1 / 3))
+    torch.testing.assert_close(agree("topk_then_softmax", scores, 3)["weights"], torch.full((5, 3), 1 / 3))
+    torch.testing.assert_close(agree("topk_softmax_groups", scores, 3, 4, 2, 6.0)["weights"], torch.full((5, 3), 0.5))
+    result = agree("topk_sigmoid_bias_groups", scores, torch.zeros(12), 3, 4, 2, True, 3.0)
+    torch.testing.assert_close(result["weights"], torch.ones(5, 3))
+
+
+def test_an_expert_with_a_large_bias_is_chosen_with_next_to_no_weight(agree: Agree) -> None:
+    scores, bias = random(8, 16), torch.zeros(16)
+    scores[:, 5], bias[5] = -30.0, 10.0
+    result = agree("topk_sigmoid_bias_groups", scores, bias, 4, 4, 2, True, 2.5)
+    place = result["ids"] == 5
+    assert bool(place.any(dim=-1).all())
+    assert float(result["weights"][place].max()) < 1e-12
+
+
+def test_a_group_router_keeps_whole_groups_by_their_two_best(agree: Agree) -> None:
+    scores = torch.tensor([[9.0, -9.0, 1.0, 1.0, 0.5, 0.5]])
+    result = agree("topk_sigmoid_bias_groups", scores, torch.zeros(6), 2, 3, 1, False, 1.0)
+    assert sorted(result["ids"][0].tolist()) == [2, 3]  # the best expert of all is in a group that is worth less
+    best = agree("topk_softmax_groups", scores, 2, 3, 1, 1.0)
+    assert sorted(best["ids"][0].tolist()) == [0, 1]
+
+
+def test_probabilities_that_underflow_tie(agree: Agree) -> None:
+    scores = torch.linspace(-400.0, 0.0, 12).expand(3, 12).contiguous()
+    scores[1, 4] = 1e4
+    agree("topk_softmax", scores, 6, True)
+    agree("topk_softmax_groups", scores, 4, 3, 2, 16.0)
 
 
 @pytest.mark.parametrize("round_scale", [False, True])

@@ -16,6 +16,7 @@ from tilegym_db.errors import UsageError, did_you_mean
 from tilegym_db.records import Config, Definition
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.layouts import layout_strides
+from tilegym_db.records.sizes import scalars_with_axes
 from tilegym_db.scratch import scratch_folder
 from tilegym_db.verify.admission import require_returning_reference
 from tilegym_db.verify.expected import Expected
@@ -72,6 +73,7 @@ def reproduce(
     files = records.solution(solution)
     definition = records.definition(files.record.definition)
     machine = select_machine(gpu)
+    scalars = scalars_with_axes(definition, scalars, axes)
     _check_contents(definition, contents, scalars)
     bound = definition.bind_axes(axes), definition.bind_dtypes(dtypes)
     case = Case(*bound, dict(scalars), dict(layouts), contents, seed, offset)

@@ -99,7 +99,8 @@ def show_definition(catalog: Catalog, definition: Definition, form: Form) -> Non
 
 def definition_facts(definition: Definition) -> dict[str, str]:
     """Label -> text of what a Definition declares, without what it leaves out."""
-    axes = {name: "" if axis.value is None else f"={axis.value}" for name, axis in definition.axes.items()}
+    stated = {name: axis.value if axis.scalar is None else axis.scalar for name, axis in definition.axes.items()}
+    axes = {name: "" if value is None else f"={value}" for name, value in stated.items()}
     facts = {
         "axes": ", ".join(f"{name}{value}" for name, value in axes.items()),
         "dtypes": "; ".join(f"{name}: {', '.join(choices)}" for name, choices in definition.dtypes.items()),

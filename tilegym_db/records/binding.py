@@ -17,6 +17,7 @@ from tilegym_db.records.definition import Definition
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.expressions import evaluate, evaluate_int, names_in, parse_expression
 from tilegym_db.records.layouts import layout_class
+from tilegym_db.records.sizes import sizes_of_scalars
 
 __all__ = ["Binding", "TensorInfo", "bind_arguments", "bind_call", "is_code_selecting", "solve_axes"]
 
@@ -100,14 +101,19 @@ def bind_arguments(definition: Definition, arguments: Mapping[str, TensorInfo | 
             raise UsageError(f"'{name}' of {definition.name} is a Python number, not {type(value).__name__}.")
         else:
             scalars[name] = value
-    axes = solve_axes(definition, {name: tensor.shape for name, tensor in tensors.items()})
+    axes = solve_axes(definition, {name: tensor.shape for name, tensor in tensors.items()}, scalars)
     layouts = {name: layout_class(tensor.shape, tensor.strides) for name, tensor in tensors.items()}
     dtypes = solve_dtypes(definition, {name: tensor.dtype for name, tensor in tensors.items()})
     return Binding(axes, dtypes, layouts, scalars)
 
 
 def is_code_selecting(definition: Definition, scalar: str) -> bool:
-    """True for a scalar whose value changes which code runs (a flag, a window), false for a continuous one (eps)."""
+    """True for a scalar whose value changes which code runs (a flag, a window), false for a continuous one (eps).
+
+    False as well for one that is the size of an axis: its axis says all about it.
+    """
+    if scalar in definition.size_scalars:
+        return False
     choices = definition.dtypes.get(definition.inputs[scalar].dtype, (definition.inputs[scalar].dtype,))
     return not all(choice.startswith(("float", "bfloat")) for choice in choices)
 
@@ -133,8 +139,10 @@ def _record_dtype(found: str, choices: Sequence[str]) -> str:
     return next((choice for choice in choices if found in _STORED_AS.get(choice, ())), found)
 
 
-def solve_axes(definition: Definition, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """Every axis with its size, from the shapes of the tensors by name.
+def solve_axes(
+    definition: Definition, shapes: Mapping[str, Sequence[int]], scalars: Mapping[str, Scalar] | None = None
+) -> dict[str, int]:
+    """Every axis with its size, from the shapes of the tensors and the scalars that are sizes, by name.
 
     A dimension given as ``N`` binds it; one given as an expression with a single unknown axis is solved where ``+``,
     ``-`` and ``*`` can be undone (``2*I`` of size 8 gives I = 4); the rest only checks.
@@ -143,6 +151,7 @@ def solve_axes(definition: Definition, shapes: Mapping[str, Sequence[int]]) -> d
         UsageError: shapes that contradict the Definition or each other, or that leave an axis open.
     """
     axes = {name: axis.value for name, axis in definition.axes.items() if axis.value is not None}
+    axes |= sizes_of_scalars(definition, scalars or {})
     pending = list(_dimensions(definition, shapes))
     while pending:
         left = []

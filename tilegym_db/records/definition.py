@@ -17,16 +17,26 @@ from tilegym_db.records.definition_parts import (
     Cost,
     ExpressionText,
     InputGenerator,
+    JointInputs,
     SelfTest,
     TensorSpec,
     Tolerance,
 )
-from tilegym_db.records.dtypes import DTYPE_BYTES, RECORD_DTYPES, DType
-from tilegym_db.records.expressions import evaluate, evaluate_bool, evaluate_int, names_in
+from tilegym_db.records.dtypes import DTYPE_BYTES, DType
+from tilegym_db.records.expressions import evaluate, evaluate_bool, evaluate_int
 from tilegym_db.records.fields import MAX_AXIS, Line, Prose, shown
+from tilegym_db.records.index_rules import check_follows, check_gathers
+from tilegym_db.records.input_rules import check_generators, check_joint_inputs
 from tilegym_db.records.python_source import check_function
 from tilegym_db.records.serving import Serving, serving_problem
-from tilegym_db.records.tensor_rules import GRADIENT, check_backward, check_gathers, check_in_place
+from tilegym_db.records.tensor_rules import (
+    GRADIENT,
+    check_backward,
+    check_expressions,
+    check_in_place,
+    check_sizes,
+    check_tensors,
+)
 
 __all__ = ["GRADIENT", "Definition"]
 
@@ -58,10 +68,20 @@ class Definition(Record):
     special_values: tuple[Literal["nan", "inf"], ...] = ("nan", "inf")
     """Special inputs for which the operator is defined, so that every Solution must treat them as the reference does."""
     input_generators: dict[str, InputGenerator] = {}
+    joint_inputs: JointInputs | None = None
+    """Inputs that belong together, and the function that draws them."""
     backward_of: str | None = Field(default=None, pattern=NAME_PATTERN)
     """The Definition whose gradients this one computes; see :mod:`tilegym_db.records.backward`."""
     gathers: dict[str, str] = {}
-    """Index output -> the tensor whose last axis its indices point into; any choice among equal values is then right."""
+    """Index output -> what its indices point into the last axis of; any choice among equal values is then right.
+
+    An input, another output, or a function of the reference that takes the inputs and gives the ranked values: then the
+    indices are those of its largest values, in descending order.
+    """
+    unordered: tuple[str, ...] = ()
+    """Index outputs of ranked values that may come in any order within a row."""
+    follows: dict[str, str] = {}
+    """Output -> the function of the reference that gives it for the inputs and whichever right indices were chosen."""
     serving: Serving | None = None
     """How it is served inside a model; no part of the digest."""
     reference: str
@@ -92,11 +112,13 @@ class Definition(Record):
                 f"'{sorted(clash)[0]}' is both an input and an output; state an in-place output in 'in_place'"
             )
         checks = (
-            self._check_tensors,
+            lambda: check_tensors(self.axes, self.dtypes, self.inputs, self.outputs),
+            lambda: check_sizes(self.axes, self.dtypes, self.inputs),
             lambda: check_in_place(self.in_place, self.inputs, self.outputs),
             lambda: check_backward(self.name, self.backward_of, self.inputs, self.outputs, self.in_place),
-            lambda: check_gathers(self.gathers, self.inputs, self.outputs, self.dtypes),
-            self._check_expressions,
+            self._check_indices,
+            lambda: check_expressions(self.constraints, self.cost, self.axes, self.dtypes),
+            self._check_inputs_drawn,
             self._check_keys,
             self._check_reference,
             self._check_self_test,
@@ -107,32 +129,13 @@ class Definition(Record):
             raise SeveralProblems(problems)
         return self
 
-    def _check_tensors(self) -> None:
-        for group, specs in (("inputs", self.inputs), ("outputs", self.outputs)):
-            for name, spec in specs.items():
-                where = f"{group}.{name}"
-                if spec.dtype not in self.dtypes and spec.dtype not in RECORD_DTYPES:
-                    known = ", ".join([*self.dtypes, "or a dtype such as bfloat16"])
-                    raise ValueError(f"{where} uses undeclared dtype '{spec.dtype}' (known: {known})")
-                if spec.shape is None and group == "outputs":
-                    raise ValueError(f"{where} has no shape: an output is a tensor")
-                for entry in spec.shape or ():
-                    if isinstance(entry, int):
-                        continue
-                    axes, _ = _names(entry, where)
-                    for axis in sorted(axes - set(self.axes)):
-                        raise ValueError(f"{where} uses undeclared axis '{axis}'")
+    def _check_indices(self) -> None:
+        check_gathers(self.gathers, self.unordered, self.inputs, self.outputs, self.dtypes, self.reference)
+        check_follows(self.follows, self.gathers, self.inputs, self.outputs, self.reference)
 
-    def _check_expressions(self) -> None:
-        named = [(f"constraints[{i}]", text) for i, text in enumerate(self.constraints)]
-        if self.cost is not None:
-            named += [("cost.flops", self.cost.flops), ("cost.bytes", self.cost.bytes)]
-        for where, text in named:
-            axes, variables = names_in(text)
-            for axis in sorted(axes - set(self.axes)):
-                raise ValueError(f"{where} uses undeclared axis '{axis}'")
-            for variable in sorted(variables - set(self.dtypes)):
-                raise ValueError(f"{where} uses undeclared dtype variable '{variable}'")
+    def _check_inputs_drawn(self) -> None:
+        check_generators(self.input_generators, self.axes, self.inputs, self.dtypes)
+        check_joint_inputs(self.joint_inputs, self.input_generators, self.inputs)
 
     def _check_keys(self) -> None:
         for key, known, what in (
@@ -207,6 +210,11 @@ class Definition(Record):
     def var_axes(self) -> tuple[str, ...]:
         """The axes that a Workload binds, in order."""
         return tuple(name for name, axis in self.axes.items() if axis.type == "var")
+
+    @cached_property
+    def size_scalars(self) -> dict[str, str]:
+        """Scalar input -> the axis whose size it is; see :mod:`tilegym_db.records.sizes`."""
+        return {axis.scalar: name for name, axis in self.axes.items() if axis.scalar is not None}
 
     def bind_axes(self, axes: Mapping[str, int]) -> dict[str, int]:
         """Every axis with its size, const axes included.
@@ -286,10 +294,3 @@ def _problems_of(check: Callable[[], None]) -> tuple[str, ...]:
     except ValueError as error:
         return (str(error),)
     return ()
-
-
-def _names(entry: str, where: str) -> tuple[frozenset[str], frozenset[str]]:
-    try:
-        return names_in(entry)
-    except RecordError as error:
-        raise ValueError(f"{where}: {error}") from None

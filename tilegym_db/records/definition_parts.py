@@ -9,13 +9,14 @@ from pydantic import AfterValidator, Field, model_validator
 from tilegym_db.errors import RecordError
 from tilegym_db.records.base import RecordPart
 from tilegym_db.records.expressions import parse_expression
-from tilegym_db.records.fields import MAX_AXIS, Int64, Prose, Real
+from tilegym_db.records.fields import MAX_AXIS, Flag, Int64, Line, Prose, Real
 
 __all__ = [
     "Axis",
     "Cost",
     "ExpressionText",
     "InputGenerator",
+    "JointInputs",
     "PlantedError",
     "SelfTest",
     "TensorSpec",
@@ -40,12 +41,16 @@ class Axis(RecordPart):
 
     type: Literal["var", "const"]
     value: Int64 | None = None
+    scalar: str | None = None
+    """The whole-number input whose value is this size, where no input's shape shows it (K of a top-k)."""
     description: Prose = ""
 
     @model_validator(mode="after")
     def _const_has_value(self) -> Self:
         if (self.type == "const") != (self.value is not None):
             raise ValueError("a const axis needs 'value', a var axis has none")
+        if self.type == "const" and self.scalar is not None:
+            raise ValueError(f"a const axis has the size in the record, not that of a scalar ('{self.scalar}')")
         if self.value is not None and self.value < 0:
             raise ValueError(f"'value' must not be negative, not {self.value}")
         if self.value is not None and self.value > MAX_AXIS:
@@ -88,13 +93,36 @@ class InputGenerator(RecordPart):
     """How an input is drawn where N(0, 1) makes no sense.
 
     ``normal`` (scale), ``uniform`` (low, high), ``integers`` (low, high exclusive; expressions over axes),
-    ``rotary_cos`` / ``rotary_sin`` (tables of real rotary angles, base ``scale``).
+    ``rotary_cos`` / ``rotary_sin`` (tables of real rotary angles, base ``scale``), ``distinct_ids`` (rows of different
+    whole numbers from low to below high; with ``none``, some are -1), ``offsets`` (sums of lengths that add up to high;
+    with ``leading``, the first is low), ``powers_of_two`` (exponents from low to high), ``positive`` (about ``scale``),
+    ``probabilities`` (rows that sum to one), ``log_decay`` (at most 0, down to low), ``codes`` (every code of an 8-bit
+    dtype; NaN with ``nan``) and ``unit_rows`` (rows of norm one).
     """
 
-    kind: Literal["normal", "uniform", "integers", "rotary_cos", "rotary_sin"]
+    kind: Literal[
+        "normal", "uniform", "integers", "rotary_cos", "rotary_sin", "distinct_ids", "offsets", "powers_of_two",
+        "positive", "probabilities", "log_decay", "codes", "unit_rows",
+    ]  # fmt: skip
     scale: Real = 1.0
     low: Real | str = 0.0
     high: Real | str = 1.0
+    none: Flag = False
+    leading: Flag = False
+    nan: Flag = False
+
+
+class JointInputs(RecordPart):
+    """Inputs that must agree with one another, drawn by one function.
+
+    ``source`` defines ``draw(axes, scalars, dtypes, generator, contents)``: sizes by axis, scalar inputs by name, the
+    ``torch.dtype`` of each input, a generator whose device the tensors are to be on, and one of ``contents``. It returns
+    a dict with exactly ``inputs``. Contents that a kernel meets most often are named first.
+    """
+
+    inputs: tuple[str, ...] = Field(min_length=1)
+    contents: tuple[Line, ...] = Field(default=("normal",), min_length=1)
+    source: str
 
 
 class PlantedError(RecordPart):

@@ -6,7 +6,7 @@ import ast
 import functools
 import warnings
 
-__all__ = ["check_function", "parse_source"]
+__all__ = ["check_function", "function_parameters", "parse_source"]
 
 
 @functools.lru_cache(maxsize=8)  # a record asks twice in a row, and parsing is a third of what 'list' does
@@ -30,15 +30,30 @@ def parse_source(source: str | bytes) -> ast.Module:
 def check_function(source: str, where: str, parameters: tuple[str, ...]) -> None:
     """Raise ``ValueError`` unless ``source`` is Python that defines ``run`` with exactly these parameters, in order."""
     try:
-        tree = parse_source(source)
+        found = function_parameters(source, "run")
     except ValueError as error:
         raise ValueError(f"{where} is not valid Python: {error}") from None
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "run"]
-    if not functions:
+    if found is None:
         raise ValueError(f"{where} defines no function 'run'")
-    arguments = functions[-1].args
-    found = tuple(argument.arg for argument in (*arguments.posonlyargs, *arguments.args))
-    if found != parameters or arguments.vararg or arguments.kwarg or arguments.kwonlyargs:
+    if found != parameters:
         raise ValueError(
             f"{where}: run({', '.join(found)}) must take the inputs in order: run({', '.join(parameters)})"
         )
+
+
+def function_parameters(source: str, name: str) -> tuple[str, ...] | None:
+    """The parameters of the last function of that name at the top level of ``source``; None where there is none.
+
+    Those that no positional argument can fill are spelled with their stars.
+
+    Raises:
+        ValueError: the source is not valid Python.
+    """
+    tree = parse_source(source)
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
+    if not functions:
+        return None
+    arguments = functions[-1].args
+    starred = [f"*{one.arg}" for one in (arguments.vararg, *arguments.kwonlyargs) if one is not None]
+    starred += [f"**{arguments.kwarg.arg}"] if arguments.kwarg is not None else []
+    return (*(argument.arg for argument in (*arguments.posonlyargs, *arguments.args)), *starred)

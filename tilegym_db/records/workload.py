@@ -113,6 +113,11 @@ class Workload(Record):
                 raise RecordError(f"inputs.{name}: {definition.name} needs a scalar value here.")
             if not spec.is_scalar and isinstance(given, ScalarInput):
                 raise RecordError(f"inputs.{name} is a tensor of {definition.name}, not a scalar.")
+            axis = definition.size_scalars.get(name)
+            if axis is not None and isinstance(given, ScalarInput) and given.value != axes[axis]:
+                raise RecordError(
+                    f"inputs.{name} is {given.value!r}, but it is the size of axis '{axis}', {axes[axis]}."
+                )
             if isinstance(given, ScalarInput):
                 _check_scalar(name, given.value, definition.dtype_of(name, definition.bind_dtypes(self.dtypes)))
         _check_sizes(definition, axes, self.dtypes)

@@ -33,7 +33,7 @@ def allocate_of(definition: Definition) -> Allocate:
     Where ``serving.rows`` names an axis, inputs may have any leading axes in its place, and the outputs have them too.
 
     Raises:
-        UsageError: the shape of an output does not follow from the shapes of the inputs.
+        UsageError: the shape of an output does not follow from the inputs.
     """
     serving = definition.serving or Serving()
     key = definition.name, definition.digest, serving.model_dump_json()
@@ -121,6 +121,9 @@ def _axis(definition: Definition, axis: str, name: str) -> str:
     value = definition.axes[axis].value
     if value is not None:
         return str(value)
+    scalar = definition.axes[axis].scalar
+    if scalar is not None:
+        return scalar
     for given in definition.tensor_inputs:
         shape = _shape(definition, given)
         if axis in shape:  # counted from the end: leading axes may stand in place of the first

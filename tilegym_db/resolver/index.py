@@ -81,6 +81,7 @@ class PointIndex:
         self._tensors = frozenset((*definition.tensor_inputs, *definition.outputs))
         self._scalars = frozenset(name for name, spec in definition.inputs.items() if spec.is_scalar)
         self._selecting = selecting_scalars(definition)
+        self._sizes = tuple(definition.size_scalars.items())
         self._dtype_names = tuple(definition.dtypes)
         # A call may leave const axes out, or name all of them: the number of sizes tells the two spellings apart.
         self._axis_names = {len(names): names for names in (tuple(definition.axes), definition.var_axes)}
@@ -152,6 +153,9 @@ class PointIndex:
         names = self._axis_names.get(len(axes))
         if names is None or len(dtypes) != len(self._dtype_names) or not scalars.keys() <= self._scalars:
             return None
+        for scalar, axis in self._sizes:
+            if scalar in scalars and (type(scalars[scalar]) is not int or scalars[scalar] != axes.get(axis)):
+                return None
         sizes = tuple([axes.get(name) for name in names])
         chosen = tuple([dtypes.get(name) for name in self._dtype_names])
         for size in sizes:

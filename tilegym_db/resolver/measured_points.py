@@ -74,7 +74,9 @@ def outside_scalars(
 ) -> str | None:
     """Why a continuous scalar of a call is none that was verified; None where each lies within its range or has none."""
     for name, value in scalars.items():
-        if name not in ranges or is_code_selecting(definition, name) or not isinstance(value, int | float):
+        if name not in ranges or name in definition.size_scalars or is_code_selecting(definition, name):
+            continue
+        if not isinstance(value, int | float):
             continue
         low, high = ranges[name]
         if not low <= value <= high:  # NaN is outside, too

@@ -12,6 +12,7 @@ from tilegym_db.records.binding import is_code_selecting
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.hardware import CPU, GPU_SLUGS, same_gpu
 from tilegym_db.records.layouts import LAYOUT_CLASSES
+from tilegym_db.records.sizes import axes_with_scalars, scalars_with_axes
 
 __all__ = ["MODES", "Mode", "Request", "compile_target", "make_request"]
 
@@ -59,6 +60,7 @@ def make_request(
     """
     if mode not in MODES:
         raise UsageError(f"mode must be {' or '.join(MODES)}, not {mode!r}.")
+    axes = axes_with_scalars(definition, axes, scalars or {})
     try:
         bound_axes, bound_dtypes = definition.bind_axes(axes), definition.bind_dtypes(dtypes or {})
     except RecordError as error:
@@ -69,7 +71,7 @@ def make_request(
         definition=definition,
         axes=bound_axes,
         dtypes=bound_dtypes,
-        scalars=dict(scalars or {}),
+        scalars=scalars_with_axes(definition, scalars or {}, bound_axes),
         layouts=dict(layouts or {}),
         gpu=gpu,
         sm=sm or compile_target(gpu),

@@ -14,6 +14,7 @@ from tilegym_db.errors import RecordError, UsageError
 from tilegym_db.files import read_bytes
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.dtypes import Scalar
+from tilegym_db.records.sizes import scalars_with_axes
 
 __all__ = ["MappedWorkloads", "read_model_config", "workloads_from_config"]
 
@@ -156,7 +157,8 @@ def workloads_from_config(
             sizes[name], mapped[name] = axes[name], "given"
         else:
             _map_axis(definition, name, config, batch, found)
-    values = _map_scalars(definition, config, scalars or {}, mapped, unmapped)
+    given = scalars_with_axes(definition, scalars or {}, sizes)
+    values = _map_scalars(definition, config, given, mapped, unmapped)
     if unmapped:
         return MappedWorkloads((), mapped, unmapped)
     dtypes = _dtypes(definition, config, mapped)

@@ -20,6 +20,7 @@ from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.dtypes import Scalar
+from tilegym_db.records.sizes import scalars_with_axes
 from tilegym_db.verify.apart import run_apart
 from tilegym_db.verify.inputs import Case, draw_inputs
 from tilegym_db.verify.reference import run_reference
@@ -92,7 +93,7 @@ def _run_reference_once(record: Definition, file: Path) -> None:
     if axes is None:
         raise RecordError(f"{file}: constraints: no sizes among {TRIAL_SIZES} satisfy all of them. Relax them.")
     dtypes = {name: choices[0] for name, choices in record.dtypes.items()}
-    case = Case(axes, dtypes, trial_scalars(record))
+    case = Case(axes, dtypes, scalars_with_axes(record, trial_scalars(record), axes))
     try:
         work = record.cost_of(axes, dtypes)
     except RecordError as error:

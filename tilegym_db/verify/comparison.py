@@ -11,9 +11,10 @@ from tilegym_db.records import Definition
 from tilegym_db.records.tolerance import limits_for
 from tilegym_db.verify.gates import check_output, is_well_conditioned, must_be_exact, relative_error
 from tilegym_db.verify.indices import check_gathered
+from tilegym_db.verify.ranking import check_ranked_outputs, followed
 from tilegym_db.verify.verdicts import OutputVerdict
 
-__all__ = ["base_errors", "check_outputs", "conditioned_outputs", "exact_outputs"]
+__all__ = ["base_errors", "check_lifted", "check_outputs", "conditioned_outputs", "exact_outputs"]
 
 Outputs = Mapping[str, torch.Tensor]
 
@@ -43,10 +44,10 @@ def check_outputs(
         exact: outputs in which every element must have the oracle's value (see :func:`exact_outputs`).
         conditioned: outputs whose every element is judged by its own size (see :func:`conditioned_outputs`).
     """
-    verdicts = {}
+    verdicts = _check_indices(definition, dtypes, inputs, truth, outputs, math)
+    truth = followed(definition, inputs, truth, outputs, [name for name, found in verdicts.items() if not found.passed])
     for name, value in outputs.items():
-        source = definition.gathers.get(name)
-        if source is None:
+        if name not in verdicts:
             limits = limits_for(definition, definition.dtype_of(name, dtypes), math)
             verdicts[name] = check_output(
                 name,
@@ -57,11 +58,42 @@ def check_outputs(
                 exact=name in exact,
                 conditioned=name in conditioned,
             )
-        elif source in definition.inputs:
-            verdicts[name] = check_gathered(name, value, truth[name], inputs[source])
+    return {name: verdicts[name] for name in outputs}
+
+
+def check_lifted(
+    definition: Definition, inputs: Mapping[str, Any], truth: Outputs, outputs: Outputs
+) -> dict[str, OutputVerdict]:
+    """As :func:`check_outputs`, for another formulation that was lifted to fp64 as the oracle was."""
+    # Scalars such as eps are fp32 constants in some library calls; fp64 agreement ends there.
+    limits = limits_for(definition, "float32")
+    verdicts = _check_indices(definition, None, inputs, truth, outputs)
+    truth = followed(definition, inputs, truth, outputs, [name for name, found in verdicts.items() if not found.passed])
+    for name, value in outputs.items():
+        if name not in verdicts:
+            verdicts[name] = check_output(name, value.double(), truth[name].double(), limits)
+    return {name: verdicts[name] for name in outputs}
+
+
+def _check_indices(
+    definition: Definition,
+    dtypes: Mapping[str, str] | None,
+    inputs: Mapping[str, Any],
+    truth: Outputs,
+    outputs: Outputs,
+    math: str = "ieee",
+) -> dict[str, OutputVerdict]:
+    """A verdict for each output of indices; without ``dtypes``, what they point into was computed in fp64."""
+    verdicts = check_ranked_outputs(definition, inputs, outputs)
+    for name, source in definition.gathers.items():
+        if name not in outputs or name in verdicts:
+            continue
+        if source in definition.inputs:
+            verdicts[name] = check_gathered(name, outputs[name], truth[name], inputs[source])
         else:
-            limits = limits_for(definition, definition.dtype_of(source, dtypes), math)
-            verdicts[name] = check_gathered(name, value, truth[name], truth[source], limits)
+            dtype = "float32" if dtypes is None else definition.dtype_of(source, dtypes)
+            limits = limits_for(definition, dtype, math)
+            verdicts[name] = check_gathered(name, outputs[name], truth[name], truth[source], limits)
     return verdicts
 
 

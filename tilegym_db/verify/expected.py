@@ -12,6 +12,7 @@ from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition
 from tilegym_db.verify.comparison import base_errors, check_outputs, conditioned_outputs, exact_outputs
 from tilegym_db.verify.inputs import Case, draw_inputs, draws_noise
+from tilegym_db.verify.ranking import followed
 from tilegym_db.verify.reference import as_written, oracle
 from tilegym_db.verify.torch_dtypes import storage_dtype
 
@@ -47,12 +48,14 @@ def expect(definition: Definition, case: Case, device: str) -> Expected | None:
     written = as_written(definition, inputs)
     _check_declared(definition, case, written)
     truth = written if definition.oracle == "as_written" else oracle(definition, inputs)
-    e_base = base_errors(definition, case.dtypes, written, truth)
+    # Beside the choice that the reference made: of equal values, another is as right.
+    own = followed(definition, inputs, truth, written)
+    e_base = base_errors(definition, case.dtypes, written, own)
     verdicts = check_outputs(definition, case.dtypes, inputs, truth, written, e_base)
     if not all(verdict.passed for verdict in verdicts.values()):
         return None
-    exact = exact_outputs(written, truth) if case.exact and not draws_noise(definition) else frozenset()
-    conditioned = conditioned_outputs(definition, case.dtypes, written, truth)
+    exact = exact_outputs(written, own) if case.exact and not draws_noise(definition) else frozenset()
+    conditioned = conditioned_outputs(definition, case.dtypes, written, own)
     return Expected(case, inputs, truth, e_base, exact, conditioned)
 
 

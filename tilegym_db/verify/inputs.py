@@ -18,6 +18,7 @@ from tilegym_db.records.expressions import evaluate
 from tilegym_db.records.layouts import layout_strides
 from tilegym_db.records.workload import RandomInput, SafetensorsInput
 from tilegym_db.verify.distributions import CONTENTS, DISTRIBUTIONS, EXACT, PLANTED, STYLES, plant
+from tilegym_db.verify.generators import KINDS, draw_codes, draw_jointly
 from tilegym_db.verify.rotary import rotary_table
 from tilegym_db.verify.torch_dtypes import storage_dtype
 from tilegym_db.verify.variation import styles_of
@@ -73,11 +74,14 @@ class Case:
 
 
 Shape = tuple[int, ...]
+NOISE = frozenset({"normal", "uniform", "positive", "probabilities", "log_decay", "unit_rows"})
 
 
 def draws_noise(definition: Definition) -> bool:
     """Whether some input is noise whatever a case asks for, so that no contents are small integers throughout."""
-    return any(generator.kind in ("normal", "uniform") for generator in definition.input_generators.values())
+    return definition.joint_inputs is not None or any(
+        generator.kind in NOISE for generator in definition.input_generators.values()
+    )
 
 
 def draw_inputs(
@@ -96,11 +100,15 @@ def draw_inputs(
     """
     drawn: dict[str, torch.Tensor | Scalar] = {}
     styles = styles_of(definition, case.distribution, case.seed)
+    together = torch.Generator(device).manual_seed(_input_seed(case.seed, "joint inputs"))
+    joint = draw_jointly(definition, case.axes, case.dtypes, case.scalars, together, case.distribution)
     for name, spec in definition.inputs.items():
         if spec.is_scalar:
             drawn[name] = case.scalars[name]
         elif name in case.files:
             drawn[name] = _load(case.files[name], dataset, definition, case, name).to(device)
+        elif name in joint:
+            drawn[name] = joint[name]
         else:
             drawn[name] = _draw(definition, case, name, device, styles.get(name, "normal"))
     return drawn
@@ -113,6 +121,10 @@ def _draw(definition: Definition, case: Case, name: str, device: str, style: str
     generated = definition.input_generators.get(name)
     if generated is not None and generated.kind.startswith("rotary"):
         value = rotary_table(generated, case.seed, shape, device)
+    elif generated is not None and generated.kind == "codes":
+        return draw_codes(generated, generator, shape, dtype)
+    elif generated is not None and generated.kind in KINDS:
+        value = KINDS[generated.kind](generated, generator, shape, case.axes, case.distribution)
     elif generated is not None and generated.kind != "normal":
         value = _generate(generated, generator, shape, case.axes)
     elif not dtype.is_floating_point:

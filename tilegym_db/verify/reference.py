@@ -14,7 +14,7 @@ from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition
 from tilegym_db.verify.slicing import ORACLE_BYTES, sliced
 
-__all__ = ["Lifted", "as_written", "load_function", "oracle", "run_lifted", "run_reference"]
+__all__ = ["Lifted", "as_written", "lift", "load_function", "oracle", "run_lifted", "run_reference"]
 
 Inputs = Mapping[str, Any]
 Outputs = dict[str, torch.Tensor]
@@ -44,8 +44,8 @@ def _is_float_dtype(value: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=512)
-def load_function(source: str, where: str) -> Callable[..., Any]:
-    """The ``run`` that a reference's source text defines.
+def load_function(source: str, where: str, name: str = "run") -> Callable[..., Any]:
+    """The function, ``run`` or another, that a reference's source text defines.
 
     Raises:
         RecordError: the text raises when it is executed; carries the last lines of the traceback.
@@ -56,7 +56,7 @@ def load_function(source: str, where: str) -> Callable[..., Any]:
         exec(compile(source, where, "exec"), scope)
     except (Exception, SystemExit) as error:
         raise RecordError(f"{where}: the reference raises when it is loaded: {error!r}.") from None
-    function: Callable[..., Any] = scope["run"]
+    function: Callable[..., Any] = scope[name]
     return function
 
 
@@ -113,13 +113,17 @@ def name_outputs(definition: Definition, returned: Any, given: Inputs, where: st
 
 def run_lifted(definition: Definition, inputs: Inputs, *, source: str | None = None, label: str = "") -> Outputs:
     """As :func:`run_reference`, with every floating input and every cast in the reference lifted to fp64."""
-    lifted = {
+    mode: Any = Lifted
+    with mode():
+        return run_reference(definition, lift(inputs), source=source, label=label)
+
+
+def lift(inputs: Inputs) -> dict[str, Any]:
+    """Inputs with every floating-point tensor in fp64."""
+    return {
         name: value.double() if isinstance(value, torch.Tensor) and value.dtype in _FLOATS else value
         for name, value in inputs.items()
     }
-    mode: Any = Lifted
-    with mode():
-        return run_reference(definition, lifted, source=source, label=label)
 
 
 def as_written(definition: Definition, inputs: Inputs, *, budget_bytes: int = ORACLE_BYTES) -> Outputs:

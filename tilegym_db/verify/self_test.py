@@ -16,11 +16,9 @@ import torch
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.definition_parts import SelfTest
-from tilegym_db.records.tolerance import limits_for
-from tilegym_db.verify.comparison import check_outputs
+from tilegym_db.verify.comparison import check_lifted, check_outputs
 from tilegym_db.verify.expected import Expected, expect
-from tilegym_db.verify.gates import MIN_ELEMENTS_FOR_NORMS, OutputVerdict, check_output
-from tilegym_db.verify.indices import check_gathered
+from tilegym_db.verify.gates import MIN_ELEMENTS_FOR_NORMS
 from tilegym_db.verify.inputs import Case, draw_inputs
 from tilegym_db.verify.reference import run_lifted, run_reference
 
@@ -119,22 +117,10 @@ def _must_agree(definition: Definition, test: SelfTest, case: Case, expected: Ex
         return [SelfTestFinding(definition.name, INDEPENDENT, f"does not run: {_in_one_line(error)} at {case}")]
     if not _accepted(definition, case, expected, in_dtype):
         findings.append(SelfTestFinding(definition.name, INDEPENDENT, f"disagrees in the dtype itself at {case}"))
-    for name, value in lifted.items():
-        verdict = _compare_lifted(definition, expected, name, value)
+    for verdict in check_lifted(definition, expected.inputs, expected.outputs, lifted).values():
         if not verdict.passed:
             findings.append(SelfTestFinding(definition.name, INDEPENDENT, f"{verdict.reason} (fp64) at {case}"))
     return findings
-
-
-def _compare_lifted(definition: Definition, expected: Expected, name: str, value: torch.Tensor) -> OutputVerdict:
-    truth, source = expected.outputs[name], definition.gathers.get(name)
-    # Scalars such as eps are fp32 constants in some library calls; fp64 agreement ends there.
-    limits = limits_for(definition, "float32")
-    if source is None:
-        return check_output(name, value.double(), truth.double(), limits)
-    if source in definition.inputs:
-        return check_gathered(name, value, truth, expected.inputs[source])
-    return check_gathered(name, value, truth, expected.outputs[source], limits)
 
 
 def _made_wrong(definition: Definition, case: Case, expected: Expected) -> list[tuple[str, Outputs]]:

@@ -17,6 +17,7 @@ from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition, Solution
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.expressions import evaluate_int
+from tilegym_db.records.sizes import scalars_with_axes
 from tilegym_db.verify.distributions import DISTRIBUTIONS, PLANTED, RANGES, REFERENCE_MAY_FAIL
 from tilegym_db.verify.fuzz_layouts import CONTIGUOUS, draw_layouts, layout_choices
 from tilegym_db.verify.inputs import Case
@@ -96,7 +97,9 @@ class _Fuzzer:
                         self.definition, self.layouts.get(layout, ()), layout, bound, self.generator
                     )
                     seed = self.generator.getrandbits(62)
-                    varied = vary_scalars(self.definition, scalars, contents, seed)
+                    varied = vary_scalars(
+                        self.definition, scalars_with_axes(self.definition, scalars, bound), contents, seed
+                    )
                     return Case(bound, dict(self.dtypes), varied, laid_out, contents, seed, offset)
         return None
 
@@ -259,6 +262,7 @@ def sibling_of(definition: Definition, case: Case, number: int, scalars: Mapping
     names = tuple(RANGES)
     contents = names[(case.seed + number) % len(names)]
     seed = random.Random(case.seed).getrandbits(62)
+    scalars = scalars_with_axes(definition, scalars, case.axes)
     return replace(case, distribution=contents, seed=seed, scalars=vary_scalars(definition, scalars, contents, seed))
 
 

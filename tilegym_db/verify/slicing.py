@@ -76,7 +76,8 @@ def _divisible_axes(definition: Definition) -> list[str]:
 
 
 def _axis_sizes(definition: Definition, inputs: Inputs) -> dict[str, int]:
-    return {
+    stated = {axis: inputs[scalar] for scalar, axis in definition.size_scalars.items()}
+    return stated | {
         entry: size
         for name, spec in definition.inputs.items()
         for entry, size in zip(spec.shape or (), getattr(inputs[name], "shape", ()), strict=True)

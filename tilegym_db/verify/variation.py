@@ -60,7 +60,7 @@ def scalar_ranges(definition: Definition, calls: list[Mapping[str, Scalar]]) -> 
     """Continuous scalar -> the smallest and the largest value among calls that were verified."""
     found: dict[str, ScalarRange] = {}
     for name, spec in definition.inputs.items():
-        if spec.is_scalar and not is_code_selecting(definition, name):
+        if spec.is_scalar and name not in definition.size_scalars and not is_code_selecting(definition, name):
             values = [float(call[name]) for call in calls if isinstance(call.get(name), int | float)]  # type: ignore[arg-type]
             if values:
                 found[name] = min(values), max(values)
@@ -98,6 +98,8 @@ def styles_of(definition: Definition, distribution: str, seed: int) -> dict[str,
 
 
 def _is_drawn(definition: Definition, name: str) -> bool:
-    """True for a floating input without a generator, or with one that says N(0, 1)."""
+    """True for an input without a generator, or with one that says N(0, 1)."""
+    if definition.joint_inputs is not None and name in definition.joint_inputs.inputs:
+        return False
     generator = definition.input_generators.get(name)
     return generator is None or generator.kind == "normal"

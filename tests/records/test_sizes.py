@@ -1,0 +1,111 @@
+"""Axes whose size is the value of a scalar: one size, wherever a call is described."""
+
+from __future__ import annotations
+
+import pytest
+
+from tilegym_db.errors import RecordError, UsageError
+from tilegym_db.records import Definition, Workload
+from tilegym_db.records.binding import TensorInfo as Info
+from tilegym_db.records.binding import bind_arguments, is_code_selecting
+from tilegym_db.records.sizes import axes_with_scalars, scalars_with_axes
+
+AXES = {"M": {"type": "var"}, "E": {"type": "var"}, "K": {"type": "var", "scalar": "top_k"}}
+INPUTS = {
+    "z": {"shape": ["M", "E"], "dtype": "float32"},
+    "top_k": {"shape": None, "dtype": "int64"},
+    "flag": {"shape": None, "dtype": "bool"},
+}
+LOGITS = Info((4, 16), (16, 1), "float32")
+
+
+@pytest.fixture
+def make(definition_record):
+    def record(**changes):
+        base = {
+            "axes": AXES,
+            "dtypes": {},
+            "inputs": INPUTS,
+            "outputs": {"ids": {"shape": ["M", "K"], "dtype": "int64"}},
+            "constraints": ["E >= K"],
+            "cost": {"flops": "M * E * K", "bytes": "4 * M * E + 8 * M * K"},
+            "reference": "# Source: https://example.org\ndef run(z, top_k, flag):\n    return z.topk(top_k).indices\n",
+        }
+        return Definition.from_dict(definition_record(**{**base, **changes}))
+
+    return record
+
+
+def test_a_call_without_outputs_has_the_size_of_its_scalar(make):
+    binding = bind_arguments(make(), {"z": LOGITS, "top_k": 3, "flag": True})
+    assert binding.axes == {"M": 4, "E": 16, "K": 3}
+    assert make().cost_of(binding.axes, {}) == (4 * 16 * 3, 4 * 4 * 16 + 8 * 4 * 3)
+    assert make().shape_of("ids", binding.axes) == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "message"),
+    [
+        (17, "requires E >= K"),
+        (-1, "'top_k' of row_scale is the size of axis 'K': a whole number, not -1"),
+        (2.0, "a whole number, not 2.0"),
+        (True, "a whole number, not True"),
+        (None, "a whole number, not None"),
+    ],
+)
+def test_a_scalar_that_is_no_size_is_refused(make, top_k, message):
+    with pytest.raises(UsageError) as raised:
+        bind_arguments(make(), {"z": LOGITS, "top_k": top_k, "flag": True})
+    assert message in str(raised.value)
+
+
+def test_an_output_of_another_size_than_the_scalar_says_is_refused(make):
+    with pytest.raises(UsageError, match="dimension 1 of 'ids' has size 5, but must be K = 3"):
+        bind_arguments(make(), {"z": LOGITS, "top_k": 3, "flag": True, "ids": Info((4, 5), (5, 1), "int64")})
+
+
+def test_a_size_selects_no_code_beside_its_axis_and_a_flag_does(make):
+    assert not is_code_selecting(make(), "top_k")
+    assert is_code_selecting(make(), "flag")
+
+
+def test_axis_and_scalar_complete_each_other_and_may_not_disagree(make):
+    assert axes_with_scalars(make(), {"M": 4, "E": 16}, {"top_k": 3}) == {"M": 4, "E": 16, "K": 3}
+    assert scalars_with_axes(make(), {"flag": True}, {"M": 4, "E": 16, "K": 3}) == {"flag": True, "top_k": 3}
+    with pytest.raises(UsageError, match="axis K=4 of row_scale is the scalar 'top_k', which is 3"):
+        axes_with_scalars(make(), {"K": 4}, {"top_k": 3})
+
+
+def test_a_workload_states_both_alike(make):
+    def workload(size, value):
+        inputs = {"top_k": {"type": "scalar", "value": value}, "flag": {"type": "scalar", "value": True}}
+        axes = {"M": 4, "E": 16, "K": size}
+        return Workload.from_dict({"definition": "row_scale", "axes": axes, "inputs": inputs})
+
+    workload(3, 3).check_against(make())
+    with pytest.raises(RecordError, match=r"inputs.top_k is 4, but it is the size of axis 'K', 3"):
+        workload(3, 4).check_against(make())
+
+
+@pytest.mark.parametrize(
+    ("axis", "message"),
+    [
+        ({"type": "var", "scalar": "k"}, "axes.K: scalar 'k' must be an input without a shape"),
+        ({"type": "var", "scalar": "z"}, "axes.K: scalar 'z' must be an input without a shape"),
+        ({"type": "var", "scalar": "flag"}, "axes.K: scalar 'flag' is bool, and a size is a whole number"),
+        ({"type": "const", "value": 8, "scalar": "top_k"}, "a const axis has the size in the record"),
+    ],
+)
+def test_an_axis_that_no_size_can_come_from_is_refused(make, axis, message):
+    with pytest.raises(RecordError) as raised:
+        make(axes={**AXES, "K": axis})
+    assert message in str(raised.value)
+
+
+def test_a_scalar_is_the_size_of_one_axis(make):
+    with pytest.raises(RecordError, match=r"axes\.L: scalar 'top_k' is the size of 'K' already"):
+        make(axes={**AXES, "L": {"type": "var", "scalar": "top_k"}})
+
+
+def test_which_scalar_states_a_size_is_part_of_the_meaning(make):
+    assert make().digest != make(axes={**AXES, "K": {"type": "var"}}).digest
