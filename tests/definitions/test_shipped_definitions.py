@@ -26,6 +26,7 @@ CORE = {
 }  # fmt: skip
 PLANNED = {
     "topk_gate", "per_token_cast", "per_block_cast", "per_channel_cast", "batched_transpose", "engram_gate_fwd", "mhc_sinkhorn",
+    "per_token_cast_ue8m0", "per_token_cast_fp4", "softmax_backward", "moe_experts",
 }  # fmt: skip
 
 BY_LIBRARIES = {"attention_prefill", "attention_decode"}  # by libraries first, and in Triton; not in every language
@@ -80,7 +81,7 @@ def test_independent_formulation_agrees_in_the_dtype(tiny: Tiny, drawn: Draw) ->
     assert definition.self_test is not None
     for name, value in run_reference(definition, inputs, source=definition.self_test.independent).items():
         limits = limits_for(definition, definition.dtype_of(name, definition.bind_dtypes(workload.dtypes)))
-        verdict = check_output(name, value, truth[name], limits)
+        verdict = check_output(name, value, truth[name], limits)  # where all codes must be equal, the self-test asks for it
         assert verdict.passed, verdict.reason
 
 

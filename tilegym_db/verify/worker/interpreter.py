@@ -2,8 +2,8 @@
 
 The interpreter keeps bfloat16 values as raw 16-bit integers. Three of its operations forget what that means: a cast from
 float32 cuts the low bits off where hardware rounds to nearest even, a cast to float32 makes other numbers of subnormals,
-and ``tl.dot`` multiplies the integers. A cast from float32 to 8 bits rounds ties away from zero, and loses the carry where a value
-rounds up to a power of two. All are seen in Triton 3.6 and 3.9. A kernel must not be blamed, or excused, for any.
+and ``tl.dot`` multiplies the integers. A cast from float32 to 8 bits rounds ties away from zero, and loses the carry where a
+value rounds up to a power of two. All are seen in Triton 3.6 and 3.9. A kernel must not be blamed, or excused, for any.
 """
 
 from __future__ import annotations
