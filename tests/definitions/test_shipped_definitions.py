@@ -27,6 +27,7 @@ CORE = {
 PLANNED = {
     "topk_gate", "topk_softmax", "topk_then_softmax", "topk_softmax_groups", "topk_sigmoid_bias_groups",
     "per_token_cast", "per_block_cast", "per_channel_cast", "batched_transpose", "engram_gate_fwd", "mhc_sinkhorn",
+    "per_token_cast_ue8m0", "per_token_cast_fp4", "softmax_backward", "moe_experts",
 }  # fmt: skip
 
 BY_LIBRARIES = {"attention_prefill", "attention_decode"}  # by libraries first, and in Triton; not in every language

@@ -72,8 +72,8 @@ def test_every_verified_operator_has_a_kernel_in_each_language_and_backwards_and
         found.setdefault(record.definition, set()).add(record.spec.language)
     verified = {name for name, definition in CATALOG.definitions.items() if "status:verified" in definition.tags}
     attention = {name for name, definition in CATALOG.definitions.items() if definition.op_type == "attention"}
-    open_ones = {name for name, definition in CATALOG.definitions.items() if definition.is_open}
-    assert set(found) - open_ones == verified | attention
+    waiting = {name for name, definition in CATALOG.definitions.items() if definition.is_open}
+    assert set(found) - waiting == verified | attention  # what is not verified on a GPU yet stays open
     backwards = {name for name in verified if CATALOG.definitions[name].backward_of}
     assert (len(verified - backwards), len(backwards)) == (12, 4)
     assert all(found[name] == set(TILE_LANGUAGES) for name in verified - backwards)

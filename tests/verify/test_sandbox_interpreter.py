@@ -31,11 +31,26 @@ def product(a, b, out):
     tl.store(out + block, tl.dot(tl.load(a + block), tl.load(b + block)))
 
 
+@triton.jit
+def eight_bits(x, e4, e5, N: tl.constexpr):
+    i = tl.arange(0, N)
+    value = tl.load(x + i).to(tl.float32)
+    tl.store(e4 + i, value.to(tl.float8e4nv))
+    tl.store(e5 + i, value.to(tl.float8e5))
+
+
 every = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16)
 wide, narrow = torch.empty(1 << 16), torch.empty(1 << 16, dtype=torch.bfloat16)
 casts[(1,)](every, wide, narrow, 1 << 16)
 torch.testing.assert_close(wide, every.float(), rtol=0, atol=0, equal_nan=True)
 torch.testing.assert_close(narrow, (every.float() * 1.003).bfloat16(), rtol=0, atol=0, equal_nan=True)
+
+codes = [torch.empty(1 << 16, dtype=dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)]
+eight_bits[(1,)](every, *codes, 1 << 16)
+for found in codes:
+    most = torch.finfo(found.dtype).max
+    wanted = every.float().clamp(-most, most).to(found.dtype).float()
+    torch.testing.assert_close(found.float(), wanted, rtol=0, atol=0, equal_nan=True)
 
 a, b = torch.randn(2, 16, 16).bfloat16()
 out = torch.empty(16, 16)

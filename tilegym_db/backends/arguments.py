@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from tilegym_db.records import Definition, Workload
-from tilegym_db.records.layouts import layout_strides
 
 __all__ = ["call_arguments"]
 
@@ -29,7 +28,7 @@ def call_arguments(definition: Definition, workload: Workload) -> list[Any]:
             arguments.append(scalars[name])
             continue
         shape = definition.shape_of(name, axes)
-        strides = layout_strides(workload.layouts.get(name, "contiguous"), shape, axes)
+        strides = definition.strides_of(name, axes, workload.layouts.get(name))
         arguments.append(torch.empty_strided(shape, strides, dtype=_storage_dtype(definition.dtype_of(name, dtypes))))
     return arguments
 

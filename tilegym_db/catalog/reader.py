@@ -167,9 +167,24 @@ class CatalogReader:
             if (cached.name, cached.op_type) != (path.stem, path.parent.name):
                 want = f"definitions/{cached.op_type}/{cached.name}.json"
                 raise RecordError(f"{path}: name and op_type do not match the path; this record belongs at {want}.")
-            self._cache[path] = cached
+            self._cache[path] = self.with_forward(cached, path)
         assert isinstance(cached, Definition)
         return cached
+
+    def with_forward(self, record: Definition, path: Path) -> Definition:
+        """The Definition of a file; one with saved tensors knows the forward of this catalog that computes them.
+
+        Raises:
+            RecordError: there is no such forward, it is broken, or this is no backward of it.
+        """
+        from tilegym_db.records.backward import bind_forward
+
+        if not record.saved:
+            return record
+        try:
+            return bind_forward(record, self.definition(str(record.backward_of)))
+        except (NotFoundError, RecordError) as error:
+            raise RecordError(f"{path}: backward_of: {error}") from None
 
     def read_solution(self, path: Path) -> SolutionFiles:
         """The Solution of a ``solution.json`` of this catalog; :class:`RecordError` where it is broken."""

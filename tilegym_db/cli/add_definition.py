@@ -31,7 +31,7 @@ def command(
     from tilegym_db.scaffold import read_definition_file
     from tilegym_db.scaffold.definition import WORKLOADS_FILE
 
-    record = read_definition_file(file)
+    record = Catalog.default().with_forward(read_definition_file(file), file)
     if importlib.util.find_spec("torch") is None:
         note("the reference was not run: torch is missing here (pip install 'tilegym-db[torch]').")
     else:

@@ -147,7 +147,7 @@ def check_draft(path: Path, catalog: Catalog) -> list[str]:
 
     findings = open_places(path)
     try:
-        record = read_definition_file(path)
+        record = catalog.with_forward(read_definition_file(path), path)
     except RecordError as error:
         return findings + [f"{path}: {problem}" for problem in error.problems or (str(error),)]
     workloads, refused = _draft_workloads(path / WORKLOADS_FILE, record) if path.is_dir() else ([], [])

@@ -1,17 +1,47 @@
 """How a Definition and the one that computes its gradients belong together: by the names, shapes and dtypes of their tensors.
 
 A backward Definition takes what the forward one was given, as far as it needs it, and ``grad_<output>`` for every output; it
-gives ``grad_<input>`` for some of the inputs. There may be several for one forward Definition, for different inputs: frozen
-weights need no gradient, and computing it would cost what stock code does not spend.
+gives ``grad_<input>`` for some of the inputs. It may also take outputs of the forward as ``saved`` tensors (an attention's
+output and log-sum-exp, the factors of a norm's rows); of one that is saved it need not take the gradient. There may be several
+for one forward Definition, for different inputs: frozen weights need no gradient, and computing it would cost what stock code
+does not spend.
 """
 
 from __future__ import annotations
 
+from tilegym_db.errors import RecordError
 from tilegym_db.records.binding import Binding
 from tilegym_db.records.definition import GRADIENT, Definition
 from tilegym_db.records.definition_parts import TensorSpec
 
-__all__ = ["backward_binding", "backward_problem", "differentiated"]
+__all__ = ["backward_binding", "backward_problem", "bind_forward", "differentiated", "forward_of"]
+
+
+def bind_forward(backward: Definition, forward: Definition) -> Definition:
+    """The same backward, which now knows the forward that computes its saved tensors.
+
+    Raises:
+        RecordError: it cannot be the backward of that.
+    """
+    problem = backward_problem(forward, backward)
+    if problem:
+        raise RecordError(f"{backward.name} cannot be the backward of {forward.name}: {problem}.")
+    backward._forward = forward
+    return backward
+
+
+def forward_of(backward: Definition) -> Definition:
+    """The forward that computes the saved tensors of a backward.
+
+    Raises:
+        RecordError: it was not read from a catalog that has it.
+    """
+    if backward._forward is None:
+        raise RecordError(
+            f"{backward.name}: saved: '{backward.saved[0]}' is computed by '{backward.backward_of}', which is in no catalog that "
+            "this was read from. Add it first (tilegym-db add-definition)."
+        )
+    return backward._forward
 
 
 def differentiated(backward: Definition) -> tuple[str, ...]:
@@ -24,7 +54,7 @@ def backward_problem(forward: Definition, backward: Definition) -> str:
     if forward.in_place:
         return f"{forward.name} overwrites its input '{next(iter(forward.in_place))}', which its gradient may need"
     for name, spec in backward.inputs.items():
-        source = forward.outputs if name.startswith(GRADIENT) else forward.inputs
+        source = forward.outputs if name.startswith(GRADIENT) or name in backward.saved else forward.inputs
         problem = _differs(f"inputs.{name}", spec, source.get(name.removeprefix(GRADIENT)), forward)
         if problem:
             return problem
@@ -33,11 +63,25 @@ def backward_problem(forward: Definition, backward: Definition) -> str:
         if problem:
             return problem
     for name in forward.outputs:
-        if GRADIENT + name not in backward.inputs:
+        if GRADIENT + name not in backward.inputs and name not in backward.saved:
             return f"it has no input '{GRADIENT}{name}', but {forward.name} has an output '{name}'"
     for variable, choices in backward.dtypes.items():
         if set(choices) - set(forward.dtypes.get(variable, ())):
             return f"its dtypes of '{variable}' are not among those of {forward.name}"
+    return _cannot_be_drawn(forward, backward) if backward.saved else ""
+
+
+def _cannot_be_drawn(forward: Definition, backward: Definition) -> str:
+    """What evaluating the forward needs, and a call of the backward does not say; tensors it lacks are drawn beside it."""
+    scalars = [name for name, spec in forward.inputs.items() if spec.is_scalar]
+    for what, needed, known in (
+        ("axis", forward.axes, backward.axes),
+        ("dtype variable", forward.dtypes, backward.dtypes),
+        ("scalar input", scalars, backward.inputs),
+    ):
+        missing = [name for name in needed if name not in known]
+        if missing:
+            return f"its saved tensors depend on the {what} '{missing[0]}' of {forward.name}, which it does not have"
     return ""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -25,6 +25,7 @@ __all__ = [
     "SeveralProblems",
     "canonical_json",
     "length_prefixed_digest",
+    "problems_of",
 ]
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9_.-]{0,127}$"
@@ -163,3 +164,14 @@ def length_prefixed_digest(parts: Iterable[bytes]) -> str:
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.hexdigest()
+
+
+def problems_of(check: Callable[[], None]) -> tuple[str, ...]:
+    """What one rule finds; the others look all the same, so that all of a record's faults are named at once."""
+    try:
+        check()
+    except SeveralProblems as error:
+        return error.problems
+    except ValueError as error:
+        return (str(error),)
+    return ()

@@ -17,6 +17,7 @@ from tilegym_db.records.definition import Definition
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.expressions import evaluate, evaluate_int, names_in, parse_expression
 from tilegym_db.records.layouts import layout_class
+from tilegym_db.records.quantised import is_packed
 from tilegym_db.records.sizes import sizes_of_scalars
 
 __all__ = ["Binding", "TensorInfo", "bind_arguments", "bind_call", "is_code_selecting", "solve_axes"]
@@ -102,9 +103,21 @@ def bind_arguments(definition: Definition, arguments: Mapping[str, TensorInfo | 
         else:
             scalars[name] = value
     axes = solve_axes(definition, {name: tensor.shape for name, tensor in tensors.items()}, scalars)
+    for name in definition.layouts.keys() & tensors.keys():
+        _check_strides(definition, name, tensors[name], axes)
     layouts = {name: layout_class(tensor.shape, tensor.strides) for name, tensor in tensors.items()}
     dtypes = solve_dtypes(definition, {name: tensor.dtype for name, tensor in tensors.items()})
     return Binding(axes, dtypes, layouts, scalars)
+
+
+def _check_strides(definition: Definition, name: str, tensor: TensorInfo, axes: Mapping[str, int]) -> None:
+    """Raise :class:`UsageError` for other strides than those that the Definition says; a dimension of size 1 has any."""
+    want = definition.strides_of(name, axes)
+    if 0 not in tensor.shape and any(
+        size > 1 and found != step for size, found, step in zip(tensor.shape, tensor.strides, want, strict=True)
+    ):
+        text = definition.layouts[name]
+        raise UsageError(f"'{name}' of {definition.name} must have the strides {want} ({text}), not {tensor.strides}.")
 
 
 def is_code_selecting(definition: Definition, scalar: str) -> bool:
@@ -145,7 +158,8 @@ def solve_axes(
     """Every axis with its size, from the shapes of the tensors and the scalars that are sizes, by name.
 
     A dimension given as ``N`` binds it; one given as an expression with a single unknown axis is solved where ``+``,
-    ``-`` and ``*`` can be undone (``2*I`` of size 8 gives I = 4); the rest only checks.
+    ``-`` and ``*`` can be undone (``2*I`` of size 8 gives I = 4), and ``//`` in a packed row, whose codes fill whole bytes
+    (:func:`~tilegym_db.records.quantised.check_packed`); the rest only checks.
 
     Raises:
         UsageError: shapes that contradict the Definition or each other, or that leave an axis open.
@@ -155,11 +169,11 @@ def solve_axes(
     pending = list(_dimensions(definition, shapes))
     while pending:
         left = []
-        for entry, size, where in pending:
+        for entry, size, where, packed in pending:
             if not _settle(entry, size, where, axes):
-                left.append((entry, size, where))
-        if len(left) == len(pending):
-            entry, size, where = left[0]
+                left.append((entry, size, where, packed))
+        if len(left) == len(pending) and not any(_settle(*item[:3], axes, packed=True) for item in left if item[3]):
+            entry, size, where, _ = left[0]
             raise UsageError(f"cannot tell the axes of {definition.name} apart: {where} has size {size} = {entry}.")
         pending = left
     try:
@@ -168,11 +182,14 @@ def solve_axes(
         raise UsageError(str(error)) from None
 
 
-def _dimensions(definition: Definition, shapes: Mapping[str, Sequence[int]]) -> Sequence[tuple[str | int, int, str]]:
-    """(entry of the Definition, size found, where) of every dimension."""
+def _dimensions(
+    definition: Definition, shapes: Mapping[str, Sequence[int]]
+) -> Sequence[tuple[str | int, int, str, bool]]:
+    """(entry of the Definition, size found, where, whether it is a row of packed codes) of every dimension."""
     found = []
     for name, shape in shapes.items():
-        entries = (definition.inputs.get(name) or definition.outputs[name]).shape or ()
+        spec = definition.inputs.get(name) or definition.outputs[name]
+        entries, packed = spec.shape or (), is_packed(spec, definition.dtypes)
         if len(entries) != len(shape):
             spelled = ", ".join(str(entry) for entry in entries)
             raise UsageError(
@@ -180,17 +197,18 @@ def _dimensions(definition: Definition, shapes: Mapping[str, Sequence[int]]) -> 
                 f"(its shape is {list(shape)})."
             )
         for index, (entry, size) in enumerate(zip(entries, shape, strict=True)):
-            found.append((entry, int(size), f"{definition.name}: dimension {index} of '{name}'"))
+            is_row = packed and index == len(entries) - 1
+            found.append((entry, int(size), f"{definition.name}: dimension {index} of '{name}'", is_row))
     return found
 
 
-def _settle(entry: str | int, size: int, where: str, axes: dict[str, int]) -> bool:
+def _settle(entry: str | int, size: int, where: str, axes: dict[str, int], *, packed: bool = False) -> bool:
     """Check a dimension whose axes are known, or bind the one that is not; False where it must wait for others."""
     if isinstance(entry, str) and entry.isidentifier() and axes.setdefault(entry, size) == size:
         return True  # a plain axis, as nearly every dimension is: nothing to take apart
     unknown = set() if isinstance(entry, int) else set(names_in(entry)[0]) - set(axes)
     if unknown:
-        value = _invert(parse_expression(str(entry)), size, axes) if len(unknown) == 1 else None
+        value = _invert(parse_expression(str(entry)), size, axes, packed) if len(unknown) == 1 else None
         if value is None:
             return False
         axes[unknown.pop()] = value
@@ -201,8 +219,10 @@ def _settle(entry: str | int, size: int, where: str, axes: dict[str, int]) -> bo
     return True
 
 
-def _invert(node: ast.expr, target: int, axes: Mapping[str, int]) -> int | None:
+def _invert(node: ast.expr, target: int, axes: Mapping[str, int], packed: bool) -> int | None:
     """The value of the one unknown name in ``node`` that makes it ``target``, rounded down; None where not unique.
+
+    ``packed`` says that divisions leave no rest.
 
     The caller evaluates the whole expression afterwards, so that a value that does not divide is still refused.
     """
@@ -213,17 +233,19 @@ def _invert(node: ast.expr, target: int, axes: Mapping[str, int]) -> int | None:
     left, right = _known(node.left, axes), _known(node.right, axes)
     match node.op:
         case ast.Add() if left is not None:
-            return _invert(node.right, target - left, axes)
+            return _invert(node.right, target - left, axes, packed)
         case ast.Add() if right is not None:
-            return _invert(node.left, target - right, axes)
+            return _invert(node.left, target - right, axes, packed)
         case ast.Sub() if left is not None:
-            return _invert(node.right, left - target, axes)
+            return _invert(node.right, left - target, axes, packed)
         case ast.Sub() if right is not None:
-            return _invert(node.left, target + right, axes)
+            return _invert(node.left, target + right, axes, packed)
         case ast.Mult() if left:
-            return _invert(node.right, target // left, axes)
+            return _invert(node.right, target // left, axes, packed)
         case ast.Mult() if right:
-            return _invert(node.left, target // right, axes)
+            return _invert(node.left, target // right, axes, packed)
+        case ast.FloorDiv() if right and packed:
+            return _invert(node.left, target * right, axes, packed)
     return None
 
 

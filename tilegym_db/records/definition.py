@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from tilegym_db.errors import RecordError
-from tilegym_db.records.base import NAME_PATTERN, Record, SeveralProblems, canonical_json, length_prefixed_digest
+from tilegym_db.records.base import (
+    NAME_PATTERN,
+    Record,
+    SeveralProblems,
+    canonical_json,
+    length_prefixed_digest,
+    problems_of,
+)
 from tilegym_db.records.definition_parts import (
     Axis,
     Cost,
@@ -27,14 +34,19 @@ from tilegym_db.records.expressions import evaluate, evaluate_bool, evaluate_int
 from tilegym_db.records.fields import MAX_AXIS, Line, Prose, shown
 from tilegym_db.records.index_rules import check_follows, check_gathers
 from tilegym_db.records.input_rules import check_generators, check_joint_inputs
+from tilegym_db.records.layouts import layout_strides
 from tilegym_db.records.python_source import check_function
+from tilegym_db.records.quantised import check_codes, check_packed
+from tilegym_db.records.self_test_rules import check_self_test
 from tilegym_db.records.serving import Serving, serving_problem
 from tilegym_db.records.tensor_rules import (
     GRADIENT,
     check_backward,
     check_expressions,
     check_in_place,
+    check_layouts,
     check_sizes,
+    check_sliced_inputs,
     check_tensors,
 )
 
@@ -60,11 +72,17 @@ class Definition(Record):
     inputs: dict[str, TensorSpec] = Field(min_length=1)
     outputs: dict[str, TensorSpec] = Field(min_length=1)
     in_place: dict[str, str] = {}
+    layouts: dict[str, str] = {}
+    """Tensor -> ``strided(...)`` where its strides are part of what the operator is; every call then has just these."""
     constraints: tuple[ExpressionText, ...] = ()
     cost: Cost | None = None
     tolerance: dict[str, Tolerance] = {}
     oracle: Literal["lifted", "as_written"] = "lifted"
+    codes: dict[str, str] = {}
+    """Quantised output -> ``exact``, or ``exact when <flag>``: every code must be equal. Without, 99% of them."""
     independent_axes: tuple[str, ...] = ()
+    sliced_inputs: dict[str, str] = {}
+    """Input -> the axis (experts) along which the reference takes it one slice at a time; the oracle widens no more of it."""
     special_values: tuple[Literal["nan", "inf"], ...] = ("nan", "inf")
     """Special inputs for which the operator is defined, so that every Solution must treat them as the reference does."""
     input_generators: dict[str, InputGenerator] = {}
@@ -72,6 +90,8 @@ class Definition(Record):
     """Inputs that belong together, and the function that draws them."""
     backward_of: str | None = Field(default=None, pattern=NAME_PATTERN)
     """The Definition whose gradients this one computes; see :mod:`tilegym_db.records.backward`."""
+    saved: tuple[str, ...] = ()
+    """Inputs of a backward that are outputs of the forward, as its call gave them: drawn by evaluating the forward."""
     gathers: dict[str, str] = {}
     """Index output -> what its indices point into the last axis of; any choice among equal values is then right.
 
@@ -86,6 +106,7 @@ class Definition(Record):
     """How it is served inside a model; no part of the digest."""
     reference: str
     self_test: SelfTest | None = None
+    _forward: Definition | None = PrivateAttr(default=None)  # of backward_of; see records.backward.bind_forward
 
     @field_validator("dtypes")
     @classmethod
@@ -115,16 +136,20 @@ class Definition(Record):
             lambda: check_tensors(self.axes, self.dtypes, self.inputs, self.outputs),
             lambda: check_sizes(self.axes, self.dtypes, self.inputs),
             lambda: check_in_place(self.in_place, self.inputs, self.outputs),
-            lambda: check_backward(self.name, self.backward_of, self.inputs, self.outputs, self.in_place),
+            lambda: check_backward(self.name, self.backward_of, self.saved, self.inputs, self.outputs, self.in_place),
             self._check_indices,
             lambda: check_expressions(self.constraints, self.cost, self.axes, self.dtypes),
             self._check_inputs_drawn,
             self._check_keys,
             self._check_reference,
-            self._check_self_test,
+            lambda: check_self_test(self.self_test, self.reference, self.inputs),
+            lambda: check_layouts(self.layouts, {**self.inputs, **self.outputs}, self.in_place, self.axes),
+            lambda: check_sliced_inputs(self.sliced_inputs, self.inputs, self.in_place),
+            lambda: check_codes(self.codes, self.oracle, self.inputs, self.outputs, self.dtypes),
+            lambda: check_packed({**self.inputs, **self.outputs}, self.dtypes, self.axes, self.constraints),
             self._check_serving,
         )
-        problems = [problem for check in checks for problem in _problems_of(check)]
+        problems = [problem for check in checks for problem in problems_of(check)]
         if problems:
             raise SeveralProblems(problems)
         return self
@@ -154,21 +179,6 @@ class Definition(Record):
                 "reference must start with a '# Source: <permalink>' line that names the maths it restates"
             )
 
-    def _check_self_test(self) -> None:
-        test = self.self_test
-        if test is None:
-            return
-        problems = [
-            *_problems_of(lambda: check_function(test.independent, "self_test.independent", tuple(self.inputs)))
-        ]
-        problems += [
-            f"self_test.planted_errors[{index}]: {planted.find!r} does not occur in the reference"
-            for index, planted in enumerate(test.planted_errors)
-            if planted.find not in self.reference
-        ]
-        if problems:
-            raise SeveralProblems(problems)
-
     def _check_serving(self) -> None:
         problem = serving_problem(self)
         if problem is not None:
@@ -192,7 +202,7 @@ class Definition(Record):
 
     @property
     def is_open(self) -> bool:
-        """True while the operator has a reference and workloads but no kernels yet (tag ``status:open``)."""
+        """True while the operator has no verified kernel yet (tag ``status:open``)."""
         return "status:open" in self.tags
 
     @property
@@ -278,19 +288,12 @@ class Definition(Record):
             raise RecordError(f"{self.name} has no tensor '{shown(name)}'.")
         return tuple(evaluate_int(entry, axes) for entry in spec.shape or ())
 
+    def strides_of(self, name: str, axes: Mapping[str, int], layout: str | None = None) -> tuple[int, ...]:
+        """A tensor's strides in elements: by a layout that a call names, else by the Definition's own, else contiguous."""
+        return layout_strides(layout or self.layouts.get(name, "contiguous"), self.shape_of(name, axes), axes)
+
     def cost_of(self, axes: Mapping[str, int], dtypes: Mapping[str, str]) -> tuple[float, float]:
         """(flops, compulsory bytes) of one call; (0, 0) where the Definition states no cost."""
         if self.cost is None:
             return 0.0, 0.0
         return float(evaluate(self.cost.flops, axes, dtypes)), float(evaluate(self.cost.bytes, axes, dtypes))
-
-
-def _problems_of(check: Callable[[], None]) -> tuple[str, ...]:
-    """What one rule finds; the others look all the same, so that all of a record's faults are named at once."""
-    try:
-        check()
-    except SeveralProblems as error:
-        return error.problems
-    except ValueError as error:
-        return (str(error),)
-    return ()

@@ -6,7 +6,17 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-__all__ = ["DTYPE_BYTES", "FLOAT_DTYPES", "INTEGER_DTYPES", "RECORD_DTYPES", "DType", "Scalar", "short_dtype"]
+__all__ = [
+    "CODE_DTYPES",
+    "DTYPE_BYTES",
+    "FLOAT_DTYPES",
+    "INTEGER_DTYPES",
+    "RECORD_DTYPES",
+    "STORED_BYTES",
+    "DType",
+    "Scalar",
+    "short_dtype",
+]
 
 Scalar = bool | int | float | str | None
 """A value that JSON and DuckDB both hold: what a scalar input or a tunable may be."""
@@ -29,6 +39,10 @@ DTYPE_BYTES: dict[str, float] = {
     "uint32": 4,
     "bool": 1,
 }
+STORED_BYTES: dict[str, int] = {name: max(1, int(size)) for name, size in DTYPE_BYTES.items()}
+"""Bytes of an element of a tensor as it is stored: that of packed codes is a byte, in which its shape is counted."""
+CODE_DTYPES = frozenset(("float8_e4m3fn", "float8_e5m2", "float4_e2m1"))
+"""Quantised formats, which are compared code by code."""
 FLOAT_DTYPES = frozenset(name for name in DTYPE_BYTES if name.startswith(("float", "bfloat")))
 INTEGER_DTYPES = frozenset(name for name in DTYPE_BYTES if name.startswith(("int", "uint")))
 RECORD_DTYPES = frozenset(DTYPE_BYTES) - {"float64"}  # float64 is for oracles, never for a Definition

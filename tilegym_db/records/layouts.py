@@ -1,7 +1,8 @@
 """Layouts: how a Workload lays a tensor out in memory, and which layouts a Solution declares it can read.
 
 A Workload names concrete strides (``contiguous`` or ``strided(S*Hq*D, D, Hq*D, 1)``, in elements, over axes). A
-Solution declares a class (:data:`LAYOUT_CLASSES`) per tensor; :func:`layout_class` says which class strides belong to.
+Solution declares a class (:data:`LAYOUT_CLASSES`) per tensor; :func:`layout_class` says which class strides belong to. A
+Definition names strides that are part of what it means, such as those of column-major scales.
 """
 
 from __future__ import annotations
@@ -12,7 +13,15 @@ from collections.abc import Mapping, Sequence
 from tilegym_db.errors import RecordError
 from tilegym_db.records.expressions import evaluate_int, parse_expression
 
-__all__ = ["LAYOUT_CLASSES", "accepts", "contiguous_strides", "layout_class", "layout_strides", "parse_layout"]
+__all__ = [
+    "LAYOUT_CLASSES",
+    "accepts",
+    "contiguous_strides",
+    "layout_class",
+    "layout_strides",
+    "overlaps",
+    "parse_layout",
+]
 
 # Each class includes the ones before it.
 LAYOUT_CLASSES: tuple[str, ...] = ("contiguous", "row_contiguous", "strided")
@@ -73,6 +82,16 @@ def layout_strides(text: str, shape: Sequence[int], axes: Mapping[str, int]) -> 
     if any(stride < 0 for stride in strides):
         raise RecordError(f"layout {text!r} gives a negative stride: {strides}")
     return strides
+
+
+def overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two elements may share an address; what is written must not. Dimensions that interleave count as overlapping."""
+    reach = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
+        if stride <= reach:
+            return 0 not in shape
+        reach += stride * (size - 1)
+    return False
 
 
 def layout_class(shape: Sequence[int], strides: Sequence[int]) -> str:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tilegym_db.records.definition import Definition
-from tilegym_db.records.dtypes import DTYPE_BYTES
+from tilegym_db.records.dtypes import STORED_BYTES
 from tilegym_db.records.peaks import GpuPeaks
 
 __all__ = ["SpeedOfLight", "below_floor", "least_us", "product_ceiling", "sol_ratio", "speed_of_light"]
@@ -172,7 +172,7 @@ def product_ceiling(operand: str | None, peaks: GpuPeaks) -> float | None:
 
 
 def _bytes_of(definition: Definition, name: str, axes: Mapping[str, int], dtypes: Mapping[str, str]) -> float:
-    return math.prod(definition.shape_of(name, axes)) * DTYPE_BYTES[definition.dtype_of(name, dtypes)]
+    return math.prod(definition.shape_of(name, axes)) * STORED_BYTES[definition.dtype_of(name, dtypes)]
 
 
 def _memory_s(size: float, written: float, peaks: GpuPeaks) -> float:

@@ -5,14 +5,24 @@ Each rule raises :class:`ValueError` with the culprit's key.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records.definition_parts import Axis, Cost, TensorSpec
 from tilegym_db.records.dtypes import INTEGER_DTYPES, RECORD_DTYPES
 from tilegym_db.records.expressions import names_in
+from tilegym_db.records.layouts import parse_layout
 
-__all__ = ["GRADIENT", "check_backward", "check_expressions", "check_in_place", "check_sizes", "check_tensors"]
+__all__ = [
+    "GRADIENT",
+    "check_backward",
+    "check_expressions",
+    "check_in_place",
+    "check_layouts",
+    "check_sizes",
+    "check_sliced_inputs",
+    "check_tensors",
+]
 
 GRADIENT = "grad_"
 """How the gradient of a tensor is named in a backward Definition."""
@@ -89,9 +99,21 @@ def check_in_place(in_place: Mapping[str, str], inputs: Specs, outputs: Specs) -
 
 
 def check_backward(
-    name: str, backward_of: str | None, inputs: Specs, outputs: Specs, in_place: Mapping[str, str]
+    name: str,
+    backward_of: str | None,
+    saved: Collection[str],
+    inputs: Specs,
+    outputs: Specs,
+    in_place: Mapping[str, str],
 ) -> None:
-    """A backward takes and gives gradients, and overwrites nothing."""
+    """A backward takes and gives gradients, and overwrites nothing; what it takes of the forward's outputs it names."""
+    for tensor in saved:
+        if backward_of is None:
+            raise ValueError("saved names outputs of the forward definition; 'backward_of' must name that")
+        if tensor not in inputs or inputs[tensor].is_scalar or tensor.startswith(GRADIENT):
+            raise ValueError(
+                f"saved names '{tensor}', which is no tensor among the inputs and no output of {backward_of}"
+            )
     if backward_of is None:
         return
     if backward_of == name:
@@ -103,3 +125,37 @@ def check_backward(
             raise ValueError(f"outputs.{tensor} of a backward must be named '{GRADIENT}<input of {backward_of}>'")
     if in_place:
         raise ValueError("a backward overwrites none of its inputs: others may read them after it")
+
+
+def check_layouts(
+    layouts: Mapping[str, str], tensors: Specs, in_place: Mapping[str, str], axes: Collection[str]
+) -> None:
+    """Strides that are part of an operator are of a tensor of its own, one stride a dimension, over its axes."""
+    for name, text in layouts.items():
+        spec = tensors.get(name)
+        if spec is None or spec.shape is None:
+            raise ValueError(f"layouts.{name}: no such tensor")
+        if name in in_place or name in in_place.values():
+            raise ValueError(
+                f"layouts.{name}: a tensor that is written in place has the strides that its caller gives it"
+            )
+        entries = parse_layout(text)
+        if entries is None:
+            raise ValueError(f"layouts.{name}: 'contiguous' is what a tensor is without; leave it out")
+        if len(entries) != len(spec.shape):
+            raise ValueError(f"layouts.{name}: {text!r} has {len(entries)} strides for {len(spec.shape)} dimensions")
+        unknown = sorted({axis for entry in entries for axis in names_in(entry)[0]} - set(axes))
+        if unknown:
+            raise ValueError(f"layouts.{name}: {text!r} uses the undeclared axis '{unknown[0]}'")
+
+
+def check_sliced_inputs(sliced: Mapping[str, str], inputs: Specs, in_place: Mapping[str, str]) -> None:
+    """An input that the reference takes one slice at a time has that axis, once, and is only read."""
+    for name, axis in sliced.items():
+        spec = inputs.get(name)
+        if spec is None or spec.shape is None:
+            raise ValueError(f"sliced_inputs.{name}: no such tensor among the inputs")
+        if spec.shape.count(axis) != 1:
+            raise ValueError(f"sliced_inputs.{name}: its shape must have the axis '{axis}' once")
+        if name in in_place:
+            raise ValueError(f"sliced_inputs.{name} is written in place")

@@ -26,7 +26,7 @@ WORST_ROW_FACTOR = 3.0
 TAU_CAP = 10.0
 """However far the reference itself is off, an error of more than this many ``tau`` never passes."""
 CODES_EQUAL = 0.99
-"""Share of the codes of a quantised output that must be equal."""
+"""Share of the codes of a quantised output that must be equal, unless its Definition asks for all of them (``codes``)."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Limits:
 
     ``tau``: relative Frobenius error. ``rtol`` and ``a``: an element may be off by ``rtol * |y| + a * rms(row)``. An error of at
     most ``atol`` is none, whatever the rest; only a Definition says so.
+    ``codes_equal``: the share of them that must be equal; 1 where not even the sign of a zero may differ.
     ``row_tau``: what stands for ``tau`` where a single row is judged; 0 for the same.
     ``codes``: bits of a code where the output is a quantised format, which is compared code by code instead of element by
     element; else 0.
@@ -46,6 +47,7 @@ class Limits:
     atol: float = 0.0
     codes: int = 0
     row_tau: float = 0.0
+    codes_equal: float = CODES_EQUAL
 
 
 LIMITS: dict[str, Limits] = {
@@ -94,4 +96,4 @@ def limits_for(definition: Definition, dtype: str, math: str = "ieee") -> Limits
 
 def _has_codes(definition: Definition) -> bool:
     dtypes = {name for spec in definition.outputs.values() for name in definition.dtypes.get(spec.dtype, (spec.dtype,))}
-    return any(LIMITS[name].codes for name in dtypes if name in LIMITS)
+    return "uint8" in dtypes or any(LIMITS[name].codes for name in dtypes if name in LIMITS)  # bytes: codes of 12 bits

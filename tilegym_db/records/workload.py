@@ -13,9 +13,9 @@ from pydantic import Field, field_validator, model_validator
 from tilegym_db.errors import RecordError
 from tilegym_db.records.base import NAME_PATTERN, Record, RecordPart, canonical_json
 from tilegym_db.records.definition import Definition
-from tilegym_db.records.dtypes import DTYPE_BYTES, DType, Scalar
+from tilegym_db.records.dtypes import STORED_BYTES, DType, Scalar
 from tilegym_db.records.fields import Int64, Line, Real, shown
-from tilegym_db.records.layouts import layout_class, layout_strides, parse_layout
+from tilegym_db.records.layouts import layout_class, overlaps, parse_layout
 
 __all__ = ["NAMESPACE", "RandomInput", "SafetensorsInput", "ScalarInput", "Workload", "axes_key"]
 
@@ -107,6 +107,8 @@ class Workload(Record):
         for name in self.inputs:
             if name not in definition.inputs:
                 raise RecordError(f"inputs.{name}: {definition.name} has no such input.")
+            if name in definition.saved:
+                raise RecordError(f"inputs.{name}: {definition.backward_of} computes it from the other inputs.")
         for name, spec in definition.inputs.items():
             given = self.inputs.get(name)
             if spec.is_scalar and not isinstance(given, ScalarInput):
@@ -124,11 +126,19 @@ class Workload(Record):
         for name in self.layouts:
             if name not in definition.tensor_inputs and name not in definition.outputs:
                 raise RecordError(f"layouts.{name}: {definition.name} has no such tensor.")
+            if name in definition.layouts:
+                raise RecordError(f"layouts.{name}: {definition.name} says it itself: {definition.layouts[name]}.")
+        for name in (*self.layouts, *definition.layouts):
             shape = definition.shape_of(name, axes)
-            strides = layout_strides(self.layouts[name], shape, axes)
+            strides = definition.strides_of(name, axes, self.layouts.get(name))
+            text = self.layouts.get(name) or definition.layouts[name]
             span = 1 + sum((size - 1) * abs(stride) for size, stride in zip(shape, strides, strict=True) if size > 1)
             if span > MAX_TENSOR_BYTES:
-                raise RecordError(f"layouts.{name}: {self.layouts[name]} reaches over {span:.3g} elements.")
+                raise RecordError(f"layouts.{name}: {text} reaches over {span:.3g} elements.")
+            if name in definition.outputs and overlaps(shape, strides):
+                raise RecordError(
+                    f"layouts.{name}: {text} gives two elements of {list(shape)} one address to be written to."
+                )
 
     def scalars(self) -> dict[str, Scalar]:
         """The scalar inputs by name."""
@@ -138,9 +148,9 @@ class Workload(Record):
         """Layout class of every tensor that is not contiguous."""
         axes = definition.bind_axes(self.axes)
         classes = {}
-        for name, text in self.layouts.items():
-            shape = definition.shape_of(name, axes)
-            found = layout_class(shape, layout_strides(text, shape, axes))
+        for name in (*self.layouts, *definition.layouts):
+            strides = definition.strides_of(name, axes, self.layouts.get(name))
+            found = layout_class(definition.shape_of(name, axes), strides)
             if found != "contiguous":
                 classes[name] = found
         return classes
@@ -161,7 +171,7 @@ def _check_sizes(definition: Definition, axes: dict[str, int], dtypes: dict[str,
         shape = definition.shape_of(name, axes)
         if any(size < 0 for size in shape):
             raise RecordError(f"'{name}' of {definition.name} would have the negative shape {list(shape)}.")
-        size = math.prod(shape) * DTYPE_BYTES[definition.dtype_of(name, definition.bind_dtypes(dtypes))]
+        size = math.prod(shape) * STORED_BYTES[definition.dtype_of(name, definition.bind_dtypes(dtypes))]
         if size > MAX_TENSOR_BYTES:
             raise RecordError(
                 f"'{name}' of {definition.name} would have the shape {list(shape)} and {size:.3g} bytes; "

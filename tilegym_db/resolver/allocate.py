@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tilegym_db.errors import UsageError
 from tilegym_db.records import Definition
 from tilegym_db.records.expressions import names_in
+from tilegym_db.records.layouts import parse_layout
 from tilegym_db.records.serving import Serving
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ def _compile(definition: Definition, serving: Serving) -> Allocate:
 
 def _expression(definition: Definition, serving: Serving, name: str) -> str:
     spec, layout = definition.outputs[name], serving.outputs.get(name)
+    if name in definition.layouts:
+        return _strided(definition, serving, name)
     if layout is not None and layout.like is not None:
         return f"_torch.empty_like({layout.like})"
     if layout is None:
@@ -77,6 +80,19 @@ def _expression(definition: Definition, serving: Serving, name: str) -> str:
         return dense
     back = sorted(range(len(sizes)), key=lambda which: list(order)[which])
     return f"{dense}.permute({', '.join(map(str, back))})"
+
+
+def _strided(definition: Definition, serving: Serving, name: str) -> str:
+    """An output whose strides the Definition says; gaps between its elements are memory that nobody writes to."""
+    spec, text = definition.outputs[name], definition.layouts[name]
+    if serving.rows is not None and serving.rows in (spec.shape or ()):
+        raise UsageError(f"'{name}' of {definition.name} has the layout {text}, which no leading axes can stand in.")
+    base, dtype = _base(definition, spec)
+    sizes, strides = (
+        "".join(f"{_size(definition, entry, name)}, " for entry in entries)
+        for entries in (spec.shape or (), parse_layout(text) or ())
+    )
+    return f"{base}.new_empty_strided(({sizes}), ({strides}){dtype})"
 
 
 def _is_like(given: TensorSpec, output: TensorSpec) -> bool:

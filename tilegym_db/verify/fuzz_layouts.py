@@ -23,14 +23,21 @@ _NEEDS: dict[str, tuple[str, int]] = {
     "padded_even": ("row_contiguous", 2),
     "rows_swapped": ("row_contiguous", 3),
     "transposed": ("strided", 2),
+    "columns_padded": ("strided", 2),
     "every_other": ("strided", 1),
 }
 _SHARE_LAID_OUT = 0.75
+_COLUMNS_START_AT = (4, 4, 8, 7)
 
 
 def layout_choices(definition: Definition, solution: Solution) -> dict[str, tuple[str, ...]]:
-    """Layout -> the tensors that may have it under the Solution's declared classes; ``contiguous`` is always there."""
-    tensors = (*definition.tensor_inputs, *definition.written_outputs)
+    """Layout -> the tensors that may have it under the Solution's declared classes; ``contiguous`` is always there.
+
+    A tensor whose strides the Definition says has those in every case: only the sizes in them vary.
+    """
+    tensors = [
+        name for name in (*definition.tensor_inputs, *definition.written_outputs) if name not in definition.layouts
+    ]
     found: dict[str, tuple[str, ...]] = {CONTIGUOUS: ()}
     for layout, (needed, dimensions) in _NEEDS.items():
         takers = tuple(
@@ -69,11 +76,20 @@ def _strides(layout: str, shape: tuple[int, ...], generator: random.Random) -> t
             return _permuted(shape, -3, -2)
         case "transposed":
             return _permuted(shape, -2, -1)
+        case "columns_padded":  # as scales that are loaded by columns, which begin at addresses of 16 bytes each
+            return _columns_padded(shape, generator.choice(_COLUMNS_START_AT))
         case "every_other":
             return tuple(2 * step for step in contiguous_strides(shape))
         case "padded_even" if generator.random() < _SHARE_ALIGNED:
             return contiguous_strides((*shape[:-1], (shape[-1] // _ALIGNED + 1) * _ALIGNED))
     return contiguous_strides((*shape[:-1], shape[-1] + generator.choice(_PADDING[layout])))
+
+
+def _columns_padded(shape: tuple[int, ...], multiple: int) -> tuple[int, ...]:
+    """Columns one after the other, each a multiple of so many elements long: gaps between them belong to nobody."""
+    *batches, down, up = shape
+    length = -(-down // multiple) * multiple
+    return (*contiguous_strides((*batches, up, length))[:-2], 1, length)
 
 
 def _permuted(shape: tuple[int, ...], one: int, other: int) -> tuple[int, ...]:

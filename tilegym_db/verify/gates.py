@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from tilegym_db.records.tolerance import CODES_EQUAL, MIN_ELEMENTS_FOR_NORMS, TAU_CAP, WORST_ROW_FACTOR, Limits
+from tilegym_db.records.tolerance import MIN_ELEMENTS_FOR_NORMS, TAU_CAP, WORST_ROW_FACTOR, Limits
 from tilegym_db.verify.codes import code_values, ordered_codes
 from tilegym_db.verify.verdicts import PASSED, OutputVerdict, failed, row_of_most
 
@@ -142,7 +142,7 @@ def check_output(
     if exact:
         return _check_exact(name, actual, oracle.to(actual.dtype), bitwise=False)
     if limits.codes:
-        return _check_codes(name, actual, oracle, limits.codes)
+        return _check_codes(name, actual, oracle, limits)
     close = _check_close(name, actual, oracle, limits, e_base)
     if not conditioned or not close.passed:
         return close
@@ -258,7 +258,8 @@ def _bits(value: torch.Tensor) -> torch.Tensor:
     return torch.where(torch.isnan(value), torch.full_like(bits, -1 if integer != torch.uint8 else 255), bits)
 
 
-def _check_codes(name: str, actual: torch.Tensor, oracle: torch.Tensor, bits: int) -> OutputVerdict:
+def _check_codes(name: str, actual: torch.Tensor, oracle: torch.Tensor, limits: Limits) -> OutputVerdict:
+    bits, least = limits.codes, limits.codes_equal
     want_codes = oracle if oracle.dtype == actual.dtype else oracle.to(actual.dtype)
     apart = (ordered_codes(actual, bits) - ordered_codes(want_codes, bits)).abs()
     got, want = code_values(actual, bits), code_values(want_codes, bits)
@@ -272,9 +273,10 @@ def _check_codes(name: str, actual: torch.Tensor, oracle: torch.Tensor, bits: in
     if bool(mask_wrong.any()):
         what = f"{name}: {_mask_text(mask_wrong, 'codes')}"
         return failed("nan_inf_mask", what, figures, mask_wrong, got, want, worst_row)
-    if equal < CODES_EQUAL or int(apart.max()) > 1:
-        what = f"{name}: {equal:.2%} of the codes are equal (at least {CODES_EQUAL:.0%} must be, the rest within one)"
-        return failed("codes", what, figures, apart > (0 if equal < CODES_EQUAL else 1), got, want, worst_row)
+    if equal < least or int(apart.max()) > 1:
+        rule = "all must be" if least == 1 else f"at least {least:.0%} must be, the rest within one"
+        what = f"{name}: {int((apart > 0).sum())} of {apart.numel()} codes differ, {equal:.2%} are equal ({rule})"
+        return failed("codes", what, figures, apart > (0 if equal < least else 1), got, want, worst_row)
     return OutputVerdict(None, "", *figures)
 
 

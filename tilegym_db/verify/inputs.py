@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,22 @@ import torch
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition, Workload, axes_key
+from tilegym_db.records.backward import forward_of
 from tilegym_db.records.definition_parts import InputGenerator
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.expressions import evaluate
-from tilegym_db.records.layouts import layout_strides
 from tilegym_db.records.workload import RandomInput, SafetensorsInput
 from tilegym_db.verify.distributions import CONTENTS, DISTRIBUTIONS, EXACT, PLANTED, STYLES, plant
 from tilegym_db.verify.generators import KINDS, draw_codes, draw_jointly
+from tilegym_db.verify.reference import as_written
 from tilegym_db.verify.rotary import rotary_table
 from tilegym_db.verify.torch_dtypes import storage_dtype
 from tilegym_db.verify.variation import styles_of
 
 __all__ = ["CONTENTS", "DISTRIBUTIONS", "PLANTED", "Case", "draw_inputs", "draws_noise"]
+
+_INTEGERS = {torch.bool: (0, 2), torch.uint8: (0, 256)}
+"""Dtype -> the first number and the one after the last, where it says which there are."""
 
 
 @dataclass(frozen=True)
@@ -69,28 +73,28 @@ class Case:
 
     def strides(self, definition: Definition, name: str) -> tuple[int, ...]:
         """Strides in elements of one tensor of this case."""
-        shape = definition.shape_of(name, self.axes)
-        return layout_strides(self.layouts.get(name, "contiguous"), shape, self.axes)
+        return definition.strides_of(name, self.axes, self.layouts.get(name))
 
 
 Shape = tuple[int, ...]
 NOISE = frozenset({"normal", "uniform", "positive", "probabilities", "log_decay", "unit_rows"})
+Inputs = dict[str, torch.Tensor | Scalar]
 
 
 def draws_noise(definition: Definition) -> bool:
     """Whether some input is noise whatever a case asks for, so that no contents are small integers throughout."""
-    return definition.joint_inputs is not None or any(
-        generator.kind in NOISE for generator in definition.input_generators.values()
+    return (
+        bool(definition.saved)
+        or definition.joint_inputs is not None
+        or any(generator.kind in NOISE for generator in definition.input_generators.values())
     )
 
 
-def draw_inputs(
-    definition: Definition, case: Case, device: str, *, dataset: Path | None = None
-) -> dict[str, torch.Tensor | Scalar]:
+def draw_inputs(definition: Definition, case: Case, device: str, *, dataset: Path | None = None) -> Inputs:
     """Input name -> tensor or scalar, in Definition order.
 
     Tensors are drawn in fp32 from ``case.seed`` on the device and rounded to the target dtype; they are contiguous (the
-    caller lays them out by ``case.strides``).
+    caller lays them out by ``case.strides``). Saved tensors of a backward are what its forward gives for the others.
 
     Args:
         definition: names, shapes, dtypes and generators.
@@ -98,20 +102,40 @@ def draw_inputs(
         device: ``cpu`` or ``cuda:<n>``. The same seed draws other numbers on another device.
         dataset: folder that safetensors inputs are relative to.
     """
-    drawn: dict[str, torch.Tensor | Scalar] = {}
+    drawn: Inputs = {}
     styles = styles_of(definition, case.distribution, case.seed)
     together = torch.Generator(device).manual_seed(_input_seed(case.seed, "joint inputs"))
     joint = draw_jointly(definition, case.axes, case.dtypes, case.scalars, together, case.distribution)
     for name, spec in definition.inputs.items():
         if spec.is_scalar:
             drawn[name] = case.scalars[name]
+        elif name in definition.saved:
+            continue
         elif name in case.files:
             drawn[name] = _load(case.files[name], dataset, definition, case, name).to(device)
         elif name in joint:
             drawn[name] = joint[name]
         else:
             drawn[name] = _draw(definition, case, name, device, styles.get(name, "normal"))
-    return drawn
+    return _with_saved(definition, case, drawn, device) if definition.saved else drawn
+
+
+def _with_saved(backward: Definition, case: Case, drawn: Inputs, device: str) -> Inputs:
+    """Inputs of a backward with its saved tensors: outputs of the forward's reference, as written, for inputs of that.
+
+    Inputs of the forward that the backward does not take are drawn as the forward's own would be.
+    """
+    forward = forward_of(backward)
+    of_forward = replace(
+        case,
+        axes={name: case.axes[name] for name in forward.axes},
+        dtypes={name: case.dtypes[name] for name in forward.dtypes},
+        files={},
+    )
+    given = draw_inputs(forward, of_forward, device)
+    given |= {name: drawn[name] for name in forward.inputs if name in drawn}
+    made = as_written(forward, given)
+    return {name: made[name] if name in backward.saved else drawn[name] for name in backward.inputs}
 
 
 def _draw(definition: Definition, case: Case, name: str, device: str, style: str) -> torch.Tensor:
@@ -128,7 +152,8 @@ def _draw(definition: Definition, case: Case, name: str, device: str, style: str
     elif generated is not None and generated.kind != "normal":
         value = _generate(generated, generator, shape, case.axes)
     elif not dtype.is_floating_point:
-        low, high = (0, 2) if dtype == torch.bool else (-100, 100) if dtype.is_signed else (0, 200)
+        # Every byte, as codes are packed in bytes: each half of one must take all of its sixteen values.
+        low, high = _INTEGERS.get(dtype, (-100, 100) if dtype.is_signed else (0, 200))
         value = torch.randint(low, high, shape, generator=generator, device=device)
     elif 0 in shape or not shape:
         value = torch.randn(shape, generator=generator, device=device)

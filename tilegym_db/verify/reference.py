@@ -8,39 +8,16 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition
+from tilegym_db.verify.lifting import LIFTED_DTYPES, Lifted, SlicedInput
 from tilegym_db.verify.slicing import ORACLE_BYTES, sliced
 
 __all__ = ["Lifted", "as_written", "lift", "load_function", "oracle", "run_lifted", "run_reference"]
 
 Inputs = Mapping[str, Any]
 Outputs = dict[str, torch.Tensor]
-
-_FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
-
-
-class Lifted(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Turns every floating-point dtype that the code inside asks for into float64.
-
-    A reference restates a model's own code, which casts down and up between steps; lifted, those casts round nothing, so
-    the result differs from the mathematical one by fp64 rounding only.
-    """
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run the operator with any floating ``dtype`` argument replaced."""
-        kwargs = dict(kwargs or {})
-        if kwargs.get("dtype") in _FLOATS:
-            kwargs["dtype"] = torch.float64
-        return func(*(torch.float64 if _is_float_dtype(value) else value for value in args), **kwargs)
-
-
-def _is_float_dtype(value: Any) -> bool:
-    return isinstance(value, torch.dtype) and value in _FLOATS
 
 
 @functools.lru_cache(maxsize=512)
@@ -112,16 +89,32 @@ def name_outputs(definition: Definition, returned: Any, given: Inputs, where: st
 
 
 def run_lifted(definition: Definition, inputs: Inputs, *, source: str | None = None, label: str = "") -> Outputs:
-    """As :func:`run_reference`, with every floating input and every cast in the reference lifted to fp64."""
+    """As :func:`run_reference`, with every floating input and every cast in the reference lifted to fp64.
+
+    Of ``sliced_inputs`` each slice is lifted when the reference takes it.
+
+    Raises:
+        RecordError: as :func:`run_reference`; the reference takes more of a sliced input than one slice.
+    """
+    whole, slices = {}, []
+    for name, value in inputs.items():
+        axis = definition.sliced_inputs.get(name)
+        if axis is not None and isinstance(value, torch.Tensor) and value.dtype in LIFTED_DTYPES:
+            slices.append(SlicedInput(name, value, (definition.inputs[name].shape or ()).index(axis)))
+        else:
+            whole[name] = value
+    lifted = lift(whole)
     mode: Any = Lifted
-    with mode():
-        return run_reference(definition, lift(inputs), source=source, label=label)
+    with mode(slices):
+        return run_reference(
+            definition, {name: lifted.get(name, value) for name, value in inputs.items()}, source=source, label=label
+        )
 
 
 def lift(inputs: Inputs) -> dict[str, Any]:
     """Inputs with every floating-point tensor in fp64."""
     return {
-        name: value.double() if isinstance(value, torch.Tensor) and value.dtype in _FLOATS else value
+        name: value.double() if isinstance(value, torch.Tensor) and value.dtype in LIFTED_DTYPES else value
         for name, value in inputs.items()
     }
 

@@ -27,8 +27,9 @@ def sliced(
 ) -> Outputs:
     """Every output of ``run``, put together from halves of the inputs, of halves of these, until each fits the budget.
 
-    The memory of an evaluation is estimated from the elements of its inputs and outputs. Along which of the Definition's
-    ``independent_axes`` to halve is decided by what it saves; the whole is evaluated where none can be halved any more.
+    The memory of an evaluation is estimated from the elements of its inputs and outputs, and of one slice of each sliced input.
+    Along which of the Definition's ``independent_axes`` to halve is decided by what it saves; the whole is evaluated where none
+    can be halved any more.
 
     Args:
         definition: says which axes are independent.
@@ -86,7 +87,7 @@ def _axis_sizes(definition: Definition, inputs: Inputs) -> dict[str, int]:
 
 
 def _estimate(definition: Definition, inputs: Inputs, sizes: Mapping[str, int]) -> int:
-    given = sum(int(inputs[name].numel()) for name in definition.tensor_inputs)
+    given = sum(int(inputs[name].numel()) // _slices(definition, sizes, name) for name in definition.tensor_inputs)
     made = 0
     for spec in definition.outputs.values():
         elements = 1
@@ -95,6 +96,11 @@ def _estimate(definition: Definition, inputs: Inputs, sizes: Mapping[str, int]) 
             elements *= entry if isinstance(entry, int) else sizes.get(entry, 1)
         made += elements
     return (given + made) * _BYTES_PER_ELEMENT
+
+
+def _slices(definition: Definition, sizes: Mapping[str, int], name: str) -> int:
+    """How many slices an input is taken in, of which one is widened at a time."""
+    return max(1, sizes.get(definition.sliced_inputs.get(name, ""), 1))
 
 
 def _elements_along(definition: Definition, inputs: Inputs, axis: str) -> int:

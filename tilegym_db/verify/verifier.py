@@ -27,6 +27,7 @@ __all__ = [
     "Failure",
     "Verdict",
     "call_again",
+    "check_memory",
     "fill_slot",
     "judge",
     "read_outputs",
@@ -172,7 +173,7 @@ def _one_call(
     buffers.settle()
     failure = _call(worker, index, expected.case, timeout_s, mode)
     if failure is None:
-        failure = _check_memory(buffers, index, before, definition, expected.case)
+        failure = check_memory(buffers, index, before, definition, expected.case)
     return read_outputs(buffers, index, definition) if failure is None else failure
 
 
@@ -192,10 +193,10 @@ def _call(worker: WorkerProcess, index: int, case: Case, timeout_s: float, mode:
     return None
 
 
-def _check_memory(
+def check_memory(
     buffers: SharedBuffers, index: int, before: torch.Tensor, definition: Definition, case: Case
 ) -> Failure | None:
-    """Every byte that is no output must be what it was: inputs, padding between rows, guard bands."""
+    """Every byte that is no output must be what it was: inputs, gaps between rows or columns of an output, guard bands."""
     after = buffers.slot(index).clone()
     writable = [
         plan for plan in buffers.plan.tensors if plan in buffers.plan.outputs or plan.name in definition.in_place
@@ -207,7 +208,7 @@ def _check_memory(
     position = int(torch.nonzero(before != after)[0])
     for plan in buffers.plan.tensors:
         if plan.offset <= position < plan.offset + plan.span:
-            where = "its padding between rows" if plan in writable else "an input"
+            where = "a gap between its elements" if plan in writable else "an input"
             what = f"wrote to {plan.name}, {where}, at byte {position - plan.offset} at {case}"
             return incorrect("memory", what, case)
     nearest = min(

@@ -1,8 +1,9 @@
 """Calls that a derivative will be asked of: a kernel forward and, later, a kernel for the gradients.
 
 A call is served only where both are verified and measured for it, so that a step of training is never slower than with stock
-code. What is kept for the backward are the inputs; what stock code keeps besides is computed again by the kernel. An input that
-is overwritten before the backward is an error, as PyTorch raises it for any tensor that an operation has kept.
+code. What is kept for the backward are the inputs, and the outputs that it names as saved; what stock code keeps besides is
+computed again by the kernel. An input that is overwritten before the backward is an error, as PyTorch raises it for any tensor
+that an operation has kept.
 
 Gradients that no kernel serves after all (other strides than expected, a kernel that raised) and gradients that are to be
 differentiated once more are computed by the stock solution of the backward Definition, in PyTorch operations.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -111,9 +112,9 @@ class Training:
 
 
 class _Argument(NamedTuple):
-    """Where an argument of the backward comes from: the position of an input or output of the forward."""
+    """Where an argument of the backward comes from: an input or output of the forward, or the gradient of an output."""
 
-    is_gradient: bool
+    source: Literal["input", "output", "gradient"]
     position: int
 
 
@@ -131,16 +132,21 @@ class _Way:
         self.serve_gradients: Callable[..., Any] = self.backward.serving(allocate_of(backward))
         self._stock = stock
         self._arguments = [
-            _Argument(True, outputs.index(name.removeprefix(GRADIENT)))
+            _Argument("gradient", outputs.index(name.removeprefix(GRADIENT)))
             if name.startswith(GRADIENT)
-            else _Argument(False, inputs.index(name))
+            else _Argument("output", outputs.index(name))
+            if name in backward.saved
+            else _Argument("input", inputs.index(name))
             for name in backward.inputs
         ]
-        self.kept = tuple(argument.position for argument in self._arguments if not argument.is_gradient)
+        self.kept = tuple(argument for argument in self._arguments if argument.source != "gradient")
+        self.constant = tuple(
+            set(range(len(outputs))) - {which for source, which in self._arguments if source == "gradient"}
+        )
 
-    def gradients(self, kept: Mapping[int, Any], grads: Sequence[Any]) -> Mapping[int, Any]:
-        """Position of an input -> its gradient, from the inputs that were kept and the gradients of the outputs."""
-        given = [grads[which] if is_gradient else kept[which] for is_gradient, which in self._arguments]
+    def gradients(self, kept: Mapping[_Argument, Any], grads: Sequence[Any]) -> Mapping[int, Any]:
+        """Position of an input -> its gradient, from what was kept of the call and the gradients of the outputs."""
+        given = [grads[item.position] if item.source == "gradient" else kept[item] for item in self._arguments]
         found = None
         if not torch.is_grad_enabled() and not _is_watched(grads):
             found = self.serve_gradients(*given)
@@ -164,10 +170,13 @@ class _Call(torch.autograd.Function):
         """The outputs by a kernel; None, and nothing is recorded, where stock code must serve the call."""
         outputs = way.serve(*inputs)
         if outputs is not None:
+            made = outputs if isinstance(outputs, tuple) else (outputs,)
+            values = {item: (inputs if item.source == "input" else made)[item.position] for item in way.kept}
             ctx.way = way
-            ctx.numbers = {which: inputs[which] for which in way.kept if not isinstance(inputs[which], torch.Tensor)}
-            ctx.tensors = tuple(which for which in way.kept if which not in ctx.numbers)
-            ctx.save_for_backward(*(inputs[which] for which in ctx.tensors))
+            ctx.numbers = {item: value for item, value in values.items() if not isinstance(value, torch.Tensor)}
+            ctx.tensors = tuple(item for item in way.kept if item not in ctx.numbers)
+            ctx.save_for_backward(*(values[item] for item in ctx.tensors))
+            ctx.mark_non_differentiable(*(made[which] for which in way.constant))
         return outputs
 
     @staticmethod

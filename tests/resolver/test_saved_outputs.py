@@ -1,0 +1,60 @@
+"""In training, what a forward kernel gave and its backward names as saved reaches the backward kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tilegym_db.integrations.transformers.training import training_of
+
+ROWS, FACTORS = {"shape": ["M", "N"], "dtype": "float32"}, {"shape": ["M"], "dtype": "float32"}
+AXES = {"M": {"type": "var"}, "N": {"type": "var"}}
+FORWARD = "import torch\n\n\ndef run(x):\n    size = x.abs().sum(-1)\n    return x * size[:, None], size\n"
+# Not the derivative: it shows what it was given.
+BACKWARD = "def run(x, size, grad_out):\n    return grad_out * size[:, None]\n"
+MARKED = (
+    "def run(x, out, size):\n    size.copy_(x.abs().sum(-1) + 1000)\n    out.copy_(x)\n",
+    "def run(x, size, grad_out, grad_x):\n    grad_x.copy_(grad_out * size[:, None])\n",
+)
+
+
+@pytest.fixture
+def training(shop: Any) -> Any:
+    """The ways of an operator with a saved output, each with a kernel that marks what it writes."""
+    shop.define("sized", axes=AXES, inputs={"x": ROWS}, outputs={"out": ROWS, "size": FACTORS}, reference=FORWARD)
+    inputs, saved = {"x": ROWS, "size": FACTORS, "grad_out": ROWS}, ["size"]
+    shop.define(
+        "sized_backward",
+        axes=AXES,
+        inputs=inputs,
+        outputs={"grad_x": ROWS},
+        saved=saved,
+        backward_of="sized",
+        reference=BACKWARD,
+    )
+    entries = []
+    for name, stock, kernel in (("sized", FORWARD, MARKED[0]), ("sized_backward", BACKWARD, MARKED[1])):
+        shop.add(name, f"{name}_stock", stock, role="baseline", provides="stock", destination_passing_style=False)
+        candidate = shop.candidate(shop.add(name, f"{name}_kernel", kernel))
+        entries += [shop.entry(name, {"M": m, "N": 8}, [candidate]) for m in (1, 64)]
+    shop.publish(entries)
+    return training_of(shop.definition("sized"), shop.catalog)
+
+
+def test_a_saved_output_of_the_kernel_is_what_the_backward_kernel_gets(training: Any) -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    out, size = training.ask((x,), training=True)
+    assert float(size.min()) >= 1000  # the kernel's own, not the reference's
+    assert not size.requires_grad  # nobody gives the gradient of what is only saved
+    (grad,) = torch.autograd.grad(out, x, torch.ones_like(out))
+    torch.testing.assert_close(grad, size[:, None].expand(4, 8))
+
+
+def test_a_saved_output_that_is_overwritten_before_the_backward_is_an_error(training: Any) -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    out, size = training.ask((x,), training=True)
+    size.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
