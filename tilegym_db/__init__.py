@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tilegym_db.catalog import Catalog
     from tilegym_db.errors import TilegymDBError
     from tilegym_db.integrations.transformers import patch, patched, patched_init
+    from tilegym_db.loop.fit import fit
     from tilegym_db.records import Definition, Solution, Trace, Workload
     from tilegym_db.resolver.resolve import resolve
     from tilegym_db.store.connection import open_store
@@ -27,6 +28,7 @@ __all__ = [
     "Trace",
     "Workload",
     "benchmark",
+    "fit",
     "open_store",
     "patch",
     "patched",
@@ -43,6 +45,7 @@ _HOMES = {
     "Trace": "tilegym_db.records",
     "Workload": "tilegym_db.records",
     "benchmark": "tilegym_db.bench.benchmark",
+    "fit": "tilegym_db.loop.fit",
     "open_store": "tilegym_db.store.connection",
     "patch": "tilegym_db.integrations.transformers",
     "patched": "tilegym_db.integrations.transformers",
