@@ -1,10 +1,14 @@
 """Several GPUs of a host against one of them: the same plan with cold caches, and again with a supervisor killed.
 
-Prints a table of three runs (one device, all of them, all of them with ``kill -9`` of one supervisor) and writes
-``many_gpus.json`` with every verdict and time. Exit status 1 where a verdict differs, or a pair is missing or there twice.
+Prints a table of three runs (one device, all of them, all of them with ``kill -9`` of one supervisor), then where the time of
+each supervisor went, and writes ``many_gpus.json`` with every verdict and time. Exit status 1 where a verdict differs, or a pair
+is missing or there twice.
 
     python benchmarks/many_gpus.py --gpus all --output /tmp/figures
-    python benchmarks/many_gpus.py --slots 2 --workload cpu --limit 2 rms_norm   # the machinery, without a GPU
+    python benchmarks/many_gpus.py --slots 2 --warm --workload cpu --limit 2 rms_norm   # the machinery, without a GPU
+
+A plan of few pairs says nothing of the rate: each supervisor starts, calibrates, starts workers and compiles once whatever it is
+given, and that takes as long on one device as on several. ``--limit 24 --language ''`` gives minutes of work on a GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from tilegym_db.bench.benchmark import BenchReport, benchmark, promote
-from tilegym_db.bench.gpus.devices import MeasuringDevice, cpu_slots, devices_of
+from tilegym_db.bench.gpus.devices import MeasuringDevice, cpu_slots, devices_of, share_processors
+from tilegym_db.bench.phases import AT_WORK, IDLE, PREPARE, PROCESSORS, SIDE_BY_SIDE, START, TIME, VERIFY, WAIT
 from tilegym_db.bench.run_setup import Observer
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
@@ -47,6 +52,7 @@ class Watch:
 
     def __init__(self, kill_after: float | None) -> None:
         self.begun = time.perf_counter()
+        self.planned_s = 0.0
         self.first_work_s: dict[str, float] = {}
         self.killed: list[int] = []
         self._kill_after, self._pairs, self._seen = kill_after, 0, 0
@@ -57,6 +63,7 @@ class Watch:
 
     def _planned(self, plan: Any, machine: Any) -> None:
         self._pairs = plan.pair_count
+        self.planned_s = round(time.perf_counter() - self.begun, 2)
 
     def _at_work(self, device: str, what: str) -> None:
         self.first_work_s.setdefault(device, round(time.perf_counter() - self.begun, 2))
@@ -99,7 +106,8 @@ def measure(
 ) -> dict[str, Any]:
     """One run in a store of its own, with empty caches."""
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"
+        if not options.warm:
+            os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"
         watch = Watch(kill_after)
         run = promote if options.tier == "promotion" else benchmark
         report = run(
@@ -120,7 +128,10 @@ def record(report: BenchReport, devices: list[MeasuringDevice], watch: Watch) ->
         "seconds": round(seconds, 2),
         "pairs": len(report.traces),
         "pairs_a_minute": round(60 * len(report.traces) / seconds, 1),
+        "planned_s": watch.planned_s,
         "first_work_s": watch.first_work_s,
+        "phases": {label: {name: round(s, 2) for name, s in found.items()} for label, found in report.seconds.items()},
+        "processors": [len(block) for block in share_processors(sorted(os.sched_getaffinity(0)), len(devices))],
         "traces_of_each": dict(report.devices),
         "counts": dict(report.counts),
         "twice": [name for name, times in pairs.items() if times > 1],
@@ -165,6 +176,7 @@ def main() -> int:
     parser.add_argument("--language", default="triton", help="besides stock code; '' for all")
     parser.add_argument("--workload", help="only workloads with this tag")
     parser.add_argument("--limit", type=int, default=3, help="workloads of each Definition")
+    parser.add_argument("--warm", action="store_true", help="begin with this user's caches, not with empty ones")
     parser.add_argument("--skip", default="", help="runs to leave out: kill")
     parser.add_argument("--output", type=Path, default=Path(), help="folder for many_gpus.json")
     options = parser.parse_args()
@@ -178,6 +190,7 @@ def main() -> int:
             save(options, runs)  # what is there, should a later run be cut off
             print(f"{name}: {runs[name]['pairs']} pairs in {runs[name]['seconds']} s", file=sys.stderr, flush=True)
     print_table(runs, judge(runs))
+    print_phases(runs)
     return 1 if judge(runs) else 0
 
 
@@ -216,6 +229,20 @@ def print_table(runs: dict[str, dict[str, Any]], problems: list[str]) -> None:
         for note in run["notes"]:
             print(f"  {note}")
     print("\n".join(problems) or "same verdicts, nothing lost, nothing twice")
+
+
+def print_phases(runs: dict[str, dict[str, Any]]) -> None:
+    """Where the time of each supervisor went; ``busy`` is the share of its processors that it used while at work."""
+    columns = (START, IDLE, AT_WORK, PREPARE, VERIFY, WAIT, TIME, *SIDE_BY_SIDE)
+    print("\nseconds of each supervisor; those after 'time' are sums over the threads of 'verify'")
+    print("  ".join((f"{'':<24}", *columns, "processors", "busy")))
+    for name, run in runs.items():
+        print(f"{name}: planned after {run['planned_s']} s")
+        for (label, seconds), processors in zip(run["phases"].items(), run["processors"], strict=True):
+            at_work = seconds.get(AT_WORK, 0.0)
+            busy = seconds.get(PROCESSORS, 0.0) / (at_work * processors) if at_work else 0.0
+            figures = [f"{seconds.get(column, 0.0):>{len(column)}.1f}" for column in columns]
+            print("  ".join((f"  {label:<22}", *figures, f"{processors:>10}", f"{busy:>4.0%}")))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tilegym_db.catalog import Catalog
     from tilegym_db.errors import TilegymDBError
     from tilegym_db.integrations.transformers import patch, patched, patched_init
+    from tilegym_db.loop.fit import fit
     from tilegym_db.records import Definition, Solution, Trace, Workload
     from tilegym_db.resolver.resolve import resolve
     from tilegym_db.store.connection import open_store
@@ -30,6 +31,7 @@ __all__ = [
     "Workload",
     "benchmark",
     "benchmark_function",
+    "fit",
     "open_store",
     "patch",
     "patched",
@@ -47,6 +49,7 @@ _HOMES = {
     "Workload": "tilegym_db.records",
     "benchmark": "tilegym_db.bench.benchmark",
     "benchmark_function": "tilegym_db.bench.of_function",
+    "fit": "tilegym_db.loop.fit",
     "open_store": "tilegym_db.store.connection",
     "patch": "tilegym_db.integrations.transformers",
     "patched": "tilegym_db.integrations.transformers",

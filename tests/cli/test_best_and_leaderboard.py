@@ -133,7 +133,7 @@ def test_publish_refuses_a_gpu_without_verified_traces(cli, measured):
     assert "no verified trace on 'b200' (GPUs with one: h200)" in result.err
 
 
-def test_a_family_name_works_wherever_a_gpu_is_named(cli, journal_traces, row_scale):
+def test_a_family_name_works_wherever_a_gpu_is_named(cli, journal_traces, row_scale, tmp_path):
     journal_traces(5.0, gpu="h100-sxm", gpu_name="NVIDIA H100 80GB HBM3")
     assert cli("ingest").code == 0
     (best,) = cli("best", "--gpu", "h100", "--json").json()
@@ -145,6 +145,20 @@ def test_a_family_name_works_wherever_a_gpu_is_named(cli, journal_traces, row_sc
     assert cli("sql", query, "--csv").out == "gpu_family,n\nh100,1\n"
     assert cli("publish", "--gpu", "h100").code == 0
     assert (row_scale / "traces" / "h100-sxm" / "elementwise" / "row_scale.jsonl").is_file()
+
+    asked = ("explain", "row_scale", "--axes", "M=4,N=8", "--dtype", "T=float32", "--json", "--gpu")
+    assert cli(*asked, "h100").json()["evidence"]["gpu"] == "h100-sxm"
+    assert cli(*asked, "h100-pcie").json()["evidence"]["reason"] == "nothing is published for h100-pcie"
+    for gpu, traces in (("h100", 1), ("h100-sxm", 1), ("h100-pcie", 0), ("h200", 0)):
+        folder = tmp_path / gpu
+        assert cli("export", "flashinfer", str(folder), "--gpu", gpu).code == 0
+        assert len(list(folder.glob("traces/**/*.jsonl"))) == traces
+    shared = tmp_path / "shared"
+    assert cli("publish", "--gpu", "h100", "--to", str(shared)).code == 0
+    assert [path.name for path in shared.rglob("gpu=*")] == ["gpu=h100-sxm"]
+    assert cli("sql", query, "--from", str(shared), "--csv").out == "gpu_family,n\nh100,1\n"
+    task = cli("task", "create", "row_scale", "--language", "triton", "--gpu", "h100", "--json")
+    assert task.json()["gpu"] == "h100-sxm"
 
 
 def test_a_trace_by_hand_counts_only_when_told(cli, journal_traces, home, tmp_path):

@@ -58,6 +58,7 @@ def run(environment, *arguments, **options):
         ["reproduce", "rms_norm_stock", "--axes", "M=1,N=8", "--dtype", "T=float32", "--gpu", "cpu"],
         ["demo"],
         ["check", "rms_norm"],
+        ["fit", "."],
         ["verify-model", "."],
         ["model-bench", "."],
     ],

@@ -26,7 +26,7 @@ EVERY_COMMAND = [name for panel in COMMANDS.values() for name in panel]
 # What would measure, compile or generate for minutes, if nothing of what it is given were wrong.
 REFUSED = {
     **dict.fromkeys(
-        ("bench", "tune", "promote", "reproduce", "regress", "calibrate", "verify-model", "model-bench"),
+        ("bench", "tune", "promote", "reproduce", "regress", "calibrate", "fit", "verify-model", "model-bench"),
         ("--gpu", "b300"),
     ),
     "auto-kernelize": ("--gpu", "b300"),

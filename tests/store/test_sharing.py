@@ -24,7 +24,7 @@ from tilegym_db.store.connection import open_store
 from tilegym_db.store.data_set import Row, SharedDataSet, digest_of, hidden
 from tilegym_db.store.ingest import ingest
 from tilegym_db.store.queries import best_rows
-from tilegym_db.store.sharing import share_traces, sync_traces
+from tilegym_db.store.sharing import query_data_set, share_traces, sync_traces
 
 REGION = "?region=us-east-1"
 BATCHES, ROWS = 16, 20
@@ -89,6 +89,56 @@ def test_what_was_measured_here_is_shared_once(publish, trace, shared):
     third = publish(trace(latency_us=8.0))
     assert (third.known, len(third.written)) == (2, 1)
     assert len(held(shared)) == 3
+
+
+@pytest.fixture
+def reads(monkeypatch) -> list[str]:
+    """The names of the files that are read from now on."""
+    seen: list[str] = []
+    read = SharedDataSet._read
+
+    def counted(self, file, columns):
+        seen.append(file.name)
+        return read(self, file, columns)
+
+    monkeypatch.setattr(SharedDataSet, "_read", counted)
+    return seen
+
+
+def test_a_file_is_read_once_by_publish_and_once_by_questions(publish, trace, shared, reads, home, monkeypatch):
+    monkeypatch.setenv("TILEGYM_DB_HOME", str(home))
+    publish(trace(latency_us=9.0))
+    publish()
+    publish(trace(latency_us=8.0))
+    publish()
+    assert len(reads) == len(set(reads)) == len(shared.files()) == 2
+    reads.clear()
+    count = "SELECT count(*) AS n FROM traces WHERE origin = 'local'"
+    for _ in range(2):
+        assert query_data_set(shared.uri, count).rows == [(2,)]
+    assert sorted(reads) == [file.name for file in shared.files()]
+    reads.clear()
+    assert query_data_set(shared.uri, count, trust=True).rows == [(2,)]  # in a store apart
+    assert len(reads) == 2
+
+    # A file that left the data set leaves the answers, and its traces are shared again.
+    gone, kept = (Path(file.path) for file in shared.files())
+    gone.unlink()
+    assert query_data_set(shared.uri, count).rows == [(1,)]
+    assert publish().known == 1
+    assert kept.is_file()
+    assert len(held(shared)) == 2
+
+
+def test_what_is_remembered_may_be_lost_or_damaged(publish, trace, shared, reads, home):
+    publish(trace())
+    publish()
+    (memory,) = (home / "shared").glob("*.json")
+    for content in (b"", b"[]", b'{"files": [[1]]}', b'{"files": 3}'):
+        memory.write_bytes(content)
+        reads.clear()
+        assert publish().known == 1
+        assert len(reads) == 1
 
 
 def test_traces_of_another_installation_are_foreign_until_they_are_trusted(publish, trace, shared, catalog, tmp_path):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tilegym_db.confinement.bounds import ResourceBounds, Usage, violation
+from tilegym_db.confinement.bounds import HOST_SHARE, ResourceBounds, Usage, available_processors, violation
 from tilegym_db.verify.worker.process import WorkerDied, WorkerTimeout
 
 pytestmark = pytest.mark.alone
@@ -282,6 +282,25 @@ def test_bounds_grow_with_the_machine(monkeypatch: pytest.MonkeyPatch):
     assert large.processes > small.processes
     assert 0 < small.memory_bytes < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert replace(small, threads=large.threads, processes=large.processes) == large
+
+
+def test_a_harness_beside_others_takes_its_part_of_the_memory_and_of_a_containers_processors(monkeypatch, tmp_path):
+    here = len(os.sched_getaffinity(0))
+    assert available_processors(tmp_path) == here  # nothing says that there is a quota
+    group = tmp_path / "sys/fs/cgroup"
+    (group / "cpu").mkdir(parents=True)
+    (group / "cpu.max").write_text("max 100000\n")
+    assert available_processors(tmp_path) == here
+    (group / "cpu.max").write_text("100000 100000\n")
+    assert available_processors(tmp_path) == 1
+    (group / "cpu.max").unlink()
+    (group / "cpu/cpu.cfs_quota_us").write_text(f"{4 * here * 100_000}\n")
+    (group / "cpu/cpu.cfs_period_us").write_text("100000\n")
+    assert available_processors(tmp_path) == here
+    alone = ResourceBounds.of_machine().memory_bytes
+    monkeypatch.setenv(HOST_SHARE, str(8 * here))
+    assert available_processors(tmp_path) == 1  # half of one
+    assert ResourceBounds.of_machine().memory_bytes <= alone // here
 
 
 def assert_nothing_left(worker) -> None:

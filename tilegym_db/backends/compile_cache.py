@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import platformdirs
+from filelock import FileLock
 
 from tilegym_db.scratch import scratch_folder
 
@@ -85,7 +86,9 @@ def use_compile_cache(folder: Path, private: Path) -> None:
         private: for everything else that inductor writes; nobody else needs to read it.
     """
     if not folder.is_dir():
-        _make(folder)
+        with FileLock(f"{folder}.lock", timeout=BUILD_TIMEOUT_S):  # several harnesses of a host begin at once
+            if not folder.is_dir():
+                _make(folder)
     headers = folder / _HEADERS
     known = sorted(headers.iterdir())
     os.environ |= _environment(private)

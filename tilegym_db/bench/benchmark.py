@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from tilegym_db.bench.gpus.pool import Callbacks, DevicePool
 from tilegym_db.bench.gpus.work import divide
 from tilegym_db.bench.interleaved import TimingBudget
 from tilegym_db.bench.machine import Machine, leaving_processors
+from tilegym_db.bench.phases import added
 from tilegym_db.bench.plan import Options, Plan
 from tilegym_db.bench.promotions import record_promotions
 from tilegym_db.bench.run_setup import Observer, RunSetup, timing_budget
@@ -54,6 +55,8 @@ class BenchReport:
     """What could not be measured because device after device was lost with it, and how."""
     devices: Counter[str] = field(default_factory=Counter)
     """How many traces each device measured, where there are several."""
+    seconds: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Where the time of each of them went, by the names of :mod:`tilegym_db.bench.phases`."""
     promotions: list[Promotion] = field(default_factory=list)
     """Those that its traces earned, and those of the same sources that stood before."""
 
@@ -68,6 +71,7 @@ class BenchReport:
             notes=notes,
             unfinished=unfinished,
             devices=self.devices + later.devices,
+            seconds={device: added(self.seconds.get(device, {}), found) for device, found in later.seconds.items()},
         )
 
     @property
@@ -126,9 +130,9 @@ def benchmark(
     """
     options = Options(tuple(names), language, workload, quick, again)
     devices = devices_of(gpus, gpu)
-    setup = RunSetup.on(devices, gpu, catalog, store_home)
     watch = observer or Observer()
-    with _prepared(setup, devices, confined=promote and not allow_unsandboxed) as pool:
+    with _supervisors(devices) as pool:
+        setup = _prepared(devices, gpu, catalog, store_home, confined=promote and not allow_unsandboxed)
         report = _run(setup, options, SCREEN, watch, pool)
         if promote and not report.interrupted:
             options = replace(options, tier="promotion")
@@ -157,23 +161,27 @@ def promote(
     new, so that who is the fastest comes of the same rounds. Arguments and errors are those of :func:`benchmark`.
     """
     devices = devices_of(gpus, gpu)
-    setup = RunSetup.on(devices, gpu, catalog, store_home)
     options = Options(tuple(names), language, workload, quick, again, "promotion")
-    with _prepared(setup, devices, confined=not allow_unsandboxed) as pool:
+    with _supervisors(devices) as pool:
+        setup = _prepared(devices, gpu, catalog, store_home, confined=not allow_unsandboxed)
         return _run(setup, options, PROMOTION, observer or Observer(), pool, confined=not allow_unsandboxed)
 
 
-@contextlib.contextmanager
-def _prepared(setup: RunSetup, devices: Sequence[MeasuringDevice], *, confined: bool) -> Iterator[DevicePool | None]:
-    """The supervisors of several devices, begun with; or None, and this process ready to have workers."""
-    if devices:
-        with DevicePool(devices, setup.machine.gpu) as pool:
-            yield pool
-        return
-    prepare_workers(setup.machine.device)
-    if confined:
-        require_sandbox(setup.machine)
-    yield None
+def _supervisors(devices: Sequence[MeasuringDevice]) -> contextlib.AbstractContextManager[DevicePool | None]:
+    """Those of several devices, which load what they need while this process plans; None where it measures itself."""
+    return DevicePool(devices, devices[0].gpu) if devices else contextlib.nullcontext()
+
+
+def _prepared(
+    devices: Sequence[MeasuringDevice], gpu: str, catalog: Catalog | None, store_home: Path | None, *, confined: bool
+) -> RunSetup:
+    """What a run needs; where this process measures itself, it is ready to have workers."""
+    setup = RunSetup.on(devices, gpu, catalog, store_home)
+    if not devices:
+        prepare_workers(setup.machine.device)
+        if confined:
+            require_sandbox(setup.machine)
+    return setup
 
 
 def _run(
@@ -236,7 +244,7 @@ def _run_on(
     peaks = [known] if known is not None else []
     session = Session(
         "measure", report.run_id, setup.machine.gpu, secrets.randbits(62), setup.home, budget, policy,
-        len(pool.devices), peaks=known, calibrate=True, confined=confined,
+        peaks=known, calibrate=True, confined=confined,
     )  # fmt: skip
     with Journal(report.run_id, setup.home) as journal:
 
@@ -253,6 +261,7 @@ def _run_on(
         outcome = pool.run(session, divide(plan.definitions, len(pool.devices)), callbacks)
     report.notes += outcome.notes
     report.unfinished, report.devices, report.interrupted = outcome.unfinished, outcome.traces, outcome.interrupted
+    report.seconds = outcome.seconds
     return report, peaks[0] if peaks else None
 
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from tilegym_db.bench.phases import ORACLE, Phases
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.base import canonical_json
 from tilegym_db.verify.distributions import RANGES, VARIED
@@ -24,9 +25,10 @@ _OWN_SHAPE, _OTHER, _FRESH = 1_000, 2_000, 1_000_000
 class ExpectedCache:
     """Oracle results, computed once per case and shared by every runner; safe to ask from several threads."""
 
-    def __init__(self, definition: Definition, device: str) -> None:
-        """For one Definition on one device."""
+    def __init__(self, definition: Definition, device: str, phases: Phases | None = None) -> None:
+        """For one Definition on one device; how long its callers wait is added to ``phases``."""
         self._definition = definition
+        self._phases = phases or Phases()
         self.device = device
         self._lock = threading.Lock()
         self._known: dict[str, Expected | None] = {}
@@ -34,7 +36,7 @@ class ExpectedCache:
     def get(self, case: Case) -> Expected | None:
         """The case with its oracle, or None where the reference itself does not pass it."""
         key = f"{case} {case.seed} {canonical_json(case.layouts)} {canonical_json(case.scalars)}"
-        with self._lock:
+        with self._phases(ORACLE), self._lock:
             if key not in self._known:
                 self._known[key] = expect(self._definition, case, self.device)
             return self._known[key]

@@ -171,9 +171,7 @@ class _Comparison:
     def _measure_on_devices(self, plan: Plan, budget: TimingBudget) -> None:
         setup, count = self.setup, len(self.devices)
         context, gpu = setup.context("regress"), setup.machine.gpu
-        session = Session(
-            "measure", context.run_id, gpu, context.seed, setup.home, budget, SCREEN, count, keeps_rounds=True
-        )
+        session = Session("measure", context.run_id, gpu, context.seed, setup.home, budget, SCREEN, keeps_rounds=True)
 
         def conclude(message: Concluded) -> None:
             self.rounds.update({(name, message.uuid): rounds for name, rounds in message.rounds.items()})

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from tilegym_db.bench.machine import Machine
+from tilegym_db.bench.phases import Phases
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.records import Config, Definition, Trace, Workload
 from tilegym_db.records.base import canonical_json
@@ -36,7 +37,8 @@ TIER_COMMANDS: dict[Tier, str] = {"promotion": "promote", "screen": "bench", "in
 class RunContext:
     """What every trace of one run shares. ``seed`` is secret until the run's traces state it.
 
-    ``command`` is the subcommand that shows a failure of a workload as a whole again, where it is not the tier's own.
+    ``command`` is the subcommand that shows a failure of a workload as a whole again, where it is not the tier's own. Where the
+    run's time goes is added up in ``phases``.
     """
 
     run_id: str
@@ -44,6 +46,7 @@ class RunContext:
     seed: int
     command: str | None = None
     attempts: dict[tuple[str, str, str], int] = field(default_factory=dict)
+    phases: Phases = field(default_factory=Phases)
 
     def failed(
         self,

@@ -83,6 +83,12 @@ class Progress:
         if trace.status not in ("PASSED", "UNSUPPORTED"):
             self._bar.console.print(f"{trace.solution} {trace.status}: {trace.reason}", highlight=False, markup=False)
 
+    def round_done(self, done: int, total: int) -> None:
+        """So many rounds of timing a model are done of so many."""
+        self._bar.update(
+            self._task, description="timing the model", completed=done, total=total, done=f"{done}/{total}"
+        )
+
     def tune_observer(self) -> TuneObserver:
         """Callbacks for :func:`tilegym_db.bench.tune.tune.tune`."""
         from tilegym_db.bench.tune.tune import TuneObserver

@@ -40,6 +40,7 @@ COMMANDS: dict[str, dict[str, str]] = {
         "mcp": "Offer the loop's verbs to agents as tools of the Model Context Protocol, over stdio.",
     },
     "Models": {
+        "fit": "Measure what could serve a model here, publish it for you, prove it and time the model.",
         "verify-model": "Compare each kernel of a patch with stock code on a model's own calls.",
         "model-bench": "Time a patched model against the same model as it is.",
     },

@@ -6,9 +6,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ResourceBounds", "Usage", "available_memory", "available_processors", "violation"]
+__all__ = ["HOST_SHARE", "ResourceBounds", "Usage", "available_memory", "available_processors", "violation"]
 
 _MIB = 1 << 20
+HOST_SHARE = "TILEGYM_DB_HOST_SHARE"
+"""The variable that tells a process that it is one of so many harnesses at work on this host, one for each of its GPUs."""
 _MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -63,13 +65,38 @@ def violation(usage: Usage, bounds: ResourceBounds) -> str | None:
 
 
 def available_memory() -> int:
-    """Bytes of this machine's memory; in a container what that may have: beyond it the kernel kills whom it likes."""
-    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_container_limits()])
+    """Bytes of this machine's memory; in a container what that may have: beyond it the kernel kills whom it likes.
+
+    Of one of several harnesses on this host, its part.
+    """
+    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_container_limits()]) // _host_share()
 
 
-def available_processors() -> int:
-    """How many processors this process may run on."""
-    return len(os.sched_getaffinity(0))
+def available_processors(root: Path = Path("/")) -> int:
+    """How many processors this process may run on at once, at least one; ``root`` is for tests.
+
+    A container's quota counts as well: with more threads than it allows, all of them are stopped for a while in turns.
+    """
+    return max(1, min(len(os.sched_getaffinity(0)), *_quotas(root)))
+
+
+def _host_share() -> int:
+    text = os.environ.get(HOST_SHARE, "")
+    return max(1, int(text)) if text.isdecimal() else 1
+
+
+def _quotas(root: Path) -> list[int]:
+    """How many processors a control group allows, this harness's part of it; without a quota, as many as there can be."""
+    folder = root / "sys/fs/cgroup"
+    found = [1 << 16]
+    for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        try:
+            quota, period = " ".join((folder / name).read_text() for name in files).split()
+        except (OSError, ValueError):
+            continue
+        if quota.isdecimal() and period.isdecimal() and int(period):
+            found.append(int(quota) // int(period) // _host_share())
+    return found
 
 
 def _container_limits() -> list[int]:

@@ -23,7 +23,7 @@ from tilegym_db.loop.tasks import create_task
 from tilegym_db.records import Workload
 from tilegym_db.records.loop import Task
 
-__all__ = ["ModelPieces", "Piece", "pieces_of", "tasks_from_model"]
+__all__ = ["ModelPieces", "Piece", "kept_calls", "pieces_of", "tasks_from_model"]
 
 LEAST_SHARE = 0.01
 """Of the model's time: what costs less is not worth a kernel."""
@@ -154,7 +154,7 @@ def pieces_of(model: Any, inputs: torch.Tensor, tag: str, catalog: Catalog | Non
     times, total_us = module_times(model, call)
     described = discover(model, catalog)
     served, captured = _calls(model, inputs, catalog)
-    kept = {(item.definition, item.uuid): item for item in _kept(captured, tag, catalog)}
+    kept = {(item.definition, item.uuid): item for item in kept_calls(captured, tag)}
     pieces: list[Piece] = []
     for item in times:
         share = item.time_us / total_us if total_us else 0.0
@@ -202,7 +202,7 @@ def _calls(model: Any, inputs: torch.Tensor, catalog: Catalog) -> tuple[set[str]
     return {name for name, count in hits.items() if count}, handle.workloads
 
 
-def _kept(captured: Sequence[Workload], tag: str, catalog: Catalog) -> list[Workload]:
+def kept_calls(captured: Sequence[Workload], tag: str) -> list[Workload]:
     """The catalog's own record of each captured call, which has been added where it had none."""
     keep_workloads(tuple(captured), tag)
     fresh = Catalog.default()

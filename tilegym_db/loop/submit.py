@@ -26,7 +26,7 @@ from tilegym_db.loop.received import AttemptRefusal, folder_digest, receive, sca
 from tilegym_db.loop.verdicts import compile_refusal, promotion_refusal, screen_refusal, unmeasured
 from tilegym_db.paths import home as default_home
 from tilegym_db.records import TILE_LANGUAGES, Definition, Trace
-from tilegym_db.records.hardware import GPU_SLUGS, TARGETS
+from tilegym_db.records.hardware import GPU_SLUGS, TARGETS, parse_gpu, same_gpu
 from tilegym_db.records.loop import STAGES, Attempt, Stage, Task, Verdict
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.ingest import ingest_journals
@@ -126,7 +126,7 @@ def submit(
         ToolchainError: a compiler is missing here.
     """
     catalog, home = catalog or Catalog.default(), home or default_home()
-    if gpu is not None and gpu not in ("auto", task.gpu):
+    if gpu is not None and gpu != "auto" and not same_gpu(parse_gpu(gpu), task.gpu):
         raise HardwareError(
             f"--gpu {gpu}: task {task.id} is for {task.gpu}. Make one for {gpu}: tilegym-db task create"
         )

@@ -11,17 +11,18 @@ from typing import Any, Literal
 from tilegym_db.bench.machine import select_machine
 from tilegym_db.bench.planning import fits_a_cpu
 from tilegym_db.catalog import Catalog
+from tilegym_db.driver import driver_gpu_names
 from tilegym_db.errors import NotFoundError, UsageError
 from tilegym_db.paths import home as default_home
 from tilegym_db.records import LANGUAGES, Definition, Workload, axes_key
-from tilegym_db.records.hardware import CPU, GPU_SLUGS, gpus_meant, parse_gpu
+from tilegym_db.records.hardware import CPU, gpu_slug, one_gpu_meant, parse_gpu
 from tilegym_db.records.loop import MIN_SPEEDUP, MeasuredBy, Pattern, PatternReference, Task, TaskWorkload
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.database import Store
 from tilegym_db.store.loop_journals import append, journaled, loop_lock
 from tilegym_db.store.loop_queries import verified_on
 from tilegym_db.store.pattern_pages import read_patterns
-from tilegym_db.store.queries import read_peaks
+from tilegym_db.store.queries import read_peaks, traced_gpus
 
 __all__ = ["create_task", "find_task", "patterns_for"]
 
@@ -46,7 +47,8 @@ def create_task(
     Args:
         definition: the operator.
         language: what the kernel is to be written in.
-        gpu: a slug or family (of a family, its first), ``cpu``, or ``auto`` for what is in this machine.
+        gpu: a slug or family (of a family, the one in this machine, else the one with measurements), ``cpu``, or ``auto``
+            for what is in this machine.
         workload: globs over uuid, tags and axes key; by default all but those of tests, on a CPU the quick ones.
         min_speedup: bar over the best baseline, at least :data:`~tilegym_db.records.loop.MIN_SPEEDUP`.
         objective: why it is asked for.
@@ -60,9 +62,10 @@ def create_task(
     """
     catalog, home = catalog or Catalog.default(), home or default_home()
     _check_request(language, min_speedup)
-    operator, slug = catalog.definition(definition), _slug(gpu)
-    chosen = _workloads(catalog, operator, slug, workload)
+    operator = catalog.definition(definition)
     with open_store(home, read_only=True, catalog=catalog) as store:
+        slug = _slug(gpu, store)
+        chosen = _workloads(catalog, operator, slug, workload)
         content: dict[str, object] = {
             "definition": operator.name,
             "definition_version": operator.version,
@@ -123,11 +126,11 @@ def _distance(pattern: Pattern, definition: Definition) -> int:
     return 2
 
 
-def _slug(gpu: str) -> str:
+def _slug(gpu: str, store: Store) -> str:
+    """The one GPU that a task is for: of a family, the one in this machine, else the one that was measured."""
     if gpu == "auto":
         return select_machine("auto").gpu
-    asked = parse_gpu(gpu)
-    return gpus_meant(asked, GPU_SLUGS)[0]
+    return one_gpu_meant(parse_gpu(gpu), map(gpu_slug, driver_gpu_names()), traced_gpus(store))
 
 
 def _workloads(

@@ -15,6 +15,7 @@ __all__ = [
     "gpu_slug",
     "gpus_meant",
     "normalise_target",
+    "one_gpu_meant",
     "parse_gpu",
     "same_gpu",
 ]
@@ -95,6 +96,18 @@ def gpus_meant(asked: str, known: Iterable[str]) -> list[str]:
     """
     slugs = sorted(set(known))
     return [asked] if asked in slugs else [slug for slug in slugs if same_gpu(asked, slug)]
+
+
+def one_gpu_meant(asked: str, *known: Iterable[str]) -> str:
+    """The one slug that a name means where only one will do: of the first group of ``known`` slugs that has any, the first.
+
+    Where none has, it is the first that is called so at all.
+    """
+    for group in (*known, GPU_SLUGS):
+        meant = gpus_meant(asked, group)
+        if meant:
+            return meant[0]
+    return asked
 
 
 def parse_gpu(text: str) -> str:

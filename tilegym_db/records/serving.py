@@ -12,7 +12,7 @@ from typing import Annotated, Protocol, Self
 from pydantic import Field, model_validator
 
 from tilegym_db.records.base import RecordPart
-from tilegym_db.records.definition_parts import TensorSpec
+from tilegym_db.records.definition_parts import Cost, TensorSpec
 
 __all__ = ["ModelCode", "OutputLayout", "Serving", "serving_problem"]
 
@@ -51,7 +51,7 @@ class ModelCode(RecordPart):
 
 
 class Serving(RecordPart):
-    """What a model integration needs to know to serve the Definition."""
+    """What the resolver and a model integration need to know to serve the Definition."""
 
     part: Identifier | None = None
     """The kind of part of a model that it computes: norm, mlp, rope, attention or add_norm."""
@@ -65,6 +65,9 @@ class Serving(RecordPart):
     """The outputs that are not simply contiguous."""
     growing: str | None = None
     """The axis of inputs alone that has another size at each call, such as the positions in a cache."""
+    independent: tuple[tuple[str, ...], ...] = ()
+    """The axes that only repeat work, such as the batch and heads: of twice the size, the same is done twice. Axes of one group,
+    such as the heads of queries and of keys, do so while their ratio stays what it is."""
     eager_only: bool = False
     """Left to the model's own code in code that is compiled."""
 
@@ -88,6 +91,8 @@ class ServedDefinition(Protocol):
     def written_outputs(self) -> tuple[str, ...]: ...
     @property
     def var_axes(self) -> tuple[str, ...]: ...
+    @property
+    def cost(self) -> Cost | None: ...
 
 
 def serving_problem(definition: ServedDefinition) -> str | None:
@@ -96,7 +101,10 @@ def serving_problem(definition: ServedDefinition) -> str | None:
     if serving is None:
         return None
     return (
-        _part_problem(definition, serving) or _axes_problem(definition, serving) or _layout_problem(definition, serving)
+        _part_problem(definition, serving)
+        or _axes_problem(definition, serving)
+        or _independent_problem(definition, serving)
+        or _layout_problem(definition, serving)
     )
 
 
@@ -134,6 +142,23 @@ def _axes_problem(definition: ServedDefinition, serving: Serving) -> str | None:
             return f"serving.growing: '{serving.growing}' is an axis of an output too"
         if not any(serving.growing in (definition.inputs[name].shape or ()) for name in definition.tensor_inputs):
             return f"serving.growing: no input has the axis '{serving.growing}' itself"
+    return None
+
+
+def _independent_problem(definition: ServedDefinition, serving: Serving) -> str | None:
+    if serving.independent and definition.cost is None:
+        return "serving.independent: the definition states no 'cost', by which amounts of work are compared"
+    known: set[str] = set()
+    for number, group in enumerate(serving.independent):
+        where = f"serving.independent.{number}"
+        for axis in group:
+            if axis not in definition.var_axes:
+                return f"{where} names '{axis}', which is no var axis"
+            if axis in known:
+                return f"{where} names '{axis}', which is stated twice"
+            known.add(axis)
+        if not any(axis in (output.shape or ()) for axis in group for output in definition.outputs.values()):
+            return f"{where}: no output has one of these axes itself, so that more of it is not more of the same"
     return None
 
 

@@ -1,6 +1,7 @@
 """The decision: which verified solution serves a request, and why every other one does not. Pure: no I/O, no torch.
 
-The measured point is the exact one, else the nearest in log space inside the measured range, else there is none. Of its
+The measured point is the exact one, else the nearest in log space inside the measured range or, along independent work, a
+little beyond it, else there is none. Of its
 candidates, those that are verified with today's source, declared for the request, faster than the stock code by more than
 noise and not launched later than it is done compete on latency. Where nobody is left, the stock code runs.
 """
@@ -186,6 +187,8 @@ def _conclude(
     reason = (
         f"fastest verified solution at {where}" if point.exact else f"fastest at {where}, the nearest measured point"
     )
+    if point.beyond:
+        reason += f"; beyond the measured range of {' and '.join(point.beyond)}, more or less of which is only repeated"
     evidence = Evidence(source, reason, table.gpu, table.published, axes, winner)
     return Decision(solutions[winner.solution], dict(winner.config), evidence, (*lost, *rejected))
 

@@ -1,5 +1,7 @@
 """The measured point that a request is judged by: the exact one, else the nearest in log space, else the reason for none.
 
+How far from the measured points a request may be is decided by :mod:`tilegym_db.resolver.reach`.
+
 This goes through all entries and is what a point means; :mod:`tilegym_db.resolver.index` finds exact ones sooner.
 """
 
@@ -11,6 +13,7 @@ from typing import NamedTuple
 from tilegym_db.records import Definition, axes_key
 from tilegym_db.records.binding import is_code_selecting
 from tilegym_db.records.dtypes import Scalar
+from tilegym_db.resolver.reach import axes_beyond
 from tilegym_db.resolver.request import Request
 from tilegym_db.resolver.table import Entry, ResolverTable
 
@@ -28,10 +31,11 @@ CONTIGUOUS = "contiguous"
 
 
 class MeasuredPoint(NamedTuple):
-    """A measured point, and whether it is the request's own."""
+    """A measured point, whether it is the request's own, and the independent axes whose measured range the request is beyond."""
 
     entry: Entry
     exact: bool
+    beyond: tuple[str, ...] = ()
 
 
 def find_point(request: Request, table: ResolverTable) -> MeasuredPoint | str:
@@ -55,11 +59,11 @@ def find_point(request: Request, table: ResolverTable) -> MeasuredPoint | str:
     exact = [entry for entry in entries if all(entry.axes[name] == size for name, size in sizes.items())]
     if exact:
         return MeasuredPoint(max(exact, key=lambda entry: equal_scalars(entry, request.scalars)), exact=True)
-    outside = _outside_range(sizes, entries)
-    if outside:
-        return outside
+    beyond = axes_beyond(definition, request.axes, request.dtypes, [entry.axes for entry in entries])
+    if isinstance(beyond, str):
+        return beyond
     nearest = min(entries, key=lambda entry: (entry.log_distance(sizes), axes_key(dict(entry.axes))))
-    return MeasuredPoint(nearest, exact=False)
+    return MeasuredPoint(nearest, exact=False, beyond=beyond)
 
 
 def selecting_scalars(definition: Definition) -> tuple[str, ...]:
@@ -105,11 +109,3 @@ def _why_no_entries(request: Request, table: ResolverTable) -> str:
         return f"{request.definition.name} was not measured on {table.gpu}"
     asked = ", ".join(f"{name}={dtype}" for name, dtype in request.dtypes.items())
     return f"{request.definition.name} was not measured on {table.gpu} with {asked} (measured: {'; '.join(measured)})"
-
-
-def _outside_range(sizes: Mapping[str, int], entries: Sequence[Entry]) -> str | None:
-    for name, size in sizes.items():
-        measured = [entry.axes[name] for entry in entries]
-        if not min(measured) <= size <= max(measured):
-            return f"{name}={size} is outside the measured range {min(measured)}..{max(measured)}"
-    return None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tilegym_db.records.hardware import GPU_SLUGS, same_gpu
 from tilegym_db.records.trace import Trace
 from tilegym_db.store.database import Store
 from tilegym_db.store.queries import read_traces
+from tilegym_db.store.queries.ranking import slugs
 
 __all__ = ["own_traces", "told_traces", "unverified_counts"]
 
@@ -36,21 +36,16 @@ _UNVERIFIED = """
 
 def told_traces(store: Store, gpu: str | None = None, op_type: str | None = None) -> list[Trace]:
     """The traces of one GPU slug and family, or of all, oldest first."""
-    ids = [row["trace_id"] for row in store.rows(_TOLD, {"gpus": _slugs(gpu), "op_type": op_type})]
+    ids = [row["trace_id"] for row in store.rows(_TOLD, {"gpus": slugs(gpu), "op_type": op_type})]
     return sorted(read_traces(store, ids).values(), key=lambda trace: (trace.timestamp, trace.trace_id))
 
 
 def own_traces(store: Store, gpu: str | None = None) -> list[Trace]:
     """Those that were measured here, of one GPU slug and family, or of all, oldest first."""
-    ids = [row["trace_id"] for row in store.rows(_OWN, {"gpus": _slugs(gpu)})]
+    ids = [row["trace_id"] for row in store.rows(_OWN, {"gpus": slugs(gpu)})]
     return sorted(read_traces(store, ids).values(), key=lambda trace: (trace.timestamp, trace.trace_id))
 
 
 def unverified_counts(store: Store, gpu: str | None = None, op_type: str | None = None) -> dict[str, int]:
     """Tier -> how many passes do not stand verified: superseded, taken back, or of a screen only."""
-    return {row["tier"]: row["traces"] for row in store.rows(_UNVERIFIED, {"gpus": _slugs(gpu), "op_type": op_type})}
-
-
-def _slugs(gpu: str | None) -> list[str] | None:
-    """Every slug that a slug or family covers."""
-    return None if gpu is None else [gpu, *(slug for slug in GPU_SLUGS if same_gpu(gpu, slug))]
+    return {row["tier"]: row["traces"] for row in store.rows(_UNVERIFIED, {"gpus": slugs(gpu), "op_type": op_type})}

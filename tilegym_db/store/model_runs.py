@@ -17,7 +17,7 @@ from tilegym_db.store.loading import IngestReport
 if TYPE_CHECKING:
     from tilegym_db.store.database import Store
 
-__all__ = ["load_model_runs", "save_model_run"]
+__all__ = ["load_model_runs", "save_model_run", "stored_model_runs"]
 
 FOLDER = "model_runs"
 
@@ -29,6 +29,17 @@ def save_model_run(run: ModelRun, home: Path | None = None) -> Path:
     with writing(folder):
         write_atomically(path, (run.to_json(indent=2) + "\n").encode())
     return path
+
+
+def stored_model_runs(home: Path) -> list[ModelRun]:
+    """The runs in a home folder that can be read, in no particular order."""
+    runs = []
+    for path in regular_files(home / FOLDER, "*.json"):
+        try:
+            runs.append(ModelRun.from_json(read_bytes(path, "model run"), path))
+        except RecordError:
+            continue  # the next ingest names it
+    return runs
 
 
 def load_model_runs(store: Store, home: Path) -> IngestReport:

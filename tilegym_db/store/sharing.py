@@ -9,7 +9,9 @@ from pathlib import Path
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import StoreError
+from tilegym_db.files import writing
 from tilegym_db.paths import home
+from tilegym_db.scratch import remove_tree
 from tilegym_db.store import statements
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.data_set import Row, SharedDataSet
@@ -17,6 +19,7 @@ from tilegym_db.store.database import Store
 from tilegym_db.store.exchange import own_traces
 from tilegym_db.store.installation import KEY_NAME, signature
 from tilegym_db.store.loading import IngestReport, load_traces, remember_files
+from tilegym_db.store.remembered import read_own_traces, remember_own_traces, store_folder
 from tilegym_db.store.sql import QueryResult, run_user_query
 
 __all__ = ["SharedReport", "query_data_set", "share_traces", "sync_traces"]
@@ -41,7 +44,7 @@ def share_traces(store: Store, data_set: SharedDataSet, gpu: str | None = None) 
         StoreError: the data set cannot be reached, was written by a newer version, or cannot be written.
     """
     traces = own_traces(store, gpu)
-    known, problems = data_set.trace_ids(data_set.files())
+    known, problems = _own_traces_in(store, data_set)
     report = SharedReport(len(traces), problems=problems)
     by_gpu: dict[str, list[Row]] = {}
     for trace in traces:
@@ -56,12 +59,34 @@ def share_traces(store: Store, data_set: SharedDataSet, gpu: str | None = None) 
     return report
 
 
-def sync_traces(store: Store, data_set: SharedDataSet, *, trust: bool = False) -> tuple[IngestReport, list[str]]:
+def _own_traces_in(store: Store, data_set: SharedDataSet) -> tuple[set[str], list[str]]:
+    """Which of the traces that were measured here a data set has, and what in it is no valid file. Reads new files alone."""
+    files = data_set.files()
+    remembered = read_own_traces(store.home, data_set.uri)
+    new = [file for file in files if (file.name, file.size) not in remembered]
+    own = {trace.trace_id for trace in own_traces(store)} if new else set()
+    found: dict[tuple[str, int], list[str]] = dict(remembered)
+    problems = []
+    for file in new:
+        ids, wrong = data_set.trace_ids([file])
+        problems += wrong
+        if not wrong:
+            found[file.name, file.size] = sorted(ids & own)
+    if new or len(files) < len(remembered):
+        remember_own_traces(store.home, data_set.uri, found, files)
+    present = {(file.name, file.size) for file in files}
+    return {one for key, ids in found.items() if key in present for one in ids}, problems
+
+
+def sync_traces(
+    store: Store, data_set: SharedDataSet, *, trust: bool = False, again: bool | None = None
+) -> tuple[IngestReport, list[str]]:
     """Bring every trace of a data set into the store that it does not have; files that were read before are not read again.
 
     Returns what was brought in, and of each file that is not valid, why; such files stop nothing.
 
     Traces that this installation signed are local, all others foreign: they count only with ``trust``, and are shown without.
+    With ``again``, which is as ``trust`` by default, files that were read are read again: they may have been read without trust.
 
     Raises:
         StoreError: the data set is empty, cannot be reached, or was written by a newer version; then nothing at all was
@@ -75,7 +100,8 @@ def sync_traces(store: Store, data_set: SharedDataSet, *, trust: bool = False) -
         )
     names = {Path(f"{data_set.uri}/{file.name}"): file for file in files}
     known = {row["path"] for row in store.rows(statements.INGESTED_FILES)}
-    pending = {path: file for path, file in names.items() if trust or str(path) not in known}
+    again = trust if again is None else again
+    pending = {path: file for path, file in names.items() if again or str(path) not in known}
     with tempfile.TemporaryDirectory(prefix="tilegym-db-") as folder:
         written: list[Path] = []
         problems = []
@@ -94,7 +120,9 @@ def sync_traces(store: Store, data_set: SharedDataSet, *, trust: bool = False) -
 
 
 def query_data_set(uri: str, text: str, *, trust: bool = False, as_arrow: bool = False) -> QueryResult:
-    """Answer one SQL statement over the traces of a data set, in a store that is made for it: the shipped ones are there too.
+    """Answer one SQL statement over the traces of a data set, in a store that is kept for it: the shipped ones are there too.
+
+    Each file is read once. Where the data set has lost one that was read, the store is made anew.
 
     Raises:
         StoreError: as :func:`sync_traces`; also where a file of the data set is not valid, since answers would lack it.
@@ -102,13 +130,28 @@ def query_data_set(uri: str, text: str, *, trust: bool = False, as_arrow: bool =
     """
     data_set = SharedDataSet(uri)
     catalog = Catalog.default(trust_foreign=trust)
-    with tempfile.TemporaryDirectory(prefix="tilegym-db-") as folder:
-        (Path(folder) / KEY_NAME).symlink_to(home() / KEY_NAME)  # what was measured here is local there as well
-        with open_store(Path(folder), catalog=catalog) as store:
-            _, problems = sync_traces(store, data_set, trust=trust)
-        if problems:
-            raise StoreError(f"{problems[0]} Remove it from the data set, or sync what is valid: tilegym-db sync {uri}")
-        return run_user_query(text, path=Path(folder), catalog=catalog, as_arrow=as_arrow)
+    folder = store_folder(home(), uri, trust=trust)
+    with writing(folder.parent):
+        problems = _renewed(folder, data_set, catalog, trust=trust)
+    if problems:
+        raise StoreError(f"{problems[0]} Remove it from the data set, or sync what is valid: tilegym-db sync {uri}")
+    return run_user_query(text, path=folder, catalog=catalog, as_arrow=as_arrow)
+
+
+def _renewed(folder: Path, data_set: SharedDataSet, catalog: Catalog, *, trust: bool) -> list[str]:
+    """Bring the store of a data set up to date; returns what in the data set is no valid file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    listed = {str(Path(f"{data_set.uri}/{file.name}")) for file in data_set.files()}
+    key = folder / KEY_NAME
+    if not key.is_symlink():
+        key.symlink_to(home() / KEY_NAME)  # what was measured here is local there as well
+    with open_store(folder, catalog=catalog) as store:
+        read = {row["path"] for row in store.rows(statements.INGESTED_FILES)}
+        lost = {path for path in read if path.startswith(str(Path(data_set.uri)))} - listed
+        if not lost:
+            return sync_traces(store, data_set, trust=trust, again=False)[1]
+    remove_tree(folder)
+    return _renewed(folder, data_set, catalog, trust=trust)
 
 
 def _write(path: Path, rows: Sequence[Row]) -> None:

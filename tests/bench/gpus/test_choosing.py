@@ -68,7 +68,7 @@ def test_a_cpu_is_refused_before_anything_is_loaded():
 
 def test_processors_are_shared_in_blocks_and_none_is_left_over():
     assert share_processors(range(7), 3) == [(0, 1), (2, 3, 4), (5, 6)]
-    assert share_processors((4, 9), 3) == [(4, 9)] * 3
+    assert share_processors((4, 9), 3) == [(4,), (9,), (4,)]
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import pytest
 
 from tilegym_db.bench.benchmark import benchmark, promote
 from tilegym_db.bench.gpus.devices import cpu_slots
+from tilegym_db.bench.phases import AT_WORK, PROCESSORS, SIDE_BY_SIDE, START, TIME, VERIFY
 from tilegym_db.bench.run_setup import Observer
 from tilegym_db.bench.tune.tune import TuneObserver, tune
 from tilegym_db.errors import HardwareError
@@ -73,6 +74,9 @@ def test_a_supervisor_killed_in_the_middle_loses_nothing_and_repeats_nothing(cat
     assert verdicts(report.traces) == verdicts(alone.traces)
     assert report.counts == {"PASSED": 2, "INCORRECT_NUMERICAL": 2}  # each pair once
     assert at_work == {"slot 0", "slot 1"}
+    spent = max(report.seconds.values(), key=lambda seconds: seconds.get(AT_WORK, 0.0))
+    assert spent[AT_WORK] > spent[VERIFY] > 0
+    assert min(spent[name] for name in (TIME, PROCESSORS, *SIDE_BY_SIDE)) > 0
     assert any("killed by SIGKILL" in note for note in report.notes)
     assert report.unfinished == []
     assert sum(report.devices.values()) == len(report.traces)
@@ -98,6 +102,8 @@ def test_a_device_that_never_works_leaves_its_work_to_another_until_ctrl_c_which
     assert report.interrupted
     assert any("slot 1 is used no more" in note for note in report.notes)
     assert all(trace.host for trace in report.traces)
+    assert report.seconds["slot 0"][START] > 0
+    assert AT_WORK not in report.seconds["slot 1"]
     assert stored(home) == sorted(trace.trace_id for trace in seen)
     assert supervisors() == []
 

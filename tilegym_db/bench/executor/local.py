@@ -18,6 +18,7 @@ from tilegym_db.bench.executor.time_workload import AfterTiming, Emit, WorkloadT
 from tilegym_db.bench.executor.verify_batch import verify_batch
 from tilegym_db.bench.executor.workload_run import SolutionGroup
 from tilegym_db.bench.interleaved import TimingBudget
+from tilegym_db.bench.phases import VERIFY
 from tilegym_db.bench.plan import DefinitionPlan
 from tilegym_db.bench.runner import Runner
 from tilegym_db.bench.stock_witness import StockWitness
@@ -83,7 +84,9 @@ class LocalExecutor:
         with ExitStack() as stack:
             groups = {}
             for plan, entered in candidates:
-                group = SolutionGroup(plan, ExpectedCache(plan.definition, self.context.machine.device))
+                group = SolutionGroup(
+                    plan, ExpectedCache(plan.definition, self.context.machine.device, self.context.phases)
+                )
                 groups[plan.definition.name] = group
                 witness = StockWitness(functools.partial(self._make_stock, plan, [item for item, _ in entered]))
                 stack.callback(witness.close)
@@ -116,7 +119,8 @@ class LocalExecutor:
             self.starting(f"verifying {', '.join(names)}: {len(workload_runs)} workloads")
         else:
             self.starting(str(workload_runs[0]))
-        verify_batch(workload_runs, self.context)
+        with self.context.phases(VERIFY):
+            verify_batch(workload_runs, self.context)
         if self.context.machine.is_gpu:
             torch.cuda.empty_cache()  # what comparing took is for the workers to use
         while workload_runs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from tilegym_db.bench.audit import PROFILED_CALLS, AuditWorker, audit_clock, audit_ownership
@@ -15,6 +16,7 @@ from tilegym_db.bench.executor.workload_run import WorkloadRun
 from tilegym_db.bench.interleaved import TimedCandidate, TimingBudget, time_interleaved
 from tilegym_db.bench.long_run import audit_long_run
 from tilegym_db.bench.machine import require_healthy
+from tilegym_db.bench.phases import TIME, WAIT
 from tilegym_db.bench.physics import judge_time
 from tilegym_db.bench.runner import Runner
 from tilegym_db.bench.tracing import RunContext, fuzz_cases_of
@@ -91,7 +93,11 @@ class WorkloadTiming:
         try:
             for candidate in candidates:
                 candidate.failure = candidate.runner.enter(pool)
-            with timing_lock(device), ClockWatch(device, CLOCK_INTERVAL_S) as clocks:
+            with ExitStack() as stack:
+                with self.context.phases(WAIT):
+                    stack.enter_context(timing_lock(device))
+                clocks = stack.enter_context(ClockWatch(device, CLOCK_INTERVAL_S))
+                stack.enter_context(self.context.phases(TIME))
                 results = time_interleaved(candidates, pool, self.budget, order, clocks)
                 self.after_timing(contents.workload, candidates)
                 for candidate in candidates:

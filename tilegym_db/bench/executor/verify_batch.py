@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from tilegym_db.bench.contents import ExpectedCache, WorkloadContents
 from tilegym_db.bench.executor.workload_run import WorkloadRun
 from tilegym_db.bench.machine import require_healthy
+from tilegym_db.bench.phases import COMPILE, DRAW
 from tilegym_db.bench.runner import Runner
 from tilegym_db.bench.tracing import RunContext
 from tilegym_db.bench.verification import CANNOT_VERIFY, Verified
@@ -67,7 +68,8 @@ def _verify_workload(runner: Runner, workload_run: WorkloadRun, context: RunCont
     unsupported = runner.unsupported(workload_run.workload)
     if unsupported is not None:
         return Failure("UNSUPPORTED", unsupported)
-    not_loaded = runner.handle.load()  # while the contents are drawn
+    with context.phases(COMPILE):
+        not_loaded = runner.handle.load()  # while the contents are drawn
     if not_loaded is not None:
         return not_loaded
     assert workload_run.contents is not None
@@ -83,7 +85,8 @@ def _draw(workload_run: WorkloadRun, context: RunContext) -> WorkloadContents | 
     # An exception would be kept with the memory of everything that its frames refer to.
     try:
         in_turn = any(runner.handle.policy.in_turn for runner in workload_run.runners)
-        contents = WorkloadContents.draw(definition, workload_run.workload, context.seed, own, in_turn=in_turn)
+        with context.phases(DRAW):
+            contents = WorkloadContents.draw(definition, workload_run.workload, context.seed, own, in_turn=in_turn)
     except CANNOT_VERIFY as error:
         return Failure("UNSUPPORTED", f"cannot be verified on this machine: {error}")
     if not contents.sets:

@@ -147,8 +147,11 @@ def devices_of(gpus: str | Sequence[MeasuringDevice] | None, gpu: str) -> list[M
 
 def share_processors(processors: Sequence[int], count: int) -> list[tuple[int, ...]]:
     """Blocks of neighbours, one for each of ``count`` supervisors, so that they do not take each other's processors while a
-    device is timed; the same for all where there are fewer processors than supervisors."""
+    device is timed; one processor each, in turn, where there are fewer processors than supervisors.
+
+    Every thread pool of a supervisor and its workers is as large as its block: the maths of PyTorch, verification, fuzzing.
+    """
     if len(processors) < count:
-        return [tuple(processors)] * count
+        return [(processors[number % len(processors)],) for number in range(count)]
     ends = [round(len(processors) * number / count) for number in range(count + 1)]
     return [tuple(processors[start:end]) for start, end in itertools.pairwise(ends)]

@@ -14,6 +14,7 @@ from tilegym_db.bench.executor.local import LocalExecutor
 from tilegym_db.bench.gpus.messages import Concluded, Done, Order, Peaks, Session, Starting, Told, Traced
 from tilegym_db.bench.interleaved import TimedCandidate
 from tilegym_db.bench.machine import Machine, leaving_processors, require_healthy, select_machine
+from tilegym_db.bench.phases import AT_WORK, PREPARE, PROCESSORS, Phases, processor_seconds
 from tilegym_db.bench.runner import Runner
 from tilegym_db.bench.tracing import RunContext
 from tilegym_db.bench.tune.task import TuneTask, search
@@ -33,6 +34,7 @@ class DeviceJobs:
     machine: Machine
     tell: Callable[[Any], None]
     peaks: GpuPeaks | None = None
+    phases: Phases = field(default_factory=Phases)
     _confined: bool = False
     _rounds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
@@ -54,14 +56,17 @@ class DeviceJobs:
         Raises:
             HardwareError: the device stopped working, or this host cannot confine workers.
         """
-        session = order.session
-        if session.confined and not self._confined:
-            require_sandbox(self.machine)
-            self._confined = True
-        self._find_peaks(session)
-        with scratch_folder() as folder, leaving_processors(self.machine):
-            JOBS[session.job](self, order, folder)
-        self.tell(Done())
+        session, processors_before = order.session, processor_seconds()
+        with self.phases(AT_WORK):
+            with self.phases(PREPARE):
+                if session.confined and not self._confined:
+                    require_sandbox(self.machine)
+                    self._confined = True
+                self._find_peaks(session)
+            with scratch_folder() as folder, leaving_processors(self.machine):
+                JOBS[session.job](self, order, folder)
+        self.phases.add(PROCESSORS, processor_seconds() - processors_before)
+        self.tell(Done(self.phases.take()))
 
     def _find_peaks(self, session: Session) -> None:
         if self.peaks is None:
@@ -87,7 +92,7 @@ class DeviceJobs:
 
     def _executor(self, order: Order, folder: Path) -> LocalExecutor:
         session = order.session
-        context = RunContext(session.run_id, self.machine, session.seed, command=session.command)
+        context = RunContext(session.run_id, self.machine, session.seed, command=session.command, phases=self.phases)
         return LocalExecutor(
             context,
             folder,
@@ -96,7 +101,7 @@ class DeviceJobs:
             emit=lambda trace: self.tell(Traced(trace)),
             starting=lambda what: self.tell(Starting(what)),
             peaks=self.peaks if session.calibrate else None,
-            capacity=Capacity.of(self.machine, available_memory() // session.share),
+            capacity=Capacity.of(self.machine, available_memory()),
         )
 
     def _keep_rounds(self, workload: Workload, candidates: Sequence[TimedCandidate[Runner]]) -> None:

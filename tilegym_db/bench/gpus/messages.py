@@ -20,8 +20,8 @@ __all__ = ["Concluded", "Done", "Failed", "Order", "Peaks", "Ready", "Session", 
 class Session:
     """What all pieces of one run share, on whatever device.
 
-    ``gpu`` is the slug that the device must have, ``seed`` the run's secret, and ``share`` the number of supervisors among
-    which the host's memory is divided. With ``calibrate`` a GPU without ``peaks`` is calibrated first; with
+    ``gpu`` is the slug that the device must have, ``seed`` the run's secret. With ``calibrate`` a GPU without ``peaks`` is
+    calibrated first; with
     ``confined`` a host that cannot confine workers as a promotion asks for is refused. ``command`` is as in RunContext.
     """
 
@@ -32,7 +32,6 @@ class Session:
     home: Path
     budget: TimingBudget
     policy: TierPolicy
-    share: int
     command: str | None = None
     peaks: GpuPeaks | None = None
     calibrate: bool = False
@@ -51,7 +50,9 @@ class Order:
 
 @dataclass(frozen=True)
 class Ready:
-    """The supervisor has its device and waits for work."""
+    """The supervisor has its device, after so many ``seconds``, and waits for work."""
+
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,9 @@ class Told:
 
 @dataclass(frozen=True)
 class Done:
-    """The order is carried out."""
+    """The order is carried out; ``seconds`` is where its time went."""
+
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from tilegym_db.bench.gpus.devices import MeasuringDevice, share_processors
-from tilegym_db.bench.gpus.messages import Concluded, Done, Failed, Order, Peaks, Session, Starting, Told, Traced
+from tilegym_db.bench.gpus.messages import Concluded, Done, Failed, Order, Peaks, Ready, Session, Starting, Told, Traced
 from tilegym_db.bench.gpus.process import DeviceProcess, SupervisorLost
 from tilegym_db.bench.gpus.work import WorkItem, WorkQueue
+from tilegym_db.bench.phases import AT_WORK, IDLE, START, added
 from tilegym_db.errors import HardwareError
 from tilegym_db.records import Trace
 
@@ -46,9 +47,13 @@ class Callbacks:
 
 @dataclass
 class PoolReport:
-    """How many traces each device measured, what was lost and taken over, and what was given up, with reasons."""
+    """How many traces each device measured, what was lost and taken over, and what was given up, with reasons.
+
+    ``seconds`` says where the time of each device went, as :mod:`tilegym_db.bench.phases` names it.
+    """
 
     traces: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, dict[str, float]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     unfinished: list[str] = field(default_factory=list)
     interrupted: bool = False
@@ -79,7 +84,9 @@ class DevicePool:
         self.stop()
 
     def _start(self, device: MeasuringDevice) -> None:
-        self.processes[device.label] = DeviceProcess(device, self._gpu, self._processors[device.label])
+        self.processes[device.label] = DeviceProcess(
+            device, self._gpu, self._processors[device.label], len(self.devices)
+        )
         self._held[device.label] = {}
 
     def stop(self) -> None:
@@ -98,11 +105,15 @@ class DevicePool:
             HardwareError: not one device could do anything; the message has the reason of each.
         """
         report, work = PoolReport(), WorkQueue.of(items)
+        report.seconds = {device.label: {} for device in self.devices}
+        began = time.monotonic()
         try:
             self._run(session, work, callbacks, report)
         except KeyboardInterrupt:
             report.interrupted = True
             self.stop()
+        for seconds in report.seconds.values():
+            seconds[IDLE] = max(0.0, time.monotonic() - began - seconds.get(AT_WORK, 0.0))
         report.notes[:0] = self._gone
         for item in work.given_up:
             report.unfinished.append(f"{item.label} was given up: {'; '.join(item.losses)}")
@@ -153,7 +164,10 @@ class DevicePool:
                 callbacks.peaks(message)
             case Told(content):
                 callbacks.told(content)
-            case Done():
+            case Ready(seconds):
+                report.seconds[label] = added(report.seconds[label], {START: seconds})
+            case Done(seconds):
+                report.seconds[label] = added(report.seconds[label], seconds)
                 process.item = None
                 callbacks.starting(label, "idle")
             case Failed(reason, is_device):

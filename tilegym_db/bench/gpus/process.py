@@ -18,6 +18,7 @@ from typing import Any
 from tilegym_db.bench.gpus.devices import MeasuringDevice
 from tilegym_db.bench.gpus.messages import Order
 from tilegym_db.bench.gpus.work import WorkItem
+from tilegym_db.confinement.bounds import HOST_SHARE
 
 __all__ = ["DeviceProcess", "SupervisorLost"]
 
@@ -31,8 +32,8 @@ class SupervisorLost(Exception):
 class DeviceProcess:
     """The supervisor of one device. Starts at once, so that it is ready when there is a plan."""
 
-    def __init__(self, device: MeasuringDevice, gpu: str, processors: Sequence[int]) -> None:
-        """Start it for a GPU slug, on these processors."""
+    def __init__(self, device: MeasuringDevice, gpu: str, processors: Sequence[int], share: int) -> None:
+        """Start it for a GPU slug, on these processors, as one of ``share`` supervisors on this host."""
         self.device = device
         self.item: WorkItem | None = None
         self.done: set[str] = set()
@@ -48,7 +49,7 @@ class DeviceProcess:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=self._said,
-                env={**os.environ, "PYTHONPATH": python_path, **device.environment},
+                env={**os.environ, "PYTHONPATH": python_path, HOST_SHARE: str(share), **device.environment},
                 start_new_session=True,  # Ctrl-C is for us, who let what is finished be kept
             )
             self.connection = Connection(os.dup(ours.fileno()))

@@ -13,6 +13,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -25,6 +26,7 @@ __all__ = ["main"]
 
 def main() -> None:
     """Carry out orders until there are no more."""
+    began = time.monotonic()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs us in its background ignores it
     os.sched_setaffinity(0, map(int, sys.argv[1].split(",")))
     connection = _take_socket()
@@ -32,7 +34,7 @@ def main() -> None:
     threading.Thread(target=_listen, args=(connection, orders), daemon=True).start()
     try:
         with _telling_failures(connection):
-            _serve(connection, orders)
+            _serve(connection, orders, began)
     except (KeyboardInterrupt, BrokenPipeError):
         pass  # whoever gave the orders has ended, or wants us to
 
@@ -53,11 +55,11 @@ def _listen(connection: Connection, orders: queue.SimpleQueue[Any]) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def _serve(connection: Connection, orders: queue.SimpleQueue[Any]) -> None:
+def _serve(connection: Connection, orders: queue.SimpleQueue[Any], began: float) -> None:
     from tilegym_db.bench.gpus.jobs import DeviceJobs
 
     jobs = DeviceJobs.open(sys.argv[2], connection.send)
-    connection.send(Ready())
+    connection.send(Ready(time.monotonic() - began))
     while True:
         jobs.carry_out(orders.get())
 

@@ -165,7 +165,7 @@ def _search_on(
     """The searches of one Workload on one device, each with what is known by then."""
     session = Session(
         "tune", context.run_id, setup.machine.gpu, context.seed, setup.home, budget, SCREEN,
-        len(pool.devices), command=context.command,
+        command=context.command,
     )  # fmt: skip
     pairs = {plan.definition.name: found for plan, found in task.pieces}
     plans = [plan.restricted_to({workload.uuid for workload, _ in found}) for plan, found in task.pieces]

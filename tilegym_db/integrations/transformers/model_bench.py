@@ -35,7 +35,7 @@ from tilegym_db.records.base import canonical_json
 from tilegym_db.records.model_run import Estimate, ModelRun, ModelTiming, Speedups, Way
 from tilegym_db.records.trace import new_run_id
 
-__all__ = ["ModelBenchOptions", "model_bench"]
+__all__ = ["ModelBenchOptions", "config_digest", "model_bench", "time_instance"]
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,26 @@ def model_bench(
     return ModelRun.from_dict(record, f"run of {type(stock).__name__}"), handle
 
 
+def time_instance(model: Any, ids: Any, machine: Machine, rounds: int) -> tuple[Speedups, Handle]:
+    """The prefill of a model in memory, stock against a patched twin that shares its weights, in turns; nothing is stored.
+
+    Args:
+        model: a causal language model in eval mode.
+        ids: token ids [batch, tokens].
+        machine: what the model is on.
+        rounds: calls that count, by each of the two.
+
+    Returns:
+        How many times as fast the patched one is, and the handle of the patch (undone already) for its report.
+    """
+    twin = _twin_of(model)
+    with patched(twin, verify=True, inputs=ids) as handle, timing_lock(machine.device):
+        entries = Entries(model, twin, handle, ids, 0, "inductor")
+        entries.add_eager()
+        race = compare(entries.ways, rounds, None)
+        return _speedups(race, "patched", "stock", stated=bool(_kernels_of(handle, entries.ways["patched"]))), handle
+
+
 def _jobs(path: Path, machine: Machine, options: ModelBenchOptions) -> list[Job]:
     what = (options.dtype, options.batch, options.prompt, options.new, options.layers)
     return [Job(peer, path, machine.device, *what) for peer in dict.fromkeys(options.beside)]
@@ -151,7 +171,7 @@ def _described(config: Any, model: Any, options: ModelBenchOptions) -> dict[str,
         "rounds": options.rounds,
         "proved": options.verify,
         "model_class": type(model).__name__,
-        "config_digest": _digest(config),
+        "config_digest": config_digest(config),
         "layers": config.get_text_config().num_hidden_layers,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
     }
@@ -164,7 +184,8 @@ def _described_machine(machine: Machine) -> dict[str, Any]:
     }
 
 
-def _digest(config: Any) -> str:
+def config_digest(config: Any) -> str:
+    """sha256 of what a config says of a model, whoever wrote it."""
     content = {key: value for key, value in config.to_dict().items() if key != "transformers_version"}
     return hashlib.sha256(canonical_json(content).encode()).hexdigest()
 

@@ -42,6 +42,8 @@ def load_config(path: Path, layers: int | None = None) -> Any:
     model_type = content.get("model_type") if isinstance(content, dict) else None
     if model_type not in CONFIG_MAPPING:
         what = f"model_type {model_type!r} is unknown to transformers" if model_type else "it states no model_type"
+        if isinstance(content, dict) and content.get("auto_map"):
+            what += "; its code comes with the model, and only code of transformers is run"
         raise UsageError(f"{file} is no config of a model: {what}.{did_you_mean(str(model_type), CONFIG_MAPPING)}")
     check_config_sizes(content, file)
     from huggingface_hub.errors import StrictDataclassError

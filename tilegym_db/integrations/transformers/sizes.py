@@ -45,8 +45,21 @@ def _entries(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def check_fits(model: torch.nn.Module, device: str) -> None:
     """Raise :class:`UsageError` where the weights of a model on the meta device are more than a device's free memory."""
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    _check_bytes(weights, device, "the weights", "Keep fewer layers (--layers), or take a smaller model.")
+    weights = _weights(model)
+    fix = "Keep fewer layers (--layers), or take a smaller model."
+    repeated = max(
+        (part for part in model.modules() if isinstance(part, torch.nn.ModuleList)), key=_weights, default=None
+    )
+    if weights > available_bytes(device) and repeated is not None and len(repeated) and _weights(repeated):
+        room = available_bytes(device) - (weights - _weights(repeated))
+        layers = max(0, min(len(repeated), int(room * len(repeated) // _weights(repeated))))
+        fix = f"{layers} of its {len(repeated)} layers would fit{f': --layers {layers}' if layers else ''}."
+    _check_bytes(weights, device, "the weights", fix)
+
+
+def _weights(part: torch.nn.Module) -> int:
+    """Bytes of its parameters; layers of a model are taken for equally large."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in part.parameters())
 
 
 def check_run_fits(config: Any, device: str, dtype: str, batch: int, prompt: int, new: int = 0) -> None:

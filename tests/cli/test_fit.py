@@ -1,0 +1,152 @@
+"""A model fitted to this machine: its calls are measured, published, proved and timed, and then there is nothing left to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tilegym_db import fit
+from tilegym_db.bench.machine import cpu_machine
+from tilegym_db.bench.run_setup import Observer
+from tilegym_db.catalog import Catalog
+from tilegym_db.errors import UsageError
+from tilegym_db.integrations.transformers.random_model import build_model, load_config
+from tilegym_db.loop.fit import FitOptions, fit_config, runnable_kernels
+from tilegym_db.records import Trace
+from tilegym_db.store.connection import open_store
+
+REAL = Path(__file__).resolve().parents[2]
+CONFIG = {
+    "model_type": "llama", "vocab_size": 96, "hidden_size": 256, "intermediate_size": 48, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "max_position_embeddings": 256,
+}  # fmt: skip
+KERNEL = """import torch
+
+
+def run(x, weight, eps, out):
+    scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    torch.mul(x, scale, out=out)
+    out.mul_(weight)
+"""
+OPTIONS = FitOptions(prompts=(64,), new=2, dtype="float32", rounds=2)
+
+
+@pytest.fixture
+def config(checkout: Path, tmp_path: Path) -> Path:
+    """A tiny model beside a catalog of its norm, with stock code and a kernel in PyTorch."""
+    name = "rms_norm"
+    shutil.copytree(REAL / "solutions/norm" / name / f"{name}_stock", checkout / f"solutions/norm/{name}/{name}_stock")
+    (checkout / "definitions/norm").mkdir(parents=True, exist_ok=True)
+    shutil.copy(REAL / f"definitions/norm/{name}.json", checkout / "definitions/norm")
+    kernel = checkout / f"solutions/norm/{name}/{name}_in_place"
+    kernel.mkdir(parents=True)
+    (kernel / "kernel.py").write_text(KERNEL)
+    spec = {"language": "python", "entry_point": "kernel.py::run", "dtypes": {"T": ["float32"]}}
+    record = {"name": f"{name}_in_place", "definition": name, "author": "tests", "spec": spec}
+    (kernel / "solution.json").write_text(json.dumps({**record, "sources": [{"path": "kernel.py"}]}))
+    folder = tmp_path / "Tiny-Fit"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_model_is_measured_published_and_timed_once(config: Path, home: Path, cli: Any) -> None:
+    kept: list[Trace] = []
+
+    def interrupt(trace: Trace) -> None:
+        kept.append(trace)
+        raise KeyboardInterrupt
+
+    cut_off = fit_config(config, "cpu", OPTIONS, Observer(traced=interrupt))
+    assert (cut_off.interrupted, cut_off.published, cut_off.runs) == (True, "", [])
+
+    found = fit_config(config, "cpu", OPTIONS)
+    assert {call.definition for call in found.calls} == {"rms_norm"}
+    assert found.measured is not None
+    verdicts = {(trace.solution, trace.tier, trace.status) for trace in found.measured.traces}
+    assert ("rms_norm_in_place", "promotion", "PASSED") in verdicts
+    assert found.published == str(home / "published" / "cpu")
+    assert [(run.model, run.prompt_tokens, run.proved) for run in found.runs] == [("tiny-fit", 64, True)]
+    assert (found.new_runs, found.failed, found.interrupted) == (1, [], False)
+    parts = {piece.part: piece for piece in found.pieces}
+    assert parts["LlamaRMSNorm"].definition == "rms_norm"
+    assert parts["Linear"].reason or parts["Linear"].share >= 0
+    assert found.served_share == pytest.approx(
+        sum(piece.share for piece in found.pieces if piece.served) / sum(piece.share for piece in found.pieces)
+    )
+
+    # A second time nothing is measured, published or timed; the model in memory finds everything done, too.
+    with open_store(read_only=True) as store:
+        (before,) = store.rows("SELECT count(*) AS traces FROM traces")
+        assert store.rows("SELECT 1 FROM traces WHERE trace_id = $id", {"id": kept[0].trace_id})
+    files = {path: path.read_bytes() for path in (home / "published").rglob("*") if path.is_file()}
+    again = fit_config(config, "cpu", OPTIONS)
+    assert (again.measured, again.new_runs) == (None, 0)
+    assert [run.run_id for run in again.runs] == [run.run_id for run in found.runs]
+    model = build_model(load_config(config), "cpu", "float32")
+    ids = model.dummy_inputs["input_ids"].new_ones(1, 64)
+    classes = [type(module) for module in model.modules()]
+    in_memory = fit(model, ids, rounds=2)
+    assert in_memory.measured is None
+    assert in_memory.speedup is not None
+    assert in_memory.speedup.total.median > 0
+    assert [type(module) for module in model.modules()] == classes
+    with open_store(read_only=True) as store:
+        assert store.rows("SELECT count(*) AS traces FROM traces") == [before]
+    assert {path: path.read_bytes() for path in files} == files
+
+    asked = ("fit", str(config), "--gpu", "cpu", "--prompt", "64", "--new", "2", "--dtype", "float32", "--rounds", "2")
+    told = cli(*asked, "--json").json()
+    assert (told["measured"], told["new_runs"], len(told["calls"])) == ({}, 0, len(found.calls))
+    shown = cli(*asked)
+    assert shown.code == 0
+    assert "measured nothing that was not known" in shown.err
+    assert "LlamaRMSNorm" in shown.out
+    assert "per output token, ms" in shown.out
+
+
+def test_a_cpu_runs_no_tile_language(config: Path) -> None:
+    shipped = Catalog((REAL,))
+    names = runnable_kernels(shipped, ["rms_norm", "swiglu"], cpu_machine())
+    languages = {shipped.solutions[name].record.spec.language for name in names}
+    assert languages <= {"python"}
+    assert runnable_kernels(Catalog.default(), ["rms_norm"], cpu_machine()) == ["rms_norm_in_place"]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ({"model_type": "hyena_9"}, "model_type 'hyena_9' is unknown to transformers"),
+        (
+            {"model_type": "hyena_9", "auto_map": {"AutoModelForCausalLM": "modeling_hyena.Hyena"}},
+            "its code comes with the model, and only code of transformers is run",
+        ),
+        (
+            {**CONFIG, "hidden_size": 65536, "intermediate_size": 1 << 20, "num_hidden_layers": 400},
+            r"the weights take .* GB at least.*0 of its 400 layers would fit",
+        ),
+        (
+            {**CONFIG, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 400},
+            r"GB at least.* of its 400 layers would fit: --layers \d+",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_run_is_refused_before_anything_is_built(tmp_path: Path, content, reason: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(UsageError, match=reason):
+        fit_config(path, "cpu", OPTIONS)
+
+
+@pytest.mark.parametrize("text", ["0", "1,,8", "x", "-1", "1.5", ""])
+def test_what_is_no_list_of_numbers_is_wrong_usage(config: Path, cli: Any, text: str) -> None:
+    refused = cli("fit", str(config), "--gpu", "cpu", "--batch", text)
+    assert refused.code == 2
+    assert "separated by commas" in refused.err
