@@ -147,12 +147,15 @@ def _returns_all(definition: Definition) -> bool:
 
 
 def _tile_kernel(definition: Definition, language: str) -> str:
-    """The template of a language: rows of the first output, copied from the first input of its shape, or cleared."""
-    out = definition.written_outputs[0]
+    """The template of a language: rows of the first tensor that is written, copied from the first input of its shape, or cleared."""
+    out = next(
+        iter(definition.written_outputs or definition.in_place)
+    )  # where nothing else is written: what is overwritten
+    shape = {**definition.inputs, **definition.outputs}[out].shape
     like = [
         name
         for name in definition.tensor_inputs
-        if definition.inputs[name].shape == definition.outputs[out].shape and name not in definition.in_place
+        if definition.inputs[name].shape == shape and name not in definition.in_place
     ]
     call = describe_call(definition, destination_passing_style=True)
     arguments = ", ".join(called_with(definition, destination_passing_style=True))
