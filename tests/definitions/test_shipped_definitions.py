@@ -81,7 +81,9 @@ def test_independent_formulation_agrees_in_the_dtype(tiny: Tiny, drawn: Draw) ->
     assert definition.self_test is not None
     for name, value in run_reference(definition, inputs, source=definition.self_test.independent).items():
         limits = limits_for(definition, definition.dtype_of(name, definition.bind_dtypes(workload.dtypes)))
-        verdict = check_output(name, value, truth[name], limits)  # where all codes must be equal, the self-test asks for it
+        verdict = check_output(
+            name, value, truth[name], limits
+        )  # where all codes must be equal, the self-test asks for it
         assert verdict.passed, verdict.reason
 
 

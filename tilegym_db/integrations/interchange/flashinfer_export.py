@@ -107,7 +107,9 @@ class _Exporter:
         if strided:
             return f"'{min(strided)}' is not contiguous, and FlashInfer-Trace has no layouts"
         if self.source.saved:
-            return f"'{self.source.saved[0]}' is what {self.source.backward_of} gives, and FlashInfer-Trace would draw it"
+            return (
+                f"'{self.source.saved[0]}' is what {self.source.backward_of} gives, and FlashInfer-Trace would draw it"
+            )
         inputs: dict[str, Any] = {}
         for name in self.source.inputs:
             given = workload.inputs.get(name)
