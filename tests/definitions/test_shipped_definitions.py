@@ -10,8 +10,7 @@ import torch
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Definition, Workload
-from tilegym_db.records.tolerance import limits_for
-from tilegym_db.verify.gates import check_output
+from tilegym_db.verify.comparison import base_errors, check_outputs
 from tilegym_db.verify.reference import Lifted, oracle, run_reference
 from tilegym_db.verify.torch_dtypes import storage_dtype
 
@@ -26,7 +25,7 @@ CORE = {
 }  # fmt: skip
 PLANNED = {
     "topk_gate", "per_token_cast", "per_block_cast", "per_channel_cast", "batched_transpose", "engram_gate_fwd", "mhc_sinkhorn",
-    "per_token_cast_ue8m0", "per_token_cast_fp4", "softmax_backward", "moe_experts",
+    "per_token_cast_ue8m0", "per_token_cast_fp4", "per_token_cast_e5m6", "softmax_backward", "moe_experts",
 }  # fmt: skip
 
 BY_LIBRARIES = {"attention_prefill", "attention_decode"}  # by libraries first, and in Triton; not in every language
@@ -76,14 +75,12 @@ def test_reference_gives_the_declared_shapes_and_dtypes(tiny: Tiny, drawn: Draw)
 
 def test_independent_formulation_agrees_in_the_dtype(tiny: Tiny, drawn: Draw) -> None:
     definition, workload = tiny
-    inputs = drawn(definition, workload)
+    inputs, dtypes = drawn(definition, workload), definition.bind_dtypes(workload.dtypes)
     truth = oracle(definition, inputs)
+    e_base = base_errors(definition, dtypes, run_reference(definition, inputs), truth)
     assert definition.self_test is not None
-    for name, value in run_reference(definition, inputs, source=definition.self_test.independent).items():
-        limits = limits_for(definition, definition.dtype_of(name, definition.bind_dtypes(workload.dtypes)))
-        verdict = check_output(
-            name, value, truth[name], limits
-        )  # where all codes must be equal, the self-test asks for it
+    found = run_reference(definition, inputs, source=definition.self_test.independent)
+    for verdict in check_outputs(definition, dtypes, inputs, truth, found, e_base).values():
         assert verdict.passed, verdict.reason
 
 
