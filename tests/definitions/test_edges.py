@@ -145,6 +145,12 @@ EMPTY: dict[str, Callable[[], tuple[Any, ...]]] = {
     ),
     "mhc_sinkhorn": lambda: (torch.ones(0, 4, 4), 3, 1e-6),
     **{name: lambda: (torch.ones(0, 5).bfloat16(), True) for name in CASTS},
+    **{name: lambda: (torch.ones(0, 16).bfloat16(), True) for name in ("per_token_cast_fp4", "per_token_cast_e5m6")},
+    "per_token_cast_ue8m0": lambda: (torch.ones(0, 5).bfloat16(),),
+    "softmax_backward": lambda: (torch.ones(0, 5),) * 2,
+    "moe_experts": lambda: (
+        torch.ones(0, 5), torch.zeros(0, 2, dtype=torch.int64), torch.ones(0, 2), torch.ones(3, 8, 5), torch.ones(3, 5, 4),
+    ),
 }  # fmt: skip
 
 

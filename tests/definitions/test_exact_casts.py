@@ -13,7 +13,7 @@ from tilegym_db.records import Definition
 from tilegym_db.verify.comparison import check_outputs
 from tilegym_db.verify.reference import run_reference
 
-CASTS = ["per_token_cast_ue8m0", "per_token_cast_fp4"]
+CASTS = ["per_token_cast_ue8m0", "per_token_cast_fp4", "per_token_cast_e5m6"]
 FP4_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
@@ -61,6 +61,8 @@ def test_another_formulation_and_stock_code_give_the_same_bytes_for_every_bfloat
         ),
         ("per_token_cast_ue8m0", "clamp(min=1e-4)", "clamp(min=1e-10)", "scale"),
         ("per_token_cast_ue8m0", "(0, -groups % 4))", "(0, -groups % 4), value=1)", "scale"),
+        ("per_token_cast_e5m6", "(code & 1) + (bits & 0x1FFFF) > 0x10000", "(bits & 0x1FFFF) >= 0x10000", "out"),
+        ("per_token_cast_e5m6", "clamp(min=1e-4)", "clamp(min=1e-10)", "scale"),
         ("per_token_cast_fp4", "size > bound", "size >= bound", "out"),
         ("per_token_cast_fp4", "SMALLEST = 6 * 2.0**-126", "SMALLEST = 1e-4", "scale"),
         ("per_token_cast_fp4", "scale = round_up_to_power_of_two(scale)", "pass", "scale"),
@@ -68,7 +70,7 @@ def test_another_formulation_and_stock_code_give_the_same_bytes_for_every_bfloat
 )
 def test_mistakes_of_rounding_of_floors_and_of_unused_bytes_are_refused(name, find, replace, output, catalog: Catalog):
     definition = catalog.definition(name)
-    ties = torch.arange(64 * 128).view(64, 128).remainder(97).sub(48).to(torch.bfloat16)
+    ties = torch.arange(64 * 128).view(64, 128).remainder(511).sub(255).to(torch.bfloat16)
     ties[3] = 0  # a row of zeros: the floor
     inputs = given(definition, ties)
     source = definition.reference.replace(find, replace)
@@ -89,7 +91,20 @@ def dequantised_fp4(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return values.double() * scales.repeat_interleave(32, dim=1)[:, : codes.shape[1]]
 
 
-@pytest.mark.parametrize(("name", "dequantise"), [(CASTS[0], dequantised_ue8m0), (CASTS[1], dequantised_fp4)])
+def dequantised_e5m6(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    words = packed.contiguous().view(torch.int32).long().view(packed.shape[0], -1, 3) & 0xFFFFFFFF
+    string = [
+        (words[..., 0] << 16) + (words[..., 1] >> 16),
+        ((words[..., 1] & 0xFFFF) << 32) + words[..., 2],
+    ]  # 48 bits each
+    codes = torch.stack([half >> place & 0xFFF for half in string for place in (36, 24, 12, 0)], dim=-1).flatten(1)
+    return (codes << 4).to(torch.int16).view(torch.float16).double() * scales
+
+
+DEQUANTISED = list(zip(CASTS, (dequantised_ue8m0, dequantised_fp4, dequantised_e5m6), strict=True))
+
+
+@pytest.mark.parametrize(("name", "dequantise"), DEQUANTISED)
 def test_casting_what_was_cast_changes_no_value_and_errors_have_no_sign(name, dequantise, catalog: Catalog):
     definition = catalog.definition(name)
     x = torch.randn(64, 576, generator=torch.Generator().manual_seed(2))
@@ -111,8 +126,20 @@ def test_fp4_rounds_ties_to_even_saturates_and_keeps_the_sign_of_zero(catalog: C
 
 def test_the_largest_bfloat16_saturates_no_scale(catalog: Catalog):
     largest = torch.full((1, 128), torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16)
-    for name, dequantise in zip(CASTS, (dequantised_ue8m0, dequantised_fp4), strict=True):
+    for name, dequantise in DEQUANTISED:
         definition = catalog.definition(name)
         found = dequantise(*run_reference(definition, given(definition, largest)).values())
         assert torch.isfinite(found).all()
         torch.testing.assert_close(found, largest.double(), rtol=0.3, atol=0)
+
+
+def test_small_codes_of_twelve_bits_round_by_the_bits_that_were_cut_off_whatever_they_are_worth(catalog: Catalog):
+    definition = catalog.definition("per_token_cast_e5m6")
+    row = torch.tensor(
+        [[65024.0, 2.0**-20, 2.0**-14 * 63 / 64, 2.0**-14, 2.0**-20 * 1.015, 2.0**-30, -(2.0**-15), 0.0]]
+    )
+    packed, scale = run_reference(definition, given(definition, row)).values()
+    assert scale.tolist() == [[1.0]]
+    found = dequantised_e5m6(packed, scale)[0].tolist()
+    # 2^-20 * 1.015 is nearest to 2^-20, and yet goes up: its last 17 bits exceed half of what they count up to.
+    assert found == [65024.0, 2.0**-20, 2.0**-14 * 63 / 64, 2.0**-14, 2.0**-19, 0.0, -(2.0**-15), 0.0]

@@ -10,7 +10,7 @@ import torch
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Definition, Workload
-from tilegym_db.verify.comparison import check_lifted, check_outputs
+from tilegym_db.verify.comparison import base_errors, check_lifted, check_outputs
 from tilegym_db.verify.ranking import followed
 from tilegym_db.verify.reference import Lifted, oracle, run_reference
 from tilegym_db.verify.torch_dtypes import storage_dtype
@@ -27,7 +27,7 @@ CORE = {
 PLANNED = {
     "topk_gate", "topk_softmax", "topk_then_softmax", "topk_softmax_groups", "topk_sigmoid_bias_groups",
     "per_token_cast", "per_block_cast", "per_channel_cast", "batched_transpose", "engram_gate_fwd", "mhc_sinkhorn",
-    "per_token_cast_ue8m0", "per_token_cast_fp4", "softmax_backward", "moe_experts",
+    "per_token_cast_ue8m0", "per_token_cast_fp4", "per_token_cast_e5m6", "softmax_backward", "moe_experts",
 }  # fmt: skip
 
 BY_LIBRARIES = {"attention_prefill", "attention_decode"}  # by libraries first, and in Triton; not in every language
@@ -77,12 +77,12 @@ def test_reference_gives_the_declared_shapes_and_dtypes(tiny: Tiny, drawn: Draw)
 
 def test_independent_formulation_agrees_in_the_dtype(tiny: Tiny, drawn: Draw) -> None:
     definition, workload = tiny
-    inputs = drawn(definition, workload)
+    inputs, dtypes = drawn(definition, workload), definition.bind_dtypes(workload.dtypes)
     truth = oracle(definition, inputs)
+    e_base = base_errors(definition, dtypes, run_reference(definition, inputs), truth)
     assert definition.self_test is not None
-    outputs = run_reference(definition, inputs, source=definition.self_test.independent)
-    dtypes, e_base = definition.bind_dtypes(workload.dtypes), dict.fromkeys(outputs, 0.0)
-    for verdict in check_outputs(definition, dtypes, inputs, truth, outputs, e_base).values():
+    found = run_reference(definition, inputs, source=definition.self_test.independent)
+    for verdict in check_outputs(definition, dtypes, inputs, truth, found, e_base).values():
         assert verdict.passed, verdict.reason
 
 

@@ -11,7 +11,7 @@ from tilegym_db.errors import UsageError
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
 from tilegym_db.records.binding import TensorInfo, bind_arguments, bind_call, is_code_selecting, solve_axes
-from tilegym_db.records.layouts import contiguous_strides, layout_strides
+from tilegym_db.records.layouts import contiguous_strides
 
 
 def define(inputs: dict[str, Any], outputs: dict[str, Any], axes: str = "M N", **changes: Any) -> Definition:
@@ -137,7 +137,7 @@ def test_the_arguments_of_every_shipped_workload_bind_back_to_it() -> None:
         arguments: dict[str, Any] = dict(workload.scalars())
         for name in (*definition.tensor_inputs, *definition.written_outputs):
             shape = definition.shape_of(name, axes)
-            strides = layout_strides(workload.layouts.get(name, "contiguous"), shape, axes)
+            strides = definition.strides_of(name, axes, workload.layouts.get(name))
             arguments[name] = TensorInfo(shape, strides, definition.dtype_of(name, dtypes))
         binding = bind_arguments(definition, arguments)
         assert (binding.axes, binding.dtypes, binding.scalars) == (axes, dtypes, workload.scalars())

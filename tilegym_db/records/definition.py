@@ -11,14 +11,8 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from tilegym_db.errors import RecordError
-from tilegym_db.records.base import (
-    NAME_PATTERN,
-    Record,
-    SeveralProblems,
-    canonical_json,
-    length_prefixed_digest,
-    problems_of,
-)
+from tilegym_db.records.base import NAME_PATTERN, Record, SeveralProblems, canonical_json, problems_of
+from tilegym_db.records.base import length_prefixed_digest as digest_of
 from tilegym_db.records.definition_parts import (
     Axis,
     Cost,
@@ -198,7 +192,7 @@ class Definition(Record):
             for item in content.get(group, {}).values():
                 item.pop("description", None)
         ordered = {**content, "inputs": list(content["inputs"].items()), "outputs": list(content["outputs"].items())}
-        return length_prefixed_digest([canonical_json(ordered).encode()])
+        return digest_of([canonical_json(ordered).encode()])
 
     @property
     def is_open(self) -> bool:
