@@ -7,7 +7,7 @@ import pytest
 from tilegym_db.errors import RecordError, UsageError
 from tilegym_db.records import Definition
 from tilegym_db.scaffold import draft_definition, read_definition_file
-from tilegym_db.scaffold.definition import open_places
+from tilegym_db.scaffold.definition_draft import open_places
 from tilegym_db.scaffold.tensors import parse_tensors
 
 SIGNATURES = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from full_run import CHOSEN, select
 
-from tilegym_db.backends.jobs import CompileJob, CompileResult
+from tilegym_db.backends.compile_jobs import CompileJob, CompileResult
 from tilegym_db.bench.benchmark import benchmark
 from tilegym_db.catalog import Catalog
 from tilegym_db.cli.compile import compile_catalog

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tilegym_db.store.journal import Journal
-from tilegym_db.store.queries.report import change_rows, model_rows, open_rows
+from tilegym_db.store.queries.report_rows import change_rows, model_rows, open_rows
 
 
 def kinds(rows: list[dict[str, Any]]) -> dict[str, list[str]]:

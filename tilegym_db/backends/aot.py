@@ -12,8 +12,8 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 
+from tilegym_db.backends.compile_jobs import DEFAULT_TIMEOUT_S, Artifact, CompileJob, CompileResult, CompileStatus
 from tilegym_db.backends.compiler_process import CompilerProcess
-from tilegym_db.backends.jobs import DEFAULT_TIMEOUT_S, Artifact, CompileJob, CompileResult, CompileStatus
 from tilegym_db.backends.toolchains import TOOLCHAINS, toolchain_status
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.records import Definition, Workload

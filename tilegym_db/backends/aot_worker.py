@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, TextIO, cast
 
-from tilegym_db.backends.jobs import CompileJob, CompileResult, CompileStatus
+from tilegym_db.backends.compile_jobs import CompileJob, CompileResult, CompileStatus
 from tilegym_db.backends.load import clipped_traceback, load_entry, unload_entry
 from tilegym_db.backends.toolchains import prepare_environment
 from tilegym_db.errors import SolutionError, ToolchainError
@@ -64,8 +64,8 @@ def compile_job(job: CompileJob, interception: Interception) -> CompileResult:
         SolutionError: the source does not import, or launches nothing.
         Exception: whatever the compiler, or ``run`` itself, raises.
     """
+    from tilegym_db.backends.absent_device import pretend_device
     from tilegym_db.backends.arguments import call_arguments
-    from tilegym_db.backends.devices import pretend_device
 
     arguments = call_arguments(job.definition, job.workload)
     start = time.perf_counter()

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tilegym_db.backends.jobs import CompileJob, CompileResult
+from tilegym_db.backends.compile_jobs import CompileJob, CompileResult
 from tilegym_db.backends.toolchains import TOOLCHAINS
 from tilegym_db.records.trace import clip_log
 

@@ -20,8 +20,8 @@ import cuda.tile as ct
 import torch
 from cuda.tile.compilation import CallingConvention, KernelSignature, export_kernel
 
-from tilegym_db.backends.devices import check_grid
-from tilegym_db.backends.jobs import Artifact
+from tilegym_db.backends.absent_device import check_grid
+from tilegym_db.backends.compile_jobs import Artifact
 from tilegym_db.backends.recorder import Recorder
 from tilegym_db.backends.toolchains import TOOLCHAINS
 from tilegym_db.errors import SolutionError

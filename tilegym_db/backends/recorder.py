@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tilegym_db.backends.jobs import Artifact
+from tilegym_db.backends.compile_jobs import Artifact
 
 __all__ = ["Recorder"]
 

@@ -21,8 +21,8 @@ import tilelang.language as T
 import torch
 from tilelang.jit.kernel import JITKernel
 
-from tilegym_db.backends.devices import check_shared_memory
-from tilegym_db.backends.jobs import Artifact
+from tilegym_db.backends.absent_device import check_shared_memory
+from tilegym_db.backends.compile_jobs import Artifact
 from tilegym_db.backends.recorder import Recorder
 from tilegym_db.backends.toolchains import TOOLCHAINS
 from tilegym_db.errors import SolutionError

@@ -29,7 +29,7 @@ def command(
     from tilegym_db.catalog import Catalog
     from tilegym_db.cli.add_workload import read_workloads
     from tilegym_db.scaffold import read_definition_file
-    from tilegym_db.scaffold.definition import WORKLOADS_FILE
+    from tilegym_db.scaffold.definition_draft import WORKLOADS_FILE
 
     record = Catalog.default().with_forward(read_definition_file(file), file)
     if importlib.util.find_spec("torch") is None:

@@ -124,7 +124,7 @@ def from_file(
     from tilegym_db.errors import UsageError
     from tilegym_db.files import read_bytes
     from tilegym_db.records import Solution
-    from tilegym_db.scaffold.solution import DEPENDENCIES
+    from tilegym_db.scaffold.solution_draft import DEPENDENCIES
 
     if file.suffix != ".py":
         raise UsageError(f"{file}: give a .py file that defines run(), or a folder with solution.json.")

@@ -21,8 +21,7 @@ def command(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Definitions with their solutions, single solutions, or drafts of definitions (a folder or a .json file); "
-            "none means all."
+            help="Definitions, solutions, or drafts of definitions (a folder or a .json file); none means all."
         ),
     ] = None,
     update_lock: Annotated[bool, typer.Option(help="Add new versions to definitions.lock.json first.")] = False,
@@ -60,16 +59,20 @@ def command(
     if as_json:
         typer.echo(json.dumps(findings))
     else:
-        kind = "records" if catalog.solution_paths.keys() & {*added} else "definitions"
-        print_findings(findings, f"{len(names or catalog.definitions)} {kind}")
+        print_findings(findings, counted(catalog, names or (), added))
         if names and not findings:
             after = [f"tilegym-db add-definition {path}" for path in drafts]
             note(f"Next: {'; '.join([*after, *(f'tilegym-db bench {name}' for name in added)])}")
-    others = len(catalog.broken()) - len(catalog.broken(added))
-    if others and added:
+    if added and (others := len(catalog.broken()) - len(catalog.broken(added))):
         note(f"{others} broken records are about something else. To list them: tilegym-db check")
     if findings:
         raise typer.Exit(1)
+
+
+def counted(catalog: Catalog, names: Sequence[str], added: Sequence[str]) -> str:
+    """How many were checked, and of what kind."""
+    kind = "records" if catalog.solution_paths.keys() & {*added} else "definitions"
+    return f"{len(names or catalog.definitions)} {kind}"
 
 
 def print_findings(findings: Sequence[str], checked: str) -> None:
@@ -141,7 +144,7 @@ def check_draft(path: Path, catalog: Catalog) -> list[str]:
     """
     from tilegym_db.errors import RecordError
     from tilegym_db.scaffold import read_definition_file
-    from tilegym_db.scaffold.definition import WORKLOADS_FILE, open_places
+    from tilegym_db.scaffold.definition_draft import WORKLOADS_FILE, open_places
     from tilegym_db.verify.admission import run_reference_once, run_self_test
     from tilegym_db.verify.self_test import tiny_workloads
 

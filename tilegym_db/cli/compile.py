@@ -14,7 +14,7 @@ from tilegym_db.cli.output import note, print_json, print_table
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tilegym_db.backends.jobs import CompileJob, CompileResult
+    from tilegym_db.backends.compile_jobs import CompileJob, CompileResult
     from tilegym_db.catalog import Catalog, SolutionFiles
     from tilegym_db.records import Definition, Workload
 
@@ -71,7 +71,7 @@ def compile_catalog(
 
 def scan_refusals(jobs: Sequence[CompileJob]) -> dict[str, CompileResult]:
     """Solution -> why it is not built, for each one that the static scan refuses: a build runs its code."""
-    from tilegym_db.backends.jobs import CompileResult
+    from tilegym_db.backends.compile_jobs import CompileResult
     from tilegym_db.verify.scan import hard_findings, scan_sources
 
     refused = {}
@@ -105,7 +105,7 @@ def select_jobs(
         NotFoundError: a name is neither a Definition nor a Solution.
         UsageError: unknown language, or nothing is left to compile; says why.
     """
-    from tilegym_db.backends.jobs import CompileJob
+    from tilegym_db.backends.compile_jobs import CompileJob
     from tilegym_db.cli.add_solution import normalise_language
     from tilegym_db.errors import UsageError
     from tilegym_db.records import TILE_LANGUAGES

@@ -36,7 +36,7 @@ def command(
 
     refuse_absent_gpu(gpu)
     from tilegym_db.bench.reproduce import reproduce
-    from tilegym_db.loop.candidates import with_candidates
+    from tilegym_db.loop.submission_catalog import with_candidates
 
     result = reproduce(
         name,

@@ -17,7 +17,7 @@ from tilegym_db.records import Definition, axes_key
 from tilegym_db.records.hardware import CPU, GPU_SLUGS
 from tilegym_db.records.loop import Attempt, Pattern, Task, TaskWorkload
 from tilegym_db.records.signature import called_with
-from tilegym_db.scaffold.solution import DEPENDENCIES
+from tilegym_db.scaffold.solution_draft import DEPENDENCIES
 from tilegym_db.store.loop_journals import journaled, latest
 from tilegym_db.store.pattern_pages import read_patterns
 from tilegym_db.verify.scan.tables import RULES

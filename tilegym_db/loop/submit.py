@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tilegym_db.backends.aot import compile_many
-from tilegym_db.backends.jobs import CompileJob
+from tilegym_db.backends.compile_jobs import CompileJob
 from tilegym_db.bench.benchmark import benchmark, promote
 from tilegym_db.bench.machine import select_machine
 from tilegym_db.bench.promotions import record_promotions
@@ -21,9 +21,9 @@ from tilegym_db.bench.run_setup import Observer
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import HardwareError, ToolchainError
 from tilegym_db.files import hold_lock
-from tilegym_db.loop.candidates import candidate_name, enter, leave, with_candidates
 from tilegym_db.loop.received import AttemptRefusal, folder_digest, receive, scan_refusal
-from tilegym_db.loop.verdicts import compile_refusal, promotion_refusal, screen_refusal, unmeasured
+from tilegym_db.loop.submission_catalog import candidate_name, enter, leave, with_candidates
+from tilegym_db.loop.submission_verdicts import compile_refusal, promotion_refusal, screen_refusal, unmeasured
 from tilegym_db.paths import home as default_home
 from tilegym_db.records import TILE_LANGUAGES, Definition, Trace
 from tilegym_db.records.hardware import GPU_SLUGS, TARGETS, parse_gpu, same_gpu

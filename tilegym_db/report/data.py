@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition
-from tilegym_db.store.queries import report as queries
+from tilegym_db.store.queries import report_rows as queries
 
 if TYPE_CHECKING:
     from tilegym_db.catalog import Catalog

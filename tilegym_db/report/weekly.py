@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from tilegym_db.store.queries import leaderboard_rows
-from tilegym_db.store.queries import report as queries
+from tilegym_db.store.queries import report_rows as queries
 
 if TYPE_CHECKING:
     from tilegym_db.store.database import Store

@@ -1,8 +1,8 @@
 """Files to start from: a draft of a Definition, a Solution for one, and Workloads from a model's config."""
 
-from tilegym_db.scaffold.definition import draft_definition, is_draft, read_definition_file
+from tilegym_db.scaffold.definition_draft import draft_definition, is_draft, read_definition_file
 from tilegym_db.scaffold.model_config import MappedWorkloads, workloads_from_config
-from tilegym_db.scaffold.solution import draft_solution, stock_solution_files
+from tilegym_db.scaffold.solution_draft import draft_solution, stock_solution_files
 
 __all__ = [
     "MappedWorkloads",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tilegym_db.backends.jobs import CompileResult
+from tilegym_db.backends.compile_jobs import CompileResult
 from tilegym_db.backends.toolchains import toolchain_status
 from tilegym_db.bench.tune.candidates import ConfigCandidate
 from tilegym_db.bench.tune.compile_ahead import CompileAhead, refusal

@@ -19,7 +19,7 @@ from tilegym_db.errors import RecordError
 from tilegym_db.files import write_atomically
 from tilegym_db.integrations.interchange import sol_execbench
 from tilegym_db.integrations.interchange.adapt import Adapted, adapted_definition, adapted_solution
-from tilegym_db.integrations.interchange.contents import draw_contents
+from tilegym_db.integrations.interchange.foreign_inputs import draw_contents
 from tilegym_db.integrations.interchange.foreign_rules import ForeignRule, rule_for
 from tilegym_db.integrations.interchange.sandboxed import Confined, expected_by_reference, prepare_solution
 from tilegym_db.integrations.interchange.tensor_constraints import Unknown, holds

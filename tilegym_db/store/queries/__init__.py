@@ -1,31 +1,42 @@
 """The questions that the package asks of the store: one named text and one function each, with bound parameters.
 
 Each module holds those of one subject. They ask about the views of ``views.sql``; the SQL that makes and fills the tables is in
-``statements``.
+``statements``. Each loads on first use.
 """
 
 from __future__ import annotations
 
-from tilegym_db.store.queries.measured import (
-    Promotable,
-    done_keys,
-    failed_screen,
-    likely_fastest_of,
-    promotable,
-    read_peaks,
-    solutions_of_run,
-    tuned_configs,
-)
-from tilegym_db.store.queries.publishing import (
-    kept_back,
-    provided,
-    publishable_rows,
-    publishable_steps,
-    revoking_rows,
-    verified_rows,
-)
-from tilegym_db.store.queries.ranking import best_rows, count_unverified, leaderboard_rows, measured_gpus, traced_gpus
-from tilegym_db.store.queries.traces import count_traces, definition_by_digest, find_traces, read_traces, traces_of
+from typing import TYPE_CHECKING
+
+from tilegym_db.lazy import loader
+
+if TYPE_CHECKING:
+    from tilegym_db.store.queries.measured import (
+        Promotable,
+        done_keys,
+        failed_screen,
+        likely_fastest_of,
+        promotable,
+        read_peaks,
+        solutions_of_run,
+        tuned_configs,
+    )
+    from tilegym_db.store.queries.publishing import (
+        kept_back,
+        provided,
+        publishable_rows,
+        publishable_steps,
+        revoking_rows,
+        verified_rows,
+    )
+    from tilegym_db.store.queries.ranking import (
+        best_rows,
+        count_unverified,
+        leaderboard_rows,
+        measured_gpus,
+        traced_gpus,
+    )
+    from tilegym_db.store.queries.traces import count_traces, definition_by_digest, find_traces, read_traces, traces_of
 
 __all__ = [
     "Promotable",
@@ -53,3 +64,22 @@ __all__ = [
     "tuned_configs",
     "verified_rows",
 ]
+
+_SUBJECTS = {
+    "measured": (
+        "Promotable",
+        "done_keys",
+        "failed_screen",
+        "likely_fastest_of",
+        "promotable",
+        "read_peaks",
+        "solutions_of_run",
+        "tuned_configs",
+    ),
+    "publishing": ("kept_back", "provided", "publishable_rows", "publishable_steps", "revoking_rows", "verified_rows"),
+    "ranking": ("best_rows", "count_unverified", "leaderboard_rows", "measured_gpus", "traced_gpus"),
+    "traces": ("count_traces", "definition_by_digest", "find_traces", "read_traces", "traces_of"),
+}
+__getattr__ = loader(
+    __name__, {name: f"{__name__}.{subject}" for subject, names in _SUBJECTS.items() for name in names}
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from tilegym_db.backends.jobs import CompileResult
+from tilegym_db.backends.compile_jobs import CompileResult
 from tilegym_db.bench.promotions import BASELINES
 from tilegym_db.loop.received import AttemptRefusal
 from tilegym_db.records import Trace
