@@ -66,6 +66,32 @@ def test_without_tensor_parallel_ranks_ids_stay_as_they_are(run: Run) -> None:
     assert run("mask_indices_by_tp", ids, 72, 8, 0, 1)["out"].tolist() == ids.tolist()
 
 
+@pytest.mark.parametrize("contents", ["all to one", "none at all", "one of each"])
+def test_counts_of_skewed_ids(contents: str, run: Run) -> None:
+    one_each = torch.arange(-2, 262).reshape(-1, 8)
+    ids = {"all to one": torch.full((64, 8), 255), "none at all": torch.full((64, 8), -1), "one of each": one_each}[
+        contents
+    ]
+    want = {"all to one": [0] * 255 + [512], "none at all": [0] * 256, "one of each": [1] * 256}[contents]
+    assert run("group_count", ids)["counts"].tolist() == want
+    found = run("aux_fi", ids, 8)["frequency"]
+    assert found.tolist() == [torch.tensor(count * 256.0).div(len(ids) * 8).item() for count in want]
+
+
+def test_slots_of_an_expert_keep_the_order_of_its_ids_and_ids_of_none_come_last(run: Run) -> None:
+    found = run("moe_offsets", torch.tensor([[3, 255, -1], [3, 0, 256], [300, 3, 0]]))
+    assert found["perm"].tolist() == [4, 8, 0, 3, 7, 1, 2, 5, 6]
+    assert found["inverse"].tolist() == [2, 5, 6, 3, 0, 7, 8, 4, 1]
+    assert found["offs"].tolist() == [2, 2, 2, *[5] * 252, 6]
+
+
+@pytest.mark.parametrize("expert", [0, 255, -1, 256])
+def test_slots_are_in_order_where_one_expert_or_none_takes_all(expert: int, run: Run) -> None:
+    found = run("moe_offsets", torch.full((64, 8), expert))
+    assert found["perm"].tolist() == found["inverse"].tolist() == list(range(512))
+    assert found["offs"].tolist() == [0 if expert in (-1, 256) or e < expert else 512 for e in range(256)]
+
+
 @pytest.mark.parametrize(
     ("row", "want"),
     [

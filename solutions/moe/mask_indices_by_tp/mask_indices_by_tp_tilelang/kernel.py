@@ -21,6 +21,7 @@ def mask_indices_by_tp_kernel(dtype, vec, threads):
         num_tp_ranks: T.int32,
     ):
         with T.Kernel(T.ceildiv(N, threads * vec), threads=threads) as block:
+            T.assume(N % vec == 0)  # run() chose vec so
             first = (block * threads + T.get_thread_binding(0)) * vec
             given = T.alloc_local((vec,), dtype)
             result = T.alloc_local((vec,), dtype)
@@ -28,7 +29,7 @@ def mask_indices_by_tp_kernel(dtype, vec, threads):
             ranks = T.cast(num_tp_ranks, dtype)
             rank = T.cast(tp_rank, dtype)
 
-            if first < N:  # run() chose vec so that it divides N
+            if first < N:
                 for v in T.vectorized(vec):
                     given[v] = ids[first + v]
                 for v in T.unroll(vec):

@@ -1,0 +1,80 @@
+"""Relative frequency of each expert: ids are compared with every group, which needs neither shared memory nor atomics."""
+
+from typing import Annotated
+
+import cuda.tile as ct
+import torch
+
+Rows = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(1,))]
+Int = ct.Constant[int]
+
+ONE_BLOCK = 8  # up to this many tiles of ids are counted in one launch
+MOST_BLOCKS = 128
+TILE_E = 64
+
+
+@ct.kernel
+def _count_part(
+    ids: ct.Array,
+    out: Rows,
+    count: int,
+    rounds: int,
+    experts: float,
+    choices: float,
+    TILE: Int,
+    TILE_GROUPS: Int,
+    FINAL: ct.Constant[bool],
+):
+    part = ct.bid(0)
+    groups = ct.bid(1) * TILE_GROUPS + ct.arange(TILE_GROUPS, dtype=ct.int32)
+    total = ct.zeros((TILE_GROUPS,), dtype=ct.int32)
+    for turn in range(rounds):
+        places = (part * rounds + turn) * TILE + ct.arange(TILE, dtype=ct.int32)
+        given = ct.gather(ids, places, mask=places < count, padding_value=-1, check_bounds=False)
+        total = total + ct.sum((given[:, None] == groups[None, :]).astype(ct.int32), axis=0)
+    if FINAL:
+        frequency = total.astype(ct.float32) * experts / choices
+        ct.scatter(out, (part, groups), frequency, mask=groups < out.shape[1], check_bounds=False)
+    else:
+        ct.scatter(out, (part, groups), total, mask=groups < out.shape[1], check_bounds=False)
+
+
+@ct.kernel
+def _sum_parts(parts: Rows, out: Rows, experts: float, choices: float, TILE_P: Int, TILE_GROUPS: Int):
+    rows = ct.arange(TILE_P, dtype=ct.int32)[:, None]
+    groups = ct.bid(0) * TILE_GROUPS + ct.arange(TILE_GROUPS, dtype=ct.int32)
+    inside = (rows < parts.shape[0]) & (groups < parts.shape[1])[None, :]
+    counts = ct.gather(parts, (rows, groups[None, :]), mask=inside, check_bounds=False)
+    total = ct.sum(counts, axis=0)
+    ct.scatter(
+        out, (0, groups), total.astype(ct.float32) * experts / choices, mask=groups < out.shape[1], check_bounds=False
+    )
+
+
+_COUNT = {warps: _count_part.replace_hints(num_worker_warps=warps) for warps in (4, 8)}
+
+
+def run(ids: torch.Tensor, num_aux_topk: int, frequency: torch.Tensor, *, TILE: int = 128, WARPS: int = 4) -> None:
+    """frequency[e] = float(count of e) * E / (M * num_aux_topk); other ids count nowhere; zeros without tokens.
+
+    ids: [M, K] int64, contiguous, fewer than 2**31; frequency: [E] float32. A block counts tiles of TILE ids
+    for 64 groups. Many ids are shared out to at most MOST_BLOCKS blocks, whose counts a second kernel adds up: two
+    launches, no atomic operation, nothing that must be zero before.
+    """
+    E = frequency.shape[0]
+    count = ids.numel()
+    tiles = -(-count // TILE)
+    flat = ids.view(-1) if count else torch.empty(1, dtype=torch.int64, device=ids.device)
+    stream = torch.cuda.current_stream()
+    columns = -(-E // TILE_E)
+    experts, choices = float(E), float(max(ids.shape[0] * num_aux_topk, 1))
+    if tiles <= ONE_BLOCK:
+        args = (flat, frequency.view(1, E), count, tiles, experts, choices, TILE, TILE_E, True)
+        ct.launch(stream, (1, columns, 1), _COUNT[WARPS], args)
+        return
+    rounds = -(-tiles // MOST_BLOCKS)
+    blocks = -(-tiles // rounds)
+    parts = torch.empty(blocks, E, dtype=torch.int32, device=ids.device)
+    args = (flat, parts, count, rounds, experts, choices, TILE, TILE_E, False)
+    ct.launch(stream, (blocks, columns, 1), _COUNT[WARPS], args)
+    ct.launch(stream, (-(-E // 16), 1, 1), _sum_parts, (parts, frequency.view(1, E), experts, choices, MOST_BLOCKS, 16))

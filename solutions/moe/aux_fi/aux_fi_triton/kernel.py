@@ -1,0 +1,73 @@
+"""Relative frequency of each expert; Triton."""
+
+import torch
+import triton
+import triton.language as tl
+
+ONE_PROGRAM = 8  # up to this many blocks of ids one program counts them all, in one launch
+MOST_PROGRAMS = 128
+
+
+@triton.jit(do_not_specialize=["count", "rounds", "experts", "choices"])
+def _count_part(
+    ids_ptr,
+    out_ptr,
+    count,
+    rounds,
+    experts,
+    choices,
+    E: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FINAL: tl.constexpr,
+):
+    part = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    total = tl.zeros([BINS], tl.int32)
+    for turn in range(rounds):
+        places = (part.to(tl.int64) * rounds + turn) * BLOCK + tl.arange(0, BLOCK)
+        ids = tl.load(ids_ptr + places, mask=places < count, other=-1)
+        known = (ids >= 0) & (ids < E)
+        total += tl.histogram(tl.where(known, ids, 0).to(tl.int32), BINS, mask=known)
+    if FINAL:
+        frequency = tl.div_rn(total.to(tl.float32) * experts, tl.zeros([BINS], tl.float32) + choices)
+        tl.store(out_ptr + bins, frequency, mask=bins < E)
+    else:
+        tl.store(out_ptr + part * E + bins, total, mask=bins < E)
+
+
+@triton.jit(do_not_specialize=["parts", "experts", "choices"])
+def _sum_parts(
+    parts_ptr, out_ptr, parts, experts, choices, E: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr
+):
+    groups = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    rows = tl.arange(0, BLOCK_P)[:, None]
+    mask = (rows < parts) & (groups < E)[None, :]
+    total = tl.sum(tl.load(parts_ptr + rows * E + groups[None, :], mask=mask, other=0), axis=0)
+    frequency = tl.div_rn(total.to(tl.float32) * experts, tl.zeros([BLOCK_E], tl.float32) + choices)
+    tl.store(out_ptr + groups, frequency, mask=groups < E)
+
+
+def run(ids: torch.Tensor, num_aux_topk: int, frequency: torch.Tensor, *, BLOCK=1024, num_warps=4):
+    """frequency[e] = float(count of e) * E / (M * num_aux_topk); other ids count nowhere; zeros without tokens.
+
+    Shapes: ids [M, K] int64, contiguous; frequency [E] float32.
+    Mapping: few ids are counted by one program in its shared memory. Many are shared out to at most MOST_PROGRAMS programs,
+    whose counts a second kernel adds up: two launches, no atomic operation on global memory, nothing that must be zero
+    before.
+    """
+    E = frequency.shape[0]
+    count = ids.numel()
+    blocks = (count + BLOCK - 1) // BLOCK
+    bins = 1 << (E - 1).bit_length()
+    experts, choices = float(E), float(max(ids.shape[0] * num_aux_topk, 1))
+    if blocks <= ONE_PROGRAM:
+        _count_part[(1,)](ids, frequency, count, blocks, experts, choices, E, bins, BLOCK, True, num_warps=num_warps)
+        return
+    programs = min(blocks, MOST_PROGRAMS)
+    rounds = (blocks + programs - 1) // programs
+    programs = (blocks + rounds - 1) // rounds
+    parts = torch.empty(programs, E, dtype=torch.int32, device=ids.device)
+    _count_part[(programs,)](ids, parts, count, rounds, experts, choices, E, bins, BLOCK, False, num_warps=num_warps)
+    grid = ((E + 15) // 16,)
+    _sum_parts[grid](parts, frequency, programs, experts, choices, E, MOST_PROGRAMS, 16, num_warps=4)
