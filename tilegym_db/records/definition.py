@@ -192,7 +192,7 @@ class Definition(Record):
 
     @property
     def is_open(self) -> bool:
-        """True while the operator has a reference and workloads but no kernels yet (tag ``status:open``)."""
+        """True while the operator has no verified kernel yet (tag ``status:open``)."""
         return "status:open" in self.tags
 
     @property
