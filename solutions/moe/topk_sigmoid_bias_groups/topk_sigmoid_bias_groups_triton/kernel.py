@@ -101,7 +101,7 @@ def run(
     block_s = 1 << (E // groups - 1).bit_length()
     block_k = 1 << (top_k - 1).bit_length()
     columns = block_g * block_s
-    rows = BLOCK_M or (1 if M <= 64 else max(1, 1024 // columns))
+    rows = BLOCK_M or (1 if M <= 16 else max(1, 1024 // columns))
     warps = num_warps or max(1, min(8, rows * columns // 256))
     _choose[((M + rows - 1) // rows,)](
         logits, bias, weights, ids, logits.stride(0), weights.stride(0), ids.stride(0), scale, M, E, top_k, groups,

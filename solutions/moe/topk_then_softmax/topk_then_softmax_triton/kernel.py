@@ -53,7 +53,7 @@ def _launch(logits, top_k, over_chosen, weights, ids, block_m, num_warps):
         return
     block_e = 1 << (E - 1).bit_length()  # next power of two; triton.next_power_of_2 costs microseconds a call
     block_k = 1 << (top_k - 1).bit_length()
-    rows = block_m or (1 if M <= 64 else max(1, 1024 // block_e))
+    rows = block_m or (1 if M <= 16 else max(1, 1024 // block_e))
     warps = num_warps or max(1, min(8, rows * block_e // 256))
     _choose[((M + rows - 1) // rows,)](
         logits, weights, ids, logits.stride(0), weights.stride(0), ids.stride(0), M, E, top_k, over_chosen, rows,
