@@ -15,6 +15,7 @@ from tilegym_db.records import Definition
 from tilegym_db.verify.comparison import base_errors, check_outputs
 from tilegym_db.verify.ranking import followed
 from tilegym_db.verify.reference import oracle, run_reference
+from tilegym_db.verify.shapes import fuzz_cases, sibling_of
 
 CATALOG = Catalog((shipped_root(),))
 GROUPS = CATALOG.definition("topk_sigmoid_bias_groups")
@@ -156,3 +157,14 @@ def test_a_function_that_does_not_rank_a_row_for_each_row_of_indices_is_named(fi
     )
     with pytest.raises(RecordError, match=message):
         check_outputs(changed, {"T": "float32"}, inputs, truth, truth, dict.fromkeys(truth, 0.0))
+
+
+def test_fuzz_cases_vary_a_size_that_a_scalar_states_and_the_scalar_follows():
+    stock = CATALOG.solution("topk_sigmoid_bias_groups_stock").record
+    workload = next(item for item in CATALOG.workloads_for(GROUPS.name) if "tiny" in item.tags)
+    cases = fuzz_cases(GROUPS, stock, [workload.axes], {}, workload.scalars(), count=20, seed=3)
+    cases += [sibling_of(GROUPS, case, number, workload.scalars()) for number, case in enumerate(cases)]
+    assert len({case.axes["K"] for case in cases}) > 5
+    for case in cases:
+        sizes = {scalar: case.axes[axis] for scalar, axis in GROUPS.size_scalars.items()}
+        assert {name: case.scalars[name] for name in sizes} == sizes
