@@ -11,6 +11,7 @@ renaming, when ``python -m tilegym_db.backends.compile_cache FOLDER`` has made t
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import importlib
@@ -23,11 +24,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import platformdirs
-from filelock import FileLock
 
 from tilegym_db.scratch import scratch_folder
 
@@ -86,7 +87,7 @@ def use_compile_cache(folder: Path, private: Path) -> None:
         private: for everything else that inductor writes; nobody else needs to read it.
     """
     if not folder.is_dir():
-        with FileLock(f"{folder}.lock", timeout=BUILD_TIMEOUT_S):  # several harnesses of a host begin at once
+        with _one_at_a_time(folder.parent):  # several harnesses of a host begin at once
             if not folder.is_dir():
                 _make(folder)
     headers = folder / _HEADERS
@@ -148,6 +149,18 @@ def _normalise(x: torch.Tensor) -> torch.Tensor:
     """Something with a reduction, a product and two dtypes in it, as most operators have."""
     wide = x.float()
     return (wide * wide.pow(2).mean(-1, keepdim=True).rsqrt()).to(x.dtype)
+
+
+@contextlib.contextmanager
+def _one_at_a_time(parent: Path) -> Iterator[None]:
+    """Hold the folder itself, so that no file of a lock is left; where its file system has no locks, several make the same."""
+    held = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
 
 
 # -- making it ---------------------------------------------------------------------------------------------------------------

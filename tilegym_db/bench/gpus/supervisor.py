@@ -2,7 +2,7 @@
 
 It is the harness of its device: it draws inputs, keeps oracle and clock, and has its own fork server and workers, through the
 executor that a run without ``--gpus`` uses. Its arguments are the processors that it may use and the slug of the GPU that it must
-find. It ends when the socket does.
+find. It ends when the socket does. What imports PyTorch is imported in functions, after the fork server was started.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tilegym_db.bench.gpus.messages import Failed, Ready
+from tilegym_db.records.hardware import CPU
 
 __all__ = ["main"]
 
@@ -56,12 +56,27 @@ def _listen(connection: Connection, orders: queue.SimpleQueue[Any]) -> None:
 
 
 def _serve(connection: Connection, orders: queue.SimpleQueue[Any], began: float) -> None:
-    from tilegym_db.bench.gpus.jobs import DeviceJobs
+    from tilegym_db.verify.worker.process import prepare_workers
 
-    jobs = DeviceJobs.open(sys.argv[2], connection.send)
+    gpu = sys.argv[2]
+    device = CPU if gpu == CPU else "cuda:0"
+    prepare_workers(device)  # the fork server imports PyTorch while this process does
+    from tilegym_db.bench.gpus.jobs import DeviceJobs
+    from tilegym_db.bench.gpus.messages import Ready
+
+    jobs = DeviceJobs.open(gpu, connection.send)
+    threading.Thread(target=_find_sandbox, args=(device,), daemon=True).start()
     connection.send(Ready(time.monotonic() - began))
     while True:
         jobs.carry_out(orders.get())
+
+
+def _find_sandbox(device: str) -> None:
+    """Find out how workers can be confined, which takes the start of a worker or two, while there is no order yet."""
+    from tilegym_db.verify.worker.process import WorkerDied, WorkerTimeout, best_level
+
+    with contextlib.suppress(WorkerDied, WorkerTimeout):  # whoever needs a worker meets it again, and says so
+        best_level(device)
 
 
 @contextlib.contextmanager
@@ -72,12 +87,18 @@ def _telling_failures(connection: Connection) -> Iterator[None]:
     try:
         yield
     except HardwareError as error:
-        connection.send(Failed(str(error), is_device=True))
+        _tell_failure(connection, str(error), is_device=True)
     except BrokenPipeError:
         raise
     except Exception as error:
         traceback.print_exc()
-        connection.send(Failed(f"{type(error).__name__}: {error}", is_device=False))
+        _tell_failure(connection, f"{type(error).__name__}: {error}", is_device=False)
+
+
+def _tell_failure(connection: Connection, reason: str, *, is_device: bool) -> None:
+    from tilegym_db.bench.gpus.messages import Failed
+
+    connection.send(Failed(reason, is_device))
 
 
 if __name__ == "__main__":
