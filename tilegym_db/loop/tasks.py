@@ -64,8 +64,7 @@ def create_task(
     _check_request(language, min_speedup)
     operator = catalog.definition(definition)
     with open_store(home, read_only=True, catalog=catalog) as store:
-        slug = _slug(gpu, store)
-        chosen = _workloads(catalog, operator, slug, workload)
+        chosen = _workloads(catalog, operator, slug := _slug(gpu, store), workload)
         content: dict[str, object] = {
             "definition": operator.name,
             "definition_version": operator.version,

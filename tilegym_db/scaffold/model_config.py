@@ -157,8 +157,7 @@ def workloads_from_config(
             sizes[name], mapped[name] = axes[name], "given"
         else:
             _map_axis(definition, name, config, batch, found)
-    given = scalars_with_axes(definition, scalars or {}, sizes)
-    values = _map_scalars(definition, config, given, mapped, unmapped)
+    values = _map_scalars(definition, config, scalars_with_axes(definition, scalars or {}, sizes), mapped, unmapped)
     if unmapped:
         return MappedWorkloads((), mapped, unmapped)
     dtypes = _dtypes(definition, config, mapped)

@@ -147,10 +147,8 @@ def _returns_all(definition: Definition) -> bool:
 
 
 def _tile_kernel(definition: Definition, language: str) -> str:
-    """The template of a language: rows of the first tensor that is written, copied from the first input of its shape, or cleared."""
-    out = next(
-        iter(definition.written_outputs or definition.in_place)
-    )  # where nothing else is written: what is overwritten
+    """The template of a language: rows of the first tensor that it writes, copied from an input of its shape, or cleared."""
+    out = next(iter(definition.written_outputs or definition.in_place))
     shape = {**definition.inputs, **definition.outputs}[out].shape
     like = [
         name

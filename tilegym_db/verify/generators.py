@@ -210,13 +210,17 @@ def draw_jointly(
             f"{where}: draw returns {found or 'nothing'}; it must return {', '.join(joint.inputs)} by name."
         )
     for name, value in drawn.items():
-        declared = definition.shape_of(name, axes), wanted[name], generator.device.type
-        if not isinstance(value, torch.Tensor):
-            raise RecordError(f"{where}: draw returns a {type(value).__name__} for '{name}', not a tensor.")
-        got = tuple(value.shape), value.dtype, value.device.type
-        if got != declared:
-            raise RecordError(
-                f"{where}: draw returns '{name}' with shape {got[0]}, {got[1]} on {got[2]}; "
-                f"inputs.{name} declares {declared[0]}, {declared[1]}, and the generator is on {declared[2]}."
-            )
+        _check_drawn(where, name, value, (definition.shape_of(name, axes), wanted[name], generator.device.type))
     return {name: value.contiguous() for name, value in drawn.items()}
+
+
+def _check_drawn(where: str, name: str, value: object, declared: tuple[tuple[int, ...], torch.dtype, str]) -> None:
+    """Raise :class:`RecordError` for anything but a tensor of the declared shape, dtype and kind of device."""
+    if not isinstance(value, torch.Tensor):
+        raise RecordError(f"{where}: draw returns a {type(value).__name__} for '{name}', not a tensor.")
+    got = tuple(value.shape), value.dtype, value.device.type
+    if got != declared:
+        raise RecordError(
+            f"{where}: draw returns '{name}' with shape {got[0]}, {got[1]} on {got[2]}; "
+            f"inputs.{name} declares {declared[0]}, {declared[1]}, and the generator is on {declared[2]}."
+        )
