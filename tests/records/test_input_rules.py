@@ -87,3 +87,8 @@ def test_one_input_is_not_drawn_twice(make):
 
 def test_how_inputs_are_drawn_is_part_of_the_meaning(make):
     assert make(joint_inputs={"inputs": ["ids"], "source": DRAW}).digest != make().digest
+
+
+def test_a_record_that_went_through_a_dump_with_every_field_is_the_same(make):
+    definition = make(input_generators={"scale": {"kind": "positive"}})
+    assert type(definition).model_validate(definition.model_dump()) == definition

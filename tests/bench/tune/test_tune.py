@@ -193,6 +193,7 @@ def test_a_small_budget_tries_the_neighbours_winner_and_nothing_that_is_known_to
     assert {-1, 0}.isdisjoint(step.config.get("ROWS") for step in seen)
 
 
+@pytest.mark.alone
 def test_what_leads_on_several_workloads_is_screened_at_once_and_is_a_first_guess_before(
     make_catalog, tmp_path, monkeypatch
 ):
