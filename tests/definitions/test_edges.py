@@ -135,7 +135,7 @@ EMPTY: dict[str, Callable[[], tuple[Any, ...]]] = {
     "inplace_unique_group_indices": lambda: (torch.ones(0, 8, dtype=torch.int64),),
     "swiglu_clamp": lambda: (torch.ones(0, 10), 10.0),
     "swiglu_oai": lambda: (torch.ones(0, 10), 1.702, 7.0),
-    "group_count": lambda: (torch.ones(0, 8, dtype=torch.int64),),
+    "group_count": lambda: (torch.ones(0, 8, dtype=torch.int64), 12),
     "aux_fi": lambda: (torch.ones(0, 8, dtype=torch.int64), 8),
     "moe_offsets": lambda: (torch.ones(0, 8, dtype=torch.int64),),
     "shared_expert_add": lambda: (torch.ones(0, 5),) * 2,

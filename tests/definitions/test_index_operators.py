@@ -73,7 +73,7 @@ def test_counts_of_skewed_ids(contents: str, run: Run) -> None:
         contents
     ]
     want = {"all to one": [0] * 255 + [512], "none at all": [0] * 256, "one of each": [1] * 256}[contents]
-    assert run("group_count", ids)["counts"].tolist() == want
+    assert run("group_count", ids, 256)["counts"].tolist() == want
     found = run("aux_fi", ids, 8)["frequency"]
     assert found.tolist() == [torch.tensor(count * 256.0).div(len(ids) * 8).item() for count in want]
 
