@@ -125,7 +125,7 @@ EMPTY: dict[str, Callable[[], tuple[Any, ...]]] = {
     ),
     "softmax": lambda: (torch.ones(0, 5),),
     "gemm": lambda: (torch.ones(0, 5), torch.ones(3, 5)),
-    "topk_gate": lambda: (torch.ones(0, 9),),
+    "topk_gate": lambda: (torch.ones(0, 9), 6),
     "topk_softmax": lambda: (torch.ones(0, 9), 4, True),
     "topk_then_softmax": lambda: (torch.ones(0, 9), 4),
     "topk_softmax_groups": lambda: (torch.ones(0, 12), 4, 3, 2, 1.5),
@@ -177,7 +177,7 @@ def test_no_tokens_give_an_empty_output(definition: Definition, agree: Agree) ->
         *((name, {"B": 1, "Bc": 1, "Hq": 1, "Hkv": 1, "S": 1, "D": 5, "R": 3}) for name in ROPES),
         ("rope_neox", {"B": 4, "Bc": 2, "Hq": 1, "Hkv": 1, "S": 1, "D": 4}),
         ("rope_partial", {"B": 1, "Bc": 1, "Hq": 1, "Hkv": 1, "S": 1, "D": 4, "R": 6}),
-        ("topk_gate", {"M": 4, "E": 7}),
+        ("topk_gate", {"M": 4, "E": 7, "K": 8}),
         *((name, {"M": 4, "E": 7, "K": 8}) for name in ("topk_softmax", "topk_then_softmax")),
         ("topk_softmax_groups", {"M": 4, "E": 8, "K": 5, "G": 4, "GK": 2}),  # more than the groups that are kept have
         ("topk_sigmoid_bias_groups", {"M": 4, "E": 6, "K": 1, "G": 6, "GK": 6}),  # no two to add up
@@ -591,16 +591,23 @@ def test_product_of_integers_is_exact_and_reads_any_strides(agree: Agree) -> Non
 # -- experts, casts, transposes and the rest -------------------------------------------------------------------------------
 
 
-def test_topk_gate_prefers_the_smaller_index_of_equal_scores(agree: Agree) -> None:
+@pytest.mark.parametrize("choices", [1, 4, 6, 8, 10, 12])
+def test_topk_gate_prefers_the_smaller_index_of_equal_scores(choices: int, agree: Agree) -> None:
     scores = torch.zeros(2, 12)
     scores[1, 9], scores[1, 0] = 1.0, -INF
-    chosen = agree("topk_gate", scores)["topk_idx"]
-    assert chosen.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7], [9, 1, 2, 3, 4, 5, 6, 7]]
+    chosen = agree("topk_gate", scores, choices)["topk_idx"]
+    assert chosen.tolist() == [[*range(choices)], [9, 1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 0][:choices]]
 
 
 def test_topk_gate_of_as_many_experts_as_choices_is_their_order(agree: Agree) -> None:
     scores = torch.tensor([[-INF, 1.0, INF, -1.0, 0.5, -INF, 1e-40, 2.0], [-INF] * 8])
-    assert agree("topk_gate", scores)["topk_idx"].tolist() == [[2, 7, 1, 4, 6, 3, 0, 5], [*range(8)]]
+    assert agree("topk_gate", scores, 8)["topk_idx"].tolist() == [[2, 7, 1, 4, 6, 3, 0, 5], [*range(8)]]
+
+
+def test_topk_gate_names_no_expert_twice_where_too_few_scores_are_left(agree: Agree) -> None:
+    scores = torch.full((2, 9), -INF)
+    scores[0, 7], scores[0, 4] = 2.0, -1.0
+    assert agree("topk_gate", scores, 6)["topk_idx"].tolist() == [[7, 4, 0, 1, 2, 3], [*range(6)]]
 
 
 def test_routers_of_equal_scores_choose_any_experts_with_equal_weights(agree: Agree) -> None:
