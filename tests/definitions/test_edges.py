@@ -136,8 +136,8 @@ EMPTY: dict[str, Callable[[], tuple[Any, ...]]] = {
     "swiglu_clamp": lambda: (torch.ones(0, 10), 10.0),
     "swiglu_oai": lambda: (torch.ones(0, 10), 1.702, 7.0),
     "group_count": lambda: (torch.ones(0, 8, dtype=torch.int64), 12),
-    "aux_fi": lambda: (torch.ones(0, 8, dtype=torch.int64), 8),
-    "moe_offsets": lambda: (torch.ones(0, 8, dtype=torch.int64),),
+    "aux_fi": lambda: (torch.ones(0, 8, dtype=torch.int64), 12, 8),
+    "moe_offsets": lambda: (torch.ones(0, 8, dtype=torch.int64), 12),
     "shared_expert_add": lambda: (torch.ones(0, 5),) * 2,
     "shared_expert_gate": lambda: (torch.ones(0, 5), torch.ones(0, 5), torch.ones(1, 5), torch.ones(0, 5)),
     "attention_prefill": lambda: (torch.ones(0, 4, 3, 8), *(torch.ones(0, 2, 3, 8),) * 2, 0.5),
@@ -178,6 +178,7 @@ def test_no_tokens_give_an_empty_output(definition: Definition, agree: Agree) ->
         ("rope_neox", {"B": 4, "Bc": 2, "Hq": 1, "Hkv": 1, "S": 1, "D": 4}),
         ("rope_partial", {"B": 1, "Bc": 1, "Hq": 1, "Hkv": 1, "S": 1, "D": 4, "R": 6}),
         ("topk_gate", {"M": 4, "E": 7, "K": 8}),
+        *((name, {"M": 4, "K": 2, "E": 0}) for name in ("group_count", "aux_fi", "moe_offsets")),
         *((name, {"M": 4, "E": 7, "K": 8}) for name in ("topk_softmax", "topk_then_softmax")),
         ("topk_softmax_groups", {"M": 4, "E": 8, "K": 5, "G": 4, "GK": 2}),  # more than the groups that are kept have
         ("topk_sigmoid_bias_groups", {"M": 4, "E": 6, "K": 1, "G": 6, "GK": 6}),  # no two to add up
