@@ -125,7 +125,7 @@ EMPTY: dict[str, Callable[[], tuple[Any, ...]]] = {
     ),
     "softmax": lambda: (torch.ones(0, 5),),
     "gemm": lambda: (torch.ones(0, 5), torch.ones(3, 5)),
-    "topk_gate": lambda: (torch.ones(0, 9),),
+    "topk_gate": lambda: (torch.ones(0, 9), 6),
     "topk_softmax": lambda: (torch.ones(0, 9), 4, True),
     "topk_then_softmax": lambda: (torch.ones(0, 9), 4),
     "topk_softmax_groups": lambda: (torch.ones(0, 12), 4, 3, 2, 1.5),
@@ -135,9 +135,9 @@ EMPTY: dict[str, Callable[[], tuple[Any, ...]]] = {
     "inplace_unique_group_indices": lambda: (torch.ones(0, 8, dtype=torch.int64),),
     "swiglu_clamp": lambda: (torch.ones(0, 10), 10.0),
     "swiglu_oai": lambda: (torch.ones(0, 10), 1.702, 7.0),
-    "group_count": lambda: (torch.ones(0, 8, dtype=torch.int64),),
-    "aux_fi": lambda: (torch.ones(0, 8, dtype=torch.int64), 8),
-    "moe_offsets": lambda: (torch.ones(0, 8, dtype=torch.int64),),
+    "group_count": lambda: (torch.ones(0, 8, dtype=torch.int64), 12),
+    "aux_fi": lambda: (torch.ones(0, 8, dtype=torch.int64), 12, 8),
+    "moe_offsets": lambda: (torch.ones(0, 8, dtype=torch.int64), 12),
     "shared_expert_add": lambda: (torch.ones(0, 5),) * 2,
     "shared_expert_gate": lambda: (torch.ones(0, 5), torch.ones(0, 5), torch.ones(1, 5), torch.ones(0, 5)),
     "attention_prefill": lambda: (torch.ones(0, 4, 3, 8), *(torch.ones(0, 2, 3, 8),) * 2, 0.5),
@@ -177,7 +177,8 @@ def test_no_tokens_give_an_empty_output(definition: Definition, agree: Agree) ->
         *((name, {"B": 1, "Bc": 1, "Hq": 1, "Hkv": 1, "S": 1, "D": 5, "R": 3}) for name in ROPES),
         ("rope_neox", {"B": 4, "Bc": 2, "Hq": 1, "Hkv": 1, "S": 1, "D": 4}),
         ("rope_partial", {"B": 1, "Bc": 1, "Hq": 1, "Hkv": 1, "S": 1, "D": 4, "R": 6}),
-        ("topk_gate", {"M": 4, "E": 7}),
+        ("topk_gate", {"M": 4, "E": 7, "K": 8}),
+        *((name, {"M": 4, "K": 2, "E": 0}) for name in ("group_count", "aux_fi", "moe_offsets")),
         *((name, {"M": 4, "E": 7, "K": 8}) for name in ("topk_softmax", "topk_then_softmax")),
         ("topk_softmax_groups", {"M": 4, "E": 8, "K": 5, "G": 4, "GK": 2}),  # more than the groups that are kept have
         ("topk_sigmoid_bias_groups", {"M": 4, "E": 6, "K": 1, "G": 6, "GK": 6}),  # no two to add up
@@ -591,16 +592,23 @@ def test_product_of_integers_is_exact_and_reads_any_strides(agree: Agree) -> Non
 # -- experts, casts, transposes and the rest -------------------------------------------------------------------------------
 
 
-def test_topk_gate_prefers_the_smaller_index_of_equal_scores(agree: Agree) -> None:
+@pytest.mark.parametrize("choices", [1, 4, 6, 8, 10, 12])
+def test_topk_gate_prefers_the_smaller_index_of_equal_scores(choices: int, agree: Agree) -> None:
     scores = torch.zeros(2, 12)
     scores[1, 9], scores[1, 0] = 1.0, -INF
-    chosen = agree("topk_gate", scores)["topk_idx"]
-    assert chosen.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7], [9, 1, 2, 3, 4, 5, 6, 7]]
+    chosen = agree("topk_gate", scores, choices)["topk_idx"]
+    assert chosen.tolist() == [[*range(choices)], [9, 1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 0][:choices]]
 
 
 def test_topk_gate_of_as_many_experts_as_choices_is_their_order(agree: Agree) -> None:
     scores = torch.tensor([[-INF, 1.0, INF, -1.0, 0.5, -INF, 1e-40, 2.0], [-INF] * 8])
-    assert agree("topk_gate", scores)["topk_idx"].tolist() == [[2, 7, 1, 4, 6, 3, 0, 5], [*range(8)]]
+    assert agree("topk_gate", scores, 8)["topk_idx"].tolist() == [[2, 7, 1, 4, 6, 3, 0, 5], [*range(8)]]
+
+
+def test_topk_gate_names_no_expert_twice_where_too_few_scores_are_left(agree: Agree) -> None:
+    scores = torch.full((2, 9), -INF)
+    scores[0, 7], scores[0, 4] = 2.0, -1.0
+    assert agree("topk_gate", scores, 6)["topk_idx"].tolist() == [[7, 4, 0, 1, 2, 3], [*range(6)]]
 
 
 def test_routers_of_equal_scores_choose_any_experts_with_equal_weights(agree: Agree) -> None:

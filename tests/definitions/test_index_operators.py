@@ -66,30 +66,42 @@ def test_without_tensor_parallel_ranks_ids_stay_as_they_are(run: Run) -> None:
     assert run("mask_indices_by_tp", ids, 72, 8, 0, 1)["out"].tolist() == ids.tolist()
 
 
-@pytest.mark.parametrize("contents", ["all to one", "none at all", "one of each"])
-def test_counts_of_skewed_ids(contents: str, run: Run) -> None:
-    one_each = torch.arange(-2, 262).reshape(-1, 8)
-    ids = {"all to one": torch.full((64, 8), 255), "none at all": torch.full((64, 8), -1), "one of each": one_each}[
-        contents
-    ]
-    want = {"all to one": [0] * 255 + [512], "none at all": [0] * 256, "one of each": [1] * 256}[contents]
-    assert run("group_count", ids)["counts"].tolist() == want
-    found = run("aux_fi", ids, 8)["frequency"]
-    assert found.tolist() == [torch.tensor(count * 256.0).div(len(ids) * 8).item() for count in want]
+COUNTED = {
+    "all to one": lambda experts: torch.full((64, 8), experts - 1),
+    "none at all": lambda experts: torch.full((64, 8), -1),
+    "one of each": lambda experts: torch.arange(-2, experts + 2)[:, None],
+    "equal in their lower halves": lambda experts: torch.arange(experts)[:, None] + torch.tensor([[2**32, -(2**32)]]),
+}
 
 
-def test_slots_of_an_expert_keep_the_order_of_its_ids_and_ids_of_none_come_last(run: Run) -> None:
-    found = run("moe_offsets", torch.tensor([[3, 255, -1], [3, 0, 256], [300, 3, 0]]))
+@pytest.mark.parametrize("experts", [1, 3, 8, 160, 256, 512])
+@pytest.mark.parametrize("contents", COUNTED)
+def test_counts_of_skewed_ids(contents: str, experts: int, run: Run) -> None:
+    ids = COUNTED[contents](experts)
+    last, others = {"all to one": (512, 0), "one of each": (1, 1)}.get(contents, (0, 0))
+    want = [others] * (experts - 1) + [last]
+    assert run("group_count", ids, experts)["counts"].tolist() == want
+    found = run("aux_fi", ids, experts, 8)["frequency"]
+    assert found.tolist() == [torch.tensor(float(count * experts)).div(len(ids) * 8).item() for count in want]
+
+
+@pytest.mark.parametrize("experts", [4, 9, 256])
+def test_slots_of_an_expert_keep_the_order_of_its_ids_and_ids_of_none_come_last(experts: int, run: Run) -> None:
+    last = experts - 1
+    ids = torch.tensor([[2, last, -1], [2, 0, experts], [experts + 44, 2, 0]])
+    found = run("moe_offsets", ids, experts)
     assert found["perm"].tolist() == [4, 8, 0, 3, 7, 1, 2, 5, 6]
     assert found["inverse"].tolist() == [2, 5, 6, 3, 0, 7, 8, 4, 1]
-    assert found["offs"].tolist() == [2, 2, 2, *[5] * 252, 6]
+    assert found["offs"].tolist() == [2, 2, *[5] * (experts - 3), 6]
 
 
-@pytest.mark.parametrize("expert", [0, 255, -1, 256])
-def test_slots_are_in_order_where_one_expert_or_none_takes_all(expert: int, run: Run) -> None:
-    found = run("moe_offsets", torch.full((64, 8), expert))
+@pytest.mark.parametrize("expert", ["first", "last", "-1", "beyond", "far"])
+@pytest.mark.parametrize("experts", [1, 3, 160, 256])
+def test_slots_are_in_order_where_one_expert_or_none_takes_all(experts: int, expert: str, run: Run) -> None:
+    taken = {"first": 0, "last": experts - 1, "-1": -1, "beyond": experts, "far": 2**32}[expert]
+    found = run("moe_offsets", torch.full((64, 8), taken), experts)
     assert found["perm"].tolist() == found["inverse"].tolist() == list(range(512))
-    assert found["offs"].tolist() == [0 if expert in (-1, 256) or e < expert else 512 for e in range(256)]
+    assert found["offs"].tolist() == [512 if 0 <= taken <= e else 0 for e in range(experts)]
 
 
 @pytest.mark.parametrize(

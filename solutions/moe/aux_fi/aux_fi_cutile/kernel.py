@@ -54,14 +54,22 @@ def _sum_parts(parts: Rows, out: Rows, experts: float, choices: float, TILE_P: I
 _COUNT = {warps: _count_part.replace_hints(num_worker_warps=warps) for warps in (4, 8)}
 
 
-def run(ids: torch.Tensor, num_aux_topk: int, frequency: torch.Tensor, *, TILE: int = 128, WARPS: int = 4) -> None:
-    """frequency[e] = float(count of e) * E / (M * num_aux_topk); other ids count nowhere; zeros without tokens.
+def run(
+    ids: torch.Tensor,
+    num_experts: int,
+    num_aux_topk: int,
+    frequency: torch.Tensor,
+    *,
+    TILE: int = 128,
+    WARPS: int = 4,
+) -> None:
+    """frequency[e] = float(count of e) * E / (M * num_aux_topk), E = num_experts; other ids count nowhere; zeros without tokens.
 
     ids: [M, K] int64, contiguous, fewer than 2**31; frequency: [E] float32. A block counts tiles of TILE ids
     for 64 groups. Many ids are shared out to at most MOST_BLOCKS blocks, whose counts a second kernel adds up: two
     launches, no atomic operation, nothing that must be zero before.
     """
-    E = frequency.shape[0]
+    E = num_experts
     count = ids.numel()
     tiles = -(-count // TILE)
     flat = ids.view(-1) if count else torch.empty(1, dtype=torch.int64, device=ids.device)

@@ -72,14 +72,14 @@ def sum_parts_kernel(E, threads):
     return sum_parts
 
 
-def run(ids, num_aux_topk, frequency, *, threads=256):
-    """frequency[e] = float(count of e) * E / (M * num_aux_topk); other ids count nowhere; zeros without tokens.
+def run(ids, num_experts, num_aux_topk, frequency, *, threads=256):
+    """frequency[e] = float(count of e) * E / (M * num_aux_topk), E = num_experts; other ids count nowhere; zeros without tokens.
 
     ids: [M, K] int64, contiguous, fewer than 2**31; frequency: [E] float32. Few ids are counted by one
     block. Many are shared out to at most MOST_BLOCKS blocks, whose counts a second kernel adds up: two launches, no atomic
     operation on global memory, nothing that must be zero before.
     """
-    E = frequency.shape[0]
+    E = num_experts
     count = ids.numel()
     tiles = -(-count // threads)
     flat = ids.view(-1) if count else torch.empty(1, dtype=torch.int64, device=ids.device)

@@ -48,18 +48,26 @@ def _sum_parts(
     tl.store(out_ptr + groups, frequency, mask=groups < E)
 
 
-def run(ids: torch.Tensor, num_aux_topk: int, frequency: torch.Tensor, *, BLOCK=1024, num_warps=4):
-    """frequency[e] = float(count of e) * E / (M * num_aux_topk); other ids count nowhere; zeros without tokens.
+def run(
+    ids: torch.Tensor,
+    num_experts: int,
+    num_aux_topk: int,
+    frequency: torch.Tensor,
+    *,
+    BLOCK=1024,
+    num_warps=4,
+):
+    """frequency[e] = float(count of e) * E / (M * num_aux_topk), E = num_experts; other ids count nowhere; zeros without tokens.
 
     Shapes: ids [M, K] int64, contiguous; frequency [E] float32.
     Mapping: few ids are counted by one program in its shared memory. Many are shared out to at most MOST_PROGRAMS programs,
     whose counts a second kernel adds up: two launches, no atomic operation on global memory, nothing that must be zero
     before.
     """
-    E = frequency.shape[0]
+    E = num_experts
     count = ids.numel()
     blocks = (count + BLOCK - 1) // BLOCK
-    bins = 1 << (E - 1).bit_length()
+    bins = max(32, 1 << (E - 1).bit_length())  # at least one a lane of a warp
     experts, choices = float(E), float(max(ids.shape[0] * num_aux_topk, 1))
     if blocks <= ONE_PROGRAM:
         _count_part[(1,)](ids, frequency, count, blocks, experts, choices, E, bins, BLOCK, True, num_warps=num_warps)

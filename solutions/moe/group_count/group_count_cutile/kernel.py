@@ -38,14 +38,14 @@ def _sum_parts(parts: Rows, out: Rows, TILE_P: Int, TILE_GROUPS: Int):
 _COUNT = {warps: _count_part.replace_hints(num_worker_warps=warps) for warps in (4, 8)}
 
 
-def run(ids: torch.Tensor, counts: torch.Tensor, *, TILE: int = 128, WARPS: int = 4) -> None:
-    """counts[e] = how many of the ids are e; ids outside of 0..E-1 count nowhere.
+def run(ids: torch.Tensor, num_groups: int, counts: torch.Tensor, *, TILE: int = 128, WARPS: int = 4) -> None:
+    """counts[e] = how many of the ids are e; E = num_groups; ids outside of 0..E-1 count nowhere.
 
     ids: [M, K] int64, contiguous, fewer than 2**31; counts: [E] int32. A block counts tiles of TILE ids
     for 64 groups. Many ids are shared out to at most MOST_BLOCKS blocks, whose counts a second kernel adds up: two
     launches, no atomic operation, nothing that must be zero before.
     """
-    E = counts.shape[0]
+    E = num_groups
     count = ids.numel()
     tiles = -(-count // TILE)
     flat = ids.view(-1) if count else torch.empty(1, dtype=torch.int64, device=ids.device)

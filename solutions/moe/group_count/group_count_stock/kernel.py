@@ -2,12 +2,10 @@
 
 import torch
 
-GROUPS = 256
 
-
-def run(ids: torch.Tensor) -> torch.Tensor:
-    """ids [M, K] -> counts [GROUPS]."""
+def run(ids: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """ids [M, K] -> counts [num_groups]."""
     flat = ids.reshape(-1)
-    bins = torch.where((flat >= 0) & (flat < GROUPS), flat, GROUPS)
-    counts = torch.zeros(GROUPS + 1, dtype=torch.int32, device=ids.device)
-    return counts.scatter_add_(0, bins, torch.ones_like(bins, dtype=torch.int32))[:GROUPS].clone()
+    bins = torch.where((flat >= 0) & (flat < num_groups), flat, num_groups)
+    counts = torch.zeros(num_groups + 1, dtype=torch.int32, device=ids.device)
+    return counts.scatter_add_(0, bins, torch.ones_like(bins, dtype=torch.int32))[:num_groups].clone()

@@ -59,14 +59,14 @@ def sum_parts_kernel(E, threads):
     return sum_parts
 
 
-def run(ids, counts, *, threads=256):
-    """counts[e] = how many of the ids are e; ids outside of 0..E-1 count nowhere.
+def run(ids, num_groups, counts, *, threads=256):
+    """counts[e] = how many of the ids are e; E = num_groups; ids outside of 0..E-1 count nowhere.
 
     ids: [M, K] int64, contiguous, fewer than 2**31; counts: [E] int32. Few ids are counted by one
     block. Many are shared out to at most MOST_BLOCKS blocks, whose counts a second kernel adds up: two launches, no atomic
     operation on global memory, nothing that must be zero before.
     """
-    E = counts.shape[0]
+    E = num_groups
     count = ids.numel()
     tiles = -(-count // threads)
     flat = ids.view(-1) if count else torch.empty(1, dtype=torch.int64, device=ids.device)

@@ -30,18 +30,18 @@ def _sum_parts(parts_ptr, out_ptr, parts, E: tl.constexpr, BLOCK_P: tl.constexpr
     tl.store(out_ptr + groups, total, mask=groups < E)
 
 
-def run(ids: torch.Tensor, counts: torch.Tensor, *, BLOCK=1024, num_warps=4):
-    """counts[e] = how many of the ids are e; ids outside of 0..E-1 count nowhere.
+def run(ids: torch.Tensor, num_groups: int, counts: torch.Tensor, *, BLOCK=1024, num_warps=4):
+    """counts[e] = how many of the ids are e; E = num_groups; ids outside of 0..E-1 count nowhere.
 
     Shapes: ids [M, K] int64, contiguous; counts [E] int32.
     Mapping: few ids are counted by one program in its shared memory. Many are shared out to at most MOST_PROGRAMS programs,
     whose counts a second kernel adds up: two launches, no atomic operation on global memory, nothing that must be zero
     before.
     """
-    E = counts.shape[0]
+    E = num_groups
     count = ids.numel()
     blocks = (count + BLOCK - 1) // BLOCK
-    bins = 1 << (E - 1).bit_length()
+    bins = max(32, 1 << (E - 1).bit_length())  # at least one a lane of a warp
     if blocks <= ONE_PROGRAM:
         _count_part[(1,)](ids, counts, count, blocks, E, bins, BLOCK, num_warps=num_warps)
         return

@@ -88,6 +88,7 @@ _PLACE = {warps: _place.replace_hints(num_worker_warps=warps) for warps in (4, 8
 
 def run(
     ids: torch.Tensor,
+    num_experts: int,
     perm: torch.Tensor,
     offs: torch.Tensor,
     inverse: torch.Tensor,
@@ -97,14 +98,14 @@ def run(
 ) -> None:
     """perm = flat indices of ids, sorted stably by expert; offs = where each expert's slots end; inverse = slot of each index.
 
-    ids: [M, K] int64, contiguous, fewer than 2**31; perm, inverse: [M * K] int64, offs: [E] int32 (E <= 1024).
+    ids: [M, K] int64, contiguous, fewer than 2**31; perm, inverse: [M * K] int64, offs: [E] int32, E = num_experts <= 1024.
     Ids outside of 0..E-1 come last, in order. Few ids are counted and placed by one block. Many are shared out in order to at
     most MOST_BLOCKS blocks: one kernel counts each one's ids, a second finds from all counts where its ids belong. A block
     places TILE ids at a time.
     """
-    E = offs.shape[0]
+    E = num_experts
     count = ids.numel()
-    tile_e = 1 << (E - 1).bit_length()
+    tile_e = max(16, 1 << (E - 1).bit_length())
     tiles = -(-count // TILE)
     stream = torch.cuda.current_stream()
     flat, ends = ids.view(-1), offs.view(1, E)

@@ -131,15 +131,15 @@ def place_kernel(E, threads, alone):
     return place_parts
 
 
-def run(ids, perm, offs, inverse, *, threads=128):
+def run(ids, num_experts, perm, offs, inverse, *, threads=128):
     """perm = flat indices of ids, sorted stably by expert; offs = where each expert's slots end; inverse = slot of each index.
 
-    ids: [M, K] int64, contiguous, fewer than 2**31; perm, inverse: [M * K] int64, offs: [E] int32. Ids outside
+    ids: [M, K] int64, contiguous, fewer than 2**31; perm, inverse: [M * K] int64, offs: [E] int32, E = num_experts. Ids outside
     of 0..E-1 come last, in order. Few ids are counted and placed by one block. Many are shared out in order to at most
     MOST_BLOCKS blocks: one kernel counts each one's ids, a second finds from all counts where its ids belong. A block places as
     many ids at a time as it has threads.
     """
-    E = offs.shape[0]
+    E = num_experts
     count = ids.numel()
     tiles = -(-count // threads)
     if count <= FEW_IDS:

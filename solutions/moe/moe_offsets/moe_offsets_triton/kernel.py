@@ -113,6 +113,7 @@ def _place(
 
 def run(
     ids: torch.Tensor,
+    num_experts: int,
     perm: torch.Tensor,
     offs: torch.Tensor,
     inverse: torch.Tensor,
@@ -122,15 +123,15 @@ def run(
 ):
     """perm = flat indices of ids, sorted stably by expert; offs = where each expert's slots end; inverse = slot of each index.
 
-    Shapes: ids [M, K] int64, contiguous, fewer than 2**31; perm, inverse [M * K] int64, offs [E] int32. Ids
+    Shapes: ids [M, K] int64, contiguous, fewer than 2**31; perm, inverse [M * K] int64, offs [E] int32, E = num_experts. Ids
     outside of 0..E-1 come last, in order.
     Mapping: few ids are counted and placed by one program. Many are shared out in order to at most MOST_PROGRAMS programs: one
     kernel counts each one's ids, a second finds from all counts where its ids belong. A program places BLOCK ids at a time.
     """
-    E = offs.shape[0]
+    E = num_experts
     count = ids.numel()
     blocks = (count + BLOCK - 1) // BLOCK
-    bins = 1 << (E - 1).bit_length()
+    bins = max(32, 1 << (E - 1).bit_length())  # at least one a lane of a warp
     if count <= FEW_IDS:
         _place_all[(1,)](ids, perm, offs, inverse, count, blocks, E, bins, BLOCK, COUNTED, num_warps=num_warps)
         return
