@@ -45,9 +45,9 @@ def benchmark_function(
         options: as for :func:`~tilegym_db.bench.benchmark.benchmark`, but not ``promote``.
 
     Raises:
-        UsageError: the function's source is not known, or it uses what cannot be written into a file.
+        UsageError: the function's source is not known, it uses what cannot be written into a file, or its parameters are not
+            those of the Definition.
         NotFoundError: no such Definition.
-        UsageError: its parameters are not those of the Definition.
         RecordError: ``dtypes`` or ``layouts`` are none of the Definition's.
     """
     if "promote" in options:

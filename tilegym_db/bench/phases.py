@@ -98,7 +98,6 @@ def processor_seconds() -> float:
     for process in (os.getpid(), *descendants(os.getpid())):
         with contextlib.suppress(OSError):  # it has ended, and counts for its parent
             fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-            ticks += sum(
-                map(int, fields[11:15])
-            )  # its own user and system time, and those of children that it waited for
+            # Its own user and system time, and those of children that it waited for.
+            ticks += sum(map(int, fields[11:15]))
     return ticks / os.sysconf("SC_CLK_TCK")

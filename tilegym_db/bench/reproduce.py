@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilegym_db.bench.contents import ExpectedCache
 from tilegym_db.bench.machine import Machine, select_machine
@@ -73,10 +73,8 @@ def reproduce(
     files = records.solution(solution)
     definition = records.definition(files.record.definition)
     machine = select_machine(gpu)
-    _check_contents(definition, contents, scalars := scalars_with_axes(definition, scalars, axes))
-    sizes, kinds = definition.bind_axes(axes), definition.bind_dtypes(dtypes)
-    case = Case(sizes, kinds, dict(scalars), dict(layouts), contents, seed, offset)
-    _check_layouts(definition, case)
+    numbers = scalars_with_axes(definition, scalars, axes)
+    case = _checked(definition, Case(dict(axes), dict(dtypes), numbers, dict(layouts), contents, seed, offset))
     require_returning_reference(records, definition)
     expected = ExpectedCache(definition, machine.device).get(case)
     if expected is None:
@@ -85,6 +83,14 @@ def reproduce(
     if isinstance(outcome, Failure):
         return Reproduction(case, failure=outcome)
     return Reproduction(case, verdict=outcome)
+
+
+def _checked(definition: Definition, case: Case) -> Case:
+    """A case with every axis and dtype bound; raises as :func:`reproduce` does where it is none of the Definition."""
+    _check_contents(definition, case.distribution, case.scalars)
+    bound = replace(case, axes=definition.bind_axes(case.axes), dtypes=definition.bind_dtypes(case.dtypes))
+    _check_layouts(definition, bound)
+    return bound
 
 
 def _verify(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import geometric_mean
 
 from tilegym_db.records import Trace
 
@@ -61,4 +61,4 @@ def _row(solution: str, traces: list[Trace]) -> SummaryRow:
 
 def _mean(ratios: Sequence[float]) -> float | None:
     """Geometric; None of none."""
-    return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
+    return geometric_mean(ratios) if ratios else None

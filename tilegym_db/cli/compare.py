@@ -67,16 +67,16 @@ def cells(row: dict[str, Any]) -> tuple[Any, ...]:
 
 def summary(rows: list[dict[str, Any]], a: str, b: str) -> list[str]:
     """One line per GPU: how often each is known to be faster, and the geometric mean of the ratios."""
-    from tilegym_db.store.side_by_side import geometric_mean
+    from statistics import geometric_mean
 
     lines = []
     for gpu in sorted({row["gpu"] for row in rows}):
         here = [row for row in rows if row["gpu"] == gpu]
         wins = {name: sum(row["faster"] == name for row in here) for name in (a, b)}
-        mean = geometric_mean([row["ratio"] for row in here])
+        mean = geometric_mean(row["ratio"] for row in here)
         lines.append(
-            f"{gpu}: a = {a} is faster at {wins[a]} of {len(here)} sizes, b = {b} at {wins[b]}, neither is known to be at "
-            f"{len(here) - wins[a] - wins[b]}; time of b over a, geometric mean: {mean:.3f}"
+            f"{gpu}: a = {a} is faster at {wins[a]} of {len(here)} sizes, b = {b} at {wins[b]}; at "
+            f"{len(here) - wins[a] - wins[b]} it is not known which. Time of b over time of a, geometric mean: {mean:.3f}"
         )
     return lines
 

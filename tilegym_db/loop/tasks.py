@@ -64,15 +64,7 @@ def create_task(
     _check_request(language, min_speedup)
     operator = catalog.definition(definition)
     with open_store(home, read_only=True, catalog=catalog) as store:
-        chosen = _workloads(catalog, operator, slug := _slug(gpu, store), workload)
-        content: dict[str, object] = {
-            "definition": operator.name,
-            "definition_version": operator.version,
-            "definition_digest": operator.digest,
-            "workloads": [item.model_dump() for item in _bars(store, operator, slug, chosen)],
-            "gpu": slug,
-            "limits": _limits(store, slug),
-        }
+        content = _content(store, catalog, operator, _slug(gpu, store), workload)
     content |= {"language": language, "objective": objective, "model": model, "min_speedup": min_speedup}
     content["patterns"] = [
         PatternReference(id=item.id, digest=item.digest).model_dump()
@@ -80,6 +72,21 @@ def create_task(
     ]
     task = Task.from_dict({**content, "created": datetime.now(UTC)}, f"task for {operator.name}")
     return _kept(task, home)
+
+
+def _content(
+    store: Store, catalog: Catalog, operator: Definition, slug: str, workload: str | tuple[str, ...] | None
+) -> dict[str, object]:
+    """The part of a task that follows from the records and from what was measured on a GPU."""
+    chosen = _workloads(catalog, operator, slug, workload)
+    return {
+        "definition": operator.name,
+        "definition_version": operator.version,
+        "definition_digest": operator.digest,
+        "workloads": [item.model_dump() for item in _bars(store, operator, slug, chosen)],
+        "gpu": slug,
+        "limits": _limits(store, slug),
+    }
 
 
 def _check_request(language: str, min_speedup: float) -> None:

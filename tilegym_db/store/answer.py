@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
-from tilegym_db.errors import MissingPackageError
+from tilegym_db.errors import MissingPackageError, missing_package
 from tilegym_db.store.asking import Asked, QueryResult, ask
 from tilegym_db.store.html_table import html_table
 
@@ -52,24 +52,24 @@ class Answer:
             MissingPackageError: pyarrow is not installed.
             StoreError: the store was closed.
         """
-        required("pyarrow", "tilegym-db[arrow]")
+        required("pyarrow")
         return ask(self._store, *self._question, as_arrow=True).table
 
     def pandas(self) -> Any:
         """As a ``pandas.DataFrame``; raises as :meth:`arrow` does."""
-        required("pandas", "pandas")
+        required("pandas")
         return self.arrow().to_pandas()
 
     def polars(self) -> Any:
         """As a ``polars.DataFrame``; raises as :meth:`arrow` does."""
-        return required("polars", "polars").from_arrow(self.arrow())
+        return required("polars").from_arrow(self.arrow())
 
     def _repr_html_(self) -> str:
         return html_table(self.columns, self.rows)
 
 
-def required(module: str, package: str) -> Any:
-    """A module that an optional package brings.
+def required(module: str) -> Any:
+    """A module of a package that need not be installed.
 
     Raises:
         MissingPackageError: it is not installed.
@@ -77,4 +77,7 @@ def required(module: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError:
-        raise MissingPackageError(f"{module} is not installed. Try: pip install '{package}'") from None
+        error = missing_package(module) or MissingPackageError(
+            f"{module} is not installed. Try: pip install '{module}'"
+        )
+        raise error from None

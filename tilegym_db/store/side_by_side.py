@@ -1,14 +1,13 @@
-"""Which of two solutions is faster at a size, by what was measured of both; and how often each is."""
+"""Which of two solutions is faster at a size, by what was measured of both."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from tilegym_db.store.queries.measured import LIKELY_FASTEST_MARGIN, LIKELY_FASTEST_US
 
-__all__ = ["Winner", "geometric_mean", "winner"]
+__all__ = ["Winner", "winner"]
 
 Winner = Literal["a", "b", "neither"]
 
@@ -32,8 +31,3 @@ def winner(row: Mapping[str, Any]) -> tuple[Winner, str]:
     if slow <= max(fast + LIKELY_FASTEST_US, fast * (1 + LIKELY_FASTEST_MARGIN)):
         return "neither", "of two runs, which may differ by as much"
     return faster, "of two runs, further apart than runs are"
-
-
-def geometric_mean(ratios: Sequence[float]) -> float:
-    """Of positive numbers, at least one."""
-    return math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
