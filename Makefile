@@ -13,7 +13,7 @@ PYTEST := -n 2 --dist loadfile --no-loadscope-reorder
 UV_INSTALL := $(BIN)/uv pip install --python $(BIN)/python -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all check resolve format schema clean
+.PHONY: help install demo test test-all check check-types check-rest docs resolve format schema clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -48,10 +48,19 @@ test-all: check ## 'check', then every test; before a release, and when what jud
 	$(BIN)/python -m pytest -m alone
 
 check: install ## format, lint, types, layer contracts and records; runs no test
+	@$(MAKE) --no-print-directory -j 2 check-types check-rest
+
+check-types:
+	$(BIN)/mypy
+
+check-rest:
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/tilegym-db check --static
+
+docs: install ## build the documentation site into build/site; a warning or a broken link fails it
+	$(BIN)/python tools/build_site.py -o build/site
 
 resolve: install ## resolve every extra on every supported Python against PyPI alone, which installs nothing
 	$(BIN)/python tools/resolve_extras.py

@@ -14,7 +14,7 @@ import torch
 from tilegym_db.backends.load import load_entry
 from tilegym_db.backends.toolchains import toolchain_status
 from tilegym_db.bench.machine import Machine
-from tilegym_db.catalog import Catalog, SolutionFiles
+from tilegym_db.catalog import Catalog, SolutionFiles, stock_of
 from tilegym_db.records import Definition
 from tilegym_db.records.layouts import layout_class
 from tilegym_db.records.solution import TILE_LANGUAGES, Config, name_with_config
@@ -127,15 +127,15 @@ def our_racers(catalog: Catalog, definition: Definition, case: Case, machine: Ma
 
 def compiled_racer(catalog: Catalog, definition: Definition) -> Racer | str:
     """torch.compile of the stock code: one static graph, compiled at the first call."""
-    stock = [files for files in catalog.solutions_for(definition.name) if files.record.spec.provides == "stock"]
-    if not stock or stock[0].record.spec.destination_passing_style:
+    stock = stock_of(catalog.solutions_for(definition.name))
+    if stock is None or stock.record.spec.destination_passing_style:
         return "no stock code that returns its outputs"
     torch._dynamo.reset()
-    function = torch.compile(load_entry(stock[0]), dynamic=False, fullgraph=True)
+    function = torch.compile(load_entry(stock), dynamic=False, fullgraph=True)
     names = list(definition.inputs)
     return Racer(
         "compile",
-        f"torch.compile({stock[0].name})",
+        f"torch.compile({stock.name})",
         lambda given: function(*(given[name] for name in names)),
         overwrites=tuple(definition.in_place),
     )

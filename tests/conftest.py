@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
 import pytest
-from full_run import CHOSEN, FullRun, choose, commit, judge_digest, record_digests
+from full_run import (
+    CHOICE,
+    MARK,
+    STATE,
+    Choice,
+    check_marks,
+    digest_of_test,
+    is_whole,
+    judge_digest,
+    record_digests,
+    records_of,
+)
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell that starts the tests in its background has them and all their children ignore Ctrl-C.
@@ -25,8 +37,6 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 hypothesis.settings.register_profile("tests", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("tests")
 
-ALL_BUT_ALONE = "not alone"
-"""What 'make test' runs first; tests of records are all among it."""
 HAS_GPU = os.path.exists("/dev/nvidiactl")
 
 DEFINITION: dict[str, Any] = {
@@ -57,50 +67,75 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-records", action="store_true", help=help_text)
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Choose the shipped records to try, before any test is collected: worker processes must choose the same."""
-    from tilegym_db.catalog import Catalog
-    from tilegym_db.paths import shipped_root
+class Outcomes:
+    """What came of each test of records, in the process that all reports arrive in."""
 
-    digests = record_digests(Catalog((shipped_root(),)))
-    everything = frozenset(digests)
-    config.stash[CHOSEN] = everything
-    if not config.getoption("--all-records"):
-        config.stash[CHOSEN] = choose(digests, FullRun.read(), judge_digest(), commit())
+    def __init__(self) -> None:
+        self.found: list[tuple[str, str, list[str]]] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        properties = dict(report.user_properties)
+        if MARK in properties and (report.when == "call" or report.outcome != "passed"):
+            self.found.append((report.outcome, *properties[MARK]))
+
+
+OUTCOMES = pytest.StashKey[Outcomes]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose what to try of the shipped records before any test is collected: worker processes must choose the same."""
+    config.stash[CHOICE] = Choice.of_checkout(everything=config.option.all_records)
+    config.stash[OUTCOMES] = Outcomes()
+    config.pluginmanager.register(config.stash[OUTCOMES])
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    chosen = config.stash[CHOSEN]
-    return f"shipped records tried: {len(chosen)} ('make test-all' tries every one)"
+    choice = config.stash[CHOICE]
+    same = sum(choice.last.records.get(key) == digest for key, digest in choice.records.items())
+    if choice.judge != choice.last.judge:
+        return f"shipped records: all {len(choice.records)} are tried"
+    return (
+        f"shipped records: {len(choice.records) - same} are not as in the last whole run and are tried, and a sample "
+        f"of {same} others ('make test-all' tries every one)"
+    )
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Remember a run of everything in which everything passed."""
-    from tilegym_db.catalog import Catalog
-    from tilegym_db.paths import shipped_root
-
-    config = session.config
-    marks = config.getoption("-m")
-    chosen_by_hand = (
-        config.args_source is pytest.Config.ArgsSource.ARGS
-        or config.getoption("-k")
-        or marks not in ("", ALL_BUT_ALONE)
-    )
-    everything = config.getoption("--all-records") and not chosen_by_hand
-    if exitstatus == 0 and everything and not hasattr(config, "workerinput"):
-        FullRun(judge_digest(), record_digests(Catalog((shipped_root(),)))).write()
+    config, choice = session.config, session.config.stash[CHOICE]
+    if exitstatus != 0 or hasattr(config, "workerinput") or not is_whole(config):
+        return
+    if (judge_digest(), record_digests()) != (choice.judge, choice.records):
+        print(f"\n{STATE.name} is not written: the checkout changed under the run", file=sys.stderr)
+        return
+    choice.remembered(config.stash[OUTCOMES].found).write()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    choice, left_out = config.stash[CHOICE], []
+    check_marks(items, choice)
+    for item in items:
+        keys = records_of(item, choice)
+        test = item.path.relative_to(STATE.parent).as_posix()
+        if keys and item.get_closest_marker("alone"):
+            raise pytest.UsageError(f"{item.nodeid}: a whole run is known without the tests that run alone.")
+        if keys and not choice.tries(keys, test, digest_of_test(item.path)):
+            left_out.append(item)
+        item.user_properties += [(MARK, (test, sorted(keys)))] if keys else []
+    leave_out(config, items, left_out)
     # Files go to whoever is free: one that takes minutes must not be the last, with everybody waiting for it.
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
-    if HAS_GPU:
-        return
-    needing = [item for item in items if item.get_closest_marker("gpu")]
-    if needing:
-        config.hook.pytest_deselected(items=needing)
-        items[:] = [item for item in items if item not in needing]
+    if not HAS_GPU:
+        leave_out(config, items, [item for item in items if item.get_closest_marker("gpu")])
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item], left_out: list[pytest.Item]) -> None:
+    """Take some of the collected tests out of the run."""
+    if left_out:
+        gone = set(left_out)
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in gone]
 
 
 @pytest.fixture(autouse=True)

@@ -1,90 +1,199 @@
-"""Which shipped records ``make test`` tries: what differs from the last run of everything, and a sample of the rest.
+"""Which tests of shipped records ``make test`` runs: those of what differs from the last whole run, and of a sample of the rest.
 
-``make test-all`` tries every record, and where all of it passes it writes what it tried into ``tests/full_run.json``: the
-digest of what judges (records, backends, verification, harness, pinned compilers) and that of each record. If what judges has
-changed since, every record is tried again, without anybody having to remember it.
+Such a test has the mark ``records``, which names the parameters that hold records, or records themselves. ``make test-all`` runs
+every one, and where all pass it writes into ``tests/full_run.json`` what judged (records, backends, verification, harness,
+pinned compilers), what each file of such tests was, with the modules of the package that it imports, and every record that
+passed. By it the next run tries
+
+* every record, where what judges has changed since, or the file is gone, damaged or edited by hand;
+* every record in a test file that has changed, or that tests a module that has;
+* a record that is new, has changed or was skipped then, and one of eight others, which change with the commit.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import subprocess
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tilegym_db.catalog import Catalog
+from tilegym_db.paths import shipped_root
+from tilegym_db.store.input_files import shipped_traces
 
 ROOT = Path(__file__).resolve().parents[1]
 STATE = Path(__file__).with_suffix(".json")
+CHEATS = Path(__file__).parent / "exploits" / "cheats"
+MARK = "records"
 JUDGES = ("backends", "bench", "confinement", "records", "verify")
 COMPILERS = ("torch", "triton", "tilelang", "cuda-tile", "nvidia-cuda-tileiras", "nvidia-cuda-nvcc", "nvidia-nvvm")
-CHOSEN = pytest.StashKey[frozenset[str]]()
-"""The shipped records that a run tries, as :func:`choose` returns them."""
+IMPORTS = re.compile(r"^\s*(?:from|import) (tilegym_db(?:\.\w+)+)", re.MULTILINE)
+KINDS = ("definition", "solution", "traces", "cheat")
+ALL_BUT_ALONE = "not alone"
+"""What 'make test' runs first; tests of records are all among it."""
 SAMPLE = 8
 """One of so many records that have not changed is tried all the same; which ones changes with the commit."""
 
 
 @dataclass(frozen=True)
 class FullRun:
-    """What the last run of everything was: the digest of what judged, and of every record that passed."""
+    """A run of everything: the digest of what judged, of every test file of records, and of every record that passed."""
 
     judge: str = ""
+    tests: Mapping[str, str] = field(default_factory=dict)
     records: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path = STATE) -> FullRun:
-        """Read the committed state; one that knows nothing where there is none."""
-        if not path.is_file():
+        """Read the committed state; one that knows nothing where there is none, or another than was written."""
+        try:
+            content = json.loads(path.read_bytes())
+            seal = content.pop("seal")
+            found = cls(**content)
+            return found if seal == found._seal() else cls()
+        except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
             return cls()
-        return cls(**json.loads(path.read_text(encoding="utf-8")))
 
     def write(self, path: Path = STATE) -> None:
         """Write the state for a commit."""
-        path.write_text(
-            json.dumps({"judge": self.judge, "records": dict(sorted(self.records.items()))}, indent=1) + "\n"
-        )
+        path.write_text(json.dumps({**asdict(self), "seal": self._seal()}, indent=1, sort_keys=True) + "\n")
+
+    def _seal(self) -> str:
+        return _sha256(json.dumps(asdict(self), sort_keys=True).encode())
 
 
-def choose(digests: Mapping[str, str], last: FullRun, judge: str, salt: str) -> frozenset[str]:
-    """The records to try.
+@dataclass(frozen=True)
+class Choice:
+    """What judges and which records there are now, what the last whole run knew of that, and by it which tests run."""
 
-    Args:
-        digests: digest by record name, as they are now.
-        last: the last run of everything.
-        judge: digest of what judges now.
-        salt: what the sample changes with.
-    """
-    if judge != last.judge:
-        return frozenset(digests)
-    return frozenset(
-        name
-        for name, digest in digests.items()
-        if last.records.get(name) != digest or _number(f"{salt}:{name}") % SAMPLE == 0
-    )
+    judge: str
+    records: Mapping[str, str]
+    last: FullRun
+    salt: str
+    """What the sample changes with."""
+
+    @classmethod
+    def of_checkout(cls, *, everything: bool = False) -> Choice:
+        """What this checkout tries; ``everything``, whatever the last whole run was."""
+        return cls(judge_digest(), record_digests(), FullRun() if everything else FullRun.read(), commit())
+
+    def keys(self, value: Any) -> frozenset[str]:
+        """The records that an argument of a test stands for, as keys of ``records``."""
+        name = name_of(value)
+        found = frozenset(f"{kind}:{name}" for kind in KINDS) & self.records.keys()
+        if not found:
+            raise pytest.UsageError(f"the mark '{MARK}' gives {name!r}, which names no shipped record.")
+        return found
+
+    def tries(self, keys: Iterable[str], test: str, digest: str) -> bool:
+        """Whether a test of these records runs, which the file ``test`` of this digest holds."""
+        if self.judge != self.last.judge or digest != self.last.tests.get(test):
+            return True
+        return any(self.last.records.get(key) != self.records[key] or self._is_sampled(key) for key in keys)
+
+    def remembered(self, outcomes: Iterable[tuple[str, str, Iterable[str]]]) -> FullRun:
+        """A whole run in which nothing failed: outcome, test file and records of each test. What was skipped is left out."""
+        passed: set[str] = set()
+        skipped: set[str] = set()
+        tests: dict[str, str] = {}
+        for outcome, test, keys in outcomes:
+            (passed if outcome == "passed" else skipped).update(keys)
+            tests[test] = digest_of_test(STATE.parent / test)
+        return FullRun(self.judge, tests, {key: self.records[key] for key in passed - skipped})
+
+    def _is_sampled(self, key: str) -> bool:
+        return int(_sha256(f"{self.salt}:{key}".encode())[:16], 16) % SAMPLE == 0
 
 
-def record_digests(catalog: Catalog) -> dict[str, str]:
-    """Digest of every Definition with its Workloads, and of every Solution, by name."""
-    found = {f"solution:{name}": files.digest for name, files in catalog.solutions.items()}
+CHOICE = pytest.StashKey[Choice]()
+
+
+def records_of(item: pytest.Item, choice: Choice) -> frozenset[str]:
+    """The records that a test is of: ``records("name")`` marks a parameter, where the test has it, and ``of=`` a record."""
+    parameters: Mapping[str, Any] = item.callspec.params if hasattr(item, "callspec") else {}
+    marks = list(item.iter_markers(MARK))
+    values = [parameters[name] for mark in marks for name in mark.args if name in parameters]
+    values += [mark.kwargs["of"] for mark in marks if "of" in mark.kwargs]
+    return frozenset(key for value in values for key in choice.keys(value))
+
+
+def check_marks(items: Iterable[pytest.Item], choice: Choice) -> None:
+    """Refuse a test over most of the catalog that does not say so: the suite would grow with every operator."""
+    definitions = {key.partition(":")[2] for key in choice.records if key.startswith("definition:")}
+    names: dict[str, set[str]] = {}
+    for item in items:
+        if hasattr(item, "callspec") and not item.get_closest_marker(MARK):
+            known = {name for name in map(name_of, item.callspec.params.values()) if name in definitions}
+            names.setdefault(item.nodeid.partition("[")[0], set()).update(known)
+    for test, found in names.items():
+        if len(found) > len(definitions) / 2:
+            raise pytest.UsageError(
+                f"{test} is over shipped definitions: give it the mark '{MARK}' (tests/full_run.py)."
+            )
+
+
+def is_whole(config: pytest.Config) -> bool:
+    """Whether this runs every test of records: nothing was chosen by hand."""
+    option = config.option
+    narrowed = (option.keyword, option.deselect, option.ignore, option.ignore_glob)
+    if (
+        config.args != ["tests"]
+        or config.args_source is pytest.Config.ArgsSource.ARGS
+        or option.markexpr not in ("", ALL_BUT_ALONE)
+    ):
+        return False
+    return bool(option.all_records) and not any(narrowed)
+
+
+def name_of(value: Any) -> str:
+    """The name of a record by what a test is given: the name, what has one, a file of traces, or a pair that starts so."""
+    if isinstance(value, tuple) and value:
+        return name_of(value[0])
+    if isinstance(value, Path):
+        return f"{value.parent.parent.name}/{value.stem}"
+    return str(getattr(value, "name", value))
+
+
+def record_digests() -> dict[str, str]:
+    """Digest by key: of Definitions with their Workloads and forward, Solutions with their Definition, traces, and cheats."""
+    root, found = shipped_root(), {}
+    catalog = Catalog((root,))
     for name, record in catalog.definitions.items():
-        workloads = "".join(sorted(workload.uuid for workload in catalog.workloads_for(name)))
-        found[f"definition:{name}"] = hashlib.sha256(f"{record.digest}{workloads}".encode()).hexdigest()
-    return found
+        paths = [catalog.definition_paths[one] for one in {name, record.backward_of or name}]
+        paths.append(root / "workloads" / record.op_type / f"{name}.jsonl")
+        found[f"definition:{name}"] = _digest_of([path for path in paths if path.is_file()], root)
+    for name, files in catalog.solutions.items():
+        content = json.dumps([files.record.to_dict(), files.digest, found[f"definition:{files.record.definition}"]])
+        found[f"solution:{name}"] = _sha256(content.encode())
+    found |= {f"traces:{name_of(path)}": _sha256(path.read_bytes()) for path in shipped_traces(catalog)}
+    return found | {f"cheat:{path.stem}": _sha256(path.read_bytes()) for path in CHEATS.glob("*.py")}
 
 
 def judge_digest(root: Path = ROOT) -> str:
     """Digest of everything whose change can change a verdict."""
-    digest = hashlib.sha256()
-    for path in sorted(file for folder in JUDGES for file in (root / "tilegym_db" / folder).rglob("*.py")):
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(root)}:{len(content)}:".encode() + content)
+    folders = [root / "tilegym_db" / name for name in JUDGES]
+    paths = [path for folder in folders for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"]
     pins = (root / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    digest.update("\n".join(line for line in pins if line.partition("==")[0] in COMPILERS).encode())
-    return digest.hexdigest()
+    return _digest_of(paths, root, [line for line in pins if line.partition("==")[0] in COMPILERS])
+
+
+@cache
+def digest_of_test(path: Path) -> str:
+    """Digest of a test file, of the files beside it and above it that hold no tests, and of the package's modules it imports."""
+    folders = [folder for folder in path.parents if folder.is_relative_to(STATE.parent)]
+    beside = [file for folder in folders for file in folder.glob("*.py") if not file.name.startswith("test_")]
+    modules = [ROOT.joinpath(*name.split(".")) for name in IMPORTS.findall(path.read_text(encoding="utf-8"))]
+    files = [
+        file for module in modules for file in (module.with_suffix(".py"), *module.rglob("*.py")) if file.is_file()
+    ]
+    return _digest_of({path, *beside, *files}, ROOT)
 
 
 def commit(root: Path = ROOT) -> str:
@@ -93,10 +202,10 @@ def commit(root: Path = ROOT) -> str:
     return answer.stdout.strip()
 
 
-def select(names: Iterable[str], kind: str, chosen: frozenset[str]) -> list[str]:
-    """Those of ``names`` that are chosen, in order; ``kind`` is ``solution`` or ``definition``."""
-    return [name for name in names if f"{kind}:{name}" in chosen]
+def _digest_of(paths: Iterable[Path], root: Path, more: Iterable[str] = ()) -> str:
+    lines = [f"{path.relative_to(root).as_posix()} {_sha256(path.read_bytes())}" for path in sorted(paths)]
+    return _sha256("\n".join([*lines, *more]).encode())
 
 
-def _number(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

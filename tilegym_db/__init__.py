@@ -12,6 +12,7 @@ from tilegym_db.lazy import loader
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
+    from tilegym_db import ops
     from tilegym_db.bench.benchmark import benchmark
     from tilegym_db.bench.of_function import benchmark_function
     from tilegym_db.catalog import Catalog
@@ -33,6 +34,7 @@ __all__ = [
     "benchmark_function",
     "fit",
     "open_store",
+    "ops",
     "patch",
     "patched",
     "patched_init",
@@ -51,6 +53,7 @@ _HOMES = {
     "benchmark_function": "tilegym_db.bench.of_function",
     "fit": "tilegym_db.loop.fit",
     "open_store": "tilegym_db.store.connection",
+    "ops": "tilegym_db.ops",
     "patch": "tilegym_db.integrations.transformers",
     "patched": "tilegym_db.integrations.transformers",
     "patched_init": "tilegym_db.integrations.transformers",

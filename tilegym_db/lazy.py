@@ -14,14 +14,15 @@ def loader(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
 
     Args:
         package: its name.
-        homes: public name -> the module that defines it.
+        homes: public name -> the module that defines it, or that it is.
     """
 
     def load(name: str) -> object:
         home = homes.get(name)
         if home is None:
             raise AttributeError(f"module '{package}' has no attribute {name!r}")
-        value: object = getattr(importlib.import_module(home), name)
+        module = importlib.import_module(home)
+        value: object = module if home == f"{package}.{name}" else getattr(module, name)
         setattr(sys.modules[package], name, value)
         return value
 

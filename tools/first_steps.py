@@ -1,6 +1,7 @@
 """A stranger's way from an empty machine to a patched model: install the wheel, ask, show the demo, add a kernel and an operator.
 
-    python tools/first_steps.py [--transcript FILE] [--extras torch,transformers] [--uv-cache FOLDER]
+    python tools/first_steps.py [--python PROGRAM] [--extras torch,transformers] [--uv-cache FOLDER]
+                                [--transcript FILE] [--keep FOLDER]
 
 Builds the wheel, makes an empty virtual environment with an empty home and no configuration, installs from PyPI alone, and runs
 there what the README and the first two pages show, comparing what is printed with the pages. Prints one line a step; the
@@ -12,18 +13,35 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from run_docs import COLUMNS, ROOT, Installation, Runner, Step, differs, steps_of
 
 LIMIT_S = 3600
-NETWORK = ("SSL_CERT_FILE", "HTTPS_PROXY", "HTTP_PROXY", "https_proxy", "http_proxy", "NO_PROXY", "no_proxy")
+NETWORK = (
+    "SSL_CERT_FILE",
+    "PIP_CERT",
+    "HTTPS_PROXY",
+    "HTTP_PROXY",
+    "https_proxy",
+    "http_proxy",
+    "NO_PROXY",
+    "no_proxy",
+)
 """How this machine reaches PyPI; nothing else of its environment is kept."""
+COMPILERS = (
+    ("compilers", "python -c 'import torch, triton, tilelang, cuda.tile'"),
+    ("compilers", "tilegym-db compile swiglu --target sm_90a"),
+)
+"""What an environment with every extra is for: all three languages build for a GPU that is not there."""
 FIRST = (
     ("first answer", "tilegym-db explain swiglu --axes M=4096,I=14336 --dtype T=bfloat16 --gpu h200"),
     ("first answer", "tilegym-db best rms_norm --gpu h200"),
@@ -90,10 +108,10 @@ def run(purpose: str, command: list[str], environment: dict[str, str], folder: P
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     problem = "" if answer.returncode == 0 else f"exit status {answer.returncode}"
-    return Done(purpose, " ".join(command), answer.stdout, time.monotonic() - begun, problem)
+    return Done(purpose, shlex.join(command), answer.stdout, time.monotonic() - begun, problem)
 
 
-def install(folder: Path, extras: str, uv_cache: Path | None) -> list[Done]:
+def install(folder: Path, python: str, extras: str, uv_cache: Path | None) -> list[Done]:
     """Build the wheel and install it into ``folder/venv``; the seconds include every download."""
     home, venv = folder / "home", folder / "venv"
     home.mkdir()
@@ -102,15 +120,14 @@ def install(folder: Path, extras: str, uv_cache: Path | None) -> list[Done]:
     build = [uv, "build", "--no-config", "-q", "--wheel", "-o", str(folder), str(ROOT)]
     done = [
         run("wheel", build, environment, folder),
-        run("environment", [sys.executable, "-m", "venv", str(venv)], environment, folder),
+        run("environment", [python, "-m", "venv", str(venv)], environment, folder),
     ]
     if any(item.problem for item in done):
         return done
     wheel = next(folder.glob("tilegym_db-*.whl"))
     wanted = f"{wheel}[{extras}]"
-    if uv_cache is None:
-        command = [str(venv / "bin" / "pip"), "install", "-q", wanted]
-    else:
+    command = [str(venv / "bin" / "pip"), "install", "-q", wanted]
+    if uv_cache is not None:
         environment["UV_CACHE_DIR"] = str(uv_cache)
         command = [
             uv,
@@ -150,6 +167,8 @@ def run_page(purpose: str, path: Path, installed: Environment, places: Path) -> 
 
 
 def _problem(step: Step) -> str:
+    if not step.ran:
+        return "not run: what came before it ended with a traceback"
     if "Traceback" in step.actual:
         return "a traceback"
     return "prints something else than the page" if differs(step) else ""
@@ -158,27 +177,52 @@ def _problem(step: Step) -> str:
 def main() -> int:
     """Print the table; write the transcript where one is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", default=sys.executable, help="the Python that makes the environment")
     parser.add_argument("--transcript", type=Path)
     parser.add_argument("--extras", default="all")
     parser.add_argument("--uv-cache", type=Path, help="install with uv from this cache in place of pip")
+    parser.add_argument("--keep", type=Path, help="work in this new folder and leave it, for more to be tried there")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        done = show(install(folder, options.extras, options.uv_cache))
+    done: list[Done] = []
+    with folder_of(options.keep) as folder:
+        done += show(install(folder, options.python, options.extras, options.uv_cache))
         if any(item.problem for item in done):
             return 1
+        print(f"the environment takes {size_of(folder / 'venv') / 1e9:.1f} GB", flush=True)
         installed = Environment(folder / "venv")
         environment, home = installed.environment(folder / "home"), folder / "home"
-        for purpose, command in FIRST:
-            done += show([run(purpose, command.split(), environment, home)])
+        for purpose, command in (*(COMPILERS if options.extras == "all" else ()), *FIRST):
+            done += show([run(purpose, shlex.split(command), environment, home)])
         for purpose, page in PAGES:
             done += show(run_page(purpose, ROOT / page, installed, folder / "pages"))
     total = sum(item.seconds for item in done)
     wrong = [item for item in done if item.problem]
     print(f"{len(done)} steps, {total:.0f} s, {len(wrong)} not as they should be")
     if options.transcript is not None:
-        options.transcript.write_text("\n".join(f"$ {item.command}\n{item.output}" for item in done))
+        options.transcript.write_text("\n".join(entry(item) for item in done))
     return 1 if wrong else 0
+
+
+@contextmanager
+def folder_of(kept: Path | None) -> Iterator[Path]:
+    """The folder that everything is made in: one that is left, or one that goes when all is done."""
+    if kept is not None:
+        kept.mkdir(parents=True)
+        yield kept.resolve()
+        return
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+def size_of(folder: Path) -> int:
+    """Bytes that the files of a folder take on the disk."""
+    files = (Path(place) / name for place, _, names in os.walk(folder) for name in names)
+    return sum(path.lstat().st_blocks * 512 for path in files)
+
+
+def entry(item: Done) -> str:
+    """One command of the transcript: the command, its output, the seconds, and what is wrong."""
+    return f"$ {item.command}\n{item.output.rstrip()}\n# {item.purpose}, {item.seconds:.1f} s, {item.problem or 'ok'}\n"
 
 
 def show(done: list[Done]) -> list[Done]:

@@ -36,14 +36,14 @@ PLAIN_WORDS = (
 NAMES = frozenset(
     ["member", "members", "window", "windows", "room", "stage", "leaves", "behind", "Member", "Window", "Room", "Stage"]
 )
-# Published data keeps these names: columns, record fields, tags of workloads (stage:prefill).
-PUBLISHED_NAMES = frozenset(["envelope", "envelope_cases", "envelope_dropped"])
+# Published data keeps these names: columns, record fields, tags of workloads (stage:prefill), how far an attempt came (stage).
+PUBLISHED_NAMES = frozenset(["envelope", "envelope_cases", "envelope_digest", "envelope_dropped"])
 PUBLISHED = re.compile(
-    r"[`\"']incumbent[`\"']|\bincumbent_(ratio|ci_low)|SELECT incumbent|[`\"'.]envelope\b|\benvelope_(cases|dropped)\b"
+    r"[`\"']incumbent[`\"']|\bincumbent_(ratio|ci_low)|SELECT incumbent|[`\"'.]envelope\b|\benvelope_(cases|digest|dropped)\b"
     r"|\benvelope(: 'STRUCT|\.\w+|,| IS | SET )|\"envelope \d+ cases"
 )
 HOT = re.compile(r"heat or power|by_?\s?heat|names heat|test_heat", re.IGNORECASE)  # temperature is no metaphor
-OF_TAGS = ("integrations",)  # where 'stage' is what the tag says
+STAGE_OF_DATA = ("integrations", "loop")  # where 'stage' is what a tag says, or a field of the journal of attempts
 
 _WORD = re.compile(
     rf"(?<![a-z])({'|'.join(word.replace(' ', '[ _]') for word in PLAIN_WORDS)})(s|es)?(?![a-z])", re.IGNORECASE
@@ -216,7 +216,7 @@ def _spell(counted: Counter[str]) -> str:
 def _words_of_code(path: str, text: str) -> Iterator[str]:
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.NAME:
-            if token.string in NAMES and not (token.string == "stage" and any(part in path for part in OF_TAGS)):
+            if token.string in NAMES and not (token.string == "stage" and any(part in path for part in STAGE_OF_DATA)):
                 yield token.string
             yield from _words_of_name(token.string)
         elif token.type in (tokenize.STRING, tokenize.COMMENT):

@@ -69,7 +69,8 @@ BASELINES = {"stock": ("_stock", "_cublas"), "ATen": ("_aten",), "compile": ("_c
 PASSES = """
     SELECT definition, axes_key, solution, language, role, config_key, latency_us, sol_ratio FROM verified
     WHERE gpu = $gpu AND dtypes_key = $dtypes AND definition IN $names
-    QUALIFY row_number() OVER (PARTITION BY definition, axes_key, solution ORDER BY latency_us) = 1
+    QUALIFY row_number() OVER (PARTITION BY definition, axes_key, solution ORDER BY latency_us, trace_id) = 1
+    ORDER BY definition, axes_key, solution
 """
 
 

@@ -18,7 +18,7 @@ README = ROOT / "README.md"
 
 SPEEDUPS = f"""
     SELECT definition, count(*) AS shapes, min(speedup) AS low, exp(avg(ln(speedup))) AS mean, max(speedup) AS high,
-           mode(language) AS language
+           mode(language ORDER BY language) AS language
     FROM best WHERE gpu = '{GPU}' AND speedup IS NOT NULL AND language <> 'python'
     GROUP BY definition HAVING count(*) >= 10 ORDER BY mean DESC, definition
 """
@@ -32,7 +32,7 @@ FIVE = (
 ROW = f"""
     SELECT solution, language, latency_us, speedup, sol_ratio FROM best
     WHERE gpu = '{GPU}' AND dtypes_key = 'T=bfloat16' AND definition = $definition AND axes_key = $axes
-    ORDER BY layouts_key, latency_us LIMIT 1
+    ORDER BY layouts_key, latency_us, trace_id LIMIT 1
 """
 
 STYLE = """

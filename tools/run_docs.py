@@ -26,6 +26,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,9 +47,11 @@ for text in sys.stdin.read().split("\0"):
         exec(compile(text, "page", "exec"), scope)
     except BaseException:
         traceback.print_exc()
+        break
     sys.stderr.flush()
     print("\0", end="", flush=True)
 """
+"""What follows an exception is not run: it would only fail for want of what the failed text should have made."""
 
 
 @dataclass
@@ -62,6 +65,8 @@ class Step:
     span: tuple[int, int]
     """Where the expected text lies in the page."""
     actual: str = ""
+    ran: bool = True
+    """False where Python before it, in the same process, ended with a traceback."""
 
 
 @dataclass(frozen=True)
@@ -174,8 +179,10 @@ class Runner:
 
     def _python(self, steps: list[Step]) -> None:
         answer = self._call(["python", "-c", SESSION], "\0".join(step.text for step in steps))
-        for step, text in zip(steps, answer.split("\0"), strict=False):
-            step.actual = text
+        texts = answer.removesuffix("\0").split("\0")
+        for step, text in zip_longest(steps, texts[: len(steps)]):
+            step.ran = text is not None
+            step.actual = text or ""
 
     def _call(self, command: list[str], given: str) -> str:
         answer = subprocess.run(
@@ -209,6 +216,8 @@ def differs(step: Step) -> bool:
     """Whether a step printed something other than the page says."""
     if step.kind.startswith("file "):
         return False
+    if not step.ran:
+        return True
     return not _matches(
         normalised(step.expected, measured=step.measured), normalised(step.actual, measured=step.measured)
     )
@@ -228,7 +237,7 @@ def rewritten(page: str, steps: list[Step]) -> str:
     """The page with the real output in place of what differs; a block with ``...`` is left to a person."""
     for step in sorted(steps, key=lambda step: -step.span[0]):
         start, end = step.span
-        if differs(step) and "\n...\n" not in f"\n{step.expected}" and step.span != NOWHERE:
+        if step.ran and differs(step) and "\n...\n" not in f"\n{step.expected}" and step.span != NOWHERE:
             text = step.actual if step.actual.endswith("\n") or not step.actual else f"{step.actual}\n"
             page = (
                 page[:start]
@@ -281,9 +290,8 @@ def main() -> int:
             for step in steps:
                 if differs(step):
                     failed += 1
-                    print(
-                        f"{path}: {step.text.strip()}\n-- printed:\n{step.actual}\n-- the page says:\n{step.expected}"
-                    )
+                    printed = step.actual if step.ran else "(not run: what came before it ended with a traceback)"
+                    print(f"{path}: {step.text.strip()}\n-- printed:\n{printed}\n-- the page says:\n{step.expected}")
             if options.write:
                 path.write_text(rewritten(path.read_text(), steps))
             print(f"{path}: {len(steps)} steps", file=sys.stderr)

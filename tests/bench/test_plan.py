@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tilegym_db.bench.machine import Machine
-from tilegym_db.bench.plan import Options, Plan
+from tilegym_db.bench.plan import Options, Plan, names_of
 from tilegym_db.bench.planning import make_plan
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import NotFoundError, UsageError
@@ -81,6 +81,10 @@ def test_a_gpu_runs_every_language_on_every_workload(plan):
     made = plan(machine=H200)
     assert made.pair_count == 16
     assert made.skipped == []
+
+
+def test_one_name_may_be_given_without_a_tuple():
+    assert names_of("rms_norm") == names_of(("rms_norm",)) == names_of(["rms_norm"])
 
 
 def test_a_solutions_name_brings_the_stock_code_to_compare_it_with(plan):

@@ -10,6 +10,7 @@ import pytest
 
 from tilegym_db.bench.benchmark import benchmark
 from tilegym_db.bench.gpus.devices import cpu_slots
+from tilegym_db.bench.history import SourceHistory
 from tilegym_db.bench.regress import RegressionReport, regress
 from tilegym_db.bench.regression import Bars
 from tilegym_db.catalog import Catalog
@@ -167,3 +168,27 @@ def test_nothing_that_was_measured_is_stored(root):
     rewrite(root, SLOW)
     run(root, "HEAD")
     assert not (root.parent.parent / "home" / "runs").exists()
+
+
+def test_a_solution_that_moved_to_its_family_is_found_where_it_was(root):
+    before = git(root, "rev-parse", "HEAD")
+    own = root / "solutions" / "elementwise" / "row_scale" / "row_scale_new"
+    old = Catalog((root,)).solution("row_scale_new")
+    family = own.parent.parent / "scales_python"
+    own.rename(family)
+    (family / "solution.json").rename(family / "row_scale_new.json")
+    moved = Catalog((root,)).solution("row_scale_new")
+    assert (moved.folder, moved.digest) == (family, old.digest)
+    (family / "kernel.py").write_text(FAST + "# in its family\n")
+    after = commit(root, "moved")
+    now = Catalog((root,)).solution("row_scale_new")
+    history = SourceHistory(now.root)
+    found = {name: history.at(name, now) for name in (before, after)}
+    assert {name: version and version.digest for name, version in found.items()} == {
+        before: old.digest,
+        after: now.digest,
+    }
+    for digest, where in ((old.digest, before), (now.digest, after)):
+        version = history.with_digest(now, digest)
+        assert version is not None
+        assert version.commit == where

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -247,6 +248,18 @@ def test_a_quarantined_time_is_explained(operator, latency_us, axes, said):
     assert f"{latency_us:.4g} us is below the physics floor" in found
 
 
+def test_experts_that_nobody_may_have_chosen_are_not_in_the_floor():
+    definition = Catalog((shipped_root(),)).definition("moe_experts")
+    axes = definition.bind_axes({"M": 16, "H": 2048, "I": 768, "E": 128, "K": 8})
+    light = speed_of_light(definition, axes, {"T": "bfloat16", "W": "bfloat16"}, h200())
+    assert light is not None
+    assert light.bytes > 1.2e9  # of 128 experts; 16 tokens choose some 82 of them, or 8 where all choose the same
+    assert below_floor(201.9, light, h200(), cold_l2=True, timer="events") is None
+    assert "no kernel" in str(below_floor(1.0, light, h200(), cold_l2=True, timer="events"))
+    everything = replace(light, chosen_bytes=0.0)
+    assert "memory bus" in str(below_floor(201.9, everything, h200(), cold_l2=True, timer="events"))
+
+
 def test_an_unknown_architecture_has_no_ceiling_for_products(operator):
     peaks = h200(sm="sm_75")
     assert product_ceiling("bfloat16", peaks) is None
@@ -254,6 +267,7 @@ def test_an_unknown_architecture_has_no_ceiling_for_products(operator):
     assert below_floor(sol.us / 2, sol, peaks, cold_l2=True, timer="events") is None
 
 
+@pytest.mark.records("path")
 @pytest.mark.parametrize("path", TRACES, ids=lambda path: path.stem)
 def test_no_published_time_is_below_the_floor(path):
     catalog = Catalog.default()

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from tilegym_db.catalog import Catalog, SolutionFiles
+
 RUN = """import triton
 import triton.language as tl
 
@@ -289,3 +291,17 @@ def test_an_option_that_is_empty_or_no_line_is_refused(option, value, cli, row_s
     assert result.code == 1
     assert f"{option.removeprefix('--')}: " in result.err
     assert snapshot(row_scale) == before
+
+
+def test_one_solution_of_a_family_is_added_alone(cli, row_scale, tmp_path):
+    (tmp_path / "kernel.py").write_text("def run_scale(x, weight, factor, out): out.copy_(x * weight * factor)\n")
+    spec = {"language": "python", "entry_point": "kernel.py::run_scale"}
+    record = {"name": "scale", "definition": "row_scale", "author": "tests", "spec": spec}
+    (tmp_path / "scale.json").write_text(json.dumps(record))
+    (tmp_path / "other.json").write_text("{}")
+    result = cli("add-solution", str(tmp_path / "scale.json"))
+    assert result.code == 0, result.err
+    added = Catalog.default().solution("scale")
+    assert added.folder == row_scale / "solutions" / "elementwise" / "row_scale" / "scale"
+    assert added.digest == SolutionFiles.read(tmp_path / "scale.json").digest
+    assert {path.name for path in added.folder.iterdir()} == {"kernel.py", "solution.json"}

@@ -158,6 +158,43 @@ def test_an_interrupt_during_the_start_is_quiet(environment, delay_s):
         assert (process.wait(timeout=60), errors) == (130, "")
 
 
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ["INTERRUPTED_IMPORT"]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+"""
+
+
+@pytest.mark.parametrize(
+    "module", ["tilegym_db.cli.boundary", "typer", "typer.core", "tilegym_db.cli.list", "pydantic"]
+)
+def test_an_interrupt_during_an_import_is_quiet(environment, tmp_path, module):
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTED_IMPORT)
+    given = {**environment, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "INTERRUPTED_IMPORT": module}
+    result = run(given, "list")
+    assert (result.returncode, result.stderr) == (130, "")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "class Name:\n    def __set_name__(self, owner, name): os.kill(os.getpid(), 2)\nclass Owner:\n    name = Name()",
+        "exec('os.kill(os.getpid(), 2)')",  # as in the making of a dataclass
+        "try:\n    os.kill(os.getpid(), 2)\nexcept KeyboardInterrupt:\n    raise ValueError('as pydantic does')",
+    ],
+)
+def test_an_interrupt_is_one_whatever_python_makes_of_it(environment, text):
+    command = f"import os\ndef command():\n    exec({text!r}, globals())\n"
+    code = f"{command}from tilegym_db.cli.boundary import run\nexit(run(command))"
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (130, "")
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -54,6 +54,16 @@ def test_a_verifier_that_cannot_tell_is_found(cli, sound, edit):
     assert "row_scale: planted error (changes nothing): is accepted by the comparison at M=4,N=8" in result.out
 
 
+def test_without_running_anything_records_the_lock_and_sources_are_checked(cli, row_scale, edit):
+    assert cli("check", "--static").code == 0  # although the definition has no self-test
+    edit(constraints=["N >= 2"])
+    (row_scale / "definitions" / "elementwise" / "broken.json").write_text("{}")
+    found = cli("check", "--static")
+    assert found.code == 1
+    assert "its meaning changed" in found.out
+    assert "broken.json: not a valid definition" in found.out
+
+
 def test_a_change_of_meaning_without_a_new_version_is_found(cli, sound, edit):
     edit(constraints=["N >= 2"])
     assert "its meaning changed but its version is still 1.0.0" in cli("check").out

@@ -37,18 +37,20 @@ def test_a_kernel_compiles_for_gpus_that_are_not_here(cli, add):
     result = cli("compile", "--target", "sm_90a", "--target", "sm_80", "--json")
     assert result.code == 0
     outcomes = result.json()
-    assert [(item["target"], item["status"]) for item in outcomes] == [("sm_80", "compiled"), ("sm_90", "compiled")]
+    assert [(item["target"], item["dtypes"]["T"], item["status"]) for item in outcomes] == [
+        (target, dtype, "compiled") for target in ("sm_80", "sm_90") for dtype in ("float32", "bfloat16")
+    ]
     assert all(kernel["bytes"] > 0 for item in outcomes for kernel in item["kernels"])
-    assert "1/1" in cli("compile", "mine").out
+    assert "2/2" in cli("compile", "mine").out
 
 
 def test_a_kernel_that_does_not_compile_is_a_finding_with_the_compilers_words(cli, add):
     add(BROKEN)
     result = cli("compile", "row_scale")
     assert result.code == 1
-    assert "0/1" in result.out
+    assert "0/2" in result.out
     assert "N_MISSPELT" in result.out
-    assert "1 of 1 failed" in result.err
+    assert "2 of 2 failed" in result.err
 
 
 def test_what_the_static_scan_refuses_is_never_built(cli, row_scale, add, tmp_path):
@@ -58,9 +60,10 @@ def test_what_the_static_scan_refuses_is_never_built(cli, row_scale, add, tmp_pa
     source.write_text(f"import pathlib\npathlib.Path({str(marker)!r}).touch()\n{GOOD}")
     result = cli("compile", "mine", "--target", "sm_90", "--json")
     assert result.code == 1
-    (outcome,) = result.json()
-    assert (outcome["status"], outcome["kernels"]) == ("failed", [])
-    assert outcome["log"].startswith("refused by the static scan: row.py:1: hard: imports-files: imports pathlib")
+    outcomes = result.json()
+    assert [(outcome["status"], outcome["kernels"]) for outcome in outcomes] == [("failed", [])] * 2
+    reason = "refused by the static scan: row.py:1: hard: imports-files: imports pathlib"
+    assert all(outcome["log"].startswith(reason) for outcome in outcomes)
     assert not marker.exists()
     assert "refused by the static scan" in cli("compile", "mine").out.replace("\n", " ")
 

@@ -15,13 +15,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tilegym_db.cli.app import COMMANDS, main
-from tilegym_db.cli.group import load_command
+from tilegym_db.cli.app import main
+from tilegym_db.cli.group import every_command
 
 STATUSES = {0, 1, 2, 3, 4, 130}
 LIMIT_S = 10
 EXAMPLES = 20  # per command: about a minute in all on an idle core
-EVERY_COMMAND = [name for panel in COMMANDS.values() for name in panel]
+EVERY_COMMAND = every_command()
 
 # What would measure, compile or generate for minutes, if nothing of what it is given were wrong.
 REFUSED = {
@@ -59,7 +59,7 @@ PLAUSIBLE = {
 
 def options_of(name: str) -> tuple[list[Any], list[Any]]:
     """The options and the arguments of a command, as Typer declared them."""
-    parameters = load_command(name).params
+    parameters = EVERY_COMMAND[name].params
     return (
         [item for item in parameters if item.param_type_name == "option" and item.name != "help"],
         [item for item in parameters if item.param_type_name == "argument"],
@@ -83,7 +83,7 @@ def command_lines(draw: Any, name: str, places: list[str]) -> list[str]:
         if argument.required or draw(st.booleans()):
             known = st.sampled_from(PLAUSIBLE[argument.name]) if argument.name in PLAUSIBLE else values
             line += draw(st.lists(known | values, min_size=1, max_size=1 if argument.nargs == 1 else 3))
-    return [name, *line, *REFUSED.get(name, ())]
+    return [*name.split(), *line, *REFUSED.get(name, ())]
 
 
 @pytest.fixture
@@ -164,7 +164,7 @@ def test_a_real_process_ends_as_documented_too(home, places):
     lines = random.Random(17)
     environment = {**os.environ, "TILEGYM_DB_HOME": str(home)}
     for name in ("sql", "show", "explain", "ingest", "bench"):
-        values = [lines.choice([*HOSTILE, *places]) for _ in load_command(name).params[:1]]
+        values = [lines.choice([*HOSTILE, *places]) for _ in EVERY_COMMAND[name].params[:1]]
         command = [sys.executable, "-m", "tilegym_db", name, *values, *REFUSED.get(name, ())]
         result = subprocess.run(command, env=environment, capture_output=True, timeout=60, cwd=home.parent)
         assert result.returncode in STATUSES

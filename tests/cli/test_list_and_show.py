@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import json
+
+from tilegym_db.catalog import Catalog
+
 
 def test_list_has_one_row_per_definition(cli, row_scale):
     (row,) = cli("list", "--json").json()
@@ -27,6 +31,15 @@ def test_list_filters_by_family_and_status(cli, row_scale):
     result = cli("list", "--op-type", "norm")
     assert (result.code, result.err) == (2, "error: no op_type 'norm'; there are elementwise.\n")
     assert "there are verified" in cli("list", "--status", "open").err
+
+
+def test_workloads_are_counted_as_they_are_read(cli, row_scale, home, workload_record):
+    file = home / "catalog" / "workloads" / "elementwise" / "row_scale.jsonl"
+    file.parent.mkdir(parents=True)
+    lines = [json.dumps(workload_record(axes={"M": size, "N": 8})) for size in (5, 6, 6)]
+    file.write_text("\n".join([*lines, "", "{"]) + "\n")
+    (row,) = cli("list", "--json").json()
+    assert row["workloads"] == len(Catalog.default().workloads_for("row_scale")) == 3
 
 
 def test_list_of_solutions_and_workloads(cli, row_scale):

@@ -43,6 +43,21 @@ def test_a_draft_becomes_a_definition_with_sizes_stock_code_and_a_clean_check(cl
     assert "Next: tilegym-db bench my_scale" in result.err
 
 
+def test_a_program_reads_what_was_written(cli, draft, tmp_path):
+    assert cli("new", "definition", "other", "--json").json() == {"written": [f"other/{name}" for name in FILES]}
+    assert cli("add-definition", draft).code == 0
+    stock = cli("new", "solution", "my_scale", "--stock", "--json").json()
+    assert (stock["solution"], stock["definition"]) == ("my_scale_stock", "my_scale")
+    written = cli("new", "solution", "my_scale", "-l", "triton", "--json").json()["written"]
+    assert written == ["my_scale_triton/kernel.py", "my_scale_triton/solution.json"]
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    options = ("--from-config", "config.json", "--axes", "N=64", "--json")
+    assert cli("new", "workload", "my_scale", *options).json()["written"] == ["my_scale-gpt2.jsonl"]
+
+
+FILES = ("definition.json", "reference.py", "independent.py", "planted_errors.json", "workloads.jsonl")
+
+
 def test_every_fault_of_a_draft_is_in_one_list(cli, draft):
     record = json.loads((draft / "definition.json").read_text())
     record["cost"]["flops"] = "2 * Z"

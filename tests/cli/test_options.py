@@ -6,14 +6,16 @@ import pytest
 
 from tilegym_db.cli.app import COMMANDS
 from tilegym_db.cli.completion import complete_definition, complete_gpu, complete_language, complete_statement
-from tilegym_db.cli.group import load_command
+from tilegym_db.cli.group import every_command, load_command
 from tilegym_db.cli.next_step import next_step
 from tilegym_db.cli.pairs import parse_axes, parse_pairs, parse_scalars
 from tilegym_db.errors import UsageError
 from tilegym_db.store.views import INTERNAL_VIEWS, public_views
 
-READERS = ("list", "show", "best", "leaderboard", "explain", "sql", "doctor", "version")
-WRITERS = ("add-definition", "add-solution", "add-workload", "publish", "ingest", "calibrate", "model-bench")
+READERS = ("list", "show", "best", "leaderboard", "compare", "explain", "sql", "doctor", "version", "task status")
+NO_RECORDS = ("report", "report weekly", "task prompt", "mcp", "demo")
+"""A page, a text and a server: what they print or write is for one kind of reader."""
+WRITERS = sorted({*every_command()} - {*READERS, *NO_RECORDS})
 
 
 @pytest.mark.parametrize("texts", [["M=4,N=8"], ["M=4", "N=8"], [" M = 4 ,N=8"]])
@@ -57,13 +59,16 @@ def test_values_are_completed(row_scale):
 
 @pytest.mark.parametrize("name", READERS)
 def test_every_reader_has_every_format(name):
-    options = {text for item in load_command(name).params for text in item.opts}
-    assert {"--json", "--csv", "--parquet", "--arrow", "--output"} <= options
+    assert {"--json", "--csv", "--parquet", "--arrow", "--output"} <= options_of(name)
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_every_writer_has_json(name):
-    assert "--json" in {text for item in load_command(name).params for text in item.opts}
+def test_what_is_no_reader_has_json(name):
+    assert "--json" in options_of(name)
+
+
+def options_of(name):
+    return {text for item in every_command()[name].params for text in item.opts}
 
 
 def test_a_result_goes_into_a_file_in_every_format(cli, row_scale, tmp_path):

@@ -28,7 +28,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         selected[part] = [record for record in records if record.serving and record.serving.part == part]
     for argument, definitions in selected.items():
         if argument in metafunc.fixturenames:
-            metafunc.parametrize(argument, definitions, ids=lambda record: record.name)
+            metafunc.parametrize(argument, [_of_record(record, record, record.name) for record in definitions])
     for argument, oracles in (("tiny", ("lifted", "as_written")), ("lifted_tiny", ("lifted",))):
         if argument in metafunc.fixturenames:
             metafunc.parametrize(argument, [_parameter(*pair) for pair in _tiny_pairs() if pair[0].oracle in oracles])
@@ -45,7 +45,11 @@ def _tiny_pairs() -> list[tuple[Definition, Workload]]:
 
 def _parameter(record: Definition, workload: Workload) -> Any:
     dtypes = "-".join(workload.dtypes.values()) or "fixed"
-    return pytest.param((record, workload), id=f"{record.name}-{dtypes}-{axes_key(workload.axes)}")
+    return _of_record(record, (record, workload), f"{record.name}-{dtypes}-{axes_key(workload.axes)}")
+
+
+def _of_record(record: Definition, value: Any, name: str) -> Any:
+    return pytest.param(value, id=name, marks=pytest.mark.records(of=record.name))
 
 
 @pytest.fixture

@@ -19,13 +19,18 @@ from tilegym_db.verify.reference import Lifted, load_function, name_outputs, run
 
 BACKWARDS = ["rms_norm_backward", "rms_norm_backward_x", "swiglu_backward", "rope_neox_backward"]
 WITH_SAVED_TENSORS = ["softmax_backward"]  # tests/verify/test_saved_tensors.py
+HYPER_CONNECTIONS = [
+    "mhc_expand_backward", "mhc_head_compute_mix_backward", "mhc_norm_fn_backward", "mhc_post_backward",
+    "mhc_pre_apply_mix_backward", "mhc_pre_split_mixes_backward", "mhc_sinkhorn_backward",
+]  # fmt: skip
+"""tests/definitions/test_hyper_connections.py"""
 
 Run = Callable[..., Any]
 
 
 def test_every_backward_is_listed_here_and_fits_its_forward(catalog: Catalog) -> None:
     found = {name: record for name, record in catalog.definitions.items() if record.backward_of}
-    assert sorted(found) == sorted(BACKWARDS + WITH_SAVED_TENSORS)
+    assert sorted(found) == sorted(BACKWARDS + WITH_SAVED_TENSORS + HYPER_CONNECTIONS)
     for record in found.values():
         assert record.backward_of is not None
         assert backward_problem(catalog.definition(record.backward_of), record) == ""
@@ -64,6 +69,7 @@ def derivative(
     return {GRADIENT + name: value for name, value in zip(wanted, found, strict=True)}
 
 
+@pytest.mark.records("name")
 @pytest.mark.parametrize("name", BACKWARDS)
 def test_a_backward_is_the_derivative_of_its_forward_in_fp64(name: str, catalog: Catalog) -> None:
     backward = catalog.definition(name)
@@ -82,6 +88,7 @@ def test_a_backward_is_the_derivative_of_its_forward_in_fp64(name: str, catalog:
         torch.testing.assert_close(value, want[key], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.records("name")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", BACKWARDS)
 def test_stock_code_rounds_as_autograd_does_behind_the_stock_forward(

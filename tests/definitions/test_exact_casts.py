@@ -13,6 +13,8 @@ from tilegym_db.records import Definition
 from tilegym_db.verify.comparison import check_outputs
 from tilegym_db.verify.reference import run_reference
 
+pytestmark = pytest.mark.records("name")  # where a test has one
+
 CASTS = ["per_token_cast_ue8m0", "per_token_cast_fp4", "per_token_cast_e5m6"]
 FP4_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 

@@ -37,9 +37,10 @@ def test_core_operators_have_their_stages_of_two_models_and_a_large_case(core: D
     tags = {tag for workload in workloads for tag in workload.tags}
     stages = {"stage:training"} if core.backward_of else {"stage:prefill", "stage:decode"}
     assert tags >= ({ONE_STAGE[core.name]} if core.name in ONE_STAGE else stages)
-    assert len({tag for tag in tags if tag.startswith("model:")}) >= 2
-    assert max(_bytes(core, workload) for workload in workloads) >= LARGE_BYTES
-    assert {workload.dtypes["T"] for workload in workloads} == {"bfloat16", "float16", "float32"}
+    # What is no part of a model by itself may be of one model's, and small: a step of a layer of experts, a cast.
+    assert len({tag for tag in tags if tag.startswith("model:")}) >= (2 if core.serving else 1)
+    assert not core.serving or max(_bytes(core, workload) for workload in workloads) >= LARGE_BYTES
+    assert {workload.dtypes["T"] for workload in workloads} == set(core.dtypes["T"])
 
 
 @pytest.mark.parametrize("size", [(32, 128), (8, 128), (131072, 128), (32768, 128), (1, 4096), (4096, 4096), (1, 2048)])

@@ -6,9 +6,17 @@ import os
 from pathlib import Path
 
 import pytest
-from run_docs import ROOT, Pages, Step, differs, normalised, rewritten, steps_of
+from run_docs import ROOT, Pages, Runner, Step, differs, normalised, rewritten, steps_of
 
-PAGES = ("docs/how-to/your-own-operator.md", "docs/how-to/interchange.md", "docs/python-api.md", "README.md")
+PAGES = (
+    "docs/how-to/your-own-operator.md",
+    "docs/how-to/write-a-kernel.md",
+    "docs/how-to/ask-the-database.md",
+    "docs/how-to/serve-a-model.md",
+    "docs/how-to/interchange.md",
+    "docs/python-api.md",
+    "README.md",
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +49,7 @@ def test_every_page_with_commands_and_their_output_is_run():
     with_commands = {
         str(path.relative_to(ROOT))
         for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/how-to/*.md"))
-        if any(step.kind == "console" for step in steps_of(path.read_text()))
+        if any(step.kind == "console" or step.expected for step in steps_of(path.read_text()))
     }
     assert with_commands <= {*PAGES, *NOT_RUN}
 
@@ -79,6 +87,35 @@ content
 def test_a_page_is_read_into_steps():
     kinds = [(step.kind, step.expected) for step in steps_of(PAGE)]
     assert kinds == [("console", "one two\n"), ("console", ""), ("python", "2.5\n"), ("file a/b.txt", "")]
+
+
+UNFINISHED = """\
+```python
+print(1)
+```
+```output
+1
+```
+```python
+print(2)
+raise ValueError("no")
+```
+```python
+print(3)
+```
+```output
+3
+```
+"""
+
+
+def test_python_that_follows_a_traceback_is_not_run_and_says_so(pages: Pages, tmp_path: Path):
+    steps = steps_of(UNFINISHED)
+    Runner(pages.installation, tmp_path / "page").run(steps)
+    assert [(step.ran, differs(step)) for step in steps] == [(True, False), (True, True), (False, True)]
+    assert steps[1].actual.startswith("2\n")
+    assert steps[1].actual.endswith("ValueError: no\n")
+    assert "```output\n3\n```" in rewritten(UNFINISHED, steps)
 
 
 def test_what_differs_is_found_and_written_into_the_page():

@@ -6,10 +6,11 @@ on ``cpu`` over a range of sizes: whatever a model calls is served, and the bits
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,17 @@ import pytest
 import torch
 import transformers
 
-from tilegym_db.catalog import Catalog
+from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
+from tilegym_db.records.binding import is_code_selecting
 from tilegym_db.store.snapshot import lock_folder
 
-SHIPPED = Catalog((shipped_root(),)).definitions
-OPS = tuple(name for name, record in SHIPPED.items() if record.serving is not None and record.serving.part)
-"""What models are served with, as the Definitions say."""
-BACKWARDS = tuple(name for name, record in SHIPPED.items() if record.backward_of in OPS)
+SHIPPED = Catalog((shipped_root(),))
+SERVED = [record for record in SHIPPED.definitions.values() if record.serving is not None and record.serving.part]
+OPS = tuple(sorted({record.name for record in SERVED} | {one.serving.after for one in SERVED if one.serving.after}))  # type: ignore[union-attr]
+"""What models are served with, as the Definitions say, and what comes before them."""
+BACKWARDS = tuple(name for name, record in SHIPPED.definitions.items() if record.backward_of in OPS)
 LARGEST = 4096
 LARGEST_HEAD = 256
 SIZES = {
@@ -67,7 +70,65 @@ MLA = {
     "head_dim": 8,
 }
 WINDOW = {"sliding_window": 6}
+HYPER = {
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 2,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+DEEPSEEK_V4 = {
+    **HYPER,
+    **WINDOW,
+    "num_key_value_heads": 1,
+    "q_lora_rank": 24,
+    "o_lora_rank": 16,
+    "o_groups": 2,
+    "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"],
+    "mlp_layer_types": ["moe", "moe"],
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_topk": 2,
+    "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+}
+GLM5_NEXT = {
+    **HYPER,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 0,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "head_dim": 0,
+    "layer_types": ["linear_attention", "full_attention"],  # every version has its own name of the last one
+    "mlp_layer_types": ["dense", "sparse"],
+    "indexer_types": ["full", "full"],
+    "index_topk": 4,
+    "index_head_dim": 16,
+    "index_n_heads": 2,
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
+    "index_kpool": 2,
+}
 LOCAL_AND_GLOBAL = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+QWEN4_EXP = {
+    **MOE,
+    **LINEAR,
+    "eos_token_id": 2,
+    "shared_expert_intermediate_size": 32,
+    "hc_count": 4,
+    "hc_lowrank": 8,
+    "ple_layer_ids": [1],
+    "ple_embed_dim": 32,
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 50,
+    "make_ngram_vocab_size_divisible_by": 8,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+}
 # name -> (prefix of the classes in transformers, what its config changes)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -82,13 +143,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo3": ("Olmo3", LOCAL_AND_GLOBAL),
     "glm4": ("Glm4", {}),
     "gemma3": ("Gemma3", {**LOCAL_AND_GLOBAL, "query_pre_attn_scalar": 16}),
+    "qwen2_moe": ("Qwen2Moe", MOE),
     "qwen3_moe": ("Qwen3Moe", MOE),
     "olmoe": ("Olmoe", MOE),
-    "deepseek_v2": ("DeepseekV2", {**MLA, "topk_method": "greedy"}),
+    "mixtral": ("Mixtral", MOE),
+    "deepseek_v2": ("DeepseekV2", {**MLA, "topk_method": "greedy", "n_group": 1}),
     "deepseek_v3": ("DeepseekV3", MLA),
     "gpt_oss": ("GptOss", {**MOE, **LOCAL_AND_GLOBAL}),
     "qwen3_next": ("Qwen3Next", {**MOE, **LINEAR, "shared_expert_intermediate_size": 32, "partial_rotary_factor": 0.5}),
     "qwen3_5": ("Qwen3_5", LINEAR),
+    "deepseek_v4": ("DeepseekV4", DEEPSEEK_V4),
+    "glm5_next": ("Glm5Next", GLM5_NEXT),
+    "qwen4_exp": ("Qwen4Exp", QWEN4_EXP),
 }
 NAN = "    for value in {outputs}:\n        value.fill_(float('nan'))\n"
 
@@ -98,7 +164,9 @@ def _build(name: str = "llama", dtype: torch.dtype = torch.float32, **changes: A
     prefix, own = MODELS[name]
     config_class = getattr(transformers, f"{prefix}TextConfig", None) or getattr(transformers, f"{prefix}Config")
     torch.manual_seed(0)
-    model = getattr(transformers, f"{prefix}ForCausalLM")(config_class(**{**SIZES, **own, **changes}))
+    config = config_class(**{**SIZES, **own, **changes})
+    model_class = getattr(transformers, f"{prefix}ForCausalLM", None) or getattr(transformers, f"{prefix}TextModel")
+    model = model_class(config)
     for parameter_name, parameter in model.named_parameters():
         if "norm" in parameter_name:
             torch.nn.init.normal_(parameter, 1.0, 0.3)
@@ -125,6 +193,36 @@ def _layouts(definition: Definition) -> list[dict[str, str]]:
         {name: "row_contiguous" for name, strided in zip(varying, chosen, strict=True) if strided}
         for chosen in itertools.product((False, True), repeat=len(varying))
     ]
+
+
+def _size(definition: Definition, axis: str, size: int) -> int:
+    """As large as everything else, where that is a call: heads have a limit, and groups hold two experts at least."""
+    if "D <= 256" in definition.constraints and axis == "D":
+        return min(size, LARGEST_HEAD)
+    return 2 * size if "E >= 2 * G" in definition.constraints and axis == "E" else size
+
+
+def _products(choices: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Every choice of a value for each name."""
+    return [dict(zip(choices, chosen, strict=True)) for chosen in itertools.product(*choices.values())]
+
+
+@functools.cache
+def _selecting(op: str) -> dict[str, Sequence[Any]]:
+    """The inputs that select what code runs: flags, and whole numbers that are no sizes, as Workloads have them."""
+    definition, found = SHIPPED.definition(op), dict[str, Sequence[Any]]()
+    for name, spec in definition.inputs.items():
+        if spec.is_scalar and is_code_selecting(definition, name):
+            stated = {load.scalars().get(name, 0) for load in SHIPPED.workloads_for(definition.name)}
+            found[name] = (False, True) if spec.dtype == "bool" else sorted(stated)
+    return found
+
+
+def _source(solution: SolutionFiles) -> bytes:
+    """The source of a Solution, whose entry function is ``run`` in it: a family shares one, with an entry of each."""
+    file, _, entry = solution.record.spec.entry_point.partition("::")
+    source = solution.sources[file]
+    return source if entry == "run" else source + f"\n\nrun = {entry}\n".encode()
 
 
 @dataclass
@@ -157,12 +255,12 @@ class Shop:
             device: the GPU and target that they are published for.
             smallest: the smallest size of an axis that they were measured at; a call of fewer tokens is left to stock.
         """
-        shipped = Catalog((shipped_root(),))
         entries = []
         for op in (op for op in ops if op not in without):
-            self._write(shipped, op, body, rounding, returns=op in returning)
-        for op in (op for op in (*OPS, *BACKWARDS) if op not in without and self._folder(shipped, op).is_dir()):
-            entries += self._entries(Catalog((shipped_root(), self.root)), op, smallest)
+            self._write(op, body, rounding, returns=op in returning)
+        catalog = Catalog((shipped_root(), self.root))
+        for op in (op for op in (*OPS, *BACKWARDS) if op not in without and self._folder(op).is_dir()):
+            entries += self._entries(catalog, op, smallest)
         table = {
             "schema_version": 1,
             "gpu": device[0],
@@ -181,15 +279,15 @@ class Shop:
         path.write_text(text)
         lock_folder(path.parent, self.home, gpu=table["gpu"], sm=table["sm"], published=table["published"])
 
-    def _folder(self, shipped: Catalog, op: str) -> Path:
-        return self.root / "solutions" / shipped.definition(op).op_type / op / f"{op}_cpu"
+    def _folder(self, op: str) -> Path:
+        return self.root / "solutions" / SHIPPED.definition(op).op_type / op / f"{op}_cpu"
 
-    def _write(self, shipped: Catalog, op: str, body: str | None, rounding: str, *, returns: bool) -> None:
-        definition, stock = shipped.definition(op), shipped.solution(f"{op}_stock")
+    def _write(self, op: str, body: str | None, rounding: str, *, returns: bool) -> None:
+        definition, stock = SHIPPED.definition(op), SHIPPED.solution(f"{op}_stock")
         inputs, outputs = ", ".join(definition.inputs), ", ".join(definition.written_outputs)
-        code = stock.sources["kernel.py"] if rounding == "stock" else definition.reference.encode()
+        code = definition.reference.encode() if rounding == "reference" else _source(stock)
         if rounding == "triton":
-            code = shipped.solution(f"{op}_triton").sources["kernel.py"]
+            code = _source(SHIPPED.solution(f"{op}_triton"))
             body = "    stock.run({inputs}, *{outputs})\n"
         if body is None:
             # What is written in place: stock has done that, a reference returns it.
@@ -199,7 +297,7 @@ class Shop:
                 "    values = computed if isinstance(computed, tuple) else (computed,)\n"
                 f"    for out, value in zip(({targets},), values, strict=False):\n        out.copy_(value)\n"
             )
-        folder = self._folder(shipped, op)
+        folder = self._folder(op)
         folder.mkdir(parents=True, exist_ok=True)
         spelled = body.replace("{inputs}", inputs).replace("{outputs}", f"({outputs},)")
         source = f"import stock\n\n\ndef run({inputs}, {outputs}):\n{spelled}"
@@ -243,16 +341,14 @@ class Shop:
                 "definition_version": definition.version,
                 "definition_digest": definition.digest,
                 "op_type": definition.op_type,
-                "dtypes": {"T": dtype},
-                "axes": {
-                    axis: min(size, LARGEST_HEAD) if "D <= 256" in definition.constraints and axis == "D" else size
-                    for axis in definition.var_axes
-                },
+                "dtypes": dtypes,
+                "axes": {axis: _size(definition, axis, size) for axis in definition.var_axes},
                 "layouts": layouts,
+                "scalars": flags,
                 "candidates": [candidate],
             }
-            for dtype, size, layouts in itertools.product(
-                definition.dtypes["T"], (smallest, LARGEST), _layouts(definition)
+            for dtypes, size, layouts, flags in itertools.product(
+                _products(definition.dtypes), (smallest, LARGEST), _layouts(definition), _products(_selecting(op))
             )
         ]
 

@@ -56,6 +56,15 @@ def config(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture
+def moe_config(tmp_path: Path) -> Path:
+    folder = tmp_path / "Tiny-MoE"
+    folder.mkdir()
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    (folder / "config.json").write_text(json.dumps({**TINY, **sizes, "model_type": "qwen3_moe"}))
+    return folder
+
+
 # -- models from a config ---------------------------------------------------------------------------------------------
 
 
@@ -405,3 +414,38 @@ def test_a_profile_on_a_cpu_says_that_there_is_no_gpu(kernels: Catalog, config: 
     result = invoke(model_bench.command, config, *BRIEF, "--profile")
     assert result.exit_code == 0, result.output
     assert "there is no GPU: no GPU time was spent" in result.stderr
+
+
+# -- experts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("new", [0, 3])
+def test_stock_takes_part_with_each_implementation_of_its_experts(new: int, kernels: Catalog, moe_config: Path) -> None:
+    asked = [one for name in ("eager", "batched_mm", "grouped_mm") for one in ("--experts", name)]
+    found = invoke(
+        model_bench.command, moe_config, "--gpu", "cpu", "--dtype", "float32", "--batch", 2, "--prompt", 9, "--new", new,
+        "--rounds", 8, *asked, "--json",
+    )  # fmt: skip
+    assert found.exit_code == 0, found.output
+    run = ModelRun.from_dict(json.loads(found.stdout), "the output")
+    calls = 2 * max(new, 1)
+    assert run.kernels["moe_experts"] == calls
+    assert run.experts == {"grouped_mm": calls}
+    assert run.equal_tokens == run.compared_tokens
+    for name in ("stock_eager", "stock_batched_mm", "stock_grouped_mm"):
+        assert set(run.ways[name].against) == {"stock", "patched"}
+        assert run.ways[name].equal_tokens == run.compared_tokens
+
+
+def test_a_model_without_experts_has_no_other_implementation(kernels: Catalog, config: Path) -> None:
+    machine, options = select_machine("cpu"), ModelBenchOptions("float32", 1, 5, 0, 2, experts=("eager",))
+    run, _ = run_model_bench(config, machine, options)
+    assert run.experts == {}
+    assert run.absent == {"stock_eager": "the model has no experts whose implementation transformers chooses."}
+
+
+def test_verify_model_proves_experts_and_names_their_implementation(kernels: Catalog, moe_config: Path) -> None:
+    found = invoke(verify_model.command, moe_config, "--gpu", "cpu", "--dtype", "float32", "--prompt", 9)
+    assert found.exit_code == 0, found.output
+    assert "moe_experts" in found.output
+    assert "Qwen3MoeExperts x2: the model's own code is grouped_mm" in found.output

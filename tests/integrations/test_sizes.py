@@ -26,7 +26,7 @@ TINY = {
     [
         ({"hidden_size": 0}, "hidden_size must be a whole number from 1"),
         ({"hidden_size": -64}, "hidden_size must be a whole number from 1"),
-        ({"hidden_size": "64"}, "hidden_size must be a whole number from 1"),
+        ({"hidden_size": "64"}, 'hidden_size must be a whole number from 1 to 1048576, not "64"'),
         ({"hidden_size": True}, "hidden_size must be a whole number from 1"),
         ({"hidden_size": [64]}, "hidden_size must be a whole number from 1"),
         ({"hidden_size": 10**16}, "hidden_size must be a whole number from 1"),
@@ -40,6 +40,14 @@ def test_a_config_that_nothing_can_be_built_from_is_refused_with_its_reason(tmp_
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**TINY, **change}))
     with pytest.raises(UsageError, match=message):
+        build_model(load_config(path), "cpu", "float32")
+
+
+def test_a_model_that_cannot_be_called_is_refused(tmp_path):
+    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 9, "moe_intermediate_size": 32}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**TINY, **experts}))
+    with pytest.raises(UsageError, match="does not run: RuntimeError: selected index k out of range"):
         build_model(load_config(path), "cpu", "float32")
 
 

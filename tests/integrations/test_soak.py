@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -21,12 +23,14 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def soak(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def soak(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(str(shipped_root() / "benchmarks"))
     import soak
 
     module: ModuleType = soak
-    return module
+    gc.freeze()  # the script collects after every episode, and would look through all that was imported for the other tests
+    yield module
+    gc.unfreeze()
 
 
 def run(

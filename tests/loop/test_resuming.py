@@ -1,4 +1,4 @@
-"""A loop that was killed or interrupted goes on where it was: stages are journaled, and nothing is measured twice."""
+"""A loop that was killed or interrupted goes on where it was: steps are journaled, and nothing is measured twice."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def killed(work: Callable[[], Any]) -> None:
     assert os.WTERMSIG(status) == signal.SIGKILL
 
 
-@pytest.mark.parametrize("stage", ["received", "scanned", "compiled"])
-def test_an_attempt_that_was_killed_goes_on_after_the_stage_that_it_passed(
-    stage: str, task: Task, hand_in: HandIn, home: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("step", ["received", "scanned", "compiled"])
+def test_an_attempt_that_was_killed_goes_on_after_the_step_that_it_passed(
+    step: str, task: Task, hand_in: HandIn, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, written = hand_in(GOOD), []
 
     def append_and_die(record: Any, where: Path) -> None:
         append(record, where)
-        if record.stage == stage:
+        if record.stage == step:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def note_and_stop(*_: object, **__: object) -> None:
@@ -59,7 +59,7 @@ def test_an_attempt_that_was_killed_goes_on_after_the_stage_that_it_passed(
     monkeypatch.setattr(submit_module, "select_machine", note_and_stop)
     attempt = submit(task, folder)
     assert (attempt.number, attempt.stage, attempt.verdict) == (1, "compiled", "no_gpu")
-    missing = {"received": ["scanned", "compiled"], "scanned": ["compiled"], "compiled": []}[stage]
+    missing = {"received": ["scanned", "compiled"], "scanned": ["compiled"], "compiled": []}[step]
     assert written == [*missing, "compiled"]  # the last line says that there is no GPU
     assert {one.number for one in journaled(Attempt, home)} == {1}
 

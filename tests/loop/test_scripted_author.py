@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tilegym_db.loop.status import attempts_of, tasks_table
 from tilegym_db.loop.submit import submit
 from tilegym_db.loop.tasks import create_task
 from tilegym_db.records.loop import Task
+from tilegym_db.report.weekly import weekly
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.loop_queries import promotion_rows
 
@@ -41,6 +43,9 @@ def test_a_wrong_kernel_a_slow_one_and_a_good_one(task: Task, hand_in: HandIn, h
     assert not list((home / "loop" / "candidates").rglob(good.solution))
     with open_store(read_only=True) as store:
         (row,) = promotion_rows(store)
+        week = weekly(store, datetime.now(UTC).replace(tzinfo=None) - timedelta(days=1))
+    assert "| refused | speed | 1 | 1 |" in week
+    assert "| promoted |  | 1 | 1 |" in week
     assert (row["status"], row["solution_digest"], row["applied"]) == ("standing", good.solution_digest, False)
     assert row["ci_low"] >= 1.10
     assert [one["verdict"] for one in attempts_of(task)] == ["refused", "refused", "promoted"]

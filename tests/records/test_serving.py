@@ -69,6 +69,8 @@ def test_what_is_said_of_serving_changes_no_digest(record: Definition) -> None:
         ("rope_neox", {"independent": [["B"], ["Hq", "B"]]}, "serving.independent.1 names 'B', which is stated twice"),
         ("attention_decode", {"independent": [["B"], ["L"]]}, "serving.independent.1: no output has one of these axes"),
         ("rms_norm", {"includes": "rms_norm"}, "serving.includes names the definition itself, 'rms_norm'"),
+        ("rms_norm", {"after": "rms_norm"}, "serving.after names the definition itself, 'rms_norm'"),
+        ("rms_norm", {"part": None, "code": [], "after": "swiglu"}, "serving.after is about a part of a model"),
         ("rms_norm_backward", {"part": "norm"}, "serving.part: a backward is served with 'rms_norm'"),
     ],
 )

@@ -25,6 +25,12 @@ AXES, BF16 = {"M": 4, "N": 8}, {"T": "bfloat16"}
         ({}, None, None, None),
         ({"dtypes": {"T": ["float32"]}}, None, None, "dtype T=bfloat16 is not among float32"),
         ({"constraints": ["N % 16 == 0"]}, None, None, "its constraint N % 16 == 0 excludes this shape"),
+        (
+            {"constraints": ["N < 2**(2**(2**(2**N)))"]},
+            None,
+            None,
+            "its constraint has no value here: 'N < 2**(2**(2**(2**N)))' is out of range at M=4, N=8",
+        ),
         ({}, {"x": "row_contiguous"}, None, "it reads x as contiguous, not row_contiguous"),
         ({"layouts": {"x": "strided"}}, {"x": "row_contiguous"}, None, None),
         ({"language": "triton", "target_hardware": ["sm_90"]}, None, "sm_80", "it is not declared for sm_80"),

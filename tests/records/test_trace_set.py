@@ -30,6 +30,7 @@ def by_id(traces: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {trace["trace_id"]: trace for trace in traces}
 
 
+@pytest.mark.records("path")
 @pytest.mark.parametrize("path", SETS, ids=lambda path: path.stem)
 def test_every_shipped_trace_is_valid_and_encodes_to_the_same_text(path: Path) -> None:
     parsed = TraceSet.parse(path.read_bytes(), path)

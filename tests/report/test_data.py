@@ -89,7 +89,14 @@ def test_the_week_in_markdown_has_the_leaders_and_only_what_is_new(shipped_repor
     later = weekly(store, shipped_report.newest + timedelta(days=1))
     assert "No promotion, revocation or regression." in later
     assert "No model was measured in this time." in later
+    assert "No attempt was submitted in this time." in later
     everything = weekly(store, shipped_report.newest - timedelta(days=365))
     assert "| promotion | rms_norm | rms_norm_triton | h200 |" in everything
     rows = [line for line in everything.splitlines() if line.startswith("|")]
     assert len(rows) > 20
+    table = everything.partition("## Furthest from the speed of light")[2].partition("## Models")[0]
+    shares = [
+        int(cell.strip(" %")) for line in table.splitlines()[4:] if (cell := line.rpartition("|")[0].rpartition("|")[2])
+    ]
+    assert shares == sorted(shares)
+    assert len(shares) == 10

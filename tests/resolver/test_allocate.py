@@ -36,6 +36,7 @@ def made(definition: Definition, inputs: list[Any]) -> dict[str, torch.Tensor]:
     return dict(zip(definition.written_outputs, found if isinstance(found, tuple) else (found,), strict=True))
 
 
+@pytest.mark.records("definition")
 @pytest.mark.parametrize("definition", DEFINITIONS, ids=lambda record: record.name)
 def test_outputs_have_the_shapes_and_dtypes_of_the_definition(definition: Definition) -> None:
     axes, dtypes, inputs = a_call(definition)
@@ -44,6 +45,7 @@ def test_outputs_have_the_shapes_and_dtypes_of_the_definition(definition: Defini
         assert output.dtype == storage_dtype(definition.dtype_of(name, dtypes))
 
 
+@pytest.mark.records("definition")
 @pytest.mark.parametrize("definition", SERVED, ids=lambda record: record.name)
 def test_outputs_lie_in_memory_as_the_definition_says(definition: Definition) -> None:
     _, _, inputs = a_call(definition)

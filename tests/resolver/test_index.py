@@ -46,7 +46,7 @@ def solution(name: str, language: str, **spec: Any) -> SolutionFiles:
             "sources": [{"path": "kernel.py"}],
         }
     )
-    return SolutionFiles(record, Path(name), {"kernel.py": name.encode()})
+    return SolutionFiles(record, Path(name) / "solution.json", {"kernel.py": name.encode()})
 
 
 SOLUTIONS = {

@@ -73,6 +73,7 @@ def test_training_resolves_to_stock(shop: Any, publish_kernel: Callable[..., Non
         ("scale_rows", {"gpu": "h2000"}, HardwareError, "unknown GPU 'h2000'"),
         ("scale_rows", {"like": (torch.ones(1),)}, UsageError, "not both"),
         ("scale_rows", {"axes": None, "dtypes": None, "like": (1, 2, 3)}, UsageError, "'x' of scale_rows is a tensor"),
+        (None, {}, UsageError, "by its name or as a record, not as NoneType"),
     ],
 )
 def test_a_wrong_request_is_refused(

@@ -91,8 +91,14 @@ def test_a_draft_without_one_of_its_files_names_it(tmp_path):
         ("x[M]:float7", "unknown dtype 'float7'"),
         ("x y", "cannot read"),
         ("1x[M]", "cannot read"),
+        ("x[]", r"'x\[\]' has no axis"),
     ],
 )
 def test_a_signature_that_does_not_read_is_refused_with_the_spelling(text, message):
     with pytest.raises(UsageError, match=message):
         parse_tensors("--inputs", text)
+
+
+def test_a_number_is_no_output():
+    with pytest.raises(UsageError, match=r"'total' is a number\. Try: total\[1\]"):
+        draft_definition("mine", "mine", parse_tensors("--inputs", "x[M]"), parse_tensors("--outputs", "total"))

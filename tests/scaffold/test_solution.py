@@ -7,12 +7,14 @@ import pytest
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import LANGUAGES, TILE_LANGUAGES, Solution
 from tilegym_db.records.signature import signature_problem
+from tilegym_db.records.sizes import scalars_with_axes
 from tilegym_db.scaffold import draft_solution, stock_solution_files
 from tilegym_db.verify.scan import hard_findings, scan_sources
 
 DEFINITIONS = sorted(Catalog.default().definitions)
 
 
+@pytest.mark.records("name")
 @pytest.mark.parametrize("name", DEFINITIONS)
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_a_draft_for_any_operator_is_valid_is_called_as_the_operator_calls_it_and_passes_the_scan(name, language):
@@ -26,6 +28,7 @@ def test_a_draft_for_any_operator_is_valid_is_called_as_the_operator_calls_it_an
     assert [str(finding) for finding in found] == []
 
 
+@pytest.mark.records("name")
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_the_stock_code_made_from_a_reference_is_right(name):
     from tilegym_db.verify.admission import smallest_axes, trial_scalars
@@ -38,7 +41,8 @@ def test_the_stock_code_made_from_a_reference_is_right(name):
     assert (record.spec.role, record.spec.provides) == ("baseline", "stock")
     axes = smallest_axes(definition)
     assert axes is not None
-    case = Case(axes, {key: choices[0] for key, choices in definition.dtypes.items()}, trial_scalars(definition))
+    dtypes = {key: choices[0] for key, choices in definition.dtypes.items()}
+    case = Case(axes, dtypes, scalars_with_axes(definition, trial_scalars(definition), axes))
     inputs = draw_inputs(definition, case, "cpu")
     wanted = run_reference(definition, inputs)
     scope: dict[str, object] = {}

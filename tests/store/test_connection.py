@@ -293,6 +293,11 @@ def test_a_file_that_is_no_store_is_left_alone(opened, home):
         pass
 
 
+def test_a_store_opens_by_the_text_of_its_path(tmp_path, catalog):
+    with open_store(str(tmp_path / "home"), catalog=catalog) as store:
+        assert store.path == tmp_path / "home" / "tilegym.duckdb"
+
+
 def test_a_read_only_folder_is_named_with_the_way_out(read_only_folder):
     catalog = Catalog((read_only_folder / "catalog",))
     for read_only in (True, False):

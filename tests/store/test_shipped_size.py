@@ -36,6 +36,7 @@ def shipped_bytes(folder: Path) -> dict[Path, int]:
     }
 
 
+@pytest.mark.records("path")
 @pytest.mark.parametrize("path", shipped_traces(Catalog((ROOT,))), ids=lambda path: f"{path.parts[-3]}-{path.stem}")
 def test_a_definition_on_a_gpu_takes_40_kb_at_most(path: Path) -> None:
     assert size_with_steps(path) <= 40 * KB

@@ -172,3 +172,13 @@ def test_the_bytes_of_packed_codes_are_counted_as_they_are_stored(cast):
         cost={"flops": "M * N", "bytes": "M * N * (sizeof(T) + sizeof(float4_e2m1))"},
     )
     assert definition.cost_of({"M": 4, "N": 64}, {"T": "float32"}) == (256.0, 4 * 64 * 4.5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", range(1152, 1168))
+def test_equal_codes_pass_whatever_their_number_where_a_mean_of_ones_is_not_one(cast, columns):
+    definition = cast("exact")
+    case = Case({"M": 5, "N": columns}, {"T": "float32"}, {"rounded": True}, seed=3)
+    inputs = draw_inputs(definition, case, "cuda:0")
+    truth = as_written(definition, inputs)
+    assert check_outputs(definition, case.dtypes, inputs, truth, truth, {"out": 0.0})["out"].gate is None

@@ -8,6 +8,7 @@ import torch
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Workload
+from tilegym_db.verify.distributions import STEPS
 from tilegym_db.verify.inputs import CONTENTS, DISTRIBUTIONS, PLANTED, Case, draw_inputs
 from tilegym_db.verify.variation import styles_of, vary_scalars
 
@@ -153,6 +154,20 @@ def test_continuous_scalars_are_varied_over_decades_and_grow_only_where_contents
     assert max(factors("normal")) > 100
     assert max(factors("row_scale")) == 2.0
     assert set(factors("small_integers")) == {2.0}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_steps_of_codes_have_groups_that_end_at_a_code_and_values_between_two(dtype, operator):
+    x = draw_inputs(operator(), case(STEPS, dtype=dtype), "cpu")["x"].float()
+    mantissa, exponent = torch.frexp(x.abs())
+    assert len(x.abs().view(2, 32, 4, 32).amax(dim=(1, 3)).unique()) == 1
+    wide = draw_inputs(operator(), case(STEPS, dtype=dtype, M=8, N=512), "cpu")["x"].float()
+    assert set(torch.frexp(wide.abs().amax(dim=0)[::128]).mantissa.tolist()) == {0.5, 0.75, 0.875}
+    assert torch.equal(
+        mantissa * 32, (mantissa * 32).round()
+    )  # four bits behind the point: odd ones lie between two codes
+    assert bool(((mantissa * 32) % 2 == 1).any())
+    assert int(exponent.max() - exponent.min()) > 15
 
 
 def test_only_the_case_of_small_integers_is_exact():

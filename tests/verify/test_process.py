@@ -12,6 +12,7 @@ import pytest
 
 from tilegym_db.confinement.processes import stolen_us
 from tilegym_db.verify.worker.process import WorkerDied, WorkerProcess, WorkerTimeout
+from tilegym_db.verify.worker.protocol import MAX_LINE
 
 
 def test_an_answer_with_the_right_id_is_believed(peer):
@@ -37,7 +38,7 @@ def test_ids_cannot_be_foreseen(peer):
         ('say({"id": 0, "ok": True})', "answered another request than the one that it was asked"),
         ('say({"id": request["id"] + 1, "ok": True})', "answered another request than the one that it was asked"),
         ("say(b'{\"id\": ' + b'{\"id\": 5}\\n')", "broke the protocol: not JSON"),
-        ('say(b"x" * (1 << 20) + b"y\\n")', "broke the protocol: a message of 1048577 bytes"),
+        (f'say(b"x" * {MAX_LINE} + b"y\\n")', f"broke the protocol: a message of {MAX_LINE + 1} bytes"),
         ('while True: say(b"x" * (1 << 16))', "sent an endless message"),
         ("sys.exit(3)", r"ended \(exit status 3\)"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", r"ended by SIGSEGV \(exit status -11\)"),

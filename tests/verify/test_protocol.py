@@ -41,7 +41,7 @@ def test_garbage_is_refused_or_a_message_and_nothing_else(line):
         (b"{}", "not a message with an id"),
         (b'{"id": true}', "not a message with an id"),
         (b'{"id": "1"}', "not a message with an id"),
-        (b'{"id": 1, "x": "' + b"x" * MAX_LINE + b'"}', "a message of 10485"),
+        (b'{"id": 1, "x": "' + b"x" * MAX_LINE + b'"}', f"a message of {MAX_LINE + 18} bytes"),
     ],
 )
 def test_a_line_that_is_no_message_says_why(line, message):

@@ -18,7 +18,7 @@ import pytest
 from tilegym_db.confinement.bounds import HOST_SHARE, ResourceBounds, Usage, available_processors, violation
 from tilegym_db.verify.worker.process import WorkerDied, WorkerTimeout
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.slow
 
 MIB = 1 << 20
 SMALL = ResourceBounds(

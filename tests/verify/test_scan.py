@@ -692,6 +692,7 @@ def test_a_language_is_imported_by_its_own_solutions_only() -> None:
 # -- the shipped catalog ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.records("name")
 @pytest.mark.parametrize("name", sorted(Catalog((shipped_root(),)).solutions))
 def test_nothing_in_the_shipped_solutions_is_refused(name: str) -> None:
     shipped = Catalog((shipped_root(),)).solution(name)

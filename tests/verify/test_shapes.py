@@ -12,7 +12,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition, Solution
 from tilegym_db.records.layouts import layout_class
-from tilegym_db.verify.distributions import DISTRIBUTIONS, PLANTED, REFERENCE_MAY_FAIL
+from tilegym_db.verify.distributions import DISTRIBUTIONS, PLANTED, REFERENCE_MAY_FAIL, STEPS
 from tilegym_db.verify.expected import expect
 from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.shapes import MAX_ELEMENTS, MAX_ROWS, SIZES, fuzz_cases, why_no_case
@@ -54,6 +54,19 @@ def test_four_cases_have_an_offset_a_padded_row_an_odd_size_and_a_special_value(
     assert any(case.layouts for case in cases)
     assert any(case.axes["M"] % 2 and case.axes["N"] % 2 for case in cases)
     assert any(case.distribution == PLANTED and min(case.axes.values()) >= 5 for case in cases)
+
+
+@pytest.mark.parametrize("count", [5, 24])
+def test_casts_meet_groups_that_end_at_a_code_and_others_never_do(count, operator, definition_record):
+    outputs = {"out": {"shape": ["M", "N"], "dtype": "float8_e4m3fn"}}
+    cast = operator(
+        "return (x.float() * weight.float() * factor).to(torch.float8_e4m3fn)",
+        outputs=outputs,
+        codes={"out": "exact"},
+        oracle="as_written",
+    )
+    assert STEPS in {case.distribution for case in fuzz(cast, count=count)}
+    assert STEPS not in {case.distribution for case in fuzz(operator(), count=count)}
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -188,6 +201,7 @@ def test_a_shape_that_is_no_whole_number_is_left_out(operator):
     assert {case.axes["N"] % 2 for case in fuzz(definition)} == {0}
 
 
+@pytest.mark.records("name")
 @pytest.mark.parametrize("name", sorted(CATALOG.solutions))
 def test_a_shipped_solution_gets_a_full_set_of_cases_of_memory_that_does_not_overlap_in_no_time(name):
     record = CATALOG.solution(name).record
@@ -211,6 +225,7 @@ def test_a_shipped_solution_gets_a_full_set_of_cases_of_memory_that_does_not_ove
             )
 
 
+@pytest.mark.records("name")
 @pytest.mark.parametrize("name", sorted(CATALOG.definitions))
 def test_most_cases_of_a_shipped_operator_prove_something(name):
     """Its reference survives them, the empty one too; it may not survive the extremes of its dtype."""

@@ -51,7 +51,7 @@ def main(language: str) -> None:
     for line in jobs:
         fields = json.loads(line)
         faulthandler.dump_traceback_later(fields["timeout_s"], exit=True)
-        result = _run(line, Path(fields["folder"]), fields["target"], interception)
+        result = _run(line, Path(fields["record"]).parent, fields["target"], interception)
         faulthandler.cancel_dump_traceback_later()
         print(result.to_json(), file=results, flush=True)
 

@@ -74,11 +74,11 @@ class CompileJob:
     timeout_s: float = DEFAULT_TIMEOUT_S
 
     def to_json(self) -> str:
-        """One line; the Solution goes by its folder and digest."""
+        """One line; the Solution goes by its file and digest."""
         return json.dumps(
             {
                 "definition": self.definition.model_dump(mode="json"),
-                "folder": str(self.solution.folder),
+                "record": str(self.solution.path),
                 "digest": self.solution.digest,
                 "workload": self.workload.model_dump(mode="json"),
                 "target": self.target,
@@ -89,15 +89,15 @@ class CompileJob:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> CompileJob:
-        """The reverse of :meth:`to_json`; reads the Solution from its folder.
+        """The reverse of :meth:`to_json`; reads the Solution again.
 
         Raises:
-            SolutionError: the folder no longer holds the source that the job was made for.
+            SolutionError: its file no longer names the source that the job was made for.
         """
         value: dict[str, Any] = json.loads(text)
-        solution = SolutionFiles.read(Path(value["folder"]))
+        solution = SolutionFiles.read(Path(value["record"]))
         if solution.digest != value["digest"]:
-            raise SolutionError(f"{solution.folder}: the source changed while it was queued to compile. Run it again.")
+            raise SolutionError(f"{solution.path}: the source changed while it was queued to compile. Run it again.")
         return cls(
             definition=Definition.model_validate(value["definition"]),
             solution=solution,

@@ -105,7 +105,7 @@ class _Histories:
         self._known: dict[Path, SourceHistory] = {}
 
     def of(self, solution: SolutionFiles) -> SourceHistory:
-        root = solution.folder.resolve().parents[3]
+        root = solution.root
         if root not in self._known:
             self._known[root] = SourceHistory(root)
         return self._known[root]

@@ -22,6 +22,10 @@ __all__ = ["PROFILED_CALLS", "AuditWorker", "audit_clock", "audit_ownership"]
 
 BUSY_US = (1_000.0, 4_000.0, 16_000.0)
 """How long the device may be kept busy before the calls of a wall-clock run, so that launching them hides behind it."""
+QUEUED = 900
+"""Launches that wait on a device without holding up who launches more: its queue takes 1,024."""
+LEAST_BY_TIME = 4
+"""Calls that are made however long a worker says that launching takes: the fewer there are, the more slack it has."""
 NULL_CALLS = 5
 AUDIT_TIMEOUT_S = 60.0
 
@@ -91,9 +95,22 @@ class AuditWorker:
 
 
 def audit_clock(
-    runner: Runner, audit_worker: AuditWorker, pool: BufferPool, contents: WorkloadContents, performance: Performance
+    runner: Runner,
+    audit_worker: AuditWorker,
+    pool: BufferPool,
+    contents: WorkloadContents,
+    performance: Performance,
+    activities: int = 0,
 ) -> float | Failure:
     """Run the Solution on contents it never saw, by this process's clock, and check every output.
+
+    Args:
+        runner: what runs it.
+        audit_worker: tells what asking for nothing costs.
+        pool: buffers of the workload, whose contents are overwritten.
+        contents: draws what the Solution never saw.
+        performance: what is claimed.
+        activities: kernels, copies and fills of ``PROFILED_CALLS`` calls; 0 where nobody counted, as on a CPU.
 
     Returns:
         Microseconds a call, the larger estimate; or why the Solution's time or its outputs cannot be believed.
@@ -101,7 +118,7 @@ def audit_clock(
     problem: str | None = None
     excuses: list[str] = []
     for attempt in range(CLOCK_ATTEMPTS):
-        outcome = _run(runner, audit_worker, pool, contents, performance, attempt)
+        outcome = _run(runner, audit_worker, pool, contents, performance, attempt, activities)
         if isinstance(outcome, Failure):
             return outcome
         problem = judge_latency(performance.latency_us, outcome, on_gpu=runner.device != CPU)
@@ -151,13 +168,15 @@ def _run(
     contents: WorkloadContents,
     performance: Performance,
     attempt: int,
+    activities: int = 0,
 ) -> WallRun | Failure:
-    slots = _Slots(pool.slots // 4)
+    host_us = 0.0 if runner.device == CPU else performance.host_us or 0.0
+    slots = _Slots(hidden_calls(pool.slots // 4, activities / PROFILED_CALLS, host_us))
     fresh = contents.fresh(attempt, 4 * slots.calls)
     if len(fresh) < 4 * slots.calls:
         return Failure("UNSUPPORTED", "the reference passes too few contents at this shape to check the clock on")
     pool.fill_with(fresh)
-    busy_us = 0.0 if runner.device == CPU else _busy_us(3 * slots.calls * (performance.host_us or 0.0))
+    busy_us = 0.0 if runner.device == CPU else _busy_us(3 * slots.calls * host_us)
     null = audit_worker.null_us(busy_us)
     elapsed: list[Elapsed] = []
     for part in (slots.short, slots.long):
@@ -197,6 +216,25 @@ def _copying_us(runner: Runner, pool: BufferPool) -> float:
         return 0.0
     launch_us, bytes_per_us = (5.0, 2e3) if runner.device == CPU else (4.0, 1.5e6)
     return sum(launch_us + 2 * plan.span / bytes_per_us for plan in pool.buffers.plan.outputs)
+
+
+def hidden_calls(most: int, launches: float, host_us: float) -> int:
+    """How many calls the short run has, so that launching those of the long one, three times as many, hides behind busy time.
+
+    A call of many launches fills the device's queue, and whoever launches then waits; one that takes the host long outlasts
+    the longest busy time. Either would be counted as time of the calls.
+
+    Args:
+        most: calls that there are buffers for.
+        launches: of one call; 0 where nobody counted.
+        host_us: what launching one call takes the host; 0 where it does not matter.
+
+    Returns:
+        Two at least, where there are buffers for two: one call has no slope. For the host's time alone, four at least.
+    """
+    by_queue = int(QUEUED / (3 * launches)) if launches else most
+    by_time = int((BUSY_US[-1] - 100.0) / 1.5 / (3 * host_us)) if host_us else most
+    return min(most, max(2, min(by_queue, max(LEAST_BY_TIME, by_time))))
 
 
 def _busy_us(host_us: float) -> float:

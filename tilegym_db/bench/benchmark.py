@@ -20,7 +20,7 @@ from tilegym_db.bench.gpus.work import divide
 from tilegym_db.bench.interleaved import TimingBudget
 from tilegym_db.bench.machine import Machine, leaving_processors
 from tilegym_db.bench.phases import added
-from tilegym_db.bench.plan import Options, Plan
+from tilegym_db.bench.plan import Options, Plan, names_of
 from tilegym_db.bench.promotions import record_promotions
 from tilegym_db.bench.run_setup import Observer, RunSetup, timing_budget
 from tilegym_db.bench.summary import summarise
@@ -91,7 +91,7 @@ class BenchReport:
 
 
 def benchmark(
-    names: tuple[str, ...] = (),
+    names: str | tuple[str, ...] = (),
     *,
     gpu: str = "auto",
     language: str | None = None,
@@ -128,7 +128,7 @@ def benchmark(
         NotFoundError: a name that is neither a Definition nor a Solution.
         StoreError: the store cannot be used.
     """
-    options = Options(tuple(names), language, workload, quick, again)
+    options = Options(names_of(names), language, workload, quick, again)
     devices = devices_of(gpus, gpu)
     watch = observer or Observer()
     with _supervisors(devices) as pool:
@@ -141,7 +141,7 @@ def benchmark(
 
 
 def promote(
-    names: tuple[str, ...] = (),
+    names: str | tuple[str, ...] = (),
     *,
     gpu: str = "auto",
     language: str | None = None,
@@ -161,7 +161,7 @@ def promote(
     new, so that who is the fastest comes of the same rounds. Arguments and errors are those of :func:`benchmark`.
     """
     devices = devices_of(gpus, gpu)
-    options = Options(tuple(names), language, workload, quick, again, "promotion")
+    options = Options(names_of(names), language, workload, quick, again, "promotion")
     with _supervisors(devices) as pool:
         setup = _prepared(devices, gpu, catalog, store_home, confined=not allow_unsandboxed)
         return _run(setup, options, PROMOTION, observer or Observer(), pool, confined=not allow_unsandboxed)

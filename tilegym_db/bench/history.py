@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from tilegym_db.catalog import SolutionFiles
+from tilegym_db.catalog.broken import RECORD_NAME
 from tilegym_db.errors import RecordError, UsageError
 from tilegym_db.records import Solution
 
@@ -55,11 +56,14 @@ class SourceHistory:
         Raises:
             RecordError: it has one that today's package cannot read; says why.
         """
-        place = "/".join(solution.folder.resolve().parts[-4:])
-        text = self._blob(commit, f"{place}/solution.json")
-        if text is None:
-            return None
-        where = f"{place}/solution.json at {commit[:10]}"
+        for place, name in _places(solution):
+            text = self._blob(commit, f"{place}/{name}")
+            if text is not None:
+                return self._read(commit, place, name, text)
+        return None
+
+    def _read(self, commit: str, place: str, name: str, text: bytes) -> Version:
+        where = f"{place}/{name} at {commit[:10]}"
         record = Solution.from_json(text, where)
         sources = {}
         for source in record.sources:
@@ -81,8 +85,8 @@ class SourceHistory:
         return None
 
     def _commits(self, solution: SolutionFiles) -> Iterator[str]:
-        place = "/".join(solution.folder.resolve().parts[-4:])
-        listed = self._try("log", "--all", "--full-history", "--format=%H", "--", place)
+        places = (place for place, _ in _places(solution))
+        listed = self._try("log", "--all", "--full-history", "--format=%H", "--", *places)
         yield from (listed or b"").decode().split()
 
     def _blob(self, commit: str, path: str) -> bytes | None:
@@ -108,3 +112,11 @@ class SourceHistory:
             raise UsageError("old versions are read from git, and git is not installed.") from None
         except subprocess.TimeoutExpired:
             raise UsageError(f"git did not answer within {TIMEOUT_S} s: {' '.join(command)}") from None
+
+
+def _places(solution: SolutionFiles) -> list[tuple[str, str]]:
+    """Folder and file of its record, below the root: where it is, and the folder of its own that it had before its family's."""
+    folder = solution.folder.resolve().relative_to(solution.root).as_posix()
+    record = solution.record
+    own = f"{'/'.join(folder.split('/')[:2])}/{record.definition}/{record.name}"
+    return list(dict.fromkeys([(folder, solution.path.name), (own, RECORD_NAME)]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -11,7 +11,7 @@ from tilegym_db.catalog import SolutionFiles
 from tilegym_db.records import Config, Definition, Workload
 from tilegym_db.records.solution import config_id
 
-__all__ = ["DefinitionPlan", "DoneKey", "LikelyFastest", "Options", "PairKey", "Plan", "Skipped"]
+__all__ = ["DefinitionPlan", "DoneKey", "LikelyFastest", "Options", "PairKey", "Plan", "Skipped", "names_of"]
 
 PairKey = tuple[str, str, str]
 """Solution digest, definition digest, workload uuid."""
@@ -34,6 +34,11 @@ class Options:
     quick: bool = False
     again: bool = False
     tier: Literal["screen", "promotion"] = "screen"
+
+
+def names_of(names: str | Iterable[str]) -> tuple[str, ...]:
+    """The names that were asked for; one may be given without a tuple around it."""
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from tilegym_db.bench.regression import (
 from tilegym_db.bench.run_setup import Observer, RunSetup, timing_budget
 from tilegym_db.bench.runner import Runner
 from tilegym_db.bench.tier_policy import SCREEN
-from tilegym_db.catalog import Catalog, SolutionFiles
+from tilegym_db.catalog import Catalog, SolutionFiles, stock_of
 from tilegym_db.errors import NotFoundError, RecordError, UsageError, did_you_mean
 from tilegym_db.records import Definition, Solution, Trace, Workload, axes_key
 from tilegym_db.scratch import scratch_folder
@@ -270,13 +270,13 @@ class _Comparison:
 def _control(catalog: Catalog, definition: str) -> SolutionFiles:
     """The stock code, which every Definition is measured with; where one has none, its first PyTorch code."""
     solutions = catalog.solutions_for(definition)
-    stock = [s for s in solutions if s.record.spec.provides == "stock"]
+    stock = stock_of(solutions)
     plain = [s for s in solutions if s.record.spec.language == "python"]
-    if not stock and not plain:
+    if stock is None and not plain:
         raise UsageError(
             f"{definition} has no stock code and no other PyTorch code, so there is nothing to control with."
         )
-    return (stock or plain)[0]
+    return stock or plain[0]
 
 
 def _folder(root: Path, definition: Definition, name: str) -> Path:

@@ -23,7 +23,8 @@ class TierPolicy:
     resolved to, so that its fuzz cases serve nobody; a few show that it is honest, and compiled stock code is compiled anew for
     each. ``fuzz_rows``: of the largest tensor of such a case. ``calls``: on the same inputs, whose bytes must agree. ``audited``:
     ownership of the device time, and the harness's own clock over contents never seen before. ``in_turn``: each fuzz case is
-    followed by another call of its shape, with other ranges and scalars, and then by the first again.
+    followed by another call of its shape, with other ranges and scalars, and then by the first again. ``draws``: how many of each
+    case are judged together, of operators that draw at random.
     """
 
     tier: Tier
@@ -33,6 +34,7 @@ class TierPolicy:
     audited: bool
     fuzz_rows: int = MAX_ROWS
     in_turn: bool = False
+    draws: int = 1024
 
     def fuzz_cases_of(self, solution: Solution) -> int:
         """How many cases a Solution is fuzzed with."""
@@ -40,6 +42,10 @@ class TierPolicy:
 
 
 # An interpreted program takes a hundredth of a second, and one is started for every few rows: enough of them for two tiles.
-INTERPRETER = TierPolicy("interpreter", fuzz_cases=4, baseline_fuzz_cases=4, calls=2, audited=False, fuzz_rows=160)
+INTERPRETER = TierPolicy(
+    "interpreter", fuzz_cases=4, baseline_fuzz_cases=4, calls=2, audited=False, fuzz_rows=160, draws=64
+)
 SCREEN = TierPolicy("screen", fuzz_cases=4, baseline_fuzz_cases=2, calls=2, audited=False)
-PROMOTION = TierPolicy("promotion", fuzz_cases=24, baseline_fuzz_cases=4, calls=5, audited=True, in_turn=True)
+PROMOTION = TierPolicy(
+    "promotion", fuzz_cases=24, baseline_fuzz_cases=4, calls=5, audited=True, in_turn=True, draws=16384
+)

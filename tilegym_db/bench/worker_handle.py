@@ -165,7 +165,7 @@ class WorkerHandle:
             reply = worker.request(
                 "load",
                 timeout_s=timeout_s,
-                folder=str(self.solution.folder),
+                record=str(self.solution.path),
                 digest=self.solution.digest,
                 inputs=list(self.definition.inputs),
                 outputs=list(self.definition.written_outputs),
@@ -212,6 +212,7 @@ class WorkerHandle:
             expected,
             calls=calls,
             in_model=in_model,
+            draws=self.policy.draws,
             timeout_s=self.limits.first_call_s,  # any new shape may compile anew
         )
         if isinstance(outcome, Failure):

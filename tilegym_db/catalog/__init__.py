@@ -19,15 +19,16 @@ from tilegym_db.lazy import loader
 from tilegym_db.paths import home, shipped_root
 
 if TYPE_CHECKING:
-    from tilegym_db.catalog.solution_files import SolutionFiles, check_entry_point
+    from tilegym_db.catalog.solution_files import SolutionFiles, check_entry_point, stock_of
     from tilegym_db.records import Definition, Solution, Workload
 
-__all__ = ["Broken", "Catalog", "SolutionFiles", "check_entry_point", "read_bytes", "write_atomically"]
+__all__ = ["Broken", "Catalog", "SolutionFiles", "check_entry_point", "read_bytes", "stock_of", "write_atomically"]
 
 # What reads and writes records loads them, which takes as long as all else of a command that only asks for the roots.
 _HOMES = {
     "SolutionFiles": "tilegym_db.catalog.solution_files",
     "check_entry_point": "tilegym_db.catalog.solution_files",
+    "stock_of": "tilegym_db.catalog.solution_files",
 }
 __getattr__ = loader(__name__, _HOMES)
 

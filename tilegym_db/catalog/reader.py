@@ -8,7 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from tilegym_db.catalog.broken import DEFINITION_BROKEN, RECORD_NAME, Broken, name_once
+from tilegym_db.catalog.broken import DEFINITION_BROKEN, Broken, name_once
+from tilegym_db.catalog.solution_places import definition_at, in_family, misplaced, name_at, record_paths
 from tilegym_db.errors import NotFoundError, RecordError, did_you_mean
 from tilegym_db.files import read_bytes
 
@@ -45,26 +46,21 @@ class CatalogReader:
     @cached_property
     def definition_paths(self) -> dict[str, Path]:
         """Name -> file of every Definition, read or not."""
-        return self._unique(
-            (path.stem, path.parent.name, path) for root in self.roots for path in _paths(root, "definitions/*/*.json")
-        )
+        paths = (path for root in self.roots for path in _paths(root, "definitions/*/*.json"))
+        return self._unique(((path.stem, path) for path in paths), lambda path: path.parent.name)
 
     @cached_property
     def solution_paths(self) -> dict[str, Path]:
-        """Name -> ``solution.json`` of every folder of a Solution, whether it holds one or not."""
-        return self._unique(
-            (folder.name, folder.parent.name, folder / RECORD_NAME)
-            for root in self.roots
-            for folder in _paths(root, "solutions/*/*/*")
-            if folder.is_dir() and folder.name != "__pycache__"
-        )
+        """Name -> file of the record of every Solution, whether there is such a file or not."""
+        paths = (path for root in self.roots for path in record_paths(root))
+        return self._unique(((name_at(path), path) for path in paths), definition_at)
 
-    def _unique(self, paths: Iterable[tuple[str, str, Path]]) -> dict[str, Path]:
+    def _unique(self, paths: Iterable[tuple[str, Path]], definition_of: Callable[[Path], str]) -> dict[str, Path]:
         found: dict[str, Path] = {}
-        for name, definition, path in paths:
+        for name, path in paths:
             if name in found:
                 reason = f"'{name}' exists twice: {found[name]} and {path}. Rename or remove one of them."
-                self._leave_out(Broken(path, "", definition, f"{path}: {reason}"))
+                self._leave_out(Broken(path, "", definition_of(path), f"{path}: {reason}"))
             else:
                 found[name] = path
         return found
@@ -103,16 +99,21 @@ class CatalogReader:
         return self.read_solution(path)
 
     @cached_property
-    def _solution_paths_of(self) -> dict[str, list[Path]]:
-        """Definition -> its Solutions' records, by name."""
-        found: dict[str, list[Path]] = {}
-        for _, path in sorted(self.solution_paths.items()):
-            found.setdefault(path.parent.parent.name, []).append(path)
-        return found
+    def _solution_paths_of(self) -> dict[str, dict[str, list[Path]]]:
+        """Op type -> Definition -> its Solutions' records, by name; filled when an op type is first asked for."""
+        return {}
 
     def solutions_for(self, definition: str) -> list[SolutionFiles]:
         """The valid Solutions of one Definition, by name."""
-        kept = (self._kept(self.read_solution, path) for path in self._solution_paths_of.get(definition, ()))
+        op_type = self.definition_paths[definition].parent.name if definition in self.definition_paths else ""
+        found = self._solution_paths_of.get(op_type)
+        if found is None:
+            found = self._solution_paths_of[op_type] = {}
+            for _, path in sorted(self.solution_paths.items()):
+                # A family says in its records what they are for; those of other op types need not be read.
+                if not in_family(path) or path.parent.parent.name == op_type:
+                    found.setdefault(definition_at(path), []).append(path)
+        kept = (self._kept(self.read_solution, path) for path in found.get(definition, ()))
         return [files for files in kept if files is not None]
 
     def workloads_for(self, definition: str) -> list[Workload]:
@@ -134,6 +135,13 @@ class CatalogReader:
                     else:
                         found.setdefault(item.uuid, item)
         return list(found.values())
+
+    def count_workloads(self, definition: str) -> int:
+        """How many Workloads the files of one Definition state, broken ones among them."""
+        from tilegym_db.catalog.workload_files import workloads_stated
+
+        files = (path for root in self.roots for path in _paths(root, f"workloads/*/{definition}.jsonl"))
+        return len({one for path in files for one in workloads_stated(path)})
 
     def backwards_of(self, definition: str) -> list[Definition]:
         """The Definitions that compute gradients of one, those of most gradients first. One that does not fit is left out."""
@@ -187,19 +195,18 @@ class CatalogReader:
             raise RecordError(f"{path}: backward_of: {error}") from None
 
     def read_solution(self, path: Path) -> SolutionFiles:
-        """The Solution of a ``solution.json`` of this catalog; :class:`RecordError` where it is broken."""
+        """The Solution of a record of this catalog; :class:`RecordError` where it is broken."""
         from tilegym_db.catalog.solution_files import SolutionFiles
         from tilegym_db.records.signature import signature_problem
 
         cached = self._cache.get(path)
         if cached is None:
-            cached = SolutionFiles.read(path.parent)
-            folder = path.parent
-            if (cached.record.name, cached.record.definition) != (folder.name, folder.parent.name):
-                want = f"solutions/<op_type>/{cached.record.definition}/{cached.record.name}/"
-                raise RecordError(f"{path}: name and definition do not match the path; this record belongs in {want}.")
+            cached = SolutionFiles.read(path)
             try:
                 definition = self.definition(cached.record.definition)
+                where = misplaced(path, cached.record, definition.op_type)
+                if where is not None:
+                    raise ValueError(where)
                 cached.record.check_against(definition)
             except NotFoundError as error:
                 raise RecordError(f"{path}: {error}") from None
@@ -228,9 +235,8 @@ class CatalogReader:
         try:
             return read(path)
         except RecordError as error:
-            of_solution = path.name == RECORD_NAME
-            name = path.parent.name if of_solution else path.stem
-            definition = path.parent.parent.name if of_solution else path.stem
+            of_solution = path in self.solution_paths.values()
+            name, definition = (name_at(path), definition_at(path)) if of_solution else (path.stem, path.stem)
             self._leave_out(Broken(path, name, definition, str(error)))
             return None
 

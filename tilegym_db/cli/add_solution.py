@@ -21,7 +21,7 @@ def command(
     path: Annotated[
         Path,
         typer.Argument(
-            help="A .py file that defines run(), or a folder with solution.json.",
+            help="A .py file that defines run(), a folder with solution.json, or the .json of one solution of a family.",
             exists=True,
             readable=True,
             callback=regular_file,
@@ -47,8 +47,8 @@ def command(
     from tilegym_db.errors import RecordError
 
     catalog = Catalog.default()
-    if path.is_dir():
-        record, sources = from_folder(path, definition, language, name)
+    if path.is_dir() or path.suffix == ".json":
+        record, sources = from_record(path, definition, language, name)
     else:
         record, sources = from_file(
             path, catalog, definition, language, name, login_name() if author is None else author, description
@@ -76,29 +76,27 @@ def _note_next(record: Solution, noted: int) -> None:
         note(f"the static scan noted {noted} places, which is no fault. To read them: tilegym-db check --verbose")
 
 
-def from_folder(
-    folder: Path, definition: str | None, language: str | None, name: str | None
+def from_record(
+    place: Path, definition: str | None, language: str | None, name: str | None
 ) -> tuple[Solution, dict[str, bytes]]:
-    """The Solution of a folder; options may repeat what its ``solution.json`` says, and ``name`` replaces its name.
+    """The Solution of a record or of its folder; options may repeat what it says, and ``name`` replaces its name.
 
     Raises:
-        RecordError: the folder holds no valid Solution.
+        RecordError: it is no valid Solution.
         UsageError: an option contradicts it.
     """
     from tilegym_db.catalog import SolutionFiles
     from tilegym_db.errors import UsageError
     from tilegym_db.records import Solution
 
-    files = SolutionFiles.read(folder)
+    files = SolutionFiles.read(place)
     record = files.record
     for option, given, written in (
         ("--definition", definition, record.definition),
         ("--language", normalise_language(language), record.spec.language),
     ):
         if given is not None and given != written:
-            raise UsageError(
-                f"{option} {given}: {folder / 'solution.json'} says '{written}'. Leave the option out or edit the file."
-            )
+            raise UsageError(f"{option} {given}: {files.path} says '{written}'. Leave the option out or edit the file.")
     if name is not None:
         record = Solution.from_dict({**record.to_dict(), "name": name}, "--name")
     return record, dict(files.sources)
@@ -127,7 +125,7 @@ def from_file(
     from tilegym_db.scaffold.solution_draft import DEPENDENCIES
 
     if file.suffix != ".py":
-        raise UsageError(f"{file}: give a .py file that defines run(), or a folder with solution.json.")
+        raise UsageError(f"{file}: give a .py file that defines run(), or the folder or .json of a solution.")
     if definition is None or language is None:
         missing = f"{'--definition' if definition is None else '--language'} is needed for a single file"
         raise UsageError(f"{file}: {missing}. Try: tilegym-db add-solution {file} -d NAME -l triton")

@@ -9,7 +9,8 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from tilegym_db.cli.commands import COMMANDS
 
@@ -32,8 +33,11 @@ def main() -> None:
     """Run the command line and leave: every known error is one paragraph on stderr and its own exit status."""
     _start_quickly()
     try:
-        from tilegym_db.cli.boundary import run
+        with _leaving_on_interrupt():
+            from tilegym_db.cli.boundary import run
+            from tilegym_db.cli.group import root_command
 
+            root_command()
         status = run(app)
     except KeyboardInterrupt:
         status = 130
@@ -50,6 +54,26 @@ def _start_quickly() -> None:
     """
     gc.set_threshold(ALLOCATIONS_A_COLLECTION, *gc.get_threshold()[1:])
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "1")
+
+
+@contextmanager
+def _leaving_on_interrupt() -> Iterator[None]:
+    """Ctrl-C ends the process at once and in silence, for as long as it has only imported modules.
+
+    An exception would not do: Python wraps what interrupts the making of a class, and drops what interrupts a callback of its
+    import system. A caller that ignores interrupts, or handles them, stays as it is.
+    """
+    import signal
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -9,6 +10,7 @@ import typer
 from tilegym_db.cli.formats import AsArrow, AsCsv, AsJson, AsParquet, OutputFile, Wide, chosen_form, write_records
 from tilegym_db.cli.options import Axes, DefinitionName, Gpu, Language, OpType, Trust
 from tilegym_db.cli.output import note, print_table, spelled_map
+from tilegym_db.cli.spark import Spark, print_by_size, spark_wanted
 
 
 def command(
@@ -25,6 +27,7 @@ def command(
     output: OutputFile = None,
     wide: Wide = False,
     trust: Trust = False,
+    spark: Spark = None,
 ) -> None:
     """Print the fastest verified solution per operator, shape and GPU. Exit status 3 where there is none."""
     from tilegym_db.catalog import Catalog
@@ -32,7 +35,7 @@ def command(
     from tilegym_db.cli.pairs import parse_axes
     from tilegym_db.cli.reader import open_reader, unverified_note
     from tilegym_db.errors import NoSolutionError
-    from tilegym_db.store.queries import best_rows, measured_gpus
+    from tilegym_db.store.queries import best_rows, measured_gpus, size_rows
 
     form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)
     sizes, spoken = parse_axes("--axes", axes), normalise_language(language)
@@ -42,12 +45,12 @@ def command(
     with open_reader(trust=trust) as store:
         rows = best_rows(store, definition=name, op_type=op_type, gpu=chosen, axes=sizes, language=spoken, limit=limit)
         measured = measured_gpus(store)
+        drawn = name is not None and form.is_table and spark_wanted(spark)
+        sized = size_rows(store, name, gpu=chosen, all_dtypes=True) if drawn else []
         unverified = unverified_note(store, definition=name, op_type=op_type, gpu=chosen)
     if not rows:
         what = name or (f"op_type {op_type}" if op_type else "any definition")
-        where = f" on {chosen}" if chosen else ""
-        where += f" at {spelled_map(sizes)}" if sizes else ""
-        where += f" in {spoken}" if spoken else ""
+        where = _where(chosen, sizes, spoken)
         raise NoSolutionError(
             f"no verified solution for {what}{where}; GPUs with verified traces: {', '.join(measured) or 'none'}. "
             + (unverified or f"Try: tilegym-db bench --promote {name or ''}".rstrip())
@@ -56,9 +59,24 @@ def command(
         write_records(form, rows)
     else:
         print_table(COLUMNS, [best_cells(row) for row in rows], wide=wide, least=LEAST)
+        print_by_size(_of_fastest(sized, rows), "{solution} on {gpu}, {dtypes_key}")
         note("speedup: against the model's own code. Why this one: tilegym-db explain NAME")
         if unverified:
             note(unverified)
+
+
+def _of_fastest(sized: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Of times by size those of what is the fastest somewhere."""
+    keys = ("gpu", "dtypes_key", "solution")
+    fastest = {tuple(row[key] for key in keys) for row in rows}
+    return [row for row in sized if tuple(row[key] for key in keys) in fastest]
+
+
+def _where(gpu: str | None, sizes: Mapping[str, int], language: str | None) -> str:
+    """What limits a question, as the end of a sentence."""
+    where = f" on {gpu}" if gpu else ""
+    where += f" at {spelled_map(sizes)}" if sizes else ""
+    return where + (f" in {language}" if language else "")
 
 
 COLUMNS = (

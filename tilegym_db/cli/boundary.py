@@ -9,8 +9,9 @@ import errno
 import os
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
 
 __all__ = ["INTERRUPTED", "run"]
 
@@ -29,6 +30,11 @@ def run(command: Callable[[], int]) -> int:
     """
     _open_closed_streams()
     _make_output_total()
+    with _remembering_interrupts() as interrupts:
+        return _run(command, interrupts)
+
+
+def _run(command: Callable[[], int], interrupts: list[int]) -> int:
     try:
         status = command()
         if status == INTERRUPTED:
@@ -53,6 +59,8 @@ def run(command: Callable[[], int]) -> int:
     except RecursionError:
         return _say("an input is nested too deeply to be read.", FAILED)
     except Exception as error:
+        if interrupts:
+            return _interrupted()
         told = _told(error)
         if told is None:
             raise
@@ -61,9 +69,37 @@ def run(command: Callable[[], int]) -> int:
 
 def _interrupted() -> int:
     _discard_output()
+    # Python notes an interrupt that leaves a text given to exec, such as that of a dataclass, and would end by the signal: a
+    # later text that is not interrupted takes the note back.
+    exec("")
     if any(thread.name == QUERY_THREAD for thread in threading.enumerate()):
         os._exit(INTERRUPTED)  # a query that does not stop would hold the interpreter up, or abort it
     return INTERRUPTED
+
+
+@contextmanager
+def _remembering_interrupts() -> Iterator[list[int]]:
+    """Yields what grows with every Ctrl-C, which is raised as :class:`KeyboardInterrupt` as ever.
+
+    While a class is made, Python 3.11 and Pydantic put an error of their own in the place of that exception. A caller that
+    ignores interrupts, or handles them, stays as it is.
+    """
+    import signal
+
+    came: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        signal.default_int_handler(number, frame)
+
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield came
+        return
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _told(error: Exception) -> int | None:

@@ -34,6 +34,9 @@ def command(
             "--architecture", help="Only what the catalog lacks as a whole: kernels, traces, names, evidence."
         ),
     ] = False,
+    static: Annotated[
+        bool, typer.Option("--static", help="Only what is found without running a reference: records, lock, sources.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Run the whole admission: records, the lock, references, self-tests, sources; one list of all that is missing or wrong.
@@ -44,9 +47,7 @@ def command(
 
     catalog = Catalog.default(warns=False)
     if update_lock:
-        for locked in catalog.update_lock(catalog.write_root):
-            typer.echo(f"locked {locked}", err=True)
-        catalog = Catalog.default(warns=False)
+        catalog = with_new_locks(catalog)
     drafts = [Path(name) for name in names or () if looks_like_a_draft(name)]
     added = tuple(name for name in names or () if not looks_like_a_draft(name))
     findings = [finding for path in drafts for finding in check_draft(path, catalog)]
@@ -55,18 +56,30 @@ def command(
 
         findings += architecture_findings(catalog, added)
     elif added or not drafts:
-        findings += check_catalog(catalog, added, scan_note if verbose else None)
+        findings += check_catalog(catalog, added, scan_note if verbose else None, runs=not static)
     if as_json:
         typer.echo(json.dumps(findings))
     else:
         print_findings(findings, counted(catalog, names or (), added))
         if names and not findings:
-            after = [f"tilegym-db add-definition {path}" for path in drafts]
-            note(f"Next: {'; '.join([*after, *(f'tilegym-db bench {name}' for name in added)])}")
+            note_next(drafts, added)
     if added and (others := len(catalog.broken()) - len(catalog.broken(added))):
         note(f"{others} broken records are about something else. To list them: tilegym-db check")
     if findings:
         raise typer.Exit(1)
+
+
+def with_new_locks(catalog: Catalog) -> Catalog:
+    """The catalog after its new versions are locked, each of them named."""
+    for locked in catalog.update_lock(catalog.write_root):
+        typer.echo(f"locked {locked}", err=True)
+    return type(catalog).default(warns=False)
+
+
+def note_next(drafts: Sequence[Path], added: Sequence[str]) -> None:
+    """What comes after a check that found nothing."""
+    after = [f"tilegym-db add-definition {path}" for path in drafts]
+    note(f"Next: {'; '.join([*after, *(f'tilegym-db bench {name}' for name in added)])}")
 
 
 def counted(catalog: Catalog, names: Sequence[str], added: Sequence[str]) -> str:
@@ -87,8 +100,10 @@ def scan_note(text: str) -> None:
     note(f"note: {text}")
 
 
-def check_catalog(catalog: Catalog, names: tuple[str, ...], on_note: Callable[[str], None] | None = None) -> list[str]:
-    """Every finding as one line; what the static scan only notes goes to ``on_note``."""
+def check_catalog(
+    catalog: Catalog, names: tuple[str, ...], on_note: Callable[[str], None] | None = None, *, runs: bool = True
+) -> list[str]:
+    """Every finding as one line; what the static scan only notes goes to ``on_note``; no self-test without ``runs``."""
     for name in names:
         if name not in catalog.solution_paths and name not in catalog.definition_paths:
             catalog.definition(name)  # says that there is none, before anything takes long
@@ -116,7 +131,8 @@ def check_catalog(catalog: Catalog, names: tuple[str, ...], on_note: Callable[[s
         findings += backward_findings(catalog, definition)
         for solution in solutions:
             findings += scan_findings(solution, on_note)
-        findings += run_self_test(definition, tiny_workloads(definition, workloads))
+        if runs:
+            findings += run_self_test(definition, tiny_workloads(definition, workloads))
     return findings + ([] if names else check_patterns(catalog))
 
 

@@ -28,6 +28,8 @@ COMMANDS: dict[str, dict[str, str]] = {
         "tune": "Find the fastest config of each solution per workload.",
         "promote": "Verify for good what passed a screen; only that is ever served.",
         "reproduce": "Verify one case of one solution and say what every gate found.",
+        "sanitize": "Run kernels under compute-sanitizer at fuzz shapes; a finding is a failed verdict.",
+        "profile": "Profile one call with Nsight Compute: bandwidth, occupancy, registers, stalls.",
         "regress": "Time every solution that changed since a revision, old and new interleaved.",
         "publish": "Write the traces and the resolver table of one GPU.",
         "ingest": "Bring journals into the database.",

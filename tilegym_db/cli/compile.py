@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,7 +29,7 @@ def command(
     ] = None,
     language: Annotated[str | None, typer.Option("--language", "-l", help="Only solutions in this language.")] = None,
     workload: Annotated[
-        str | None, typer.Option(help="Glob over tags, axes and uuid; default: one size per dtype.")
+        str | None, typer.Option(help="Glob over tags, axes and uuid; default: one size in each choice of dtypes.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
 ) -> None:
@@ -150,23 +151,41 @@ def named_solutions(catalog: Catalog, names: Sequence[str]) -> list[SolutionFile
 def choose_workloads(
     definition: Definition, solution: SolutionFiles, workloads: Sequence[Workload], pattern: str | None
 ) -> list[Workload]:
-    """The Workloads to compile for: those that match a glob, else the first real one of each dtype binding."""
+    """The Workloads to compile for: those that match a glob, else one in each choice of dtypes that the Solution declares.
+
+    That is the first real one in these dtypes. Where none has them, it is the first one with its dtypes exchanged: what a
+    Solution declares has to compile, whether or not somebody measures it.
+    """
+    # 'tiny' ones exist for tests: they serve only where a dtype has nothing else.
+    ordered = sorted(workloads, key=lambda item: "tiny" in item.tags)
+    if pattern is not None:
+        matching = {item.uuid: item for item in ordered if _matches(item, pattern)}
+        return [item for item in matching.values() if _serves(solution, definition, item)]
+    chosen: list[Workload] = []
+    for choice in itertools.product(*definition.dtypes.values()):
+        dtypes = dict(zip(definition.dtypes, choice, strict=True))
+        measured = (item for item in ordered if definition.bind_dtypes(item.dtypes) == dtypes)
+        candidates = itertools.chain(measured, (_in_dtypes(item, dtypes) for item in ordered))
+        chosen += itertools.islice((item for item in candidates if _serves(solution, definition, item)), 1)
+    return chosen
+
+
+def _matches(workload: Workload, pattern: str) -> bool:
     from tilegym_db.records import axes_key
 
-    chosen: dict[str, Workload] = {}
-    # 'tiny' ones exist for tests: they serve only where a dtype has nothing else.
-    for workload in sorted(workloads, key=lambda item: "tiny" in item.tags):
-        dtypes = definition.bind_dtypes(workload.dtypes)
-        axes = definition.bind_axes(workload.axes)
-        if solution.record.unsupported(axes, dtypes, workload.layout_classes(definition)) is not None:
-            continue
-        if pattern is None:
-            chosen.setdefault(",".join(dtypes.values()), workload)
-        elif any(
-            fnmatch.fnmatchcase(text, pattern) for text in (workload.uuid, axes_key(workload.axes), *workload.tags)
-        ):
-            chosen[workload.uuid] = workload
-    return list(chosen.values())
+    texts = (workload.uuid, axes_key(workload.axes), *workload.tags)
+    return any(fnmatch.fnmatchcase(text, pattern) for text in texts)
+
+
+def _serves(solution: SolutionFiles, definition: Definition, workload: Workload) -> bool:
+    axes, dtypes = definition.bind_axes(workload.axes), definition.bind_dtypes(workload.dtypes)
+    return solution.record.unsupported(axes, dtypes, workload.layout_classes(definition)) is None
+
+
+def _in_dtypes(workload: Workload, dtypes: dict[str, str]) -> Workload:
+    """The same call in other dtypes, as a Workload of its own."""
+    content = workload.model_dump(mode="json", exclude={"uuid"})
+    return type(workload).model_validate({**content, "dtypes": dtypes})
 
 
 @contextmanager

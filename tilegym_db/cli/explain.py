@@ -54,8 +54,8 @@ def command(
     trust: Trust = False,
 ) -> None:
     """Say which solution the resolver picks for a call, and why not each of the others. Exit 3: stock code runs."""
-    from tilegym_db.catalog import Catalog
-    from tilegym_db.resolver import decide_request, make_request, stock_solution, unavailable_languages
+    from tilegym_db.catalog import Catalog, stock_of
+    from tilegym_db.resolver import decide_request, make_request, unavailable_languages
 
     form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)
     catalog = Catalog.default(trust_foreign=trust)
@@ -73,7 +73,7 @@ def command(
         unavailable=unavailable_languages(catalog.solutions_for(name)) if here else None,
     )
     decision, solutions = decide_request(request, catalog)
-    stock = stock_solution(solutions)
+    stock = stock_of(solutions.values())
     answer = describe(request, decision, stock.name if stock else None)
     _write(form, answer)
     if form.is_table and decision.solution is None:

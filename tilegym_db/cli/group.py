@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 
 from tilegym_db.cli.commands import COMMANDS
 
-__all__ = ["load_command", "root_command"]
+__all__ = ["every_command", "load_command", "root_command"]
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 EPILOG = (
@@ -33,6 +33,18 @@ def load_command(name: str) -> Any:
     command: Any = typer.main.get_command(app)
     command.name = name
     return command
+
+
+def every_command() -> dict[str, Any]:
+    """Every command that does something, by what is typed: ``list``, ``task create``, ..."""
+    found = {}
+    for name in (name for panel in COMMANDS.values() for name in panel):
+        command = load_command(name)
+        inner = getattr(command, "commands", {})
+        if not inner or command.invoke_without_command:
+            found[name] = command
+        found |= {f"{name} {verb}": inner[verb] for verb in inner}
+    return found
 
 
 class CommandTable(TyperGroup):

@@ -116,7 +116,7 @@ def definition_rows(catalog: Catalog, definitions: Sequence[Definition]) -> list
                 "status": status_of(item),
                 "languages": sorted({spec.language for spec in kernels}),
                 "solutions": len(kernels),
-                "workloads": len(catalog.workloads_for(item.name)),
+                "workloads": catalog.count_workloads(item.name),
                 "description": item.description,
             }
         )

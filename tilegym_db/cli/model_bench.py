@@ -38,9 +38,11 @@ def command(
     beside: Annotated[
         list[str] | None, typer.Option(help="Also a library in a process of its own: liger or tilegym; repeatable.")
     ] = None,
-    profile: Annotated[
-        bool, typer.Option("--profile", help="Also profile one call: the share of GPU time in verified kernels.")
-    ] = False,
+    experts: Annotated[
+        list[str] | None,
+        typer.Option(help="Also stock with its experts set to eager, batched_mm or grouped_mm; repeatable."),
+    ] = None,
+    profile: Annotated[bool, typer.Option("--profile", help="Also profile one call: GPU time by kernels.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
     wide: Wide = False,
 ) -> None:
@@ -62,6 +64,7 @@ def command(
     options = ModelBenchOptions(
         dtype=dtype, batch=batch, prompt=prompt, new=new, rounds=rounds, layers=layers, verify=verify, profile=profile,
         with_static_cache=static_cache, with_compiled_prefill=compile_prefill, beside=tuple(beside or ()),
+        experts=tuple(experts or ()),
     )  # fmt: skip
     with rounds_on_stderr() as observer:
         run, handle = model_bench(config, select_machine(gpu), options, observer)
@@ -118,6 +121,9 @@ def print_run(run: ModelRun, *, wide: bool = False) -> None:
         note(f"{name} took no part: {reason}")
     calls = ", ".join(f"{name} {count}" for name, count in run.kernels.items()) or "none"
     note(f"calls by kernel in one generation: {calls}")
+    if run.experts:
+        ways = ", ".join(f"{name} {count}" for name, count in run.experts.items())
+        note(f"calls of experts in one generation of stock, by transformers' implementation: {ways}")
     note(f"{run.equal_tokens} of {run.compared_tokens} greedy tokens are those of stock")
 
 

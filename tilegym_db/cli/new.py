@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tilegym_db.cli.output import note, print_table
+from tilegym_db.cli.formats import AsJson
+from tilegym_db.cli.output import note, print_json, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,6 +35,7 @@ def new_definition(
     outputs: Annotated[str, typer.Option(help="What it returns.")] = "out[M, N]",
     description: Annotated[str, typer.Option(help="What it computes, and where it rounds.")] = "",
     folder: Annotated[Path | None, typer.Option("--output", "-o", help="Folder to write; default: ./NAME.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write the draft of an operator: a folder with its record, its reference, and what proves it."""
     from tilegym_db.catalog import Catalog
@@ -49,7 +51,7 @@ def new_definition(
     )
     target = folder or Path(name)
     write_new(target, files)
-    print_purposes(target, PURPOSES)
+    print_purposes(target, PURPOSES, as_json)
     note(f"Put your maths where it says TODO. Next: tilegym-db check {target}/")
 
 
@@ -76,6 +78,7 @@ def new_solution(
         str | None, typer.Option(help="Name of the solution; default: from definition and language.")
     ] = None,
     folder: Annotated[Path | None, typer.Option("--output", "-o", help="Folder to write; default: ./NAME.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write the draft of a kernel with the signature that the operator calls; or add its stock code."""
     from tilegym_db.catalog import Catalog
@@ -91,7 +94,10 @@ def new_solution(
         if folder is not None:
             raise UsageError("--stock adds to the catalog and writes no folder; leave out --output.")
         record, sources = stock_solution_files(operator, login_name(), name)
-        typer.echo(str(catalog.add_solution(record, sources)))
+        path = catalog.add_solution(record, sources)
+        print_json({"solution": record.name, "definition": definition, "path": str(path)}) if as_json else typer.echo(
+            str(path)
+        )
         note(f"added solution '{record.name}' for {definition}. Next: tilegym-db new solution {definition} -l triton")
         return
     chosen = normalise_language(language)
@@ -103,7 +109,7 @@ def new_solution(
         "kernel.py": "run(), called as the operator calls it",
         "solution.json": "what it supports, and its tunables",
     }
-    print_purposes(target, purposes)
+    print_purposes(target, purposes, as_json)
     note(f"Put your maths where it says TODO. Next: tilegym-db add-solution {target}/")
 
 
@@ -125,6 +131,7 @@ def new_workload(
         Path | None, typer.Option("--output", "-o", help="File to write; default: ./DEFINITION-MODEL.jsonl.")
     ] = None,
     add: Annotated[bool, typer.Option("--add", help="Add them to the catalog instead of writing a file.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write an operator's workloads at the sizes of a model, from its config; says what could not be mapped."""
     from tilegym_db.catalog import Catalog
@@ -144,17 +151,32 @@ def new_workload(
         axes=parse_axes("--axes", axes),
         scalars=parse_scalars("--scalar", scalar),
     )
-    print_mapping(found)
+    if not as_json:
+        print_mapping(found)
     if not found.workloads:
         raise RecordError(f"no workload was written: {_why_none(found)}.")
     if add:
-        added = Catalog.default().add_workloads(found.workloads)
-        note(f"added {len(added)} of {len(found.workloads)} workloads. Next: tilegym-db bench {definition}")
+        add_to_catalog(found, definition, as_json)
         return
     target = file or Path(f"{definition}-{tag}.jsonl")
-    write_new_file(target, "".join(workload.to_json() + "\n" for workload in found.workloads))
-    typer.echo(str(target))
+    write_workloads(target, found)
+    print_json({"written": [str(target)], **mapping_of(found)}) if as_json else typer.echo(str(target))
     note(f"{len(found.workloads)} workloads. Next: tilegym-db add-workload {target}")
+
+
+def add_to_catalog(found: MappedWorkloads, definition: str, as_json: bool) -> None:
+    """Add workloads that are new, and say how many were."""
+    from tilegym_db.catalog import Catalog
+
+    added = Catalog.default().add_workloads(found.workloads)
+    if as_json:
+        print_json({"added": [workload.uuid for _, workload in added], **mapping_of(found)})
+    note(f"added {len(added)} of {len(found.workloads)} workloads. Next: tilegym-db bench {definition}")
+
+
+def write_workloads(target: Path, found: MappedWorkloads) -> None:
+    """A file of workloads, one a line; one that exists is left alone."""
+    write_new_file(target, "".join(workload.to_json() + "\n" for workload in found.workloads))
 
 
 def _why_none(found: MappedWorkloads) -> str:
@@ -172,6 +194,11 @@ def print_mapping(found: MappedWorkloads) -> None:
     print_table(("axis or scalar", "value", "from"), rows)
     for reason in found.refused:
         note(f"left out: {reason}")
+
+
+def mapping_of(found: MappedWorkloads) -> dict[str, object]:
+    """:func:`print_mapping`, for a program."""
+    return {"mapped": found.mapped, "not_mapped": found.unmapped, "left_out": found.refused}
 
 
 def parse_counts(text: str) -> list[int]:
@@ -198,8 +225,11 @@ def free_name(name: str, taken: set[str]) -> str:
     return candidate
 
 
-def print_purposes(folder: Path, purposes: Mapping[str, str]) -> None:
+def print_purposes(folder: Path, purposes: Mapping[str, str], as_json: bool) -> None:
     """The files written, each with what it is for."""
+    if as_json:
+        print_json({"written": [str(folder / name) for name in purposes]})
+        return
     for name, purpose in purposes.items():
         typer.echo(f"{folder / name}  {purpose}")
 

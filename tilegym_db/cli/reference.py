@@ -32,8 +32,8 @@ def reference_text() -> str:
     """The whole file."""
     parts = [HEAD.format(epilog=EPILOG)]
     for panel, commands in COMMANDS.items():
-        parts.append(f"\n# {panel}\n")
-        parts += [f"\n## {name}\n\n```text\n{_help(name)}\n```\n" for name in commands]
+        parts.append(f"\n## {panel}\n")
+        parts += [f"\n### {name}\n\n```text\n{_help(name)}\n```\n" for name in commands]
     return "".join(parts)
 
 

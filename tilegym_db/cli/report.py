@@ -32,6 +32,10 @@ def command(
         "report.html"
     ),
     since: Since = None,
+    compare: Annotated[
+        tuple[str, str] | None,
+        typer.Option(help="Write a page of what differs between two runs instead.", metavar="RUN RUN"),
+    ] = None,
     trust: Trust = False,
 ) -> None:
     """Write one page of everything in the database, for a browser without a network.
@@ -40,6 +44,9 @@ def command(
     source, evidence and the command that reproduces it. `report weekly` prints the short form.
     """
     if context.invoked_subcommand is not None:
+        return
+    if compare is not None:
+        write_comparison(output, compare, trust=trust)
         return
     from tilegym_db import __version__
     from tilegym_db.catalog import Catalog
@@ -54,6 +61,21 @@ def command(
     write_atomically(output, content)
     print_line(str(output))
     note(f"{len(data.evidence)} verified cases of {len(data.solutions)} solutions; {len(content) / 1e6:.2f} MB")
+
+
+def write_comparison(output: Path, runs: tuple[str, str], *, trust: bool) -> None:
+    """Write the page of two runs, and say how many differences of each kind there are."""
+    from tilegym_db import __version__
+    from tilegym_db.cli.reader import open_reader
+    from tilegym_db.files import write_atomically
+    from tilegym_db.report.run_diff import CHANGES, diff_page, read_diff
+
+    with open_reader(trust=trust) as store:
+        diff = read_diff(store, *runs)
+    write_atomically(output, diff_page(diff, version=__version__).encode())
+    print_line(str(output))
+    counts = {change: len(diff.of(change)) for change in CHANGES}
+    note("; ".join(f"{change}: {count}" for change, count in counts.items() if count) or "the runs have nothing")
 
 
 @app.command("weekly")

@@ -21,6 +21,7 @@ from tilegym_db.cli.formats import (
     write_records,
 )
 from tilegym_db.cli.output import note, print_table, spelled_map
+from tilegym_db.cli.spark import Spark, print_by_size, spark_wanted
 
 if TYPE_CHECKING:
     from tilegym_db.catalog import Catalog, SolutionFiles
@@ -43,6 +44,7 @@ def command(
     as_arrow: AsArrow = False,
     output: OutputFile = None,
     wide: Wide = False,
+    spark: Spark = None,
 ) -> None:
     """Show a definition with its reference and solutions, a solution with its source and traces, or one trace.
 
@@ -56,25 +58,26 @@ def command(
     form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)
     catalog = Catalog.default()
     if name in catalog.definitions:
-        show_definition(catalog, catalog.definition(name), form)
+        show_definition(catalog, catalog.definition(name), form, spark)
     elif name in catalog.solutions:
-        show_solution(catalog.solution(name), form)
+        show_solution(catalog.solution(name), form, spark)
     elif not show_trace(name, form):
         catalog.refuse_broken(name)
         hint = did_you_mean(name, [*catalog.definitions, *catalog.solutions])
         raise NotFoundError(f"'{name}' is no definition, no solution and no trace.{hint} Try: tilegym-db list")
 
 
-def show_definition(catalog: Catalog, definition: Definition, form: Form) -> None:
+def show_definition(catalog: Catalog, definition: Definition, form: Form, spark: bool | None = None) -> None:
     """Print a Definition, its Solutions, and how they rank."""
     from tilegym_db.cli.leaderboard import print_leaderboard
     from tilegym_db.cli.list import solution_rows
     from tilegym_db.cli.reader import open_reader
-    from tilegym_db.store.queries import leaderboard_rows
+    from tilegym_db.store.queries import leaderboard_rows, size_rows
 
     solutions = solution_rows(catalog, [definition])
     with open_reader() as store:
         ranks = leaderboard_rows(store, definition=definition.name)
+        sized = size_rows(store, definition.name) if form.is_table and spark_wanted(spark) else []
     workloads = len(catalog.workloads_for(definition.name))
     if form.kind == "json":
         content = {**definition.to_dict(), "digest": definition.digest, "workloads": workloads}
@@ -93,7 +96,7 @@ def show_definition(catalog: Catalog, definition: Definition, form: Form) -> Non
         cells = [(s["solution"], s["language"], s["role"]) for s in solutions]
         print_table(("solution", "language", "role"), cells, wide=form.wide)
     if ranks:
-        print_leaderboard(ranks, wide=form.wide)
+        print_leaderboard(ranks, sized, wide=form.wide)
     note(f"{workloads} workloads. What the resolver would pick: tilegym-db explain {definition.name}")
 
 
@@ -120,13 +123,15 @@ def _tensor(name: str, spec: TensorSpec) -> str:
     return f"{name}{shape} {spec.dtype}"
 
 
-def show_solution(solution: SolutionFiles, form: Form) -> None:
+def show_solution(solution: SolutionFiles, form: Form, spark: bool | None = None) -> None:
     """Print a Solution, its source, and its latest traces."""
     from tilegym_db.cli.reader import open_reader
-    from tilegym_db.store.queries import traces_of
+    from tilegym_db.store.queries import size_rows, traces_of
 
     with open_reader() as store:
         traces = traces_of(store, solution.name)
+        drawn = form.is_table and spark_wanted(spark)
+        sized = size_rows(store, solution=solution.name, all_dtypes=True) if drawn else []
     record = solution.record
     if form.kind == "json":
         sources = {path: content.decode(errors="replace") for path, content in solution.sources.items()}
@@ -155,6 +160,7 @@ def show_solution(solution: SolutionFiles, form: Form) -> None:
     typer.echo("")
     print_source(solution.sources[spec.entry_path].decode(errors="replace"))
     print_traces(traces, solution.digest, form.wide)
+    print_by_size(sized, "latency on {gpu}, {dtypes_key}")
 
 
 def print_traces(traces: list[dict[str, Any]], digest: str, wide: bool = False) -> None:

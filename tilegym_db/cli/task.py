@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tilegym_db.cli.completion import complete_definition, complete_gpu, complete_language
+from tilegym_db.cli.formats import AsArrow, AsCsv, AsJson, AsParquet, OutputFile, Wide, chosen_form, write_records
 from tilegym_db.cli.options import ConfigFile
 from tilegym_db.cli.output import note, print_json, print_line, print_table
 
@@ -23,7 +24,6 @@ app = typer.Typer(
     help="Make a task, print it for its author, hand a kernel in, see what became of it.",
 )
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 TaskId = Annotated[str, typer.Argument(help="The task's id, or how it begins.", metavar="ID")]
 Language = Annotated[
     str, typer.Option("--language", "-l", help="python, triton, tilelang or cutile.", autocompletion=complete_language)
@@ -138,15 +138,22 @@ def _print_attempt(attempt: Attempt) -> None:
 def status(
     task: Annotated[str | None, typer.Argument(help="A task's id, or how it begins; none lists all.")] = None,
     as_json: AsJson = False,
+    as_csv: AsCsv = False,
+    as_parquet: AsParquet = False,
+    as_arrow: AsArrow = False,
+    output: OutputFile = None,
+    wide: Wide = False,
 ) -> None:
     """List the tasks, or the attempts at one of them and why each was refused."""
     from tilegym_db.loop.status import attempts_of, tasks_table
     from tilegym_db.loop.tasks import find_task
 
+    form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)
     rows: list[dict[str, Any]] = tasks_table() if task is None else attempts_of(find_task(task))
-    if as_json:
-        print_json(rows)
+    if not form.is_table:
+        write_records(form, rows)
     elif rows:
-        print_table([*rows[0]], [tuple(row.values()) for row in rows], prose=("reason",), least=("digest", "device_s"))
+        cells = [tuple(row.values()) for row in rows]
+        print_table([*rows[0]], cells, wide=wide, prose=("reason",), least=("digest", "device_s"))
     else:
         note("nothing yet. Try: tilegym-db task create DEFINITION")

@@ -65,3 +65,5 @@ def print_summary(report: PatchReport) -> None:
     for site in report.sites:
         if site.reason:
             note(f"{site.module_class} x{site.modules} stays stock: {site.reason}")
+        for way in site.own_code:
+            note(f"{site.module_class} x{site.modules}: the model's own code is {way}")

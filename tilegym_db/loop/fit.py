@@ -157,6 +157,8 @@ def fit(
         UsageError: the model cannot be run like that, or has nothing that a Definition describes.
         HardwareError: workers cannot be confined here, so that nothing could be published.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(f"fit takes a model, a torch.nn.Module, not {type(model).__name__}.")
     devices = {parameter.device.type for parameter in model.parameters()}
     if len(devices) != 1:
         raise UsageError(f"fit takes a model on one device, not on {', '.join(sorted(devices)) or 'none'}.")

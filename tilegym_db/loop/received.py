@@ -1,4 +1,4 @@
-"""The first two stages of a submission: its folder is read as data, and its source is read before anything of it runs."""
+"""The first two steps of a submission: its folder is read as data, and its source is read before anything of it runs."""
 
 from __future__ import annotations
 

@@ -40,14 +40,14 @@ def enter(definition: Definition, files: SolutionFiles, catalog: Catalog, home: 
     present = catalog.solution_paths.get(name)
     if present is not None:
         _forget(definition, name, home)  # of a process that was killed while it moved
-        return SolutionFiles.read(present.parent)
-    record = Solution.from_dict({**files.record.to_dict(), "name": name}, files.folder)
+        return SolutionFiles.read(present)
+    record = Solution.from_dict({**files.record.to_dict(), "name": name}, files.path)
     folder = _folder(definition, name, home)
     with writing(candidate_root(home)):
         if not folder.is_dir():
             content = {RECORD_NAME: (record.to_json(indent=2) + "\n").encode(), **files.sources}
             write_folder(folder, content)
-    return SolutionFiles(record, folder, dict(files.sources))
+    return SolutionFiles(record, folder / RECORD_NAME, dict(files.sources))
 
 
 def leave(
@@ -59,7 +59,7 @@ def leave(
         ConflictError: the catalog has another Solution of that name.
     """
     present = catalog.solution_paths.get(candidate.name)
-    if present is not None and SolutionFiles.read(present.parent).digest == candidate.digest:
+    if present is not None and SolutionFiles.read(present).digest == candidate.digest:
         target = present.parent
     else:
         target = writers.add_solution(catalog, candidate.record, candidate.sources, root or catalog.write_root)

@@ -1,4 +1,4 @@
-"""What the traces of a submission say: refused, by which gate and why, or fit for the next stage. Pure functions."""
+"""What the traces of a submission say: refused, by which gate and why, or fit for the next step. Pure functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes a submission through its stages, each journaled the moment it is passed, so that a killed run goes on where it was.
+"""Takes a submission through its steps, each journaled the moment it is passed, so that a killed run goes on where it was.
 
 The same source is judged once. Measurements are kept by the store as traces, and are never taken twice for one attempt.
 """
@@ -27,7 +27,7 @@ from tilegym_db.loop.submission_verdicts import compile_refusal, promotion_refus
 from tilegym_db.paths import home as default_home
 from tilegym_db.records import TILE_LANGUAGES, Definition, Trace
 from tilegym_db.records.hardware import GPU_SLUGS, TARGETS, parse_gpu, same_gpu
-from tilegym_db.records.loop import STAGES, Attempt, Stage, Task, Verdict
+from tilegym_db.records.loop import STEPS, Attempt, Step, Task, Verdict
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.ingest import ingest_journals
 from tilegym_db.store.input_files import loop_folder
@@ -52,16 +52,16 @@ class Submission:
     _began: float = field(default_factory=time.monotonic)
     _device_s: float = 0.0
 
-    def at(self, stage: Stage) -> bool:
-        """Whether a stage was passed before, by this run or one that was killed."""
-        return STAGES.index(self.attempt.stage) >= STAGES.index(stage)
+    def at(self, step: Step) -> bool:
+        """Whether a step was passed before, by this run or one that was killed."""
+        return STEPS.index(self.attempt.stage) >= STEPS.index(step)
 
-    def passed(self, stage: Stage, verdict: Verdict = "pending", **changes: Any) -> Attempt:
-        """Journal that a stage was passed, or what ended the attempt after it."""
+    def passed(self, step: Step, verdict: Verdict = "pending", **changes: Any) -> Attempt:
+        """Journal that a step was passed, or what ended the attempt after it."""
         now = time.monotonic()
         content = {
             **self.attempt.model_dump(exclude={"gate", "reason", "command"}),
-            "stage": stage,
+            "stage": step,
             "verdict": verdict,
             "wall_s": round(self.attempt.wall_s + now - self._began, 3),
             "device_s": round(self.attempt.device_s + self._device_s, 3),
@@ -75,7 +75,7 @@ class Submission:
         return self.attempt
 
     def refuse(self, refusal: AttemptRefusal, traces: tuple[str, ...] = ()) -> Attempt:
-        """End the attempt after the last stage that it passed."""
+        """End the attempt after the last step that it passed."""
         return self.passed(
             self.attempt.stage,
             "refused",
@@ -104,7 +104,7 @@ def submit(
     root: Path | None = None,
     observer: Observer | None = None,
 ) -> Attempt:
-    """Judge what an author handed in, stage by stage.
+    """Judge what an author handed in, step by step.
 
     Args:
         task: what was asked for.
@@ -117,7 +117,7 @@ def submit(
 
     Returns:
         The attempt: ``promoted``; ``refused`` with the gate and the reason; ``no_gpu`` where this machine cannot take the last
-        stages, which a later call on one that can goes on with.
+        steps, which a later call on one that can goes on with.
 
     Raises:
         UsageError: ``folder`` is no folder.

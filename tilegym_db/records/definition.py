@@ -19,6 +19,7 @@ from tilegym_db.records.definition_parts import (
     ExpressionText,
     InputGenerator,
     JointInputs,
+    SampledOutput,
     SelfTest,
     TensorSpec,
     Tolerance,
@@ -26,7 +27,7 @@ from tilegym_db.records.definition_parts import (
 from tilegym_db.records.dtypes import DTYPE_BYTES, DType
 from tilegym_db.records.expressions import evaluate, evaluate_bool, evaluate_int
 from tilegym_db.records.fields import MAX_AXIS, Line, Prose, shown
-from tilegym_db.records.index_rules import check_follows, check_gathers
+from tilegym_db.records.index_rules import check_follows, check_gathers, check_sampled
 from tilegym_db.records.input_rules import check_generators, check_joint_inputs
 from tilegym_db.records.layouts import layout_strides
 from tilegym_db.records.python_source import check_function
@@ -96,6 +97,8 @@ class Definition(Record):
     """Index outputs of ranked values that may come in any order within a row."""
     follows: dict[str, str] = {}
     """Output -> the function of the reference that gives it for the inputs and whichever right indices were chosen."""
+    sampled: dict[str, SampledOutput] = {}
+    """Output of indices drawn at random -> their law, by which they are judged instead of the reference's own draws."""
     serving: Serving | None = None
     """How it is served inside a model; no part of the digest."""
     reference: str
@@ -151,6 +154,8 @@ class Definition(Record):
     def _check_indices(self) -> None:
         check_gathers(self.gathers, self.unordered, self.inputs, self.outputs, self.dtypes, self.reference)
         check_follows(self.follows, self.gathers, self.inputs, self.outputs, self.reference)
+        indices = {name for name in self.outputs if name in self.gathers or name in self.in_place.values()}
+        check_sampled(self.sampled, indices, self.inputs, self.outputs, self.input_generators, self.reference)
 
     def _check_inputs_drawn(self) -> None:
         check_generators(self.input_generators, self.axes, self.inputs, self.dtypes)

@@ -18,6 +18,7 @@ __all__ = [
     "InputGenerator",
     "JointInputs",
     "PlantedError",
+    "SampledOutput",
     "SelfTest",
     "TensorSpec",
     "Tolerance",
@@ -123,6 +124,19 @@ class JointInputs(RecordPart):
     inputs: tuple[str, ...] = Field(min_length=1)
     contents: tuple[Line, ...] = Field(default=("normal",), min_length=1)
     source: str
+
+
+class SampledOutput(RecordPart):
+    """An output of indices that are drawn at random, and from what.
+
+    ``law`` names a function of the reference that takes the inputs in order, and then, if it likes, ``rounding``. It gives
+    how likely each index of a row is, up to a factor of the row; never chosen is 0. Where sums decide which indices may be
+    chosen, ``rounding`` moves that border, relative to the sum: above 0 it keeps more, below 0 fewer, and 0 says where it is.
+    ``uniforms`` names the input of the output's shape that holds the random numbers, uniform from 0 to below 1.
+    """
+
+    law: str
+    uniforms: str
 
 
 class PlantedError(RecordPart):

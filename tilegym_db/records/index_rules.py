@@ -1,17 +1,17 @@
-"""What outputs of indices point into, and what other outputs follow from them.
+"""What outputs of indices point into, what other outputs follow from them, and which of them are drawn at random.
 
 Each rule raises :class:`ValueError` with the culprit's key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from tilegym_db.records.definition_parts import TensorSpec
+from tilegym_db.records.definition_parts import InputGenerator, SampledOutput, TensorSpec
 from tilegym_db.records.dtypes import INTEGER_DTYPES
 from tilegym_db.records.python_source import function_parameters
 
-__all__ = ["ROUNDING", "check_follows", "check_gathers"]
+__all__ = ["ROUNDING", "check_follows", "check_gathers", "check_sampled"]
 
 ROUNDING = "rounding"
 """The parameter by which a function of a reference is told how far equal values may lie apart, relative to themselves."""
@@ -61,6 +61,39 @@ def check_follows(
         if not gathers:
             raise ValueError(f"follows '{output}': no output of indices is named in 'gathers'")
         _check_function(f"follows '{output}'", function, reference, tuple(inputs), tuple(gathers))
+
+
+def check_sampled(
+    sampled: Mapping[str, SampledOutput],
+    taken: Collection[str],
+    inputs: Specs,
+    outputs: Specs,
+    generators: Mapping[str, InputGenerator],
+    reference: str,
+) -> None:
+    """An output drawn at random is of int32 or int64, has random numbers of its own shape, and a law in the reference.
+
+    Args:
+        sampled: output -> its law and its random numbers.
+        taken: outputs that another rule judges.
+        inputs: of the Definition.
+        outputs: of the Definition.
+        generators: how inputs are drawn.
+        reference: the text that defines the law.
+    """
+    for output, stated in sampled.items():
+        where, spec, numbers = f"sampled '{output}'", outputs.get(output), inputs.get(stated.uniforms)
+        if spec is None or output in taken:
+            raise ValueError(f"{where}: it must be an output that 'gathers' and 'in_place' do not name")
+        if spec.shape is None or len(spec.shape) != 1:
+            raise ValueError(f"{where}: it must have one index a row, and so one axis")
+        if spec.dtype not in ("int32", "int64"):
+            raise ValueError(f"{where}: its dtype is {spec.dtype}; indices that are drawn are int32 or int64")
+        if numbers is None or numbers.shape != spec.shape or numbers.dtype != "float32":
+            raise ValueError(f"{where}: '{stated.uniforms}' must be a float32 input of its shape, {list(spec.shape)}")
+        if generators.get(stated.uniforms) != InputGenerator(kind="uniform"):
+            raise ValueError(f'{where}: input_generators.{stated.uniforms} must be {{"kind": "uniform"}}, from 0 to 1')
+        _check_function(where, stated.law, reference, tuple(inputs), ())
 
 
 def _check_function(

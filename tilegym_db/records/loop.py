@@ -20,7 +20,7 @@ from tilegym_db.records.workload import NAMESPACE
 
 __all__ = [
     "MIN_SPEEDUP",
-    "STAGES",
+    "STEPS",
     "UNMEASURED",
     "Attempt",
     "Coverage",
@@ -29,14 +29,14 @@ __all__ = [
     "Pattern",
     "PatternReference",
     "Promotion",
-    "Stage",
+    "Step",
     "Task",
     "TaskWorkload",
     "Verdict",
 ]
 
-Stage = Literal["received", "scanned", "compiled", "screened", "promoted"]
-STAGES: tuple[Stage, ...] = Stage.__args__  # type: ignore[attr-defined]
+Step = Literal["received", "scanned", "compiled", "screened", "promoted"]
+STEPS: tuple[Step, ...] = Step.__args__  # type: ignore[attr-defined]
 Verdict = Literal["pending", "refused", "no_gpu", "promoted"]
 Language = Literal["python", "triton", "tilelang", "cutile"]
 UNMEASURED = "unmeasured"
@@ -125,7 +125,7 @@ class Task(Record):
 
 
 class Attempt(Record):
-    """How far one submission to a task came. One line for each stage; the last one of a number counts."""
+    """How far one submission to a task came. One line for each step; the last one of a number counts."""
 
     kind: ClassVar[str] = "attempt"
 
@@ -135,8 +135,8 @@ class Attempt(Record):
     solution: str = Field(pattern=NAME_PATTERN)
     solution_digest: str = ""
     """Of the source and its spec; of the folder's bytes where that holds no valid Solution."""
-    stage: Stage
-    """The last stage that it passed; ``received`` also for what is no valid Solution."""
+    stage: Step
+    """The last step that it passed; ``received`` also for what is no valid Solution."""
     verdict: Verdict
     gate: Line = ""
     """What refused it: a rule of the scan, a gate of the verifier, ``speed``."""
@@ -148,7 +148,7 @@ class Attempt(Record):
     wall_s: Real = Field(default=0.0, ge=0)
     """Seconds since it was received, over every run of the command that worked on it."""
     device_s: Real = Field(default=0.0, ge=0)
-    """Seconds of them in which stages ran that verify and time on the device."""
+    """Seconds of them in which steps ran that verify and time on the device."""
     timestamp: Moment
 
     @model_validator(mode="after")

@@ -112,6 +112,9 @@ class ModelRun(Record):
     total_speedup: Estimate
     kernels: dict[str, Int64] = {}
     """Definition -> calls that ran a verified kernel, in one generation."""
+    experts: dict[str, Int64] = {}
+    """Implementation of experts in transformers -> calls of it by the stock model in one generation; empty where it has none.
+    ``generate`` may decode with another one than it prefills with."""
     gpu_shares: dict[str, Real] | None = None
     """Definition -> its part of the GPU time of one call by the patched model; null where none was profiled on a GPU."""
     equal_tokens: Int64 = Field(ge=0)

@@ -10,6 +10,9 @@ it takes only what nothing can beat:
 - the tensor cores of every SM at its highest clock, in the fastest product that the operands' dtype allows;
 - a launch: something writes the outputs, and even a kernel that does nothing takes time.
 
+Where other inputs choose which slices of an input are used, as ids choose experts, the work depends on the contents. The cost of
+a Definition then states what is usual, and the floor counts neither those bytes nor products with them.
+
 Products are told from other arithmetic nowhere, and need not be: vector units are slower than tensor cores, so flops over
 the rate of products is a bound for either. It is a loose one for arithmetic without products, where it never decides: that
 would take some 200 flops for every byte moved, and an exponential is not one flop's worth of time anyway.
@@ -72,6 +75,8 @@ class SpeedOfLight:
     flops: float
     written_bytes: float
     operand: str | None
+    chosen_bytes: float = 0.0
+    """Of ``bytes``, those of inputs of which the contents of others choose slices (``sliced_inputs``)."""
 
     @property
     def read_bytes(self) -> float:
@@ -114,6 +119,9 @@ def speed_of_light(
         flops=flops,
         written_bytes=written,
         operand=operand,
+        chosen_bytes=min(
+            size - written, sum(_bytes_of(definition, name, axes, dtypes) for name in definition.sliced_inputs)
+        ),
     )
 
 
@@ -140,7 +148,7 @@ def below_floor(latency_us: float, sol: SpeedOfLight, peaks: GpuPeaks, *, cold_l
             f"memory bus of {peaks.gpu_name}, which carries {peaks.memory_ceiling_bytes_per_s:.3g} a second at most"
         )
     ceiling = product_ceiling(sol.operand, peaks)
-    compute_us = sol.flops / ceiling * 1e6 if ceiling else 0.0
+    compute_us = _least_compute_us(sol, ceiling)
     if latency_us < FLOOR_MARGIN * compute_us:
         return (
             f"{latency_us:.4g} us is below the physics floor of {compute_us:.4g} us: {sol.flops:.4g} flops on "
@@ -158,8 +166,7 @@ def below_floor(latency_us: float, sol: SpeedOfLight, peaks: GpuPeaks, *, cold_l
 def least_us(sol: SpeedOfLight, peaks: GpuPeaks, *, cold_l2: bool, timer: str) -> float:
     """The shortest time that :func:`below_floor` believes, in microseconds; arguments as there."""
     memory_us = _crossing_bytes(sol, peaks.l2_bytes, cold_l2=cold_l2) / peaks.memory_ceiling_bytes_per_s * 1e6
-    ceiling = product_ceiling(sol.operand, peaks)
-    compute_us = sol.flops / ceiling * 1e6 if ceiling else 0.0
+    compute_us = _least_compute_us(sol, product_ceiling(sol.operand, peaks))
     launch_us = _least_launch_us(peaks) if timer == peaks.timer else 0.0
     return max(FLOOR_MARGIN * memory_us, FLOOR_MARGIN * compute_us, launch_us)
 
@@ -210,8 +217,13 @@ def _product_rate(operand: str | None, peaks: GpuPeaks, math_mode: str) -> float
 def _crossing_bytes(sol: SpeedOfLight, l2_bytes: int, *, cold_l2: bool) -> float:
     """The bytes that must cross the memory bus between the start and the end of a call."""
     late = min(sol.written_bytes, l2_bytes)  # dirty in the L2 when the call ends
-    early = 0.0 if cold_l2 else min(sol.read_bytes, l2_bytes)  # in the L2 when it begins
-    return sol.bytes - late - early
+    read = sol.read_bytes - sol.chosen_bytes
+    early = 0.0 if cold_l2 else min(read, l2_bytes)  # in the L2 when it begins
+    return read + sol.written_bytes - late - early
+
+
+def _least_compute_us(sol: SpeedOfLight, ceiling: float | None) -> float:
+    return sol.flops / ceiling * 1e6 if ceiling and not sol.chosen_bytes else 0.0
 
 
 def _least_launch_us(peaks: GpuPeaks) -> float:

@@ -11,7 +11,7 @@ from typing import Annotated, Protocol, Self
 
 from pydantic import Field, model_validator
 
-from tilegym_db.records.base import RecordPart
+from tilegym_db.records.base import Flag, Int64, Real, RecordPart
 from tilegym_db.records.definition_parts import Cost, TensorSpec
 
 __all__ = ["ModelCode", "OutputLayout", "Serving", "serving_problem"]
@@ -48,17 +48,22 @@ class ModelCode(RecordPart):
     """The functions that the code relies on, with their fingerprints."""
     attributes: dict[Identifier, Identifier] = {}
     """An input, or a role that the part names -> the attribute of the module that has it; by default, of the same name."""
+    constants: dict[Identifier, Flag | Int64 | Real] = {}
+    """An input that the code has in itself -> its value, in place of an attribute."""
 
 
 class Serving(RecordPart):
     """What the resolver and a model integration need to know to serve the Definition."""
 
     part: Identifier | None = None
-    """The kind of part of a model that it computes: norm, mlp, rope, attention or add_norm."""
+    """The kind of part of a model that it computes: norm, mlp, rope, attention, add_norm, experts, router,
+    hyper_connection, hyper_post, engram_gate or fp8_linear."""
     code: tuple[ModelCode, ...] = ()
     """The code that is known to compute it; a probe confirms it bit for bit."""
     includes: str | None = None
     """The Definition of a part by itself that this one computes together with what is around it."""
+    after: str | None = None
+    """The Definition that is called first, and whose outputs are inputs of this one: the cast of an activation."""
     rows: str | None = None
     """The axis that stands for all leading axes of a tensor, flattened; without one, inputs keep their dimensions."""
     outputs: dict[str, OutputLayout] = {}
@@ -110,13 +115,14 @@ def serving_problem(definition: ServedDefinition) -> str | None:
 
 def _part_problem(definition: ServedDefinition, serving: Serving) -> str | None:
     if serving.part is None:
-        for key in ("code", "includes"):
+        for key in ("code", "includes", "after"):
             if getattr(serving, key):
                 return f"serving.{key} is about a part of a model; name it in 'serving.part'"
     elif definition.backward_of is not None:
         return f"serving.part: a backward is served with '{definition.backward_of}', and is no part by itself"
-    if serving.includes == definition.name:
-        return f"serving.includes names the definition itself, '{definition.name}'"
+    for key in ("includes", "after"):
+        if getattr(serving, key) == definition.name:
+            return f"serving.{key} names the definition itself, '{definition.name}'"
     known: set[str] = set()
     for index, code in enumerate(serving.code):
         if code.fingerprint in known:

@@ -10,6 +10,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from tilegym_db.errors import RecordError
 from tilegym_db.records.base import NAME_PATTERN, Record, RecordPart, canonical_json, length_prefixed_digest
 from tilegym_db.records.definition import Definition
 from tilegym_db.records.definition_parts import ExpressionText
@@ -57,7 +58,7 @@ def name_with_config(name: str, config: Mapping[str, Tunable]) -> str:
 
 
 class Source(RecordPart):
-    """One source file, relative to the folder of ``solution.json``."""
+    """One source file, relative to the folder of the record."""
 
     path: str
 
@@ -80,7 +81,7 @@ class SolutionSpec(RecordPart):
     """How to build and call the source, and the limits its author declares."""
 
     language: Literal["python", "triton", "tilelang", "cutile"]
-    entry_point: str
+    entry_point: str = "kernel.py::run"
     role: Literal["kernel", "baseline"] = "kernel"
     destination_passing_style: Flag = True
     target_hardware: tuple[str, ...] = TARGETS
@@ -169,7 +170,7 @@ class SolutionSpec(RecordPart):
 
 
 class Solution(Record):
-    """One kernel for one Definition. Its sources lie beside ``solution.json``."""
+    """One kernel for one Definition. Its sources lie beside the record, and several Solutions may share them."""
 
     kind: ClassVar[str] = "solution"
 
@@ -179,7 +180,7 @@ class Solution(Record):
     author: Line = Field(min_length=1)
     description: Prose = ""
     spec: SolutionSpec
-    sources: tuple[Source, ...] = Field(min_length=1)
+    sources: tuple[Source, ...] = Field(default=(Source(path="kernel.py"),), min_length=1)
 
     @model_validator(mode="after")
     def _entry_is_a_source(self) -> Self:
@@ -196,8 +197,9 @@ class Solution(Record):
         Args:
             sources: path -> bytes of every file in ``self.sources``.
         """
-        spec = canonical_json(self.spec.model_dump(mode="json", exclude_defaults=True))
-        parts = [self.definition.encode(), spec.encode()]
+        spec = self.spec.model_dump(mode="json", exclude_defaults=True)
+        spec["entry_point"] = self.spec.entry_point  # part of every digest, also where the record leaves it out
+        parts = [self.definition.encode(), canonical_json(spec).encode()]
         for path in sorted(sources):
             parts += [path.encode(), sources[path]]
         return length_prefixed_digest(parts)
@@ -240,7 +242,11 @@ class Solution(Record):
             if dtypes.get(variable) not in choices:
                 return f"dtype {variable}={dtypes.get(variable)} is not among {', '.join(choices)}"
         for text in self.spec.constraints:
-            if not evaluate_bool(text, axes, dtypes):
+            try:
+                holds = evaluate_bool(text, axes, dtypes)
+            except RecordError as error:
+                return f"its constraint has no value here: {error}"
+            if not holds:
                 return f"its constraint {text} excludes this shape"
         for tensor, found in (layouts or {}).items():
             declared = self.spec.layouts.get(tensor, LAYOUT_CLASSES[0])

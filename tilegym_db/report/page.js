@@ -324,6 +324,12 @@
     addPoints(svg, marks);
     place.replaceChildren(svg, element("ul", { class: "legend" }, ...legend));
   }
+  function followSearch() { // the plot is of one operator: of one that the search shows
+    const shown = distinct(tables.kernels.found.map((row) => row.definition)), chosen = byId("lat-definition"), words = byId("q").value.trim();
+    if (!shown.length || shown.includes(chosen.value)) return;
+    chosen.value = shown.includes(words) ? words : shown[0];
+    latency();
+  }
 
   // --- one kernel ---
   function openDetail(name, trace) {
@@ -363,7 +369,7 @@
   const distinct = (items) => [...new Set(items)].filter(Boolean).sort();
   let applied = 0;
   function apply({ atOnce = false } = {}) {
-    const mine = ++applied, rest = [...Object.keys(tables).filter((name) => name !== "kernels").map((name) => () => show(name)), filterRoofline];
+    const mine = ++applied, rest = [...Object.keys(tables).filter((name) => name !== "kernels").map((name) => () => show(name)), filterRoofline, followSearch];
     show("kernels");
     byId("since-shown").textContent = sinceDay() || "the start";
     const { found, rows: all } = tables.kernels;

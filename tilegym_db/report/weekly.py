@@ -14,9 +14,13 @@ if TYPE_CHECKING:
 
 __all__ = ["weekly"]
 
+FURTHEST = 10
+"""So many operators are named as furthest from the speed of light."""
+
 
 def weekly(store: Store, since: datetime) -> str:
-    """Changes since then (UTC), who leads each operator, runs of models, and what is open, as Markdown."""
+    """Changes and attempts since then (UTC), what leads each operator and how far it is from the speed of light, runs of
+    models, and what is open, as Markdown."""
     changes = queries.change_rows(store, since)
     parts = [f"# tilegym-db since {since:%Y-%m-%d}", "## Changes"]
     parts.append(
@@ -29,7 +33,9 @@ def weekly(store: Store, since: datetime) -> str:
             "No promotion, revocation or regression.",
         )
     )
-    parts += ["## Leaders", _leaders(store), "## Models", _models(store, since), "## Open"]
+    parts += ["## Attempts", _attempts(store, since), "## Leaders", _leaders(store)]
+    parts += ["## Furthest from the speed of light", _furthest(store)]
+    parts += ["## Models", _models(store, since), "## Open"]
     open_rows = queries.open_rows(store)
     parts.append(
         _table(
@@ -53,10 +59,31 @@ def _leaders(store: Store) -> str:
     return _table(header, first.values(), "Nothing is verified yet.")
 
 
+def _attempts(store: Store, since: datetime) -> str:
+    rows = [(row["verdict"], row["gate"], row["attempts"], row["tasks"]) for row in queries.attempt_rows(store, since)]
+    return _table(("verdict", "gate", "attempts", "tasks"), rows, "No attempt was submitted in this time.")
+
+
+def _furthest(store: Store) -> str:
+    """Each operator at its shape with the most work, those first where most is left."""
+    header = ("operator", "GPU", "solution", "shape", "us", "of the speed of light")
+    rows = [
+        (*(row[key] for key in ("definition", "gpu", "solution", "axes_key", "latency_us")), f"{row['sol_ratio']:.0%}")
+        for row in queries.furthest_rows(store, FURTHEST)
+    ]
+    return _table(header, rows, "Nothing is verified yet.")
+
+
 def _models(store: Store, since: datetime) -> str:
     rows = [row for row in queries.model_rows(store) if row["timestamp"] >= since]
-    header = ("model", "GPU", "way", "tokens/s", "speedup")
-    cells = [(row["model"], row["gpu"], row["way"], row["tokens_per_s"], row["speedup"]) for row in rows]
+    header = ("model", "GPU", "way", "tokens/s", "speedup", "GPU time in verified kernels")
+    cells = [
+        (
+            *(row[key] for key in ("model", "gpu", "way", "tokens_per_s", "speedup")),
+            None if row["gpu_share"] is None else f"{row['gpu_share']:.0%}",
+        )
+        for row in rows
+    ]
     return _table(header, cells, "No model was measured in this time.")
 
 

@@ -7,7 +7,6 @@ from tilegym_db.resolver.resolve import (
     call_site,
     decide_request,
     resolve,
-    stock_solution,
     unavailable_languages,
 )
 from tilegym_db.resolver.table import Candidate, Entry, ResolverTable, load_table
@@ -28,6 +27,5 @@ __all__ = [
     "make_request",
     "not_in_compiled_code",
     "resolve",
-    "stock_solution",
     "unavailable_languages",
 ]

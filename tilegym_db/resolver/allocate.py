@@ -14,6 +14,7 @@ from tilegym_db.errors import UsageError
 from tilegym_db.records import Definition
 from tilegym_db.records.expressions import names_in
 from tilegym_db.records.layouts import parse_layout
+from tilegym_db.records.quantised import is_packed
 from tilegym_db.records.serving import Serving
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ Allocate = Callable[..., Any]
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _MULTIPLE = re.compile(r"^\s*(\d+)\s*\*\s*([A-Za-z_]\w*)\s*$|^\s*([A-Za-z_]\w*)\s*\*\s*(\d+)\s*$")
+_PACKED = re.compile(r"^\s*([A-Za-z_]\w*)\s*//\s*(\d+)\s*$")
+"""The last dimension of packed codes (``H // 2``): they fill whole bytes, so that the division leaves no rest."""
 
 
 def allocate_of(definition: Definition) -> Allocate:
@@ -150,6 +153,9 @@ def _axis(definition: Definition, axis: str, name: str) -> str:
             match = _MULTIPLE.match(str(entry))
             if match and axis in (match.group(2), match.group(3)):
                 return f"({given}.shape[{index - len(shape)}] // {match.group(1) or match.group(4)})"
+        packed = shape and is_packed(definition.inputs[given], definition.dtypes)
+        if packed and (row := _PACKED.match(str(shape[-1]))) and axis == row.group(1):
+            return f"({given}.shape[-1] * {row.group(2)})"
     raise UsageError(
         f"the size of {axis} in '{name}' of {definition.name} does not follow from the shapes of its inputs."
     )

@@ -24,6 +24,7 @@ from tilegym_db.resolver.eligibility import (
     host_us,
     later_launched,
     ranked,
+    soonest_done,
     tied,
 )
 from tilegym_db.resolver.measured_points import MeasuredPoint, find_point, outside_scalars
@@ -153,7 +154,7 @@ def _sort_out(
     """The candidates of a point that may serve the request, and why each of the others may not."""
     eligible: list[Candidate] = []
     rejected: list[Rejection] = []
-    stock = next((candidate for candidate in point.entry.candidates if candidate.provides == "stock"), None)
+    stock = soonest_done([candidate for candidate in point.entry.candidates if candidate.provides == "stock"])
     for candidate in point.entry.candidates:
         reason = disqualify(candidate, request, solutions.get(candidate.solution), exact=point.exact)
         reason = reason or later_launched(candidate, stock)

@@ -19,6 +19,7 @@ __all__ = [
     "host_us",
     "later_launched",
     "ranked",
+    "soonest_done",
     "tied",
 ]
 
@@ -82,6 +83,12 @@ def _not_faster(candidate: Candidate, bar: float) -> str | None:
     ratio = f"{candidate.speedup:.2f}x" if candidate.speedup is not None else "unknown"
     verdict = "slower than stock" if (candidate.speedup or 1.0) < 1.0 else "not faster than stock by more than noise"
     return f"{verdict}: speedup {ratio}, CI low {candidate.speedup_ci_low:.3f} <= {bar}"
+
+
+def soonest_done(candidates: Sequence[Candidate]) -> Candidate | None:
+    """Of several ways in which models run an operator, the one whose call ends first, on the device and on the host."""
+    timed = [one for one in candidates if one.latency_us is not None and one.host_us is not None]
+    return min(timed, key=lambda one: max(one.latency_us or 0.0, one.host_us or 0.0), default=None)
 
 
 def later_launched(candidate: Candidate, stock: Candidate | None) -> str | None:

@@ -45,10 +45,10 @@ def load_verified(solution: SolutionFiles, verified_digest: str) -> Callable[...
     with _LOADING:
         entry = _LOADED.get(verified_digest)
         if entry is None:
-            current = SolutionFiles.read(solution.folder)
+            current = SolutionFiles.read(solution.path)
             if current.digest != verified_digest:
                 raise SolutionError(
-                    f"{solution.folder}: the source differs from the verified one ({current.digest[:12]}, verified "
+                    f"{solution.path}: the source differs from the verified one ({current.digest[:12]}, verified "
                     f"{verified_digest[:12]}). Restore it, or bench and publish it again."
                 )
             entry = _LOADED[verified_digest] = load_entry(_private_copy(current))
@@ -139,7 +139,7 @@ def _private_copy(solution: SolutionFiles) -> SolutionFiles:
     for name, content in solution.sources.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
-    return replace(solution, folder=folder)
+    return replace(solution, path=folder / solution.path.name)
 
 
 @cache

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tilegym_db.catalog import Catalog, SolutionFiles
+from tilegym_db.catalog import Catalog, SolutionFiles, stock_of
 from tilegym_db.errors import NoSolutionError, UsageError
 from tilegym_db.records import Definition
 from tilegym_db.records.backward import backward_binding
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tilegym_db.resolver.dispatch_report import DispatchReport
     from tilegym_db.resolver.loader import Launcher
 
-__all__ = ["Resolved", "call_site", "decide_request", "resolve", "stock_solution", "unavailable_languages"]
+__all__ = ["Resolved", "call_site", "decide_request", "resolve", "unavailable_languages"]
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def resolve(
         NoSolutionError: nothing verified is faster, and the Definition has no stock solution.
     """
     catalog = (catalog or Catalog.default()).trusting(trust)
-    record = catalog.definition(definition) if isinstance(definition, str) else definition
+    record = _record(definition, catalog)
     if like is not None:
         if axes or dtypes or layouts or scalars:
             raise UsageError("give either like=(real arguments) or axes, dtypes, layouts and scalars, not both.")
@@ -106,12 +106,20 @@ def resolve(
     unavailable = unavailable_languages(catalog.solutions_for(record.name)) if _is_this_machine(gpu) else None
     request = make_request(record, **vars(binding), gpu=slug, sm=target, mode=mode, unavailable=unavailable)
     decision, solutions = decide_request(request, catalog)
-    stock = stock_solution(solutions)
+    stock = stock_of(solutions.values())
     chosen = decision.solution or stock
     if chosen is None:
         raise NoSolutionError(_why_nothing(request, decision))
     dispatcher = call_site(record, catalog, mode=mode, stock=stock_launcher(record, stock) if stock else None)
     return Resolved(request, chosen, decision.config, decision.evidence, decision.rejected, dispatcher)
+
+
+def _record(definition: str | Definition, catalog: Catalog) -> Definition:
+    if isinstance(definition, str):
+        return catalog.definition(definition)
+    if not isinstance(definition, Definition):
+        raise UsageError(f"a Definition is given by its name or as a record, not as {type(definition).__name__}.")
+    return definition
 
 
 def decide_request(request: Request, catalog: Catalog) -> tuple[Decision, dict[str, SolutionFiles]]:
@@ -150,12 +158,6 @@ def _backward(definition: Definition, catalog: Catalog, mode: Mode) -> Definitio
     return next(iter(catalog.backwards_of(definition.name)), None)
 
 
-def stock_solution(solutions: Mapping[str, SolutionFiles]) -> SolutionFiles | None:
-    """The code that a model runs today, as the catalog's solution that ``provides`` it."""
-    found = (files for _, files in sorted(solutions.items()) if files.record.spec.provides == "stock")
-    return next(found, None)
-
-
 def call_site(
     definition: Definition,
     catalog: Catalog,
@@ -163,6 +165,7 @@ def call_site(
     mode: Mode = "inference",
     stock: Launcher | None = None,
     backward: Definition | None = None,
+    only: str | None = None,
 ) -> Dispatcher:
     """A new call site of a Definition; see :class:`~tilegym_db.resolver.dispatch.Dispatcher`.
 
@@ -172,15 +175,19 @@ def call_site(
         mode: ``training`` leaves a call to stock unless a kernel for its backward is verified too.
         stock: destination-passing stock code of the call site, for calling the dispatcher itself.
         backward: the Definition of the gradients that training asks for; by default, of as many as there are.
+        only: the one solution that may serve there, by the same rules as among others; any where absent.
     """
     from tilegym_db.resolver.dispatch import Dispatcher
 
     gradients_by = backward or _backward(definition, catalog, mode)
-    return Dispatcher(definition, _chooser(definition, catalog, mode, gradients_by), stock=stock)
+    return Dispatcher(definition, _chooser(definition, catalog, mode, gradients_by, only), stock=stock)
 
 
-def _chooser(definition: Definition, catalog: Catalog, mode: Mode, backward: Definition | None) -> Choose:
-    solutions = {files.name: files for files in catalog.solutions_for(definition.name)}
+def _chooser(
+    definition: Definition, catalog: Catalog, mode: Mode, backward: Definition | None, only: str | None = None
+) -> Choose:
+    known = {files.name: files for files in catalog.solutions_for(definition.name)}
+    solutions = {name: files for name, files in known.items() if only in (None, name)}
     unavailable = unavailable_languages(solutions.values())
 
     choose_backward = None if backward is None else _chooser(backward, catalog, mode, None)

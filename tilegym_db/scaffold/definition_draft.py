@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tilegym_db.errors import RecordError
+from tilegym_db.errors import RecordError, UsageError
 from tilegym_db.files import read_bytes
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.dtypes import DTYPE_BYTES
@@ -101,8 +101,12 @@ def draft_definition(
         description: what it computes, in a sentence or two.
 
     Raises:
+        UsageError: an output is no tensor.
         RecordError: the name or the signature is not one that a Definition can have.
     """
+    scalars = [key for key, spec in outputs.items() if spec["shape"] is None]
+    if scalars:
+        raise UsageError(f"--outputs: a kernel writes tensors, and '{scalars[0]}' is a number. Try: {scalars[0]}[1]")
     record = _record(name, op_type, inputs, outputs, description)
     files = {
         RECORD_FILE: json.dumps(record, indent=2) + "\n",

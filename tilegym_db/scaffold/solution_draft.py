@@ -130,7 +130,7 @@ def _python_kernel(definition: Definition, *, stock: bool = False) -> str:
     arguments = ", ".join(definition.inputs)
     body = [f"    {', '.join(definition.outputs)} = _reference({arguments})"]
     body += [f"    {source}.copy_({target})" for source, target in definition.in_place.items()]
-    body.append(f"    return {', '.join(definition.written_outputs)}")
+    body.append(f"    return {', '.join(definition.written_outputs) or '()'}")
     renamed = reference.replace("def run(", "def _reference(", 1)
     return head + renamed.rstrip() + f"\n\n\ndef run({arguments}):\n" + "\n".join(body) + "\n"
 

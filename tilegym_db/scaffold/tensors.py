@@ -36,6 +36,8 @@ def parse_tensors(option: str, text: str) -> dict[str, dict[str, Any]]:
             raise UsageError(
                 f"{option}: unknown dtype '{dtype}' of '{name}'; known: T, {', '.join(sorted(RECORD_DTYPES))}."
             )
+        if shape is not None and not shape.strip():
+            raise UsageError(f"{option}: '{name}[]' has no axis. {_SPELLING}")
         found[name] = {"shape": None if shape is None else _entries(shape), "dtype": dtype}
         position = match.end()
     if not found:

@@ -34,14 +34,14 @@ DATABASE_NAME = "tilegym.duckdb"
 LOCK_TIMEOUT_S = 10.0
 
 
-def database_path(place: Path | None = None) -> Path:
+def database_path(place: Path | str | None = None) -> Path:
     """The database file of a folder; a path that names one already (``*.duckdb``) stays."""
-    folder = place or home()
+    folder = Path(place) if place else home()
     return folder if folder.suffix == ".duckdb" else folder / DATABASE_NAME
 
 
 def open_store(
-    path: Path | None = None,
+    path: Path | str | None = None,
     *,
     read_only: bool = False,
     catalog: Catalog | None = None,

@@ -46,7 +46,7 @@ TUNING_SUFFIX = ".tuning.jsonl"
 OLD_TUNING_NAME = "tuning.jsonl"
 """One file for all Definitions of a GPU, as it was published before that; still read."""
 
-_RECORD_FILES = ("definitions/*/*.json", "solutions/*/*/*/**/*", "workloads/*/*.jsonl")
+_RECORD_FILES = ("definitions/*/*.json", "solutions/*/*/**/*", "workloads/*/*.jsonl")
 
 
 # -- of a catalog -----------------------------------------------------------------------------------------------------

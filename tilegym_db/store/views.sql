@@ -292,6 +292,7 @@ SELECT
     (record->>'/stock/peak_memory_bytes')::BIGINT AS stock_peak_memory_bytes,
     (record->>'/patched/peak_memory_bytes')::BIGINT AS patched_peak_memory_bytes,
     from_json(record->'kernels', '"MAP(VARCHAR, BIGINT)"') AS kernels,
+    from_json(record->'experts', '"MAP(VARCHAR, BIGINT)"') AS experts,
     from_json(record->'gpu_shares', '"MAP(VARCHAR, DOUBLE)"') AS gpu_shares,
     CASE WHEN gpu_shares IS NOT NULL THEN coalesce(list_sum(map_values(gpu_shares)), 0) END AS gpu_share,
     (record->>'equal_tokens')::BIGINT AS equal_tokens,

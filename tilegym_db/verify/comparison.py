@@ -13,6 +13,7 @@ from tilegym_db.records.quantised import codes_are_exact
 from tilegym_db.records.tolerance import limits_for
 from tilegym_db.verify.gates import check_output, is_well_conditioned, must_be_exact, relative_error
 from tilegym_db.verify.indices import check_gathered
+from tilegym_db.verify.laws import check_sampled_outputs
 from tilegym_db.verify.ranking import check_ranked_outputs, followed
 from tilegym_db.verify.verdicts import OutputVerdict
 
@@ -89,6 +90,7 @@ def _check_indices(
 ) -> dict[str, OutputVerdict]:
     """A verdict for each output of indices; without ``dtypes``, what they point into was computed in fp64."""
     verdicts = check_ranked_outputs(definition, inputs, outputs)
+    verdicts |= check_sampled_outputs(definition, inputs, truth, [outputs])
     for name, source in definition.gathers.items():
         if name not in outputs or name in verdicts:
             continue

@@ -17,6 +17,7 @@ __all__ = [
     "QUIET",
     "RANGES",
     "REFERENCE_MAY_FAIL",
+    "STEPS",
     "STYLES",
     "VARIED",
     "plant",
@@ -27,6 +28,8 @@ Draw = Callable[[torch.Generator, Shape, torch.dtype], torch.Tensor]
 
 PLANTED = "planted_special_values"
 EXACT = "small_integers"
+STEPS = "code_steps"
+"""Of operators that give codes: groups whose largest value is a code times a power of two, and values between two codes."""
 VARIED = "varied"
 """Every input by a distribution of its own (:func:`tilegym_db.verify.variation.styles_of`)."""
 REFERENCE_MAY_FAIL = frozenset({"max_quarter", "row_scale"})
@@ -144,6 +147,34 @@ def _sorted_rows(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -
     return _normal(generator, shape, dtype).sort(dim=-1, descending=descending).values
 
 
+_LARGEST = (1.75, 1.5, 1.0)
+"""The largest codes of e4m3 (448), of e5m2 and e2m1 (57344, 6), and a power of two, each over a power of two."""
+_STEP_GROUP = 32
+"""Groups that share a scale are this long or a multiple of it, along either axis."""
+_STEP_BAND = 128
+"""So many columns have the same largest value."""
+
+
+def _code_steps(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    """Scales of exactly a power of two, where rounding a scale up by mistake shows, and ties of every format of three bits.
+
+    Values have four bits behind the point and lie up to 2**-42 below the largest, so some are subnormal as codes. The first of
+    each group of columns, and of rows, is the largest.
+    """
+
+    def whole(low: int, high: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator, device=generator.device).float()
+
+    unit = 2.0 ** int(_between(generator, -4, 5))
+    band = torch.arange(shape[-1], device=generator.device) // _STEP_BAND + int(_between(generator, 0, 97))
+    largest = torch.tensor(_LARGEST, device=generator.device)[band % len(_LARGEST)] * unit
+    value = whole(16, 32) / 32 * torch.exp2(whole(-42, 1)) * unit
+    value[..., ::_STEP_GROUP] = largest[::_STEP_GROUP]
+    if len(shape) > 1:
+        value[..., ::_STEP_GROUP, :] = largest
+    return value * (2 * whole(0, 2) - 1)
+
+
 def _unit(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
     return 1 + 0.1 * _normal(generator, shape, dtype)
 
@@ -190,6 +221,6 @@ RANGES: dict[str, Draw] = {
 }
 """The same for mistakes in what a kernel expects of its inputs: a second call of a shape takes one of these."""
 
-CONTENTS: dict[str, Draw] = {**DISTRIBUTIONS, **RANGES}
+CONTENTS: dict[str, Draw] = {**DISTRIBUTIONS, **RANGES, STEPS: _code_steps}
 STYLES: dict[str, Draw] = {**CONTENTS, "unit": _unit}
 """What fills one floating-point tensor: the contents of the case, or what weights are like in models."""

@@ -41,13 +41,15 @@ class KernelUse:
 class Ownership:
     """What the device time of the calls went to.
 
-    ``total_us`` is all of it, memsets and copies included; ``problem`` is a sentence, or None where all is well.
+    ``total_us`` is all of it, memsets and copies included, and ``activities`` counts them; ``problem`` is a sentence, or None
+    where all is well.
     """
 
     share: float
     kernels: tuple[str, ...]
     total_us: float
     problem: str | None = None
+    activities: int = 0
 
 
 # What the three languages mark a kernel with; nothing else of a source becomes one.
@@ -103,7 +105,7 @@ def judge_ownership(solution: Solution, sources: Mapping[str, bytes], used: Sequ
             0.0, kernels, total_us, f"work ran on {len(streams)} streams, not only on the one it was called on"
         )
     if solution.spec.language not in TILE_LANGUAGES:
-        return Ownership(1.0, kernels, total_us)
+        return Ownership(1.0, kernels, total_us, activities=len(used))
     counted = [use for use in used if not use.name.startswith("Memset")]
     pattern = own_kernel(kernel_names(sources))
     owned = sum(use.us for use in counted if pattern.fullmatch(use.name.strip()))
@@ -118,4 +120,4 @@ def judge_ownership(solution: Solution, sources: Mapping[str, bytes], used: Sequ
             f"(at least {MIN_OWNED_SHARE:.0%} must be); the rest: {', '.join(foreign)}"
         )
         return Ownership(share, kernels, total_us, problem)
-    return Ownership(share, kernels, total_us)
+    return Ownership(share, kernels, total_us, activities=len(used))

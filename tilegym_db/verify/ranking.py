@@ -8,7 +8,6 @@ the inputs of the call, and on nothing of a Solution but the indices that it cho
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -17,10 +16,9 @@ import torch
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition
 from tilegym_db.records.index_rules import ROUNDING
-from tilegym_db.records.python_source import function_parameters
 from tilegym_db.records.tolerance import LIMITS
 from tilegym_db.verify.indices import check_ranked
-from tilegym_db.verify.reference import Lifted, lift, load_function
+from tilegym_db.verify.reference import Lifted, evaluate_function, lift
 from tilegym_db.verify.torch_dtypes import dtype_name
 from tilegym_db.verify.verdicts import OutputVerdict
 
@@ -78,10 +76,10 @@ def followed(
         if name not in outputs:
             continue
         if definition.oracle == "as_written":
-            value = _evaluate(definition, function, inputs, indices, rounding)
+            value = evaluate_function(definition, function, inputs, indices | {ROUNDING: rounding})
         else:
             with _lifted():
-                value = _evaluate(definition, function, lift(inputs), indices, rounding)
+                value = evaluate_function(definition, function, lift(inputs), indices | {ROUNDING: rounding})
         if not isinstance(value, torch.Tensor) or value.shape != truth[name].shape:
             raise RecordError(f"{definition.name}: {function} does not give '{name}' in the shape that run gives it.")
         found[name] = value
@@ -96,7 +94,7 @@ def _lifted() -> Any:
 def _ranked(
     definition: Definition, function: str, inputs: Inputs, name: str, index: torch.Tensor, rounding: float
 ) -> torch.Tensor:
-    value = _evaluate(definition, function, inputs, {name: index}, rounding)
+    value = evaluate_function(definition, function, inputs, {name: index, ROUNDING: rounding})
     rows = index.shape[:-1]
     if not isinstance(value, torch.Tensor) or value.shape[:-1] != rows or not value.dtype.is_floating_point:
         found = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
@@ -104,16 +102,3 @@ def _ranked(
     if value.shape[-1] < index.shape[-1]:
         raise RecordError(f"{definition.name}: {function} ranks {value.shape[-1]} values, fewer than '{name}' chooses.")
     return value
-
-
-def _evaluate(definition: Definition, name: str, inputs: Inputs, indices: Outputs, rounding: float) -> Any:
-    """What a function of the reference returns for some inputs and indices."""
-    where = f"{definition.name}: {name} of the reference"
-    function = load_function(definition.reference, where, name)
-    known = {**indices, ROUNDING: rounding}
-    more = [parameter for parameter in function_parameters(definition.reference, name) or () if parameter in known]
-    try:
-        with torch.no_grad():
-            return function(*(inputs[given] for given in definition.inputs), **{key: known[key] for key in more})
-    except (Exception, SystemExit):
-        raise RecordError(f"{where} raises:\n{traceback.format_exc(limit=-3)}") from None

@@ -11,10 +11,20 @@ import torch
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition
+from tilegym_db.records.python_source import function_parameters
 from tilegym_db.verify.lifting import LIFTED_DTYPES, Lifted, SlicedInput
 from tilegym_db.verify.slicing import ORACLE_BYTES, sliced
 
-__all__ = ["Lifted", "as_written", "lift", "load_function", "oracle", "run_lifted", "run_reference"]
+__all__ = [
+    "Lifted",
+    "as_written",
+    "evaluate_function",
+    "lift",
+    "load_function",
+    "oracle",
+    "run_lifted",
+    "run_reference",
+]
 
 Inputs = Mapping[str, Any]
 Outputs = dict[str, torch.Tensor]
@@ -61,6 +71,28 @@ def run_reference(definition: Definition, inputs: Inputs, *, source: str | None 
     except (Exception, SystemExit):
         raise RecordError(f"{where} raises:\n{traceback.format_exc(limit=-3)}") from None
     return name_outputs(definition, returned, given, where)
+
+
+def evaluate_function(definition: Definition, name: str, inputs: Inputs, known: Inputs) -> Any:
+    """What a function of the reference beside ``run`` returns for some inputs.
+
+    Args:
+        definition: its reference defines the function.
+        name: of the function, which takes the inputs in order.
+        inputs: input name -> tensor or scalar.
+        known: further parameters by name; the function is given those that it takes.
+
+    Raises:
+        RecordError: the function raises.
+    """
+    where = f"{definition.name}: {name} of the reference"
+    function = load_function(definition.reference, where, name)
+    more = [parameter for parameter in function_parameters(definition.reference, name) or () if parameter in known]
+    try:
+        with torch.no_grad():
+            return function(*(inputs[given] for given in definition.inputs), **{key: known[key] for key in more})
+    except (Exception, SystemExit):
+        raise RecordError(f"{where} raises:\n{traceback.format_exc(limit=-3)}") from None
 
 
 def name_outputs(definition: Definition, returned: Any, given: Inputs, where: str) -> Outputs:

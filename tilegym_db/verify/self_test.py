@@ -17,6 +17,7 @@ from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.definition_parts import SelfTest
 from tilegym_db.verify.comparison import check_lifted, check_outputs
+from tilegym_db.verify.drawing import judge_draws
 from tilegym_db.verify.expected import Expected, expect
 from tilegym_db.verify.gates import MIN_ELEMENTS_FOR_NORMS
 from tilegym_db.verify.inputs import Case, draw_inputs
@@ -25,6 +26,8 @@ from tilegym_db.verify.reference import run_lifted, run_reference
 __all__ = ["SelfTestFinding", "self_test", "tiny_workloads"]
 
 SEEDS = (20_240_229, 77_003)
+DRAWS = 8192
+"""Of operators that draw at random, how many draws of a planted mistake are judged together."""
 
 # One step down in precision: what a kernel gives that computes in the wrong format and widens the result.
 _COARSER: dict[torch.dtype, torch.dtype] = {
@@ -93,7 +96,9 @@ def _test_case(definition: Definition, case: Case) -> list[SelfTestFinding]:
         label = f"planted error ({planted.why})"
         source = definition.reference.replace(planted.find, planted.replace)
         try:
-            wrong.append((label, run_reference(definition, expected.inputs, source=source, label=label)))
+            found = run_reference(definition, expected.inputs, source=source, label=label)
+            if _drawn_rightly(definition, expected, found, source, label):
+                wrong.append((label, found))
         except RecordError as error:
             fault = f"does not run, so it proves nothing: {_in_one_line(error)}"
             findings.append(SelfTestFinding(definition.name, label, f"{fault} at {case}"))
@@ -115,12 +120,22 @@ def _must_agree(definition: Definition, test: SelfTest, case: Case, expected: Ex
             lifted = run_lifted(definition, expected.inputs, source=source, label=INDEPENDENT)
     except RecordError as error:
         return [SelfTestFinding(definition.name, INDEPENDENT, f"does not run: {_in_one_line(error)} at {case}")]
-    if not _accepted(definition, case, expected, in_dtype):
+    drawn_rightly = _drawn_rightly(definition, expected, in_dtype, source, INDEPENDENT)
+    if not drawn_rightly or not _accepted(definition, case, expected, in_dtype):
         findings.append(SelfTestFinding(definition.name, INDEPENDENT, f"disagrees in the dtype itself at {case}"))
     for verdict in check_lifted(definition, expected.inputs, expected.outputs, lifted).values():
         if not verdict.passed:
             findings.append(SelfTestFinding(definition.name, INDEPENDENT, f"{verdict.reason} (fp64) at {case}"))
     return findings
+
+
+def _drawn_rightly(definition: Definition, expected: Expected, first: Outputs, source: str, label: str) -> bool:
+    """Whether many draws of a text look like the law's; true where nothing is drawn."""
+
+    def call(other: Expected) -> dict[str, torch.Tensor]:
+        return run_reference(definition, other.inputs, source=source, label=label)
+
+    return judge_draws(definition, expected, first, call, DRAWS) is None
 
 
 def _made_wrong(definition: Definition, case: Case, expected: Expected) -> list[tuple[str, Outputs]]:
@@ -131,7 +146,7 @@ def _made_wrong(definition: Definition, case: Case, expected: Expected) -> list[
     for name, value in right.items():  # one output at a time, or a second one would hide what the first lets through
         made = {
             "zeros": torch.zeros_like(value),
-            "one dropped row": _without_last_row(value),
+            "one dropped row": _without_last_row(value, -1 if name in definition.sampled else 0),
             "the input, copied": _copied_input(expected, value),
             "a lower-precision result": _coarser(value),
         }
@@ -148,10 +163,11 @@ def _accepted(definition: Definition, case: Case, expected: Expected, outputs: O
     return all(verdict.passed for verdict in verdicts.values())
 
 
-def _without_last_row(value: torch.Tensor) -> torch.Tensor:
+def _without_last_row(value: torch.Tensor, left: int) -> torch.Tensor:
+    """The output with a last row that was not written. Index 0 may be what is drawn there: poison leaves -1 instead."""
     rows = value.clone().reshape(-1, value.shape[-1] if value.dim() else 1)
     flat = rows.view(torch.uint8) if rows.element_size() == 1 else rows
-    flat[-1] = 0
+    flat[-1] = left
     return rows.reshape(value.shape)
 
 

@@ -18,7 +18,7 @@ from tilegym_db.records import Definition, Solution
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.expressions import evaluate_int
 from tilegym_db.records.sizes import scalars_with_axes
-from tilegym_db.verify.distributions import DISTRIBUTIONS, PLANTED, RANGES, REFERENCE_MAY_FAIL
+from tilegym_db.verify.distributions import DISTRIBUTIONS, PLANTED, RANGES, REFERENCE_MAY_FAIL, STEPS
 from tilegym_db.verify.fuzz_layouts import CONTIGUOUS, draw_layouts, layout_choices
 from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.repair import repaired
@@ -234,13 +234,20 @@ def _fuzzer(
     distributions = tuple(
         name for name in DISTRIBUTIONS if name not in left_out and (name != PLANTED or definition.special_values)
     )
+    distributions += (STEPS,) if _gives_codes(definition) else ()
     return _Fuzzer(definition, solution, anchors, dtypes, random.Random(seed), distributions, *bounds)
+
+
+def _gives_codes(definition: Definition) -> bool:
+    """Whether it casts to a format of a few bits, which may be packed into bytes."""
+    return any(spec.dtype.startswith(("float8", "float4", "uint8")) for spec in definition.outputs.values())
 
 
 def _demands(fuzzer: _Fuzzer, count: int) -> list[_Demand]:
     """What each case must have; the last one of a full set is empty, where an axis may be."""
     special = PLANTED if fuzzer.definition.special_values else None
     demands = [_Demand(odd=True, offset=0), _Demand(offset=1), _Demand(contents=special), _Demand(padded=True)]
+    demands += [_Demand(contents=STEPS)] if STEPS in fuzzer.distributions else []
     demands += [_Demand()] * (count - len(demands))
     zero = fuzzer.zero_axis() if count >= FEW_CASES else None
     if zero is not None:

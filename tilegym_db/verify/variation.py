@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from tilegym_db.records import Definition
 from tilegym_db.records.binding import is_code_selecting
 from tilegym_db.records.dtypes import Scalar
-from tilegym_db.verify.distributions import DEMANDING, EXACT, LOUD, PLANTED, QUIET, VARIED
+from tilegym_db.verify.distributions import DEMANDING, EXACT, LOUD, PLANTED, QUIET, STEPS, VARIED
 
 __all__ = ["ScalarRange", "scalar_ranges", "styles_of", "vary_scalars"]
 
@@ -24,7 +24,7 @@ DECADES_DOWN, DECADES_UP = 3.0, 2.0
 """By how many decades a continuous scalar is varied around the Workload's own value."""
 KEEPS_ITS_SCALARS = 0.2
 _WEIGHTS = ("normal", "unit", "channels", "large", "tiny", "shifted")
-_PLAIN = frozenset({"normal", PLANTED, EXACT, "max_quarter", "subnormals"})
+_PLAIN = frozenset({"normal", PLANTED, EXACT, STEPS, "max_quarter", "subnormals"})
 """Contents whose weights stay N(0, 1), so that no column of a row drowns in others (small integers where those are asked for)."""
 
 LOUD_SHARE = 0.6

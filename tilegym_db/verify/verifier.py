@@ -16,6 +16,7 @@ from tilegym_db.records import Definition, Solution
 from tilegym_db.records.tolerance import limits_for
 from tilegym_db.records.trace import Status
 from tilegym_db.verify.comparison import check_outputs
+from tilegym_db.verify.drawing import judge_draws
 from tilegym_db.verify.expected import Expected
 from tilegym_db.verify.gates import OutputVerdict, relative_error
 from tilegym_db.verify.inputs import Case
@@ -62,12 +63,14 @@ def verify_slot(
     *,
     calls: int = 2,
     in_model: int | None = None,
+    draws: int = 0,
     timeout_s: float,
 ) -> tuple[dict[str, OutputVerdict], dict[str, torch.Tensor]] | Failure:
     """Call the Solution on one slot over and over and put the results through every gate.
 
     The first two calls find different poison in the outputs. Results of a deterministic Solution must be the same bytes
     each time; those of any other must all pass, close together. The call numbered ``in_model`` is made as a model makes it.
+    Of an operator that draws at random more calls follow, with other random numbers, until there are ``draws`` draws.
 
     Returns:
         The verdict and the (contiguous) value of every output, or the failure.
@@ -87,7 +90,14 @@ def verify_slot(
         )
         if failure is not None:
             return failure
-    return judged, first
+    failure = judge_draws(
+        definition,
+        expected,
+        first,
+        lambda other: _one_call(worker, buffers, index, definition, other, POISON_NAN, timeout_s),
+        draws,
+    )
+    return (judged, first) if failure is None else failure
 
 
 def call_again(

@@ -60,7 +60,7 @@ def catalog(home, make_catalog):
 @pytest.mark.slow
 def test_a_supervisor_killed_in_the_middle_loses_nothing_and_repeats_nothing(catalog, home, tmp_path):
     alone = promote(("row_scale",), gpu="cpu", catalog=catalog, store_home=tmp_path / "alone")
-    at_work: set[str] = set()
+    at_work: list[tuple[str, str]] = []
     killed: list[int] = []
 
     def kill_one(trace):
@@ -68,12 +68,13 @@ def test_a_supervisor_killed_in_the_middle_loses_nothing_and_repeats_nothing(cat
             killed.append(supervisors()[0])
             os.kill(killed[0], signal.SIGKILL)
 
-    observer = Observer(traced=kill_one, at_work=lambda device, what: at_work.add(device))
+    observer = Observer(traced=kill_one, at_work=lambda device, what: at_work.append((device, what)))
     report = promote(("row_scale",), gpu="cpu", catalog=catalog, store_home=home, gpus=cpu_slots(2), observer=observer)
 
     assert verdicts(report.traces) == verdicts(alone.traces)
     assert report.counts == {"PASSED": 2, "INCORRECT_NUMERICAL": 2}  # each pair once
-    assert at_work == {"slot 0", "slot 1"}
+    assert {device for device, _ in at_work} == {"slot 0", "slot 1"}
+    assert any(what.startswith("lost: ") and "killed by SIGKILL" in what for _, what in at_work)
     spent = max(report.seconds.values(), key=lambda seconds: seconds.get(AT_WORK, 0.0))
     assert spent[AT_WORK] > spent[VERIFY] > 0
     assert min(spent[name] for name in (TIME, PROCESSORS, *SIDE_BY_SIDE)) > 0

@@ -26,7 +26,7 @@ from tilegym_db.bench.tier_policy import INTERPRETER, TierPolicy
 from tilegym_db.bench.tracing import RunContext
 from tilegym_db.bench.verification import Verification, fuzz_workers
 from tilegym_db.bench.worker_handle import RunnerLimits, WorkerHandle
-from tilegym_db.catalog import SolutionFiles
+from tilegym_db.catalog import SolutionFiles, stock_of
 from tilegym_db.confinement.bounds import available_memory
 from tilegym_db.records import Config, Definition, Workload
 from tilegym_db.records.peaks import GpuPeaks
@@ -102,7 +102,7 @@ class LocalExecutor:
                     group.rest()
 
     def _make_stock(self, plan: DefinitionPlan, solutions: Sequence[SolutionFiles]) -> Verification | None:
-        stock = next((files for files in solutions if files.record.spec.provides == "stock"), None)
+        stock = stock_of(solutions)
         return None if stock is None else self.make_runner(plan.definition, stock, {}).verification
 
     def _compiles_for_long(self, solution: SolutionFiles) -> bool:

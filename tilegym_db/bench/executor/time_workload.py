@@ -149,7 +149,8 @@ class WorkloadTiming:
             worn = audit_long_run(runner, pool, performance, self.context.seed)
             if worn is not None:
                 return worn
-            wall_us = audit_clock(runner, audit_worker, pool, contents, performance)
+            activities = 0 if owned is None else owned.activities
+            wall_us = audit_clock(runner, audit_worker, pool, contents, performance, activities)
         except CANNOT_VERIFY as error:
             return Failure("UNSUPPORTED", f"its time cannot be checked on this machine: {error}")
         if isinstance(wall_us, Failure):

@@ -132,7 +132,7 @@ class DevicePool:
                     try:
                         process.send(Order(session, item, callbacks.extra(item)))
                     except SupervisorLost as lost:
-                        self._lose(process, str(lost), work, report)
+                        self._lose(process, str(lost), work, callbacks, report)
             if not self.processes:
                 return
             connections = {process.connection: process for process in self.processes.values()}
@@ -141,8 +141,8 @@ class DevicePool:
                 try:
                     self._handle(process, process.receive(), work, callbacks, report)
                 except SupervisorLost as lost:
-                    self._lose(process, str(lost), work, report)
-            self._end_silent(work, report)
+                    self._lose(process, str(lost), work, callbacks, report)
+            self._end_silent(work, callbacks, report)
 
     def _handle(
         self, process: DeviceProcess, message: Any, work: WorkQueue, callbacks: Callbacks, report: PoolReport
@@ -172,7 +172,7 @@ class DevicePool:
                 callbacks.starting(label, "idle")
             case Failed(reason, is_device):
                 process.end()
-                self._lose(process, reason, work, report, for_good=is_device)
+                self._lose(process, reason, work, callbacks, report, for_good=is_device)
 
     @staticmethod
     def _keep(traces: Sequence[Trace], label: str, callbacks: Callbacks, report: PoolReport) -> None:
@@ -181,10 +181,18 @@ class DevicePool:
             report.traces[label] += 1
 
     def _lose(
-        self, process: DeviceProcess, reason: str, work: WorkQueue, report: PoolReport, *, for_good: bool = False
+        self,
+        process: DeviceProcess,
+        reason: str,
+        work: WorkQueue,
+        callbacks: Callbacks,
+        report: PoolReport,
+        *,
+        for_good: bool = False,
     ) -> None:
-        """Its work goes back, and its device gets another supervisor, or is used no more."""
+        """Its work goes back, and its device gets another supervisor, or is used no more. Told at once, not only at the end."""
         device = process.device
+        callbacks.starting(device.label, f"lost: {reason}")
         self.processes.pop(device.label, None)
         self._held.pop(device.label, None)
         if process.item is not None:
@@ -197,8 +205,9 @@ class DevicePool:
         report.notes.append(f"{device.label}: {reason}{taken_over}")
         self._start(device)
 
-    def _end_silent(self, work: WorkQueue, report: PoolReport) -> None:
+    def _end_silent(self, work: WorkQueue, callbacks: Callbacks, report: PoolReport) -> None:
         for process in list(self.processes.values()):
             if process.item is not None and time.monotonic() - process.last_message_at > SILENCE_S:
                 process.end(0.1)
-                self._lose(process, f"its supervisor told nothing for {SILENCE_S:.0f} s", work, report, for_good=True)
+                reason = f"its supervisor told nothing for {SILENCE_S:.0f} s"
+                self._lose(process, reason, work, callbacks, report, for_good=True)

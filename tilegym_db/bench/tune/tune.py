@@ -15,7 +15,7 @@ from tilegym_db.bench.gpus.pool import Callbacks, DevicePool
 from tilegym_db.bench.gpus.work import WorkItem, divide
 from tilegym_db.bench.interleaved import TimingBudget
 from tilegym_db.bench.machine import Machine, leaving_processors
-from tilegym_db.bench.plan import Options, Plan, Skipped
+from tilegym_db.bench.plan import Options, Plan, Skipped, names_of
 from tilegym_db.bench.run_setup import RunSetup, timing_budget
 from tilegym_db.bench.tier_policy import SCREEN
 from tilegym_db.bench.tracing import RunContext, attempts_of
@@ -69,7 +69,7 @@ class TuneReport:
 
 
 def tune(
-    names: tuple[str, ...] = (),
+    names: str | tuple[str, ...] = (),
     *,
     gpu: str = "auto",
     language: str | None = None,
@@ -113,7 +113,7 @@ def tune(
     if not budget_s > 0:
         raise UsageError(f"--budget is a number of seconds above 0, not {budget_s:g}.")
     # The tier at which only what can be timed here takes part: an interpreter's times would choose the wrong config.
-    options = Options(tuple(names), language, workload, quick, again=True, tier="promotion")
+    options = Options(names_of(names), language, workload, quick, again=True, tier="promotion")
     devices = devices_of(gpus, gpu)
     setup = RunSetup.on(devices, gpu, catalog, store_home)
     with DevicePool(devices, setup.machine.gpu) if devices else contextlib.nullcontext() as pool:

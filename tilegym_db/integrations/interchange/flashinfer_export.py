@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from tilegym_db.catalog import Catalog, SolutionFiles
+from tilegym_db.catalog import Catalog, SolutionFiles, stock_of
 from tilegym_db.integrations.interchange.export_files import Export
 from tilegym_db.integrations.interchange.specialise import Specialised, returned_outputs, specialised, why_not
 from tilegym_db.records import Config, Definition, Trace, Workload
@@ -190,7 +190,8 @@ class _Exporter:
 
     def _baseline(self) -> str | None:
         """The one Solution of a Definition whose author is told as ``baseline``."""
-        return next((item.name for item in self.solutions.values() if item.record.spec.provides == "stock"), None)
+        stock = stock_of(self.solutions.values())
+        return None if stock is None else stock.name
 
     def _trace(self, trace: Trace) -> None:
         what = f"trace {trace.trace_id}"

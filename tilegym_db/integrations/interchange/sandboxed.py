@@ -64,7 +64,7 @@ class Confined:
         if isinstance(reply, Reply):
             reply = self._ask(
                 "load",
-                folder=str(self.files.folder),
+                record=str(self.files.path),
                 digest=self.files.digest,
                 inputs=list(self.definition.inputs),
                 outputs=list(self.definition.written_outputs),

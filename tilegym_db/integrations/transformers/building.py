@@ -66,7 +66,7 @@ class _Watch:
         with self._lock:
             if self._users == 0:
                 self._original = PreTrainedModel.__init__
-                PreTrainedModel.__init__ = self._wrapper(self._original)  # type: ignore[method-assign]
+                PreTrainedModel.__init__ = self._wrapper(self._original)
             self._users += 1
 
     def end(self) -> None:
@@ -76,7 +76,7 @@ class _Watch:
         with self._lock:
             self._users -= 1
             if self._users == 0 and self._original is not None:
-                PreTrainedModel.__init__ = self._original  # type: ignore[method-assign]
+                PreTrainedModel.__init__ = self._original
 
     def _wrapper(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)

@@ -13,11 +13,23 @@ if TYPE_CHECKING:
     from tilegym_db.integrations.transformers.training import Training
     from tilegym_db.resolver.dispatch import Dispatcher
 
-__all__ = ["HAS_HOOKS", "HELD", "IN_TRAINING", "NOT_ROWS", "OTHER_ACTIVATION", "UNPATCHED", "CallSite", "Operator"]
+__all__ = [
+    "AUTOCAST",
+    "HAS_HOOKS",
+    "HELD",
+    "IN_TRAINING",
+    "NOT_PLAIN",
+    "NOT_ROWS",
+    "OTHER_ACTIVATION",
+    "UNPATCHED",
+    "CallSite",
+    "Operator",
+]
 
 IN_TRAINING = "the module is in training mode; model.eval() ends it"
 NEEDS_GRAD = "a gradient may be asked for; torch.no_grad() or torch.inference_mode() says that none is"
 IN_AUTOCAST = "autocast is on in a call that trains"
+AUTOCAST = "autocast picks the dtype that it computes in"
 TRACED = "a tracer, a transform (torch.func, forward-mode AD) or a dispatch mode must see PyTorch operations"
 NOT_PLAIN = "the input is no plain tensor"
 NOT_ROWS = "the input cannot be viewed as rows without a copy"
@@ -59,19 +71,25 @@ class CallSite:
         training: serves calls that a derivative may be asked of; None where only stock code may.
         stock: ``stock(*inputs)`` returns the outputs by the Definition's stock solution.
         bypassed: how many calls were not served, by reason.
+        own_code: how many calls the model's own code would have run in each of its ways, where it has several.
         is_open: False once :meth:`close` sends every call to the stock code, for the reason ``closed``.
         give_up: called once ``patience`` calls have asked for a kernel and none got one; returns how many more to wait for.
+        before: the site that is asked first, and whose outputs are inputs of this one's calls; None for most.
+        is_recorded: True while nothing is served and calls are only kept: stock then gives what comes before them.
         shadows: take away the modules that a copied function reads its globals from; see :mod:`.rebind`.
     """
 
     __slots__ = (
         "__weakref__",
+        "before",
         "bypassed",
         "closed",
         "dispatcher",
         "give_up",
         "is_open",
+        "is_recorded",
         "operator",
+        "own_code",
         "patience",
         "serve",
         "shadows",
@@ -94,10 +112,13 @@ class CallSite:
         self.training = training
         self.stock = stock
         self.bypassed: dict[str, int] = {}
+        self.own_code: dict[str, int] = {}
         self.is_open = True
         self.closed = ""
         self.patience = 0
         self.give_up: Callable[[CallSite], int] | None = None
+        self.before: CallSite | None = None
+        self.is_recorded = False
         self.shadows: list[Callable[[], Any]] = []
 
     def close(self, reason: str = UNPATCHED) -> None:
@@ -107,6 +128,10 @@ class CallSite:
     def bypass(self, reason: str) -> None:
         """Count a call that is left to the stock code."""
         self.bypassed[reason] = self.bypassed.get(reason, 0) + 1
+
+    def own_way(self, name: str) -> None:
+        """Count a call, served or not, by the way in which the model's own code would run it."""
+        self.own_code[name] = self.own_code.get(name, 0) + 1
 
     def unserved(self) -> None:
         """Count a call that asked for a kernel and was left to the stock code."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from tilegym_db.errors import UsageError
 from tilegym_db.integrations.transformers.call_site import CallSite
 
-__all__ = ["PROMPT_TOKENS", "CapturedCall", "ModelInputs", "captured_calls", "copied", "random_prompt"]
+__all__ = ["PROMPT_TOKENS", "CapturedCall", "ModelInputs", "captured_calls", "copied", "own_inputs", "random_prompt"]
 
 PROMPT_TOKENS = 128
 SEED = 0
@@ -30,8 +31,8 @@ ModelInputs = torch.Tensor | Mapping[str, Any]
 class CapturedCall:
     """The first call of one kind (shapes, dtypes, strides) at a call site in one stage, ``prefill`` or ``decode``.
 
-    ``inputs`` are copies in the strides that the model passed, in the order of the Definition. ``later`` are those of further
-    calls of the kind, one of each forward: other positions, other tokens.
+    ``inputs`` are copies in the strides that the model passed, and the weights themselves, in the order of the Definition.
+    ``later`` are those of further calls of the kind, one of each forward: other positions, other tokens.
     """
 
     stage: str
@@ -117,6 +118,24 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     return memory.as_strided(tensor.shape, tensor.stride(), ahead)
 
 
+def own_inputs(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a model's arguments for one run, which may change them, as it does a cache of keys and values.
+
+    Raises:
+        UsageError: an argument cannot be copied, such as a tensor that a graph of gradients leads to.
+    """
+    copies = {}
+    for name, value in given.items():
+        try:
+            copies[name] = copy.deepcopy(value)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise UsageError(
+                f"inputs[{name!r}], a {type(value).__name__}, is run more than once and cannot be copied: {error}. Leave it "
+                "out, or make it under torch.no_grad()."
+            ) from error
+    return copies
+
+
 class _Recorder:
     """Stands in for a site's way to kernels: keeps the first call of each kind in each forward, and stock code serves all."""
 
@@ -140,8 +159,13 @@ class _Recorder:
         key = (self._stage, tuple(map(_kind, inputs)))
         if self._last.get(key) != self._forward:  # further layers of the same forward share its positions
             self._last[key] = self._forward
-            kept = tuple(copied(value) if isinstance(value, torch.Tensor) else value for value in inputs)
+            kept = tuple(copied(value) if _is_activation(value) else value for value in inputs)
             self._kept.setdefault(key, []).append(kept)
+
+
+def _is_activation(value: Any) -> bool:
+    """Whether a model may overwrite it before it is looked at. Weights stay as they are, and those of experts are large."""
+    return isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
 
 
 def _kind(value: Any) -> Any:
@@ -170,14 +194,15 @@ def _stages(model: torch.nn.Module, recorders: Sequence[_Recorder]) -> Iterator[
 @contextlib.contextmanager
 def _serving(site: CallSite, serve: Callable[..., Any]) -> Iterator[None]:
     own = site.serve
-    site.serve = serve
+    site.serve, site.is_recorded = serve, True
     try:
         yield
     finally:
-        site.serve = own
+        site.serve, site.is_recorded = own, False
 
 
-def _run(model: Any, given: Mapping[str, Any]) -> None:
+def _run(model: Any, shared: Mapping[str, Any]) -> None:
+    given = own_inputs(shared)
     with torch.no_grad():
         if hasattr(model, "generate") and model.can_generate():
             options = {"max_new_tokens": 1 + DECODED, "min_new_tokens": 1 + DECODED, "do_sample": False, "num_beams": 1}

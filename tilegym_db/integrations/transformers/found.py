@@ -20,10 +20,12 @@ from tilegym_db.records.serving import ModelCode
 
 __all__ = [
     "WRAPPED",
+    "Before",
     "Found",
     "Globals",
     "KnownCode",
     "Nominee",
+    "OwnCode",
     "Part",
     "PartCall",
     "Variants",
@@ -32,6 +34,7 @@ __all__ = [
     "names_in_code",
 ]
 
+FLOATS = ("float32", "float16", "bfloat16")
 REPLACED = "its forward is already replaced on the instance (accelerate, Liger or kernels?); left alone"
 WRAPPED = "its forward is wrapped by a decorator, whose part is not known"
 
@@ -46,8 +49,8 @@ class Found:
     ``kind`` is the part, a module of :mod:`tilegym_db.integrations.transformers.parts`. ``function`` tells several of one forward
     apart: the rotary function of a rope, the norm that a layer calls with its residual sum, the Definition that some calls of an
     attention are. ``samples`` are the modules to probe, which speak for the others. ``norm`` is what was found of the norm that a
-    layer calls. ``nominee`` is what the site computes once that is confirmed. ``reason`` says why the site stays stock;
-    empty where it may be patched.
+    layer calls. ``before`` is what the patched forward calls first, through a call site of its own. ``nominee`` is what the site
+    computes once that is confirmed. ``reason`` says why the site stays stock; empty where it may be patched.
     """
 
     kind: str
@@ -56,9 +59,17 @@ class Found:
     function: str = ""
     samples: tuple[Module, ...] = ()
     norm: Found | None = None
+    before: Before | None = None
     definition: str = ""
     nominee: Nominee | None = None
     reason: str = ""
+
+
+class Before(NamedTuple):
+    """A Definition whose outputs are inputs of what a site computes; ``stock(*inputs)`` gives them by its stock solution."""
+
+    definition: Definition
+    stock: Callable[..., Any] | None
 
 
 class Nominee(NamedTuple):
@@ -70,6 +81,21 @@ class Nominee(NamedTuple):
     def attribute(self, name: str) -> str:
         """Where a module keeps an input of the Definition, or what plays a role in its code."""
         return self.code.attributes.get(name, name)
+
+    def value(self, module: Module, name: str) -> Any:
+        """An input that a module keeps, or that its code has as a constant; None where it has no such attribute."""
+        constant = self.code.constants.get(name)
+        value = getattr(module, self.attribute(name), None) if constant is None else constant
+        # A whole number stands for another in a model's code; a Definition takes what it says.
+        return float(value) if type(value) is int and self.definition.inputs[name].dtype in FLOATS else value
+
+    def why_no_number(self, module: Module, name: str) -> str:
+        """Why what a module has for a number of the Definition is none; empty where it is one."""
+        value, dtype = self.value(module, name), self.definition.inputs[name].dtype
+        expected = bool if dtype == "bool" else float if dtype in FLOATS else int
+        if type(value) is expected:
+            return ""
+        return f"its {self.attribute(name)} is {value!r}, no number that {self.definition.name} takes"
 
 
 class Variants(NamedTuple):
@@ -97,8 +123,22 @@ class PartCall(NamedTuple):
     site: CallSite
 
 
+class OwnCode(NamedTuple):
+    """The model's own code of a part that it can run in several ways.
+
+    ``way`` is the name of the one that is set. ``call(*inputs) -> output`` runs the one that is set when it is called, on the
+    inputs of the Definition; None where no Definition describes the part.
+    """
+
+    way: str
+    call: Callable[..., Any] | None
+
+
 class Part(Protocol):
-    """One kind of part of a model: a module of :mod:`tilegym_db.integrations.transformers.parts`."""
+    """One kind of part of a model: a module of :mod:`tilegym_db.integrations.transformers.parts`.
+
+    It may have ``own_code(found) -> OwnCode`` besides, where a model has several ways to compute it.
+    """
 
     def find(self, model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[Found]:
         """The groups of modules that look like it; ``others`` are those of the parts that it comes after."""

@@ -21,7 +21,7 @@ import torch
 
 from tilegym_db.integrations.transformers.fingerprint import once_per_function
 
-__all__ = ["ADD_NORM", "fused_norms", "is_owned", "plain_forward", "rewritten"]
+__all__ = ["ADD_NORM", "fused_norms", "is_owned", "parsed", "plain_forward", "recompiled", "rewritten"]
 
 _uses_of_storage: Callable[[int], int] = torch._C._storage_Use_Count
 
@@ -57,7 +57,7 @@ def _checkpointing_codes() -> frozenset[Any]:
 @once_per_function
 def fused_norms(forward: FunctionType) -> tuple[str, ...]:
     """The attributes of ``self`` that are called with a sum right after it was made; empty where there are none."""
-    function = _parsed(forward)
+    function = parsed(forward)
     if function is None:
         return ()
     matches = (_match(function.body[index : index + 3]) for index in range(len(function.body)))
@@ -67,11 +67,16 @@ def fused_norms(forward: FunctionType) -> tuple[str, ...]:
 def rewritten(forward: FunctionType, norm: str) -> FunctionType:
     """The same function with the add before one of its :func:`fused_norms`, and the norm, as a call of :data:`ADD_NORM`.
 
-    Its globals are those of ``forward``; defaults and the lines in tracebacks are kept.
+    Its globals are those of ``forward``.
     """
-    function = _parsed(forward)
+    function = parsed(forward)
     assert function is not None, "ask fused_norms first"
     function.body = _fused(function.body, norm)
+    return recompiled(forward, function)
+
+
+def recompiled(forward: FunctionType, function: ast.FunctionDef) -> FunctionType:
+    """A function of another tree than that of ``forward``, with its globals, its defaults and the lines of its source."""
     _forget_annotations(function)
     tree = ast.fix_missing_locations(ast.Module([function], type_ignores=[]))
     ast.increment_lineno(tree, forward.__code__.co_firstlineno - 1)
@@ -84,7 +89,8 @@ def rewritten(forward: FunctionType, norm: str) -> FunctionType:
     return copied
 
 
-def _parsed(forward: FunctionType) -> ast.FunctionDef | None:
+def parsed(forward: FunctionType) -> ast.FunctionDef | None:
+    """The tree of a function of plain source; None of any other."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
     except (OSError, SyntaxError):

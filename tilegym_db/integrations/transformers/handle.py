@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,12 +13,14 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.errors import UsageError
 from tilegym_db.integrations.transformers.call_site import CallSite
 from tilegym_db.integrations.transformers.capture import ModelInputs, captured_calls
-from tilegym_db.integrations.transformers.found import Found, Globals, PartCall
+from tilegym_db.integrations.transformers.found import Found, Globals, OwnCode, PartCall
+from tilegym_db.integrations.transformers.giving_up import is_compiled_code_about, why_given_up
 from tilegym_db.integrations.transformers.gpu_time import GpuTime, profiled
 from tilegym_db.integrations.transformers.operators import make_site
 from tilegym_db.integrations.transformers.parts import part
 from tilegym_db.integrations.transformers.piece_time import cpu_share
 from tilegym_db.integrations.transformers.proof import Proof, prove
+from tilegym_db.integrations.transformers.quantise_report import QuantisationReport
 from tilegym_db.integrations.transformers.rebind import is_patched, shadow_function, subclass
 from tilegym_db.integrations.transformers.report import CallSiteReport, PatchReport
 from tilegym_db.integrations.transformers.shared_forward import shared_forward
@@ -32,7 +33,6 @@ __all__ = ["Handle"]
 
 PATIENCE = 16
 """Calls of each module that ask for a kernel and get none before the call site leaves the model; of a model, so many forwards."""
-NEVER_MATCHED = "none of its first {} calls could be served; it runs the model's own code"
 SHARED = "another part of the same forward is patched"
 
 Module = torch.nn.Module
@@ -64,6 +64,12 @@ class Handle:
         self._proofs: dict[CallSite, tuple[Proof, ...]] = {}
         self._workloads: dict[str, Workload] = {}
         self._gpu_time: GpuTime | None = None
+        self._quantised: QuantisationReport | None = None
+        self._undo: Callable[[], None] | None = None
+
+    def quantised(self, report: QuantisationReport, undo: Callable[[], None]) -> None:
+        """Take over a model that was quantised: reports tell of it, and :meth:`unpatch` calls ``undo`` last."""
+        self._quantised, self._undo = report, undo
 
     def profile(self, call: Callable[[], Any]) -> GpuTime:
         """Where the GPU time of a call goes, and how much of it into verified kernels; reports show it from then on.
@@ -80,6 +86,12 @@ class Handle:
         """Share of a call's CPU time in verified kernels; it stands for GPU time where there is no GPU."""
         return cpu_share(call, [site for _, site in self._sites if site is not None])
 
+    def kernel_calls(self, kind: str) -> int:
+        """Calls that a kernel served at the sites of one kind, without those at sites that only come before one."""
+        first = {site.before for _, site in self._sites if site is not None}
+        own = [one for described, one in self._sites if one is not None and described.kind == kind and one not in first]
+        return sum(site.dispatcher.report().kernel_calls for site in own if site.dispatcher is not None)
+
     def report(self, profile: Callable[[], Any] | None = None) -> PatchReport:
         """Each call site: what it is, what serves it and why, how often it was called.
 
@@ -88,13 +100,14 @@ class Handle:
         """
         if profile is not None:
             self.profile(profile)
-        return PatchReport(tuple(self._reported(*pair) for pair in self._sites), self._gpu_time)
+        return PatchReport(tuple(self._reported(*pair) for pair in self._sites), self._gpu_time, self._quantised)
 
     def _reported(self, described: CallSiteReport, site: CallSite | None) -> CallSiteReport:
         if site is None or site.dispatcher is None:
             return described
         return replace(
             described,
+            own_code={**described.own_code, **site.own_code},
             reason=described.reason or self._given_up.get(site, ""),
             counts=site.dispatcher.report(),
             training=() if site.training is None else site.training.reports(),
@@ -108,7 +121,7 @@ class Handle:
         return tuple(self._workloads.values())
 
     def unpatch(self) -> None:
-        """Give every module its own class back. Safe to call twice; the report stays readable.
+        """Give every module its own class back, and its own weights. Safe to call twice; the report stays readable.
 
         Raises:
             UsageError: something else changed the class of a module after the patch. Those modules run their own code but
@@ -127,6 +140,8 @@ class Handle:
                 f"{len(left)} modules were given another class after they were patched ({names}): a wrapper such as FSDP or a "
                 "parametrization. They run their own code again; remove the wrapper and call unpatch() once more."
             )
+        if self._undo is not None:
+            self._undo()
 
     # -- installing ---------------------------------------------------------------------------------------------------
 
@@ -154,14 +169,19 @@ class Handle:
         """Enter a call site into the report; returns the way to its kernels, None where it stays stock."""
         if not reason and is_patched(found.modules[0]):
             reason = SHARED
+        own = _own_code(found)
         described = CallSiteReport(
-            found.kind, found.module_class.__name__, len(found.modules), found.definition, reason
-        )
+            found.kind, found.module_class.__name__, len(found.modules), found.definition, reason,
+            own_code={} if own is None else {own.way: 0},
+        )  # fmt: skip
         if reason:
             self._sites.append((described, None))
             return None
-        site = make_site(catalog.definition(found.definition), catalog)
+        site = make_site(catalog.definition(found.definition), catalog, None if own is None else own.call)
         self._sites.append((described, site))
+        if found.before is not None:
+            site.before = make_site(found.before.definition, catalog)
+            self._sites.append((replace(described, definition=found.before.definition.name, own_code={}), site.before))
         return site
 
     def prove(self, model: Module, inputs: ModelInputs | None) -> None:
@@ -205,22 +225,27 @@ class Handle:
 
         def give_up(site: CallSite) -> int:
             if site.is_open:
-                counts = [] if site.dispatcher is None else [site.dispatcher.report()]
-                counts += () if site.training is None else site.training.reports()
-                if any(one.kernel_calls for one in counts):
+                reasons = why_given_up(site)
+                if not reasons:
                     return 0
-                if _is_compiled_code_about() or device.is_capturing():
+                if is_compiled_code_about() or device.is_capturing():
                     return len(installed.modules)
-                reason = NEVER_MATCHED.format(sum(one.calls for one in counts[:1]))
-                site.close(reason)
+                site.close(reasons[site])
                 owner = handle()
                 if owner is not None:
-                    owner._given_up[site] = reason
+                    owner._given_up.update(reasons)
             if not any(one.is_open for one in installed.sites):
                 _remove(installed, handle())
             return 0
 
         return give_up
+
+
+def _own_code(found: Found) -> OwnCode | None:
+    """What a part says of the model's own code; most parts have one way to run it, and nothing to say."""
+    ask = getattr(part(found.kind), "own_code", None)
+    answer: OwnCode | None = None if ask is None else ask(found)
+    return answer
 
 
 def _remove(installed: _Installed, handle: Handle | None) -> None:
@@ -230,13 +255,6 @@ def _remove(installed: _Installed, handle: Handle | None) -> None:
             module.__class__ = ours.__mro__[1]
     if handle is not None:
         handle._changed = [(module, cls) for module, cls in handle._changed if type(module) is cls]
-
-
-def _is_compiled_code_about() -> bool:
-    """Whether this process holds code that torch.compile made: its guards look at classes, and would have it compiled anew."""
-    frames = sys.modules.get("torch._dynamo.convert_frame")
-    made = getattr(frames, "output_codes", None)
-    return frames is not None and bool(getattr(made, "seen", True))
 
 
 def _restore(module: Module, ours: type[Module]) -> bool:

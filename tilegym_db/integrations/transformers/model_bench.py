@@ -23,6 +23,7 @@ from tilegym_db.bench.statistics import Interval, median_interval, paired_ratio
 from tilegym_db.errors import UsageError
 from tilegym_db.integrations.transformers.capture import random_prompt
 from tilegym_db.integrations.transformers.claims import MIN_ROUNDS
+from tilegym_db.integrations.transformers.experts_wrapper import KNOWN, counted_ways
 from tilegym_db.integrations.transformers.generation import Generate, Generation
 from tilegym_db.integrations.transformers.gpu_time import GpuTime
 from tilegym_db.integrations.transformers.patch import Handle, patched
@@ -62,6 +63,8 @@ class ModelBenchOptions:
     """Also the forward of both under torch.compile, where ``new`` is 0."""
     beside: Collection[str] = ()
     """Also these libraries, names of :data:`~tilegym_db.integrations.transformers.peers.PEERS`."""
+    experts: Collection[str] = ()
+    """Also stock with these implementations of its experts, names of :data:`.experts_wrapper.KNOWN`."""
     profile: bool = False
     """Profile one more generation of the patched model, for the handle's report."""
     backend: str = "inductor"
@@ -77,6 +80,9 @@ class ModelBenchOptions:
         unknown = sorted(set(self.beside) - set(PEERS))
         if unknown:
             raise UsageError(f"beside must be one of {', '.join(PEERS)}, not {unknown[0]!r}.")
+        unknown = sorted(set(self.experts) - set(KNOWN))
+        if unknown:
+            raise UsageError(f"experts must be one of {', '.join(KNOWN)}, not {unknown[0]!r}.")
 
 
 def model_bench(
@@ -109,13 +115,11 @@ def model_bench(
         ClockWatch(machine.device) as clocks,
     ):
         peers = [processes.enter_context(Peer(job)) for job in _jobs(path, machine, options)]
-        entries = Entries(stock, twin, handle, ids, options.new, options.backend)
-        entries.add_eager()
-        entries.add_static_cache(options.with_static_cache)
-        entries.add_compiled_prefill(options.with_compiled_prefill)
+        entries = _entries(Entries(stock, twin, handle, ids, options.new, options.backend), options)
         entries.add_peers(peers)
         race = compare(entries.ways, options.rounds, observer)
         kernels = _kernels_of(handle, entries.ways["patched"])
+        experts = _experts_of(stock, entries.ways["stock"])
         gpu_time = handle.profile(entries.ways["patched"]) if options.profile else GpuTime()
         throttled = clocks.reading().throttled
     record = {
@@ -124,7 +128,7 @@ def model_bench(
         "model": model_tag(path),
         **_described(config, stock, options),
         **_described_machine(machine),
-        **{"throttled": throttled, "kernels": kernels, "gpu_shares": _gpu_shares(gpu_time)},
+        **{"throttled": throttled, "kernels": kernels, "gpu_shares": _gpu_shares(gpu_time), "experts": experts},
         "absent": entries.absent | race.absent,
         **_figures(race, entries, options.batch * options.new, served=bool(kernels)),
     }
@@ -154,6 +158,15 @@ def time_instance(model: Any, ids: Any, machine: Machine, rounds: int) -> tuple[
 def _jobs(path: Path, machine: Machine, options: ModelBenchOptions) -> list[Job]:
     what = (options.dtype, options.batch, options.prompt, options.new, options.layers)
     return [Job(peer, path, machine.device, *what) for peer in dict.fromkeys(options.beside)]
+
+
+def _entries(entries: Entries, options: ModelBenchOptions) -> Entries:
+    """With all that runs in this process."""
+    entries.add_eager()
+    entries.add_static_cache(options.with_static_cache)
+    entries.add_compiled_prefill(options.with_compiled_prefill)
+    entries.add_experts(options.experts)
+    return entries
 
 
 def _twin_of(model: Any) -> Any:
@@ -195,6 +208,13 @@ def _kernels_of(handle: Handle, generate: Generate) -> dict[str, int]:
     before = handle.report().hits()
     generate()
     return new_hits(handle, before)
+
+
+def _experts_of(stock: Any, generate: Generate) -> dict[str, int]:
+    """Implementation of experts -> calls of it in one more generation by stock."""
+    with counted_ways(stock) as ways:
+        generate()
+    return dict(ways)
 
 
 # -- the figures ------------------------------------------------------------------------------------------------------

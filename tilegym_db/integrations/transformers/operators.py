@@ -22,19 +22,20 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
-from tilegym_db.catalog import Catalog
+from tilegym_db.catalog import Catalog, stock_of
 from tilegym_db.integrations.transformers.call_site import CallSite, Operator
 from tilegym_db.integrations.transformers.probe import stock_function
 from tilegym_db.integrations.transformers.training import training_of
 from tilegym_db.records import Definition
-from tilegym_db.records.dtypes import INTEGER_DTYPES
+from tilegym_db.records.dtypes import scalar_type
 from tilegym_db.records.serving import Serving
 from tilegym_db.resolver.allocate import Allocate, allocate_of
 from tilegym_db.resolver.dispatch import Dispatcher
-from tilegym_db.resolver.resolve import call_site, stock_launcher, stock_solution
+from tilegym_db.resolver.resolve import call_site, stock_launcher
 
 __all__ = ["make_site"]
 
@@ -152,13 +153,21 @@ _operators: dict[str, dict[str, Callable[..., Any]]] = {}
 _defining = threading.Lock()
 
 
-def make_site(definition: Definition, catalog: Catalog) -> CallSite:
-    """A call site of a Definition that models call, for eager and for compiled code."""
+def make_site(definition: Definition, catalog: Catalog, own: Callable[..., Any] | None = None) -> CallSite:
+    """A call site of a Definition that models call, for eager and for compiled code.
+
+    Args:
+        definition: what is called.
+        catalog: whose kernels are asked for, and whose stock solution gives what none serves.
+        own: ``own(*inputs) -> output``, the model's own code in place of that stock solution.
+    """
     serving = definition.serving or Serving()
-    stock = stock_solution({files.name: files for files in catalog.solutions_for(definition.name)})
+    stock = stock_of(catalog.solutions_for(definition.name))
     launcher = None if stock is None else stock_launcher(definition, stock)
-    dispatcher = call_site(definition, catalog, stock=launcher)
     allocate, returning = allocate_of(definition), stock_function(definition, catalog)
+    if own is not None:
+        launcher, returning = functools.partial(_write, own), own
+    dispatcher = call_site(definition, catalog, stock=launcher)
     serve = dispatcher.serving(allocate, serving.growing)
     site = CallSite(serve, dispatcher, training=training_of(definition, catalog), stock=returning)
     # An operator that overwrites an input is for eager code only: compilers fuse an addition by themselves.
@@ -168,6 +177,11 @@ def make_site(definition: Definition, catalog: Catalog) -> CallSite:
         _call_sites[name] = impl
         site.operator = Operator(_operator(definition), name, impl)
     return site
+
+
+def _write(own: Callable[..., Any], *args: Any) -> None:
+    *inputs, out = args
+    out.copy_(own(*inputs))
 
 
 def _operator(definition: Definition) -> Callable[..., Any]:
@@ -209,7 +223,7 @@ def _type_of(definition: Definition, name: str) -> str:
     spec = definition.inputs[name]
     if not spec.is_scalar:
         return "Tensor"
-    return "bool" if spec.dtype == "bool" else "int" if spec.dtype in INTEGER_DTYPES else "float"
+    return scalar_type(spec.dtype).__name__
 
 
 def _run(*args: Any) -> Any:
@@ -241,6 +255,7 @@ def _trace(operator: Any, mode: ProxyTorchDispatchMode, *args: Any) -> Any:
     impl = _call_sites[name]
     if not impl.is_left_to_stock(*inputs):
         return mode.__torch_dispatch__(operator, (), args, {})
-    as_matrices = not impl.takes_leading_axes(*inputs)
+    run = functools.partial(impl.run_stock, as_matrices=not impl.takes_leading_axes(*inputs))
     with mode:
-        return impl.run_stock(*inputs, as_matrices=as_matrices)
+        # What is traced here was rid of mutations before, and stock code may write into tensors that it made.
+        return dispatch_functionalize(run, FunctionalTensorMode())(*inputs)

@@ -15,6 +15,7 @@ from tilegym_db.integrations.transformers.discover import discover
 from tilegym_db.integrations.transformers.found import Found
 from tilegym_db.integrations.transformers.handle import Handle
 from tilegym_db.integrations.transformers.parts import PARTS
+from tilegym_db.integrations.transformers.quantised_patch import quantise_and_patch
 from tilegym_db.integrations.transformers.rebind import is_patched
 from tilegym_db.integrations.transformers.served_here import Served
 from tilegym_db.resolver.current_catalog import current_catalog
@@ -34,6 +35,7 @@ def patch(
     dry_run: bool = False,
     verify: bool = False,
     inputs: ModelInputs | None = None,
+    quantise: str | None = None,
     catalog: Catalog | None = None,
     trust: bool = False,
 ) -> Handle:
@@ -53,20 +55,19 @@ def patch(
         verify: prove the patch on the model itself before it serves anything. The model runs two batches of prompts and
             decodes two positions of each on its own code; on what each call site was given there, the kernel is compared with
             the stock code, both against fp64, without gradients and in inference mode. A kernel that is further off than stock
-            by more than a factor of two, that is not deterministic or that fails is left out, and the report says so
-            (:attr:`CallSiteReport.proofs`). Takes the time of these runs and a little more.
-        inputs: what to run for ``verify``: token ids [batch, tokens], or the arguments of the model's forward by name. By
-            default random token ids.
+            by more than a factor of two, not deterministic or failing is left out (:attr:`CallSiteReport.proofs`).
+        inputs: what ``verify`` and ``quantise`` run: token ids [batch, tokens] or arguments by name; random ids by default.
+        quantise: ``fp8`` makes FP8 codes of linear layers, which changes the model's numbers
+            (:attr:`PatchReport.quantised`); ``fp8-reference`` does so on any device, slowly. See docs/how-to/serve-a-model.md.
         catalog: the records; the shipped ones and the user's overlay by default.
         trust: use published traces too that neither came with the package nor were published by this installation.
 
     Raises:
         UsageError: the model is no module, has nothing that a Definition describes or is patched already, an argument is none of
-            its choices, or ``verify`` cannot run the model (it is in training mode, it has no vocabulary to draw a prompt from,
-            or nothing is patched in a dry run).
+            its choices, ``verify`` cannot run the model (training mode, no vocabulary, a dry run), or ``quantise`` is refused.
     """
     handle = patch_what_fits(
-        model, mode=mode, ops=ops, policy=policy, dry_run=dry_run, verify=verify, inputs=inputs,
+        model, mode=mode, ops=ops, policy=policy, dry_run=dry_run, verify=verify, inputs=inputs, quantise=quantise,
         catalog=catalog, trust=trust,
     )  # fmt: skip
     if not handle.report().sites:
@@ -86,6 +87,7 @@ def patch_what_fits(
     dry_run: bool = False,
     verify: bool = False,
     inputs: ModelInputs | None = None,
+    quantise: str | None = None,
     catalog: Catalog | None = None,
     trust: bool = False,
 ) -> Handle:
@@ -93,18 +95,23 @@ def patch_what_fits(
     _check_model(model)
     if mode not in MODES or policy not in POLICIES:
         raise UsageError(f"mode must be one of {MODES} and policy one of {POLICIES}, not {mode!r} and {policy!r}.")
-    if verify and dry_run:
-        raise UsageError("a dry run patches nothing that could be proved; leave out dry_run or verify.")
-    if inputs is not None and not verify:
+    if dry_run and (verify or quantise):
+        option = "verify" if verify else "quantise"
+        raise UsageError(f"a dry run patches nothing that could be proved; leave out dry_run or {option}.")
+    if inputs is not None and not (verify or quantise):
         raise UsageError("inputs are what verify=True runs; give both or none.")
     records = (catalog or current_catalog()).trusting(trust)
     unknown = sorted(set(ops or ()) - set(records.definitions))
     if unknown:
         raise UsageError(f"ops names {unknown[0]!r}, which is no definition. Try: tilegym-db list")
-    found = discover(model, records)
-    if verify and not found:
-        return Handle()  # nothing to prove
-    return _patch(model, found, records, _Choice(ops, dry_run, verify), inputs)
+    if quantise is not None:
+        return quantise_and_patch(
+            model,
+            quantise,
+            inputs,
+            lambda final: _found_and_patched(model, records, _Choice(ops, False, verify and final), inputs),
+        )
+    return _found_and_patched(model, records, _Choice(ops, dry_run, verify), inputs)
 
 
 class _Choice:
@@ -114,6 +121,13 @@ class _Choice:
         self.ops = ops
         self.dry_run = dry_run
         self.verify = verify
+
+
+def _found_and_patched(model: torch.nn.Module, records: Catalog, choice: _Choice, inputs: ModelInputs | None) -> Handle:
+    found = discover(model, records)
+    if choice.verify and not found:
+        return Handle()  # nothing to prove
+    return _patch(model, found, records, choice, inputs)
 
 
 def _patch(

@@ -23,7 +23,7 @@ import torch
 from tilegym_db.errors import ToolchainError
 from tilegym_db.integrations.transformers.capture import random_prompt
 from tilegym_db.integrations.transformers.generation import Generation, dynamic_cache, prefill
-from tilegym_db.integrations.transformers.random_model import build_model, load_config
+from tilegym_db.integrations.transformers.random_model import load_config, unchecked_model
 
 __all__ = ["PEERS", "Job", "Library", "Peer"]
 
@@ -162,9 +162,10 @@ def _prepare(job: Job) -> tuple[Callable[[], Generation], str]:
     if importlib.util.find_spec(library.package) is None:
         raise ToolchainError(f"it is not installed. Try: pip install --no-deps {library.distribution}")
     config = load_config(job.path, job.layers)
-    weights = build_model(config, job.device, job.dtype).state_dict()
+    weights = unchecked_model(config, job.device, job.dtype).state_dict()
     _patching(library, config.model_type)(**library.options)
-    model = build_model(config, job.device, job.dtype)
+    # Unchecked: where it does not run now, that is the library's doing and not the config's.
+    model = unchecked_model(config, job.device, job.dtype)
     if not any(type(module).__module__.partition(".")[0] == library.package for module in model.modules()):
         raise ToolchainError(f"{library.distribution} changed no module of {type(model).__name__}.")
     model.load_state_dict(weights)  # the same bits, whatever its modules draw when they are made

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from tilegym_db.catalog import Catalog
+from tilegym_db.catalog import Catalog, stock_of
 from tilegym_db.errors import TilegymDBError
 from tilegym_db.records import Definition
 from tilegym_db.resolver.loader import load_verified
-from tilegym_db.resolver.resolve import stock_solution
 from tilegym_db.verify.reference import run_reference
 
 __all__ = ["ROWS", "SIZE", "Draw", "Probe", "device_of", "drawn_inputs", "matches", "stock_function"]
@@ -38,6 +37,18 @@ class Draw:
         """The next tensor of a shape."""
         drawn = torch.randn(shape, generator=self._generator, device=self._generator.device)
         return drawn.to(torch.bfloat16)
+
+    def mixing(self, rows: int, columns: int) -> torch.Tensor:
+        """A matrix of -1, 0 and 1 with two entries in each row or column, whichever are more.
+
+        Products with it add two terms and a few zeros, which gives the same bits in whatever order.
+        """
+        matrix, more = torch.zeros_like(self(rows, columns)), max(rows, columns)
+        places = torch.arange(more, device=matrix.device)
+        for _ in range(2):
+            signs, row, column = self(more).sign(), *(self(size).float().argsort() for size in (rows, columns))
+            matrix[row[places % rows], column[places % columns]] = signs
+        return matrix
 
 
 def drawn_inputs(definition: Definition, sizes: Mapping[str, int], device: torch.device) -> dict[str, torch.Tensor]:
@@ -62,7 +73,7 @@ def device_of(module: torch.nn.Module) -> torch.device:
 
 def stock_function(definition: Definition, catalog: Catalog) -> Callable[..., Any] | None:
     """``stock(*inputs) -> outputs`` of a Definition's stock solution; None where it has none that returns its outputs."""
-    stock = stock_solution({files.name: files for files in catalog.solutions_for(definition.name)})
+    stock = stock_of(catalog.solutions_for(definition.name))
     if stock is None or stock.record.spec.destination_passing_style or definition.in_place:
         return None
     return load_verified(stock, stock.digest)

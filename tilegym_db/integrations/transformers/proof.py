@@ -22,6 +22,7 @@ from tilegym_db.resolver.allocate import Allocate
 from tilegym_db.resolver.dispatch import Dispatcher
 from tilegym_db.verify.comparison import check_outputs
 from tilegym_db.verify.gates import relative_error
+from tilegym_db.verify.ranking import followed
 from tilegym_db.verify.reference import oracle
 
 __all__ = ["ALLOWED_FACTOR", "Proof", "allowed_error", "prove"]
@@ -100,9 +101,10 @@ def prove(dispatcher: Dispatcher, allocate: Allocate, call: CapturedCall) -> Pro
     else:
         kernel = str(preview.kernel)
         proofs = []
-        for inputs, outputs in zip(call.all_inputs, runs, strict=True):
-            stock, _ = _run(dispatcher.run_stock, definition, inputs, allocate)
-            proofs.append(_compared(definition, CapturedCall(call.stage, inputs), binding, kernel, outputs, stock))
+        with torch.no_grad():  # codes of a quantised weight may say that they want gradients
+            for inputs, outputs in zip(call.all_inputs, runs, strict=True):
+                stock, _ = _run(dispatcher.run_stock, definition, inputs, allocate)
+                proofs.append(_compared(definition, CapturedCall(call.stage, inputs), binding, kernel, outputs, stock))
         return max(proofs, key=lambda proof: (bool(proof.reason), proof.kernel_error or 0.0))
     return Proof(call.stage, binding.axes, preview.kernel, f"not proved on this model: {reason}")
 
@@ -138,23 +140,32 @@ def _compared(
 ) -> Proof:
     inputs = dict(zip(definition.inputs, call.inputs, strict=True))
     truth = oracle(definition, inputs)
-    errors = {name: relative_error(value, truth[name]) for name, value in stock.items()}
+    # What follows from a choice is judged by the choice that was made; the choice itself has no error, and is right or wrong.
+    own = followed(definition, inputs, truth, stock, ())
+    errors = {name: _error(value, own[name]) for name, value in stock.items()}
+    verdicts = check_outputs(definition, binding.dtypes, inputs, truth, outputs, errors)
+    wrong = [name for name, verdict in verdicts.items() if not verdict.passed and not outputs[name].is_floating_point()]
+    exact = followed(definition, inputs, truth, outputs, wrong)
     reason, worst = "", (0.0, 0.0, 0.0)
     for name, value in outputs.items():
-        found = relative_error(value, truth[name])
-        allowed = allowed_error(errors[name], relative_error(truth[name].to(value.dtype), truth[name]), value.dtype)
+        if not value.is_floating_point():
+            continue
+        found = _error(value, exact[name])
+        allowed = allowed_error(errors[name], _error(exact[name].to(value.dtype), exact[name]), value.dtype)
         if found > allowed and not reason:
             reason = (
                 f"the error of {name} against fp64 is {found:.3g}, {found / max(errors[name], 1e-300):.3g} times that of "
                 f"stock; at most {allowed:.3g} is allowed"
             )
         worst = max(worst, (found, errors[name], allowed), key=lambda figures: figures[0])
-    if not reason:
-        verdicts = check_outputs(definition, binding.dtypes, inputs, truth, outputs, errors)
-        reason = next((verdict.reason for verdict in verdicts.values() if not verdict.passed), "")
+    reason = reason or next((verdict.reason for verdict in verdicts.values() if not verdict.passed), "")
     if reason:
         reason = f"not proved on this model: {reason}"
     return Proof(call.stage, binding.axes, kernel, reason, *worst)
+
+
+def _error(value: torch.Tensor, truth: torch.Tensor) -> float:
+    return relative_error(value, truth) if value.is_floating_point() else 0.0
 
 
 def _run(

@@ -6,7 +6,7 @@ fails on the way, is left out with its reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from tilegym_db.errors import ToolchainError
 from tilegym_db.integrations.transformers.claims import CONTROL
+from tilegym_db.integrations.transformers.experts_wrapper import wrapper_of
 from tilegym_db.integrations.transformers.generation import Generate, Generation, dynamic_cache, prefill, static_cache
 from tilegym_db.integrations.transformers.patch import Handle
 from tilegym_db.integrations.transformers.peers import Peer
@@ -78,6 +79,19 @@ class Entries:
             else:
                 self._add_compiled(f"{name}_compiled", prefill(model, self._ids, self._backend))
 
+    def add_experts(self, asked: Collection[str]) -> None:
+        """Stock with other implementations of its experts than the one that it is set to."""
+        has_experts = any(wrapper_of(type(module).forward) is not None for module in self._models["stock"].modules())
+        for implementation in dict.fromkeys(asked):
+            if has_experts:
+                self.ways[f"stock_{implementation}"] = _with_experts(
+                    self._models["stock"], implementation, self.ways["stock"]
+                )
+            else:
+                self.absent[f"stock_{implementation}"] = (
+                    "the model has no experts whose implementation transformers chooses."
+                )
+
     def add_peers(self, peers: Sequence[Peer]) -> None:
         """Those whose processes are ready to be asked."""
         for peer in peers:
@@ -98,6 +112,20 @@ class Entries:
             return generation
 
         self.ways[name] = counted
+
+
+def _with_experts(model: Any, implementation: str, generate: Generate) -> Generate:
+    """The same call while the model's experts are set to another implementation."""
+
+    def run() -> Generation:
+        own = model.config._experts_implementation
+        model.set_experts_implementation(implementation)
+        try:
+            return generate()
+        finally:
+            model.set_experts_implementation(own)
+
+    return run
 
 
 @dataclass(frozen=True)

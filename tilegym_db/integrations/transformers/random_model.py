@@ -11,7 +11,7 @@ import torch
 from tilegym_db.errors import MissingPackageError, UsageError, did_you_mean
 from tilegym_db.integrations.transformers.sizes import check_config_sizes, check_fits
 
-__all__ = ["DTYPES", "build_model", "load_config"]
+__all__ = ["DTYPES", "build_model", "load_config", "unchecked_model"]
 
 DTYPES = ("bfloat16", "float16", "float32")
 SEED = 0
@@ -78,13 +78,24 @@ def _keep_layers(config: Any, layers: int, file: Path) -> None:
 
 
 def build_model(config: Any, device: str, dtype: str) -> Any:
+    """:func:`unchecked_model`, called once: a config may fit together in its layers, but not in what they compute.
+
+    Raises:
+        UsageError: there is no such model, it does not fit into the device's memory, or it cannot be called.
+    """
+    model = unchecked_model(config, device, dtype)
+    _check_runs(model, device)
+    return model
+
+
+def unchecked_model(config: Any, device: str, dtype: str) -> Any:
     """A causal language model in eval mode with random weights, the same at every call on one kind of device.
 
     Weights of norms are not all one, as they are in no trained model: what rounds before or after them differs only then.
 
     Raises:
-        UsageError: the config is of a model that is no causal language model, that cannot be built, or that does not fit
-            into the device's memory.
+        UsageError: the config is of a model that is no causal language model, that cannot be built, or that does not fit into
+            the device's memory.
     """
     from transformers import AutoModelForCausalLM
 
@@ -107,3 +118,14 @@ def build_model(config: Any, device: str, dtype: str) -> Any:
                 if parameter.dim() == 1:
                     parameter += VECTOR_NOISE * torch.randn_like(parameter)
     return model
+
+
+def _check_runs(model: Any, device: str) -> None:
+    """Call the model with one token."""
+    try:
+        with torch.no_grad():
+            model(torch.zeros(1, 1, dtype=torch.long, device=device), use_cache=False)
+    except torch.OutOfMemoryError:
+        raise
+    except _REFUSALS as error:
+        raise UsageError(f"the model of this config does not run: {_last_line(error)}.") from None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tilegym_db.errors import UsageError
 from tilegym_db.integrations.transformers.gpu_time import GpuTime
 from tilegym_db.integrations.transformers.proof import Proof
+from tilegym_db.integrations.transformers.quantise_report import QuantisationReport
 from tilegym_db.records import axes_key
 from tilegym_db.resolver.dispatch_report import DispatchReport, KernelFailure
 
@@ -32,6 +33,8 @@ class CallSiteReport:
     Compiled code counts the calls that it makes to an operator of this package, as they run; stock code in it has no counters.
     A CUDA graph counts once, when it is recorded: its replays run no Python.
     ``proofs`` are there where the patch was made with ``verify=True``: one per kind of call that the model made.
+    ``own_code`` is what a speedup is against where the model's own code has several ways (the implementations of experts): way ->
+    eager calls that stock code ran in it, or would have run. The way that was set when the model was patched is always there.
     """
 
     kind: str
@@ -43,6 +46,7 @@ class CallSiteReport:
     training: tuple[DispatchReport, ...] = ()
     bypassed: Mapping[str, int] = field(default_factory=dict)
     proofs: tuple[Proof, ...] = ()
+    own_code: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def all_counts(self) -> tuple[DispatchReport, ...]:
@@ -52,10 +56,14 @@ class CallSiteReport:
 
 @dataclass(frozen=True)
 class PatchReport:
-    """Every call site of a patched model, patched or not, and where its GPU time went if a call was profiled."""
+    """Every call site of a patched model, patched or not, and where its GPU time went if a call was profiled.
+
+    ``quantised`` says what became of the numbers of a model that was quantised; None for all others, which keep theirs.
+    """
 
     sites: tuple[CallSiteReport, ...]
     gpu_time: GpuTime | None = None
+    quantised: QuantisationReport | None = None
 
     @property
     def kernel_calls(self) -> int:
@@ -83,7 +91,8 @@ class PatchReport:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready content."""
         profiled = {} if self.gpu_time is None else {"gpu_time": self.gpu_time.to_dict()}
-        return {"sites": [asdict(site) for site in self.sites], **profiled}
+        quantised = {} if self.quantised is None else {"quantised": asdict(self.quantised)}
+        return {"sites": [asdict(site) for site in self.sites], **profiled, **quantised}
 
     def table(self) -> Table:
         """For a terminal: one row per call site and kind of call."""
@@ -167,13 +176,16 @@ class PatchReport:
                 console.print(self.proof_table())
             if self.gpu_time is not None:
                 console.print(self.gpu_table())
+            if self.quantised is not None:
+                console.print(self.quantised.table())
+                console.print(self.quantised.summary(), highlight=False)
         return capture.get()
 
 
 def _rows(site: CallSiteReport) -> Sequence[tuple[str, str, str, str, str, str]]:
     name = site.definition or site.kind
     if site.counts is None:
-        return [(name, "", "", "", "stock", site.reason)]
+        return [(name, "", "", "", "stock", site.reason), *_own_code_rows(site, name)]
     merged: dict[tuple[str, str, str, str], list[int]] = {}
     for counts in site.all_counts:
         for key in counts.keys:
@@ -186,4 +198,11 @@ def _rows(site: CallSiteReport) -> Sequence[tuple[str, str, str, str, str, str]]
         for (definition, sizes, solution, reason), (calls, kernel_calls) in merged.items()
     ]
     rows += [(name, "", str(calls), "0", "stock", reason) for reason, calls in site.bypassed.items()]
-    return rows or [(name, "", "0", "0", "", "not called yet")]
+    return [*(rows or [(name, "", "0", "0", "", "not called yet")]), *_own_code_rows(site, name)]
+
+
+def _own_code_rows(site: CallSiteReport, name: str) -> list[tuple[str, str, str, str, str, str]]:
+    return [
+        (name, "", str(calls) if calls else "", "", "", f"the model's own code is {way}")
+        for way, calls in site.own_code.items()
+    ]

@@ -9,6 +9,7 @@ import torch
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.integrations.transformers.found import Found
+from tilegym_db.records import Definition
 from tilegym_db.resolver.device import device_gpu
 from tilegym_db.resolver.resolve import unavailable_languages
 from tilegym_db.resolver.servable import why_never_served
@@ -31,15 +32,19 @@ class Served:
         """Why no call of a group could ever be served; empty where one could."""
         if found.reason or found.nominee is None:
             return found.reason
-        definition = found.nominee.definition
+        own = self._why_never(found, found.nominee.definition)
+        return own or ("" if found.before is None else self._why_never(found, found.before.definition))
+
+    def _why_never(self, found: Found, definition: Definition) -> str:
         solutions = {files.name: files for files in self._catalog.solutions_for(definition.name)}
         unavailable = unavailable_languages(solutions.values())
         held = self._held_by(found)
+        dtypes = None if _are_all_stated(found) else held.dtypes
         reasons = {}
         for device in held.devices:
             gpu, sm = device_gpu(device)
             reasons[gpu] = why_never_served(
-                definition, load_table(gpu), solutions, gpu=gpu, sm=sm, dtypes=held.dtypes, unavailable=unavailable
+                definition, load_table(gpu), solutions, gpu=gpu, sm=sm, dtypes=dtypes, unavailable=unavailable
             )
         return "" if not all(reasons.values()) else "; ".join(dict.fromkeys(reasons.values()))
 
@@ -55,6 +60,19 @@ class _Held(NamedTuple):
 
     devices: tuple[torch.device, ...]
     dtypes: frozenset[str] | None
+
+
+def _are_all_stated(found: Found) -> bool:
+    """Whether all that the modules keep has a dtype that the Definition states: float32 weights beside streams of any dtype."""
+    if found.nominee is None:
+        return False
+    definition = found.nominee.definition
+    stated = {
+        found.nominee.attribute(name)
+        for name in definition.tensor_inputs
+        if definition.inputs[name].dtype not in definition.dtypes
+    }
+    return all(name in stated for module in found.modules for name, _ in module.named_parameters())
 
 
 def _held_by(parameters: Collection[torch.Tensor]) -> _Held:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ def check_config_sizes(content: Mapping[str, Any], file: Path) -> None:
         if most is None or value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            raise UsageError(f"{file}: {key} must be a whole number from 1 to {most}, not {str(value)[:40]!r}.")
+            raise UsageError(f"{file}: {key} must be a whole number from 1 to {most}, not {json.dumps(value)[:40]}.")
 
 
 def _entries(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -51,8 +52,8 @@ def check_fits(model: torch.nn.Module, device: str) -> None:
         (part for part in model.modules() if isinstance(part, torch.nn.ModuleList)), key=_weights, default=None
     )
     if weights > available_bytes(device) and repeated is not None and len(repeated) and _weights(repeated):
-        room = available_bytes(device) - (weights - _weights(repeated))
-        layers = max(0, min(len(repeated), int(room * len(repeated) // _weights(repeated))))
+        free = available_bytes(device) - (weights - _weights(repeated))
+        layers = max(0, min(len(repeated), int(free * len(repeated) // _weights(repeated))))
         fix = f"{layers} of its {len(repeated)} layers would fit{f': --layers {layers}' if layers else ''}."
     _check_bytes(weights, device, "the weights", fix)
 

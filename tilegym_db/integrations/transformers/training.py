@@ -18,14 +18,14 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from tilegym_db.catalog import Catalog
+from tilegym_db.catalog import Catalog, stock_of
 from tilegym_db.records import Definition
 from tilegym_db.records.backward import differentiated
 from tilegym_db.records.definition import GRADIENT
 from tilegym_db.resolver.allocate import allocate_of
 from tilegym_db.resolver.dispatch_report import DispatchReport
 from tilegym_db.resolver.loader import load_verified
-from tilegym_db.resolver.resolve import call_site, stock_launcher, stock_solution
+from tilegym_db.resolver.resolve import call_site, stock_launcher
 
 __all__ = ["Training", "training_of"]
 
@@ -123,7 +123,7 @@ class _Way:
 
     def __init__(self, forward: Definition, backward: Definition, catalog: Catalog) -> None:
         inputs, outputs = list(forward.inputs), list(forward.outputs)
-        stock = stock_solution({files.name: files for files in catalog.solutions_for(backward.name)})
+        stock = stock_of(catalog.solutions_for(backward.name))
         assert stock is not None, "asked for where there is one"
         self.forward = call_site(forward, catalog, mode="training", backward=backward)
         self.backward = call_site(backward, catalog, mode="training", stock=stock_launcher(backward, stock))
@@ -204,5 +204,5 @@ def training_of(definition: Definition, catalog: Catalog) -> Training | None:
 
 
 def _can_fall_back(backward: Definition, catalog: Catalog) -> bool:
-    stock = stock_solution({files.name: files for files in catalog.solutions_for(backward.name)})
+    stock = stock_of(catalog.solutions_for(backward.name))
     return stock is not None and not stock.record.spec.destination_passing_style

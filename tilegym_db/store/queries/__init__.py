@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         count_unverified,
         leaderboard_rows,
         measured_gpus,
+        size_rows,
         traced_gpus,
     )
     from tilegym_db.store.queries.traces import count_traces, definition_by_digest, find_traces, read_traces, traces_of
@@ -58,6 +59,7 @@ __all__ = [
     "read_peaks",
     "read_traces",
     "revoking_rows",
+    "size_rows",
     "solutions_of_run",
     "traced_gpus",
     "traces_of",
@@ -77,7 +79,7 @@ _SUBJECTS = {
         "tuned_configs",
     ),
     "publishing": ("kept_back", "provided", "publishable_rows", "publishable_steps", "revoking_rows", "verified_rows"),
-    "ranking": ("best_rows", "count_unverified", "leaderboard_rows", "measured_gpus", "traced_gpus"),
+    "ranking": ("best_rows", "count_unverified", "leaderboard_rows", "measured_gpus", "size_rows", "traced_gpus"),
     "traces": ("count_traces", "definition_by_digest", "find_traces", "read_traces", "traces_of"),
 }
 __getattr__ = loader(

@@ -11,7 +11,7 @@ from tilegym_db.store.queries.json_columns import parsed
 if TYPE_CHECKING:
     from tilegym_db.store.database import Store
 
-__all__ = ["best_rows", "count_unverified", "leaderboard_rows", "measured_gpus", "traced_gpus"]
+__all__ = ["best_rows", "count_unverified", "leaderboard_rows", "measured_gpus", "size_rows", "traced_gpus"]
 
 ALL_ROWS = (1 << 62) - 1
 
@@ -38,6 +38,21 @@ LEADERBOARD = """
     WHERE ($definition IS NULL OR definition = $definition) AND ($op_type IS NULL OR op_type = $op_type)
         AND ($gpus::VARCHAR[] IS NULL OR list_contains($gpus::VARCHAR[], gpu))
     ORDER BY definition, gpu, wins DESC, geomean_speedup DESC NULLS LAST, solution
+"""
+
+# The speed of light orders sizes, where it is known; so do the elements of all axes.
+_SIZE = "coalesce(sol_us, list_product(map_values(axes)))"
+SIZES = f"""
+    SELECT definition, gpu, solution, dtypes_key,
+        list(latency_us ORDER BY {_SIZE}, axes_key, scalars_key, layouts_key, trace_id) AS latencies_us
+    FROM best_per_solution
+    WHERE ($definition IS NULL OR definition = $definition) AND ($op_type IS NULL OR op_type = $op_type)
+        AND ($solution IS NULL OR solution = $solution)
+        AND ($gpus::VARCHAR[] IS NULL OR list_contains($gpus::VARCHAR[], gpu))
+    GROUP BY definition, gpu, solution, dtypes_key
+    QUALIFY $all_dtypes OR row_number() OVER (
+        PARTITION BY definition, gpu, solution ORDER BY count(*) DESC, dtypes_key) = 1
+    ORDER BY definition, gpu, solution, dtypes_key
 """
 
 UNVERIFIED = """
@@ -94,6 +109,33 @@ def leaderboard_rows(
 ) -> list[dict[str, Any]]:
     """The view ``leaderboard``, most wins first within a definition and GPU; arguments as for :func:`best_rows`."""
     return store.rows(LEADERBOARD, {"definition": definition, "op_type": op_type, "gpus": slugs(gpu)})
+
+
+def size_rows(
+    store: Store,
+    definition: str | None = None,
+    op_type: str | None = None,
+    gpu: str | None = None,
+    *,
+    solution: str | None = None,
+    all_dtypes: bool = False,
+) -> list[dict[str, Any]]:
+    """``latencies_us`` of each verified solution and GPU, smallest size first; other arguments as for :func:`best_rows`.
+
+    Args:
+        solution: only this one.
+        all_dtypes: a row for each dtype binding; otherwise the one that was measured at most sizes.
+    """
+    return store.rows(
+        SIZES,
+        {
+            "definition": definition,
+            "op_type": op_type,
+            "gpus": slugs(gpu),
+            "solution": solution,
+            "all_dtypes": all_dtypes,
+        },
+    )
 
 
 def measured_gpus(store: Store) -> list[str]:

@@ -11,10 +11,12 @@ if TYPE_CHECKING:
     from tilegym_db.store.database import Store
 
 __all__ = [
+    "attempt_rows",
     "change_rows",
     "coverage_rows",
     "definition_rows",
     "evidence_rows",
+    "furthest_rows",
     "model_rows",
     "newest_trace_time",
     "open_rows",
@@ -121,6 +123,24 @@ MODELS = """
     ORDER BY r.timestamp DESC, r.run_id, w.way
 """
 
+ATTEMPTS = """
+    SELECT verdict, gate, count(*) AS attempts, count(DISTINCT task) AS tasks, max(timestamp) AS newest
+    FROM attempts WHERE timestamp >= $since::TIMESTAMP
+    GROUP BY verdict, gate ORDER BY attempts DESC, verdict, gate
+"""
+
+# The shape with the most work says most about a kernel: small ones are bound by the launch, whatever the kernel does.
+FURTHEST = """
+    WITH fastest AS (
+        SELECT definition, gpu, solution, axes_key, dtypes_key, latency_us, sol_us, sol_ratio FROM best_per_solution
+        WHERE sol_ratio IS NOT NULL
+        QUALIFY row_number() OVER (PARTITION BY definition, gpu, dtypes_key, axes_key, scalars_key, layouts_key
+            ORDER BY latency_us, trace_id) = 1)
+    FROM fastest
+    QUALIFY row_number() OVER (PARTITION BY definition, gpu ORDER BY sol_us DESC, axes_key, dtypes_key) = 1
+    ORDER BY sol_ratio, definition, gpu LIMIT $count
+"""
+
 NEWEST = "SELECT max(timestamp) AS newest FROM trace_records WHERE is_counted(origin, trusted)"
 
 
@@ -168,6 +188,16 @@ def peak_rows(store: Store) -> list[dict[str, Any]]:
 def model_rows(store: Store) -> list[dict[str, Any]]:
     """Every way of running every model that was measured, newest run first; evidence of models, not of operators."""
     return store.rows(MODELS)
+
+
+def attempt_rows(store: Store, since: datetime) -> list[dict[str, Any]]:
+    """Attempts of authors since then (UTC) by verdict and by the gate that refused, most first."""
+    return store.rows(ATTEMPTS, {"since": since})
+
+
+def furthest_rows(store: Store, count: int) -> list[dict[str, Any]]:
+    """The operators whose fastest verified solution, stock included, is furthest from the speed of light at its largest shape."""
+    return store.rows(FURTHEST, {"count": count})
 
 
 def newest_trace_time(store: Store) -> datetime | None:

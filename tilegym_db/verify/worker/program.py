@@ -60,7 +60,7 @@ class Worker:
         return {}
 
     def load(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Import the Solution from its folder, if its digest is the one announced."""
+        """Import the Solution of a record, if its digest is the one announced."""
         from pathlib import Path
 
         import torch
@@ -73,7 +73,7 @@ class Worker:
 
         if self.device != "cpu":
             torch.cuda.set_device(self.device)
-        files = SolutionFiles.read(Path(request["folder"]))
+        files = SolutionFiles.read(Path(request["record"]))
         if files.digest != request["digest"]:
             raise RuntimeError(f"the source of {files.name} changed on disk while it was being measured")
         prepare_environment(files.record.spec.language)

@@ -14,7 +14,8 @@ from typing import Any
 
 __all__ = ["MAX_DESCRIPTORS", "MAX_LINE", "Channel", "ProtocolError", "decode", "encode"]
 
-MAX_LINE = 1 << 20
+MAX_LINE = 1 << 23
+"""In bytes. The largest reply lists every kernel of some calls of eager code, which are thousands."""
 MAX_DESCRIPTORS = 16
 
 Message = dict[str, Any]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tilegym_db.integrations.transformers.call_site import CallSite
+from tilegym_db.integrations.transformers.call_site import AUTOCAST, CallSite
 from tilegym_db.integrations.transformers.found import (
     WRAPPED,
     Found,
@@ -48,7 +48,6 @@ FEWER_KEYS = "it has fewer keys than queries"
 NO_HEADS = "it is not given as batch, heads, positions and head size"
 OTHER_HEADS = "its query heads are not the multiple of its key heads that the module states"
 OTHER_VALUES = "its values are not as many as its keys"
-AUTOCAST = "autocast picks the dtype that it computes in"
 SCALE_IS_NO_NUMBER = "its scale is no number"
 OTHER_MATHS = ("position_bias", "softcap", "s_aux", "cache")
 """Arguments that stock code takes from whoever calls the model, and that no Definition knows."""

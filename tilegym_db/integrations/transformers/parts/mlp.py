@@ -31,6 +31,8 @@ from tilegym_db.integrations.transformers.probe import ROWS, Probe, device_of, d
 from tilegym_db.integrations.transformers.rebind import has_hooks
 from tilegym_db.integrations.transformers.rows import are_rows, rows
 
+AFTER = ("experts",)
+"""Experts keep a ``down_proj`` too."""
 OUTPUT, ACTIVATION = "output", "activation"
 ACTIVATIONS = ("act_fn", "activation_fn")
 
@@ -39,14 +41,16 @@ Module = torch.nn.Module
 
 
 def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[Found]:
-    """Modules with a ``down_proj``, or whose code is stated."""
+    """Modules with a ``down_proj`` that are no experts behind transformers' wrapper, or whose code is stated."""
     is_stated = of_class(lambda cls: known.is_stated("mlp", cls.forward))
+    experts = {id(module) for group in others if group.kind == "experts" for module in group.modules}
     return grouped(
         "mlp",
         [
-            ModuleOfPart(module, key=id(probed_activation(module)), detail=_likeness(module))
+            ModuleOfPart(module, key=id(probed_activation(module)), detail=likeness(module))
             for module in model.modules()
-            if "down_proj" in module._modules or "down_proj" in module._parameters or is_stated(module)
+            if id(module) not in experts
+            and ("down_proj" in module._modules or "down_proj" in module._parameters or is_stated(module))
         ],
     )
 
@@ -57,7 +61,7 @@ def probed_activation(module: Module, names: Sequence[str] = ACTIVATIONS) -> Any
     return type(activation) if isinstance(activation, Module) else activation
 
 
-def _likeness(module: Module) -> Hashable:
+def likeness(module: Module) -> Hashable:
     """What modules share that one of them speaks for: settings, and an activation without weights and with the same settings."""
     activation: Any = next((getattr(module, name) for name in ACTIVATIONS if hasattr(module, name)), None)
     alike: Hashable = id(activation)
@@ -170,10 +174,10 @@ def mlp_forward(
     def must_run_stock(self: Any, x: torch.Tensor) -> bool:
         function = None if activation is None else getattr(self, activation)
         if _is_compiling():
-            return not is_product or site.traced(self.training, x) is None or not _is_as_probed(function, probed)
+            return not is_product or site.traced(self.training, x) is None or not is_as_probed(function, probed)
         if site.must_run_stock(self.training, x):
             return True
-        if not _is_as_probed(function, probed):
+        if not is_as_probed(function, probed):
             site.bypass(OTHER_ACTIVATION)
             return True
         return False
@@ -217,7 +221,8 @@ def _activate(site: CallSite, training: bool, projections: Sequence[torch.Tensor
     return None if out is None else out.view(*projections[0].shape[:-1], out.shape[-1])
 
 
-def _is_as_probed(function: Any, probed: Any) -> bool:
+def is_as_probed(function: Any, probed: Any) -> bool:
+    """Whether an activation is what :func:`probed_activation` said of it, and calling it does no more."""
     if not isinstance(function, Module):
         return function is probed
     return type(function) is probed and not has_hooks(function)

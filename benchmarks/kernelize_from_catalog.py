@@ -1,0 +1,179 @@
+"""``auto-kernelize`` on a small model with an author that hands in the shipped kernels, one after the other.
+
+The loop starts from nothing: an installation beside the checkout whose catalog has every Definition, Workload and baseline,
+and no kernel and no measurement, with a home folder of its own. The author is this file again: at attempt N of a task
+it copies the N-th kernel that the checkout has for that operator and language. Printed are minutes, the share of the
+model's time in verified kernels before and after, and a row for each experiment.
+
+    python -m benchmarks.kernelize_from_catalog --gpu auto --budget 150s
+    python -m benchmarks.kernelize_from_catalog --gpu cpu --tiny --dtype float32 --prompt 64 --rounds 3 --budget 60s
+
+Without ``--config`` the model is Qwen3-30B-A3B cut to 4 layers, with random weights. The budget stops further experiments,
+not the one in progress: leave a minute and a half for that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tilegym_db.catalog import Catalog, SolutionFiles
+from tilegym_db.paths import shipped_root
+
+QWEN3_MOE = {
+    "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 4,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 40960,
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1,
+    "mlp_only_layers": [], "norm_topk_prob": True, "rope_theta": 1000000.0,
+}  # fmt: skip
+TINY = QWEN3_MOE | {
+    "vocab_size": 96, "hidden_size": 256, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": 512, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}  # fmt: skip
+LINKED = ("definitions", "workloads", "schema")
+ASKED = re.compile(r"Write a (\w+) kernel for `(\w+)`")
+
+
+# -- the author --------------------------------------------------------------------------------------------------------
+
+
+def hand_in(prompt: str, folder: Path, catalog: Catalog) -> str:
+    """Copy the kernel that is next into the folder of an attempt, whose name is the attempt's number; its name.
+
+    Raises:
+        SystemExit: the catalog has no further kernel of this operator and language.
+    """
+    asked = ASKED.search(prompt)
+    if asked is None:
+        raise SystemExit("the prompt does not say which kernel to write")
+    language, definition = asked.groups()
+    kernels = kernels_for(catalog, definition, language)
+    number = int(folder.name)
+    if number > len(kernels):
+        raise SystemExit(f"the catalog has {len(kernels)} {language} kernels for {definition}, and all were handed in")
+    chosen = kernels[number - 1]
+    for name, content in chosen.sources.items():
+        (folder / name).write_bytes(content)
+    (folder / "solution.json").write_text(chosen.record.to_json(indent=2))
+    return chosen.name
+
+
+def kernels_for(catalog: Catalog, definition: str, language: str) -> list[SolutionFiles]:
+    """The kernels of an operator in a language, by name."""
+    found = [one for one in catalog.solutions_for(definition) if one.record.spec.role == "kernel"]
+    return sorted((one for one in found if one.record.spec.language == language), key=lambda one: one.name)
+
+
+# -- the installation --------------------------------------------------------------------------------------------------
+
+
+def install_without_kernels(folder: Path, catalog: Catalog) -> Path:
+    """Lay the package out as installed, with a catalog of definitions, workloads and baselines; what to put on the path."""
+    package = Path(sys.modules["tilegym_db"].__path__[0])
+    site = folder / "site"
+    shutil.copytree(package, site / "tilegym_db", ignore=shutil.ignore_patterns("_data", "__pycache__"))
+    data = site / "tilegym_db" / "_data"
+    data.mkdir()
+    for name in LINKED:
+        (data / name).symlink_to(shipped_root() / name)
+    (data / "traces").mkdir()
+    for solution in catalog.solutions.values():
+        if solution.record.spec.role == "baseline":
+            for path in (solution.path, *(solution.folder / name for name in solution.sources)):
+                target = data / path.resolve().relative_to(solution.root)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, target)
+    return site
+
+
+# -- the loop ----------------------------------------------------------------------------------------------------------
+
+
+def run_loop(options: argparse.Namespace, folder: Path) -> tuple[list[dict[str, Any]], float]:
+    """The experiments that ``auto-kernelize`` prints, and the seconds it took; what it says goes to standard error.
+
+    Raises:
+        SystemExit: it failed.
+    """
+    site = install_without_kernels(folder, Catalog((shipped_root(),)))
+    config = options.config
+    if config is None:
+        config = folder / ("Tiny-Qwen3-MoE" if options.tiny else "Qwen3-30B-A3B-4-layers")
+        config.mkdir()
+        (config / "config.json").write_text(json.dumps(TINY if options.tiny else QWEN3_MOE))
+    home = options.home or folder / "home"
+    home.mkdir(parents=True, exist_ok=True)
+    checkout = str(Path(__file__).resolve().parents[1])
+    author = [sys.executable, "-m", "benchmarks.kernelize_from_catalog", "--author"]
+    author = ["env", f"PYTHONPATH={checkout}", f"TILEGYM_DB_HOME={folder / 'author'}", *author]
+    command = [
+        sys.executable, "-m", "tilegym_db", "auto-kernelize", str(config), "--json", "--author", shlex.join(author),
+        "--budget", options.budget, "--language", options.language, "--gpu", options.gpu, "--prompt", str(options.prompt),
+        "--rounds", str(options.rounds), "--max-attempts", str(options.max_attempts), "--dtype", options.dtype,
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(site), "TILEGYM_DB_HOME": str(home), "HF_HUB_OFFLINE": "1"}
+    began = time.monotonic()
+    answer = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    if answer.returncode != 0:
+        raise SystemExit(f"auto-kernelize ended with status {answer.returncode}\n{answer.stdout}")
+    return json.loads(answer.stdout), time.monotonic() - began
+
+
+def summary(experiments: Sequence[dict[str, Any]], seconds: float) -> str:
+    """Minutes, coverage before the first and after the last experiment that was kept, and a row for each."""
+    lines = [f"{seconds / 60:.1f} minutes, {len(experiments)} experiments"]
+    if experiments:
+        kept = [one for one in experiments if one["decision"] == "keep"]
+        first = experiments[0]["before"]
+        last = kept[-1]["after"] if kept else first
+        lines.append(f"coverage of {first['time_of']} time: {first['median']:.1%} before, {last['median']:.1%} after")
+    for one in experiments:
+        after = "" if one["after"] is None else f" -> {one['after']['median']:.1%}"
+        shares = f"{one['before']['median']:.1%}{after}"
+        lines.append(f"{one['definition']:24} {one['decision']:8} {shares:16} {one['seconds']:6.1f} s  {one['reason']}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Be the author, or run the loop and print what came of it; exits with 1 where no experiment was made."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--author", action="store_true", help="be the author: prompt on stdin, a kernel into this folder"
+    )
+    parser.add_argument("--config", type=Path, help="another model's config")
+    parser.add_argument("--tiny", action="store_true", help="a model that a CPU can run")
+    parser.add_argument("--gpu", default="auto")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--language", default="triton")
+    parser.add_argument("--budget", default="150s")
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--max-attempts", type=int, default=2)
+    parser.add_argument("--home", type=Path, help="keep the journals here; by default they are thrown away")
+    parser.add_argument("--out", type=Path, help="write the experiments here as JSON")
+    options = parser.parse_args()
+    if options.author:
+        print(hand_in(sys.stdin.read(), Path.cwd(), Catalog((shipped_root(),))))
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        experiments, seconds = run_loop(options, Path(folder))
+    if options.out is not None:
+        options.out.write_text(json.dumps({"seconds": round(seconds, 1), "experiments": experiments}, indent=1))
+    print(summary(experiments, seconds))
+    return 0 if experiments else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

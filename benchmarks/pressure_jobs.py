@@ -1,0 +1,193 @@
+"""What ``benchmarks/pressure.py`` runs, Solutions at cases that are drawn for them, and the record of what came of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+from tilegym_db.catalog import Catalog, SolutionFiles
+from tilegym_db.records import Definition
+from tilegym_db.records.hardware import CPU
+from tilegym_db.records.solution import TILE_LANGUAGES
+from tilegym_db.resolver.resolve import unavailable_languages
+from tilegym_db.verify.inputs import Case
+from tilegym_db.verify.shapes import MAX_ROWS, fuzz_cases
+
+CASES_AT_A_TIME = 8
+"""Drawn together, so that between them they meet most pairs of circumstances."""
+CPU_ROWS = 40
+"""Of the largest tensor on a CPU, where an interpreted program takes a hundredth of a second."""
+TINY = "tiny"
+
+
+def rows_on(sm: str) -> int:
+    """Rows of the largest tensor on a device, ``sm_XX`` or ``cpu``."""
+    return CPU_ROWS if sm == CPU else MAX_ROWS
+
+
+@dataclass
+class Candidate:
+    """A Solution with the cases that were drawn for it."""
+
+    definition: Definition
+    files: SolutionFiles
+    cases: list[Case] = field(default_factory=list)
+    waiting: list[Case] = field(default_factory=list)
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """(operator, Solution)."""
+        return self.definition.name, self.files.name
+
+    def next_case(self, catalog: Catalog, most: int, rows: int, draw: random.Random) -> tuple[Case, bool] | None:
+        """A case and whether it is new, of which there are ``most``; None where the Solution accepts none."""
+        if not self.waiting and len(self.cases) < most:
+            self.waiting = self._drawn(catalog, rows, draw)
+        if self.waiting:
+            self.cases.append(self.waiting.pop())
+            return self.cases[-1], True
+        if not self.cases:
+            return None
+        return dataclasses.replace(draw.choice(self.cases), seed=draw.getrandbits(62)), False
+
+    def _drawn(self, catalog: Catalog, rows: int, draw: random.Random) -> list[Case]:
+        stated = catalog.workloads_for(self.definition.name)
+        workloads = [one for one in stated if TINY in one.tags] if rows == CPU_ROWS else stated
+        if not workloads:
+            return []
+        chosen = draw.choice(workloads)
+        return fuzz_cases(
+            self.definition,
+            self.files.record,
+            [one.axes for one in workloads],
+            self.definition.bind_dtypes(chosen.dtypes),
+            chosen.scalars(),
+            count=CASES_AT_A_TIME,
+            seed=draw.getrandbits(62),
+            max_rows=rows,
+        )
+
+
+def candidates(catalog: Catalog, sm: str, names: Sequence[str], languages: Sequence[str]) -> list[Candidate]:
+    """Every Solution to be run on a device, ``sm_XX`` or ``cpu``, of the operators that have kernels.
+
+    On a GPU these are the kernels that run there; on a CPU, stock code, kernels in Python, and what the interpreter can run.
+    """
+    found = []
+    for name in names or catalog.definitions:
+        definition, solutions = catalog.definition(name), catalog.solutions_for(name)
+        if not any(files.record.spec.role == "kernel" for files in solutions):
+            continue
+        missing = unavailable_languages(solutions)
+        for files in solutions:
+            language = files.record.spec.language
+            if language in missing or (languages and language not in languages):
+                continue
+            if runs_here(files, sm):
+                found.append(Candidate(definition, files))
+    return found
+
+
+def runs_here(files: SolutionFiles, sm: str) -> bool:
+    """Whether a Solution is one to run on a device."""
+    spec = files.record.spec
+    if sm == CPU:
+        in_python = spec.language == "python" and not files.uses_torch_compile and spec.runs_on(CPU)
+        return spec.language == "triton" or (in_python and (spec.role == "kernel" or spec.provides == "stock"))
+    return spec.role == "kernel" and spec.language in TILE_LANGUAGES and spec.runs_on(sm)
+
+
+def in_turns(found: Sequence[Candidate], draw: random.Random) -> Iterator[Candidate]:
+    """All of them in random order, and again."""
+    while found:
+        yield from draw.sample(found, len(found))
+
+
+@dataclass(frozen=True)
+class Job:
+    """One Solution at one case, as the worker is told of it."""
+
+    definition: str
+    solution: str
+    digest: str
+    case: Case
+    cold: bool = False
+
+    def to_message(self) -> dict[str, Any]:
+        """JSON."""
+        return {**dataclasses.asdict(self), "case": case_to_json(self.case)}
+
+    @classmethod
+    def of_log(cls, line: Mapping[str, Any]) -> Job:
+        """From a line of a log."""
+        return cls(line["definition"], line["solution"], line["digest"], Case(**line["case"]), line["cold"])
+
+
+def case_to_json(case: Case) -> dict[str, Any]:
+    """A case that was drawn: its contents come from no file and have no scale."""
+    kept = dataclasses.asdict(case)
+    return {name: value for name, value in kept.items() if name not in ("files", "scales")}
+
+
+@dataclass(frozen=True)
+class Load:
+    """How much runs at once."""
+
+    threads: int
+    streams: int
+    repeats: int
+    timeout_s: float
+
+
+class Record:
+    """Figures of all devices, the log, and what is told at once. Safe to use from several threads."""
+
+    def __init__(self, log: TextIO | None) -> None:
+        """Nothing has run yet."""
+        self.counts: dict[tuple[str, str], Counter[str]] = {}
+        self._shapes: dict[tuple[str, str], set[str]] = {}
+        self._log, self._lock = log, threading.Lock()
+
+    def add(self, device: str, job: Job, answer: Mapping[str, Any], seed: int, load: Load) -> None:
+        """Count what came of a job, write it to the log, and print what is wrong with all that repeats it."""
+        line = {"device": device, **job.to_message(), "round": seed, **dataclasses.asdict(load), **answer}
+        with self._lock:
+            key = job.definition, job.solution
+            counts = self.counts.setdefault(key, Counter())
+            counts.update({name: answer.get(name, 0) for name in ("calls", "mismatches", "errors")})
+            counts.update({name: int(bool(answer.get(name))) for name in ("excused", "dropped")})
+            if answer.get("calls"):
+                self._shapes.setdefault(key, set()).add(json.dumps([job.case.axes, job.case.layouts, job.case.offset]))
+            if self._log is not None:
+                self._log.write(json.dumps(line) + "\n")
+                self._log.flush()
+            if answer.get("mismatches") or answer.get("errors"):
+                print(f"{job.definition} {job.solution} on {device}: {'; '.join(answer['told'])}")
+                print(f"  repeat it: --again FILE with the line {json.dumps(line)}", flush=True)
+
+    def total(self, name: str) -> int:
+        """The sum over all Solutions."""
+        return sum(counts[name] for counts in self.counts.values())
+
+    def table(self, expected: Iterable[tuple[str, str]]) -> str:
+        """A row for each Solution, those that never ran included."""
+        head = ("operator", "solution", "calls", "shapes", "mismatches", "errors", "excused", "dropped")
+        rows = [head]
+        for key in sorted({*self.counts, *expected}):
+            counts = self.counts.get(key, Counter())
+            figures = (counts[name] for name in ("mismatches", "errors", "excused", "dropped"))
+            rows.append((*key, *map(str, (counts["calls"], len(self._shapes.get(key, ())), *figures))))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+        return "\n".join(
+            "  ".join(
+                cell.ljust(width) if at < 2 else cell.rjust(width)
+                for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in rows
+        )

@@ -1,0 +1,457 @@
+"""The coefficients of hyper-connections, Triton: the projection of all streams of a token, gates, Sinkhorn steps.
+
+The projection reads all streams and is bound by memory; the rest is a handful of float32 values a token and bound by latency.
+"""
+
+# ruff: noqa: RUF005
+# A kernel gathers the streams of a token in a tuple by sums of tuples: Triton has no starred expressions.
+
+import torch
+import triton
+import triton.language as tl
+
+
+def _cdiv(value: int, divisor: int) -> int:
+    return -(-value // divisor)  # triton.cdiv costs microseconds a call
+
+
+def _pow2(value: int) -> int:
+    return 1 << (value - 1).bit_length()  # triton.next_power_of_2 costs microseconds a call
+
+
+def _column_block(H: int, block: int | None, most: int) -> int:
+    """Columns a program: the widest power of two up to `most` that leaves no tail, and at least 512 where H has them."""
+    if block is None:
+        divisor = H & -H
+        block = min(most, max(divisor, 512))
+    return min(block, _pow2(H))
+
+
+@triton.jit
+def _normalised(z, inside, real_row, real_column, repeat, eps):
+    """Sinkhorn of matrices [BLOCK_M, P, P]; z is -inf outside of the matrix, where the result is zero.
+
+    real_row [1, P, 1] and real_column [1, 1, P] say what belongs to the matrix.
+    """
+    exps = tl.exp(z - tl.max(z, axis=2, keep_dims=True))
+    mixing = tl.where(inside, exps / tl.sum(exps, axis=2, keep_dims=True) + eps, 0.0)
+    row_eps, column_eps = tl.where(real_row, eps, 1.0), tl.where(real_column, eps, 1.0)  # not 0 / 0 outside
+    mixing = mixing / (tl.sum(mixing, axis=1, keep_dims=True) + column_eps)
+    for _ in range(1, repeat):
+        mixing = mixing / (tl.sum(mixing, axis=2, keep_dims=True) + row_eps)
+        mixing = mixing / (tl.sum(mixing, axis=1, keep_dims=True) + column_eps)
+    return mixing
+
+
+@triton.jit(do_not_specialize=["M", "repeat"])
+def _sinkhorn(z_ptr, out_ptr, repeat, eps, M, C: tl.constexpr, P: tl.constexpr, BLOCK_M: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None, None]
+    row, column = tl.arange(0, P)[None, :, None], tl.arange(0, P)[None, None, :]
+    inside = (row < C) & (column < C)
+    where = (token * C + row) * C + column
+    z = tl.load(z_ptr + where, mask=inside & (token < M), other=0.0)
+    mixing = _normalised(tl.where(inside, z, float("-inf")), inside, row < C, column < C, repeat, eps)
+    tl.store(out_ptr + where, mixing, mask=inside & (token < M))
+
+
+def run_sinkhorn(z: torch.Tensor, repeat: int, eps: float, out: torch.Tensor, *, BLOCK_M=None, num_warps=1) -> None:
+    """out = z's row softmax + eps, divided by columns, then repeat - 1 times by rows and by columns (sums + eps); float32.
+
+    z, out: [M, C, C], contiguous, C <= 8. All steps run in registers, in one launch.
+    BLOCK_M = None: 8 matrices a warp while there are few, else 32.
+    """
+    M, C = z.shape[:2]
+    if M == 0:
+        return
+    block_m = BLOCK_M or (8 if M <= 4096 else 32)
+    _sinkhorn[(_cdiv(M, block_m),)](z, out, repeat, eps, M, C, _pow2(C), block_m, num_warps=num_warps)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _split_mixes(
+    mixes_ptr,
+    scale_ptr,
+    base_ptr,
+    pre_ptr,
+    post_ptr,
+    comb_ptr,
+    post_mult,
+    pre_eps,
+    M,
+    C: tl.constexpr,
+    J: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    j = tl.arange(0, P)[None, :]
+    inside = (token < M) & (j < J)
+    part = tl.where(j < C, 0, tl.where(j < 2 * C, 1, 2))
+    mixes = tl.load(mixes_ptr + token * J + j, mask=inside, other=0.0)
+    z = mixes * tl.load(scale_ptr + part) + tl.load(base_ptr + j, mask=j < J, other=0.0)
+    gate = tl.sigmoid(z)
+    tl.store(pre_ptr + token * C + j, gate + pre_eps, mask=inside & (j < C))
+    tl.store(post_ptr + token * C + (j - C), gate * post_mult, mask=inside & (j >= C) & (j < 2 * C))
+    tl.store(comb_ptr + token * (C * C) + (j - 2 * C), z, mask=inside & (j >= 2 * C))
+
+
+def run_pre_split_mixes(
+    mixes: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    streams: int,
+    post_mult: float,
+    pre_eps: float,
+    pre: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    *,
+    BLOCK_M=None,
+    num_warps=4,
+) -> None:
+    """z = mixes * scale of its part + base; pre = sigmoid(z) + pre_eps, post = post_mult * sigmoid(z), comb = z; float32.
+
+    Shapes: mixes [M, C * (C + 2)], base of one row, scale [3], pre and post [M, C], comb [M, C, C]; contiguous, C = streams.
+    BLOCK_M = None: 4 tokens a program while there are few, else 32.
+    """
+    M, J = mixes.shape
+    if M == 0:
+        return
+    block_m = BLOCK_M or (4 if M <= 2048 else 32)
+    _split_mixes[(_cdiv(M, block_m),)](
+        mixes, scale, base, pre, post, comb, post_mult, pre_eps, M, streams, J, _pow2(J), block_m, num_warps=num_warps
+    )
+
+
+@triton.jit(do_not_specialize=["total"])
+def _head_mix(mix_ptr, scale_ptr, base_ptr, out_ptr, eps, total, C: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < total
+    z = tl.load(mix_ptr + at, mask=inside, other=0.0) * tl.load(scale_ptr) + tl.load(base_ptr + at % C)
+    tl.store(out_ptr + at, tl.sigmoid(z) + eps, mask=inside)
+
+
+def run_head_compute_mix(
+    mix: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, eps: float, out: torch.Tensor, *, BLOCK=256, num_warps=4
+) -> None:
+    """out[M, C] = sigmoid(mix * scale + base) + eps; scale [1], base [C], all float32 and contiguous."""
+    M, C = mix.shape
+    if M:
+        _head_mix[(_cdiv(M * C, BLOCK),)](mix, scale, base, out, eps, M * C, C, BLOCK, num_warps=num_warps)
+
+
+# -- the projection of all streams of a token ----------------------------------------------------------------------------
+
+# Up to this many tokens the matrix of the projection is what is read, and is multiplied without tensor cores.
+FEW_TOKENS = 8
+FEW_COLUMNS = 256
+
+
+@triton.jit(do_not_specialize=["M"])
+def _partial_few(
+    residual_ptr, fn_ptr, partial_ptr, M, K: tl.constexpr, J: tl.constexpr, P: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """The products of a block of columns for every token, and its sum of squares in column J."""
+    split = tl.program_id(0)
+    k = split * BLOCK_K + tl.arange(0, BLOCK_K)
+    j = tl.arange(0, P)
+    fn = tl.load(
+        fn_ptr + j[:, None] * K + k[None, :], mask=(j[:, None] < J) & (k[None, :] < K), other=0.0
+    )  # asked for once, used for each token
+    for token in range(M):
+        x = tl.load(residual_ptr + token * K + k, mask=k < K, other=0.0).to(tl.float32)
+        factors = tl.where(j[:, None] == J, x[None, :], fn)
+        products = tl.sum(factors * x[None, :], axis=1)
+        tl.store(partial_ptr + (split * M + token) * P + j, products)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _partial_tile(
+    residual_ptr,
+    fn_ptr,
+    partial_ptr,
+    M,
+    K: tl.constexpr,
+    J: tl.constexpr,
+    P: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The products of a run of columns for a tile of tokens, and their sums of squares in column J.
+
+    bfloat16 streams meet float32 weights on tensor cores without loss: a weight is the sum of three bfloat16 numbers, and each
+    product of two bfloat16 numbers is exact in float32. Each block of columns starts from zero and is added in float32, so
+    that the truncation of long sums in tensor cores does not add up.
+    """
+    split = tl.program_id(0) % SPLITS
+    token = (tl.program_id(0) // SPLITS).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    j = tl.arange(0, P)
+    lanes = tl.arange(0, BLOCK_K)
+    products = tl.zeros([BLOCK_M, P], dtype=tl.float32)
+    squares = tl.zeros([BLOCK_M], dtype=tl.float32)
+    for start in tl.range(0, SPLIT_K, BLOCK_K, num_stages=STAGES):
+        k = split * SPLIT_K + start + lanes
+        x = tl.load(
+            residual_ptr + token[:, None] * K + k[None, :], mask=(token[:, None] < M) & (k[None, :] < K), other=0.0
+        )
+        fn = tl.load(fn_ptr + j[:, None] * K + k[None, :], mask=(j[:, None] < J) & (k[None, :] < K), other=0.0)
+        wide = x.to(tl.float32)
+        squares += tl.sum(wide * wide, axis=1)
+        if x.dtype == tl.bfloat16:
+            first = fn.to(tl.bfloat16)
+            rest = fn - first.to(tl.float32)
+            second = rest.to(tl.bfloat16)
+            third = (rest - second.to(tl.float32)).to(tl.bfloat16)
+            block = tl.dot(x, tl.trans(third))
+            block = tl.dot(x, tl.trans(second), block)
+            block = tl.dot(x, tl.trans(first), block)
+        else:
+            block = tl.dot(wide, tl.trans(fn), input_precision="ieee")
+        products += block
+    products = tl.where(j[None, :] == J, squares[:, None], products)
+    tl.store(
+        partial_ptr + (split * M + token[:, None]) * P + j[None, :],
+        products,
+        mask=(token[:, None] < M) & (j[None, :] <= J),
+    )
+
+
+def _partials(residual, fn, tile_tokens, splits, stages):
+    """float32 [splits, M, P]: products in the first J columns, sums of squares in the next."""
+    M, K, J = residual.shape[0], residual.shape[1] * residual.shape[2], fn.shape[0]
+    P = max(16, _pow2(J + 1))
+    if M <= FEW_TOKENS:
+        splits = _cdiv(K, FEW_COLUMNS)
+        partial = torch.empty((splits, M, P), dtype=torch.float32, device=residual.device)
+        _partial_few[(splits,)](residual, fn, partial, M, K, J, P, FEW_COLUMNS, num_warps=8)
+        return partial
+    block_m = tile_tokens or (64 if M >= 1024 else 16)
+    block_k = 64 if residual.dtype == torch.float32 or P > 64 else 128
+    tiles = _cdiv(M, block_m)
+    # About four programs a multiprocessor of an H200, and at least two blocks of columns each.
+    splits = splits or max(1, min(_cdiv(K, 2 * block_k), 512 // tiles))
+    split_k = _cdiv(_cdiv(K, splits), block_k) * block_k
+    splits = _cdiv(K, split_k)
+    partial = torch.empty((splits, M, P), dtype=torch.float32, device=residual.device)
+    _partial_tile[(tiles * splits,)](
+        residual, fn, partial, M, K, J, P, splits, split_k, block_m, block_k, stages, num_warps=4
+    )
+    return partial
+
+
+@triton.jit(do_not_specialize=["M", "splits"])
+def _norm_finish(
+    partial_ptr,
+    mixes_ptr,
+    rstd_ptr,
+    eps,
+    M,
+    splits,
+    K: tl.constexpr,
+    J: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    j = tl.arange(0, P)[None, :]
+    products = tl.zeros([BLOCK_M, P], dtype=tl.float32)
+    squares = tl.zeros([BLOCK_M], dtype=tl.float32)
+    for split in range(splits):
+        row = partial_ptr + (split * M + token) * P
+        products += tl.load(row[:, None] + j, mask=(token[:, None] < M) & (j < J), other=0.0)
+        squares += tl.load(row + J, mask=token < M, other=0.0)
+    rstd = tl.rsqrt(squares / K + eps)
+    tl.store(rstd_ptr + token, rstd, mask=token < M)
+    tl.store(mixes_ptr + token[:, None] * J + j, products * rstd[:, None], mask=(token[:, None] < M) & (j < J))
+
+
+def run_norm_fn(
+    residual: torch.Tensor,
+    fn: torch.Tensor,
+    eps: float,
+    mixes: torch.Tensor,
+    rstd: torch.Tensor,
+    *,
+    BLOCK_M=None,
+    SPLITS=None,
+    STAGES=3,
+) -> None:
+    """mixes[M, J] = (x @ fn.T) * rstd, rstd[M] = rsqrt(mean(x^2) + eps), for x = residual [M, C, H] with a token's streams flat.
+
+    fn [J, C * H] in float32, residual in bfloat16 or float32; contiguous, J <= 127. Products are those of float32.
+    Two launches: partial sums over runs of columns, and their sum in a fixed order.
+    BLOCK_M = None: 64 tokens a tile where there are many, else 16; SPLITS = None: by how many tiles there are.
+    """
+    M, C, H = residual.shape
+    if M == 0:
+        return
+    partial = _partials(residual, fn, BLOCK_M, SPLITS, STAGES)
+    splits, _, P = partial.shape
+    block_m = 1 if M <= 1024 else 4
+    _norm_finish[(_cdiv(M, block_m),)](
+        partial, mixes, rstd, eps, M, splits, C * H, fn.shape[0], P, block_m, num_warps=1
+    )
+
+
+@triton.jit
+def _coefficients_of_tokens(
+    partial_ptr, scale_ptr, base_ptr, post_ptr, comb_ptr, rms_eps, sinkhorn_eps, post_mult, repeat, M, splits,
+    C: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PC: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """post and comb of BLOCK_M tokens."""
+    J: tl.constexpr = C * (C + 2)
+    token = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    c = tl.arange(0, PC)
+    row, column = c[None, :, None], c[None, None, :]
+    at = row * C + column
+    post = tl.zeros([BLOCK_M, PC], dtype=tl.float32)
+    comb = tl.zeros([BLOCK_M, PC, PC], dtype=tl.float32)
+    squares = tl.zeros([BLOCK_M], dtype=tl.float32)
+    here = token < M
+    inside = (row < C) & (column < C)
+    for split in range(splits):
+        of_token = partial_ptr + (split * M + token) * P
+        squares += tl.load(of_token + J, mask=here, other=0.0)
+        post += tl.load(of_token[:, None] + C + c[None, :], mask=here[:, None] & (c[None, :] < C), other=0.0)
+        comb += tl.load(of_token[:, None, None] + 2 * C + at, mask=here[:, None, None] & inside, other=0.0)
+    rstd = tl.rsqrt(squares / K + rms_eps)
+    post_base = tl.load(base_ptr + C + c, mask=c < C, other=0.0)
+    gate = tl.sigmoid(post * rstd[:, None] * tl.load(scale_ptr + 1) + post_base[None, :])
+    tl.store(post_ptr + token[:, None] * C + c[None, :], gate * post_mult, mask=here[:, None] & (c[None, :] < C))
+    z = comb * rstd[:, None, None] * tl.load(scale_ptr + 2) + tl.load(base_ptr + 2 * C + at, mask=inside, other=0.0)
+    mixing = _normalised(tl.where(inside, z, float("-inf")), inside, row < C, column < C, repeat, sinkhorn_eps)
+    tl.store(comb_ptr + token[:, None, None] * (C * C) + at, mixing, mask=here[:, None, None] & inside)
+
+
+@triton.jit
+def _collapse_columns(
+    pid, partial_ptr, residual_ptr, scale_ptr, base_ptr, layer_input_ptr, rms_eps, pre_eps, M, splits,
+    C: tl.constexpr, H: tl.constexpr, P: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A block of columns of the input of the sublayer; the gates of its token are computed here once more."""
+    blocks: tl.constexpr = (H + BLOCK - 1) // BLOCK
+    token = (M - 1 - pid // blocks).to(tl.int64)
+    cols = pid % blocks * BLOCK + tl.arange(0, BLOCK)
+    streams = ()
+    for c in tl.static_range(C):
+        streams = streams + (tl.load(residual_ptr + (token * C + c) * H + cols, mask=cols < H, other=0.0),)
+    s = tl.arange(0, SPLITS)
+    of_token = partial_ptr + (s * M + token) * P
+    squares = tl.sum(tl.load(of_token + C * (C + 2), mask=s < splits, other=0.0), axis=0)
+    rstd = tl.rsqrt(squares / (C * H) + rms_eps)
+    scale = tl.load(scale_ptr)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for c in tl.static_range(C):
+        product = tl.sum(tl.load(of_token + c, mask=s < splits, other=0.0), axis=0)
+        gate = tl.sigmoid(product * rstd * scale + tl.load(base_ptr + c)) + pre_eps
+        total += gate * streams[c].to(tl.float32)
+    tl.store(layer_input_ptr + token * H + cols, total.to(layer_input_ptr.dtype.element_ty), mask=cols < H)
+
+
+@triton.jit(do_not_specialize=["M", "splits", "programs", "repeat"])
+def _pre_finish(
+    partial_ptr,
+    residual_ptr,
+    scale_ptr,
+    base_ptr,
+    post_ptr,
+    comb_ptr,
+    layer_input_ptr,
+    rms_eps,
+    pre_eps,
+    sinkhorn_eps,
+    post_mult,
+    repeat,
+    M,
+    splits,
+    programs,
+    C: tl.constexpr,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    PC: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The first `programs` programs: post and comb of BLOCK_M tokens each. All others: a block of columns of one token.
+
+    So the steps of Sinkhorn, all latency, run beside the reading of the streams. Tokens go backwards there: the last ones
+    that the projection has read are still in the L2.
+    """
+    pid = tl.program_id(0)
+    if pid < programs:
+        _coefficients_of_tokens(
+            partial_ptr, scale_ptr, base_ptr, post_ptr, comb_ptr, rms_eps, sinkhorn_eps, post_mult, repeat, M, splits,
+            C, C * H, P, PC, BLOCK_M,
+        )  # fmt: skip
+    else:
+        _collapse_columns(
+            pid - programs, partial_ptr, residual_ptr, scale_ptr, base_ptr, layer_input_ptr, rms_eps, pre_eps, M, splits,
+            C, H, P, SPLITS, BLOCK,
+        )  # fmt: skip
+
+
+def run_pre_fused(
+    residual: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    rms_eps: float,
+    pre_eps: float,
+    sinkhorn_eps: float,
+    post_mult: float,
+    repeat: int,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    layer_input: torch.Tensor,
+    *,
+    BLOCK_M=None,
+    SPLITS=None,
+    STAGES=3,
+    BLOCK=None,
+    num_warps=4,
+) -> None:
+    """norm_fn, split_mixes, Sinkhorn and apply_mix of one sublayer: post [M, C], comb [M, C, C], layer_input [M, H].
+
+    Shapes: residual [M, C, H] and layer_input in bfloat16 or float32, fn [C * (C + 2), C * H], scale [3], base [C * (C + 2)],
+    post and comb in float32; contiguous, C <= 8. Products are those of float32.
+    Two launches: partial sums of the projection, and everything else. The streams are read twice, the second time in part
+    from the L2.
+    BLOCK_M, SPLITS, STAGES: as in run_norm_fn. BLOCK, num_warps: columns and warps of a program that collapses streams.
+    """
+    M, C, H = residual.shape
+    if M == 0:
+        return
+    partial = _partials(residual, fn, BLOCK_M, SPLITS, STAGES)
+    splits, _, P = partial.shape
+    block = _column_block(H, BLOCK, 1024)
+    tokens = 1 if M <= 64 else 8
+    programs = _cdiv(M, tokens)
+    _pre_finish[(programs + M * _cdiv(H, block),)](
+        partial,
+        residual,
+        scale,
+        base,
+        post,
+        comb,
+        layer_input,
+        rms_eps,
+        pre_eps,
+        sinkhorn_eps,
+        post_mult,
+        repeat,
+        M,
+        splits,
+        programs,
+        C,
+        H,
+        P,
+        _pow2(C),
+        _pow2(splits),
+        tokens,
+        block,
+        num_warps=num_warps,
+    )

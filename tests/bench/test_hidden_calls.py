@@ -1,0 +1,30 @@
+"""How many calls the clock audit makes behind a device that is kept busy."""
+
+from __future__ import annotations
+
+import pytest
+
+from tilegym_db.bench.audit import BUSY_US, LEAST_BY_TIME, QUEUED, hidden_calls
+
+
+@pytest.mark.parametrize(
+    ("launches", "host_us", "calls"),
+    [
+        pytest.param(1, 10.0, 16, id="a kernel of one launch takes every buffer"),
+        pytest.param(0, 0.0, 16, id="nobody counted on a CPU"),
+        pytest.param(100, 450.0, 3, id="a hundred launches a call fill the queue"),
+        pytest.param(4, 700.0, 5, id="a slow host outlasts the busy time"),
+        pytest.param(1, 9000.0, 4, id="what launching is said to take buys no more slack than that"),
+        pytest.param(2000, 9000.0, 2, id="a slope needs two calls"),
+    ],
+)
+def test_launching_the_calls_of_the_long_run_hides_behind_a_busy_device(
+    launches: int, host_us: float, calls: int
+) -> None:
+    assert hidden_calls(16, launches, host_us) == calls
+    assert calls == 2 or 3 * calls * launches <= QUEUED
+    assert calls <= LEAST_BY_TIME or 3 * calls * host_us <= BUSY_US[-1]
+
+
+def test_there_are_never_more_calls_than_buffers() -> None:
+    assert hidden_calls(1, 500, 5000.0) == 1

@@ -1,0 +1,164 @@
+"""Routers of mixtures: the product is the model's own, and a kernel chooses from its scores."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.deepseek_v2.configuration_deepseek_v2 import DeepseekV2Config
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+from tilegym_db import Catalog, patch, patched
+from tilegym_db.integrations.transformers.call_site import AUTOCAST, IN_TRAINING, NEEDS_GRAD
+
+EXPERTS, HIDDEN = 8, 64
+
+
+def router(**changes: Any) -> Any:
+    """One router of Qwen3-MoE with random weights, in eval mode."""
+    settings = {"num_experts": EXPERTS, "num_experts_per_tok": 3, "hidden_size": HIDDEN, "norm_topk_prob": True}
+    return filled(Qwen3MoeTopKRouter(Qwen3MoeConfig(**{**settings, **changes})))
+
+
+def grouped_router(method: str, groups: int | None, kept: int | None) -> Any:
+    """One router of DeepSeek-V2."""
+    config = DeepseekV2Config(hidden_size=HIDDEN, n_routed_experts=EXPERTS, num_experts_per_tok=3)
+    config.topk_method, config.n_group, config.topk_group = method, groups, kept
+    return filled(DeepseekV2TopkRouter(config))
+
+
+def filled(module: Any) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator)
+    return module.eval()
+
+
+def states(tokens: int = 5) -> torch.Tensor:
+    return torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(1))
+
+
+def call(module: Any) -> tuple[torch.Tensor, ...]:
+    with torch.no_grad():
+        found: tuple[torch.Tensor, ...] = module(states())
+    return found
+
+
+def same(found: tuple[torch.Tensor, ...], stock: tuple[torch.Tensor, ...]) -> bool:
+    return all(torch.equal(got, want) for got, want in zip(found, stock, strict=True))
+
+
+def reason(module: torch.nn.Module, catalog: Catalog) -> str:
+    """Why a module stays stock."""
+    (site,) = patch(torch.nn.ModuleList([module]), catalog=catalog, dry_run=True).report().sites
+    assert site.kind == "router"
+    return site.reason
+
+
+def bypassed(module: Any, catalog: Catalog, call: Callable[[Any], Any]) -> set[str]:
+    """What a call of a patched module is left to stock for; it gives the bits of stock."""
+    stock = call(copy.deepcopy(module))
+    with patched(torch.nn.ModuleList([module]), catalog=catalog) as handle:
+        assert same(call(module), stock)
+    (site,) = handle.report().sites
+    assert handle.report().kernel_calls == 0
+    return set(site.bypassed)
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+def test_scores_weights_and_ids_are_those_of_stock(renormalise: bool, kernels: Catalog) -> None:
+    module = router(norm_topk_prob=renormalise)
+    stock = call(module)
+    with patched(torch.nn.ModuleList([module]), catalog=kernels) as handle:
+        assert same(call(module), stock)
+    assert handle.report().hits() == {"topk_softmax": 1}
+    assert type(module) is Qwen3MoeTopKRouter
+
+
+def test_settings_and_weights_that_change_after_the_patch_are_honoured(kernels: Catalog) -> None:
+    module = router()
+    with patched(torch.nn.ModuleList([module]), catalog=kernels) as handle:
+        call(module)
+        module.top_k, module.norm_topk_prob = 2, False
+        module.weight.data = -module.weight.data
+        found = call(module)
+    assert same(found, call(module))
+    assert found[1].shape == (5, 2)
+    assert handle.report().hits() == {"topk_softmax": 2}
+
+
+@pytest.mark.parametrize("smallest", [1, 2048])
+def test_compiled_code_has_the_operator_or_the_models_own_operations(smallest: int, shop: Any) -> None:
+    module, catalog = router(), shop.offer(ops=("topk_softmax",), smallest=smallest)
+    stock = call(module)
+    with patched(torch.nn.ModuleList([module]), catalog=catalog) as handle:
+        assert same(call(torch.compile(module, backend="aot_eager", fullgraph=True)), stock)
+    torch.compiler.reset()
+    assert handle.report().kernel_calls == int(smallest == 1)
+
+
+def test_what_no_kernel_serves_goes_on_as_the_model_has_it(shop: Any) -> None:
+    module, catalog = router(), shop.offer(ops=("topk_softmax",), smallest=2048)
+    stock = call(module)
+    with patched(torch.nn.ModuleList([module]), catalog=catalog) as handle:
+        assert same(call(module), stock)
+    (site,) = handle.report().sites
+    assert site.counts is not None
+    assert (site.counts.calls, site.counts.kernel_calls) == (1, 0)
+
+
+def test_training_gradients_and_autocast_are_left_to_stock(poison: Catalog) -> None:
+    def with_grad(module: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(value.detach() for value in module(states()))
+
+    def in_autocast(module: Any) -> tuple[torch.Tensor, ...]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return call(module)
+
+    assert bypassed(router().train(), poison, call) == {IN_TRAINING}
+    assert bypassed(router(), poison, with_grad) == {NEEDS_GRAD}
+    assert bypassed(router(), poison, in_autocast) == {AUTOCAST}
+
+
+@pytest.mark.parametrize(
+    ("method", "groups", "kept", "told"),
+    [
+        ("greedy", 1, 1, ""),
+        ("group_limited_greedy", 4, 2, ""),
+        ("greedy", 4, 2, "probed, it does not give the bits of topk_softmax_groups"),
+        ("greedy", None, None, "its num_group is None, no number that topk_softmax_groups takes"),
+        ("group_limited_greedy", 3, 2, "it cannot be probed: RuntimeError: shape '[-1, 3, 2]' is invalid for input of size 40"),
+    ],
+)  # fmt: skip
+def test_groups_are_served_where_the_settings_say_what_the_code_does(
+    method: str, groups: int | None, kept: int | None, told: str, kernels: Catalog
+) -> None:
+    module = grouped_router(method, groups, kept)
+    why = reason(module, kernels)
+    assert why == (told or "dry run")
+    if not told:
+        stock = call(module)
+        with patched(torch.nn.ModuleList([module]), catalog=kernels) as handle:
+            assert same(call(module), stock)
+        assert handle.report().hits() == {"topk_softmax_groups": 1}
+
+
+class Sorted(Qwen3MoeTopKRouter):
+    """Ids in another order."""
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = torch.nn.functional.linear(hidden_states, self.weight)
+        weights, ids = torch.topk(logits, self.top_k)
+        ids = ids.flip(-1)
+        return logits, weights, ids
+
+
+def test_other_code_is_no_definition(kernels: Catalog) -> None:
+    module = router()
+    module.__class__ = Sorted
+    assert reason(module, kernels).startswith("its router forward is no variant that is known (fingerprint ")

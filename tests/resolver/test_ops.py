@@ -1,0 +1,347 @@
+"""The operators of the catalog as plain functions: tilegym_db.ops."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import tilegym_db
+from tilegym_db.catalog import Catalog, SolutionFiles
+from tilegym_db.errors import NoSolutionError, NotFoundError, UsageError
+from tilegym_db.ops import operator_page
+from tilegym_db.ops.catalog_operator import CatalogOperator
+from tilegym_db.ops.function import operator_function
+from tilegym_db.ops.in_graph import define
+from tilegym_db.paths import shipped_root
+from tilegym_db.records import Definition
+from tilegym_db.verify.inputs import Case, draw_inputs
+from tilegym_db.verify.reference import run_reference
+from tilegym_db.verify.torch_dtypes import storage_dtype
+
+CATALOG = Catalog((shipped_root(),))
+Shop = Any
+X, WEIGHT = torch.arange(6.0).view(2, 3), torch.tensor([1.0, 2.0, 3.0])
+
+
+def function_of(name: str, catalog: Catalog = CATALOG) -> Callable[..., Any]:
+    return operator_function(catalog.definition(name), catalog)
+
+
+def tiny(definition: Definition) -> tuple[Case, dict[str, Any]]:
+    workload = next(item for item in CATALOG.workloads_for(definition.name) if "tiny" in item.tags)
+    case = Case.of_workload(definition, workload, distribution="normal", seed=3)
+    return case, draw_inputs(definition, case, "cpu")
+
+
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+@pytest.mark.records("name")
+@pytest.mark.parametrize("name", CATALOG.definitions)
+def test_every_operator_gives_what_its_reference_gives_in_the_layout_of_its_definition(name: str) -> None:
+    definition = CATALOG.definition(name)
+    case, inputs = tiny(definition)
+    wanted = run_reference(definition, inputs)
+    given = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
+    outputs = dict(zip(definition.outputs, as_tuple(function_of(name)(*given.values())), strict=True))
+    for key, value in outputs.items():
+        assert value.shape == definition.shape_of(key, case.axes)
+        assert value.dtype == storage_dtype(definition.dtype_of(key, case.dtypes))
+        assert same_bytes(value, wanted[key])
+        if key in definition.layouts:
+            assert value.stride() == definition.strides_of(key, case.axes)
+    for source, target in definition.in_place.items():
+        assert outputs[target] is given[source]
+    unchanged = [key for key in definition.tensor_inputs if key not in definition.in_place]
+    assert all(same_bytes(given[key], inputs[key]) for key in unchanged)
+    addresses = {given[key].untyped_storage().data_ptr() for key in unchanged if given[key].numel()}
+    assert not addresses & {value.untyped_storage().data_ptr() for value in outputs.values() if value.numel()}
+
+
+def test_a_function_says_what_it_takes_and_gives() -> None:
+    function = tilegym_db.ops.fused_add_rms_norm
+    assert str(inspect.signature(function)) == (
+        "(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, backend: str = 'auto') "
+        "-> tuple[torch.Tensor, torch.Tensor]"
+    )
+    assert "residual_out: [M, N] of T = " in str(function.__doc__)
+    assert "(residual, overwritten)" in str(function.__doc__)
+    assert "h200: " in str(function.__doc__).partition("Fastest verified kernels:")[2]
+    assert "none yet; the reference runs" in str(tilegym_db.ops.topk_gate.__doc__)
+    assert function is tilegym_db.ops.fused_add_rms_norm
+    assert pickle.loads(pickle.dumps(function)) is function
+    assert {"rms_norm", "gemm", "topk_gate"} <= set(dir(tilegym_db.ops))
+    assert inspect.signature(tilegym_db.ops.topk_gate).parameters["top_k"].annotation is int
+
+
+def test_the_page_of_operators_is_current() -> None:
+    assert operator_page.FILE.read_text() == operator_page.page_text(), "Try: python -m tilegym_db.ops.operator_page"
+
+
+def test_a_name_that_is_no_operator_is_no_attribute() -> None:
+    with pytest.raises(AttributeError, match=r"no definition 'rms_nrom'\. Did you mean 'rms_norm'"):
+        _ = tilegym_db.ops.rms_nrom
+    assert not hasattr(tilegym_db.ops, "__wrapped__")
+
+
+BAD_CALLS = {
+    "dimensions": ((X[0], WEIGHT, 0.5), "'x' of scale_rows has 2 dimensions"),
+    "size": ((X, WEIGHT[:2], 0.5), "dimension 0 of 'weight' has size 2, but must be N = 3"),
+    "dtype": ((X, WEIGHT.double(), 0.5), "'weight' of scale_rows must be float32, not float64"),
+    "no tensor": ((None, WEIGHT, 0.5), "'x' of scale_rows is a tensor, not NoneType"),
+    "no number": ((X, WEIGHT, "half"), "'eps' of scale_rows is a number of type float, not str"),
+    "a list": ((X, WEIGHT, [0.5]), "'eps' of scale_rows is a number of type float, not list"),
+    "a flag": ((X, WEIGHT, True), "'eps' of scale_rows is a number of type float, not bool"),
+    "a tensor": ((X, WEIGHT, X), "'eps' of scale_rows is a number of type float, not Tensor"),
+}
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("call", BAD_CALLS)
+def test_an_argument_that_does_not_fit_is_named(shop: Shop, published: None, call: str, backend: str) -> None:
+    arguments, message = BAD_CALLS[call]
+    with pytest.raises(UsageError, match=message.replace("(", r"\(")):
+        function_of("scale_rows", shop.catalog)(*arguments, backend=backend)
+
+
+def test_a_size_that_is_a_scalar_binds_its_axis() -> None:
+    scores = torch.randn(3, 8)
+    assert tilegym_db.ops.topk_gate(scores, 2).shape == (3, 2)
+    for wrong, message in ((-1, "'top_k' of topk_gate is the size of axis 'K'"), (9, "topk_gate requires E >= K")):
+        with pytest.raises(UsageError, match=message):
+            tilegym_db.ops.topk_gate(scores, wrong)
+    with pytest.raises(UsageError, match="'top_k' of topk_gate is a number of type int, not float"):
+        tilegym_db.ops.topk_gate(scores, 2.0)
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------------
+
+NINE = "def run(x, weight, eps, out, *, BIAS=0):\n    out.fill_(9 + BIAS)\n"
+
+
+@pytest.fixture
+def published(shop: Shop) -> SolutionFiles:
+    """A kernel that is verified at 2x3 and writes what no reference would."""
+    files = shop.add("scale_rows", "scale_rows_nine", NINE)
+    shop.publish(
+        [
+            shop.entry(
+                "scale_rows", {"M": 2, "N": 3}, [shop.candidate(files, config={"BIAS": 1})], dtypes={"T": "float32"}
+            )
+        ]
+    )
+    return files
+
+
+def test_a_verified_kernel_serves_the_calls_that_it_is_verified_for(shop: Shop, published: SolutionFiles) -> None:
+    function = function_of("scale_rows", shop.catalog)
+    assert function(X, WEIGHT, 0.5).eq(10).all()
+    wanted = X * WEIGHT + 0.5
+    assert torch.equal(function(X, WEIGHT, 0.5, backend="reference"), wanted)
+    assert torch.equal(function(X.repeat(8, 1), WEIGHT, 0.5), wanted.repeat(8, 1))
+    half = function(X.bfloat16(), WEIGHT.bfloat16(), 0.5)
+    assert torch.equal(half, (X * WEIGHT + 0.5).bfloat16())
+    assert function(X.t().contiguous().t(), WEIGHT, 0.5).eq(wanted).all()  # columns: it was verified for rows
+
+
+def test_a_backend_by_name_is_that_solution_or_an_error(shop: Shop, published: SolutionFiles) -> None:
+    other = shop.add("scale_rows", "scale_rows_other", NINE)
+    function = function_of("scale_rows", shop.catalog)
+    assert function(X, WEIGHT, 0.5, backend=published.name).eq(10).all()
+    for name, value in ((published.name, X.repeat(8, 1)), (other.name, X)):
+        with pytest.raises(NoSolutionError, match=f"{name} cannot serve this call of scale_rows: "):
+            function(value, WEIGHT, 0.5, backend=name)
+    with pytest.raises(NotFoundError, match=r"no solution 'scale_rows_nin'\. Did you mean 'scale_rows_nine'"):
+        function(X, WEIGHT, 0.5, backend="scale_rows_nin")
+    elsewhere = shop.add("halves", "halves_own", "def run(x, swap, out): ...\n")
+    with pytest.raises(UsageError, match=f"{elsewhere.name} is a solution of halves, not of scale_rows"):
+        function_of("scale_rows", shop.catalog)(X, WEIGHT, 0.5, backend=elsewhere.name)
+
+
+def test_a_kernel_whose_source_changed_is_not_run(shop: Shop, published: SolutionFiles) -> None:
+    shop.add("scale_rows", published.name, NINE + "# changed\n")
+    function = function_of("scale_rows", shop.catalog)
+    assert torch.equal(function(X, WEIGHT, 0.5), X * WEIGHT + 0.5)
+    with pytest.raises(NoSolutionError, match="cannot serve"):
+        function(X, WEIGHT, 0.5, backend=published.name)
+
+
+def test_a_kernel_that_fails_leaves_the_call_to_the_reference(shop: Shop) -> None:
+    files = shop.add("scale_rows", "scale_rows_broken", "def run(x, weight, eps, out):\n    raise ValueError('no')\n")
+    shop.publish([shop.entry("scale_rows", {"M": 2, "N": 3}, [shop.candidate(files)], dtypes={"T": "float32"})])
+    function = function_of("scale_rows", shop.catalog)
+    with pytest.warns(RuntimeWarning, match="scale_rows_broken"):
+        found = function(X, WEIGHT, 0.5)
+    assert torch.equal(found, X * WEIGHT + 0.5)
+
+
+def test_an_output_in_place_is_the_input_by_a_kernel_and_by_the_reference(shop: Shop) -> None:
+    files = shop.add(
+        "add_into", "add_into_own", "def run(x, total, out):\n    total.add_(x)\n    out.copy_(2 * total)\n"
+    )
+    shop.publish([shop.entry("add_into", {"M": 2}, [shop.candidate(files)])])
+    function = function_of("add_into", shop.catalog)
+    for size in (2, 7):  # a kernel, the reference
+        x, total = torch.ones(size), torch.arange(float(size))
+        out, after = function(x, total)
+        assert after is total
+        assert torch.equal(total, torch.arange(float(size)) + 1)
+        assert torch.equal(out, 2 * total)
+
+
+def test_an_operator_without_outputs_of_its_own_returns_what_it_overwrote(shop: Shop) -> None:
+    shop.define(
+        "double",
+        axes={"M": {"type": "var"}},
+        inputs={"x": {"shape": ["M"], "dtype": "float32"}},
+        outputs={"x_out": {"shape": ["M"], "dtype": "float32"}},
+        in_place={"x": "x_out"},
+        reference="def run(x):\n    return 2 * x\n",
+    )
+    files = shop.add("double", "double_own", "def run(x):\n    x.mul_(2)\n")
+    shop.publish([shop.entry("double", {"M": 2}, [shop.candidate(files)])])
+    function = function_of("double", shop.catalog)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for call in (function, compiled):
+        for size in (2, 5):
+            x = torch.ones(size)
+            assert call(x) is x or torch.equal(call(torch.ones(size)), 2 * torch.ones(size))
+            assert x.eq(2).all()
+
+
+# -- derivatives and transforms ------------------------------------------------------------------------------------------
+
+
+def test_a_call_that_a_derivative_may_be_asked_of_runs_the_reference(shop: Shop, published: SolutionFiles) -> None:
+    function = function_of("scale_rows", shop.catalog)
+    weight = WEIGHT.clone().requires_grad_()
+    found = function(X, weight, 0.5)
+    assert torch.equal(found, X * weight + 0.5)
+    found.sum().backward()
+    assert torch.equal(weight.grad, X.sum(0))
+    with torch.no_grad():
+        assert function(X, weight, 0.5).eq(10).all()
+    with pytest.raises(NoSolutionError, match="scale_rows_nine has no derivative"):
+        function(X, weight, 0.5, backend=published.name)
+    derivative = torch.func.grad(lambda value: function(X, value, 0.5).sum())(WEIGHT)
+    assert torch.equal(derivative, X.sum(0))
+    _, tangent = torch.func.jvp(lambda value: function(X, value, 0.5), (WEIGHT,), (torch.ones(3),))
+    assert torch.equal(tangent, X)
+    batched = torch.func.vmap(lambda value: function(value, WEIGHT, 0.5))(torch.stack([X, X + 1]))
+    assert torch.equal(batched[1], (X + 1) * WEIGHT + 0.5)
+
+
+# -- compiled code ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def graphs() -> tuple[list[torch.fx.GraphModule], Callable[..., Any]]:
+    """The graphs that were made, and a backend that keeps them."""
+    seen: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        seen.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    return seen, keep
+
+
+def targets(graph: torch.fx.GraphModule) -> list[str]:
+    return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+
+
+def test_compiled_code_has_one_operator_that_a_kernel_serves(shop: Shop, published: SolutionFiles, graphs) -> None:
+    seen, keep = graphs
+    function = function_of("scale_rows", shop.catalog)
+    compiled = torch.compile(lambda x, weight: function(x, weight, 0.5) + 1, fullgraph=True, backend=keep)
+    assert compiled(X, WEIGHT).eq(11).all()
+    (graph,) = seen
+    assert [name for name in targets(graph) if "tilegym_db_ops.scale_rows" in name]
+    assert torch.equal(compiled(X.repeat(8, 1), WEIGHT), (X * WEIGHT + 1.5).repeat(8, 1))  # the reference, at run time
+    compiled(X.repeat(9, 1), WEIGHT)
+    assert len(seen) == 2  # the second one is for any number of rows
+
+
+def test_a_transform_inside_compiled_code_gives_what_it_gives_outside(shop: Shop, published: SolutionFiles) -> None:
+    function = function_of("scale_rows", shop.catalog)
+    torch._dynamo.reset()
+
+    def slope(weight: torch.Tensor) -> torch.Tensor:
+        return torch.func.grad(lambda value: function(X, value, 0.5).sum())(weight)
+
+    def rows(x: torch.Tensor) -> torch.Tensor:
+        return torch.func.vmap(lambda value: function(value, WEIGHT, 0.5))(x)
+
+    stacked = torch.stack([X.repeat(2, 1), X.repeat(2, 1) + 1])  # no kernel is published for four rows
+    assert torch.equal(torch.compile(slope, backend="aot_eager")(WEIGHT), X.sum(0))
+    assert torch.equal(torch.compile(rows, backend="aot_eager")(stacked), stacked * WEIGHT + 0.5)
+
+
+@pytest.mark.parametrize("how", ["reference", "gradient"])
+def test_compiled_code_looks_into_the_reference(shop: Shop, published: SolutionFiles, graphs, how: str) -> None:
+    seen, keep = graphs
+    function = function_of("scale_rows", shop.catalog)
+    weight = WEIGHT.clone().requires_grad_(how == "gradient")
+    backend = "reference" if how == "reference" else "auto"
+    compiled = torch.compile(lambda x, w: function(x, w, 0.5, backend=backend), fullgraph=True, backend=keep)
+    found = compiled(X, weight)
+    assert torch.equal(found, X * WEIGHT + 0.5)
+    assert not [name for name in targets(seen[0]) if "tilegym_db_ops" in name]
+    if how == "gradient":
+        found.sum().backward()
+        assert torch.equal(weight.grad, X.sum(0))
+
+
+def test_compiled_code_sees_what_is_overwritten(shop: Shop, graphs) -> None:
+    function = function_of("add_into", shop.catalog)
+
+    def step(x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        before = total + 0
+        out, after = function(x, total)
+        return out + after - before
+
+    total = torch.arange(4.0)
+    found = torch.compile(step, fullgraph=True, backend="aot_eager")(torch.ones(4), total)
+    assert torch.equal(total, torch.arange(4.0) + 1)
+    assert torch.equal(found, 2 * total + 1)
+
+
+@pytest.mark.parametrize(
+    "name", ["rms_norm", "fused_add_rms_norm", "topk_gate", "per_token_cast_ue8m0", "inplace_unique_group_indices"]
+)
+def test_the_operator_in_a_graph_keeps_what_it_promises(name: str) -> None:
+    definition = CATALOG.definition(name)
+    _, inputs = tiny(definition)
+    defined = define(CatalogOperator(definition, CATALOG))
+    torch.library.opcheck(defined, (*inputs.values(), "auto"), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_a_tracer_sees_the_operator(shop: Shop, published: SolutionFiles) -> None:
+    function = function_of("scale_rows", shop.catalog)
+    graph = make_fx(lambda x, weight: function(x, weight, 0.5))(X, WEIGHT)
+    assert any("tilegym_db_ops.scale_rows" in name for name in targets(graph))
+    assert graph(X, WEIGHT).eq(10).all()
+
+
+def test_an_input_that_is_called_as_the_option_is_refused(shop: Shop) -> None:
+    shop.define(
+        "odd",
+        axes={"M": {"type": "var"}},
+        inputs={"backend": {"shape": ["M"], "dtype": "float32"}},
+        outputs={"out": {"shape": ["M"], "dtype": "float32"}},
+        reference="def run(backend):\n    return backend + 1\n",
+    )
+    with pytest.raises(UsageError, match="an input of odd is called 'backend'"):
+        function_of("odd", shop.catalog)

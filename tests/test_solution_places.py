@@ -1,0 +1,163 @@
+"""A family of Solutions: one kernel file, and beside it a record for each Solution that enters it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tilegym_db.catalog import Catalog, SolutionFiles
+from tilegym_db.errors import RecordError
+
+KERNEL = """
+def run(x, weight, factor, out): out.copy_(x * weight * factor)
+def run_reversed(x, weight, factor, out): out.copy_(factor * weight * x)
+"""
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def family(row_scale: Path) -> Path:
+    """A folder with a kernel of two entry functions, and no record yet."""
+    folder = row_scale / "solutions" / "elementwise" / "scales_python"
+    folder.mkdir()
+    (folder / "kernel.py").write_text(KERNEL)
+    return folder
+
+
+@pytest.fixture
+def write(family: Path) -> Write:
+    """Write a record of the family that says no more than it must: ``write("name", key=value)``."""
+
+    def make(stem: str, **changes: Any) -> Path:
+        path = family / f"{stem}.json"
+        record = {"name": stem, "definition": "row_scale", "author": "tests", "spec": {"language": "python"}}
+        path.write_text(json.dumps({**record, **changes}))
+        return path
+
+    return make
+
+
+def refusal(name: str) -> str:
+    with pytest.raises(RecordError) as caught:
+        Catalog.default().solution(name)
+    assert name not in Catalog.default().solutions
+    return str(caught.value)
+
+
+def test_solutions_of_a_family_share_a_file_and_differ_in_their_entry_function(family: Path, write: Write):
+    path = write("scale")
+    write("scale_reversed", spec={"language": "python", "entry_point": "kernel.py::run_reversed"})
+    catalog = Catalog.default()
+    one, other = catalog.solution("scale"), catalog.solution("scale_reversed")
+    assert (one.path, one.folder, one.root) == (path, family, family.parents[2].resolve())
+    assert one.record.spec.entry_point == "kernel.py::run"
+    assert one.sources == other.sources == {"kernel.py": KERNEL.encode()}
+    assert one.digest != other.digest
+    found = [files.name for files in catalog.solutions_for("row_scale")]
+    assert found == ["row_scale_stock", "scale", "scale_reversed"]
+    assert catalog.broken() == []
+
+
+def test_a_solution_has_one_digest_in_its_family_alone_and_with_its_defaults_written_out(
+    family: Path, write: Write, tmp_path: Path
+):
+    path = write("scale")
+    in_family = Catalog.default().solution("scale")
+    shutil.copy(family / "kernel.py", tmp_path)
+    spelled = {**json.loads(path.read_text()), "sources": [{"path": "kernel.py"}]}
+    spelled["spec"]["entry_point"] = "kernel.py::run"
+    (tmp_path / "solution.json").write_text(json.dumps(spelled))
+    assert SolutionFiles.read(tmp_path).digest == SolutionFiles.read(path).digest == in_family.digest
+    assert in_family.record.to_dict() == {**json.loads(path.read_text())}
+
+
+def test_a_family_may_keep_further_sources_in_a_folder(family: Path, write: Write):
+    (family / "parts").mkdir()
+    (family / "parts" / "tile.py").write_text("SIZE = 4\n")
+    write("scale", sources=[{"path": "kernel.py"}, {"path": "parts/tile.py"}])
+    catalog = Catalog.default()
+    assert set(catalog.solution("scale").sources) == {"kernel.py", "parts/tile.py"}
+    assert catalog.broken() == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "other"}, "scale.json: its name is 'other'; this record belongs at .*_python/other.json"),
+        (
+            {"spec": {"language": "triton"}},
+            "scale.json: op_type and language do not .* in solutions/elementwise/<family>_triton/",
+        ),
+        ({"sources": [{"path": "../kernel.py"}]}, "scale.json: .*inside the solution's folder"),
+        (
+            {"sources": [{"path": "kernel.py"}, {"path": "gone.py"}]},
+            "scale.json: sources: 'gone.py' does not exist beside scale.json",
+        ),
+        (
+            {"spec": {"language": "python", "entry_point": "kernel.py::run_fast"}},
+            "scale.json: entry_point 'run_fast' is missing .* which defines run, run_reversed",
+        ),
+        ({"definition": "gone"}, "scale.json: no definition 'gone'"),
+    ],
+    ids=["name", "language", "outside", "missing", "function", "definition"],
+)
+def test_what_does_not_fit_names_its_record(write: Write, changes: dict[str, Any], message: str):
+    write("fine")
+    write("scale", **changes)
+    assert re.search(message, refusal("scale"))
+    assert Catalog.default().solution("fine").name == "fine"
+
+
+def test_a_source_that_is_a_link_out_of_the_family_is_refused(family: Path, write: Write, tmp_path: Path):
+    (tmp_path / "elsewhere.py").write_text("")
+    (family / "linked.py").symlink_to(tmp_path / "elsewhere.py")
+    write("scale", sources=[{"path": "kernel.py"}, {"path": "linked.py"}])
+    assert "scale.json: sources: 'linked.py' is a link out of the folder" in refusal("scale")
+
+
+def test_a_family_of_another_op_type_is_named(family: Path, write: Write, row_scale: Path):
+    write("scale")
+    family.rename(row_scale / "solutions" / "moved_python")
+    (row_scale / "solutions" / "norm").mkdir()
+    (row_scale / "solutions" / "moved_python").rename(row_scale / "solutions" / "norm" / "scales_python")
+    assert "this record belongs in solutions/elementwise/<family>_python/" in refusal("scale")
+
+
+def test_json_beside_a_kernel_that_is_no_record_is_named_and_stops_nothing_else(family: Path, write: Write):
+    write("scale")
+    (family / "sizes.json").write_text('{"sizes": [1, 2]}')
+    catalog = Catalog.default()
+    assert [files.name for files in catalog.solutions_for("row_scale")] == ["row_scale_stock", "scale"]
+    (broken,) = catalog.broken()
+    assert broken.reason.startswith(f"{family / 'sizes.json'}: not a valid solution: unknown key 'sizes'")
+    assert broken.reason.endswith("Every .json beside a kernel is the record of a solution.")
+
+
+def test_a_kernel_without_a_record_is_named(family: Path):
+    (broken,) = Catalog.default().broken()
+    assert broken.reason == f"{family / 'scales_python.json'}: cannot read this solution: No such file or directory."
+
+
+def test_a_name_lives_in_one_of_the_layouts(family: Path, write: Write, row_scale: Path):
+    path = write("row_scale_stock")
+    own = row_scale / "solutions/elementwise/row_scale/row_scale_stock/solution.json"
+    catalog = Catalog.default()
+    assert catalog.solution("row_scale_stock").path == own
+    (broken,) = catalog.broken(("row_scale",))
+    assert broken.reason.startswith(f"{path}: 'row_scale_stock' exists twice: {own} and {path}.")
+
+
+def test_a_record_above_the_folders_of_solutions_stops_none_of_them(row_scale: Path):
+    folder = row_scale / "solutions" / "elementwise" / "row_scale"
+    for name in ("solution.json", "kernel.py"):
+        shutil.copy(folder / "row_scale_stock" / name, folder)
+    catalog = Catalog.default()
+    assert list(catalog.solutions) == ["row_scale_stock"]
+    (broken,) = catalog.broken()
+    assert "belongs in solutions/<op_type>/row_scale/row_scale_stock/" in broken.reason

@@ -1,0 +1,104 @@
+"""The program that a tool attaches to: it calls Solutions at cases, each tensor in an allocation of its own, of its size.
+
+``python -m tilegym_db.bench.instruments.calls REQUEST``. PyTorch's caching allocator would hide what is written beyond a tensor
+inside of one of its blocks, so whoever starts this turns it off (``PYTORCH_NO_CUDA_MEMORY_CACHING=1``).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilegym_db.backends.load import load_entry
+from tilegym_db.backends.toolchains import prepare_environment
+from tilegym_db.bench.instruments.requests import SolutionCalls, marked_line, read_request
+from tilegym_db.catalog import Catalog, SolutionFiles
+from tilegym_db.records import Definition
+from tilegym_db.verify.inputs import Case, draw_inputs
+from tilegym_db.verify.torch_dtypes import storage_dtype
+
+__all__ = ["arguments_of", "main"]
+
+WARM_UP_CALLS = 3
+_profiler: Any = torch.cuda.profiler  # has no annotations
+STOPPED = 3
+"""Exit status after a call that raised: the CUDA context may be lost, so nothing further is called in this process."""
+
+
+def arguments_of(definition: Definition, case: Case, device: str) -> dict[str, Any]:
+    """Every argument of ``run`` by name. Inputs come from the host as whole allocations, gaps included; outputs are not written.
+
+    So no kernel but the Solution's runs on the device before it is called, and what it reads of an output is uninitialised.
+    """
+    given: dict[str, Any] = {}
+    for name, value in draw_inputs(definition, case, "cpu").items():
+        if isinstance(value, torch.Tensor):
+            strides = case.strides(definition, name)
+            flat = torch.zeros(_span(tuple(value.shape), strides) + case.offset, dtype=value.dtype)
+            flat.as_strided(value.shape, strides, case.offset).copy_(value)
+            value = flat.to(device).as_strided(value.shape, strides, case.offset)
+        given[name] = value
+    for name in definition.written_outputs:
+        dtype = storage_dtype(definition.dtype_of(name, case.dtypes))
+        shape, strides = definition.shape_of(name, case.axes), case.strides(definition, name)
+        flat = torch.empty(_span(shape, strides) + case.offset, dtype=dtype, device=device)
+        given[name] = flat.as_strided(shape, strides, case.offset)
+    return given
+
+
+def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Elements from the first to the last of a tensor."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+def run_solution(calls: SolutionCalls, device: str, *, profile: bool) -> None:
+    """Call one Solution at each of its cases, and say so on standard output before each and at the end."""
+    files = SolutionFiles.read(calls.record)
+    if files.digest != calls.digest:
+        raise SystemExit(f"the source of {calls.name} changed on disk meanwhile")
+    definition = Catalog.default().definition(calls.definition)
+    prepare_environment(files.record.spec.language)
+    entry = load_entry(files)
+    writes = files.record.spec.destination_passing_style
+    names = (*definition.inputs, *(definition.written_outputs if writes else ()))
+    for number, case in enumerate(calls.cases):
+        print(marked_line("case", calls.name, number=number), flush=True)
+        given = arguments_of(definition, case, device)
+        arguments = [given[name] for name in names]
+        if profile:
+            for _ in range(WARM_UP_CALLS):
+                entry(*arguments, **calls.config)
+            _synchronize(device)
+            _profiler.start()
+        entry(*arguments, **calls.config)
+        _synchronize(device)
+        if profile:
+            _profiler.stop()
+    print(marked_line("done", calls.name), flush=True)
+
+
+def _synchronize(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize(device)
+
+
+def main() -> int:
+    """Every call of the request named on the command line."""
+    device, every, profile = read_request(Path(sys.argv[1]))
+    for calls in every:
+        try:
+            with torch.no_grad():
+                run_solution(calls, device, profile=profile)
+        except Exception as error:  # of the kernel: said, and left to whoever reads the output
+            print(marked_line("error", calls.name, what=f"{type(error).__name__}: {error}"[:2000]), flush=True)
+            return STOPPED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

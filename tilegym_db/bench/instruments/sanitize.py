@@ -1,0 +1,193 @@
+"""compute-sanitizer over Solutions at fuzz shapes: a finding is a failed verdict, with the kernel and the line."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tilegym_db.bench.device_lock import timing_lock
+from tilegym_db.bench.instruments.chosen import Chosen, choose_solutions, with_cases
+from tilegym_db.bench.instruments.process import output_of
+from tilegym_db.bench.instruments.programs import find_program
+from tilegym_db.bench.instruments.requests import write_request
+from tilegym_db.bench.instruments.sanitizer_report import SanitizerFinding, SanitizerReport, parse_report
+from tilegym_db.bench.run_setup import RunSetup
+from tilegym_db.catalog import Catalog
+from tilegym_db.errors import HardwareError, UsageError
+from tilegym_db.records import Trace
+from tilegym_db.scratch import scratch_folder
+from tilegym_db.store.journal import Journal
+from tilegym_db.verify.outcome import Failure
+
+__all__ = ["TOOLS", "Sanitized", "sanitize", "sanitizer_command", "verdicts_of"]
+
+PADDING_BYTES = 1 << 16
+"""Behind every allocation, so that what is written far beyond a tensor lies in none."""
+COMMON = (
+    "--target-processes", "application-only", "--print-limit", "1000", "--show-backtrace", "device",
+    "--destroy-on-device-error", "kernel",
+)  # fmt: skip
+TOOLS: dict[str, tuple[str, ...]] = {
+    "memcheck": ("--padding", str(PADDING_BYTES), "--report-api-errors", "no"),
+    "racecheck": ("--racecheck-report", "analysis"),
+    "initcheck": (),
+    "synccheck": (),
+}
+"""Tool of compute-sanitizer -> its options. They find accesses out of bounds, races in shared memory, reads of what nothing
+wrote, and wrong use of barriers."""
+NO_CASE = "no fuzz case fits what it declares, so nothing was run"
+
+
+@dataclass(frozen=True)
+class Sanitized:
+    """What one tool says about one Solution; ``problem`` says why it says nothing."""
+
+    chosen: Chosen
+    tool: str
+    findings: tuple[SanitizerFinding, ...] = ()
+    problem: str = ""
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether every case ran and no error was found; warnings are shown only."""
+        return not self.problem and not self.errors
+
+    @property
+    def errors(self) -> tuple[SanitizerFinding, ...]:
+        """The findings that are no warnings."""
+        return tuple(finding for finding in self.findings if not finding.is_warning)
+
+
+@dataclass
+class Run:
+    """One tool over Solutions of one language: as few processes as there are Solutions that end theirs, and one more."""
+
+    tool: str
+    device: str
+    execute: Callable[[list[str], Path], str]
+    program: Path
+    results: list[Sanitized] = field(default_factory=list)
+
+    def over(self, waiting: Sequence[Chosen], folder: Path) -> list[Sanitized]:
+        """Every Solution's result, in order."""
+        left = list(waiting)
+        while left:
+            request = folder / f"{self.tool}-{len(left)}.json"
+            write_request(request, self.device, [item.calls for item in left])
+            text = self.execute(sanitizer_command(self.program, self.tool, request), folder)
+            results, left = verdicts_of(self.tool, left, parse_report(text))
+            self.results += results
+        return self.results
+
+
+def sanitize(
+    names: Sequence[str] = (),
+    *,
+    tools: Sequence[str] = tuple(TOOLS),
+    language: str | None = None,
+    gpu: str = "auto",
+    cases: int = 12,
+    catalog: Catalog | None = None,
+    home: Path | None = None,
+    starting: Callable[[str], None] = lambda what: None,
+) -> list[Sanitized]:
+    """Run compute-sanitizer's tools over Solutions; findings in Solutions of the catalog become failed traces.
+
+    Args:
+        names: Solutions, Definitions, or folders with drafts; none means every kernel that this GPU can run.
+        tools: of :data:`TOOLS`.
+        language: only kernels in this one.
+        gpu, catalog, home: as for :func:`tilegym_db.benchmark`.
+        cases: fuzz cases of each Solution, over its dtypes.
+        starting: told what runs next.
+
+    Raises:
+        UsageError: an unknown tool.
+        ToolchainError: compute-sanitizer is not installed.
+        HardwareError: there is no GPU.
+        NotFoundError, SolutionError: as :func:`~tilegym_db.bench.instruments.chosen.choose_solutions`.
+    """
+    unknown = [tool for tool in tools if tool not in TOOLS]
+    if unknown:
+        raise UsageError(f"compute-sanitizer has no tool '{unknown[0]}'. Known: {', '.join(TOOLS)}.")
+    program = find_program("compute-sanitizer")
+    setup = RunSetup.of(gpu, catalog, home)
+    if not setup.machine.is_gpu:
+        raise HardwareError("sanitize watches kernels on an NVIDIA GPU, and this machine has none.")
+    records, seed = setup.catalog, secrets.randbits(62)
+    chosen = [
+        with_cases(item, records.workloads_for(item.definition.name), cases, seed)
+        for item in choose_solutions(records, names, setup.machine, language)
+    ]
+    results = [Sanitized(item, "", problem=NO_CASE) for item in chosen if not item.cases]
+    chosen = [item for item in chosen if item.cases]
+    with scratch_folder() as folder, timing_lock(setup.machine.device):
+        for tool in tools:
+            for spoken in dict.fromkeys(item.files.record.spec.language for item in chosen):
+                group = [item for item in chosen if item.files.record.spec.language == spoken]
+                starting(f"{tool}: {len(group)} solutions in {spoken}")
+                results += Run(tool, setup.machine.device, output_of, program).over(group, folder)
+    record_failures(results, setup)
+    return results
+
+
+def sanitizer_command(program: Path, tool: str, request: Path) -> list[str]:
+    """The command line of one run."""
+    calls = [sys.executable, "-m", "tilegym_db.bench.instruments.calls", str(request)]
+    return [str(program), "--tool", tool, *COMMON, *TOOLS[tool], *calls]
+
+
+def verdicts_of(tool: str, waiting: Sequence[Chosen], report: SanitizerReport) -> tuple[list[Sanitized], list[Chosen]]:
+    """Results of the Solutions that a run got to, and those that it did not get to, which another run begins with.
+
+    A Solution whose calls raised, or that the tool ended at, has a result with what was found before; so each run gets further.
+    """
+    results: list[Sanitized] = []
+    for item in waiting:
+        name = item.files.name
+        findings = tuple(finding for finding in report.findings if finding.solution == name)
+        if name in report.done and report.is_complete:
+            results.append(Sanitized(item, tool, findings))
+            continue
+        if name in report.done:
+            results.append(Sanitized(item, tool, findings, _why_ended(report)))
+            continue
+        stopped = report.stopped is not None and report.stopped[0] == name
+        problem = report.stopped[1] if stopped and report.stopped is not None else _why_ended(report)
+        results.append(Sanitized(item, tool, findings, "" if findings and stopped else problem))
+        break
+    return results, list(waiting[len(results) :])
+
+
+def _why_ended(report: SanitizerReport) -> str:
+    said = "; ".join(report.remarks[:4]) or "it printed nothing"
+    return f"compute-sanitizer did not come to its end: {said}"
+
+
+def record_failures(results: Sequence[Sanitized], setup: RunSetup) -> list[Trace]:
+    """A failed trace for each Solution of the catalog in which something was found: it revokes earlier passes on this GPU."""
+    found = [result for result in results if result.errors and result.chosen.in_catalog]
+    if not found:
+        return []
+    context = setup.context(command="sanitize")
+    traces = []
+    with Journal(context.run_id, setup.home) as journal:
+        for result in found:
+            first = result.errors[0]
+            failure = Failure(
+                "RUNTIME_ERROR",
+                f"{result.tool}: {'; '.join(str(finding) for finding in result.errors[:4])}",
+                "\n".join((str(first), *first.details)),
+                gate=f"sanitize {result.tool}",
+                case=result.chosen.cases[first.case],
+            )
+            chosen = result.chosen
+            workload = chosen.workloads[first.case]
+            trace = context.failed(chosen.definition, chosen.files, workload, "screen", failure, {}, 0)
+            journal.append(trace)
+            traces.append(trace)
+    setup.ingest()
+    return traces

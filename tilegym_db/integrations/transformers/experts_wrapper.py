@@ -1,0 +1,75 @@
+"""The wrapper that transformers puts around every class of experts, and the implementations that it chooses from.
+
+At each call it looks up in the config of the module which of them runs: ``eager``, the loop of the class itself, or a function of
+a registry.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import types
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["EAGER", "KNOWN", "Wrapper", "counted_ways", "implementations", "way_of", "wrapper_of"]
+
+EAGER = "eager"
+KNOWN = (EAGER, "batched_mm", "grouped_mm")
+"""The implementations that are PyTorch operations. Those of the kernels hub are nobody's stock code."""
+
+
+class Wrapper(NamedTuple):
+    """What the wrapper around a forward chooses from: the loop of the class, and a registry of functions."""
+
+    eager: Any
+    registry: Any
+
+
+def wrapper_of(forward: Any) -> Wrapper | None:
+    """What transformers' wrapper of experts is around; None for any other forward."""
+    if getattr(forward, "__code__", None) not in _wrapping_codes() or not hasattr(forward, "__wrapped__"):
+        return None
+    held = [cell.cell_contents for cell in forward.__closure__ or ()]
+    registry = next((value for value in held if hasattr(value, "get_interface")), None)
+    return None if registry is None else Wrapper(forward.__wrapped__, registry)
+
+
+@cache
+def _wrapping_codes() -> frozenset[Any]:
+    """The code of that wrapper, two functions deep in the decorator."""
+    try:
+        from transformers.integrations.moe import use_experts_implementation as decorator
+    except ImportError:
+        return frozenset()
+    inner = [const for const in decorator.__code__.co_consts if isinstance(const, types.CodeType)]
+    consts = itertools.chain.from_iterable(code.co_consts for code in inner)
+    return frozenset(code for code in consts if isinstance(code, types.CodeType) and code.co_name == "forward")
+
+
+def implementations(forward: Any) -> dict[str, Any]:
+    """The known implementations that a wrapped forward can run -> the function in its registry; the loop itself has none."""
+    wrapper = wrapper_of(forward)
+    assert wrapper is not None, "found by it"
+    return {name: wrapper.registry.get(name) for name in KNOWN if name == EAGER or name in wrapper.registry}
+
+
+def way_of(module: torch.nn.Module) -> str:
+    """The implementation that a module of experts is set to."""
+    return str(getattr(getattr(module, "config", None), "_experts_implementation", None))
+
+
+@contextlib.contextmanager
+def counted_ways(model: torch.nn.Module) -> Iterator[Mapping[str, int]]:
+    """Implementation -> calls of the model's experts in a ``with`` block; empty for a model without experts."""
+    counts: Counter[str] = Counter()
+    with contextlib.ExitStack() as undo:
+        for module in model.modules():
+            if wrapper_of(type(module).forward) is not None:
+                hook = module.register_forward_pre_hook(lambda module, _: counts.update([way_of(module)]))
+                undo.callback(hook.remove)
+        yield counts

@@ -1,0 +1,100 @@
+"""An operator of the catalog and that of its gradients as one function that autograd can go back through.
+
+What is handed from forward to backward follows from the two records: a backward names the forward's inputs, outputs that it kept,
+``grad_<output>`` and ``grad_<input>``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from tilegym_db import ops
+from tilegym_db.catalog import Catalog
+from tilegym_db.records import Definition
+from tilegym_db.records.definition import GRADIENT
+from tilegym_db.verify.reference import Lifted, load_function
+from tilegym_db.verify.torch_dtypes import storage_dtype
+
+__all__ = ["differentiable", "operator"]
+
+Function = Callable[..., Any]
+
+
+def operator(name: str) -> Function:
+    """``function(*inputs)`` of a Definition, in any floating dtype.
+
+    A dtype that the Definition lists is served as :mod:`tilegym_db.ops` does; another one by the reference, in float64 without
+    the roundings that it states, so that gradients can be checked. Autocast has no say: an operator states its own dtypes.
+    """
+    definition = Catalog.default(warns=False).definition(name)
+    serve, reference = getattr(ops, name), load_function(definition.reference, name)
+    listed = _dtypes_of(definition)
+
+    def run(*inputs: Any) -> Any:
+        dtypes = [value.dtype if isinstance(value, torch.Tensor) else None for value in inputs]
+        where = next(value.device.type for value in inputs if isinstance(value, torch.Tensor))
+        with torch.autocast(where, enabled=False):
+            if torch.float64 in dtypes:
+                with Lifted():
+                    return reference(*inputs)
+            fits = all(dtype is None or dtype in known for dtype, known in zip(dtypes, listed, strict=True))
+            return serve(*inputs) if fits else reference(*inputs)
+
+    return run
+
+
+def _dtypes_of(definition: Definition) -> list[frozenset[torch.dtype]]:
+    """The dtypes that each input may have, in order; none for a number."""
+    return [
+        frozenset()
+        if spec.is_scalar
+        else frozenset(map(storage_dtype, definition.dtypes.get(spec.dtype, (spec.dtype,))))
+        for spec in definition.inputs.values()
+    ]
+
+
+def differentiable(forward: str, backward: str) -> Function:
+    """``function(*inputs)`` of one Definition, whose gradients are those that another one computes.
+
+    Outputs that the backward takes as they are have no gradient of their own. There is no second derivative.
+    """
+    catalog = Catalog.default(warns=False)
+    first, second = catalog.definition(forward), catalog.definition(backward)
+    names, outputs = tuple(first.inputs), tuple(first.outputs)
+    wanted = tuple(name for name in second.inputs if not name.startswith(GRADIENT))
+    kept = tuple(name for name in wanted if name in outputs)
+    given = tuple(name for name in wanted if name in names and not first.inputs[name].is_scalar)
+    fixed = tuple(outputs.index(name) for name in outputs if GRADIENT + name not in second.inputs)
+    run, run_back = operator(forward), operator(backward)
+
+    class Operator(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            returned = run(*inputs)
+            found = returned if isinstance(returned, tuple) else (returned,)
+            tensors = [inputs[names.index(name)] for name in given] + [found[outputs.index(name)] for name in kept]
+            ctx.save_for_backward(*tensors)
+            ctx.scalars = [None if isinstance(value, torch.Tensor) else value for value in inputs]
+            ctx.mark_non_differentiable(*(found[place] for place in fixed))
+            return found  # a tuple always, which compilers want
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, *grads: Any) -> Any:
+            known = dict(zip((*given, *kept), ctx.saved_tensors, strict=True))
+            known |= {name: value for name, value in zip(names, ctx.scalars, strict=True) if value is not None}
+            known |= {GRADIENT + name: grad.contiguous() for name, grad in zip(outputs, grads, strict=True)}
+            returned = run_back(*(known[name] for name in second.inputs))
+            found = dict(zip(second.outputs, returned if isinstance(returned, tuple) else (returned,), strict=True))
+            return tuple(found.get(GRADIENT + name) for name in names)
+
+    def call(*inputs: Any) -> Any:
+        found = Operator.apply(*inputs)
+        return found if len(outputs) > 1 else found[0]
+
+    call.__name__, call.__doc__ = forward, f"{first.description} Its gradients are those of {backward}."
+    return call

@@ -1,0 +1,37 @@
+"""Every operator of the catalog as a plain function: ``tilegym_db.ops.rms_norm(x, weight, eps)``.
+
+A function allocates its outputs and returns them in the order of the Definition. It runs the fastest verified kernel of this
+machine for the call at hand, and the Definition's reference where there is none. ``backend="reference"`` asks for the
+reference, the name of a solution for that solution. ``help(tilegym_db.ops.rms_norm)`` says what its arguments are.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__: list[str] = []  # one name for each Definition, and none before it is asked for; see dir()
+
+
+def __getattr__(name: str) -> Callable[..., Any]:
+    """The function of the Definition of that name, made at its first use."""
+    from tilegym_db.catalog import Catalog
+    from tilegym_db.errors import NotFoundError
+    from tilegym_db.ops.function import operator_function
+
+    if name.startswith("__"):
+        raise AttributeError(f"module '{__name__}' has no attribute {name!r}")
+    catalog = Catalog.default(warns=False)
+    try:
+        function = globals()[name] = operator_function(catalog.definition(name), catalog)
+    except NotFoundError as error:
+        raise AttributeError(f"module '{__name__}': {error}") from None
+    return function
+
+
+def __dir__() -> list[str]:
+    from tilegym_db.catalog import Catalog
+
+    return sorted(Catalog.default(warns=False).definition_paths)

@@ -1,0 +1,202 @@
+"""How a call of an operator is answered: by a verified kernel, else by the reference of its Definition."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from tilegym_db.catalog import Catalog
+from tilegym_db.errors import NoSolutionError, UsageError
+from tilegym_db.records import Definition
+from tilegym_db.records.binding import bind_call
+from tilegym_db.records.dtypes import scalar_type
+from tilegym_db.resolver import call_site
+from tilegym_db.resolver.allocate import allocate_of
+from tilegym_db.resolver.dispatch import Dispatcher
+from tilegym_db.verify.reference import load_function, name_outputs
+
+__all__ = ["AUTO", "REFERENCE", "CatalogOperator"]
+
+AUTO, REFERENCE = "auto", "reference"
+"""Backends beside the names of solutions: the fastest verified kernel, else the reference; always the reference."""
+
+_functorch_level = torch._C._functorch.peek_interpreter_stack
+
+Serve = Callable[..., Any]
+"""``serve(*inputs)``: the written outputs (None, one, or a tuple), or :data:`NOT_SERVED` with nothing done."""
+
+NOT_SERVED = object()
+
+
+def _without_autocast(like: torch.Tensor) -> AbstractContextManager[Any]:
+    return contextlib.nullcontext() if like.is_meta else torch.autocast(like.device.type, enabled=False)
+
+
+class CatalogOperator:
+    """One operator of a catalog. What is decided for a kind of call is remembered, as at a call site of a model."""
+
+    def __init__(self, definition: Definition, catalog: Catalog) -> None:
+        """Nothing is loaded before the first call.
+
+        Raises:
+            UsageError: the shape of an output does not follow from the inputs.
+        """
+        self.definition = definition
+        self.allocate = allocate_of(definition)
+        self._catalog = catalog
+        self._reference = load_function(definition.reference, definition.name)
+        self._tensors = tuple(map(list(definition.inputs).index, definition.tensor_inputs))
+        self._overwritten = tuple(map(list(definition.inputs).index, definition.in_place))
+        self._backends: dict[str, tuple[Serve, Dispatcher]] = {}
+        self._making = threading.Lock()
+
+    def __call__(self, inputs: tuple[Any, ...], backend: str = AUTO) -> Any:
+        """The outputs, in the order of the Definition; of those written in place, the inputs themselves.
+
+        Raises:
+            UsageError: an argument does not fit the Definition; the message names it.
+            NotFoundError: no such backend.
+            NoSolutionError: the solution that ``backend`` names is not verified for such a call, or not worth while.
+        """
+        if self.is_differentiated(inputs) or backend == REFERENCE:
+            self._check(inputs)
+            if backend not in (AUTO, REFERENCE):
+                raise NoSolutionError(
+                    f"{backend} has no derivative. Leave 'backend' out, or call it under torch.no_grad()."
+                )
+            return self.by_reference(inputs)
+        return self.returned(inputs, self.written(inputs, backend))
+
+    def written(self, inputs: tuple[Any, ...], backend: str) -> Any:
+        """One output or a tuple of them, without those written in place, by a kernel or the reference; raises as a call does."""
+        serve, dispatcher = self._backends.get(backend) or self._make(backend)
+        try:
+            outputs = serve(*inputs)
+        except (AttributeError, TypeError):  # an argument of another kind has no shape, or no hash
+            self._check(inputs)
+            raise
+        if outputs is not NOT_SERVED:
+            self._tell_autograd(inputs)
+            return outputs
+        self._check(inputs)
+        if backend != AUTO:
+            reason = dispatcher.preview(inputs, self.allocate).reason
+            raise NoSolutionError(f"{backend} cannot serve this call of {self.definition.name}: {reason}.")
+        return self.written_by_reference(inputs)
+
+    def _tell_autograd(self, inputs: Sequence[Any]) -> None:
+        """That a kernel wrote into inputs: whoever saved one for a backward must not use it unnoticed."""
+        for index in self._overwritten:
+            tensor = inputs[index]
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
+
+    def returned(self, inputs: Sequence[Any], written: Any) -> Any:
+        """What a call returns, out of its inputs and the outputs that are not written in place: one, or a tuple of them."""
+        if not self.definition.in_place:
+            return written
+        values = written if isinstance(written, tuple) else (written,)
+        named = dict(zip(self.definition.written_outputs, values, strict=True))
+        given = dict(zip(self.definition.inputs, inputs, strict=True))
+        named |= {target: given[source] for source, target in self.definition.in_place.items()}
+        found = tuple(named[name] for name in self.definition.outputs)
+        return found[0] if len(found) == 1 else found
+
+    # -- the reference ------------------------------------------------------------------------------------------------
+
+    def is_differentiated(self, inputs: tuple[Any, ...]) -> bool:
+        """Whether a derivative may be asked of a call, or a transform looks at it: only plain operations answer that."""
+        if torch.is_grad_enabled():
+            for index in self._tensors:  # at every call: a generator would take as long again
+                if getattr(inputs[index], "requires_grad", False):
+                    return True
+        # A compiler has no level to tell; the operator that it is given asks again where it runs.
+        return not torch.compiler.is_compiling() and (forward_ad._current_level >= 0 or _functorch_level() is not None)
+
+    def by_reference(self, inputs: tuple[Any, ...]) -> Any:
+        """What a call returns, by the operations of the reference; autograd and transforms see through them."""
+        outputs = self._by_reference(inputs)
+        if torch.compiler.is_compiling() or _functorch_level() is None:
+            outputs = self._laid_out(inputs, outputs)
+        return self.returned(inputs, outputs[0] if len(outputs) == 1 else outputs)
+
+    def written_by_reference(self, inputs: tuple[Any, ...]) -> Any:
+        """As :meth:`written`, by the operations of the reference."""
+        found = self._laid_out(inputs, self._by_reference(inputs))
+        return found[0] if len(found) == 1 else found
+
+    def _by_reference(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The outputs that are not written in place; the others are written."""
+        definition = self.definition
+        given = dict(zip(definition.inputs, inputs, strict=True))
+        own = {name: value.clone() if name in definition.in_place else value for name, value in given.items()}
+        with _without_autocast(inputs[self._tensors[0]]):  # as kernels, which know nothing of it
+            results = self._reference(*own.values())
+        found = name_outputs(definition, results, own, definition.name)
+        for source, target in definition.in_place.items():
+            given[source].copy_(found[target])
+        return tuple(found[name] for name in definition.written_outputs)
+
+    def _laid_out(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Copies, in the layout that the outputs of a kernel have: a reference may return a part of an input."""
+        made = self.allocate(*inputs)
+        likes = made if isinstance(made, tuple) else (made,)
+        return tuple(like.copy_(value) for like, value in zip(likes, outputs, strict=True))
+
+    # -- kernels ------------------------------------------------------------------------------------------------------
+
+    def _make(self, backend: str) -> tuple[Serve, Dispatcher]:
+        with self._making:
+            if backend not in self._backends:
+                dispatcher = call_site(self.definition, self._catalog, only=self._solution(backend))
+                self._backends[backend] = (self._serve(dispatcher), dispatcher)
+        return self._backends[backend]
+
+    def _solution(self, backend: str) -> str | None:
+        if backend == AUTO:
+            return None
+        files = self._catalog.solution(backend)
+        if files.record.definition != self.definition.name:
+            raise UsageError(f"{backend} is a solution of {files.record.definition}, not of {self.definition.name}.")
+        return backend
+
+    def _serve(self, dispatcher: Dispatcher) -> Serve:
+        if not self.definition.written_outputs:
+            attempt = dispatcher.attempt
+            return lambda *inputs: () if attempt(*inputs) else NOT_SERVED
+        growing = self.definition.serving.growing if self.definition.serving else None
+        serve = dispatcher.serving(self._checked_allocation, growing)
+
+        def answer(*inputs: Any) -> Any:
+            outputs = serve(*inputs)
+            return NOT_SERVED if outputs is None else outputs
+
+        return answer
+
+    def _checked_allocation(self, *inputs: Any) -> Any:
+        """As ``allocate``. A new kind of call is shown without memory first, and refused where it is none of this operator."""
+        if inputs[self._tensors[0]].is_meta:
+            self._check(inputs)
+        return self.allocate(*inputs)
+
+    def _check(self, inputs: tuple[Any, ...]) -> None:
+        """Raise :class:`UsageError` with the name of an argument that does not fit the Definition."""
+        for (name, spec), value in zip(self.definition.inputs.items(), inputs, strict=True):
+            wanted = scalar_type(spec.dtype) if spec.is_scalar else None
+            if wanted is not None and not _is_a(value, wanted):
+                raise UsageError(
+                    f"'{name}' of {self.definition.name} is a number of type {wanted.__name__}, not {type(value).__name__}."
+                )
+        bind_call(self.definition, inputs)
+
+
+def _is_a(value: Any, wanted: type) -> bool:
+    if isinstance(value, bool) or wanted is bool:
+        return isinstance(value, bool) and wanted is bool
+    return isinstance(value, int if wanted is int else (int, float))

@@ -1,0 +1,259 @@
+"""The gates for indices that are drawn at random: only what the law allows, and as often as the law says.
+
+Pure: tensors in, a verdict with a reason out. Many rows with many laws are judged together: where an index lies in its own
+row's distribution is uniform from 0 to 1 for an honest sampler, whatever the law; and so is the distance between two rows of
+one call, as each row has a random number of its own. All bounds hold for every number of draws and for independent draws whose
+laws are not quite the same, so that they cover what rounding changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tilegym_db.verify.verdicts import PASSED, OutputVerdict, failed, row_of_most
+
+__all__ = [
+    "FALSE_ALARM",
+    "UNDETERMINED",
+    "Draws",
+    "agreement_bound",
+    "check_drawn",
+    "distance_bound",
+    "place",
+    "share_bound",
+]
+
+FALSE_ALARM = 1e-7
+"""Chance that an honest sampler is refused by one judgement; a promotion makes some hundreds."""
+UNDETERMINED = 1e-4
+"""Share of a row's mass that rounding may move into or out of the law: beyond, only membership is judged of the row."""
+ROUNDING_OF_SUMS = 1e-5
+"""What sums in float32 may add to that."""
+EXPECTED_IN_A_CELL = 5.0
+"""An index that is expected so often among the draws of one law is counted by itself, all others together."""
+_STATISTICS = 10
+"""Two orders for where draws lie, the same two for each of three pairings of rows, repeats, and the draws of one law."""
+_RANDOM = 0x5EED
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Where some draws lie in the laws of their rows; every tensor has the shape of the draws, ``[calls, rows]``.
+
+    ``allowed``: the law gives the index. ``judged``: rounding leaves no doubt about the law of the row. ``by_rank``: the mass of
+    what is likelier in the row. ``by_index``: the mass of what comes before it. ``mass``: what the index has itself.
+    ``agreement``: the chance that two draws of the row are the same.
+    """
+
+    allowed: torch.Tensor
+    judged: torch.Tensor
+    by_rank: torch.Tensor
+    by_index: torch.Tensor
+    mass: torch.Tensor
+    agreement: torch.Tensor
+
+    @classmethod
+    def together(cls, parts: Sequence[Draws]) -> Draws:
+        """The draws of several groups of rows, side by side."""
+        fields = ("allowed", "judged", "by_rank", "by_index", "mass", "agreement")
+        return cls(*(torch.cat([getattr(part, name) for part in parts], dim=1) for name in fields))
+
+
+def place(index: torch.Tensor, law: torch.Tensor, widest: torch.Tensor, narrowest: torch.Tensor) -> Draws:
+    """Where drawn indices lie in the laws of their rows.
+
+    Args:
+        index: ``[calls, rows]``.
+        law: how likely each index of a row is, ``[rows, columns]`` in fp64, up to a factor of the row.
+        widest: the same with all that rounding may add to it.
+        narrowest: the same without what rounding may take from it.
+    """
+    columns = law.shape[-1]
+    inside = (index >= 0) & (index < columns)
+    chosen = torch.where(inside, index, 0).long().T
+    total = law.sum(dim=-1, keepdim=True)
+    mass = law / total
+    before = mass.cumsum(dim=-1) - mass
+    ordered, order = mass.sort(dim=-1, descending=True, stable=True)
+    above = torch.empty_like(mass).scatter_(-1, order, ordered.cumsum(dim=-1) - ordered)
+    doubt = 1 - narrowest.sum(dim=-1) / widest.sum(dim=-1)
+    judged = ((doubt <= UNDETERMINED) & (total[:, 0] > 0) & torch.isfinite(total[:, 0])).expand(index.shape)
+    allowed, by_rank, by_index, own = [value.gather(-1, chosen).T for value in (widest, above, before, mass)]
+    agreement = mass.square().sum(dim=-1).expand(index.shape)
+    return Draws(inside & (allowed > 0), judged, by_rank, by_index, own, agreement)
+
+
+def distance_bound(draws: int, chance: float) -> float:
+    """How far an empirical distribution lies from the mean of the distributions of its draws, but with this chance.
+
+    Bretagnolle's inequality, which is that of Dvoretzky, Kiefer and Wolfowitz for draws that are independent and not identically
+    distributed: P(sup |F_n - F| > d) <= 2 e exp(-2 n d**2).
+    """
+    return math.sqrt((1 + math.log(2 / chance)) / (2 * draws))
+
+
+def share_bound(shares: torch.Tensor, draws: int, chance: float) -> float:
+    """How far the counts in some cells lie from these shares of all draws in total variation, but with this chance.
+
+    The expectation is at most half the sum of the standard deviations, and by McDiarmid's inequality the distance exceeds
+    it by t with probability exp(-2 n t**2), as one draw moves it by 1 / n.
+    """
+    variance = (shares * (1 - shares)).clamp_min(0)  # a share may be 1 and a rounding
+    expected = torch.minimum((variance / draws).sqrt(), 2 * variance).sum() / 2
+    return float(expected) + math.sqrt(math.log(1 / chance) / (2 * draws))
+
+
+def agreement_bound(pairs: int, chance: float) -> float:
+    """How far the share of pairs that agree lies from its expectation, but with this chance: Hoeffding's inequality."""
+    return math.sqrt(math.log(2 / chance) / (2 * pairs))
+
+
+def check_drawn(
+    name: str,
+    index: torch.Tensor,
+    draws: Draws,
+    reference: torch.Tensor,
+    same: torch.Tensor | None = None,
+    law: torch.Tensor | None = None,
+) -> OutputVerdict:
+    """The verdict on the draws of one output.
+
+    Args:
+        name: the output's name, for the reason.
+        index: what was drawn, ``[calls, rows]``.
+        draws: where it lies (:func:`place`).
+        reference: what the reference drew in the first call, ``[rows]``, to be shown beside what is wrong.
+        same: rows that have the same law, where there are several; their draws are counted as well.
+        law: of these rows, ``[columns]``, adding up to one.
+    """
+    if index.numel() == 0:
+        return PASSED
+    wrong = ~draws.allowed
+    if bool(wrong.any()):
+        call = int(wrong.any(dim=1).nonzero()[0])
+        count = int(wrong.sum())
+        figures = (math.inf, math.inf, math.inf, 1.0 - count / index.numel())
+        what = f"{name}: {count} of {index.numel()} draws are of indices that their row's law excludes"
+        return failed("support", what, figures, wrong[call], index[call], reference, row_of_most(wrong[call]))
+    unlike = _unlike(draws, index, same, law)
+    if unlike is None:
+        return PASSED
+    return OutputVerdict("distribution", f"{name}: {unlike}", math.inf, math.inf, math.inf, 0.0)
+
+
+def _unlike(draws: Draws, index: torch.Tensor, same: torch.Tensor | None, law: torch.Tensor | None) -> str | None:
+    """In what the draws differ from their laws beyond chance, or None."""
+    chance, margin = FALSE_ALARM / _STATISTICS, UNDETERMINED + ROUNDING_OF_SUMS
+    count = int(draws.judged.sum())
+    if count == 0:
+        return None
+    places = {
+        order: start + _fractions(start) * draws.mass
+        for order, start in (("descending probability", draws.by_rank), ("their index", draws.by_index))
+    }
+    bound = distance_bound(count, chance) + margin
+    for order, places_in in places.items():
+        found = _distance_from_uniform(places_in[draws.judged])
+        if found > bound:
+            return (
+                f"{count} draws are not distributed as their rows' laws: with indices in the order of {order}, the cumulative "
+                f"distribution is off by {found:.3g}, an honest sampler's by at most {bound:.3g} (false alarm {FALSE_ALARM:g})"
+            )
+    return (
+        _dependence(places, draws.judged, chance, 2 * margin)
+        or _repeats(draws, index, chance, 2 * margin)
+        or _of_one_law(index, same, law, chance, margin)
+    )
+
+
+def _dependence(places: Mapping[str, torch.Tensor], judged: torch.Tensor, chance: float, margin: float) -> str | None:
+    """Whether two rows of one call lie together, or apart, more often than draws with a random number for each row do.
+
+    A pairing has each row in one pair at most, so that the distances of its pairs are independent of each other.
+    """
+    for which, (one, other) in _pairings(judged.shape[1]).items():
+        both = judged[:, one] & judged[:, other]
+        count = int(both.sum())
+        if count == 0:
+            continue
+        bound = distance_bound(count, chance) + margin
+        for order, places_in in places.items():
+            apart = (places_in[:, one] - places_in[:, other])[both].remainder(1)
+            found = _distance_from_uniform(2 * torch.minimum(apart, 1 - apart))
+            if found > bound:
+                return (
+                    f"{which} of one call do not have random numbers of their own: with indices in the order of {order}, the "
+                    f"distances of {count} pairs in their cumulative distributions are off by {found:.3g}, an honest sampler's "
+                    f"by at most {bound:.3g} (false alarm {FALSE_ALARM:g})"
+                )
+    return None
+
+
+def _pairings(rows: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs of different rows, in three ways; a last row is left over where the number is odd."""
+    half, mixed = rows // 2, torch.randperm(rows, generator=torch.Generator().manual_seed(_RANDOM))
+    in_order = torch.arange(2 * half)
+    return {
+        "neighbouring rows": (in_order[0::2], in_order[1::2]),
+        "rows of the two halves": (in_order[:half], in_order[half:]),
+        "rows paired at random": (mixed[:half], mixed[half : 2 * half]),
+    }
+
+
+def _repeats(draws: Draws, index: torch.Tensor, chance: float, margin: float) -> str | None:
+    """Whether two calls with other random numbers draw the same more, or less, often than two draws of the law."""
+    calls = len(index) // 2
+    judged = draws.judged[:calls]
+    pairs = int(judged.sum())
+    if pairs == 0:
+        return None
+    agree = float((index[:calls] == index[calls : 2 * calls])[judged].double().mean())
+    expected, bound = float(draws.agreement[:calls][judged].mean()), agreement_bound(pairs, chance) + margin
+    if abs(agree - expected) <= bound:
+        return None
+    return (
+        f"rows called twice with other random numbers draw the same in a share of {agree:.3g} of {pairs}, where their laws say "
+        f"{expected:.3g}; an honest sampler's lies at most {bound:.3g} from that (false alarm {FALSE_ALARM:g})"
+    )
+
+
+def _of_one_law(
+    index: torch.Tensor, same: torch.Tensor | None, law: torch.Tensor | None, chance: float, margin: float
+) -> str | None:
+    """Whether the counts of the draws of one law are not those of the law."""
+    if same is None or law is None:
+        return None
+    drawn = index[:, same].reshape(-1).long()
+    count = drawn.numel()
+    cells = _cells(law, count)
+    shares = torch.zeros(int(cells.max()) + 1, dtype=law.dtype, device=law.device).index_add_(0, cells, law)
+    found = float((torch.bincount(cells[drawn], minlength=len(shares)) / count - shares).abs().sum()) / 2
+    bound = share_bound(shares, count, chance) + margin
+    if found <= bound:
+        return None
+    return (
+        f"{count} draws of one law have a total variation of {found:.3g} from it, an honest sampler's at most {bound:.3g} "
+        f"(false alarm {FALSE_ALARM:g})"
+    )
+
+
+def _fractions(like: torch.Tensor) -> torch.Tensor:
+    """Numbers from 0 to 1 that spread an index over the mass that it has; the harness's own, so that no Solution knows a use."""
+    generator = torch.Generator(like.device).manual_seed(_RANDOM)
+    return torch.rand(like.shape, generator=generator, dtype=torch.float64, device=like.device)
+
+
+def _distance_from_uniform(values: torch.Tensor) -> float:
+    ordered = values.clamp(0, 1).sort().values
+    steps = torch.arange(len(ordered) + 1, dtype=ordered.dtype, device=ordered.device) / len(ordered)
+    return float(torch.maximum(steps[1:] - ordered, ordered - steps[:-1]).max())
+
+
+def _cells(law: torch.Tensor, draws: int) -> torch.Tensor:
+    """The cell of each index: one of its own for what is expected often, the first for all others."""
+    often = law * draws >= EXPECTED_IN_A_CELL
+    return torch.where(often, often.cumsum(dim=0), 0)
