@@ -10,6 +10,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := -n 2 --dist loadfile --no-loadscope-reorder
+# A test that fails runs once more when the others are done, with nothing beside it. What passes then depends on load or on the tests
+# before it: it is listed, and to be mended. What fails twice fails the command.
+RETRY := || { test $$? -eq 1 && echo "the tests that failed, once more:" && $(BIN)/python -m pytest --last-failed --last-failed-no-failures none -v; }
 UV_INSTALL := $(BIN)/uv pip install --python $(BIN)/python -c constraints.txt
 
 .DEFAULT_GOAL := help
@@ -40,8 +43,8 @@ demo: install ## check, compile, bench, query and patch, end to end, in a few mi
 	$(BIN)/tilegym-db demo
 
 test: check ## 'check', then every test of the package and those of shipped records that changed
-	$(BIN)/python -m pytest $(PYTEST) -m "not alone"
-	$(BIN)/python -m pytest -m alone
+	$(BIN)/python -m pytest $(PYTEST) -m "not alone" $(RETRY)
+	$(BIN)/python -m pytest -m alone $(RETRY)
 
 test-all: check ## 'check', then every test; before a release, and when what judges has changed
 	$(BIN)/python -m pytest $(PYTEST) -m "not alone" --all-records

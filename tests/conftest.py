@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +136,14 @@ def leave_out(config: pytest.Config, items: list[pytest.Item], left_out: list[py
         gone = set(left_out)
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in gone]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_stays_compiled() -> Iterator[None]:
+    """Code that torch.compile made in one file changes how models are patched in the next one that this process runs."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch"].compiler.reset()
 
 
 @pytest.fixture(autouse=True)
