@@ -225,14 +225,16 @@ def partial_kernel(J, K, dtype, width, block_m, block_k, steps, vec, fn_vec, thr
                     factors[p, v] = fn[row, column + thread % fn_lanes * fn_vec + v]
 
     @T.macro
-    def store_parts(tile, row, apart, column, values, p, count, rest, part):
+    def store_parts(tile, row, apart, column, values, p, count, pieces, rest):
         """Three bfloat16 numbers whose sum is a float32 one to the last bit, in rows of a tile that lie `apart`."""
         for v in T.unroll(count):
             rest[0] = T.cast(values[p, v], "float32")
             for n in T.unroll(3):
-                part[0] = T.cast(rest[0], "bfloat16")
-                tile[n * apart + row, column + v] = part[0]
-                rest[0] = rest[0] - T.cast(part[0], "float32")
+                pieces[n, v] = T.cast(rest[0], "bfloat16")
+                rest[0] = rest[0] - T.cast(pieces[n, v], "float32")
+        for n in T.unroll(3):
+            for v in T.vectorized(count):
+                tile[n * apart + row, column + v] = pieces[n, v]
 
     @T.prim_func
     def partial_products(
@@ -250,7 +252,7 @@ def partial_kernel(J, K, dtype, width, block_m, block_k, steps, vec, fn_vec, thr
             factors = T.alloc_local((fn_passes, fn_vec), "float32")
             squares = T.alloc_local((passes,), "float32")
             rest = T.alloc_local((1,), "float32")
-            part = T.alloc_local((1,), "bfloat16")
+            pieces = T.alloc_local((3, max(vec, fn_vec)), "bfloat16")
 
             T.clear(total)
             for p in T.unroll(passes):
@@ -263,14 +265,14 @@ def partial_kernel(J, K, dtype, width, block_m, block_k, steps, vec, fn_vec, thr
                         squares[p] += T.cast(values[p, v], "float32") * T.cast(values[p, v], "float32")
                     if row < block_m:
                         if parts == 3:
-                            store_parts(x_tile, row, block_m, thread % lanes * vec, values, p, vec, rest, part)
+                            store_parts(x_tile, row, block_m, thread % lanes * vec, values, p, vec, pieces, rest)
                         else:
                             for v in T.vectorized(vec):
                                 x_tile[row, thread % lanes * vec + v] = values[p, v]
                 for p in T.unroll(fn_passes):
                     row = p * fn_rows + thread // fn_lanes
                     if row < width:
-                        store_parts(fn_tile, row, width, thread % fn_lanes * fn_vec, factors, p, fn_vec, rest, part)
+                        store_parts(fn_tile, row, width, thread % fn_lanes * fn_vec, factors, p, fn_vec, pieces, rest)
                 T.sync_threads()
                 if step + 1 < steps:
                     load(x, fn, values, factors, tile * block_m, (split * steps + step + 1) * block_k, thread)
