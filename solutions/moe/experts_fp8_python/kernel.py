@@ -14,7 +14,7 @@ def _codes_product(a, b):
 
 
 def _cast(x):
-    """x [rows, K] -> codes [rows, K] and scales [rows, ceil(K / 128)], as per_token_cast gives them without rounding of scales."""
+    """x [rows, K] -> codes [rows, K] and scales [rows, ceil(K / 128)], as per_token_cast without rounding of scales."""
     groups = -(-x.shape[1] // BLOCK)
     blocks = F.pad(x.float(), (0, groups * BLOCK - x.shape[1])).unflatten(1, (groups, BLOCK))
     amax = blocks.abs().amax(dim=-1).clamp(min=1e-4)

@@ -124,9 +124,7 @@ def _activate_and_cast(both_ptr, codes_ptr, scale_ptr, pairs, I, BLOCK_M: tl.con
 
 
 @triton.jit
-def _sum_choices(
-    rows_ptr, slots_ptr, weights_ptr, out_ptr, out_stride, H, K: tl.constexpr, BLOCK: tl.constexpr
-):
+def _sum_choices(rows_ptr, slots_ptr, weights_ptr, out_ptr, out_stride, H, K: tl.constexpr, BLOCK: tl.constexpr):
     """out[token] = sum over its choices, in order, of weight times row, each product rounded to bfloat16."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
