@@ -9,8 +9,9 @@ import typer
 from tilegym_db.cli.output import note, print_json, print_table
 
 if TYPE_CHECKING:
-    from tilegym_db.integrations.interchange.comparing import ComparedPair
+    from tilegym_db.integrations.interchange.comparing import ComparedPair, PairKey
     from tilegym_db.integrations.interchange.judging import Judgement
+    from tilegym_db.records import Trace
     from tilegym_db.store.imported import DataSet
 
 
@@ -27,7 +28,8 @@ def command(
     """Compare foreign verdicts with ours. With --run, imported Python, Triton and TileLang code runs in the sandbox.
 
     The reference of the data set runs there too, never in this process. What was found is kept with the data set and is no
-    trace: it ranks nothing and is resolved nowhere. Exit status 1 where a verdict disagrees.
+    trace: it ranks nothing and is resolved nowhere. What was added to the catalog from a draft (export draft) stands beside
+    it with its trace. Exit status 1 where a verdict disagrees.
     """
     from tilegym_db.integrations.interchange.comparing import compared, summary
     from tilegym_db.integrations.interchange.judging import kept_judgements
@@ -40,7 +42,7 @@ def command(
         _run(found, known, gpu, limit)
     pairs = [
         pair
-        for pair in compared(found, kept_judgements(found))
+        for pair in compared(found, kept_judgements(found), _promoted(found))
         if not known or {pair.definition, pair.solution} & set(known)
     ]
     counts = summary(pairs)
@@ -63,6 +65,8 @@ COLUMNS = (
     "their us",
     "ours",
     "our us",
+    "promoted",
+    "promoted us",
     "by their rule",
     "agreement",
     "why",
@@ -97,6 +101,22 @@ def _run(found: DataSet, names: list[str], gpu: str, limit: int | None) -> None:
     keep_judgements(found, judgements)
 
 
+def _promoted(found: DataSet) -> dict[PairKey, Trace]:
+    from tilegym_db.catalog import Catalog
+    from tilegym_db.cli.reader import open_reader
+    from tilegym_db.integrations.interchange.comparing import promoted_pairs
+    from tilegym_db.integrations.interchange.drafts import origin_tag
+    from tilegym_db.store.exchange import told_traces
+
+    catalog = Catalog.default()
+    added = {record.op_type for record in catalog.definitions.values() if origin_tag(found) in record.tags}
+    if not added:
+        return {}
+    with open_reader() as store:
+        traces = [trace for op_type in sorted(added) for trace in told_traces(store, None, op_type)]
+    return promoted_pairs(found, catalog, traces)
+
+
 def _row(pair: ComparedPair) -> dict[str, Any]:
     from dataclasses import asdict
 
@@ -114,6 +134,8 @@ def _cells(pair: ComparedPair) -> tuple[Any, ...]:
         pair.foreign_latency_us,
         None if ours is None else ours.status,
         None if ours is None else ours.latency_us,
+        pair.promoted_status,
+        pair.promoted_latency_us,
         rule,
         pair.agreement,
         None if ours is None else ours.reason[:160],

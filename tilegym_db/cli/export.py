@@ -1,4 +1,5 @@
-"""``tilegym-db export``: the catalog and its verified traces for FlashInfer-Bench, or an imported data set as it was."""
+"""``tilegym-db export``: the catalog and its verified traces for FlashInfer-Bench, or an imported data set as it was, or a
+definition of one as a draft."""
 
 from __future__ import annotations
 
@@ -13,12 +14,16 @@ from tilegym_db.cli.output import note, print_json, print_table
 if TYPE_CHECKING:
     from tilegym_db.integrations.interchange.flashinfer_export import Export
 
-FORMATS = ("flashinfer", "original")
+FORMATS = ("flashinfer", "original", "draft")
 
 
 def command(
     form: Annotated[
-        str, typer.Argument(metavar="FORMAT", help="flashinfer, or original (an imported data set as it was).")
+        str,
+        typer.Argument(
+            metavar="FORMAT",
+            help="flashinfer, original (an imported data set as it was) or draft (an imported definition).",
+        ),
     ],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that does not exist yet, or is empty.")],
     gpu: Annotated[str | None, typer.Option(help="Only traces of this GPU: h200, h100-sxm, ...")] = None,
@@ -26,17 +31,21 @@ def command(
     origin: Annotated[
         str | None, typer.Option(help="An imported data set, by its origin, instead of the catalog.")
     ] = None,
+    definition: Annotated[str | None, typer.Option(help="With draft: which definition of the data set.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Write a FlashInfer-Trace data set: definitions, solutions, workloads, blobs, and verified traces.
 
     What FlashInfer-Trace has no word for is left out; DIR/tilegym_db/export.json says what, and why. Imported records that
-    nobody edited come out byte for byte.
+    nobody edited come out byte for byte. A draft is what add-definition and add-solution take; nothing of it is run here.
     """
     from tilegym_db.errors import UsageError
 
     if form not in FORMATS:
         raise UsageError(f"unknown format '{form}'; known: {', '.join(FORMATS)}.")
+    if form == "draft":
+        _export_draft(folder, origin, definition)
+        return
     if origin is not None:
         _export_imported(form, folder, origin, op_type)
         return
@@ -94,3 +103,25 @@ def _export_imported(form: str, folder: Path, origin: str, op_type: str | None) 
         raise UsageError(f"{found.origin} has nothing of op_type '{op_type}'.")
     write_tree(folder, files)
     note(f"wrote {len(files)} files of {found.origin} to {folder}, byte for byte.")
+
+
+def _export_draft(folder: Path, origin: str | None, name: str | None) -> None:
+    from tilegym_db.errors import UsageError
+    from tilegym_db.integrations.interchange.drafts import STILL_TO_WRITE, draft_of
+    from tilegym_db.integrations.interchange.writing import write_tree
+    from tilegym_db.paths import home
+    from tilegym_db.store.imported import data_set
+
+    if origin is None or name is None:
+        raise UsageError("'draft' writes one definition of an imported data set: give --origin and --definition.")
+    draft = draft_of(data_set(home(), origin), name)
+    write_tree(folder, draft.files)
+    for what, reason in draft.left_out:
+        note(f"left out, {what}: {reason}")
+    missing = " and ".join(f"{folder}/{file}" for file in STILL_TO_WRITE)
+    note(
+        f"wrote {folder}, with {len(draft.solutions)} solutions. Read {folder}/reference.py: once added, it runs unconfined."
+    )
+    note(f"Next: write {missing}, then: tilegym-db add-definition {folder}; tilegym-db check {name}")
+    for solution in draft.solutions:
+        note(f"then: tilegym-db add-solution {folder}/{solution}")
