@@ -127,7 +127,7 @@ def post_kernel(C, H, dtype, vec, threads, rounded):
 @functools.cache
 @tilelang.jit(pass_configs={"tl.enable_lower_ldgstg": True})
 def recompute_kernel(C, H, dtype, vec, threads, tail):
-    """Compile for C streams of H elements, which stay in registers over all layers; `tail`: the last layer is not written back."""
+    """Compile for C streams of H elements, in registers over all layers; `tail`: the last layer is not written back."""
     M, rows, written_rows = T.dynamic("M rows written_rows")
     blocks = -(-H // (threads * vec))
     full = H % (threads * vec) == 0
