@@ -434,7 +434,7 @@ def _in_three(values):
 
 @ct.function
 def _products(left, right, ROWS: Int, COLUMNS: Int):
-    """Two float32 matrices multiplied on tensor cores, each as a sum of three bfloat16 ones, products below the last bit left out."""
+    """Two float32 matrices multiplied on tensor cores as sums of three bfloat16 ones, without products below the last bit."""
     high, middle, low = _in_three(left)
     first, second, third = _in_three(right)
     block = ct.zeros((ROWS, COLUMNS), dtype=ct.float32)

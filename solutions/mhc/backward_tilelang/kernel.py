@@ -522,3 +522,200 @@ def run_head_compute_mix_backward(mix, scale, base, grad_out, grad_mix, grad_sca
     grads = grad_out, grad_out, grad_out  # the gate of the final collapse has one part
     outputs = grad_mix, grad_scale, grad_base
     _run_split_backward((mix, scale, base), grads, 1.0, *outputs, mix.shape[1], runs)
+
+
+# -- projection ----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+@tilelang.jit(pass_configs={"tl.disable_wgmma": True})  # tiles are written by threads, which wgmma reads another way
+def norm_backward_kernel(J, K, dtype, width, block_m, block_k, tiles, vec, fn_vec, threads):
+    """Compile for a run of `tiles` tiles of tokens and a block of columns: their gradient, and a sum of that of the projection.
+
+    float32 factors are sums of three bfloat16 numbers, so that tensor cores lose nothing: of two such factors the products below
+    the last bit are left out, and where the result is rounded to bfloat16 all but three. `width` is J, rounded up.
+    """
+    M, runs = T.dynamic("M runs")
+    wide = str(dtype) == "torch.float32"
+    parts = 3 if wide else 1  # of the streams
+    blocks = -(-K // block_k)
+    lanes, fn_lanes = block_k // vec, block_k // fn_vec  # threads a row
+    rows, fn_rows = threads // lanes, threads // fn_lanes  # rows at once
+    passes, fn_passes = -(-block_m // rows), -(-width // fn_rows)
+    # Pairs of parts whose products are added, the smallest first: of the gradient and fn, then of the gradient and the streams.
+    of_streams = ((2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0)) if wide else ((1, 0), (0, 1), (0, 0))
+    of_fn = ((2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0)) if wide else ((2, 0), (1, 0), (0, 0))
+
+    @T.macro
+    def store_parts(tiles_of, row, column, values, p, count, pieces, rest):
+        """Three bfloat16 numbers whose sum is a float32 one to the last bit, each in a tile of its own."""
+        for v in T.unroll(count):
+            rest[0] = T.cast(values[p, v], "float32")
+            for n in T.unroll(3):
+                pieces[n, v] = T.cast(rest[0], "bfloat16")
+                rest[0] = rest[0] - T.cast(pieces[n, v], "float32")
+        for v in T.vectorized(count):
+            tiles_of[0][row, column + v] = pieces[0, v]
+        for v in T.vectorized(count):
+            tiles_of[1][row, column + v] = pieces[1, v]
+        for v in T.vectorized(count):
+            tiles_of[2][row, column + v] = pieces[2, v]
+
+    @T.prim_func
+    def norm_backward(
+        x: T.Tensor((M, K), dtype),
+        fn: T.Tensor((J, K), "float32"),
+        mixes: T.Tensor((M, J), "float32"),
+        rstd: T.Tensor((M,), "float32"),
+        grad_mixes: T.Tensor((M, J), "float32"),
+        grad_x: T.Tensor((M, K), dtype),
+        partial: T.Tensor((runs, J, K), "float32"),
+    ):
+        with T.Kernel(blocks, runs, threads=threads) as (block, run):
+            thread = T.get_thread_binding(0)
+            x_tiles = [T.alloc_shared((block_m, block_k), "bfloat16") for _ in range(parts)]
+            fn_tiles = [T.alloc_shared((width, block_k), "bfloat16") for _ in range(3)]
+            grad_tiles = [T.alloc_shared((block_m, width), "bfloat16") for _ in range(3)]
+            results = T.alloc_shared((block_m, block_k), "float32")
+            fn_results = T.alloc_shared((width, block_k), "float32")
+            along = T.alloc_shared((block_m,), "float32")
+            to_x = T.alloc_fragment((block_m, block_k), "float32")
+            added = T.alloc_fragment((width, block_k), "float32")
+            to_fn = T.alloc_fragment((width, block_k), "float32")
+            values = T.alloc_local((passes, vec), dtype)
+            factors = T.alloc_local((1, fn_vec), "float32")
+            grads = T.alloc_local((1, 1), "float32")
+            written = T.alloc_local((vec,), dtype)
+            pieces = T.alloc_local((3, max(vec, fn_vec)), "bfloat16")
+            rest = T.alloc_local((1,), "float32")
+            column = block * block_k + thread % lanes * vec
+            fn_column = block * block_k + thread % fn_lanes * fn_vec
+
+            T.clear(to_fn)
+            for p in T.unroll(fn_passes):
+                row = p * fn_rows + thread // fn_lanes
+                for v in T.vectorized(fn_vec):
+                    factors[0, v] = 0
+                if row < J and fn_column < K:
+                    for v in T.vectorized(fn_vec):
+                        factors[0, v] = fn[row, fn_column + v]
+                if row < width:
+                    store_parts(fn_tiles, row, thread % fn_lanes * fn_vec, factors, 0, fn_vec, pieces, rest)
+            for step in T.serial(tiles):
+                first = (run * tiles + step) * block_m
+                for p in T.unroll(passes):
+                    for v in T.vectorized(vec):
+                        values[p, v] = 0
+                    row = p * rows + thread // lanes
+                    if row < block_m and first + row < M and column < K:
+                        for v in T.vectorized(vec):
+                            values[p, v] = x[first + row, column + v]
+                    if row < block_m:
+                        if wide:
+                            store_parts(x_tiles, row, thread % lanes * vec, values, p, vec, pieces, rest)
+                        else:
+                            for v in T.vectorized(vec):
+                                x_tiles[0][row, thread % lanes * vec + v] = values[p, v]
+                for q in T.serial(-(-block_m * width // threads)):
+                    row = (q * threads + thread) // width
+                    j = (q * threads + thread) % width
+                    if row < block_m:
+                        grads[0, 0] = 0.0
+                        if first + row < M and j < J:
+                            grads[0, 0] = grad_mixes[first + row, j] * rstd[first + row]
+                        store_parts(grad_tiles, row, j, grads, 0, 1, pieces, rest)
+                if thread < block_m:
+                    rest[0] = 0.0
+                    if first + thread < M:
+                        for j in T.serial(J):
+                            rest[0] += grad_mixes[first + thread, j] * mixes[first + thread, j]
+                        rest[0] = rest[0] * rstd[first + thread] * rstd[first + thread] * (1.0 / K)
+                    along[thread] = rest[0]
+                T.sync_threads()
+
+                T.clear(to_x)
+                for left, right in of_streams:
+                    T.gemm(grad_tiles[left], fn_tiles[right], to_x)
+                T.clear(added)
+                for left, right in of_fn:
+                    T.gemm(grad_tiles[left], x_tiles[right], added, transpose_A=True)
+                for j, k in T.Parallel(width, block_k):
+                    to_fn[j, k] = to_fn[j, k] + added[j, k]
+                for i, k in T.Parallel(block_m, block_k):
+                    results[i, k] = to_x[i, k]
+                T.sync_threads()
+
+                for p in T.unroll(passes):
+                    row = p * rows + thread // lanes
+                    if row < block_m and first + row < M and column < K:
+                        for v in T.unroll(vec):
+                            written[v] = T.cast(
+                                results[row, thread % lanes * vec + v] - T.cast(values[p, v], "float32") * along[row],
+                                dtype,
+                            )
+                        for v in T.vectorized(vec):
+                            grad_x[first + row, column + v] = written[v]
+                T.sync_threads()  # the tiles are read to the end
+
+            for j, k in T.Parallel(width, block_k):
+                fn_results[j, k] = to_fn[j, k]
+            T.sync_threads()
+            for p in T.unroll(fn_passes):
+                row = p * fn_rows + thread // fn_lanes
+                if row < J and fn_column < K:
+                    for v in T.vectorized(fn_vec):
+                        partial[run, row, fn_column + v] = fn_results[row, thread % fn_lanes * fn_vec + v]
+
+    return norm_backward
+
+
+@functools.cache
+@tilelang.jit
+def sum_runs_kernel(total, threads):
+    """Compile the sums of `count` rows in a fixed order; zeros where there are none."""
+    rows = T.dynamic("rows")
+
+    @T.prim_func
+    def sum_runs(partial: T.Tensor((rows, total), "float32"), count: T.int32, out: T.Tensor((total,), "float32")):
+        with T.Kernel(T.ceildiv(total, threads), threads=threads) as block:
+            at = block * threads + T.get_thread_binding(0)
+            sums = T.alloc_local((1,), "float32")
+            if at < total:
+                sums[0] = 0.0
+                for run in T.serial(count):
+                    sums[0] += partial[run, at]
+                out[at] = sums[0]
+
+    return sum_runs
+
+
+def run_norm_fn_backward(
+    residual, fn, mixes, rstd, grad_mixes, eps, grad_residual, grad_fn, *, block_m=None, runs_of_tokens=None
+):
+    """The gradients of mhc_norm_fn for the streams and the projection, from what the forward gave; eps is in rstd already.
+
+    With p = grad_mixes * rstd: grad_residual = T(p @ fn - x * rstd^2 * sum(grad_mixes * mixes) / K), grad_fn = p.T @ x, for x =
+    residual [M, C, H] with a token's K = C * H values flat.
+    Shapes: residual and its gradient in bfloat16 or float32; fn and its gradient [J, K], mixes and its gradient [M, J], rstd
+    [M] in float32; contiguous, J <= 128. The streams are read once; one launch, and one that adds up runs of tokens where
+    there are several.
+    runs_of_tokens = None: as many as make two CTAs a multiprocessor of an H200.
+    """
+    M = residual.shape[0]
+    J, K = fn.shape
+    width = -(-J // 32) * 32
+    wide = residual.element_size() == 4
+    block_m = 32 if wide or width > 32 else block_m or (32 if M < 512 else 64)
+    block_k = 64 if wide or width > 32 else 128
+    blocks, tiles = -(-K // block_k), -(-M // block_m)
+    per_run = -(-tiles // min(tiles, runs_of_tokens or max(1, 264 // blocks))) if M else 1
+    runs = -(-tiles // per_run)
+    partial = grad_fn if runs == 1 else torch.empty((max(runs, 1), J, K), dtype=torch.float32, device=residual.device)
+    partial = partial.view(-1, J, K)
+    if runs:
+        x, grad_x = residual.view(M, K), grad_residual.view(M, K)
+        vectors = _vector(K, x, grad_x), _vector(K, fn, partial)
+        kernel = norm_backward_kernel(J, K, x.dtype, width, block_m, block_k, per_run, *vectors, 128)
+        kernel(x, fn, mixes, rstd, grad_mixes, grad_x, partial)
+    if runs != 1:
+        sum_runs_kernel(J * K, 256)(partial.view(-1, J * K), runs, grad_fn.view(J * K))

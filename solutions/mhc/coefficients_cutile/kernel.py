@@ -197,7 +197,7 @@ def _partial(
 
 def _partials(residual, fn, tile_m, splits):
     """float32 [splits * M, WIDTH]: products in the first J columns, sums of squares in the next; and splits."""
-    M, C, H = residual.shape
+    M = residual.shape[0]
     J, K = fn.shape
     width = max(16, _pow2(J + 1))
     tile_m = tile_m or (64 if M >= 1024 else 16)

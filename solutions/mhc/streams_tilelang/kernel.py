@@ -1,4 +1,4 @@
-"""What hyper-connections do with residual streams, TileLang: expand, collapse, write back.
+"""What hyper-connections do with residual streams, TileLang: expand, collapse, write back, and both again for a gradient.
 
 A thread has some neighbouring columns of one token, 16 bytes of each stream, in registers; the token's coefficients are read by
 all threads of a CTA alike.
@@ -124,6 +124,77 @@ def post_kernel(C, H, dtype, vec, threads, rounded):
     return post_streams
 
 
+@functools.cache
+@tilelang.jit(pass_configs={"tl.enable_lower_ldgstg": True})
+def recompute_kernel(C, H, dtype, vec, threads, tail):
+    """Compile for C streams of H elements, in registers over all layers; `tail`: the last layer is not written back."""
+    M, rows, written_rows = T.dynamic("M rows written_rows")
+    blocks = -(-H // (threads * vec))
+    full = H % (threads * vec) == 0
+
+    @T.macro
+    def collapse(streams, pre, row, column, total, result, layer_inputs):
+        for v in T.unroll(vec):
+            total[v] = 0.0
+        for c in T.unroll(C):
+            for v in T.unroll(vec):
+                total[v] += pre[row, c] * streams[c, v]
+        for v in T.unroll(vec):
+            result[v] = T.cast(total[v], dtype)
+        for v in T.vectorized(vec):
+            layer_inputs[row, column + v] = result[v]
+
+    @T.prim_func
+    def recompute(
+        residual: T.Tensor((M, C, H), dtype),
+        pre: T.Tensor((rows, C), "float32"),
+        y: T.Tensor((written_rows, H), dtype),
+        post: T.Tensor((written_rows, C), "float32"),
+        comb: T.Tensor((written_rows, C, C), "float32"),
+        layers: T.int32,
+        layer_inputs: T.Tensor((rows, H), dtype),
+        residuals: T.Tensor((written_rows, C, H), dtype),
+    ):
+        with T.Kernel(M * blocks, threads=threads) as block:
+            token = block // blocks
+            column = (block % blocks * threads + T.get_thread_binding(0)) * vec
+            loaded = T.alloc_local((vec,), dtype)
+            output = T.alloc_local((vec,), dtype)
+            result = T.alloc_local((vec,), dtype)
+            total = T.alloc_local((vec,), "float32")
+            streams = T.alloc_local((C, vec), "float32")
+            written = T.alloc_local((C, vec), "float32")
+            if full or column < H:
+                for c in T.unroll(C):
+                    for v in T.vectorized(vec):
+                        loaded[v] = residual[token, c, column + v]
+                    for v in T.unroll(vec):
+                        streams[c, v] = T.cast(loaded[v], "float32")
+                for layer in T.serial(layers):
+                    row = layer * M + token
+                    for v in T.vectorized(vec):
+                        output[v] = y[row, column + v]
+                    collapse(streams, pre, row, column, total, result, layer_inputs)
+                    for o in T.unroll(C):
+                        for v in T.unroll(vec):
+                            total[v] = post[row, o] * T.cast(output[v], "float32")
+                        for i in T.unroll(C):
+                            for v in T.unroll(vec):
+                                total[v] += comb[row, i, o] * streams[i, v]
+                        for v in T.unroll(vec):
+                            result[v] = T.cast(total[v], dtype)
+                            written[o, v] = T.cast(result[v], "float32")
+                        for v in T.vectorized(vec):
+                            residuals[row, o, column + v] = result[v]
+                    for c in T.unroll(C):
+                        for v in T.unroll(vec):
+                            streams[c, v] = written[c, v]
+                if tail:
+                    collapse(streams, pre, layers * M + token, column, total, result, layer_inputs)
+
+    return recompute
+
+
 def _vector(H, *tensors):
     """The widest power of two of elements, at most 16 bytes, that divides a row and all addresses."""
     itemsize = tensors[0].element_size()
@@ -164,3 +235,18 @@ def run_post_hf(y, residual, post, comb, out, *, threads=128):
     if M and H:
         vec = _vector(H, y, residual, out)
         post_kernel(C, H, out.dtype, vec, threads, True)(y, residual, post, comb, out)
+
+
+def run_recompute(residual, pre, y, post, comb, layer_inputs, residuals, *, threads=128):
+    """layer_inputs[l] = run_pre_apply_mix of the streams and pre[l]; residuals[l] = run_post of them with y[l], post[l], comb[l].
+
+    Shapes: residual [M, C, H], pre [L, M, C], y [N, M, H], post [N, M, C], comb [N, M, C, C] for N = L or L - 1 sublayers that
+    are written back; layer_inputs [L, M, H], residuals [N, M, C, H]; y and streams in T (bfloat16 or float32), the rest
+    float32; contiguous. The streams are rounded to T after every sublayer, as the operators one by one do. One launch.
+    """
+    L, M, C = pre.shape
+    N, H = len(y), residual.shape[2]
+    if M and H:
+        kernel = recompute_kernel(C, H, y.dtype, _vector(H, residual, y, layer_inputs, residuals), threads, L > N)
+        given = residual, pre.view(L * M, C), y.view(N * M, H), post.view(N * M, C), comb.view(N * M, C, C)
+        kernel(*given, N, layer_inputs.view(L * M, H), residuals.view(N * M, C, H))
