@@ -142,7 +142,7 @@ def check_marks(items: Iterable[pytest.Item], choice: Choice) -> None:
 def is_whole(config: pytest.Config) -> bool:
     """Whether this runs every test of records: nothing was chosen by hand."""
     option = config.option
-    narrowed = (option.keyword, option.deselect, option.ignore, option.ignore_glob, option.lf)
+    narrowed = (option.keyword, option.deselect, option.ignore, option.ignore_glob, getattr(option, "lf", False))
     if (
         config.args != ["tests"]
         or config.args_source is pytest.Config.ArgsSource.ARGS

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -92,3 +94,18 @@ def test_a_device_and_a_path_with_nul_are_no_records():
         read_bytes(Path("/dev/zero"), "definition")
     with pytest.raises(RecordError, match="embedded null"):
         read_bytes(Path("a\0b"), "definition")
+
+
+def bound_socket(place: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(os.path.relpath(place))  # the address of a socket is short
+
+
+@pytest.mark.parametrize(("kind", "make"), [("a FIFO", os.mkfifo), ("a folder", os.mkdir), ("a socket", bound_socket)])
+def test_a_writer_replaces_regular_files_only(tmp_path: Path, kind: str, make: Callable[[Path], None]):
+    place = tmp_path / "place"
+    make(place)
+    with pytest.raises(StoreError, match=f"it is {kind}, and only a regular file is replaced. Nothing was changed"):
+        write_atomically(place, b"content")
+    assert not place.is_file()
+    assert os.listdir(tmp_path) == ["place"]

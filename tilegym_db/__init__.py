@@ -5,11 +5,11 @@ The public names below load on first use, so that ``import tilegym_db`` costs ne
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from tilegym_db.lazy import loader
 
 __version__ = "0.2.0"
+
+TYPE_CHECKING = False  # typing's own would take the longest of all that runs before Ctrl-C ends a command in silence
 
 if TYPE_CHECKING:
     from tilegym_db import ops

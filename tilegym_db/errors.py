@@ -44,6 +44,20 @@ PACKAGES: dict[str, tuple[str, str]] = {
     "mcp": ("the package mcp", "mcp"),
 }
 
+# Top-level modules of what every installation has: where one is missing, the installation is broken.
+REQUIRED = {
+    "duckdb": "duckdb",
+    "_duckdb": "duckdb",
+    "filelock": "filelock",
+    "packaging": "packaging",
+    "platformdirs": "platformdirs",
+    "pydantic": "pydantic",
+    "pydantic_core": "pydantic",
+    "pynvml": "nvidia-ml-py",
+    "rich": "rich",
+    "typer": "typer",
+}
+
 
 class TilegymDBError(Exception):
     """Base of every error of this package.
@@ -125,11 +139,15 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def missing_package(module: str) -> MissingPackageError | None:
-    """The error that says how to install what ``module`` (``torch.nn``) belongs to; None for one of no extra."""
-    known = PACKAGES.get(module.partition(".")[0])
-    if known is None:
-        return None
-    package, extra = known
-    return MissingPackageError(
-        f"this needs {package}, which is not installed here. Try: pip install 'tilegym-db[{extra}]'"
-    )
+    """The error that says how to install what ``module`` (``torch.nn``) belongs to; None for one that we do not use."""
+    top = module.partition(".")[0]
+    if top in PACKAGES:
+        package, extra = PACKAGES[top]
+        return MissingPackageError(
+            f"this needs {package}, which is not installed here. Try: pip install 'tilegym-db[{extra}]'"
+        )
+    if top in REQUIRED:
+        return MissingPackageError(
+            f"the package {REQUIRED[top]} is missing, which tilegym-db always needs. Try: pip install {REQUIRED[top]}"
+        )
+    return None

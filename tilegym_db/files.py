@@ -74,8 +74,9 @@ def read_bytes(path: Path, what: str, limit: int = RECORD_BYTES) -> bytes:
     try:
         mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
-            kind = next((name for test, name in _KINDS if test(mode)), "no file")
-            raise RecordError(f"{path}: cannot read this {what}: it is {kind}. Give the path of a regular file.")
+            raise RecordError(
+                f"{path}: cannot read this {what}: it is {_kind_of(mode)}. Give the path of a regular file."
+            )
         with os.fdopen(descriptor, "rb", closefd=False) as file:
             content = file.read(limit + 1)
     except OSError as error:
@@ -85,6 +86,10 @@ def read_bytes(path: Path, what: str, limit: int = RECORD_BYTES) -> bytes:
     if len(content) > limit:
         raise RecordError(f"{path}: this {what} holds more than {limit / MiB:g} MiB, which is the most that is read.")
     return content
+
+
+def _kind_of(mode: int) -> str:
+    return next((name for test, name in _KINDS if test(mode)), "no file")
 
 
 def _unreadable(path: Path, what: str, error: OSError | ValueError) -> RecordError:
@@ -201,11 +206,13 @@ def write_atomically(path: Path, content: bytes) -> None:
     """Replace ``path`` in one step, so that nobody ever reads half a file. A link is followed, and a mode is kept.
 
     Raises:
-        StoreError: that failed; the old content is then still there.
+        StoreError: that failed, or it is a device, a FIFO or a folder; what was there is then still there.
     """
     staged: str | None = None
     try:
         path = Path(os.path.realpath(path))
+        if os.path.lexists(path) and not path.is_file():
+            raise FileExistsError(0, f"it is {_kind_of(path.lstat().st_mode)}, and only a regular file is replaced")
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(path.parent)
         staged = _staged_name(path.parent)

@@ -88,3 +88,11 @@ def test_export_writes_one_family(cli: Callable[..., object], home: Path, tmp_pa
     assert cli("export", "flashinfer", tmp_path / "out").code == 2
     assert cli("export", "parquet", tmp_path / "other").code == 2
     assert not (tmp_path / "other").exists()
+
+
+def test_an_empty_name_is_refused_and_not_replaced_by_another(
+    cli: Callable[..., object], tree: Tree, home: Path
+) -> None:
+    result = cli("import", tree.root, "--name", "")
+    assert result.code == 2
+    assert cli("list", "--origin", "all", "--json").json() == []

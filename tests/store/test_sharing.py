@@ -217,7 +217,9 @@ def test_the_same_rows_make_the_same_file_whatever_their_order(shared):
     assert digest_of(rows_of("a")) != digest_of([Row(rows_of("a")[0].record, "signed")])
 
 
-@pytest.mark.parametrize("uri", ["s3://key:secret@bucket/x", "s3://bucket/x?secret_key=y", "", "ftp://host/x"])
+@pytest.mark.parametrize(
+    "uri", ["s3://key:secret@bucket/x", "s3://bucket/x?secret_key=y", "", "ftp://host/x", "gs://b/x", "hdfs://h/x"]
+)
 def test_an_address_with_credentials_or_of_no_known_kind_is_refused_without_repeating_them(uri):
     with pytest.raises(UsageError) as error:
         SharedDataSet(uri)

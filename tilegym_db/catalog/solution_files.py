@@ -89,7 +89,8 @@ def read_source(record_path: Path, name: str) -> bytes:
     path = folder / name
     if not path.exists():
         raise RecordError(f"{record_path}: sources: '{name}' does not exist beside {record_path.name}.")
-    if not path.resolve().is_relative_to(folder.resolve()):
+    # a plain name that is no link lies in the folder, whatever leads there
+    if ("/" in name or path.is_symlink()) and not path.resolve().is_relative_to(folder.resolve()):
         raise RecordError(
             f"{record_path}: sources: '{name}' is a link out of the folder ({path.resolve()}). Copy the file."
         )

@@ -41,7 +41,9 @@ def command(
 ) -> None:
     """List definitions, or with --solutions or --workloads what belongs to them."""
     from tilegym_db.catalog import Catalog
+    from tilegym_db.catalog.parsed_sources import keeping_parsed_sources
     from tilegym_db.errors import UsageError
+    from tilegym_db.paths import home
 
     form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)
     if solutions + workloads + promoted > 1:
@@ -50,12 +52,12 @@ def command(
         rows = imported_rows(origin, "solution" if solutions else "workload" if workloads else "definition", op_type)
         print_imported(rows, form)
         return
-    catalog = Catalog.default()
-    chosen = select_definitions(catalog, op_type, status)
     describe = (
         solution_rows if solutions else workload_rows if workloads else promoted_rows if promoted else definition_rows
     )
-    rows = describe(catalog, chosen)
+    with keeping_parsed_sources(home()):
+        catalog = Catalog.default()
+        rows = describe(catalog, select_definitions(catalog, op_type, status))
     if not form.is_table:
         write_records(form, rows)
     elif rows:

@@ -139,6 +139,8 @@ def evaluate_int(text: str | int, axes: Mapping[str, int], dtypes: Mapping[str, 
     """As :func:`evaluate`, for a shape or stride: the value must be a whole number."""
     if isinstance(text, int):
         return text
+    if text in axes:  # most entries of a shape are an axis
+        return axes[text]
     value = evaluate(text, axes, dtypes)
     if isinstance(value, bool) or value != int(value):
         raise RecordError(f"{text!r} must be a whole number but is {value} at {_spelled(axes)}")

@@ -32,6 +32,8 @@ def _text(most: int, allowed: str) -> Callable[[str], str]:
     def check(value: str) -> str:
         if len(value) > most:
             raise ValueError(f"a text of {len(value)} characters; at most {most} are allowed here")
+        if value.isprintable():  # nearly every text, at once; what is printable is none of those
+            return value
         for index, character in enumerate(value):
             if unicodedata.category(character) in _CONTROL and character not in allowed:
                 raise ValueError(f"the character {character!r} at position {index} is not allowed here")
@@ -60,16 +62,31 @@ def shown(text: str, most: int = 120) -> str:
 
 def longest_text(value: Any) -> tuple[str, int]:
     """Where the longest text in a JSON value stands, and how many characters it has; keys count too."""
-    where, size = "", 0
-    open_: list[tuple[Any, str]] = [(value, "")]
+    longest: tuple[Any, ...] = ()
+    size = 0
+    # An item, whether it is a key, and where it stands: its step and the place around it. A name costs more than the search.
+    open_: list[tuple[Any, bool, tuple[Any, ...]]] = [(value, False, ())]
     while open_:
-        item, place = open_.pop()
-        if isinstance(item, str) and len(item) > size:
-            where, size = place or "it", len(item)
+        item, is_key, place = open_.pop()
+        if isinstance(item, str):
+            if len(item) > size:
+                longest, size = (is_key, place), len(item)
         elif isinstance(item, dict):
             for key, inner in item.items():
-                name = f"{place}.{shown(str(key), 40)}".lstrip(".")
-                open_ += [(str(key), f"a key of {place or 'it'}"), (inner, name)]
+                open_.append((str(key), True, place))
+                open_.append((inner, False, (str(key), place)))
         elif isinstance(item, list | tuple):
-            open_ += [(inner, f"{place}[{index}]") for index, inner in enumerate(item)]
-    return where, size
+            open_ += [(inner, False, (index, place)) for index, inner in enumerate(item)]
+    if not longest:
+        return "", 0
+    is_key, place = longest
+    name = _spelled(place) or "it"
+    return f"a key of {name}" if is_key else name, size
+
+
+def _spelled(place: tuple[Any, ...]) -> str:
+    steps = []
+    while place:
+        step, place = place
+        steps.append(f"[{step}]" if isinstance(step, int) else f".{shown(step, 40)}")
+    return "".join(reversed(steps)).lstrip(".")

@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
+import hashlib
 import warnings
+from collections.abc import Mapping
 
-__all__ = ["check_function", "function_parameters", "parse_source"]
+__all__ = ["check_function", "function_parameters", "headers_of_large_sources", "parse_source", "recall_headers"]
+
+LARGE = 2000
+"""Bytes of a source whose headers are worth keeping from one process to the next."""
+
+_headers: dict[str, str] = {}
+
+
+def recall_headers(headers: Mapping[str, str]) -> None:
+    """Sources that parsed in another process: the sha256 of a source's text -> the headers of its functions."""
+    _headers.update(headers)
+
+
+def headers_of_large_sources() -> dict[str, str]:
+    """What :func:`recall_headers` was given, and what this process parsed since."""
+    return dict(_headers)
 
 
 # Parsing is a third of what reading a catalog takes, and one process reads the same sources many times over.
@@ -17,6 +35,15 @@ def parse_source(source: str | bytes) -> ast.Module:
     Raises:
         ValueError: it is not valid Python, or nested too deeply for the parser; says what and in which line.
     """
+    is_kept = isinstance(source, bytes) and len(source) >= LARGE and source.isascii()
+    key = hashlib.sha256(source).hexdigest() if isinstance(source, bytes) and is_kept else ""
+    if key in _headers:
+        with contextlib.suppress(ValueError):  # a file of headers that was changed
+            return _functions(_headers[key])
+    return _functions(source, key)
+
+
+def _functions(source: str | bytes, key: str = "") -> ast.Module:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # an odd escape sequence is no finding here
@@ -27,9 +54,24 @@ def parse_source(source: str | bytes) -> ast.Module:
     except (RecursionError, MemoryError):
         raise ValueError("it is nested too deeply") from None
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    if key and isinstance(source, bytes):
+        lines = source.splitlines()
+        _headers[key] = "".join(_header(function, lines) for function in functions)
     for function in functions:
         function.body = []  # what is kept must stay small
     return ast.Module(body=list(functions), type_ignores=[])
+
+
+def _header(function: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[bytes]) -> str:
+    """The text of a function from ``def`` to its colon, with an empty body."""
+    first = function.body[0]
+    on_a_line_of_the_header = lines[first.lineno - 1][: first.col_offset].strip()
+    if on_a_line_of_the_header or hasattr(first, "decorator_list"):  # a decorator stands above its function's line
+        body: list[ast.stmt] = [ast.Pass()]
+        kind = type(function)
+        bare = kind(name=function.name, args=function.args, body=body, decorator_list=[], lineno=1, col_offset=0)
+        return ast.unparse(bare) + "\n"
+    return b"\n".join(lines[function.lineno - 1 : first.lineno - 1]).decode() + "\n pass\n"
 
 
 def check_function(source: str, where: str, parameters: tuple[str, ...]) -> None:

@@ -103,7 +103,7 @@ class Workload(Record):
     def check_against(self, definition: Definition) -> None:
         """Raise :class:`RecordError` where the Workload does not fit the Definition."""
         axes = definition.bind_axes(self.axes)
-        definition.bind_dtypes(self.dtypes)
+        dtypes = definition.bind_dtypes(self.dtypes)
         for name in self.inputs:
             if name not in definition.inputs:
                 raise RecordError(f"inputs.{name}: {definition.name} has no such input.")
@@ -121,8 +121,8 @@ class Workload(Record):
                     f"inputs.{name} is {given.value!r}, but it is the size of axis '{axis}', {axes[axis]}."
                 )
             if isinstance(given, ScalarInput):
-                _check_scalar(name, given.value, definition.dtype_of(name, definition.bind_dtypes(self.dtypes)))
-        _check_sizes(definition, axes, self.dtypes)
+                _check_scalar(name, given.value, definition.dtype_of(name, dtypes))
+        _check_sizes(definition, axes, dtypes)
         for name in self.layouts:
             if name not in definition.tensor_inputs and name not in definition.outputs:
                 raise RecordError(f"layouts.{name}: {definition.name} has no such tensor.")
@@ -171,7 +171,7 @@ def _check_sizes(definition: Definition, axes: dict[str, int], dtypes: dict[str,
         shape = definition.shape_of(name, axes)
         if any(size < 0 for size in shape):
             raise RecordError(f"'{name}' of {definition.name} would have the negative shape {list(shape)}.")
-        size = math.prod(shape) * STORED_BYTES[definition.dtype_of(name, definition.bind_dtypes(dtypes))]
+        size = math.prod(shape) * STORED_BYTES[definition.dtype_of(name, dtypes)]
         if size > MAX_TENSOR_BYTES:
             raise RecordError(
                 f"'{name}' of {definition.name} would have the shape {list(shape)} and {size:.3g} bytes; "

@@ -27,6 +27,8 @@ VERSION_KEY = b"tilegym_db.schema_version"
 COLUMNS = ("trace_id", "definition", "solution", "workload_uuid", "tier", "status", "record", "signature")
 SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID")
 SUFFIX = ".parquet"
+SCHEMES = ("s3", "file")
+"""What is tested. PyArrow knows more, and tries some of them again and again for a quarter of an hour."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,11 @@ class SharedDataSet:
             )
         if not uri.strip():
             raise UsageError("a data set is a folder or an address such as s3://bucket/folder, not ''.")
+        if "://" in uri and parts.scheme not in SCHEMES:
+            raise UsageError(
+                f"'{hidden(uri)}' is no address of a data set: it is a folder, or starts with "
+                f"{' or '.join(f'{scheme}://' for scheme in SCHEMES)}."
+            )
         try:
             self._files, self._root = fs.FileSystem.from_uri(uri if "://" in uri else os.path.abspath(uri))
         except (ValueError, TypeError, OSError) as error:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from tilegym_db.catalog import Catalog
+from tilegym_db.catalog.parsed_sources import keeping_parsed_sources
 from tilegym_db.records import axes_key
 from tilegym_db.store import statements
 from tilegym_db.store.doubts import judge_passes
@@ -41,7 +42,8 @@ def refresh(store: Store, catalog: Catalog, wanted: dict[str, str], parts: Colle
         if "views" in parts:
             connection.execute(statements.views_sql())
         if "catalog" in parts:
-            _sync_catalog(connection, catalog)
+            with keeping_parsed_sources(store.home):
+                _sync_catalog(connection, catalog)
         if "peaks" in parts:
             _insert(connection, statements.SYNC_PEAKS, peaks_rows(store.home, catalog, refused))
         if "searches" in parts:

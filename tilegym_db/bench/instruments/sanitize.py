@@ -105,7 +105,7 @@ def sanitize(
         starting: told what runs next.
 
     Raises:
-        UsageError: an unknown tool.
+        UsageError: an unknown tool, or none.
         ToolchainError: compute-sanitizer is not installed.
         HardwareError: there is no GPU.
         NotFoundError, SolutionError: as :func:`~tilegym_db.bench.instruments.chosen.choose_solutions`.
@@ -113,6 +113,8 @@ def sanitize(
     unknown = [tool for tool in tools if tool not in TOOLS]
     if unknown:
         raise UsageError(f"compute-sanitizer has no tool '{unknown[0]}'. Known: {', '.join(TOOLS)}.")
+    if not tools:
+        raise UsageError(f"no tool to run: nothing would be watched. Known: {', '.join(TOOLS)}.")
     program = find_program("compute-sanitizer")
     setup = RunSetup.of(gpu, catalog, home)
     if not setup.machine.is_gpu:

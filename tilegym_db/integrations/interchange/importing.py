@@ -92,7 +92,7 @@ def import_data_set(
     folder = home or default_home()
     try:
         collection = chosen.read(root)
-        found = collection.finish(name or default_name(root), folder)
+        found = collection.finish(default_name(root) if name is None else name, folder)
     except OSError as error:
         raise RecordError(
             f"{error.filename or path}: cannot be read: {error.strerror}. Nothing was imported."

@@ -1,0 +1,48 @@
+"""A package that is missing is one sentence with what to install, whichever it is."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tilegym_db.errors import REQUIRED, missing_package
+
+ROOT = Path(__file__).parents[1]
+BLOCK = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == {name!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def test_every_required_package_is_known_by_its_modules():
+    import tomllib
+
+    text = (ROOT / "pyproject.toml").read_text()
+    declared = {re.split("[^a-z-]", line)[0] for line in tomllib.loads(text)["project"]["dependencies"]}
+    assert declared == set(REQUIRED.values())
+    for module, package in REQUIRED.items():
+        assert f"pip install {package}" in str(missing_package(f"{module}.inner"))
+    assert missing_package("of_somebody_else") is None
+
+
+@pytest.mark.parametrize(("module", "arguments"), [("typer", ["--help"]), ("duckdb", ["sql", "SELECT 1"])])
+def test_a_broken_installation_has_no_traceback(tmp_path: Path, module: str, arguments: list[str]):
+    (tmp_path / "sitecustomize.py").write_text(BLOCK.format(name=module))
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "TILEGYM_DB_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "tilegym_db", *arguments]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2
+    assert result.stderr == (
+        f"error: the package {module} is missing, which tilegym-db always needs. Try: pip install {module}\n"
+    )

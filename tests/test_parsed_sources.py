@@ -1,0 +1,94 @@
+"""What parsing found is kept between commands: never for another text, and never in the way."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tilegym_db.catalog.parsed_sources import FILE_NAME, keeping_parsed_sources
+from tilegym_db.records import python_source
+from tilegym_db.records.python_source import parse_source
+
+FILLER = "# " + "x" * python_source.LARGE + "\n"
+HEADERS = (
+    "def run(x, /, out, *more, BLOCK=4, **rest):\n    return x\n",
+    "def run(x,\n        out): return x\n",
+    "def run(x): return x\n",
+    'async def run(\n    x,  # why\n    out=(1,\n         2),\n) -> None:\n\n    # a comment\n    """Text."""\n',
+    "@one\ndef run(x):\n    @two\n    def inner(y):\n        return y\n    return inner\n",
+)
+
+
+@pytest.fixture(autouse=True)
+def another_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(python_source, "_headers", {})
+    parse_source.cache_clear()
+    yield
+    parse_source.cache_clear()
+
+
+def forget() -> None:
+    python_source._headers.clear()
+    parse_source.cache_clear()
+
+
+def signatures(source: bytes) -> list[str]:
+    return [ast.dump(node.args) for node in parse_source(source).body if hasattr(node, "args")]
+
+
+@pytest.mark.parametrize("text", HEADERS)
+def test_a_source_that_was_parsed_before_has_the_same_functions(tmp_path: Path, text: str) -> None:
+    source = (FILLER + text).encode()
+    with keeping_parsed_sources(tmp_path):
+        first = signatures(source)
+    forget()
+    with keeping_parsed_sources(tmp_path):
+        parsed = next(iter(python_source._headers.values()))
+        assert "xxx" not in parsed
+        assert signatures(source) == first != []
+
+
+def test_a_source_that_changed_is_parsed_again(tmp_path: Path) -> None:
+    with keeping_parsed_sources(tmp_path):
+        signatures((FILLER + "def run(x): pass\n").encode())
+    forget()
+    with keeping_parsed_sources(tmp_path):
+        with pytest.raises(ValueError, match="line 2"):
+            signatures((FILLER + "def run(x) pass\n").encode())
+        assert "y" in signatures((FILLER + "def run(y): pass\n").encode())[0]
+
+
+@pytest.mark.parametrize(
+    "damage", [b"", b"[1]", b'{"parser": "other", "headers": {}}', b"\xff\xfe", b'{"headers": 3}', b"[" * 9999]
+)
+def test_a_damaged_file_costs_time_and_nothing_else(tmp_path: Path, damage: bytes) -> None:
+    (tmp_path / FILE_NAME).write_bytes(damage)
+    with keeping_parsed_sources(tmp_path):
+        assert signatures((FILLER + "def run(x): pass\n").encode())
+    assert json.loads((tmp_path / FILE_NAME).read_bytes())["headers"]
+
+
+def test_a_header_that_was_damaged_is_parsed_from_the_source(tmp_path: Path) -> None:
+    source = (FILLER + "def run(x): pass\n").encode()
+    with keeping_parsed_sources(tmp_path):
+        first = signatures(source)
+    content = json.loads((tmp_path / FILE_NAME).read_bytes())
+    content["headers"] = dict.fromkeys(content["headers"], "def run(x")
+    (tmp_path / FILE_NAME).write_text(json.dumps(content))
+    forget()
+    with keeping_parsed_sources(tmp_path):
+        assert signatures(source) == first
+
+
+def test_nothing_is_written_where_there_is_no_home_or_it_is_no_place_for_files(tmp_path: Path) -> None:
+    with keeping_parsed_sources(tmp_path / "home"):
+        signatures((FILLER + "def run(x): pass\n").encode())
+    assert not (tmp_path / "home").exists()
+    (tmp_path / FILE_NAME).mkdir()
+    with keeping_parsed_sources(tmp_path):
+        signatures((FILLER + "def run(z): pass\n").encode())
+    assert (tmp_path / FILE_NAME).is_dir()
