@@ -4,7 +4,7 @@ Nothing is downloaded. All ways share one process and take turns; ratios are of 
 
     python benchmarks/fp8_models.py CONFIG --batch 8 --prompt 2048 --new 0                # prefill: patched bf16 against fp8
     python benchmarks/fp8_models.py CONFIG --prompt 512 --new 64 --static-cache           # decode, compiled steps in CUDA graphs
-    python benchmarks/fp8_models.py CONFIG --fp8-model                                    # FP8Linear, stock and patched
+    python benchmarks/fp8_models.py CONFIG --fp8-model                                    # FP8 layers, stock and patched
     python benchmarks/fp8_models.py CONFIG --device cpu --way fp8-reference --layers 1    # the numbers alone
 
 ``--fp8-model`` needs what transformers needs for FP8: a GPU and the kernels of its hub. Prints one JSON object.
@@ -26,6 +26,7 @@ from tilegym_db.bench.statistics import paired_ratio
 from tilegym_db.integrations.transformers import Handle, patch
 from tilegym_db.integrations.transformers.blockwise_linear import BLOCK, quantised
 from tilegym_db.integrations.transformers.capture import random_prompt
+from tilegym_db.integrations.transformers.experts_wrapper import wrapper_of
 from tilegym_db.integrations.transformers.generation import Generate, dynamic_cache, prefill, static_cache
 from tilegym_db.integrations.transformers.quantise import choose
 from tilegym_db.integrations.transformers.race import compare
@@ -39,7 +40,7 @@ def twin_of(model: Any) -> Any:
 
 
 def as_fp8_model(model: Any) -> Any:
-    """The model with transformers' FP8Linear in place of what its quantiser would take, holding codes of the same weights."""
+    """The model with transformers' FP8 layers in place of what its quantiser would take, holding codes of the same weights."""
     from transformers.integrations.finegrained_fp8 import FP8Linear
 
     for name, own in choose(model)[0].items():
@@ -49,7 +50,26 @@ def as_fp8_model(model: Any) -> Any:
         for parameter, value in zip(("weight", "weight_scale_inv"), quantised(own.weight), strict=True):
             setattr(layer, parameter, torch.nn.Parameter(value, requires_grad=False))
         model.set_submodule(name, layer)
+    for name, experts in [(name, one) for name, one in model.named_modules() if wrapper_of(type(one).forward)]:
+        model.set_submodule(name, as_fp8_experts(experts))
     return model.eval()
+
+
+def as_fp8_experts(own: Any) -> Any:
+    """transformers' FP8Experts with codes of the weights of a module of experts, gate rows first and without biases."""
+    from transformers.integrations import finegrained_fp8 as fp8
+    from transformers.integrations.moe import use_experts_implementation
+
+    made: Any = use_experts_implementation(
+        experts_class=fp8.FP8Experts, experts_interface=fp8.ALL_FP8_EXPERTS_FUNCTIONS
+    )
+    with torch.device("meta"):
+        layer = made(own.config, (BLOCK, BLOCK))
+    for key in ("gate_up_proj", "down_proj"):
+        pairs = [quantised(weight) for weight in getattr(own, key)]
+        for parameter, values in zip((key, f"{key}_scale_inv"), zip(*pairs, strict=True), strict=True):
+            setattr(layer, parameter, torch.nn.Parameter(torch.stack(values), requires_grad=False))
+    return layer
 
 
 def way_of(model: Any, ids: torch.Tensor, options: argparse.Namespace) -> Generate:
