@@ -26,7 +26,7 @@ from tilegym_db.backends.recorder import Recorder
 from tilegym_db.backends.toolchains import TOOLCHAINS
 from tilegym_db.errors import SolutionError
 
-__all__ = ["compile_probe", "recording"]
+__all__ = ["as_cuda", "compile_probe", "install_driver", "recording"]
 
 _exported: dict[str, int] = {}  # key -> size of the cubin, as cuTile's own launch compiles a specialisation once
 
@@ -37,7 +37,7 @@ def recording(target: str, identity: str = "") -> Iterator[Recorder]:
 
     A launch raises what cuTile's compiler raises, and :class:`SolutionError` where CUDA could not launch the grid.
     """
-    _install_driver()
+    install_driver()
     recorder = Recorder(target, identity)
     original = ct.launch
 
@@ -55,7 +55,7 @@ def recording(target: str, identity: str = "") -> Iterator[Recorder]:
 
 
 def _export(recorder: Recorder, kernel: Any, kernel_args: tuple[Any, ...]) -> Artifact:
-    arguments = tuple(_as_cuda(argument) for argument in kernel_args)
+    arguments = tuple(as_cuda(argument) for argument in kernel_args)
     signature = KernelSignature.from_kernel_args(kernel, arguments, CallingConvention.cutile_python_v2())
     code = TOOLCHAINS["cutile"].targets[recorder.target]
     options = getattr(kernel, "_compiler_options", None)
@@ -91,11 +91,12 @@ class _CudaView:
         return capsule
 
 
-def _as_cuda(argument: Any) -> Any:
+def as_cuda(argument: Any) -> Any:
+    """The argument of a launch with its CPU tensors presented as CUDA arrays, for cuTile to look at."""
     if isinstance(argument, torch.Tensor):
         return _CudaView(argument)
     if type(argument) in (tuple, list):
-        return type(argument)(_as_cuda(item) for item in argument)
+        return type(argument)(as_cuda(item) for item in argument)
     return argument
 
 
@@ -140,7 +141,7 @@ _entry = _GetProcAddress(_get_proc_address)
 _entry_pointer = ctypes.c_void_p(ctypes.cast(_entry, ctypes.c_void_p).value)
 
 
-def _install_driver() -> None:
+def install_driver() -> None:
     """Stand in for the module with which cuTile loads libcuda; for good, since cuTile keeps the pointers it gets."""
     if _DRIVER_MODULE not in sys.modules:
         module = ModuleType(_DRIVER_MODULE)
