@@ -33,8 +33,8 @@ def interpreting() -> Iterator[None]:
     import cuda.tile as ct
 
     from tilegym_db.backends.absent_device import pretend_device
-    from tilegym_db.backends.cutile import install_driver
     from tilegym_db.backends.cutile_interpreter.launching import run
+    from tilegym_db.backends.cutile_stand_ins import install_driver
     from tilegym_db.errors import SolutionError
 
     def launch(stream: object, grid: object, kernel: Any, kernel_args: tuple[Any, ...], /, **options: Any) -> None:

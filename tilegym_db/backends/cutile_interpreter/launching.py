@@ -14,10 +14,10 @@ from cuda.tile._compile import compile_tile
 from cuda.tile.compilation import CallingConvention, KernelSignature
 
 from tilegym_db.backends.absent_device import check_grid
-from tilegym_db.backends.cutile import as_cuda
 from tilegym_db.backends.cutile_interpreter import control_ops, memory_ops, numerics, tile_ops
 from tilegym_db.backends.cutile_interpreter.memory import Launch, Memory
 from tilegym_db.backends.cutile_interpreter.writer import Writer
+from tilegym_db.backends.cutile_stand_ins import as_cuda
 
 __all__ = ["Program", "compile_program", "run"]
 
