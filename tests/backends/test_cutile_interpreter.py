@@ -335,12 +335,27 @@ def test_loops_and_branches_follow_the_values():
 def test_what_is_not_interpreted_is_refused_by_name():
     @ct.kernel
     def kernel(array):
-        tile = ct.load(array, (0,), (16,))
-        packed = ct.pack_to_bytes(tile)
-        ct.store(array, (0,), ct.sum(ct.reshape(packed, (2, 16)).astype(ct.int16), axis=0))
+        view = array.tiled_view((16,))
+        view.atomic_store_add((0,), view.load((0,)))
 
-    with pytest.raises(SolutionError, match="tile_pack"):
-        run(kernel, torch.zeros(16, dtype=torch.int16))
+    with pytest.raises(SolutionError, match="tile_atomic_red_view"):
+        run(kernel, torch.zeros(16, dtype=torch.int32))
+
+
+def test_tiles_that_overlap_and_their_bytes():
+    @ct.kernel
+    def kernel(array, out, codes):
+        tile = array.tiled_view((8,), traversal_steps=(4,)).load((ct.bid(0),))
+        out.tiled_view((8,)).store((ct.bid(0),), tile)
+        packed = ct.pack_to_bytes(tile)
+        ct.store(codes, (ct.bid(0),), ct.unpack_from_bytes(packed, ct.int16))
+
+    array, out = torch.arange(16).bfloat16(), torch.zeros(24, dtype=torch.bfloat16)
+    codes = torch.zeros(24, dtype=torch.int16)
+    run(kernel, array, out, codes, grid=(3,))
+    expected = torch.cat([array[0:8], array[4:12], array[8:16]])
+    assert out.tolist() == expected.tolist()
+    assert codes.tolist() == expected.view(torch.int16).tolist()
 
 
 def test_an_assertion_of_the_kernel_fails_the_launch():

@@ -18,6 +18,8 @@ from tilegym_db.errors import SolutionError
 __all__ = ["Launch", "Memory", "load", "load_tile", "store", "store_tile"]
 
 Shape = tuple[int, ...]
+View = tuple[Any, Shape, Shape, Shape]
+"""Where an array begins, its shape and strides, and the elements from one tile to the next."""
 
 
 class Launch:
@@ -147,9 +149,9 @@ def store(memory: Memory, offset: Any, value: Any, mask: Any, shape: Shape) -> N
 class _Window:
     """The part of a tile of a partitioned array that lies inside of it."""
 
-    def __init__(self, memory: Memory, view: tuple[Any, Shape, Shape], index: tuple[Any, ...], tile: Shape) -> None:
-        base, shape, strides = view
-        starts = [int(at) * size for at, size in zip(index, tile, strict=True)]
+    def __init__(self, memory: Memory, view: View, index: tuple[Any, ...], tile: Shape) -> None:
+        base, shape, strides, steps = view
+        starts = [int(at) * step for at, step in zip(index, steps, strict=True)]
         if any(start < 0 or start >= whole for start, whole in zip(starts, shape, strict=True)):
             raise SolutionError(
                 f"A tile at {tuple(map(int, index))} lies outside of {memory.name}, of shape {shape}; "
@@ -173,9 +175,7 @@ class _Window:
         )
 
 
-def load_tile(
-    memory: Memory, view: tuple[Any, Shape, Shape], index: tuple[Any, ...], tile: Shape, padding: float | None
-) -> Any:
+def load_tile(memory: Memory, view: View, index: tuple[Any, ...], tile: Shape, padding: float | None) -> Any:
     """One tile of a partitioned array; the padding where it ends before the tile."""
     window = _Window(memory, view, index, tile)
     values = window.of(memory.data).copy()
@@ -190,7 +190,7 @@ def load_tile(
     return whole
 
 
-def store_tile(memory: Memory, view: tuple[Any, Shape, Shape], index: tuple[Any, ...], value: Any, tile: Shape) -> None:
+def store_tile(memory: Memory, view: View, index: tuple[Any, ...], value: Any, tile: Shape) -> None:
     """Write one tile of a partitioned array; what lies outside is dropped."""
     window = _Window(memory, view, index, tile)
     value = spread(value, tile)[tuple(map(slice, window.sizes))]

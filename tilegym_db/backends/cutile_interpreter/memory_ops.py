@@ -73,15 +73,17 @@ def _array(writer: Writer, op: Any) -> None:
     writer.memories[op.result_var.name] = place
 
 
-@emits("make_partition_view")
+@emits("make_partition_view", "make_strided_view")
 def _partition(writer: Writer, op: Any) -> None:
-    order = tuple(op.result_var.get_type().order)
+    kind = op.result_var.get_type()
+    order = tuple(kind.order)
+    steps = tuple(getattr(kind, "traversal_steps", kind.tile_shape))
     name, array = writer.name(op.result_var), writer.of(op.array)
     if order == tuple(range(len(order))):
-        writer.line(f"{name} = {array}")
+        writer.line(f"{name} = (*{array}, {steps})")
     else:
         sizes, strides = ("".join(f"{array}[{part}][{axis}], " for axis in order) for part in (1, 2))
-        writer.line(f"{name} = ({array}[0], ({sizes}), ({strides}))")
+        writer.line(f"{name} = ({array}[0], ({sizes}), ({strides}), {steps})")
     writer.memories[op.result_var.name] = writer.memories[op.array.name]
 
 
@@ -108,6 +110,8 @@ def _store_tile(writer: Writer, op: Any) -> None:
 
 @emits("num_tiles")
 def _count_tiles(writer: Writer, op: Any) -> None:
+    if hasattr(op.view.get_type(), "traversal_steps"):
+        raise refuse(op, "tiles that overlap")
     view = writer.of(op.view)
     for axis, (var, size) in enumerate(zip(op.result_vars, op.view.get_type().tile_shape, strict=True)):
         writer.line(f"{writer.name(var)} = np.int32(-(-int({view}[1][{axis}]) // {size}))")

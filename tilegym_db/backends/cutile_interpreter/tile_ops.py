@@ -188,6 +188,18 @@ def _bitcast(writer: Writer, op: Any) -> None:
     writer.result(op, f"{writer.object(decode)}({text})" if decode else text)
 
 
+@emits("tile_pack", "tile_unpack", once=True)
+def _bytes(writer: Writer, op: Any) -> None:
+    source, target = dtype_of(op.x), dtype_of(op.result_var)
+    if source in ("bool_", "tfloat32") or target in ("bool_", "tfloat32"):
+        raise refuse(op, f"{source} to {target}")
+    encode, decode = numerics.encoder(source), numerics.decoder(target)
+    whole = f"spread({writer.of(op.x)}, {shape_of(op.x)})"
+    bits = f"{writer.object(encode)}({whole})" if encode else whole
+    text = f"bits_as(np.ascontiguousarray({bits}), {writer.object(numerics.raw_dtype(target))})"
+    writer.result(op, f"{writer.object(decode)}({text})" if decode else text)
+
+
 # -- shapes ----------------------------------------------------------------------------------------------------------
 
 
