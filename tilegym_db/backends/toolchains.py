@@ -26,6 +26,7 @@ __all__ = [
     "ToolchainStatus",
     "check_dependencies",
     "environment_changes",
+    "lacking_dependency",
     "prepare_environment",
     "require_toolchain",
     "toolchain_status",
@@ -128,12 +129,19 @@ def check_dependencies(dependencies: tuple[str, ...], needed_by: str) -> None:
     Raises:
         ToolchainError: a package is missing or its version is outside the declared range.
     """
+    lacking = lacking_dependency(dependencies)
+    if lacking is not None:
+        raise ToolchainError(f"{needed_by} needs {lacking}")
+
+
+def lacking_dependency(dependencies: tuple[str, ...]) -> str | None:
+    """The first declared package that is missing, or of a version outside the declared range, and how to get it; None where
+    all are here."""
     for text in dependencies:
         try:
             requirement = Requirement(text)
         except InvalidRequirement as error:
-            reason = f"spec.dependencies has {text!r}, which is no requirement: {error}"
-            raise ToolchainError(f"{needed_by}: {reason}.") from None
+            return f"{text!r}, which is no requirement: {error}. Correct spec.dependencies."
         known = next((chain for chain in TOOLCHAINS.values() if requirement.name in chain.distributions), None)
         version = _version(known.distributions if known else (requirement.name,))
         if version and requirement.specifier.contains(version, prereleases=True):
@@ -141,7 +149,8 @@ def check_dependencies(dependencies: tuple[str, ...], needed_by: str) -> None:
         if not version and known and _is_installed(known.package):
             continue  # unpacked without its metadata: present, of unknown version
         found = f"{version} is installed" if version else "it is not installed"
-        raise ToolchainError(f"{needed_by} needs {text}, but {found}. Fix: pip install '{text}'")
+        return f"{text}, but {found}. Fix: pip install '{text}'"
+    return None
 
 
 def environment_changes(language: str, environ: Environment | None = None) -> EnvironmentChanges:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from tilegym_db.bench.machine import Machine
 from tilegym_db.bench.plan import DefinitionPlan, DoneKey, LikelyFastest, Options, PairKey, Plan, Skipped
@@ -24,6 +25,19 @@ QUICK_WORKLOADS = 2
 ALREADY_MEASURED = "already measured (--again repeats it)"
 
 
+@dataclass(frozen=True)
+class Lacks:
+    """What is missing here: by language, and by Solution where a package that it declares is."""
+
+    languages: Mapping[str, str]
+    solutions: Mapping[str, str]
+
+    def of(self, solution: SolutionFiles, *, its_language: bool = True) -> str | None:
+        """What keeps a Solution from running here, or None."""
+        language = self.languages.get(solution.record.spec.language) if its_language else None
+        return language or self.solutions.get(solution.name)
+
+
 def make_plan(
     catalog: Catalog,
     machine: Machine,
@@ -33,6 +47,7 @@ def make_plan(
     excluded: Mapping[DoneKey, str] | None = None,
     tuned: Mapping[PairKey, Config] | None = None,
     likely_fastest: LikelyFastest | None = None,
+    unmet: Mapping[str, str] | None = None,
 ) -> Plan:
     """Select pairs of Solution and Workload, each under the default config and under the one that tune found for it.
 
@@ -47,6 +62,7 @@ def make_plan(
         likely_fastest: who may be the fastest on this GPU of all that are verified. Whatever is asked for, they are measured
             again where something else is that may be faster: times of different runs are no comparison. A screen, which
             changes nothing of who is the fastest, takes the current best alone, and a quick run nobody.
+        unmet: name of a Solution -> which package that it declares is missing here, and the command that installs it.
 
     Raises:
         NotFoundError: a name is neither a Definition nor a Solution.
@@ -55,16 +71,17 @@ def make_plan(
     if options.language is not None and options.language not in LANGUAGES:
         raise UsageError(f"unknown language {options.language!r}; known: {', '.join(LANGUAGES)}.")
     plan = Plan()
+    lacks = Lacks(unusable or {}, unmet or {})
     matched = False
     for definition, solutions in _selected(catalog, options):
         item = DefinitionPlan(definition)
         item.workloads = _workloads(catalog, definition, machine, options, plan)
         for solution in solutions:
-            _place(item, solution, machine, options, unusable or {}, plan)
+            _place(item, solution, machine, options, lacks, plan)
         _choose_pairs(item, options, done, excluded or {}, tuned or {}, plan)
         if likely_fastest and not options.quick:
             most = 1 if options.tier == "screen" else None
-            _add_likely_fastest(item, catalog, machine, unusable or {}, excluded or {}, likely_fastest, most, plan)
+            _add_likely_fastest(item, catalog, machine, lacks, excluded or {}, likely_fastest, most, plan)
         matched = matched or bool(item.workloads)
         if item.pairs or item.tuned:
             plan.definitions.append(item)
@@ -145,26 +162,26 @@ def _place(
     solution: SolutionFiles,
     machine: Machine,
     options: Options,
-    unusable: Mapping[str, str],
+    lacks: Lacks,
     plan: Plan,
 ) -> None:
     language = solution.record.spec.language
-    reason = _why_untimed(language, machine, unusable)
+    reason = _why_untimed(solution, machine, lacks)
     if reason is None:
         item.timed.append(solution)
-    elif interpreted_here(language, on_gpu=machine.is_gpu) and language not in unusable and options.tier == "screen":
+    elif interpreted_here(language, on_gpu=machine.is_gpu) and options.tier == "screen" and not lacks.of(solution):
         item.interpreted.append(solution)
     else:
         plan.skipped.append(Skipped(solution.name, "*", reason))
 
 
-def _why_untimed(language: str, machine: Machine, unusable: Mapping[str, str]) -> str | None:
-    """Why no Solution in a language can be timed on this machine, or None."""
-    if language in unusable and (machine.is_gpu or language in INTERPRETERS):
-        return unusable[language]
+def _why_untimed(solution: SolutionFiles, machine: Machine, lacks: Lacks) -> str | None:
+    """Why a Solution cannot be timed on this machine, or None. What it lacks comes first, where installing it would help."""
+    language = solution.record.spec.language
     if machine.is_gpu or language == "python":
-        return None
-    return f"{language} kernels run on a GPU only (here they can be compiled: tilegym-db compile)"
+        return lacks.of(solution, its_language=machine.is_gpu)
+    gpu_only = f"{language} kernels run on a GPU only (here they can be compiled: tilegym-db compile)"
+    return (lacks.of(solution) or gpu_only) if language in INTERPRETERS else gpu_only
 
 
 def _choose_pairs(
@@ -198,7 +215,7 @@ def _add_likely_fastest(
     item: DefinitionPlan,
     catalog: Catalog,
     machine: Machine,
-    unusable: Mapping[str, str],
+    lacks: Lacks,
     excluded: Collection[DoneKey],
     likely_fastest: LikelyFastest,
     most: int | None,
@@ -211,9 +228,8 @@ def _add_likely_fastest(
             continue
         for name, config in list(invited):
             solution = catalog.solutions[name]
-            language = solution.record.spec.language
             key = (solution.digest, item.definition.digest, workload.uuid, config_id(config))
-            if key in excluded or _why_untimed(language, machine, unusable) is not None:
+            if key in excluded or _why_untimed(solution, machine, lacks) is not None:
                 invited.remove((name, config))
                 continue
             if solution not in item.timed:

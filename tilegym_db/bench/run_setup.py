@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tilegym_db.backends.toolchains import TOOLCHAINS, toolchain_status
+from tilegym_db.backends.toolchains import TOOLCHAINS, lacking_dependency, toolchain_status
 from tilegym_db.bench.gpus.devices import MeasuringDevice
 from tilegym_db.bench.interleaved import TimingBudget
 from tilegym_db.bench.machine import Machine, select_machine
 from tilegym_db.bench.plan import DoneKey, LikelyFastest, Options, PairKey, Plan
 from tilegym_db.bench.planning import make_plan
 from tilegym_db.bench.tracing import RunContext
-from tilegym_db.catalog import Catalog
+from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import home
 from tilegym_db.records import Config, Trace
@@ -25,7 +25,7 @@ from tilegym_db.store.database import Store
 from tilegym_db.store.ingest import ingest_journals
 from tilegym_db.verify.admission import require_returning_reference
 
-__all__ = ["Observer", "RunSetup", "timing_budget", "unusable_languages"]
+__all__ = ["Observer", "RunSetup", "timing_budget", "unmet_dependencies", "unusable_languages"]
 
 
 @dataclass
@@ -89,7 +89,7 @@ class RunSetup:
         tuned: Mapping[PairKey, Config] | None = None,
         likely_fastest: LikelyFastest | None = None,
     ) -> Plan:
-        """What the options ask for here, with the languages that can be used here; arguments and errors are those of
+        """What the options ask for here, with the languages and packages that are here; arguments and errors are those of
         :func:`~tilegym_db.bench.planning.make_plan`.
 
         Raises:
@@ -97,7 +97,8 @@ class RunSetup:
                 that Definition is left out.
         """
         unusable = unusable_languages()
-        plan = make_plan(self.catalog, self.machine, options, done, unusable, excluded, tuned, likely_fastest)
+        unmet = unmet_dependencies(self.catalog.solutions.values())
+        plan = make_plan(self.catalog, self.machine, options, done, unusable, excluded, tuned, likely_fastest, unmet)
         return self._without_failing_references(plan, named=bool(options.names))
 
     def _without_failing_references(self, plan: Plan, *, named: bool) -> Plan:
@@ -131,3 +132,9 @@ def unusable_languages() -> dict[str, str]:
         for language, status in statuses.items()
         if not status.available
     }
+
+
+def unmet_dependencies(solutions: Iterable[SolutionFiles]) -> dict[str, str]:
+    """Name of a Solution -> the package that it declares and that is missing or too old here, and how to get it."""
+    lacking = {files.name: lacking_dependency(files.record.spec.dependencies) for files in solutions}
+    return {name: f"needs {text}" for name, text in lacking.items() if text is not None}

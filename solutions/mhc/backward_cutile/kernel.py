@@ -418,3 +418,133 @@ def run_head_compute_mix_backward(
     grads = grad_out, grad_out, grad_out  # the gate of the final collapse has one part
     outputs = grad_mix, grad_scale, grad_base
     _run_split_backward((mix, scale, base), grads, *outputs, 1.0, mix.shape[1], True, TILE)
+
+
+# -- projection ----------------------------------------------------------------------------------------------------------
+
+
+@ct.function
+def _in_three(values):
+    """Three bfloat16 numbers whose sum is a float32 one to the last bit."""
+    first = values.astype(ct.bfloat16)
+    rest = values - first.astype(ct.float32)
+    second = rest.astype(ct.bfloat16)
+    return first, second, (rest - second.astype(ct.float32)).astype(ct.bfloat16)
+
+
+@ct.function
+def _products(left, right, ROWS: Int, COLUMNS: Int):
+    """Two float32 matrices multiplied on tensor cores, each as a sum of three bfloat16 ones, products below the last bit left out."""
+    high, middle, low = _in_three(left)
+    first, second, third = _in_three(right)
+    block = ct.zeros((ROWS, COLUMNS), dtype=ct.float32)
+    block = ct.mma(low, first, block)
+    block = ct.mma(middle, second, block)
+    block = ct.mma(high, third, block)
+    block = ct.mma(middle, first, block)
+    block = ct.mma(high, second, block)
+    return ct.mma(high, first, block)
+
+
+@ct.kernel
+def _norm_backward(
+    residual: Rows,
+    fn: Rows,
+    mixes: Rows,
+    rstd: ct.Array,
+    grad_mixes: Rows,
+    grad_residual: Rows,
+    partial: ct.Array,
+    tiles: int,
+    per_value: float,
+    TILE_M: Int,
+    TILE_K: Int,
+    WIDTH: Int,
+):
+    """A tile of columns of a run of `tiles` tiles of tokens: their gradient, and a sum of that of the projection.
+
+    bfloat16 streams meet the gradients of the products, float32, as sums of three bfloat16 numbers: nothing is lost. Where
+    the result is rounded to bfloat16, two of each factor do. residual [M, K]; partial [runs, J, K].
+    """
+    m, width = residual.shape
+    blocks = ct.cdiv(width, TILE_K)
+    run, block = ct.bid(0) // blocks, ct.bid(0) % blocks
+    factors = ct.load(fn, (0, block), (WIDTH, TILE_K), padding_mode=ct.PaddingMode.ZERO)
+    grad_fn = ct.zeros((WIDTH, TILE_K), dtype=ct.float32)
+    for tile in range(run * tiles, ct.minimum((run + 1) * tiles, ct.cdiv(m, TILE_M))):
+        x = ct.load(residual, (tile, block), (TILE_M, TILE_K), padding_mode=ct.PaddingMode.ZERO)
+        grad = ct.load(grad_mixes, (tile, 0), (TILE_M, WIDTH), padding_mode=ct.PaddingMode.ZERO)
+        values = ct.load(mixes, (tile, 0), (TILE_M, WIDTH), padding_mode=ct.PaddingMode.ZERO)
+        token = tile * TILE_M + ct.arange(TILE_M, dtype=ct.int32)[:, None]
+        factor = ct.gather(rstd, token, mask=token < m, padding_value=0.0, check_bounds=False)
+        along = ct.sum(grad * values, axis=1, keepdims=True) * factor * factor * per_value
+        grad = grad * factor
+        if residual.dtype == ct.bfloat16:
+            high, middle, low = _in_three(grad)
+            first, second, _ = _in_three(factors)
+            grad_x = ct.mma(middle, first, ct.zeros((TILE_M, TILE_K), dtype=ct.float32))
+            grad_x = ct.mma(high, second, grad_x)
+            grad_x = ct.mma(high, first, grad_x)
+            added = ct.mma(ct.transpose(low), x, ct.zeros((WIDTH, TILE_K), dtype=ct.float32))
+            added = ct.mma(ct.transpose(middle), x, added)
+            added = ct.mma(ct.transpose(high), x, added)
+        else:
+            grad_x = _products(grad, factors, TILE_M, TILE_K)
+            added = _products(ct.transpose(grad), x, WIDTH, TILE_K)
+        grad_fn = grad_fn + added
+        grad_x = grad_x - x.astype(ct.float32) * along
+        ct.store(grad_residual, (tile, block), grad_x.astype(grad_residual.dtype))
+    ct.store(partial, (run, 0, block), ct.reshape(grad_fn, (1, WIDTH, TILE_K)))
+
+
+@ct.kernel
+def _sum_runs(partial: ct.Array, out: ct.Array, runs: int, TILE: Int):
+    """Adds up the sums of all runs in a fixed order; zeros where there are none."""
+    at = ct.bid(0) * TILE + ct.arange(TILE, dtype=ct.int32)
+    inside = at < out.shape[0]
+    total = ct.zeros((TILE,), dtype=ct.float32)
+    for run in range(runs):
+        total = total + ct.gather(partial, (run, at), mask=inside, padding_value=0.0, check_bounds=False)
+    ct.scatter(out, at, total, mask=inside, check_bounds=False)
+
+
+def run_norm_fn_backward(
+    residual: torch.Tensor,
+    fn: torch.Tensor,
+    mixes: torch.Tensor,
+    rstd: torch.Tensor,
+    grad_mixes: torch.Tensor,
+    eps: float,
+    grad_residual: torch.Tensor,
+    grad_fn: torch.Tensor,
+    *,
+    TILE_M: int | None = None,
+    RUNS_OF_TOKENS: int | None = None,
+) -> None:
+    """The gradients of mhc_norm_fn for the streams and the projection, from what the forward gave; eps is in rstd already.
+
+    With p = grad_mixes * rstd: grad_residual = T(p @ fn - x * rstd^2 * sum(grad_mixes * mixes) / K), grad_fn = p.T @ x, for x =
+    residual [M, C, H] with a token's K = C * H values flat.
+    Shapes: residual and its gradient in bfloat16 or float32; fn and its gradient [J, K], mixes and its gradient [M, J], rstd
+    [M] in float32; contiguous, J <= 128. The streams are read once; one launch, and one that adds up runs of tokens where
+    there are several.
+    RUNS_OF_TOKENS = None: as many as make two blocks a multiprocessor of an H200.
+    """
+    M = residual.shape[0]
+    J, K = fn.shape
+    width = max(16, _pow2(J))
+    wide = residual.element_size() == 4
+    tile_m = TILE_M or (32 if wide or M < 512 else 64)
+    tile_k = 64 if wide or width > 64 else 128
+    blocks, tiles = _cdiv(K, tile_k), _cdiv(M, tile_m)
+    per_run = _cdiv(tiles, min(tiles, RUNS_OF_TOKENS or max(1, RUNS // blocks))) if M else 1
+    runs = _cdiv(tiles, per_run)
+    stream = torch.cuda.current_stream()
+    partial = grad_fn if runs == 1 else torch.empty((max(runs, 1), J, K), dtype=torch.float32, device=residual.device)
+    if runs:
+        given = (residual.view(M, K), fn, mixes, rstd, grad_mixes, grad_residual.view(M, K), partial.view(runs, J, K))
+        args = (*given, per_run, 1.0 / K, tile_m, tile_k, width)
+        ct.launch(stream, (runs * blocks, 1, 1), _norm_backward, args)
+    if runs != 1:
+        args = (partial.view(-1, J * K), grad_fn.view(J * K), runs, 1024)
+        ct.launch(stream, (_cdiv(J * K, 1024), 1, 1), _sum_runs, args)

@@ -165,6 +165,27 @@ def _partial_few(
         tl.store(partial_ptr + (split * M + token) * P + j, products)
 
 
+@triton.jit
+def _block_products(x, fn):
+    """x [BLOCK_M, BLOCK] times fn [P, BLOCK] transposed, in float32.
+
+    bfloat16 streams meet float32 weights on tensor cores without loss: a weight is the sum of three bfloat16 numbers, and each
+    product of two bfloat16 numbers is exact in float32. Each block of columns starts from zero and is added in float32, so
+    that the truncation of long sums in tensor cores does not add up.
+    """
+    if x.dtype == tl.bfloat16:
+        first = fn.to(tl.bfloat16)
+        rest = fn - first.to(tl.float32)
+        second = rest.to(tl.bfloat16)
+        third = (rest - second.to(tl.float32)).to(tl.bfloat16)
+        block = tl.dot(x, tl.trans(third))
+        block = tl.dot(x, tl.trans(second), block)
+        block = tl.dot(x, tl.trans(first), block)
+    else:
+        block = tl.dot(x, tl.trans(fn), input_precision="ieee")
+    return block
+
+
 @triton.jit(do_not_specialize=["M"])
 def _partial_tile(
     residual_ptr,
@@ -180,12 +201,7 @@ def _partial_tile(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The products of a run of columns for a tile of tokens, and their sums of squares in column J.
-
-    bfloat16 streams meet float32 weights on tensor cores without loss: a weight is the sum of three bfloat16 numbers, and each
-    product of two bfloat16 numbers is exact in float32. Each block of columns starts from zero and is added in float32, so
-    that the truncation of long sums in tensor cores does not add up.
-    """
+    """The products of a run of columns for a tile of tokens, and their sums of squares in column J."""
     split = tl.program_id(0) % SPLITS
     token = (tl.program_id(0) // SPLITS).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     j = tl.arange(0, P)
@@ -200,17 +216,7 @@ def _partial_tile(
         fn = tl.load(fn_ptr + j[:, None] * K + k[None, :], mask=(j[:, None] < J) & (k[None, :] < K), other=0.0)
         wide = x.to(tl.float32)
         squares += tl.sum(wide * wide, axis=1)
-        if x.dtype == tl.bfloat16:
-            first = fn.to(tl.bfloat16)
-            rest = fn - first.to(tl.float32)
-            second = rest.to(tl.bfloat16)
-            third = (rest - second.to(tl.float32)).to(tl.bfloat16)
-            block = tl.dot(x, tl.trans(third))
-            block = tl.dot(x, tl.trans(second), block)
-            block = tl.dot(x, tl.trans(first), block)
-        else:
-            block = tl.dot(wide, tl.trans(fn), input_precision="ieee")
-        products += block
+        products += _block_products(x, fn)
     products = tl.where(j[None, :] == J, squares[:, None], products)
     tl.store(
         partial_ptr + (split * M + token[:, None]) * P + j[None, :],
@@ -454,4 +460,177 @@ def run_pre_fused(
         tokens,
         block,
         num_warps=num_warps,
+    )
+
+
+@triton.jit
+def _placed_value(n, C: tl.constexpr, PC: tl.constexpr, HALF: tl.constexpr):
+    """The projected value in place n of 2 * HALF, or -1: a matrix of PC * PC in the first half, pre and post in the second."""
+    row, column, gate = n // PC, n % PC, n - HALF
+    matrix = tl.where((row < C) & (column < C), 2 * C + row * C + column, -1)
+    gates = tl.where((gate < 2 * PC) & (column < C), gate // PC * C + column, -1)
+    return tl.where(n < HALF, matrix, gates)
+
+
+@triton.jit
+def _pre_store_coefficients(
+    products, squares, token, M, scale_ptr, base_ptr, post_ptr, comb_ptr, rms_eps, sinkhorn_eps, post_mult, repeat,
+    C: tl.constexpr, K: tl.constexpr, PC: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Writes post and comb of BLOCK_M tokens; returns their gates before pre_eps [BLOCK_M, HALF], those of pre first."""
+    n = tl.arange(0, 2 * HALF)
+    j = _placed_value(n, C, PC, HALF)
+    part = tl.where(n < HALF, 2, tl.where(n < HALF + PC, 0, 1))
+    rstd = tl.rsqrt(squares / K + rms_eps)
+    scale = tl.load(scale_ptr + part)
+    base = tl.load(base_ptr + j, mask=j >= 0, other=0.0)
+    z = products * rstd[:, None] * scale[None, :] + base[None, :]
+    scores, gates = tl.split(tl.permute(tl.reshape(z, [BLOCK_M, 2, HALF]), (0, 2, 1)))
+    # One matrix a token: where PC * PC < HALF, what lies behind it belongs to none and is zero.
+    matrices = tl.sum(tl.reshape(scores, [BLOCK_M, HALF // (PC * PC), PC * PC]), axis=1)
+    c = tl.arange(0, PC)
+    row, column = c[None, :, None], c[None, None, :]
+    inside = (row < C) & (column < C)
+    matrices = tl.where(inside, tl.reshape(matrices, [BLOCK_M, PC, PC]), float("-inf"))
+    mixing = _normalised(matrices, inside, row < C, column < C, repeat, sinkhorn_eps)
+    here = (token < M)[:, None, None] & inside
+    tl.store(comb_ptr + token[:, None, None] * (C * C) + row * C + column, mixing, mask=here)
+    gates = tl.sigmoid(gates)
+    of_post = tl.arange(0, HALF) - PC
+    there = (token < M)[:, None] & (of_post >= 0)[None, :] & (of_post < C)[None, :]
+    tl.store(post_ptr + token[:, None] * C + of_post[None, :], gates * post_mult, mask=there)
+    return gates
+
+
+@triton.jit(do_not_specialize=["M", "repeat"])
+def _pre_once(
+    residual_ptr,
+    fn_ptr,
+    scale_ptr,
+    base_ptr,
+    post_ptr,
+    comb_ptr,
+    layer_input_ptr,
+    rms_eps,
+    pre_eps,
+    sinkhorn_eps,
+    post_mult,
+    repeat,
+    M,
+    C: tl.constexpr,
+    H: tl.constexpr,
+    PC: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Everything for BLOCK_M tokens: all streams of a block of columns at a time, then the blocks backwards for their sum.
+
+    So the columns that are read first the second time are those that were read last, and still in the L2.
+    """
+    K: tl.constexpr = C * H
+    blocks: tl.constexpr = (H + BLOCK - 1) // BLOCK
+    token = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    j = _placed_value(tl.arange(0, 2 * HALF), C, PC, HALF)
+    lanes = tl.arange(0, BLOCK)
+    if BLOCK_M < 16:  # no tile for tensor cores: a lane adds up its own products to the end
+        lane_products = tl.zeros([BLOCK_M, 2 * HALF, BLOCK], dtype=tl.float32)
+        lane_squares = tl.zeros([BLOCK_M, BLOCK], dtype=tl.float32)
+    else:
+        products = tl.zeros([BLOCK_M, 2 * HALF], dtype=tl.float32)
+        squares = tl.zeros([BLOCK_M], dtype=tl.float32)
+    for step in tl.range(0, blocks * C, num_stages=STAGES):
+        cols = step // C * BLOCK + lanes
+        k = step % C * H + cols
+        x = tl.load(
+            residual_ptr + token[:, None] * K + k[None, :], mask=(token[:, None] < M) & (cols[None, :] < H), other=0.0
+        )
+        fn = tl.load(fn_ptr + j[:, None] * K + k[None, :], mask=(j[:, None] >= 0) & (cols[None, :] < H), other=0.0)
+        wide = x.to(tl.float32)
+        if BLOCK_M < 16:
+            lane_squares += wide * wide
+            lane_products += wide[:, None, :] * fn[None, :, :]
+        else:
+            squares += tl.sum(wide * wide, axis=1)
+            products += _block_products(x, fn)
+    if BLOCK_M < 16:
+        products = tl.sum(lane_products, axis=2)
+        squares = tl.sum(lane_squares, axis=1)
+    gates = _pre_store_coefficients(
+        products, squares, token, M, scale_ptr, base_ptr, post_ptr, comb_ptr, rms_eps, sinkhorn_eps, post_mult, repeat,
+        C, K, PC, HALF, BLOCK_M,
+    )  # fmt: skip
+    weights = ()
+    for c in tl.static_range(C):
+        weights = weights + (tl.sum(tl.where(tl.arange(0, HALF)[None, :] == c, gates, 0.0), axis=1) + pre_eps,)
+    for back in range(blocks):
+        cols = (blocks - 1 - back) * BLOCK + lanes
+        here = (token[:, None] < M) & (cols[None, :] < H)
+        total = tl.zeros([BLOCK_M, BLOCK], dtype=tl.float32)
+        for c in tl.static_range(C):
+            x = tl.load(residual_ptr + token[:, None] * K + c * H + cols[None, :], mask=here, other=0.0)
+            total += weights[c][:, None] * x.to(tl.float32)
+        tl.store(
+            layer_input_ptr + token[:, None] * H + cols[None, :],
+            total.to(layer_input_ptr.dtype.element_ty),
+            mask=here,
+        )
+
+
+def run_pre_fused_once(
+    residual: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    rms_eps: float,
+    pre_eps: float,
+    sinkhorn_eps: float,
+    post_mult: float,
+    repeat: int,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    layer_input: torch.Tensor,
+    *,
+    BLOCK_M=None,
+    BLOCK=None,
+    STAGES=3,
+    num_warps=None,
+) -> None:
+    """As run_pre_fused, in one launch: a program has BLOCK_M tokens, and their coefficients never leave its registers.
+
+    A program reads all of fn, which many programs share in the L2.
+    BLOCK_M = None: 1 where there are few tokens, else 16 or 32, so that every multiprocessor has some.
+    """
+    M, C, H = residual.shape
+    if M == 0:
+        return
+    side = _pow2(C)
+    half = max(8, 2 * side, side * side)
+    block_m = BLOCK_M or (1 if M <= 16 else 16 if M < 4096 else 32)
+    wide = residual.dtype == torch.float32 or half > 16
+    block = min(BLOCK or (256 if block_m == 1 else 64 if wide else 128), max(16, _pow2(H)))
+    warps = num_warps or (8 if block_m == 1 or block_m == 32 else 4)
+    _pre_once[(_cdiv(M, block_m),)](
+        residual,
+        fn,
+        scale,
+        base,
+        post,
+        comb,
+        layer_input,
+        rms_eps,
+        pre_eps,
+        sinkhorn_eps,
+        post_mult,
+        repeat,
+        M,
+        C,
+        H,
+        side,
+        half,
+        block_m,
+        block,
+        STAGES,
+        num_warps=warps,
     )

@@ -1,4 +1,4 @@
-"""What hyper-connections do with residual streams, cuTile: expand, collapse, write back.
+"""What hyper-connections do with residual streams, cuTile: expand, collapse, write back, and both again for a gradient.
 
 A block has some columns of one token: all streams of these are read once, and the token's coefficients are scalars.
 """
@@ -69,8 +69,64 @@ def _post(y: Rows, residual: Rows, post: ct.Array, comb: ct.Array, out: Rows, ST
         ct.scatter(out, (token * STREAMS + o, cols), result, mask=inside, check_bounds=False)
 
 
-_EXPAND, _APPLY, _POST = (
-    {warps: kernel.replace_hints(num_worker_warps=warps) for warps in (4, 8)} for kernel in (_expand, _apply_mix, _post)
+@ct.function
+def _collapsed(pre, streams, layer_token, STREAMS: Int, TILE: Int):
+    total = ct.zeros((TILE,), dtype=ct.float32)
+    for c in ct.static_iter(range(STREAMS)):
+        total = total + ct.gather(pre, (layer_token, c), check_bounds=False) * streams[c]
+    return total
+
+
+@ct.kernel
+def _recompute(
+    residual: Rows,
+    pre: ct.Array,
+    y: Rows,
+    post: ct.Array,
+    comb: ct.Array,
+    layer_inputs: Rows,
+    residuals: Rows,
+    m: int,
+    layers: int,
+    STREAMS: Int,
+    TILE: Int,
+    TAIL: Flag,
+):
+    """All layers of a block of columns of one token: the streams stay in registers from the first to the last.
+
+    `layers` of them are written back; TAIL: one more has an input.
+    """
+    blocks = ct.cdiv(y.shape[1], TILE)
+    token, block = ct.bid(0) // blocks, ct.bid(0) % blocks
+    cols = block * TILE + ct.arange(TILE, dtype=ct.int32)
+    inside = cols < y.shape[1]
+    streams = ()
+    for c in ct.static_iter(range(STREAMS)):
+        row = ct.gather(residual, (token * STREAMS + c, cols), mask=inside, check_bounds=False)
+        streams += (row.astype(ct.float32),)
+    for layer in range(layers):
+        here = layer * m + token
+        output = ct.gather(y, (here, cols), mask=inside, check_bounds=False).astype(ct.float32)
+        entering = _collapsed(pre, streams, here, STREAMS, TILE).astype(y.dtype)
+        ct.scatter(layer_inputs, (here, cols), entering, mask=inside, check_bounds=False)
+        written = ()
+        for o in ct.static_iter(range(STREAMS)):
+            mixed = ct.gather(post, (here, o), check_bounds=False) * output
+            for i in ct.static_iter(range(STREAMS)):
+                mixed = mixed + ct.gather(comb, (here * STREAMS + i, o), check_bounds=False) * streams[i]
+            rounded = mixed.astype(y.dtype)
+            ct.scatter(residuals, (here * STREAMS + o, cols), rounded, mask=inside, check_bounds=False)
+            written += (rounded.astype(ct.float32),)
+        streams = written
+    if TAIL:
+        here = layers * m + token
+        entering = _collapsed(pre, streams, here, STREAMS, TILE).astype(y.dtype)
+        ct.scatter(layer_inputs, (here, cols), entering, mask=inside, check_bounds=False)
+
+
+_EXPAND, _APPLY, _POST, _RECOMPUTE = (
+    {warps: kernel.replace_hints(num_worker_warps=warps) for warps in (4, 8)}
+    for kernel in (_expand, _apply_mix, _post, _recompute)
 )
 
 
@@ -141,3 +197,31 @@ def run_post_hf(
 ) -> None:
     """As run_post, with the roundings of transformers: T(T(T(post) * y) + T(sum of T(comb) * residual))."""
     _run_post(y, residual, post, comb, out, True, TILE, WARPS)
+
+
+def run_recompute(
+    residual: torch.Tensor,
+    pre: torch.Tensor,
+    y: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    layer_inputs: torch.Tensor,
+    residuals: torch.Tensor,
+    *,
+    TILE: int | None = None,
+    WARPS: int = 4,
+) -> None:
+    """layer_inputs[l] = run_pre_apply_mix of the streams and pre[l]; residuals[l] = run_post of them with y[l], post[l], comb[l].
+
+    Shapes: residual [M, C, H], pre [L, M, C], y [N, M, H], post [N, M, C], comb [N, M, C, C] for N = L or L - 1 sublayers that
+    are written back; layer_inputs [L, M, H], residuals [N, M, C, H]; y and streams in T (bfloat16 or float32), the rest
+    float32; contiguous. The streams are rounded to T after every sublayer, as the operators one by one do. One launch.
+    """
+    L, M, C = pre.shape
+    N, H = len(y), residual.shape[2]
+    if M == 0 or H == 0:
+        return
+    tile = _tile(H, TILE)
+    given = residual.view(M * C, H), pre.view(L * M, C), y.view(N * M, H), post.view(N * M, C), comb.view(N * M * C, C)
+    args = (*given, layer_inputs.view(L * M, H), residuals.view(N * M * C, H), M, N, C, tile, L > N)
+    ct.launch(torch.cuda.current_stream(), (M * -(-H // tile), 1, 1), _RECOMPUTE[WARPS], args)

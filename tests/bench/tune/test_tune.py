@@ -96,8 +96,9 @@ def test_a_config_that_is_right_at_the_workloads_shape_only_leads_until_its_scre
     assert [step.outcome for step in of_trick] == ["leads", "failed"]
     assert of_trick[-1].reason.startswith("its screen says INCORRECT_NUMERICAL: out: ")
     assert of_trick[-1].status == "INCORRECT_NUMERICAL"
-    # What had lost to it was tried again, and nothing else.
-    assert outcomes(first.steps)[48] == ["slower", "leads"]
+    # What had lost to it, or could not be told from it on a busy machine, was tried again, and nothing else.
+    before, after = outcomes(first.steps)[48]
+    assert (before in ("slower", "tie"), after) == (True, "leads")
 
 
 def test_every_other_config_has_its_reason(first):

@@ -31,12 +31,19 @@ class Wrapper(NamedTuple):
 
 
 def wrapper_of(forward: Any) -> Wrapper | None:
-    """What transformers' wrapper of experts is around; None for any other forward."""
-    if getattr(forward, "__code__", None) not in _wrapping_codes() or not hasattr(forward, "__wrapped__"):
-        return None
-    held = [cell.cell_contents for cell in forward.__closure__ or ()]
-    registry = next((value for value in held if hasattr(value, "get_interface")), None)
-    return None if registry is None else Wrapper(forward.__wrapped__, registry)
+    """What transformers' wrapper of experts is around; None for any other forward.
+
+    A quantiser puts the wrapper around its class again for every layer: the loop is what the innermost one is around.
+    """
+    found: Wrapper | None = None
+    while getattr(forward, "__code__", None) in _wrapping_codes() and hasattr(forward, "__wrapped__"):
+        held = [cell.cell_contents for cell in forward.__closure__ or ()]
+        registry = next((value for value in held if hasattr(value, "get_interface")), None)
+        if registry is None or (found is not None and registry is not found.registry):
+            return None
+        forward = forward.__wrapped__
+        found = Wrapper(forward, registry)
+    return found
 
 
 @cache

@@ -1,7 +1,8 @@
 """The tables of the scan, read from the data files beside it.
 
 ``allowed/`` names everything that a Solution may use of each module, and every attribute that it may take from a value: what
-is not there is refused. ``tools/scan_names.py`` writes it. ``refused.txt`` only says what a refused name is called, and which
+is not there is refused. ``tools/scan_names.py`` writes it, but for the libraries of ``libraries.toml``, which are reviewed and
+listed by hand. ``refused.txt`` only says what a refused name is called, and which
 listed names are noted; ``words.txt`` holds the other sets of names, ``rules.toml`` the rules.
 
 A path is spelt as it resolves, whatever it is called in the source: ``t.cuda.Stream`` after ``import torch as t`` is
@@ -23,6 +24,7 @@ __all__ = [
     "CLOSED",
     "FORBIDDEN",
     "KNOWN_ROOTS",
+    "LIBRARIES",
     "LISTED_ROOTS",
     "MEMBERS",
     "OPERATOR_MAKERS",
@@ -60,6 +62,11 @@ def read_sections(text: str) -> dict[str, frozenset[str]]:
 
 def _read(name: str) -> str:
     return (SCAN_DATA / name).read_text(encoding="utf-8")
+
+
+def _import_name(distribution: str) -> str:
+    """A distribution as most of them are imported: ``Flash-Attn`` is ``flash_attn``."""
+    return re.sub(r"[-_.]+", "_", distribution).lower()
 
 
 RULES: dict[str, Rule] = {
@@ -114,12 +121,19 @@ SMUGGLED = (
 ) | {"builtins"}
 """Module names that are called so wherever they are an attribute; those left out are also names of functions."""
 
+LIBRARIES: dict[str, str] = {
+    _import_name(distribution): of["imported_as"]
+    for distribution, of in tomllib.loads(_read("libraries.toml")).items()
+}
+"""Distribution, spelt as an import -> what it is imported as, for libraries whose members are reviewed. Of these a Solution
+that declares them may use the listed members and no others; of any other library that it declares, all that is public."""
+
 LANGUAGE_ROOTS = {"python": (), "triton": ("triton",), "tilelang": ("tilelang",), "cutile": ("cuda.tile",)}
 _TOOLCHAINS = words("triton tilelang cuda numpy")
-ALLOWED_ROOTS = (LISTED_ROOTS - _TOOLCHAINS) | {"typing_extensions"}
+ALLOWED_ROOTS = (LISTED_ROOTS - _TOOLCHAINS - set(LIBRARIES.values())) | {"typing_extensions"}
 """What every Solution may import."""
 
-KNOWN_ROOTS = frozenset(sys.stdlib_module_names) | set(DENIED) | ALLOWED_ROOTS | _TOOLCHAINS
+KNOWN_ROOTS = frozenset(sys.stdlib_module_names) | set(DENIED) | LISTED_ROOTS | ALLOWED_ROOTS | _TOOLCHAINS
 """Names that no source file may take."""
 
 
@@ -171,9 +185,10 @@ def label(path: str) -> str:
 
 
 def distribution_roots(dependencies: Iterable[str]) -> frozenset[str]:
-    """The import names that declared distributions stand for: ``flash-attn>=2`` is ``flash_attn``."""
+    """The import names that declared distributions stand for: ``flash-attn>=2`` is ``flash_attn``, ``flashinfer-python``
+    is ``flashinfer``."""
     names = (re.split(r"[^A-Za-z0-9._-]", text.strip(), maxsplit=1)[0] for text in dependencies)
-    return frozenset(name.replace("-", "_").replace(".", "_").lower() for name in names)
+    return frozenset(LIBRARIES.get(name, name) for name in map(_import_name, names))
 
 
 def import_rule(module: str, language: str, declared: frozenset[str]) -> str | None:

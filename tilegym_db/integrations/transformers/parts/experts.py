@@ -19,7 +19,9 @@ from typing import Any, NamedTuple
 import torch
 
 from tilegym_db.integrations.transformers.call_site import AUTOCAST, NOT_PLAIN, OTHER_ACTIVATION, CallSite
+from tilegym_db.integrations.transformers.drawn_experts import EXPERTS, drawn_for
 from tilegym_db.integrations.transformers.experts_wrapper import EAGER, implementations, way_of, wrapper_of
+from tilegym_db.integrations.transformers.foreign_errors import of_models
 from tilegym_db.integrations.transformers.found import (
     WRAPPED,
     Found,
@@ -30,20 +32,17 @@ from tilegym_db.integrations.transformers.found import (
     PartCall,
     Variants,
     grouped,
+    is_plain,
     methods,
     of_class,
 )
 from tilegym_db.integrations.transformers.parts.mlp import ACTIVATION, is_as_probed, likeness, probed_activation
-from tilegym_db.integrations.transformers.probe import Draw, Probe, device_of
+from tilegym_db.integrations.transformers.probe import Probe, device_of
 from tilegym_db.integrations.transformers.rebind import unpatched_class
 
 CALLED_WITH = 3
 """Inputs of a Definition that a call gives; the others are kept by the module."""
 GATE = "_apply_gate"
-SIZES = {"M": 6, "K": 2, "E": 4, "H": 16, "I": 8}
-"""Of the probe: two choices, since the loop rounds after each of them and the others after all."""
-SPREAD = 4.0
-"""Of the hidden states in the probe: so wide that a clamp of gates would show."""
 SHARDED = "its experts are spread over several GPUs"
 OWN_GATE = f"its {GATE} is replaced on the instance"
 NO_CONFIG = "it has no config that says which implementation runs"
@@ -76,7 +75,7 @@ def variants(found: Found, known: KnownCode) -> Variants | str:
     wrapper = wrapper_of(found.module_class.forward)
     if wrapper is None:
         return WRAPPED
-    callees = methods(found.module_class)
+    callees = {**(wrapper.eager.__globals__ if is_plain(wrapper.eager) else {}), **methods(found.module_class)}
     nominees = known.look_up("experts", wrapper.eager, callees, "its loop over experts", {})
     return nominees if isinstance(nominees, str) else Variants(nominees)
 
@@ -86,13 +85,15 @@ def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
     reason = _why_not(module, nominee)
     if reason:
         return reason
-    inputs = _drawn(nominee, device_of(module))
+    names = list(nominee.definition.inputs)
+    inputs = drawn_for(nominee.definition, list(_kept(nominee)), names[:CALLED_WITH], device_of(module))
     results = {}
     for name in implementations(type(module).forward):
         try:
             results[name] = _run(module, nominee, inputs, name)
-        except (AttributeError, IndexError, RuntimeError, TypeError) as error:  # anyone's code, given other sizes
-            return f"its {name} experts cannot be probed: {type(error).__name__}: {error}"
+        except of_models() as error:  # anyone's code, given other sizes, or that has no kernel here
+            told = " ".join(str(error).split())
+            return f"its {name} experts cannot be probed: {type(error).__name__}: {told}"
     first, *others = results
     for name in others:
         if not torch.equal(results[first], results[name]):
@@ -124,6 +125,9 @@ def _why_not(module: Module, nominee: Nominee) -> str:
             kind = type(getattr(module, attribute)).__name__ if weight is None else type(weight.data).__name__
             dtype = "" if weight is None else f" of {weight.dtype}"
             return f"its {attribute} is a {kind}{dtype}, not a parameter of plain floating point"
+        stated = nominee.definition.inputs[name].dtype
+        if stated not in nominee.definition.dtypes and weight.dtype != getattr(torch, stated):
+            return f"its {attribute} is a Tensor of {weight.dtype}; {nominee.definition.name} takes {stated}"
     return ""
 
 
@@ -132,29 +136,10 @@ def _kept(nominee: Nominee) -> dict[str, str]:
     return {name: nominee.attribute(name) for name in list(nominee.definition.inputs)[CALLED_WITH:]}
 
 
-def _drawn(nominee: Nominee, device: torch.device) -> dict[str, torch.Tensor]:
-    """Random inputs whose every sum is of two terms, so that its rounding depends on no order of adding."""
-    definition, draw = nominee.definition, Draw(device)
-    x, ids, weights = list(definition.inputs)[:CALLED_WITH]
-    tokens, choices, experts = SIZES["M"], SIZES["K"], SIZES["E"]
-    inputs = {
-        x: SPREAD * draw(tokens, SIZES["H"]),
-        ids: draw(tokens, experts).float().argsort(dim=-1)[:, :choices].contiguous(),
-        weights: draw(tokens, choices),
-    }
-    sizes = {**dict.fromkeys(definition.axes, SIZES["H"]), **SIZES}
-    for name in _kept(nominee):
-        if not definition.inputs[name].is_scalar:
-            shape = definition.shape_of(name, sizes)
-            matrices = [draw.mixing(*shape[1:]) for _ in range(shape[0])] if len(shape) == 3 else []
-            inputs[name] = torch.stack(matrices) if matrices else draw(*shape)
-    return inputs
-
-
 def _run(module: Module, nominee: Nominee, inputs: Mapping[str, torch.Tensor], implementation: str) -> torch.Tensor:
     """What one implementation gives with these weights; none of the module's modules is called."""
     kept = {attribute: inputs[name] for name, attribute in _kept(nominee).items() if name in inputs}
-    twin = _twin(module, kept, num_experts=SIZES["E"])
+    twin = _twin(module, kept, num_experts=EXPERTS)
     vars(twin)["config"] = types.SimpleNamespace(_experts_implementation=implementation)
     name = nominee.attribute(ACTIVATION)
     activation = getattr(module, name, None)
@@ -245,12 +230,16 @@ def experts_forward(
         nominee: says where a module keeps the inputs that no call gives.
         weights: the attributes of those that are tensors.
     """
-    attributes = _kept(nominee)
+    attributes, definition = _kept(nominee), nominee.definition
     names = tuple(attributes)
     places = [names.index(name) for name, attribute in attributes.items() if attribute in weights]
+    # Codes and their scales, to which the model's code gives no gradient either.
+    frozen = [place for place in places if definition.inputs[names[place]].dtype not in definition.dtypes]
 
     def serve(self: Any, given: Sequence[torch.Tensor]) -> torch.Tensor | None:
         kept = [nominee.value(self, name) for name in names]
+        for place in frozen if torch.is_grad_enabled() else ():
+            kept[place] = kept[place].detach()
         parameters = [kept[place] for place in places]  # each asked for once: one that is parametrized is made anew
         if _is_compiling():
             return traced(self, given, kept, parameters)
@@ -267,7 +256,8 @@ def experts_forward(
     def traced(self: Any, given: Sequence[torch.Tensor], kept: list[Any], parameters: list[Any]) -> torch.Tensor | None:
         if self.config._experts_implementation == EAGER:
             return None  # a loop over what a router chose: nothing that a compiler could put in place of a kernel
-        operator = site.traced(self.training, given[0], *parameters)
+        of_a_dtype = [kept[place] for place in places if place not in frozen]
+        operator = site.traced(self.training, given[0], *of_a_dtype)
         wants_gradient = torch.is_grad_enabled() and given[-1].requires_grad
         if operator is None or wants_gradient or why_stock(given, parameters) or own.why_other(self):
             return None

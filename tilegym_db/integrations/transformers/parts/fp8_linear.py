@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tilegym_db.integrations.transformers.call_site import AUTOCAST, NOT_ROWS, CallSite
+from tilegym_db.integrations.transformers.drawn_codes import CODES, WEIGHT_SCALES, WEIGHTS, activation, choice
 from tilegym_db.integrations.transformers.foreign_errors import of_models
 from tilegym_db.integrations.transformers.found import (
     Before,
@@ -38,16 +39,8 @@ from tilegym_db.integrations.transformers.rebind import unpatched_class
 from tilegym_db.integrations.transformers.rows import are_rows, rows
 from tilegym_db.records import Definition
 
-CODES = torch.float8_e4m3fn
 SIZE = 256
 """Of the probe: two blocks of scales each way."""
-MANTISSA_BITS = 3
-LARGEST, SMALLEST = 448.0, 16.0
-"""Magnitudes of codes in the probe. Two products of such codes are added without rounding even by sums of 14 bits."""
-ACTIVATION_SCALES = (0.5, 0.75, 1.0, 1.25)
-WEIGHT_SCALES = (0.5, 0.75, 1.5, 1.0)
-WEIGHTS = (1.0, 1.5, 2.0, 3.0)
-"""Factors of few bits, so that every sum of codes times scales in the probe is exact in each way to compute it."""
 WITHOUT = {"bias": None, "activation_scale": None}
 STATIC = "its activations have one scale that was measured beforehand, and no definition takes that"
 OTHER_DTYPE = "its input has another dtype than the product's output"
@@ -180,25 +173,11 @@ def _drawn(nominee: Nominee, layer: Layer, draw: Draw) -> tuple[torch.Tensor, di
     for name, attribute in nominee.code.attributes.items():
         shape = definition.shape_of(name, sizes)
         if definition.inputs[name].dtype == str(CODES).removeprefix("torch."):
-            kept[attribute] = (draw.mixing(*shape) * _choice(draw, WEIGHTS, *shape)).to(CODES)
+            kept[attribute] = (draw.mixing(*shape) * choice(draw, WEIGHTS, *shape)).to(CODES)
         else:
-            kept[attribute] = _choice(draw, WEIGHT_SCALES, *shape).float()
+            kept[attribute] = choice(draw, WEIGHT_SCALES, *shape).float()
             blocks = shape[-1]
-    width = SIZE // blocks
-    codes = (SMALLEST + (LARGEST - SMALLEST) * draw(ROWS, blocks, width).float().abs().clamp(max=1.0)).to(CODES).float()
-    between = (
-        codes + torch.exp2(codes.log2().floor() - MANTISSA_BITS) / 4
-    )  # far from a tie, so that any cast gives the code
-    x = torch.where(codes < LARGEST, between, codes) * draw(ROWS, blocks, width).float().sign()
-    x[..., 0] = LARGEST
-    x = x * _choice(draw, ACTIVATION_SCALES, ROWS, blocks).float().unsqueeze(-1)
-    return x.view(ROWS, SIZE).to(torch.bfloat16), kept
-
-
-def _choice(draw: Draw, values: Sequence[float], *shape: int) -> torch.Tensor:
-    """One of some values everywhere, bf16."""
-    order = draw(*shape).float().flatten().argsort() % len(values)
-    return torch.tensor(values, dtype=torch.bfloat16, device=order.device)[order].view(shape)
+    return activation(draw, ROWS, SIZE, SIZE // blocks), kept
 
 
 def own_code(found: Found) -> OwnCode:
