@@ -1,4 +1,4 @@
-"""Every shipped kernel, with the real compilers and the real Triton interpreter."""
+"""Every shipped kernel, with the real compilers and the real interpreters."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from tilegym_db.backends.compile_jobs import CompileJob, CompileResult
 from tilegym_db.bench.benchmark import benchmark
 from tilegym_db.catalog import Catalog
 from tilegym_db.cli.compile import compile_catalog
-from tilegym_db.records import TILE_LANGUAGES, Trace
+from tilegym_db.records import TILE_LANGUAGES, Trace, Workload
 from tilegym_db.store.input_files import shipped_traces
 from tilegym_db.store.journal import read_journal
 
 CATALOG = Catalog.default()
 KERNELS = sorted(name for name, files in CATALOG.solutions.items() if files.record.spec.language in TILE_LANGUAGES)
 TRITON = [name for name in KERNELS if CATALOG.solutions[name].record.spec.language == "triton"]
+CUTILE = [name for name in KERNELS if CATALOG.solutions[name].record.spec.language == "cutile"]
 
 
 def chosen(request: pytest.FixtureRequest, argument: str) -> list[str]:
@@ -47,6 +48,37 @@ def interpreted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     return traces
 
 
+@pytest.fixture(scope="module")
+def interpreted_cutile(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[Trace]]:
+    names = tuple(chosen(request, "cutile_kernel"))
+    report = benchmark(
+        names,
+        gpu="cpu",
+        language="cutile",
+        workload=tuple(sorted({smallest_it_takes(name).uuid for name in names})),
+        catalog=CATALOG,
+        store_home=tmp_path_factory.mktemp("home"),
+    )
+    traces: dict[str, list[Trace]] = {}
+    for trace in report.traces:
+        traces.setdefault(trace.solution, []).append(trace)
+    return traces
+
+
+def smallest_it_takes(name: str) -> Workload:
+    """The first tiny Workload that a kernel's constraints do not exclude."""
+    record = CATALOG.solutions[name].record
+    definition = CATALOG.definition(record.definition)
+    for workload in CATALOG.workloads_for(record.definition):
+        axes, dtypes = definition.bind_axes(workload.axes), definition.bind_dtypes(workload.dtypes)
+        excluded = record.unsupported(axes, dtypes, workload.layout_classes(definition))
+        if "tiny" in workload.tags and excluded is None:
+            return workload
+    raise AssertionError(f"{name} takes no tiny Workload of {record.definition}")
+
+
 @pytest.mark.slow
 @pytest.mark.records("kernel")
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -68,6 +100,20 @@ def test_it_compiles_for_sm_90_in_every_dtype_it_declares(kernel: str, compiled:
 def test_it_passes_every_gate_in_the_interpreter(triton_kernel: str, interpreted: dict[str, list[Trace]]) -> None:
     traces = interpreted[triton_kernel]
     assert {(trace.tier, trace.status) for trace in traces} == {("interpreter", "PASSED")}, [t.reason for t in traces]
+
+
+@pytest.mark.slow
+@pytest.mark.records("cutile_kernel")
+@pytest.mark.parametrize("cutile_kernel", CUTILE)
+@pytest.mark.timeout(1200)
+def test_it_passes_every_gate_in_the_interpreter_of_cutile(
+    cutile_kernel: str, interpreted_cutile: dict[str, list[Trace]]
+) -> None:
+    traces = interpreted_cutile[cutile_kernel]
+    found = {(trace.tier, trace.status) for trace in traces}
+    assert ("interpreter", "PASSED") in found
+    # Another kernel of the operator may take a Workload that this one's constraints exclude.
+    assert found <= {("interpreter", "PASSED"), ("interpreter", "UNSUPPORTED")}, [t.reason for t in traces]
 
 
 def test_every_verified_operator_has_a_kernel_in_triton_and_most_have_one_in_each_language() -> None:

@@ -13,6 +13,7 @@ from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import NotFoundError, UsageError, did_you_mean
 from tilegym_db.records import LANGUAGES, Config, Definition, Workload, axes_key
 from tilegym_db.records.solution import config_id, name_with_config
+from tilegym_db.verify.worker.interpreters import INTERPRETERS, interpreted_here
 
 __all__ = ["fits_a_cpu", "make_plan"]
 
@@ -168,7 +169,7 @@ def _place(
     reason = _why_untimed(solution, machine, lacks)
     if reason is None:
         item.timed.append(solution)
-    elif language == "triton" and options.tier == "screen" and not lacks.of(solution):
+    elif interpreted_here(language, on_gpu=machine.is_gpu) and options.tier == "screen" and not lacks.of(solution):
         item.interpreted.append(solution)
     else:
         plan.skipped.append(Skipped(solution.name, "*", reason))
@@ -180,7 +181,7 @@ def _why_untimed(solution: SolutionFiles, machine: Machine, lacks: Lacks) -> str
     if machine.is_gpu or language == "python":
         return lacks.of(solution, its_language=machine.is_gpu)
     gpu_only = f"{language} kernels run on a GPU only (here they can be compiled: tilegym-db compile)"
-    return (lacks.of(solution) or gpu_only) if language == "triton" else gpu_only
+    return (lacks.of(solution) or gpu_only) if language in INTERPRETERS else gpu_only
 
 
 def _choose_pairs(
