@@ -49,7 +49,10 @@ def command(
     if as_json:
         print_json({"origin": found.origin, "summary": counts, "pairs": [_row(pair) for pair in pairs]})
     elif pairs:
-        print_table(COLUMNS, [_cells(pair) for pair in pairs])
+        has_promoted = any(pair.promoted_status for pair in pairs)
+        shown = [at for at, name in enumerate(COLUMNS) if has_promoted or name not in PROMOTED]
+        rows = [_cells(pair) for pair in pairs]
+        print_table([COLUMNS[at] for at in shown], [[row[at] for at in shown] for row in rows])
         note(", ".join(f"{what}: {count}" for what, count in counts.items()))
     else:
         note("neither side has a verdict. Try: tilegym-db compare-foreign ORIGIN --run")
@@ -71,6 +74,9 @@ COLUMNS = (
     "agreement",
     "why",
 )
+
+PROMOTED = ("promoted", "promoted us")
+"""Columns that are shown where something of the data set was added to the catalog and measured."""
 
 
 def _checked_names(found: DataSet, names: list[str]) -> list[str]:
