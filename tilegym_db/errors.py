@@ -23,6 +23,7 @@ __all__ = [
     "TilegymDBError",
     "ToolchainError",
     "UsageError",
+    "check_kind",
     "did_you_mean",
     "missing_package",
 ]
@@ -128,6 +129,12 @@ class NoSolutionError(TilegymDBError):
     """Nothing verified can serve the request, and there is no stock code to fall back on."""
 
     exit_code = 3
+
+
+def check_kind(value: object, kind: type | tuple[type, ...], what: str) -> None:
+    """Raise :class:`UsageError` for an argument of another type; ``what`` says what it is ("gpu is the name of a GPU")."""
+    if not isinstance(value, kind):
+        raise UsageError(f"{what}, not {type(value).__name__}.")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

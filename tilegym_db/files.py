@@ -61,8 +61,8 @@ _MARKS = (
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def read_bytes(path: Path, what: str, limit: int = RECORD_BYTES) -> bytes:
-    """The content of a regular file of at most ``limit`` bytes; never waits for a writer of a FIFO.
+def read_bytes(path: Path, what: str, limit: int | None = RECORD_BYTES) -> bytes:
+    """The content of a regular file of at most ``limit`` bytes, if any; never waits for a writer of a FIFO.
 
     Raises:
         RecordError: it cannot be read, is no regular file, or is larger; ``what`` names its part in the message.
@@ -78,12 +78,12 @@ def read_bytes(path: Path, what: str, limit: int = RECORD_BYTES) -> bytes:
                 f"{path}: cannot read this {what}: it is {_kind_of(mode)}. Give the path of a regular file."
             )
         with os.fdopen(descriptor, "rb", closefd=False) as file:
-            content = file.read(limit + 1)
+            content = file.read() if limit is None else file.read(limit + 1)
     except OSError as error:
         raise _unreadable(path, what, error) from None
     finally:
         os.close(descriptor)
-    if len(content) > limit:
+    if limit is not None and len(content) > limit:
         raise RecordError(f"{path}: this {what} holds more than {limit / MiB:g} MiB, which is the most that is read.")
     return content
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,9 @@ def test_only_the_first_layers_are_kept_where_that_is_asked(config: Path) -> Non
         ("{", "cannot read this config"),
         ("[]", "states no model_type"),
         ('{"model_type": "lama"}', "model_type 'lama' is unknown to transformers.*did you mean|llama"),
+        ('{"model_type": ["llama"]}', "is unknown to transformers"),
+        ('{"model_type": {"name": "llama"}}', "is unknown to transformers"),
+        ('\N{ZERO WIDTH NO-BREAK SPACE}{"model_type": "llama"}', "UTF-8 with a byte order mark"),
     ],
 )
 def test_what_is_no_config_is_refused_with_the_file(content: str, reason: str, tmp_path: Path) -> None:
@@ -102,6 +106,12 @@ def test_what_is_no_config_is_refused_with_the_file(content: str, reason: str, t
     with pytest.raises(UsageError, match=reason) as refused:
         load_config(path)
     assert str(path) in str(refused.value)
+
+
+def test_a_config_that_is_no_regular_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(UsageError, match="cannot read this config: it is a FIFO"):
+        load_config(tmp_path)
 
 
 def test_a_model_that_generates_no_text_is_refused(tmp_path: Path) -> None:

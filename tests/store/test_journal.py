@@ -126,5 +126,5 @@ def test_infinity_is_refused_before_anything_is_written(home, trace):
 
 
 def test_an_unreadable_journal_is_a_store_error(tmp_path: Path):
-    with pytest.raises(StoreError, match=f"cannot read {os.fspath(tmp_path)}"):
+    with pytest.raises(StoreError, match=f"{os.fspath(tmp_path)}: cannot read this journal: it is a folder"):
         read_journal(tmp_path)

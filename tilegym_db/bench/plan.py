@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tilegym_db.catalog import SolutionFiles
+from tilegym_db.errors import check_kind
 from tilegym_db.records import Config, Definition, Workload
 from tilegym_db.records.solution import config_id
 
@@ -38,6 +39,7 @@ class Options:
 
 def names_of(names: str | Iterable[str]) -> tuple[str, ...]:
     """The names that were asked for; one may be given without a tuple around it."""
+    check_kind(names, Iterable, "names are those of solutions or definitions: a text, or several")
     return (names,) if isinstance(names, str) else tuple(names)
 
 

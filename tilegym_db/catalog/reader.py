@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 from tilegym_db.catalog.broken import DEFINITION_BROKEN, Broken, name_once
 from tilegym_db.catalog.solution_places import definition_at, in_family, misplaced, name_at, record_paths
-from tilegym_db.errors import NotFoundError, RecordError, did_you_mean
+from tilegym_db.errors import NotFoundError, RecordError, check_kind, did_you_mean
 from tilegym_db.files import read_bytes
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ class CatalogReader:
             NotFoundError: no such name; suggests the nearest.
             RecordError: it is broken.
         """
+        check_kind(name, str, "a definition is asked for by its name, a text")
         path = self.definition_paths.get(name)
         if path is None:
             hint = did_you_mean(name, self.definition_paths)
@@ -92,6 +93,7 @@ class CatalogReader:
 
     def solution(self, name: str) -> SolutionFiles:
         """One Solution, without reading the others; raises as :meth:`definition` does."""
+        check_kind(name, str, "a solution is asked for by its name, a text")
         path = self.solution_paths.get(name)
         if path is None:
             hint = did_you_mean(name, self.solution_paths)

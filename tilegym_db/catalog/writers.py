@@ -10,7 +10,7 @@ from tilegym_db.catalog.broken import RECORD_NAME
 from tilegym_db.catalog.locked import read_lock, write_lock
 from tilegym_db.catalog.reader import CatalogReader
 from tilegym_db.catalog.workload_files import WORKLOAD_BYTES
-from tilegym_db.errors import ConflictError, RecordError
+from tilegym_db.errors import ConflictError, RecordError, check_kind
 from tilegym_db.files import read_bytes, write_atomically, write_folder, writing
 from tilegym_db.records import Definition, Solution, Workload
 
@@ -19,6 +19,7 @@ __all__ = ["add_definition", "add_solution", "add_workloads"]
 
 def add_definition(catalog: CatalogReader, record: Definition, root: Path) -> Path:
     """Write a Definition and lock its version; see :meth:`Catalog.add_definition`."""
+    check_kind(record, Definition, "add_definition takes a Definition")
     _check_new_definition(catalog, record, root)  # before anything is made, the lock's file included
     with writing(root):
         locked = _check_new_definition(catalog.reread(root), record, root)
@@ -74,6 +75,10 @@ def _check_successor(now: CatalogReader, record: Definition, path: Path, root: P
 
 def add_solution(catalog: CatalogReader, record: Solution, sources: Mapping[str, bytes], root: Path) -> Path:
     """Write the folder of a Solution; see :meth:`Catalog.add_solution`."""
+    check_kind(record, Solution, "add_solution takes a Solution")
+    check_kind(sources, Mapping, "the sources of a solution are a mapping of paths to bytes")
+    for name, content in sources.items():
+        check_kind(content, bytes, f"the source '{name}' is bytes")
     _folder_for(catalog, record, root)  # before anything is made, the lock's file included
     with writing(root):
         folder = _folder_for(catalog.reread(root), record, root)
@@ -103,7 +108,9 @@ def _folder_for(now: CatalogReader, record: Solution, root: Path) -> Path:
 def add_workloads(catalog: CatalogReader, workloads: Iterable[Workload], root: Path) -> list[tuple[Path, Workload]]:
     """Append Workloads to their files; see :meth:`Catalog.add_workloads`."""
     groups: dict[str, dict[str, Workload]] = {}
+    check_kind(workloads, Iterable, "add_workloads takes several Workloads")
     for workload in workloads:
+        check_kind(workload, Workload, "add_workloads takes Workloads")
         workload.check_against(catalog.definition(workload.definition))
         groups.setdefault(workload.definition, {}).setdefault(workload.uuid, workload)
     added = []

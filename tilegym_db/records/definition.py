@@ -234,7 +234,7 @@ class Definition(Record):
         bound = {name: axis.value for name, axis in self.axes.items() if axis.value is not None}
         for name, size in axes.items():
             if name not in self.axes:
-                raise RecordError(f"{self.name} has no axis '{shown(name)}'; its axes are {', '.join(self.axes)}.")
+                raise RecordError(f"{self.name} has no axis '{shown(str(name))}'; its axes are {', '.join(self.axes)}.")
             if isinstance(size, bool) or not isinstance(size, int) or size < 0:
                 raise RecordError(f"axis '{name}' of {self.name} must be a whole number >= 0, not {size!r}.")
             if size > MAX_AXIS:

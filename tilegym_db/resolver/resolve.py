@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tilegym_db.catalog import Catalog, SolutionFiles, stock_of
-from tilegym_db.errors import NoSolutionError, UsageError
+from tilegym_db.errors import NoSolutionError, UsageError, check_kind
 from tilegym_db.records import Definition
 from tilegym_db.records.backward import backward_binding
 from tilegym_db.records.binding import Binding, bind_call
@@ -94,6 +94,7 @@ def resolve(
         UsageError: the request does not fit the Definition, or the GPU is unknown.
         NoSolutionError: nothing verified is faster, and the Definition has no stock solution.
     """
+    check_kind(gpu or "", str, "gpu is the name of a GPU, a text")
     catalog = (catalog or Catalog.default()).trusting(trust)
     record = _record(definition, catalog)
     if like is not None:
@@ -101,6 +102,9 @@ def resolve(
             raise UsageError("give either like=(real arguments) or axes, dtypes, layouts and scalars, not both.")
         binding = bind_call(record, like)
     else:
+        given = {"axes": axes, "dtypes": dtypes, "layouts": layouts, "scalars": scalars}
+        for name, values in given.items():
+            check_kind(values or {}, Mapping, f"{name} is a mapping of names to values")
         binding = Binding(dict(axes or {}), dict(dtypes or {}), dict(layouts or {}), dict(scalars or {}))
     slug, target = _gpu(gpu, like)
     unavailable = unavailable_languages(catalog.solutions_for(record.name)) if _is_this_machine(gpu) else None

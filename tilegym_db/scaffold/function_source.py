@@ -31,6 +31,8 @@ def function_source(function: Callable[..., Any]) -> str:
     Raises:
         UsageError: its source is not known, or it uses something that cannot be written into a file; names it.
     """
+    if not callable(function) or not hasattr(function, "__name__"):
+        raise UsageError(f"a function of Python is needed, defined with def, not {type(function).__name__}.")
     found = _Collected()
     found.take(_plain(function), function.__name__)
     parts = [*sorted(found.imports), *found.values, *found.functions]

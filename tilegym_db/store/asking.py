@@ -158,6 +158,8 @@ def check_open(store: Asked) -> None:
 
 def check_text(text: str) -> None:
     """Raise :class:`QueryError` for a statement that is too long, or that no encoding can hold."""
+    if not isinstance(text, str):
+        raise QueryError(f"a statement is a text, not {type(text).__name__}.")
     if len(text) > MAX_STATEMENT:
         raise QueryError(f"this statement has {len(text):,} characters; sql takes {MAX_STATEMENT:,} at most.")
     if "\0" in text:

@@ -32,6 +32,8 @@ __all__ = [
 
 DATABASE_NAME = "tilegym.duckdb"
 LOCK_TIMEOUT_S = 10.0
+CREATION_TIMEOUT_S = 120.0
+"""How long whoever finds no database waits for another process to make it; a slow disk or a busy machine takes its time."""
 
 
 def database_path(place: Path | str | None = None) -> Path:
@@ -56,7 +58,7 @@ def open_store(
         read_only: several readers may be open at once, and no writer beside them. A reader cannot touch files.
         catalog: what definitions and solutions count as current; by default :meth:`Catalog.default`. Where it trusts
             foreign traces, they count for this connection.
-        lock_timeout_s: how long to wait for another process to be done with it.
+        lock_timeout_s: how long to wait for another process to be done with it; by default longer for one that makes it.
 
     Raises:
         StoreError: locked by another process, not writable, on a full disk, damaged, or written by a newer version.
@@ -93,7 +95,8 @@ def open_store(
 def _create_missing(path: Path, catalog: Catalog, lock_timeout_s: float) -> None:
     from tilegym_db.store.creation import create_database
 
-    with writer_lock(path, lock_timeout_s):
+    # Whoever holds the lock is likely to be making it, which takes far longer than another's use of it.
+    with writer_lock(path, lock_timeout_s if lock_timeout_s < LOCK_TIMEOUT_S else CREATION_TIMEOUT_S):
         if not path.exists():  # another process may have made it while this one waited
             create_database(path, catalog)
 

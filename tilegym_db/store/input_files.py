@@ -124,4 +124,4 @@ def imported_folder(home: Path) -> Path:
 
 def imported_manifests(home: Path) -> list[Path]:
     """The manifests of all imported data sets, by path."""
-    return sorted(imported_folder(home).glob("*/*/manifest.json"))
+    return regular_files(imported_folder(home), "*/*/manifest.json")

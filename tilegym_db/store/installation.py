@@ -16,12 +16,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
-from tilegym_db.errors import StoreError
+from tilegym_db.errors import RecordError, StoreError
+from tilegym_db.files import read_bytes
 
 __all__ = ["KEY_NAME", "Origin", "is_signed", "signature", "signed_line", "split_line"]
 
 KEY_NAME = "installation.key"
 KEY_BYTES = 32
+MAX_KEY_BYTES = 1 << 20
+"""What is read of a file in its place, to say how long that is."""
 
 Origin = Literal["shipped", "local", "foreign"]
 """Who vouches for a trace: the package it came with, this installation, which measured it, or nobody that this one knows."""
@@ -76,7 +79,10 @@ def _read_key(home: Path) -> bytes | None:
 
 @lru_cache(maxsize=8)
 def _cached_key(path: Path, _mtime_ns: int, _inode: int) -> bytes:
-    key = path.read_bytes()
+    try:
+        key = read_bytes(path, "key of this installation", MAX_KEY_BYTES)
+    except RecordError as error:
+        raise StoreError(str(error)) from None
     if len(key) != KEY_BYTES:
         raise StoreError(
             f"{path} is damaged: it has {len(key)} bytes and not {KEY_BYTES}. Restore it, or delete it: then what was "

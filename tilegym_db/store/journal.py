@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Self
 
 from tilegym_db.errors import RecordError, StoreError, UsageError
-from tilegym_db.files import regular_files, sync_folder
+from tilegym_db.files import read_bytes, regular_files, sync_folder
 from tilegym_db.paths import home as default_home
 from tilegym_db.records import Trace
 from tilegym_db.records.trace_set import TraceSet, is_trace_set
@@ -190,9 +190,9 @@ def read_journal(path: Path) -> JournalContent:
         StoreError: the file cannot be read.
     """
     try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise StoreError(f"cannot read {path}: {error.strerror or error}.") from None
+        content = read_bytes(path, "journal", limit=None)
+    except RecordError as error:
+        raise StoreError(str(error)) from None
     if is_trace_set(content):
         return JournalContent(tuple(Trace.from_dict(trace, path) for trace in TraceSet.parse(content, path).traces()))
     traces: list[Trace] = []

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tilegym_db.errors import RecordError, StoreError
-from tilegym_db.files import writing
+from tilegym_db.files import read_bytes, writing
 from tilegym_db.records.base import Record
 from tilegym_db.records.loop import Attempt, Experiment, Promotion, Task
 from tilegym_db.store import statements
@@ -70,12 +71,12 @@ def journaled(kind: type[R], home: Path | None = None) -> list[R]:
 
 
 def _numbered(kind: type[R], path: Path) -> Iterator[tuple[int, R]]:
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return
-    except OSError as error:
-        raise StoreError(f"cannot read {path}: {error.strerror or error}.") from None
+    try:
+        content = read_bytes(path, "journal", limit=None)
+    except RecordError as error:
+        raise StoreError(str(error)) from None
     for number, line, finished in numbered_lines(content):
         try:
             yield number, kind.from_json(line, f"{path}:{number}")

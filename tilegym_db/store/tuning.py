@@ -17,6 +17,7 @@ from pydantic import AwareDatetime, Field
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError, StoreError
+from tilegym_db.files import read_bytes
 from tilegym_db.records.base import NAME_PATTERN, Record
 from tilegym_db.records.solution import Tunable, config_id
 from tilegym_db.records.trace import Status
@@ -155,9 +156,9 @@ def _published_steps(path: Path, home: Path, refused: list[str], *, trust: bool 
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
-    except OSError as error:
-        raise StoreError(f"cannot read {path}: {error.strerror or error}.") from None
+        return read_bytes(path, "log of a search", limit=None)
+    except RecordError as error:
+        raise StoreError(str(error)) from None
 
 
 def _steps(path: Path, content: bytes) -> Iterator[TuningStep]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.errors import UsageError
+from tilegym_db.errors import UsageError, check_kind
 from tilegym_db.integrations.transformers.capture import ModelInputs
 from tilegym_db.integrations.transformers.discover import discover
 from tilegym_db.integrations.transformers.found import Found
@@ -100,6 +100,8 @@ def patch_what_fits(
         raise UsageError(f"a dry run patches nothing that could be proved; leave out dry_run or {option}.")
     if inputs is not None and not (verify or quantise):
         raise UsageError("inputs are what verify=True runs; give both or none.")
+    check_kind(ops if ops is not None else (), Iterable, "ops are names of definitions")
+    ops = (ops,) if isinstance(ops, str) else ops
     records = (catalog or current_catalog()).trusting(trust)
     unknown = sorted(set(ops or ()) - set(records.definitions))
     if unknown:

@@ -1,0 +1,62 @@
+"""What lies in a home folder where a file of this package belongs, and is none, makes no command wait."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tilegym_db.catalog import Catalog
+from tilegym_db.errors import StoreError
+from tilegym_db.records.loop import Task
+from tilegym_db.store import connection
+from tilegym_db.store.connection import database_path, open_store
+from tilegym_db.store.input_files import imported_manifests, own_tuning_files
+from tilegym_db.store.installation import KEY_NAME, signature
+from tilegym_db.store.journal import read_journal
+from tilegym_db.store.lock import writer_lock
+from tilegym_db.store.loop_journals import journaled
+
+PLACES: dict[str, Callable[[Path], object]] = {
+    KEY_NAME: lambda home: signature(home, "trace", b"{}"),
+    "loop/tasks.jsonl": lambda home: journaled(Task, home),
+    "runs/x.jsonl": lambda home: read_journal(home / "runs" / "x.jsonl"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_fifo_is_no_file_of_ours(tmp_path: Path, place: str) -> None:
+    path = tmp_path / place
+    path.parent.mkdir(exist_ok=True)
+    os.mkfifo(path)
+    with pytest.raises(StoreError, match=f"{path.name}: cannot read this .*: it is a FIFO"):
+        PLACES[place](tmp_path)
+
+
+def test_fifos_among_files_of_which_there_may_be_any_number_are_passed_over(tmp_path: Path) -> None:
+    for place in ("imported/flashinfer-trace/x/manifest.json", "tuning/x.jsonl"):
+        (tmp_path / place).parent.mkdir(parents=True)
+        os.mkfifo(tmp_path / place)
+    assert imported_manifests(tmp_path) == own_tuning_files(tmp_path) == []
+
+
+def test_a_first_reader_waits_for_the_process_that_makes_the_database(
+    tmp_path: Path, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "LOCK_TIMEOUT_S", 0.01)
+    found: list[bool] = []
+
+    def read() -> None:
+        with open_store(tmp_path, read_only=True, catalog=catalog, lock_timeout_s=0.01) as store:
+            found.append(bool(store.rows("SELECT 1 AS one")))
+
+    with writer_lock(database_path(tmp_path), 1.0):
+        reader = threading.Thread(target=read)
+        reader.start()
+        reader.join(0.3)
+        assert reader.is_alive()
+    reader.join(60)
+    assert found == [True]
