@@ -12,6 +12,7 @@ from tilegym_db.bench.planning import make_plan
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import NotFoundError, UsageError
 from tilegym_db.records.solution import config_id
+from tilegym_db.verify.worker.interpreters import INTERPRETERS
 
 HERE = Machine("cpu", "cpu", "a processor")
 H200 = Machine("cuda:0", "h200", "NVIDIA H200", "sm_90")
@@ -62,15 +63,17 @@ def reasons(plan: Plan) -> dict[tuple[str, str], str]:
     return {(item.solution, item.workload): item.reason for item in plan.skipped}
 
 
-def test_a_processor_times_python_and_interprets_small_triton_calls(plan):
+def test_a_processor_times_python_and_interprets_small_calls_of_the_languages_that_have_an_interpreter(plan):
     made = plan()
-    assert pairs(made) == {"stock tiny", "stock modest", "stock decode", "triton tiny", "triton decode"}
+    interpreted = {f"{language} {kind}" for language in INTERPRETERS for kind in ("tiny", "decode")}
+    assert pairs(made) == {"stock tiny", "stock modest", "stock decode"} | interpreted
     item = made.definitions[0]
     assert [solution.name for solution in item.timed] == ["row_scale_stock"]
-    assert [solution.name for solution in item.interpreted] == ["row_scale_triton"]
+    assert {solution.name for solution in item.interpreted} == {f"row_scale_{language}" for language in INTERPRETERS}
 
 
-def test_everything_left_out_has_its_reason(plan):
+def test_everything_left_out_has_its_reason(plan, monkeypatch):
+    monkeypatch.delitem(INTERPRETERS, "cutile")
     said = reasons(plan())
     assert "too large for a CPU" in said["*", "M=8192,N=4096"]
     assert "cutile kernels run on a GPU only" in said["row_scale_cutile", "*"]
@@ -98,8 +101,9 @@ def test_stock_code_plays_against_whoever_is_new_though_it_was_measured_before(p
         (stock.digest, definition.digest, workload.uuid, DEFAULTS) for workload in catalog.workloads_for("row_scale")
     }
     made = plan(done=done)
-    assert pairs(made) == {"triton tiny", "triton decode"}
-    assert made.pair_count == 4
+    interpreted = {f"{language} {kind}" for language in INTERPRETERS for kind in ("tiny", "decode")}
+    assert pairs(made) == interpreted
+    assert made.pair_count == 2 + len(interpreted)
     assert plan("row_scale_stock", done=done).pair_count == 0
 
 

@@ -7,13 +7,10 @@ driver, which it asks for nothing: arguments are presented as CUDA memory throug
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import io
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 import cuda.tile as ct
@@ -22,6 +19,7 @@ from cuda.tile.compilation import CallingConvention, KernelSignature, export_ker
 
 from tilegym_db.backends.absent_device import check_grid
 from tilegym_db.backends.compile_jobs import Artifact
+from tilegym_db.backends.cutile_stand_ins import as_cuda, install_driver
 from tilegym_db.backends.recorder import Recorder
 from tilegym_db.backends.toolchains import TOOLCHAINS
 from tilegym_db.errors import SolutionError
@@ -37,7 +35,7 @@ def recording(target: str, identity: str = "") -> Iterator[Recorder]:
 
     A launch raises what cuTile's compiler raises, and :class:`SolutionError` where CUDA could not launch the grid.
     """
-    _install_driver()
+    install_driver()
     recorder = Recorder(target, identity)
     original = ct.launch
 
@@ -55,7 +53,7 @@ def recording(target: str, identity: str = "") -> Iterator[Recorder]:
 
 
 def _export(recorder: Recorder, kernel: Any, kernel_args: tuple[Any, ...]) -> Artifact:
-    arguments = tuple(_as_cuda(argument) for argument in kernel_args)
+    arguments = tuple(as_cuda(argument) for argument in kernel_args)
     signature = KernelSignature.from_kernel_args(kernel, arguments, CallingConvention.cutile_python_v2())
     code = TOOLCHAINS["cutile"].targets[recorder.target]
     options = getattr(kernel, "_compiler_options", None)
@@ -66,86 +64,6 @@ def _export(recorder: Recorder, kernel: Any, kernel_args: tuple[Any, ...]) -> Ar
         export_kernel(kernel, [signature], binary, gpu_code=code, output_format="cubin")
         _exported[key] = len(binary.getvalue())
     return Artifact(kernel._pyfunc.__name__, key, _exported[key])
-
-
-# -- arguments -------------------------------------------------------------------------------------------------------
-
-_DLPACK_DEVICE_TYPE_OFFSET = 8  # DLManagedTensor starts with DLTensor: void *data, then int32 device_type
-_DLPACK_CUDA = 2
-
-_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-_capsule_pointer.restype = ctypes.c_void_p
-_capsule_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
-
-
-class _CudaView:
-    """A CPU tensor whose DLPack capsule says that it lies on a GPU. Its memory is never read."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def __dlpack__(self, **options: Any) -> Any:
-        capsule = self._tensor.__dlpack__()
-        address = _capsule_pointer(capsule, b"dltensor")
-        ctypes.c_int32.from_address(address + _DLPACK_DEVICE_TYPE_OFFSET).value = _DLPACK_CUDA
-        return capsule
-
-
-def _as_cuda(argument: Any) -> Any:
-    if isinstance(argument, torch.Tensor):
-        return _CudaView(argument)
-    if type(argument) in (tuple, list):
-        return type(argument)(_as_cuda(item) for item in argument)
-    return argument
-
-
-# -- driver ----------------------------------------------------------------------------------------------------------
-
-_DRIVER_MODULE = "cuda.tile._load_libcuda"
-_NOT_SUPPORTED = 801  # CUDA_ERROR_NOT_SUPPORTED, of every call but these two
-_DRIVER_VERSION = 13000
-
-_DriverCall = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 8)
-_GetProcAddress = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p
-)
-
-
-def _unsupported(*_: Any) -> int:
-    return _NOT_SUPPORTED
-
-
-def _succeed(*_: Any) -> int:
-    return 0
-
-
-def _driver_version(result: int, *_: Any) -> int:
-    ctypes.c_int.from_address(result).value = _DRIVER_VERSION
-    return 0
-
-
-_CALLS = {
-    b"cuInit": _DriverCall(_succeed),
-    b"cuDriverGetVersion": _DriverCall(_driver_version),
-    b"": _DriverCall(_unsupported),
-}
-
-
-def _get_proc_address(name: bytes, result: Any, *_: Any) -> int:
-    result[0] = ctypes.cast(_CALLS.get(name, _CALLS[b""]), ctypes.c_void_p).value
-    return 0
-
-
-_entry = _GetProcAddress(_get_proc_address)
-_entry_pointer = ctypes.c_void_p(ctypes.cast(_entry, ctypes.c_void_p).value)
-
-
-def _install_driver() -> None:
-    """Stand in for the module with which cuTile loads libcuda; for good, since cuTile keeps the pointers it gets."""
-    if _DRIVER_MODULE not in sys.modules:
-        module = ModuleType(_DRIVER_MODULE)
-        module.cuGetProcAddress_v2_ptrptr = ctypes.addressof(_entry_pointer)  # type: ignore[attr-defined]
-        sys.modules[_DRIVER_MODULE] = module
 
 
 # -- probe -----------------------------------------------------------------------------------------------------------

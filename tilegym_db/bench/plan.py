@@ -54,7 +54,7 @@ class Skipped:
 class DefinitionPlan:
     """The Solutions and Workloads of one Definition, and which pairs to run.
 
-    ``timed`` are measured together, interleaved; ``interpreted`` are only verified, in the Triton interpreter. ``pairs``
+    ``timed`` are measured together, interleaved; ``interpreted`` are only verified, in their languages' interpreters. ``pairs``
     (solution, workload uuid) run under the source's own defaults; ``tuned`` run under the config that tune found.
     ``likely_fastest`` (workload uuid -> Solutions and configs) are measured again beside what is new there, which has to beat
     the first of them, the current best.

@@ -12,6 +12,7 @@ from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import NotFoundError, UsageError, did_you_mean
 from tilegym_db.records import LANGUAGES, Config, Definition, Workload, axes_key
 from tilegym_db.records.solution import config_id, name_with_config
+from tilegym_db.verify.worker.interpreters import INTERPRETERS, interpreted_here
 
 __all__ = ["fits_a_cpu", "make_plan"]
 
@@ -151,7 +152,7 @@ def _place(
     reason = _why_untimed(language, machine, unusable)
     if reason is None:
         item.timed.append(solution)
-    elif language == "triton" and language not in unusable and options.tier == "screen":
+    elif interpreted_here(language, on_gpu=machine.is_gpu) and language not in unusable and options.tier == "screen":
         item.interpreted.append(solution)
     else:
         plan.skipped.append(Skipped(solution.name, "*", reason))
@@ -159,7 +160,7 @@ def _place(
 
 def _why_untimed(language: str, machine: Machine, unusable: Mapping[str, str]) -> str | None:
     """Why no Solution in a language can be timed on this machine, or None."""
-    if language in unusable and (machine.is_gpu or language == "triton"):
+    if language in unusable and (machine.is_gpu or language in INTERPRETERS):
         return unusable[language]
     if machine.is_gpu or language == "python":
         return None

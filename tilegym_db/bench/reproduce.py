@@ -22,6 +22,7 @@ from tilegym_db.verify.admission import require_returning_reference
 from tilegym_db.verify.expected import Expected
 from tilegym_db.verify.inputs import CONTENTS, Case
 from tilegym_db.verify.verifier import Failure, Verdict
+from tilegym_db.verify.worker.interpreters import interpreted_here
 
 __all__ = ["Reproduction", "reproduce"]
 
@@ -96,7 +97,7 @@ def _checked(definition: Definition, case: Case) -> Case:
 def _verify(
     expected: Expected, definition: Definition, files: SolutionFiles, machine: Machine, config: Config
 ) -> Verdict | Failure:
-    interpret = not machine.is_gpu and files.record.spec.language == "triton"
+    interpret = interpreted_here(files.record.spec.language, on_gpu=machine.is_gpu)
     with scratch_folder() as folder:
         handle = WorkerHandle(definition, files, machine.device, folder, PROMOTION, config, interpret=interpret)
         with contextlib.closing(handle):

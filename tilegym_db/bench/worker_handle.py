@@ -19,6 +19,7 @@ from tilegym_db.verify.expected import Expected
 from tilegym_db.verify.gates import OutputVerdict
 from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.verifier import Failure, call_again, verify_slot
+from tilegym_db.verify.worker.interpreters import INTERPRETERS
 from tilegym_db.verify.worker.process import WorkerDied, WorkerProcess, WorkerTimeout
 from tilegym_db.verify.worker.reply import Reply
 from tilegym_db.verify.worker.shared_buffers import SharedBuffers
@@ -98,7 +99,7 @@ class WorkerHandle:
 
     def start(self) -> WorkerProcess:
         """A process in a folder of its own, in which nothing is loaded yet."""
-        environment = {"TRITON_INTERPRET": "1"} if self.interpret else {}
+        environment = INTERPRETERS[self.solution.record.spec.language].environment if self.interpret else {}
         folder = self.folder / f"{self.solution.name}-{next(_WORKERS)}"
         compiles = self.device == CPU and self.solution.uses_torch_compile
         worker = WorkerProcess(
@@ -170,6 +171,7 @@ class WorkerHandle:
                 inputs=list(self.definition.inputs),
                 outputs=list(self.definition.written_outputs),
                 in_place=self.definition.in_place,
+                interpret=self.interpret,
             )
         except WorkerTimeout as error:
             return Failure("TIMEOUT", "loading the source did not finish", str(error))

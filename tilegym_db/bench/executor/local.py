@@ -145,7 +145,7 @@ class LocalExecutor:
             definition: what it computes.
             solution: its source.
             config: a value per tunable; empty for the source's own defaults.
-            interpret: run it in the Triton interpreter.
+            interpret: run it in its language's interpreter.
             busy: how many runners compile for long, and so share the machine's cores while they are verified.
         """
         machine = self.context.machine

@@ -23,12 +23,14 @@ from tilegym_db.integrations.interchange.foreign_inputs import draw_contents
 from tilegym_db.integrations.interchange.foreign_rules import ForeignRule, rule_for
 from tilegym_db.integrations.interchange.sandboxed import Confined, expected_by_reference, prepare_solution
 from tilegym_db.integrations.interchange.tensor_constraints import Unknown, holds
+from tilegym_db.records import TILE_LANGUAGES
 from tilegym_db.scratch import scratch_folder
 from tilegym_db.store.imported import DataSet, StoredRecord, import_lock, imported_folder
 from tilegym_db.verify.expected import Expected
 from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.scan import hard_findings, scan_sources
 from tilegym_db.verify.verifier import Failure
+from tilegym_db.verify.worker.interpreters import interpreted_here
 
 __all__ = ["NOT_RUN", "Judgement", "judge_data_set", "keep_judgements", "kept_judgements"]
 
@@ -182,12 +184,12 @@ def _judge_solution(
         return _not_run(item, task.workload, machine, adapted)
     language = adapted.record.spec.language
     status = toolchain_status(language)
-    interpret = language == "triton" and not machine.is_gpu
+    interpret = interpreted_here(language, on_gpu=machine.is_gpu)
     if not status.available:
         return _not_run(
             item, task.workload, machine, f"{language} cannot be used here: {status.detail}. Fix: {status.fix}"
         )
-    if not machine.is_gpu and language in ("tilelang", "cutile"):
+    if not machine.is_gpu and not interpret and language in TILE_LANGUAGES:
         return _not_run(item, task.workload, machine, f"{language} needs a GPU, and this is {machine.gpu_name}")
     common: dict[str, Any] = {
         "definition": item.definition, "solution": item.name, "workload": task.workload["uuid"], "gpu": machine.gpu,

@@ -21,6 +21,7 @@ from tilegym_db.verify.expected import Expected
 from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.reference import Lifted
 from tilegym_db.verify.verifier import Failure, fill_slot, read_outputs, verify_slot
+from tilegym_db.verify.worker.interpreters import INTERPRETERS
 from tilegym_db.verify.worker.process import WorkerDied, WorkerProcess, WorkerTimeout
 from tilegym_db.verify.worker.reply import Reply
 from tilegym_db.verify.worker.shared_buffers import SharedBuffers, plan_slot
@@ -44,7 +45,8 @@ class Confined:
     ) -> None:
         """Start the worker; :meth:`load` then runs what the source does at import."""
         self.files, self.definition, self.device = files, definition, device
-        environment = {"TRITON_INTERPRET": "1"} if interpret else {}
+        self.interpret = interpret
+        environment = INTERPRETERS[files.record.spec.language].environment if interpret else {}
         self.worker = WorkerProcess(device, folder, environment, readable=(files.folder,))
 
     def __enter__(self) -> Confined:
@@ -68,6 +70,7 @@ class Confined:
                 digest=self.files.digest,
                 inputs=list(self.definition.inputs),
                 outputs=list(self.definition.written_outputs),
+                interpret=self.interpret,
                 in_place=self.definition.in_place,
             )
         return None if isinstance(reply, Reply) else reply

@@ -70,7 +70,7 @@ class WorkerProcess:
             device: ``cpu`` or ``cuda:<n>``.
             folder: its private scratch folder (caches, HOME), the only one that it may write to; created, and removed by
                 :meth:`close`.
-            environment: variables to add, such as ``TRITON_INTERPRET``.
+            environment: variables to add, such as those of an interpreter.
             readable: what it may read besides interpreter, packages and compilers: the Solution's folder.
             level: of the sandbox; by default the best that this machine has for the device, which the first call finds out.
             bounds: how much of the machine it may take; by default :meth:`ResourceBounds.of_machine`.

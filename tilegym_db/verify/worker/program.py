@@ -69,7 +69,7 @@ class Worker:
         from tilegym_db.backends.load import load_entry
         from tilegym_db.backends.toolchains import TOOLCHAINS, prepare_environment
         from tilegym_db.catalog import SolutionFiles
-        from tilegym_db.verify.worker.interpreter import repair_interpreter
+        from tilegym_db.verify.worker.interpreters import INTERPRETERS
 
         if self.device != "cpu":
             torch.cuda.set_device(self.device)
@@ -78,8 +78,8 @@ class Worker:
             raise RuntimeError(f"the source of {files.name} changed on disk while it was being measured")
         prepare_environment(files.record.spec.language)
         use_own_folders()
-        if files.record.spec.language == "triton" and os.environ.get("TRITON_INTERPRET") == "1":
-            repair_interpreter()
+        if request.get("interpret"):
+            INTERPRETERS[files.record.spec.language].install()
         if files.uses_torch_compile:
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
         self.state_watch.begin(TOOLCHAINS[files.record.spec.language].package, compiles=files.uses_torch_compile)

@@ -1,0 +1,154 @@
+"""Runs a launch: specialises the kernel as cuTile's own launch does, and calls it once for every block of the grid."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from cuda.tile._bytecode.version import BytecodeVersion
+from cuda.tile._compile import compile_tile
+from cuda.tile.compilation import CallingConvention, KernelSignature
+
+from tilegym_db.backends.absent_device import check_grid
+from tilegym_db.backends.cutile_interpreter import control_ops, memory_ops, numerics, tile_ops
+from tilegym_db.backends.cutile_interpreter.memory import Launch, Memory
+from tilegym_db.backends.cutile_interpreter.writer import Writer
+from tilegym_db.backends.cutile_stand_ins import as_cuda
+
+__all__ = ["Program", "compile_program", "run"]
+
+_OPERATIONS = (tile_ops, memory_ops, control_ops)  # imported for what they register
+
+
+@dataclass(frozen=True)
+class Program:
+    """One specialisation of a kernel."""
+
+    prepare: Callable[..., Callable[..., None]]
+    arrays: tuple[str, ...]
+    """The dtype of each array, in order."""
+    scalars: tuple[str, ...]
+    written: frozenset[int]
+    """Which of the arrays it writes to."""
+    text: str
+
+
+_programs: dict[tuple[int, str], tuple[Any, Program]] = {}  # with the kernel, so that its id stays its own
+
+
+def run(grid: Any, kernel: Any, arguments: tuple[Any, ...]) -> None:
+    """Run a launch on CPU tensors.
+
+    Raises:
+        SolutionError: the grid is none, the kernel needs what is not interpreted, or does what has no defined result.
+    """
+    name = kernel._pyfunc.__name__
+    check_grid(name, grid)
+    values = tuple(_plain(argument) for argument in arguments)
+    shown = tuple(as_cuda(value) for value in values)
+    signature = KernelSignature.from_kernel_args(kernel, shown, CallingConvention.cutile_python_v2())
+    key = (id(kernel), signature.symbol or "")
+    if key not in _programs:
+        _programs[key] = (kernel, compile_program(kernel, signature))
+    program = _programs[key][1]
+    launch = Launch(name)
+    sizes = (*(grid if isinstance(grid, tuple | list) else (grid,)), 1, 1)[:3]
+    counts = tuple(map(np.int32, sizes))
+    with np.errstate(all="ignore"):
+        block = program.prepare(*counts, *_bind(program, launch, signature.parameters, values))
+        for z, y, x in itertools.product(*(range(size) for size in reversed(sizes))):
+            launch.block += 1
+            block(np.int32(x), np.int32(y), np.int32(z))
+
+
+def _plain(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return argument.detach()
+    if type(argument) in (tuple, list):
+        return type(argument)(map(_plain, argument))
+    return argument
+
+
+# -- arguments -------------------------------------------------------------------------------------------------------
+
+
+def _leaves(constraints: Any, values: Any) -> Iterator[tuple[Any, Any]]:
+    """What the kernel takes at run time: a value, with the constraint that describes it."""
+    for constraint, value in zip(constraints, values, strict=True):
+        kind = type(constraint).__name__
+        if kind == "TupleConstraint":
+            yield from _leaves(constraint.items, value)
+        elif kind != "ConstantConstraint":
+            yield constraint, value
+
+
+def _bind(program: Program, launch: Launch, constraints: Any, values: Any) -> list[Any]:
+    leaves = list(_leaves(constraints, values))
+    tensors = [value for _, value in leaves if isinstance(value, torch.Tensor)]
+    written = {tensors[position].untyped_storage().data_ptr() for position in program.written}
+    bound: list[Any] = []
+    position, scalars = 0, iter(program.scalars)
+    for constraint, value in leaves:
+        if not isinstance(value, torch.Tensor):
+            bound.append(numerics.constant(value, next(scalars)))
+            continue
+        is_written = value.untyped_storage().data_ptr() in written
+        bound.append(Memory(value, program.arrays[position], launch, position, is_written))
+        bound.append(np.uint64(value.storage_offset()))
+        index = numerics.host_dtype(constraint.index_dtype.name)
+        bound.extend(map(index, (*value.shape, *value.stride())))
+        position += 1
+    return bound
+
+
+# -- specialisation --------------------------------------------------------------------------------------------------
+
+
+def compile_program(kernel: Any, signature: Any) -> Program:
+    """Let cuTile settle every type and shape of a kernel, and write that as a Python function."""
+    compiled = compile_tile(
+        kernel._annotated_function,
+        [signature],
+        compiler_options=kernel._compiler_options,
+        return_final_ir=True,
+        return_cubin=False,
+        bytecode_version=max(BytecodeVersion),
+    )
+    [body] = compiled.final_ir
+    writer = Writer()
+    names: list[str] = []
+    arrays: list[str] = []
+    scalars: list[str] = []
+    parameters = iter(body.params)
+    for constraint in _constraints(signature.parameters):
+        if type(constraint).__name__ == "ScalarConstraint":
+            names.append(writer.parameter(next(parameters)))
+            scalars.append(constraint.dtype.name)
+            continue
+        base = next(parameters)
+        memory = f"m{len(arrays)}"
+        arrays.append(constraint.dtype.name)
+        writer.memories[base.name] = memory
+        names += [memory, writer.parameter(base)]
+        names += [writer.parameter(next(parameters)) for _ in range(2 * constraint.ndim)]
+    writer.block(body)
+    text = writer.text(names)
+    space = {**tile_ops.OBJECTS, **writer.objects}
+    exec(compile(text, f"<{kernel._pyfunc.__name__}>", "exec"), space)
+    written = frozenset(int(name[1:]) for name in writer.written)
+    return Program(space["prepare"], tuple(arrays), tuple(scalars), written, text)
+
+
+def _constraints(constraints: Any) -> Iterator[Any]:
+    for constraint in constraints:
+        kind = type(constraint).__name__
+        if kind == "TupleConstraint":
+            yield from _constraints(constraint.items)
+        elif kind in ("ScalarConstraint", "ArrayConstraint"):
+            yield constraint
+        elif kind != "ConstantConstraint":
+            raise NotImplementedError(f"The cuTile interpreter has no argument like {kind.removesuffix('Constraint')}.")

@@ -1,0 +1,201 @@
+"""Memory as kernels see it: the storage of one array, reached by element, and what blocks do to each other there.
+
+Blocks of one launch run on a device in any order, or at once. A block that reads what another one has written, or writes
+what another one has read or has written differently, computes something else each time: that is an error here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from tilegym_db.backends.cutile_interpreter.numerics import decoder, encoder, host_dtype, raw_dtype
+from tilegym_db.backends.cutile_interpreter.tiles import spread
+from tilegym_db.errors import SolutionError
+
+__all__ = ["Launch", "Memory", "load", "load_tile", "store", "store_tile"]
+
+Shape = tuple[int, ...]
+
+
+class Launch:
+    """One launch: which block runs, and which blocks touched the elements of every storage that it writes."""
+
+    def __init__(self, kernel: str) -> None:
+        self.kernel = kernel
+        self.block = 0
+        self._marks: dict[tuple[int, int], tuple[Any, Any]] = {}
+
+    def marks(self, address: int, size: int, count: int) -> tuple[Any, Any]:
+        """By element, the block that read it last and the one that wrote it last; 0 where there is none."""
+        if (address, size) not in self._marks:
+            self._marks[address, size] = (np.zeros(count, np.int32), np.zeros(count, np.int32))
+        return self._marks[address, size]
+
+
+class Memory:
+    """The storage that one array lies in, as elements of the array's type."""
+
+    def __init__(self, tensor: torch.Tensor, dtype: str, launch: Launch, position: int, written: bool) -> None:
+        """Map the tensor's storage; ``written`` says whether the kernel writes to this array."""
+        storage = tensor.untyped_storage()
+        count = storage.nbytes() // tensor.element_size()
+        flat = tensor.detach().as_strided((count,), (1,), 0)
+        raw = raw_dtype(dtype)
+        self.data: Any = flat.view(getattr(torch, np.dtype(raw).name)).numpy()
+        self.decode, self.encode = decoder(dtype), encoder(dtype)
+        self.launch = launch
+        self.name = f"array {position} of {launch.kernel}"
+        self.readers: Any = None
+        self.writers: Any = None
+        if written:
+            self.readers, self.writers = launch.marks(storage.data_ptr(), tensor.element_size(), count)
+        # What a kernel must not depend on: a number that shows in a result.
+        self.garbage = np.array(np.nan if np.issubdtype(host_dtype(dtype), np.floating) else 85).astype(
+            host_dtype(dtype)
+        )[()]
+
+    def note_read(self, marked: Any, read: Any) -> None:
+        """A read of elements, given what their writers and readers are now."""
+        block = self.launch.block
+        if ((marked != 0) & (marked != block)).any():
+            raise SolutionError(f"A block reads what another block writes in the same launch: {self.name}.")
+        read[...] = block
+
+    def check_write(self, readers: Any, writers: Any, old: Any, new: Any) -> None:
+        """A write over elements that other blocks may have touched."""
+        block = self.launch.block
+        others = ((writers != 0) & (writers != block)) | ((readers != 0) & (readers != block))
+        if others.any() and (_bits(old) != _bits(new))[others].any():
+            raise SolutionError(
+                f"Blocks of one launch read and write, or write differently, the same element of {self.name}."
+            )
+
+
+def _bits(values: Any) -> Any:
+    return values.view(f"u{values.dtype.itemsize}") if values.dtype.kind == "f" else values
+
+
+# -- by element ------------------------------------------------------------------------------------------------------
+
+
+def _check(memory: Memory, index: Any) -> None:
+    if index.size and (index.min() < 0 or index.max() >= memory.data.size):
+        raise SolutionError(f"An index lies outside of the memory of {memory.name}.")
+
+
+def load(memory: Memory, offset: Any, mask: Any, padding: Any, shape: Shape) -> Any:
+    """Elements at offsets; the padding where the mask is false."""
+    index = offset.view(np.int64)
+    padding = memory.garbage if padding is None else padding
+    if mask is not None:
+        if not mask.any():
+            return padding
+        if mask.all():
+            mask = None
+        else:
+            index = np.where(mask, index, index[mask].flat[0] if index.shape == mask.shape else _any(index, mask))
+    _check(memory, index)
+    values = memory.data[index]
+    if memory.writers is not None:
+        _note_load(memory, index, mask)
+    if memory.decode is not None:
+        values = memory.decode(values)
+    return values if mask is None else np.where(mask, values, padding)
+
+
+def _any(index: Any, mask: Any) -> Any:
+    """One of the indices that count, for those that do not."""
+    index, mask = np.broadcast_arrays(index, mask)
+    return index[mask].flat[0]
+
+
+def _note_load(memory: Memory, index: Any, mask: Any) -> None:
+    if mask is not None:
+        index, mask = np.broadcast_arrays(index, mask)
+        index = index[mask]
+    block = memory.launch.block
+    marked = memory.writers[index]
+    if ((marked != 0) & (marked != block)).any():
+        raise SolutionError(f"A block reads what another block writes in the same launch: {memory.name}.")
+    memory.readers[index] = block
+
+
+def store(memory: Memory, offset: Any, value: Any, mask: Any, shape: Shape) -> None:
+    """Write elements at offsets where the mask is true."""
+    index, value = spread(offset.view(np.int64), shape), spread(value, shape)
+    if mask is not None:
+        mask = spread(mask, shape)
+        if not mask.all():
+            index, value = index[mask], value[mask]
+    if not index.size:
+        return
+    _check(memory, index)
+    value = np.asarray(value if memory.encode is None else memory.encode(value))
+    memory.check_write(memory.readers[index], memory.writers[index], np.asarray(memory.data[index]), value)
+    memory.data[index] = value
+    if (_bits(np.asarray(memory.data[index])) != _bits(value)).any():
+        raise SolutionError(f"One store writes different values to the same element of {memory.name}.")
+    memory.writers[index] = memory.launch.block
+
+
+# -- by tile ---------------------------------------------------------------------------------------------------------
+
+
+class _Window:
+    """The part of a tile of a partitioned array that lies inside of it."""
+
+    def __init__(self, memory: Memory, view: tuple[Any, Shape, Shape], index: tuple[Any, ...], tile: Shape) -> None:
+        base, shape, strides = view
+        starts = [int(at) * size for at, size in zip(index, tile, strict=True)]
+        if any(start < 0 or start >= whole for start, whole in zip(starts, shape, strict=True)):
+            raise SolutionError(
+                f"A tile at {tuple(map(int, index))} lies outside of {memory.name}, of shape {shape}; "
+                "cuTile does not say what happens."
+            )
+        self.sizes = tuple(
+            min(int(whole) - start, size) for whole, start, size in zip(shape, starts, tile, strict=True)
+        )
+        self.start = int(base) + sum(start * int(stride) for start, stride in zip(starts, strides, strict=True))
+        self.strides = strides
+
+    def of(self, elements: Any) -> Any:
+        """The window over the elements of one storage, which it shares."""
+        size = elements.itemsize
+        return np.ndarray(
+            self.sizes,
+            elements.dtype,
+            elements,
+            self.start * size,
+            tuple(int(stride) * size for stride in self.strides),
+        )
+
+
+def load_tile(
+    memory: Memory, view: tuple[Any, Shape, Shape], index: tuple[Any, ...], tile: Shape, padding: float | None
+) -> Any:
+    """One tile of a partitioned array; the padding where it ends before the tile."""
+    window = _Window(memory, view, index, tile)
+    values = window.of(memory.data).copy()
+    if memory.writers is not None:
+        memory.note_read(window.of(memory.writers), window.of(memory.readers))
+    if memory.decode is not None:
+        values = memory.decode(values)
+    if window.sizes == tile:
+        return values
+    whole = np.full(tile, memory.garbage if padding is None else padding, dtype=values.dtype)
+    whole[tuple(map(slice, window.sizes))] = values
+    return whole
+
+
+def store_tile(memory: Memory, view: tuple[Any, Shape, Shape], index: tuple[Any, ...], value: Any, tile: Shape) -> None:
+    """Write one tile of a partitioned array; what lies outside is dropped."""
+    window = _Window(memory, view, index, tile)
+    value = spread(value, tile)[tuple(map(slice, window.sizes))]
+    value = np.ascontiguousarray(value if memory.encode is None else memory.encode(value))
+    target = window.of(memory.data)
+    memory.check_write(window.of(memory.readers), window.of(memory.writers), target.copy(), value)
+    target[...] = value
+    window.of(memory.writers)[...] = memory.launch.block

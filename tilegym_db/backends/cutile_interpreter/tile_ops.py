@@ -1,0 +1,283 @@
+"""Writes the operations on tiles: constants, arithmetic, casts, shapes, reductions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tilegym_db.backends.cutile_interpreter import numerics, tiles
+from tilegym_db.backends.cutile_interpreter.writer import Writer, emits, refuse
+
+__all__: list[str] = []
+
+_COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+_BITWISE = {"and_": "&", "or_": "|", "xor": "^", "lshift": "<<", "rshift": ">>"}
+_INTEGER = {
+    "add": "({} + {})",
+    "sub": "({} - {})",
+    "mul": "({} * {})",
+    "floordiv": "({} // {})",
+    "cdiv": "ceil_div({}, {})",
+    "c_mod": "np.fmod({}, {})",
+    "min": "np.minimum({}, {})",
+    "max": "np.maximum({}, {})",
+}
+_FLOAT = {
+    "add": "({} + {})",
+    "sub": "({} - {})",
+    "mul": "({} * {})",
+    "truediv": "({} / {})",
+    "floordiv": "np.floor({} / {})",
+    "c_mod": "np.fmod({}, {})",
+    "pow": "np.power({}, {})",
+    "atan2": "np.arctan2({}, {})",
+    "min": "np.fmin({}, {})",
+    "max": "np.fmax({}, {})",
+}
+_FLOAT_WITH_NAN = {"min": "np.minimum({}, {})", "max": "np.maximum({}, {})"}
+_UNARY = {
+    "abs": "np.abs({})",
+    "neg": "(-{})",
+    "invert": "(~{})",
+    "bitwise_not": "(~{})",
+    **{
+        name: f"np.{name}({{}})" for name in ("exp", "exp2", "sin", "cos", "sinh", "cosh", "tan", "tanh", "log", "log2")
+    },
+    **{name: f"np.{name}({{}})" for name in ("sqrt", "floor", "ceil")},
+    "rsqrt": "reverse_square_root({})",
+}
+_NEAREST = {None, "RN", "FULL", "APPROX"}
+_FOLDS = {
+    ("add", False): np.add,
+    ("mul", False): np.multiply,
+    ("min", False): np.fmin,
+    ("max", False): np.fmax,
+    ("min", True): np.minimum,
+    ("max", True): np.maximum,
+    ("and_", False): np.bitwise_and,
+    ("or_", False): np.bitwise_or,
+    ("xor", False): np.bitwise_xor,
+}
+
+OBJECTS: dict[str, Any] = {"np": np, **{name: getattr(tiles, name) for name in tiles.__all__}}
+"""What every text may name."""
+
+
+def shape_of(var: Any) -> tuple[int, ...]:
+    """The shape of a tile."""
+    return tuple(var.get_type().shape)
+
+
+def dtype_of(var: Any) -> str:
+    """The type of a tile's elements."""
+    return str(var.get_type().dtype.name)
+
+
+def _mode(op: Any) -> str | None:
+    return None if op.rounding_mode is None else str(op.rounding_mode.name)
+
+
+def _arithmetic(writer: Writer, op: Any, text: str, operands: tuple[Any, ...], dtype: str) -> None:
+    """Write a float operation with its rounding and flushing, or one of another type."""
+    if dtype not in numerics.NARROW and not numerics.is_float(dtype):
+        writer.result(op, text.format(*map(writer.of, operands)))
+        return
+    if _mode(op) not in _NEAREST:
+        raise refuse(op, f"rounding mode {_mode(op)}")
+    names = [writer.of(var) for var in operands]
+    if op.flush_to_zero:
+        flush = writer.object(numerics.flush)
+        writer.result(op, writer.rounded(f"{flush}({text.format(*(f'{flush}({name})' for name in names))})", dtype))
+    else:
+        writer.result(op, writer.rounded(text.format(*names), dtype))
+
+
+@emits("typed_const", once=True)
+def _constant(writer: Writer, op: Any) -> None:
+    kind = op.result_var.get_type()
+    if not hasattr(kind, "shape"):
+        writer.names[op.result_var.name] = "None"
+        return
+    value = op.value
+    if isinstance(value, tuple) and np.size(value) == 1:
+        value = np.asarray(value, dtype=object).item()
+    held = numerics.constant(value, dtype_of(op.result_var))
+    writer.result(op, writer.object(held.reshape(kind.shape) if np.ndim(held) else held))
+
+
+@emits("make_dummy")
+def _dummy(writer: Writer, op: Any) -> None:
+    writer.names[op.result_var.name] = "None"
+
+
+@emits("raw_binary_arith", once=True)
+def _binary(writer: Writer, op: Any) -> None:
+    dtype = dtype_of(op.result_var)
+    table = _FLOAT if numerics.is_float(dtype) else _INTEGER
+    if op.fn not in table or (dtype == "bool_" and op.fn not in ("min", "max")):
+        raise refuse(op, f"{op.fn} of {dtype}")
+    text = _FLOAT_WITH_NAN[op.fn] if numerics.is_float(dtype) and op.propagate_nan else table[op.fn]
+    _arithmetic(writer, op, text, (op.lhs, op.rhs), dtype)
+
+
+@emits("raw_fpowi", once=True)
+def _integer_power(writer: Writer, op: Any) -> None:
+    dtype = dtype_of(op.result_var)
+    host = writer.object(numerics.host_dtype(dtype))
+    power = f"np.power({writer.of(op.base)}, {writer.of(op.exponent)}.astype({host}))"
+    writer.result(op, writer.rounded(power, dtype))
+
+
+@emits("fma", once=True)
+def _fused(writer: Writer, op: Any) -> None:
+    dtype = dtype_of(op.result_var)
+    if any(dtype_of(var) != dtype for var in (op.lhs, op.rhs, op.acc)):
+        raise refuse(op, "operands of several types")
+    text = "fused_multiply_add({}, {}, {})" if numerics.host_dtype(dtype) is np.float32 else "({} * {} + {})"
+    if dtype == "float16":
+        text = f"fused_multiply_add({{}}, {{}}, {{}}).astype({writer.object(np.float16)})"
+    _arithmetic(writer, op, text, (op.lhs, op.rhs, op.acc), dtype)
+
+
+@emits("unaryop", once=True)
+def _unary(writer: Writer, op: Any) -> None:
+    if op.fn not in _UNARY:
+        raise refuse(op, op.fn)
+    _arithmetic(writer, op, _UNARY[op.fn], (op.operand,), dtype_of(op.result_var))
+
+
+@emits("raw_cmp", once=True)
+def _compare(writer: Writer, op: Any) -> None:
+    writer.result(op, f"({writer.of(op.lhs)} {_COMPARE[op.fn]} {writer.of(op.rhs)})")
+
+
+@emits("raw_binary_bitwise", "raw_bitwise_shift", once=True)
+def _bitwise(writer: Writer, op: Any) -> None:
+    writer.result(op, f"({writer.of(op.lhs)} {_BITWISE[op.fn]} {writer.of(op.rhs)})")
+
+
+@emits("raw_where", once=True)
+def _where(writer: Writer, op: Any) -> None:
+    if dtype_of(op.result_var).startswith("pointer"):
+        raise refuse(op, "pointers")
+    writer.result(op, f"np.where({writer.of(op.cond)}, {writer.of(op.x)}, {writer.of(op.y)})")
+
+
+@emits("tile_astype", once=True)
+def _cast(writer: Writer, op: Any) -> None:
+    source, target = dtype_of(op.x), dtype_of(op.result_var)
+    try:
+        cast = numerics.convert(source, target, _mode(op))
+    except KeyError as missing:
+        raise refuse(op, f"{source} to {target}, {missing}") from None
+    if cast is None:
+        writer.alias(op.result_var, op.x)
+    else:
+        writer.result(op, f"{writer.object(cast)}({writer.of(op.x)})")
+
+
+@emits("tile_bitcast", once=True)
+def _bitcast(writer: Writer, op: Any) -> None:
+    source, target = dtype_of(op.x), dtype_of(op.result_var)
+    encode, decode = numerics.encoder(source), numerics.decoder(target)
+    if "tfloat32" in (source, target):
+        raise refuse(op, "tfloat32")
+    bits = f"{writer.object(encode)}({writer.of(op.x)})" if encode else writer.of(op.x)
+    text = f"bits_as({bits}, {writer.object(numerics.raw_dtype(target))})"
+    writer.result(op, f"{writer.object(decode)}({text})" if decode else text)
+
+
+# -- shapes ----------------------------------------------------------------------------------------------------------
+
+
+@emits("assume_div_by", "assume_bounded", "tile_broadcast", "assign")
+def _same(writer: Writer, op: Any) -> None:
+    value = op.value if op.op == "assign" else op.x
+    writer.alias(op.result_var, value)
+
+
+@emits("tile_reshape", once=True)
+def _reshape(writer: Writer, op: Any) -> None:
+    if not shape_of(op.x):  # a scalar is a tile of any shape
+        writer.alias(op.result_var, op.x)
+        return
+    if dtype_of(op.x).startswith("pointer"):
+        raise refuse(op, "pointers")
+    writer.result(op, f"reshape({writer.of(op.x)}, {shape_of(op.x)}, {shape_of(op.result_var)})")
+
+
+@emits("tile_permute", once=True)
+def _permute(writer: Writer, op: Any) -> None:
+    writer.result(op, f"spread({writer.of(op.x)}, {shape_of(op.x)}).transpose({tuple(op.axes)})")
+
+
+@emits("tile_arange", once=True)
+def _arange(writer: Writer, op: Any) -> None:
+    held = np.arange(shape_of(op.result_var)[0]).astype(numerics.host_dtype(dtype_of(op.result_var)))
+    writer.result(op, writer.object(held))
+
+
+@emits("tile_cat", once=True)
+def _concatenate(writer: Writer, op: Any) -> None:
+    parts = ", ".join(f"spread({writer.of(var)}, {shape_of(var)})" for var in (op.x, op.y))
+    writer.result(op, f"np.concatenate(({parts}), axis={op.axis})")
+
+
+def _tuple(writer: Writer, variables: Any) -> str:
+    return f"({''.join(f'{writer.of(var)}, ' for var in variables)})"
+
+
+@emits("tile_extract", once=True)
+def _extract(writer: Writer, op: Any) -> None:
+    writer.result(op, f"extract({writer.of(op.x)}, {shape_of(op.x)}, {tuple(op.shape)}, {_tuple(writer, op.index)})")
+
+
+@emits("tile_insert", once=True)
+def _insert(writer: Writer, op: Any) -> None:
+    part = f"{writer.of(op.value)}, {shape_of(op.value)}, {_tuple(writer, op.index)}"
+    writer.result(op, f"insert({writer.of(op.x)}, {shape_of(op.x)}, {part})")
+
+
+@emits("tile_mma", once=True)
+def _multiply_tiles(writer: Writer, op: Any) -> None:
+    shapes = tuple(shape_of(var) for var in (op.x, op.y, op.acc))
+    factors = ", ".join(writer.of(var) for var in (op.x, op.y, op.acc))
+    writer.result(op, f"multiply_tiles({factors}, {shapes})")
+
+
+# -- reductions and scans --------------------------------------------------------------------------------------------
+
+
+def _single(op: Any) -> Any:
+    """The NumPy function that a body of one operation on both parameters is, if it is; float16 rounds each step."""
+    body = list(op.body)
+    if len(op.xs) != 1 or len(body) != 2 or body[0].op not in ("raw_binary_arith", "raw_binary_bitwise"):
+        return None
+    step, dtype = body[0], dtype_of(op.xs[0])
+    exact = not numerics.is_float(dtype) or dtype in ("float32", "float64") or step.fn in ("min", "max")
+    plain = not getattr(step, "flush_to_zero", False) and not (dtype == "bool_" and step.fn in ("add", "mul"))
+    both = {step.lhs.name, step.rhs.name} == {var.name for var in op.body.params}
+    nan = bool(getattr(step, "propagate_nan", False)) and step.fn in ("min", "max")
+    return _FOLDS.get((step.fn, nan)) if exact and plain and both else None
+
+
+def _collected(writer: Writer, op: Any, one: str, many: str, rest: str) -> None:
+    place = f"{shape_of(op.xs[0])}, {op.axis}{rest}"
+    function = _single(op)
+    if function is not None:
+        writer.result(op, f"{one}({writer.object(function)}, {writer.of(op.xs[0])}, {place})")
+        return
+    body = writer.function(op.body)
+    results = "".join(f"{writer.name(var)}, " for var in op.result_vars)
+    writer.line(f"{results}= {many}({body}, {_tuple(writer, op.xs)}, {place})")
+
+
+@emits("tile_reduce")
+def _reduce(writer: Writer, op: Any) -> None:
+    _collected(writer, op, "fold", "fold_pairs", "")
+
+
+@emits("tile_scan")
+def _scan(writer: Writer, op: Any) -> None:
+    _collected(writer, op, "scan", "scan_pairs", f", {bool(op.reverse)}")

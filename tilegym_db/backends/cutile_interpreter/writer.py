@@ -1,0 +1,242 @@
+"""Turns a kernel in cuTile's intermediate form, where every type is settled, into a Python function over NumPy arrays.
+
+Each operation becomes a line or two. What does not depend on the block comes first, once per launch; the rest is an inner
+function that runs once per block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tilegym_db.backends.cutile_interpreter import numerics
+from tilegym_db.errors import SolutionError
+
+__all__ = ["Writer", "emits", "refuse"]
+
+Emit = Callable[["Writer", Any], None]
+_EMIT: dict[str, Emit] = {}
+_ONCE: set[str] = set()
+
+
+def emits(*opcodes: str, once: bool = False) -> Callable[[Emit], Emit]:
+    """Register the function that writes these operations; ``once`` where equal operands always give equal results."""
+
+    def register(function: Emit) -> Emit:
+        for opcode in opcodes:
+            _EMIT[opcode] = function
+            if once:
+                _ONCE.add(opcode)
+        return function
+
+    return register
+
+
+def refuse(op: Any, what: str = "") -> SolutionError:
+    """The error for what the interpreter cannot do: better none than a wrong answer."""
+    detail = f" with {what}" if what else ""
+    return SolutionError(f"The cuTile interpreter has no '{op.op}'{detail} ({op.loc}).")
+
+
+@dataclass
+class _Region:
+    """A loop, a branch or a function body that is being written."""
+
+    kind: str
+    targets: tuple[str, ...] = ()
+    pointers: tuple[str | None, ...] = ()
+
+
+class Writer:
+    """The text of one kernel so far, the objects that it names, and what each variable of the kernel is called there."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Any] = {}
+        self.names: dict[str, str] = {}
+        self.memories: dict[str, str] = {}
+        """The memory that a pointer points into, by the pointer's variable."""
+        self.views: dict[str, tuple[Any, Any]] = {}
+        """The operation that made an array, or a partition of one, and the memory, by variable."""
+        self.written: set[str] = set()
+        self._early: list[str] = []
+        self._lines: list[str] = []
+        self._depth = 2
+        self._regions: list[_Region] = []
+        self._uniform: set[str] = set()
+        self._count = 0
+
+    # -- names --------------------------------------------------------------------------------------------------------
+
+    def name(self, var: Any) -> str:
+        """A new name for a variable."""
+        self._count += 1
+        return self.names.setdefault(var.name, f"v{self._count}")
+
+    def object(self, value: Any) -> str:
+        """The name under which the text finds an object."""
+        self._count += 1
+        name = f"k{self._count}"
+        self.objects[name] = value
+        return name
+
+    def of(self, var: Any) -> str:
+        """What a variable is called."""
+        return self.names[var.name]
+
+    def alias(self, new: Any, old: Any) -> None:
+        """Let two variables be the same value."""
+        self.names[new.name] = self.names[old.name]
+        for table in (self.memories, self.views):
+            if old.name in table:
+                table[new.name] = table[old.name]  # type: ignore[assignment]
+        if old.name in self._uniform:
+            self._uniform.add(new.name)
+
+    def parameter(self, var: Any) -> str:
+        """A parameter of the kernel: the same in every block."""
+        self._uniform.add(var.name)
+        return self.name(var)
+
+    def uniform(self, var: Any, name: str) -> None:
+        """A variable that is the same in every block, under a name that the text has for it."""
+        self._uniform.add(var.name)
+        self.names[var.name] = name
+
+    # -- lines --------------------------------------------------------------------------------------------------------
+
+    def line(self, text: str) -> None:
+        """One line of the block's function."""
+        self._lines.append("    " * self._depth + text)
+
+    def result(self, op: Any, text: str) -> None:
+        """The value of an operation's only result."""
+        var = op.result_var
+        early = op.op in _ONCE and all(operand.name in self._uniform for operand in op.all_inputs())
+        if early and len(self._regions) == 0:
+            self._uniform.add(var.name)
+            self._early.append(f"    {self.name(var)} = {text}")
+        else:
+            self.line(f"{self.name(var)} = {text}")
+
+    def rounded(self, text: str, dtype: str) -> str:
+        """An expression in float32, rounded to a type that is held so."""
+        narrowed = numerics.rounder(dtype)
+        return text if narrowed is None else f"{self.object(narrowed)}({text})"
+
+    @contextmanager
+    def _indented(self, region: _Region) -> Any:
+        self._regions.append(region)
+        self._depth += 1
+        yield
+        self._depth -= 1
+        self._regions.pop()
+
+    # -- blocks -------------------------------------------------------------------------------------------------------
+
+    def block(self, block: Any) -> None:
+        """The operations of one block."""
+        for op in block:
+            if op.op not in _EMIT:
+                raise refuse(op)
+            _EMIT[op.op](self, op)
+
+    def nested(self, block: Any, region: _Region) -> None:
+        """A block inside of a loop, a branch or a function."""
+        with self._indented(region):
+            before = len(self._lines)
+            self.block(block)
+            if len(self._lines) == before:
+                self.line("pass")
+
+    def function(self, block: Any) -> str:
+        """A function of the block's parameters, and its name."""
+        self._count += 1
+        name = f"f{self._count}"
+        self.line(f"def {name}({', '.join(self.name(var) for var in block.params)}):")
+        self.nested(block, _Region("function"))
+        return name
+
+    def loop(self, op: Any) -> None:
+        """A loop; what it carries lives in names that each turn, and the end, assign."""
+        kept = [(var, init) for var, init in zip(op.body_vars, op.initial_values, strict=True) if _counts(var)]
+        for var, init in kept:
+            self._carry(var, init)
+        targets = tuple(self.name(var) for var, _ in kept)
+        self._assign(targets, [init for _, init in kept])
+        region = _Region("loop", targets, tuple(self.memories.get(var.name) for var, _ in kept))
+        if op.is_for_loop:
+            at, host = self.name(op.induction_var), self.object(numerics.host_dtype(_dtype(op.induction_var)))
+            bounds = ", ".join(self.of(var) for var in (op.start, op.stop, op.step))
+            self.line(f"for {at} in range({bounds}):")
+            with self._indented(_Region("loop")):
+                self.line(f"{at} = {host}({at})")
+        else:
+            self.line("while True:")
+        self.nested(op.body, region)
+        for result, var in zip([var for var in op.result_vars if _counts(var)], [var for var, _ in kept], strict=True):
+            self._carry(result, var)
+            self.line(f"{self.name(result)} = {self.of(var)}")
+
+    def branch(self, op: Any) -> None:
+        """Two blocks, of which one runs."""
+        results = [var for var in op.result_vars if _counts(var)]
+        if any(_is_pointer(var) for var in results):
+            raise refuse(op, "a pointer that it chooses")
+        region = _Region("branch", tuple(self.name(var) for var in results))
+        self.line(f"if {self.of(op.cond)}:")
+        self.nested(op.then_block, region)
+        self.line("else:")
+        self.nested(op.else_block, region)
+
+    def leave(self, kind: str, values: Any, word: str) -> None:
+        """Assign what the innermost region of a kind hands on, and jump."""
+        region = next(region for region in reversed(self._regions) if region.kind == kind or kind == "branch")
+        kept = [var for var in values if _counts(var)]
+        if region.kind == "function":
+            self.line(f"return ({', '.join(self.of(var) for var in kept)},)")
+            return
+        if region.pointers and tuple(self.memories.get(var.name) for var in kept) != region.pointers:
+            raise SolutionError("The cuTile interpreter has no loop that changes what an array lies in.")
+        self._assign(region.targets, kept)
+        if word:
+            self.line(word)
+
+    def _carry(self, new: Any, old: Any) -> None:
+        if old.name in self.memories:
+            self.memories[new.name] = self.memories[old.name]
+
+    def _assign(self, targets: tuple[str, ...], values: list[Any]) -> None:
+        pairs = [(target, self.of(var)) for target, var in zip(targets, values, strict=True)]
+        pairs = [(target, value) for target, value in pairs if target != value]
+        if pairs:
+            self.line(f"{', '.join(target for target, _ in pairs)} = {', '.join(value for _, value in pairs)}")
+
+    # -- the whole ----------------------------------------------------------------------------------------------------
+
+    def text(self, parameters: list[str]) -> str:
+        """The function that takes the launch's arguments and gives the function of a block."""
+        return "\n".join(
+            [
+                f"def prepare({', '.join(['blocks_0', 'blocks_1', 'blocks_2', *parameters])}):",
+                *self._early,
+                "    def block(block_0, block_1, block_2):",
+                *self._lines,
+                "        return",
+                "    return block",
+            ]
+        )
+
+
+def _dtype(var: Any) -> str:
+    return str(var.get_type().dtype.name)
+
+
+def _is_pointer(var: Any) -> bool:
+    return _dtype(var).startswith("pointer") if hasattr(var.get_type(), "dtype") else False
+
+
+def _counts(var: Any) -> bool:
+    """False for a token, which only orders operations, as they are ordered here anyway."""
+    return type(var.get_type()).__name__ != "TokenTy"
