@@ -8,7 +8,7 @@ import tilelang
 import tilelang.language as T
 import torch
 
-from tilegym_db.backends.tilelang_interpreter import InterpretedKernel, KernelFault, NotInterpreted, install
+from tilegym_db.backends.tilelang_interpreter import InterpretedKernel, KernelFault, NotInterpreted, interpreting
 
 
 def run(function: Any, *arguments: Any) -> None:
@@ -347,15 +347,17 @@ def test_an_operation_without_a_rule_is_named() -> None:
         InterpretedKernel(voted)
 
 
-def test_install_makes_factories_give_interpreted_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_factories_give_interpreted_kernels_until_the_end() -> None:
     factory = sys.modules["tilelang.jit"].JITImpl
-    monkeypatch.setattr(factory, "compile", factory.compile)  # restored after this test
-    install()
+    compile_ = factory.compile
 
     @tilelang.jit
     def doubled(columns):  # type: ignore[no-untyped-def]
         return scaled(columns, 32)
 
     x, out = torch.randn(3, 40), torch.empty(3, 40)
-    doubled(40)(x, out)
+    with interpreting():
+        doubled(40)(x, out)
+        assert torch.cuda.get_device_properties(0).multi_processor_count == 132
     assert torch.equal(out, 2 * x)
+    assert factory.compile is compile_

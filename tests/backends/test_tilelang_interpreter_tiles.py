@@ -173,6 +173,20 @@ def test_a_parallel_loop_over_what_threads_disagree_on_raises() -> None:
         run(mixed, torch.zeros(16, dtype=torch.int32))
 
 
+def test_registers_written_where_threads_share_out_the_work_are_refused() -> None:
+    @T.prim_func
+    def kept(x: T.Tensor((16,), "float32"), out: T.Tensor((16,), "float32")):
+        with T.Kernel(1, threads=32):
+            own = T.alloc_local((16,), "float32")
+            for i in T.Parallel(16):
+                own[i] = x[i]
+            for i in T.Parallel(16):
+                out[i] = own[i]
+
+    with pytest.raises(NotInterpreted, match="own, which each thread has for itself"):
+        run(kept, torch.randn(16), torch.empty(16))
+
+
 def test_a_sum_into_one_element_by_a_parallel_loop_raises() -> None:
     @T.prim_func
     def summed(x: T.Tensor((16,), "float32"), out: T.Tensor((1,), "float32")):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tilegym_db.backends.tilelang_interpreter.faults import KernelFault
+from tilegym_db.backends.tilelang_interpreter.faults import KernelFault, NotInterpreted
 from tilegym_db.backends.tilelang_interpreter.numbers import Array, poison
 from tilegym_db.backends.tilelang_interpreter.state import State, uniform_over_threads
 
@@ -140,6 +140,10 @@ class LaneMemory(Memory):
 
     def store(self, state: State, indices: Sequence[Array], value: Array) -> None:
         """Write the registers of active lanes."""
+        if state.collapsed:
+            raise NotInterpreted(
+                f"{self.name}, which each thread has for itself, is written where threads share out the work"
+            )
         place = self.linear(state, indices, "writes")
         mask = state.mask
         if place.ndim == 0 and np.ndim(value) <= 2 and np.ndim(mask) <= 2:

@@ -78,7 +78,7 @@ class Region:
 
     def _memory(self, state: State) -> Any:
         memory = state.memories[self.slot]
-        if isinstance(memory, LaneMemory) and memory.lanes[1] > 1:
+        if isinstance(memory, LaneMemory):
             raise NotInterpreted(f"no rule for a tile operator on {memory.name}, which each thread has for itself")
         return memory
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tilegym_db.backends.tilelang_interpreter.faults import KernelFault, NotInterpreted
-from tilegym_db.backends.tilelang_interpreter.numbers import Array, is_float, wide
+from tilegym_db.backends.tilelang_interpreter.numbers import Array, is_float
 from tilegym_db.backends.tilelang_interpreter.state import State
 
 __all__ = ["REDUCTIONS", "SHUFFLES", "reduce_warp", "shuffle"]
@@ -49,11 +49,10 @@ def reduce_warp(state: State, name: str, value: Array) -> Array:
     """The sum, or another total, over a warp, for all its lanes; added up as the device does it, in halves."""
     _together(state, name)
     lane = np.arange(state.threads, dtype=np.int64)
-    dtype = value.dtype
-    total = wide(np.asarray(value))
+    total = np.asarray(value)
     for step in (16, 8, 4, 2, 1):
         total = REDUCTIONS[name](total, _exchanged(state, name, total, lane ^ step))
-    return total.astype(dtype)
+    return total
 
 
 def _together(state: State, name: str) -> None:
