@@ -121,7 +121,7 @@ def _dtypes(item: TaskWorkload) -> str:
 
 def _hardware(task: Task) -> str:
     if task.gpu == CPU:
-        return "A CPU: python kernels are timed by the wall clock; Triton and cuTile kernels are interpreted, and only verified."
+        return "A CPU: python kernels are timed by the wall clock; kernels in tile languages are interpreted, and only verified."
     target = GPU_SLUGS.get(task.gpu, "")
     lines = [f"`{task.gpu}`, compiled for `{target}`."]
     if target in SHARED_MEMORY_KIB:

@@ -33,9 +33,16 @@ def _cutile() -> None:
     install()
 
 
+def _tilelang() -> None:
+    from tilegym_db.backends.tilelang_interpreter import install
+
+    install()
+
+
 INTERPRETERS: dict[str, Interpreter] = {
     "triton": Interpreter(_triton, {"TRITON_INTERPRET": "1"}),
     "cutile": Interpreter(_cutile),
+    "tilelang": Interpreter(_tilelang),
 }
 
 
