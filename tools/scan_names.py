@@ -81,8 +81,8 @@ SHORT: dict[str, str] = {
     "triu tril meshgrid log1p expm1 gcd lcm ndim shape size isscalar issubdtype result_type promote_types can_cast",
     "numpy.linalg": "norm",
     "torch.cuda": "current_stream current_device device device_of device_count get_device_properties get_device_capability "
-    "get_device_name get_arch_list is_available is_bf16_supported is_initialized synchronize is_current_stream_capturing "
-    "OutOfMemoryError mem_get_info manual_seed manual_seed_all seed seed_all FloatTensor",
+    "get_device_name get_arch_list is_available is_bf16_supported is_initialized synchronize "
+    "OutOfMemoryError manual_seed manual_seed_all seed seed_all FloatTensor",
     "torch.cuda.amp": "custom_fwd custom_bwd autocast",
     "torch.cuda.nvtx": "range_push range_pop mark range",
     "torch.cpu": "current_device current_stream is_available synchronize",
@@ -120,7 +120,7 @@ SHORT: dict[str, str] = {
     "torch.func": "vmap grad grad_and_value vjp jvp functional_call",
     "torch.accelerator": "current_accelerator current_device_index current_stream is_available device_count synchronize",
     "torch.testing": "",
-    "torch.random": "initial_seed manual_seed seed get_rng_state fork_rng",
+    "torch.random": "manual_seed fork_rng",
     "triton": "jit cdiv next_power_of_2 autotune heuristics Config set_allocator constexpr_function aggregate must_use_result "
     "reinterpret TensorWrapper OutOfResources CompilationError TritonError __version__ KernelInterface MockTensor",
     "triton.runtime": "driver Autotuner Config Heuristics OutOfResources autotune heuristics reinterpret",

@@ -20,7 +20,14 @@ from tilegym_db.verify.inputs import Case, draw_inputs
 from tilegym_db.verify.laws import check_sampled_outputs
 from tilegym_db.verify.outcome import Failure
 from tilegym_db.verify.reference import run_reference
-from tilegym_db.verify.sampling import FALSE_ALARM, agreement_bound, distance_bound, share_bound
+from tilegym_db.verify.sampling import (
+    FALSE_ALARM,
+    agreement_bound,
+    distance_bound,
+    distinct_bound,
+    expected_distinct,
+    share_bound,
+)
 
 CATALOG = Catalog((shipped_root(),))
 TOP_K, TOP_P, MIN_P = (CATALOG.definition(f"{name}_sampling_from_probs") for name in ("top_k", "top_p", "min_p"))
@@ -31,6 +38,7 @@ CONTENTS = {
     "steep": "constant_rows",
     "flat": "one_hot",
     "extreme_parameters": "subnormals",
+    "unnormalised": "ties",
 }
 """Contents that these operators name -> the distribution whose cases have them."""
 
@@ -190,6 +198,64 @@ def test_neighbours_that_share_a_random_number_are_refused_in_a_small_batch_as_w
     assert found.reason.startswith("samples: neighbouring rows of one call do not have random numbers of their own")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_random_numbers_of_too_few_bits_for_the_vocabulary_are_refused(dtype: torch.dtype) -> None:
+    def sampler(inputs: Inputs) -> torch.Tensor:
+        return pick(kept_by_rank(inputs), inputs["uniform"].to(dtype).float())
+
+    found = verdict(TOP_K, expected(TOP_K, "flat", rows=16, columns=8192), sampler, 4096)
+    assert isinstance(found, Failure)
+    assert "random numbers of too few bits" in found.reason or "draw the same in a share" in found.reason
+    assert verdict(TOP_K, expected(TOP_K, "flat", rows=16, columns=8192), honest, 4096) is None
+
+
+def three_apart(uniform: torch.Tensor) -> torch.Tensor:
+    rows = torch.arange(len(uniform))
+    return uniform[rows // 6 * 6 + rows % 3]
+
+
+def opposite(uniform: torch.Tensor) -> torch.Tensor:
+    first = uniform[torch.arange(len(uniform)) // 2 * 2]
+    return torch.where(torch.arange(len(uniform)) % 2 == 1, (1 - first).clamp(max=1 - 2**-24), first)
+
+
+@pytest.mark.parametrize("shared", [three_apart, opposite])
+def test_rows_that_depend_on_one_number_are_refused_however_they_do(
+    shared: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    def sampler(inputs: Inputs) -> torch.Tensor:
+        return pick(kept_by_rank(inputs), shared(inputs["uniform"]))
+
+    found = verdict(TOP_K, expected(TOP_K, "typical", rows=48), sampler)
+    assert isinstance(found, Failure)
+    assert found.gate == "distribution"
+
+
+def test_a_sampler_that_is_not_deterministic_need_not_keep_the_draws_of_other_rows() -> None:
+    case = expected(TOP_K, "typical", rows=48)
+
+    def call(given: Expected) -> dict[str, torch.Tensor]:
+        uniform = (given.inputs["uniform"] + torch.rand(48)).remainder(1).clamp(max=1 - 2**-24)
+        return {"samples": honest({**given.inputs, "uniform": uniform})}
+
+    assert judge_draws(TOP_K, case, call(case), call, 1024, deterministic=False) is None
+    found = judge_draws(TOP_K, case, call(case), call, 1024)
+    assert isinstance(found, Failure)
+    assert "changes what" in found.reason
+
+
+def test_a_sampler_that_takes_the_sum_of_a_row_for_one_is_refused() -> None:
+    def sampler(inputs: Inputs) -> torch.Tensor:
+        return pick(
+            kept_by_rank(inputs), inputs["uniform"], kept_by_rank(inputs).sum(dim=-1, keepdim=True).clamp(max=1)
+        )
+
+    found = verdict(TOP_K, expected(TOP_K, "unnormalised", rows=48), sampler)
+    assert isinstance(found, Failure)
+    assert found.gate == "distribution"
+    assert verdict(TOP_K, expected(TOP_K, "unnormalised", rows=48), honest) is None
+
+
 def test_what_was_found_is_said_with_figures_and_the_chance_of_a_false_alarm() -> None:
     found = verdict(TOP_K, expected(TOP_K, "typical"), PLANTED["always the largest"][1])
     assert isinstance(found, Failure)
@@ -253,7 +319,20 @@ def test_bounds_are_those_of_the_inequalities_that_they_name() -> None:
     halves = share_bound(torch.tensor([0.5, 0.5]), draws, chance) - share_bound(torch.tensor([1.0]), draws, chance)
     assert halves == pytest.approx(0.5 / math.sqrt(draws))
     assert math.isfinite(share_bound(torch.tensor([1 + 1e-15], dtype=torch.float64), draws, chance))
-    assert 2 * math.exp(-2 * draws * agreement_bound(draws, chance) ** 2) == pytest.approx(chance)
+    most = agreement_bound(0.01, draws, chance)
+    entropy = most * math.log(most / 0.01) + (1 - most) * math.log((1 - most) / 0.99)
+    assert math.exp(-draws * entropy) == pytest.approx(chance)
+    assert agreement_bound(0.0, draws, chance) == 0.0
+    assert agreement_bound(1.0, draws, chance) == 1.0
+    assert 2 * math.exp(-2 * distinct_bound(draws, chance) ** 2 / draws) == pytest.approx(chance)
+
+
+def test_the_number_of_different_draws_of_a_law_is_expected_as_it_is_found() -> None:
+    law = torch.tensor([0.5, 0.25, 0.125, 0.125], dtype=torch.float64)
+    drawn = torch.multinomial(law.expand(4000, 4), 5, replacement=True, generator=torch.Generator().manual_seed(1))
+    found = sum(len(row.unique()) for row in drawn) / 4000
+    assert expected_distinct(law, 5) == pytest.approx(found, abs=0.05)
+    assert expected_distinct(torch.tensor([1.0, 0.0]), 1000) == 1.0
 
 
 def test_the_distance_of_honest_draws_stays_below_a_bound_of_one_in_a_hundred_about_as_often() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilegym_db.records.definition import Definition
+from tilegym_db.records.definition_parts import Tolerance
 
 __all__ = [
     "CODES_EQUAL",
@@ -66,11 +67,12 @@ LIMITS: dict[str, Limits] = {
 
 
 def limits_for(definition: Definition, dtype: str, math: str = "ieee") -> Limits | None:
-    """The bounds for an output of this dtype, or None for integers, booleans and scales, which must be exact.
+    """The bounds for an output of this dtype, or None for integers, booleans, scales and what is only moved, which must be exact.
 
     Scales are all of dtype e8m0, and the float32 outputs of a quantiser: beside codes, under an oracle that is the
     reference as written. Only where something else is computed first, as an activation is, may they be off by what the
-    Definition's ``tolerance`` says.
+    Definition's ``tolerance`` says. Moved is what that leaves no room for, in the dtype of an input: the sign of a zero
+    counts there, and a number that is too small to be normal.
 
     Args:
         definition: its ``tolerance`` may override the defaults, with a stated reason.
@@ -81,6 +83,8 @@ def limits_for(definition: Definition, dtype: str, math: str = "ieee") -> Limits
     override = definition.tolerance.get(dtype)
     exact = override is None or (override.rtol or 0.0) < _FLOAT32_STEP
     if exact and dtype == "float32" and definition.oracle == "as_written" and _has_codes(definition):
+        return None
+    if override is not None and _leaves_no_room(override) and _is_moved(definition, dtype):
         return None
     if default is None or override is None:
         return default
@@ -96,6 +100,17 @@ def limits_for(definition: Definition, dtype: str, math: str = "ieee") -> Limits
         return found
     # What a Definition says of float32 is said of IEEE products; declared TF32 keeps at least its own room.
     return Limits(max(found.tau, default.tau), max(found.rtol, default.rtol), max(found.a, default.a), found.atol)
+
+
+def _leaves_no_room(override: Tolerance) -> bool:
+    bounds = (override.tau, override.rtol, override.a)
+    return override.atol is None and all(bound is not None and bound < _FLOAT32_STEP for bound in bounds)
+
+
+def _is_moved(definition: Definition, dtype: str) -> bool:
+    """Whether a dtype variable with this choice is that of an input and of an output."""
+    taken, given = ({spec.dtype for spec in specs.values()} for specs in (definition.inputs, definition.outputs))
+    return any(dtype in definition.dtypes.get(variable, ()) for variable in taken & given)
 
 
 def _has_codes(definition: Definition) -> bool:

@@ -149,6 +149,8 @@ def _sorted_rows(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -
 
 _LARGEST = (1.75, 1.5, 1.0)
 """The largest codes of e4m3 (448), of e5m2 and e2m1 (57344, 6), and a power of two, each over a power of two."""
+_BESIDE = (0.0, 1.0, -1.0)
+"""By how many steps of the dtype a band's largest value lies beside these: just above, a scale is the next power of two."""
 _STEP_GROUP = 32
 """Groups that share a scale are this long or a multiple of it, along either axis."""
 _STEP_BAND = 128
@@ -156,7 +158,7 @@ _STEP_BAND = 128
 
 
 def _code_steps(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    """Scales of exactly a power of two, where rounding a scale up by mistake shows, and ties of every format of three bits.
+    """Scales of a power of two and just beside one, where rounding one wrongly shows, and ties of every format of three bits.
 
     Values have four bits behind the point and lie up to 2**-42 below the largest, so some are subnormal as codes. The first of
     each group of columns, and of rows, is the largest.
@@ -165,12 +167,16 @@ def _code_steps(generator: torch.Generator, shape: Shape, dtype: torch.dtype) ->
     def whole(low: int, high: int) -> torch.Tensor:
         return torch.randint(low, high, shape, generator=generator, device=generator.device).float()
 
-    unit = 2.0 ** int(_between(generator, -4, 5))
-    band = torch.arange(shape[-1], device=generator.device) // _STEP_BAND + int(_between(generator, 0, 97))
-    largest = torch.tensor(_LARGEST, device=generator.device)[band % len(_LARGEST)] * unit
+    unit, device = 2.0 ** int(_between(generator, -4, 5)), generator.device
+    band = torch.arange(shape[-1], device=device) // _STEP_BAND + int(_between(generator, 0, 97))
+    largest = torch.tensor(_LARGEST, device=device)[band % len(_LARGEST)] * unit
+    steps = torch.tensor(_BESIDE, device=device) * torch.finfo(dtype).eps
+    largest = largest * (1 + steps[band // len(_LARGEST) % len(_BESIDE)])
     value = whole(16, 32) / 32 * torch.exp2(whole(-42, 1)) * unit
     value[..., ::_STEP_GROUP] = largest[::_STEP_GROUP]
     if len(shape) > 1:
+        if _between(generator, 0, 1) < 0.5:  # else, blocks of several rows would have the largest of these alone
+            value[..., ::_STEP_GROUP] *= 1 + steps[torch.arange(shape[-2], device=device) % len(_BESIDE)][:, None]
         value[..., ::_STEP_GROUP, :] = largest
     return value * (2 * whole(0, 2) - 1)
 
@@ -182,7 +188,8 @@ def _unit(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch
 def plant(value: torch.Tensor, generator: torch.Generator, specials: tuple[str, ...]) -> torch.Tensor:
     """Put one of each special value that the operator is defined for at a random place, and mask a whole row.
 
-    The masked row is what an attention mask leaves of a query that may see nothing; it takes rows to spare.
+    The masked row is what an attention mask leaves of a query that may see nothing; it takes rows to spare. So does a NaN in the
+    last row, where an index of -1 leads that nobody may follow.
     """
     rows = value.reshape(-1, value.shape[-1])  # contiguous, so that this is a view
 
@@ -191,6 +198,8 @@ def plant(value: torch.Tensor, generator: torch.Generator, specials: tuple[str, 
 
     if "inf" in specials and rows.shape[0] >= _ROWS_TO_SPARE_ONE:
         rows[somewhere(rows.shape[0])] = -math.inf
+    if "nan" in specials and rows.shape[0] >= _ROWS_TO_SPARE_ONE:
+        rows[-1, somewhere(rows.shape[1])] = math.nan
     for special in (number for name in specials for number in _SPECIAL[name]):
         rows[somewhere(rows.shape[0]), somewhere(rows.shape[1])] = special
     return value

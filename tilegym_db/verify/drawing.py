@@ -20,6 +20,8 @@ SMALL_ELEMENTS = 1 << 14
 """Where the inputs have no more elements than that, a call is cheap, and more of them are made of few rows."""
 _SHARE_OF_SMALL = 16
 """Of few rows, calls are made until there is at least this fraction (1 / 16) of the draws that are wanted."""
+PROBED_ROWS = 8
+"""Rows whose random number is changed alone, each in a call of its own: no other row may draw otherwise for that."""
 LARGEST = 1 - 2.0**-24
 """The last float32 below 1; sums that it is multiplied with may round up to all of it."""
 
@@ -41,10 +43,13 @@ def judge_draws(
     first: Outputs,
     call: Callable[[Expected], dict[str, torch.Tensor] | Failure],
     draws: int,
+    *,
+    deterministic: bool = True,
 ) -> Failure | None:
     """Why the draws of several calls are not those of an honest sampler, or None; at once where nothing is drawn.
 
-    One call more is given 0 and the largest number below 1 in turn: what it draws must be allowed, and is not counted.
+    One call more is given 0 and the largest number below 1 in turn: what it draws must be allowed, and is not counted. In some
+    calls the number of a single row is another one; what is not deterministic may draw otherwise without that.
 
     Args:
         definition: says what is drawn, from which law and which random numbers.
@@ -52,6 +57,7 @@ def judge_draws(
         first: what it gave.
         call: makes a call with the inputs of a case.
         draws: how many are wanted; 0 for none but those of the first call.
+        deterministic: the same numbers give the same draws.
     """
     if not definition.sampled or not draws:
         return None
@@ -69,7 +75,37 @@ def judge_draws(
     if failure is not None:
         return failure
     at_the_ends = call(_with_numbers(definition, expected, None))
-    return at_the_ends if isinstance(at_the_ends, Failure) else _judge(definition, expected, [at_the_ends], "support")
+    if isinstance(at_the_ends, Failure):
+        return at_the_ends
+    failure = _judge(definition, expected, [at_the_ends], "support")
+    return failure or (_row_by_row(definition, expected, first, call) if deterministic else None)
+
+
+def _row_by_row(
+    definition: Definition,
+    expected: Expected,
+    first: Outputs,
+    call: Callable[[Expected], dict[str, torch.Tensor] | Failure],
+) -> Failure | None:
+    """Whether another number for one row changes what a second row draws: rows of a call must not depend on one another.
+
+    Which row a number belongs to is free, and so is how an index is found from it.
+    """
+    for name, sampled in definition.sampled.items():
+        given = expected.inputs[sampled.uniforms]
+        rows = given.numel()
+        chosen = torch.randperm(rows, generator=torch.Generator().manual_seed(expected.case.seed))[:PROBED_ROWS]
+        for row in chosen.tolist() if rows > 1 else ():
+            other = given.clone()
+            other.view(-1)[row] = (other.view(-1)[row] + 0.5) % 1
+            found = call(replace(expected, inputs={**expected.inputs, sampled.uniforms: other}))
+            if isinstance(found, Failure):
+                return found
+            changed = int((found[name] != first[name]).sum())
+            if changed > 1:
+                what = f"{name}: another random number for row {row} alone changes what {changed} rows draw"
+                return incorrect("distribution", f"{what} at {expected.case}", expected.case)
+    return None
 
 
 def _judge(

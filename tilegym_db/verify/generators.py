@@ -24,6 +24,12 @@ Axes = Mapping[str, int]
 ID_CONTENTS = ("uniform", "zipf", "one_row", "some_none", "all_none")
 """How ids are spread: evenly, by Zipf's law, the same few in each row, 30% of them -1, and all of them -1."""
 NONE_SHARE = 0.3
+INTEGER_CONTENTS = ("even", "even", "few", "zipf", "ends", "one")
+"""How whole numbers are spread: evenly, over three of them, by Zipf's law, at both ends of their range, and all the same."""
+SCALE_CONTENTS = ("usual", "decades", "usual", "one_decade", "alike")
+"""How factors are spread: within a decade, over ten decades, around another decade, and all the same."""
+_FEW = 3
+_DECADES_DOWN, _DECADES_UP = 7.0, 3.0
 LENGTH_CONTENTS = ("even", "skewed", "one_takes_all", "some_empty")
 """How the lengths between offsets are spread."""
 DECAY_ROWS = 0.1
@@ -111,7 +117,33 @@ def _powers_of_two(
 def _positive(
     spec: InputGenerator, generator: torch.Generator, shape: Shape, axes: Axes, distribution: str
 ) -> torch.Tensor:
-    return torch.randn(shape, generator=generator, device=generator.device).exp() * spec.scale
+    device, contents = generator.device, contents_among(SCALE_CONTENTS, distribution)
+    value = torch.randn(shape, generator=generator, device=device).exp()
+    if contents == "alike":
+        return torch.full_like(value, spec.scale)
+    if contents in ("decades", "one_decade"):
+        of = shape if contents == "decades" else (1,) * len(shape)
+        decade = torch.rand(of, generator=generator, device=device) * (_DECADES_DOWN + _DECADES_UP) - _DECADES_DOWN
+        value = value * 10**decade
+    return value * spec.scale
+
+
+def _integers(
+    spec: InputGenerator, generator: torch.Generator, shape: Shape, axes: Axes, distribution: str
+) -> torch.Tensor:
+    low, high = (int(float(evaluate(str(bound), axes))) for bound in (spec.low, spec.high))
+    device, contents = generator.device, contents_among(INTEGER_CONTENTS, distribution)
+    count = max(high - low, 1)
+    value = torch.randint(count, shape, generator=generator, device=device)
+    if contents in ("few", "one"):
+        some = torch.randint(count, (_FEW if contents == "few" else 1,), generator=generator, device=device)
+        value = some[value % len(some)]
+    elif contents == "zipf":
+        share = torch.rand(shape, generator=generator, device=device, dtype=torch.float64)
+        value = (count**share).long().clamp(1, count) - 1
+    elif contents == "ends":
+        value = torch.where(value % 2 == 0, 0, count - 1)
+    return value + low
 
 
 def _probabilities(
@@ -144,6 +176,7 @@ Draw = Callable[[InputGenerator, torch.Generator, Shape, Axes, str], torch.Tenso
 KINDS: dict[str, Draw] = {
     "distinct_ids": _distinct_ids,
     "offsets": _offsets,
+    "integers": _integers,
     "powers_of_two": _powers_of_two,
     "positive": _positive,
     "probabilities": _probabilities,

@@ -150,7 +150,7 @@ def _draw(definition: Definition, case: Case, name: str, device: str, style: str
     elif generated is not None and generated.kind in KINDS:
         value = KINDS[generated.kind](generated, generator, shape, case.axes, case.distribution)
     elif generated is not None and generated.kind != "normal":
-        value = _generate(generated, generator, shape, case.axes)
+        value = _uniform(generated, generator, shape, case.axes)
     elif not dtype.is_floating_point:
         # Every byte, as codes are packed in bytes: each half of one must take all of its sixteen values.
         low, high = _INTEGERS.get(dtype, (-100, 100) if dtype.is_signed else (0, 200))
@@ -170,12 +170,9 @@ def _input_seed(seed: int, name: str) -> int:
     return int.from_bytes(mixed[:8], "little") >> 1
 
 
-def _generate(spec: InputGenerator, generator: torch.Generator, shape: Shape, axes: Mapping[str, int]) -> torch.Tensor:
-    device = generator.device
+def _uniform(spec: InputGenerator, generator: torch.Generator, shape: Shape, axes: Mapping[str, int]) -> torch.Tensor:
     low, high = (float(evaluate(str(bound), axes)) for bound in (spec.low, spec.high))
-    if spec.kind == "uniform":
-        return torch.rand(shape, generator=generator, device=device) * (high - low) + low
-    return torch.randint(int(low), max(int(high), int(low) + 1), shape, generator=generator, device=device)
+    return torch.rand(shape, generator=generator, device=generator.device) * (high - low) + low
 
 
 def _load(spec: SafetensorsInput, dataset: Path | None, definition: Definition, case: Case, name: str) -> torch.Tensor:

@@ -23,6 +23,8 @@ __all__ = [
     "agreement_bound",
     "check_drawn",
     "distance_bound",
+    "distinct_bound",
+    "expected_distinct",
     "place",
     "share_bound",
 ]
@@ -35,8 +37,9 @@ ROUNDING_OF_SUMS = 1e-5
 """What sums in float32 may add to that."""
 EXPECTED_IN_A_CELL = 5.0
 """An index that is expected so often among the draws of one law is counted by itself, all others together."""
-_STATISTICS = 10
-"""Two orders for where draws lie, the same two for each of three pairings of rows, repeats, and the draws of one law."""
+_STATISTICS = 11
+"""Two orders for where draws lie, the same two for each of three pairings of rows, repeats, and two of the draws of one law."""
+_HALVINGS = 60
 _RANDOM = 0x5EED
 
 
@@ -107,9 +110,37 @@ def share_bound(shares: torch.Tensor, draws: int, chance: float) -> float:
     return float(expected) + math.sqrt(math.log(1 / chance) / (2 * draws))
 
 
-def agreement_bound(pairs: int, chance: float) -> float:
-    """How far the share of pairs that agree lies from its expectation, but with this chance: Hoeffding's inequality."""
-    return math.sqrt(math.log(2 / chance) / (2 * pairs))
+def agreement_bound(expected: float, pairs: int, chance: float) -> float:
+    """The share of pairs that agree is no larger than this, but with this chance: Chernoff's bound, with the relative entropy.
+
+    It is far narrower than Hoeffding's where agreement is rare, and holds for pairs of different laws, too, whose mean this is.
+    """
+    if expected <= 0:
+        return 0.0
+    low, high, most = expected, 1.0, math.log(1 / chance) / pairs
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        if _relative_entropy(middle, expected) > most:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _relative_entropy(found: float, expected: float) -> float:
+    """Of two coins; of the second, heads is never certain."""
+    heads = found * math.log(found / expected) if found else 0.0
+    return heads + ((1 - found) * math.log((1 - found) / (1 - expected)) if found < 1 else 0.0)
+
+
+def expected_distinct(law: torch.Tensor, draws: int) -> float:
+    """How many different indices so many draws of a law have on average."""
+    return float(-torch.expm1(draws * torch.log1p(-law.clamp(0, 1))).sum())
+
+
+def distinct_bound(draws: int, chance: float) -> float:
+    """How far that number lies from its mean, but with this chance: McDiarmid's inequality, as one draw changes it by one."""
+    return math.sqrt(draws * math.log(2 / chance) / 2)
 
 
 def check_drawn(
@@ -212,12 +243,14 @@ def _repeats(draws: Draws, index: torch.Tensor, chance: float, margin: float) ->
     if pairs == 0:
         return None
     agree = float((index[:calls] == index[calls : 2 * calls])[judged].double().mean())
-    expected, bound = float(draws.agreement[:calls][judged].mean()), agreement_bound(pairs, chance) + margin
-    if abs(agree - expected) <= bound:
+    expected = float(draws.agreement[:calls][judged].mean())
+    most = agreement_bound(min(expected + margin, 1.0), pairs, chance / 2)
+    least = 1 - agreement_bound(min(1 - expected + margin, 1.0), pairs, chance / 2)
+    if least <= agree <= most:
         return None
     return (
         f"rows called twice with other random numbers draw the same in a share of {agree:.3g} of {pairs}, where their laws say "
-        f"{expected:.3g}; an honest sampler's lies at most {bound:.3g} from that (false alarm {FALSE_ALARM:g})"
+        f"{expected:.3g}; an honest sampler's lies from {max(least, 0.0):.3g} to {most:.3g} (false alarm {FALSE_ALARM:g})"
     )
 
 
@@ -233,11 +266,18 @@ def _of_one_law(
     shares = torch.zeros(int(cells.max()) + 1, dtype=law.dtype, device=law.device).index_add_(0, cells, law)
     found = float((torch.bincount(cells[drawn], minlength=len(shares)) / count - shares).abs().sum()) / 2
     bound = share_bound(shares, count, chance) + margin
-    if found <= bound:
+    if found > bound:
+        return (
+            f"{count} draws of one law have a total variation of {found:.3g} from it, an honest sampler's at most {bound:.3g} "
+            f"(false alarm {FALSE_ALARM:g})"
+        )
+    different, mean = int((torch.bincount(drawn, minlength=len(law)) > 0).sum()), expected_distinct(law, count)
+    bound = distinct_bound(count, chance) + margin * count
+    if abs(different - mean) <= bound:
         return None
     return (
-        f"{count} draws of one law have a total variation of {found:.3g} from it, an honest sampler's at most {bound:.3g} "
-        f"(false alarm {FALSE_ALARM:g})"
+        f"{count} draws of one law are of {different} different indices, where the law says {mean:.1f}; an honest sampler's "
+        f"number lies at most {bound:.1f} from that (false alarm {FALSE_ALARM:g}): random numbers of too few bits have fewer"
     )
 
 

@@ -247,7 +247,7 @@ def _demands(fuzzer: _Fuzzer, count: int) -> list[_Demand]:
     """What each case must have; the last one of a full set is empty, where an axis may be."""
     special = PLANTED if fuzzer.definition.special_values else None
     demands = [_Demand(odd=True, offset=0), _Demand(offset=1), _Demand(contents=special), _Demand(padded=True)]
-    demands += [_Demand(contents=STEPS)] if STEPS in fuzzer.distributions else []
+    demands += [_Demand(contents=STEPS)] * 2 if STEPS in fuzzer.distributions else []
     demands += [_Demand()] * (count - len(demands))
     zero = fuzzer.zero_axis() if count >= FEW_CASES else None
     if zero is not None:

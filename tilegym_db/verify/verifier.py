@@ -96,6 +96,7 @@ def verify_slot(
         first,
         lambda other: _one_call(worker, buffers, index, definition, other, POISON_NAN, timeout_s),
         draws,
+        deterministic=solution.spec.deterministic,
     )
     return (judged, first) if failure is None else failure
 
