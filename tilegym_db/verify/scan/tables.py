@@ -122,8 +122,7 @@ SMUGGLED = (
 """Module names that are called so wherever they are an attribute; those left out are also names of functions."""
 
 LIBRARIES: dict[str, str] = {
-    _import_name(distribution): of["imported_as"]
-    for distribution, of in tomllib.loads(_read("libraries.toml")).items()
+    _import_name(distribution): of["imported_as"] for distribution, of in tomllib.loads(_read("libraries.toml")).items()
 }
 """Distribution, spelt as an import -> what it is imported as, for libraries whose members are reviewed. Of these a Solution
 that declares them may use the listed members and no others; of any other library that it declares, all that is public."""
