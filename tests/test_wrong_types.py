@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tilegym_db.bench.plan import names_of
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import UsageError
+from tilegym_db.loop.fit import fit
 from tilegym_db.resolver.resolve import resolve
 from tilegym_db.scaffold.function_source import function_source
 from tilegym_db.store.connection import open_store
@@ -56,3 +58,17 @@ def test_a_statement_is_a_text(statement: Any, tmp_path: Path, catalog: Catalog)
         pytest.raises(UsageError, match=f"a statement is a text, not {type(statement).__name__}"),
     ):
         store.sql(statement)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "rounds", "message"),
+    [
+        ("x", 1, "token ids, a torch.Tensor, not str"),
+        (torch.zeros(1, 4), 1, "not \\[1, 4\\] of float32 and 1"),
+        (torch.zeros(1, 0, dtype=torch.int64), 1, "not \\[1, 0\\] of int64 and 1"),
+        (torch.zeros(1, 4, dtype=torch.int64), 0, "at least 1 round, not .* and 0"),
+    ],
+)
+def test_fit_measures_nothing_for_inputs_that_are_no_token_ids(inputs: Any, rounds: int, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        fit(torch.nn.Linear(2, 2), inputs, rounds=rounds)

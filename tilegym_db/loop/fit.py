@@ -19,7 +19,7 @@ from tilegym_db.bench.benchmark import BenchReport, benchmark
 from tilegym_db.bench.machine import Machine, select_machine
 from tilegym_db.bench.run_setup import Observer
 from tilegym_db.catalog import Catalog
-from tilegym_db.errors import NotFoundError, UsageError
+from tilegym_db.errors import NotFoundError, UsageError, check_kind
 from tilegym_db.integrations.transformers.capture import random_prompt
 from tilegym_db.integrations.transformers.model_bench import (
     ModelBenchOptions,
@@ -159,6 +159,12 @@ def fit(
     """
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"fit takes a model, a torch.nn.Module, not {type(model).__name__}.")
+    check_kind(inputs, torch.Tensor, "fit takes token ids, a torch.Tensor")
+    if inputs.dim() != 2 or inputs.numel() == 0 or inputs.dtype not in (torch.int64, torch.int32) or rounds < 1:
+        shape, dtype = list(inputs.shape), str(inputs.dtype).removeprefix("torch.")
+        raise UsageError(
+            f"fit takes token ids [batch, tokens] and at least 1 round, not {shape} of {dtype} and {rounds}."
+        )
     devices = {parameter.device.type for parameter in model.parameters()}
     if len(devices) != 1:
         raise UsageError(f"fit takes a model on one device, not on {', '.join(sorted(devices)) or 'none'}.")
