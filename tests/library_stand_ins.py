@@ -355,9 +355,9 @@ MODULES: dict[str, tuple[Callable[..., Any], ...]] = {
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let imports of these libraries find the stand-ins for the length of a test."""
-    for name, members in MODULES.items():
+    for name, functions in MODULES.items():
         module = ModuleType(name)
         module.__path__ = []  # type: ignore[attr-defined]
-        for member in members:
-            setattr(module, member.__name__, member)
+        for function in functions:
+            setattr(module, function.__name__, function)
         monkeypatch.setitem(sys.modules, name, module)

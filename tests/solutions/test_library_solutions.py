@@ -30,8 +30,8 @@ CASES, DRAWS = 6, 1024
 
 def misaligned(x: torch.Tensor) -> torch.Tensor:
     """The same values one element behind an aligned address."""
-    room = torch.empty(x.numel() + 1, dtype=x.dtype)
-    return room[1:].view(x.shape).copy_(x)
+    storage = torch.empty(x.numel() + 1, dtype=x.dtype)
+    return storage[1:].view(x.shape).copy_(x)
 
 
 def cases_of(definition: Definition, name: str) -> list[Case]:
@@ -106,7 +106,9 @@ def test_each_listed_member_of_a_library_has_a_stand_in_and_a_use() -> None:
         if not module.endswith("Function")
     }
     stood_in = {
-        f"{module}.{member.__name__}" for module, members in library_stand_ins.MODULES.items() for member in members
+        f"{module}.{function.__name__}"
+        for module, functions in library_stand_ins.MODULES.items()
+        for function in functions
     }
     assert listed == stood_in
     sources = b"\n".join(content for name in LIBRARY_SOLUTIONS for content in CATALOG.solution(name).sources.values())

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tilegym_db.backends.cutile_interpreter.memory import Memory
+from tilegym_db.backends.cutile_interpreter.memory import ArrayMemory
 from tilegym_db.backends.cutile_interpreter.tiles import spread
 from tilegym_db.errors import SolutionError
 
@@ -29,7 +29,7 @@ _STEPS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def _each(memory: Memory, offset: Any, mask: Any, shape: Shape, host: Any, step: Callable[[int, Any], Any]) -> Any:
+def _each(memory: ArrayMemory, offset: Any, mask: Any, shape: Shape, host: Any, step: Callable[[int, Any], Any]) -> Any:
     """Apply a step, which gives the new value, to every element that counts; the old values."""
     index = spread(offset.view(np.int64), shape)
     counts = np.broadcast_to(True if mask is None else mask, shape)
@@ -47,7 +47,13 @@ def _each(memory: Memory, offset: Any, mask: Any, shape: Shape, host: Any, step:
 
 
 def update(
-    memory: Memory, offset: Any, value: Any, mask: Any, shape: Shape, mode: str, rounding: Callable[[Any], Any] | None
+    memory: ArrayMemory,
+    offset: Any,
+    value: Any,
+    mask: Any,
+    shape: Shape,
+    mode: str,
+    rounding: Callable[[Any], Any] | None,
 ) -> Any:
     """Read, change and write every element; the values before."""
     values = spread(value, shape).reshape(-1)
@@ -60,7 +66,7 @@ def update(
     return _each(memory, offset, mask, shape, values.dtype, step)
 
 
-def compare_and_exchange(memory: Memory, offset: Any, expected: Any, desired: Any, mask: Any, shape: Shape) -> Any:
+def compare_and_exchange(memory: ArrayMemory, offset: Any, expected: Any, desired: Any, mask: Any, shape: Shape) -> Any:
     """Write the desired value where the expected one stands; the values before."""
     wanted, given = spread(expected, shape).reshape(-1), spread(desired, shape).reshape(-1)
     return _each(memory, offset, mask, shape, given.dtype, lambda at, old: given[at] if old == wanted[at] else old)

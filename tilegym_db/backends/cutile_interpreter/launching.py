@@ -15,17 +15,17 @@ from cuda.tile.compilation import CallingConvention, KernelSignature
 
 from tilegym_db.backends.absent_device import check_grid
 from tilegym_db.backends.cutile_interpreter import control_ops, memory_ops, numerics, tile_ops
-from tilegym_db.backends.cutile_interpreter.memory import Launch, Memory
+from tilegym_db.backends.cutile_interpreter.memory import ArrayMemory, Launch
 from tilegym_db.backends.cutile_interpreter.writer import Writer
 from tilegym_db.backends.cutile_stand_ins import as_cuda
 
-__all__ = ["Program", "compile_program", "run"]
+__all__ = ["TranslatedKernel", "compile_program", "run"]
 
 _OPERATIONS = (tile_ops, memory_ops, control_ops)  # imported for what they register
 
 
 @dataclass(frozen=True)
-class Program:
+class TranslatedKernel:
     """One specialisation of a kernel."""
 
     prepare: Callable[..., Callable[..., None]]
@@ -37,7 +37,7 @@ class Program:
     text: str
 
 
-_programs: dict[tuple[int, str], tuple[Any, Program]] = {}  # with the kernel, so that its id stays its own
+_programs: dict[tuple[int, str], tuple[Any, TranslatedKernel]] = {}  # with the kernel, so that its id stays its own
 
 
 def run(grid: Any, kernel: Any, arguments: tuple[Any, ...]) -> None:
@@ -76,28 +76,28 @@ def _plain(argument: Any) -> Any:
 # -- arguments -------------------------------------------------------------------------------------------------------
 
 
-def _leaves(constraints: Any, values: Any) -> Iterator[tuple[Any, Any]]:
+def _single_values(constraints: Any, values: Any) -> Iterator[tuple[Any, Any]]:
     """What the kernel takes at run time: a value, with the constraint that describes it."""
     for constraint, value in zip(constraints, values, strict=True):
         kind = type(constraint).__name__
         if kind == "TupleConstraint":
-            yield from _leaves(constraint.items, value)
+            yield from _single_values(constraint.items, value)
         elif kind != "ConstantConstraint":
             yield constraint, value
 
 
-def _bind(program: Program, launch: Launch, constraints: Any, values: Any) -> list[Any]:
-    leaves = list(_leaves(constraints, values))
-    tensors = [value for _, value in leaves if isinstance(value, torch.Tensor)]
+def _bind(program: TranslatedKernel, launch: Launch, constraints: Any, values: Any) -> list[Any]:
+    singles = list(_single_values(constraints, values))
+    tensors = [value for _, value in singles if isinstance(value, torch.Tensor)]
     written = {tensors[position].untyped_storage().data_ptr() for position in program.written}
     bound: list[Any] = []
     position, scalars = 0, iter(program.scalars)
-    for constraint, value in leaves:
+    for constraint, value in singles:
         if not isinstance(value, torch.Tensor):
             bound.append(numerics.constant(value, next(scalars)))
             continue
         is_written = value.untyped_storage().data_ptr() in written
-        bound.append(Memory(value, program.arrays[position], launch, position, is_written))
+        bound.append(ArrayMemory(value, program.arrays[position], launch, position, is_written))
         bound.append(np.uint64(value.storage_offset()))
         index = numerics.host_dtype(constraint.index_dtype.name)
         bound.extend(map(index, (*value.shape, *value.stride())))
@@ -108,7 +108,7 @@ def _bind(program: Program, launch: Launch, constraints: Any, values: Any) -> li
 # -- specialisation --------------------------------------------------------------------------------------------------
 
 
-def compile_program(kernel: Any, signature: Any) -> Program:
+def compile_program(kernel: Any, signature: Any) -> TranslatedKernel:
     """Let cuTile settle every type and shape of a kernel, and write that as a Python function."""
     compiled = compile_tile(
         kernel._annotated_function,
@@ -140,7 +140,7 @@ def compile_program(kernel: Any, signature: Any) -> Program:
     space = {**tile_ops.OBJECTS, **writer.objects}
     exec(compile(text, f"<{kernel._pyfunc.__name__}>", "exec"), space)
     written = frozenset(int(name[1:]) for name in writer.written)
-    return Program(space["prepare"], tuple(arrays), tuple(scalars), written, text)
+    return TranslatedKernel(space["prepare"], tuple(arrays), tuple(scalars), written, text)
 
 
 def _constraints(constraints: Any) -> Iterator[Any]:

@@ -15,7 +15,7 @@ from tilegym_db.backends.cutile_interpreter.numerics import decoder, encoder, ho
 from tilegym_db.backends.cutile_interpreter.tiles import spread
 from tilegym_db.errors import SolutionError
 
-__all__ = ["Launch", "Memory", "load", "load_tile", "store", "store_tile"]
+__all__ = ["ArrayMemory", "Launch", "load", "load_tile", "store", "store_tile"]
 
 Shape = tuple[int, ...]
 View = tuple[Any, Shape, Shape, Shape]
@@ -37,7 +37,7 @@ class Launch:
         return self._marks[address, size]
 
 
-class Memory:
+class ArrayMemory:
     """The storage that one array lies in, as elements of the array's type."""
 
     def __init__(self, tensor: torch.Tensor, dtype: str, launch: Launch, position: int, written: bool) -> None:
@@ -83,12 +83,12 @@ def _bits(values: Any) -> Any:
 # -- by element ------------------------------------------------------------------------------------------------------
 
 
-def _check(memory: Memory, index: Any) -> None:
+def _check(memory: ArrayMemory, index: Any) -> None:
     if index.size and (index.min() < 0 or index.max() >= memory.data.size):
         raise SolutionError(f"An index lies outside of the memory of {memory.name}.")
 
 
-def load(memory: Memory, offset: Any, mask: Any, padding: Any, shape: Shape) -> Any:
+def load(memory: ArrayMemory, offset: Any, mask: Any, padding: Any, shape: Shape) -> Any:
     """Elements at offsets; the padding where the mask is false."""
     index = offset.view(np.int64)
     padding = memory.garbage if padding is None else padding
@@ -114,7 +114,7 @@ def _any(index: Any, mask: Any) -> Any:
     return index[mask].flat[0]
 
 
-def _note_load(memory: Memory, index: Any, mask: Any) -> None:
+def _note_load(memory: ArrayMemory, index: Any, mask: Any) -> None:
     if mask is not None:
         index, mask = np.broadcast_arrays(index, mask)
         index = index[mask]
@@ -125,7 +125,7 @@ def _note_load(memory: Memory, index: Any, mask: Any) -> None:
     memory.readers[index] = block
 
 
-def store(memory: Memory, offset: Any, value: Any, mask: Any, shape: Shape) -> None:
+def store(memory: ArrayMemory, offset: Any, value: Any, mask: Any, shape: Shape) -> None:
     """Write elements at offsets where the mask is true."""
     index, value = spread(offset.view(np.int64), shape), spread(value, shape)
     if mask is not None:
@@ -146,10 +146,10 @@ def store(memory: Memory, offset: Any, value: Any, mask: Any, shape: Shape) -> N
 # -- by tile ---------------------------------------------------------------------------------------------------------
 
 
-class _Window:
+class _TileView:
     """The part of a tile of a partitioned array that lies inside of it."""
 
-    def __init__(self, memory: Memory, view: View, index: tuple[Any, ...], tile: Shape) -> None:
+    def __init__(self, memory: ArrayMemory, view: View, index: tuple[Any, ...], tile: Shape) -> None:
         base, shape, strides, steps = view
         starts = [int(at) * step for at, step in zip(index, steps, strict=True)]
         if any(start < 0 or start >= whole for start, whole in zip(starts, shape, strict=True)):
@@ -164,7 +164,7 @@ class _Window:
         self.strides = strides
 
     def of(self, elements: Any) -> Any:
-        """The window over the elements of one storage, which it shares."""
+        """The part of a tile inside of its array, over the elements of one storage, which it shares."""
         size = elements.itemsize
         return np.ndarray(
             self.sizes,
@@ -175,27 +175,27 @@ class _Window:
         )
 
 
-def load_tile(memory: Memory, view: View, index: tuple[Any, ...], tile: Shape, padding: float | None) -> Any:
+def load_tile(memory: ArrayMemory, view: View, index: tuple[Any, ...], tile: Shape, padding: float | None) -> Any:
     """One tile of a partitioned array; the padding where it ends before the tile."""
-    window = _Window(memory, view, index, tile)
-    values = window.of(memory.data).copy()
+    part = _TileView(memory, view, index, tile)
+    values = part.of(memory.data).copy()
     if memory.writers is not None:
-        memory.note_read(window.of(memory.writers), window.of(memory.readers))
+        memory.note_read(part.of(memory.writers), part.of(memory.readers))
     if memory.decode is not None:
         values = memory.decode(values)
-    if window.sizes == tile:
+    if part.sizes == tile:
         return values
     whole = np.full(tile, memory.garbage if padding is None else padding, dtype=values.dtype)
-    whole[tuple(map(slice, window.sizes))] = values
+    whole[tuple(map(slice, part.sizes))] = values
     return whole
 
 
-def store_tile(memory: Memory, view: View, index: tuple[Any, ...], value: Any, tile: Shape) -> None:
+def store_tile(memory: ArrayMemory, view: View, index: tuple[Any, ...], value: Any, tile: Shape) -> None:
     """Write one tile of a partitioned array; what lies outside is dropped."""
-    window = _Window(memory, view, index, tile)
-    value = spread(value, tile)[tuple(map(slice, window.sizes))]
+    part = _TileView(memory, view, index, tile)
+    value = spread(value, tile)[tuple(map(slice, part.sizes))]
     value = np.ascontiguousarray(value if memory.encode is None else memory.encode(value))
-    target = window.of(memory.data)
-    memory.check_write(window.of(memory.readers), window.of(memory.writers), target.copy(), value)
+    target = part.of(memory.data)
+    memory.check_write(part.of(memory.readers), part.of(memory.writers), target.copy(), value)
     target[...] = value
-    window.of(memory.writers)[...] = memory.launch.block
+    part.of(memory.writers)[...] = memory.launch.block
