@@ -56,6 +56,7 @@ _MARKS = (
     (b"\xfe\xff", "UTF-16"),
     (b"\xef\xbb\xbf", "UTF-8 with a byte order mark"),
 )
+_SAVE = "Save it as plain UTF-8."
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -105,19 +106,15 @@ def decode(content: bytes, where: str | Path) -> str:
     """
     for mark, encoding in _MARKS:
         if content.startswith(mark):
-            raise RecordError(f"{where}: line 1, column 1: this is {encoding}. Save it as plain UTF-8.")
+            raise RecordError(f"{where}: line 1, column 1: this is {encoding}. {_SAVE}")
     nul = content.find(b"\0")
     if nul >= 0:
-        raise RecordError(
-            f"{where}: {_position(content, nul)}: a NUL byte, as in a binary file or UTF-16. Save it as plain UTF-8."
-        )
+        raise RecordError(f"{where}: {_position(content, nul)}: a NUL byte, as in a binary file or UTF-16. {_SAVE}")
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        place = _position(content, error.start)
-        raise RecordError(
-            f"{where}: {place}: byte 0x{content[error.start]:02x} is not valid UTF-8. Save it as plain UTF-8."
-        ) from None
+        place, byte = _position(content, error.start), content[error.start]
+        raise RecordError(f"{where}: {place}: byte 0x{byte:02x} is not valid UTF-8. {_SAVE}") from None
 
 
 def _position(content: bytes, index: int) -> str:
@@ -194,11 +191,8 @@ def _holder(path: Path) -> str:
     for line in lines:
         fields = line.split()
         if "->" not in fields and len(fields) > 5 and fields[5].rpartition(":")[2] == inode and int(fields[4]) > 0:
-            return (
-                "another part of this process"
-                if int(fields[4]) == os.getpid()
-                else f"another process (PID {fields[4]})"
-            )
+            pid = int(fields[4])
+            return "another part of this process" if pid == os.getpid() else f"another process (PID {pid})"
     return "another process"
 
 

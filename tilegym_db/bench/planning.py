@@ -85,11 +85,15 @@ def make_plan(
         matched = matched or bool(item.workloads)
         if item.pairs or item.tuned:
             plan.definitions.append(item)
+    _require_something(plan, options, matched)
+    return plan
+
+
+def _require_something(plan: Plan, options: Options, matched: bool) -> None:
     if options.workload is not None and not matched:
         raise UsageError(f"no workload matches {options.workload!r}: it is a glob over tags, axes (M=1,*) and uuid.")
     if not plan.definitions and not plan.skipped:
         raise UsageError("nothing matches: no solution or no workload is selected. Try: tilegym-db list --solutions")
-    return plan
 
 
 def _selected(catalog: Catalog, options: Options) -> list[tuple[Definition, list[SolutionFiles]]]:

@@ -97,15 +97,7 @@ def resolve(
     check_kind(gpu or "", str, "gpu is the name of a GPU, a text")
     catalog = (catalog or Catalog.default()).trusting(trust)
     record = _record(definition, catalog)
-    if like is not None:
-        if axes or dtypes or layouts or scalars:
-            raise UsageError("give either like=(real arguments) or axes, dtypes, layouts and scalars, not both.")
-        binding = bind_call(record, like)
-    else:
-        given = {"axes": axes, "dtypes": dtypes, "layouts": layouts, "scalars": scalars}
-        for name, values in given.items():
-            check_kind(values or {}, Mapping, f"{name} is a mapping of names to values")
-        binding = Binding(dict(axes or {}), dict(dtypes or {}), dict(layouts or {}), dict(scalars or {}))
+    binding = _binding(record, like, axes=axes, dtypes=dtypes, layouts=layouts, scalars=scalars)
     slug, target = _gpu(gpu, like)
     unavailable = unavailable_languages(catalog.solutions_for(record.name)) if _is_this_machine(gpu) else None
     request = make_request(record, **vars(binding), gpu=slug, sm=target, mode=mode, unavailable=unavailable)
@@ -116,6 +108,17 @@ def resolve(
         raise NoSolutionError(_why_nothing(request, decision))
     dispatcher = call_site(record, catalog, mode=mode, stock=stock_launcher(record, stock) if stock else None)
     return Resolved(request, chosen, decision.config, decision.evidence, decision.rejected, dispatcher)
+
+
+def _binding(record: Definition, like: Sequence[Any] | None, **given: Mapping[str, Any] | None) -> Binding:
+    """What a call is: read from real arguments, or as given."""
+    if like is None:
+        for name, values in given.items():
+            check_kind(values or {}, Mapping, f"{name} is a mapping of names to values")
+        return Binding(**{name: dict(values or {}) for name, values in given.items()})
+    if any(given.values()):
+        raise UsageError("give either like=(real arguments) or axes, dtypes, layouts and scalars, not both.")
+    return bind_call(record, like)
 
 
 def _record(definition: str | Definition, catalog: Catalog) -> Definition:

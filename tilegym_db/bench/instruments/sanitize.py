@@ -110,11 +110,7 @@ def sanitize(
         HardwareError: there is no GPU.
         NotFoundError, SolutionError: as :func:`~tilegym_db.bench.instruments.chosen.choose_solutions`.
     """
-    unknown = [tool for tool in tools if tool not in TOOLS]
-    if unknown:
-        raise UsageError(f"compute-sanitizer has no tool '{unknown[0]}'. Known: {', '.join(TOOLS)}.")
-    if not tools:
-        raise UsageError(f"no tool to run: nothing would be watched. Known: {', '.join(TOOLS)}.")
+    _check_tools(tools)
     program = find_program("compute-sanitizer")
     setup = RunSetup.of(gpu, catalog, home)
     if not setup.machine.is_gpu:
@@ -134,6 +130,14 @@ def sanitize(
                 results += Run(tool, setup.machine.device, output_of, program).over(group, folder)
     record_failures(results, setup)
     return results
+
+
+def _check_tools(tools: Sequence[str]) -> None:
+    unknown = [tool for tool in tools if tool not in TOOLS]
+    if unknown:
+        raise UsageError(f"compute-sanitizer has no tool '{unknown[0]}'. Known: {', '.join(TOOLS)}.")
+    if not tools:
+        raise UsageError(f"no tool to run: nothing would be watched. Known: {', '.join(TOOLS)}.")
 
 
 def sanitizer_command(program: Path, tool: str, request: Path) -> list[str]:

@@ -250,19 +250,16 @@ def experts_forward(
         if reason:
             site.bypass(reason)
             return None
-        out: torch.Tensor | None = site.ask(self.training, *given, *kept)
-        return out
+        return site.ask(self.training, *given, *kept)  # type: ignore[no-any-return]
 
     def traced(self: Any, given: Sequence[torch.Tensor], kept: list[Any], parameters: list[Any]) -> torch.Tensor | None:
         if self.config._experts_implementation == EAGER:
             return None  # a loop over what a router chose: nothing that a compiler could put in place of a kernel
-        of_a_dtype = [kept[place] for place in places if place not in frozen]
-        operator = site.traced(self.training, given[0], *of_a_dtype)
+        operator = site.traced(self.training, given[0], *(kept[place] for place in places if place not in frozen))
         wants_gradient = torch.is_grad_enabled() and given[-1].requires_grad
         if operator is None or wants_gradient or why_stock(given, parameters) or own.why_other(self):
             return None
-        out: torch.Tensor = operator.call(*given, *kept, operator.name)
-        return out
+        return operator.call(*given, *kept, operator.name)  # type: ignore[no-any-return]
 
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
