@@ -14,6 +14,7 @@ from tilegym_db.records import Definition
 from tilegym_db.records.binding import TensorInfo, solve_axes
 from tilegym_db.records.tolerance import limits_for
 from tilegym_db.verify.comparison import check_outputs
+from tilegym_db.verify.expected import expect
 from tilegym_db.verify.inputs import Case, draw_inputs
 from tilegym_db.verify.reference import as_written
 
@@ -44,6 +45,13 @@ def gate(definition: Definition, rounded: bool, change: Any) -> str | None:
     outputs = {name: value.clone() for name, value in truth.items()}
     change(outputs["out"].view(torch.uint8))
     return check_outputs(definition, case.dtypes, inputs, truth, outputs, {"out": 0.0})["out"].gate
+
+
+@pytest.mark.parametrize(("contents", "is_tried"), [("normal", True), ("max_quarter", False), ("small_integers", True)])
+def test_a_case_in_which_the_reference_itself_overflows_is_dropped(cast: Any, contents: str, is_tried: bool) -> None:
+    case = Case(SIZES, {"T": "float32"}, {"rounded": True}, distribution=contents, seed=3)
+    definition = cast(None, reference=CAST.replace("x.to(", "(x * 8 - x * 8).to("))
+    assert (expect(definition, case, "cpu") is not None) is is_tried
 
 
 def one_code_on(codes: torch.Tensor) -> None:
