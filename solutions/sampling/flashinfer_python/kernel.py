@@ -44,7 +44,8 @@ def run_top_p(probs: torch.Tensor, top_p: torch.Tensor, uniform: torch.Tensor) -
     """probs [B, V], top_p [B], uniform [B] -> samples [B]."""
     seed, offset = _seeds(uniform)
     shares = top_p.clamp_min(LEAST_SHARE)
-    return top_p_sampling_from_probs(_aligned(probs), shares, seed=seed, offset=offset).long()
+    of_one = probs / probs.sum(dim=-1, keepdim=True)  # FlashInfer takes the sum of a row for 1
+    return top_p_sampling_from_probs(of_one, shares, seed=seed, offset=offset).long()
 
 
 def run_top_k_top_p(
