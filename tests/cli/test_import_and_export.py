@@ -79,6 +79,8 @@ def test_foreign_measurements_are_shown_and_rank_nothing(cli: Callable[..., obje
     compared = cli("compare-foreign", "theirs", "--json").json()
     assert compared["summary"] == {"not judged here": 1}
     assert compared["pairs"][0]["foreign"] is True
+    assert "not shown: " in cli("compare-foreign", "theirs").err
+    assert "not shown: " not in cli("compare-foreign", "theirs", "--wide").err
 
 
 def test_export_writes_one_family(cli: Callable[..., object], home: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tilegym_db.cli.formats import Wide
 from tilegym_db.cli.output import note, print_json, print_table
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ def command(
         int | None, typer.Option(min=1, help="With --run: at most so many workloads per definition.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+    wide: Wide = False,
 ) -> None:
     """Compare foreign verdicts with ours. With --run, imported Python, Triton and TileLang code runs in the sandbox.
 
@@ -52,7 +54,7 @@ def command(
         has_promoted = any(pair.promoted_status for pair in pairs)
         shown = [at for at, name in enumerate(COLUMNS) if has_promoted or name not in PROMOTED]
         rows = [_cells(pair) for pair in pairs]
-        print_table([COLUMNS[at] for at in shown], [[row[at] for at in shown] for row in rows])
+        print_table([COLUMNS[at] for at in shown], [[row[at] for at in shown] for row in rows], wide=wide)
         note(", ".join(f"{what}: {count}" for what, count in counts.items()))
     else:
         note("neither side has a verdict. Try: tilegym-db compare-foreign ORIGIN --run")
