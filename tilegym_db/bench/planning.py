@@ -13,7 +13,7 @@ from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import NotFoundError, UsageError, did_you_mean
 from tilegym_db.records import LANGUAGES, Config, Definition, Workload, axes_key
 from tilegym_db.records.solution import config_id, name_with_config
-from tilegym_db.verify.worker.interpreters import INTERPRETERS, interpreted_here
+from tilegym_db.verify.worker.interpreters import interpreted_here
 
 __all__ = ["fits_a_cpu", "make_plan"]
 
@@ -184,8 +184,7 @@ def _why_untimed(solution: SolutionFiles, machine: Machine, lacks: Lacks) -> str
     language = solution.record.spec.language
     if machine.is_gpu or language == "python":
         return lacks.of(solution, its_language=machine.is_gpu)
-    gpu_only = f"{language} kernels run on a GPU only (here they can be compiled: tilegym-db compile)"
-    return (lacks.of(solution) or gpu_only) if language in INTERPRETERS else gpu_only
+    return lacks.of(solution) or f"{language} kernels run on a GPU only (here they can be compiled: tilegym-db compile)"
 
 
 def _choose_pairs(

@@ -23,7 +23,6 @@ from tilegym_db.integrations.interchange.foreign_inputs import draw_contents
 from tilegym_db.integrations.interchange.foreign_rules import ForeignRule, rule_for
 from tilegym_db.integrations.interchange.sandboxed import Confined, expected_by_reference, prepare_solution
 from tilegym_db.integrations.interchange.tensor_constraints import Unknown, holds
-from tilegym_db.records import TILE_LANGUAGES
 from tilegym_db.scratch import scratch_folder
 from tilegym_db.store.imported import DataSet, StoredRecord, import_lock, imported_folder
 from tilegym_db.verify.expected import Expected
@@ -189,8 +188,6 @@ def _judge_solution(
         return _not_run(
             item, task.workload, machine, f"{language} cannot be used here: {status.detail}. Fix: {status.fix}"
         )
-    if not machine.is_gpu and not interpret and language in TILE_LANGUAGES:
-        return _not_run(item, task.workload, machine, f"{language} needs a GPU, and this is {machine.gpu_name}")
     common: dict[str, Any] = {
         "definition": item.definition, "solution": item.name, "workload": task.workload["uuid"], "gpu": machine.gpu,
         "oracle": oracle, "seed": str(expected.case.seed), "adapted": adapted.added_entry, "unchecked": unchecked,
