@@ -31,8 +31,8 @@ from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.records import Definition
 from tilegym_db.records.solution import TILE_LANGUAGES, Config, name_with_config
 from tilegym_db.verify.reference import load_function
-from tilegym_db.verify.worker.interpreter import repair_interpreter
 from tilegym_db.verify.worker.timing import BlockTimer
+from tilegym_db.verify.worker.triton_interpreter import repair_interpreter
 
 SHAPES: dict[str, tuple[str, dict[str, int]]] = {
     "qwen3-30b": ("moe_experts", {"H": 2048, "I": 768, "E": 128, "K": 8}),

@@ -51,8 +51,8 @@ from tilegym_db.records.tolerance import limits_for
 from tilegym_db.verify.inputs import Case, draw_inputs
 from tilegym_db.verify.reference import name_outputs, oracle
 from tilegym_db.verify.torch_dtypes import storage_dtype
-from tilegym_db.verify.worker.interpreter import repair_interpreter
 from tilegym_db.verify.worker.timing import BlockTimer
+from tilegym_db.verify.worker.triton_interpreter import repair_interpreter
 
 SLOTS = 4
 """Sets of contents and addresses."""

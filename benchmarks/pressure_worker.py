@@ -30,9 +30,9 @@ from tilegym_db.verify.expected import Expected, expect
 from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.verifier import POISON_NAN, Failure, check_memory, fill_slot, judge, read_outputs, same_bytes
 from tilegym_db.verify.worker.answers import copy_returned
-from tilegym_db.verify.worker.interpreter import repair_interpreter
 from tilegym_db.verify.worker.protocol import Channel
 from tilegym_db.verify.worker.shared_buffers import SharedBuffers, SlotPlan, plan_slot, tensor_of_its_own, tensor_view
+from tilegym_db.verify.worker.triton_interpreter import repair_interpreter
 
 FILLS = (POISON_NAN, None)
 """What outputs hold before a call: bytes that read as NaN, or random ones."""

@@ -143,7 +143,7 @@ def test_a_kernel_that_is_further_off_than_stock_is_left_out(shop: Any, build: A
 INTERPRETED = """
 import json, torch, tilegym_db
 from tilegym_db.integrations.transformers.blockwise_linear import BlockwiseLinear, blockwise_product, quantised
-from tilegym_db.verify.worker.interpreter import repair_interpreter
+from tilegym_db.verify.worker.triton_interpreter import repair_interpreter
 
 repair_interpreter()
 torch.manual_seed(0)

@@ -100,7 +100,7 @@ def fp8_error_of(ids: torch.Tensor, tile_rows: int | None) -> float:
 
 
 if __name__ == "__main__":
-    from tilegym_db.verify.worker.interpreter import repair_interpreter
+    from tilegym_db.verify.worker.triton_interpreter import repair_interpreter
 
     repair_interpreter()  # as the gates do: Triton's own one rounds casts to bfloat16 and FP8 otherwise
     routing = routings()

@@ -85,7 +85,7 @@ def all_errors() -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    from tilegym_db.verify.worker.interpreter import repair_interpreter
+    from tilegym_db.verify.worker.triton_interpreter import repair_interpreter
 
     repair_interpreter()
     print(json.dumps(all_errors()))

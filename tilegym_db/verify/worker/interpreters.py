@@ -22,7 +22,7 @@ class Interpreter:
 
 
 def _triton() -> None:
-    from tilegym_db.verify.worker.interpreter import repair_interpreter
+    from tilegym_db.verify.worker.triton_interpreter import repair_interpreter
 
     repair_interpreter()
 
