@@ -1,4 +1,4 @@
-"""The tables of docs/performance/kernels.md that the shipped traces hold.
+"""The tables of docs/performance/{kernels,families}.md that the shipped traces hold.
 
 python tools/performance_tables.py            # writes the blocks
 python tools/performance_tables.py --check
@@ -13,6 +13,7 @@ from typing import Any
 from marked_blocks import ROOT, shipped_store, with_block, write_or_check
 
 PAGE = ROOT / "docs" / "performance" / "kernels.md"
+FAMILIES = PAGE.with_name("families.md")
 GPU, DTYPES = "h200", "T=bfloat16"
 
 SHAPES = {
@@ -64,6 +65,16 @@ LARGE = (
 )
 COLUMNS = ("Triton", "TileLang", "cuTile", "stock", "ATen", "compile")
 TILE = {"triton": "Triton", "tilelang": "TileLang", "cutile": "cuTile"}
+FAMILY_OF = {
+    "routers and index operators": "topk_.*|top2_.*|group_count|aux_fi|normalize_weight|mask_indices_by_tp|inplace_.*"
+    "|moe_(offsets|align_block_size)|get_fused_mapping",
+    "movement, products and experts": r"expand_.*|reduce_fused.*|moe_(grouped|experts).*|shared_expert_.*|swiglu_(oai|clamp)",
+    "casts, transposes and FP8 products": r"per_.*|cast_back|batched_transpose|swiglu_and_per_token_cast|gemm_fp8_.*",
+    "hyper-connections": "mhc_.*",
+    "engram": "(engram|ngram)_.*",
+    "gradients": "softmax_backward|swiglu_backward|rms_norm_backward(_x)?|rope_neox_backward",
+    "sampling": "greedy_argmax|.*sampling_from_probs",
+}
 BASELINES = {"stock": ("_stock", "_cublas"), "ATen": ("_aten",), "compile": ("_compile",)}
 
 PASSES = """
@@ -96,6 +107,34 @@ def shares() -> str:
         cells = [f"{best[language]:.0%}" if best[language] else "" for language in TILE]
         lines.append(f"| {name} | {shape.replace(',', ' ')} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def family(names: str) -> str:
+    """Two rows an operator, its smallest and its largest measured shape; ``names`` is a pattern of operators."""
+    columns = [*TILE.values(), "stock"]
+    lines = [f"| operator | shape | {' | '.join(columns)} | of light |", f"|---|---|{'---:|' * (len(columns) + 1)}"]
+    for name, shape, *times, ratio in _rows(FAMILY, {"gpu": GPU, "names": names}):
+        cells = ["" if time is None else f"{time:.1f}" for time in times]
+        lines.append(f"| {name} | {shape.replace(',', ' ')} | {' | '.join(cells)} | {ratio:.0%} |")
+    return "\n".join(lines)
+
+
+FAMILY = """
+    WITH point AS (
+        SELECT definition, axes_key, any_value(sol_us) AS sol_us, max(sol_ratio) FILTER (role = 'kernel') AS ratio,
+               min(latency_us) FILTER (role = 'kernel' AND language = 'triton') AS triton,
+               min(latency_us) FILTER (role = 'kernel' AND language = 'tilelang') AS tilelang,
+               min(latency_us) FILTER (role = 'kernel' AND language = 'cutile') AS cutile,
+               min(latency_us) FILTER (ends_with(solution, '_stock')) AS stock
+        FROM verified WHERE gpu = $gpu AND regexp_full_match(definition, $names)
+        GROUP BY definition, axes_key, dtypes_key, scalars_key, layouts_key
+        HAVING count(*) FILTER (role = 'kernel') > 0
+    )
+    SELECT definition, axes_key, triton, tilelang, cutile, stock, ratio FROM point
+    QUALIFY least(row_number() OVER (PARTITION BY definition ORDER BY sol_us, axes_key),
+                  row_number() OVER (PARTITION BY definition ORDER BY sol_us DESC, axes_key)) = 1
+    ORDER BY definition, sol_us
+"""
 
 
 def gains() -> str:
@@ -153,7 +192,10 @@ def wanted() -> dict[Path, str]:
     with shipped_store():
         page = with_block(PAGE.read_text(), "times", times())
         page = with_block(page, "shares", shares())
-        return {PAGE: with_block(page, "gains", gains())}
+        families = FAMILIES.read_text()
+        for title, names in FAMILY_OF.items():
+            families = with_block(families, title, family(names))
+        return {PAGE: with_block(page, "gains", gains()), FAMILIES: families}
 
 
 if __name__ == "__main__":

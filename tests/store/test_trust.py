@@ -183,6 +183,8 @@ def test_figures_that_cannot_be_true_do_not_count_even_where_trusted(
         assert best_rows(store) == []
         (row,) = store.rows("SELECT doubt FROM traces")
         assert doubt in row["doubt"]
+        with pytest.raises(NotFoundError, match="1: the figures cannot be true"):
+            publish(store, "h200", tmp_path)
 
 
 @pytest.fixture

@@ -156,6 +156,7 @@ def _left_out(store: Store, gpu: str) -> dict[str, int]:
     kept = queries.kept_back(store, gpu)
     counts = {
         "a later failure took the pass back": kept["revoked"],
+        "the figures cannot be true (tilegym-db sql 'SELECT solution, axes, doubt FROM traces')": kept["doubted"],
         f"the worker was not confined (sandbox level below {PUBLISHED_SANDBOX_LEVEL})": kept["unconfined"],
         "passed a screen only (tilegym-db promote)": queries.count_unverified(store, gpu=gpu),
     }

@@ -32,12 +32,17 @@ PUBLISHABLE = f"""
 """
 
 # Of the solutions, configs and shapes that were promoted on a GPU with today's sources: how many a later failure took
-# back, and how many are verified, but by a worker that could have reached what judges it.
+# back, how many have figures that cannot be true, and how many are verified, but by a worker that could have reached what
+# judges it.
 KEPT_BACK = f"""
-    SELECT count(*) FILTER (NOT verified) AS revoked, count(*) FILTER (verified AND NOT confined) AS unconfined
+    SELECT
+        count(*) FILTER (NOT verified AND NOT doubted) AS revoked,
+        count(*) FILTER (NOT verified AND doubted) AS doubted,
+        count(*) FILTER (verified AND NOT confined) AS unconfined
     FROM (
         SELECT
             bool_or(v.trace_id IS NOT NULL) AS verified,
+            bool_or(t.doubt IS NOT NULL) AS doubted,
             bool_or(v.trace_id IS NOT NULL AND t.sandbox_level >= {PUBLISHED_SANDBOX_LEVEL}) AS confined
         FROM trace_records t
         JOIN definition_records d ON d.is_current AND d.name = t.definition AND d.digest = t.definition_digest
@@ -103,7 +108,8 @@ def provided(store: Store) -> dict[str, str | None]:
 def kept_back(store: Store, gpu: str) -> dict[str, int]:
     """How many solutions, configs and shapes of a GPU were promoted and are not publishable, as reason -> count.
 
-    The reasons are ``revoked`` (a later failure) and ``unconfined`` (below the sandbox level of what is published).
+    The reasons are ``revoked`` (a later failure), ``doubted`` (figures that cannot be true) and ``unconfined`` (below the
+    sandbox level of what is published).
     """
     (counts,) = store.rows(KEPT_BACK, {"gpu": gpu})
     return counts
