@@ -102,6 +102,12 @@ ZOO: dict[str, tuple[str, dict[str, object], str, str]] = {
         f"two calls on the same inputs lie .* apart, more than 2e-06|{INEXACT}",
     ),
     "supports_little": (HEAD + "out.copy_(right)", {"constraints": ["N <= 8"]}, "UNSUPPORTED", "N <= 8 excludes"),
+    "finds_no_memory_on_the_gpu": (
+        HEAD + "raise torch.OutOfMemoryError('CUDA out of memory')",
+        {},
+        "UNSUPPORTED",
+        "CUDA out of memory",
+    ),
     "remembers_outputs_by_address": (
         "known = {}\n" + HEAD + "out.copy_(known.setdefault((out.data_ptr(), out.shape), right))",
         {},

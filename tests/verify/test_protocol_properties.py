@@ -21,7 +21,12 @@ any_text = st.text(st.characters(), max_size=20) | st.sampled_from(
     ["\ud800", "\x00", "\x1b[2J", "a\nb", "\x9b2J", "\u202e"]
 )
 scalars = (
-    st.none() | st.booleans() | st.integers() | st.floats() | any_text | st.sampled_from([10**400, "compile", "dtype"])
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | any_text
+    | st.sampled_from([10**400, "compile", "memory", "dtype"])
 )
 values = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(any_text, inner, max_size=3), max_leaves=8
@@ -97,7 +102,7 @@ TRACE: dict[str, Any] = {
 def test_the_texts_of_any_answer_can_be_stored_and_shown(content):
     reply = Reply(False, decode(encode({**content, "id": 1})))
     texts = [reply.error, reply.summary, *([reply.mismatch[1]] if reply.mismatch else [])]
-    assert isinstance(reply.is_compile_error, bool)
+    assert reply.failed_as in ("COMPILE_ERROR", "RUNTIME_ERROR", "UNSUPPORTED")
     for text in texts:
         assert all(c.isprintable() or c in "\n\t" for c in text)
     trace = Trace.from_dict({**TRACE, "reason": " ".join(texts) + "x", "log": clip_log(reply.error)})

@@ -153,7 +153,12 @@ class Verification:
                 max_rows=policy.fuzz_rows,
             )
             outcome = self._check_fuzz_cases(cases, cache, scalars)
-            if isinstance(outcome, Failure) and outcome.status in ("TIMEOUT", "RUNTIME_ERROR", "COMPILE_ERROR"):
+            if isinstance(outcome, Failure) and outcome.status in (
+                "TIMEOUT",
+                "RUNTIME_ERROR",
+                "COMPILE_ERROR",
+                "UNSUPPORTED",
+            ):
                 return outcome  # the machine's trouble or the source's: tried again for the next workload
             self.fuzz_outcomes[key] = outcome
         return self.fuzz_outcomes[key]

@@ -179,8 +179,7 @@ class WorkerHandle:
             return Failure("RUNTIME_ERROR", "the worker died while loading the source", str(error))
         if reply.ok:
             return None
-        status = "COMPILE_ERROR" if reply.is_compile_error else "RUNTIME_ERROR"
-        return Failure(status, "the source does not load", reply.error)  # type: ignore[arg-type]
+        return Failure(reply.failed_as, "the source does not load", reply.error)
 
     # -- asking -------------------------------------------------------------------------------------------------------
 
@@ -276,7 +275,7 @@ class WorkerHandle:
         if reply.ok:
             return reply
         self._note_spoilt(reply.error)
-        return Failure("RUNTIME_ERROR", f"'{op}' failed in the worker: {reply.summary}", reply.error)
+        return Failure(reply.failed_as, f"'{op}' failed in the worker: {reply.summary}", reply.error)
 
     def _note_spoilt(self, text: str) -> None:
         """After an illegal access every later CUDA call of that process fails, whoever makes it."""

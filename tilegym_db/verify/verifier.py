@@ -14,7 +14,6 @@ import torch
 
 from tilegym_db.records import Definition, Solution
 from tilegym_db.records.tolerance import limits_for
-from tilegym_db.records.trace import Status
 from tilegym_db.verify.comparison import check_outputs
 from tilegym_db.verify.drawing import judge_draws
 from tilegym_db.verify.expected import Expected
@@ -196,8 +195,7 @@ def _call(worker: WorkerProcess, index: int, case: Case, timeout_s: float, mode:
     except WorkerDied as error:
         return Failure("RUNTIME_ERROR", f"the worker died during a call at {case}", str(error), case=case)
     if not reply.ok:
-        status: Status = "COMPILE_ERROR" if reply.is_compile_error else "RUNTIME_ERROR"
-        return Failure(status, f"raised at {case}: {reply.summary}", reply.error, case=case)
+        return Failure(reply.failed_as, f"raised at {case}: {reply.summary}", reply.error, case=case)
     if reply.mismatch is not None:
         dtype, what = reply.mismatch
         return Failure("INCORRECT_DTYPE" if dtype else "INCORRECT_SHAPE", f"{what} at {case}", gate="shape", case=case)

@@ -128,8 +128,7 @@ class Confined:
             return Failure("RUNTIME_ERROR", f"the worker died during '{op}'", str(error))
         if reply.ok:
             return reply
-        status = "COMPILE_ERROR" if reply.is_compile_error else "RUNTIME_ERROR"
-        return Failure(status, f"'{op}' raised: {reply.summary}", reply.error)  # type: ignore[arg-type]
+        return Failure(reply.failed_as, f"'{op}' raised: {reply.summary}", reply.error)
 
 
 def _written(folder: Path, record: Solution, sources: Mapping[str, bytes]) -> SolutionFiles:

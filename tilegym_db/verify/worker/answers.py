@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["copy_returned", "is_compile_error"]
+__all__ = ["copy_returned", "is_compile_error", "is_memory_error"]
 
 # How the languages' own compile errors are told from errors while running: by the class names along the exception chain.
 COMPILE_ERROR_NAMES = ("Compil", "TileSyntax", "TileType", "TileValue", "TileUnsupported", "OutOfResources", "PTXAS")
@@ -19,6 +19,13 @@ def is_compile_error(error: BaseException) -> bool:
             return True
         seen = seen.__cause__ or seen.__context__
     return False
+
+
+def is_memory_error(error: BaseException) -> bool:
+    """Whether the GPU had no memory left, which other processes may have taken."""
+    import torch
+
+    return isinstance(error, torch.OutOfMemoryError)
 
 
 def copy_returned(returned: Any, slot: Mapping[str, Any], outputs: Sequence[str]) -> dict[str, str] | None:

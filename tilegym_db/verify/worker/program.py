@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tilegym_db.verify.worker import protocol
-from tilegym_db.verify.worker.answers import copy_returned, is_compile_error
+from tilegym_db.verify.worker.answers import copy_returned, is_compile_error, is_memory_error
 
 __all__ = ["Worker", "main"]
 
@@ -238,7 +238,7 @@ class Worker:
         try:
             return {"id": request["id"], "ok": True, **handlers[request["op"]](request)}
         except Exception as error:  # the boundary to untrusted code: recorded whole, judged by the harness
-            kind = "compile" if is_compile_error(error) else "runtime"
+            kind = "compile" if is_compile_error(error) else "memory" if is_memory_error(error) else "runtime"
             text = "".join(traceback.format_exception(error, limit=-8))
             return {"id": request["id"], "ok": False, "kind": kind, "error": text[-8000:]}
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tilegym_db.records.trace import Status
+
 __all__ = ["Reply", "storable"]
 
 MAX_SUMMARY = 300
@@ -37,9 +39,13 @@ class Reply:
         return found.get("kind") == "dtype", storable(found.get("what"))[:MAX_SUMMARY]
 
     @property
-    def is_compile_error(self) -> bool:
-        """True where the language's compiler refused the kernel."""
-        return self.content.get("kind") == "compile"
+    def failed_as(self) -> Status:
+        """The status of a Solution that raised.
+
+        UNSUPPORTED where the GPU had no memory left: that is this machine's, or another process's, and takes no pass back.
+        """
+        kind = self.content.get("kind")
+        return "COMPILE_ERROR" if kind == "compile" else "UNSUPPORTED" if kind == "memory" else "RUNTIME_ERROR"
 
 
 def storable(text: object) -> str:
