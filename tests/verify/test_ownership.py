@@ -7,7 +7,21 @@ from typing import Any
 import pytest
 
 from tilegym_db.records import Solution
-from tilegym_db.verify.ownership import KernelUse, judge_ownership, kernel_names, own_kernel
+from tilegym_db.verify.ownership import (
+    CLIPPED,
+    MAX_KINDS,
+    MAX_NAME,
+    OTHERS,
+    KernelUse,
+    judge_ownership,
+    kernel_names,
+    own_kernel,
+    sum_uses,
+)
+from tilegym_db.verify.worker import profiling
+from tilegym_db.verify.worker.profiling import KernelProfiler
+from tilegym_db.verify.worker.program import Worker
+from tilegym_db.verify.worker.protocol import MAX_LINE, decode, encode
 
 SOURCE = {
     "kernel.py": b"@triton.jit(debug=True)\ndef _norm(): pass\n@tilelang.jit\ndef norm():\n    @T.prim_func\n"
@@ -80,13 +94,108 @@ def test_python_solutions_may_call_what_they_like_but_only_on_their_stream():
     [
         None,
         [],
-        {"name": 3, "us": 1.0, "stream": 7},
+        {"name": 3, "us": 1.0, "stream": 7, "count": 1},
         {"name": "k", "us": "1"},
-        {"name": "k", "us": float("nan"), "stream": 7},
-        {"name": "k", "us": -1.0, "stream": 7},
-        {"name": "k", "us": 10**400, "stream": 7},
-        {"name": "k", "us": 1.0, "stream": True},
+        {"name": "k", "us": float("nan"), "stream": 7, "count": 1},
+        {"name": "k", "us": -1.0, "stream": 7, "count": 1},
+        {"name": "k", "us": 10**400, "stream": 7, "count": 1},
+        {"name": "k", "us": 1.0, "stream": True, "count": 1},
+        {"name": "k", "us": 1.0, "stream": 7},
+        {"name": "k", "us": 1.0, "stream": 7, "count": True},
+        {"name": "k", "us": 1.0, "stream": 7, "count": 0},
+        {"name": "k", "us": 1.0, "stream": 7, "count": 1.5},
+        {"name": "k", "us": 1.0, "stream": 7, "count": 10**9},
     ],
 )
 def test_what_is_not_a_profile_is_not_taken_for_one(message):
     assert KernelUse.from_message(message) is None
+
+
+class Event:
+    """As the profiler lists them."""
+
+    def __init__(self, name: str, ns: int, stream: int) -> None:
+        self.name, self.duration_ns, self.device_resource_id = (lambda: name), (lambda: ns), (lambda: stream)
+
+    def device_type(self) -> object:
+        return profiling.DeviceType.CUDA
+
+
+def profiled(events: list[Event], monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """The worker's answer to a request for a profile, where these ran on the device."""
+
+    class Session:
+        def __init__(self, activities: object) -> None:
+            self.profiler, self.kineto_results = self, self
+
+        def __enter__(self) -> Session:
+            return self
+
+        def __exit__(self, *exception: object) -> None: ...
+
+        def events(self) -> list[Event]:
+            return events
+
+    monkeypatch.setattr(profiling, "_profile", Session)
+    monkeypatch.setattr(profiling, "_synchronize", lambda: None)
+    worker = Worker("cpu")
+    worker.profiler = KernelProfiler.__new__(KernelProfiler)
+    return encode(worker.serve({"id": 1, "op": "profile", "slots": []}))
+
+
+def believed(line: bytes) -> list[KernelUse]:
+    used = [KernelUse.from_message(item) for item in decode(line)["activities"]]
+    assert None not in used
+    return [use for use in used if use is not None]
+
+
+def test_a_profile_of_a_hundred_thousand_launches_is_as_short_as_that_of_a_hundred(monkeypatch):
+    names = [f"void at::native::kernel_{number}<{'int, ' * 300}>" for number in range(100)]
+    events = [Event(names[number % 100], 1500, 7) for number in range(100_000)]
+    lines = [profiled(events[:number], monkeypatch) for number in (100, 100_000)]
+    assert len(lines[1]) < len(lines[0]) + 100 * 10 < MAX_LINE // 10
+    found = judge_ownership(solution("python"), SOURCE, believed(lines[1]))
+    assert found.problem is None
+    assert (found.activities, found.total_us) == (100_000, pytest.approx(150_000))
+    assert 0 < len(found.kernels) < 100
+    assert max(map(len, found.kernels)) == 120
+
+
+def test_the_longest_profile_of_one_stream_fits_in_a_message(monkeypatch):
+    events = [Event(f"\N{SNOWMAN}{number}" * MAX_NAME, 1000, 7) for number in range(3 * MAX_KINDS)]
+    line = profiled(events, monkeypatch)
+    assert len(line) < MAX_LINE
+    used = believed(line)
+    assert used[-1] == KernelUse(OTHERS, 2.0 * MAX_KINDS, 7, 2 * MAX_KINDS)
+    assert judge_ownership(solution("triton"), SOURCE, used).share == 0
+
+
+def test_a_kernel_is_judged_by_all_its_launches(monkeypatch):
+    own, foreign = [Event("_norm", 90, 7)] * 1000, [Event(ATEN, 11, 7)] * 1000
+    found = judge_ownership(solution("triton"), SOURCE, believed(profiled([*own, *foreign], monkeypatch)))
+    assert found.problem is not None
+    assert found.share == pytest.approx(90 / 101)
+    assert found.problem.endswith(f"the rest: {ATEN}")
+
+
+def test_what_was_left_out_of_a_profile_is_nobodys_own_and_keeps_its_stream():
+    many = [(f"_norm_K{number}", 1.0, 7) for number in range(MAX_KINDS)]
+    used = sum_uses([*many, ("_norm", 5.0, 7), ("_norm", 5.0, 23), ("_norm", 5.0, 7)])
+    assert used[MAX_KINDS:] == [KernelUse(OTHERS, 10.0, 7, 2), KernelUse(OTHERS, 5.0, 23, 1)]
+    found = judge_ownership(solution("triton"), SOURCE, used)
+    assert found.problem == "work ran on 2 streams, not only on the one it was called on"
+    assert judge_ownership(solution("triton"), SOURCE, used[:-1]).share == pytest.approx(500 / 510)
+
+
+@pytest.mark.parametrize("end", ["x" * MAX_NAME, "(" + "int, " * MAX_NAME + ")"])
+def test_a_name_that_was_shortened_is_not_an_own_one(end: str):
+    (use,) = sum_uses([("_norm_K" + end, 1.0, 7)])
+    assert len(use.name) == MAX_NAME + len(CLIPPED)
+    assert judge_ownership(solution("triton"), SOURCE, [use]).share == 0
+
+
+def test_of_many_foreign_kernels_the_first_are_named():
+    used = [KernelUse(f"aten_{number}", 1.0, 7, 3) for number in range(100)]
+    problem = judge_ownership(solution("triton"), SOURCE, used).problem
+    assert problem is not None
+    assert "aten_39 and 60 more" in problem

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from tilegym_db.bench.case_queue import CaseQueue, Pair
 from tilegym_db.bench.contents import ExpectedCache, WorkloadContents
+from tilegym_db.bench.processors import Processors
 from tilegym_db.bench.stock_witness import MOST_DROPPED, StockWitness
 from tilegym_db.bench.worker_handle import WorkerHandle
 from tilegym_db.confinement.bounds import available_processors
@@ -26,7 +28,7 @@ from tilegym_db.verify.verifier import Failure, Verdict
 from tilegym_db.verify.worker.process import WorkerDied
 from tilegym_db.verify.worker.shared_buffers import SharedBuffers, plan_slot
 
-__all__ = ["CANNOT_VERIFY", "FuzzOutcome", "Verification", "Verified", "fuzz_workers"]
+__all__ = ["CANNOT_VERIFY", "MAX_FUZZ_WORKERS", "FuzzOutcome", "Verification", "Verified"]
 
 CANNOT_VERIFY = (RecordError, StoreError, torch.OutOfMemoryError)
 """A workload without an oracle, or without memory for it here: that workload's trouble, not the run's."""
@@ -37,10 +39,6 @@ CASES_A_WORKER = {"tilelang": 1, "cutile": 2}
 """Fuzz cases that take about as long to compile as one more worker takes to start, which is a second or two, and longer the
 more of them start at once: the driver makes one CUDA context at a time."""
 OTHER_CASES_A_WORKER = 6
-
-
-Pair = tuple[Expected, Expected | None]
-"""A fuzz case, and another call of its shape that is made after it."""
 
 
 @dataclass
@@ -66,12 +64,14 @@ class Verified:
 class Verification:
     """What is verified of one Solution, in the worker of its handle and in helpers that share its fuzz cases.
 
-    ``witness`` says which cases the stock code fails as well; without one, none.
+    ``witness`` says which cases the stock code fails as well; without one, none. ``processors`` says whether there is room for
+    one more helper, beside those of everyone who is verified at the same time.
     """
 
     handle: WorkerHandle
     witness: StockWitness | None = None
     fuzz_outcomes: dict[str, FuzzOutcome | Failure] = field(default_factory=dict)
+    processors: Processors = field(default_factory=lambda: Processors(available_processors()))
     _helpers: list[WorkerHandle] = field(default_factory=list)
 
     def verify(
@@ -166,7 +166,7 @@ class Verification:
     def _check_fuzz_cases(
         self, cases: Sequence[Case], cache: ExpectedCache, scalars: Mapping[str, Scalar]
     ) -> FuzzOutcome | Failure:
-        """Every case, spread over the worker and as many helpers as the machine has room for."""
+        """Every case, by the worker and as many helpers as the machine has room for, now or when others are done."""
         definition, in_turn = self.handle.definition, self.handle.policy.in_turn
         fuzz = FuzzOutcome()
         proving: list[Pair] = []
@@ -179,30 +179,22 @@ class Verification:
         if not proving:
             reason = "no shape beside the measured one can be verified: its constraints, or the reference, exclude all"
             return Failure("UNSUPPORTED", reason, gate="envelope")
-        handles = [self.handle, *self._start_helpers(len(proving))]
+        queue, helping = CaseQueue(proving), list[Future[None]]()
         try:
-            with ThreadPoolExecutor(max_workers=len(handles)) as pool:
-                shares = [proving[number :: len(handles)] for number in range(len(handles))]
-                failures = list(pool.map(self._check_share, handles, shares))
+            with ThreadPoolExecutor(max_workers=max(1, self.handle.limits.fuzz_workers)) as pool, closing(queue):
+                for number, pair in queue:
+                    self._start_helpers(queue, pool, helping)
+                    self._check_pair(self.handle, queue, number, pair)
+            for help_given in helping:
+                help_given.result()
         finally:
-            for helper in self._helpers:
-                helper.close()
             self._helpers = []
-        return _conclude_fuzz(fuzz, proving, [failure for found in failures for failure in found])
+        return _conclude_fuzz(fuzz, proving, queue.failures)
 
-    def _check_share(self, handle: WorkerHandle, share: Sequence[Pair]) -> list[Failure]:
-        """The failures of some cases: excused ones, and at most one that is not, with which it ends."""
-        not_loaded = None if handle is self.handle else handle.load()
-        if not_loaded is not None:
-            return [not_loaded]
-        failures: list[Failure] = []
-        for expected, other in share:
-            outcome = _check_case(handle, expected, 2, other)
-            if isinstance(outcome, Failure):
-                failures.append(self._excused(outcome, expected, other))
-                if not failures[-1].excused:
-                    break
-        return failures
+    def _check_pair(self, handle: WorkerHandle, queue: CaseQueue, number: int, pair: Pair) -> None:
+        outcome = _check_case(handle, pair[0], 2, pair[1])
+        if isinstance(outcome, Failure):
+            queue.fail(self._excused(outcome, *pair), number)
 
     def _excused(self, failure: Failure, expected: Expected, other: Expected | None) -> Failure:
         """The failure, marked where stock code gives as wrong a result at its case."""
@@ -213,15 +205,35 @@ class Verification:
         at = expected if other is None or failure.case == expected.case else other
         return replace(failure, excused=self.witness is not None and self.witness.fails(at))
 
-    def _start_helpers(self, cases: int) -> list[WorkerHandle]:
-        count = min(self.handle.limits.fuzz_workers, cases // self._cases_a_worker())
-        with contextlib.suppress(WorkerDied):  # as many as can be had
-            for _ in range(count - 1):
+    def _start_helpers(self, queue: CaseQueue, pool: ThreadPoolExecutor, helping: list[Future[None]]) -> None:
+        """As many as there is work and room for at this moment; those that have ended count no more."""
+        while True:
+            workers = 1 + sum(not help_given.done() for help_given in helping)
+            if workers >= self.handle.limits.fuzz_workers or queue.left < workers * self._cases_a_worker():
+                return
+            if not self.processors.take(workers):
+                return
+            try:
                 helper = self.handle.another()
-                self._helpers.append(helper)
-                if self.handle.aborted:
-                    helper.abort()
-        return self._helpers
+            except WorkerDied:  # as many as can be had
+                self.processors.give_back()
+                return
+            self._helpers.append(helper)
+            if self.handle.aborted:
+                helper.abort()
+            helping.append(pool.submit(self._help, helper, queue))
+
+    def _help(self, helper: WorkerHandle, queue: CaseQueue) -> None:
+        """Take cases in a worker of its own until there are none left."""
+        try:
+            with closing(queue), closing(helper):
+                not_loaded = helper.load()
+                if not_loaded is not None:
+                    queue.fail(not_loaded)
+                for number, pair in queue:
+                    self._check_pair(helper, queue, number, pair)
+        finally:
+            self.processors.give_back()
 
     def _cases_a_worker(self) -> int:
         if self.handle.device == CPU:
@@ -287,8 +299,3 @@ def _check_case(
         return outcome
     verdict.add(outcome[0])
     return verdict
-
-
-def fuzz_workers(runners: int) -> int:
-    """How many processes each of the runners may use for its fuzz cases on this machine."""
-    return max(1, min(MAX_FUZZ_WORKERS, available_processors() // max(runners, 1)))

@@ -38,7 +38,7 @@ class RunnerLimits:
     call_s: float = 60.0
     buffer_bytes: int = 6 << 30
     fuzz_workers: int = 1
-    """Worker processes that share one set of fuzz cases, each of which may have to be compiled for."""
+    """Worker processes at most that share one set of fuzz cases, each of which may have to be compiled for."""
 
 
 @dataclass
@@ -116,8 +116,9 @@ class WorkerHandle:
     def abort(self) -> None:
         """Kill the worker for good, so that whoever waits for an answer, in whatever thread, is told that it died."""
         self.aborted = True
-        if self.worker is not None:
-            self.worker.kill()
+        worker = self.worker  # a helper that ends meanwhile has none any more
+        if worker is not None:
+            worker.kill()
 
     def close(self) -> None:
         """End the worker."""

@@ -11,38 +11,76 @@ from tilegym_db.records import Solution
 from tilegym_db.records.solution import TILE_LANGUAGES
 from tilegym_db.verify.worker.reply import storable
 
-__all__ = ["MIN_OWNED_SHARE", "KernelUse", "Ownership", "judge_ownership", "kernel_names", "own_kernel"]
+__all__ = [
+    "MAX_KINDS",
+    "MAX_NAME",
+    "MIN_OWNED_SHARE",
+    "KernelUse",
+    "Ownership",
+    "judge_ownership",
+    "kernel_names",
+    "own_kernel",
+    "sum_uses",
+]
 
 MIN_OWNED_SHARE = 0.9
+MAX_KINDS, MAX_NAME = 500, 2000
+"""Names that a profile tells apart, and characters of each: so many escaped ones still fit in a message."""
+OTHERS, CLIPPED = "(other kernels)", "..."
+"""What the rest is called, and what a shortened name ends with. No kernel of a Solution's own is called so
+(:func:`own_kernel`), so that what was left out never counts as its own."""
+_SHOWN_NAME, _SHOWN = 120, 40
+"""Characters of a name, and names, that a Trace keeps."""
 
 
 @dataclass(frozen=True)
 class KernelUse:
-    """One device activity: its name, its duration in microseconds and the number of its stream."""
+    """Device activities of one name on one stream: microseconds of all of them together, and how many they were."""
 
     name: str
     us: float
     stream: int
+    count: int = 1
 
     @classmethod
     def from_message(cls, message: object) -> KernelUse | None:
         """What a worker reported, or None where it is not one of these."""
         if not isinstance(message, dict):
             return None
-        name, us, stream = (message.get(key) for key in ("name", "us", "stream"))
-        if not isinstance(name, str) or isinstance(us, bool) or isinstance(stream, bool):
+        name, us, stream, count = (message.get(key) for key in ("name", "us", "stream", "count"))
+        if not isinstance(name, str) or any(isinstance(number, bool) for number in (us, stream, count)):
             return None
         if not isinstance(us, float | int) or not 0 <= us < 1e12 or not isinstance(stream, int):
             return None
-        return cls(storable(name), float(us), stream)
+        if not isinstance(count, int) or not 0 < count < 1e9:
+            return None
+        return cls(storable(name), float(us), stream, count)
+
+
+def sum_uses(activities: Iterable[tuple[str, float, int]]) -> list[KernelUse]:
+    """Add up (name, microseconds, stream) by name and stream, in the order in which each came first.
+
+    What a worker reports of a profile grows with the kinds of kernels that ran, not with their launches. Names beyond the first
+    :data:`MAX_KINDS` are added up as :data:`OTHERS`, by stream too: work on a second stream stays in sight.
+    """
+    sums: dict[tuple[str, int], tuple[float, int]] = {}
+    names: dict[str, str] = {}
+    for full, us, stream in activities:
+        name = names.get(full)
+        if name is None and len(names) < MAX_KINDS:
+            name = names[full] = full if len(full) <= MAX_NAME else full[:MAX_NAME] + CLIPPED
+        key = name or OTHERS, stream
+        total_us, count = sums.get(key, (0.0, 0))
+        sums[key] = total_us + us, count + 1
+    return [KernelUse(name, us, stream, count) for (name, stream), (us, count) in sums.items()]
 
 
 @dataclass(frozen=True)
 class Ownership:
     """What the device time of the calls went to.
 
-    ``total_us`` is all of it, memsets and copies included, and ``activities`` counts them; ``problem`` is a sentence, or None
-    where all is well.
+    ``total_us`` is all of it, memsets and copies included, and ``activities`` counts them; ``kernels`` are the first names, each
+    shortened; ``problem`` is a sentence, or None where all is well.
     """
 
     share: float
@@ -97,15 +135,15 @@ def judge_ownership(solution: Solution, sources: Mapping[str, bytes], used: Sequ
         sources: path -> bytes.
         used: everything that ran on the device because of the calls.
     """
-    kernels = tuple(dict.fromkeys(use.name[:120] for use in used))
-    total_us = sum(use.us for use in used)
+    kernels = tuple(dict.fromkeys(use.name[:_SHOWN_NAME] for use in used))[:_SHOWN]
+    total_us, activities = sum(use.us for use in used), sum(use.count for use in used)
     streams = sorted({use.stream for use in used})
     if len(streams) > 1:
         return Ownership(
             0.0, kernels, total_us, f"work ran on {len(streams)} streams, not only on the one it was called on"
         )
     if solution.spec.language not in TILE_LANGUAGES:
-        return Ownership(1.0, kernels, total_us, activities=len(used))
+        return Ownership(1.0, kernels, total_us, activities=activities)
     counted = [use for use in used if not use.name.startswith("Memset")]
     pattern = own_kernel(kernel_names(sources))
     owned = sum(use.us for use in counted if pattern.fullmatch(use.name.strip()))
@@ -114,10 +152,12 @@ def judge_ownership(solution: Solution, sources: Mapping[str, bytes], used: Sequ
         return Ownership(0.0, kernels, total_us, "nothing ran on the device")
     share = owned / total
     if share < MIN_OWNED_SHARE:
-        foreign = [name for name in kernels if not pattern.fullmatch(name.strip()) and not name.startswith("Memset")]
+        names = (use.name for use in counted if not pattern.fullmatch(use.name.strip()))
+        foreign = tuple(dict.fromkeys(name[:_SHOWN_NAME] for name in names))
+        more = f" and {len(foreign) - _SHOWN} more" if len(foreign) > _SHOWN else ""
         problem = (
             f"only {share:.0%} of the device time is in kernels that its {solution.spec.language} source defines "
-            f"(at least {MIN_OWNED_SHARE:.0%} must be); the rest: {', '.join(foreign)}"
+            f"(at least {MIN_OWNED_SHARE:.0%} must be); the rest: {', '.join(foreign[:_SHOWN])}{more}"
         )
         return Ownership(share, kernels, total_us, problem)
-    return Ownership(share, kernels, total_us, activities=len(used))
+    return Ownership(share, kernels, total_us, activities=activities)

@@ -24,7 +24,7 @@ from tilegym_db.bench.runner import Runner
 from tilegym_db.bench.stock_witness import StockWitness
 from tilegym_db.bench.tier_policy import INTERPRETER, TierPolicy
 from tilegym_db.bench.tracing import RunContext
-from tilegym_db.bench.verification import Verification, fuzz_workers
+from tilegym_db.bench.verification import MAX_FUZZ_WORKERS, Verification
 from tilegym_db.bench.worker_handle import RunnerLimits, WorkerHandle
 from tilegym_db.catalog import SolutionFiles, stock_of
 from tilegym_db.confinement.bounds import available_memory
@@ -80,7 +80,6 @@ class LocalExecutor:
 
     def _run_definition_group(self, definition_group: DefinitionGroup, timing: WorkloadTiming) -> None:
         candidates = [(plan, plan.candidates()) for plan in definition_group.plans]
-        busy = sum(self._compiles_for_long(solution) for _, entered in candidates for solution, _ in entered)
         with ExitStack() as stack:
             groups = {}
             for plan, entered in candidates:
@@ -92,7 +91,7 @@ class LocalExecutor:
                 stack.callback(witness.close)
                 for solution, config in entered:
                     interpret = solution in plan.interpreted
-                    runner = self.make_runner(plan.definition, solution, config, interpret=interpret, busy=busy)
+                    runner = self.make_runner(plan.definition, solution, config, interpret=interpret)
                     runner.verification.witness = witness
                     stack.callback(runner.handle.close)
                     group.runners.append(runner)
@@ -104,11 +103,6 @@ class LocalExecutor:
     def _make_stock(self, plan: DefinitionPlan, solutions: Sequence[SolutionFiles]) -> Verification | None:
         stock = stock_of(solutions)
         return None if stock is None else self.make_runner(plan.definition, stock, {}).verification
-
-    def _compiles_for_long(self, solution: SolutionFiles) -> bool:
-        if self.context.machine.is_gpu:
-            return solution.record.spec.role == "kernel"
-        return solution.uses_torch_compile
 
     def _run_batch(self, batch: Batch, groups: dict[str, SolutionGroup], timing: WorkloadTiming) -> None:
         """Verify everything side by side, then time one workload after the other while no other work is under way."""
@@ -137,7 +131,6 @@ class LocalExecutor:
         config: Config,
         *,
         interpret: bool = False,
-        busy: int = 1,
     ) -> Runner:
         """A runner of this machine, not started yet; broken where the static scan refuses its source.
 
@@ -146,7 +139,6 @@ class LocalExecutor:
             solution: its source.
             config: a value per tunable; empty for the source's own defaults.
             interpret: run it in its language's interpreter.
-            busy: how many runners compile for long, and so share the machine's cores while they are verified.
         """
         machine = self.context.machine
         findings = scan.scan_sources(solution.record, solution.sources)
@@ -162,7 +154,7 @@ class LocalExecutor:
             interpret=interpret,
             limits=RunnerLimits(
                 buffer_bytes=pool_bytes(machine),
-                fuzz_workers=fuzz_workers(busy) if machine.is_gpu or compiles else 1,
+                fuzz_workers=MAX_FUZZ_WORKERS if machine.is_gpu or compiles else 1,
             ),
             broken=Failure("REJECTED", f"the static scan: {'; '.join(hard)}", gate="scan") if hard else None,
         )

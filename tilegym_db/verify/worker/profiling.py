@@ -1,4 +1,4 @@
-"""What runs on the device during a call, as CUPTI reports it: every kernel, copy and cleared block, on any stream.
+"""What runs on the device during a call, as CUPTI reports it: every kernel, copy and cleared block, on any stream, added up.
 
 The profiler is set up before a Solution is loaded; it lives in the same process all the same, so what it says can convict a
 Solution but is not the only thing that acquits it (``docs/trust.md``).
@@ -14,7 +14,7 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from tilegym_db.verify.ownership import KernelUse
+from tilegym_db.verify.ownership import KernelUse, sum_uses
 
 __all__ = ["KernelProfiler"]
 
@@ -34,7 +34,7 @@ class KernelProfiler:
         self.activities([lambda: torch.zeros(1, device="cuda")])
 
     def activities(self, calls: Sequence[Callable[[], Any]]) -> list[KernelUse]:
-        """Make the calls, wait for them and a little longer, and list what ran on the device."""
+        """Make the calls, wait for them and a little longer, and add up what ran on the device."""
         _synchronize()
         with _profile(activities=[ProfilerActivity.CUDA]) as session:
             for call in calls:
@@ -43,8 +43,8 @@ class KernelProfiler:
             _sleep(LINGER_S)
             _synchronize()
         on_device = DeviceType.CUDA
-        return [
-            KernelUse(event.name(), event.duration_ns() / 1e3, event.device_resource_id())
+        return sum_uses(
+            (event.name(), event.duration_ns() / 1e3, event.device_resource_id())
             for event in session.profiler.kineto_results.events()
             if event.device_type() == on_device
-        ]
+        )

@@ -15,7 +15,7 @@ from typing import Any
 __all__ = ["MAX_DESCRIPTORS", "MAX_LINE", "Channel", "ProtocolError", "decode", "encode"]
 
 MAX_LINE = 1 << 23
-"""In bytes. The largest reply lists every kernel of some calls of eager code, which are thousands."""
+"""In bytes. The largest reply is a profile: some hundred names of kernels, however often each was launched."""
 MAX_DESCRIPTORS = 16
 
 Message = dict[str, Any]

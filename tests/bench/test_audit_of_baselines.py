@@ -1,0 +1,73 @@
+"""The clock audit on a GPU of stock code whose time depends on contents: refuted, but not called a lie; a kernel would be."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tilegym_db.bench import audit
+from tilegym_db.bench.audit import CLOCK_ATTEMPTS, audit_clock
+from tilegym_db.verify.verifier import Failure
+from tilegym_db.verify.wall_clock import WallRun
+
+CLAIMED_US, UNSEEN_US = 11_060.0, 28_100.0
+
+
+class Audited:
+    """A Solution on a GPU that says ``claimed_us`` of contents it has seen and ``unseen_us`` of others."""
+
+    device = "cuda:0"
+
+    def __init__(self, role: str, unseen_us: float) -> None:
+        self.solution = SimpleNamespace(record=SimpleNamespace(spec=SimpleNamespace(role=role)))
+        self.unseen_us = unseen_us
+        self.timed: list[tuple[int, ...]] = []
+        self.filled: list[int] = []
+
+    def time_block(self, slots: range) -> tuple[list[float], list[float]]:
+        self.timed.append(tuple(slots))
+        return [self.unseen_us for _ in slots], [self.unseen_us for _ in slots]
+
+    def audited(self, monkeypatch: pytest.MonkeyPatch, *wall_us: float) -> float | Failure:
+        """The audit's outcome where the harness's clock says these times of a call, attempt by attempt."""
+
+        def run(*arguments: Any) -> WallRun:
+            us = wall_us[min(arguments[5], len(wall_us) - 1)]
+            return WallRun(1, short_us=100.0 + us, long_us=100.0 + 3 * us, null_us=100.0, noise_us=30.0)
+
+        monkeypatch.setattr(audit, "_run", run)
+        monkeypatch.setattr(audit.time, "sleep", lambda seconds: pytest.fail("a GPU's host is not waited for"))
+        contents: Any = SimpleNamespace(fresh=lambda attempt, count: [attempt] * count)
+        pool: Any = SimpleNamespace(slots=4, fill_with=lambda unseen: self.filled.append(unseen[0]))
+        performance: Any = SimpleNamespace(latency_us=CLAIMED_US, host_us=CLAIMED_US)
+        return audit_clock(self, None, pool, contents, performance)  # type: ignore[arg-type]
+
+
+def test_a_baseline_whose_own_clock_agrees_on_unseen_contents_is_unsupported_and_takes_nothing_back(monkeypatch):
+    stock = Audited("baseline", UNSEEN_US)
+    outcome = stock.audited(monkeypatch, UNSEEN_US)
+    assert isinstance(outcome, Failure)
+    assert (outcome.status, outcome.gate) == ("UNSUPPORTED", None)
+    assert "1.106e+04 us a call on those that it was timed on, 2.81e+04 us on others" in outcome.reason
+    assert stock.timed == [(1, 2, 3)]
+    assert stock.filled == [CLOCK_ATTEMPTS]  # contents of no attempt's run
+
+
+def test_a_baseline_that_goes_on_saying_what_it_said_is_refuted(monkeypatch):
+    outcome = Audited("baseline", CLAIMED_US).audited(monkeypatch, UNSEEN_US)
+    assert isinstance(outcome, Failure)
+    assert (outcome.status, outcome.gate) == ("REJECTED", "wall clock")
+
+
+def test_a_kernel_that_owns_up_is_refuted_and_not_even_asked(monkeypatch):
+    kernel = Audited("kernel", UNSEEN_US)
+    outcome = kernel.audited(monkeypatch, UNSEEN_US)
+    assert isinstance(outcome, Failure)
+    assert (outcome.status, outcome.gate) == ("REJECTED", "wall clock")
+    assert kernel.timed == []
+
+
+def test_a_baseline_passes_only_by_the_harness_clock(monkeypatch):
+    assert Audited("baseline", UNSEEN_US).audited(monkeypatch, UNSEEN_US, CLAIMED_US) == CLAIMED_US
