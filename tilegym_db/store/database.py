@@ -47,7 +47,17 @@ _BASE: _Settings = {
     "autoload_known_extensions": "false",
     "python_enable_replacements": "false",  # a SQL name must never resolve to a caller's Python variable
 }
-_WRITER: _Settings = {**_BASE, "storage_compatibility_version": STORAGE_VERSION}
+WRITER_MEMORY_BYTES = 2 << 30
+"""What a writer holds before it writes to disk: with DuckDB's own limit, most of the machine's memory, ten million traces would
+take 14 GB. Half the machine's memory where that is less."""
+
+
+def _writer_memory() -> str:
+    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return f"{min(WRITER_MEMORY_BYTES, total_bytes // 2) >> 20}MiB"
+
+
+_WRITER: _Settings = {**_BASE, "storage_compatibility_version": STORAGE_VERSION, "memory_limit": _writer_memory()}
 # What a reader runs may come from a user: it reaches the database and nothing else, not even to spill.
 _READER: _Settings = {**_BASE, "enable_external_access": "false", "temp_directory": ""}
 
