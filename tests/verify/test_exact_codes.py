@@ -82,6 +82,44 @@ def test_the_sign_of_a_zero_is_part_of_an_exact_code(cast):
     assert "4096 of 4096 codes differ, 0.00% are equal (all must be)" in verdict.reason
 
 
+def test_zeros_of_either_sign_are_one_code_where_codes_are_not_exact(cast):
+    # A fused multiply-add keeps the sign of a product that underflows; multiplied first and then added to 0, it is +0.
+    tiny = torch.full((64, 64), -1e-30)
+    inputs = {"x": tiny * 0 + 0.0, "rounded": True}
+    negative = {"out": tiny.to(torch.float8_e4m3fn)}
+    assert bool((negative["out"].view(torch.uint8) == 0x80).all())
+    for exact, gate in ((None, None), ("exact", "codes"), ("exact when rounded", "codes")):
+        definition = cast(exact)
+        truth = as_written(definition, inputs)
+        verdict = check_outputs(definition, {"T": "float32"}, inputs, truth, negative, {"out": 0.0})["out"]
+        assert verdict.gate == gate, exact
+
+
+@pytest.mark.parametrize(("code", "steps"), [(0x00, 0), (0x80, 0), (0x01, 1), (0x81, 1), (0x02, 2), (0x82, 2)])
+def test_steps_between_codes_are_counted_across_zero_as_if_it_had_no_sign(code, steps, cast):
+    inputs = {"x": torch.zeros(64, 64), "rounded": True}
+    definition = cast(None)
+    truth = as_written(definition, inputs)
+    codes = torch.zeros(64, 64, dtype=torch.uint8)
+    codes[3, 5] = code
+    given = {"out": codes.view(torch.float8_e4m3fn)}
+    verdict = check_outputs(definition, {"T": "float32"}, inputs, truth, given, {"out": 0.0})["out"]
+    assert verdict.gate == (None if steps <= 1 else "codes")
+    assert verdict.matched_ratio == (1.0 if steps == 0 else 1 - 1 / 4096)
+
+
+def test_sums_whose_products_keep_their_sign_as_they_underflow_are_accepted():
+    definition = Catalog((shipped_root(),)).definition("reduce_fused_to_fp8")
+    axes = definition.bind_axes({"M": 17, "K": 2, "P": 48, "H": 16})
+    case = Case(axes, {"T": "bfloat16"}, {}, distribution="subnormals", seed=3)
+    inputs = draw_inputs(definition, case, "cpu")
+    truth = as_written(definition, inputs)
+    codes = truth["out"].view(torch.uint8)
+    fused = {"out": torch.where(codes == 0, 0x80, codes).to(torch.uint8).view(torch.float8_e4m3fn)}
+    assert int((codes == 0).sum()) > 0.01 * codes.numel()
+    assert check_outputs(definition, case.dtypes, inputs, truth, fused, {"out": 0.0})["out"].gate is None
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -9,11 +9,18 @@ __all__ = ["code_values", "ordered_codes"]
 _FP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def ordered_codes(value: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes as int32 in the order of the values they stand for; two codes of 4 bits come out of each byte, the low first."""
+def ordered_codes(value: torch.Tensor, bits: int, *, signed_zeros: bool) -> torch.Tensor:
+    """Codes as int32 in the order of the values they stand for; two codes of 4 bits come out of each byte, the low first.
+
+    Args:
+        value: the quantised tensor.
+        bits: of a code.
+        signed_zeros: put -0 one below 0. Else both are one code: the sign of what is too small for a code depends on whether
+            products and sums are fused, since a product that underflows to 0 loses it before it is added to 0.
+    """
     code = _split(value, bits)
     sign = 1 << (bits - 1)
-    return torch.where(code >= sign, sign - 1 - code, code)
+    return torch.where(code >= sign, sign - int(signed_zeros) - code, code)
 
 
 def code_values(value: torch.Tensor, bits: int) -> torch.Tensor:

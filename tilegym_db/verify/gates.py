@@ -261,7 +261,8 @@ def _bits(value: torch.Tensor) -> torch.Tensor:
 def _check_codes(name: str, actual: torch.Tensor, oracle: torch.Tensor, limits: Limits) -> OutputVerdict:
     bits, least = limits.codes, limits.codes_equal
     want_codes = oracle if oracle.dtype == actual.dtype else oracle.to(actual.dtype)
-    apart = (ordered_codes(actual, bits) - ordered_codes(want_codes, bits)).abs()
+    order_got, order_want = (ordered_codes(codes, bits, signed_zeros=least == 1) for codes in (actual, want_codes))
+    apart = (order_got - order_want).abs()
     got, want = code_values(actual, bits), code_values(want_codes, bits)
     differing = int((apart > 0).sum())
     equal = 1.0 - differing / apart.numel()  # a mean of ones is not one on every device
