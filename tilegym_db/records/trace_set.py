@@ -241,7 +241,10 @@ class TraceSet:
 
     def comparisons(self, row: list[Any], known: Mapping[tuple[str, str], list[Any]]) -> list[tuple[int, int, int]]:
         """What a row says of each of its alternatives: ratio, and its distances to both ends, in hundred thousandths."""
-        return [self.comparison(row, place, known) for place in range(len(self.header.setups[row[0]][4]))]
+        stated = triples(row)
+        return [
+            stated[place] or self.comparison(row, place, known) for place in range(len(self.header.setups[row[0]][4]))
+        ]
 
     def comparison(
         self, row: list[Any], place: int, known: Mapping[tuple[str, str], list[Any]]

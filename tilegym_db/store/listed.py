@@ -11,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tilegym_db
 from tilegym_db.errors import TilegymDBError
 from tilegym_db.files import read_bytes, write_atomically
 from tilegym_db.store.fingerprints import fingerprint
@@ -28,7 +27,7 @@ MAX_BYTES = 8 << 20
 
 def state_of(catalog: Catalog) -> str:
     """What the rows follow from: names, sizes and times of the records and of the modules that judge them."""
-    package = Path(tilegym_db.__file__).parent
+    package = Path(__file__).parents[1]
     modules = [path for name in ("catalog", "records") for path in package.glob(f"{name}/*.py")]
     return fingerprint([*record_files(catalog), *modules, package / "cli" / "list.py"])
 
