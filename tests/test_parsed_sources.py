@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tilegym_db.catalog.parsed_sources import FILE_NAME, keeping_parsed_sources
+from tilegym_db.catalog import Catalog, parsed_sources
+from tilegym_db.catalog.parsed_sources import ANY_PARSER, FILE_NAME, keeping_parsed_sources, shipped_file
+from tilegym_db.paths import shipped_root
 from tilegym_db.records import python_source
 from tilegym_db.records.python_source import parse_source
 
@@ -41,7 +43,10 @@ def signatures(source: bytes) -> list[str]:
 
 
 @pytest.mark.parametrize("text", HEADERS)
-def test_a_source_that_was_parsed_before_has_the_same_functions(tmp_path: Path, text: str) -> None:
+def test_a_source_that_was_parsed_before_has_the_same_functions(
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parsed_sources, "shipped_file", lambda: tmp_path / "none.json")
     source = (FILLER + text).encode()
     with keeping_parsed_sources(tmp_path):
         first = signatures(source)
@@ -92,3 +97,22 @@ def test_nothing_is_written_where_there_is_no_home_or_it_is_no_place_for_files(t
     with keeping_parsed_sources(tmp_path):
         signatures((FILLER + "def run(z): pass\n").encode())
     assert (tmp_path / FILE_NAME).is_dir()
+
+
+def test_what_comes_with_the_package_is_what_parsing_finds_and_nearly_all_of_it() -> None:
+    content = json.loads(shipped_file().read_bytes())
+    shipped = content["headers"]
+    assert content["parser"] == ANY_PARSER
+    _ = Catalog((shipped_root(),)).solutions  # parses all, since nothing was recalled
+    found = python_source.headers_of_large_sources()
+    known = found.keys() & shipped.keys()
+    assert {key: found[key] for key in known} == {key: shipped[key] for key in known}
+    assert len(known) > 0.75 * len(found), "run: python tools/write_parsed_sources.py"
+
+
+def test_a_new_home_parses_no_shipped_source_and_keeps_only_its_own(tmp_path: Path) -> None:
+    own = (FILLER + "def run(x): pass\n").encode()
+    with keeping_parsed_sources(tmp_path):
+        assert len(python_source._headers) == len(json.loads(shipped_file().read_bytes())["headers"])
+        signatures(own)
+    assert len(json.loads((tmp_path / FILE_NAME).read_bytes())["headers"]) == 1

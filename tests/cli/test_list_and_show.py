@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import json
 
-from tilegym_db.catalog import Catalog
+import pytest
+
+from tilegym_db.catalog import Catalog, broken
+from tilegym_db.store.listed import FILE_NAME
 
 
 def test_list_has_one_row_per_definition(cli, row_scale):
@@ -40,6 +43,43 @@ def test_workloads_are_counted_as_they_are_read(cli, row_scale, home, workload_r
     file.write_text("\n".join([*lines, "", "{"]) + "\n")
     (row,) = cli("list", "--json").json()
     assert row["workloads"] == len(Catalog.default().workloads_for("row_scale")) == 3
+
+
+def test_what_was_listed_is_kept_until_a_file_changes(cli, row_scale, home, workload_record, monkeypatch):
+    home.mkdir()
+    first = cli("list", "--json").json()
+    assert (home / FILE_NAME).is_file()
+    with monkeypatch.context() as patch:
+        patch.setattr(Catalog, "definitions", property(lambda catalog: pytest.fail("the catalog was read again")))
+        assert cli("list", "--json").json() == first
+        assert cli("list", "--op-type", "elementwise", "--status", "verified", "--json").json() == first
+        assert cli("list", "--op-type", "norm").err == "error: no op_type 'norm'; there are elementwise.\n"
+    file = home / "catalog" / "workloads" / "elementwise" / "row_scale.jsonl"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(workload_record(axes={"M": 5, "N": 8})) + "\n")
+    (row,) = cli("list", "--json").json()
+    assert row["workloads"] == first[0]["workloads"] + 1
+
+
+def test_a_broken_record_is_named_by_every_list(cli, row_scale, home, monkeypatch, caplog):
+    path = home / "catalog" / "definitions" / "elementwise" / "draft.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{")
+    for _ in range(2):
+        monkeypatch.setattr(broken, "_named", set())
+        caplog.clear()
+        assert cli("list").code == 0
+        assert "draft.json" in caplog.text
+    assert not (home / FILE_NAME).exists()
+
+
+@pytest.mark.parametrize("damage", ["", "[]", "{}", '{"state": 1, "rows": []}', "[" * 9999])
+def test_a_damaged_list_is_made_again(cli, row_scale, home, damage):
+    home.mkdir()
+    first = cli("list", "--json").json()
+    (home / FILE_NAME).write_text(damage)
+    assert cli("list", "--json").json() == first
+    assert json.loads((home / FILE_NAME).read_bytes())["rows"] == first
 
 
 def test_list_of_solutions_and_workloads(cli, row_scale):

@@ -10,6 +10,7 @@ import pytest
 
 from tilegym_db.errors import StoreError
 from tilegym_db.records.workload import axes_key
+from tilegym_db.store import loading
 from tilegym_db.store.ingest import ingest, ingest_journals, rebuild
 from tilegym_db.store.journal import Journal
 from tilegym_db.store.queries import count_traces, definition_by_digest, read_traces
@@ -315,3 +316,15 @@ def test_a_fifo_among_the_journals_is_passed_over_and_one_that_is_given_is_refus
             ingest(store, [home / "runs" / "run.jsonl"])
     with pytest.raises(StoreError, match="it is no regular file"):
         Journal("run", home)
+
+
+def test_small_files_reach_duckdb_as_one_and_large_ones_as_they_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "SMALL", 8)
+    contents = {"a.jsonl": "{}\n{}\n", "b.jsonl": "{}", "large.jsonl": '{"a": "long"}\n', "other.json": "{}\n"}
+    for name, text in contents.items():
+        (tmp_path / name).write_text(text)
+    files = [tmp_path / name for name in contents]
+    first, *others = loading._joined(files, tmp_path / "whole")
+    assert first.read_text() == "{}\n" * 3
+    assert others == files[2:]
+    assert loading._joined([*files, tmp_path / "gone.jsonl"], tmp_path / "whole") == [*files, tmp_path / "gone.jsonl"]

@@ -122,6 +122,13 @@ def test_one_byte_of_a_shipped_set_is_noticed_and_the_set_not_used(published, op
     assert f"{path} is not used: it was changed after it was published" in caplog.text
 
 
+def test_a_damaged_lock_is_named_once_for_all_its_files(published, opened, caplog):
+    (published / LOCK_NAME).write_text("{")
+    with opened() as store:
+        assert store.rows(ORIGINS) == []
+    assert caplog.text.count(f"{published / LOCK_NAME}: not valid JSON") == 1
+
+
 def test_a_set_that_no_lock_lists_is_not_used(published, opened, caplog):
     path = published / "norm" / "other.jsonl"
     shutil.copy(published / "norm" / "scale.jsonl", path)

@@ -247,6 +247,11 @@ class CatalogReader:
         if self.warns:
             name_once(broken)
 
+    @property
+    def left_out(self) -> bool:
+        """Whether something of what was read so far is broken."""
+        return bool(self._broken)
+
     def broken(self, names: tuple[str, ...] = ()) -> list[Broken]:
         """Everything that cannot be read, or of it what concerns some names, after reading all there is."""
         _ = self.definitions, self.solutions

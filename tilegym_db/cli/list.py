@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -12,10 +12,12 @@ from tilegym_db.cli.options import OpType
 from tilegym_db.cli.output import note, print_table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from tilegym_db.catalog import Catalog
     from tilegym_db.records import Definition
+
+T = TypeVar("T")
 
 
 def command(
@@ -41,9 +43,7 @@ def command(
 ) -> None:
     """List definitions, or with --solutions or --workloads what belongs to them."""
     from tilegym_db.catalog import Catalog
-    from tilegym_db.catalog.parsed_sources import keeping_parsed_sources
     from tilegym_db.errors import UsageError
-    from tilegym_db.paths import home
 
     form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)
     if solutions + workloads + promoted > 1:
@@ -52,12 +52,8 @@ def command(
         rows = imported_rows(origin, "solution" if solutions else "workload" if workloads else "definition", op_type)
         print_imported(rows, form)
         return
-    describe = (
-        solution_rows if solutions else workload_rows if workloads else promoted_rows if promoted else definition_rows
-    )
-    with keeping_parsed_sources(home()):
-        catalog = Catalog.default()
-        rows = describe(catalog, select_definitions(catalog, op_type, status))
+    describe = solution_rows if solutions else workload_rows if workloads else promoted_rows if promoted else None
+    rows = listed_rows(Catalog.default(), describe, op_type, status)
     if not form.is_table:
         write_records(form, rows)
     elif rows:
@@ -69,6 +65,30 @@ def command(
 
 
 LEAST = ("trace", "tags", "description", "layouts", "version", "digest", "targets", "status", "role")
+
+
+def listed_rows(
+    catalog: Catalog,
+    describe: Callable[[Catalog, Sequence[Definition]], list[dict[str, Any]]] | None,
+    op_type: str | None,
+    status: str | None,
+) -> list[dict[str, Any]]:
+    """The rows of a family and status, as ``describe`` gives them; by default the Definitions, which are kept for next time."""
+    from tilegym_db.paths import home
+    from tilegym_db.store.listed import keep_rows, kept_rows, state_of
+
+    keeps = describe is None and home().is_dir()
+    state = state_of(catalog) if keeps else ""
+    kept = kept_rows(home(), state) if keeps else None
+    if kept is not None:
+        return _of(kept, [(row["op_type"], row["status"]) for row in kept], op_type, status)
+    from tilegym_db.catalog.parsed_sources import keeping_parsed_sources
+
+    with keeping_parsed_sources(home()):
+        rows = (describe or definition_rows)(catalog, select_definitions(catalog, op_type, status))
+    if keeps and op_type is None and status is None and not catalog.left_out:
+        keep_rows(home(), state, rows)
+    return rows
 
 
 def _spelled(value: Any) -> Any:
@@ -84,19 +104,24 @@ def select_definitions(catalog: Catalog, op_type: str | None, status: str | None
     Raises:
         NotFoundError: no Definition has that family or status; lists those there are.
     """
+    found = list(catalog.definitions.values())
+    return _of(found, [(item.op_type, status_of(item)) for item in found], op_type, status)
+
+
+def _of(items: list[T], kinds: list[tuple[str, str]], op_type: str | None, status: str | None) -> list[T]:
+    """Those of ``items`` whose family and status are the ones asked for."""
     from tilegym_db.errors import NotFoundError
 
-    found = list(catalog.definitions.values())
-    families = sorted({item.op_type for item in found})
+    families, statuses = sorted({kind[0] for kind in kinds}), sorted({kind[1] for kind in kinds})
     if op_type is not None and op_type not in families:
         raise NotFoundError(f"no op_type '{op_type}'; there are {', '.join(families) or 'none'}.")
-    statuses = sorted({status_of(item) for item in found})
     if status is not None and status not in statuses:
         raise NotFoundError(f"no definition has the status '{status}'; there are {', '.join(statuses) or 'none'}.")
+    wanted = (op_type, status)
     return [
         item
-        for item in found
-        if (op_type is None or item.op_type == op_type) and (status is None or status_of(item) == status)
+        for item, kind in zip(items, kinds, strict=True)
+        if all(want in (None, of) for want, of in zip(wanted, kind, strict=True))
     ]
 
 

@@ -64,13 +64,18 @@ class Record(RecordPart):
 
     @classmethod
     def from_dict(cls, value: Any, source: str | Path = "<value>") -> Self:
-        """As :meth:`from_json`, for a value that is already parsed."""
-        record = cls._validated(value, source)
+        """As :meth:`from_json`, for a value of any origin."""
+        record = cls.from_parsed(value, source)
         try:
             record.to_json().encode()
         except ValueError as error:
             raise RecordError(f"{source}: not a valid {cls.kind}: JSON cannot hold it: {error}.") from None
         return record
+
+    @classmethod
+    def from_parsed(cls, value: Any, source: str | Path = "<value>") -> Self:
+        """As :meth:`from_json`, for a value that was read from JSON."""
+        return cls._validated(value, source)
 
     @classmethod
     def _validated(cls, value: Any, source: str | Path, *, bounded: bool = False) -> Self:

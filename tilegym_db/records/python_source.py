@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 __all__ = ["check_function", "function_parameters", "headers_of_large_sources", "parse_source", "recall_headers"]
 
-LARGE = 2000
+LARGE = 400
 """Bytes of a source whose headers are worth keeping from one process to the next."""
 
 _headers: dict[str, str] = {}
@@ -35,12 +35,15 @@ def parse_source(source: str | bytes) -> ast.Module:
     Raises:
         ValueError: it is not valid Python, or nested too deeply for the parser; says what and in which line.
     """
-    is_kept = isinstance(source, bytes) and len(source) >= LARGE and source.isascii()
-    key = hashlib.sha256(source).hexdigest() if isinstance(source, bytes) and is_kept else ""
+    content = source.encode() if isinstance(source, str) and source.isascii() else source
+    is_kept = isinstance(content, bytes) and len(content) >= LARGE and content.isascii()
+    if not is_kept:
+        return _functions(source)
+    key = hashlib.sha256(content).hexdigest()
     if key in _headers:
         with contextlib.suppress(ValueError):  # a file of headers that was changed
             return _functions(_headers[key])
-    return _functions(source, key)
+    return _functions(content, key)
 
 
 def _functions(source: str | bytes, key: str = "") -> ast.Module:

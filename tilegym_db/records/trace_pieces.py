@@ -18,6 +18,7 @@ __all__ = [
     "Point",
     "assembled",
     "inverse",
+    "shared_fields",
     "spelled_time",
     "triples",
 ]
@@ -81,50 +82,59 @@ def triples(row: list[Any]) -> list[tuple[int, int, int] | None]:
     return found
 
 
-def assembled(header: Any, point: Point, pieces: Pieces) -> dict[str, Any]:
-    """One trace as :meth:`Trace.to_dict` gives it. ``header`` has the fields that all traces of the set share."""
-    run_id = pieces.run[0]
+def shared_fields(header: Any, pieces: Pieces) -> dict[str, Any]:
+    """The fields that all traces of a setup have alike. ``header`` has those that all of the set share."""
     name, digest, language, role, _ = pieces.solution
     gpu_name, sm, driver, cuda, libs = pieces.host
     facts = pieces.facts
-    trace = {
-        "run_id": run_id,
-        "timestamp": spelled_time(pieces.time),
-        "definition": header.definition,
-        "definition_version": header.definition_version,
-        "definition_digest": header.definition_digest,
-        "op_type": header.op_type,
-        "solution": name,
-        "solution_digest": digest,
-        "language": language,
-        "role": role if role != "kernel" else None,
-        "config": dict(pieces.config) or None,
-        "workload_uuid": point.workload_uuid,
-        "axes": dict(point.axes),
-        "dtypes": dict(point.dtypes) or None,
-        "scalars": dict(point.scalars) or None,
-        "layouts": dict(point.layouts) or None,
-        "gpu": header.gpu,
-        "gpu_name": gpu_name,
-        "sm": sm or None,
-        "driver": driver or None,
-        "cuda": cuda or None,
-        "libs": dict(libs) or None,
-        "tier": facts["tier"],
-        "attempt": facts.get("attempt"),
-        "sandbox_level": facts.get("sandbox_level"),
-        "envelope": _fuzz_cases(pieces),
-        "status": facts["status"],
-        "correctness": _correctness(pieces),
-        "performance": _performance(point, pieces),
-        "audit": _audit(pieces),
-        **facts.get("other", {}),
-    }
-    trace = {key: value for key, value in trace.items() if value is not None}
+    return _present(
+        run_id=pieces.run[0],
+        definition=header.definition,
+        definition_version=header.definition_version,
+        definition_digest=header.definition_digest,
+        op_type=header.op_type,
+        solution=name,
+        solution_digest=digest,
+        language=language,
+        role=role if role != "kernel" else None,
+        config=dict(pieces.config) or None,
+        gpu=header.gpu,
+        gpu_name=gpu_name,
+        sm=sm or None,
+        driver=driver or None,
+        cuda=cuda or None,
+        libs=dict(libs) or None,
+        tier=facts["tier"],
+        attempt=facts.get("attempt"),
+        sandbox_level=facts.get("sandbox_level"),
+        status=facts["status"],
+    )
+
+
+def assembled(shared: Mapping[str, Any], point: Point, pieces: Pieces) -> dict[str, Any]:
+    """One trace as :meth:`Trace.to_dict` gives it; ``shared`` is what :func:`shared_fields` gives, whose parts it holds."""
+    trace = {**shared, "timestamp": spelled_time(pieces.time), "workload_uuid": point.workload_uuid}
+    trace["axes"] = dict(point.axes)
+    for name, values in (("dtypes", point.dtypes), ("scalars", point.scalars), ("layouts", point.layouts)):
+        if values:
+            trace[name] = dict(values)
+    for name, value in (
+        ("envelope", _fuzz_cases(pieces)),
+        ("correctness", _correctness(pieces)),
+        ("performance", _performance(point, pieces)),
+        ("audit", _audit(pieces)),
+    ):
+        if value is not None:
+            trace[name] = value
+    for name, value in pieces.facts.get("other", {}).items():
+        if value is not None:
+            trace[name] = value
+        else:
+            trace.pop(name, None)
     if "trace_id" not in trace:
-        attempt = trace.get("attempt", 0)
-        identity = new_trace_id(run_id, trace["tier"], attempt, digest, trace.get("config", {}), trace["workload_uuid"])
-        trace = {"trace_id": identity, **trace}
+        run_id, digest, attempt = shared["run_id"], shared["solution_digest"], trace.get("attempt", 0)
+        config, uuid = trace.get("config", {}), trace["workload_uuid"]
+        trace["trace_id"] = new_trace_id(run_id, trace["tier"], attempt, digest, config, uuid)
     return trace
 
 

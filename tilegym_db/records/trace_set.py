@@ -25,7 +25,7 @@ from pydantic_core import from_json
 from tilegym_db.errors import RecordError
 from tilegym_db.records.base import NAME_PATTERN, Int64, Record
 from tilegym_db.records.dtypes import Scalar
-from tilegym_db.records.trace_pieces import Pieces, Point, assembled, inverse, triples
+from tilegym_db.records.trace_pieces import Pieces, Point, assembled, inverse, shared_fields, triples
 
 __all__ = [
     "DIGEST_DIGITS",
@@ -154,7 +154,7 @@ class TraceSet:
     def traces_of(self, point: Point, rows: list[list[Any]]) -> list[dict[str, Any]]:
         """The traces of some rows of :meth:`rows`."""
         try:
-            return [assembled(self.header, point, pieces) for pieces in self._pieces(rows)]
+            return [assembled(shared, point, pieces) for shared, pieces in self._pieces(rows)]
         except _DAMAGE as error:
             raise damaged(self.source, error) from None
 
@@ -185,34 +185,51 @@ class TraceSet:
         axes = sizes if isinstance(sizes, dict) else dict(zip(header.axes, sizes, strict=True))
         return Point(uuid, axes, header.dtypes[dtypes], header.scalars[scalars], header.layouts[layouts], sol_us)
 
-    def _pieces(self, rows: list[list[Any]]) -> list[Pieces]:
+    def _pieces(self, rows: list[list[Any]]) -> Iterator[tuple[dict[str, Any], Pieces]]:
         header, known = self.header, self.first_rows(rows)
-        found = []
         time = header.runs[header.setups[rows[0][0]][0]][2].astimezone(UTC)
         for row in rows:
-            run, solution, config, facts, alternatives = header.setups[row[0]]
+            shared, of_setup = self._of_setup(row[0])
             time += timedelta(microseconds=row[1])
-            said = header.facts[facts]
-            names = [header.alternatives[index] for index in alternatives]
             launches = header.launches[row[12]] if row[12] is not None else ()
-            found.append(
-                Pieces(
-                    run=header.runs[run],
-                    host=header.hosts[header.runs[run][1]],
-                    solution=header.solutions[solution],
-                    config=header.configs[config],
-                    facts=said,
-                    alternatives=names,
+            yield (
+                shared,
+                of_setup._replace(
                     clock=header.clocks[row[6]],
                     kernels=[header.kernel_names[index] for index in launches],
-                    notes=[header.notes[index] for index in said.get("notes", ())],
-                    dropped=[header.dropped[index] for index in said.get("dropped", ())],
                     row=row,
                     time=time,
                     comparisons=self.comparisons(row, known),
-                )
+                ),
             )
-        return found
+
+    def _of_setup(self, index: int) -> tuple[dict[str, Any], Pieces]:
+        """What the traces of a setup share: fields, and pieces without those of the row."""
+        if index not in self._setups:
+            header = self.header
+            run, solution, config, facts, alternatives = header.setups[index]
+            said = header.facts[facts]
+            pieces = Pieces(
+                run=header.runs[run],
+                host=header.hosts[header.runs[run][1]],
+                solution=header.solutions[solution],
+                config=header.configs[config],
+                facts=said,
+                alternatives=[header.alternatives[index] for index in alternatives],
+                clock=(),
+                kernels=(),
+                notes=[header.notes[index] for index in said.get("notes", ())],
+                dropped=[header.dropped[index] for index in said.get("dropped", ())],
+                row=(),
+                time=header.runs[run][2],
+                comparisons=(),
+            )
+            self._setups[index] = shared_fields(header, pieces), pieces
+        return self._setups[index]
+
+    @cached_property
+    def _setups(self) -> dict[int, tuple[dict[str, Any], Pieces]]:
+        return {}
 
     def first_rows(self, rows: list[list[Any]]) -> dict[tuple[str, str], list[Any]]:
         """(run id, Solution) -> the row of a point that other rows' comparisons may be read from."""
@@ -224,7 +241,10 @@ class TraceSet:
 
     def comparisons(self, row: list[Any], known: Mapping[tuple[str, str], list[Any]]) -> list[tuple[int, int, int]]:
         """What a row says of each of its alternatives: ratio, and its distances to both ends, in hundred thousandths."""
-        return [self.comparison(row, place, known) for place in range(len(self.header.setups[row[0]][4]))]
+        stated = triples(row)
+        return [
+            stated[place] or self.comparison(row, place, known) for place in range(len(self.header.setups[row[0]][4]))
+        ]
 
     def comparison(
         self, row: list[Any], place: int, known: Mapping[tuple[str, str], list[Any]]

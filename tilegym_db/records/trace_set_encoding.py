@@ -22,7 +22,16 @@ from tilegym_db.records.trace_figures import (
     time_of,
     triple_of,
 )
-from tilegym_db.records.trace_pieces import ERRORS, RATIO, Pieces, Point, assembled, inverse, spelled_time
+from tilegym_db.records.trace_pieces import (
+    ERRORS,
+    RATIO,
+    Pieces,
+    Point,
+    assembled,
+    inverse,
+    shared_fields,
+    spelled_time,
+)
 from tilegym_db.records.trace_set import POINT_COLUMNS, ROW_COLUMNS, SCHEMA_VERSION
 
 __all__ = ["encode_traces", "rounded"]
@@ -134,7 +143,7 @@ class _Encoder:
         kernels = [self.kernel_index[name] for name in audit.get("kernels", ())]
         row = self._numbers(trace, after_us, clock, kernels)
         pieces = self._pieces(trace, clock, row)
-        other = difference(assembled(self.shared, point, pieces), trace)
+        other = difference(assembled(shared_fields(self.shared, pieces), point, pieces), trace)
         facts = {**pieces.facts, **({"other": other} if other else {})}
         row[0] = self._setup(trace, facts, comparisons)
         for triple in stated:

@@ -68,9 +68,10 @@ def open_store(
     catalog = catalog or Catalog.default()
     if not read_only:
         return _open_writer(path, catalog, lock_timeout_s)
-    if not path.exists():
-        _create_missing(path, catalog, lock_timeout_s)
+    is_new = not path.exists() and _create_missing(path, catalog, lock_timeout_s)
     store, meta = _connect(path, True, lock_timeout_s, catalog.trust_foreign)
+    if is_new:
+        return store
     if _is_older(meta):
         store.close()
         try:
@@ -92,13 +93,16 @@ def open_store(
     return store
 
 
-def _create_missing(path: Path, catalog: Catalog, lock_timeout_s: float) -> None:
+def _create_missing(path: Path, catalog: Catalog, lock_timeout_s: float) -> bool:
+    """Make the database, unless another process has made it by the time its lock is free; whether this one did."""
     from tilegym_db.store.creation import create_database
 
     # Whoever holds the lock is likely to be making it, which takes far longer than another's use of it.
     with writer_lock(path, lock_timeout_s if lock_timeout_s < LOCK_TIMEOUT_S else CREATION_TIMEOUT_S):
-        if not path.exists():  # another process may have made it while this one waited
-            create_database(path, catalog)
+        if path.exists():
+            return False
+        create_database(path, catalog)
+        return True
 
 
 def _open_writer(path: Path, catalog: Catalog, lock_timeout_s: float) -> Store:

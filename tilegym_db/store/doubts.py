@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tilegym_db.errors import RecordError
@@ -17,16 +18,17 @@ if TYPE_CHECKING:
 __all__ = ["judge_passes"]
 
 
-def judge_passes(connection: DuckDBPyConnection, last: int = -1) -> None:
+def judge_passes(connection: DuckDBPyConnection, last: int = -1, known: Mapping[str, Definition] | None = None) -> None:
     """Set the column ``doubt`` of the passes behind row ``last``, by the definitions and peaks that the database holds.
 
-    Work grows with the number of different points, not of traces.
+    Work grows with the number of different points, not of traces. ``known`` are definitions by digest that are read already.
     """
     connection.execute(trace_statements.FORGET_DOUBTS, {"last": last})
     cursor = connection.execute(trace_statements.POINTS_OF_PASSES, {"last": last})
     names = [column[0] for column in cursor.description or ()]
     points = [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
-    definitions = _definitions(connection, {point["definition_digest"] for point in points})
+    known = known or {}
+    definitions = {**known, **_definitions(connection, {point["definition_digest"] for point in points} - known.keys())}
     peaks = _peaks(connection)
     bounds = [
         found

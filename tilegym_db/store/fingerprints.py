@@ -22,7 +22,7 @@ from tilegym_db.store.input_files import (
 if TYPE_CHECKING:
     from tilegym_db.catalog import Catalog
 
-__all__ = ["fingerprints", "outdated"]
+__all__ = ["fingerprint", "fingerprints", "outdated"]
 
 
 def fingerprints(catalog: Catalog, home: Path) -> dict[str, str]:
@@ -33,10 +33,10 @@ def fingerprints(catalog: Catalog, home: Path) -> dict[str, str]:
     locks = shipped_locks(catalog)
     return {
         "views": length_prefixed_digest([statements.views_sql().encode()]),
-        "catalog": _fingerprint(record_files(catalog)),
-        "shipped_traces": _fingerprint([*shipped_traces(catalog), *locks]),
-        "peaks": _fingerprint([*own_peaks_files(home), *published_peaks_files(catalog), *locks]),
-        "searches": _fingerprint([*published_tuning_files(catalog), *locks]),
+        "catalog": fingerprint(record_files(catalog)),
+        "shipped_traces": fingerprint([*shipped_traces(catalog), *locks]),
+        "peaks": fingerprint([*own_peaks_files(home), *published_peaks_files(catalog), *locks]),
+        "searches": fingerprint([*published_tuning_files(catalog), *locks]),
         "imported": _with_text(statements.imported_sql(), imported_manifests(home)),
         "loop": _with_text(statements.loop_sql(), loop_files(home, catalog)),
     }
@@ -48,10 +48,11 @@ def outdated(meta: dict[str, str], wanted: dict[str, str]) -> list[str]:
 
 
 def _with_text(text: str, paths: Iterable[Path]) -> str:
-    return length_prefixed_digest([text.encode(), _fingerprint(paths).encode()])
+    return length_prefixed_digest([text.encode(), fingerprint(paths).encode()])
 
 
-def _fingerprint(paths: Iterable[Path]) -> str:
+def fingerprint(paths: Iterable[Path]) -> str:
+    """Names, sizes and times of those files that exist, in whatever order."""
     parts = []
     for path in sorted(paths):
         if path.is_file():

@@ -22,6 +22,7 @@ from tilegym_db.store.trace_origins import Batch, Sorted, sorted_files, sorted_s
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
+    from tilegym_db.records import Definition
     from tilegym_db.store.database import Store
 
 __all__ = [
@@ -33,6 +34,9 @@ __all__ = [
     "load_traces",
     "remember_files",
 ]
+
+SMALL = 1 << 20
+"""Bytes of a file up to which copying it takes less than having DuckDB open it."""
 
 
 @dataclass(frozen=True)
@@ -109,33 +113,51 @@ def load_traces(store: Store, files: Sequence[Path], *, trust: bool = False) -> 
         return replace(_load(store, found, Path(folder)), files=len(files))
 
 
-def load_snapshots(store: Store, folders: Sequence[Path], *, trust: bool = False) -> IngestReport:
-    """As :func:`load_traces`, for published folders (``traces/<gpu>``). What is not used is in the notes."""
+def load_snapshots(
+    store: Store, folders: Sequence[Path], *, trust: bool = False, known: Mapping[str, Definition] | None = None
+) -> IngestReport:
+    """As :func:`load_traces`, for published folders (``traces/<gpu>``). What is not used is in the notes.
+
+    ``known`` are Definitions by digest that need not be read from the database again.
+    """
     with tempfile.TemporaryDirectory(prefix="tilegym-db-") as scratch:
-        return _load(store, sorted_snapshots(folders, store.home, Path(scratch), trust=trust), Path(scratch))
+        return _load(store, sorted_snapshots(folders, store.home, Path(scratch), trust=trust), Path(scratch), known)
 
 
-def _load(store: Store, found: Sorted, scratch: Path) -> IngestReport:
+def _load(store: Store, found: Sorted, scratch: Path, known: Mapping[str, Definition] | None = None) -> IngestReport:
     reports = [IngestReport(notes=found.refused)]
     for number, batch in enumerate(found.batches):
-        reports.append(_load_batch(store, batch, scratch / f"cleaned-{number}.jsonl"))
+        reports.append(_load_batch(store, batch, scratch / f"whole-{number}.jsonl", known))
     foreign = sum(batch.lines for batch in found.batches if batch.origin == "foreign" and not batch.trusted)
     if foreign:
         reports.append(IngestReport(notes=(_foreign_note(foreign),)))
     return combined(*reports)
 
 
-def _load_batch(store: Store, batch: Batch, cleaned: Path) -> IngestReport:
-    added = _insert(store, batch, batch.files)
+def _load_batch(store: Store, batch: Batch, whole: Path, known: Mapping[str, Definition] | None) -> IngestReport:
+    added = _insert(store, batch, _joined(batch.files, whole), known)
     if added is not None:
         return IngestReport(len(batch.files), added, batch.lines - added)
-    lines, rejected = _clean(batch.files, cleaned)
-    added = _insert(store, batch, [cleaned])
+    lines, rejected = _clean(batch.files, whole)
+    added = _insert(store, batch, [whole], known)
     if added is None:
         names = ", ".join(str(path) for path in batch.files)
         raise StoreError(f"the traces of {names} hold a value that the database cannot. Nothing was ingested.")
     named = tuple(replace(line, path=batch.sources.get(line.path, line.path)) for line in rejected)
     return IngestReport(len(batch.files), added, lines - added, named)
+
+
+def _joined(files: Sequence[Path], target: Path) -> Sequence[Path]:
+    """The same lines in fewer files: small ones as one, ``target``. DuckDB takes 2 ms to open one, and a tenth to read it."""
+    try:
+        small = [path for path in files if path.suffix == ".jsonl" and path.stat().st_size <= SMALL]
+        with target.open("wb") as out:
+            for path in small:
+                content = path.read_bytes()
+                out.write(content if content.endswith(b"\n") else content + b"\n")
+    except OSError:
+        return files  # reading them as they are says what is wrong
+    return [target, *(path for path in files if path not in small)]
 
 
 def _foreign_note(count: int) -> str:
@@ -146,7 +168,7 @@ def _foreign_note(count: int) -> str:
     )
 
 
-def _insert(store: Store, batch: Batch, files: Sequence[Path]) -> int | None:
+def _insert(store: Store, batch: Batch, files: Sequence[Path], known: Mapping[str, Definition] | None) -> int | None:
     """How many traces were new, or None, with nothing changed, where not every line is a trace."""
     import duckdb
 
@@ -164,7 +186,7 @@ def _insert(store: Store, batch: Batch, files: Sequence[Path]) -> int | None:
             repeated = connection.execute(trace_statements.COUNT_REPEATED, last).fetchall()[0][0]
             if repeated:
                 connection.execute(trace_statements.DELETE_REPEATED, last)
-            judge_passes(connection, last["last"])
+            judge_passes(connection, last["last"], known)
             return int(added - repeated)
     except StoreError as error:
         if isinstance(

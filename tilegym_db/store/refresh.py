@@ -3,10 +3,11 @@ and peaks. :mod:`tilegym_db.store.fingerprints` says what changed."""
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
+
+from pydantic_core import to_json
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.catalog.parsed_sources import keeping_parsed_sources
@@ -57,7 +58,8 @@ def refresh(store: Store, catalog: Catalog, wanted: dict[str, str], parts: Colle
             judge_passes(connection)
     report = IngestReport(notes=tuple(refused))
     if "shipped_traces" in parts:  # after the catalog and the peaks, which each batch's figures are held against
-        report = combined(report, load_snapshots(store, published_folders(catalog)))
+        known = {record.digest: record for record in catalog.definitions.values()} if "catalog" in parts else {}
+        report = combined(report, load_snapshots(store, published_folders(catalog), known=known))
     with store.transaction("bring the catalog into") as connection:
         for part in parts:
             connection.execute(statements.FORGET_META, {"key": part})
@@ -95,6 +97,6 @@ def _sync_catalog(connection: DuckDBPyConnection, catalog: Catalog) -> None:
 
 def _insert(connection: DuckDBPyConnection, statements: Iterable[str], records: list[dict[str, Any]]) -> None:
     # one JSON array as one parameter: row by row, DuckDB takes a millisecond each
-    payload = json.dumps(records, ensure_ascii=False)
+    payload = to_json(records).decode()
     for statement in statements:
         connection.execute(statement, {"records": payload} if "$records" in statement else None)

@@ -89,7 +89,7 @@ def sorted_files(files: Sequence[Path], home: Path, scratch: Path, *, trust: boo
         try:
             with path.open("rb") as file:
                 if is_trace_set(file.read(64)):
-                    refused += _add_set(sorter, path, path.parent.parent)
+                    refused += _add_sets(sorter, [path], path.parent.parent)
                     continue
                 file.seek(0)
                 signed = [_is_own(line, home) for line in file if not line.isspace()]
@@ -113,17 +113,25 @@ def sorted_snapshots(folders: Iterable[Path], home: Path, scratch: Path, *, trus
     sorter = _Sorter(home, scratch, trust)
     refused: list[str] = []
     for folder in folders:
-        for path in trace_files(folder):
-            refused += _add_set(sorter, path, folder)
+        refused += _add_sets(sorter, trace_files(folder), folder)
     return Sorted(sorter.batches(), refused=tuple(refused))
 
 
-def _add_set(sorter: _Sorter, path: Path, folder: Path) -> list[str]:
-    """Take a file of a published folder in; returns why not, where it cannot be."""
+def _add_sets(sorter: _Sorter, paths: Sequence[Path], folder: Path) -> list[str]:
+    """Take files of a published folder in; returns why not, where they cannot be."""
+    if not paths:
+        return []
     try:
         snapshot = open_snapshot(folder, sorter.home)
-        if sorter.trust and snapshot.origin == "foreign":
-            snapshot = Snapshot(folder, snapshot.gpu, snapshot.sm, snapshot.published, "foreign")
+    except RecordError as error:
+        return [str(error)]
+    if sorter.trust and snapshot.origin == "foreign":
+        snapshot = Snapshot(folder, snapshot.gpu, snapshot.sm, snapshot.published, "foreign")
+    return [problem for path in paths for problem in _add_set(sorter, path, snapshot)]
+
+
+def _add_set(sorter: _Sorter, path: Path, snapshot: Snapshot) -> list[str]:
+    try:
         content = snapshot.read(path, "trace set")
         if not is_trace_set(content):
             sorter.add(path, snapshot.origin, sum(not line.isspace() for line in content.splitlines()))

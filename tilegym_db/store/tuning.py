@@ -149,7 +149,7 @@ def _published_steps(path: Path, home: Path, refused: list[str], *, trust: bool 
         yield from _steps(path, content)
         return
     try:
-        yield from [TuningStep.from_dict(step, path) for step in decode_steps(content, path)]
+        yield from [TuningStep.from_parsed(step, path) for step in decode_steps(content, path)]
     except RecordError as error:
         refused.append(str(error))
 

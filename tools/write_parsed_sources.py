@@ -1,0 +1,27 @@
+"""Writes ``solutions/parsed-sources.json``: the headers of the functions in the shipped sources, which a new home need not parse.
+
+Run it where kernels changed; until then those are parsed, which takes longer (:mod:`tilegym_db.catalog.parsed_sources`).
+"""
+
+from __future__ import annotations
+
+import json
+
+from tilegym_db.catalog import Catalog
+from tilegym_db.catalog.parsed_sources import ANY_PARSER, shipped_file
+from tilegym_db.files import write_atomically
+from tilegym_db.paths import shipped_root
+from tilegym_db.records.python_source import headers_of_large_sources
+
+
+def main() -> None:
+    """Parse every shipped source and write what was found, a line for each."""
+    _ = Catalog((shipped_root(),)).solutions
+    found = headers_of_large_sources()
+    content = {"parser": ANY_PARSER, "headers": dict(sorted(found.items()))}
+    write_atomically(shipped_file(), (json.dumps(content, indent=0) + "\n").encode())
+    print(f"{shipped_file()}: {len(found)} sources")
+
+
+if __name__ == "__main__":
+    main()
