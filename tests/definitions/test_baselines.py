@@ -36,8 +36,9 @@ def test_every_core_operator_has_one_stock_baseline_for_whatever_a_model_calls_i
     assert {entry.record.spec.role for entry in stock} == {"baseline"}
     (anything,) = [entry for entry in stock if not entry.record.spec.constraints]
     assert stock_of(stock) == anything
-    for name in (*core.tensor_inputs, *core.written_outputs) if core.serving else ():
-        assert anything.record.spec.layouts.get(name) == "strided"
+    for workload in catalog.workloads_for(core.name):
+        dtypes, layouts = core.bind_dtypes(workload.dtypes), workload.layout_classes(core)
+        assert anything.record.unsupported(core.bind_axes(workload.axes), dtypes, layouts) is None, workload
 
 
 @pytest.mark.parametrize("name", ["rms_norm_compile", "rms_norm_gemma_compile", "swiglu_compile"])
