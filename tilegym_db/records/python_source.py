@@ -36,8 +36,7 @@ def parse_source(source: str | bytes) -> ast.Module:
         ValueError: it is not valid Python, or nested too deeply for the parser; says what and in which line.
     """
     content = source.encode() if isinstance(source, str) and source.isascii() else source
-    is_kept = isinstance(content, bytes) and len(content) >= LARGE and content.isascii()
-    if not is_kept:
+    if not isinstance(content, bytes) or len(content) < LARGE or not content.isascii():
         return _functions(source)
     key = hashlib.sha256(content).hexdigest()
     if key in _headers:
