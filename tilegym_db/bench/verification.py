@@ -32,6 +32,8 @@ __all__ = ["CANNOT_VERIFY", "MAX_FUZZ_WORKERS", "FuzzOutcome", "Verification", "
 
 CANNOT_VERIFY = (RecordError, StoreError, torch.OutOfMemoryError)
 """A workload without an oracle, or without memory for it here: that workload's trouble, not the run's."""
+MAY_PASS_NEXT = ("TIMEOUT", "RUNTIME_ERROR", "COMPILE_ERROR", "UNSUPPORTED")
+"""The machine's trouble or the source's: fuzz cases that ended so are tried again with the next workload."""
 IN_MODEL_CALL = 3
 """Which of the calls on a workload's first contents is made as a model makes it; screens make fewer."""
 MAX_FUZZ_WORKERS = 6
@@ -153,13 +155,8 @@ class Verification:
                 max_rows=policy.fuzz_rows,
             )
             outcome = self._check_fuzz_cases(cases, cache, scalars)
-            if isinstance(outcome, Failure) and outcome.status in (
-                "TIMEOUT",
-                "RUNTIME_ERROR",
-                "COMPILE_ERROR",
-                "UNSUPPORTED",
-            ):
-                return outcome  # the machine's trouble or the source's: tried again for the next workload
+            if isinstance(outcome, Failure) and outcome.status in MAY_PASS_NEXT:
+                return outcome
             self.fuzz_outcomes[key] = outcome
         return self.fuzz_outcomes[key]
 
