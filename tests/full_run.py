@@ -140,7 +140,7 @@ def check_marks(items: Iterable[pytest.Item], choice: Choice) -> None:
 
 
 def is_whole(config: pytest.Config) -> bool:
-    """Whether this runs every test of records: nothing was chosen by hand."""
+    """Whether this runs every test of records: nothing was chosen by hand, and more was done than to list the tests."""
     option = config.option
     narrowed = (option.keyword, option.deselect, option.ignore, option.ignore_glob, getattr(option, "lf", False))
     if (
@@ -149,7 +149,7 @@ def is_whole(config: pytest.Config) -> bool:
         or option.markexpr not in ("", ALL_BUT_ALONE)
     ):
         return False
-    return bool(option.all_records) and not any(narrowed)
+    return bool(option.all_records) and not option.collectonly and not any(narrowed)
 
 
 def name_of(value: Any) -> str:

@@ -9,7 +9,18 @@ from typing import Any
 
 import full_run
 import pytest
-from full_run import COMPILERS, JUDGES, SAMPLE, Choice, FullRun, check_marks, digest_of_test, judge_digest, name_of
+from full_run import (
+    COMPILERS,
+    JUDGES,
+    SAMPLE,
+    Choice,
+    FullRun,
+    check_marks,
+    digest_of_test,
+    is_whole,
+    judge_digest,
+    name_of,
+)
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
@@ -79,6 +90,27 @@ def test_a_run_that_was_edited_or_damaged_is_none(damage: Callable[[dict[str, An
     LAST.write(tmp_path / "run.json")
     (tmp_path / "run.json").write_text(damage(json.loads((tmp_path / "run.json").read_text())))
     assert FullRun.read(tmp_path / "run.json") == FullRun()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "whole"),
+    [
+        ("markexpr", "not alone", True),
+        ("markexpr", "alone", False),
+        ("keyword", "kernel", False),
+        ("all_records", False, False),
+        ("collectonly", True, False),
+    ],
+)
+def test_only_a_run_of_everything_is_whole(
+    option: str, value: Any, whole: bool, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pytestconfig, "args", ["tests"])
+    monkeypatch.setattr(pytestconfig, "args_source", pytest.Config.ArgsSource.TESTPATHS)
+    everything = {"markexpr": "", "keyword": "", "deselect": None, "ignore": None, "ignore_glob": None, "lf": False}
+    for name, chosen in {**everything, "all_records": True, "collectonly": False, option: value}.items():
+        monkeypatch.setattr(pytestconfig.option, name, chosen, raising=False)
+    assert is_whole(pytestconfig) is whole
 
 
 def test_a_whole_run_remembers_what_passed_and_nothing_that_was_skipped() -> None:
