@@ -1,6 +1,10 @@
 """The end of hyper-connections, Triton: weights from all streams of a token, and their weighted sum."""
 
+# ruff: noqa: RUF005, SIM108
+# A kernel gathers tiles in a tuple by sums of tuples, and chooses at compile time: Triton has no starred expressions.
+
 import functools
+import os
 
 import torch
 import triton
@@ -21,6 +25,11 @@ def _cdiv(value: int, divisor: int) -> int:
 
 def _pow2(value: int) -> int:
     return 1 << (value - 1).bit_length()  # triton.next_power_of_2 costs microseconds a call
+
+
+def _overlaps(x: torch.Tensor) -> bool:
+    """Whether a launch can begin before the previous one ends: compute capability 9, and no interpreter."""
+    return os.environ.get("TRITON_INTERPRET") != "1" and torch.cuda.get_device_capability(x.device)[0] >= 9
 
 
 @functools.cache
@@ -119,11 +128,22 @@ def _head_rows(
         token = after
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit
 def _head_partial(
-    residual_ptr, fn_ptr, partial_ptr, M, C: tl.constexpr, K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr
+    residual_ptr,
+    fn_ptr,
+    partial_ptr,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A block of columns of a token: its products with the projection, and its sum of squares in column C."""
+    if PDL:  # the next launch may begin; it waits for the end of this one before it reads its results
+        tl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
     token = tl.program_id(1).to(tl.int64)
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     j = tl.arange(0, P)
@@ -134,7 +154,7 @@ def _head_partial(
     tl.store(partial_ptr + (token * tl.num_programs(0) + tl.program_id(0)) * P + j, products)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit
 def _head_finish(
     partial_ptr,
     residual_ptr,
@@ -143,13 +163,13 @@ def _head_finish(
     out_ptr,
     rms_eps,
     eps,
-    M,
     C: tl.constexpr,
     H: tl.constexpr,
     P: tl.constexpr,
     SPLITS: tl.constexpr,
     PSPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A block of columns of a token's sum; the gates of the token are computed in each."""
     token = tl.program_id(1).to(tl.int64)
@@ -159,9 +179,11 @@ def _head_finish(
         streams = streams + (tl.load(residual_ptr + (token * C + c) * H + cols, mask=cols < H, other=0.0),)
     j = tl.arange(0, P)
     s = tl.arange(0, PSPLITS)
-    partial = tl.load(
-        partial_ptr + (token * SPLITS + s[:, None]) * P + j[None, :], mask=s[:, None] < SPLITS, other=0.0
-    )
+    if PDL:  # this launch began before the previous one ended
+        tl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+    partial = tl.load(partial_ptr + (token * SPLITS + s[:, None]) * P + j[None, :], mask=s[:, None] < SPLITS, other=0.0)
     totals = tl.sum(partial, axis=0)
     rstd = tl.rsqrt(tl.sum(tl.where(j == C, totals, 0.0), axis=0) / (C * H) + rms_eps)
     base = tl.load(base_ptr + j, mask=j < C, other=0.0)
@@ -228,6 +250,7 @@ def run_head_fused(
     *,
     BLOCK=None,
     KEEP=2,
+    PDL=0,
     num_warps=8,
 ) -> None:
     """out[M, H] = T(sum over c of w[M, c] * residual[M, c, H]), w = sigmoid(scale * fn of the normalised streams + base) + eps.
@@ -237,6 +260,7 @@ def run_head_fused(
     Few tokens: a block of columns a program, and a second launch for the sum. Else, where a token fits in the registers of
     one program, as many programs as multiprocessors, each of which reads its part of fn once and every token once; KEEP rows
     of fn stay in registers, the others in the L1. Longer tokens are read twice, BLOCK columns at a time.
+    PDL: with few tokens, let the second launch begin while the first still runs.
     """
     M, C, H = residual.shape
     if M == 0:
@@ -244,11 +268,14 @@ def run_head_fused(
     if M <= FEW_TOKENS:
         P, splits = _pow2(C + 1), _cdiv(C * H, FEW_COLUMNS)
         partial = torch.empty((M, splits, P), dtype=torch.float32, device=residual.device)
-        _head_partial[(splits, M)](residual, fn, partial, M, C, C * H, P, FEW_COLUMNS, num_warps=4)
+        early = bool(PDL) and _overlaps(residual)
+        _head_partial[(splits, M)](residual, fn, partial, C, C * H, P, FEW_COLUMNS, early, num_warps=4)
         block = min(512, _pow2(H))
+        options = {"launch_pdl": True} if early else {}
         _head_finish[(_cdiv(H, block), M)](
-            partial, residual, scale, base, out, rms_eps, eps, M, C, H, P, splits, _pow2(splits), block, num_warps=2
-        )
+            partial, residual, scale, base, out, rms_eps, eps, C, H, P, splits, _pow2(splits), block, early,
+            num_warps=2, **options,
+        )  # fmt: skip
         return
     side, width = _pow2(C), max(8, _pow2(H))
     if residual.element_size() == 2 and side * width <= MAX_REGISTER_VALUES:
