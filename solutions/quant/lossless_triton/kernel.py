@@ -8,14 +8,12 @@ GROUP = 32  # columns that share a scale of x
 
 
 @triton.jit
-def _fp4_values(code):
-    """0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, from the exponent in bits 1 and 2 and the mantissa in bit 0."""
-    exponent = (code >> 1) & 3
-    mantissa = code & 1
-    subnormal = mantissa.to(tl.float32) * 0.5
-    normal = (((exponent + 126) << 23) | (mantissa << 22)).to(tl.float32, bitcast=True)
-    size = tl.where(exponent == 0, subnormal, normal)
-    return (size.to(tl.int32, bitcast=True) | ((code >> 3) << 31)).to(tl.float32, bitcast=True)
+def _fp4_values(sign, size):
+    """0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, times 2^-26, from bit 31 of sign and bits 22 to 24 of size.
+
+    Size is such a value times 2^-126: float32 has an exponent of 0 for the same two of them.
+    """
+    return ((sign & -0x80000000) | (size & 0x01C00000)).to(tl.float32, bitcast=True) * 2.0**100
 
 
 @triton.jit
@@ -46,17 +44,20 @@ def _cast_blocks_lossless(
     scale_in_ptrs = scale_in_ptr + rows[:, None] * scale_in_row + groups[None, :] * scale_in_column
     exponent = tl.load(scale_in_ptrs, mask=in_scales, other=0.0).to(tl.int32, bitcast=True) >> 23
     lowered = tl.maximum(tl.max(tl.max(exponent, axis=1), axis=0) - 6, 0)
-    factor = ((exponent - lowered + 127) << 23).to(tl.float32, bitcast=True)
-    places = (groups[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :])[None, :, :]
-    mask = (rows < M)[:, None, None] & (places < x_columns)
-    packed = tl.load(x_ptr + rows[:, None, None] * x_stride + places, mask=mask, other=0).to(tl.int32)
-    low = _fp4_values(packed & 15) * factor[:, :, None]
-    high = _fp4_values(packed >> 4) * factor[:, :, None]
+    # 2^26 of the factor undo what _fp4_values leaves; all are products without rounding.
+    factor = ((exponent - lowered + (127 + 26)) << 23).to(tl.float32, bitcast=True)
+    # Tiles of two axes to load and store: with an axis of groups, the lanes of a warp would lie along the rows.
+    places = strip * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
+    mask = (rows < M)[:, None] & (places < x_columns)[None, :]
+    packed = tl.load(x_ptr + rows[:, None] * x_stride + places[None, :], mask=mask, other=0).to(tl.int32)
+    packed = tl.reshape(packed, [BLOCK, BLOCK // GROUP, GROUP // 2])
+    low = _fp4_values(packed << 28, packed << 22) * factor[:, :, None]
+    high = _fp4_values(packed << 24, packed << 18) * factor[:, :, None]
     codes = tl.join(low, high).to(out_ptr.dtype.element_ty)
-    codes = tl.reshape(codes, [BLOCK, BLOCK // GROUP, GROUP])
-    cols = (groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :])[None, :, :]
-    out_mask = (rows < M)[:, None, None] & (cols < H)
-    tl.store(out_ptr + rows[:, None, None] * out_stride + cols, codes, mask=out_mask)
+    cols = strip * BLOCK + tl.arange(0, BLOCK)
+    out_mask = (rows < M)[:, None] & (cols < H)[None, :]
+    out_ptrs = out_ptr + rows[:, None] * out_stride + cols[None, :]
+    tl.store(out_ptrs, tl.reshape(codes, [BLOCK, BLOCK]), mask=out_mask)
     scale = (tl.zeros([1], tl.int32) + (lowered << 23)).to(tl.float32, bitcast=True)
     tl.store(scale_ptr + down * scale_row + strip * scale_column + tl.arange(0, 1), scale)
 

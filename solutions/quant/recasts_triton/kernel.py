@@ -12,13 +12,18 @@ def _scale_and_inverse(amax, MOST: tl.constexpr, FLOOR: tl.constexpr, ROUND: tl.
     """What a code is multiplied by, and what a value is multiplied by, which is not quite the reciprocal unless rounded."""
     amax = tl.maximum(amax, FLOOR)
     most = tl.zeros_like(amax) + MOST
-    # The division must round as IEEE asks, or a power of two lands one off.
-    scale = tl.div_rn(amax, most)
     if ROUND:
-        exponent = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23
+        # amax / MOST, rounded up to a power of two, without the division: the exponents' difference, and one more where the
+        # mantissa of amax is above that of MOST. The quotient as it is rounded lies above 1 then, for 6, 448 and 65024.
+        bits = amax.to(tl.int32, bitcast=True)
+        most_bits = most.to(tl.int32, bitcast=True)
+        exponent = ((bits + 0x7FFFFF - (most_bits & 0x7FFFFF)) >> 23) - (most_bits >> 23) + 127
+        exponent = tl.where(bits >= 0x7F800000, 255, exponent)
         scale = (exponent << 23).to(tl.float32, bitcast=True)
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     else:
+        # The divisions must round as IEEE asks, or codes land one off.
+        scale = tl.div_rn(amax, most)
         inverse = tl.div_rn(most, amax)
     return scale, inverse
 
@@ -51,20 +56,22 @@ def _requantise_groups(
     row = (unit // GROUPS).to(tl.int64)
     group = unit % GROUPS
     inner = group[:, None] * (GROUP // BLOCK_IN) + tl.arange(0, GROUP // BLOCK_IN)[None, :]
-    cols = inner[:, :, None] * BLOCK_IN + tl.arange(0, BLOCK_IN)[None, None, :]
-    mask = exists[:, None, None] & (cols < H)
-    x = tl.load(x_ptr + row[:, None, None] * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    # Two axes to load and store: with an axis of scales, the lanes of a warp would lie along the rows.
+    cols = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    mask = exists[:, None] & (cols < H)
+    x = tl.load(x_ptr + row[:, None] * x_stride + cols, mask=mask, other=0.0, eviction_policy="evict_last")
+    x = tl.reshape(x.to(tl.float32), [BLOCK_U, GROUP // BLOCK_IN, BLOCK_IN])
     in_scales = exists[:, None] & (inner * BLOCK_IN < H)
     scale_in_ptrs = scale_in_ptr + (row // BLOCK_IN)[:, None] * scale_in_row + inner * scale_in_column
     scale_in = tl.load(scale_in_ptrs, mask=in_scales, other=0.0)
     amax = tl.max(tl.max(tl.abs(x), axis=2) * scale_in, axis=1)
     scale, inverse = _scale_and_inverse(amax, MOST, FLOOR, ROUND)
     codes = (x * (scale_in * inverse[:, None])[:, :, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row[:, None, None] * out_stride + cols, codes, mask=mask)
+    tl.store(out_ptr + row[:, None] * out_stride + cols, tl.reshape(codes, [BLOCK_U, GROUP]), mask=mask)
     tl.store(scale_ptr + row * scale_row + group * scale_column, scale, mask=exists)
 
 
-def run_per_token_requantise(x, scale_in, block, round_scale, out, scale, *, BLOCK=2048, num_warps=4):
+def run_per_token_requantise(x, scale_in, block, round_scale, out, scale, *, BLOCK=4096, num_warps=4):
     """out = codes of x * scale_in per token and 128 channels, scale = what they are multiplied by.
 
     Shapes: x [M, H] and out [M, H] in float8_e4m3fn with unit last stride; scale_in [ceil(M / block), ceil(H / block)], block 32
@@ -131,6 +138,8 @@ def _cast_gathered_channels(
     strip = tl.program_id(0) % strips
     rows = down * TOKENS + tl.arange(0, TOKENS)
     cols = strip * BLOCK_H + tl.arange(0, BLOCK_H)
+    # Eight channels a thread instead of sixteen: half as many values go between threads for a maximum.
+    cols = tl.max_contiguous(tl.multiple_of(cols, 8), 8)
     token = tl.load(token_ptr + rows, mask=rows < N, other=-1).to(tl.int64)
     present = token >= 0
     mask = present[:, None] & (cols < H)[None, :]
