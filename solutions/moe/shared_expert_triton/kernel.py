@@ -5,13 +5,26 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def _sum(routed, shared, T: tl.constexpr):
+    return (routed.to(tl.float32) + shared.to(tl.float32)).to(T)
+
+
 @triton.jit(do_not_specialize=["count"])
 def _add(routed_ptr, shared_ptr, out_ptr, count, BLOCK: tl.constexpr):
-    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = places < count
-    routed = tl.load(routed_ptr + places, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
-    shared = tl.load(shared_ptr + places, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
-    tl.store(out_ptr + places, (routed + shared).to(out_ptr.dtype.element_ty), mask=inside)
+    T: tl.constexpr = out_ptr.dtype.element_ty
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    places = first + tl.arange(0, BLOCK)
+    if first + BLOCK <= count:
+        # Without a mask: one of a count that is not known to be a multiple of 8 would make every read one of 2 bytes.
+        routed = tl.load(routed_ptr + places, eviction_policy="evict_last")
+        shared = tl.load(shared_ptr + places, eviction_policy="evict_last")
+        tl.store(out_ptr + places, _sum(routed, shared, T))
+    else:
+        inside = places < count
+        routed = tl.load(routed_ptr + places, mask=inside, other=0.0)
+        shared = tl.load(shared_ptr + places, mask=inside, other=0.0)
+        tl.store(out_ptr + places, _sum(routed, shared, T), mask=inside)
 
 
 def run_shared_expert_add(routed: torch.Tensor, shared: torch.Tensor, out: torch.Tensor, *, BLOCK=None, num_warps=4):
@@ -81,4 +94,7 @@ def run_shared_expert_gate(
     values = block_m * block_n
     warps = num_warps or min(32, max(4, values // 512) if M > 512 else max(1, values // 256))
     grid = ((M + block_m - 1) // block_m,)
-    _shared_expert_gate_tile[grid](routed, x, weight, shared, out, M, N, block_m, block_n, num_warps=warps)
+    # Without contraction: LLVM turns the rounded product and the sum into one multiply-add of T, which skips a rounding.
+    _shared_expert_gate_tile[grid](
+        routed, x, weight, shared, out, M, N, block_m, block_n, num_warps=warps, enable_fp_fusion=False
+    )
