@@ -345,7 +345,7 @@ _FEW = ((64, 4, 6), (128, 4, 4), (64, 4, 4), (128, 4, 6), (64, 4, 8))
 # BLOCK_M, BLOCK_N, num_warps, num_stages
 _TILES = ((128, 128, 8, 4), (128, 128, 8, 5), (64, 128, 4, 4), (128, 64, 4, 5), (128, 128, 4, 3))
 # HALF_M, BLOCK_N, num_warps, num_stages, programs a multiprocessor
-_PAIRS = ((128, 128, 8, 4, 1), (128, 128, 8, 3, 1), (64, 128, 4, 3, 2))
+_PAIRS = ((128, 128, 8, 4, 1), (128, 128, 8, 3, 1), (64, 128, 4, 3, 2), (64, 128, 4, 2, 2), (64, 64, 4, 4, 2))
 _MOST_SPLITS = 16
 FEW = 64  # rows: up to this many, reading b is all that counts
 
@@ -373,16 +373,15 @@ def _cast(x):
     return codes[:, :K], scale.T
 
 
-def _choose(M, N, aligned, dynamic, sms):
-    """The kernel for a shape."""
-    if M == 1 and aligned:
-        return "gemv"
-    if M <= FEW:
-        return "few" if aligned and not dynamic else "pointers"
+def _choose(wanted, M, aligned, dynamic):
+    """The kernel for a shape: the one that is wanted, where it can be."""
     if not aligned:
         return "pointers"
-    # Pairs where they fill the multiprocessors twice and more.
-    return "pairs" if _cdiv(M, 256) * _cdiv(N, 128) >= 2 * sms else "tiles"
+    if M == 1 and wanted in (None, "gemv"):
+        return "gemv"
+    if M <= FEW:
+        return "pointers" if dynamic or wanted == "pointers" else "few"
+    return wanted if wanted in ("pairs", "pointers") else "tiles"
 
 
 def _multiply(a, b, scale_a, scale_b, out, KERNEL, VARIANT, SPLIT, GROUP_M, PERSISTENT):
@@ -396,7 +395,7 @@ def _multiply(a, b, scale_a, scale_b, out, KERNEL, VARIANT, SPLIT, GROUP_M, PERS
         a, scale_a = _cast(a)
     dynamic = scale_a is None
     aligned = _copy_engine_reads(a) and _copy_engine_reads(b)
-    kernel = KERNEL or _choose(M, N, aligned, dynamic, sms)
+    kernel = _choose(KERNEL, M, aligned, dynamic)
     block_m = 16 if M <= 16 else 32 if M <= 32 else 64
     scale_strides = (0, 0) if dynamic else (scale_a.stride(0), scale_a.stride(1))
     strides = (*scale_strides, scale_b.stride(0), scale_b.stride(1), out.stride(0))
@@ -536,11 +535,11 @@ def run(a, b, scale_a, scale_b, out, *, KERNEL=None, VARIANT=None, SPLIT=None, G
 
     Shapes: a [M, K] and b [N, K] in float8_e4m3fn and out [M, N] in bfloat16 with unit last stride, any row stride; scale_a
     [M, ceil(K / 128)] and scale_b [ceil(N / 128), ceil(K / 128)] float32 of any strides.
-    Mapping, by shape (KERNEL names one of them instead):
+    Mapping, by shape (KERNEL names another, which is taken where it can be):
     - gemv, M = 1: float32 arithmetic, all of K in one program.
     - few, M <= 64: b @ a.T on asynchronous tensor cores, as many programs as fit; K is split among them.
-    - pairs: tensor copy engine, tiles of two halves, persistent programs (PERSISTENT).
-    - tiles: as pairs, with single tiles for fewer of them; K is split where they are few.
+    - tiles: tensor copy engine, persistent programs (PERSISTENT); K is split where tiles are few.
+    - pairs, only where named: as tiles, with tiles of two halves and all of K.
     - pointers: what is not aligned to 16 bytes.
     VARIANT picks a row of the table of the kernel (None: by shape). SPLIT = None or 0: by shape.
     """
