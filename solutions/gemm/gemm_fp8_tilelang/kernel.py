@@ -121,9 +121,8 @@ def gemm_fp8_pairs_kernel(N, K, wide, stages, group, multiprocessors):
             T.assume(out_stride % 8 == 0)
             T.annotate_producer_reg_dealloc(40)
             T.annotate_consumer_reg_alloc(232)  # 128 totals and 64 sums a thread
-            a_tile = T.alloc_shared((half, GROUP), CODE)
-            b_tile = T.alloc_shared((half, GROUP), CODE)
-            other_tile = T.alloc_shared((half, GROUP), CODE)
+            a_tile = T.alloc_shared((block_M, GROUP), CODE)
+            b_tile = T.alloc_shared((block_N, GROUP), CODE)
             out_tile = T.alloc_shared((half, half), "bfloat16")
             sums = T.alloc_fragment((half, half), "float32")
             total0 = T.alloc_fragment((half, half), "float32")
@@ -147,37 +146,35 @@ def gemm_fp8_pairs_kernel(N, K, wide, stages, group, multiprocessors):
                 n = tile % (group * tiles_N) // rows
                 T.copy(a[m * block_M, k * GROUP], a_tile)
                 T.copy(b[n * block_N, k * GROUP], b_tile)
-                if wide:
-                    T.copy(b[n * block_N + half, k * GROUP], other_tile)
-                else:
-                    T.copy(a[m * block_M + half, k * GROUP], other_tile)
                 if k == 0:
                     row = m * block_M
                     column = n * (block_N // GROUP)
                 # Loaded before the products and first needed after them.
                 for i in T.Parallel(half):
                     scale0[i] = scale_a[T.min(row + i, M - 1), k]
+                    scale1[i] = scale_a[T.min(row + down + i, M - 1), k]
                 column0 = scale_b[column, k]
-                if wide:
-                    column1 = scale_b[T.min(column + 1, blocks_N - 1), k]
-                else:
-                    for i in T.Parallel(half):
-                        scale1[i] = scale_a[T.min(row + half + i, M - 1), k]
-                T.gemm(a_tile, b_tile, sums, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True)
+                column1 = scale_b[T.min(column + right // GROUP, blocks_N - 1), k]
+                T.gemm(
+                    a_tile[0:half, 0:GROUP],
+                    b_tile[0:half, 0:GROUP],
+                    sums,
+                    transpose_B=True,
+                    policy=T.GemmWarpPolicy.FullRow,
+                    clear_accum=True,
+                )
                 for i, j in T.Parallel(half, half):
                     total0[i, j] = total0[i, j] + sums[i, j] * (scale0[i] * column0)
-                if wide:
-                    T.gemm(
-                        a_tile, other_tile, sums, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True
-                    )
-                    for i, j in T.Parallel(half, half):
-                        total1[i, j] = total1[i, j] + sums[i, j] * (scale0[i] * column1)
-                else:
-                    T.gemm(
-                        other_tile, b_tile, sums, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True
-                    )
-                    for i, j in T.Parallel(half, half):
-                        total1[i, j] = total1[i, j] + sums[i, j] * (scale1[i] * column0)
+                T.gemm(
+                    a_tile[down : down + half, 0:GROUP],
+                    b_tile[right : right + half, 0:GROUP],
+                    sums,
+                    transpose_B=True,
+                    policy=T.GemmWarpPolicy.FullRow,
+                    clear_accum=True,
+                )
+                for i, j in T.Parallel(half, half):
+                    total1[i, j] = total1[i, j] + sums[i, j] * (scale1[i] * column1)
                 if k == blocks - 1:
                     T.copy(total0, out_tile)
                     T.copy(out_tile, out[row, column * GROUP])

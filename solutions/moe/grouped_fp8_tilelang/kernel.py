@@ -183,8 +183,7 @@ def grouped_fp8_pairs_kernel(E, N, K, stages, multiprocessors):
             T.annotate_producer_reg_dealloc(40)
             T.annotate_consumer_reg_alloc(232)  # 128 totals and 64 sums a thread
             a_tile = T.alloc_shared((half, GROUP), CODE)
-            b_tile = T.alloc_shared((half, GROUP), CODE)
-            other_tile = T.alloc_shared((half, GROUP), CODE)
+            b_tile = T.alloc_shared((2 * half, GROUP), CODE)
             out_tile = T.alloc_shared((half, half), "bfloat16")
             T.annotate_layout({out_tile: tilelang.layout.make_swizzled_layout(out_tile)})
             sums = T.alloc_fragment((half, half), "float32")
@@ -208,10 +207,7 @@ def grouped_fp8_pairs_kernel(E, N, K, stages, multiprocessors):
                 n = (step // blocks * multiprocessors + block) % tiles_N
                 # Rows past the end, of the next group, are read and not stored.
                 T.copy(a[table[1, tile], k * GROUP], a_tile)
-                T.copy(b[table[0, tile], n * 2 * half : n * 2 * half + half, k * GROUP : (k + 1) * GROUP], b_tile)
-                T.copy(
-                    b[table[0, tile], n * 2 * half + half : (n + 1) * 2 * half, k * GROUP : (k + 1) * GROUP], other_tile
-                )
+                T.copy(b[table[0, tile], n * 2 * half : (n + 1) * 2 * half, k * GROUP : (k + 1) * GROUP], b_tile)
                 if k == 0:
                     expert = table[0, tile]
                     first = table[1, tile]
@@ -222,10 +218,24 @@ def grouped_fp8_pairs_kernel(E, N, K, stages, multiprocessors):
                     scale[i] = scale_a[T.min(first + i, S - 1), k]
                 column0 = scale_b[expert, n * 2, k]
                 column1 = scale_b[expert, T.min(n * 2 + 1, blocks_N - 1), k]
-                T.gemm(a_tile, b_tile, sums, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True)
+                T.gemm(
+                    a_tile,
+                    b_tile[0:half, 0:GROUP],
+                    sums,
+                    transpose_B=True,
+                    policy=T.GemmWarpPolicy.FullRow,
+                    clear_accum=True,
+                )
                 for i, j in T.Parallel(half, half):
                     total0[i, j] = total0[i, j] + sums[i, j] * (scale[i] * column0)
-                T.gemm(a_tile, other_tile, sums, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True)
+                T.gemm(
+                    a_tile,
+                    b_tile[half : 2 * half, 0:GROUP],
+                    sums,
+                    transpose_B=True,
+                    policy=T.GemmWarpPolicy.FullRow,
+                    clear_accum=True,
+                )
                 for i, j in T.Parallel(half, half):
                     total1[i, j] = total1[i, j] + sums[i, j] * (scale[i] * column1)
                 if k == blocks - 1:
