@@ -182,6 +182,7 @@ def gemm_fp8_pairs_kernel(N, K, wide, stages, group, multiprocessors):
                     T.copy(total1, out_tile)
                     T.copy(out_tile, out[row + down, column * GROUP + right])
                     T.clear(total1)
+                    T.fence_proxy_async()  # here, or every step would have one, which waits for the scales
 
     return gemm_fp8_pairs
 

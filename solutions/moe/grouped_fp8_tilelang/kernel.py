@@ -251,6 +251,7 @@ def grouped_fp8_pairs_kernel(E, N, K, stages, multiprocessors):
                                 first + i < used, out_tile[i, j], 0
                             )
                     T.clear(total1)
+                    T.fence_proxy_async()  # here, or every step would have one, which waits for the scales
 
     return grouped_fp8_pairs
 
