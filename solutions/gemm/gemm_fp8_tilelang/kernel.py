@@ -90,6 +90,104 @@ def gemm_fp8_dense_kernel(N, K, block_M, block_N, stages, group, split, tma_stor
 
 
 @functools.cache
+@tilelang.jit
+def gemm_fp8_pairs_kernel(N, K, wide, stages, group, multiprocessors):
+    """Compile the kernel for many rows and columns: tiles of two halves of 128 x 128, side by side if `wide`, else stacked.
+
+    A tile of 256 x 128 reads a quarter fewer bytes from L2 for a product than one of 128 x 128. Both halves take the same
+    64 registers a thread for the sums of a block of 128 channels, one after the other: while one warpgroup scales and adds
+    its sums, the other's products keep the tensor cores busy. A CTA walks over its tiles in one loop over all their blocks,
+    so that the fetching warpgroup runs on to the next tile while this one is stored.
+    """
+    M = T.dynamic("M")
+    a_stride, b_stride, out_stride = T.dynamic("a_stride b_stride out_stride", "int64")
+    a_row, a_column, b_row, b_column = T.dynamic("a_row a_column b_row b_column", "int64")
+    blocks, half = -(-K // GROUP), 128
+    block_M, block_N = (half, 2 * half) if wide else (2 * half, half)
+    tiles_N, blocks_N = -(-N // block_N), -(-N // GROUP)
+    down, right = (0, half) if wide else (half, 0)  # where the second half lies
+
+    @T.prim_func
+    def gemm_fp8_pairs(
+        a: T.StridedTensor((M, K), (a_stride, 1), CODE),
+        b: T.StridedTensor((N, K), (b_stride, 1), CODE),
+        scale_a: T.StridedTensor((M, blocks), (a_row, a_column), "float32"),
+        scale_b: T.StridedTensor((blocks_N, blocks), (b_row, b_column), "float32"),
+        out: T.StridedTensor((M, N), (out_stride, 1), "bfloat16"),
+    ):
+        with T.Kernel(multiprocessors, threads=2 * half) as block:
+            T.assume(a_stride % 16 == 0)  # TMA wants rows aligned to 16 bytes; run() checked it
+            T.assume(b_stride % 16 == 0)
+            T.assume(out_stride % 8 == 0)
+            T.annotate_producer_reg_dealloc(40)
+            T.annotate_consumer_reg_alloc(232)  # 128 totals and 64 sums a thread
+            a_tile = T.alloc_shared((block_M, GROUP), CODE)
+            b_tile = T.alloc_shared((block_N, GROUP), CODE)
+            out_tile = T.alloc_shared((half, half), "bfloat16")
+            sums = T.alloc_fragment((half, half), "float32")
+            total0 = T.alloc_fragment((half, half), "float32")
+            total1 = T.alloc_fragment((half, half), "float32")
+            scale0 = T.alloc_fragment((half,), "float32")
+            scale1 = T.alloc_fragment((half,), "float32")
+            column0 = T.alloc_var("float32")
+            column1 = T.alloc_var("float32")
+            row = T.alloc_var("int32")  # variables, or every step would divide to find them again
+            column = T.alloc_var("int32")
+            tiles_M = T.ceildiv(M, block_M)
+
+            T.clear(total0)
+            T.clear(total1)
+            for step in T.Pipelined(T.ceildiv(tiles_M * tiles_N - block, multiprocessors) * blocks, num_stages=stages):
+                k = step % blocks
+                tile = step // blocks * multiprocessors + block
+                band = tile // (group * tiles_N)
+                rows = T.min(group, tiles_M - band * group)
+                m = band * group + tile % (group * tiles_N) % rows
+                n = tile % (group * tiles_N) // rows
+                T.copy(a[m * block_M, k * GROUP], a_tile)
+                T.copy(b[n * block_N, k * GROUP], b_tile)
+                if k == 0:
+                    row = m * block_M
+                    column = n * (block_N // GROUP)
+                # Loaded before the products and first needed after them.
+                for i in T.Parallel(half):
+                    scale0[i] = scale_a[T.min(row + i, M - 1), k]
+                    scale1[i] = scale_a[T.min(row + down + i, M - 1), k]
+                column0 = scale_b[column, k]
+                column1 = scale_b[T.min(column + right // GROUP, blocks_N - 1), k]
+                T.gemm(
+                    a_tile[0:half, 0:GROUP],
+                    b_tile[0:half, 0:GROUP],
+                    sums,
+                    transpose_B=True,
+                    policy=T.GemmWarpPolicy.FullRow,
+                    clear_accum=True,
+                )
+                for i, j in T.Parallel(half, half):
+                    total0[i, j] = total0[i, j] + sums[i, j] * (scale0[i] * column0)
+                T.gemm(
+                    a_tile[down : down + half, 0:GROUP],
+                    b_tile[right : right + half, 0:GROUP],
+                    sums,
+                    transpose_B=True,
+                    policy=T.GemmWarpPolicy.FullRow,
+                    clear_accum=True,
+                )
+                for i, j in T.Parallel(half, half):
+                    total1[i, j] = total1[i, j] + sums[i, j] * (scale1[i] * column1)
+                if k == blocks - 1:
+                    T.copy(total0, out_tile)
+                    T.copy(out_tile, out[row, column * GROUP])
+                    T.clear(total0)
+                    T.copy(total1, out_tile)
+                    T.copy(out_tile, out[row + down, column * GROUP + right])
+                    T.clear(total1)
+                    T.fence_proxy_async()  # here, or every step would have one, which waits for the scales
+
+    return gemm_fp8_pairs
+
+
+@functools.cache
 @tilelang.jit(pass_configs={"tl.enable_lower_ldgstg": True})
 def gemm_fp8_reduce_kernel(N, split, vec):
     """Compile out[m, n] = bfloat16(partial[0, m, n] + partial[1, m, n] + ...), always summed in this order."""
@@ -291,7 +389,22 @@ def default_split(tiles, blocks, multiprocessors):
     )
 
 
-def multiply(a, b, scale_a, scale_b, out, block_M, split, group, skinny_M, skinny_N, stages):
+@functools.lru_cache(maxsize=4096)
+def default_tile(M, N, blocks, multiprocessors):
+    """Tile of the dense product: 0 for 128 x 128, 1 for a stacked pair of them, 2 for a pair side by side.
+
+    In steps of 128 x 128 x 128: pairs take 2 a block and about 5 to be stored, which nothing overlaps; single tiles 1.5 and 8.
+    """
+    rows, columns = -(-M // 128), -(-N // 128)
+    stacked, side = -(-rows // 2) * columns, rows * -(-columns // 2)
+    split = default_split(rows * columns, blocks, multiprocessors)
+    single = -(-rows * columns * split // multiprocessors) * (1.5 * blocks / split + 8) + 12 * (split > 1)
+    if -(-min(stacked, side) // multiprocessors) * (2 * blocks + 5) > single:
+        return 0
+    return 2 if side <= stacked else 1
+
+
+def multiply(a, b, scale_a, scale_b, out, tile, block_M, split, group, skinny_M, skinny_N, stages):
     """Choose a kernel by shape and alignment, and launch it."""
     M, N = out.shape
     K = a.shape[1]
@@ -306,15 +419,23 @@ def multiply(a, b, scale_a, scale_b, out, block_M, split, group, skinny_M, skinn
         # Three CTAs a multiprocessor keep the memory busy; a part of fewer than four blocks is not worth its sums.
         most = 3 * multiprocessors // -(-N // skinny_N)
         split = min(split or max(1, min(most, blocks // 4, 16)), blocks)
-        stages = min(stages or 12, max(2, 96 * 1024 // ((rows + skinny_N) * GROUP)))  # leaves room for two CTAs
+        # Three CTAs are to fit, or the last of them would begin when the first end.
+        stages = min(stages or 12, max(2, 72 * 1024 // ((rows + skinny_N) * GROUP)))
         kernel = gemm_fp8_skinny_kernel(N, K, rows, skinny_N, stages, split)
-        out_aligned = False
     else:
+        # TMA stores whole chunks of 16 bytes, also past the last column.
+        out_aligned = out.stride(0) % 8 == 0 and out.data_ptr() % 16 == 0 and N % 8 == 0
+        if block_M or not out_aligned or (split or 1) > 1:
+            tile = 0
+        elif tile is None:
+            tile = default_tile(M, N, blocks, multiprocessors)
+        if tile:
+            kernel = gemm_fp8_pairs_kernel(N, K, tile == 2, min(stages or 4, 4), group, multiprocessors)
+            kernel(a, b, scale_a, scale_b, out)
+            return
         block_M = block_M or 128
         tiles = -(-M // block_M) * -(-N // 128)
         split = min(split or default_split(tiles, blocks, multiprocessors), blocks)
-        # TMA stores whole chunks of 16 bytes, also past the last column.
-        out_aligned = out.stride(0) % 8 == 0 and out.data_ptr() % 16 == 0 and N % 8 == 0
         kernel = gemm_fp8_dense_kernel(
             N, K, block_M, 128, min(stages or 4, 5), group, split, out_aligned and split == 1, multiprocessors
         )
@@ -328,20 +449,37 @@ def multiply(a, b, scale_a, scale_b, out, block_M, split, group, skinny_M, skinn
     )
 
 
-def run(a, b, scale_a, scale_b, out, *, block_M=None, split=None, group=8, skinny_M=None, skinny_N=None, stages=None):
+def run(
+    a,
+    b,
+    scale_a,
+    scale_b,
+    out,
+    *,
+    tile=None,
+    block_M=None,
+    split=None,
+    group=8,
+    skinny_M=None,
+    skinny_N=None,
+    stages=None,
+):
     """out = bfloat16(sum over blocks of scale_a * scale_b * (products of the block)), in float32.
 
     a: [M, K] and b: [N, K] in float8_e4m3fn, out: [M, N] in bfloat16, last stride 1 (any row stride); scale_a:
     [M, ceil(K / 128)] and scale_b: [ceil(N / 128), ceil(K / 128)] in float32, any strides. Up to `skinny_M` rows (at most
-    64) are one tile of the skinny kernel, with `skinny_N` rows of b a CTA; more rows take the dense kernel with tiles of
-    block_M (64 or 128) x 128. K is cut into `split` parts, which needs a workspace; `stages` tiles of K are in flight. None
-    chooses by shape. Rows of a or b that are not aligned to 16 bytes take a plain kernel, which is slow.
+    64) are one tile of the skinny kernel, with `skinny_N` rows of b a CTA. More rows take, by `tile`, the kernel of pairs with
+    tiles of 256 x 128 (1) or 128 x 256 (2), or the dense kernel with tiles of block_M (64 or 128) x 128 (0), which alone cuts
+    K into `split` parts with a workspace; `stages` tiles of K are in flight. None chooses by shape. What TMA cannot store
+    takes the dense kernel; rows of a or b that are not aligned to 16 bytes take a plain kernel, which is slow.
     """
     if out.numel():
-        multiply(a, b, scale_a, scale_b, out, block_M, split, group, skinny_M, skinny_N, stages)
+        multiply(a, b, scale_a, scale_b, out, tile, block_M, split, group, skinny_M, skinny_N, stages)
 
 
-def run_dynamic(x, b, scale_b, out, *, block_M=None, split=None, group=8, skinny_M=None, skinny_N=None, stages=None):
+def run_dynamic(
+    x, b, scale_b, out, *, tile=None, block_M=None, split=None, group=8, skinny_M=None, skinny_N=None, stages=None
+):
     """As `run`, for x: [M, K] in bfloat16, last stride 1 (any row stride): each 128 channels of a row are cast first.
 
     scale = max(|x|, 1e-4) / 448 and code = x * (448 / max(|x|, 1e-4)), rounded to nearest even, by a kernel of their own.
@@ -353,4 +491,4 @@ def run_dynamic(x, b, scale_b, out, *, block_M=None, split=None, group=8, skinny
     scale = torch.empty((-(-K // GROUP), M), dtype=torch.float32, device=x.device)
     bits = K | x.stride(0) | x.data_ptr() // 2 | 8
     cast_rows_kernel(K, bits & -bits)(x, codes, scale)
-    multiply(codes[:, :K], b, scale.T, scale_b, out, block_M, split, group, skinny_M, skinny_N, stages)
+    multiply(codes[:, :K], b, scale.T, scale_b, out, tile, block_M, split, group, skinny_M, skinny_N, stages)

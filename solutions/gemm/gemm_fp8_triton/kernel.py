@@ -60,6 +60,104 @@ def _store(out_ptr, partial_ptr, acc, m, n, split, M, N, out_stride, SPLIT: tl.c
         tl.store(out_ptr + m[:, None] * out_stride + n[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _gemv(
+    a_ptr,
+    b_ptr,
+    scale_a_ptr,
+    scale_b_ptr,
+    out_ptr,
+    b_stride,
+    scale_a_column,
+    scale_b_row,
+    scale_b_column,
+    N,
+    K,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    DYNAMIC: tl.constexpr,
+):
+    """One row of a, in one launch. Without tensor cores b goes straight from memory to registers, in loads of 16 bytes.
+
+    A thread adds 16 products at a time in float32 and scales them then; it keeps a sum a row of b, and sums meet at the end.
+    """
+    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    piece = tl.arange(0, BLOCK_K // 16) * 16
+    b_ptrs = b_ptr + n[:, None] * b_stride + k[None, :]
+    scale_b_row_ptr = scale_b_ptr + (tl.program_id(0) * BLOCK_N // GROUP).to(tl.int64) * scale_b_row
+    acc = tl.zeros([BLOCK_N, BLOCK_K // 16], dtype=tl.float32)
+    for start in range(0, K, BLOCK_K):
+        if EVEN_K:
+            b = tl.load(b_ptrs, mask=(n < N)[:, None], other=0.0, eviction_policy="evict_first")
+            a = tl.load(a_ptr + start + k)
+            block = (start + piece) // GROUP
+        else:
+            b = tl.load(
+                b_ptrs,
+                mask=(n < N)[:, None] & (k < K - start)[None, :],
+                other=0.0,
+                eviction_policy="evict_first",
+            )
+            a = tl.load(a_ptr + start + k, mask=k < K - start, other=0.0)
+            block = tl.minimum(start + piece, K - 1) // GROUP
+        scale = tl.load(scale_b_row_ptr + block * scale_b_column)
+        if DYNAMIC:
+            codes, scale_a = _cast_block(tl.reshape(a, [BLOCK_K // GROUP, GROUP]))
+            a = tl.reshape(codes, [BLOCK_K])
+            scale *= tl.reshape(tl.broadcast_to(scale_a[:, None], [BLOCK_K // GROUP, GROUP // 16]), [BLOCK_K // 16])
+        else:
+            scale *= tl.load(scale_a_ptr + block * scale_a_column)
+        products = b.to(tl.float32) * a.to(tl.float32)[None, :]
+        acc += tl.sum(tl.reshape(products, [BLOCK_N, BLOCK_K // 16, 16]), axis=2) * scale[None, :]
+        b_ptrs += BLOCK_K
+    tl.store(out_ptr + n, tl.sum(acc, axis=1).to(out_ptr.dtype.element_ty), mask=n < N)
+
+
+@triton.jit(do_not_specialize=["M", "k_blocks_per_split"])
+def _gemm_few(
+    a_desc,
+    b_desc,
+    scale_a_ptr,
+    scale_b_ptr,
+    out_ptr,
+    partial_ptr,
+    scale_a_row,
+    scale_a_column,
+    scale_b_row,
+    scale_b_column,
+    out_stride,
+    M,
+    N,
+    K,
+    k_blocks_per_split,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Up to BLOCK_M rows of a: b @ a.T, so that b's rows fill the asynchronous tensor cores and no thread touches b.
+
+    The copy engine fetches both. A thread has little to do a block, so that the memory alone sets the time.
+    """
+    n_tile = tl.program_id(0)
+    split = tl.program_id(1)
+    m = tl.arange(0, BLOCK_M).to(tl.int64)
+    n = (n_tile * BLOCK_N).to(tl.int64) + tl.arange(0, BLOCK_N)
+    first = split * k_blocks_per_split
+    last = tl.minimum(first + k_blocks_per_split, tl.cdiv(K, GROUP))
+    scale_a_ptrs = scale_a_ptr + m * scale_a_row
+    scale_b_row_ptr = scale_b_ptr + (n_tile * BLOCK_N // GROUP).to(tl.int64) * scale_b_row
+    acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    for block in range(first, last):
+        b = b_desc.load([n_tile * BLOCK_N, block * GROUP])
+        a = a_desc.load([0, block * GROUP])
+        scale = tl.load(scale_a_ptrs + block * scale_a_column, mask=m < M, other=0.0)
+        scale *= tl.load(scale_b_row_ptr + block * scale_b_column)
+        acc += tl.dot(b, a.T) * scale[None, :]
+    _store(out_ptr, partial_ptr, tl.trans(acc), m, n, split, M, N, out_stride, SPLIT)
+
+
 @triton.jit(do_not_specialize=["M", "k_blocks_per_split"])
 def _gemm_pointers(
     a_ptr,
@@ -175,6 +273,57 @@ def _gemm_descriptors(
 
 
 @triton.jit(do_not_specialize=["M"])
+def _gemm_pairs(
+    a_desc,
+    b_desc,
+    scale_a_ptr,
+    scale_b_ptr,
+    out_ptr,
+    scale_a_row,
+    scale_a_column,
+    scale_b_row,
+    scale_b_column,
+    out_stride,
+    M,
+    N,
+    K,
+    HALF_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    FLATTEN: tl.constexpr,
+):
+    """As _gemm_descriptors without splits, for tiles of two halves of HALF_M rows, which share a tile of b.
+
+    The sums of one half are scaled and added before the other half is multiplied, in the same registers. 256 x 128 with 8
+    warps reads a quarter fewer bytes from L2; 128 x 128 with 4 warps lets two programs share a multiprocessor, of which one
+    adds while the other multiplies.
+    """
+    m_tiles = tl.cdiv(M, 2 * HALF_M)
+    n_tiles = tl.cdiv(N, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), m_tiles * n_tiles, tl.num_programs(0), flatten=FLATTEN):
+        m_tile, n_tile = _tile_coordinates(tile, m_tiles, n_tiles, GROUP_M)
+        m0 = (m_tile * 2 * HALF_M).to(tl.int64) + tl.arange(0, HALF_M)
+        m1 = m0 + HALF_M
+        scale0_ptrs = scale_a_ptr + m0 * scale_a_row
+        scale1_ptrs = scale_a_ptr + m1 * scale_a_row
+        scale_b_row_ptr = scale_b_ptr + (n_tile * BLOCK_N // GROUP).to(tl.int64) * scale_b_row
+        acc0 = tl.zeros([HALF_M, BLOCK_N], dtype=tl.float32)
+        acc1 = tl.zeros([HALF_M, BLOCK_N], dtype=tl.float32)
+        for block in range(0, tl.cdiv(K, GROUP)):
+            scale0 = tl.load(scale0_ptrs + block * scale_a_column, mask=m0 < M, other=0.0)
+            scale1 = tl.load(scale1_ptrs + block * scale_a_column, mask=m1 < M, other=0.0)
+            scale_b = tl.load(scale_b_row_ptr + block * scale_b_column)
+            b = b_desc.load([n_tile * BLOCK_N, block * GROUP]).T
+            a0 = a_desc.load([m_tile * 2 * HALF_M, block * GROUP])
+            acc0 += tl.dot(a0, b) * (scale0 * scale_b)[:, None]
+            a1 = a_desc.load([m_tile * 2 * HALF_M + HALF_M, block * GROUP])
+            acc1 += tl.dot(a1, b) * (scale1 * scale_b)[:, None]
+        n = (n_tile * BLOCK_N).to(tl.int64) + tl.arange(0, BLOCK_N)
+        _store(out_ptr, out_ptr, acc0, m0, n, 0, M, N, out_stride, False)
+        _store(out_ptr, out_ptr, acc1, m1, n, 0, M, N, out_stride, False)
+
+
+@triton.jit(do_not_specialize=["M"])
 def _sum_splits(partial_ptr, out_ptr, out_stride, M, N, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
     """Adds the splits of K in a fixed order (deterministic), one row piece a program."""
     column_blocks = tl.cdiv(N, BLOCK)
@@ -188,9 +337,15 @@ def _sum_splits(partial_ptr, out_ptr, out_stride, M, N, SPLITS: tl.constexpr, BL
 
 # Launch configurations of each kernel, by index VARIANT.
 # BLOCK_N, num_warps, num_stages; BLOCK_M is 16, 32 or 64 by the number of rows
-_FEW_ROWS = ((32, 4, 5), (64, 4, 4), (16, 2, 6), (32, 2, 6), (128, 4, 4))
+_POINTERS = ((32, 4, 5), (64, 4, 4), (16, 2, 6), (32, 2, 6), (128, 4, 4))
+# most of BLOCK_K, 16-byte loads a thread for a step, num_warps
+_GEMV = ((2048, 8, 4), (2048, 4, 4), (4096, 8, 8), (4096, 4, 8), (1024, 8, 4), (1024, 8, 2))
+# BLOCK_N, num_warps, num_stages
+_FEW = ((64, 4, 6), (128, 4, 4), (64, 4, 4), (128, 4, 6), (64, 4, 8))
 # BLOCK_M, BLOCK_N, num_warps, num_stages
 _TILES = ((128, 128, 8, 4), (128, 128, 8, 5), (64, 128, 4, 4), (128, 64, 4, 5), (128, 128, 4, 3))
+# HALF_M, BLOCK_N, num_warps, num_stages, programs a multiprocessor
+_PAIRS = ((128, 128, 8, 4, 1), (128, 128, 8, 3, 1), (64, 128, 4, 3, 2), (64, 128, 4, 2, 2), (64, 64, 4, 4, 2))
 _MOST_SPLITS = 16
 FEW = 64  # rows: up to this many, reading b is all that counts
 
@@ -218,34 +373,113 @@ def _cast(x):
     return codes[:, :K], scale.T
 
 
-def _multiply(a, b, scale_a, scale_b, out, VARIANT, SPLIT, GROUP_M, PERSISTENT):
+def _choose(wanted, M, aligned, dynamic):
+    """The kernel for a shape: the one that is wanted, where it can be."""
+    if not aligned:
+        return "pointers"
+    if M == 1 and wanted in (None, "gemv"):
+        return "gemv"
+    if M <= FEW:
+        return "pointers" if dynamic or wanted == "pointers" else "few"
+    return wanted if wanted in ("pairs", "pointers") else "tiles"
+
+
+def _multiply(a, b, scale_a, scale_b, out, KERNEL, VARIANT, SPLIT, GROUP_M, PERSISTENT):
     """Choose a kernel by shape and launch it. Without scale_a, a is bfloat16; more than FEW rows of it are cast first."""
     M, N = out.shape
     K = a.shape[1]
     if M == 0 or N == 0:
         return
     sms = _sm_count(out.device)
-    few = M <= FEW
-    if scale_a is None and not few:
+    if scale_a is None and (M > FEW or KERNEL == "few"):
         a, scale_a = _cast(a)
     dynamic = scale_a is None
-    engine = not few and _copy_engine_reads(a) and _copy_engine_reads(b)
-    if few:
-        block_m = 16 if M <= 16 else 32 if M <= 32 else 64
-        block_n, warps, stages = _FEW_ROWS[VARIANT if VARIANT is not None else 0 if M <= 32 else 1]
-    elif engine:
+    aligned = _copy_engine_reads(a) and _copy_engine_reads(b)
+    kernel = _choose(KERNEL, M, aligned, dynamic)
+    block_m = 16 if M <= 16 else 32 if M <= 32 else 64
+    scale_strides = (0, 0) if dynamic else (scale_a.stride(0), scale_a.stride(1))
+    strides = (*scale_strides, scale_b.stride(0), scale_b.stride(1), out.stride(0))
+    if kernel == "gemv":
+        most, loads, warps = _GEMV[VARIANT or 0]
+        block_k = most
+        while block_k > 128 and block_k >= 2 * K:
+            block_k //= 2
+        block_n = min(128, loads * 512 * warps // block_k)
+        _gemv[(_cdiv(N, block_n),)](
+            a,
+            b,
+            scale_b if dynamic else scale_a,
+            scale_b,
+            out,
+            b.stride(0),
+            *strides[1:4],
+            N,
+            K,
+            block_n,
+            block_k,
+            K % block_k == 0,
+            dynamic,
+            num_warps=warps,
+        )
+        return
+    if kernel == "pairs":
+        half_m, block_n, warps, stages, programs = _PAIRS[VARIANT or 0]
+        work = _cdiv(M, 2 * half_m) * _cdiv(N, block_n)
+        _gemm_pairs[(min(programs * sms, work) if PERSISTENT else work,)](
+            TensorDescriptor(a, [M, K], [a.stride(0), 1], [half_m, 128]),
+            TensorDescriptor(b, [N, K], [b.stride(0), 1], [block_n, 128]),
+            scale_a,
+            scale_b,
+            out,
+            *strides,
+            M,
+            N,
+            K,
+            half_m,
+            block_n,
+            GROUP_M,
+            PERSISTENT and work > programs * sms,
+            num_warps=warps,
+            num_stages=stages,
+        )
+        return
+    programs = sms
+    if kernel == "few":
+        block_n, warps, stages = _FEW[VARIANT or 0]
+        programs *= 220 * 1024 // (stages * (block_m + block_n) * 128)  # those that fit: none is to start late
+    elif kernel == "tiles":
         block_m, block_n, warps, stages = _TILES[VARIANT or 0]
+    elif M <= FEW:
+        block_n, warps, stages = _POINTERS[VARIANT if VARIANT is not None else 0 if M <= 32 else 1]
+        programs *= 6
     else:
-        block_m, block_n, warps, stages = 64, 128, 4, 3
+        block_n, warps, stages = 128, 4, 3
     tiles = _cdiv(M, block_m) * _cdiv(N, block_n)
     k_blocks = _cdiv(K, 128)
-    splits = SPLIT or _default_split(tiles, k_blocks, 6 * sms if few else sms)
+    splits = SPLIT or _default_split(tiles, k_blocks, programs)
     k_blocks_per_split = _cdiv(k_blocks, min(splits, k_blocks))
     splits = _cdiv(k_blocks, k_blocks_per_split)  # no split may be empty
     partial = torch.empty((splits, M, N), dtype=torch.float32, device=out.device) if splits > 1 else out
-    scale_strides = (0, 0) if dynamic else (scale_a.stride(0), scale_a.stride(1))
-    strides = (*scale_strides, scale_b.stride(0), scale_b.stride(1), out.stride(0))
-    if engine:
+    if kernel == "few":
+        _gemm_few[(tiles, splits)](
+            TensorDescriptor(a, [M, K], [a.stride(0), 1], [block_m, 128]),
+            TensorDescriptor(b, [N, K], [b.stride(0), 1], [block_n, 128]),
+            scale_a,
+            scale_b,
+            out,
+            partial,
+            *strides,
+            M,
+            N,
+            K,
+            k_blocks_per_split,
+            block_m,
+            block_n,
+            splits > 1,
+            num_warps=warps,
+            num_stages=stages,
+        )
+    elif kernel == "tiles":
         work = tiles * splits
         _gemm_descriptors[(min(sms, work) if PERSISTENT else work,)](
             TensorDescriptor(a, [M, K], [a.stride(0), 1], [block_m, 128]),
@@ -296,24 +530,26 @@ def _multiply(a, b, scale_a, scale_b, out, VARIANT, SPLIT, GROUP_M, PERSISTENT):
         _sum_splits[(M * _cdiv(N, 1024),)](partial, out, out.stride(0), M, N, splits, 1024, num_warps=4)
 
 
-def run(a, b, scale_a, scale_b, out, *, VARIANT=None, SPLIT=None, GROUP_M=8, PERSISTENT=True):
+def run(a, b, scale_a, scale_b, out, *, KERNEL=None, VARIANT=None, SPLIT=None, GROUP_M=8, PERSISTENT=True):
     """out = bfloat16(sum over blocks of scale_a * scale_b * (products of the block)), in float32.
 
     Shapes: a [M, K] and b [N, K] in float8_e4m3fn and out [M, N] in bfloat16 with unit last stride, any row stride; scale_a
     [M, ceil(K / 128)] and scale_b [ceil(N / 128), ceil(K / 128)] float32 of any strides.
-    Mapping, by shape:
-    - M <= 64: pipelined pointer loads, as many programs as keep the memory busy; K is split among them. What is not aligned
-      to 16 bytes goes the same way with larger tiles.
-    - else: tensor copy engine, as many programs as multiprocessors (PERSISTENT). K is split where tiles are few.
-    VARIANT picks a row of the table of the kernel that the shape selects (None: by shape). SPLIT = None or 0: by shape.
+    Mapping, by shape (KERNEL names another, which is taken where it can be):
+    - gemv, M = 1: float32 arithmetic, all of K in one program.
+    - few, M <= 64: b @ a.T on asynchronous tensor cores, as many programs as fit; K is split among them.
+    - tiles: tensor copy engine, persistent programs (PERSISTENT); K is split where tiles are few.
+    - pairs, only where named: as tiles, with tiles of two halves and all of K.
+    - pointers: what is not aligned to 16 bytes.
+    VARIANT picks a row of the table of the kernel (None: by shape). SPLIT = None or 0: by shape.
     """
-    _multiply(a, b, scale_a, scale_b, out, VARIANT, SPLIT, GROUP_M, PERSISTENT)
+    _multiply(a, b, scale_a, scale_b, out, KERNEL, VARIANT, SPLIT, GROUP_M, PERSISTENT)
 
 
-def run_dynamic(x, b, scale_b, out, *, VARIANT=None, SPLIT=None, GROUP_M=8, PERSISTENT=True):
+def run_dynamic(x, b, scale_b, out, *, KERNEL=None, VARIANT=None, SPLIT=None, GROUP_M=8, PERSISTENT=True):
     """As `run`, for x [M, K] in bfloat16 with unit last stride, any row stride: each 128 channels of a row are cast first.
 
     scale = max(|x|, 1e-4) / 448 and code = x * (448 / max(|x|, 1e-4)), rounded to nearest even. Up to 64 rows are cast by
     each program that multiplies them, in the same launch; more in a launch of their own, to a workspace.
     """
-    _multiply(x, b, None, scale_b, out, VARIANT, SPLIT, GROUP_M, PERSISTENT)
+    _multiply(x, b, None, scale_b, out, KERNEL, VARIANT, SPLIT, GROUP_M, PERSISTENT)

@@ -22,7 +22,7 @@ def list_groups_kernel(E, block_M):
     threads = max(32, 1 << E.bit_length())  # more than E
 
     @T.prim_func
-    def list_groups(offs: T.Tensor((E,), "int32"), rows: T.int32, table: T.Tensor((4, tiles), "int32")):
+    def list_groups(offs: T.Tensor((E,), "int32"), rows: T.int32, table: T.Tensor((5, tiles), "int32")):
         with T.Kernel(1, threads=threads) as _:
             group = T.get_thread_binding(0)
             counts = T.alloc_shared((threads,), "int32")
@@ -48,6 +48,7 @@ def list_groups_kernel(E, block_M):
                 table[2, before + tile] = T.if_then_else(group < E, end, 0)
                 table[3, before + tile] = end
             if group == threads - 1:
+                table[4, 0] = before + mine  # as many tiles exist
                 for tile in T.serial(tiles - before - mine):
                     for field in T.unroll(4):
                         table[field, before + mine + tile] = 0
@@ -62,7 +63,7 @@ def list_masked_kernel(E, block_M):
     tiles = T.dynamic("tiles")
 
     @T.prim_func
-    def list_masked(counts: T.Tensor((E,), "int32"), rows: T.int32, table: T.Tensor((4, tiles), "int32")):
+    def list_masked(counts: T.Tensor((E,), "int32"), rows: T.int32, table: T.Tensor((5, tiles), "int32")):
         with T.Kernel(T.ceildiv(tiles, 128), threads=128) as block:
             tile = block * 128 + T.get_thread_binding(0)
             if tile < tiles:
@@ -96,7 +97,7 @@ def grouped_fp8_kernel(E, N, K, block_M, block_N, stages, swap, pairs):
         b: T.Tensor((E, N, K), CODE),
         scale_a: T.StridedTensor((S, blocks), (a_row, a_column), "float32"),
         scale_b: T.Tensor((E, -(-N // GROUP), blocks), "float32"),
-        table: T.Tensor((4, tiles), "int32"),
+        table: T.Tensor((5, tiles), "int32"),
         out: T.StridedTensor((S, N), (out_stride, 1), "bfloat16"),
     ):
         # Columns vary fastest: CTAs in flight share rows of a, and the weights of one expert stay in L2.
@@ -156,6 +157,107 @@ def grouped_fp8_kernel(E, N, K, block_M, block_N, stages, swap, pairs):
 
 @functools.cache
 @tilelang.jit
+def grouped_fp8_pairs_kernel(E, N, K, stages, multiprocessors):
+    """Compile the products of the tiles that exist, of 128 x 256 in two halves, by one CTA a multiprocessor.
+
+    Both halves take the same 64 registers a thread for the sums of a block of 128 columns, one after the other: while one
+    warpgroup scales and adds its sums, the other's products keep the tensor cores busy. A CTA walks over its tiles in one
+    loop over all their blocks, so that the fetching warpgroup runs on to the next tile while this one is stored.
+    """
+    S, tiles = T.dynamic("S tiles")
+    a_row, a_column, out_stride = T.dynamic("a_row a_column out_stride", "int64")
+    blocks, half = -(-K // GROUP), 128
+    tiles_N, blocks_N = -(-N // (2 * half)), -(-N // GROUP)
+
+    @T.prim_func
+    def grouped_fp8_pairs(
+        a: T.Tensor((S, K), CODE),
+        b: T.Tensor((E, N, K), CODE),
+        scale_a: T.StridedTensor((S, blocks), (a_row, a_column), "float32"),
+        scale_b: T.Tensor((E, blocks_N, blocks), "float32"),
+        table: T.Tensor((5, tiles), "int32"),
+        out: T.StridedTensor((S, N), (out_stride, 1), "bfloat16"),
+    ):
+        with T.Kernel(multiprocessors, threads=2 * half) as block:
+            T.assume(out_stride % 8 == 0)
+            T.annotate_producer_reg_dealloc(40)
+            T.annotate_consumer_reg_alloc(232)  # 128 totals and 64 sums a thread
+            a_tile = T.alloc_shared((half, GROUP), CODE)
+            b_tile = T.alloc_shared((2 * half, GROUP), CODE)
+            out_tile = T.alloc_shared((half, half), "bfloat16")
+            T.annotate_layout({out_tile: tilelang.layout.make_swizzled_layout(out_tile)})
+            sums = T.alloc_fragment((half, half), "float32")
+            total0 = T.alloc_fragment((half, half), "float32")
+            total1 = T.alloc_fragment((half, half), "float32")
+            scale = T.alloc_fragment((half,), "float32")
+            column0 = T.alloc_var("float32")
+            column1 = T.alloc_var("float32")
+            expert = T.alloc_var("int32", init=0)
+            first = T.alloc_var("int32", init=0)
+            used = T.alloc_var("int32", init=0)
+            end = T.alloc_var("int32", init=0)
+            T.clear(total0)
+            T.clear(total1)
+            # Columns vary fastest: CTAs in flight share rows of a, and the weights of one expert stay in L2.
+            for step in T.Pipelined(
+                T.max(0, T.ceildiv(table[4, 0] * tiles_N - block, multiprocessors)) * blocks, num_stages=stages
+            ):
+                k = step % blocks
+                tile = (step // blocks * multiprocessors + block) // tiles_N
+                n = (step // blocks * multiprocessors + block) % tiles_N
+                # Rows past the end, of the next group, are read and not stored.
+                T.copy(a[table[1, tile], k * GROUP], a_tile)
+                T.copy(b[table[0, tile], n * 2 * half : (n + 1) * 2 * half, k * GROUP : (k + 1) * GROUP], b_tile)
+                if k == 0:
+                    expert = table[0, tile]
+                    first = table[1, tile]
+                    used = table[2, tile]
+                    end = table[3, tile]
+                # Loaded before the products and first needed after them.
+                for i in T.Parallel(half):
+                    scale[i] = scale_a[T.min(first + i, S - 1), k]
+                column0 = scale_b[expert, n * 2, k]
+                column1 = scale_b[expert, T.min(n * 2 + 1, blocks_N - 1), k]
+                T.gemm(
+                    a_tile,
+                    b_tile[0:half, 0:GROUP],
+                    sums,
+                    transpose_B=True,
+                    policy=T.GemmWarpPolicy.FullRow,
+                    clear_accum=True,
+                )
+                for i, j in T.Parallel(half, half):
+                    total0[i, j] = total0[i, j] + sums[i, j] * (scale[i] * column0)
+                T.gemm(
+                    a_tile,
+                    b_tile[half : 2 * half, 0:GROUP],
+                    sums,
+                    transpose_B=True,
+                    policy=T.GemmWarpPolicy.FullRow,
+                    clear_accum=True,
+                )
+                for i, j in T.Parallel(half, half):
+                    total1[i, j] = total1[i, j] + sums[i, j] * (scale[i] * column1)
+                if k == blocks - 1:
+                    T.copy(total0, out_tile)
+                    for i, j in T.Parallel(half, half):
+                        if first + i < end and n * 2 * half + j < N:
+                            out[first + i, n * 2 * half + j] = T.if_then_else(first + i < used, out_tile[i, j], 0)
+                    T.clear(total0)
+                    T.copy(total1, out_tile)
+                    for i, j in T.Parallel(half, half):
+                        if first + i < end and n * 2 * half + half + j < N:
+                            out[first + i, n * 2 * half + half + j] = T.if_then_else(
+                                first + i < used, out_tile[i, j], 0
+                            )
+                    T.clear(total1)
+                    T.fence_proxy_async()  # here, or every step would have one, which waits for the scales
+
+    return grouped_fp8_pairs
+
+
+@functools.cache
+@tilelang.jit
 def grouped_fp8_plain_kernel(E, N, K):
     """Compile the products for rows that TMA cannot address (not aligned to 16 bytes): one code a load, no overlap."""
     S, tiles = T.dynamic("S tiles")
@@ -169,7 +271,7 @@ def grouped_fp8_plain_kernel(E, N, K):
         b: T.StridedTensor((E, N, K), (N * K, K, 1), CODE),
         scale_a: T.StridedTensor((S, blocks), (a_row, a_column), "float32"),
         scale_b: T.Tensor((E, -(-N // GROUP), blocks), "float32"),
-        table: T.Tensor((4, tiles), "int32"),
+        table: T.Tensor((5, tiles), "int32"),
         out: T.StridedTensor((S, N), (out_stride, 1), "bfloat16"),
     ):
         with T.Kernel(tiles * tiles_N, threads=128) as index:
@@ -222,11 +324,21 @@ def is_aligned(*tensors):
     return tensors[0].shape[-1] % 16 == 0 and not any(tensor.data_ptr() % 16 for tensor in tensors)
 
 
-def multiply(a, b, scale_a, scale_b, table, out, block_M, block_N, stages):
+@functools.cache
+def multiprocessor_count(index):
+    """Multiprocessors of a GPU; 132, those of an H100 or H200, where there is none (compiling without a GPU)."""
+    return torch.cuda.get_device_properties(index).multi_processor_count if torch.cuda.is_available() else 132
+
+
+def multiply(a, b, scale_a, scale_b, table, out, block_M, block_N, stages, pairs=False):
     """a [S, K], out [S, N]; tiles of block_M rows, as the table lists them (64 where codes are not aligned)."""
     E, N, K = b.shape
     if not is_aligned(a, b):
         grouped_fp8_plain_kernel(E, N, K)(a, b, scale_a, scale_b, table, out)
+        return
+    if pairs and N % 8 == 0 and out.data_ptr() % 16 == 0:
+        kernel = grouped_fp8_pairs_kernel(E, N, K, min(stages or 4, 4), multiprocessor_count(a.device.index))
+        kernel(a, b, scale_a, scale_b, table, out)
         return
     swap = block_M < 64
     block_N = block_N or (64 if swap else 128)
@@ -235,14 +347,15 @@ def multiply(a, b, scale_a, scale_b, table, out, block_M, block_N, stages):
     grouped_fp8_kernel(E, N, K, block_M, block_N, stages, swap, pairs)(a, b, scale_a, scale_b, table, out)
 
 
-def run_grouped(a, b, scale_a, scale_b, offs, out, *, block_M=None, block_N=None, stages=None):
+def run_grouped(a, b, scale_a, scale_b, offs, out, *, block_M=None, block_N=None, stages=None, pairs=None):
     """out[s] = bfloat16(sum over blocks of scale_a[s] * scale_b[e] * (products of the block)), rows s of group e, in float32.
 
     a: [S, K] and b: [E, N, K] in float8_e4m3fn, scale_a: [S, ceil(K / 128)] of any strides and scale_b:
     [E, ceil(N / 128), ceil(K / 128)] in float32, offs: [E] int32, ascending, out: [S, N] in bfloat16; all but scale_a
     contiguous. Group e has the rows from offs[e - 1] to below offs[e]; rows from the last offset on are zeros.
     Rows of each group are cut into tiles of block_M (16, 32, 64 or 128), columns of the product into tiles of block_N (64 or
-    128); `stages` tiles of K are in flight. None chooses by the rows that a group has on average.
+    128); `stages` tiles of K are in flight. None chooses by the rows that a group has on average. With `pairs`, tiles of 128
+    rows are multiplied by two of 128 columns at once, in persistent CTAs (None: where there are tiles for them all).
     """
     S, N = out.shape
     E = b.shape[0]
@@ -250,9 +363,11 @@ def run_grouped(a, b, scale_a, scale_b, offs, out, *, block_M=None, block_N=None
         return
     block_M = (block_M or default_rows(-(-S // E))) if is_aligned(a, b) else 64
     tiles = (S + min(E + 1, S) * (block_M - 1)) // block_M
-    table = torch.empty((4, tiles), dtype=torch.int32, device=a.device)
+    table = torch.empty((5, tiles), dtype=torch.int32, device=a.device)
     list_groups_kernel(E, block_M)(offs, S, table)
-    multiply(a, b, scale_a, scale_b, table, out, block_M, block_N, stages)
+    if pairs is None:
+        pairs = not block_N and multiprocessor_count(a.device.index) <= S // 128 * -(-N // 256)
+    multiply(a, b, scale_a, scale_b, table, out, block_M, block_N, stages, pairs and block_M == 128)
 
 
 def run_masked(a, b, scale_a, scale_b, counts, out, *, block_M=None, block_N=None, stages=None):
@@ -264,7 +379,7 @@ def run_masked(a, b, scale_a, scale_b, counts, out, *, block_M=None, block_N=Non
     if not out.numel():
         return
     block_M = (block_M or default_rows(M)) if is_aligned(a, b) else 64
-    table = torch.empty((4, E * -(-M // block_M)), dtype=torch.int32, device=a.device)
+    table = torch.empty((5, E * -(-M // block_M)), dtype=torch.int32, device=a.device)
     list_masked_kernel(E, block_M)(counts, M, table)
     rows = E * M
     flat = a.view(rows, -1), b, scale_a.view(rows, -1), scale_b, table, out.view(rows, N)
