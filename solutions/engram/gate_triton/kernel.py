@@ -2,10 +2,7 @@
 
 A row is one copy of the residual stream of one token: H values each of hidden and key, which stay in registers between the sums
 over the row and what is written. A program has a run of tokens of one copy, so that the weights of that copy are read once a
-run; the copies of a token are neighbours in the grid and share its value row through the L2. Where the sums for the weights of
-all copies fit in registers, the backward has a run of tokens of all copies instead: the gradient of the values then needs no
-second read of the incoming gradient. The next rows are on their way while one is reduced, and the sums over a row cross the warps
-together: memory would idle at every barrier otherwise, since so few programs fit on a multiprocessor.
+run; the copies of a token are neighbours in the grid and share its value row through the L2.
 """
 
 import torch
@@ -16,25 +13,15 @@ import triton.language as tl
 SUM_PARTS = 32
 SUM_COLUMNS = 64
 
-MULTIPROCESSORS = 132  # of an H200; only how the work is cut depends on it
-ALL_COPIES = 16384  # lanes of all copies of a token, up to which one program has them all in the backward
-
 
 def _cdiv(value: int, divisor: int) -> int:
     return -(-value // divisor)  # triton.cdiv costs microseconds a call
 
 
-def _block_of(H: int) -> int:
-    return 1 << (H - 1).bit_length()
-
-
-def _warps_of(block: int) -> int:
-    return min(16, max(1, block // 512))  # 16 values a thread of each tensor
-
-
-def _tokens_of(M: int, programs: int) -> int:
-    """Tokens a program, where all programs run at once: one more than fit would take as long as all the others."""
-    return max(1, _cdiv(M, max(1, programs)))
+def _row_shape(M: int, C: int, H: int, tokens: int | None, num_warps: int | None) -> tuple[int, int, int]:
+    """Tokens a program, lanes and warps: 16 values a thread of each tensor, and about eight programs a multiprocessor."""
+    block = 1 << (H - 1).bit_length()
+    return tokens or max(1, min(16, M * C // 1024)), block, num_warps or min(16, max(1, block // 512))
 
 
 @triton.jit
@@ -55,38 +42,11 @@ def run_fused_weight(
 
 @triton.jit
 def _gate_of(dot, rstd_hidden, rstd_key, clamp, H: tl.constexpr):
-    """A score of exactly 0 has no sign and a gate of one half."""
+    """The score and the gate; a score of exactly 0 has no sign and a gate of one half."""
     score = dot * rstd_hidden * rstd_key * (1.0 / H**0.5)
     root = tl.sqrt(tl.maximum(tl.abs(score), clamp))
     root = tl.where(score > 0, root, tl.where(score < 0, -root, score))  # NaN stays
-    return tl.sigmoid(root)
-
-
-@triton.jit
-def _sum_four(first, second, third, fourth):
-    """Sums of four rows, which cross the warps in one exchange."""
-    sums = tl.sum(tl.join(tl.join(first, second), tl.join(third, fourth)), axis=0)
-    one_three, two_four = tl.split(tl.trans(sums))
-    first, third = tl.split(one_three)
-    second, fourth = tl.split(two_four)
-    return first, second, third, fourth
-
-
-@triton.jit
-def _load_row(base_ptr, row, cols, inside, H: tl.constexpr):
-    return tl.load(base_ptr + tl.cast(row, tl.int64) * H + cols, mask=inside, other=0.0)
-
-
-@triton.jit
-def _load_past_l1(base_ptr, row, cols, inside, H: tl.constexpr):
-    return tl.load(base_ptr + tl.cast(row, tl.int64) * H + cols, mask=inside, other=0.0, cache_modifier=".cg")
-
-
-@triton.jit
-def _load_weight(weight_hidden_ptr, weight_embed_ptr, copy, cols, inside, H: tl.constexpr):
-    first = tl.load(weight_hidden_ptr + copy * H + cols, mask=inside, other=0.0)
-    second = tl.load(weight_embed_ptr + copy * H + cols, mask=inside, other=0.0)
-    return first.to(tl.float32) * second.to(tl.float32)
+    return score, tl.sigmoid(root)
 
 
 @triton.jit(do_not_specialize=["M", "tokens_per_run"])
@@ -109,24 +69,25 @@ def _gate_rows(
     H: tl.constexpr,
     BLOCK: tl.constexpr,
     SAVE: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     copy = tl.program_id(0) % C
-    first = tl.program_id(0) // C * tokens_per_run
+    first = (tl.program_id(0) // C).to(tl.int64) * tokens_per_run
     cols = tl.arange(0, BLOCK)
     inside = cols < H
-    weight = _load_weight(weight_hidden_ptr, weight_embed_ptr, copy, cols, inside, H)
-    for token in tl.range(first, tl.minimum(first + tokens_per_run, M), num_stages=STAGES):
+    weight = tl.load(weight_hidden_ptr + copy * H + cols, mask=inside, other=0.0).to(tl.float32)
+    weight *= tl.load(weight_embed_ptr + copy * H + cols, mask=inside, other=0.0).to(tl.float32)
+    for token in range(first, tl.minimum(first + tokens_per_run, M)):
         row = token * C + copy
-        hidden = _load_row(hidden_ptr, row, cols, inside, H).to(tl.float32)
-        key = _load_row(key_ptr, row, cols, inside, H).to(tl.float32)
-        value = _load_row(value_ptr, token, cols, inside, H)
-        of_hidden, of_key, dot, _ = _sum_four(hidden * hidden, key * key, hidden * key * weight, hidden)
-        rstd_hidden = tl.rsqrt(of_hidden / H + eps)
-        rstd_key = tl.rsqrt(of_key / H + eps)
-        gate = _gate_of(dot, rstd_hidden, rstd_key, clamp, H)
+        hidden = tl.load(hidden_ptr + row * H + cols, mask=inside, other=0.0, eviction_policy="evict_last")
+        key = tl.load(key_ptr + row * H + cols, mask=inside, other=0.0, eviction_policy="evict_last")
+        value = tl.load(value_ptr + token * H + cols, mask=inside, other=0.0)
+        hidden, key = hidden.to(tl.float32), key.to(tl.float32)
+        rstd_hidden = tl.rsqrt(tl.sum(hidden * hidden, axis=0) / H + eps)
+        rstd_key = tl.rsqrt(tl.sum(key * key, axis=0) / H + eps)
+        dot = tl.sum(hidden * key * weight, axis=0)
+        _, gate = _gate_of(dot, rstd_hidden, rstd_key, clamp, H)
         result = hidden + gate * value.to(tl.float32)
-        tl.store(out_ptr + tl.cast(row, tl.int64) * H + cols, result.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(out_ptr + row * H + cols, result.to(out_ptr.dtype.element_ty), mask=inside)
         if SAVE:
             tl.store(dot_ptr + row, dot)
             tl.store(gate_ptr + row, gate)
@@ -134,19 +95,15 @@ def _gate_rows(
             tl.store(rstd_key_ptr + row, rstd_key)
 
 
-def _run_gate(tensors, saved, clamp, eps, tokens, num_warps, stages):
+def _run_gate(tensors, saved, clamp, eps, tokens, num_warps):
     hidden, _, _, _, _, out = tensors
     M, C, H = hidden.shape
     if M == 0 or C == 0:
         return
-    block = _block_of(H)
-    warps = num_warps or _warps_of(block)
-    # 1024 threads a multiprocessor, which is what 64 registers a thread leave room for.
-    tokens = tokens or _tokens_of(M, MULTIPROCESSORS * (32 // warps) // C)
-    stages = stages or (1 if tokens == 1 else 3 if block <= 8192 else 2)
+    tokens, block, warps = _row_shape(M, C, H, tokens, num_warps)
     pointers = saved or (out,) * 4  # not written
     _gate_rows[(_cdiv(M, tokens) * C,)](
-        *tensors, *pointers, clamp, eps, M, tokens, C, H, block, bool(saved), stages, num_warps=warps
+        *tensors, *pointers, clamp, eps, M, tokens, C, H, block, bool(saved), num_warps=warps
     )
 
 
@@ -161,16 +118,15 @@ def run_gate_fwd(
     out: torch.Tensor,
     *,
     TOKENS=None,
-    STAGES=None,
     num_warps=None,
 ) -> None:
     """out = T(hidden + gate * v), gate = sigmoid(signed root of the score), one per token and copy; float32 inside.
 
     score = sum(hidden * weight_hidden * k * weight_embed) * rstd(hidden) * rstd(k) / sqrt(H), of magnitude clamp at least.
     Shapes: hidden, k and out [M, C, H], v [M, H], weights [C, H], all bfloat16 and contiguous; H <= 16384.
-    TOKENS = None: as many tokens a program as let all programs of an H200 run at once. STAGES - 1 rows are asked for ahead.
+    TOKENS = None: as many tokens a program as leave eight programs a multiprocessor, at most 16.
     """
-    _run_gate((hidden, k, v, weight_hidden, weight_embed, out), (), clamp, eps, TOKENS, num_warps, STAGES)
+    _run_gate((hidden, k, v, weight_hidden, weight_embed, out), (), clamp, eps, TOKENS, num_warps)
 
 
 def run_gate_fwd_save(
@@ -188,12 +144,11 @@ def run_gate_fwd_save(
     rstd_key: torch.Tensor,
     *,
     TOKENS=None,
-    STAGES=None,
     num_warps=None,
 ) -> None:
     """As run_gate_fwd; the weighted dot product, the gate and both factors of the norms are kept: float32 [M, C] each."""
     tensors = hidden, k, v, weight_hidden, weight_embed, out
-    _run_gate(tensors, (dot, gate, rstd_hidden, rstd_key), clamp, eps, TOKENS, num_warps, STAGES)
+    _run_gate(tensors, (dot, gate, rstd_hidden, rstd_key), clamp, eps, TOKENS, num_warps)
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -212,23 +167,17 @@ def _sum_weight_gradients(
     """Adds the partial sums in a fixed order, and the product rule: each weight has the other one as its factor."""
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < total
-    # What does not depend on the sums is asked for first, and the next parts before the last ones have come.
-    weight_hidden = tl.load(weight_hidden_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-    weight_embed = tl.load(weight_embed_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        old_hidden = tl.load(grad_weight_hidden_ptr + cols, mask=inside, other=0.0)
-        old_embed = tl.load(grad_weight_embed_ptr + cols, mask=inside, other=0.0)
     sums = tl.zeros([BLOCK_P, BLOCK], dtype=tl.float32)
-    for start in tl.range(0, parts, BLOCK_P, loop_unroll_factor=4):
+    for start in range(0, parts, BLOCK_P):
         part = start + tl.arange(0, BLOCK_P)[:, None]
         where = partial_ptr + part.to(tl.int64) * total + cols[None, :]
         sums += tl.load(where, mask=(part < parts) & inside[None, :], other=0.0)
     sums = tl.sum(sums, axis=0)
-    grad_hidden = sums * weight_embed
-    grad_embed = sums * weight_hidden
+    grad_hidden = sums * tl.load(weight_embed_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    grad_embed = sums * tl.load(weight_hidden_ptr + cols, mask=inside, other=0.0).to(tl.float32)
     if ADD:
-        grad_hidden += old_hidden
-        grad_embed += old_embed
+        grad_hidden += tl.load(grad_weight_hidden_ptr + cols, mask=inside, other=0.0)
+        grad_embed += tl.load(grad_weight_embed_ptr + cols, mask=inside, other=0.0)
     tl.store(grad_weight_hidden_ptr + cols, grad_hidden, mask=inside)
     tl.store(grad_weight_embed_ptr + cols, grad_embed, mask=inside)
 
@@ -264,56 +213,6 @@ def run_grad_w_reduce(
         )
 
 
-@triton.jit
-def _gate_backward_row(
-    grad,
-    hidden,
-    key,
-    value,
-    weight,
-    dot_ptr,
-    gate_ptr,
-    rstd_hidden_ptr,
-    rstd_key_ptr,
-    grad_hidden_ptr,
-    grad_key_ptr,
-    clamp,
-    eps,
-    row,
-    cols,
-    inside,
-    H: tl.constexpr,
-    SAVED: tl.constexpr,
-):
-    """Both gradients of one row are written; its gate, and what it adds to the sums for the weights, are handed back."""
-    grad, hidden, key = grad.to(tl.float32), hidden.to(tl.float32), key.to(tl.float32)
-    if SAVED:
-        dot, gate = tl.load(dot_ptr + row), tl.load(gate_ptr + row)
-        rstd_hidden, rstd_key = tl.load(rstd_hidden_ptr + row), tl.load(rstd_key_ptr + row)
-        grad_gate = tl.sum(grad * value.to(tl.float32), axis=0)
-    else:
-        of_hidden, of_key, dot, grad_gate = _sum_four(
-            hidden * hidden, key * key, hidden * key * weight, grad * value.to(tl.float32)
-        )
-        rstd_hidden = tl.rsqrt(of_hidden / H + eps)
-        rstd_key = tl.rsqrt(of_key / H + eps)
-        gate = _gate_of(dot, rstd_hidden, rstd_key, clamp, H)
-    # Rounded in the order of the Definition, so that a score next to clamp falls on the same side of it.
-    factor = rstd_hidden * rstd_key * (1.0 / H**0.5)
-    size = tl.abs(dot * factor)
-    slope = grad_gate * gate * (1.0 - gate) * factor * 0.5 / tl.sqrt(size)
-    slope = tl.where(size < clamp, 0.0, slope)  # none where the score is held at clamp, whatever the gradient
-    grad_hidden = grad + slope * (key * weight - hidden * (dot * rstd_hidden * rstd_hidden / H))
-    grad_key = slope * (hidden * weight - key * (dot * rstd_key * rstd_key / H))
-    tl.store(
-        grad_hidden_ptr + tl.cast(row, tl.int64) * H + cols,
-        grad_hidden.to(grad_hidden_ptr.dtype.element_ty),
-        mask=inside,
-    )
-    tl.store(grad_key_ptr + tl.cast(row, tl.int64) * H + cols, grad_key.to(grad_key_ptr.dtype.element_ty), mask=inside)
-    return gate, slope * hidden * key
-
-
 @triton.jit(do_not_specialize=["M", "tokens_per_run"])
 def _gate_backward_rows(
     grad_out_ptr,
@@ -337,162 +236,46 @@ def _gate_backward_rows(
     H: tl.constexpr,
     BLOCK: tl.constexpr,
     SAVED: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """A run of tokens of one copy: both gradients of its rows, and a row of partial sums for the weights.
 
     The gates are read (SAVED), or computed again and written for the gradient of the values.
     """
     copy = tl.program_id(0) % C
-    run = tl.program_id(0) // C
+    run = (tl.program_id(0) // C).to(tl.int64)
     first = run * tokens_per_run
     cols = tl.arange(0, BLOCK)
     inside = cols < H
-    weight = _load_weight(weight_hidden_ptr, weight_embed_ptr, copy, cols, inside, H)
+    weight = tl.load(weight_hidden_ptr + copy * H + cols, mask=inside, other=0.0).to(tl.float32)
+    weight *= tl.load(weight_embed_ptr + copy * H + cols, mask=inside, other=0.0).to(tl.float32)
     sums = tl.zeros([BLOCK], dtype=tl.float32)
-    for token in tl.range(first, tl.minimum(first + tokens_per_run, M), num_stages=STAGES):
+    for token in range(first, tl.minimum(first + tokens_per_run, M)):
         row = token * C + copy
-        grad = _load_row(grad_out_ptr, row, cols, inside, H)
-        hidden = _load_row(hidden_ptr, row, cols, inside, H)
-        key = _load_row(key_ptr, row, cols, inside, H)
-        value = _load_row(value_ptr, token, cols, inside, H)
-        saved = dot_ptr, gate_ptr, rstd_hidden_ptr, rstd_key_ptr
-        gate, to_weight = _gate_backward_row(
-            grad,
-            hidden,
-            key,
-            value,
-            weight,
-            *saved,
-            grad_hidden_ptr,
-            grad_key_ptr,
-            clamp,
-            eps,
-            row,
-            cols,
-            inside,
-            H,
-            SAVED,
-        )
-        sums += to_weight
-        if not SAVED:
+        grad = tl.load(grad_out_ptr + row * H + cols, mask=inside, other=0.0, eviction_policy="evict_last")
+        hidden = tl.load(hidden_ptr + row * H + cols, mask=inside, other=0.0, eviction_policy="evict_last")
+        key = tl.load(key_ptr + row * H + cols, mask=inside, other=0.0, eviction_policy="evict_last")
+        value = tl.load(value_ptr + token * H + cols, mask=inside, other=0.0)
+        grad, hidden, key = grad.to(tl.float32), hidden.to(tl.float32), key.to(tl.float32)
+        if SAVED:
+            dot, gate = tl.load(dot_ptr + row), tl.load(gate_ptr + row)
+            rstd_hidden, rstd_key = tl.load(rstd_hidden_ptr + row), tl.load(rstd_key_ptr + row)
+            score = dot * rstd_hidden * rstd_key * (1.0 / H**0.5)
+        else:
+            rstd_hidden = tl.rsqrt(tl.sum(hidden * hidden, axis=0) / H + eps)
+            rstd_key = tl.rsqrt(tl.sum(key * key, axis=0) / H + eps)
+            dot = tl.sum(hidden * key * weight, axis=0)
+            score, gate = _gate_of(dot, rstd_hidden, rstd_key, clamp, H)
             tl.store(gate_ptr + row, gate)
-    tl.store(partial_ptr + (run * C + copy).to(tl.int64) * H + cols, sums, mask=inside)
-
-
-@triton.jit(do_not_specialize=["M", "tokens_per_run"])
-def _gate_backward_tokens(
-    grad_out_ptr,
-    hidden_ptr,
-    key_ptr,
-    value_ptr,
-    weight_hidden_ptr,
-    weight_embed_ptr,
-    dot_ptr,
-    gate_ptr,
-    rstd_hidden_ptr,
-    rstd_key_ptr,
-    grad_hidden_ptr,
-    grad_key_ptr,
-    grad_value_ptr,
-    partial_ptr,
-    clamp,
-    eps,
-    M,
-    tokens_per_run,
-    C: tl.constexpr,
-    H: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SAVED: tl.constexpr,
-    KEEP: tl.constexpr,
-):
-    """A run of tokens with all their copies, 4 at most: all gradients of its rows, and partial sums for the weights of each copy.
-
-    Rows of a run follow each other in memory; each is asked for before the one in front of it is reduced. Weights stay in
-    registers (KEEP), or are read again for each row, from the L1, which the rows pass by.
-    """
-    run = tl.program_id(0)
-    first = run * tokens_per_run
-    last = tl.minimum(first + tokens_per_run, M)
-    cols = tl.arange(0, BLOCK)
-    inside = cols < H
-    next_grad = _load_past_l1(grad_out_ptr, first * C, cols, inside, H)
-    next_hidden = _load_past_l1(hidden_ptr, first * C, cols, inside, H)
-    next_key = _load_past_l1(key_ptr, first * C, cols, inside, H)
-    next_value = _load_past_l1(value_ptr, first, cols, inside, H)
-    if KEEP:
-        weight_0 = _load_weight(weight_hidden_ptr, weight_embed_ptr, 0, cols, inside, H)
-        weight_1 = _load_weight(weight_hidden_ptr, weight_embed_ptr, 1, cols, cols < (H if C > 1 else 0), H)
-        weight_2 = _load_weight(weight_hidden_ptr, weight_embed_ptr, 2, cols, cols < (H if C > 2 else 0), H)
-        weight_3 = _load_weight(weight_hidden_ptr, weight_embed_ptr, 3, cols, cols < (H if C > 3 else 0), H)
-    sums_0 = tl.zeros([BLOCK], dtype=tl.float32)
-    sums_1 = tl.zeros([BLOCK], dtype=tl.float32)
-    sums_2 = tl.zeros([BLOCK], dtype=tl.float32)
-    sums_3 = tl.zeros([BLOCK], dtype=tl.float32)
-    for token in range(first, last):
-        value = next_value
-        grad_value = tl.zeros([BLOCK], dtype=tl.float32)
-        for copy in tl.static_range(C):
-            row = token * C + copy
-            grad, hidden, key = next_grad, next_hidden, next_key
-            if copy + 1 < C:
-                ahead = inside
-            else:
-                ahead = inside & (cols < (last - token - 1) * H)
-                next_value = _load_past_l1(value_ptr, token + 1, cols, ahead, H)
-            next_grad = _load_past_l1(grad_out_ptr, row + 1, cols, ahead, H)
-            next_hidden = _load_past_l1(hidden_ptr, row + 1, cols, ahead, H)
-            next_key = _load_past_l1(key_ptr, row + 1, cols, ahead, H)
-            if not KEEP:
-                weight = _load_weight(weight_hidden_ptr, weight_embed_ptr, copy, cols, inside, H)
-            elif copy == 0:
-                weight = weight_0
-            elif copy == 1:
-                weight = weight_1
-            elif copy == 2:
-                weight = weight_2
-            else:
-                weight = weight_3
-            saved = dot_ptr, gate_ptr, rstd_hidden_ptr, rstd_key_ptr
-            gate, to_weight = _gate_backward_row(
-                grad,
-                hidden,
-                key,
-                value,
-                weight,
-                *saved,
-                grad_hidden_ptr,
-                grad_key_ptr,
-                clamp,
-                eps,
-                row,
-                cols,
-                inside,
-                H,
-                SAVED,
-            )
-            grad_value += gate * grad.to(tl.float32)
-            if copy == 0:
-                sums_0 += to_weight
-            elif copy == 1:
-                sums_1 += to_weight
-            elif copy == 2:
-                sums_2 += to_weight
-            else:
-                sums_3 += to_weight
-        tl.store(
-            grad_value_ptr + tl.cast(token, tl.int64) * H + cols,
-            grad_value.to(grad_value_ptr.dtype.element_ty),
-            mask=inside,
-        )
-    run = run.to(tl.int64)
-    tl.store(partial_ptr + run * C * H + cols, sums_0, mask=inside)
-    if C > 1:
-        tl.store(partial_ptr + (run * C + 1) * H + cols, sums_1, mask=inside)
-    if C > 2:
-        tl.store(partial_ptr + (run * C + 2) * H + cols, sums_2, mask=inside)
-    if C > 3:
-        tl.store(partial_ptr + (run * C + 3) * H + cols, sums_3, mask=inside)
+        grad_gate = tl.sum(grad * value.to(tl.float32), axis=0)
+        size = tl.abs(score)
+        slope = grad_gate * gate * (1.0 - gate) * rstd_hidden * rstd_key * (0.5 / H**0.5) / tl.sqrt(size)
+        slope = tl.where(size < clamp, 0.0, slope)  # none where the score is held at clamp, whatever the gradient
+        grad_hidden = grad + slope * (key * weight - hidden * (dot * rstd_hidden * rstd_hidden / H))
+        grad_key = slope * (hidden * weight - key * (dot * rstd_key * rstd_key / H))
+        tl.store(grad_hidden_ptr + row * H + cols, grad_hidden.to(grad_hidden_ptr.dtype.element_ty), mask=inside)
+        tl.store(grad_key_ptr + row * H + cols, grad_key.to(grad_key_ptr.dtype.element_ty), mask=inside)
+        sums += slope * hidden * key
+    tl.store(partial_ptr + (run * C + copy) * H + cols, sums, mask=inside)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -510,34 +293,36 @@ def _gate_backward_value(
     tl.store(grad_value_ptr + token * H + cols, total.to(grad_value_ptr.dtype.element_ty), mask=cols < H)
 
 
-def _run_gate_backward(inputs, saved, clamp, eps, outputs, tokens, num_warps, keep):
+def _run_gate_backward(inputs, saved, clamp, eps, outputs, tokens, num_warps):
     grad_out, hidden, _, _, weight_hidden, weight_embed = inputs
     grad_hidden, grad_k, grad_v, grad_weight_hidden, grad_weight_embed = outputs
     M, C, H = hidden.shape
     if C == 0:
         return
-    block = _block_of(H)
-    together = C <= 4 and C * block <= ALL_COPIES
-    warps = num_warps or (min(16, max(1, block // 256)) if together else _warps_of(block))
-    # A run leaves a float32 row a copy: long runs, as many as are under way at once, of 512 threads a multiprocessor.
-    tokens = tokens or _tokens_of(M, MULTIPROCESSORS * (16 // warps) // (1 if together else C))
+    # A run leaves a float32 row for 5 of bfloat16 a token: long runs, two programs a multiprocessor of an H200 at least.
+    tokens, block, warps = _row_shape(M, C, H, tokens or max(1, min(64, M * C // 528)), num_warps)
     runs = _cdiv(M, tokens)
     partial = torch.empty((max(runs, 1), C, H), dtype=torch.float32, device=hidden.device)
     if M:
-        shape = clamp, eps, M, tokens, C, H, block, bool(saved)
-        if together:
-            factors = saved or (partial,) * 4  # not read
-            _gate_backward_tokens[(runs,)](
-                *inputs, *factors, grad_hidden, grad_k, grad_v, partial, *shape, keep, num_warps=warps, maxnreg=128
-            )
-        else:
-            factors = saved or (torch.empty((M, C), dtype=torch.float32, device=hidden.device),) * 4
-            stages = 1 if tokens == 1 or block > 8192 else 2
-            _gate_backward_rows[(runs * C,)](
-                *inputs, *factors, grad_hidden, grad_k, partial, *shape, stages, num_warps=warps
-            )
-            columns = min(1024, block)
-            _gate_backward_value[(M * _cdiv(H, columns),)](grad_out, factors[1], grad_v, M, C, H, columns, num_warps=4)
+        factors = saved or (torch.empty((M, C), dtype=torch.float32, device=hidden.device),) * 4
+        _gate_backward_rows[(runs * C,)](
+            *inputs,
+            *factors,
+            grad_hidden,
+            grad_k,
+            partial,
+            clamp,
+            eps,
+            M,
+            tokens,
+            C,
+            H,
+            block,
+            bool(saved),
+            num_warps=warps,
+        )
+        columns = min(1024, block)
+        _gate_backward_value[(M * _cdiv(H, columns),)](grad_out, factors[1], grad_v, M, C, H, columns, num_warps=4)
     _sum_weight_gradients[(_cdiv(C * H, SUM_COLUMNS),)](
         partial,
         weight_hidden,
@@ -569,19 +354,17 @@ def run_gate_backward(
     grad_weight_embed: torch.Tensor,
     *,
     TOKENS=None,
-    KEEP=False,
     num_warps=None,
 ) -> None:
     """All gradients of the gate from the inputs of its forward; gates and norms are computed again.
 
     Shapes: grad_out, hidden, k and their gradients [M, C, H], v and its gradient [M, H], weights [C, H] in bfloat16, gradients of
     the weights [C, H] in float32, zero where there are no tokens; contiguous, H <= 16384. No atomics: the order of every sum
-    depends on the shape only. Two launches, tokens and weights; with more than 16384 lanes of all copies of a token, three: rows,
-    values (which read grad_out again), weights.
+    depends on the shape only. Three launches: rows, values (which read grad_out again), weights.
     """
     inputs = grad_out, hidden, k, v, weight_hidden, weight_embed
     outputs = grad_hidden, grad_k, grad_v, grad_weight_hidden, grad_weight_embed
-    _run_gate_backward(inputs, (), clamp, eps, outputs, TOKENS, num_warps, KEEP)
+    _run_gate_backward(inputs, (), clamp, eps, outputs, TOKENS, num_warps)
 
 
 def run_gate_backward_saved(
@@ -603,10 +386,9 @@ def run_gate_backward_saved(
     grad_weight_embed: torch.Tensor,
     *,
     TOKENS=None,
-    KEEP=False,
     num_warps=None,
 ) -> None:
     """As run_gate_backward, with what run_gate_fwd_save kept: float32 [M, C] each."""
     inputs = grad_out, hidden, k, v, weight_hidden, weight_embed
     outputs = grad_hidden, grad_k, grad_v, grad_weight_hidden, grad_weight_embed
-    _run_gate_backward(inputs, (dot, gate, rstd_hidden, rstd_key), clamp, 0.0, outputs, TOKENS, num_warps, KEEP)
+    _run_gate_backward(inputs, (dot, gate, rstd_hidden, rstd_key), clamp, 0.0, outputs, TOKENS, num_warps)

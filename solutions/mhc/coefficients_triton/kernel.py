@@ -6,8 +6,6 @@ The projection reads all streams and is bound by memory; the rest is a handful o
 # ruff: noqa: RUF005
 # A kernel gathers the streams of a token in a tuple by sums of tuples: Triton has no starred expressions.
 
-import os
-
 import torch
 import triton
 import triton.language as tl
@@ -19,11 +17,6 @@ def _cdiv(value: int, divisor: int) -> int:
 
 def _pow2(value: int) -> int:
     return 1 << (value - 1).bit_length()  # triton.next_power_of_2 costs microseconds a call
-
-
-def _overlaps(x: torch.Tensor) -> bool:
-    """Whether a launch can begin before the previous one ends: compute capability 9, and no interpreter."""
-    return os.environ.get("TRITON_INTERPRET") != "1" and torch.cuda.get_device_capability(x.device)[0] >= 9
 
 
 def _column_block(H: int, block: int | None, most: int) -> int:
@@ -154,39 +147,22 @@ FEW_TOKENS = 8
 FEW_COLUMNS = 256
 
 
-@triton.jit
-def _wait_for_previous(PDL: tl.constexpr):
-    """With PDL, this launch began before the previous one ended: waits for its end."""
-    if PDL:
-        tl.inline_asm_elementwise(
-            "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
 @triton.jit(do_not_specialize=["M"])
 def _partial_few(
-    residual_ptr,
-    fn_ptr,
-    partial_ptr,
-    M,
-    K: tl.constexpr,
-    J: tl.constexpr,
-    P: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    residual_ptr, fn_ptr, partial_ptr, M, K: tl.constexpr, J: tl.constexpr, P: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """The products of a block of columns of a token, and its sum of squares in column J."""
-    if PDL:  # the next launch may begin; it waits for the end of this one before it reads its results
-        tl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
-    split, token = tl.program_id(0), tl.program_id(1)
+    """The products of a block of columns for every token, and its sum of squares in column J."""
+    split = tl.program_id(0)
     k = split * BLOCK_K + tl.arange(0, BLOCK_K)
     j = tl.arange(0, P)
-    x = tl.load(residual_ptr + token * K + k, mask=k < K, other=0.0).to(tl.float32)
-    fn = tl.load(fn_ptr + j[:, None] * K + k[None, :], mask=(j[:, None] < J) & (k[None, :] < K), other=0.0)
-    factors = tl.where(j[:, None] == J, x[None, :], fn)
-    tl.store(partial_ptr + (split * M + token) * P + j, tl.sum(factors * x[None, :], axis=1))
+    fn = tl.load(
+        fn_ptr + j[:, None] * K + k[None, :], mask=(j[:, None] < J) & (k[None, :] < K), other=0.0
+    )  # asked for once, used for each token
+    for token in range(M):
+        x = tl.load(residual_ptr + token * K + k, mask=k < K, other=0.0).to(tl.float32)
+        factors = tl.where(j[:, None] == J, x[None, :], fn)
+        products = tl.sum(factors * x[None, :], axis=1)
+        tl.store(partial_ptr + (split * M + token) * P + j, products)
 
 
 @triton.jit
@@ -249,102 +225,26 @@ def _partial_tile(
     )
 
 
-@triton.jit(do_not_specialize=["total"])
-def _split_fn(fn_ptr, parts_ptr, total, BLOCK: tl.constexpr):
-    """parts [3, J, K] in bfloat16, whose sum is fn to the last bit."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    fn = tl.load(fn_ptr + at, mask=at < total, other=0.0)
-    first = fn.to(tl.bfloat16)
-    rest = fn - first.to(tl.float32)
-    second = rest.to(tl.bfloat16)
-    third = (rest - second.to(tl.float32)).to(tl.bfloat16)
-    tl.store(parts_ptr + at, first, mask=at < total)
-    tl.store(parts_ptr + total + at, second, mask=at < total)
-    tl.store(parts_ptr + 2 * total + at, third, mask=at < total)
-
-
-@triton.jit(do_not_specialize=["M"])
-def _partial_parts(
-    residual_ptr,
-    parts_ptr,
-    partial_ptr,
-    M,
-    K: tl.constexpr,
-    J: tl.constexpr,
-    P: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """As _partial_tile, with the three parts of each weight from memory: tiles go straight to the tensor cores."""
-    split = tl.program_id(0) % SPLITS
-    token = (tl.program_id(0) // SPLITS).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    j = tl.arange(0, P)
-    lanes = tl.arange(0, BLOCK_K)
-    products = tl.zeros([BLOCK_M, P], dtype=tl.float32)
-    squares = tl.zeros([BLOCK_M], dtype=tl.float32)
-    for start in tl.range(0, SPLIT_K, BLOCK_K, num_stages=STAGES):
-        k = split * SPLIT_K + start + lanes
-        here = (token[:, None] < M) & (k[None, :] < K)
-        x = tl.load(residual_ptr + token[:, None] * K + k[None, :], mask=here, other=0.0)
-        of_part = parts_ptr + j[:, None] * K + k[None, :]
-        there = (j[:, None] < J) & (k[None, :] < K)
-        first = tl.load(of_part, mask=there, other=0.0)
-        second = tl.load(of_part + J * K, mask=there, other=0.0)
-        third = tl.load(of_part + 2 * J * K, mask=there, other=0.0)
-        block = tl.dot(x, tl.trans(third))
-        block = tl.dot(x, tl.trans(second), block)
-        block = tl.dot(x, tl.trans(first), block)
-        wide = x.to(tl.float32)
-        squares += tl.sum(wide * wide, axis=1)
-        products += block
-    products = tl.where(j[None, :] == J, squares[:, None], products)
-    tl.store(
-        partial_ptr + (split * M + token[:, None]) * P + j[None, :],
-        products,
-        mask=(token[:, None] < M) & (j[None, :] <= J),
-    )
-
-
-# From this many products of a token's value with a weight row on, splitting the weights in a launch of their own pays: each
-# tile of tokens would split them again, and conversions to bfloat16 run at an eighth of the rate of other instructions.
-MANY_VALUES = 1 << 24
-
-
-def _parts(fn):
-    """The three bfloat16 parts of the weights, [3, J, K]: a few MB, which stay in the L2."""
-    parts = torch.empty((3, *fn.shape), dtype=torch.bfloat16, device=fn.device)
-    _split_fn[(_cdiv(fn.numel(), 1024),)](fn, parts, fn.numel(), 1024, num_warps=4)
-    return parts
-
-
-def _partials(residual, fn, tile_tokens, splits, stages, tile_columns=None, PDL=False):
+def _partials(residual, fn, tile_tokens, splits, stages):
     """float32 [splits, M, P]: products in the first J columns, sums of squares in the next."""
     M, K, J = residual.shape[0], residual.shape[1] * residual.shape[2], fn.shape[0]
     P = max(16, _pow2(J + 1))
     if M <= FEW_TOKENS:
         splits = _cdiv(K, FEW_COLUMNS)
         partial = torch.empty((splits, M, P), dtype=torch.float32, device=residual.device)
-        _partial_few[(splits, M)](residual, fn, partial, M, K, J, P, FEW_COLUMNS, PDL, num_warps=8)
+        _partial_few[(splits,)](residual, fn, partial, M, K, J, P, FEW_COLUMNS, num_warps=8)
         return partial
-    parts = residual.dtype == torch.bfloat16 and P <= 32 and M >= 1024 and M * K >= MANY_VALUES
-    block_m = tile_tokens or (128 if parts else 64 if M >= 1024 else 16)
-    block_k = tile_columns or (64 if parts or residual.dtype == torch.float32 or P > 64 else 128)
+    block_m = tile_tokens or (64 if M >= 1024 else 16)
+    block_k = 64 if residual.dtype == torch.float32 or P > 64 else 128
     tiles = _cdiv(M, block_m)
-    # About four programs a multiprocessor of an H200, two of the larger ones, and at least two blocks of columns each.
-    splits = splits or max(1, min(_cdiv(K, 2 * block_k), (264 if parts else 512) // tiles))
+    # About four programs a multiprocessor of an H200, and at least two blocks of columns each.
+    splits = splits or max(1, min(_cdiv(K, 2 * block_k), 512 // tiles))
     split_k = _cdiv(_cdiv(K, splits), block_k) * block_k
     splits = _cdiv(K, split_k)
     partial = torch.empty((splits, M, P), dtype=torch.float32, device=residual.device)
-    sizes = (M, K, J, P, splits, split_k, block_m, block_k)
-    if parts:
-        _partial_parts[(tiles * splits,)](
-            residual, _parts(fn), partial, *sizes, stages or 4, num_warps=8 if block_m > 64 else 4
-        )
-    else:
-        _partial_tile[(tiles * splits,)](residual, fn, partial, *sizes, stages or 3, num_warps=4)
+    _partial_tile[(tiles * splits,)](
+        residual, fn, partial, M, K, J, P, splits, split_k, block_m, block_k, stages, num_warps=4
+    )
     return partial
 
 
@@ -383,14 +283,13 @@ def run_norm_fn(
     *,
     BLOCK_M=None,
     SPLITS=None,
-    STAGES=None,
+    STAGES=3,
 ) -> None:
     """mixes[M, J] = (x @ fn.T) * rstd, rstd[M] = rsqrt(mean(x^2) + eps), for x = residual [M, C, H] with a token's streams flat.
 
     fn [J, C * H] in float32, residual in bfloat16 or float32; contiguous, J <= 127. Products are those of float32.
-    Two launches: partial sums over runs of columns, and their sum in a fixed order. Where much is to be read, one before them
-    splits fn for the tensor cores.
-    BLOCK_M = None: 128 or 64 tokens a tile where there are many, else 16; SPLITS = None: by how many tiles there are.
+    Two launches: partial sums over runs of columns, and their sum in a fixed order.
+    BLOCK_M = None: 64 tokens a tile where there are many, else 16; SPLITS = None: by how many tiles there are.
     """
     M, C, H = residual.shape
     if M == 0:
@@ -406,11 +305,9 @@ def run_norm_fn(
 @triton.jit
 def _coefficients_of_tokens(
     partial_ptr, scale_ptr, base_ptr, post_ptr, comb_ptr, rms_eps, sinkhorn_eps, post_mult, repeat, M, splits,
-    C: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PC: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
+    C: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PC: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """post and comb of BLOCK_M tokens; CHUNK partial sums are added at once."""
-    _wait_for_previous(PDL)
+    """post and comb of BLOCK_M tokens."""
     J: tl.constexpr = C * (C + 2)
     token = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     c = tl.arange(0, PC)
@@ -421,15 +318,11 @@ def _coefficients_of_tokens(
     squares = tl.zeros([BLOCK_M], dtype=tl.float32)
     here = token < M
     inside = (row < C) & (column < C)
-    for start in range(0, splits, CHUNK):  # many loads at once: a load a time is a wait each
-        split = start + tl.arange(0, CHUNK)
-        there = (split < splits)[:, None] & here[None, :]
-        of_token = partial_ptr + (split[:, None] * M + token[None, :]) * P
-        squares += tl.sum(tl.load(of_token + J, mask=there, other=0.0), axis=0)
-        of_gate = of_token[:, :, None] + C + c[None, None, :]
-        post += tl.sum(tl.load(of_gate, mask=there[:, :, None] & (c[None, None, :] < C), other=0.0), axis=0)
-        of_matrix = of_token[:, :, None, None] + 2 * C + at[None, :, :, :]
-        comb += tl.sum(tl.load(of_matrix, mask=there[:, :, None, None] & inside[None, :, :, :], other=0.0), axis=0)
+    for split in range(splits):
+        of_token = partial_ptr + (split * M + token) * P
+        squares += tl.load(of_token + J, mask=here, other=0.0)
+        post += tl.load(of_token[:, None] + C + c[None, :], mask=here[:, None] & (c[None, :] < C), other=0.0)
+        comb += tl.load(of_token[:, None, None] + 2 * C + at, mask=here[:, None, None] & inside, other=0.0)
     rstd = tl.rsqrt(squares / K + rms_eps)
     post_base = tl.load(base_ptr + C + c, mask=c < C, other=0.0)
     gate = tl.sigmoid(post * rstd[:, None] * tl.load(scale_ptr + 1) + post_base[None, :])
@@ -442,7 +335,7 @@ def _coefficients_of_tokens(
 @triton.jit
 def _collapse_columns(
     pid, partial_ptr, residual_ptr, scale_ptr, base_ptr, layer_input_ptr, rms_eps, pre_eps, M, splits,
-    C: tl.constexpr, H: tl.constexpr, P: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    C: tl.constexpr, H: tl.constexpr, P: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A block of columns of the input of the sublayer; the gates of its token are computed here once more."""
     blocks: tl.constexpr = (H + BLOCK - 1) // BLOCK
@@ -451,7 +344,6 @@ def _collapse_columns(
     streams = ()
     for c in tl.static_range(C):
         streams = streams + (tl.load(residual_ptr + (token * C + c) * H + cols, mask=cols < H, other=0.0),)
-    _wait_for_previous(PDL)
     s = tl.arange(0, SPLITS)
     of_token = partial_ptr + (s * M + token) * P
     squares = tl.sum(tl.load(of_token + C * (C + 2), mask=s < splits, other=0.0), axis=0)
@@ -488,9 +380,7 @@ def _pre_finish(
     PC: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """The first `programs` programs: post and comb of BLOCK_M tokens each. All others: a block of columns of one token.
 
@@ -501,12 +391,12 @@ def _pre_finish(
     if pid < programs:
         _coefficients_of_tokens(
             partial_ptr, scale_ptr, base_ptr, post_ptr, comb_ptr, rms_eps, sinkhorn_eps, post_mult, repeat, M, splits,
-            C, C * H, P, PC, BLOCK_M, CHUNK, PDL,
+            C, C * H, P, PC, BLOCK_M,
         )  # fmt: skip
     else:
         _collapse_columns(
             pid - programs, partial_ptr, residual_ptr, scale_ptr, base_ptr, layer_input_ptr, rms_eps, pre_eps, M, splits,
-            C, H, P, SPLITS, BLOCK, PDL,
+            C, H, P, SPLITS, BLOCK,
         )  # fmt: skip
 
 
@@ -525,33 +415,27 @@ def run_pre_fused(
     layer_input: torch.Tensor,
     *,
     BLOCK_M=None,
-    BLOCK_K=None,
     SPLITS=None,
-    STAGES=None,
+    STAGES=3,
     BLOCK=None,
-    PDL=0,
     num_warps=4,
 ) -> None:
     """norm_fn, split_mixes, Sinkhorn and apply_mix of one sublayer: post [M, C], comb [M, C, C], layer_input [M, H].
 
     Shapes: residual [M, C, H] and layer_input in bfloat16 or float32, fn [C * (C + 2), C * H], scale [3], base [C * (C + 2)],
     post and comb in float32; contiguous, C <= 8. Products are those of float32.
-    Two launches: partial sums of the projection, and everything else; where much is to be read, one before them splits fn
-    for the tensor cores. The streams are read twice, the second time in part from the L2.
-    BLOCK_M, SPLITS, STAGES: as in run_norm_fn; BLOCK_K: columns of a tile. BLOCK, num_warps: columns and warps of a program
-    that collapses streams. PDL: with few tokens, let the second launch begin while the first still runs.
+    Two launches: partial sums of the projection, and everything else. The streams are read twice, the second time in part
+    from the L2.
+    BLOCK_M, SPLITS, STAGES: as in run_norm_fn. BLOCK, num_warps: columns and warps of a program that collapses streams.
     """
     M, C, H = residual.shape
     if M == 0:
         return
-    early = bool(PDL) and M <= FEW_TOKENS and _overlaps(residual)
-    partial = _partials(residual, fn, BLOCK_M, SPLITS, STAGES, BLOCK_K, early)
+    partial = _partials(residual, fn, BLOCK_M, SPLITS, STAGES)
     splits, _, P = partial.shape
     block = _column_block(H, BLOCK, 1024)
-    tokens, side = (1 if M <= 64 else 8), _pow2(C)
-    chunk = min(_pow2(splits), max(1, 2048 // (tokens * side * side)))
+    tokens = 1 if M <= 64 else 8
     programs = _cdiv(M, tokens)
-    options = {"launch_pdl": True} if early else {}
     _pre_finish[(programs + M * _cdiv(H, block),)](
         partial,
         residual,
@@ -571,14 +455,11 @@ def run_pre_fused(
         C,
         H,
         P,
-        side,
+        _pow2(C),
         _pow2(splits),
         tokens,
-        chunk,
         block,
-        early,
         num_warps=num_warps,
-        **options,
     )
 
 

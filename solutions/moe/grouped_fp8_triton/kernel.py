@@ -57,14 +57,9 @@ def _grouped(
     BLOCK_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     COPY_ENGINE: tl.constexpr,
-    HALVES: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """One tile of the product. MASKED: all groups have rows_a_group rows, of which the first offs[e] count.
-
-    HALVES = 2: the rows are multiplied in two halves that share the tile of b and the registers of the sums of a block, so
-    that with 4 warps two programs fit on a multiprocessor, of which one adds while the other multiplies.
-    """
+    """One tile of the product. MASKED: all groups have rows_a_group rows, of which the first offs[e] count."""
     m_tile, n_tile = _tile_coordinates(tl.program_id(0), m_tiles, tl.cdiv(N, BLOCK_N), GROUP_M)
     # Rows below `used` are multiplied, those from there to below `end` are zeros.
     if MASKED:
@@ -79,7 +74,7 @@ def _grouped(
     if first >= end:
         return
     k_blocks = tl.cdiv(K, GROUP)
-    row = first + tl.arange(0, BLOCK_M // HALVES)
+    row = first + tl.arange(0, BLOCK_M)
     n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, GROUP)
     scale_a_ptrs = scale_a_ptr + row.to(tl.int64) * scale_a_row
@@ -89,11 +84,7 @@ def _grouped(
     if not COPY_ENGINE:
         a_ptrs = a + row.to(tl.int64)[:, None] * K + k[None, :]
         b_ptrs = b + (expert.to(tl.int64) * N + n)[None, :] * K + k[:, None]
-    acc = tl.zeros([BLOCK_M // HALVES, BLOCK_N], dtype=tl.float32)
-    if HALVES == 2:
-        row1 = row + BLOCK_M // 2
-        scale1_ptrs = scale_a_ptr + row1.to(tl.int64) * scale_a_row
-        acc1 = tl.zeros([BLOCK_M // 2, BLOCK_N], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     for block in range(0, tl.where(first < used, k_blocks, 0)):
         if COPY_ENGINE:  # what it reads past the end, of the next group, is not stored
             codes_a = a.load([first, block * GROUP])
@@ -109,28 +100,19 @@ def _grouped(
             a_ptrs += GROUP
             b_ptrs += GROUP
         scale = tl.load(scale_a_ptrs + block * scale_a_column, mask=row < used, other=0.0)
-        scale_b = tl.load(scale_b_row_ptr + block)
-        if HALVES == 2:
-            scale1 = tl.load(scale1_ptrs + block * scale_a_column, mask=row1 < used, other=0.0)
-        acc += tl.dot(codes_a, codes_b) * (scale * scale_b)[:, None]
-        if HALVES == 2:
-            codes_a1 = a.load([first + BLOCK_M // 2, block * GROUP])
-            acc1 += tl.dot(codes_a1, codes_b) * (scale1 * scale_b)[:, None]
+        scale *= tl.load(scale_b_row_ptr + block)
+        acc += tl.dot(codes_a, codes_b) * scale[:, None]
     acc = tl.where((row < used)[:, None], acc, 0.0)
     out_ptrs = out_ptr + row.to(tl.int64)[:, None] * N + n[None, :]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(row < end)[:, None] & (n < N)[None, :])
-    if HALVES == 2:
-        acc1 = tl.where((row1 < used)[:, None], acc1, 0.0)
-        out_ptrs = out_ptr + row1.to(tl.int64)[:, None] * N + n[None, :]
-        tl.store(out_ptrs, acc1.to(out_ptr.dtype.element_ty), mask=(row1 < end)[:, None] & (n < N)[None, :])
 
 
-# BLOCK_M -> BLOCK_N, num_warps, num_stages, halves of each VARIANT
+# BLOCK_M -> BLOCK_N, num_warps, num_stages of each VARIANT
 _CONFIGS = {
-    16: ((64, 4, 4, 1), (32, 4, 6, 1), (128, 4, 4, 1)),
-    32: ((64, 4, 4, 1), (32, 4, 6, 1), (128, 4, 4, 1)),
-    64: ((128, 4, 4, 1), (64, 4, 5, 1), (128, 4, 3, 1)),
-    128: ((128, 8, 4, 1), (128, 8, 3, 1), (128, 4, 4, 1), (128, 4, 3, 2)),
+    16: ((64, 4, 4), (32, 4, 6), (128, 4, 4)),
+    32: ((64, 4, 4), (32, 4, 6), (128, 4, 4)),
+    64: ((128, 4, 4), (64, 4, 5), (128, 4, 3)),
+    128: ((128, 8, 4), (128, 8, 3), (128, 4, 4)),
 }
 
 
@@ -147,12 +129,10 @@ def _launch(a, b, scale_a, scale_b, offs, out, scale_a_strides, rows_a_group, bl
     """a [rows, K] and out [rows, N]; rows_a_group: 0 where groups end at offs."""
     S, K = a.shape
     E, N = b.shape[:2]
-    block_n, warps, stages, halves = _CONFIGS[block_m][VARIANT or 0]
+    block_n, warps, stages = _CONFIGS[block_m][VARIANT or 0]
     engine = block_m >= 64 and K % 16 == 0 and a.data_ptr() % 16 == 0 and b.data_ptr() % 16 == 0
-    if not engine:
-        halves = 1
     _grouped[(m_tiles * _cdiv(N, block_n),)](
-        TensorDescriptor(a, [S, K], [K, 1], [block_m // halves, 128]) if engine else a,
+        TensorDescriptor(a, [S, K], [K, 1], [block_m, 128]) if engine else a,
         TensorDescriptor(b, [E * N, K], [K, 1], [block_n, 128]) if engine else b,
         scale_a,
         scale_b,
@@ -171,7 +151,6 @@ def _launch(a, b, scale_a, scale_b, offs, out, scale_a_strides, rows_a_group, bl
         block_n,
         K % 128 == 0,
         engine,
-        halves,
         GROUP_M,
         num_warps=warps,
         num_stages=stages,

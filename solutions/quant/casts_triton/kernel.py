@@ -16,32 +16,25 @@ def _scale_and_inverse(amax, MOST: tl.constexpr, FLOOR: tl.constexpr, ROUND: tl.
     """What a code is multiplied by, and what a value is multiplied by, which is not quite the reciprocal unless rounded."""
     amax = tl.maximum(amax, FLOOR)
     most = tl.zeros_like(amax) + MOST
+    # The division must round as IEEE asks, or a power of two lands one off.
+    scale = tl.div_rn(amax, most)
     if ROUND:
-        # amax / MOST, rounded up to a power of two, without the division: the exponents' difference, and one more where the
-        # mantissa of amax is above that of MOST. The quotient as it is rounded lies above 1 then, for 6, 448 and 65024.
-        bits = amax.to(tl.int32, bitcast=True)
-        most_bits = most.to(tl.int32, bitcast=True)
-        exponent = ((bits + 0x7FFFFF - (most_bits & 0x7FFFFF)) >> 23) - (most_bits >> 23) + 127
-        exponent = tl.where(bits >= 0x7F800000, 255, exponent)
+        exponent = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23
         scale = (exponent << 23).to(tl.float32, bitcast=True)
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     else:
-        # The divisions must round as IEEE asks, or codes land one off.
-        scale = tl.div_rn(amax, most)
         inverse = tl.div_rn(most, amax)
     return scale, inverse
 
 
 @triton.jit
-def _fp4_sizes(size):
-    """The code of a size below 7 in bits 22 to 24: the nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6, a tie as the even place.
-
-    The sum with 2^22 times the power of two below the size, 1 at least, has no room for more than the code's digits and rounds
-    as asked, once. What is left without it has the code's bits in a float of the smallest exponents.
-    """
-    power = tl.maximum(size.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000).to(tl.float32, bitcast=True)
-    rounded = tl.fma(power, -4194304.0, tl.fma(power, 4194304.0, size))
-    return (rounded * 2.0**-126).to(tl.int32, bitcast=True)
+def _fp4_codes(scaled):
+    """The nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6 as its place among them, a tie as the even place; the sign is bit 3."""
+    size = tl.abs(scaled)
+    code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
+    code += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
+    code += (size > 5.0).to(tl.int32)
+    return code | (((scaled.to(tl.int32, bitcast=True) >> 31) & 1) << 3)
 
 
 @triton.jit(do_not_specialize=["units"])
@@ -81,10 +74,8 @@ def _cast_groups(
     scale, inverse = _scale_and_inverse(tl.max(tl.abs(x), axis=2), MOST, FLOOR, ROUND)
     scaled = x * inverse[:, :, None]
     if FP4:
-        low, high = tl.split(tl.reshape(_fp4_sizes(tl.abs(scaled)), [BLOCK_U, PACK, GROUP // 2, 2]))
-        low_sign, high_sign = tl.split(tl.reshape(scaled.to(tl.int32, bitcast=True), [BLOCK_U, PACK, GROUP // 2, 2]))
-        signs = ((low_sign >> 4) & 0x08000000) | (high_sign & -0x80000000)
-        codes = (((low + (high << 4)) >> 22) | (signs >> 24)).to(tl.uint8)
+        low, high = tl.split(tl.reshape(_fp4_codes(scaled), [BLOCK_U, PACK, GROUP // 2, 2]))
+        codes = (low | (high << 4)).to(tl.uint8)
         out_cols = group[:, :, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, None, :]
         out_mask = exists[:, None, None] & (out_cols < out_columns)
     else:
@@ -171,9 +162,12 @@ def run_per_token_cast_fp4(x, round_scale, out, scale, *, BLOCK=2048, num_warps=
 def _e5m6_codes(value):
     """float16 cut toward zero, without its last four bits; up where its last bit and the 17 bits left out say so."""
     bits = value.to(tl.int32, bitcast=True)
-    code = (value.to(tl.float16, fp_downcast_rounding="rtz").to(tl.int16, bitcast=True).to(tl.int32) >> 4) & 0xFFF
-    # The sum has bit 17 where the last bit of the code and those 17 together are above 2^16, and nothing above it.
-    return code + (((bits & 0x1FFFF) + (code & 1) + 0xFFFF) >> 17)
+    exponent = (bits >> 23) & 0xFF
+    normal = ((bits & 0x7FFFFFFF) - (112 << 23)) >> 17
+    shift = tl.minimum(tl.maximum(130 - exponent, 0), 31)
+    subnormal = ((bits & 0x7FFFFF) | 0x800000) >> shift
+    code = tl.where(exponent >= 113, normal, tl.where(exponent >= 103, subnormal, 0))
+    return (code + (((code & 1) + (bits & 0x1FFFF)) > 0x10000).to(tl.int32)) | (((bits >> 31) & 1) << 11)
 
 
 @triton.jit
@@ -309,24 +303,15 @@ def _cast_blocks(
     """BLOCK x BLOCK values share a scale; a program has COUNT such blocks beside one another."""
     blocks_of_blocks = tl.cdiv(H, BLOCK * COUNT)
     down = tl.program_id(0) // blocks_of_blocks
-    first = tl.program_id(0) % blocks_of_blocks * COUNT
-    across = first + tl.arange(0, COUNT)
-    # Two axes to load and store: with an axis of blocks, the lanes of a warp would lie along the rows.
-    rows = (down.to(tl.int64) * BLOCK + tl.arange(0, BLOCK))[:, None]
-    cols = first * BLOCK + tl.arange(0, BLOCK * COUNT)
-    if COUNT > 1:
-        cols = tl.max_contiguous(tl.multiple_of(cols, 8), 8)  # a thread loads 16 bytes at once and stores 8
-    cols = cols[None, :]
+    across = tl.program_id(0) % blocks_of_blocks * COUNT + tl.arange(0, COUNT)
+    rows = (down.to(tl.int64) * BLOCK + tl.arange(0, BLOCK))[:, None, None]
+    cols = (across[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :])[None, :, :]
     mask = (rows < M) & (cols < H)
     x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0, eviction_policy="evict_last")
     # In the dtype of x, whose maximum is as exact and half as wide to pass on between threads.
-    if COUNT > 1:
-        amax = tl.max(tl.reshape(tl.max(tl.abs(x), axis=0), [COUNT, BLOCK]), axis=1).to(tl.float32)
-    else:
-        amax = tl.max(tl.max(tl.abs(x), axis=1), axis=0, keep_dims=True).to(tl.float32)
+    amax = tl.max(tl.max(tl.abs(x), axis=2), axis=0).to(tl.float32)
     scale, inverse = _scale_and_inverse(amax, MOST, FLOOR, ROUND)
-    inverse = tl.reshape(tl.broadcast_to(inverse[:, None], [COUNT, BLOCK]), [COUNT * BLOCK])
-    codes = (x.to(tl.float32) * inverse[None, :]).to(out_ptr.dtype.element_ty)
+    codes = (x.to(tl.float32) * inverse[None, :, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + rows * out_stride + cols, codes, mask=mask)
     tl.store(scale_ptr + down.to(tl.int64) * scale_row + across * scale_column, scale, mask=across * BLOCK < H)
 
@@ -363,7 +348,7 @@ def run_per_block_cast(x, round_scale, out, scale, *, num_warps=8):
     _run_blocks(x, out, scale, round_scale, 128, 1, num_warps)
 
 
-def run_per_block_cast_32(x, round_scale, out, scale, *, COUNT=8, num_warps=4):
+def run_per_block_cast_32(x, round_scale, out, scale, *, COUNT=16, num_warps=4):
     """The same per block of 32 x 32; scale [ceil(M / 32), ceil(H / 32)]. A program has COUNT blocks beside one another."""
     _run_blocks(x, out, scale, round_scale, 32, COUNT, num_warps)
 
@@ -394,8 +379,6 @@ def _cast_channels(
     strips = tl.cdiv(H, BLOCK_H)
     first = (tl.program_id(0) // strips).to(tl.int64) * COUNT
     cols = tl.program_id(0) % strips * BLOCK_H + tl.arange(0, BLOCK_H)
-    # Eight channels a thread, in the store too: codes then need no way through shared memory to be 16 a thread.
-    cols = tl.max_contiguous(tl.multiple_of(cols, 8), 8)
     rows = first * TOKENS + tl.arange(0, TOKENS * COUNT)
     mask = (rows < M)[:, None] & (cols < H)[None, :]
     x_ptrs = x_ptr + rows[:, None] * x_stride + cols[None, :]
@@ -414,77 +397,12 @@ def _cast_channels(
     tl.store(scale_ptr + groups[:, None] * scale_row + cols[None, :] * scale_column, scale, mask=in_scales)
 
 
-@triton.jit
-def _cast_channels_to_words(
-    x_ptr,
-    words_ptr,
-    scale_ptr,
-    x_stride,
-    words_stride,
-    scale_row,
-    scale_column,
-    M,
-    H,
-    TOKENS: tl.constexpr,
-    COUNT: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    MOST: tl.constexpr,
-    FLOOR: tl.constexpr,
-    ROUND: tl.constexpr,
-):
-    """The same, transposed. A thread has four tokens one after the other of each of its channels, so that four codes are a
-    word before they go through shared memory, and not bytes that are written there one by one.
-    """
-    PARTS: tl.constexpr = TOKENS * COUNT // 4
-    strips = tl.cdiv(H, BLOCK_H)
-    first = (tl.program_id(0) // strips).to(tl.int64) * COUNT
-    cols = tl.program_id(0) % strips * BLOCK_H + tl.arange(0, BLOCK_H)
-    rows = first * TOKENS + tl.arange(0, PARTS)[:, None, None] * 4 + tl.arange(0, 4)[None, :, None]
-    mask = (rows < M) & (cols < H)[None, None, :]
-    x = tl.load(x_ptr + rows * x_stride + cols[None, None, :], mask=mask, other=0.0, eviction_policy="evict_last")
-    x = x.to(tl.float32)
-    amax = tl.reshape(tl.max(tl.abs(x), axis=1), [COUNT, TOKENS // 4, BLOCK_H])
-    scale, inverse = _scale_and_inverse(tl.max(amax, axis=1), MOST, FLOOR, ROUND)
-    if COUNT > 1:
-        inverse = tl.broadcast_to(inverse[:, None, :], [COUNT, TOKENS // 4, BLOCK_H])
-        inverse = tl.reshape(inverse, [PARTS, BLOCK_H])
-    codes = (x * inverse[:, None, :]).to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
-    words = tl.trans(tl.sum(codes << (tl.arange(0, 4)[None, :, None] * 8), axis=1))
-    places = first * (TOKENS // 4) + tl.arange(0, PARTS)
-    out_mask = (cols < H)[:, None] & (places < M // 4)[None, :]
-    tl.store(words_ptr + cols.to(tl.int64)[:, None] * words_stride + places[None, :], words, mask=out_mask)
-    groups = first + tl.arange(0, COUNT)
-    in_scales = (groups * TOKENS < M)[:, None] & (cols < H)[None, :]
-    tl.store(scale_ptr + groups[:, None] * scale_row + cols[None, :] * scale_column, scale, mask=in_scales)
-
-
 def _run_channels(x, round_scale, out, scale, tokens, transpose, block_h, num_warps):
     M, H = x.shape
     if M == 0:
         return
     count = 128 // tokens
     grid = (-(-M // 128) * -(-H // block_h),)
-    if transpose and out.data_ptr() % 4 == 0 and out.stride(0) % 4 == 0:
-        words = out.view(torch.int32)
-        _cast_channels_to_words[grid](
-            x,
-            words,
-            scale,
-            x.stride(0),
-            words.stride(0),
-            scale.stride(0),
-            scale.stride(1),
-            M,
-            H,
-            tokens,
-            count,
-            block_h,
-            E4M3_MOST,
-            E4M3_FLOOR,
-            bool(round_scale),
-            num_warps=num_warps,
-        )
-        return
     _cast_channels[grid](
         x,
         out,
