@@ -192,15 +192,18 @@ def _insert(store: Store, batch: Batch, files: Sequence[Path], known: Mapping[st
             judge_passes(connection, last["last"], known)
             if displaced:  # what a foreign trace had superseded may be the newest again
                 mark_newest(connection)
-            elif added:
-                mark_newest(connection, last["last"])
-            return int(added - repeated)
     except StoreError as error:
         if isinstance(
             error.__cause__, duckdb.InvalidInputException | duckdb.ConversionException | duckdb.ConstraintException
         ):
             return None
         raise
+    if added > repeated and not displaced:
+        # On its own: rows that change before they are committed are written twice. Until then every new pass is marked, which
+        # costs a reader time and nothing else.
+        with store.transaction("ingest traces into") as connection:
+            mark_newest(connection, last["last"])
+    return int(added - repeated)
 
 
 def _clean(files: Sequence[Path], target: Path) -> tuple[int, tuple[RejectedLine, ...]]:

@@ -3,7 +3,8 @@
 A later measurement of the same source, config, workload and GPU supersedes an earlier one. That is settled when a trace comes in:
 whatever takes the newer one back takes the older one back as well, since a failure takes back all that was measured before it.
 What may change later (which source is current, what a connection trusts, which tiers and sandbox levels count) is the same for a
-whole group, or part of its key, and left to the views. More rows than the newest may be marked, but never fewer.
+whole group, or part of its key, and left to the views. More rows than the newest may be marked, but never fewer: a trace comes in
+marked.
 """
 
 from __future__ import annotations
