@@ -6,7 +6,9 @@ python tools/performance_tables.py --check
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -65,16 +67,18 @@ LARGE = (
 )
 COLUMNS = ("Triton", "TileLang", "cuTile", "stock", "ATen", "compile")
 TILE = {"triton": "Triton", "tilelang": "TileLang", "cutile": "cuTile"}
-FAMILY_OF = {
-    "routers and index operators": "topk_.*|top2_.*|group_count|aux_fi|normalize_weight|mask_indices_by_tp|inplace_.*"
-    "|moe_(offsets|align_block_size)|get_fused_mapping",
-    "movement, products and experts": r"expand_.*|reduce_fused.*|moe_(grouped|experts).*|shared_expert_.*|swiglu_(oai|clamp)",
-    "casts, transposes and FP8 products": r"per_.*|cast_back|batched_transpose|swiglu_and_per_token_cast|gemm_fp8_.*",
-    "hyper-connections": "mhc_.*",
-    "engram": "(engram|ngram)_.*",
-    "gradients": "softmax_backward|swiglu_backward|rms_norm_backward(_x)?|rope_neox_backward",
-    "sampling": "greedy_argmax|.*sampling_from_probs",
+TITLES = {
+    "activation": "Activations",
+    "gemm": "Matrix products",
+    "mhc": "Hyper-connections",
+    "moe": "Mixtures of experts",
+    "norm": "Norms",
+    "quant": "Casts",
+    "rope": "Rotary embeddings",
+    "transpose": "Transposes",
 }
+"""Headings of op_types that do not read as one; any other is its own."""
+
 BASELINES = {"stock": ("_stock", "_cublas"), "ATen": ("_aten",), "compile": ("_compile",)}
 
 PASSES = """
@@ -109,31 +113,40 @@ def shares() -> str:
     return "\n".join(lines)
 
 
-def family(names: str) -> str:
-    """Two rows an operator, its smallest and its largest measured shape; ``names`` is a pattern of operators."""
+def families(rows: Iterable[Any]) -> str:
+    """One table an op_type, whatever op_types there are; two rows an operator, its smallest and its largest measured shape."""
     columns = [*TILE.values(), "stock"]
-    lines = [f"| operator | shape | {' | '.join(columns)} | of light |", f"|---|---|{'---:|' * (len(columns) + 1)}"]
-    for name, shape, *times, ratio in _rows(FAMILY, {"gpu": GPU, "names": names}):
-        cells = ["" if time is None else f"{time:.1f}" for time in times]
-        lines.append(f"| {name} | {shape.replace(',', ' ')} | {' | '.join(cells)} | {ratio:.0%} |")
+    lines: list[str] = []
+    for op_type, group in itertools.groupby(rows, key=lambda row: row[0]):
+        lines += [f"## {TITLES.get(op_type, op_type.capitalize())}", ""]
+        lines += [
+            f"| operator | shape | {' | '.join(columns)} | of light |",
+            f"|---|---|{'---:|' * (len(columns) + 1)}",
+        ]
+        for _, name, shape, *times, ratio in group:
+            cells = ["" if time is None else f"{time:.1f}" for time in times]
+            share = "" if ratio is None else f"{ratio:.0%}"
+            lines.append(f"| {name} | {shape.replace(',', ' ')} | {' | '.join(cells)} | {share} |")
+        lines.append("")
     return "\n".join(lines)
 
 
 FAMILY = """
     WITH point AS (
-        SELECT definition, axes_key, any_value(sol_us) AS sol_us, max(sol_ratio) FILTER (role = 'kernel') AS ratio,
+        SELECT op_type, definition, axes_key, row(axes_key, dtypes_key, scalars_key, layouts_key) AS key,
+               any_value(sol_us) AS sol_us, max(sol_ratio) FILTER (role = 'kernel') AS ratio,
                min(latency_us) FILTER (role = 'kernel' AND language = 'triton') AS triton,
                min(latency_us) FILTER (role = 'kernel' AND language = 'tilelang') AS tilelang,
                min(latency_us) FILTER (role = 'kernel' AND language = 'cutile') AS cutile,
-               min(latency_us) FILTER (ends_with(solution, '_stock')) AS stock
-        FROM verified WHERE gpu = $gpu AND regexp_full_match(definition, $names)
-        GROUP BY definition, axes_key, dtypes_key, scalars_key, layouts_key
+               min(latency_us) FILTER (ends_with(solution, '_stock') OR ends_with(solution, '_cublas')) AS stock
+        FROM verified WHERE gpu = $gpu
+        GROUP BY op_type, definition, axes_key, dtypes_key, scalars_key, layouts_key
         HAVING count(*) FILTER (role = 'kernel') > 0
     )
-    SELECT definition, axes_key, triton, tilelang, cutile, stock, ratio FROM point
-    QUALIFY least(row_number() OVER (PARTITION BY definition ORDER BY sol_us, axes_key),
-                  row_number() OVER (PARTITION BY definition ORDER BY sol_us DESC, axes_key)) = 1
-    ORDER BY definition, sol_us
+    SELECT op_type, definition, axes_key, triton, tilelang, cutile, stock, ratio FROM point
+    QUALIFY least(row_number() OVER (PARTITION BY definition ORDER BY sol_us, key),
+                  row_number() OVER (PARTITION BY definition ORDER BY sol_us DESC, key)) = 1
+    ORDER BY op_type, definition, sol_us, key
 """
 
 
@@ -192,10 +205,8 @@ def wanted() -> dict[Path, str]:
     with shipped_store():
         page = with_block(PAGE.read_text(), "times", times())
         page = with_block(page, "shares", shares())
-        families = FAMILIES.read_text()
-        for title, names in FAMILY_OF.items():
-            families = with_block(families, title, family(names))
-        return {PAGE: with_block(page, "gains", gains()), FAMILIES: families}
+        tables = with_block(FAMILIES.read_text(), "families", families(_rows(FAMILY, {"gpu": GPU})))
+        return {PAGE: with_block(page, "gains", gains()), FAMILIES: tables}
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from types import ModuleType
 
 import import_graph
@@ -10,6 +11,8 @@ import marked_blocks
 import performance_tables
 import pytest
 import readme_picture
+
+from tilegym_db.store.sql import run_user_query
 
 
 @pytest.mark.parametrize(
@@ -42,3 +45,38 @@ def test_the_import_graph_follows_the_layers_of_the_contract():
     arrows = import_graph.edges(set(depth))
     assert {("cli", "loop"), ("loop", "integrations")} <= set(arrows)  # and not what these two imply
     assert all(depth[one] < depth[two] for one, two in arrows)
+
+
+def operators_by_table(page: str) -> list[tuple[str, str]]:
+    """(heading, operator) of each operator that a table of the page has; once, however many rows it takes there."""
+    found: dict[tuple[str, str], None] = {}
+    heading = ""
+    for line in page.splitlines():
+        if line.startswith("## "):
+            heading = line.removeprefix("## ")
+        elif line.startswith("| ") and not line.startswith("| operator "):
+            found[heading, line.split(" | ")[0].removeprefix("| ")] = None
+    return list(found)
+
+
+def test_each_verified_operator_is_in_one_table_of_the_families_that_of_its_op_type():
+    with marked_blocks.shipped_store():
+        verified = run_user_query(
+            "SELECT DISTINCT op_type, definition FROM verified WHERE gpu = ? AND role = 'kernel'",
+            [performance_tables.GPU],
+        ).rows
+    shown = operators_by_table(performance_tables.FAMILIES.read_text())
+    assert set(Counter(name for _, name in shown).values()) == {1}
+    assert {name for _, name in shown} == {name for _, name in verified}
+    headings = {name: heading for heading, name in shown}
+    assert len({(op_type, headings[name]) for op_type, name in verified}) == len({op_type for op_type, _ in verified})
+
+
+def test_an_op_type_that_is_new_gets_a_table_of_its_own():
+    rows = [
+        ("norm", "rms_norm", "M=1,N=1", 5.0, None, 6.0, 20.0, 0.9),
+        ("scan", "cumsum", "M=1", 1.0, None, None, None, None),
+    ]
+    page = performance_tables.families(rows)
+    assert operators_by_table(page) == [("Norms", "rms_norm"), ("Scan", "cumsum")]
+    assert "| cumsum | M=1 | 1.0 |  |  |  |  |" in page

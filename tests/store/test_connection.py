@@ -14,6 +14,7 @@ import pytest
 from tilegym_db.catalog import Catalog
 from tilegym_db.catalog.parsed_sources import FILE_NAME as PARSED_SOURCES
 from tilegym_db.errors import StoreError
+from tilegym_db.store import database
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.database import ROW_GROUP_SIZE
 from tilegym_db.store.ingest import ingest, rebuild
@@ -360,3 +361,13 @@ def test_importing_the_store_loads_no_engine_and_no_torch():
         "assert not late & {'duckdb', 'torch', 'triton', 'pyarrow', 'numpy'}, late\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(("pages", "limit"), [(1 << 16, "128.0 MiB"), (1 << 30, "2.0 GiB")])
+def test_a_writer_takes_half_of_the_memory_that_the_machine_has_when_it_connects(opened, monkeypatch, pages, limit):
+    machine = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": pages}
+    with opened():
+        pass  # the module was in use before
+    monkeypatch.setattr(database.os, "sysconf", machine.__getitem__)
+    with opened() as store:
+        assert store.rows("SELECT current_setting('memory_limit') AS found") == [{"found": limit}]

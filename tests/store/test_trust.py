@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import stat
 
@@ -190,8 +191,13 @@ def test_figures_that_cannot_be_true_do_not_count_even_where_trusted(
         assert best_rows(store) == []
         (row,) = store.rows("SELECT doubt FROM traces")
         assert doubt in row["doubt"]
-        with pytest.raises(NotFoundError, match="1: the figures cannot be true"):
+        with pytest.raises(
+            NotFoundError, match=r"1: the figures cannot be true \(.*WHERE doubt IS NOT NULL'\)\.$"
+        ) as raised:
             publish(store, "h200", tmp_path)
+        (command,) = re.findall(r"tilegym-db sql '(.*)'", str(raised.value))
+        (shown,) = store.rows(command)
+    assert (shown["gpu"], shown["doubt"]) == ("h200", row["doubt"])
 
 
 @pytest.fixture

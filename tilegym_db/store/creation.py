@@ -14,6 +14,7 @@ from tilegym_db.store.fingerprints import fingerprints
 from tilegym_db.store.journal import journal_files
 from tilegym_db.store.loading import IngestReport, combined, load_journals
 from tilegym_db.store.model_runs import load_model_runs
+from tilegym_db.store.newest import mark_newest
 from tilegym_db.store.refresh import refresh
 from tilegym_db.store.tuning import load_tuning
 
@@ -96,5 +97,6 @@ def _adopt(store: Store, old: Path, adoptions: Iterable[str]) -> None:
             connection.execute(statement)
         if connection.execute(statements.HAS_OLD_TRUST).fetchall()[0][0]:
             connection.execute(statements.ADOPT_TRUST)
+        mark_newest(connection)
     with store.translated("create"):
         store.connection.execute("DETACH old")

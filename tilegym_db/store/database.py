@@ -53,11 +53,12 @@ take 14 GB. Half the machine's memory where that is less."""
 
 
 def _writer_memory() -> str:
+    """Asked for at each connection: importing this must not depend on the machine."""
     total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return f"{min(WRITER_MEMORY_BYTES, total_bytes // 2) >> 20}MiB"
 
 
-_WRITER: _Settings = {**_BASE, "storage_compatibility_version": STORAGE_VERSION, "memory_limit": _writer_memory()}
+_WRITER: _Settings = {**_BASE, "storage_compatibility_version": STORAGE_VERSION}
 # What a reader runs may come from a user: it reaches the database and nothing else, not even to spill.
 _READER: _Settings = {**_BASE, "enable_external_access": "false", "temp_directory": ""}
 
@@ -202,7 +203,7 @@ def _attached(path: Path) -> DuckDBPyConnection:
     """A writer's connection. The file is attached to a database in memory because only ATTACH takes a size of row groups."""
     import duckdb
 
-    connection = duckdb.connect(config={**_WRITER, "temp_directory": f"{path}.tmp"})
+    connection = duckdb.connect(config={**_WRITER, "memory_limit": _writer_memory(), "temp_directory": f"{path}.tmp"})
     try:
         attach(connection, path, "store", f"ROW_GROUP_SIZE {ROW_GROUP_SIZE}")
         connection.execute("USE store")

@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 __all__ = ["judge_passes"]
 
 
-def judge_passes(connection: DuckDBPyConnection, last: int = -1, known: Mapping[str, Definition] | None = None) -> None:
+def judge_passes(connection: DuckDBPyConnection, last: int = -1, known: Mapping[str, Definition] | None = None) -> bool:
     """Set the column ``doubt`` of the passes behind row ``last``, by the definitions and peaks that the database holds.
 
     Work grows with the number of different points, not of traces. ``known`` are definitions by digest that are read already.
+    Returns whether any of them is doubted, or was.
     """
-    connection.execute(trace_statements.FORGET_DOUBTS, {"last": last})
+    changed: int = connection.execute(trace_statements.FORGET_DOUBTS, {"last": last}).fetchall()[0][0]
     cursor = connection.execute(trace_statements.POINTS_OF_PASSES, {"last": last})
     names = [column[0] for column in cursor.description or ()]
     points = [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
@@ -37,7 +38,10 @@ def judge_passes(connection: DuckDBPyConnection, last: int = -1, known: Mapping[
         and (found := _bounds(definition, point, peaks.get(point["gpu"]))) is not None
     ]
     if bounds:
-        connection.execute(trace_statements.DOUBT, {"last": last, "bounds": json.dumps(bounds)})
+        changed += connection.execute(trace_statements.DOUBT, {"last": last, "bounds": json.dumps(bounds)}).fetchall()[
+            0
+        ][0]
+    return changed > 0
 
 
 def _definitions(connection: DuckDBPyConnection, digests: set[str]) -> dict[str, Definition]:

@@ -17,6 +17,7 @@ from tilegym_db.errors import StoreError
 from tilegym_db.store import statements, trace_statements
 from tilegym_db.store.doubts import judge_passes
 from tilegym_db.store.journal import RejectedLine, read_journal
+from tilegym_db.store.newest import mark_newest
 from tilegym_db.store.trace_origins import Batch, Sorted, sorted_files, sorted_snapshots
 
 if TYPE_CHECKING:
@@ -177,23 +178,32 @@ def _insert(store: Store, batch: Batch, files: Sequence[Path], known: Mapping[st
     parameters = {**names, "origin": batch.origin, "trusted": batch.trusted}
     try:
         with store.transaction("ingest traces into") as connection:
+            displaced = False
             if batch.origin != "foreign" or batch.trusted:
                 rank = {"over_trusted": batch.origin != "foreign"}
                 if connection.execute(trace_statements.HAS_DISPLACED, rank).fetchall()[0][0]:
                     connection.execute(trace_statements.DISPLACE_TRACES, {**names, **rank})
+                    displaced = True
             last = {"last": connection.execute(trace_statements.LAST_ROW).fetchall()[0][0]}
             added = connection.execute(trace_statements.INSERT_TRACES, parameters).fetchall()[0][0]
             repeated = connection.execute(trace_statements.COUNT_REPEATED, last).fetchall()[0][0]
             if repeated:
                 connection.execute(trace_statements.DELETE_REPEATED, last)
             judge_passes(connection, last["last"], known)
-            return int(added - repeated)
+            if displaced:  # what a foreign trace had superseded may be the newest again
+                mark_newest(connection)
     except StoreError as error:
         if isinstance(
             error.__cause__, duckdb.InvalidInputException | duckdb.ConversionException | duckdb.ConstraintException
         ):
             return None
         raise
+    if added > repeated and not displaced:
+        # On its own: rows that change before they are committed are written twice. Until then every new pass is marked, which
+        # costs a reader time and nothing else.
+        with store.transaction("ingest traces into") as connection:
+            mark_newest(connection, last["last"])
+    return int(added - repeated)
 
 
 def _clean(files: Sequence[Path], target: Path) -> tuple[int, tuple[RejectedLine, ...]]:

@@ -33,6 +33,9 @@ from tilegym_db.store.tuning_set import encode_steps
 
 __all__ = ["PublishReport", "publish", "publish_all", "published_folder"]
 
+DOUBTED = "tilegym-db sql 'SELECT solution, gpu, axes, doubt FROM traces WHERE doubt IS NOT NULL'"
+"""The command that shows which traces have figures that cannot be true, and why."""
+
 _SHAPE = ("definition", "dtypes_key", "axes_key", "scalars_key", "layouts_key")
 
 
@@ -156,7 +159,7 @@ def _left_out(store: Store, gpu: str) -> dict[str, int]:
     kept = queries.kept_back(store, gpu)
     counts = {
         "a later failure took the pass back": kept["revoked"],
-        "the figures cannot be true (tilegym-db sql 'SELECT solution, axes, doubt FROM traces')": kept["doubted"],
+        f"the figures cannot be true ({DOUBTED})": kept["doubted"],
         f"the worker was not confined (sandbox level below {PUBLISHED_SANDBOX_LEVEL})": kept["unconfined"],
         "passed a screen only (tilegym-db promote)": queries.count_unverified(store, gpu=gpu),
     }

@@ -18,6 +18,7 @@ from tilegym_db.store.imported import sync_imported
 from tilegym_db.store.input_files import published_folders
 from tilegym_db.store.loading import IngestReport, combined, load_snapshots
 from tilegym_db.store.loop_journals import sync_loop
+from tilegym_db.store.newest import mark_newest
 from tilegym_db.store.peaks_files import peaks_rows
 from tilegym_db.store.tuning import published_tuning_rows
 
@@ -54,8 +55,8 @@ def refresh(store: Store, catalog: Catalog, wanted: dict[str, str], parts: Colle
             sync_imported(connection, store.home)
         if "loop" in parts:  # after the views, which its own ask
             sync_loop(connection, store.home, catalog)
-        if not {"catalog", "peaks"}.isdisjoint(parts):
-            judge_passes(connection)
+        if not {"catalog", "peaks"}.isdisjoint(parts) and judge_passes(connection):
+            mark_newest(connection)
     report = IngestReport(notes=tuple(refused))
     if "shipped_traces" in parts:  # after the catalog and the peaks, which each batch's figures are held against
         known = {record.digest: record for record in catalog.definitions.values()} if "catalog" in parts else {}

@@ -61,6 +61,8 @@ CREATE TABLE ingested_files (path VARCHAR NOT NULL, size BIGINT NOT NULL);
 
 -- `origin` says who vouches for a trace: 'shipped' with the package, measured here ('local'), or 'foreign', which counts only
 -- where the user said so (`trusted`). `doubt` is why the figures of a pass cannot be true.
+-- `is_newest` marks the timed, undoubted passes that no newer one of the same point supersedes (newest.py): most questions need no
+-- other rows, and of millions of traces few are marked, so that a scan leaves most row groups out.
 -- A *_key is the canonical spelling of the map beside it ('M=4096,N=4096', sorted by name), to group and join by.
 CREATE TABLE trace_records (
     trace_id VARCHAR NOT NULL,
@@ -116,7 +118,8 @@ CREATE TABLE trace_records (
         got VARCHAR, worst_row BIGINT, command VARCHAR),
     origin VARCHAR NOT NULL DEFAULT 'foreign',
     trusted BOOLEAN NOT NULL DEFAULT false,
-    doubt VARCHAR
+    doubt VARCHAR,
+    is_newest BOOLEAN NOT NULL DEFAULT false
 );
 
 -- Runs of whole models (records.ModelRun), from the files in model_runs/ beside the database.

@@ -65,7 +65,7 @@ INSERT_TRACES = f"""
         coalesce(gpu_uuid, ''), coalesce(host, ''),
         tier, coalesce(attempt, 0), coalesce(sandbox_level, 0), coalesce(evidence_level, 'op'),
         envelope, status, coalesce(reason, ''), coalesce(log, ''), correctness, performance, audit, failure,
-        $origin, $trusted, NULL
+        $origin, $trusted, NULL, status = 'PASSED' AND performance.latency_us IS NOT NULL
     FROM {_FILES} ANTI JOIN trace_records USING (trace_id)
     WHERE CASE WHEN {_IS_TRACE} THEN true ELSE error('not a trace') END
 """

@@ -8,7 +8,7 @@ from importlib.resources import files
 
 __all__ = ["INTERNAL_VIEWS", "public_views"]
 
-INTERNAL_VIEWS = frozenset({"standing", "newest_passes", "newest_steps", "best_per_solution"})
+INTERNAL_VIEWS = frozenset({"marked_traces", "standing", "newest_passes", "newest_steps", "best_per_solution"})
 """Steps on the way to the others; they can be queried, and may change."""
 
 _NAME = re.compile(r"^CREATE OR REPLACE VIEW (\w+)", re.MULTILINE)

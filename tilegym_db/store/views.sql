@@ -52,7 +52,7 @@ FROM workload_records w JOIN definition_records d ON d.name = w.definition AND d
 -- compared with several stock implementations, the least favourable ratio counts. `incumbent` was the fastest verified
 -- before, and took part in the same rounds; `incumbent_ratio` is its time over this time. `origin` is 'shipped', 'local' or
 -- 'foreign' (not measured by this installation; counts only where `trusted`); `doubt` is why a pass cannot be true.
-CREATE OR REPLACE VIEW traces AS
+CREATE OR REPLACE VIEW marked_traces AS
 SELECT
     trace_id, run_id, timestamp,
     definition, definition_version, definition_digest, op_type,
@@ -97,8 +97,11 @@ SELECT
     audit.kernels AS kernels,
     audit.notes AS scan_notes,
     failure.command AS failure_command,
-    failure
+    failure,
+    is_newest
 FROM trace_records;
+
+CREATE OR REPLACE VIEW traces AS SELECT * EXCLUDE (is_newest) FROM marked_traces;
 
 -- What GPUs were calibrated to do, newest first to be believed: `is_current` marks the row that a GPU's speed of light is
 -- computed from, which is a calibration of this machine wherever there is one. Rates are per second, times microseconds.
@@ -137,15 +140,16 @@ GROUP BY ALL;
 
 -- Passed in a tier that counts, with exactly the definition and source that the catalog holds now, and not taken back.
 -- The joins match one row each; as semi joins they would say so, but DuckDB then plans the anti join twice as slow.
+-- `is_newest` leaves out nothing that the views below would pick, and nearly everything where there are millions of traces.
 CREATE OR REPLACE VIEW standing AS
-SELECT t.* FROM traces t
+SELECT t.* EXCLUDE (is_newest) FROM marked_traces t
 JOIN definition_records d ON d.is_current AND d.name = t.definition AND d.digest = t.definition_digest
 JOIN solution_records s ON s.is_current AND s.name = t.solution AND s.digest = t.solution_digest
 ANTI JOIN revocations r ON r.definition_digest = t.definition_digest AND r.solution_digest = t.solution_digest
     AND r.gpu = t.gpu AND r.revoked_at >= t.timestamp
     AND coalesce(r.config_key, t.config_key) = t.config_key
     AND coalesce(r.workload_uuid, t.workload_uuid) = t.workload_uuid
-WHERE t.status = 'PASSED' AND t.tier IN ($verified_tiers) AND t.latency_us IS NOT NULL
+WHERE t.is_newest AND t.status = 'PASSED' AND t.tier IN ($verified_tiers) AND t.latency_us IS NOT NULL
     AND is_counted(t.origin, t.trusted) AND t.doubt IS NULL;
 
 -- The newest of them per solution, config, shape and GPU: a lucky measurement must not outlive the ones that came after.
@@ -160,22 +164,25 @@ FROM standing GROUP BY ALL;
 
 -- Here and below: `gpu` is joined on, although the id says it all, so that a reader's condition on it reaches the inside.
 CREATE OR REPLACE VIEW verified AS
-SELECT t.* FROM traces t JOIN newest_passes n ON n.gpu = t.gpu AND n.newest.trace_id = t.trace_id;
+SELECT t.* EXCLUDE (is_newest) FROM marked_traces t JOIN newest_passes n ON n.gpu = t.gpu AND n.newest.trace_id = t.trace_id
+WHERE t.is_newest;
 
 -- The fastest verified trace of each solution, per GPU and shape. Ties fall to the smaller trace_id, so that two
 -- readers of the same traces always see the same row.
 CREATE OR REPLACE VIEW best_per_solution AS
-SELECT t.* FROM traces t JOIN (
+SELECT t.* EXCLUDE (is_newest) FROM marked_traces t JOIN (
     SELECT gpu, arg_min(newest.trace_id, row(newest.latency_us, newest.trace_id)) AS trace_id FROM newest_passes
     GROUP BY definition, gpu, dtypes_key, axes_key, scalars_key, layouts_key, solution
-) b ON b.gpu = t.gpu AND b.trace_id = t.trace_id;
+) b ON b.gpu = t.gpu AND b.trace_id = t.trace_id
+WHERE t.is_newest;
 
 -- The fastest verified trace of any solution, per GPU and shape.
 CREATE OR REPLACE VIEW best AS
-SELECT t.* FROM traces t JOIN (
+SELECT t.* EXCLUDE (is_newest) FROM marked_traces t JOIN (
     SELECT gpu, arg_min(newest.trace_id, row(newest.latency_us, newest.trace_id)) AS trace_id FROM newest_passes
     GROUP BY definition, gpu, dtypes_key, axes_key, scalars_key, layouts_key
-) b ON b.gpu = t.gpu AND b.trace_id = t.trace_id;
+) b ON b.gpu = t.gpu AND b.trace_id = t.trace_id
+WHERE t.is_newest;
 
 -- What a promotion may be tried on: passed its newest screen, with the definition and source that the catalog holds now,
 -- neither judged by the promotion tier since nor verified before.

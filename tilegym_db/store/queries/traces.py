@@ -39,6 +39,7 @@ DEFINITION_BY_DIGEST = "SELECT record FROM definition_records WHERE digest = $di
 
 _KEYS = (
     "config_key", "axes_key", "dtypes_key", "scalars_key", "layouts_key", "origin", "trusted", "doubt",
+    "is_newest",
 )  # fmt: skip
 """Columns of the store's own, which are no part of a trace."""
 
