@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tilegym_db.errors import RecordError, StoreError
-from tilegym_db.files import decode, read_bytes, write_atomically, write_folder, writing
+from tilegym_db.errors import ConflictError, RecordError, StoreError
+from tilegym_db.files import decode, read_bytes, write_atomically, write_exclusively, write_folder, writing
 
 
 def test_a_link_is_followed_and_a_mode_is_kept(tmp_path: Path):
@@ -109,3 +109,37 @@ def test_a_writer_replaces_regular_files_only(tmp_path: Path, kind: str, make: C
         write_atomically(place, b"content")
     assert not place.is_file()
     assert os.listdir(tmp_path) == ["place"]
+
+
+def test_a_lock_in_a_folder_where_no_file_can_be_made_is_refused_at_once():
+    began = time.monotonic()
+    with pytest.raises(StoreError, match=r"cannot write the folder /proc: .*TILEGYM_DB_HOME"), writing(Path("/proc")):
+        pass
+    assert time.monotonic() - began < 5
+
+
+def test_a_new_file_appears_whole_and_one_that_exists_is_left_alone(tmp_path: Path):
+    target = tmp_path / "sub" / "workloads.jsonl"
+    write_exclusively(target, b"first")
+    with pytest.raises(ConflictError, match="exists already"):
+        write_exclusively(target, b"second")
+    assert target.read_bytes() == b"first"
+    assert [path.name for path in target.parent.iterdir()] == [target.name]
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(ConflictError, match="exists already"):
+        write_exclusively(tmp_path / "link", b"third")
+
+
+def test_a_folder_that_another_process_made_meanwhile_exists_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    target = tmp_path / "draft"
+    rename = os.rename
+
+    def late(source: str, folder: Path) -> None:
+        target.mkdir()
+        (target / "mine.py").write_text("mine")
+        rename(source, folder)
+
+    monkeypatch.setattr(os, "rename", late)
+    with pytest.raises(StoreError, match="it exists already"):
+        write_folder(target, {"kernel.py": b"theirs"})
+    assert [path.name for path in tmp_path.rglob("*")] == ["draft", "mine.py"]

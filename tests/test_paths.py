@@ -24,6 +24,8 @@ from tilegym_db.paths import home
         ("{}/loop", "Too many levels of symbolic links"),
         ("{}/loop/below", "Too many levels of symbolic links"),
         ("/dev/null", "it is no folder"),
+        ("{}/dangling", "is a link to 'nowhere', which does not exist"),
+        ("{}/dangling/below", "is a link to 'nowhere', which does not exist"),
     ],
 )
 def test_a_home_that_cannot_be_one_is_one_clear_error(
@@ -31,6 +33,7 @@ def test_a_home_that_cannot_be_one_is_one_clear_error(
 ):
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "dangling").symlink_to("nowhere")
     monkeypatch.setenv("TILEGYM_DB_HOME", value.format(tmp_path))
     with pytest.raises(UsageError, match=problem) as raised:
         home()

@@ -8,6 +8,7 @@ later writer removes.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
@@ -16,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tilegym_db.errors import RecordError, StoreError
+from tilegym_db.errors import ConflictError, RecordError, StoreError
 
 __all__ = [
     "LOCK_NAME",
@@ -27,6 +28,7 @@ __all__ = [
     "regular_files",
     "sync_folder",
     "write_atomically",
+    "write_exclusively",
     "write_folder",
     "writing",
 ]
@@ -162,6 +164,8 @@ def hold_lock(path: Path, what: Path, timeout_s: float, consequence: str) -> Ite
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # filelock tries again for as long as it waits where a file cannot be made for good, as in /proc; this says so at once
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o644))
         # not thread local: a store may be closed by another thread than opened it
         lock = FileLock(path, timeout=timeout_s, poll_interval=POLL_S, thread_local=False)
         lock.acquire()
@@ -223,6 +227,32 @@ def write_atomically(path: Path, content: bytes) -> None:
                 os.unlink(staged)
 
 
+def write_exclusively(path: Path, content: bytes) -> None:
+    """Make a new file in one step: it appears whole or not at all, and of several writers at once one succeeds.
+
+    Raises:
+        ConflictError: something of that name exists, which stays as it is.
+        StoreError: it cannot be written; nothing was added then.
+    """
+    staged: str | None = None
+    try:
+        if os.path.lexists(path):
+            raise FileExistsError
+        path.parent.mkdir(parents=True, exist_ok=True)
+        staged = _staged_name(path.parent)
+        _write_synced(staged, content)
+        os.link(staged, path)
+        sync_folder(path.parent)
+    except FileExistsError:
+        raise ConflictError(f"{path} exists already, and is left as it is. Choose another with --output.") from None
+    except (OSError, ValueError) as error:
+        raise StoreError(f"cannot write {path}: {_reason(error)}. Nothing was added.") from None
+    finally:
+        if staged is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(staged)
+
+
 def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
     """Make a new folder of files in one step: it appears whole or not at all. What is there already is left alone.
 
@@ -249,7 +279,12 @@ def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
             _write_synced(str(target), content)
         for made in sorted(inner, reverse=True):
             sync_folder(made)
-        os.rename(staged, folder)  # refuses a folder that holds anything, whoever made it meanwhile
+        try:
+            os.rename(staged, folder)  # refuses a folder that holds anything, whoever made it meanwhile
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            raise FileExistsError(0, "it exists already") from None
         staged = None
         sync_folder(folder.parent)
     except (OSError, ValueError) as error:

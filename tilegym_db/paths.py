@@ -49,10 +49,18 @@ def _problem(text: str, path: Path) -> str:
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
-        return ""
+        return _dangling(path)
     except OSError as error:  # a loop of links, a name too long, a file on the way, a folder that may not be entered
         return error.strerror or str(error)
     return "" if stat.S_ISDIR(mode) else "it is no folder"
+
+
+def _dangling(path: Path) -> str:
+    """What is wrong with a path that does not exist: nothing, or that it goes through a link to nowhere."""
+    for place in (path, *path.parents):
+        if place.is_symlink():
+            return "" if place.exists() else f"{place} is a link to {os.readlink(place)!r}, which does not exist"
+    return ""
 
 
 def shipped_root() -> Path:

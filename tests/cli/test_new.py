@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from tilegym_db import files
+
 CONFIG = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "rms_norm_eps": 1e-5, "torch_dtype": "float32"}
 REFERENCE = (
     "# Source: https://example.org/model.py#L1\n"
@@ -188,3 +190,46 @@ def test_counts_of_tokens_are_whole_numbers(cli, home, config, tokens):
     result = cli("new", "workload", "rms_norm", "--from-config", config, "--tokens", tokens)
     assert result.code == 2
     assert "must be whole numbers" in result.err
+
+
+@pytest.mark.parametrize("shape", ["x[0]", "x[-1]", "x[M, 0]", "x[\N{ARABIC-INDIC DIGIT FOUR}]", "x[+]"])
+def test_a_size_that_is_none_is_refused(cli, checkout, tmp_path, monkeypatch, shape):
+    monkeypatch.chdir(tmp_path)
+    result = cli("new", "definition", "my_scale", "--inputs", shape)
+    assert result.code == 2
+    assert "--inputs: " in result.err
+    assert not (tmp_path / "my_scale").exists()
+
+
+def test_a_draft_appears_whole_or_not_at_all(cli, checkout, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written = []
+
+    def fails_on_the_third(path, content, mode=None):
+        written.append(path)
+        if len(written) == 3:
+            raise OSError(28, "No space left on device")
+        write(path, content, mode)
+
+    write = files._write_synced
+    monkeypatch.setattr(files, "_write_synced", fails_on_the_third)
+    result = cli("new", "definition", "my_scale")
+    assert result.code == 1
+    assert "No space left on device" in result.err
+    assert list(tmp_path.glob("*scale*")) == list(tmp_path.glob(".tilegym-db-*")) == []
+
+
+def test_an_empty_folder_is_filled_and_it_may_be_the_working_one(cli, checkout, tmp_path, monkeypatch):
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    assert cli("new", "definition", "my_scale", "-o", ".").code == 0
+    assert len(list(folder.iterdir())) == 5
+
+
+def test_an_argument_that_is_no_text_writes_nothing(cli, checkout, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = cli("new", "definition", "my_scale", "--description", "caf\udce9")
+    assert result.code in (1, 2)
+    assert "Traceback" not in result.err
+    assert not (tmp_path / "my_scale").exists()

@@ -144,3 +144,24 @@ def test_the_reference_of_the_commands_is_current():
 
     assert FILE.read_text(encoding="utf-8") == reference_text(), "run: python -m tilegym_db.cli.reference"
     assert all(f"## {name}" in reference_text() for panel in COMMANDS.values() for name in panel)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ("recommend", ".", "--gpu", "h200", "--prompt", "0"),
+        ("recommend", ".", "--gpu", "h200", "--prompt", "-5"),
+        ("reproduce", "row_scale_stock", "--gpu", "cpu", "--offset", "-1"),
+        ("reproduce", "row_scale_stock", "--gpu", "cpu", "--offset", "99999999999"),
+        ("tune", "row_scale", "--gpu", "cpu", "--budget", "inf"),
+        ("tune", "row_scale", "--gpu", "cpu", "--budget", "nan"),
+        ("tune", "row_scale", "--gpu", "cpu", "--budget", "0"),
+        ("model-bench", ".", "--gpu", "cpu", "--rounds", "99999999999999999999"),
+        ("fit", ".", "--gpu", "cpu", "--rounds", "99999999999999999999"),
+        ("auto-kernelize", ".", "--gpu", "cpu", "--rounds", "99999999999999999999"),
+    ],
+)
+def test_a_number_that_cannot_be_meant_is_refused_by_its_option(cli, row_scale, line):
+    result = cli(*line)
+    assert result.code == 2
+    assert f"Invalid value for '{line[-2]}'" in result.err

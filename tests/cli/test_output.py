@@ -6,7 +6,7 @@ from datetime import datetime
 
 import pytest
 
-from tilegym_db.cli.formats import csv_text
+from tilegym_db.cli.formats import Form, csv_text, write_bytes
 from tilegym_db.cli.output import print_json, print_table, spelled_number
 
 
@@ -37,3 +37,14 @@ def test_csv_quotes_and_keeps_nested_values_as_json():
 def test_a_table_prints_brackets_as_they_are(capsys):
     print_table(("solution",), [("row[BLOCK=4]",), (None,)])
     assert "row[BLOCK=4]" in capsys.readouterr().out
+
+
+def test_a_file_that_is_written_keeps_its_link_and_its_mode(tmp_path):
+    real, link = tmp_path / "real.json", tmp_path / "link.json"
+    real.write_text("old")
+    real.chmod(0o640)
+    link.symlink_to(real)
+    write_bytes(Form("json", link), b"new")
+    assert link.is_symlink()
+    assert real.read_bytes() == b"new"
+    assert real.stat().st_mode & 0o777 == 0o640

@@ -62,7 +62,7 @@ def test_a_config_that_is_wrong_is_a_finding_and_json_says_which(cli, add_blocke
     [
         (["--gpu", "h100"], "--gpu h100: this machine has no usable GPU. Use --gpu cpu or --gpu auto here"),
         (["row_scal"], "'row_scal' is no definition and no solution. Did you mean 'row_scale'"),
-        (["--budget", "-1"], "--budget is a number of seconds above 0, not -1."),
+        (["--budget", "-1"], "a number of seconds above 0, not -1."),
         (["--workload", "M=5,*"], "no workload matches 'M=5,*'"),
     ],
 )

@@ -328,3 +328,25 @@ def test_small_files_reach_duckdb_as_one_and_large_ones_as_they_are(tmp_path, mo
     assert first.read_text() == "{}\n" * 3
     assert others == files[2:]
     assert loading._joined([*files, tmp_path / "gone.jsonl"], tmp_path / "whole") == [*files, tmp_path / "gone.jsonl"]
+
+
+def test_what_is_no_trace_is_not_called_a_foreign_one(opened, tmp_path, trace):
+    file = tmp_path / "mixed.jsonl"
+    file.write_text("hello\n" + trace().to_json() + "\n[]\n")
+    with opened() as store:
+        report = ingest(store, [file])
+    assert (report.added, len(report.rejected)) == (1, 2)
+    assert [note.split(":")[0] for note in report.notes] == ["1 trace was not signed by this installation"]
+    junk = tmp_path / "junk.jsonl"
+    junk.write_text("hello\n")
+    with opened() as store:
+        assert ingest(store, [junk]).notes == ()
+
+
+def test_a_trace_set_that_is_cut_off_is_rejected(opened, tmp_path):
+    file = tmp_path / "rms_norm.jsonl"
+    shipped = Path(__file__).parents[2] / "traces" / "h200" / "norm" / "rms_norm.jsonl"
+    file.write_bytes(shipped.read_bytes()[:200])
+    with opened() as store:
+        report = ingest(store, [file])
+    assert [str(line).startswith(f"{file}:1: not a valid trace set") for line in report.rejected] == [True]

@@ -32,7 +32,7 @@ def command(
     gpu: MachineGpu = "auto",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     prompt: Annotated[int, typer.Option(help="Random tokens of the measured call.")] = 128,
-    rounds: Annotated[int, typer.Option(help="Interleaved rounds of stock and patched.")] = 10,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds of stock and patched.", max=100_000)] = 10,
     layers: Annotated[int | None, typer.Option(help="Keep only the first so many layers.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the experiments as JSON.")] = False,
 ) -> None:

@@ -26,7 +26,7 @@ def command(
     gpu: MachineGpu = "auto",
     gpus: Gpus = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    rounds: Annotated[int, typer.Option(help="Generations that count, by each way.")] = 10,
+    rounds: Annotated[int, typer.Option(help="Generations that count, by each way.", max=100_000)] = 10,
     layers: Annotated[int | None, typer.Option(help="Keep only the first so many layers.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     wide: Wide = False,

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -129,12 +126,12 @@ def write_arrow(form: Form, table: Callable[[], Any]) -> None:
 
 
 def write_bytes(form: Form, content: bytes) -> None:
-    """Onto stdout, or into the file: written beside it and moved there, so that nobody reads half of it.
+    """Onto stdout, or into the file: written beside it and moved there, so that nobody reads half of it. A link is followed.
 
     Raises:
         StoreError: the file cannot be written; one that was there stays as it was.
     """
-    from tilegym_db.errors import StoreError
+    from tilegym_db.files import write_atomically
 
     if form.file is None:
         stream = getattr(sys.stdout, "buffer", None)
@@ -144,28 +141,8 @@ def write_bytes(form: Form, content: bytes) -> None:
             sys.stdout.flush()
             stream.write(content)
         return
-    temporary: str | None = None
-    try:
-        descriptor, temporary = tempfile.mkstemp(dir=form.file.parent, prefix=f".{form.file.name[:64]}.")
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, form.file)
-    except (OSError, ValueError) as error:
-        if temporary is not None:
-            with suppress(OSError):
-                Path(temporary).unlink()
-        reason = getattr(error, "strerror", None) or error
-        raise StoreError(f"cannot write {form.file}: {reason}. Nothing was changed.") from None
+    write_atomically(form.file, content)
     note(f"written to {form.file}")
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def csv_text(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

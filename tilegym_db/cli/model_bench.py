@@ -26,7 +26,7 @@ def command(
     new: Annotated[int, typer.Option(help="Tokens to generate for each; 0 times the prefill alone.")] = 64,
     gpu: MachineGpu = "auto",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    rounds: Annotated[int, typer.Option(help="Generations that count, by each way.")] = 10,
+    rounds: Annotated[int, typer.Option(help="Generations that count, by each way.", max=100_000)] = 10,
     layers: Annotated[int | None, typer.Option(help="Keep only the first so many layers.")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Prove the patch first; see verify-model.")] = False,
     static_cache: Annotated[

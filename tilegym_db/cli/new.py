@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -208,7 +209,7 @@ def parse_counts(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(re.fullmatch(r"[0-9]{1,12}", part) for part in parts):
         raise UsageError(f"--tokens: {text!r} must be whole numbers, as in 1,512,4096.")
-    return [int(part) for part in parts]
+    return list(dict.fromkeys(int(part) for part in parts))
 
 
 def model_name(config: Mapping[str, object], path: Path) -> str:
@@ -241,16 +242,17 @@ def write_new(folder: Path, files: Mapping[str, str]) -> None:
         ConflictError: the folder exists and is not empty.
         StoreError: it cannot be written.
     """
-    from tilegym_db.errors import ConflictError, StoreError
+    from tilegym_db.errors import ConflictError
+    from tilegym_db.files import write_exclusively, write_folder
 
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConflictError(f"{folder} exists already, and nothing was written. Choose another folder with --output.")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StoreError(f"cannot make {folder}: {error.strerror or error}.") from None
-    for name, text in files.items():
-        write_new_file(folder / name, text)
+    contents = {name: _encoded(text) for name, text in files.items()}
+    if not os.path.lexists(folder):
+        write_folder(folder, contents)  # whole, or not at all
+        return
+    for name, content in contents.items():  # an empty folder, which may be the working directory
+        write_exclusively(folder / name, content)
 
 
 def write_new_file(path: Path, text: str) -> None:
@@ -260,12 +262,21 @@ def write_new_file(path: Path, text: str) -> None:
         ConflictError: it exists.
         StoreError: it cannot be written.
     """
-    from tilegym_db.errors import ConflictError, StoreError
+    from tilegym_db.files import write_exclusively
+
+    write_exclusively(path, _encoded(text))
+
+
+def _encoded(text: str) -> bytes:
+    """UTF-8, whatever the locale.
+
+    Raises:
+        UsageError: an argument held bytes that are no UTF-8.
+    """
+    from tilegym_db.errors import UsageError
 
     try:
-        with path.open("x") as file:
-            file.write(text)
-    except FileExistsError:
-        raise ConflictError(f"{path} exists already, and is left as it is. Choose another with --output.") from None
-    except OSError as error:
-        raise StoreError(f"cannot write {path}: {error.strerror or error}.") from None
+        return text.encode()
+    except UnicodeEncodeError as error:
+        near = text[max(0, error.start - 20) : error.start]
+        raise UsageError(f"an argument is not UTF-8, after {near!r}. Write it in UTF-8; nothing was written.") from None

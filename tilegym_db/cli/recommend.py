@@ -14,7 +14,7 @@ from tilegym_db.cli.output import note, print_json, print_table
 def command(
     config: ConfigFile,
     gpu: Annotated[str, typer.Option(help="h100, h200, ...; it need not be here.", autocompletion=complete_gpu)],
-    prompt: Annotated[int, typer.Option(help="Random tokens; a step of decoding follows.")] = 128,
+    prompt: Annotated[int, typer.Option(help="Random tokens; a step of decoding follows.", min=1)] = 128,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     layers: Annotated[int, typer.Option(help="Keep only the first so many layers.", min=1)] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

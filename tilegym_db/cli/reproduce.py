@@ -27,7 +27,7 @@ def command(
     config: Annotated[list[str] | None, typer.Option(help="Tunables: BLOCK_M=2.", metavar="NAME=VALUE,...")] = None,
     contents: Annotated[str, typer.Option(help="The distribution of the inputs.")] = "normal",
     seed: Annotated[int, typer.Option(help="Of the drawing.")] = 0,
-    offset: Annotated[int, typer.Option(help="Elements off alignment.")] = 0,
+    offset: Annotated[int, typer.Option(help="Elements off alignment.", min=0, max=4096)] = 0,
     gpu: MachineGpu = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

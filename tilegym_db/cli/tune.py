@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,17 @@ if TYPE_CHECKING:
     from tilegym_db.bench.tune.tuner import Tuned
 
 
+def finite_seconds(value: float | None) -> float | None:
+    """A callback: refuse what is no time, before anything is loaded.
+
+    Raises:
+        BadParameter: NaN, infinity, zero or less.
+    """
+    if value is not None and not (value > 0 and math.isfinite(value)):
+        raise typer.BadParameter(f"a number of seconds above 0, not {value:g}.")
+    return value
+
+
 def command(
     names: Names = None,
     language: Language = None,
@@ -21,7 +33,10 @@ def command(
     gpus: Gpus = None,
     workload: WorkloadGlob = None,
     budget: Annotated[
-        float | None, typer.Option(help="Seconds of search for each solution and workload; default 60, quick 10.")
+        float | None,
+        typer.Option(
+            help="Seconds of search for each solution and workload; default 60, quick 10.", callback=finite_seconds
+        ),
     ] = None,
     quick: Annotated[bool, typer.Option(help="Few workloads and rounds.")] = False,
     again: Annotated[bool, typer.Option(help="Forget what earlier runs tried.")] = False,

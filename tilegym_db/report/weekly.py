@@ -22,7 +22,7 @@ def weekly(store: Store, since: datetime) -> str:
     """Changes and attempts since then (UTC), what leads each operator and how far it is from the speed of light, runs of
     models, and what is open, as Markdown."""
     changes = queries.change_rows(store, since)
-    parts = [f"# tilegym-db since {since:%Y-%m-%d}", "## Changes"]
+    parts = [f"# tilegym-db since {since.date().isoformat()}", "## Changes"]
     parts.append(
         _table(
             ("day", "what", "operator", "solution", "GPU", "cases", "times slower"),

@@ -38,7 +38,13 @@ def parse_tensors(option: str, text: str) -> dict[str, dict[str, Any]]:
             )
         if shape is not None and not shape.strip():
             raise UsageError(f"{option}: '{name}[]' has no axis. {_SPELLING}")
-        found[name] = {"shape": None if shape is None else _entries(shape), "dtype": dtype}
+        entries = None if shape is None else _entries(shape)
+        for entry in entries or ():
+            if entry == 0 or (isinstance(entry, str) and not re.search("[A-Za-z_]", entry)):
+                raise UsageError(
+                    f"{option}: '{entry}' of '{name}' is no size: a whole number from 1, or an axis. {_SPELLING}"
+                )
+        found[name] = {"shape": entries, "dtype": dtype}
         position = match.end()
     if not found:
         raise UsageError(f"{option}: names no tensor. {_SPELLING}")
@@ -47,7 +53,7 @@ def parse_tensors(option: str, text: str) -> dict[str, dict[str, Any]]:
 
 def _entries(shape: str) -> list[str | int]:
     parts = [part.strip() for part in shape.split(",") if part.strip()]
-    return [int(part) if part.isdecimal() else part for part in parts]
+    return [int(part) if part.isascii() and part.isdecimal() else part for part in parts]
 
 
 def axes_of(*groups: dict[str, dict[str, Any]]) -> list[str]:

@@ -126,10 +126,12 @@ def load_snapshots(
 
 
 def _load(store: Store, found: Sorted, scratch: Path, known: Mapping[str, Definition] | None = None) -> IngestReport:
-    reports = [IngestReport(notes=found.refused)]
+    reports, foreign = [IngestReport(rejected=found.rejected, notes=found.refused)], 0
     for number, batch in enumerate(found.batches):
-        reports.append(_load_batch(store, batch, scratch / f"whole-{number}.jsonl", known))
-    foreign = sum(batch.lines for batch in found.batches if batch.origin == "foreign" and not batch.trusted)
+        report = _load_batch(store, batch, scratch / f"whole-{number}.jsonl", known)
+        reports.append(report)
+        if batch.origin == "foreign" and not batch.trusted:
+            foreign += report.added + report.known
     if foreign:
         reports.append(IngestReport(notes=(_foreign_note(foreign),)))
     return combined(*reports)

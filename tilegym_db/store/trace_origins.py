@@ -82,14 +82,15 @@ def sorted_files(files: Sequence[Path], home: Path, scratch: Path, *, trust: boo
         StoreError: a file cannot be read.
     """
     sorter = _Sorter(home, scratch, trust)
-    refused: list[str] = []
+    rejected: list[RejectedLine] = []
     for path in files:
         if path.exists() and not path.is_file():  # a FIFO would be waited for
             raise StoreError(f"cannot read {path}: it is no regular file. Nothing was ingested.")
         try:
             with path.open("rb") as file:
                 if is_trace_set(file.read(64)):
-                    refused += _add_sets(sorter, [path], path.parent.parent)
+                    problems = _add_sets(sorter, [path], path.parent.parent)
+                    rejected += [RejectedLine(path, 1, text.removeprefix(f"{path}: ")) for text in problems]
                     continue
                 file.seek(0)
                 signed = [_is_own(line, home) for line in file if not line.isspace()]
@@ -102,7 +103,7 @@ def sorted_files(files: Sequence[Path], home: Path, scratch: Path, *, trust: boo
             others = (b"\n" if _is_own(line, home) else line for line in _whole_lines(path))
             sorter.write(own, "local", path)
             sorter.write(others, "foreign", path)
-    return Sorted(sorter.batches(), refused=tuple(refused))
+    return Sorted(sorter.batches(), rejected=tuple(rejected))
 
 
 def sorted_snapshots(folders: Iterable[Path], home: Path, scratch: Path, *, trust: bool) -> Sorted:
