@@ -39,7 +39,7 @@ def read_lock(root: Path) -> Locked:
         raise RecordError(f"{path}: the lock cannot be read: it is no JSON object of names.")
     for name, versions in content.items():
         if not isinstance(versions, dict) or not all(isinstance(digest, str) for digest in versions.values()):
-            raise RecordError(f"{path}: the lock cannot be read: '{name}' must map versions to digests.")
+            raise RecordError(f"{path}: the lock cannot be read: {name!r} must map versions to digests.")
     return content
 
 
