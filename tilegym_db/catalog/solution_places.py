@@ -23,7 +23,7 @@ __all__ = ["definition_at", "in_family", "misplaced", "name_at", "record_path", 
 
 def record_paths(root: Path) -> Iterator[Path]:
     """Every file under a root that is the record of a Solution, or has to be one: not all of them exist."""
-    for folder in _visible(root, "solutions/*/*"):
+    for folder in _visible(root / "solutions", "*/*"):
         inside = _visible(folder, "*")
         records = [path for path in inside if path.suffix == ".json"]
         sources = [path for path in inside if path.suffix == ".py"]
