@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from tilegym_db.catalog.broken import DEFINITION_BROKEN, Broken, name_once
-from tilegym_db.catalog.solution_places import definition_at, in_family, misplaced, name_at, record_paths
+from tilegym_db.catalog.solution_places import definition_at, in_family, misplaced, name_at, record_paths, visible
 from tilegym_db.errors import NotFoundError, RecordError, check_kind, did_you_mean
 from tilegym_db.files import read_bytes
 
@@ -46,7 +46,7 @@ class CatalogReader:
     @cached_property
     def definition_paths(self) -> dict[str, Path]:
         """Name -> file of every Definition, read or not."""
-        paths = (path for root in self.roots for path in _paths(root, "definitions/*/*.json"))
+        paths = (path for root in self.roots for path in visible(root / "definitions", "*/*.json"))
         return self._unique(((path.stem, path) for path in paths), lambda path: path.parent.name)
 
     @cached_property
@@ -130,7 +130,7 @@ class CatalogReader:
         record = self.definition(definition)
         found: dict[str, Workload] = {}
         for root in self.roots:
-            for path in _paths(root, f"workloads/*/{definition}.jsonl"):
+            for path in visible(root / "workloads", f"*/{definition}.jsonl"):
                 for item in read_workloads(path, record):
                     if isinstance(item, Broken):
                         self._leave_out(item)
@@ -142,7 +142,7 @@ class CatalogReader:
         """How many Workloads the files of one Definition state, broken ones among them."""
         from tilegym_db.catalog.workload_files import workloads_stated
 
-        files = (path for root in self.roots for path in _paths(root, f"workloads/*/{definition}.jsonl"))
+        files = (path for root in self.roots for path in visible(root / "workloads", f"*/{definition}.jsonl"))
         return len({one for path in files for one in workloads_stated(path)})
 
     def backwards_of(self, definition: str) -> list[Definition]:
@@ -265,15 +265,3 @@ class CatalogReader:
             self.definition(name)
         if name in self.solution_paths:
             self.solution(name)
-
-
-def _paths(root: Path, pattern: str) -> list[Path]:
-    """What matches under a root, by name; hidden files are nobody's records.
-
-    The root itself is not listed: a confined worker may only read its folders (Python 3.12 lists it for a pattern's first part).
-    """
-    folder, _, names = pattern.partition("/")
-    try:
-        return sorted(path for path in (root / folder).glob(names) if not path.name.startswith("."))
-    except OSError:  # a loop of links
-        return []

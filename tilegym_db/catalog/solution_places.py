@@ -18,13 +18,13 @@ from tilegym_db.files import read_bytes
 if TYPE_CHECKING:
     from tilegym_db.records import Solution
 
-__all__ = ["definition_at", "in_family", "misplaced", "name_at", "record_path", "record_paths", "root_of"]
+__all__ = ["definition_at", "in_family", "misplaced", "name_at", "record_path", "record_paths", "root_of", "visible"]
 
 
 def record_paths(root: Path) -> Iterator[Path]:
     """Every file under a root that is the record of a Solution, or has to be one: not all of them exist."""
-    for folder in _visible(root / "solutions", "*/*"):
-        inside = _visible(folder, "*")
+    for folder in visible(root / "solutions", "*/*"):
+        inside = visible(folder, "*")
         records = [path for path in inside if path.suffix == ".json"]
         sources = [path for path in inside if path.suffix == ".py"]
         if sources and not records:
@@ -37,8 +37,12 @@ def record_paths(root: Path) -> Iterator[Path]:
                 yield path / RECORD_NAME
 
 
-def _visible(folder: Path, pattern: str) -> list[Path]:
-    """What matches, by name; hidden files are nobody's records."""
+def visible(folder: Path, pattern: str) -> list[Path]:
+    """What matches in a folder, by name; hidden files are nobody's records.
+
+    Give the folder itself, and not a root with a longer pattern: a confined worker may read the folders of a root and not the root,
+    which Python 3.12 lists for a pattern's first part.
+    """
     try:
         return sorted(path for path in folder.glob(pattern) if not path.name.startswith("."))
     except OSError:  # a loop of links, or a folder that cannot be entered
