@@ -40,7 +40,7 @@ def record_paths(root: Path) -> Iterator[Path]:
 def visible(folder: Path, pattern: str) -> list[Path]:
     """What matches in a folder, by name; hidden files are nobody's records.
 
-    Give the folder itself, and not a root with a longer pattern: a confined worker may read the folders of a root and not the root,
+    Give the folder itself, not its root with a longer pattern: a confined worker may read the folders of a root and not the root,
     which Python 3.12 lists for a pattern's first part.
     """
     try:
