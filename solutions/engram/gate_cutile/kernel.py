@@ -302,7 +302,6 @@ def _gate_backward_rows(
             gate = ct.gather(gates, (token, copy), check_bounds=False)
             rstd_hidden = ct.gather(rstds_hidden, (token, copy), check_bounds=False)
             rstd_key = ct.gather(rstds_key, (token, copy), check_bounds=False)
-            score = dot * rstd_hidden * rstd_key * scale
         else:
             rstd_hidden = ct.rsqrt(ct.sum(x * x) * (1.0 / n) + eps)
             rstd_key = ct.rsqrt(ct.sum(y * y) * (1.0 / n) + eps)
@@ -311,8 +310,10 @@ def _gate_backward_rows(
             gate = _gate_of(score, clamp)
             ct.scatter(gates, (token, copy), gate, check_bounds=False)
         grad_gate = ct.sum(grad * added.astype(ct.float32))
-        size = ct.abs(score)
-        slope = grad_gate * gate * (1.0 - gate) * rstd_hidden * rstd_key * (0.5 * scale) / ct.sqrt(size)
+        # Rounded in the order of the Definition, so that a score next to clamp falls on the same side of it.
+        factor = rstd_hidden * rstd_key * scale
+        size = ct.abs(dot * factor)
+        slope = grad_gate * gate * (1.0 - gate) * factor * 0.5 / ct.sqrt(size)
         slope = ct.where(size < clamp, 0.0, slope)  # none where the score is held at clamp, whatever the gradient
         along_hidden = dot * rstd_hidden * rstd_hidden * (1.0 / n)
         along_key = dot * rstd_key * rstd_key * (1.0 / n)
