@@ -3,7 +3,10 @@
 Needs ``flashinfer-bench`` and a GPU; ``--dry-run`` needs no GPU and prints what would be run. Statuses that differ are counted
 by kind. Times of the two come from different runs and clocks, so their ratio is an indication.
 
-    python -m benchmarks.against_flashinfer_bench.runner --gpu h200 --definitions 10 --workloads 2
+Operators whose integer inputs a data set draws at random are left out: its random integers are no indices. With ``--apply``, its
+``apply`` then picks kernels of the export for the same calls, and what they return is compared with the reference.
+
+    python -m benchmarks.against_flashinfer_bench.runner --gpu h200 --definitions 10 --workloads 2 --apply
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -39,6 +43,8 @@ class Row:
     our_ms: float | None
     theirs: str
     their_ms: float | None
+    why: str = ""
+    """The end of their log, where they do not pass it."""
 
     @property
     def agreement(self) -> str:
@@ -71,8 +77,10 @@ def narrowed(trace_set: Any, names: Sequence[str], definitions: int, workloads: 
     by_operator: dict[str, list[str]] = {}
     for name in sorted(trace_set.traces):
         operator = next(operator for operator in operators if name.startswith(operator))
-        if not names or operator in names:
+        if (not names and draws_no_index(trace_set, name)) or operator in names:
             by_operator.setdefault(operator, []).append(name)
+    for group in by_operator.values():
+        group.sort(key=lambda name: (-len(trace_set.traces[name]), name))
     ranked = sorted((rank, name) for group in by_operator.values() for rank, name in enumerate(group))
     chosen = [name for _, name in ranked[:definitions]]
     ours: dict[PairKey, Any] = {}
@@ -93,6 +101,84 @@ def narrowed(trace_set: Any, names: Sequence[str], definitions: int, workloads: 
     return ours
 
 
+def draws_no_index(trace_set: Any, name: str) -> bool:
+    """Whether no workload of a Definition leaves an integer tensor to be drawn at random."""
+    inputs = trace_set.definitions[name].inputs
+    integers = {key for key, spec in inputs.items() if spec.shape is not None and spec.dtype.value.startswith("int")}
+    workloads = [line.workload for line in trace_set.workloads[name]]
+    return not any(workload.inputs[key].type == "random" for workload in workloads for key in integers)
+
+
+def benchmarked(trace_set: Any, config: Any, limit_s: float) -> Iterator[Any]:
+    """What their runner finds, Definition by Definition, until the time is up."""
+    from flashinfer_bench.bench import Benchmark
+
+    started = time.monotonic()
+    benchmark = Benchmark(trace_set, config)
+    try:
+        for name in trace_set.definitions:
+            if time.monotonic() - started > limit_s:
+                print(f"not run, no time was left: {name}")
+                continue
+            config.definitions = [name]
+            yield benchmark.run_all(dump_traces=False)
+    finally:
+        benchmark.close()
+
+
+def applied(trace_set: Any, device: str) -> Iterator[tuple[bool, str]]:
+    """Call their ``apply`` at one workload of each Definition: whether a kernel of ours ran and is right, and what happened."""
+    import torch
+    from flashinfer_bench.apply import ApplyConfig, apply
+    from flashinfer_bench.apply.runtime import ApplyRuntime
+    from flashinfer_bench.bench.utils import gen_inputs
+    from flashinfer_bench.compile import BuilderRegistry
+
+    registry = BuilderRegistry.get_instance()
+    built: list[str] = []
+    build = registry.build
+
+    def noted(definition: Any, solution: Any) -> Any:
+        built.append(solution.name)
+        return build(definition, solution)
+
+    # Its default allows a relative error of 1e-5, which no bfloat16 kernel's published trace has.
+    with ApplyRuntime(trace_set, ApplyConfig(max_atol=1e3, max_rtol=1e3, aot_ratio=0.0)):
+        for name, definition in trace_set.definitions.items():
+            built.clear()
+            try:
+                inputs = gen_inputs(definition, trace_set.workloads[name][0].workload, device, {})
+                expected = registry.build_reference(definition).call_value_returning(*_copied(inputs))
+                registry.build = noted  # only to see which it picks
+                got = apply(name, args=tuple(_copied(inputs)), fallback=_no_fallback)
+                pairs = list(zip(_listed(got), _listed(expected), strict=True))
+                close = all(torch.allclose(a.double(), b.double(), rtol=2e-2, atol=2e-2) for a, b in pairs)
+                worst = max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
+                yield (
+                    close,
+                    f"apply ran {built[-1]}: {'close' if close else 'NOT close'}, max abs difference {worst:.3g}",
+                )
+            except Exception as error:
+                message = f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
+                yield False, f"apply of {name} ({', '.join(built) or 'nothing picked'}): {message}"
+            finally:
+                registry.__dict__.pop("build", None)
+
+
+def _no_fallback(*arguments: Any) -> Any:
+    raise LookupError("it found no kernel for this call")
+
+
+def _copied(inputs: Sequence[Any]) -> list[Any]:
+    import torch
+
+    return [item.clone() if isinstance(item, torch.Tensor) else item for item in inputs]
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (tuple, list)) else [value]
+
+
 def rows(ours: dict[PairKey, Any], found: Any) -> Iterator[Row]:
     """Their lines beside ours."""
     for name, lines in found.traces.items():
@@ -101,7 +187,10 @@ def rows(ours: dict[PairKey, Any], found: Any) -> Iterator[Row]:
             if key not in ours:
                 continue
             mine, theirs = ours[key], line.evaluation
-            yield Row(key, mine.status.value, _latency(mine), theirs.status.value, _latency(theirs))
+            why = "" if theirs.status.value == "PASSED" else " ".join((theirs.log or "").split())[-300:]
+            if theirs.correctness is not None and why == "":
+                why = f"max abs {theirs.correctness.max_absolute_error:.3g}" if theirs.status.value != "PASSED" else ""
+            yield Row(key, mine.status.value, _latency(mine), theirs.status.value, _latency(theirs), why)
 
 
 def _latency(evaluation: Any) -> float | None:
@@ -112,7 +201,7 @@ def report(found: Sequence[Row]) -> str:
     """A line for each pair, the count of each agreement, and the median ratio of the two times."""
     lines = [
         f"{row.agreement:<12} ours {row.ours} {row.our_ms or 0:.4f} ms, theirs {row.theirs} {row.their_ms or 0:.4f} ms  "
-        f"{row.key[1]} on {row.key[0]} {row.key[2][:8]}"
+        f"{row.key[1]} on {row.key[0]} {row.key[2][:8]}{f': {row.why}' if row.why else ''}"
         for row in found
     ]
     ratios = [row.their_ms / row.our_ms for row in found if row.their_ms and row.our_ms]
@@ -129,6 +218,10 @@ def main() -> int:
     parser.add_argument("--gpu", default="h200", help="whose published traces stand beside theirs")
     parser.add_argument("--definitions", type=int, default=10)
     parser.add_argument("--workloads", type=int, default=2)
+    parser.add_argument("--limit-s", type=float, default=3600, help="no definition begins later than this")
+    parser.add_argument("--apply", action="store_true", help="also have its apply pick and run kernels")
+    parser.add_argument("--no-runner", action="store_true", help="only --apply, which a CPU can do too")
+    parser.add_argument("--device", default="cuda:0", help="of --apply")
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -138,19 +231,32 @@ def main() -> int:
         print(f"{len(ours)} pairs of {operators} definitions: {', '.join(sorted(trace_set.definitions))}", flush=True)
         if options.dry_run:
             return 0
-        import torch
-        from flashinfer_bench.bench import Benchmark, BenchmarkConfig
+        found = [] if options.no_runner else measured(trace_set, ours, options)
+        picked = list(applied(trace_set, options.device)) if options.apply else []
+    for _, what in picked:
+        print(what)
+    if found:
+        print(report(found))
+    if picked:
+        print(
+            f"apply: {sum(good for good, _ in picked)} of {len(picked)} calls ran a kernel of the export and are right"
+        )
+    return int(any(row.agreement != "agree" for row in found) or not all(good for good, _ in picked))
 
-        here = gpu_slug(torch.cuda.get_device_name())
-        if not same_gpu(options.gpu, here):
-            print(f"note: this machine has {here}; the published times are of {options.gpu}")
-        benchmark = Benchmark(trace_set, BenchmarkConfig())
-        try:
-            found = list(rows(ours, benchmark.run_all(dump_traces=False)))
-        finally:
-            benchmark.close()
-    print(report(found))
-    return int(any(row.agreement != "agree" for row in found))
+
+def measured(trace_set: Any, ours: dict[PairKey, Any], options: argparse.Namespace) -> list[Row]:
+    """Run their benchmark and print each line as it comes."""
+    import torch
+    from flashinfer_bench.bench import BenchmarkConfig
+
+    here = gpu_slug(torch.cuda.get_device_name())
+    if not same_gpu(options.gpu, here):
+        print(f"note: this machine has {here}; the published times are of {options.gpu}")
+    found: list[Row] = []
+    for part in benchmarked(trace_set, BenchmarkConfig(), options.limit_s):
+        found += (new := list(rows(ours, part)))
+        print("\n".join(f"  {row.theirs:<22}{row.key[1]}" for row in new), flush=True)
+    return found
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from tilegym_db.integrations.interchange.importing import import_data_set
 from tilegym_db.integrations.interchange.specialise import constant_axes
 from tilegym_db.integrations.interchange.writing import write_tree
 from tilegym_db.records import Trace
+from tilegym_db.records.signature import find_function
 from tilegym_db.records.trace import Comparison, Correctness, Performance
 
 FOLDERS = ("definitions", "solutions", "workloads", "traces")
@@ -130,6 +131,27 @@ def test_a_chosen_config_becomes_a_solution_of_its_own(shipped: Catalog) -> None
     assert "num_warps=8" in entry
     compile(entry, "flashinfer_entry.py", "exec")
     assert export.solutions[line["solution"]]["config"] == {"num_warps": 8}
+
+
+def test_every_entry_has_the_parameters_that_flashinfer_bench_counts(export: Export) -> None:
+    """Its builders refuse an entry with more, which options with defaults are: inputs, and outputs where it writes them."""
+    definitions = {item["name"]: item for item in records(export, "definitions")}
+    wrong, seen = [], set()
+    for solution in records(export, "solutions"):
+        path, _, symbol = solution["spec"]["entry_point"].partition("::")
+        definition = definitions[solution["definition"]]
+        expected = len(definition["inputs"])
+        expected += len(definition["outputs"]) if solution["spec"]["destination_passing_style"] else 0
+        source = next(item["content"] for item in solution["sources"] if item["path"] == path)
+        if (source, expected) in seen:
+            continue
+        seen.add((source, expected))
+        function = find_function(source, symbol)
+        assert function is not None
+        arguments = function.args
+        if len(arguments.posonlyargs) + len(arguments.args) + len(arguments.kwonlyargs) != expected:
+            wrong.append(solution["name"])
+    assert wrong == []
 
 
 def test_adapted_entries_of_an_operator_that_overwrites_give_every_output(export: Export, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tilegym_db.catalog import Catalog, SolutionFiles, stock_of
 from tilegym_db.integrations.interchange.export_files import Export
 from tilegym_db.integrations.interchange.specialise import Specialised, returned_outputs, specialised, why_not
 from tilegym_db.records import Config, Definition, Trace, Workload
+from tilegym_db.records.signature import find_function
 from tilegym_db.records.solution import config_id, spell_config
 from tilegym_db.records.workload import RandomInput, SafetensorsInput, ScalarInput
 
@@ -155,7 +156,7 @@ class _Exporter:
             {"path": path, "content": content.decode() or "\n"} for path, content in sorted(solution.sources.items())
         ]
         entry = spec.entry_point
-        if config or self.source.in_place:
+        if config or self.source.in_place or _has_options(solution):
             sources.append({"path": ADAPTER, "content": _adapter(self.source, solution, config)})
             entry = f"{ADAPTER}::run"
         author = BASELINE if record.name == self._baseline() else record.author
@@ -217,8 +218,15 @@ class _Exporter:
             self.export.counts["trace"] += 1
 
 
+def _has_options(solution: SolutionFiles) -> bool:
+    """Whether the entry point can be given more than inputs and outputs: FlashInfer-Bench counts parameters, and refuses it."""
+    spec = solution.record.spec
+    function = find_function(solution.sources[spec.entry_path], spec.entry_function)
+    return function is None or bool(function.args.kwonlyargs or function.args.defaults)
+
+
 def _adapter(source: Definition, solution: SolutionFiles, config: Config) -> str:
-    """An entry point for what FlashInfer-Bench cannot say: a chosen config, and outputs written over inputs."""
+    """An entry point for what FlashInfer-Bench cannot say: tunables, a chosen config, and outputs written over inputs."""
     spec = solution.record.spec
     module = spec.entry_path.removesuffix(".py").replace("/", ".")
     keywords = "".join(f", {name}={value!r}" for name, value in config.items())
