@@ -9,7 +9,7 @@ model's time in verified kernels before and after, and a row for each experiment
     python -m benchmarks.kernelize_from_catalog --gpu cpu --tiny --dtype float32 --prompt 64 --rounds 3 --budget 60s
 
 Without ``--config`` the model is Qwen3-30B-A3B cut to 4 layers, with random weights. The budget stops further experiments,
-not the one in progress: leave a minute and a half for that.
+not the one in progress; ``--limit`` interrupts that one too, as Ctrl-C would, and what its journals hold by then is printed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,8 @@ from typing import Any
 
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.paths import shipped_root
+from tilegym_db.records.loop import Attempt, Experiment
+from tilegym_db.store.loop_journals import journaled, latest
 
 QWEN3_MOE = {
     "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 4,
@@ -101,8 +104,8 @@ def install_without_kernels(folder: Path, catalog: Catalog) -> Path:
 # -- the loop ----------------------------------------------------------------------------------------------------------
 
 
-def run_loop(options: argparse.Namespace, folder: Path) -> tuple[list[dict[str, Any]], float]:
-    """The experiments that ``auto-kernelize`` prints, and the seconds it took; what it says goes to standard error.
+def run_loop(options: argparse.Namespace, folder: Path) -> tuple[str, float]:
+    """Why ``auto-kernelize`` ended, and the seconds it took; what it says goes to standard error, its records to the home.
 
     Raises:
         SystemExit: it failed.
@@ -113,26 +116,53 @@ def run_loop(options: argparse.Namespace, folder: Path) -> tuple[list[dict[str, 
         config = folder / ("Tiny-Qwen3-MoE" if options.tiny else "Qwen3-30B-A3B-4-layers")
         config.mkdir()
         (config / "config.json").write_text(json.dumps(TINY if options.tiny else QWEN3_MOE))
-    home = options.home or folder / "home"
-    home.mkdir(parents=True, exist_ok=True)
-    checkout = str(Path(__file__).resolve().parents[1])
+    checkout = Path(__file__).resolve().parents[1]
     author = [sys.executable, "-m", "benchmarks.kernelize_from_catalog", "--author"]
-    author = ["env", f"PYTHONPATH={checkout}", f"TILEGYM_DB_HOME={folder / 'author'}", *author]
+    author = ["env", f"PYTHONPATH={search_path(checkout)}", f"TILEGYM_DB_HOME={folder / 'author'}", *author]
     command = [
         sys.executable, "-m", "tilegym_db", "auto-kernelize", str(config), "--json", "--author", shlex.join(author),
         "--budget", options.budget, "--language", options.language, "--gpu", options.gpu, "--prompt", str(options.prompt),
         "--rounds", str(options.rounds), "--max-attempts", str(options.max_attempts), "--dtype", options.dtype,
     ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(site), "TILEGYM_DB_HOME": str(home), "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "TILEGYM_DB_HOME": str(options.home), "HF_HUB_OFFLINE": "1"}
+    environment["PYTHONPATH"] = search_path(site)
     began = time.monotonic()
-    answer = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=False)
-    if answer.returncode != 0:
-        raise SystemExit(f"auto-kernelize ended with status {answer.returncode}\n{answer.stdout}")
-    return json.loads(answer.stdout), time.monotonic() - began
+    status = interrupted_after(command, options.limit, cwd=folder, env=environment)
+    seconds = time.monotonic() - began
+    if status is not None and status != 0:
+        raise SystemExit(f"auto-kernelize ended with status {status} after {seconds:.0f} s")
+    return "it ended by itself" if status == 0 else f"interrupted after {options.limit:g} s", seconds
 
 
-def summary(experiments: Sequence[dict[str, Any]], seconds: float) -> str:
-    """Minutes, coverage before the first and after the last experiment that was kept, and a row for each."""
+def search_path(first: Path) -> str:
+    """A folder before those that this process finds packages in."""
+    return os.pathsep.join([str(first), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def interrupted_after(command: Sequence[str], limit_s: float | None, **options: Any) -> int | None:
+    """Run a command, which gets a Ctrl-C when its time is up, and is killed 15 s later; its status, None where it was stopped."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, **options)
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+    try:
+        process.wait(15)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    return None
+
+
+def recorded(home: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Experiments and attempts in the journals of a home, the newest line of each."""
+    experiments = [one.model_dump(mode="json") for one in journaled(Experiment, home)]
+    attempts = [one.model_dump(mode="json") for one in latest(journaled(Attempt, home)).values()]
+    return experiments, attempts
+
+
+def summary(experiments: Sequence[dict[str, Any]], attempts: Sequence[dict[str, Any]], seconds: float) -> str:
+    """Minutes, coverage before the first and after the last experiment that was kept, a row for each, and for each attempt."""
     lines = [f"{seconds / 60:.1f} minutes, {len(experiments)} experiments"]
     if experiments:
         kept = [one for one in experiments if one["decision"] == "keep"]
@@ -143,6 +173,10 @@ def summary(experiments: Sequence[dict[str, Any]], seconds: float) -> str:
         after = "" if one["after"] is None else f" -> {one['after']['median']:.1%}"
         shares = f"{one['before']['median']:.1%}{after}"
         lines.append(f"{one['definition']:24} {one['decision']:8} {shares:16} {one['seconds']:6.1f} s  {one['reason']}")
+    for one in attempts:
+        times = f"{one['wall_s']:.1f} s, {one['device_s']:.1f} s of them measuring"
+        ended = f"{one['verdict']} after '{one['stage']}' {one['gate']} {one['reason']}".rstrip()
+        lines.append(f"attempt {one['solution']}: {ended} ({times})")
     return "\n".join(lines)
 
 
@@ -161,17 +195,22 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--max-attempts", type=int, default=2)
+    parser.add_argument("--limit", type=float, help="seconds after which the experiment in progress is interrupted")
     parser.add_argument("--home", type=Path, help="keep the journals here; by default they are thrown away")
-    parser.add_argument("--out", type=Path, help="write the experiments here as JSON")
+    parser.add_argument("--out", type=Path, help="write experiments and attempts here as JSON")
     options = parser.parse_args()
     if options.author:
         print(hand_in(sys.stdin.read(), Path.cwd(), Catalog((shipped_root(),))))
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        experiments, seconds = run_loop(options, Path(folder))
+        options.home = (options.home or Path(folder) / "home").resolve()
+        options.home.mkdir(parents=True, exist_ok=True)
+        why, seconds = run_loop(options, Path(folder))
+        experiments, attempts = recorded(options.home)
+    content = {"ended": why, "seconds": round(seconds, 1), "experiments": experiments, "attempts": attempts}
     if options.out is not None:
-        options.out.write_text(json.dumps({"seconds": round(seconds, 1), "experiments": experiments}, indent=1))
-    print(summary(experiments, seconds))
+        options.out.write_text(json.dumps(content, indent=1))
+    print(why, summary(experiments, attempts, seconds), sep="\n")
     return 0 if experiments else 1
 
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks.kernelize_from_catalog import hand_in, install_without_kernels, kernels_for, summary
+from benchmarks.kernelize_from_catalog import (
+    hand_in,
+    install_without_kernels,
+    interrupted_after,
+    kernels_for,
+    search_path,
+    summary,
+)
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.paths import shipped_root
 
@@ -43,6 +52,21 @@ def test_the_summary_has_coverage_of_what_was_kept_and_a_row_for_each() -> None:
     share = {"median": 0.25, "low": 0.2, "high": 0.3, "profiles": 5, "time_of": "gpu"}
     none = {**share, "median": 0.0}
     kept = {"definition": "a", "decision": "keep", "before": none, "after": share, "seconds": 60.0, "reason": "rose"}
-    text = summary([kept, {**kept, "definition": "b", "decision": "discard", "before": share, "after": None}], 120.0)
-    assert text.splitlines()[:2] == ["2.0 minutes, 2 experiments", "coverage of gpu time: 0.0% before, 25.0% after"]
-    assert [line.split()[:2] for line in text.splitlines()[2:]] == [["a", "keep"], ["b", "discard"]]
+    refused = {"solution": "b_x", "verdict": "refused", "stage": "compiled", "gate": "screen", "reason": "wrong"}
+    attempts = [{**refused, "wall_s": 9.0, "device_s": 7.0}]
+    discarded = {**kept, "definition": "b", "decision": "discard", "before": share, "after": None}
+    first, covered, *rows = summary([kept, discarded], attempts, 120.0).splitlines()
+    assert (first, covered) == ("2.0 minutes, 2 experiments", "coverage of gpu time: 0.0% before, 25.0% after")
+    assert [line.split()[:2] for line in rows] == [["a", "keep"], ["b", "discard"], ["attempt", "b_x:"]]
+    assert rows[-1].endswith("refused after 'compiled' screen wrong (9.0 s, 7.0 s of them measuring)")
+
+
+@pytest.mark.parametrize("text", ["", "import signal; signal.signal(signal.SIGINT, lambda *_: exit(3)); "])
+def test_a_loop_whose_time_is_up_is_interrupted_and_one_that_ends_has_its_status(text: str) -> None:
+    assert interrupted_after([sys.executable, "-c", f"{text}import time; time.sleep(60)"], 2.0) is None
+    assert interrupted_after([sys.executable, "-c", "raise SystemExit(4)"], None) == 4
+
+
+def test_packages_are_found_where_this_process_finds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/packages")
+    assert search_path(Path("/site")) == f"/site{os.pathsep}/packages"
