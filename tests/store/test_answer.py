@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+from xml.etree import ElementTree
 
 import pytest
 
-from tilegym_db.errors import MissingPackageError, QueryError, StoreError
+from tilegym_db.errors import MissingPackageError, QueryError, StoreError, UsageError
 from tilegym_db.store.connection import open_store
 
 
@@ -35,6 +36,38 @@ def test_a_notebook_shows_a_table_with_its_text_escaped_and_says_how_much_is_lef
     assert "<td>&lt;b&gt;19</td><td></td>" in shown
     assert "&lt;b&gt;20" not in shown
     assert shown.endswith("<p>5 more rows</p>")
+
+
+def test_a_notebook_shows_a_plot_whose_points_say_the_numbers_of_the_rows(store):
+    answer = store.sql("SELECT i AS size, 2.5 * i AS us, '<b>' || i % 2 AS label FROM range(1, 7) t(i)")
+    plot = answer.plot("size", "us", line="label")
+    assert plot.lines == {"<b>1": [(1, 2.5), (3, 7.5), (5, 12.5)], "<b>0": [(2, 5.0), (4, 10.0), (6, 15.0)]}
+    root = ElementTree.fromstring(plot._repr_svg_())
+    assert [item.text for item in root.iter("{http://www.w3.org/2000/svg}title")] == [
+        f"<b>{name}: {size:g}, {size * 2.5:g}" for name, sizes in ((1, (1, 3, 5)), (0, (2, 4, 6))) for size in sizes
+    ]
+    assert len(list(root.iter("{http://www.w3.org/2000/svg}polyline"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "x", "message"),
+    [
+        ("SELECT 1 AS a, 2 AS b", "c", "no column 'c'; the answer has a, b"),
+        ("SELECT 'x' AS a, 2 AS b", "a", "no row has a number in both 'a' and 'b'"),
+        ("SELECT i AS a, 2 AS b, i AS line FROM range(13) t(i)", "a", "13 lines, and 12 can be told apart"),
+    ],
+)
+def test_what_is_no_plot_is_refused(store, text, x, message):
+    answer = store.sql(text)
+    with pytest.raises(UsageError, match=message):
+        answer.plot(x, "b", "line" if "line" in answer.columns else None)
+
+
+@pytest.mark.parametrize("values", ["(-5), (0), (7)", "(3)", "(1e-6), (1e9)", "(NULL), (2), (5)"])
+def test_axes_take_zero_one_value_and_many_decades(store, values):
+    plot = store.sql(f"SELECT v::DOUBLE AS a, v::DOUBLE AS b FROM (VALUES {values}) t(v)").plot("a", "b")
+    assert "nan" not in plot.svg().lower()
+    assert 1 <= plot.svg().count('text-anchor="end"') <= 12
 
 
 @pytest.mark.parametrize("package", ["pandas", "polars"])

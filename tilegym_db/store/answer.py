@@ -1,4 +1,4 @@
-"""The answer to a SELECT as a notebook wants it: rows, Arrow, pandas, polars, and a table that shows itself."""
+"""The answer to a SELECT as a notebook wants it: rows, Arrow, pandas, polars, and tables and plots that show themselves."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from tilegym_db.errors import MissingPackageError, missing_package
 from tilegym_db.store.asking import Asked, QueryResult, ask
 from tilegym_db.store.html_table import html_table
+from tilegym_db.store.line_plot import LinePlot, line_plot
 
 if TYPE_CHECKING:
     import pyarrow
@@ -63,6 +64,14 @@ class Answer:
     def polars(self) -> Any:
         """As a ``polars.DataFrame``; raises as :meth:`arrow` does."""
         return required("polars").from_arrow(self.arrow())
+
+    def plot(self, x: str, y: str, line: str | None = None) -> LinePlot:
+        """A plot that a notebook shows: column ``y`` over column ``x``, one line for each value of the column ``line``.
+
+        Raises:
+            UsageError: no such column, no numbers in it, or too many lines.
+        """
+        return line_plot(self.columns, self.rows, x, y, line)
 
     def _repr_html_(self) -> str:
         return html_table(self.columns, self.rows)
