@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -63,3 +66,25 @@ def test_the_same_task_gives_the_same_prompt_bytes(task: Task, operator: Path) -
     ]
     assert "(x.float() * weight.float() * factor).to(x.dtype)" in page
     assert not any(word in page for word in ("rtol", "atol", str(task.created.year) + "-"))
+
+
+@pytest.mark.slow
+def test_two_machines_write_the_same_prompt_bytes(tmp_path: Path) -> None:
+    """Another home, folder, order of hashes, zone and language of the user: as far as one machine can stand for two."""
+    told = []
+    for number, (seed, zone, language) in enumerate((("1", "UTC", "C"), ("2", "Asia/Tokyo", "de_DE.UTF-8"))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        environment = {
+            **os.environ, "TILEGYM_DB_HOME": str(folder / "home"), "PYTHONHASHSEED": seed, "TZ": zone, "LANG": language,
+            "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "CUDA_VISIBLE_DEVICES": "",
+        }  # fmt: skip
+
+        def asked(*arguments: str, folder: Path = folder, environment: dict[str, str] = environment) -> bytes:
+            command = [sys.executable, "-m", "tilegym_db", "task", *arguments]
+            return subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True).stdout
+
+        task = asked("create", "rms_norm", "--language", "triton", "--gpu", "h200", "--workload", "stage:prefill")
+        told.append((task, asked("prompt", task.decode().strip())))
+    assert told[0] == told[1]
+    assert b"Write a triton kernel for `rms_norm`" in told[0][1]

@@ -83,6 +83,27 @@ def test_every_table_sorts_both_ways_and_the_best_time_comes_first(
     assert "no run of a whole model" in tab.locator("#table-models").inner_text()
 
 
+def test_a_model_is_shown_beside_stock_and_peers_as_evidence_of_another_kind(
+    shipped_report: ReportData, show: Callable[..., Any]
+):
+    run = {"model": "qwen3-moe", "gpu": "h200", "batch": 1, "prompt_tokens": 512, "new_tokens": 64, "proved": True}
+    ways = [
+        {**run, "way": "stock", "tokens_per_s": 100.0, "speedup": None, "gpu_share": None, "reason": None},
+        {**run, "way": "patched", "tokens_per_s": 150.0, "speedup": 1.5, "gpu_share": 0.62, "reason": None},
+        {**run, "way": "liger", "tokens_per_s": None, "speedup": None, "gpu_share": None, "reason": "not installed"},
+    ]
+    tab = show(replace(shipped_report, models=ways))
+    shown = [row.split("\t") for row in body_rows(tab, "models")]
+    assert [row[5:9] for row in shown] == [
+        ["stock", "100", "", ""], ["patched", "150", "1.5", "62%"], ["liger", "", "", ""],
+    ]  # fmt: skip
+    assert shown[2][-1] == "not installed"
+    assert "not comparable with that of operators" in tab.locator("#models").inner_text()
+    for up, rising, down, falling in tab.evaluate(SORTED, "models"):
+        assert (up, down) == ("ascending", "descending")
+        assert len(set(rising)) == 1 or rising != falling
+
+
 def test_search_and_filters_work_from_the_keyboard_and_from_the_address(
     shipped_report: ReportData, show: Callable[..., Any], store: Store
 ):
