@@ -17,6 +17,7 @@ __all__ = [
     "NoSolutionError",
     "NotFoundError",
     "QueryError",
+    "QueryTimeoutError",
     "RecordError",
     "SolutionError",
     "StoreError",
@@ -123,6 +124,12 @@ class StoreError(TilegymDBError):
 
 class QueryError(UsageError):
     """The SQL given is not a single read-only statement, or DuckDB refused it."""
+
+
+class QueryTimeoutError(QueryError):
+    """A query took longer than it was given, and was stopped."""
+
+    exit_code = 1
 
 
 class NoSolutionError(TilegymDBError):

@@ -44,3 +44,17 @@ def test_anything_but_one_read_is_wrong_usage(text, message, cli, row_scale):
 
 def test_two_formats_are_one_too_many(cli, row_scale):
     assert cli("sql", QUERY, "--json", "--csv").code == 2
+
+
+@pytest.mark.timeout(60)
+def test_a_query_that_takes_too_long_is_stopped_and_says_so(cli, row_scale):
+    slow = "SELECT sum(a.range * b.range) FROM range(1000000) a, range(1000000) b"
+    result = cli("sql", slow, "--timeout", "0.5")
+    assert (result.code, result.out) == (1, "")
+    assert "stopped after 0.5 s" in result.err
+    assert cli("sql", "SELECT 1 AS one", "--timeout", "30", "--csv").out == "one\n1\n"
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
+def test_a_limit_that_is_no_time_is_refused(cli, row_scale, seconds):
+    assert cli("sql", "SELECT 1", "--timeout", seconds).code == 2

@@ -219,3 +219,20 @@ def test_nothing_is_executed_on_import(tree: Tree, home: Path, tmp_path: Path) -
     tree.write(DEFINITION, definition(reference=code)).write(SOLUTION, solution(content=code))
     import_data_set(tree.root)
     assert not mark.exists()
+
+
+@pytest.mark.parametrize("name", ["", "Upper", "a/b", "../x", ".a", "a" * 65, "a\n", "\N{SNOWMAN}"])
+def test_a_dry_run_refuses_a_name_that_the_import_would_refuse(tree: Tree, home: Path, name: str) -> None:
+    for dry_run in (True, False):
+        with pytest.raises(UsageError, match="cannot name a data set"):
+            import_data_set(tree.root, name=name, dry_run=dry_run)
+
+
+def test_a_dry_run_refuses_what_was_imported_before_with_other_content(tree: Tree, home: Path) -> None:
+    import_data_set(tree.root, name="one")
+    import_data_set(tree.root, name="one", dry_run=True)
+    tree.write(DEFINITION, definition(description="another"))
+    for dry_run in (True, False):
+        with pytest.raises(UsageError, match="--replace"):
+            import_data_set(tree.root, name="one", dry_run=dry_run)
+    import_data_set(tree.root, name="one", dry_run=True, replace=True)

@@ -79,6 +79,19 @@ def publish(opened, write_traces, shared):
     return share
 
 
+def test_a_folder_that_is_something_else_is_refused_before_it_is_listed_to_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr("tilegym_db.store.data_set.MAX_OTHERS", 20)
+    for number in range(30):
+        (tmp_path / f"folder{number}").mkdir()
+        (tmp_path / f"folder{number}" / "file.txt").touch()
+    for address in (str(tmp_path), tmp_path.as_uri()):
+        with pytest.raises(StoreError, match="is no data set"):
+            SharedDataSet(address).files()
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="cannot list"):
+        SharedDataSet(str(tmp_path / "file")).files()
+
+
 def test_what_was_measured_here_is_shared_once(publish, trace, shared):
     one, two = trace(latency_us=9.0), trace(kind="stock", gpu="h100-sxm")
     first = publish(one, two)

@@ -128,7 +128,7 @@ def chosen_gpu(gpu: str | None) -> str | None:
 
     if gpu is None:
         return None
-    if gpu == "auto":
+    if gpu.strip().lower() == "auto":
         from tilegym_db.bench.machine import select_machine
 
         return select_machine("auto").gpu

@@ -107,11 +107,13 @@ def _told(error: Exception) -> int | None:
     import typer
     from typer.exceptions import TyperException
 
+    from tilegym_db.cli.output import printable_lines
     from tilegym_db.errors import TilegymDBError, missing_package
 
     if isinstance(error, TilegymDBError):
         return _say(str(error), error.exit_code)
     if isinstance(error, TyperException):
+        error.message = printable_lines(str(error.message))
         error.show()  # type: ignore[attr-defined]  # of its subclasses, all that Typer raises
         return error.exit_code
     if isinstance(error, typer.Abort):
@@ -127,8 +129,12 @@ def _told(error: Exception) -> int | None:
 def _say(text: str, status: int) -> int:
     with suppress(OSError, ValueError):  # nobody reads it, and the status still tells
         _flush()
+    from tilegym_db.cli.output import printable_lines
+
     with suppress(OSError, ValueError):
-        print(f"error: {text}", file=sys.stderr, flush=True)
+        print(f"error: {printable_lines(text)}", file=sys.stderr, flush=True)
+    if any(thread.name == QUERY_THREAD for thread in threading.enumerate()):
+        os._exit(status)  # as after an interrupt
     return status
 
 

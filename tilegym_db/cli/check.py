@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tilegym_db.cli.output import note
+from tilegym_db.cli.output import note, print_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -58,7 +58,7 @@ def command(
     elif added or not drafts:
         findings += check_catalog(catalog, added, scan_note if verbose else None, runs=not static)
     if as_json:
-        typer.echo(json.dumps(findings))
+        print_line(json.dumps(findings))
     else:
         print_findings(findings, counted(catalog, names or (), added))
         if names and not findings:
@@ -72,7 +72,7 @@ def command(
 def with_new_locks(catalog: Catalog) -> Catalog:
     """The catalog after its new versions are locked, each of them named."""
     for locked in catalog.update_lock(catalog.write_root):
-        typer.echo(f"locked {locked}", err=True)
+        note(f"locked {locked}")
     return type(catalog).default(warns=False)
 
 
@@ -91,8 +91,8 @@ def counted(catalog: Catalog, names: Sequence[str], added: Sequence[str]) -> str
 def print_findings(findings: Sequence[str], checked: str) -> None:
     """A line each, then how many there are."""
     for finding in findings:
-        typer.echo(finding)
-    typer.echo(f"checked {checked}: {len(findings)} findings", err=True)
+        print_line(finding)
+    note(f"checked {checked}: {len(findings)} findings")
 
 
 def scan_note(text: str) -> None:

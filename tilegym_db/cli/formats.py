@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import sys
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from tilegym_db.cli.output import json_text, note, plain_value
+from tilegym_db.cli.output import json_text, note, plain_value, printable_lines
 
 __all__ = [
     "AsArrow",
@@ -23,6 +24,7 @@ __all__ = [
     "OutputFile",
     "Wide",
     "chosen_form",
+    "file_name",
     "unique_names",
     "write_arrow",
     "write_bytes",
@@ -35,7 +37,24 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 AsCsv = Annotated[bool, typer.Option("--csv", help="Print CSV with a header line.")]
 AsParquet = Annotated[bool, typer.Option("--parquet", help="Write a Parquet file.")]
 AsArrow = Annotated[bool, typer.Option("--arrow", help="Write an Arrow IPC stream.")]
-OutputFile = Annotated[Path | None, typer.Option("--output", "-o", help="A file to write to in place of stdout.")]
+
+
+def file_name(path: Path | None) -> Path | None:
+    """A callback of paths to write to: refuse a name that no listing can show as it is.
+
+    Raises:
+        BadParameter: it holds a line break or another control character.
+    """
+    if path is not None and any(unicodedata.category(character) in _CONTROL for character in str(path)):
+        raise typer.BadParameter("a name of a file without line breaks and control characters.")
+    return path
+
+
+_CONTROL = ("Cc", "Cf", "Zl", "Zp")
+OutputFile = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="A file to write to in place of stdout.", callback=file_name),
+]
 Wide = Annotated[bool, typer.Option("--wide", help="Every column in full, however wide the table gets.")]
 
 Kind = Literal["table", "json", "csv", "parquet", "arrow"]
@@ -139,6 +158,10 @@ def write_bytes(form: Form, content: bytes) -> None:
             sys.stdout.write(content.decode(errors="replace"))
         else:
             sys.stdout.flush()
+            if (
+                form.kind == "csv" and sys.stdout.isatty()
+            ):  # JSON has escapes of its own; a file or a pipe gets every byte
+                content = printable_lines(content.decode()).encode()
             stream.write(content)
         return
     write_atomically(form.file, content)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tilegym_db.cli.output import note, print_json, print_table
+from tilegym_db.cli.output import note, print_json, print_line, print_table
 
 if TYPE_CHECKING:
     from tilegym_db.integrations.interchange.importing import ImportReport
@@ -84,12 +84,12 @@ def _print(report: ImportReport, dry_run: bool) -> None:
     found = report.data_set
     with_findings = [item for item in found.records if item.findings]
     counts, lacking = counted(found.records), counted(with_findings)
-    typer.echo(f"{found.origin}: dialect {found.dialect}, {len(found.files)} files")
+    print_line(f"{found.origin}: dialect {found.dialect}, {len(found.files)} files")
     print_table(("kind", "imported", "with findings"), [(kind, counts[kind], lacking.get(kind)) for kind in counts])
     if found.refused:
-        typer.echo(f"refused, for {len(found.refused)} reasons:")
+        print_line(f"refused, for {len(found.refused)} reasons:")
         for refusal in found.refused[:SHOWN]:
-            typer.echo(f"  {refusal}")
+            print_line(f"  {refusal}")
         if len(found.refused) > SHOWN:
             note(f"  and {len(found.refused) - SHOWN} more: --json lists them all")
     for item in with_findings[:SHOWN_FINDINGS]:

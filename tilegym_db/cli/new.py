@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tilegym_db.cli.formats import AsJson
+from tilegym_db.cli.formats import AsJson, file_name
 from tilegym_db.cli.output import note, print_json, print_table
 
 if TYPE_CHECKING:
@@ -35,7 +35,9 @@ def new_definition(
     ] = ("x[M, N], weight[N]"),
     outputs: Annotated[str, typer.Option(help="What it returns.")] = "out[M, N]",
     description: Annotated[str, typer.Option(help="What it computes, and where it rounds.")] = "",
-    folder: Annotated[Path | None, typer.Option("--output", "-o", help="Folder to write; default: ./NAME.")] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder to write; default: ./NAME.", callback=file_name)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write the draft of an operator: a folder with its record, its reference, and what proves it."""
@@ -78,7 +80,9 @@ def new_solution(
     name: Annotated[
         str | None, typer.Option(help="Name of the solution; default: from definition and language.")
     ] = None,
-    folder: Annotated[Path | None, typer.Option("--output", "-o", help="Folder to write; default: ./NAME.")] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder to write; default: ./NAME.", callback=file_name)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write the draft of a kernel with the signature that the operator calls; or add its stock code."""
@@ -129,7 +133,8 @@ def new_workload(
     axes: Annotated[list[str] | None, typer.Option(help="Sizes that the config does not have: N=1024.")] = None,
     scalar: Annotated[list[str] | None, typer.Option(help="Scalars that the config does not have: eps=1e-5.")] = None,
     file: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File to write; default: ./DEFINITION-MODEL.jsonl.")
+        Path | None,
+        typer.Option("--output", "-o", help="File to write; default: ./DEFINITION-MODEL.jsonl.", callback=file_name),
     ] = None,
     add: Annotated[bool, typer.Option("--add", help="Add them to the catalog instead of writing a file.")] = False,
     as_json: AsJson = False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -28,6 +29,7 @@ __all__ = [
     "OpType",
     "Trust",
     "WorkloadGlob",
+    "finite_seconds",
     "regular_file",
     "regular_files",
 ]
@@ -67,6 +69,17 @@ Axes = Annotated[
 ]
 Trust = Annotated[bool, typer.Option("--trust", help="Count foreign traces too: not measured here, nor shipped.")]
 WorkloadGlob = Annotated[str | None, typer.Option(help="Glob over tags, axes (M=1,*) and uuid.")]
+
+
+def finite_seconds(value: float | None) -> float | None:
+    """A callback: refuse what is no time, before anything is loaded.
+
+    Raises:
+        BadParameter: NaN, infinity, zero or less.
+    """
+    if value is not None and not (value > 0 and math.isfinite(value)):
+        raise typer.BadParameter(f"a number of seconds above 0, not {value:g}.")
+    return value
 
 
 def regular_file(path: Path) -> Path:

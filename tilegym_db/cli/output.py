@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ __all__ = [
     "print_line",
     "print_table",
     "printable",
+    "printable_lines",
     "spelled_map",
     "spelled_number",
     "table_width",
@@ -29,12 +31,12 @@ NAMES_IN_A_NOTE = 6
 
 def note(text: str) -> None:
     """A remark or a next step, on stderr, so that a pipe carries results only."""
-    print(text, file=sys.stderr, flush=True)
+    print(printable_lines(text), file=sys.stderr, flush=True)
 
 
 def print_line(text: str) -> None:
-    """One line of a result. Where lines are flushed is the stream's business: a terminal's is flushed at once."""
-    print(text)
+    """A line of a result, or several. Where lines are flushed is the stream's business: a terminal's is flushed at once."""
+    print(printable_lines(text))
 
 
 def table_width() -> int:
@@ -103,6 +105,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
+def printable_lines(text: str) -> str:
+    """:func:`printable` of each line."""
+    return text if text.isprintable() else "\n".join(map(printable, text.split("\n")))
+
+
 def spelled_number(value: float) -> str:
     """Four significant digits, without an exponent where a person would not write one."""
     if not math.isfinite(value):
@@ -126,7 +133,18 @@ def json_text(value: Any, indent: int | None = 2) -> str:
     """:func:`print_json`'s text."""
     import json
 
-    return json.dumps(plain_value(value), indent=indent, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(plain_value(value), indent=indent, ensure_ascii=False, allow_nan=False)
+    return _MAYBE_UNPRINTABLE.sub(lambda found: _escaped(found[0]), text)
+
+
+_MAYBE_UNPRINTABLE = re.compile(r"[^\x20-\x7e\n]")
+
+
+def _escaped(character: str) -> str:
+    """As JSON may spell it too, so that a direction of writing or a control character in a record stays data."""
+    import json
+
+    return character if character.isprintable() else json.dumps(character)[1:-1]
 
 
 def plain_value(value: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from tilegym_db.cli.formats import file_name
 from tilegym_db.cli.options import Trust
 from tilegym_db.cli.output import note, print_line
 
@@ -28,9 +29,9 @@ Since = Annotated[
 @app.callback()
 def command(
     context: typer.Context,
-    output: Annotated[Path, typer.Option("-o", "--output", help="The page to write.", metavar="FILE")] = Path(
-        "report.html"
-    ),
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="The page to write.", metavar="FILE", callback=file_name)
+    ] = Path("report.html"),
     since: Since = None,
     compare: Annotated[
         tuple[str, str] | None,

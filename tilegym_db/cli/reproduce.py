@@ -8,7 +8,7 @@ import typer
 
 from tilegym_db.cli.completion import complete_name
 from tilegym_db.cli.options import Axes, MachineGpu
-from tilegym_db.cli.output import print_json
+from tilegym_db.cli.output import print_json, print_line
 from tilegym_db.cli.pairs import parse_axes, parse_pairs, parse_scalars, parse_tunables
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def command(
     else:
         for key, value in answer.items():
             if value not in (None, "", []):
-                typer.echo(f"{key}: {value}")
+                print_line(f"{key}: {value}")
     if result.failure is not None:
         raise typer.Exit(1)
 

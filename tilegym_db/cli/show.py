@@ -20,7 +20,7 @@ from tilegym_db.cli.formats import (
     write_json,
     write_records,
 )
-from tilegym_db.cli.output import note, print_table, spelled_map
+from tilegym_db.cli.output import note, print_line, print_table, printable_lines, spelled_map
 from tilegym_db.cli.spark import Spark, print_by_size, spark_wanted
 
 if TYPE_CHECKING:
@@ -86,11 +86,11 @@ def show_definition(catalog: Catalog, definition: Definition, form: Form, spark:
     if not form.is_table:
         write_records(form, solutions)
         return
-    typer.echo(f"{definition.name} {definition.version} ({definition.op_type})  {definition.digest[:12]}")
-    typer.echo(definition.description)
+    print_line(f"{definition.name} {definition.version} ({definition.op_type})  {definition.digest[:12]}")
+    print_line(definition.description)
     for label, values in definition_facts(definition).items():
-        typer.echo(f"  {label:<12}{values}")
-    typer.echo("")
+        print_line(f"  {label:<12}{values}")
+    print_line("")
     print_source(definition.reference)
     if solutions:
         cells = [(s["solution"], s["language"], s["role"]) for s in solutions]
@@ -143,8 +143,8 @@ def show_solution(solution: SolutionFiles, form: Form, spark: bool | None = None
         return
     spec = record.spec
     author = f"{spec.language}, {spec.role}, by {record.author}"
-    typer.echo(f"{record.name} for {record.definition}: {author}  {solution.digest[:12]}")
-    typer.echo(record.description)
+    print_line(f"{record.name} for {record.definition}: {author}  {solution.digest[:12]}")
+    print_line(record.description)
     facts = {
         "folder": str(solution.folder),
         "targets": "" if spec.language == "python" else ", ".join(spec.target_hardware),
@@ -156,8 +156,8 @@ def show_solution(solution: SolutionFiles, form: Form, spark: bool | None = None
     }
     for label, text in facts.items():
         if text:
-            typer.echo(f"  {label:<12}{text}")
-    typer.echo("")
+            print_line(f"  {label:<12}{text}")
+    print_line("")
     print_source(solution.sources[spec.entry_path].decode(errors="replace"))
     print_traces(traces, solution.digest, form.wide)
     print_by_size(sized, "latency on {gpu}, {dtypes_key}")
@@ -207,4 +207,4 @@ def print_source(text: str) -> None:
     from rich.console import Console
     from rich.syntax import Syntax
 
-    Console().print(Syntax(text, "python", background_color="default", word_wrap=True))
+    Console().print(Syntax(printable_lines(text), "python", background_color="default", word_wrap=True))

@@ -9,7 +9,7 @@ import typer
 
 from tilegym_db.cli.completion import complete_statement
 from tilegym_db.cli.formats import AsArrow, AsCsv, AsJson, AsParquet, OutputFile, Wide, chosen_form
-from tilegym_db.cli.options import Trust
+from tilegym_db.cli.options import Trust, finite_seconds
 from tilegym_db.cli.output import note, print_table
 from tilegym_db.store.views import public_views
 
@@ -29,6 +29,9 @@ def command(
         str | None,
         typer.Option("--from", help="Ask a shared data set (a folder, or s3://bucket/folder) in place of it."),
     ] = None,
+    timeout: Annotated[
+        float | None, typer.Option(help="Stop the query after so many seconds.", callback=finite_seconds)
+    ] = None,
     trust: Trust = False,
 ) -> None:
     """Run one read-only SQL statement over the database."""
@@ -41,11 +44,12 @@ def command(
     if source is None:
         from tilegym_db.catalog import Catalog
 
-        result = run_user_query(text, catalog=Catalog.default(trust_foreign=True) if trust else None, as_arrow=binary)
+        catalog = Catalog.default(trust_foreign=True) if trust else None
+        result = run_user_query(text, catalog=catalog, as_arrow=binary, timeout_s=timeout)
     else:
         from tilegym_db.store.sharing import query_data_set
 
-        result = query_data_set(source, text, trust=trust, as_arrow=binary)
+        result = query_data_set(source, text, trust=trust, as_arrow=binary, timeout_s=timeout)
     if result.warning:
         note(f"note: {result.warning}")
     if binary:

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilegym_db.cli.options import Gpus, Language, MachineGpu, Names, WorkloadGlob
+from tilegym_db.cli.options import Gpus, Language, MachineGpu, Names, WorkloadGlob, finite_seconds
 
 if TYPE_CHECKING:
     from tilegym_db.bench.tune.tune import TuneReport
     from tilegym_db.bench.tune.tuner import Tuned
-
-
-def finite_seconds(value: float | None) -> float | None:
-    """A callback: refuse what is no time, before anything is loaded.
-
-    Raises:
-        BadParameter: NaN, infinity, zero or less.
-    """
-    if value is not None and not (value > 0 and math.isfinite(value)):
-        raise typer.BadParameter(f"a number of seconds above 0, not {value:g}.")
-    return value
 
 
 def command(

@@ -6,6 +6,7 @@ The statement must parse as exactly one SELECT. That it cannot reach outside of 
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from tilegym_db.errors import QueryError, StoreError
+from tilegym_db.errors import QueryError, QueryTimeoutError, StoreError
 from tilegym_db.store.views import public_views
 
 if TYPE_CHECKING:
@@ -60,7 +61,12 @@ class QueryResult:
 
 
 def ask(
-    store: Asked, text: str, params: Sequence[Any] | Mapping[str, Any] = (), *, as_arrow: bool = False
+    store: Asked,
+    text: str,
+    params: Sequence[Any] | Mapping[str, Any] = (),
+    *,
+    as_arrow: bool = False,
+    timeout_s: float | None = None,
 ) -> QueryResult:
     """Answer one SQL statement. An interrupt (SIGINT) in the main thread ends it at once.
 
@@ -69,8 +75,10 @@ def ask(
         text: one SELECT (also ``FROM ...``, ``DESCRIBE``, ``SUMMARIZE``, ``SHOW TABLES``, ``PIVOT ... IN``).
         params: values for ``?`` or ``$name``.
         as_arrow: the answer as a ``pyarrow.Table``, which keeps DuckDB's types; it has no rows then.
+        timeout_s: seconds after which the query is stopped; None for as long as it takes.
 
     Raises:
+        QueryTimeoutError: ``timeout_s`` went by.
         QueryError: not a single read, too long, too many rows, or DuckDB refused it; carries DuckDB's message.
         StoreError: the store was closed.
         ModuleNotFoundError: ``as_arrow`` without pyarrow.
@@ -92,13 +100,16 @@ def ask(
         check_fetchable(columns, types)
         return QueryResult(columns, types, _fetched(cursor), warning)
 
-    return interruptible(answer, connection)
+    return interruptible(answer, connection, timeout_s)
 
 
-def interruptible(work: Callable[[], _Answer], connection: DuckDBPyConnection) -> _Answer:
+def interruptible(
+    work: Callable[[], _Answer], connection: DuckDBPyConnection, timeout_s: float | None = None
+) -> _Answer:
     """Run ``work`` in a thread while this one waits for it, so that a signal is handled while DuckDB computes.
 
     Raises:
+        QueryTimeoutError: the work took longer than ``timeout_s``; it was stopped.
         QueryError: DuckDB refused the query, or ran out of memory.
         KeyboardInterrupt: as it came; the query has ended by then.
     """
@@ -118,9 +129,13 @@ def interruptible(work: Callable[[], _Answer], connection: DuckDBPyConnection) -
 
     thread = threading.Thread(target=run, name="tilegym-db-query", daemon=True)
     thread.start()
+    deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     try:
-        while not done.wait(_WAKE_S):
-            pass
+        while not done.wait(min(_WAKE_S, max(0.0, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                raise QueryTimeoutError(
+                    f"the query was stopped after {timeout_s:g} s. Give it more time, or ask for less: WHERE, LIMIT."
+                )
     except BaseException:
         _stop(connection, done)
         raise

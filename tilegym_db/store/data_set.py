@@ -27,6 +27,8 @@ VERSION_KEY = b"tilegym_db.schema_version"
 COLUMNS = ("trace_id", "definition", "solution", "workload_uuid", "tier", "status", "record", "signature")
 SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID")
 SUFFIX = ".parquet"
+MAX_OTHERS = 10_000
+"""Folders, and files that are not Parquet, in a folder that is a data set; a writer that was killed leaves one hidden file."""
 SCHEMES = ("s3", "file")
 """What is tested. PyArrow knows more, and tries some of them again and again for a quarter of an hour."""
 
@@ -89,6 +91,8 @@ class SharedDataSet:
         from pyarrow import fs
 
         found = []
+        if self._is_local:
+            return self._local_files()
         try:
             listed = self._files.get_file_info(fs.FileSelector(self._root, recursive=True))
         except FileNotFoundError:  # the folder; a bucket that does not exist is another error
@@ -101,6 +105,31 @@ class SharedDataSet:
             if info.type == fs.FileType.File and name.endswith(SUFFIX) and not hides:
                 found.append(DataFile(name, info.path, info.size))
         return sorted(found, key=lambda file: file.name)
+
+    def _local_files(self) -> list[DataFile]:
+        """As :meth:`files`, of a folder; one that is evidently something else, such as ``/tmp``, is refused early."""
+        found, others = [], 0
+        if not os.path.isdir(self._root):
+            if os.path.lexists(self._root):
+                raise self._refused("list", NotADirectoryError("it is no folder"))
+            return []
+        for place, folders, names in os.walk(self._root, onerror=self._refuse_listing, followlinks=True):
+            folders[:] = [name for name in folders if not name.startswith((".", "_"))]
+            files = [name for name in names if name.endswith(SUFFIX) and not name.startswith((".", "_"))]
+            others += len(folders) + len(names) - len(files)
+            if others > MAX_OTHERS:
+                raise StoreError(
+                    f"{self._shown} is no data set: it holds more than {MAX_OTHERS:,} folders and files that are not "
+                    "Parquet. Give the folder that 'publish --to' wrote."
+                )
+            for path in (os.path.join(place, name) for name in files):
+                if os.path.isfile(path):
+                    found.append(DataFile(os.path.relpath(path, self._root), path, os.path.getsize(path)))
+        return sorted(found, key=lambda file: file.name)
+
+    def _refuse_listing(self, error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):  # a folder that was removed meanwhile holds nothing
+            raise self._refused("list", error) from None
 
     def trace_ids(self, files: Sequence[DataFile]) -> tuple[set[str], list[str]]:
         """What the files hold, by trace id; and of each that is no valid file, why.

@@ -119,7 +119,9 @@ def sync_traces(
     return replace(report, files=len(pending)), problems
 
 
-def query_data_set(uri: str, text: str, *, trust: bool = False, as_arrow: bool = False) -> QueryResult:
+def query_data_set(
+    uri: str, text: str, *, trust: bool = False, as_arrow: bool = False, timeout_s: float | None = None
+) -> QueryResult:
     """Answer one SQL statement over the traces of a data set, in a store that is kept for it: the shipped ones are there too.
 
     Each file is read once. Where the data set has lost one that was read, the store is made anew.
@@ -135,7 +137,7 @@ def query_data_set(uri: str, text: str, *, trust: bool = False, as_arrow: bool =
         problems = _renewed(folder, data_set, catalog, trust=trust)
     if problems:
         raise StoreError(f"{problems[0]} Remove it from the data set, or sync what is valid: tilegym-db sync {uri}")
-    return run_user_query(text, path=folder, catalog=catalog, as_arrow=as_arrow)
+    return run_user_query(text, path=folder, catalog=catalog, as_arrow=as_arrow, timeout_s=timeout_s)
 
 
 def _renewed(folder: Path, data_set: SharedDataSet, catalog: Catalog, *, trust: bool) -> list[str]:

@@ -28,6 +28,7 @@ def run_user_query(
     catalog: Catalog | None = None,
     lock_timeout_s: float = _LOCK_TIMEOUT_S,
     as_arrow: bool = False,
+    timeout_s: float | None = None,
 ) -> QueryResult:
     """Answer one SQL statement that a user typed. An interrupt (SIGINT) in the main thread ends it at once.
 
@@ -36,8 +37,10 @@ def run_user_query(
         params: values for ``?`` or ``$name``.
         path, catalog, lock_timeout_s: as for :func:`open_store`.
         as_arrow: the answer as a ``pyarrow.Table``, which keeps DuckDB's types; it has no rows then.
+        timeout_s: seconds after which the query is stopped; None for as long as it takes.
 
     Raises:
+        QueryTimeoutError: ``timeout_s`` went by.
         QueryError: not a single read, too long, too many rows, or DuckDB refused it; carries DuckDB's message.
         StoreError: the database cannot be opened.
         ModuleNotFoundError: ``as_arrow`` without pyarrow.
@@ -45,4 +48,4 @@ def run_user_query(
     from tilegym_db.store.connection import open_store
 
     with open_store(path, read_only=True, catalog=catalog, lock_timeout_s=lock_timeout_s) as store:
-        return ask(store, text, params, as_arrow=as_arrow)
+        return ask(store, text, params, as_arrow=as_arrow, timeout_s=timeout_s)

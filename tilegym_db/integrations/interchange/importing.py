@@ -11,7 +11,7 @@ from tilegym_db.errors import RecordError, UsageError
 from tilegym_db.integrations.interchange import fi_trace_dumps, flashinfer_trace, sol_execbench, tilegym_inventory
 from tilegym_db.integrations.interchange.collecting import Collection
 from tilegym_db.paths import home as default_home
-from tilegym_db.store.imported import DataSet, add_data_set, import_lock
+from tilegym_db.store.imported import DataSet, add_data_set, check_addable, check_name, import_lock
 
 __all__ = ["DIALECTS", "ImportReport", "import_data_set", "recognise"]
 
@@ -90,6 +90,8 @@ def import_data_set(
         raise UsageError(f"{path} does not exist.")
     root = path.resolve()
     folder = home or default_home()
+    if name is not None:
+        check_name(name)  # before anything is read
     try:
         collection = chosen.read(root)
         found = collection.finish(default_name(root) if name is None else name, folder)
@@ -99,6 +101,7 @@ def import_data_set(
         ) from None
     _refuse(path, found, chosen.name, strict)
     if dry_run:
+        check_addable(found, folder, replace=replace)
         return ImportReport(found, False)
     with import_lock(folder):
         changed = add_data_set(found, collection.sources, folder, replace=replace)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from tilegym_db.store.imported.keeping import (
     add_data_set,
+    check_addable,
+    check_name,
     forget_data_set,
     import_lock,
 )
@@ -35,6 +37,8 @@ __all__ = [
     "StoredFile",
     "StoredRecord",
     "add_data_set",
+    "check_addable",
+    "check_name",
     "counted",
     "data_set",
     "data_sets",

@@ -21,6 +21,8 @@ from tilegym_db.store.lock import writer_lock
 
 __all__ = [
     "add_data_set",
+    "check_addable",
+    "check_name",
     "forget_data_set",
     "import_lock",
 ]
@@ -41,6 +43,38 @@ def import_lock(home: Path, timeout_s: float = LOCK_TIMEOUT_S) -> AbstractContex
     return writer_lock(imported_folder(home) / "manifests", timeout_s)
 
 
+def check_name(name: str) -> None:
+    """Raise :class:`UsageError` for what cannot name a data set."""
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"'{name}' cannot name a data set: lower-case letters, digits, '.', '_' and '-' can.")
+
+
+def check_addable(found: DataSet, home: Path, *, replace: bool = False) -> None:
+    """Raise what :func:`add_data_set` would for a name; writes nothing."""
+    check_name(found.name)
+    manifest_path = _manifest_path(found, home)
+    if manifest_path.exists() and not replace:
+        _refuse_other(found, manifest_path.read_bytes(), _contents(found)[1])
+
+
+def _manifest_path(found: DataSet, home: Path) -> Path:
+    return imported_folder(home) / found.dialect / found.name / "manifest.json"
+
+
+def _contents(found: DataSet) -> tuple[bytes, bytes]:
+    """The file of records of a data set, and its manifest."""
+    records_text = "".join(_line(found.origin, record) for record in found.records).encode()
+    return records_text, _manifest_text(found, records_name(records_text))
+
+
+def _refuse_other(found: DataSet, earlier: bytes, text: bytes) -> None:
+    if earlier != text:
+        raise UsageError(
+            f"{found.origin} was imported before with other content. Add --replace to put this in its place, "
+            "or --name to keep both."
+        )
+
+
 def add_data_set(found: DataSet, sources: Mapping[str, Path], home: Path, *, replace: bool = False) -> bool:
     """Keep a data set; False where exactly this one is there already. The caller holds :func:`import_lock`.
 
@@ -54,18 +88,13 @@ def add_data_set(found: DataSet, sources: Mapping[str, Path], home: Path, *, rep
         UsageError: the name cannot be one, or a data set of that origin has other content.
         StoreError: a file changed since it was read, the disk is full, or the folder cannot be written.
     """
-    if not _NAME.fullmatch(found.name):
-        raise UsageError(f"'{found.name}' cannot name a data set: lower-case letters, digits, '.', '_' and '-' can.")
-    manifest_path = imported_folder(home) / found.dialect / found.name / "manifest.json"
-    records_text = "".join(_line(found.origin, record) for record in found.records).encode()
+    check_name(found.name)
+    manifest_path = _manifest_path(found, home)
+    records_text, text = _contents(found)
     records_path = manifest_path.with_name(records_name(records_text))
-    text = _manifest_text(found, records_path.name)
     earlier = manifest_path.read_bytes() if manifest_path.exists() else text
-    if earlier != text and not replace:
-        raise UsageError(
-            f"{found.origin} was imported before with other content. Add --replace to put this in its place, "
-            "or --name to keep both."
-        )
+    if not replace:
+        _refuse_other(found, earlier, text)
     whole = manifest_path.exists() and earlier == text and whole_records_file(manifest_path) == records_path
     if whole and all(object_path(home, file.sha256).exists() for file in found.files):
         return False
