@@ -87,6 +87,9 @@ def test_a_draft_without_one_of_its_files_names_it(tmp_path):
     [
         ("", "names no tensor"),
         ("x[M", "cannot read"),
+        ("x[M,,N]", "beside a comma"),
+        ("x[,M]", "beside a comma"),
+        ("x[M, ]", "beside a comma"),
         ("x[M], x[N]", "'x' is given twice"),
         ("x[M]:float7", "unknown dtype 'float7'"),
         ("x y", "cannot read"),

@@ -38,6 +38,8 @@ def parse_tensors(option: str, text: str) -> dict[str, dict[str, Any]]:
             )
         if shape is not None and not shape.strip():
             raise UsageError(f"{option}: '{name}[]' has no axis. {_SPELLING}")
+        if shape is not None and not all(part.strip() for part in shape.split(",")):
+            raise UsageError(f"{option}: '{name}[{shape}]' lacks an axis beside a comma. {_SPELLING}")
         entries = None if shape is None else _entries(shape)
         for entry in entries or ():
             if entry == 0 or (isinstance(entry, str) and not re.search("[A-Za-z_]", entry)):
@@ -52,7 +54,7 @@ def parse_tensors(option: str, text: str) -> dict[str, dict[str, Any]]:
 
 
 def _entries(shape: str) -> list[str | int]:
-    parts = [part.strip() for part in shape.split(",") if part.strip()]
+    parts = [part.strip() for part in shape.split(",")]
     return [int(part) if part.isascii() and part.isdecimal() else part for part in parts]
 
 
