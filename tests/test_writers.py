@@ -140,13 +140,17 @@ def test_a_writer_that_races_itself_lands_or_is_refused_with_a_reason(name: str,
 
 @pytest.mark.slow
 def test_all_writers_at_once_all_land(place: Place):
-    endings = writing.run([(name, f"{name}_{number}") for number, name in enumerate(WRITERS)], place)
-    assert {name: (ending.kind, ending.said) for name, ending in zip(WRITERS, endings, strict=True)} == dict.fromkeys(
-        WRITERS, ("done", "")
-    )
+    writers = [(name, f"{name}_{number}") for number, name in enumerate(WRITERS)]
+    endings = {name: ending for (name, _), ending in zip(writers, writing.run(writers, place), strict=True)}
+    publication = endings.pop("publish")
+    assert {name: (ending.kind, ending.said) for name, ending in endings.items()} == dict.fromkeys(endings, ("done", ""))
+    # Passes of an older version do not count: between the new version and the next passes there is nothing to publish.
+    assert publication.kind == "done" or publication.said.startswith("no verified trace on 'h200'"), publication
     check_whole(place)
-    for number, name in enumerate(WRITERS):
-        assert landed(place, name, f"{name}_{number}"), name
+    for name, key in writers:
+        assert landed(place, name, key), name
+    again = writing.run([("ingest", "last_0")], place) + writing.run([("publish", "last_1")], place)
+    assert [(ending.kind, ending.said) for ending in again] == [("done", "")] * 2
 
 
 def test_eight_processes_that_add_workloads_lose_no_line(place: Place):
