@@ -2,15 +2,18 @@
 
     PYTHONPATH=tests python benchmarks/mutation_score.py                    # every Definition, on a CPU
     PYTHONPATH=tests python benchmarks/mutation_score.py rms_norm --most 40
+    PYTHONPATH=tests python benchmarks/mutation_score.py --most 12 --references --seconds 300
     PYTHONPATH=tests python benchmarks/mutation_score.py --device cuda:0 --total 300 --jobs 8
 
 Sources are the reference and each Solution in Triton, which runs in the interpreter on a CPU; ``--most`` mutants of each, drawn
 over all kinds. A mutant that no call gets to is not counted, nor is one that ``equivalent_mutants.toml`` explains.
+``--seconds`` gives up a source that takes longer, and says so; what was judged until then counts.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import threading
 import time
@@ -23,7 +26,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
-from exploits.mutant_judge import Judge, Target, targets_of
+from exploits.mutant_judge import REFERENCE, Judge, Target, targets_of
 from exploits.mutants import KINDS, REWRITES, Mutant, mutants_of
 
 from tilegym_db.catalog import Catalog
@@ -95,9 +98,16 @@ class Score:
 
 
 def score_target(
-    catalog: Catalog, target: Target, device: str, most: int, kinds: Sequence[str], score: Score, folder: Path
+    catalog: Catalog,
+    target: Target,
+    device: str,
+    most: int,
+    kinds: Sequence[str],
+    score: Score,
+    folder: Path,
+    seconds: float = math.inf,
 ) -> None:
-    """Every chosen mutant of one source to a verdict."""
+    """Every chosen mutant of one source to a verdict, as far as the seconds go."""
     anchors = tuple(catalog.workloads_for(target.definition.name))
     judge = Judge(target, anchors, device, folder, SEED)
     start = time.monotonic()
@@ -111,7 +121,10 @@ def score_target(
             return
         made = (mutant for mutant in mutants_of(target.source, target.entry) if mutant.kind in kinds)
         mutants = chosen(made, most, zlib.crc32(target.source.encode()) ^ SEED)
-        for mutant in mutants:
+        for number, mutant in enumerate(mutants):
+            if time.monotonic() - start > seconds:
+                print(f"{target.definition.name}/{target.name}: given up after {number} of {len(mutants)}", flush=True)
+                break
             failure = judge.verdict(mutant)
             if failure is not None:
                 score.add(target, mutant, "error" if failure.status in _BY_ERROR else "gate")
@@ -126,7 +139,15 @@ def score_target(
 
 
 def run(
-    catalog: Catalog, names: Sequence[str], device: str, most: int, jobs: int, kinds: Sequence[str] = KINDS
+    catalog: Catalog,
+    names: Sequence[str],
+    device: str,
+    most: int,
+    jobs: int,
+    kinds: Sequence[str] = KINDS,
+    *,
+    references: bool = False,
+    seconds: float = math.inf,
 ) -> Score:
     """The score of these Definitions, or of all."""
     score = Score()
@@ -134,10 +155,11 @@ def run(
         target
         for name in (names or sorted(catalog.definitions))
         for target in targets_of(catalog, catalog.definition(name))
+        if target.name == REFERENCE or not references
     ]
     with scratch_folder() as scratch, ThreadPoolExecutor(max_workers=jobs) as pool:
         running = [
-            pool.submit(score_target, catalog, target, device, most, kinds, score, scratch / str(number))
+            pool.submit(score_target, catalog, target, device, most, kinds, score, scratch / str(number), seconds)
             for number, target in enumerate(targets)
         ]
         for task in running:
@@ -153,6 +175,8 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=16, help="mutants of one source")
     parser.add_argument("--total", type=int, help="mutants of all sources together, in place of --most")
     parser.add_argument("--places", action="store_true", help="only mistakes at one place of a source")
+    parser.add_argument("--references", action="store_true", help="references alone, no kernels")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="when to give up one source")
     parser.add_argument("--jobs", type=int, default=1, help="sources at a time")
     options = parser.parse_args()
     if options.device == "cpu":
@@ -161,7 +185,9 @@ def main() -> None:
     names = options.names or sorted(catalog.definitions)
     sources = sum(len(targets_of(catalog, catalog.definition(name))) for name in names)
     most = options.most if options.total is None else -(-options.total // sources)
-    score = run(catalog, names, options.device, most, options.jobs, tuple(REWRITES) if options.places else KINDS)
+    kinds = tuple(REWRITES) if options.places else KINDS
+    few = {"references": options.references, "seconds": options.seconds}
+    score = run(catalog, names, options.device, most, options.jobs, kinds, **few)
     print(f"\n{score.table(score.counts, 'definition | source')}\n\n{score.table(score.kinds, 'kind')}\n")
     print("\n".join(sorted(score.survivors)))
 

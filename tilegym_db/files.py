@@ -1,8 +1,8 @@
 """How this package touches files: it reads regular files of bounded size, and what it writes appears whole or not at all.
 
-A writer holds the lock of the folder that it changes, writes beside the target, waits until that is on disk, and renames. A
-process that is killed leaves the old content or the new one, and at most a file or folder named ``.tilegym-db-*.new``, which a
-later writer removes.
+A writer holds the lock of the folder that it changes (``folder_locks``), writes beside the target, waits until that is on disk,
+and renames. A process that is killed leaves the old content or the new one, and at most a file or folder named
+``.tilegym-db-*.new``, which a later writer removes.
 """
 
 from __future__ import annotations
@@ -14,32 +14,25 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from tilegym_db.errors import ConflictError, RecordError, StoreError
 
 __all__ = [
-    "LOCK_NAME",
-    "POLL_S",
     "decode",
-    "hold_lock",
     "read_bytes",
+    "reason_of",
     "regular_files",
     "sync_folder",
     "write_atomically",
     "write_exclusively",
     "write_folder",
-    "writing",
 ]
 
 MiB = 1 << 20
 RECORD_BYTES = 16 * MiB
 """The most that a file of one record, or of one Solution's sources, may hold; the largest today has 60 KB."""
-
-LOCK_NAME = ".tilegym-db.lock"
-LOCK_TIMEOUT_S = 60.0
-POLL_S = 0.02
 
 _PREFIX, _SUFFIX = ".tilegym-db-", ".new"
 _LEFTOVER_AGE_S = 3600.0
@@ -136,70 +129,6 @@ def regular_files(folder: Path, pattern: str) -> list[Path]:
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def writing(folder: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
-    """Hold the lock of a folder that several processes write to, ``<folder>/.tilegym-db.lock``; made if it is not there.
-
-    Raises:
-        StoreError: another process holds it for longer than ``timeout_s`` seconds, or the folder cannot be written.
-    """
-    with hold_lock(folder / LOCK_NAME, folder, timeout_s, "Nothing was changed."):
-        yield
-
-
-@contextlib.contextmanager
-def hold_lock(path: Path, what: Path, timeout_s: float, consequence: str) -> Iterator[None]:
-    """Hold a lock file. The kernel lets go of it when the process ends, however it ends.
-
-    Args:
-        path: the lock file; it stays, since removing it would let two in at once.
-        what: what is locked, for the message.
-        timeout_s: how long to wait for another holder.
-        consequence: what it means that the lock was not got, for the message.
-
-    Raises:
-        StoreError: it was not got.
-    """
-    from filelock import FileLock, Timeout
-
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # filelock tries again for as long as it waits where a file cannot be made for good, as in /proc; this says so at once
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o644))
-        # not thread local: a store may be closed by another thread than opened it
-        lock = FileLock(path, timeout=timeout_s, poll_interval=POLL_S, thread_local=False)
-        lock.acquire()
-    except Timeout:
-        raise StoreError(
-            f"{what} is locked: {_holder(path)} is writing it. Wait for that to finish or stop it, and try again. "
-            f"{consequence}"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise StoreError(
-            f"cannot write the folder {path.parent}: {_reason(error)}. {consequence} Make it writable, "
-            "or set TILEGYM_DB_HOME to a folder on a local disk that is."
-        ) from None
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _holder(path: Path) -> str:
-    """Who holds a lock, as far as the kernel tells."""
-    try:
-        inode = str(path.stat().st_ino)
-        lines = Path("/proc/locks").read_text().splitlines()
-    except OSError:
-        return "another process"
-    for line in lines:
-        fields = line.split()
-        if "->" not in fields and len(fields) > 5 and fields[5].rpartition(":")[2] == inode and int(fields[4]) > 0:
-            pid = int(fields[4])
-            return "another part of this process" if pid == os.getpid() else f"another process (PID {pid})"
-    return "another process"
-
-
 def write_atomically(path: Path, content: bytes) -> None:
     """Replace ``path`` in one step, so that nobody ever reads half a file. A link is followed, and a mode is kept.
 
@@ -220,7 +149,7 @@ def write_atomically(path: Path, content: bytes) -> None:
         staged = None
         sync_folder(path.parent)
     except (OSError, ValueError) as error:
-        raise StoreError(f"cannot write {path}: {_reason(error)}. Nothing was changed.") from None
+        raise StoreError(f"cannot write {path}: {reason_of(error)}. Nothing was changed.") from None
     finally:
         if staged is not None:
             with contextlib.suppress(OSError):
@@ -246,7 +175,7 @@ def write_exclusively(path: Path, content: bytes) -> None:
     except FileExistsError:
         raise ConflictError(f"{path} exists already, and is left as it is. Choose another with --output.") from None
     except (OSError, ValueError) as error:
-        raise StoreError(f"cannot write {path}: {_reason(error)}. Nothing was added.") from None
+        raise StoreError(f"cannot write {path}: {reason_of(error)}. Nothing was added.") from None
     finally:
         if staged is not None:
             with contextlib.suppress(OSError):
@@ -288,7 +217,7 @@ def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
         staged = None
         sync_folder(folder.parent)
     except (OSError, ValueError) as error:
-        raise StoreError(f"cannot write {folder}: {_reason(error)}. Nothing was added.") from None
+        raise StoreError(f"cannot write {folder}: {reason_of(error)}. Nothing was added.") from None
     finally:
         if staged is not None:
             shutil.rmtree(staged, ignore_errors=True)
@@ -329,5 +258,6 @@ def _remove_leftovers(folder: Path) -> None:
                     path.unlink()
 
 
-def _reason(error: OSError | ValueError) -> str:
+def reason_of(error: OSError | ValueError) -> str:
+    """What the system says about an error, without its number and the path."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)

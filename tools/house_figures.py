@@ -1,9 +1,11 @@
 """Figures of this repository's code: sizes, clones, cycles, names and words. Prints a table, or with ``--json`` an object.
 
     python tools/house_figures.py [ROOT]
+    python tools/house_figures.py --write   # the table in docs/architecture.md, beside what tools/house_figures_before.json holds
 
-ROOT is a checkout; by default the one that this file lies in. Takes grimp (a dependency of import-linter) and what the
-package itself imports nothing of: the code is read, never run.
+ROOT is a checkout; by default the one that this file lies in. Sizes are those of the files that git tracks there, of a wheel that
+hatchling builds with ``--wheel`` (and for the table), and of published traces with their searches. Takes grimp (a dependency of
+import-linter) and what the package itself imports nothing of: the code is read, never run.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ import ast
 import io
 import json
 import re
+import subprocess
 import sys
+import tempfile
 import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -21,9 +25,14 @@ from pathlib import Path
 from typing import Any
 
 import grimp
+from marked_blocks import with_block
 
 PACKAGE = "tilegym_db"
 MOST_LINES, MOST_FUNCTION_LINES, WINDOW = 300, 50, 6
+KB, MB, MOST_TRACES_KB = 1000, 1000 * 1000, 40
+PAGE = Path("docs", "architecture.md")
+BEFORE = Path(__file__).with_name("house_figures_before.json")
+"""What this script found in the last commit before the words, the parts and the files were put in order (30f41a5)."""
 WAY = ("cli.add_solution", "cli.promote", "cli.publish", "integrations.transformers.patch")
 """Where one kernel passes on its way from a file to a model."""
 
@@ -56,8 +65,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("root", nargs="?", type=Path, default=Path(__file__).resolve().parents[1])
     parser.add_argument("--json", action="store_true", help="one object instead of lines")
+    parser.add_argument("--wheel", action="store_true", help="build a wheel, and say how large it is")
+    parser.add_argument("--write", action="store_true", help="write the table of docs/architecture.md")
     options = parser.parse_args()
-    found = figures(options.root.resolve())
+    root = options.root.resolve()
+    found = figures(root)
+    if options.wheel or options.write:
+        found["wheel, MB"] = wheel_size(root)
+    if options.write:
+        page = root / PAGE
+        page.write_text(with_block(page.read_text(), "house figures", table(json.loads(BEFORE.read_text()), found)))
     if options.json:
         print(json.dumps(found, indent=2))
         return
@@ -87,7 +104,49 @@ def figures(root: Path) -> dict[str, Any]:
     found["file names that exist twice"] = files_twice(package)
     found["words of the left column"] = words(root, {**package, **tests, **_sources(root, "benchmarks")})
     found["modules from add-solution to patch"] = len(way(graph))
+    traces = trace_sizes(root)
+    found["Definitions"] = sum(1 for path in (root / "definitions").rglob("*.json") if "lock" not in path.name)
+    found["files of published traces"] = len(traces)
+    found["the largest of them, KB"] = round(max(traces.values(), default=0) / KB, 1)
+    found[f"files of published traces over {MOST_TRACES_KB} KB"] = [
+        f"{path} {size}" for path, size in traces.items() if size > MOST_TRACES_KB * KB
+    ]
+    found["checkout, MB"] = checkout_size(root)
     return found
+
+
+def table(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """One row a figure: its name, what it was, what it is."""
+    rows = ["| figure | before | now |", "|---|---|---|"]
+    counts = [
+        {name: len(value) if isinstance(value, list) else value for name, value in one.items()} for one in (before, now)
+    ]
+    return "\n".join(
+        [*rows, *(f"| {name} | {counts[0].get(name, '')} | {value} |" for name, value in counts[1].items())]
+    )
+
+
+def trace_sizes(root: Path) -> dict[str, int]:
+    """Published file of a Definition on a GPU -> its bytes, with those of its searches."""
+    sizes: Counter[str] = Counter()
+    for path in sorted((root / "traces").rglob("*.jsonl")):
+        sizes[str(path.relative_to(root)).replace(".tuning.jsonl", ".jsonl")] += path.stat().st_size
+    return dict(sizes)
+
+
+def checkout_size(root: Path) -> float:
+    """MB of what git tracks, or of every file where there is no repository."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, check=False)
+    names = listed.stdout.decode().split("\0") if listed.returncode == 0 else root.rglob("*")
+    return round(sum(path.stat().st_size for path in map(root.joinpath, names) if path.is_file()) / MB, 1)
+
+
+def wheel_size(root: Path) -> float:
+    """MB of the wheel."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder]
+        subprocess.run(command, cwd=root, check=True, capture_output=True)
+        return round(sum(path.stat().st_size for path in Path(folder).glob("*.whl")) / MB, 1)
 
 
 def _sources(root: Path, folder: str) -> dict[str, str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tilegym_db.bench.machine import cpu_machine
-from tilegym_db.loop import decide as decide_module
+from tilegym_db.loop import rules
 from tilegym_db.loop.auto import Kernelizer, auto_kernelize
 from tilegym_db.loop.model_state import ModelState
 from tilegym_db.records.loop import Experiment, Task
@@ -63,8 +63,8 @@ def state(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mo
         shutil.copy(REAL / f"definitions/norm/{name}.json", checkout / "definitions/norm")
     (tmp_path / "Tiny-MoE").mkdir()
     (tmp_path / "Tiny-MoE" / "config.json").write_text(json.dumps(CONFIG))
-    monkeypatch.setattr(decide_module, "LEAST_TOTAL", 0.2)
-    monkeypatch.setattr(decide_module, "LEAST_SHARE", 0.0)  # one operator's share is about 1%, now below and now above
+    monkeypatch.setattr(rules, "LEAST_TOTAL", 0.2)
+    monkeypatch.setattr(rules, "LEAST_SHARE", 0.0)  # one operator's share is about 1%, now below and now above
     return ModelState(tmp_path / "Tiny-MoE", cpu_machine(), dtype="float32", prompt=1024, rounds=8)
 
 

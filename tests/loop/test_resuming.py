@@ -12,7 +12,7 @@ import pytest
 from loop_authors import GOOD
 
 from tilegym_db.errors import HardwareError, StoreError
-from tilegym_db.files import hold_lock
+from tilegym_db.folder_locks import hold_lock
 from tilegym_db.loop import submit as submit_module
 from tilegym_db.loop.submit import submit
 from tilegym_db.records.loop import Attempt, Task

@@ -13,8 +13,8 @@ import pytest
 from tilegym_db.bench.promotions import claim_of, record_promotions
 from tilegym_db.catalog import Catalog
 from tilegym_db.loop.architecture import definition_findings, pattern_findings, shared_tokens
-from tilegym_db.loop.decide import coverage_of, decide, next_piece, why_stop
 from tilegym_db.loop.from_model import Piece
+from tilegym_db.loop.rules import coverage_of, decide, next_piece, why_stop
 from tilegym_db.records import Solution, Trace, Workload
 from tilegym_db.records.loop import Experiment, Promotion
 from tilegym_db.records.model_run import Estimate

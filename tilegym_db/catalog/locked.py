@@ -7,7 +7,8 @@ from pathlib import Path
 
 from tilegym_db.catalog.reader import CatalogReader
 from tilegym_db.errors import RecordError
-from tilegym_db.files import read_bytes, write_atomically, writing
+from tilegym_db.files import read_bytes, write_atomically
+from tilegym_db.folder_locks import writing
 from tilegym_db.records.parsing import parse_object
 
 __all__ = ["findings", "read_lock", "update", "write_lock"]

@@ -11,7 +11,8 @@ from tilegym_db.catalog.locked import read_lock, write_lock
 from tilegym_db.catalog.reader import CatalogReader
 from tilegym_db.catalog.workload_files import WORKLOAD_BYTES
 from tilegym_db.errors import ConflictError, RecordError, check_kind
-from tilegym_db.files import read_bytes, write_atomically, write_folder, writing
+from tilegym_db.files import read_bytes, write_atomically, write_folder
+from tilegym_db.folder_locks import writing
 from tilegym_db.records import Definition, Solution, Workload
 
 __all__ = ["add_definition", "add_solution", "add_workloads"]

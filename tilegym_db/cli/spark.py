@@ -53,7 +53,7 @@ def by_size(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, str], str
     """(definition, GPU, solution) -> line; solutions of one operator and GPU share a scale, so that they can be compared.
 
     Args:
-        rows: as :func:`tilegym_db.store.queries.ranking.size_rows` returns them.
+        rows: as :func:`tilegym_db.store.queries.fastest.size_rows` returns them.
     """
     limits: dict[tuple[str, str], list[float]] = {}
     for row in rows:

@@ -14,10 +14,10 @@ from pathlib import Path
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import TilegymDBError
 from tilegym_db.loop.author import run_author, wait_for_author
-from tilegym_db.loop.decide import KeepDecision, decide, next_piece, why_stop
 from tilegym_db.loop.from_model import LEAST_SHARE, Piece
 from tilegym_db.loop.model_state import ModelState
 from tilegym_db.loop.prompt import prompt_of
+from tilegym_db.loop.rules import KeepDecision, decide, next_piece, why_stop
 from tilegym_db.loop.submission_catalog import withdraw
 from tilegym_db.loop.submit import submit
 from tilegym_db.loop.tasks import create_task

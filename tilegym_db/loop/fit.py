@@ -27,9 +27,9 @@ from tilegym_db.integrations.transformers.model_bench import (
     model_bench,
     time_instance,
 )
+from tilegym_db.integrations.transformers.model_sizes import check_run_fits
 from tilegym_db.integrations.transformers.patch import patch_what_fits
 from tilegym_db.integrations.transformers.random_model import build_model, load_config
-from tilegym_db.integrations.transformers.sizes import check_run_fits
 from tilegym_db.integrations.transformers.verify_model import model_tag
 from tilegym_db.loop.from_model import Piece, kept_calls, pieces_of
 from tilegym_db.paths import home

@@ -18,7 +18,7 @@ from tilegym_db.integrations.transformers.patch import patch_what_fits
 from tilegym_db.integrations.transformers.piece_time import module_times, time_of
 from tilegym_db.integrations.transformers.random_model import build_model, load_config
 from tilegym_db.integrations.transformers.verify_model import keep_workloads, model_tag
-from tilegym_db.loop.drafts import draft_of
+from tilegym_db.loop.module_drafts import draft_of
 from tilegym_db.loop.tasks import create_task
 from tilegym_db.records import Workload
 from tilegym_db.records.loop import Task

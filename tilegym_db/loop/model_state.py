@@ -20,8 +20,8 @@ from tilegym_db.integrations.transformers.patch import patch_what_fits
 from tilegym_db.integrations.transformers.piece_time import time_of
 from tilegym_db.integrations.transformers.random_model import build_model, load_config
 from tilegym_db.integrations.transformers.verify_model import model_tag
-from tilegym_db.loop.decide import coverage_of
 from tilegym_db.loop.from_model import ModelPieces, pieces_of
+from tilegym_db.loop.rules import coverage_of
 from tilegym_db.records.base import canonical_json
 from tilegym_db.records.loop import Coverage
 from tilegym_db.records.model_run import ModelRun

@@ -20,7 +20,7 @@ from tilegym_db.bench.promotions import record_promotions
 from tilegym_db.bench.run_setup import Observer
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import HardwareError, ToolchainError
-from tilegym_db.files import hold_lock
+from tilegym_db.folder_locks import hold_lock
 from tilegym_db.loop.received import AttemptRefusal, folder_digest, receive, scan_refusal
 from tilegym_db.loop.submission_catalog import candidate_name, enter, leave, with_candidates
 from tilegym_db.loop.submission_verdicts import compile_refusal, promotion_refusal, screen_refusal, unmeasured

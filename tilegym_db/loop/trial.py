@@ -9,7 +9,8 @@ from pathlib import Path
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import NotFoundError
-from tilegym_db.files import write_atomically, write_folder, writing
+from tilegym_db.files import write_atomically, write_folder
+from tilegym_db.folder_locks import writing
 from tilegym_db.records.base import length_prefixed_digest
 from tilegym_db.records.loop import Coverage
 from tilegym_db.store.connection import open_store

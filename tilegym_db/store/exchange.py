@@ -5,7 +5,7 @@ from __future__ import annotations
 from tilegym_db.records.trace import Trace
 from tilegym_db.store.database import Store
 from tilegym_db.store.queries import read_traces
-from tilegym_db.store.queries.ranking import slugs
+from tilegym_db.store.queries.fastest import slugs
 
 __all__ = ["own_traces", "told_traces", "unverified_counts"]
 

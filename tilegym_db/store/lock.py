@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tilegym_db.files import POLL_S, hold_lock
+from tilegym_db.folder_locks import POLL_S, hold_lock
 
 __all__ = ["POLL_S", "writer_lock"]
 

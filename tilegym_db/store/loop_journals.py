@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tilegym_db.errors import RecordError, StoreError
-from tilegym_db.files import read_bytes, writing
+from tilegym_db.files import read_bytes
+from tilegym_db.folder_locks import writing
 from tilegym_db.records.base import Record
 from tilegym_db.records.loop import Attempt, Experiment, Promotion, Task
 from tilegym_db.store import statements

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tilegym_db.errors import RecordError
-from tilegym_db.files import read_bytes, regular_files, write_atomically, writing
+from tilegym_db.files import read_bytes, regular_files, write_atomically
+from tilegym_db.folder_locks import writing
 from tilegym_db.paths import home as default_home
 from tilegym_db.records.model_run import ModelRun
 from tilegym_db.store import statements

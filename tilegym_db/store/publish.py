@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from tilegym_db.errors import HardwareError, NotFoundError, RecordError, StoreError
-from tilegym_db.files import write_atomically, writing
+from tilegym_db.files import write_atomically
+from tilegym_db.folder_locks import writing
 from tilegym_db.paths import home, shipped_root
 from tilegym_db.records.hardware import gpus_meant
 from tilegym_db.records.trace_set_encoding import encode_traces

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tilegym_db.errors import RecordError
-from tilegym_db.files import read_bytes, write_atomically, writing
+from tilegym_db.files import read_bytes, write_atomically
+from tilegym_db.folder_locks import writing
 from tilegym_db.store import statements
 from tilegym_db.store.data_set import DataFile
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import StoreError
-from tilegym_db.files import writing
+from tilegym_db.folder_locks import writing
 from tilegym_db.paths import home
 from tilegym_db.scratch import remove_tree
 from tilegym_db.store import statements

@@ -26,11 +26,11 @@ from tilegym_db.integrations.transformers.claims import MIN_ROUNDS
 from tilegym_db.integrations.transformers.experts_wrapper import KNOWN, counted_ways
 from tilegym_db.integrations.transformers.generation import Generate, Generation
 from tilegym_db.integrations.transformers.gpu_time import GpuTime
+from tilegym_db.integrations.transformers.model_sizes import check_run_fits
 from tilegym_db.integrations.transformers.patch import Handle, patched
 from tilegym_db.integrations.transformers.peers import PEERS, Job, Peer
 from tilegym_db.integrations.transformers.race import ALTERNATIVES, ALWAYS, Entries, Observer, Race, compare, new_hits
 from tilegym_db.integrations.transformers.random_model import DTYPES, build_model, load_config
-from tilegym_db.integrations.transformers.sizes import check_run_fits
 from tilegym_db.integrations.transformers.verify_model import model_tag
 from tilegym_db.records.base import canonical_json
 from tilegym_db.records.model_run import Estimate, ModelRun, ModelTiming, Speedups, Way

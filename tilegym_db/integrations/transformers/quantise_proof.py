@@ -14,7 +14,7 @@ from tilegym_db.errors import UsageError
 from tilegym_db.integrations.transformers.capture import PROMPT_TOKENS, ModelInputs, own_inputs, random_prompt
 from tilegym_db.integrations.transformers.experts_wrapper import EAGER
 from tilegym_db.integrations.transformers.foreign_errors import of_models
-from tilegym_db.integrations.transformers.sizes import available_bytes
+from tilegym_db.integrations.transformers.model_sizes import available_bytes
 from tilegym_db.integrations.transformers.weight_reads import noticed_reads
 from tilegym_db.verify.lifting import Lifted
 

@@ -10,7 +10,7 @@ import torch
 
 from tilegym_db.errors import MissingPackageError, RecordError, UsageError, did_you_mean
 from tilegym_db.files import decode, read_bytes
-from tilegym_db.integrations.transformers.sizes import check_config_sizes, check_fits
+from tilegym_db.integrations.transformers.model_sizes import check_config_sizes, check_fits
 from tilegym_db.records.fields import shown
 
 __all__ = ["DTYPES", "build_model", "load_config", "unchecked_model"]

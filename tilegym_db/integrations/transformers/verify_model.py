@@ -8,10 +8,10 @@ from pathlib import Path
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import UsageError
 from tilegym_db.integrations.transformers.capture import random_prompt
+from tilegym_db.integrations.transformers.model_sizes import check_run_fits
 from tilegym_db.integrations.transformers.patch import patched
 from tilegym_db.integrations.transformers.random_model import DTYPES, build_model, load_config
 from tilegym_db.integrations.transformers.report import PatchReport
-from tilegym_db.integrations.transformers.sizes import check_run_fits
 from tilegym_db.integrations.transformers.workloads import new_workloads
 from tilegym_db.paths import home
 from tilegym_db.records import Workload

@@ -11,6 +11,14 @@ from typing import TYPE_CHECKING
 from tilegym_db.lazy import loader
 
 if TYPE_CHECKING:
+    from tilegym_db.store.queries.fastest import (
+        best_rows,
+        count_unverified,
+        leaderboard_rows,
+        measured_gpus,
+        size_rows,
+        traced_gpus,
+    )
     from tilegym_db.store.queries.measured import (
         Promotable,
         done_keys,
@@ -28,14 +36,6 @@ if TYPE_CHECKING:
         publishable_steps,
         revoking_rows,
         verified_rows,
-    )
-    from tilegym_db.store.queries.ranking import (
-        best_rows,
-        count_unverified,
-        leaderboard_rows,
-        measured_gpus,
-        size_rows,
-        traced_gpus,
     )
     from tilegym_db.store.queries.traces import count_traces, definition_by_digest, find_traces, read_traces, traces_of
 
@@ -79,7 +79,7 @@ _SUBJECTS = {
         "tuned_configs",
     ),
     "publishing": ("kept_back", "provided", "publishable_rows", "publishable_steps", "revoking_rows", "verified_rows"),
-    "ranking": ("best_rows", "count_unverified", "leaderboard_rows", "measured_gpus", "size_rows", "traced_gpus"),
+    "fastest": ("best_rows", "count_unverified", "leaderboard_rows", "measured_gpus", "size_rows", "traced_gpus"),
     "traces": ("count_traces", "definition_by_digest", "find_traces", "read_traces", "traces_of"),
 }
 __getattr__ = loader(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tilegym_db.store.queries.ranking import slugs
+from tilegym_db.store.queries.fastest import slugs
 
 if TYPE_CHECKING:
     from tilegym_db.store.database import Store

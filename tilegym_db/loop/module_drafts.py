@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from tilegym_db.files import write_folder, writing
+from tilegym_db.files import write_folder
+from tilegym_db.folder_locks import writing
 from tilegym_db.scaffold import draft_definition
 from tilegym_db.scaffold.tensors import parse_tensors
 

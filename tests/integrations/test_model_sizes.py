@@ -7,8 +7,8 @@ import pytest
 from transformers import LlamaConfig
 
 from tilegym_db.errors import UsageError
+from tilegym_db.integrations.transformers.model_sizes import check_run_fits
 from tilegym_db.integrations.transformers.random_model import build_model, load_config
-from tilegym_db.integrations.transformers.sizes import check_run_fits
 
 TINY = {
     "model_type": "llama",
