@@ -69,7 +69,7 @@ def test_a_right_function_passes_the_screen_and_a_wrong_one_does_not(row_scale: 
     shown = report._repr_html_()
     assert "(cpu), screen, run" in shown
     assert "row_scale_function_" in shown
-    wrong = tilegym_db.benchmark_function(without_the_factor, "row_scale", gpu="cpu", quick=True)
+    wrong = tilegym_db.benchmark(without_the_factor, definition="row_scale", gpu="cpu", quick=True)
     assert {trace.status for trace in wrong.traces if "function" in trace.solution} == {"INCORRECT_NUMERICAL"}
     # No catalog has it, so nothing can serve it.
     assert tilegym_db.Catalog.default().solution_paths.keys() == {"row_scale_stock"}
@@ -80,3 +80,9 @@ def test_a_function_is_not_promoted_and_must_take_the_definitions_arguments(row_
         tilegym_db.benchmark_function(scaled, "row_scale", promote=True)
     with pytest.raises(UsageError, match=r"'doubled': doubled\(x\) does not fit"):
         tilegym_db.benchmark_function(doubled, "row_scale")
+    with pytest.raises(UsageError, match="a function is only screened"):
+        tilegym_db.benchmark(scaled, definition="row_scale", promote=True)
+    with pytest.raises(UsageError, match="a function implements an operator"):
+        tilegym_db.benchmark(scaled)
+    with pytest.raises(UsageError, match="goes with a function"):
+        tilegym_db.benchmark("row_scale_stock", definition="row_scale")

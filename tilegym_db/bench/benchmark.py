@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from tilegym_db.bench.calibrate import peaks_or_reason
 from tilegym_db.bench.confined import require_sandbox
@@ -27,6 +28,7 @@ from tilegym_db.bench.summary import summarise
 from tilegym_db.bench.tier_policy import INTERPRETER, PROMOTION, SCREEN, TierPolicy
 from tilegym_db.bench.tracing import RunContext
 from tilegym_db.catalog import Catalog
+from tilegym_db.errors import UsageError
 from tilegym_db.records import Trace
 from tilegym_db.records.loop import Promotion
 from tilegym_db.records.peaks import GpuPeaks
@@ -91,8 +93,9 @@ class BenchReport:
 
 
 def benchmark(
-    names: str | tuple[str, ...] = (),
+    names: str | tuple[str, ...] | Callable[..., Any] = (),
     *,
+    definition: str | None = None,
     gpu: str = "auto",
     language: str | None = None,
     workload: str | tuple[str, ...] | None = None,
@@ -108,7 +111,9 @@ def benchmark(
     """Screen Solutions: verify and time them, and store a Trace for each (solution, workload) pair.
 
     Args:
-        names: Definitions or Solutions; empty means all.
+        names: Definitions or Solutions; empty means all. Or a function, which is screened and never served: see
+            :func:`~tilegym_db.bench.of_function.benchmark_function`.
+        definition: the operator that a function implements; for a function only.
         gpu: ``auto``, ``cpu``, or the slug or family of the GPU in this machine.
         language: only Solutions in this language. Stock code always comes along, to compare with, and so do the verified
             Solutions that may be the fastest, wherever another is measured.
@@ -127,7 +132,23 @@ def benchmark(
         HardwareError: the GPU asked for is not the one in this machine; or it cannot confine a worker.
         NotFoundError: a name that is neither a Definition nor a Solution.
         StoreError: the store cannot be used.
+        UsageError: a function without ``definition``, or ``definition`` without a function.
     """
+    if callable(names):
+        from tilegym_db.bench.of_function import benchmark_function  # it screens with this function
+
+        if definition is None:
+            raise UsageError("a function implements an operator: benchmark(function, definition='...').")
+        if promote:
+            raise UsageError(
+                "a function is only screened: what is promoted needs a name. Try: tilegym-db add-solution FILE"
+            )
+        return benchmark_function(
+            names, definition, gpu=gpu, language=language, workload=workload, quick=quick, again=again, gpus=gpus,
+            catalog=catalog, store_home=store_home, observer=observer,
+        )  # fmt: skip
+    if definition is not None:
+        raise UsageError("definition= goes with a function; an operator is named first: benchmark('...').")
     options = Options(names_of(names), language, workload, quick, again)
     devices = devices_of(gpus, gpu)
     watch = observer or Observer()
