@@ -143,7 +143,9 @@ def test_all_writers_at_once_all_land(place: Place):
     writers = [(name, f"{name}_{number}") for number, name in enumerate(WRITERS)]
     endings = {name: ending for (name, _), ending in zip(writers, writing.run(writers, place), strict=True)}
     publication = endings.pop("publish")
-    assert {name: (ending.kind, ending.said) for name, ending in endings.items()} == dict.fromkeys(endings, ("done", ""))
+    assert {name: (ending.kind, ending.said) for name, ending in endings.items()} == dict.fromkeys(
+        endings, ("done", "")
+    )
     # Passes of an older version do not count: between the new version and the next passes there is nothing to publish.
     assert publication.kind == "done" or publication.said.startswith("no verified trace on 'h200'"), publication
     check_whole(place)
