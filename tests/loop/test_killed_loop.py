@@ -17,8 +17,8 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.loop import auto as auto_module
 from tilegym_db.loop import submit as submit_module
 from tilegym_db.loop.auto import auto_kernelize
-from tilegym_db.loop.decide import coverage_of
 from tilegym_db.loop.from_model import ModelPieces, Piece
+from tilegym_db.loop.rules import coverage_of
 from tilegym_db.loop.submit import submit
 from tilegym_db.loop.trial import Trial
 from tilegym_db.records.loop import Attempt, Coverage, Experiment, Promotion, Task

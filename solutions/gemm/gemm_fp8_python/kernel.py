@@ -1,4 +1,4 @@
-"""Linear layers of FP8 codes in PyTorch: exact products of blocks with their scales in float32, and cuBLAS."""
+"""Linear layers of FP8 codes in PyTorch: exact products of blocks with their scales in float32."""
 
 import torch
 
@@ -34,30 +34,12 @@ def _cast(x):
     return codes.flatten(1)[:, : x.shape[1]], amax / limit
 
 
-def _multiply_cublas(a, b, scale_a, scale_b):
-    """By cuBLAS, which wants scales of a column by column without gaps; other strides are copied first."""
-    if scale_a.stride() != (1, scale_a.shape[0]):
-        scale_a = scale_a.T.contiguous().T
-    return torch._scaled_mm(a, b.T, scale_a=scale_a, scale_b=scale_b.T, out_dtype=torch.bfloat16)
-
-
 def run_gemm_fp8_blockwise(a, b, scale_a, scale_b):
     """a [M, K], b [N, K], scales of blocks of 128 -> [M, N]: block by block in float32."""
     return _multiply(a, b, scale_a, scale_b)
-
-
-def run_gemm_fp8_blockwise_cublas(a, b, scale_a, scale_b):
-    """The same in one product of cuBLAS."""
-    return _multiply_cublas(a, b, scale_a, scale_b)
 
 
 def run_gemm_fp8_blockwise_dynamic(x, b, scale_b):
     """x [M, K] in bfloat16, b [N, K], scales of blocks of 128 -> [M, N]: a cast, then block by block in float32."""
     codes, scale = _cast(x)
     return _multiply(codes, b, scale, scale_b)
-
-
-def run_gemm_fp8_blockwise_dynamic_cublas(x, b, scale_b):
-    """The cast in eager PyTorch, then one product of cuBLAS."""
-    codes, scale = _cast(x)
-    return _multiply_cublas(codes, b, scale, scale_b)

@@ -62,22 +62,9 @@ def _store(out_ptr, partial_ptr, acc, m, n, split, M, N, out_stride, SPLIT: tl.c
 
 @triton.jit
 def _gemv(
-    a_ptr,
-    b_ptr,
-    scale_a_ptr,
-    scale_b_ptr,
-    out_ptr,
-    b_stride,
-    scale_a_column,
-    scale_b_row,
-    scale_b_column,
-    N,
-    K,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    DYNAMIC: tl.constexpr,
-):
+    a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, out_ptr, b_stride, scale_a_column, scale_b_row, scale_b_column, N, K,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, DYNAMIC: tl.constexpr,
+):  # fmt: skip
     """One row of a, in one launch. Without tensor cores b goes straight from memory to registers, in loads of 16 bytes.
 
     A thread adds 16 products at a time in float32 and scales them then; it keeps a sum a row of b, and sums meet at the end.
@@ -117,25 +104,10 @@ def _gemv(
 
 @triton.jit(do_not_specialize=["M", "k_blocks_per_split"])
 def _gemm_few(
-    a_desc,
-    b_desc,
-    scale_a_ptr,
-    scale_b_ptr,
-    out_ptr,
-    partial_ptr,
-    scale_a_row,
-    scale_a_column,
-    scale_b_row,
-    scale_b_column,
-    out_stride,
-    M,
-    N,
-    K,
-    k_blocks_per_split,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
+    a_desc, b_desc, scale_a_ptr, scale_b_ptr, out_ptr, partial_ptr, scale_a_row, scale_a_column, scale_b_row,
+    scale_b_column, out_stride, M, N, K, k_blocks_per_split,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
     """Up to BLOCK_M rows of a: b @ a.T, so that b's rows fill the asynchronous tensor cores and no thread touches b.
 
     The copy engine fetches both. A thread has little to do a block, so that the memory alone sets the time.
@@ -160,30 +132,11 @@ def _gemm_few(
 
 @triton.jit(do_not_specialize=["M", "k_blocks_per_split"])
 def _gemm_pointers(
-    a_ptr,
-    b_ptr,
-    scale_a_ptr,
-    scale_b_ptr,
-    out_ptr,
-    partial_ptr,
-    a_stride,
-    b_stride,
-    scale_a_row,
-    scale_a_column,
-    scale_b_row,
-    scale_b_column,
-    out_stride,
-    M,
-    N,
-    K,
-    k_blocks_per_split,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    SPLIT: tl.constexpr,
+    a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, out_ptr, partial_ptr, a_stride, b_stride, scale_a_row, scale_a_column,
+    scale_b_row, scale_b_column, out_stride, M, N, K, k_blocks_per_split,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
     DYNAMIC: tl.constexpr,
-):
+):  # fmt: skip
     """Any stride and alignment. For few rows, where reading b is all that counts, and what the copy engine cannot read.
 
     DYNAMIC: a is bfloat16 and cast here, by each program anew, which costs less than a launch; there is no scale_a.
@@ -222,28 +175,10 @@ def _gemm_pointers(
 
 @triton.jit(do_not_specialize=["M", "splits", "k_blocks_per_split"])
 def _gemm_descriptors(
-    a_desc,
-    b_desc,
-    scale_a_ptr,
-    scale_b_ptr,
-    out_ptr,
-    partial_ptr,
-    scale_a_row,
-    scale_a_column,
-    scale_b_row,
-    scale_b_column,
-    out_stride,
-    M,
-    N,
-    K,
-    splits,
-    k_blocks_per_split,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    SPLIT: tl.constexpr,
-    FLATTEN: tl.constexpr,
-):
+    a_desc, b_desc, scale_a_ptr, scale_b_ptr, out_ptr, partial_ptr, scale_a_row, scale_a_column, scale_b_row,
+    scale_b_column, out_stride, M, N, K, splits, k_blocks_per_split,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
     """Tensor copy engine and asynchronous tensor cores. A program works off tiles pid, pid + programs, ...: flattened
     with the loop over K, the loads of the next tile run while this one is stored. The engine zero-fills and clips."""
     m_tiles = tl.cdiv(M, BLOCK_M)
@@ -273,57 +208,6 @@ def _gemm_descriptors(
 
 
 @triton.jit(do_not_specialize=["M"])
-def _gemm_pairs(
-    a_desc,
-    b_desc,
-    scale_a_ptr,
-    scale_b_ptr,
-    out_ptr,
-    scale_a_row,
-    scale_a_column,
-    scale_b_row,
-    scale_b_column,
-    out_stride,
-    M,
-    N,
-    K,
-    HALF_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    FLATTEN: tl.constexpr,
-):
-    """As _gemm_descriptors without splits, for tiles of two halves of HALF_M rows, which share a tile of b.
-
-    The sums of one half are scaled and added before the other half is multiplied, in the same registers. 256 x 128 with 8
-    warps reads a quarter fewer bytes from L2; 128 x 128 with 4 warps lets two programs share a multiprocessor, of which one
-    adds while the other multiplies.
-    """
-    m_tiles = tl.cdiv(M, 2 * HALF_M)
-    n_tiles = tl.cdiv(N, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), m_tiles * n_tiles, tl.num_programs(0), flatten=FLATTEN):
-        m_tile, n_tile = _tile_coordinates(tile, m_tiles, n_tiles, GROUP_M)
-        m0 = (m_tile * 2 * HALF_M).to(tl.int64) + tl.arange(0, HALF_M)
-        m1 = m0 + HALF_M
-        scale0_ptrs = scale_a_ptr + m0 * scale_a_row
-        scale1_ptrs = scale_a_ptr + m1 * scale_a_row
-        scale_b_row_ptr = scale_b_ptr + (n_tile * BLOCK_N // GROUP).to(tl.int64) * scale_b_row
-        acc0 = tl.zeros([HALF_M, BLOCK_N], dtype=tl.float32)
-        acc1 = tl.zeros([HALF_M, BLOCK_N], dtype=tl.float32)
-        for block in range(0, tl.cdiv(K, GROUP)):
-            scale0 = tl.load(scale0_ptrs + block * scale_a_column, mask=m0 < M, other=0.0)
-            scale1 = tl.load(scale1_ptrs + block * scale_a_column, mask=m1 < M, other=0.0)
-            scale_b = tl.load(scale_b_row_ptr + block * scale_b_column)
-            b = b_desc.load([n_tile * BLOCK_N, block * GROUP]).T
-            a0 = a_desc.load([m_tile * 2 * HALF_M, block * GROUP])
-            acc0 += tl.dot(a0, b) * (scale0 * scale_b)[:, None]
-            a1 = a_desc.load([m_tile * 2 * HALF_M + HALF_M, block * GROUP])
-            acc1 += tl.dot(a1, b) * (scale1 * scale_b)[:, None]
-        n = (n_tile * BLOCK_N).to(tl.int64) + tl.arange(0, BLOCK_N)
-        _store(out_ptr, out_ptr, acc0, m0, n, 0, M, N, out_stride, False)
-        _store(out_ptr, out_ptr, acc1, m1, n, 0, M, N, out_stride, False)
-
-
-@triton.jit(do_not_specialize=["M"])
 def _sum_splits(partial_ptr, out_ptr, out_stride, M, N, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
     """Adds the splits of K in a fixed order (deterministic), one row piece a program."""
     column_blocks = tl.cdiv(N, BLOCK)
@@ -344,8 +228,6 @@ _GEMV = ((2048, 8, 4), (2048, 4, 4), (4096, 8, 8), (4096, 4, 8), (1024, 8, 4), (
 _FEW = ((64, 4, 6), (128, 4, 4), (64, 4, 4), (128, 4, 6), (64, 4, 8))
 # BLOCK_M, BLOCK_N, num_warps, num_stages
 _TILES = ((128, 128, 8, 4), (128, 128, 8, 5), (64, 128, 4, 4), (128, 64, 4, 5), (128, 128, 4, 3))
-# HALF_M, BLOCK_N, num_warps, num_stages, programs a multiprocessor
-_PAIRS = ((128, 128, 8, 4, 1), (128, 128, 8, 3, 1), (64, 128, 4, 3, 2), (64, 128, 4, 2, 2), (64, 64, 4, 4, 2))
 _MOST_SPLITS = 16
 FEW = 64  # rows: up to this many, reading b is all that counts
 
@@ -381,7 +263,7 @@ def _choose(wanted, M, aligned, dynamic):
         return "gemv"
     if M <= FEW:
         return "pointers" if dynamic or wanted == "pointers" else "few"
-    return wanted if wanted in ("pairs", "pointers") else "tiles"
+    return "pointers" if wanted == "pointers" else "tiles"
 
 
 def _multiply(a, b, scale_a, scale_b, out, KERNEL, VARIANT, SPLIT, GROUP_M, PERSISTENT):
@@ -406,42 +288,9 @@ def _multiply(a, b, scale_a, scale_b, out, KERNEL, VARIANT, SPLIT, GROUP_M, PERS
             block_k //= 2
         block_n = min(128, loads * 512 * warps // block_k)
         _gemv[(_cdiv(N, block_n),)](
-            a,
-            b,
-            scale_b if dynamic else scale_a,
-            scale_b,
-            out,
-            b.stride(0),
-            *strides[1:4],
-            N,
-            K,
-            block_n,
-            block_k,
-            K % block_k == 0,
-            dynamic,
-            num_warps=warps,
-        )
-        return
-    if kernel == "pairs":
-        half_m, block_n, warps, stages, programs = _PAIRS[VARIANT or 0]
-        work = _cdiv(M, 2 * half_m) * _cdiv(N, block_n)
-        _gemm_pairs[(min(programs * sms, work) if PERSISTENT else work,)](
-            TensorDescriptor(a, [M, K], [a.stride(0), 1], [half_m, 128]),
-            TensorDescriptor(b, [N, K], [b.stride(0), 1], [block_n, 128]),
-            scale_a,
-            scale_b,
-            out,
-            *strides,
-            M,
-            N,
-            K,
-            half_m,
-            block_n,
-            GROUP_M,
-            PERSISTENT and work > programs * sms,
-            num_warps=warps,
-            num_stages=stages,
-        )
+            a, b, scale_b if dynamic else scale_a, scale_b, out, b.stride(0), *strides[1:4], N, K, block_n, block_k,
+            K % block_k == 0, dynamic, num_warps=warps,
+        )  # fmt: skip
         return
     programs = sms
     if kernel == "few":
@@ -463,69 +312,23 @@ def _multiply(a, b, scale_a, scale_b, out, KERNEL, VARIANT, SPLIT, GROUP_M, PERS
     if kernel == "few":
         _gemm_few[(tiles, splits)](
             TensorDescriptor(a, [M, K], [a.stride(0), 1], [block_m, 128]),
-            TensorDescriptor(b, [N, K], [b.stride(0), 1], [block_n, 128]),
-            scale_a,
-            scale_b,
-            out,
-            partial,
-            *strides,
-            M,
-            N,
-            K,
-            k_blocks_per_split,
-            block_m,
-            block_n,
-            splits > 1,
-            num_warps=warps,
-            num_stages=stages,
-        )
+            TensorDescriptor(b, [N, K], [b.stride(0), 1], [block_n, 128]), scale_a, scale_b, out, partial, *strides,
+            M, N, K, k_blocks_per_split, block_m, block_n, splits > 1, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
     elif kernel == "tiles":
         work = tiles * splits
         _gemm_descriptors[(min(sms, work) if PERSISTENT else work,)](
             TensorDescriptor(a, [M, K], [a.stride(0), 1], [block_m, 128]),
-            TensorDescriptor(b, [N, K], [b.stride(0), 1], [block_n, 128]),
-            scale_a,
-            scale_b,
-            out,
-            partial,
-            *strides,
-            M,
-            N,
-            K,
-            splits,
-            k_blocks_per_split,
-            block_m,
-            block_n,
-            GROUP_M,
-            splits > 1,
-            PERSISTENT and work > sms,
-            num_warps=warps,
-            num_stages=stages,
-        )
+            TensorDescriptor(b, [N, K], [b.stride(0), 1], [block_n, 128]), scale_a, scale_b, out, partial, *strides,
+            M, N, K, splits, k_blocks_per_split, block_m, block_n, GROUP_M, splits > 1, PERSISTENT and work > sms,
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
     else:
         _gemm_pointers[(tiles, splits)](
-            a,
-            b,
-            scale_b if dynamic else scale_a,
-            scale_b,
-            out,
-            partial,
-            a.stride(0),
-            b.stride(0),
-            *strides,
-            M,
-            N,
-            K,
-            k_blocks_per_split,
-            block_m,
-            block_n,
-            K % 128 == 0,
-            GROUP_M,
-            splits > 1,
-            dynamic,
-            num_warps=warps,
+            a, b, scale_b if dynamic else scale_a, scale_b, out, partial, a.stride(0), b.stride(0), *strides, M, N,
+            K, k_blocks_per_split, block_m, block_n, K % 128 == 0, GROUP_M, splits > 1, dynamic, num_warps=warps,
             num_stages=stages,
-        )
+        )  # fmt: skip
     if splits > 1:
         _sum_splits[(M * _cdiv(N, 1024),)](partial, out, out.stride(0), M, N, splits, 1024, num_warps=4)
 
@@ -539,7 +342,6 @@ def run(a, b, scale_a, scale_b, out, *, KERNEL=None, VARIANT=None, SPLIT=None, G
     - gemv, M = 1: float32 arithmetic, all of K in one program.
     - few, M <= 64: b @ a.T on asynchronous tensor cores, as many programs as fit; K is split among them.
     - tiles: tensor copy engine, persistent programs (PERSISTENT); K is split where tiles are few.
-    - pairs, only where named: as tiles, with tiles of two halves and all of K.
     - pointers: what is not aligned to 16 bytes.
     VARIANT picks a row of the table of the kernel (None: by shape). SPLIT = None or 0: by shape.
     """

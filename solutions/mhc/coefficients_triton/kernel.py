@@ -69,20 +69,9 @@ def run_sinkhorn(z: torch.Tensor, repeat: int, eps: float, out: torch.Tensor, *,
 
 @triton.jit(do_not_specialize=["M"])
 def _split_mixes(
-    mixes_ptr,
-    scale_ptr,
-    base_ptr,
-    pre_ptr,
-    post_ptr,
-    comb_ptr,
-    post_mult,
-    pre_eps,
-    M,
-    C: tl.constexpr,
-    J: tl.constexpr,
-    P: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
+    mixes_ptr, scale_ptr, base_ptr, pre_ptr, post_ptr, comb_ptr, post_mult, pre_eps, M,
+    C: tl.constexpr, J: tl.constexpr, P: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     j = tl.arange(0, P)[None, :]
     inside = (token < M) & (j < J)
@@ -95,20 +84,7 @@ def _split_mixes(
     tl.store(comb_ptr + token * (C * C) + (j - 2 * C), z, mask=inside & (j >= 2 * C))
 
 
-def run_pre_split_mixes(
-    mixes: torch.Tensor,
-    scale: torch.Tensor,
-    base: torch.Tensor,
-    streams: int,
-    post_mult: float,
-    pre_eps: float,
-    pre: torch.Tensor,
-    post: torch.Tensor,
-    comb: torch.Tensor,
-    *,
-    BLOCK_M=None,
-    num_warps=4,
-) -> None:
+def run_pre_split_mixes(mixes, scale, base, streams, post_mult, pre_eps, pre, post, comb, *, BLOCK_M=None, num_warps=4):
     """z = mixes * scale of its part + base; pre = sigmoid(z) + pre_eps, post = post_mult * sigmoid(z), comb = z; float32.
 
     Shapes: mixes [M, C * (C + 2)], base of one row, scale [3], pre and post [M, C], comb [M, C, C]; contiguous, C = streams.
@@ -186,22 +162,28 @@ def _block_products(x, fn):
     return block
 
 
+@triton.jit
+def _parts_products(x, parts_ptr, j, k, J: tl.constexpr, K: tl.constexpr):
+    """As _block_products, with the three parts of each weight from memory: tiles go straight to the tensor cores."""
+    of_part = parts_ptr + j[:, None] * K + k[None, :]
+    there = (j[:, None] < J) & (k[None, :] < K)
+    first = tl.load(of_part, mask=there, other=0.0)
+    second = tl.load(of_part + J * K, mask=there, other=0.0)
+    third = tl.load(of_part + 2 * J * K, mask=there, other=0.0)
+    block = tl.dot(x, tl.trans(third))
+    block = tl.dot(x, tl.trans(second), block)
+    return tl.dot(x, tl.trans(first), block)
+
+
 @triton.jit(do_not_specialize=["M"])
 def _partial_tile(
-    residual_ptr,
-    fn_ptr,
-    partial_ptr,
-    M,
-    K: tl.constexpr,
-    J: tl.constexpr,
-    P: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """The products of a run of columns for a tile of tokens, and their sums of squares in column J."""
+    residual_ptr, fn_ptr, partial_ptr, M, K: tl.constexpr, J: tl.constexpr, P: tl.constexpr, SPLITS: tl.constexpr,
+    SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The products of a run of columns for a tile of tokens, and their sums of squares in column J.
+
+    PARTS: the weights were split by _split_fn.
+    """
     split = tl.program_id(0) % SPLITS
     token = (tl.program_id(0) // SPLITS).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     j = tl.arange(0, P)
@@ -210,13 +192,16 @@ def _partial_tile(
     squares = tl.zeros([BLOCK_M], dtype=tl.float32)
     for start in tl.range(0, SPLIT_K, BLOCK_K, num_stages=STAGES):
         k = split * SPLIT_K + start + lanes
-        x = tl.load(
-            residual_ptr + token[:, None] * K + k[None, :], mask=(token[:, None] < M) & (k[None, :] < K), other=0.0
-        )
-        fn = tl.load(fn_ptr + j[:, None] * K + k[None, :], mask=(j[:, None] < J) & (k[None, :] < K), other=0.0)
+        here = (token[:, None] < M) & (k[None, :] < K)
+        x = tl.load(residual_ptr + token[:, None] * K + k[None, :], mask=here, other=0.0)
+        if PARTS:
+            block = _parts_products(x, fn_ptr, j, k, J, K)
+        else:
+            fn = tl.load(fn_ptr + j[:, None] * K + k[None, :], mask=(j[:, None] < J) & (k[None, :] < K), other=0.0)
+            block = _block_products(x, fn)
         wide = x.to(tl.float32)
         squares += tl.sum(wide * wide, axis=1)
-        products += _block_products(x, fn)
+        products += block
     products = tl.where(j[None, :] == J, squares[:, None], products)
     tl.store(
         partial_ptr + (split * M + token[:, None]) * P + j[None, :],
@@ -225,7 +210,33 @@ def _partial_tile(
     )
 
 
-def _partials(residual, fn, tile_tokens, splits, stages):
+@triton.jit(do_not_specialize=["total"])
+def _split_fn(fn_ptr, parts_ptr, total, BLOCK: tl.constexpr):
+    """parts [3, J, K] in bfloat16, whose sum is fn to the last bit."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    fn = tl.load(fn_ptr + at, mask=at < total, other=0.0)
+    first = fn.to(tl.bfloat16)
+    rest = fn - first.to(tl.float32)
+    second = rest.to(tl.bfloat16)
+    third = (rest - second.to(tl.float32)).to(tl.bfloat16)
+    tl.store(parts_ptr + at, first, mask=at < total)
+    tl.store(parts_ptr + total + at, second, mask=at < total)
+    tl.store(parts_ptr + 2 * total + at, third, mask=at < total)
+
+
+# From this many values of all streams of all tokens on, splitting the weights in a launch of their own pays: each
+# tile of tokens would split them again, and conversions to bfloat16 run at an eighth of the rate of other instructions.
+MANY_VALUES = 1 << 24
+
+
+def _parts(fn):
+    """The three bfloat16 parts of the weights, [3, J, K]: a few MB, which stay in the L2."""
+    parts = torch.empty((3, *fn.shape), dtype=torch.bfloat16, device=fn.device)
+    _split_fn[(_cdiv(fn.numel(), 1024),)](fn, parts, fn.numel(), 1024, num_warps=4)
+    return parts
+
+
+def _partials(residual, fn, tile_tokens, splits, stages, tile_columns=None):
     """float32 [splits, M, P]: products in the first J columns, sums of squares in the next."""
     M, K, J = residual.shape[0], residual.shape[1] * residual.shape[2], fn.shape[0]
     P = max(16, _pow2(J + 1))
@@ -234,33 +245,28 @@ def _partials(residual, fn, tile_tokens, splits, stages):
         partial = torch.empty((splits, M, P), dtype=torch.float32, device=residual.device)
         _partial_few[(splits,)](residual, fn, partial, M, K, J, P, FEW_COLUMNS, num_warps=8)
         return partial
-    block_m = tile_tokens or (64 if M >= 1024 else 16)
-    block_k = 64 if residual.dtype == torch.float32 or P > 64 else 128
+    parts = residual.dtype == torch.bfloat16 and P <= 32 and M >= 1024 and M * K >= MANY_VALUES
+    block_m = tile_tokens or (128 if parts else 64 if M >= 1024 else 16)
+    block_k = tile_columns or (64 if parts or residual.dtype == torch.float32 or P > 64 else 128)
     tiles = _cdiv(M, block_m)
-    # About four programs a multiprocessor of an H200, and at least two blocks of columns each.
-    splits = splits or max(1, min(_cdiv(K, 2 * block_k), 512 // tiles))
+    # About four programs a multiprocessor of an H200, two of the larger ones, and at least two blocks of columns each.
+    splits = splits or max(1, min(_cdiv(K, 2 * block_k), (264 if parts else 512) // tiles))
     split_k = _cdiv(_cdiv(K, splits), block_k) * block_k
     splits = _cdiv(K, split_k)
     partial = torch.empty((splits, M, P), dtype=torch.float32, device=residual.device)
+    stages = stages or (4 if parts else 3)
+    weights, warps = (_parts(fn), 8 if block_m > 64 else 4) if parts else (fn, 4)
     _partial_tile[(tiles * splits,)](
-        residual, fn, partial, M, K, J, P, splits, split_k, block_m, block_k, stages, num_warps=4
+        residual, weights, partial, M, K, J, P, splits, split_k, block_m, block_k, parts, stages, num_warps=warps
     )
     return partial
 
 
 @triton.jit(do_not_specialize=["M", "splits"])
 def _norm_finish(
-    partial_ptr,
-    mixes_ptr,
-    rstd_ptr,
-    eps,
-    M,
-    splits,
-    K: tl.constexpr,
-    J: tl.constexpr,
-    P: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
+    partial_ptr, mixes_ptr, rstd_ptr, eps, M, splits,
+    K: tl.constexpr, J: tl.constexpr, P: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     j = tl.arange(0, P)[None, :]
     products = tl.zeros([BLOCK_M, P], dtype=tl.float32)
@@ -274,22 +280,13 @@ def _norm_finish(
     tl.store(mixes_ptr + token[:, None] * J + j, products * rstd[:, None], mask=(token[:, None] < M) & (j < J))
 
 
-def run_norm_fn(
-    residual: torch.Tensor,
-    fn: torch.Tensor,
-    eps: float,
-    mixes: torch.Tensor,
-    rstd: torch.Tensor,
-    *,
-    BLOCK_M=None,
-    SPLITS=None,
-    STAGES=3,
-) -> None:
+def run_norm_fn(residual, fn, eps, mixes, rstd, *, BLOCK_M=None, SPLITS=None, STAGES=None):
     """mixes[M, J] = (x @ fn.T) * rstd, rstd[M] = rsqrt(mean(x^2) + eps), for x = residual [M, C, H] with a token's streams flat.
 
     fn [J, C * H] in float32, residual in bfloat16 or float32; contiguous, J <= 127. Products are those of float32.
-    Two launches: partial sums over runs of columns, and their sum in a fixed order.
-    BLOCK_M = None: 64 tokens a tile where there are many, else 16; SPLITS = None: by how many tiles there are.
+    Two launches: partial sums over runs of columns, and their sum in a fixed order. Where much is to be read, one before them
+    splits fn for the tensor cores.
+    BLOCK_M = None: 128 or 64 tokens a tile where there are many, else 16; SPLITS = None: by how many tiles there are.
     """
     M, C, H = residual.shape
     if M == 0:
@@ -305,9 +302,9 @@ def run_norm_fn(
 @triton.jit
 def _coefficients_of_tokens(
     partial_ptr, scale_ptr, base_ptr, post_ptr, comb_ptr, rms_eps, sinkhorn_eps, post_mult, repeat, M, splits,
-    C: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PC: tl.constexpr, BLOCK_M: tl.constexpr,
+    C: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PC: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """post and comb of BLOCK_M tokens."""
+    """post and comb of BLOCK_M tokens; CHUNK partial sums are added at once."""
     J: tl.constexpr = C * (C + 2)
     token = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     c = tl.arange(0, PC)
@@ -318,11 +315,15 @@ def _coefficients_of_tokens(
     squares = tl.zeros([BLOCK_M], dtype=tl.float32)
     here = token < M
     inside = (row < C) & (column < C)
-    for split in range(splits):
-        of_token = partial_ptr + (split * M + token) * P
-        squares += tl.load(of_token + J, mask=here, other=0.0)
-        post += tl.load(of_token[:, None] + C + c[None, :], mask=here[:, None] & (c[None, :] < C), other=0.0)
-        comb += tl.load(of_token[:, None, None] + 2 * C + at, mask=here[:, None, None] & inside, other=0.0)
+    for start in range(0, splits, CHUNK):  # many loads at once: a load a time is a wait each
+        split = start + tl.arange(0, CHUNK)
+        there = (split < splits)[:, None] & here[None, :]
+        of_token = partial_ptr + (split[:, None] * M + token[None, :]) * P
+        squares += tl.sum(tl.load(of_token + J, mask=there, other=0.0), axis=0)
+        of_gate = of_token[:, :, None] + C + c[None, None, :]
+        post += tl.sum(tl.load(of_gate, mask=there[:, :, None] & (c[None, None, :] < C), other=0.0), axis=0)
+        of_matrix = of_token[:, :, None, None] + 2 * C + at[None, :, :, :]
+        comb += tl.sum(tl.load(of_matrix, mask=there[:, :, None, None] & inside[None, :, :, :], other=0.0), axis=0)
     rstd = tl.rsqrt(squares / K + rms_eps)
     post_base = tl.load(base_ptr + C + c, mask=c < C, other=0.0)
     gate = tl.sigmoid(post * rstd[:, None] * tl.load(scale_ptr + 1) + post_base[None, :])
@@ -359,29 +360,11 @@ def _collapse_columns(
 
 @triton.jit(do_not_specialize=["M", "splits", "programs", "repeat"])
 def _pre_finish(
-    partial_ptr,
-    residual_ptr,
-    scale_ptr,
-    base_ptr,
-    post_ptr,
-    comb_ptr,
-    layer_input_ptr,
-    rms_eps,
-    pre_eps,
-    sinkhorn_eps,
-    post_mult,
-    repeat,
-    M,
-    splits,
-    programs,
-    C: tl.constexpr,
-    H: tl.constexpr,
-    P: tl.constexpr,
-    PC: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    partial_ptr, residual_ptr, scale_ptr, base_ptr, post_ptr, comb_ptr, layer_input_ptr, rms_eps, pre_eps,
+    sinkhorn_eps, post_mult, repeat, M, splits, programs,
+    C: tl.constexpr, H: tl.constexpr, P: tl.constexpr, PC: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The first `programs` programs: post and comb of BLOCK_M tokens each. All others: a block of columns of one token.
 
     So the steps of Sinkhorn, all latency, run beside the reading of the streams. Tokens go backwards there: the last ones
@@ -391,7 +374,7 @@ def _pre_finish(
     if pid < programs:
         _coefficients_of_tokens(
             partial_ptr, scale_ptr, base_ptr, post_ptr, comb_ptr, rms_eps, sinkhorn_eps, post_mult, repeat, M, splits,
-            C, C * H, P, PC, BLOCK_M,
+            C, C * H, P, PC, BLOCK_M, CHUNK,
         )  # fmt: skip
     else:
         _collapse_columns(
@@ -401,66 +384,31 @@ def _pre_finish(
 
 
 def run_pre_fused(
-    residual: torch.Tensor,
-    fn: torch.Tensor,
-    scale: torch.Tensor,
-    base: torch.Tensor,
-    rms_eps: float,
-    pre_eps: float,
-    sinkhorn_eps: float,
-    post_mult: float,
-    repeat: int,
-    post: torch.Tensor,
-    comb: torch.Tensor,
-    layer_input: torch.Tensor,
-    *,
-    BLOCK_M=None,
-    SPLITS=None,
-    STAGES=3,
-    BLOCK=None,
-    num_warps=4,
-) -> None:
+    residual, fn, scale, base, rms_eps, pre_eps, sinkhorn_eps, post_mult, repeat, post, comb, layer_input, *,
+    BLOCK_M=None, BLOCK_K=None, SPLITS=None, STAGES=None, BLOCK=None, num_warps=4
+):  # fmt: skip
     """norm_fn, split_mixes, Sinkhorn and apply_mix of one sublayer: post [M, C], comb [M, C, C], layer_input [M, H].
 
     Shapes: residual [M, C, H] and layer_input in bfloat16 or float32, fn [C * (C + 2), C * H], scale [3], base [C * (C + 2)],
     post and comb in float32; contiguous, C <= 8. Products are those of float32.
-    Two launches: partial sums of the projection, and everything else. The streams are read twice, the second time in part
-    from the L2.
-    BLOCK_M, SPLITS, STAGES: as in run_norm_fn. BLOCK, num_warps: columns and warps of a program that collapses streams.
+    Two launches: partial sums of the projection, and everything else; where much is to be read, one before them splits fn
+    for the tensor cores. The streams are read twice, the second time in part from the L2.
+    BLOCK_M, SPLITS, STAGES: as in run_norm_fn; BLOCK_K: columns of a tile. BLOCK, num_warps: columns and warps of a program
+    that collapses streams.
     """
     M, C, H = residual.shape
     if M == 0:
         return
-    partial = _partials(residual, fn, BLOCK_M, SPLITS, STAGES)
+    partial = _partials(residual, fn, BLOCK_M, SPLITS, STAGES, BLOCK_K)
     splits, _, P = partial.shape
     block = _column_block(H, BLOCK, 1024)
-    tokens = 1 if M <= 64 else 8
+    tokens, side = (1 if M <= 64 else 8), _pow2(C)
+    chunk = min(_pow2(splits), max(1, 2048 // (tokens * side * side)))
     programs = _cdiv(M, tokens)
     _pre_finish[(programs + M * _cdiv(H, block),)](
-        partial,
-        residual,
-        scale,
-        base,
-        post,
-        comb,
-        layer_input,
-        rms_eps,
-        pre_eps,
-        sinkhorn_eps,
-        post_mult,
-        repeat,
-        M,
-        splits,
-        programs,
-        C,
-        H,
-        P,
-        _pow2(C),
-        _pow2(splits),
-        tokens,
-        block,
-        num_warps=num_warps,
-    )
+        partial, residual, scale, base, post, comb, layer_input, rms_eps, pre_eps, sinkhorn_eps, post_mult, repeat,
+        M, splits, programs, C, H, P, side, _pow2(splits), tokens, chunk, block, num_warps=num_warps,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -504,27 +452,11 @@ def _pre_store_coefficients(
 
 @triton.jit(do_not_specialize=["M", "repeat"])
 def _pre_once(
-    residual_ptr,
-    fn_ptr,
-    scale_ptr,
-    base_ptr,
-    post_ptr,
-    comb_ptr,
-    layer_input_ptr,
-    rms_eps,
-    pre_eps,
-    sinkhorn_eps,
-    post_mult,
-    repeat,
-    M,
-    C: tl.constexpr,
-    H: tl.constexpr,
-    PC: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    residual_ptr, fn_ptr, scale_ptr, base_ptr, post_ptr, comb_ptr, layer_input_ptr, rms_eps, pre_eps, sinkhorn_eps,
+    post_mult, repeat, M,
+    C: tl.constexpr, H: tl.constexpr, PC: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Everything for BLOCK_M tokens: all streams of a block of columns at a time, then the blocks backwards for their sum.
 
     So the columns that are read first the second time are those that were read last, and still in the L2.
@@ -579,24 +511,9 @@ def _pre_once(
 
 
 def run_pre_fused_once(
-    residual: torch.Tensor,
-    fn: torch.Tensor,
-    scale: torch.Tensor,
-    base: torch.Tensor,
-    rms_eps: float,
-    pre_eps: float,
-    sinkhorn_eps: float,
-    post_mult: float,
-    repeat: int,
-    post: torch.Tensor,
-    comb: torch.Tensor,
-    layer_input: torch.Tensor,
-    *,
-    BLOCK_M=None,
-    BLOCK=None,
-    STAGES=3,
-    num_warps=None,
-) -> None:
+    residual, fn, scale, base, rms_eps, pre_eps, sinkhorn_eps, post_mult, repeat, post, comb, layer_input, *,
+    BLOCK_M=None, BLOCK=None, STAGES=3, num_warps=None
+):  # fmt: skip
     """As run_pre_fused, in one launch: a program has BLOCK_M tokens, and their coefficients never leave its registers.
 
     A program reads all of fn, which many programs share in the L2.
@@ -612,25 +529,6 @@ def run_pre_fused_once(
     block = min(BLOCK or (256 if block_m == 1 else 64 if wide else 128), max(16, _pow2(H)))
     warps = num_warps or (8 if block_m == 1 or block_m == 32 else 4)
     _pre_once[(_cdiv(M, block_m),)](
-        residual,
-        fn,
-        scale,
-        base,
-        post,
-        comb,
-        layer_input,
-        rms_eps,
-        pre_eps,
-        sinkhorn_eps,
-        post_mult,
-        repeat,
-        M,
-        C,
-        H,
-        side,
-        half,
-        block_m,
-        block,
-        STAGES,
-        num_warps=warps,
-    )
+        residual, fn, scale, base, post, comb, layer_input, rms_eps, pre_eps, sinkhorn_eps, post_mult, repeat, M, C,
+        H, side, half, block_m, block, STAGES, num_warps=warps,
+    )  # fmt: skip

@@ -4,7 +4,6 @@
 # A kernel gathers tiles in a tuple by sums of tuples, and chooses at compile time: Triton has no starred expressions.
 
 import functools
-import os
 
 import torch
 import triton
@@ -16,6 +15,8 @@ FEW_COLUMNS = 256
 # Up to this many (padded) values a token's streams stay in the registers of one program, with the rows of the projection
 # in registers and in the L1: a token is read once. Longer ones are read twice.
 MAX_REGISTER_VALUES = 16384
+# Up to this many (unpadded) values of a token two rows of the projection stay in registers, else one.
+MOST_KEPT_VALUES = 12288
 TOKENS = 4
 
 
@@ -25,11 +26,6 @@ def _cdiv(value: int, divisor: int) -> int:
 
 def _pow2(value: int) -> int:
     return 1 << (value - 1).bit_length()  # triton.next_power_of_2 costs microseconds a call
-
-
-def _overlaps(x: torch.Tensor) -> bool:
-    """Whether a launch can begin before the previous one ends: compute capability 9, and no interpreter."""
-    return os.environ.get("TRITON_INTERPRET") != "1" and torch.cuda.get_device_capability(x.device)[0] >= 9
 
 
 @functools.cache
@@ -71,21 +67,9 @@ def _of_a_thread(products, W: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def _head_rows(
-    residual_ptr,
-    fn_ptr,
-    scale_ptr,
-    base_ptr,
-    out_ptr,
-    rms_eps,
-    eps,
-    M,
-    C: tl.constexpr,
-    H: tl.constexpr,
-    PC: tl.constexpr,
-    W: tl.constexpr,
-    P: tl.constexpr,
-    KEEP: tl.constexpr,
-):
+    residual_ptr, fn_ptr, scale_ptr, base_ptr, out_ptr, rms_eps, eps, M,
+    C: tl.constexpr, H: tl.constexpr, PC: tl.constexpr, W: tl.constexpr, P: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
     """A program a multiprocessor, a token at a time in its registers; the next one is on its way meanwhile.
 
     KEEP rows of the projection stay in registers. The others come from the L1 each time, which the streams pass by.
@@ -130,20 +114,10 @@ def _head_rows(
 
 @triton.jit
 def _head_partial(
-    residual_ptr,
-    fn_ptr,
-    partial_ptr,
-    C: tl.constexpr,
-    K: tl.constexpr,
-    P: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    residual_ptr, fn_ptr, partial_ptr,
+    C: tl.constexpr, K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """A block of columns of a token: its products with the projection, and its sum of squares in column C."""
-    if PDL:  # the next launch may begin; it waits for the end of this one before it reads its results
-        tl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
     token = tl.program_id(1).to(tl.int64)
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     j = tl.arange(0, P)
@@ -156,21 +130,10 @@ def _head_partial(
 
 @triton.jit
 def _head_finish(
-    partial_ptr,
-    residual_ptr,
-    scale_ptr,
-    base_ptr,
-    out_ptr,
-    rms_eps,
-    eps,
-    C: tl.constexpr,
-    H: tl.constexpr,
-    P: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PSPLITS: tl.constexpr,
+    partial_ptr, residual_ptr, scale_ptr, base_ptr, out_ptr, rms_eps, eps,
+    C: tl.constexpr, H: tl.constexpr, P: tl.constexpr, SPLITS: tl.constexpr, PSPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+):  # fmt: skip
     """A block of columns of a token's sum; the gates of the token are computed in each."""
     token = tl.program_id(1).to(tl.int64)
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -179,10 +142,6 @@ def _head_finish(
         streams = streams + (tl.load(residual_ptr + (token * C + c) * H + cols, mask=cols < H, other=0.0),)
     j = tl.arange(0, P)
     s = tl.arange(0, PSPLITS)
-    if PDL:  # this launch began before the previous one ended
-        tl.inline_asm_elementwise(
-            "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
     partial = tl.load(partial_ptr + (token * SPLITS + s[:, None]) * P + j[None, :], mask=s[:, None] < SPLITS, other=0.0)
     totals = tl.sum(partial, axis=0)
     rstd = tl.rsqrt(tl.sum(tl.where(j == C, totals, 0.0), axis=0) / (C * H) + rms_eps)
@@ -196,20 +155,9 @@ def _head_finish(
 
 @triton.jit(do_not_specialize=["M"])
 def _head(
-    residual_ptr,
-    fn_ptr,
-    scale_ptr,
-    base_ptr,
-    out_ptr,
-    rms_eps,
-    eps,
-    M,
-    C: tl.constexpr,
-    H: tl.constexpr,
-    P: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    residual_ptr, fn_ptr, scale_ptr, base_ptr, out_ptr, rms_eps, eps, M,
+    C: tl.constexpr, H: tl.constexpr, P: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """TOKENS tokens share what is read of the projection; their streams are read again, from the cache, for the sum."""
     K: tl.constexpr = C * H
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
@@ -239,28 +187,15 @@ def _head(
         tl.store(out_ptr + token[:, None] * H + cols[None, :], total.to(out_ptr.dtype.element_ty), mask=real)
 
 
-def run_head_fused(
-    residual: torch.Tensor,
-    fn: torch.Tensor,
-    scale: torch.Tensor,
-    base: torch.Tensor,
-    rms_eps: float,
-    eps: float,
-    out: torch.Tensor,
-    *,
-    BLOCK=None,
-    KEEP=2,
-    PDL=0,
-    num_warps=8,
-) -> None:
+def run_head_fused(residual, fn, scale, base, rms_eps, eps, out, *, BLOCK=None, KEEP=None, num_warps=None):
     """out[M, H] = T(sum over c of w[M, c] * residual[M, c, H]), w = sigmoid(scale * fn of the normalised streams + base) + eps.
 
     Shapes: residual [M, C, H] and out in bfloat16 or float32; fn [C, C * H], scale [1], base [C] in float32; contiguous, C <= 8.
     Products are those of float32.
     Few tokens: a block of columns a program, and a second launch for the sum. Else, where a token fits in the registers of
     one program, as many programs as multiprocessors, each of which reads its part of fn once and every token once; KEEP rows
-    of fn stay in registers, the others in the L1. Longer tokens are read twice, BLOCK columns at a time.
-    PDL: with few tokens, let the second launch begin while the first still runs.
+    of fn stay in registers, the others in the L1; None: as many as leave a thread of 16 warps its registers. Longer tokens
+    are read twice, BLOCK columns at a time.
     """
     M, C, H = residual.shape
     if M == 0:
@@ -268,21 +203,20 @@ def run_head_fused(
     if M <= FEW_TOKENS:
         P, splits = _pow2(C + 1), _cdiv(C * H, FEW_COLUMNS)
         partial = torch.empty((M, splits, P), dtype=torch.float32, device=residual.device)
-        early = bool(PDL) and _overlaps(residual)
-        _head_partial[(splits, M)](residual, fn, partial, C, C * H, P, FEW_COLUMNS, early, num_warps=4)
+        _head_partial[(splits, M)](residual, fn, partial, C, C * H, P, FEW_COLUMNS, num_warps=4)
         block = min(512, _pow2(H))
-        options = {"launch_pdl": True} if early else {}
         _head_finish[(_cdiv(H, block), M)](
-            partial, residual, scale, base, out, rms_eps, eps, C, H, P, splits, _pow2(splits), block, early,
-            num_warps=2, **options,
+            partial, residual, scale, base, out, rms_eps, eps, C, H, P, splits, _pow2(splits), block,
+            num_warps=2,
         )  # fmt: skip
         return
     side, width = _pow2(C), max(8, _pow2(H))
     if residual.element_size() == 2 and side * width <= MAX_REGISTER_VALUES:
+        keep = KEEP or (1 if side * H > MOST_KEPT_VALUES else 2)
         programs = min(M, _processors(residual.get_device()) if residual.is_cuda else M)
         _head_rows[(programs,)](
-            residual, fn, scale, base, out, rms_eps, eps, M, C, H, side, width, _pow2(C + 1), min(KEEP, C),
-            num_warps=num_warps,
+            residual, fn, scale, base, out, rms_eps, eps, M, C, H, side, width, _pow2(C + 1), min(keep, C),
+            num_warps=num_warps or (16 if side * width == MAX_REGISTER_VALUES else 8),
         )  # fmt: skip
         return
     block = min(BLOCK or 1024 // TOKENS, _pow2(C * H))

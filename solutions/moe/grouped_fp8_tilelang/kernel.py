@@ -259,16 +259,20 @@ def grouped_fp8_pairs_kernel(E, N, K, stages, multiprocessors):
 @functools.cache
 @tilelang.jit
 def grouped_fp8_plain_kernel(E, N, K):
-    """Compile the products for rows that TMA cannot address (not aligned to 16 bytes): one code a load, no overlap."""
+    """Compile the products for codes that TMA cannot address (not aligned to 16 bytes): one code a load, no overlap.
+
+    The strides of a and b, which are K, are not constants, or several codes would be read at once wherever they begin.
+    """
     S, tiles = T.dynamic("S tiles")
+    a_stride, b_group, b_stride = T.dynamic("a_stride b_group b_stride", "int64")
     a_row, a_column, out_stride = T.dynamic("a_row a_column out_stride", "int64")
     block, blocks = 64, -(-K // GROUP)
     tiles_N = -(-N // block)
 
     @T.prim_func
     def grouped_fp8_plain(
-        a: T.StridedTensor((S, K), (K, 1), CODE),
-        b: T.StridedTensor((E, N, K), (N * K, K, 1), CODE),
+        a: T.StridedTensor((S, K), (a_stride, 1), CODE),
+        b: T.StridedTensor((E, N, K), (b_group, b_stride, 1), CODE),
         scale_a: T.StridedTensor((S, blocks), (a_row, a_column), "float32"),
         scale_b: T.Tensor((E, -(-N // GROUP), blocks), "float32"),
         table: T.Tensor((5, tiles), "int32"),
