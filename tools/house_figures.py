@@ -105,7 +105,9 @@ def figures(root: Path) -> dict[str, Any]:
     found["words of the left column"] = words(root, {**package, **tests, **_sources(root, "benchmarks")})
     found["modules from add-solution to patch"] = len(way(graph))
     traces = trace_sizes(root)
-    found["Definitions"] = sum(1 for path in (root / "definitions").rglob("*.json") if "lock" not in path.name)
+    found["Definitions"] = sum(
+        1 for path in (root / "definitions").rglob("*.json") if not path.name.endswith(".lock.json")
+    )
     found["files of published traces"] = len(traces)
     found["the largest of them, KB"] = round(max(traces.values(), default=0) / KB, 1)
     found[f"files of published traces over {MOST_TRACES_KB} KB"] = [

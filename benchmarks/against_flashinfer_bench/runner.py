@@ -187,10 +187,17 @@ def rows(ours: dict[PairKey, Any], found: Any) -> Iterator[Row]:
             if key not in ours:
                 continue
             mine, theirs = ours[key], line.evaluation
-            why = "" if theirs.status.value == "PASSED" else " ".join((theirs.log or "").split())[-300:]
-            if theirs.correctness is not None and why == "":
-                why = f"max abs {theirs.correctness.max_absolute_error:.3g}" if theirs.status.value != "PASSED" else ""
-            yield Row(key, mine.status.value, _latency(mine), theirs.status.value, _latency(theirs), why)
+            yield Row(key, mine.status.value, _latency(mine), theirs.status.value, _latency(theirs), _why(theirs))
+
+
+def _why(evaluation: Any) -> str:
+    """The end of its log, or else how far off it was, where it did not pass."""
+    if evaluation.status.value == "PASSED":
+        return ""
+    log = " ".join((evaluation.log or "").split())[-300:]
+    if log or evaluation.correctness is None:
+        return log
+    return f"max abs {evaluation.correctness.max_absolute_error:.3g}"
 
 
 def _latency(evaluation: Any) -> float | None:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from killed_process import killed
 from loop_authors import GOOD
 
 from tilegym_db.bench.machine import cpu_machine
@@ -27,19 +28,6 @@ from tilegym_db.store.input_files import loop_folder
 from tilegym_db.store.loop_journals import append, journaled, loop_lock
 
 HandIn = Callable[..., Path]
-
-
-def killed(work: Callable[[], Any]) -> None:
-    """Run something in a process of its own that kills itself on the way."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-        finally:
-            os._exit(7)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status), f"it ended by itself: {status}"
-    assert os.WTERMSIG(status) == signal.SIGKILL
 
 
 def dies(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, after: bool) -> None:

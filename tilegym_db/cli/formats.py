@@ -158,9 +158,8 @@ def write_bytes(form: Form, content: bytes) -> None:
             sys.stdout.write(content.decode(errors="replace"))
         else:
             sys.stdout.flush()
-            if (
-                form.kind == "csv" and sys.stdout.isatty()
-            ):  # JSON has escapes of its own; a file or a pipe gets every byte
+            # JSON has escapes of its own; a file or a pipe gets every byte.
+            if form.kind == "csv" and sys.stdout.isatty():
                 content = printable_lines(content.decode()).encode()
             stream.write(content)
         return

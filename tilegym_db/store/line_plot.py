@@ -10,7 +10,7 @@ from typing import Any
 
 from tilegym_db.errors import UsageError
 
-__all__ = ["LinePlot", "line_plot"]
+__all__ = ["LinePlot", "line_plot", "log_ticks"]
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 360, 84, 210, 16, 46
 MOST_LINES = 12
@@ -122,10 +122,11 @@ def _axis(values: Sequence[float], start: float, end: float) -> tuple[Callable[[
     def position(value: float) -> float:
         return start + ((math.log10(value) if is_log else value) - low) / (high - low) * (end - start)
 
-    return position, _powers(low, high) if is_log else _steps(low, high)
+    return position, log_ticks(low, high) if is_log else _steps(low, high)
 
 
-def _powers(low: float, high: float) -> list[float]:
+def log_ticks(low: float, high: float) -> list[float]:
+    """Powers of ten between two exponents of ten; where fewer than three are, 2 and 5 times them too."""
     every = [10.0**power * factor for power in range(math.floor(low), math.ceil(high) + 1) for factor in (1, 2, 5)]
     inside = [value for value in every if low - 1e-9 <= math.log10(value) <= high + 1e-9]
     decades = [value for value in inside if math.isclose(math.log10(value) % 1, 0, abs_tol=1e-9)]

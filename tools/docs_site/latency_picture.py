@@ -8,6 +8,8 @@ from statistics import geometric_mean
 from typing import Any
 from xml.sax.saxutils import escape
 
+from tilegym_db.store.line_plot import log_ticks
+
 __all__ = ["LANGUAGES", "latency_picture", "series_of"]
 
 LANGUAGES = ("triton", "tilelang", "cutile", "python")
@@ -104,10 +106,7 @@ def _log_axis(values: Sequence[float], start: float, end: float) -> tuple[Callab
     def position(value: float) -> float:
         return start + (math.log10(value) - low) / (high - low) * (end - start)
 
-    steps = [10.0**power * factor for power in range(math.floor(low), math.ceil(high) + 1) for factor in (1, 2, 5)]
-    inside = [step for step in steps if low - 1e-9 <= math.log10(step) <= high + 1e-9]
-    decades = [step for step in inside if math.isclose(math.log10(step) % 1, 0, abs_tol=1e-9)]
-    return position, decades if len(decades) >= 3 else inside
+    return position, log_ticks(low, high)
 
 
 def _apart(positions: Sequence[float], least: float = 16) -> list[float]:
