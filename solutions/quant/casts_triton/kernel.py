@@ -9,6 +9,7 @@ FP4_MOST = 6.0
 E5M6_MOST = 65024.0
 E4M3_FLOOR = 1e-4
 FP4_FLOOR = 6 * 2.0**-126
+MANY_GROUPS = 1 << 15  # groups of 128 values from which on a program has 16 of them, and no multiprocessor goes without
 
 
 @triton.jit
@@ -16,13 +17,18 @@ def _scale_and_inverse(amax, MOST: tl.constexpr, FLOOR: tl.constexpr, ROUND: tl.
     """What a code is multiplied by, and what a value is multiplied by, which is not quite the reciprocal unless rounded."""
     amax = tl.maximum(amax, FLOOR)
     most = tl.zeros_like(amax) + MOST
-    # The division must round as IEEE asks, or a power of two lands one off.
-    scale = tl.div_rn(amax, most)
     if ROUND:
-        exponent = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23
+        # amax / MOST, rounded up to a power of two, without the division: the exponents' difference, and one more where the
+        # mantissa of amax is above that of MOST. The quotient as it is rounded lies above 1 then, for 6, 448 and 65024.
+        bits = amax.to(tl.int32, bitcast=True)
+        most_bits = most.to(tl.int32, bitcast=True)
+        exponent = ((bits + 0x7FFFFF - (most_bits & 0x7FFFFF)) >> 23) - (most_bits >> 23) + 127
+        exponent = tl.where(bits >= 0x7F800000, 255, exponent)
         scale = (exponent << 23).to(tl.float32, bitcast=True)
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     else:
+        # The divisions must round as IEEE asks, or codes land one off.
+        scale = tl.div_rn(amax, most)
         inverse = tl.div_rn(most, amax)
     return scale, inverse
 
@@ -39,25 +45,10 @@ def _fp4_codes(scaled):
 
 @triton.jit(do_not_specialize=["units"])
 def _cast_groups(
-    x_ptr,
-    out_ptr,
-    scale_ptr,
-    x_stride,
-    out_stride,
-    scale_row,
-    scale_column,
-    units,
-    H,
-    out_columns,
-    UNITS_A_ROW: tl.constexpr,
-    GROUP: tl.constexpr,
-    PACK: tl.constexpr,
-    MOST: tl.constexpr,
-    FLOOR: tl.constexpr,
-    ROUND: tl.constexpr,
-    FP4: tl.constexpr,
-    BLOCK_U: tl.constexpr,
-):
+    x_ptr, out_ptr, scale_ptr, x_stride, out_stride, scale_row, scale_column, units, H, out_columns,
+    UNITS_A_ROW: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, MOST: tl.constexpr, FLOOR: tl.constexpr,
+    ROUND: tl.constexpr, FP4: tl.constexpr, BLOCK_U: tl.constexpr,
+):  # fmt: skip
     """Groups of GROUP channels of one token share a scale. PACK of them are a unit, whose exponents are one word if four.
 
     Units are numbered along rows and then down, so that no lane idles where a row has few of them.
@@ -92,6 +83,11 @@ def _cast_groups(
         tl.store(scale_ptr + row[:, None] * scale_row + group * scale_column, scale, mask=in_scales)
 
 
+def _tensors(x, out, scale):
+    """What every kernel is given first: three tensors, the strides of rows, and the last one of the scales."""
+    return x, out, scale, x.stride(0), out.stride(0), scale.stride(0), scale.stride(1)
+
+
 def _run_groups(x, out, scale, round_scale, group, pack, fp4, block, num_warps):
     M, H = x.shape
     if M == 0:
@@ -101,13 +97,7 @@ def _run_groups(x, out, scale, round_scale, group, pack, fp4, block, num_warps):
     block_u = max(1, block // (group * pack))
     most, floor = (FP4_MOST, FP4_FLOOR) if fp4 else (E4M3_MOST, E4M3_FLOOR)
     _cast_groups[((units + block_u - 1) // block_u,)](
-        x,
-        out,
-        scale,
-        x.stride(0),
-        out.stride(0),
-        scale.stride(0),
-        scale.stride(1),
+        *_tensors(x, out, scale),
         units,
         H,
         out.shape[1],
@@ -162,12 +152,9 @@ def run_per_token_cast_fp4(x, round_scale, out, scale, *, BLOCK=2048, num_warps=
 def _e5m6_codes(value):
     """float16 cut toward zero, without its last four bits; up where its last bit and the 17 bits left out say so."""
     bits = value.to(tl.int32, bitcast=True)
-    exponent = (bits >> 23) & 0xFF
-    normal = ((bits & 0x7FFFFFFF) - (112 << 23)) >> 17
-    shift = tl.minimum(tl.maximum(130 - exponent, 0), 31)
-    subnormal = ((bits & 0x7FFFFF) | 0x800000) >> shift
-    code = tl.where(exponent >= 113, normal, tl.where(exponent >= 103, subnormal, 0))
-    return (code + (((code & 1) + (bits & 0x1FFFF)) > 0x10000).to(tl.int32)) | (((bits >> 31) & 1) << 11)
+    code = (value.to(tl.float16, fp_downcast_rounding="rtz").to(tl.int16, bitcast=True).to(tl.int32) >> 4) & 0xFFF
+    # The sum has bit 17 where the last bit of the code and those 17 together are above 2^16, and nothing above it.
+    return code + (((bits & 0x1FFFF) + (code & 1) + 0xFFFF) >> 17)
 
 
 @triton.jit
@@ -193,20 +180,10 @@ def _store_e5m6(out_row_ptr, code, groups, mask, WORDS: tl.constexpr):
 
 @triton.jit
 def _cast_rows(
-    x_ptr,
-    out_ptr,
-    scale_ptr,
-    x_stride,
-    out_stride,
-    scale_row,
-    H,
-    MOST: tl.constexpr,
-    ROUND: tl.constexpr,
-    E5M6: tl.constexpr,
-    WORDS: tl.constexpr,
-    ONCE: tl.constexpr,
+    x_ptr, out_ptr, scale_ptr, x_stride, out_stride, scale_row, H,
+    MOST: tl.constexpr, ROUND: tl.constexpr, E5M6: tl.constexpr, WORDS: tl.constexpr, ONCE: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """A row shares a scale. It stays in registers where BLOCK holds it (ONCE), or is read again, from the cache."""
     row = tl.program_id(0).to(tl.int64)
     x_row = x_ptr + row * x_stride
@@ -245,12 +222,7 @@ def _run_rows(x, out, scale, round_scale, most, e5m6, block, num_warps):
         out = out.view(torch.int32)
     block = min(block, max(256, 1 << (H - 1).bit_length()))
     _cast_rows[(M,)](
-        x,
-        out,
-        scale,
-        x.stride(0),
-        out.stride(0),
-        scale.stride(0),
+        *_tensors(x, out, scale)[:6],
         H,
         most,
         bool(round_scale),
@@ -285,21 +257,9 @@ def run_per_row_cast(x, round_scale, out, scale, *, BLOCK=8192, num_warps=None):
 
 @triton.jit(do_not_specialize=["M"])
 def _cast_blocks(
-    x_ptr,
-    out_ptr,
-    scale_ptr,
-    x_stride,
-    out_stride,
-    scale_row,
-    scale_column,
-    M,
-    H,
-    ROUND: tl.constexpr,
-    MOST: tl.constexpr,
-    FLOOR: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COUNT: tl.constexpr,
-):
+    x_ptr, out_ptr, scale_ptr, x_stride, out_stride, scale_row, scale_column, M, H,
+    ROUND: tl.constexpr, MOST: tl.constexpr, FLOOR: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
     """BLOCK x BLOCK values share a scale; a program has COUNT such blocks beside one another."""
     blocks_of_blocks = tl.cdiv(H, BLOCK * COUNT)
     down = tl.program_id(0) // blocks_of_blocks
@@ -321,13 +281,7 @@ def _run_blocks(x, out, scale, round_scale, block, count, num_warps):
     if M == 0:
         return
     _cast_blocks[(-(-M // block) * -(-H // (block * count)),)](
-        x,
-        out,
-        scale,
-        x.stride(0),
-        out.stride(0),
-        scale.stride(0),
-        scale.stride(1),
+        *_tensors(x, out, scale),
         M,
         H,
         bool(round_scale),
@@ -358,27 +312,16 @@ def run_per_block_cast_32(x, round_scale, out, scale, *, COUNT=16, num_warps=4):
 
 @triton.jit
 def _cast_channels(
-    x_ptr,
-    out_ptr,
-    scale_ptr,
-    x_stride,
-    out_stride,
-    scale_row,
-    scale_column,
-    M,
-    H,
-    TOKENS: tl.constexpr,
-    COUNT: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    MOST: tl.constexpr,
-    FLOOR: tl.constexpr,
-    ROUND: tl.constexpr,
-    TRANSPOSE: tl.constexpr,
-):
+    x_ptr, out_ptr, scale_ptr, x_stride, out_stride, scale_row, scale_column, M, H,
+    TOKENS: tl.constexpr, COUNT: tl.constexpr, BLOCK_H: tl.constexpr, MOST: tl.constexpr, FLOOR: tl.constexpr,
+    ROUND: tl.constexpr, TRANSPOSE: tl.constexpr,
+):  # fmt: skip
     """TOKENS tokens share a scale a channel; a program has COUNT times as many tokens and BLOCK_H channels."""
     strips = tl.cdiv(H, BLOCK_H)
     first = (tl.program_id(0) // strips).to(tl.int64) * COUNT
     cols = tl.program_id(0) % strips * BLOCK_H + tl.arange(0, BLOCK_H)
+    # Eight channels a thread, in the store too: codes then need no way through shared memory to be 16 a thread.
+    cols = tl.max_contiguous(tl.multiple_of(cols, 8), 8)
     rows = first * TOKENS + tl.arange(0, TOKENS * COUNT)
     mask = (rows < M)[:, None] & (cols < H)[None, :]
     x_ptrs = x_ptr + rows[:, None] * x_stride + cols[None, :]
@@ -401,20 +344,12 @@ def _run_channels(x, round_scale, out, scale, tokens, transpose, block_h, num_wa
     M, H = x.shape
     if M == 0:
         return
-    count = 128 // tokens
-    grid = (-(-M // 128) * -(-H // block_h),)
-    _cast_channels[grid](
-        x,
-        out,
-        scale,
-        x.stride(0),
-        out.stride(0),
-        scale.stride(0),
-        scale.stride(1),
+    _cast_channels[(-(-M // 128) * -(-H // block_h),)](
+        *_tensors(x, out, scale),
         M,
         H,
         tokens,
-        count,
+        128 // tokens,
         block_h,
         E4M3_MOST,
         E4M3_FLOOR,
@@ -452,26 +387,11 @@ def _exp(x):
 
 @triton.jit(do_not_specialize=["units", "limit"])
 def _swiglu_and_cast_groups(
-    x_ptr,
-    weights_ptr,
-    weight_of_row_ptr,
-    expert_of_row_ptr,
-    out_ptr,
-    scale_ptr,
-    x_stride,
-    out_stride,
-    scale_row,
-    scale_column,
-    limit,
-    units,
-    H,
-    GROUPS: tl.constexpr,
-    GROUP: tl.constexpr,
-    MOST: tl.constexpr,
-    FLOOR: tl.constexpr,
-    ROUND: tl.constexpr,
+    weights_ptr, weight_of_row_ptr, expert_of_row_ptr, x_ptr, out_ptr, scale_ptr, x_stride, out_stride, scale_row,
+    scale_column, limit, units, H,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr, FLOOR: tl.constexpr, ROUND: tl.constexpr,
     BLOCK_U: tl.constexpr,
-):
+):  # fmt: skip
     """Groups are numbered along rows and then down, so that no lane idles where a row has few of them."""
     unit = tl.program_id(0) * BLOCK_U + tl.arange(0, BLOCK_U)
     exists = unit < units
@@ -496,30 +416,25 @@ def _swiglu_and_cast_groups(
 
 
 def run_swiglu_and_per_token_cast(
-    x, weights, weight_of_row, expert_of_row, limit, round_scale, out, scale, *, BLOCK=1024, num_warps=4
+    x, weights, weight_of_row, expert_of_row, limit, round_scale, out, scale, *, BLOCK=None, num_warps=4
 ):
     """out = codes of silu(gate) * up * weight, scale = what they are multiplied by, per token and 128 channels.
 
     Shapes: x [P, 2 * H] = [gate | up] in bfloat16 or float32 and out [P, H] in float8_e4m3fn with unit last stride; weights
     [T, K] float32, weight_of_row and expert_of_row [P] int32, all contiguous; scale [P, ceil(H / 128)] float32 of any strides.
+    A program casts BLOCK values; None: 2048, and 1024 where there are few.
     """
     P, H = out.shape
     if P == 0:
         return
     groups = -(-H // 128)
     units = P * groups
-    block_u = max(1, BLOCK // 128)
+    block_u = max(1, (BLOCK or (2048 if units >= MANY_GROUPS else 1024)) // 128)
     _swiglu_and_cast_groups[((units + block_u - 1) // block_u,)](
-        x,
         weights,
         weight_of_row,
         expert_of_row,
-        out,
-        scale,
-        x.stride(0),
-        out.stride(0),
-        scale.stride(0),
-        scale.stride(1),
+        *_tensors(x, out, scale),
         float(limit),
         units,
         H,
