@@ -177,6 +177,20 @@ def test_a_phone_shows_the_page_without_scrolling_sideways(shipped_report: Repor
     tab.set_viewport_size({"width": 1280, "height": 900})
 
 
+def test_paper_shows_plots_and_tables_without_controls(shipped_report: ReportData, show: Callable[..., Any]) -> None:
+    tab = show(shipped_report)
+    tab.emulate_media(media="print")
+    tab.set_viewport_size({"width": 794, "height": 1123})  # A4 at 96 dots an inch
+    controls = tab.locator("form, nav, .more, .skip")
+    assert controls.count() > 0
+    assert [controls.nth(at).is_visible() for at in range(controls.count())] == [False] * controls.count()
+    assert all(tab.locator(f"#table-{name} tbody tr").first.is_visible() for name in TABLES)
+    assert tab.locator("#plot-roofline svg").first.is_visible()
+    assert tab.evaluate(TOO_WIDE) == []
+    tab.set_viewport_size({"width": 1280, "height": 900})
+    tab.emulate_media(media="screen")
+
+
 SERIOUS = ("serious", "critical")
 
 
