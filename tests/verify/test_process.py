@@ -6,12 +6,13 @@ import itertools
 import os
 import signal
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from tilegym_db.confinement.processes import stolen_us
-from tilegym_db.verify.worker.process import WorkerDied, WorkerProcess, WorkerTimeout
+from tilegym_db.verify.worker.process import WorkerDied, WorkerHasNoMemory, WorkerProcess, WorkerTimeout
 from tilegym_db.verify.worker.protocol import MAX_LINE
 
 
@@ -64,6 +65,16 @@ def test_what_nobody_asked_for_ends_the_worker_and_is_no_answer(second, peer):
     with pytest.raises(WorkerDied, match="sent something that it was not asked for"):
         worker.request("call", timeout_s=10)
     assert not worker.alive
+
+
+def test_a_worker_for_which_the_gpu_has_no_memory_left_is_told_from_one_that_dies(tmp_path):
+    script = tmp_path / "full.py"
+    words = b'{"id": 0, "ok": false, "kind": "memory"}\n'
+    script.write_text(f"import socket, sys\nsocket.socket(fileno=int(sys.argv[1])).send({words!r})\nsys.exit(1)\n")
+    with closing(WorkerProcess("cpu", tmp_path / "worker", level=1, script=script)) as worker:
+        with pytest.raises(WorkerHasNoMemory, match="no memory left for the worker"):
+            worker.request("call", timeout_s=10)
+        assert not worker.alive
 
 
 def test_an_answer_in_pieces_is_put_together(peer):

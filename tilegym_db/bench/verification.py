@@ -28,7 +28,7 @@ from tilegym_db.verify.verifier import Failure, Verdict
 from tilegym_db.verify.worker.process import WorkerDied
 from tilegym_db.verify.worker.shared_buffers import SharedBuffers, plan_slot
 
-__all__ = ["CANNOT_VERIFY", "MAX_FUZZ_WORKERS", "FuzzOutcome", "Verification", "Verified"]
+__all__ = ["CANNOT_VERIFY", "MAX_FUZZ_WORKERS", "FuzzOutcome", "Verification", "Verified", "cannot_verify"]
 
 CANNOT_VERIFY = (RecordError, StoreError, torch.OutOfMemoryError)
 """A workload without an oracle, or without memory for it here: that workload's trouble, not the run's."""
@@ -41,6 +41,12 @@ CASES_A_WORKER = {"tilelang": 1, "cutile": 2}
 """Fuzz cases that take about as long to compile as one more worker takes to start, which is a second or two, and longer the
 more of them start at once: the driver makes one CUDA context at a time."""
 OTHER_CASES_A_WORKER = 6
+
+
+def cannot_verify(error: BaseException) -> Failure:
+    """What one of :data:`CANNOT_VERIFY` means for a workload."""
+    no_memory = isinstance(error, torch.OutOfMemoryError)
+    return Failure("UNSUPPORTED", f"cannot be verified on this machine: {error}", no_memory=no_memory)
 
 
 @dataclass
@@ -112,7 +118,7 @@ class Verification:
         try:
             return self._check_shape(contents, FuzzOutcome())
         except CANNOT_VERIFY as error:
-            return Failure("UNSUPPORTED", f"cannot be verified on this machine: {error}")
+            return cannot_verify(error)
 
     def abort(self) -> None:
         """Kill every worker for good; see :meth:`WorkerHandle.abort`."""
@@ -131,7 +137,7 @@ class Verification:
             fuzz = self._fuzz(contents.workload, anchors, seed, cache)
             return fuzz if isinstance(fuzz, Failure) else self._check_shape(contents, fuzz)
         except CANNOT_VERIFY as error:
-            return Failure("UNSUPPORTED", f"cannot be verified on this machine: {error}")
+            return cannot_verify(error)
 
     # -- fuzz cases ---------------------------------------------------------------------------------------------------
 

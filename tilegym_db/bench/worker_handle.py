@@ -20,7 +20,7 @@ from tilegym_db.verify.gates import OutputVerdict
 from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.verifier import Failure, call_again, verify_slot
 from tilegym_db.verify.worker.interpreters import INTERPRETERS
-from tilegym_db.verify.worker.process import WorkerDied, WorkerProcess, WorkerTimeout
+from tilegym_db.verify.worker.process import WorkerDied, WorkerHasNoMemory, WorkerProcess, WorkerTimeout
 from tilegym_db.verify.worker.reply import Reply
 from tilegym_db.verify.worker.shared_buffers import SharedBuffers
 
@@ -131,6 +131,8 @@ class WorkerHandle:
         if self.worker is None or self.usable:
             return False
         self.close()
+        if failure.no_memory:
+            return False  # for want of memory it never began: no fault of the Solution, nor of the device
         self.deaths += 1
         if self.deaths >= MAX_DEATHS:
             reason = f"its worker died {self.deaths} times; last: {failure.reason}"
@@ -154,7 +156,8 @@ class WorkerHandle:
         self.spoilt = False
         failure = self._load(self.worker)
         self._loaded = failure is None
-        self.broken = self.broken or failure
+        if failure is not None and not failure.no_memory:
+            self.broken = self.broken or failure
         return failure
 
     def _load(self, worker: WorkerProcess) -> Failure | None:
@@ -271,12 +274,15 @@ class WorkerHandle:
             reply = self.worker.request(op, timeout_s=timeout_s, descriptors=descriptors, **content)
         except WorkerTimeout as error:
             return Failure("TIMEOUT", f"'{op}' did not finish", str(error))
+        except WorkerHasNoMemory as error:
+            return Failure("UNSUPPORTED", str(error), no_memory=True)
         except WorkerDied as error:
             return Failure("RUNTIME_ERROR", f"the worker was lost during '{op}'", str(error))
         if reply.ok:
             return reply
         self._note_spoilt(reply.error)
-        return Failure(reply.failed_as, f"'{op}' failed in the worker: {reply.summary}", reply.error)
+        reason = f"'{op}' failed in the worker: {reply.summary}"
+        return Failure(reply.failed_as, reason, reply.error, no_memory=reply.no_memory)
 
     def _note_spoilt(self, text: str) -> None:
         """After an illegal access every later CUDA call of that process fails, whoever makes it."""

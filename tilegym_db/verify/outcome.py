@@ -28,6 +28,8 @@ class Failure:
     verdict: OutputVerdict | None = None
     excused: bool = False
     """True where stock code in the same dtype fails the same case."""
+    no_memory: bool = False
+    """True where the GPU had no memory left, which other workers may have held."""
 
 
 @dataclass

@@ -195,7 +195,8 @@ def _call(worker: WorkerProcess, index: int, case: Case, timeout_s: float, mode:
     except WorkerDied as error:
         return Failure("RUNTIME_ERROR", f"the worker died during a call at {case}", str(error), case=case)
     if not reply.ok:
-        return Failure(reply.failed_as, f"raised at {case}: {reply.summary}", reply.error, case=case)
+        reason = f"raised at {case}: {reply.summary}"
+        return Failure(reply.failed_as, reason, reply.error, case=case, no_memory=reply.no_memory)
     if reply.mismatch is not None:
         dtype, what = reply.mismatch
         return Failure("INCORRECT_DTYPE" if dtype else "INCORRECT_SHAPE", f"{what} at {case}", gate="shape", case=case)

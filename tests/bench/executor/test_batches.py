@@ -6,6 +6,7 @@ import functools
 import gc
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,13 @@ import torch
 
 from tilegym_db.bench import contents
 from tilegym_db.bench.buffer_pool import BufferPool
-from tilegym_db.bench.executor.batches import BATCH_WORKLOADS, Capacity, make_definition_groups
+from tilegym_db.bench.executor.batches import (
+    BATCH_WORKLOADS,
+    GPU_RUNNER_BYTES,
+    SUPERVISOR_BYTES,
+    Capacity,
+    make_definition_groups,
+)
 from tilegym_db.bench.executor.local import LocalExecutor
 from tilegym_db.bench.interleaved import TimingBudget
 from tilegym_db.bench.machine import Machine, cpu_machine
@@ -31,7 +38,7 @@ from tilegym_db.verify import scan
 from tilegym_db.verify.expected import Expected
 from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.verifier import Failure
-from tilegym_db.verify.worker.process import WorkerProcess
+from tilegym_db.verify.worker.process import WorkerHasNoMemory, WorkerProcess
 
 H200 = Machine("cuda:0", "h200", "NVIDIA H200", "sm_90", memory_bytes=140 << 30)
 WIDE = Capacity(runners=16, contents_bytes=1 << 30, workloads=3)
@@ -212,7 +219,7 @@ def test_the_memory_of_contents_that_could_not_be_drawn_is_free_for_the_others(p
         if drawn:
             gc.collect()
             still_there.append(drawn[0]() is not None)
-        if case.axes["M"] == 5 and not drawn:
+        if case.axes["M"] == 5:
             inputs = torch.empty(1000)
             drawn.append(weakref.ref(inputs))
             raise torch.OutOfMemoryError("not enough memory")
@@ -223,3 +230,74 @@ def test_the_memory_of_contents_that_could_not_be_drawn_is_free_for_the_others(p
     assert sorted(trace.status for trace in traces) == ["PASSED"] * 6 + ["UNSUPPORTED"] * 2
     assert still_there
     assert not any(still_there)
+
+
+def test_a_workload_without_memory_beside_other_workers_is_measured_when_they_have_ended(plans, tmp_path, monkeypatch):
+    """The first answer for one size of one operator is that the GPU had no memory; the second comes of a new worker."""
+    full, living = Failure("UNSUPPORTED", "no memory", no_memory=True), []
+    verify = Verification.verify
+
+    def crowded(self: Verification, contents, *rest):
+        first = contents.workload.axes["M"] == 5 and self.handle.definition.name == "row_scale" and not living
+        if first and self.handle.solution.name == "row_scale_kernel":
+            living.append(self.handle.worker)
+            return full
+        return verify(self, contents, *rest)
+
+    monkeypatch.setattr(Verification, "verify", crowded)
+    found, concluded = [], []
+    context = RunContext("run", cpu_machine(), 5)
+    executor = LocalExecutor(
+        context, tmp_path, TimingBudget.quick(), SCREEN, found.append, capacity=WIDE, concluded=concluded.append
+    )
+    executor.run(plans())
+    assert all(trace.status == "PASSED" for trace in found), [trace.reason for trace in found]
+    assert len({(trace.solution, trace.workload_uuid) for trace in found}) == len(found) == 16
+    assert len(concluded) == 8
+    assert living[0] is not None
+    assert not living[0].alive
+
+
+def test_a_workload_that_has_no_memory_alone_is_said_to_be_unsupported(plans, tmp_path, monkeypatch):
+    asked = []
+
+    def full(self: Verification, contents, *rest):
+        asked.append((self.handle.solution.name, contents.workload.uuid))
+        return Failure("UNSUPPORTED", "no memory", no_memory=True)
+
+    monkeypatch.setattr(Verification, "verify", full)
+    found = []
+    LocalExecutor(
+        RunContext("run", cpu_machine(), 5), tmp_path, TimingBudget.quick(), SCREEN, found.append, capacity=WIDE
+    ).run(plans())
+    assert [trace.status for trace in found] == ["UNSUPPORTED"] * 16
+    assert set(Counter(asked).values()) == {2}
+
+
+def test_memory_is_left_for_the_measuring_process_itself():
+    h100 = Machine("cuda:0", "h100-sxm", "NVIDIA H100 80GB HBM3", "sm_90", memory_bytes=79 << 30)
+    found = Capacity.of(h100, 128 << 30)
+    assert found.contents_bytes + found.runners * GPU_RUNNER_BYTES <= h100.memory_bytes - SUPERVISOR_BYTES
+    assert Capacity.of(Machine("cuda:0", "l4", "NVIDIA L4", "sm_89", memory_bytes=6 << 30), 64 << 30).runners == 1
+
+
+def test_a_solution_whose_workers_found_no_memory_is_not_blamed_and_tried_again(plans, tmp_path, monkeypatch):
+    """Three workers in a row do not even start: as many deaths of its own making would end it."""
+    refused, start = [], WorkerHandle.start
+
+    def crowded(self: WorkerHandle) -> WorkerProcess:
+        worker = start(self)
+        if self.solution.name == "row_scale_kernel" and len(refused) < 4:
+            refused.append(worker)
+
+            def no_memory(timeout_s: float = 0.0) -> None:
+                worker.kill()
+                raise WorkerHasNoMemory("the GPU had no memory left for the worker to start")
+
+            monkeypatch.setattr(worker, "wait_until_ready", no_memory)
+        return worker
+
+    monkeypatch.setattr(WorkerHandle, "start", crowded)
+    traces = run(plans()[:1], tmp_path / "scratch", WIDE)
+    assert [trace.status for trace in traces] == ["PASSED"] * 8, [trace.reason for trace in traces]
+    assert len(refused) == 4

@@ -20,6 +20,8 @@ BATCH_WORKLOADS = 6
 cases and of so many workloads, so that what is compiled while verifying is still there when it is timed."""
 GPU_RUNNER_BYTES, HOST_RUNNER_BYTES = 2 << 30, 3 << 30
 """What a worker holds while it waits: its CUDA context, its kernels and what its compiler has imported."""
+SUPERVISOR_BYTES = 6 << 30
+"""What the measuring process holds: its CUDA context, oracles and comparisons in fp64, and the worker that audits the clock."""
 MEMORY_SHARE = 3
 """One part in so many of the device's memory is for contents and outputs that wait to be timed."""
 ORACLE_SIZE = 4
@@ -46,9 +48,9 @@ class Capacity:
         if not machine.is_gpu:
             return cls(runners=1, contents_bytes=0, workloads=1)
         contents_bytes = machine.memory_bytes // MEMORY_SHARE
-        left_bytes = machine.memory_bytes - contents_bytes - pool_bytes(machine)
+        left_bytes = machine.memory_bytes - contents_bytes - pool_bytes(machine) - SUPERVISOR_BYTES
         runners = min(left_bytes // GPU_RUNNER_BYTES, host_bytes // HOST_RUNNER_BYTES)
-        return cls(runners, contents_bytes, BATCH_WORKLOADS)
+        return cls(max(runners, 1), contents_bytes, BATCH_WORKLOADS)
 
 
 @dataclass(frozen=True)

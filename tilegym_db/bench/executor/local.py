@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 from tilegym_db.bench.audit import AuditWorker
 from tilegym_db.bench.buffer_pool import pool_bytes
 from tilegym_db.bench.contents import ExpectedCache
-from tilegym_db.bench.executor.batches import Batch, Capacity, DefinitionGroup, make_definition_groups
+from tilegym_db.bench.executor.batches import MEMORY_SHARE, Batch, Capacity, DefinitionGroup, make_definition_groups
 from tilegym_db.bench.executor.time_workload import AfterTiming, Emit, WorkloadTiming
 from tilegym_db.bench.executor.verify_batch import verify_batch
 from tilegym_db.bench.executor.workload_run import SolutionGroup
@@ -95,17 +95,29 @@ class LocalExecutor:
                     runner.verification.witness = witness
                     stack.callback(runner.handle.close)
                     group.runners.append(runner)
+            crowded: list[Batch] = []
             for batch in definition_group.batches:
-                self._run_batch(batch, groups, timing)
+                crowded += self._run_batch(batch, groups, timing)
                 for group in groups.values():
                     group.rest()
+            for batch in crowded:
+                for group in groups.values():
+                    group.close_workers()
+                self._run_batch(batch, groups, timing, alone=True)
 
     def _make_stock(self, plan: DefinitionPlan, solutions: Sequence[SolutionFiles]) -> Verification | None:
         stock = stock_of(solutions)
         return None if stock is None else self.make_runner(plan.definition, stock, {}).verification
 
-    def _run_batch(self, batch: Batch, groups: dict[str, SolutionGroup], timing: WorkloadTiming) -> None:
-        """Verify everything side by side, then time one workload after the other while no other work is under way."""
+    def _run_batch(
+        self, batch: Batch, groups: dict[str, SolutionGroup], timing: WorkloadTiming, *, alone: bool = False
+    ) -> list[Batch]:
+        """Verify everything side by side, then time one workload after the other while no other work is under way.
+
+        Returns:
+            The workloads for which a runner had no memory beside the other workers, each as a batch of its own: not concluded,
+            and to be done again when those have ended. With ``alone`` there is no such other worker, and none comes back.
+        """
         workload_runs = [groups[plan.definition.name].workload_run(workload) for plan, workload in batch]
         several = len(workload_runs) > 1
         if several:
@@ -117,12 +129,28 @@ class LocalExecutor:
             verify_batch(workload_runs, self.context)
         if self.context.machine.is_gpu:
             torch.cuda.empty_cache()  # what comparing took is for the workers to use
+        crowded: list[Batch] = []
         while workload_runs:
             workload_run = workload_runs.pop(0)  # its contents are given back when it has been timed
+            if workload_run.lacked_memory and not alone:
+                crowded.append(((workload_run.plan, workload_run.workload),))
+                continue
             if several:
                 self.starting(str(workload_run))
+                self._make_room(groups, {run.plan.definition.name for run in (workload_run, *workload_runs)})
             timing.conclude(workload_run)
             self.concluded(workload_run.workload)
+        return crowded
+
+    def _make_room(self, groups: dict[str, SolutionGroup], waiting: Collection[str]) -> None:
+        """Where little memory is left, end the workers of Definitions of which nothing waits to be timed in this batch."""
+        if not self.context.machine.is_gpu:
+            return
+        free_bytes, all_bytes = torch.cuda.mem_get_info(self.context.machine.device)
+        if free_bytes < all_bytes // MEMORY_SHARE:
+            for name, group in groups.items():
+                if name not in waiting:
+                    group.close_workers()
 
     def make_runner(
         self,

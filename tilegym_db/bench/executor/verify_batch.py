@@ -12,7 +12,7 @@ from tilegym_db.bench.phases import COMPILE, DRAW
 from tilegym_db.bench.processors import Processors
 from tilegym_db.bench.runner import Runner
 from tilegym_db.bench.tracing import RunContext
-from tilegym_db.bench.verification import CANNOT_VERIFY, Verified
+from tilegym_db.bench.verification import CANNOT_VERIFY, Verified, cannot_verify
 from tilegym_db.confinement.bounds import available_processors
 from tilegym_db.verify.verifier import Failure
 
@@ -100,7 +100,7 @@ def _draw(workload_run: WorkloadRun, context: RunContext) -> WorkloadContents | 
         with context.phases(DRAW):
             contents = WorkloadContents.draw(definition, workload_run.workload, context.seed, own, in_turn=in_turn)
     except CANNOT_VERIFY as error:
-        return Failure("UNSUPPORTED", f"cannot be verified on this machine: {error}")
+        return cannot_verify(error)
     if not contents.sets:
         reason = "the reference itself passes no content set at this shape, so nothing can be proved"
         return Failure("UNSUPPORTED", reason)

@@ -27,6 +27,11 @@ class WorkloadRun:
     outcomes: dict[str, tuple[Verified | Failure, int]] = field(default_factory=dict)
     """Runner name -> its outcome, and the level at which its worker was confined."""
 
+    @property
+    def lacked_memory(self) -> bool:
+        """True where the GPU had no memory left for one of them while others were verified beside it."""
+        return any(isinstance(outcome, Failure) and outcome.no_memory for outcome, _ in self.outcomes.values())
+
     def __str__(self) -> str:
         return f"{self.plan.definition.name} {' '.join(f'{k}={v}' for k, v in self.workload.axes.items())}"
 
@@ -51,3 +56,9 @@ class SolutionGroup:
         for runner in self.runners:
             if runner.config:
                 runner.handle.close()
+
+    def close_workers(self) -> None:
+        """End every worker, so that the device has all of its memory; the next that is needed starts again."""
+        self.cache.clear()
+        for runner in self.runners:
+            runner.handle.close()

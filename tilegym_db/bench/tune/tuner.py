@@ -20,7 +20,7 @@ from tilegym_db.bench.tune.candidates import ConfigCandidate, SearchHistory, can
 from tilegym_db.bench.tune.compile_ahead import CompileAhead
 from tilegym_db.bench.tune.known import Known
 from tilegym_db.bench.tune.search import Search, SearchBudget, Step
-from tilegym_db.bench.verification import CANNOT_VERIFY
+from tilegym_db.bench.verification import CANNOT_VERIFY, cannot_verify
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.records import Config, Definition, Trace, Workload
 from tilegym_db.records.solution import config_id
@@ -227,7 +227,7 @@ class PairSearch:
                 return Failure("UNSUPPORTED", "the reference itself passes no content set at this shape")
             pool = BufferPool(tuner.definition, contents.sets, machine.device, runner.handle.limits.buffer_bytes)
         except CANNOT_VERIFY as error:
-            return Failure("UNSUPPORTED", f"cannot be verified on this machine: {error}")
+            return cannot_verify(error)
         try:
             assert self._ahead is not None
             with self._ahead as ahead:

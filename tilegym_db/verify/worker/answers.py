@@ -25,7 +25,10 @@ def is_memory_error(error: BaseException) -> bool:
     """Whether the GPU had no memory left, which other processes may have taken."""
     import torch
 
-    return isinstance(error, torch.OutOfMemoryError)
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    # What CUDA itself says where not even a context fits.
+    return isinstance(error, torch.AcceleratorError) and "out of memory" in str(error)
 
 
 def copy_returned(returned: Any, slot: Mapping[str, Any], outputs: Sequence[str]) -> dict[str, str] | None:

@@ -35,7 +35,7 @@ from tilegym_db.verify.worker.supervisor_process import (
     start_supervisor,
 )
 
-__all__ = ["WorkerDied", "WorkerProcess", "WorkerTimeout", "best_level", "prepare_workers"]
+__all__ = ["WorkerDied", "WorkerHasNoMemory", "WorkerProcess", "WorkerTimeout", "best_level", "prepare_workers"]
 
 START_TIMEOUT_S = 180.0
 END_TIMEOUT_S = 12.0
@@ -43,6 +43,10 @@ END_TIMEOUT_S = 12.0
 
 class WorkerDied(Exception):
     """The worker ended, was ended because it exceeded a bound, or broke the protocol, before it answered."""
+
+
+class WorkerHasNoMemory(WorkerDied):
+    """The GPU had no memory left for another process: other workers, or other programs, have it."""
 
 
 class WorkerTimeout(Exception):
@@ -168,7 +172,10 @@ class WorkerProcess:
         """Return when the worker has imported what it needs; raises like :meth:`request`."""
         if not self._ready:
             self._introduction()
-            self._receive(0, time.monotonic() + timeout_s, timeout_s)
+            begun = self._receive(0, time.monotonic() + timeout_s, timeout_s)
+            if Reply(bool(begun.get("ok")), begun).no_memory:
+                self.kill()
+                raise WorkerHasNoMemory("the GPU had no memory left for the worker to start")
             self._ready = True
 
     def request(self, op: str, *, timeout_s: float, descriptors: Sequence[int] = (), **content: Any) -> Reply:

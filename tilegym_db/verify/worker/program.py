@@ -277,7 +277,13 @@ def main(channel: int, device: str) -> None:
         import torch
 
         if device != "cpu":
-            torch.zeros(1, device=device)
+            try:
+                torch.zeros(1, device=device)
+            except RuntimeError as error:
+                if not is_memory_error(error):
+                    raise
+                harness.send({"id": 0, "ok": False, "kind": "memory"})
+                raise
         harness.send({"id": 0, "ok": True})
         while (request := harness.receive()) is not None and request["op"] != "exit":
             harness.send(worker.serve(request))

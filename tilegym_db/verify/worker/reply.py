@@ -44,8 +44,14 @@ class Reply:
 
         UNSUPPORTED where the GPU had no memory left: that is this machine's, or another process's, and takes no pass back.
         """
-        kind = self.content.get("kind")
-        return "COMPILE_ERROR" if kind == "compile" else "UNSUPPORTED" if kind == "memory" else "RUNTIME_ERROR"
+        if self.no_memory:
+            return "UNSUPPORTED"
+        return "COMPILE_ERROR" if self.content.get("kind") == "compile" else "RUNTIME_ERROR"
+
+    @property
+    def no_memory(self) -> bool:
+        """True where it raised since the GPU had no memory left."""
+        return self.content.get("kind") == "memory"
 
 
 def storable(text: object) -> str:
