@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
+from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError
+from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition, Workload
-from tilegym_db.verify.admission import run_reference_once, run_self_test
+from tilegym_db.verify import admission
+from tilegym_db.verify.admission import require_returning_reference, run_reference_once, run_self_test
 from tilegym_db.verify.apart import run_apart
 
 HEAD = "# Source: https://example.org/row_scale.py#L1\nimport os, sys, time\ndef run(x, weight, factor):\n    "
@@ -73,3 +76,19 @@ def test_a_cost_is_an_amount_of_work(flops: str, message: str, definition_record
     record = Definition.from_dict(definition_record(cost={"flops": flops, "bytes": "M * N"}))
     with pytest.raises(RecordError, match=message):
         run_reference_once(record, Path("draft.json"))
+
+
+def test_a_reference_that_came_with_the_checkout_need_not_be_tried_and_one_changed_by_hand_must(monkeypatch, tmp_path):
+    """Eighty processes with PyTorch, one after the other, took a minute of a promotion's start."""
+    tried: list[str] = []
+    monkeypatch.setattr(admission, "run_reference_once", lambda record, path: tried.append(record.name))
+    monkeypatch.setattr("platformdirs.user_cache_dir", lambda name: str(tmp_path))
+    catalog = Catalog.default()
+    assert catalog.write_root == shipped_root()
+    for record in catalog.definitions.values():
+        require_returning_reference(catalog, record)
+    assert tried == []
+    content = catalog.definition("rms_norm").to_dict()
+    changed = Definition.from_dict(content | {"reference": content["reference"] + "\nwhile True: pass\n"})
+    require_returning_reference(catalog, changed)
+    assert tried == ["rms_norm"]

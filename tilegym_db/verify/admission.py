@@ -16,6 +16,7 @@ from pathlib import Path
 import platformdirs
 
 from tilegym_db.catalog import Catalog
+from tilegym_db.catalog.locked import read_lock
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition, Workload
@@ -64,15 +65,18 @@ def run_reference_once(record: Definition, file: Path, *, limit_s: float | None 
 def require_returning_reference(catalog: Catalog, record: Definition) -> None:
     """Before this process computes with a reference that did not come with the package: run it apart, once per digest.
 
-    Nobody has to add a Definition through ``add-definition``: its file may have been written or changed by hand. That it returned
-    is remembered in the user's cache folder, since a process with PyTorch takes seconds to start.
+    Nobody has to add a Definition through ``add-definition``: its file may have been written or changed by hand. Of a checkout,
+    those came with it whose digest its lock states. That a reference returned is remembered in the user's cache folder, since a
+    process with PyTorch takes seconds to start.
 
     Raises:
         RecordError: as :func:`run_reference_once`.
     """
     path = catalog.definition_paths.get(record.name)
     packaged = shipped_root()
-    if path is None or (path.is_relative_to(packaged) and catalog.write_root != packaged):
+    if path is None:
+        return
+    if path.is_relative_to(packaged) and (catalog.write_root != packaged or _is_locked(packaged, record)):
         return
     known = Path(platformdirs.user_cache_dir("tilegym-db")) / "references" / f"{record.digest}-{version('torch')}"
     if record.digest in _RETURNED or os.path.exists(known):
@@ -82,6 +86,12 @@ def require_returning_reference(catalog: Catalog, record: Definition) -> None:
     with contextlib.suppress(OSError):  # a cache folder that cannot be written to costs the next command a few seconds
         known.parent.mkdir(parents=True, exist_ok=True)
         known.touch()
+
+
+def _is_locked(root: Path, record: Definition) -> bool:
+    with contextlib.suppress(RecordError):  # a damaged lock vouches for nothing
+        return read_lock(root).get(record.name, {}).get(record.version) == record.digest
+    return False
 
 
 _RETURNED: set[str] = set()
