@@ -8,10 +8,12 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from tilegym_db.verify.scan.tables import reviewed_libraries
 from tilegym_db.verify.worker.process_state import StateWatch
 
 
@@ -36,7 +38,7 @@ def put_back() -> Iterator[None]:
 
 def watch(*, compiles: bool = False) -> StateWatch:
     found = StateWatch()
-    found.begin("torch", compiles=compiles)
+    found.begin(["torch"], compiles=compiles)
     return found
 
 
@@ -103,5 +105,20 @@ def test_torch_compile_may_change_what_it_changes_for_good_and_nothing_else() ->
 
 def test_a_language_that_is_not_installed_is_left_to_the_loader_to_name() -> None:
     found = StateWatch()
-    found.begin("no_such_language", compiles=False)
+    found.begin(["no_such_language"], compiles=False)
     assert found.changes() == []
+
+
+def test_what_importing_a_reviewed_library_changes_is_not_blamed_on_calls(tmp_path: Path, monkeypatch) -> None:
+    """As Liger-Kernel does, which every baseline that calls it was refused for."""
+    (tmp_path / "sets_up.py").write_text("import random, warnings\nrandom.random()\nwarnings.simplefilter('error')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = StateWatch()
+    found.begin(["torch", "sets_up"], compiles=False)
+    assert found.changes() == []
+    random.random()
+    assert len(found.changes()) == 1
+
+
+def test_only_libraries_that_were_read_are_imported_ahead() -> None:
+    assert reviewed_libraries(("torch>=2.6", "liger-kernel>=0.8.5", "some-kernels")) == ["liger_kernel"]

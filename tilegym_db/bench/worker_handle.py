@@ -18,6 +18,7 @@ from tilegym_db.records.layouts import layout_class
 from tilegym_db.verify.expected import Expected
 from tilegym_db.verify.gates import OutputVerdict
 from tilegym_db.verify.inputs import Case
+from tilegym_db.verify.scan.tables import reviewed_libraries
 from tilegym_db.verify.verifier import Failure, call_again, verify_slot
 from tilegym_db.verify.worker.interpreters import INTERPRETERS
 from tilegym_db.verify.worker.process import WorkerDied, WorkerHasNoMemory, WorkerProcess, WorkerTimeout
@@ -175,6 +176,7 @@ class WorkerHandle:
                 inputs=list(self.definition.inputs),
                 outputs=list(self.definition.written_outputs),
                 in_place=self.definition.in_place,
+                libraries=reviewed_libraries(self.solution.record.spec.dependencies),
                 interpret=self.interpret,
             )
         except WorkerTimeout as error:

@@ -20,6 +20,7 @@ from tilegym_db.verify.comparison import base_errors, check_outputs
 from tilegym_db.verify.expected import Expected
 from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.reference import Lifted
+from tilegym_db.verify.scan.tables import reviewed_libraries
 from tilegym_db.verify.verifier import Failure, fill_slot, read_outputs, verify_slot
 from tilegym_db.verify.worker.interpreters import INTERPRETERS
 from tilegym_db.verify.worker.process import WorkerDied, WorkerProcess, WorkerTimeout
@@ -72,6 +73,7 @@ class Confined:
                 outputs=list(self.definition.written_outputs),
                 interpret=self.interpret,
                 in_place=self.definition.in_place,
+                libraries=reviewed_libraries(self.files.record.spec.dependencies),
             )
         return None if isinstance(reply, Reply) else reply
 

@@ -42,6 +42,7 @@ __all__ = [
     "path_rule",
     "read_sections",
     "refusal",
+    "reviewed_libraries",
     "words",
 ]
 
@@ -188,6 +189,11 @@ def distribution_roots(dependencies: Iterable[str]) -> frozenset[str]:
     is ``flashinfer``."""
     names = (re.split(r"[^A-Za-z0-9._-]", text.strip(), maxsplit=1)[0] for text in dependencies)
     return frozenset(LIBRARIES.get(name, name) for name in map(_import_name, names))
+
+
+def reviewed_libraries(dependencies: Iterable[str]) -> list[str]:
+    """The import names of those declared distributions whose members are reviewed."""
+    return sorted(distribution_roots(dependencies) & set(LIBRARIES.values()))
 
 
 def import_rule(module: str, language: str, declared: frozenset[str]) -> str | None:

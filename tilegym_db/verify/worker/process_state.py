@@ -14,7 +14,7 @@ import os
 import random
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -96,15 +96,17 @@ class StateWatch:
         """Take the snapshot of switches, which not even a language may change."""
         self._before, self._ignored = switches(), frozenset[str]()
 
-    def begin(self, package: str, *, compiles: bool) -> None:
+    def begin(self, packages: Iterable[str], *, compiles: bool) -> None:
         """Import what a language's sources import, and take the snapshot of the rest.
 
         Args:
-            package: what the sources import; where it cannot be imported, loading the Solution says so.
+            packages: what the sources import: their language, and reviewed libraries, which may set up the process for themselves
+                when they are imported. Where one cannot be imported, loading the Solution says so.
             compiles: the Solution uses torch.compile.
         """
-        with contextlib.suppress(ImportError):
-            importlib.import_module(package)
+        for package in packages:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(package)
         self._before |= traces_of_calls()
         self._ignored = frozenset(_OF_TORCH_COMPILE if compiles else ())
 

@@ -82,7 +82,8 @@ class Worker:
             INTERPRETERS[files.record.spec.language].install()
         if files.uses_torch_compile:
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-        self.state_watch.begin(TOOLCHAINS[files.record.spec.language].package, compiles=files.uses_torch_compile)
+        packages = [TOOLCHAINS[files.record.spec.language].package, *request["libraries"]]
+        self.state_watch.begin(packages, compiles=files.uses_torch_compile)
         self.entry = load_entry(files)
         self.returns = not files.record.spec.destination_passing_style
         self.order, self.outputs = request["inputs"], request["outputs"]
