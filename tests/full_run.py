@@ -35,6 +35,7 @@ MARK = "records"
 JUDGES = ("backends", "bench", "confinement", "records", "verify")
 COMPILERS = ("torch", "triton", "tilelang", "cuda-tile", "nvidia-cuda-tileiras", "nvidia-cuda-nvcc", "nvidia-nvvm")
 IMPORTS = re.compile(r"^\s*(?:from|import) (tilegym_db(?:\.\w+)+)", re.MULTILINE)
+HELPERS = re.compile(r"^\s*(?:from|import) (\w+(?:\.\w+)*)", re.MULTILINE)
 KINDS = ("definition", "solution", "traces", "cheat")
 ALL_BUT_ALONE = "not alone"
 """What 'make test' runs first; tests of records are all among it."""
@@ -186,14 +187,29 @@ def judge_digest(root: Path = ROOT) -> str:
 
 @cache
 def digest_of_test(path: Path) -> str:
-    """Digest of a test file, of the files beside it and above it that hold no tests, and of the package's modules it imports."""
+    """Digest of a test file, of the ``conftest.py`` of its folder and of those above, of what these import of ``tests/``, and of
+    the package's modules that the test file imports."""
     folders = [folder for folder in path.parents if folder.is_relative_to(STATE.parent)]
-    beside = [file for folder in folders for file in folder.glob("*.py") if not file.name.startswith("test_")]
+    fixtures = [file for folder in folders if (file := folder / "conftest.py").is_file()]
     modules = [ROOT.joinpath(*name.split(".")) for name in IMPORTS.findall(path.read_text(encoding="utf-8"))]
     files = [
         file for module in modules for file in (module.with_suffix(".py"), *module.rglob("*.py")) if file.is_file()
     ]
-    return _digest_of({path, *beside, *files}, ROOT)
+    return _digest_of({*_with_helpers([path, *fixtures]), *files}, ROOT)
+
+
+def _with_helpers(paths: Iterable[Path]) -> set[Path]:
+    """Files of ``tests/``, and every module of ``tests/`` that they import, or that those import."""
+    waiting, found = list(paths), set()
+    while waiting:
+        path = waiting.pop()
+        if path not in found:
+            found.add(path)
+            names = [name.split(".") for name in HELPERS.findall(path.read_text(encoding="utf-8"))]
+            folders = (STATE.parent, path.parent)
+            places = [folder.joinpath(*name).with_suffix(".py") for folder in folders for name in names]
+            waiting += [place for place in places if place.is_file()]
+    return found
 
 
 def commit(root: Path = ROOT) -> str:

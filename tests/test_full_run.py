@@ -154,18 +154,24 @@ def test_another_compiler_is_another_judge_and_another_library_is_not(name: str,
         ("tilegym_db/module.py", True),
         ("tilegym_db/package/inner.py", True),
         ("tests/part/test_other.py", False),
+        ("tests/helper.py", True),
+        ("tests/part/of_the_helper.py", True),
+        ("tests/unrelated.py", False),
         ("tests/other/conftest.py", False),
         ("tilegym_db/another.py", False),
     ],
 )
-def test_a_test_file_is_its_text_what_lies_beside_and_above_it_and_the_modules_it_tests(
+def test_a_test_file_is_its_text_its_fixtures_what_they_import_and_the_modules_it_tests(
     changed: str, counts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(full_run, "ROOT", tmp_path)
     monkeypatch.setattr(full_run, "STATE", tmp_path / "tests" / "full_run.json")
     test = tmp_path / "tests" / "part" / "test_it.py"
     test.parent.mkdir(parents=True)
-    test.write_text("from tilegym_db.module import one\nfrom tilegym_db.package import two\n")
+    test.write_text("from helper import three\nfrom tilegym_db.module import one\nfrom tilegym_db.package import two\n")
+    helper = tmp_path / "tests" / "helper.py"
+    helper.write_text("from part.of_the_helper import four\n")
+    test.with_name("of_the_helper.py").write_text("four = 4\n")
     before = digest_of_test.__wrapped__(test)
     path = tmp_path / changed
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The tables of docs/performance/{kernels,families}.md that the shipped traces hold.
+"""The tables of docs/performance/{kernels,families,gpus}.md that the shipped traces hold.
 
 python tools/performance_tables.py            # writes the blocks
 python tools/performance_tables.py --check
@@ -15,7 +15,7 @@ from typing import Any
 from marked_blocks import ROOT, shipped_store, with_block, write_or_check
 
 PAGE = ROOT / "docs" / "performance" / "kernels.md"
-FAMILIES = PAGE.with_name("families.md")
+FAMILIES, GPUS = PAGE.with_name("families.md"), PAGE.with_name("gpus.md")
 GPU, DTYPES = "h200", "T=bfloat16"
 
 SHAPES = {
@@ -164,6 +164,75 @@ GAINS = """
 """
 
 
+def coverage() -> str:
+    """One row a GPU: what is published of it."""
+    lines = [
+        "| GPU | traces | operators with a verified kernel | in Triton, TileLang and cuTile | shapes |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    lines += [f"| {gpu} | {' | '.join(f'{count:,}' for count in counts)} |" for gpu, *counts in _rows(COVERAGE, {})]
+    return "\n".join(lines)
+
+
+COVERAGE = """
+    WITH kernel AS (
+        SELECT gpu, definition, count(DISTINCT language) FILTER (language <> 'python') AS languages
+        FROM verified WHERE role = 'kernel' GROUP BY ALL
+    )
+    SELECT gpu, count(*), any_value(found), any_value(three), count(DISTINCT (definition, workload_uuid)) FROM verified
+    JOIN (SELECT gpu, count(*) AS found, count(*) FILTER (languages = 3) AS three FROM kernel GROUP BY gpu) USING (gpu)
+    GROUP BY gpu ORDER BY gpu
+"""
+
+
+def side_by_side() -> str:
+    """One row an operator: the fastest verified kernel of each GPU at the largest shape that both have."""
+    lines = ["| operator | shape | H200 | us | H100 | us | H100 / H200 |", "|---|---|---|---:|---|---:|---:|"]
+    for name, shape, one, one_us, other, other_us in _rows(f"{FASTEST} {LARGEST}", {}):
+        shape = shape.replace(",", " ")
+        lines.append(
+            f"| {name} | {shape} | {one} | {one_us:.1f} | {other} | {other_us:.1f} | {other_us / one_us:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def differing() -> str:
+    """One row a shape at which, of the kernels verified on both, another one is the fastest on the H100 than on the H200."""
+    lines = ["| operator | shape | on the H200 | us | on the H100 | us |", "|---|---|---|---:|---|---:|"]
+    for name, shape, one, one_us, other, other_us in _rows(DIFFERING, {}):
+        lines.append(f"| {name} | {shape.replace(',', ' ')} | {one} | {one_us:.1f} | {other} | {other_us:.1f} |")
+    return "\n".join(lines)
+
+
+FASTEST = """
+    WITH fastest AS (
+        SELECT definition, axes_key, dtypes_key, scalars_key, layouts_key, gpu_family, max(sol_us) AS sol_us,
+               arg_min(solution, latency_us) AS solution, arg_min(language, latency_us) AS language, min(latency_us) AS us
+        FROM verified WHERE role = 'kernel' GROUP BY ALL
+    ),
+    pair AS (
+        SELECT a.definition, a.axes_key, a.dtypes_key, a.sol_us, a.solution AS one, a.language AS one_in, a.us AS one_us,
+               b.solution AS other, b.language AS other_in, b.us AS other_us
+        FROM fastest a JOIN fastest b USING (definition, axes_key, dtypes_key, scalars_key, layouts_key)
+        WHERE a.gpu_family = 'h200' AND b.gpu_family = 'h100'
+    )
+"""
+LARGEST = """
+    SELECT definition, axes_key, one_in, one_us, other_in, other_us FROM pair
+    QUALIFY row_number() OVER (PARTITION BY definition ORDER BY sol_us DESC, axes_key, dtypes_key) = 1 ORDER BY definition
+"""
+DIFFERING = """
+    WITH paired AS (
+        SELECT definition, axes_key, dtypes_key, scalars_key, layouts_key, solution,
+               min(latency_us) FILTER (gpu_family = 'h200') AS h200_us, min(latency_us) FILTER (gpu_family = 'h100') AS h100_us
+        FROM verified WHERE role = 'kernel' GROUP BY ALL HAVING h200_us IS NOT NULL AND h100_us IS NOT NULL
+    )
+    SELECT definition, axes_key, arg_min(solution, h200_us) AS on_h200, min(h200_us), arg_min(solution, h100_us) AS on_h100,
+           min(h100_us)
+    FROM paired GROUP BY definition, axes_key, dtypes_key, scalars_key, layouts_key HAVING on_h200 <> on_h100 ORDER BY ALL
+"""
+
+
 def _cells(name: str, shape: str) -> tuple[dict[str, str], list[float]]:
     cells: dict[str, str] = defaultdict(str)
     fastest: dict[str, float] = {}
@@ -206,7 +275,10 @@ def wanted() -> dict[Path, str]:
         page = with_block(PAGE.read_text(), "times", times())
         page = with_block(page, "shares", shares())
         tables = with_block(FAMILIES.read_text(), "families", families(_rows(FAMILY, {"gpu": GPU})))
-        return {PAGE: with_block(page, "gains", gains()), FAMILIES: tables}
+        gpus = with_block(GPUS.read_text(), "coverage of GPUs", coverage())
+        gpus = with_block(gpus, "side by side", side_by_side())
+        gpus = with_block(gpus, "winners that differ", differing())
+        return {PAGE: with_block(page, "gains", gains()), FAMILIES: tables, GPUS: gpus}
 
 
 if __name__ == "__main__":
