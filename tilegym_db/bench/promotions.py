@@ -15,7 +15,7 @@ from tilegym_db.records.solution import config_id
 from tilegym_db.records.trace import Comparison
 from tilegym_db.store.database import Store
 from tilegym_db.store.loop_journals import append, journaled, loop_lock
-from tilegym_db.store.loop_queries import standing_promotions, verified_baselines
+from tilegym_db.store.loop_queries import promotion_rows, standing_promotions, verified_baselines
 
 __all__ = ["PromotionClaim", "claim_of", "record_promotions"]
 
@@ -88,7 +88,7 @@ def record_promotions(
     promoted: list[Promotion] = []
     reasons: dict[str, str] = {}
     with loop_lock(home):
-        known = journaled(Promotion, home)
+        known = _known(store, {trace.definition for trace in traces}, home)
         standing = standing_promotions(store)
         for trace in sorted(traces, key=lambda item: (_prefix(item), item.solution_digest, item.trace_id)):
             verified = verified_baselines(store, trace.definition_digest, trace.workload_uuid, trace.gpu)
@@ -107,6 +107,14 @@ def record_promotions(
             standing.add(promotion.id)
             promoted.append(promotion)
     return promoted, reasons
+
+
+def _known(store: Store, definitions: Collection[str], home: Path) -> list[Promotion]:
+    """Those in the journal, and those that shipped traces have earned."""
+    found = journaled(Promotion, home)
+    ids = {one.id for one in found}
+    rows = [row for name in sorted(definitions) for row in promotion_rows(store, name) if row["id"] not in ids]
+    return found + [Promotion.from_json(row["record"], f"promotion {row['id']}") for row in rows]
 
 
 def _is_of(promotion: Promotion, trace: Trace) -> bool:

@@ -36,8 +36,10 @@ QUALIFY row_number() OVER (PARTITION BY t.record->>'id' ORDER BY t.line) = 1;
 -- What may be said of each promotion now. It stands on a trace, and falls with it: `standing`; `revoked` by a later failure of
 -- this source; `not repeated` where a later promotion of the same source on the same workload is slower than the bar;
 -- `no evidence` where its trace is gone, is not what the record says, or does not count here.
+-- `promote` journals promotions in the home where it runs, and what the package ships was measured in another: of shipped traces
+-- they are derived, by the rule of bench/promotions.py. Their numbers count shipped traces alone.
 CREATE OR REPLACE VIEW promotions AS
-WITH listed AS (
+WITH journaled AS (
     SELECT
         record->>'id' AS id, record->>'solution' AS solution, record->>'solution_digest' AS solution_digest,
         record->>'definition' AS definition, record->>'definition_digest' AS definition_digest,
@@ -50,6 +52,41 @@ WITH listed AS (
         make_timestamp(epoch_us((record->>'created')::TIMESTAMPTZ)) AS created, record
     FROM loop_records WHERE kind = 'promotion'
     QUALIFY row_number() OVER (PARTITION BY record->>'id' ORDER BY line) = 1
+), compared AS (
+    SELECT *, list_sort(list_transform(
+        list_filter(comparisons, lambda c: c.provides IN ('stock', 'library', 'compile')), lambda c:
+            {'ci_low': c.ci_low, 'with': c."with", 'ratio': c.ratio, 'ci_high': c.ci_high}))[1] AS lowest,
+        list_transform(list_sort(map_entries(dtypes)), lambda e: e.value) AS dtype_names,
+        array_to_string(list_transform(list_sort(map_entries(axes)), lambda e: e.key || e.value), '-') AS shape
+    FROM verified WHERE origin = 'shipped' AND role = 'kernel' AND sandbox_level >= $sandbox_level
+), earned AS (
+    SELECT *, concat_ws('_', language, definition, gpu,
+        if(len(dtype_names) = 0, 'any', array_to_string(
+            list_filter(dtype_names, lambda name, place: list_position(dtype_names, name) = place), '-')),
+        if(shape = '', 'scalar', regexp_replace(shape, '[^A-Za-z0-9_.-]', '', 'g')[:120])) AS prefix
+    FROM compared c
+    WHERE lowest['ci_low'] >= $min_speedup AND NOT EXISTS (FROM best_per_solution b
+        WHERE b.role = 'baseline' AND b.definition_digest = c.definition_digest AND b.workload_uuid = c.workload_uuid
+            AND b.gpu = c.gpu AND b.latency_us < $min_speedup * c.latency_us
+            AND NOT list_contains(list_transform(c.comparisons, lambda one: one."with"), b.solution))
+), shipped AS (
+    SELECT *, prefix || '_v' || row_number() OVER (PARTITION BY prefix ORDER BY timestamp, trace_id) AS id,
+        lowest['with'] AS baseline, lowest['ratio'] AS ratio, lowest['ci_low'] AS low, lowest['ci_high'] AS high
+    FROM earned
+), listed AS (
+    FROM journaled
+    UNION ALL
+    SELECT
+        id, solution, solution_digest, definition, definition_digest, language, gpu, workload_uuid, axes, dtypes, trace_id,
+        baseline, ratio, low AS ci_low, high AS ci_high, 'op' AS evidence_level, false AS applied, timestamp AS created,
+        to_json({
+            'schema_version': 1, 'id': id, 'solution': solution, 'solution_digest': solution_digest, 'definition': definition,
+            'definition_digest': definition_digest, 'language': language, 'config': config, 'gpu': gpu,
+            'workload_uuid': workload_uuid, 'axes': axes, 'dtypes': dtypes, 'trace_id': trace_id, 'baseline': baseline,
+            'ratio': ratio, 'ci_low': low, 'ci_high': high, 'evidence_level': 'op', 'applied': false,
+            'created': strftime(timestamp, '%Y-%m-%dT%H:%M:%S.%fZ')}) AS record
+    FROM shipped s
+    WHERE NOT EXISTS (FROM journaled j WHERE j.id = s.id OR j.trace_id = s.trace_id)
 ), passes AS (
     SELECT *, list_min(list_transform(
         list_filter(comparisons, lambda c: c.provides IN ('stock', 'library', 'compile')), lambda c: c.ci_low)) AS low,

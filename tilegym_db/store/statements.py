@@ -60,7 +60,7 @@ def imported_sql() -> str:
 def loop_sql() -> str:
     """The statements that make the table and the views of the loop's records."""
     text = files(__package__).joinpath("loop.sql").read_text(encoding="utf-8")
-    return text.replace("$min_speedup", repr(MIN_SPEEDUP))
+    return text.replace("$min_speedup", repr(MIN_SPEEDUP)).replace("$sandbox_level", repr(PUBLISHED_SANDBOX_LEVEL))
 
 
 # -- making and refreshing a store ------------------------------------------------------------------------------------

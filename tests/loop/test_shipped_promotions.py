@@ -1,0 +1,71 @@
+"""What the package ships has promotions in any home: derived in SQL, by the rule that `promote` applies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tilegym_db.bench import promotions
+from tilegym_db.bench.promotions import claim_of, record_promotions
+from tilegym_db.catalog import Catalog
+from tilegym_db.records import Trace
+from tilegym_db.records.loop import Promotion
+from tilegym_db.store.connection import open_store
+from tilegym_db.store.database import Store
+from tilegym_db.store.loop_journals import journaled
+from tilegym_db.store.loop_queries import promotion_rows, verified_baselines
+
+KERNELS = """
+    SELECT trace_id FROM verified WHERE origin = 'shipped' AND role = 'kernel' AND definition IN ('attention_decode', 'softmax')
+    ORDER BY trace_id
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def store(home: Path):
+    with open_store(home, catalog=Catalog.default()) as found:
+        yield found
+
+
+def kernel_traces(store: Store) -> list[Trace]:
+    from tilegym_db.store.queries import read_traces
+
+    return list(read_traces(store, [row["trace_id"] for row in store.rows(KERNELS)]).values())
+
+
+def test_every_shipped_pass_that_earns_a_promotion_has_one_and_no_other_has(store: Store) -> None:
+    rows = {row["trace_id"]: row for row in promotion_rows(store)}
+    seen = kernel_traces(store)
+    assert len(seen) > 100
+    for trace in seen:
+        verified = verified_baselines(store, trace.definition_digest, trace.workload_uuid, trace.gpu)
+        claim, row = claim_of(trace, verified), rows.get(trace.trace_id)
+        assert (claim.baseline is None) == (row is None), (trace.solution, trace.axes, claim.reason)
+        if claim.baseline is not None and row is not None:
+            record = Promotion.from_json(row["record"])
+            assert record.prefix == promotions._prefix(trace)
+            assert (row["baseline"], row["ci_low"]) == (claim.baseline.other, claim.baseline.ci_low)
+            assert (record.trace_id, record.solution_digest) == (trace.trace_id, trace.solution_digest)
+            assert row["status"] == "standing"
+    assert len({row["id"] for row in rows.values()}) == len(rows)
+
+
+def test_what_ships_a_promotion_is_not_promoted_again_and_another_source_gets_the_next_number(
+    store: Store, home: Path
+) -> None:
+    shipped = {row["trace_id"]: row["id"] for row in promotion_rows(store)}
+    trace = next(one for one in kernel_traces(store) if one.trace_id in shipped)
+    found, _ = record_promotions(store, [trace], home)
+    assert [one.id for one in found] == [shipped[trace.trace_id]]
+    assert journaled(Promotion, home) == []
+    other = Trace.from_dict(trace.to_dict() | {"solution_digest": "0" * 64, "trace_id": "of another source"})
+    (one,), _ = record_promotions(store, [other], home)
+    assert one.prefix == promotions._prefix(trace)
+    taken = [number for number in shipped.values() if number.rpartition("_v")[0] == one.prefix]
+    assert one.id == f"{one.prefix}_v{len(taken) + 1}"
