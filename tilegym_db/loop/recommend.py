@@ -14,6 +14,7 @@ from tilegym_db.integrations.transformers.random_model import build_model, load_
 from tilegym_db.integrations.transformers.verify_model import model_tag
 from tilegym_db.records import Workload, axes_key
 from tilegym_db.records.hardware import GPU_SLUGS, gpus_meant, parse_gpu
+from tilegym_db.records.loop import MIN_SPEEDUP
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.loop_queries import model_run_rows, promotion_rows
 
@@ -91,9 +92,11 @@ def match(call: Workload, promotions: list[dict[str, Any]], catalog: Catalog) ->
     fitting = [row for row in promotions if row["definition"] == call.definition and dict(row["dtypes"]) == call.dtypes]
     place = (call.definition, stage, axes_key(call.axes), dtypes)
     if not fitting:
-        return Recommended(
-            *place, available=False, reason="no standing promotion of this operator and dtype on this GPU"
+        reason = (
+            f"no promotion ({MIN_SPEEDUP:.2f}x over the best baseline) of this operator and dtype stands on this GPU. What "
+            f"serves it with less: tilegym-db explain {call.definition} --axes {axes_key(call.axes)}"
         )
+        return Recommended(*place, available=False, reason=reason)
     best = min(fitting, key=lambda row: (_distance(dict(row["axes"]), axes), -row["ratio"], row["id"]))
     exact = _distance(dict(best["axes"]), axes) == 0
     return Recommended(
