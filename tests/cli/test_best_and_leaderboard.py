@@ -33,7 +33,7 @@ def test_best_is_the_newest_verified_trace_of_the_fastest_solution(cli, measured
     ("arguments", "code", "message"),
     [
         (["--gpu", "b200"], 3, "no verified solution for any definition on b200; GPUs with verified traces: h200"),
-        (["--op-type", "norm"], 3, "no verified solution for op_type norm"),
+        (["--op-type", "norm"], 2, "no op_type 'norm'; there are elementwise"),
         (["row_scal"], 2, "Did you mean 'row_scale'?"),
         (["--gpu", "h300"], 2, "unknown GPU 'h300'. Did you mean 'h200'"),
     ],
@@ -59,9 +59,9 @@ def test_passes_of_a_screen_are_pointed_out(cli, screened):
     assert f"{waiting} row_scale" in " ".join(result.err.split())
     for name in ([], ["row_scale"]):
         result = cli("leaderboard", *name)
-        assert (result.code, result.out) == (0, "")
-        assert result.err.strip() == " ".join([waiting, *name])
-    assert cli("leaderboard", "--gpu", "b200").err == "nothing verified yet. Try: tilegym-db bench --promote\n"
+        assert (result.code, result.out) == (3, "")
+        assert " ".join([waiting, *name]) in " ".join(result.err.split())
+    assert "Try: tilegym-db bench --promote" in " ".join(cli("leaderboard", "--gpu", "b200").err.split())
 
 
 def test_passes_of_a_screen_are_pointed_out_beside_what_is_verified(cli, screened, journal_traces):
@@ -78,7 +78,27 @@ def test_leaderboard_counts_shapes_and_wins(cli, measured):
     assert (row["solution"], row["shapes"], row["wins"]) == ("row_scale_stock", 1, 1)
     assert row["geomean_speedup"] == pytest.approx(1.5)
     assert "row_scale_stock" in cli("leaderboard", "row_scale", "--gpu", "h200").out
-    assert "nothing verified yet" in cli("leaderboard", "--gpu", "b200").err
+    none = cli("leaderboard", "--gpu", "b200")
+    assert none.code == 3
+    assert "no verified solution for any definition on b200; GPUs with verified traces: h200" in " ".join(
+        none.err.split()
+    )
+
+
+@pytest.mark.parametrize("command", ["best", "leaderboard"])
+def test_a_family_that_is_none_or_another_one_is_no_empty_answer(command, cli, measured):
+    unknown = cli(command, "--op-type", "nosuch")
+    assert unknown.code == 2
+    assert "no op_type 'nosuch'; there are elementwise" in unknown.err
+    assert cli(command, "--op-type", "").code == 2
+    assert cli(command, "row_scale", "--op-type", "elementwise").code == 0
+
+
+def test_a_limit_beyond_what_a_database_counts_is_refused_by_its_option(cli, measured):
+    for limit in ("9223372036854775808", "9" * 30):
+        result = cli("best", "--limit", limit)
+        assert result.code == 2
+        assert "--limit" in result.err
 
 
 def test_ingest_is_idempotent_and_rebuilds(cli, journal_traces):

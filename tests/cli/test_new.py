@@ -233,3 +233,18 @@ def test_an_argument_that_is_no_text_writes_nothing(cli, checkout, tmp_path, mon
     assert result.code in (1, 2)
     assert "Traceback" not in result.err
     assert not (tmp_path / "my_scale").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("definition", ""), "NAME '' is no name"),
+        (("definition", "Foo"), "NAME 'Foo' is no name"),
+        (("definition", "foo", "--description", "a\nb"), "--description is one line"),
+        (("solution", "row_scale", "-l", "triton", "--name", ""), "--name '' is no name"),
+    ],
+)
+def test_a_name_that_no_record_may_have_is_refused_before_anything_is_written(words, message, cli, row_scale, tmp_path):
+    result = cli("new", *words)
+    assert result.code == 2
+    assert message in " ".join(result.err.split())

@@ -13,7 +13,8 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.errors import StoreError
 from tilegym_db.records.loop import Task
 from tilegym_db.store import connection
-from tilegym_db.store.connection import database_path, open_store
+from tilegym_db.store.connection import DATABASE_NAME, database_path, open_store
+from tilegym_db.store.ingest import rebuild
 from tilegym_db.store.input_files import imported_manifests, own_tuning_files
 from tilegym_db.store.installation import KEY_NAME, signature
 from tilegym_db.store.journal import read_journal
@@ -60,3 +61,23 @@ def test_a_first_reader_waits_for_the_process_that_makes_the_database(
         assert reader.is_alive()
     reader.join(60)
     assert found == [True]
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["fifo", "folder"])
+def test_what_is_no_file_in_the_place_of_the_database_is_named_at_once(make, tmp_path: Path, catalog: Catalog) -> None:
+    make(tmp_path / DATABASE_NAME)
+    opening = (
+        lambda: open_store(tmp_path, read_only=True, catalog=catalog),
+        lambda: open_store(tmp_path, catalog=catalog),
+        lambda: rebuild(tmp_path, catalog=catalog),
+    )
+    for attempt in opening:
+        with pytest.raises(StoreError, match="is no regular file, and the database belongs there"):
+            attempt()
+
+
+def test_a_journal_in_utf_16_was_not_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"trace_id": "x"}', encoding="utf-16")
+    (line,) = read_journal(path).rejected
+    assert "UTF-16" in line.reason

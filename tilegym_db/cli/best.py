@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tilegym_db.cli.formats import AsArrow, AsCsv, AsJson, AsParquet, OutputFile, Wide, chosen_form, write_records
-from tilegym_db.cli.options import Axes, DefinitionName, Gpu, Language, OpType, Trust
+from tilegym_db.cli.options import Axes, DefinitionName, Gpu, Language, OpType, Trust, check_op_type
 from tilegym_db.cli.output import note, print_table, spelled_map
 from tilegym_db.cli.spark import Spark, print_by_size, spark_wanted
+
+if TYPE_CHECKING:
+    from tilegym_db.errors import NoSolutionError
+
+
+MOST_ROWS = 1 << 31
 
 
 def command(
@@ -19,7 +25,7 @@ def command(
     gpu: Gpu = None,
     axes: Axes = None,
     language: Language = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="So many rows at most.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, max=MOST_ROWS, help="So many rows at most.")] = None,
     as_json: AsJson = False,
     as_csv: AsCsv = False,
     as_parquet: AsParquet = False,
@@ -34,13 +40,13 @@ def command(
     from tilegym_db.cli.add_solution import normalise_language
     from tilegym_db.cli.pairs import parse_axes
     from tilegym_db.cli.reader import open_reader, unverified_note
-    from tilegym_db.errors import NoSolutionError
     from tilegym_db.store.queries import best_rows, measured_gpus, size_rows
 
     form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)
     sizes, spoken = parse_axes("--axes", axes), normalise_language(language)
     if name is not None:
         Catalog.default().definition(name)
+    check_op_type(op_type, name)
     chosen = chosen_gpu(gpu)
     with open_reader(trust=trust) as store:
         rows = best_rows(store, definition=name, op_type=op_type, gpu=chosen, axes=sizes, language=spoken, limit=limit)
@@ -49,12 +55,7 @@ def command(
         sized = size_rows(store, name, gpu=chosen, all_dtypes=True) if drawn else []
         unverified = unverified_note(store, definition=name, op_type=op_type, gpu=chosen)
     if not rows:
-        what = name or (f"op_type {op_type}" if op_type else "any definition")
-        where = _where(chosen, sizes, spoken)
-        raise NoSolutionError(
-            f"no verified solution for {what}{where}; GPUs with verified traces: {', '.join(measured) or 'none'}. "
-            + (unverified or f"Try: tilegym-db bench --promote {name or ''}".rstrip())
-        )
+        raise none_verified(name, op_type, _where(chosen, sizes, spoken), measured, unverified)
     if not form.is_table:
         write_records(form, rows)
     else:
@@ -63,6 +64,19 @@ def command(
         note("speedup: against the model's own code. Why this one: tilegym-db explain NAME")
         if unverified:
             note(unverified)
+
+
+def none_verified(
+    name: str | None, op_type: str | None, where: str, measured: Sequence[str], unverified: str | None
+) -> NoSolutionError:
+    """What to say where nothing that was asked for is verified; ``where`` limits the question."""
+    from tilegym_db.errors import NoSolutionError
+
+    what = name or (f"op_type {op_type}" if op_type else "any definition")
+    return NoSolutionError(
+        f"no verified solution for {what}{where}; GPUs with verified traces: {', '.join(measured) or 'none'}. "
+        + (unverified or f"Try: tilegym-db bench --promote {name or ''}".rstrip())
+    )
 
 
 def _of_fastest(sized: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tilegym_db.cli.options import path_given
 from tilegym_db.cli.output import note, print_json, print_table
 
 if TYPE_CHECKING:
@@ -25,7 +26,10 @@ def command(
             help="flashinfer, original (an imported data set as it was) or draft (an imported definition).",
         ),
     ],
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that does not exist yet, or is empty.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="A folder that does not exist yet, or is empty.", parser=path_given),
+    ],
     gpu: Annotated[str | None, typer.Option(help="Only traces of this GPU: h200, h100-sxm, ...")] = None,
     op_type: Annotated[str | None, typer.Option(help="Only this family: norm, activation, gemm, ...")] = None,
     origin: Annotated[

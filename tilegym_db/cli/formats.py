@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from tilegym_db.cli.options import path_given
 from tilegym_db.cli.output import json_text, note, plain_value, printable_lines
 
 __all__ = [
@@ -53,7 +54,14 @@ def file_name(path: Path | None) -> Path | None:
 _CONTROL = ("Cc", "Cf", "Zl", "Zp")
 OutputFile = Annotated[
     Path | None,
-    typer.Option("--output", "-o", help="A file to write to in place of stdout.", callback=file_name),
+    typer.Option(
+        "--output",
+        "-o",
+        help="A file to write to in place of stdout.",
+        metavar="FILE",
+        parser=path_given,
+        callback=file_name,
+    ),
 ]
 Wide = Annotated[bool, typer.Option("--wide", help="Every column in full, however wide the table gets.")]
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tilegym_db.cli.options import path_given
 from tilegym_db.cli.output import note, print_json, print_line, print_table
 
 if TYPE_CHECKING:
@@ -17,7 +18,14 @@ SHOWN_FINDINGS = 5
 
 
 def command(
-    path: Annotated[Path, typer.Argument(help="Root of the data set, or one fi_trace file; with --remove, an origin.")],
+    path: Annotated[
+        Path,
+        typer.Argument(
+            help="Root of the data set, or one fi_trace file; with --remove, an origin.",
+            metavar="PATH",
+            parser=path_given,
+        ),
+    ],
     name: Annotated[str | None, typer.Option(help="What to call it; by default its folder's name.")] = None,
     dialect: Annotated[
         str | None,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tilegym_db.cli.formats import AsArrow, AsCsv, AsJson, AsParquet, OutputFile, Wide, chosen_form, write_records
-from tilegym_db.cli.options import DefinitionName, Gpu, OpType, Trust
+from tilegym_db.cli.options import DefinitionName, Gpu, OpType, Trust, check_op_type
 from tilegym_db.cli.output import note, print_table
 from tilegym_db.cli.spark import Spark, by_size, spark_wanted
 
@@ -24,30 +24,29 @@ def command(
     trust: Trust = False,
     spark: Spark = None,
 ) -> None:
-    """Rank solutions per operator and GPU: shapes measured, shapes won, geometric means."""
+    """Rank solutions per operator and GPU: shapes measured, shapes won, geometric means. Exit status 3 where there is none."""
     from tilegym_db.catalog import Catalog
-    from tilegym_db.cli.best import chosen_gpu
+    from tilegym_db.cli.best import chosen_gpu, none_verified
     from tilegym_db.cli.reader import open_reader, unverified_note
-    from tilegym_db.store.queries import leaderboard_rows, size_rows
+    from tilegym_db.store.queries import leaderboard_rows, measured_gpus, size_rows
 
     form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)
     if name is not None:
         Catalog.default().definition(name)
+    check_op_type(op_type, name)
     chosen = chosen_gpu(gpu)
     with open_reader(trust=trust) as store:
         rows = leaderboard_rows(store, definition=name, op_type=op_type, gpu=chosen)
         sized = size_rows(store, name, op_type, chosen) if form.is_table and spark_wanted(spark) else []
         unverified = unverified_note(store, definition=name, op_type=op_type, gpu=chosen)
+        measured = measured_gpus(store)
+    if not rows:
+        raise none_verified(name, op_type, f" on {chosen}" if chosen else "", measured, unverified)
     if not form.is_table:
         write_records(form, rows, KEYS)
         return
-    if rows:
-        print_leaderboard(rows, sized, wide=wide)
-        note(
-            "speedup: against the model's own code; sol: share of the speed of light; both geometric means over shapes."
-        )
-    elif not unverified:
-        note("nothing verified yet. Try: tilegym-db bench --promote")
+    print_leaderboard(rows, sized, wide=wide)
+    note("speedup: against the model's own code; sol: share of the speed of light; both geometric means over shapes.")
     if unverified:
         note(unverified)
 

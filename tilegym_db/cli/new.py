@@ -42,10 +42,13 @@ def new_definition(
 ) -> None:
     """Write the draft of an operator: a folder with its record, its reference, and what proves it."""
     from tilegym_db.catalog import Catalog
-    from tilegym_db.errors import ConflictError
+    from tilegym_db.errors import ConflictError, UsageError
     from tilegym_db.scaffold import draft_definition
     from tilegym_db.scaffold.tensors import parse_tensors
 
+    check_name(name, "NAME")
+    if not description.isprintable():
+        raise UsageError("--description is one line of text, without line breaks and control characters.")
     existing = Catalog.default().definition_paths.get(name)
     if existing is not None:
         raise ConflictError(f"definition '{name}' exists already, at {existing}. Use another name.")
@@ -91,6 +94,8 @@ def new_solution(
     from tilegym_db.errors import UsageError
     from tilegym_db.scaffold import draft_solution, stock_solution_files
 
+    if name is not None:
+        check_name(name, "--name")
     catalog = Catalog.default()
     operator = catalog.definition(definition)
     if stock == (language is not None):
@@ -107,7 +112,7 @@ def new_solution(
         return
     chosen = normalise_language(language)
     assert chosen is not None
-    called = name or free_name(f"{definition}_{chosen}", set(catalog.solution_paths))
+    called = name if name is not None else free_name(f"{definition}_{chosen}", set(catalog.solution_paths))
     target = folder or Path(called)
     write_new(target, draft_solution(operator, chosen, called, login_name()))
     purposes = {
@@ -142,12 +147,14 @@ def new_workload(
     """Write an operator's workloads at the sizes of a model, from its config; says what could not be mapped."""
     from tilegym_db.catalog import Catalog
     from tilegym_db.cli.pairs import parse_axes, parse_scalars
-    from tilegym_db.errors import RecordError
+    from tilegym_db.errors import RecordError, UsageError
     from tilegym_db.scaffold import workloads_from_config
     from tilegym_db.scaffold.model_config import read_model_config
 
     content = read_model_config(config)
-    tag = model or model_name(content, config)
+    tag = model_name(content, config) if model is None else model
+    if not tag.strip():
+        raise UsageError("--model '' is no name for the tag model:NAME. Leave it out, and the config's own is taken.")
     found = workloads_from_config(
         Catalog.default().definition(definition),
         content,
@@ -168,6 +175,21 @@ def new_workload(
     write_workloads(target, found)
     print_json({"written": [str(target)], **mapping_of(found)}) if as_json else typer.echo(str(target))
     note(f"{len(found.workloads)} workloads. Next: tilegym-db add-workload {target}")
+
+
+def check_name(name: str, option: str) -> None:
+    """Refuse what can be no record's name, before anything is made of it.
+
+    Raises:
+        UsageError: it is empty or has other characters than a name may have.
+    """
+    from tilegym_db.errors import UsageError
+    from tilegym_db.records.base import NAME_PATTERN
+
+    if re.fullmatch(NAME_PATTERN, name) is None:
+        raise UsageError(
+            f"{option} {name!r} is no name: 1 to 128 of a-z, 0-9, '_', '.' and '-', beginning with a letter or a digit."
+        )
 
 
 def add_to_catalog(found: MappedWorkloads, definition: str, as_json: bool) -> None:

@@ -29,7 +29,9 @@ __all__ = [
     "OpType",
     "Trust",
     "WorkloadGlob",
+    "check_op_type",
     "finite_seconds",
+    "path_given",
     "regular_file",
     "regular_files",
 ]
@@ -80,6 +82,35 @@ def finite_seconds(value: float | None) -> float | None:
     if value is not None and not (value > 0 and math.isfinite(value)):
         raise typer.BadParameter(f"a number of seconds above 0, not {value:g}.")
     return value
+
+
+def path_given(text: str | Path) -> Path:
+    """A parser of paths: an empty one would be the current folder.
+
+    Raises:
+        BadParameter: it is empty.
+    """
+    if not str(text):
+        raise typer.BadParameter("'' is no path.")
+    return Path(text)
+
+
+def check_op_type(op_type: str | None, name: str | None = None) -> None:
+    """Refuse a family that no Definition has, and one that is not that of the Definition asked for.
+
+    Raises:
+        NotFoundError: there is no such family; lists those there are.
+        UsageError: the Definition is of another one.
+    """
+    from tilegym_db.catalog import Catalog
+    from tilegym_db.cli.list import select_definitions
+    from tilegym_db.errors import UsageError
+
+    if op_type is None:
+        return
+    select_definitions(Catalog.default(), op_type, None)
+    if name is not None and (found := Catalog.default().definition(name).op_type) != op_type:
+        raise UsageError(f"{name} is of op_type {found}, not {op_type}; leave one of the two out.")
 
 
 def regular_file(path: Path) -> Path:

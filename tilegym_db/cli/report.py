@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tilegym_db.cli.formats import file_name
-from tilegym_db.cli.options import Trust
+from tilegym_db.cli.options import Trust, path_given
 from tilegym_db.cli.output import note, print_line
 
 app = typer.Typer(
@@ -30,7 +30,10 @@ Since = Annotated[
 def command(
     context: typer.Context,
     output: Annotated[
-        Path, typer.Option("-o", "--output", help="The page to write.", metavar="FILE", callback=file_name)
+        Path,
+        typer.Option(
+            "-o", "--output", help="The page to write.", metavar="FILE", parser=path_given, callback=file_name
+        ),
     ] = Path("report.html"),
     since: Since = None,
     compare: Annotated[

@@ -27,6 +27,7 @@ __all__ = [
     "Store",
     "database_path",
     "open_store",
+    "require_regular",
     "settle",
 ]
 
@@ -40,6 +41,19 @@ def database_path(place: Path | str | None = None) -> Path:
     """The database file of a folder; a path that names one already (``*.duckdb``) stays."""
     folder = Path(place) if place else home()
     return folder if folder.suffix == ".duckdb" else folder / DATABASE_NAME
+
+
+def require_regular(path: Path) -> None:
+    """Refuse what lies in the place of the database and is no file: opening a FIFO never ends.
+
+    Raises:
+        StoreError: it is a FIFO, a folder or a device.
+    """
+    if path.exists() and not path.is_file():
+        raise StoreError(
+            f"{path} is no regular file, and the database belongs there. Move it away, or choose another folder with "
+            "TILEGYM_DB_HOME."
+        )
 
 
 def open_store(
@@ -65,6 +79,7 @@ def open_store(
         RecordError: the catalog changed and one of its records is not valid.
     """
     path = database_path(path)
+    require_regular(path)
     catalog = catalog or Catalog.default()
     if not read_only:
         return _open_writer(path, catalog, lock_timeout_s)

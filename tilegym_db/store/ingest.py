@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import StoreError
-from tilegym_db.store.connection import LOCK_TIMEOUT_S, database_path, settle
+from tilegym_db.store.connection import LOCK_TIMEOUT_S, database_path, require_regular, settle
 from tilegym_db.store.creation import create_database, load_home
 from tilegym_db.store.database import Store, is_damage
 from tilegym_db.store.loading import IngestReport, load_traces
@@ -56,6 +56,7 @@ def rebuild(
             database is then left as it was.
     """
     path = database_path(path)
+    require_regular(path)
     with writer_lock(path, lock_timeout_s):
         history, notes = _history(path, lock_timeout_s)
         report = create_database(path, catalog or Catalog.default(), history)

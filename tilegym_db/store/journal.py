@@ -204,7 +204,8 @@ def read_journal(path: Path) -> JournalContent:
         except RecordError as error:
             torn = not finished
             reason = str(error).removeprefix(f"{path}:{number}: ")
-            rejected.append(RejectedLine(path, number, "cut off in mid write." if torn else reason))
+            is_text = b"\0" not in line and not content.startswith((b"\xff\xfe", b"\xfe\xff"))
+            rejected.append(RejectedLine(path, number, "cut off in mid write." if torn and is_text else reason))
     return JournalContent(tuple(traces), tuple(rejected), torn)
 
 

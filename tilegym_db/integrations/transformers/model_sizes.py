@@ -22,6 +22,15 @@ LARGEST: dict[str, int] = {
     "num_key_value_heads": 1 << 14,
     "head_dim": 1 << 14,
     "vocab_size": 1 << 26,
+    "type_vocab_size": 1 << 26,
+    "num_labels": 1 << 20,
+    "num_experts": 1 << 16,
+    "num_local_experts": 1 << 16,
+    "n_routed_experts": 1 << 16,
+    "moe_intermediate_size": 1 << 22,
+    "kv_lora_rank": 1 << 20,
+    "q_lora_rank": 1 << 20,
+    "max_position_embeddings": 1 << 32,
 }
 
 
