@@ -9,6 +9,7 @@ TORCH_BACKEND ?= auto
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VERSIONS ?= oldest
 PYTEST := -n 2 --dist loadfile --no-loadscope-reorder
 # A test that fails runs once more when the others are done, with nothing beside it. What passes then depends on load or on the tests
 # before it: it is listed, and to be mended. What fails twice fails the command.
@@ -16,7 +17,7 @@ RETRY := || { test $$? -eq 1 && echo "the tests that failed, once more:" && $(BI
 UV_INSTALL := $(BIN)/uv pip install --python $(BIN)/python -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all check check-types check-rest docs resolve format schema clean
+.PHONY: help install demo test test-all bounds check check-types check-rest docs resolve format schema clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -50,6 +51,12 @@ test-all: check ## 'check', then every test; before a release, and when what jud
 	$(BIN)/python -m pytest $(PYTEST) -m "not alone" --all-records
 	$(BIN)/python -m pytest -m alone
 
+bounds: install ## the tests with the oldest versions that pyproject.toml allows; VERSIONS=newest for the newest
+	@test "$(VERSIONS)" = oldest -o "$(VERSIONS)" = newest || { echo "VERSIONS is oldest or newest, not '$(VERSIONS)'"; exit 2; }
+	$(BIN)/uv venv -q --allow-existing --python $(BIN)/python .venv-$(VERSIONS)
+	$(BIN)/uv pip install -q --python .venv-$(VERSIONS)/bin/python $(if $(filter oldest,$(VERSIONS)),--resolution lowest-direct) -e '.[all,dev]'
+	.venv-$(VERSIONS)/bin/python -m pytest $(PYTEST) -m "not alone"
+
 check: install ## format, lint, types, layer contracts and records; runs no test
 	@$(MAKE) --no-print-directory -j 2 check-types check-rest
 
@@ -77,4 +84,4 @@ schema: install ## write schema/*.schema.json from the records
 	$(BIN)/python -m tilegym_db.records.schema schema
 
 clean: ## remove .venv and caches
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest .venv-newest build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -23,6 +23,9 @@ def test_workflows_and_templates_are_valid_yaml_and_run_the_commands_of_a_develo
     steps = [step.get("run", "") for step in parsed["ci.yml"]["jobs"]["test"]["steps"]]
     assert {"make install", "make test", "make demo"} <= set(steps)
     assert parsed["ci.yml"]["jobs"]["test"]["strategy"]["matrix"]["python"] == ["3.11", "3.12", "3.13"]
+    bounds = parsed["ci.yml"]["jobs"]["bounds"]
+    assert bounds["strategy"]["matrix"]["versions"] == ["oldest", "newest"]
+    assert "make bounds VERSIONS=${{ matrix.versions }}" in [step.get("run") for step in bounds["steps"]]
 
 
 def test_links_between_pages_lead_somewhere():
