@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -165,3 +167,31 @@ def test_a_number_that_cannot_be_meant_is_refused_by_its_option(cli, row_scale, 
     result = cli(*line)
     assert result.code == 2
     assert f"Invalid value for '{line[-2]}'" in result.err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "cannot read this config"),
+        (b"[]", "is no config of a model: it states no model_type"),
+        (b'{"model_type": ""}', "is no config of a model: it states no model_type"),
+        (b"\xff\xfe{", "this is UTF-16"),
+    ],
+)
+def test_a_config_that_is_none_is_refused_before_anything_large_is_imported(content, message, tmp_path):
+    file = tmp_path / "config.json"
+    file.write_bytes(content)
+    program = """
+import sys
+from tilegym_db.cli.app import app
+from tilegym_db.errors import UsageError
+for words in (["recommend", sys.argv[1], "--gpu", "h200"], ["fit", sys.argv[1]], ["model-bench", sys.argv[1]]):
+    try:
+        app(words)
+    except UsageError as error:
+        print(error)
+print({"torch", "transformers"} & set(sys.modules))
+"""
+    found = subprocess.run([sys.executable, "-c", program, str(file)], capture_output=True, text=True, check=True)
+    assert found.stdout.count(message) == 3
+    assert found.stdout.endswith("set()\n")

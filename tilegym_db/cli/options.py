@@ -131,9 +131,22 @@ def regular_files(paths: list[Path] | None) -> list[Path] | None:
     return paths
 
 
+def config_file(path: Path) -> Path:
+    """A callback of configs: refuse what is none before PyTorch and transformers are imported, which takes seconds.
+
+    Raises:
+        BadParameter: a FIFO, a socket or a device.
+        UsageError: no JSON object that states a ``model_type``.
+    """
+    from tilegym_db.scaffold.model_config import typed_config
+
+    typed_config(regular_file(path))
+    return path
+
+
 ConfigFile = Annotated[
     Path,
     typer.Argument(
-        help="A model's config: a JSON file, or a folder with config.json.", exists=True, callback=regular_file
+        help="A model's config: a JSON file, or a folder with config.json.", exists=True, callback=config_file
     ),
 ]

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from tilegym_db.errors import RecordError, UsageError
-from tilegym_db.files import read_bytes
+from tilegym_db.files import decode, read_bytes
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.sizes import scalars_with_axes
 
-__all__ = ["MappedWorkloads", "read_model_config", "workloads_from_config"]
+__all__ = ["MappedWorkloads", "read_model_config", "typed_config", "workloads_from_config"]
 
 Config = Mapping[str, Any]
 Rule = Callable[[Config], int | None]
@@ -32,6 +32,25 @@ class MappedWorkloads:
     unmapped: dict[str, str] = field(default_factory=dict)
     refused: tuple[str, ...] = ()
     """Sizes that the Definition's constraints exclude, with the constraint."""
+
+
+def typed_config(path: Path) -> tuple[Path, dict[str, Any]]:
+    """The file of a model's config and its content, from the file or from a folder with a ``config.json``. Reads only JSON, so
+    that a file that is none is refused before anything large is imported.
+
+    Raises:
+        UsageError: it cannot be read, is no JSON, or states no ``model_type``.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        content = json.loads(decode(read_bytes(file, "config"), file))
+    except RecordError as error:
+        raise UsageError(str(error)) from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{file}: cannot read this config: {error}.") from None
+    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str) or not content["model_type"]:
+        raise UsageError(f"{file} is no config of a model: it states no model_type.")
+    return file, content
 
 
 def read_model_config(path: Path) -> dict[str, Any]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tilegym_db.errors import MissingPackageError, RecordError, UsageError, did_you_mean
-from tilegym_db.files import decode, read_bytes
+from tilegym_db.errors import MissingPackageError, UsageError, did_you_mean
 from tilegym_db.integrations.transformers.model_sizes import check_config_sizes, check_fits
 from tilegym_db.records.fields import shown
+from tilegym_db.scaffold.model_config import typed_config
 
 __all__ = ["DTYPES", "build_model", "load_config", "unchecked_model"]
 
@@ -36,18 +35,12 @@ def load_config(path: Path, layers: int | None = None) -> Any:
         from transformers import CONFIG_MAPPING
     except ImportError:
         raise MissingPackageError("models need transformers. Try: pip install 'tilegym-db[transformers]'") from None
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        content = json.loads(decode(read_bytes(file, "config"), file))
-    except RecordError as error:
-        raise UsageError(str(error)) from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{file}: cannot read this config: {error}.") from None
-    model_type = content.get("model_type") if isinstance(content, dict) else None
-    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        spelled = shown(str(model_type))
-        what = f"model_type '{spelled}' is unknown to transformers" if model_type else "it states no model_type"
-        if isinstance(content, dict) and content.get("auto_map"):
+    file, content = typed_config(path)
+    model_type = content["model_type"]
+    if model_type not in CONFIG_MAPPING:
+        spelled = shown(model_type)
+        what = f"model_type '{spelled}' is unknown to transformers"
+        if content.get("auto_map"):
             what += "; its code comes with the model, and only code of transformers is run"
         raise UsageError(f"{file} is no config of a model: {what}.{did_you_mean(spelled, CONFIG_MAPPING)}")
     check_config_sizes(content, file)
