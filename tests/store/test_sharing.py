@@ -430,3 +430,9 @@ def test_the_command_line_shares_syncs_and_asks(s3, home, tmp_path, monkeypatch,
     )
     assert capsys.readouterr().out.split() == ["n,origin", "5,foreign"]
     shutil.rmtree(tmp_path / "colleague")
+
+
+@pytest.mark.parametrize("uri", ["s3://", "s3:///folder"])
+def test_an_address_without_a_bucket_is_refused_before_anything_is_listed(uri: str) -> None:
+    with pytest.raises(UsageError, match="names no bucket"):
+        SharedDataSet(uri)

@@ -65,7 +65,12 @@ def _share(uri: str, gpu: str, *, as_json: bool) -> None:
         print_json(vars(report))
     for name in () if as_json else report.written:
         print_line(name)
-    note(f"{report.traces - report.known} traces added, {report.known} were there already")
+    if report.traces:
+        note(f"{report.traces - report.known} traces added, {report.known} were there already")
+    else:
+        note(
+            f"nothing to add: this installation has measured nothing on {gpu}; what ships with the package is everywhere"
+        )
     for problem in report.problems:
         note(f"not read: {problem}")
     if report.problems:

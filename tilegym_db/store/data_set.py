@@ -57,7 +57,8 @@ class SharedDataSet:
         """Open it; nothing is asked of the address yet.
 
         Raises:
-            UsageError: no address, one with credentials, or of a kind that pyarrow does not know.
+            UsageError: no address, one with credentials or without a bucket, or of a kind that pyarrow does not know.
+            StoreError: the region of the bucket cannot be asked for.
             ModuleNotFoundError: pyarrow is not installed.
         """
         from pyarrow import fs
@@ -76,10 +77,14 @@ class SharedDataSet:
                 f"'{hidden(uri)}' is no address of a data set: it is a folder, or starts with "
                 f"{' or '.join(f'{scheme}://' for scheme in SCHEMES)}."
             )
+        if parts.scheme == "s3" and not parts.netloc:
+            raise UsageError(f"'{hidden(uri)}' names no bucket: an address is s3://bucket/folder.")
         try:
             self._files, self._root = fs.FileSystem.from_uri(uri if "://" in uri else os.path.abspath(uri))
-        except (ValueError, TypeError, OSError) as error:
+        except (ValueError, TypeError) as error:
             raise UsageError(f"'{uri}' is no address of a data set: {hidden(str(error))}.") from None
+        except OSError as error:  # pyarrow asks for the region of a bucket
+            raise StoreError(f"cannot reach '{hidden(uri)}': {hidden(str(error))}.") from None
         self._is_local = isinstance(self._files, fs.LocalFileSystem)
 
     def files(self) -> list[DataFile]:
