@@ -24,7 +24,7 @@ from foreign_sets import (
 
 from tilegym_db.errors import RecordError, StoreError, TilegymDBError, UsageError
 from tilegym_db.integrations.interchange.importing import import_data_set
-from tilegym_db.store.imported import data_set, data_sets, import_lock
+from tilegym_db.store.imported import data_set, data_sets, forget_data_set, import_lock
 
 
 def undeclared_axis() -> dict[str, Any]:
@@ -205,6 +205,25 @@ def test_a_damaged_data_set_stops_nothing_else_and_can_be_imported_again(
         with open_store(home, read_only=True, catalog=Catalog((tmp_path,))) as store:
             assert [row["origin"] for row in store.rows(query)] == origins
         import_data_set(tree.root, replace=True)
+
+
+@pytest.mark.parametrize("which", ["manifest.json", "records-*.jsonl"])
+def test_a_data_set_that_cannot_be_read_is_warned_of_once_and_can_be_removed(
+    tree: Tree, home: Path, which: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    import_data_set(tree.root)
+    tree.write(DEFINITION, definition(description="another"))
+    import_data_set(tree.root, name="other")
+    (path,) = (home / "imported" / "flashinfer-trace" / "small").glob(which)
+    path.write_text("{")
+    assert [found.name for found in data_sets(home)] == ["other"]
+    (warning,) = [record.message for record in caplog.records]
+    assert warning.startswith("flashinfer-trace:small left out: ")
+    with import_lock(home):
+        assert forget_data_set(home, "small") == ("flashinfer-trace:small", 1)
+    other = data_set(home, "other")
+    assert {file.path: other.content(file.path) for file in other.files} == tree.bytes()
+    assert len([path for path in (home / "imported" / "objects").rglob("*") if path.is_file()]) == len(tree.bytes())
 
 
 def test_a_number_that_no_database_holds_is_refused(tree: Tree, home: Path) -> None:

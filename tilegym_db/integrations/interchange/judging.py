@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -246,9 +245,11 @@ def kept_judgements(found: DataSet) -> list[Judgement]:
     """What was judged before; a line that cannot be read is left out and named."""
     path = _path(found)
     judgements = []
-    for number, line in enumerate(
-        path.read_text(encoding="utf-8").splitlines() if os.path.exists(path) else [], start=1
-    ):
+    # Not splitlines: a reason may hold U+2028 or U+0085, which it splits at too.
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
         try:
             fields = json.loads(line)
             judgements.append(Judgement(**{**fields, "unchecked": tuple(fields["unchecked"])}))
