@@ -92,6 +92,16 @@ DAMAGE: dict[str, tuple[str, str | bytes | dict[str, Any], str, str, str]] = {
                             "must not be there"),
     "negative time": (TRACES, evaluated(performance={"latency_ms": -1}), f"{TRACES}:1", "evaluation.performance.latency_ms",
                       ">= 0"),
+    "time of 401 digits": (TRACES, evaluated(performance={"latency_ms": 10**400}), f"{TRACES}:1",
+                           "evaluation.performance.latency_ms", ">= 0"),
+    "kind of axis that is a list": (DEFINITION, definition(axes={"M": {"type": ["var"]}, "N": {"type": "var"}}), DEFINITION,
+                                    "axes.M.type", "must be one of const, var"),
+    "kind of input that is an object": (WORKLOADS, lines(of_workload(workload(x={"type": {}}))), f"{WORKLOADS}:1",
+                                        "workload.inputs.x.type", "must be one of"),
+    "scalar of more than 64 bits": (WORKLOADS, lines(of_workload(workload(eps={"type": "scalar", "value": 10**30}))),
+                                    f"{WORKLOADS}:1", "workload.inputs.eps.value", "at most 64 bits"),
+    "key nested too deeply": (DEFINITION, json.dumps(definition())[:-1] + ', "a": ' + "[" * 600 + "]" * 600 + "}", DEFINITION,
+                              "", "nested too deeply"),
     "no hardware measured on": (TRACES, evaluated(environment={"libs": {}}), f"{TRACES}:1", "evaluation.environment.hardware",
                                 "missing key"),
 }  # fmt: skip
@@ -147,6 +157,19 @@ def test_a_link_out_of_the_data_set_is_refused(tree: Tree, home: Path, tmp_path:
         (item.path, item.reason) for item in found.refused
     }
     assert "secret" not in {item.name for item in found.records}
+
+
+def test_a_link_to_itself_is_refused(tree: Tree, home: Path) -> None:
+    (tree.root / "loop").symlink_to("loop")
+    found = import_data_set(tree.root).data_set
+    assert [(item.path, item.reason) for item in found.refused] == [("loop", "a broken link, or no regular file")]
+
+
+def test_a_blob_with_a_name_that_no_file_can_have_is_a_finding(tree: Tree, home: Path) -> None:
+    blob = {"type": "safetensors", "path": "blob/" + "a" * 400, "tensor_key": "x"}
+    tree.write(WORKLOADS, lines(of_workload(workload(x=blob))))
+    (item,) = import_data_set(tree.root).data_set.of_kind("workload")
+    assert "is not in the data set" in item.findings[0]
 
 
 def test_a_blob_that_is_a_link_out_is_refused(tree: Tree, home: Path, tmp_path: Path) -> None:

@@ -101,6 +101,29 @@ def test_sol_execbench_problems_come_in(problems: Tree, home: Path) -> None:
     assert (first.record["tolerance"]["max_atol"], first.record["tolerance"]["max_rtol"]) == (0.5, 0.01)
 
 
+@pytest.mark.parametrize(
+    ("tolerance", "key", "reason"),
+    [
+        ([1], "tolerance", "must be an object"),
+        ({"max_atol": "x"}, "tolerance.max_atol", ">= 0"),
+        ({"max_rtol": -1}, "tolerance.max_rtol", ">= 0"),
+        ({"max_rtol": None}, "tolerance.max_rtol", ">= 0"),
+        ({"max_error_cap": [1]}, "tolerance.max_error_cap", ">= 0"),
+        ({"required_matched_ratio": 99}, "tolerance.required_matched_ratio", "from 0 to 1"),
+        ({"allow_negative_inf": "no"}, "tolerance.allow_negative_inf", "true or false"),
+    ],
+)
+def test_a_tolerance_that_cannot_be_one_is_refused(
+    problems: Tree, home: Path, tolerance: object, key: str, reason: str
+) -> None:
+    bad = workload("bad", y={"type": "random"}) | {"tolerance": tolerance}
+    problems.write("one/workload.jsonl", lines(bad, workload("good", y={"type": "random"})))
+    problems.write("one/traces.jsonl", lines({**trace("sol_torch", of=bad), "definition": "sol"}))
+    refused = {(item.path, item.key): item.reason for item in import_data_set(problems.root).data_set.refused}
+    assert reason in refused["one/workload.jsonl:1", key]
+    assert reason in refused["one/traces.jsonl:1", f"workload.{key}"]
+
+
 def test_tilegym_sources_are_read_from_the_repository(new_tree: NewTree, home: Path, tmp_path: Path) -> None:
     path = "src/pkg/kernels/scale.py"
     record = {**solution(), "sources": {"path": [path]}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +10,14 @@ from typing import Any
 
 from tilegym_db.errors import RecordError
 from tilegym_db.integrations.interchange.checks import Problem, Rules, axis_kind
-from tilegym_db.integrations.interchange.reading import file_digest, lfs_pointer, parse, path_problem, tensor_header
+from tilegym_db.integrations.interchange.reading import (
+    file_digest,
+    leads_out,
+    lfs_pointer,
+    parse,
+    path_problem,
+    tensor_header,
+)
 from tilegym_db.store.imported import DataSet, Kind, Refusal, StoredFile, StoredRecord
 
 __all__ = ["Collection"]
@@ -101,9 +109,9 @@ class Collection:
                 continue
             path = (Path(base) / spec["path"]).as_posix()
             file = self.root / path
-            if path_problem(path) or not file.resolve().is_relative_to(self.root.resolve()):
+            if path_problem(path) or leads_out(file, self.root):
                 problems.append((f"workload.inputs.{name}.path", f"'{spec['path']}' leads out of the data set"))
-            elif not file.is_file():
+            elif not os.path.isfile(file):  # Path.is_file raises for a name that is too long
                 findings.append(f"inputs.{name}: {spec['path']} is not in the data set")
             elif (pointer := lfs_pointer(file)) is not None:
                 self.carry(path, file)

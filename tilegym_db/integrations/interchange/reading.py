@@ -15,12 +15,14 @@ from tilegym_db.records.base import canonical_json
 from tilegym_db.store.imported import Refusal
 
 __all__ = [
-    "LFS_VERSION", "MAX_RECORD_BYTES", "Line", "file_digest", "lfs_pointer", "parse", "path_problem", "split_lines",
+    "LFS_VERSION", "MAX_RECORD_BYTES", "Line", "file_digest", "leads_out", "lfs_pointer", "parse", "path_problem", "split_lines",
     "tensor_header", "walk",
 ]  # fmt: skip
 
 MAX_RECORD_BYTES = 64 << 20
 """Of one file of records, or one line of traces; FlashInfer-Bench cuts its logs at 5 MiB."""
+_MAX_DEPTH = 100
+"""Of objects and lists within each other. What copies records is recursive, and has no room for much more."""
 LFS_VERSION = b"version https://git-lfs.github.com/spec/v1"
 _MAX_POINTER_BYTES = 1024
 _MAX_HEADER_BYTES = 100 << 20
@@ -43,13 +45,12 @@ def walk(root: Path) -> tuple[list[tuple[str, Path]], list[Refusal]]:
     A link is read as what it leads to, where that lies inside the root.
     """
     found, refused = [], []
-    real_root = root.resolve()
     for folder, folders, names in os.walk(root, followlinks=False):
         folders[:] = sorted(name for name in folders if name not in _SKIPPED)
         for name in sorted([*names, *(item for item in folders if (Path(folder) / item).is_symlink())]):
             file = Path(folder) / name
             path = file.relative_to(root).as_posix()
-            if not file.resolve().is_relative_to(real_root):
+            if leads_out(file, root):
                 refused.append(Refusal(path, "", "a link that leads out of the data set"))
             elif not _is_text(path):
                 refused.append(Refusal(ascii(path), "", "its name is not valid UTF-8"))
@@ -60,6 +61,12 @@ def walk(root: Path) -> tuple[list[tuple[str, Path]], list[Refusal]]:
             else:
                 refused.append(Refusal(path, "", "a broken link, or no regular file"))
     return sorted(found), sorted(refused, key=str)
+
+
+def leads_out(file: Path, root: Path) -> bool:
+    """Whether a file is a link to what lies outside a folder. One that leads nowhere, or to itself, does not."""
+    # Not Path.resolve, which raises for a link to itself.
+    return not Path(os.path.realpath(file)).is_relative_to(os.path.realpath(root))
 
 
 def _is_text(path: str) -> bool:
@@ -120,7 +127,19 @@ def parse(content: bytes) -> tuple[dict[str, Any], str] | str:
         return f"is not valid JSON: {error}"
     if not isinstance(value, dict):
         return f"is a JSON {type(value).__name__}, not an object"
+    if _is_deeper(value, _MAX_DEPTH):
+        return "is nested too deeply"
     return value, hashlib.sha256(spelled).hexdigest()
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    level = [value]
+    for _ in range(depth):
+        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+        level = [item for items in inner for item in items]
+        if not level:
+            return False
+    return True
 
 
 def _finite(text: str) -> float:
@@ -178,7 +197,7 @@ def tensor_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]] | str:
                 for key, item in header.items()
                 if key != "__metadata__" and item["data_offsets"][1] <= size - 8 - length
             }
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as error:
             return f"is no safetensors file: its header cannot be read ({error})"
 
 
