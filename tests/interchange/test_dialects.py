@@ -124,6 +124,16 @@ def test_a_tolerance_that_cannot_be_one_is_refused(
     assert reason in refused["one/traces.jsonl:1", f"workload.{key}"]
 
 
+@pytest.mark.parametrize("languages", ["triton", None, {"triton": 1}])
+def test_languages_of_a_problem_are_a_list(problems: Tree, home: Path, languages: object) -> None:
+    record = {**solution("one"), "definition": "sol"}
+    record["spec"]["languages"] = languages
+    problems.write("one/solution_one.json", record)
+    (refused,) = [item for item in import_data_set(problems.root).data_set.refused if "solution" in item.path]
+    assert (refused.path, refused.key) == ("one/solution_one.json", "spec.languages")
+    assert "must be a list of texts" in refused.reason
+
+
 def test_tilegym_sources_are_read_from_the_repository(new_tree: NewTree, home: Path, tmp_path: Path) -> None:
     path = "src/pkg/kernels/scale.py"
     record = {**solution(), "sources": {"path": [path]}}
