@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,6 +53,13 @@ def test_fi_trace_dumps_come_in_with_what_they_lack(dumps: Tree, home: Path) -> 
 def test_one_dump_alone_can_be_imported(dumps: Tree, home: Path) -> None:
     found = import_data_set(dumps.root / "renamed.json").data_set
     assert (found.origin, counted(found.records)) == ("fi-trace:renamed", {"definition": 1})
+
+
+@pytest.mark.timeout(20)
+def test_a_fifo_among_dumps_is_refused_and_not_waited_for(dumps: Tree, home: Path) -> None:
+    os.mkfifo(dumps.root / "a.json")
+    found = import_data_set(dumps.root).data_set
+    assert ("a.json", "a broken link, or no regular file") in {(item.path, item.reason) for item in found.refused}
 
 
 def test_destination_passing_defaults_to_false_in_dumps(dumps: Tree, home: Path) -> None:

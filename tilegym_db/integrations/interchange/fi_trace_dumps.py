@@ -40,6 +40,8 @@ def is_this(root: Path) -> bool:
 
 
 def _is_dump(file: Path) -> bool:
+    if not file.is_file():  # reading a FIFO waits for a writer
+        return False
     try:
         value = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):
