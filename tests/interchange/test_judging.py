@@ -92,6 +92,37 @@ def test_foreign_solutions_get_our_verdict_beside_theirs(tree: Tree, home: Path)
     assert summary(pairs)["we fail it"] == 1
 
 
+SAMPLER = "import torch\n\ndef run(probs, top_k):\n    return torch.multinomial(probs, 1)[:, 0]\n"
+
+
+def test_honest_samplers_are_not_run_rather_than_failed(tree: Tree, home: Path) -> None:
+    from tilegym_db.bench.machine import select_machine
+    from tilegym_db.integrations.interchange.judging import judge_data_set
+
+    record = definition(
+        name="top_k_sampling_from_probs_v8",
+        op_type="sampling",
+        axes={"M": {"type": "var"}, "V": {"type": "const", "value": 8}},
+        inputs={"probs": {"shape": ["M", "V"], "dtype": "float32"}, "top_k": {"shape": ["M"], "dtype": "int32"}},
+        outputs={"samples": {"shape": ["M"], "dtype": "int64"}},
+        reference=SAMPLER,
+    )
+    indexer = {**record, "name": "dsa_topk_indexer_fp8", "op_type": "dsa"}
+    inputs = {"probs": {"type": "random"}, "top_k": {"type": "random"}}
+    for item in (record, indexer):
+        call = {**of_workload({"uuid": "p", "axes": {"M": 4}, "inputs": inputs}), "definition": item["name"]}
+        tree.write(f"definitions/{item['op_type']}/{item['name']}.json", item)
+        tree.write(f"workloads/{item['op_type']}/{item['name']}.jsonl", lines(call))
+        answer = {**solution(f"of_{item['op_type']}", SAMPLER), "definition": item["name"]}
+        tree.write(f"solutions/someone/{item['op_type']}/{item['name']}/{answer['name']}.json", answer)
+    found = import_data_set(tree.root).data_set
+    names = [record["name"], indexer["name"]]
+    judgements = {item.solution: item for item in judge_data_set(found, select_machine("cpu"), names=names)}
+    assert {item.status for item in judgements.values()} == {"NOT_RUN"}
+    assert "as a distribution" in judgements["of_sampling"].reason
+    assert "by their scores" in judgements["of_dsa"].reason
+
+
 def adapted(tree: Tree) -> tuple[DataSet, Adapted | str, StoredRecord]:
     found = import_data_set(tree.root).data_set
     return found, adapted_definition(found, found.of_kind("definition")[0]), found.of_kind("solution")[0]

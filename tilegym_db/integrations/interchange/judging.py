@@ -17,7 +17,7 @@ from tilegym_db.bench.machine import Machine
 from tilegym_db.errors import RecordError
 from tilegym_db.files import write_atomically
 from tilegym_db.integrations.interchange import sol_execbench
-from tilegym_db.integrations.interchange.adapt import Adapted, adapted_definition, adapted_solution
+from tilegym_db.integrations.interchange.adapt import Adapted, adapted_definition, adapted_solution, why_not_by_element
 from tilegym_db.integrations.interchange.foreign_inputs import draw_contents
 from tilegym_db.integrations.interchange.foreign_rules import ForeignRule, rule_for
 from tilegym_db.integrations.interchange.sandboxed import Confined, expected_by_reference, prepare_solution
@@ -100,7 +100,8 @@ def judge_data_set(
         if not solutions:
             continue
         chosen = workloads.get(definition.name, [])[:limit]
-        adapted = adapted_definition(found, definition)
+        # Our gates compare by element too: where that judges nothing, no Solution is run for a verdict.
+        adapted = why_not_by_element(found.dialect, definition) or adapted_definition(found, definition)
         for workload, base in chosen:
             if isinstance(adapted, str):
                 batch = [_not_run(item, workload, machine, adapted) for item in solutions]
