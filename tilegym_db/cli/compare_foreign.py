@@ -102,11 +102,11 @@ def _run(found: DataSet, names: list[str], gpu: str, limit: int | None) -> None:
     machine = select_machine(gpu)
     prepare_workers(machine.device)
 
-    def tell(judgement: Judgement) -> None:
+    def tell_and_keep(judgement: Judgement) -> None:
         note(f"{judgement.solution} on {judgement.workload}: {judgement.status} {judgement.reason}"[:200])
+        keep_judgements(found, [judgement])  # at once: what comes later may fail or be interrupted
 
-    judgements = judge_data_set(found, machine, names=names, limit=limit, observer=tell)
-    keep_judgements(found, judgements)
+    judge_data_set(found, machine, names=names, limit=limit, observer=tell_and_keep)
 
 
 def _promoted(found: DataSet) -> dict[PairKey, Trace]:
