@@ -57,7 +57,7 @@ def command(
         print_table([COLUMNS[at] for at in shown], [[row[at] for at in shown] for row in rows], wide=wide)
         note(", ".join(f"{what}: {count}" for what, count in counts.items()))
     else:
-        note("neither side has a verdict. Try: tilegym-db compare-foreign ORIGIN --run")
+        note(_why_empty(found, known))
     if any(pair.agreement in ("we fail it", "they fail it") for pair in pairs):
         raise typer.Exit(1)
 
@@ -92,6 +92,22 @@ def _checked_names(found: DataSet, names: list[str]) -> list[str]:
                 f"Try: tilegym-db list --origin {found.origin}"
             )
     return names
+
+
+def _why_empty(found: DataSet, names: list[str]) -> str:
+    """Why neither side has a verdict, and what gives one."""
+    from tilegym_db.integrations.interchange.judging import workloads_of
+
+    chosen = [item for item in found.of_kind("solution") if not names or {item.name, item.definition} & set(names)]
+    of = f" of {', '.join(names)}" if names else ""
+    if not chosen:
+        return f"{found.origin} has no solutions{of}, so there is nothing to run."
+    if not any(item.definition in workloads_of(found) for item in chosen):
+        return (
+            f"{found.origin} has no workloads{of}, so nothing can be run. Put them into the data set, then: "
+            f"tilegym-db import PATH --name {found.name} --replace"
+        )
+    return f"neither side has a verdict. Try: tilegym-db compare-foreign {' '.join([found.origin, *names])} --run"
 
 
 def _run(found: DataSet, names: list[str], gpu: str, limit: int | None) -> None:

@@ -87,7 +87,9 @@ def _read_data_set(path: Path, home: Path) -> DataSet:
             home=home,
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StoreError(f"{path}: this imported data set cannot be read ({error}). Import it again.") from None
+        raise StoreError(
+            f"{path}: this imported data set cannot be read ({error}). Import it again with --replace."
+        ) from None
 
 
 def _record(fields: dict[str, Any]) -> StoredRecord:
