@@ -65,7 +65,8 @@ def read(root: Path) -> Collection:
     found.refused += refused
     for path, file in paths:
         if file.suffix != ".json":
-            found.carry(path, file)
+            if not found.refuse_spelling(path, file, ".json"):
+                found.carry(path, file)
             continue
         content = file.read_bytes()
         parsed = found.parse(path, content)

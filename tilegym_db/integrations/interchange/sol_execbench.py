@@ -100,7 +100,9 @@ def read(root: Path) -> Collection:
             _solution(found, path, file)
         elif file.suffix == ".jsonl" and file.parent in problems:
             _lines(found, path, file, definitions[file.parent])
-        elif not problems.keys().isdisjoint(file.parents):
+        elif not problems.keys().isdisjoint(file.parents) and not (
+            found.refuse_spelling(path, file, ".json") or found.refuse_spelling(path, file, ".jsonl")
+        ):
             found.carry(path, file)
     _note_missing_definitions(found)
     return found

@@ -37,7 +37,7 @@ def read(root: Path) -> Collection:
     found.refused += refused
     for below, file in paths:
         path = (PurePosixPath(prefix.as_posix()) / below).as_posix()
-        if file.suffix != ".json" or file.parent.name not in _FOLDERS:
+        if file.parent.name not in _FOLDERS or found.refuse_spelling(path, file, ".json") or file.suffix != ".json":
             continue
         content = file.read_bytes()
         parsed = found.parse(path, content)
