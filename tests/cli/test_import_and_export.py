@@ -98,3 +98,32 @@ def test_an_empty_name_is_refused_and_not_replaced_by_another(
     result = cli("import", tree.root, "--name", "")
     assert result.code == 2
     assert cli("list", "--origin", "all", "--json").json() == []
+
+
+def test_comparing_where_there_is_nothing_to_compare_says_what_is_missing(
+    cli: Callable[..., object], tree: Tree, home: Path
+) -> None:
+    for path in (WORKLOADS, TRACES):
+        (tree.root / path).unlink()
+    cli("import", tree.root)
+    for more in ((), ("--run", "--gpu", "cpu")):
+        assert "has no workloads, so nothing can be run." in cli("compare-foreign", "theirs", *more).err
+    tree.write(WORKLOADS, lines({**of_workload(workload()), "definition": "rms_norm"}))
+    cli("import", tree.root, "--replace")
+    assert "Try: tilegym-db compare-foreign flashinfer-trace:theirs --run" in cli("compare-foreign", "theirs").err
+    (tree.root / SOLUTION).unlink()
+    cli("import", tree.root, "--replace")
+    assert "has no solutions of rms_norm" in cli("compare-foreign", "theirs", "rms_norm").err
+
+
+def test_listing_goes_on_past_a_data_set_that_cannot_be_read(
+    cli: Callable[..., object], tree: Tree, home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cli("import", tree.root)
+    cli("import", tree.root, "--name", "other")
+    (path,) = (home / "imported" / "flashinfer-trace" / "theirs").glob("records-*.jsonl")
+    path.write_text("{")
+    rows = cli("list", "--origin", "all", "--json").json()
+    assert [row["origin"] for row in rows] == ["flashinfer-trace:other"]
+    assert [record.message.partition(" left")[0] for record in caplog.records] == ["flashinfer-trace:theirs"]
+    assert cli("import", "theirs", "--remove").code == 0

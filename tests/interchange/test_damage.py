@@ -24,7 +24,7 @@ from foreign_sets import (
 
 from tilegym_db.errors import RecordError, StoreError, TilegymDBError, UsageError
 from tilegym_db.integrations.interchange.importing import import_data_set
-from tilegym_db.store.imported import data_set, data_sets, import_lock
+from tilegym_db.store.imported import data_set, data_sets, forget_data_set, import_lock
 
 
 def undeclared_axis() -> dict[str, Any]:
@@ -45,6 +45,7 @@ def with_sources(*sources: dict[str, str]) -> dict[str, Any]:
     return {**solution(), "sources": list(sources)}
 
 
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'a' * 64}\nsize 12345\n"
 MAIN = {"path": "main.py", "content": "def run(): pass"}
 ESCAPING = {"type": "safetensors", "path": "blob/../../secret", "tensor_key": "x"}
 
@@ -92,6 +93,20 @@ DAMAGE: dict[str, tuple[str, str | bytes | dict[str, Any], str, str, str]] = {
                             "must not be there"),
     "negative time": (TRACES, evaluated(performance={"latency_ms": -1}), f"{TRACES}:1", "evaluation.performance.latency_ms",
                       ">= 0"),
+    "time of 401 digits": (TRACES, evaluated(performance={"latency_ms": 10**400}), f"{TRACES}:1",
+                           "evaluation.performance.latency_ms", ">= 0"),
+    "kind of axis that is a list": (DEFINITION, definition(axes={"M": {"type": ["var"]}, "N": {"type": "var"}}), DEFINITION,
+                                    "axes.M.type", "must be one of const, var"),
+    "kind of input that is an object": (WORKLOADS, lines(of_workload(workload(x={"type": {}}))), f"{WORKLOADS}:1",
+                                        "workload.inputs.x.type", "must be one of"),
+    "scalar of more than 64 bits": (WORKLOADS, lines(of_workload(workload(eps={"type": "scalar", "value": 10**30}))),
+                                    f"{WORKLOADS}:1", "workload.inputs.eps.value", "at most 64 bits"),
+    "key nested too deeply": (DEFINITION, json.dumps(definition())[:-1] + ', "a": ' + "[" * 600 + "]" * 600 + "}", DEFINITION,
+                              "", "nested too deeply"),
+    "LFS pointer as definition": (DEFINITION, POINTER, DEFINITION, "", "run git lfs pull"),
+    "LFS pointer as traces": (TRACES, POINTER, f"{TRACES}:1", "", "run git lfs pull"),
+    "blob in .git": (WORKLOADS, lines(of_workload(workload(x={**ESCAPING, "path": ".git/config"}))), f"{WORKLOADS}:1",
+                     "workload.inputs.x.path", "leads into a repository's .git"),
     "no hardware measured on": (TRACES, evaluated(environment={"libs": {}}), f"{TRACES}:1", "evaluation.environment.hardware",
                                 "missing key"),
 }  # fmt: skip
@@ -103,7 +118,7 @@ def test_damage_is_refused_by_file_and_key_and_the_rest_comes_in(tree: Tree, hom
     tree.write(path, content)
     found = import_data_set(tree.root).data_set
     refusals = [item for item in found.refused if (item.path, item.key) == (place, key)]
-    assert refusals, found.refused
+    assert len(refusals) == 1, found.refused
     assert reason in refusals[0].reason
     assert not any(item.path == path and place == path for item in found.records)
     assert found.records
@@ -143,10 +158,53 @@ def test_a_link_out_of_the_data_set_is_refused(tree: Tree, home: Path, tmp_path:
     (tmp_path / "secret.json").write_text(json.dumps(definition(name="secret")))
     (tree.root / "definitions" / "scale" / "secret.json").symlink_to(tmp_path / "secret.json")
     found = import_data_set(tree.root).data_set
-    assert ("definitions/scale/secret.json", "a link that leads out of the data set") in {
-        (item.path, item.reason) for item in found.refused
-    }
+    (refusal,) = found.refused
+    assert refusal.path == "definitions/scale/secret.json"
+    assert "leads out of the data set" in refusal.reason
+    assert "--local-dir" in refusal.reason
     assert "secret" not in {item.name for item in found.records}
+
+
+def test_a_link_into_git_is_refused(tree: Tree, home: Path) -> None:
+    tree.write(".git/config", "token")
+    (tree.root / "blob").symlink_to(".git/config")
+    tree.write(WORKLOADS, lines(of_workload(workload(x={"type": "safetensors", "path": "blob", "tensor_key": "x"}))))
+    found = import_data_set(tree.root).data_set
+    assert {item.path for item in found.refused} == {"blob", f"{WORKLOADS}:1"}
+    assert not any(file.path in ("blob", ".git/config") for file in found.files)
+
+
+@pytest.mark.parametrize(("path", "suffix"), [(DEFINITION, ".JSON"), (SOLUTION, ".Json"), (TRACES, ".JSONL")])
+def test_a_suffix_in_another_case_is_named_among_what_was_left_out(
+    tree: Tree, home: Path, path: str, suffix: str
+) -> None:
+    renamed = (tree.root / path).rename((tree.root / path).with_suffix(suffix))
+    (refusal,) = import_data_set(tree.root).data_set.refused
+    assert refusal.path == renamed.relative_to(tree.root).as_posix()
+    assert f"ends in {suffix}, and only {suffix.lower()} is read" in refusal.reason
+
+
+def test_one_uuid_with_other_axes_is_a_finding(tree: Tree, home: Path) -> None:
+    tree.write(WORKLOADS, lines(*(of_workload(item) for item in (workload(), workload(), workload(m=8)))))
+    items = import_data_set(tree.root).data_set.of_kind("workload")
+    assert [item.findings for item in items] == [
+        (),
+        (),
+        (f"uuid 'w-1' is in {WORKLOADS}:1 too, with other axes or inputs; that one is used",),
+    ]
+
+
+def test_a_link_to_itself_is_refused(tree: Tree, home: Path) -> None:
+    (tree.root / "loop").symlink_to("loop")
+    found = import_data_set(tree.root).data_set
+    assert [(item.path, item.reason) for item in found.refused] == [("loop", "a broken link, or no regular file")]
+
+
+def test_a_blob_with_a_name_that_no_file_can_have_is_a_finding(tree: Tree, home: Path) -> None:
+    blob = {"type": "safetensors", "path": "blob/" + "a" * 400, "tensor_key": "x"}
+    tree.write(WORKLOADS, lines(of_workload(workload(x=blob))))
+    (item,) = import_data_set(tree.root).data_set.of_kind("workload")
+    assert "is not in the data set" in item.findings[0]
 
 
 def test_a_blob_that_is_a_link_out_is_refused(tree: Tree, home: Path, tmp_path: Path) -> None:
@@ -205,6 +263,25 @@ def test_a_damaged_data_set_stops_nothing_else_and_can_be_imported_again(
         with open_store(home, read_only=True, catalog=Catalog((tmp_path,))) as store:
             assert [row["origin"] for row in store.rows(query)] == origins
         import_data_set(tree.root, replace=True)
+
+
+@pytest.mark.parametrize("which", ["manifest.json", "records-*.jsonl"])
+def test_a_data_set_that_cannot_be_read_is_warned_of_once_and_can_be_removed(
+    tree: Tree, home: Path, which: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    import_data_set(tree.root)
+    tree.write(DEFINITION, definition(description="another"))
+    import_data_set(tree.root, name="other")
+    (path,) = (home / "imported" / "flashinfer-trace" / "small").glob(which)
+    path.write_text("{")
+    assert [found.name for found in data_sets(home)] == ["other"]
+    (warning,) = [record.message for record in caplog.records]
+    assert warning.startswith("flashinfer-trace:small left out: ")
+    with import_lock(home):
+        assert forget_data_set(home, "small") == ("flashinfer-trace:small", 1)
+    other = data_set(home, "other")
+    assert {file.path: other.content(file.path) for file in other.files} == tree.bytes()
+    assert len([path for path in (home / "imported" / "objects").rglob("*") if path.is_file()]) == len(tree.bytes())
 
 
 def test_a_number_that_no_database_holds_is_refused(tree: Tree, home: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,6 +55,13 @@ def test_one_dump_alone_can_be_imported(dumps: Tree, home: Path) -> None:
     assert (found.origin, counted(found.records)) == ("fi-trace:renamed", {"definition": 1})
 
 
+@pytest.mark.timeout(20)
+def test_a_fifo_among_dumps_is_refused_and_not_waited_for(dumps: Tree, home: Path) -> None:
+    os.mkfifo(dumps.root / "a.json")
+    found = import_data_set(dumps.root).data_set
+    assert ("a.json", "a broken link, or no regular file") in {(item.path, item.reason) for item in found.refused}
+
+
 def test_destination_passing_defaults_to_false_in_dumps(dumps: Tree, home: Path) -> None:
     record = solution()
     del record["spec"]["destination_passing_style"]
@@ -99,6 +107,39 @@ def test_sol_execbench_problems_come_in(problems: Tree, home: Path) -> None:
     assert [(item.path, item.key) for item in found.refused] == [("three/workload.jsonl:2", "inputs")]
     first = found.of_kind("workload")[0]
     assert (first.record["tolerance"]["max_atol"], first.record["tolerance"]["max_rtol"]) == (0.5, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "key", "reason"),
+    [
+        ([1], "tolerance", "must be an object"),
+        ({"max_atol": "x"}, "tolerance.max_atol", ">= 0"),
+        ({"max_rtol": -1}, "tolerance.max_rtol", ">= 0"),
+        ({"max_rtol": None}, "tolerance.max_rtol", ">= 0"),
+        ({"max_error_cap": [1]}, "tolerance.max_error_cap", ">= 0"),
+        ({"required_matched_ratio": 99}, "tolerance.required_matched_ratio", "from 0 to 1"),
+        ({"allow_negative_inf": "no"}, "tolerance.allow_negative_inf", "true or false"),
+    ],
+)
+def test_a_tolerance_that_cannot_be_one_is_refused(
+    problems: Tree, home: Path, tolerance: object, key: str, reason: str
+) -> None:
+    bad = workload("bad", y={"type": "random"}) | {"tolerance": tolerance}
+    problems.write("one/workload.jsonl", lines(bad, workload("good", y={"type": "random"})))
+    problems.write("one/traces.jsonl", lines({**trace("sol_torch", of=bad), "definition": "sol"}))
+    refused = {(item.path, item.key): item.reason for item in import_data_set(problems.root).data_set.refused}
+    assert reason in refused["one/workload.jsonl:1", key]
+    assert reason in refused["one/traces.jsonl:1", f"workload.{key}"]
+
+
+@pytest.mark.parametrize("languages", ["triton", None, {"triton": 1}])
+def test_languages_of_a_problem_are_a_list(problems: Tree, home: Path, languages: object) -> None:
+    record = {**solution("one"), "definition": "sol"}
+    record["spec"]["languages"] = languages
+    problems.write("one/solution_one.json", record)
+    (refused,) = [item for item in import_data_set(problems.root).data_set.refused if "solution" in item.path]
+    assert (refused.path, refused.key) == ("one/solution_one.json", "spec.languages")
+    assert "must be a list of texts" in refused.reason
 
 
 def test_tilegym_sources_are_read_from_the_repository(new_tree: NewTree, home: Path, tmp_path: Path) -> None:

@@ -81,6 +81,21 @@ def test_a_constraint_on_contents_is_refused_and_says_what_judges_it(tree: Tree,
         draft_of(found, "scale_n9")
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"name": "top_k_sampling_from_probs_v8", "op_type": "sampling"}, "judged as a distribution"),
+        ({"name": "dsa_topk_indexer_fp8_h64"}, "judged by their scores"),
+    ],
+)
+def test_what_no_element_is_judged_by_becomes_no_draft(
+    tree: Tree, home: Path, changes: dict[str, str], reason: str
+) -> None:
+    tree.write(DEFINITION, definition(**changes))
+    with pytest.raises(UsageError, match=reason):
+        draft_of(imported(tree), changes["name"])
+
+
 def test_a_promoted_trace_stands_beside_the_foreign_verdict_and_is_counted(
     tree: Tree, home: Path, tmp_path: Path
 ) -> None:

@@ -68,6 +68,16 @@ def test_what_flashinfer_trace_has_no_dtype_for_is_left_out(export: Export) -> N
     assert all(re.search(r"dtype (uint8|uint32|float8_e8m0fnu|float64), which", reason) for reason in reasons), reasons
 
 
+def test_no_workload_leaves_indices_to_be_drawn_there(export: Export) -> None:
+    inputs = {record["name"]: record["inputs"] for record in records(export, "definitions")}
+    for line in records(export, "workloads"):
+        for name, given in line["workload"]["inputs"].items():
+            spec = inputs[line["definition"]][name]
+            assert given["type"] != "random" or spec["dtype"] not in ("int16", "int32", "int64"), line
+    told = json.loads(export.files["tilegym_db/export.json"])
+    assert any("would draw integers from -1024 to 1023" in json.dumps(item) for item in told["left_out"])
+
+
 def test_variable_axes_can_be_read_off_the_inputs(export: Export) -> None:
     for record in records(export, "definitions"):
         told = {axis for spec in record["inputs"].values() for axis in spec["shape"] or ()}

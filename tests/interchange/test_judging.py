@@ -23,6 +23,7 @@ from foreign_sets import (
 )
 from safetensors.torch import save_file
 
+from tilegym_db.errors import RecordError
 from tilegym_db.integrations.interchange.adapt import Adapted, adapted_definition, adapted_solution, native_name
 from tilegym_db.integrations.interchange.comparing import compared, summary
 from tilegym_db.integrations.interchange.foreign_rules import ForeignRule, rule_for
@@ -90,6 +91,76 @@ def test_foreign_solutions_get_our_verdict_beside_theirs(tree: Tree, home: Path)
     assert agreement["scale_torch"] == agreement["raises"] == "agree"
     assert agreement["wrong"] == "we fail it"
     assert summary(pairs)["we fail it"] == 1
+
+
+def test_a_solution_without_its_entry_function_stops_none_of_the_others(tree: Tree, home: Path) -> None:
+    from tilegym_db.bench.machine import select_machine
+    from tilegym_db.integrations.interchange.judging import judge_data_set, keep_judgements, kept_judgements
+
+    bad = SOLUTION.replace("scale_torch", "bad")
+    tree.write(bad, solution("bad", "def other(x, w, eps):\n    return x\n"))
+    sources = [{"path": "main.py", "content": SCALE}, {"path": "main.py/x.py", "content": SCALE}]
+    clash = SOLUTION.replace("scale_torch", "clash")
+    tree.write(clash, {**solution("clash"), "sources": sources})
+    found = import_data_set(tree.root).data_set
+    judge_data_set(found, select_machine("cpu"), observer=lambda judgement: keep_judgements(found, [judgement]))
+    judgements = {(item.solution, item.workload): item for item in kept_judgements(found)}
+    assert judgements["scale_torch", "w-1"].status == "PASSED"
+    assert judgements["bad", "w-1"].status == judgements["clash", "w-1"].status == "NOT_RUN"
+    reason = judgements["bad", "w-1"].reason
+    assert reason == f"{bad}: entry_point 'run' is missing in 'main.py', which defines other."
+    assert judgements["clash", "w-1"].reason.startswith(f"{clash}: its sources cannot be written")
+
+
+def test_an_input_that_cannot_be_allocated_is_named(tree: Tree, home: Path) -> None:
+    from tilegym_db.integrations.interchange.foreign_inputs import draw_contents
+
+    inputs = {**definition()["inputs"], "x": {"shape": ["M", "M"], "dtype": "float32"}}
+    tree.write("definitions/scale/scale_n8.json", definition(inputs=inputs))
+    found, given, _ = adapted(tree)
+    assert isinstance(given, Adapted)
+    with pytest.raises(RecordError, match=r"inputs.x: \[1099511627776, 1099511627776\] float32 cannot be drawn"):
+        draw_contents(found, given.definition, workload(m=1 << 40), 0, "cpu")
+
+
+def test_a_judgement_whose_reason_holds_a_line_separator_is_kept(tree: Tree, home: Path) -> None:
+    from tilegym_db.integrations.interchange.judging import Judgement, keep_judgements, kept_judgements
+
+    found = import_data_set(tree.root).data_set
+    judgement = Judgement("scale_n8", "scale_torch", "w-1", "cpu", "RUNTIME_ERROR", "first\u2028second\x85third")
+    keep_judgements(found, [judgement])
+    assert kept_judgements(found) == [judgement]
+
+
+SAMPLER = "import torch\n\ndef run(probs, top_k):\n    return torch.multinomial(probs, 1)[:, 0]\n"
+
+
+def test_honest_samplers_are_not_run_rather_than_failed(tree: Tree, home: Path) -> None:
+    from tilegym_db.bench.machine import select_machine
+    from tilegym_db.integrations.interchange.judging import judge_data_set
+
+    record = definition(
+        name="top_k_sampling_from_probs_v8",
+        op_type="sampling",
+        axes={"M": {"type": "var"}, "V": {"type": "const", "value": 8}},
+        inputs={"probs": {"shape": ["M", "V"], "dtype": "float32"}, "top_k": {"shape": ["M"], "dtype": "int32"}},
+        outputs={"samples": {"shape": ["M"], "dtype": "int64"}},
+        reference=SAMPLER,
+    )
+    indexer = {**record, "name": "dsa_topk_indexer_fp8", "op_type": "dsa"}
+    inputs = {"probs": {"type": "random"}, "top_k": {"type": "random"}}
+    for item in (record, indexer):
+        call = {**of_workload({"uuid": "p", "axes": {"M": 4}, "inputs": inputs}), "definition": item["name"]}
+        tree.write(f"definitions/{item['op_type']}/{item['name']}.json", item)
+        tree.write(f"workloads/{item['op_type']}/{item['name']}.jsonl", lines(call))
+        answer = {**solution(f"of_{item['op_type']}", SAMPLER), "definition": item["name"]}
+        tree.write(f"solutions/someone/{item['op_type']}/{item['name']}/{answer['name']}.json", answer)
+    found = import_data_set(tree.root).data_set
+    names = [record["name"], indexer["name"]]
+    judgements = {item.solution: item for item in judge_data_set(found, select_machine("cpu"), names=names)}
+    assert {item.status for item in judgements.values()} == {"NOT_RUN"}
+    assert "as a distribution" in judgements["of_sampling"].reason
+    assert "by their scores" in judgements["of_dsa"].reason
 
 
 def adapted(tree: Tree) -> tuple[DataSet, Adapted | str, StoredRecord]:

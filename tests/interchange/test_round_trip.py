@@ -170,9 +170,23 @@ def test_two_data_sets_share_bytes_and_one_can_be_removed(
     import_data_set(twin.root)
     objects = [path for path in (home / "imported" / "objects").rglob("*") if path.is_file()]
     assert len(objects) == len(tree.bytes())
-    forget_data_set(data_set(home, "twin"))
+    assert forget_data_set(home, "twin") == ("flashinfer-trace:twin", 0)
     assert [found.name for found in data_sets(home)] == ["small"]
     assert imported_files(data_set(home, "small")) == tree.bytes()
+
+
+@pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\x85", "\x0c"])
+def test_text_that_holds_a_line_separator_is_read_back(tree: Tree, home: Path, mark: str) -> None:
+    text = f"first{mark}second"
+    tree.write(DEFINITION, json.dumps(definition(description=text), ensure_ascii=False))
+    run = trace()
+    run["evaluation"]["log"] = text
+    tree.write(TRACES, json.dumps(run, ensure_ascii=False) + "\n")
+    import_data_set(tree.root)
+    found = data_set(home, "small")
+    assert found.of_kind("definition")[0].record["description"] == text
+    assert found.of_kind("trace")[0].record["evaluation"]["log"] == text
+    assert imported_files(found) == tree.bytes()
 
 
 def test_ten_thousand_traces_are_imported_in_seconds(tree: Tree, home: Path) -> None:

@@ -57,7 +57,7 @@ def command(
         print_table([COLUMNS[at] for at in shown], [[row[at] for at in shown] for row in rows], wide=wide)
         note(", ".join(f"{what}: {count}" for what, count in counts.items()))
     else:
-        note("neither side has a verdict. Try: tilegym-db compare-foreign ORIGIN --run")
+        note(_why_empty(found, known))
     if any(pair.agreement in ("we fail it", "they fail it") for pair in pairs):
         raise typer.Exit(1)
 
@@ -94,6 +94,22 @@ def _checked_names(found: DataSet, names: list[str]) -> list[str]:
     return names
 
 
+def _why_empty(found: DataSet, names: list[str]) -> str:
+    """Why neither side has a verdict, and what gives one."""
+    from tilegym_db.integrations.interchange.judging import workloads_of
+
+    chosen = [item for item in found.of_kind("solution") if not names or {item.name, item.definition} & set(names)]
+    of = f" of {', '.join(names)}" if names else ""
+    if not chosen:
+        return f"{found.origin} has no solutions{of}, so there is nothing to run."
+    if not any(item.definition in workloads_of(found) for item in chosen):
+        return (
+            f"{found.origin} has no workloads{of}, so nothing can be run. Put them into the data set, then: "
+            f"tilegym-db import PATH --name {found.name} --replace"
+        )
+    return f"neither side has a verdict. Try: tilegym-db compare-foreign {' '.join([found.origin, *names])} --run"
+
+
 def _run(found: DataSet, names: list[str], gpu: str, limit: int | None) -> None:
     from tilegym_db.bench.machine import select_machine
     from tilegym_db.integrations.interchange.judging import judge_data_set, keep_judgements
@@ -102,11 +118,11 @@ def _run(found: DataSet, names: list[str], gpu: str, limit: int | None) -> None:
     machine = select_machine(gpu)
     prepare_workers(machine.device)
 
-    def tell(judgement: Judgement) -> None:
+    def tell_and_keep(judgement: Judgement) -> None:
         note(f"{judgement.solution} on {judgement.workload}: {judgement.status} {judgement.reason}"[:200])
+        keep_judgements(found, [judgement])  # at once: what comes later may fail or be interrupted
 
-    judgements = judge_data_set(found, machine, names=names, limit=limit, observer=tell)
-    keep_judgements(found, judgements)
+    judge_data_set(found, machine, names=names, limit=limit, observer=tell_and_keep)
 
 
 def _promoted(found: DataSet) -> dict[PairKey, Trace]:

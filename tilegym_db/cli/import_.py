@@ -58,12 +58,11 @@ def command(
 
 def _remove(origin: str) -> None:
     from tilegym_db.paths import home
-    from tilegym_db.store.imported import data_set, forget_data_set, import_lock
+    from tilegym_db.store.imported import forget_data_set, import_lock
 
     with import_lock(home()):
-        found = data_set(home(), origin)
-        count = forget_data_set(found)
-    note(f"removed {found.origin}, and {count} files that nothing else held.")
+        removed, count = forget_data_set(home(), origin)
+    note(f"removed {removed}, and {count} files that nothing else held.")
 
 
 def _as_json(report: ImportReport, dry_run: bool) -> dict[str, object]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +11,16 @@ from typing import Any
 
 from tilegym_db.errors import RecordError
 from tilegym_db.integrations.interchange.checks import Problem, Rules, axis_kind
-from tilegym_db.integrations.interchange.reading import file_digest, lfs_pointer, parse, path_problem, tensor_header
+from tilegym_db.integrations.interchange.reading import (
+    LINK_OUT,
+    file_digest,
+    leads_out,
+    lfs_pointer,
+    parse,
+    path_problem,
+    spelled_otherwise,
+    tensor_header,
+)
 from tilegym_db.store.imported import DataSet, Kind, Refusal, StoredFile, StoredRecord
 
 __all__ = ["Collection"]
@@ -46,6 +57,13 @@ class Collection:
         """Leave something out, with every reason."""
         where = path if line is None else f"{path}:{line}"
         self.refused += [Refusal(where, key, reason) for key, reason in problems]
+
+    def refuse_spelling(self, path: str, file: Path, suffix: str) -> bool:
+        """Leave a file out whose suffix differs from what is read in its case only, and say so. False for any other."""
+        reason = spelled_otherwise(file, suffix)
+        if reason is not None:
+            self.refuse(path, [("", reason)])
+        return reason is not None
 
     def parse(self, path: str, content: bytes, line: int | None = None) -> tuple[dict[str, Any], str] | None:
         """A JSON object and its digest; None where it was refused."""
@@ -101,9 +119,10 @@ class Collection:
                 continue
             path = (Path(base) / spec["path"]).as_posix()
             file = self.root / path
-            if path_problem(path) or not file.resolve().is_relative_to(self.root.resolve()):
-                problems.append((f"workload.inputs.{name}.path", f"'{spec['path']}' leads out of the data set"))
-            elif not file.is_file():
+            reason = path_problem(path)
+            if reason is not None or leads_out(file, self.root):
+                problems.append((f"workload.inputs.{name}.path", reason or f"'{spec['path']}' is {LINK_OUT}"))
+            elif not os.path.isfile(file):  # Path.is_file raises for a name that is too long
                 findings.append(f"inputs.{name}: {spec['path']} is not in the data set")
             elif (pointer := lfs_pointer(file)) is not None:
                 self.carry(path, file)
@@ -178,8 +197,19 @@ class Collection:
             found.append(f"inputs.{name}: {given['path']} holds dtype {dtype}, the definition says {spec['dtype']}")
         return found
 
+    def _note_repeated_workloads(self) -> None:
+        first: dict[tuple[str, str], StoredRecord] = {}
+        for at, item in enumerate(self.records):
+            if item.kind != "workload":
+                continue
+            known = first.setdefault((item.definition, item.name), item)
+            if any(item.record[key] != known.record[key] for key in ("axes", "inputs")):
+                text = f"uuid '{item.name}' is in {known.path}:{known.line} too, with other axes or inputs; that one is used"
+                self.records[at] = dataclasses.replace(item, findings=(*item.findings, text))
+
     def finish(self, name: str, home: Path) -> DataSet:
         """The data set, with the digest of every file."""
+        self._note_repeated_workloads()
         files = []
         for path, file in sorted(self.sources.items()):
             sha256, size = file_digest(file)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tilegym_db.errors import NotFoundError, RecordError, UsageError, did_you_mean
-from tilegym_db.integrations.interchange.adapt import Adapted, adapted_definition, adapted_solution
+from tilegym_db.integrations.interchange.adapt import Adapted, adapted_definition, adapted_solution, why_not_by_element
 from tilegym_db.records import Definition, Workload
 from tilegym_db.scaffold.definition_draft import (
     ERRORS_FILE,
@@ -68,6 +68,9 @@ def draft_of(found: DataSet, name: str) -> Draft:
     adapted = adapted_definition(found, items[name])
     if isinstance(adapted, str):
         raise UsageError(f"{name}: {adapted}.")
+    reason = why_not_by_element(found.dialect, items[name])
+    if reason is not None:
+        raise UsageError(f"{name}: {reason}. A definition of the catalog is judged element by element.")
     if adapted.tensor_constraints:
         raise UsageError(
             f"{name}: its constraint {adapted.tensor_constraints[0]!r} is about contents, which fuzzing would not hold. "
@@ -92,8 +95,6 @@ def _record(found: DataSet, adapted: Adapted) -> Definition:
         dtype = adapted.definition.inputs[name].dtype
         if dtype in WIDE_INTEGERS:
             generators[name] = {"kind": "integers", "low": WIDE_INTEGERS[dtype], "high": 1024}
-        elif name == "probs" and adapted.definition.op_type == "sampling":
-            generators[name] = {"kind": "probabilities"}
     tags = ["status:draft", origin_tag(found)]
     return Definition.from_dict({**content, "tags": tags, "input_generators": generators}, adapted.definition.name)
 

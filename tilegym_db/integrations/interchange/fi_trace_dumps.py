@@ -40,6 +40,8 @@ def is_this(root: Path) -> bool:
 
 
 def _is_dump(file: Path) -> bool:
+    if not file.is_file():  # reading a FIFO waits for a writer
+        return False
     try:
         value = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -63,7 +65,8 @@ def read(root: Path) -> Collection:
     found.refused += refused
     for path, file in paths:
         if file.suffix != ".json":
-            found.carry(path, file)
+            if not found.refuse_spelling(path, file, ".json"):
+                found.carry(path, file)
             continue
         content = file.read_bytes()
         parsed = found.parse(path, content)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tilegym_db.catalog import Catalog, SolutionFiles, stock_of
+from tilegym_db.integrations.interchange.drafts import WIDE_INTEGERS
 from tilegym_db.integrations.interchange.export_files import Export
 from tilegym_db.integrations.interchange.specialise import Specialised, returned_outputs, specialised, why_not
 from tilegym_db.records import Config, Definition, Trace, Workload
@@ -111,6 +112,9 @@ class _Exporter:
             return (
                 f"'{self.source.saved[0]}' is what {self.source.backward_of} gives, and FlashInfer-Trace would draw it"
             )
+        drawn = self._drawn_integers(item, workload)
+        if drawn is not None:
+            return f"'{drawn}' holds indices or counts, and FlashInfer-Bench would draw integers from -1024 to 1023"
         inputs: dict[str, Any] = {}
         for name in self.source.inputs:
             given = workload.inputs.get(name)
@@ -132,6 +136,17 @@ class _Exporter:
                     inputs[name] = {"type": "random"}
             self._note_drawing(name, given)
         return {"axes": item.var_axes(workload.axes), "inputs": inputs, "uuid": workload.uuid}
+
+    def _drawn_integers(self, item: Specialised, workload: Workload) -> str | None:
+        """The first input whose wide integers (indices, offsets, counts) would be drawn there; bytes are data, and may be."""
+        dtypes = dict(item.dtypes)
+        for name in self.source.tensor_inputs:
+            dtype = self.source.inputs[name].dtype
+            if dtypes.get(dtype, dtype) in WIDE_INTEGERS and not isinstance(
+                workload.inputs.get(name), SafetensorsInput
+            ):
+                return name
+        return None
 
     def _note_drawing(self, name: str, given: object) -> None:
         generator = self.source.input_generators.get(name)

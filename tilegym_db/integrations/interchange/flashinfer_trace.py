@@ -39,7 +39,7 @@ def read(root: Path) -> Collection:
         folder = PurePosixPath(path).parts[0]
         if _FOLDERS.get(folder) == file.suffix:
             _READERS[folder](found, path, file)
-        else:
+        elif folder not in _FOLDERS or not found.refuse_spelling(path, file, _FOLDERS[folder]):
             found.carry(path, file)
     _add_what_does_not_fit(found)
     return found

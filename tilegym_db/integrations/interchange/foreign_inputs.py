@@ -52,7 +52,11 @@ def draw_contents(
         elif given["type"] == "safetensors":
             values[name] = _read(found, name, given, shape, dtype, base).to(device)
         else:
-            drawn = _random(spec.dtype, dtype, shape, _seed(seed, name), device)
+            try:
+                drawn = _random(spec.dtype, dtype, shape, _seed(seed, name), device)
+            except RuntimeError as error:  # what torch raises for a size that it cannot allocate
+                first = str(error).partition("\n")[0]
+                raise RecordError(f"inputs.{name}: {list(shape)} {spec.dtype} cannot be drawn: {first}") from None
             is_probability = name == "probs" and definition.op_type == "sampling"
             values[name] = torch.softmax(drawn.float(), -1).to(dtype) if is_probability else drawn
     return values

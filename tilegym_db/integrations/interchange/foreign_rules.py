@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tilegym_db.integrations.interchange import sol_execbench
+from tilegym_db.integrations.interchange.adapt import why_not_by_element
 from tilegym_db.store.imported import StoredRecord
 
 __all__ = ["ForeignRule", "rule_for"]
@@ -69,11 +70,9 @@ def rule_for(dialect: str, definition: StoredRecord, workload: Mapping[str, Any]
             "sol-execbench", given["max_atol"], given["max_rtol"], given["required_matched_ratio"], both=False,
             cap=given["max_error_cap"], negative_infinity=bool(given["allow_negative_inf"]),
         )  # fmt: skip
-    name = definition.name
-    if definition.record.get("op_type") == "sampling":
-        return "samples are judged as a distribution there, and not here yet"
-    if name.startswith("dsa_topk_indexer"):
-        return "indices are judged by their scores there, and not here yet"
-    if "moe_fp8_block_scale" in name:
+    reason = why_not_by_element(dialect, definition)
+    if reason is not None:
+        return reason
+    if "moe_fp8_block_scale" in definition.name:
         return ForeignRule("flashinfer-bench low-bit", 1e-2, 1e-2, share=0.95)
     return ForeignRule("flashinfer-bench default", 1e-2, 1e-2)

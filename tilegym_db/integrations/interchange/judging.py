@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,10 +14,17 @@ import torch
 
 from tilegym_db.backends.toolchains import toolchain_status
 from tilegym_db.bench.machine import Machine
-from tilegym_db.errors import RecordError
+from tilegym_db.catalog import SolutionFiles
+from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.files import write_atomically
 from tilegym_db.integrations.interchange import sol_execbench
-from tilegym_db.integrations.interchange.adapt import Adapted, adapted_definition, adapted_solution
+from tilegym_db.integrations.interchange.adapt import (
+    Adapted,
+    AdaptedSolution,
+    adapted_definition,
+    adapted_solution,
+    why_not_by_element,
+)
 from tilegym_db.integrations.interchange.foreign_inputs import draw_contents
 from tilegym_db.integrations.interchange.foreign_rules import ForeignRule, rule_for
 from tilegym_db.integrations.interchange.sandboxed import Confined, expected_by_reference, prepare_solution
@@ -34,6 +40,7 @@ from tilegym_db.verify.worker.interpreters import interpreted_here
 __all__ = ["NOT_RUN", "Judgement", "judge_data_set", "keep_judgements", "kept_judgements"]
 
 NOT_RUN = "NOT_RUN"
+RECORD_FILE = "solution.json"
 _log = logging.getLogger(__name__)
 
 
@@ -101,16 +108,17 @@ def judge_data_set(
         if not solutions:
             continue
         chosen = workloads.get(definition.name, [])[:limit]
-        adapted = adapted_definition(found, definition)
+        # Our gates compare by element too: where that judges nothing, no Solution is run for a verdict.
+        adapted = why_not_by_element(found.dialect, definition) or adapted_definition(found, definition)
         for workload, base in chosen:
+            batch: Iterable[Judgement]
             if isinstance(adapted, str):
-                batch = [_not_run(item, workload, machine, adapted) for item in solutions]
+                batch = (_not_run(item, workload, machine, adapted) for item in solutions)
             else:
-                task = _Task(found, definition, adapted, workload, base, machine)
-                batch = list(_judge_workload(task, solutions))
+                batch = _judge_workload(_Task(found, definition, adapted, workload, base, machine), solutions)
             for judgement in batch:
                 observer(judgement)
-            judgements += batch
+                judgements.append(judgement)
     return judgements
 
 
@@ -141,7 +149,7 @@ def _judge_workload(task: _Task, solutions: Sequence[StoredRecord]) -> Iterable[
             scalars = {name: value for name, value in inputs.items() if not isinstance(value, torch.Tensor)}
             axes = {name: size for name, size in task.workload["axes"].items() if name in definition.axes}
             case = Case(definition.bind_axes(axes), {}, scalars, seed=seed)
-        except RecordError as error:
+        except (RecordError, StoreError) as error:
             yield from (_not_run(item, task.workload, task.machine, str(error)) for item in solutions)
             return
         given = expected_by_reference(definition, case, inputs, task.machine.device, folder / "reference")
@@ -202,7 +210,9 @@ def _judge_solution(
         first = refused[0]
         reason = f"{first.path}:{first.line}: {first.message}"
         return Judgement(**common, status="REJECTED", reason=reason, gate=first.rule)
-    files = prepare_solution(adapted, folder / "source")
+    files = _prepared(adapted, item, folder / "source")
+    if isinstance(files, str):
+        return _not_run(item, task.workload, machine, files)
     with Confined(files, definition, machine.device, folder / "worker", interpret=interpret) as worker:
         failure = worker.load()
         if failure is not None:
@@ -216,6 +226,17 @@ def _judge_solution(
     if failure is not None:
         return Judgement(**common, status=failure.status, reason=failure.reason, gate=failure.gate)
     return Judgement(**common, status="PASSED", latency_us=latency)
+
+
+def _prepared(adapted: AdaptedSolution, item: StoredRecord, folder: Path) -> SolutionFiles | str:
+    """A Solution that a worker can load, or why there is none: one bad Solution of a data set stops none of the others."""
+    try:
+        return prepare_solution(adapted, folder)
+    except RecordError as error:
+        # It names the copy that was made for the worker; whoever mends it looks for the file of the data set.
+        return f"{item.path}: {str(error).removeprefix(f'{folder / RECORD_FILE}: ')}"
+    except OSError as error:
+        return f"{item.path}: its sources cannot be written side by side: {error.strerror or error}"
 
 
 def _by_rule(task: _Task, outputs: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
@@ -246,9 +267,11 @@ def kept_judgements(found: DataSet) -> list[Judgement]:
     """What was judged before; a line that cannot be read is left out and named."""
     path = _path(found)
     judgements = []
-    for number, line in enumerate(
-        path.read_text(encoding="utf-8").splitlines() if os.path.exists(path) else [], start=1
-    ):
+    # Not splitlines: a reason may hold U+2028 or U+0085, which it splits at too.
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
         try:
             fields = json.loads(line)
             judgements.append(Judgement(**{**fields, "unchecked": tuple(fields["unchecked"])}))

@@ -15,16 +15,24 @@ from tilegym_db.records.base import canonical_json
 from tilegym_db.store.imported import Refusal
 
 __all__ = [
-    "LFS_VERSION", "MAX_RECORD_BYTES", "Line", "file_digest", "lfs_pointer", "parse", "path_problem", "split_lines",
-    "tensor_header", "walk",
+    "LFS_VERSION", "LINK_OUT", "MAX_RECORD_BYTES", "Line", "file_digest", "leads_out", "lfs_pointer", "parse",
+    "path_problem", "spelled_otherwise", "split_lines", "tensor_header", "walk",
 ]  # fmt: skip
 
 MAX_RECORD_BYTES = 64 << 20
 """Of one file of records, or one line of traces; FlashInfer-Bench cuts its logs at 5 MiB."""
+_MAX_DEPTH = 100
+"""Of objects and lists within each other. What copies records is recursive, and has no room for much more."""
 LFS_VERSION = b"version https://git-lfs.github.com/spec/v1"
+POINTER_INSTEAD = "is a Git LFS pointer without its content: run git lfs pull in the data set, and import it again"
+LINK_OUT = (
+    "a link that leads out of the data set. A cache of the Hugging Face Hub holds nothing but such links: copy the data set "
+    "with hf download --local-dir, or cp -rL"
+)
 _MAX_POINTER_BYTES = 1024
 _MAX_HEADER_BYTES = 100 << 20
-_SKIPPED = frozenset({".git", "__pycache__", ".cache"})
+_GIT = ".git"
+_SKIPPED = frozenset({_GIT, "__pycache__", ".cache"})
 """Folders that belong to a tool, not to the data set."""
 
 
@@ -43,14 +51,13 @@ def walk(root: Path) -> tuple[list[tuple[str, Path]], list[Refusal]]:
     A link is read as what it leads to, where that lies inside the root.
     """
     found, refused = [], []
-    real_root = root.resolve()
     for folder, folders, names in os.walk(root, followlinks=False):
         folders[:] = sorted(name for name in folders if name not in _SKIPPED)
         for name in sorted([*names, *(item for item in folders if (Path(folder) / item).is_symlink())]):
             file = Path(folder) / name
             path = file.relative_to(root).as_posix()
-            if not file.resolve().is_relative_to(real_root):
-                refused.append(Refusal(path, "", "a link that leads out of the data set"))
+            if leads_out(file, root):
+                refused.append(Refusal(path, "", LINK_OUT))
             elif not _is_text(path):
                 refused.append(Refusal(ascii(path), "", "its name is not valid UTF-8"))
             elif file.is_file():
@@ -60,6 +67,20 @@ def walk(root: Path) -> tuple[list[tuple[str, Path]], list[Refusal]]:
             else:
                 refused.append(Refusal(path, "", "a broken link, or no regular file"))
     return sorted(found), sorted(refused, key=str)
+
+
+def leads_out(file: Path, root: Path) -> bool:
+    """Whether a file is a link to what lies outside a folder or in a ``.git``. One that leads nowhere, or to itself, is none."""
+    # Not Path.resolve, which raises for a link to itself.
+    real, real_root = Path(os.path.realpath(file)), os.path.realpath(root)
+    return not real.is_relative_to(real_root) or _GIT in real.relative_to(real_root).parts
+
+
+def spelled_otherwise(file: Path, suffix: str) -> str | None:
+    """Why a file is left out that differs from what is read in the case of its suffix only; None for any other."""
+    if file.suffix == suffix or file.suffix.lower() != suffix:
+        return None
+    return f"its name ends in {file.suffix}, and only {suffix} is read: rename it"
 
 
 def _is_text(path: str) -> bool:
@@ -79,6 +100,9 @@ def file_digest(file: Path) -> tuple[str, int]:
 
 def split_lines(content: bytes) -> Iterator[Line]:
     """The lines that hold something; empty ones are skipped, as FlashInfer-Bench does."""
+    if content.startswith(LFS_VERSION):
+        yield Line(1, 0, content)  # one thing to refuse, not a reason for each of its lines
+        return
     offset = 0
     for number, line in enumerate(content.split(b"\n"), start=1):
         if line.strip():
@@ -105,6 +129,8 @@ def parse(content: bytes) -> tuple[dict[str, Any], str] | str:
     """
     if len(content) > MAX_RECORD_BYTES:
         return f"has {len(content)} bytes; a record has at most {MAX_RECORD_BYTES}"
+    if content.startswith(LFS_VERSION):
+        return POINTER_INSTEAD
     try:
         text = content.decode("utf-8")
         value = json.loads(text, object_pairs_hook=_object, parse_float=_finite, parse_constant=_spelled_constant)
@@ -120,7 +146,19 @@ def parse(content: bytes) -> tuple[dict[str, Any], str] | str:
         return f"is not valid JSON: {error}"
     if not isinstance(value, dict):
         return f"is a JSON {type(value).__name__}, not an object"
+    if _is_deeper(value, _MAX_DEPTH):
+        return "is nested too deeply"
     return value, hashlib.sha256(spelled).hexdigest()
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    level = [value]
+    for _ in range(depth):
+        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+        level = [item for items in inner for item in items]
+        if not level:
+            return False
+    return True
 
 
 def _finite(text: str) -> float:
@@ -147,6 +185,8 @@ def path_problem(path: str) -> str | None:
         return f"{path!r} is no plain path"
     if pure.is_absolute() or ".." in pure.parts:
         return f"{path!r} leads out of its folder"
+    if _GIT in (part.lower() for part in pure.parts):
+        return f"{path!r} leads into a repository's {_GIT}, which is no part of its content"
     return None
 
 
@@ -178,7 +218,7 @@ def tensor_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]] | str:
                 for key, item in header.items()
                 if key != "__metadata__" and item["data_offsets"][1] <= size - 8 - length
             }
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as error:
             return f"is no safetensors file: its header cannot be read ({error})"
 
 

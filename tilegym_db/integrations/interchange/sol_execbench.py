@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tilegym_db.integrations.interchange.checks import (
     FIB_DTYPES,
     STATUSES,
+    Problem,
     Rules,
     check_definition,
     check_solution,
     check_trace,
     check_workload,
+    number,
 )
 from tilegym_db.integrations.interchange.collecting import Collection
 from tilegym_db.integrations.interchange.flashinfer_trace import defaults_filled
@@ -53,6 +56,26 @@ TOLERANCE: dict[str, Any] = {
 """What a Workload that states no tolerance is judged by there."""
 
 
+def tolerance_problems(record: Mapping[str, Any], where: str = "") -> Iterator[Problem]:
+    """Why the tolerance of a Workload is refused; it may state none."""
+    given = record.get("tolerance")
+    if given is None:
+        return
+    if not isinstance(given, dict):
+        yield f"{where}tolerance", f"must be an object, not {given!r:.40}"
+        return
+    for key in given.keys() & TOLERANCE.keys():
+        value, figure, at = given[key], number(given[key]), f"{where}tolerance.{key}"
+        if key == "allow_negative_inf":
+            if not isinstance(value, bool):
+                yield at, f"must be true or false, not {value!r:.40}"
+        elif value is None and TOLERANCE[key] is None:
+            continue
+        elif figure is None or figure < 0 or (key == "required_matched_ratio" and figure > 1):
+            limit = "from 0 to 1" if key == "required_matched_ratio" else ">= 0"
+            yield at, f"must be a number {limit}, not {value!r:.40}"
+
+
 def is_this(root: Path) -> bool:
     """Whether some folder below holds a problem."""
     return root.is_dir() and any(
@@ -77,7 +100,9 @@ def read(root: Path) -> Collection:
             _solution(found, path, file)
         elif file.suffix == ".jsonl" and file.parent in problems:
             _lines(found, path, file, definitions[file.parent])
-        elif not problems.keys().isdisjoint(file.parents):
+        elif not problems.keys().isdisjoint(file.parents) and not (
+            found.refuse_spelling(path, file, ".json") or found.refuse_spelling(path, file, ".jsonl")
+        ):
             found.carry(path, file)
     _note_missing_definitions(found)
     return found
@@ -141,6 +166,8 @@ def _lines(found: Collection, path: str, file: Path, definition: dict[str, Any] 
         record, digest = parsed
         is_trace = "workload" in record
         problems = check_trace(record, RULES) if is_trace else check_workload(record, RULES)
+        workload, where = (record["workload"], "workload.") if is_trace else (record, "")
+        problems += tolerance_problems(workload, where) if isinstance(workload, dict) else []
         if definition is None:
             problems.append(("", "its definition.json was refused"))
         kinds = {} if problems or is_trace else {name: spec["type"] for name, spec in record["inputs"].items()}

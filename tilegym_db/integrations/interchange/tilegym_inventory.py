@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from tilegym_db.integrations.interchange.checks import Problem, Rules, check_definition, check_solution
 from tilegym_db.integrations.interchange.collecting import Collection
 from tilegym_db.integrations.interchange.flashinfer_trace import defaults_filled
-from tilegym_db.integrations.interchange.reading import path_problem, walk
+from tilegym_db.integrations.interchange.reading import leads_out, path_problem, walk
 
 __all__ = ["DIALECT", "RULES", "is_this", "read"]
 
@@ -36,7 +37,7 @@ def read(root: Path) -> Collection:
     found.refused += refused
     for below, file in paths:
         path = (PurePosixPath(prefix.as_posix()) / below).as_posix()
-        if file.suffix != ".json" or file.parent.name not in _FOLDERS:
+        if file.parent.name not in _FOLDERS or found.refuse_spelling(path, file, ".json") or file.suffix != ".json":
             continue
         content = file.read_bytes()
         parsed = found.parse(path, content)
@@ -90,9 +91,9 @@ def _sources(found: Collection, record: Mapping[str, Any]) -> tuple[list[Problem
     for number, path in enumerate(paths):
         file = found.root / path
         reason = path_problem(path)
-        if reason is None and not file.resolve().is_relative_to(found.root):
+        if reason is None and leads_out(file, found.root):
             reason = f"{path!r} leads out of its folder"
-        if reason is None and not file.is_file():
+        if reason is None and not os.path.isfile(file):
             reason = f"{path!r} does not exist below {found.root}"
         if reason is not None:
             problems.append((f"sources.path[{number}]", reason))

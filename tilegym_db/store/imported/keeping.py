@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tilegym_db.errors import StoreError, UsageError
 from tilegym_db.files import write_atomically
-from tilegym_db.store.imported.manifests import MANIFEST_VERSION, records_name, whole_records_file
+from tilegym_db.store.imported.manifests import MANIFEST_VERSION, manifest_of, records_name, whole_records_file
 from tilegym_db.store.imported.objects import DataSet, StoredFile, StoredRecord, object_path
 from tilegym_db.store.input_files import imported_folder, imported_manifests
 from tilegym_db.store.lock import writer_lock
@@ -120,25 +120,37 @@ def _manifest_text(found: DataSet, records_file: str) -> bytes:
     return (json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "surrogateescape")
 
 
-def forget_data_set(found: DataSet) -> int:
-    """Remove a data set, and the bytes that no other one holds. Returns how many files that were.
+def forget_data_set(home: Path, origin: str) -> tuple[str, int]:
+    """Remove a data set, also one whose records cannot be read, and the bytes that no other one holds.
 
-    The caller holds :func:`import_lock`.
+    Returns its origin and how many files that were. The caller holds :func:`import_lock`.
+
+    Raises:
+        NotFoundError: there is none of that origin.
+        UsageError: several dialects have one of that name.
     """
-    folder = imported_folder(found.home) / found.dialect / found.name
-    (folder / "manifest.json").unlink()
+    manifest = manifest_of(home, origin)
+    folder = manifest.parent
+    # A manifest that cannot be read names no bytes; its own are then among those that no other data set holds.
+    named = _named(manifest.read_bytes()) or _kept(home)
+    manifest.unlink()
     for path in (*folder.glob("records-*.jsonl"), *folder.glob("judgements.jsonl")):
         path.unlink()
     folder.rmdir()
-    return _drop({file.sha256 for file in found.files} - _held(found.home), found.home)
+    return f"{folder.parent.name}:{folder.name}", _drop(named - _held(home), home)
 
 
 def _held(home: Path) -> set[str]:
     """The digests that data sets name. Where one of them cannot be read nobody knows, and all bytes stay."""
     manifests = [path.read_bytes() for path in imported_manifests(home)]
     if any(not _named(manifest) for manifest in manifests):
-        return {path.name for path in (imported_folder(home) / "objects").glob("*/*")}
+        return _kept(home)
     return {sha256 for manifest in manifests for sha256 in _named(manifest)}
+
+
+def _kept(home: Path) -> set[str]:
+    """The digests of all bytes that are there."""
+    return {path.name for path in (imported_folder(home) / "objects").glob("*/*")}
 
 
 def _named(manifest: bytes) -> set[str]:

@@ -16,6 +16,7 @@ __all__ = [
     "MANIFEST_VERSION",
     "data_set",
     "data_sets",
+    "manifest_of",
     "records_name",
     "whole_records_file",
 ]
@@ -26,8 +27,14 @@ MANIFEST_VERSION = 1
 
 
 def data_sets(home: Path) -> list[DataSet]:
-    """Every imported data set, by origin."""
-    return [_read_data_set(path, home) for path in imported_manifests(home)]
+    """Every imported data set that can be read, by origin; the others are warned of, and stop nothing."""
+    found = []
+    for path in imported_manifests(home):
+        try:
+            found.append(_read_data_set(path, home))
+        except StoreError as error:
+            _log.warning("%s left out: %s", _origin(path), error)
+    return found
 
 
 def data_set(home: Path, origin: str) -> DataSet:
@@ -36,8 +43,19 @@ def data_set(home: Path, origin: str) -> DataSet:
     Raises:
         NotFoundError: there is none; suggests the nearest.
         UsageError: several dialects have one of that name.
+        StoreError: it cannot be read.
     """
-    paths = {f"{path.parent.parent.name}:{path.parent.name}": path for path in imported_manifests(home)}
+    return _read_data_set(manifest_of(home, origin), home)
+
+
+def manifest_of(home: Path, origin: str) -> Path:
+    """The manifest of one data set, unread.
+
+    Raises:
+        NotFoundError: there is none; suggests the nearest.
+        UsageError: several dialects have one of that name.
+    """
+    paths = {_origin(path): path for path in imported_manifests(home)}
     fitting = [known for known in paths if origin in (known, known.partition(":")[2])]
     if len(fitting) > 1:
         raise UsageError(f"'{origin}' may be {' or '.join(fitting)}; give the whole origin.")
@@ -46,7 +64,11 @@ def data_set(home: Path, origin: str) -> DataSet:
         raise NotFoundError(
             f"no imported data set '{origin}'.{did_you_mean(origin, paths)} Imported: {names}. Try: tilegym-db import PATH"
         )
-    return _read_data_set(paths[fitting[0]], home)
+    return paths[fitting[0]]
+
+
+def _origin(manifest: Path) -> str:
+    return f"{manifest.parent.parent.name}:{manifest.parent.name}"
 
 
 def _read_data_set(path: Path, home: Path) -> DataSet:
@@ -54,17 +76,20 @@ def _read_data_set(path: Path, home: Path) -> DataSet:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         if manifest["version"] != MANIFEST_VERSION:
             raise StoreError(f"{path} was written by another version of tilegym-db. Import the data set again.")
-        lines = (path.parent / manifest["records_file"]).read_text(encoding="utf-8").splitlines()
+        # Not splitlines: it also splits at U+2028, U+2029 and U+0085, which stand unescaped within a record.
+        lines = (path.parent / manifest["records_file"]).read_bytes().split(b"\n")
         return DataSet(
             dialect=manifest["dialect"],
             name=manifest["name"],
             files=tuple(StoredFile(**file) for file in manifest["files"]),
-            records=tuple(_record(json.loads(line)) for line in lines),
+            records=tuple(_record(json.loads(line)) for line in lines if line),
             refused=tuple(Refusal(**refusal) for refusal in manifest["refused"]),
             home=home,
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StoreError(f"{path}: this imported data set cannot be read ({error}). Import it again.") from None
+        raise StoreError(
+            f"{path}: this imported data set cannot be read ({error}). Import it again with --replace."
+        ) from None
 
 
 def _record(fields: dict[str, Any]) -> StoredRecord:

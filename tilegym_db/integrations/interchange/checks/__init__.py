@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tilegym_db.integrations.interchange.checks.definitions import axis_kind, check_definition
-from tilegym_db.integrations.interchange.checks.dialect import FIB_DTYPES, STATUSES, Problem, Rules
+from tilegym_db.integrations.interchange.checks.dialect import FIB_DTYPES, STATUSES, Problem, Rules, number
 from tilegym_db.integrations.interchange.checks.measurements import check_trace, check_workload
 from tilegym_db.integrations.interchange.checks.solutions import check_solution
 
@@ -17,4 +17,5 @@ __all__ = [
     "check_solution",
     "check_trace",
     "check_workload",
+    "number",
 ]

@@ -13,6 +13,7 @@ from tilegym_db.integrations.interchange.checks.dialect import (
     check_optional_text,
     check_texts,
     is_count,
+    is_one_of,
 )
 
 __all__ = [
@@ -53,10 +54,10 @@ def _axis(where: str, axis: Any, rules: Rules) -> Iterator[Problem]:
         yield where, "must be an object"
         return
     kind = axis_kind(axis)
-    if kind not in rules.axis_kinds:
-        yield f"{where}.type", f"must be one of {', '.join(sorted(rules.axis_kinds))}, not {kind!r}"
+    if not is_one_of(kind, rules.axis_kinds):
+        yield f"{where}.type", f"must be one of {', '.join(sorted(rules.axis_kinds))}, not {kind!r:.80}"
     elif kind == "const" and (rules.const_needs_value or "value" in axis) and not is_count(axis.get("value")):
-        yield f"{where}.value", f"a const axis needs a whole number >= 0, not {axis.get('value')!r}"
+        yield f"{where}.value", f"a const axis needs a whole number >= 0, not {axis.get('value')!r:.40}"
     elif kind == "expr":
         yield from _expression(axis.get("expression"), f"{where}.expression")
 

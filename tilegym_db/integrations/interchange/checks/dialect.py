@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ __all__ = [
     "check_text",
     "check_texts",
     "is_count",
+    "is_one_of",
+    "number",
 ]
 
 Problem = tuple[str, str]
@@ -93,6 +95,21 @@ def check_optional_text(record: Mapping[str, Any], key: str, where: str = "") ->
     """A text or null, where it is there."""
     if not isinstance(record.get(key), str | None):
         yield where + key, f"must be a text or null, not {record[key]!r:.80}"
+
+
+def is_one_of(value: Any, allowed: Collection[str]) -> bool:
+    """Whether a value is a text and one of these; JSON may hold a list or an object there, which no set can be asked for."""
+    return isinstance(value, str) and value in allowed
+
+
+def number(value: Any) -> float | None:
+    """A number of JSON that a float can hold; None for anything else, booleans included."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
 
 
 def is_count(value: Any) -> bool:

@@ -12,6 +12,8 @@ from tilegym_db.integrations.interchange.checks.dialect import (
     check_name,
     check_text,
     is_count,
+    is_one_of,
+    number,
 )
 from tilegym_db.integrations.interchange.reading import path_problem
 
@@ -42,10 +44,10 @@ def check_workload(record: Any, rules: Rules, where: str = "") -> list[Problem]:
 
 def _input(where: str, spec: Any, rules: Rules) -> Iterator[Problem]:
     kind = spec.get("type") if isinstance(spec, dict) else None
-    if kind not in rules.input_kinds:
-        yield f"{where}.type", f"must be one of {', '.join(sorted(rules.input_kinds))}, not {kind!r}"
-    elif kind == "scalar" and not isinstance(spec.get("value"), int | float | bool):
-        yield f"{where}.value", f"must be a number or a boolean, not {spec.get('value')!r:.40}"
+    if not is_one_of(kind, rules.input_kinds):
+        yield f"{where}.type", f"must be one of {', '.join(sorted(rules.input_kinds))}, not {kind!r:.80}"
+    elif kind == "scalar" and not _is_scalar(spec.get("value")):
+        yield f"{where}.value", f"must be a boolean or a number of at most 64 bits, not {spec.get('value')!r:.40}"
     elif kind == "safetensors":
         yield from check_text(spec, "tensor_key", f"{where}.")
         yield from check_text(spec, "path", f"{where}.")
@@ -53,6 +55,10 @@ def _input(where: str, spec: Any, rules: Rules) -> Iterator[Problem]:
             reason = path_problem(spec["path"])
             if reason is not None:
                 yield f"{where}.path", reason
+
+
+def _is_scalar(value: Any) -> bool:
+    return -(1 << 63) <= value < 1 << 64 if isinstance(value, int) else isinstance(value, float)
 
 
 def check_trace(record: Mapping[str, Any], rules: Rules) -> list[Problem]:
@@ -100,13 +106,11 @@ def _figures(
         yield f"evaluation.{group}", "must be an object"
         return
     for key in keys:
-        number = _number(values.get(key, 0.0))
-        if number is None or number < 0 or (not may_be_nan and not math.isfinite(number)):
+        figure = _figure(values.get(key, 0.0))
+        if figure is None or figure < 0 or (not may_be_nan and not math.isfinite(figure)):
             yield f"evaluation.{group}.{key}", f"must be a number >= 0, not {values[key]!r:.40}"
 
 
-def _number(value: Any) -> float | None:
+def _figure(value: Any) -> float | None:
     """A figure, also one spelled as text where JSON has no word for it."""
-    if value in ("NaN", "Infinity", "-Infinity"):
-        return float(value)
-    return None if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
+    return float(value) if is_one_of(value, ("NaN", "Infinity", "-Infinity")) else number(value)

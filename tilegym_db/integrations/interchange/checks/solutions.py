@@ -47,6 +47,9 @@ def check_solution(record: Mapping[str, Any], rules: Rules) -> list[Problem]:
 def _language(spec: Mapping[str, Any], rules: Rules) -> Iterator[Problem]:
     key = "languages" if "languages" in spec and rules.languages_key == "languages" else "language"
     value = spec.get(key)
+    if key == "languages" and not isinstance(value, list):
+        yield f"spec.{key}", f"must be a list of texts, not {value!r:.40}"
+        return
     chosen = value if isinstance(value, list) and key == "languages" else [value]
     if not chosen:
         yield f"spec.{key}", "names no language"
