@@ -41,6 +41,10 @@ def command(
     Stops where nothing above 1% is left, the budget is spent, five experiments in a row were not kept, or on Ctrl-C; started
     again, it goes on. On a CPU the process's CPU time stands for GPU time, and the records say so.
     """
+    from tilegym_db.loop.author import author_command
+
+    if author is not None:
+        author_command(author)
     from tilegym_db.bench.machine import refuse_absent_gpu, select_machine
 
     refuse_absent_gpu(gpu)
