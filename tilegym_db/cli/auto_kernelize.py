@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tilegym_db.cli.completion import complete_language
-from tilegym_db.cli.options import ConfigFile, MachineGpu
+from tilegym_db.cli.options import MOST_TOKENS, ConfigFile, MachineGpu
 from tilegym_db.cli.output import note, print_json, print_table
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def command(
     ] = "triton",
     gpu: MachineGpu = "auto",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    prompt: Annotated[int, typer.Option(help="Random tokens of the measured call.")] = 128,
+    prompt: Annotated[int, typer.Option(help="Random tokens of the measured call.", min=1, max=MOST_TOKENS)] = 128,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds of stock and patched.", max=100_000)] = 10,
     layers: Annotated[int | None, typer.Option(help="Keep only the first so many layers.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the experiments as JSON.")] = False,

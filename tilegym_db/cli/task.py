@@ -10,7 +10,7 @@ import typer
 
 from tilegym_db.cli.completion import complete_definition, complete_gpu, complete_language
 from tilegym_db.cli.formats import AsArrow, AsCsv, AsJson, AsParquet, OutputFile, Wide, chosen_form, write_records
-from tilegym_db.cli.options import ConfigFile
+from tilegym_db.cli.options import MOST_TOKENS, ConfigFile
 from tilegym_db.cli.output import note, print_json, print_line, print_table
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def from_model(
     config: ConfigFile,
     language: Language = "triton",
     gpu: TaskGpu = "auto",
-    prompt: Annotated[int, typer.Option(help="Random tokens of the profiled call.")] = 128,
+    prompt: Annotated[int, typer.Option(help="Random tokens of the profiled call.", min=1, max=MOST_TOKENS)] = 128,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     layers: Annotated[int | None, typer.Option(help="Keep only the first so many layers.")] = None,
     drafts: Annotated[Path | None, typer.Option(help="Folder for drafts of what no definition describes.")] = None,
