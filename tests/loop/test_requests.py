@@ -76,3 +76,12 @@ def test_an_author_is_found_from_the_folder_in_which_the_command_was_given(
     monkeypatch.chdir(tmp_path)
     assert run_author("./author.sh", "", tmp_path / "work", Catalog.default(), 60.0) is None
     assert (tmp_path / "work" / "kernel.py").is_file()
+
+
+@pytest.mark.parametrize("command", [("task", "from-model"), ("auto-kernelize",)])
+def test_a_language_that_is_none_is_refused_before_a_model_is_built(
+    command: tuple[str, ...], said: Say, config: Path
+) -> None:
+    status, _, error = said(*command, config, "--gpu", "cpu", "--language", "cuda")
+    assert status == 2
+    assert "unknown language 'cuda'; known: " in error

@@ -42,7 +42,9 @@ def command(
     again, it goes on. On a CPU the process's CPU time stands for GPU time, and the records say so.
     """
     from tilegym_db.loop.author import author_command
+    from tilegym_db.loop.tasks import check_language
 
+    check_language(language)
     if author is not None:
         author_command(author)
     from tilegym_db.bench.machine import refuse_absent_gpu, select_machine

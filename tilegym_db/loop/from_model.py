@@ -19,7 +19,7 @@ from tilegym_db.integrations.transformers.piece_time import module_times, time_o
 from tilegym_db.integrations.transformers.random_model import build_model, load_config
 from tilegym_db.integrations.transformers.verify_model import keep_workloads, model_tag
 from tilegym_db.loop.module_drafts import draft_of
-from tilegym_db.loop.tasks import create_task
+from tilegym_db.loop.tasks import check_language, create_task
 from tilegym_db.records import Workload
 from tilegym_db.records.loop import Task
 
@@ -98,6 +98,7 @@ def tasks_from_model(
         UsageError: the config, or an option, is none that can be run.
         HardwareError: the GPU asked for is not here.
     """
+    check_language(language)
     machine = select_machine(gpu)
     config = load_config(path, layers)
     model = build_model(config, machine.device, dtype)

@@ -24,7 +24,7 @@ from tilegym_db.store.loop_queries import verified_on
 from tilegym_db.store.pattern_pages import read_patterns
 from tilegym_db.store.queries import read_peaks, traced_gpus
 
-__all__ = ["create_task", "find_task", "patterns_for"]
+__all__ = ["check_language", "create_task", "find_task", "patterns_for"]
 
 MOST_WORKLOADS = 16
 MOST_PATTERNS = 8
@@ -89,9 +89,18 @@ def _content(
     }
 
 
-def _check_request(language: str, min_speedup: float) -> None:
+def check_language(language: str) -> None:
+    """Refuse a language that no kernel is written in.
+
+    Raises:
+        UsageError: names those there are.
+    """
     if language not in LANGUAGES:
         raise UsageError(f"unknown language {language!r}; known: {', '.join(LANGUAGES)}.")
+
+
+def _check_request(language: str, min_speedup: float) -> None:
+    check_language(language)
     if min_speedup < MIN_SPEEDUP:
         raise UsageError(f"--min-speedup {min_speedup:g}: a promotion needs {MIN_SPEEDUP:.2f}, so no bar is lower.")
 
