@@ -15,6 +15,8 @@ from tilegym_db.cli.output import note, print_json, print_table
 if TYPE_CHECKING:
     from tilegym_db.records.loop import Experiment
 
+MOST_BUDGET_S = 30 * 24 * 3600
+
 
 def command(
     config: ConfigFile,
@@ -24,7 +26,7 @@ def command(
             help="Command: prompt on stdin, kernel.py and solution.json into its working directory. None waits."
         ),
     ] = None,
-    budget: Annotated[str, typer.Option(help="Time for all of it: 90s, 30m, 2h.")] = "2h",
+    budget: Annotated[str, typer.Option(help="Time for all of it: 90s, 30m, 2h; 720h at most.")] = "2h",
     max_attempts: Annotated[int, typer.Option(help="Of the author, at each task.", min=1, max=100)] = 3,
     language: Annotated[
         str, typer.Option("--language", "-l", help="Of the kernels.", autocompletion=complete_language)
@@ -42,8 +44,9 @@ def command(
     again, it goes on. On a CPU the process's CPU time stands for GPU time, and the records say so.
     """
     from tilegym_db.loop.author import author_command
-    from tilegym_db.loop.tasks import check_language
+    from tilegym_db.loop.tasks import check_language, unpromotable
 
+    budget_s = parse_duration(budget)
     check_language(language)
     if author is not None:
         author_command(author)
@@ -53,12 +56,15 @@ def command(
     from tilegym_db.loop.auto import auto_kernelize
     from tilegym_db.loop.model_state import ModelState
 
-    state = ModelState(config, select_machine(gpu), dtype, prompt, rounds, layers)
+    machine = select_machine(gpu)
+    if why := unpromotable(language, machine.gpu):
+        note(why)
+    state = ModelState(config, machine, dtype, prompt, rounds, layers)
     done, why = auto_kernelize(
         state,
         language=language,
         author=author,
-        budget_s=parse_duration(budget),
+        budget_s=budget_s,
         max_attempts=max_attempts,
         say=note,
     )
@@ -88,10 +94,13 @@ def print_experiments(done: Sequence[Experiment], *, as_json: bool) -> None:
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of ``90s``, ``30m`` or ``2h``; raises :class:`UsageError` for anything else."""
+    """Seconds of ``90s``, ``30m`` or ``2h``; raises :class:`UsageError` for anything else, and for more than 30 days."""
     from tilegym_db.errors import UsageError
 
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smh])", text.strip())
     if match is None:
         raise UsageError(f"--budget {text!r} must read 90s, 30m or 2h.")
-    return float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
+    seconds = float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
+    if seconds > MOST_BUDGET_S:
+        raise UsageError(f"--budget {text} is more than 30 days; at most 720h.")
+    return seconds

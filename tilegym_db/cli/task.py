@@ -41,11 +41,11 @@ def create(
     workload: Annotated[
         list[str] | None, typer.Option(help="Glob over tags, axes (M=1,*) and uuid; repeatable.")
     ] = None,
-    min_speedup: Annotated[float, typer.Option(help="Bar over the best baseline; at least 1.10.")] = 1.10,
+    min_speedup: Annotated[float, typer.Option(help="Bar over the best baseline: 1.10 to 1000.")] = 1.10,
     as_json: AsJson = False,
 ) -> None:
     """Write a task: a kernel of one operator, language and GPU, and what it has to beat. Prints its id."""
-    from tilegym_db.loop.tasks import create_task
+    from tilegym_db.loop.tasks import create_task, unpromotable
 
     task = create_task(
         definition, language=language, gpu=gpu, workload=tuple(workload) if workload else None, min_speedup=min_speedup
@@ -54,6 +54,8 @@ def create(
         print_json(task.model_dump(mode="json"))
     else:
         print_line(task.id)
+    if why := unpromotable(task.language, task.gpu):
+        note(why)
     note(f"{len(task.workloads)} workloads on {task.gpu}. Next: tilegym-db task prompt {task.id}")
 
 
@@ -73,10 +75,13 @@ def from_model(
     For a part that no definition describes, a draft is written: captured shapes, dtypes, strides and the place of the code.
     """
     from tilegym_db.loop.from_model import tasks_from_model
+    from tilegym_db.loop.tasks import unpromotable
 
     found = tasks_from_model(
         config, language=language, gpu=gpu, prompt=prompt, dtype=dtype, layers=layers, drafts=drafts
     )
+    if found.time_of == "cpu" and (why := unpromotable(language, "cpu")):
+        note(why)
     rows = [piece.to_dict() for piece in found.pieces]
     if as_json:
         print_json({"time_of": found.time_of, "total_us": found.total_us, "pieces": rows})

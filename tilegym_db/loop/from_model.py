@@ -122,12 +122,15 @@ def _outcome(
         return f"below {LEAST_SHARE:.0%} of the time"
     if piece.served:
         return f"served by a verified kernel of {piece.definition}"
+    if piece.definition and not piece.workloads:
+        return f"no task: the profiled call holds no call of {piece.definition}"
     if piece.definition:
         return f"task {_task(piece, machine, language).id}"
     if piece.module_class is None or piece.module_class.__module__.startswith("torch."):
         return f"a call of PyTorch's own; {piece.reason or 'no definition describes it'}"
     if drafts is None:
-        return f"no definition describes it ({piece.reason}); --drafts DIR writes a draft of one"
+        why = f" ({piece.reason})" if piece.reason else ""
+        return f"no definition describes it{why}; --drafts DIR writes a draft of one"
     return f"draft {draft_of(model, piece.module_class, inputs, drafts)}"
 
 
