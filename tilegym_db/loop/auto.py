@@ -32,6 +32,8 @@ from tilegym_db.store.model_runs import save_model_run
 __all__ = ["Kernelizer", "auto_kernelize"]
 
 Say = Callable[[str], None]
+DECIDED = ("keep", "discard")
+"""Decisions of an experiment that are about a kernel."""
 
 
 @dataclass
@@ -74,7 +76,8 @@ class Kernelizer:
     def _say_what_is_left(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
             if piece.share >= LEAST_SHARE and not piece.served:
-                why = f"{piece.definition}, decided" if piece.definition in self._tried() else piece.reason
+                tried = self._tried()
+                why = f"{piece.definition}, {tried[piece.definition]}" if piece.definition in tried else piece.reason
                 self.say(f"left to stock code: {piece.part}, {piece.share:.1%} ({why or 'no definition describes it'})")
 
     def _finish(self, experiment: Experiment) -> None:
@@ -94,11 +97,20 @@ class Kernelizer:
                 waiting.append(task)
         return waiting
 
-    def _tried(self) -> set[str]:
+    def _tried(self) -> dict[str, str]:
+        """Definition -> what came of it, for what this run is not to ask for.
+
+        A discard is about kernels of one language. Where an author crashed nothing is known of any kernel: that is not asked
+        for twice in one run, and another run, with another author, asks again.
+        """
+        languages = {task.id: task.language for task in journaled(Task, self.home)}
+        done = {one.id for one in self.done}
         return {
-            one.definition
+            one.definition: "decided" if one.decision in DECIDED else f"{one.decision}, another run asks again"
             for one in journaled(Experiment, self.home)
-            if (one.config_digest, one.gpu) == (self.state.digest, self.state.machine.gpu) and one.decision != "timeout"
+            if (one.config_digest, one.gpu) == (self.state.digest, self.state.machine.gpu)
+            and languages.get(one.task, self.language) == self.language
+            and (one.decision in DECIDED or one.id in done)
         }
 
     def _task(self, piece: Piece) -> Task:
