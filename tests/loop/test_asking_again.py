@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.loop.auto import auto_kernelize
 from tilegym_db.loop.from_model import ModelPieces, Piece
 from tilegym_db.loop.rules import coverage_of
-from tilegym_db.records.loop import Coverage, Experiment
+from tilegym_db.loop.submit import submit
+from tilegym_db.records.loop import Attempt, Coverage, Experiment, Task
 from tilegym_db.store.loop_journals import journaled
 
 AUTHOR = """#!/usr/bin/env python3
@@ -43,7 +46,7 @@ class OnePart:
 
 @pytest.fixture
 def run(operator: Path, home: Path) -> Callable[..., list[Experiment]]:
-    def once(author: str, language: str = "python", **options: Any) -> list[Experiment]:
+    def once(author: str | None, language: str = "python", **options: Any) -> list[Experiment]:
         settings: dict[str, Any] = {"author": author, "language": language, "home": home, "max_attempts": 1, **options}
         return auto_kernelize(OnePart(), **settings)[0]  # type: ignore[arg-type]
 
@@ -79,3 +82,27 @@ def test_a_discard_in_one_language_leaves_the_others_to_be_asked_for(
     for language in ("python", "triton", "python", "triton"):
         run(command, language)
     assert asked.read_text().split() == ["python", "triton"]
+
+
+def test_a_kernel_that_another_command_submits_wakes_the_loop_that_waits_for_a_person(
+    run: Callable[..., list[Experiment]], hand_in: Callable[..., Path], home: Path
+) -> None:
+    folder = hand_in("import socket\n\n\ndef run(x, weight, factor, out):\n    out.zero_()\n")
+    submitted: list[Attempt] = []
+
+    def person() -> None:
+        until = time.monotonic() + 30
+        while not (pages := list((home / "loop" / "work").glob("*/1.md"))):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        (task,) = journaled(Task, home)
+        assert pages[0].parent.name == task.id
+        submitted.append(submit(task, folder))
+
+    with ThreadPoolExecutor(1) as pool:
+        at_work = pool.submit(person)
+        (experiment,) = run(None, budget_s=60.0)
+        at_work.result()
+    assert (experiment.decision, experiment.task) == ("discard", submitted[0].task)
+    assert "scan" in experiment.reason
+    assert journaled(Attempt, home)[-1] == submitted[0]  # it was judged once

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tilegym_db.catalog import Catalog
@@ -91,15 +92,34 @@ def run_author(command: str, prompt: str, folder: Path, catalog: Catalog, limit_
     return None if any(folder.iterdir()) else "the author left nothing"
 
 
-def wait_for_author(prompt: str, folder: Path, catalog: Catalog, limit_s: float, every_s: float = 2.0) -> str | None:
-    """As :func:`run_author`, for a person: says where the prompt lies, and waits until the folder has a ``solution.json``."""
+def wait_for_author(
+    prompt: str,
+    folder: Path,
+    catalog: Catalog,
+    limit_s: float,
+    is_submitted: Callable[[], bool] = lambda: False,
+    every_s: float = 2.0,
+) -> str | None:
+    """As :func:`run_author`, for a person: says where the prompt lies, and waits for a kernel.
+
+    Args:
+        prompt: written beside the folder.
+        folder: in which a ``solution.json`` is awaited.
+        catalog: what judges, beside the package.
+        limit_s: how long.
+        is_submitted: asked now and then whether a kernel was handed in, and judged, in another way.
+        every_s: so often.
+
+    Raises:
+        ConflictError: what judges was changed meanwhile; nothing is judged by it.
+    """
     before = judge_digest(catalog)
     folder.mkdir(parents=True, exist_ok=True)
     page = folder.with_suffix(".md")
     page.write_text(prompt)
     print(f"prompt: {page}\nPut kernel.py and then solution.json into {folder}", file=sys.stderr, flush=True)
     until = time.monotonic() + limit_s
-    while not (folder / "solution.json").is_file():
+    while not (folder / "solution.json").is_file() and not is_submitted():
         if time.monotonic() > until:
             return "timeout"
         time.sleep(every_s)

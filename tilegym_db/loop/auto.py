@@ -15,6 +15,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.errors import TilegymDBError
 from tilegym_db.loop.author import run_author, wait_for_author
 from tilegym_db.loop.from_model import LEAST_SHARE, Piece
+from tilegym_db.loop.handed_in import last_attempt, verdicts
 from tilegym_db.loop.model_state import ModelState
 from tilegym_db.loop.prompt import prompt_of
 from tilegym_db.loop.rules import KeepDecision, decide, next_piece, why_stop
@@ -26,12 +27,14 @@ from tilegym_db.paths import home as default_home
 from tilegym_db.records.loop import Attempt, Coverage, Experiment, Task, identified
 from tilegym_db.records.model_run import ModelRun
 from tilegym_db.store.input_files import loop_folder
-from tilegym_db.store.loop_journals import append, journaled, latest, loop_lock
+from tilegym_db.store.loop_journals import append, journaled, loop_lock
 from tilegym_db.store.model_runs import save_model_run
 
 __all__ = ["Kernelizer", "auto_kernelize"]
 
 Say = Callable[[str], None]
+SUBMITTED = ".submitted"
+"""In the folder of an attempt: it was handed in, and judged, by another command."""
 DECIDED = ("keep", "discard")
 """Decisions of an experiment that are about a kernel."""
 
@@ -159,8 +162,7 @@ class Kernelizer:
 
     def _author(self, task: Task) -> tuple[Attempt | None, str]:
         """The last attempt at a task, and what the author's last problem was."""
-        attempts = [one for (owner, _), one in latest(journaled(Attempt, self.home)).items() if owner == task.id]
-        last, problem = (max(attempts, key=lambda one: one.number) if attempts else None), ""
+        last, problem = last_attempt(task, self.home), ""
         if last is not None and last.verdict == "promoted":
             return last, ""
         for number in range(1, self.max_attempts + 1):
@@ -176,7 +178,7 @@ class Kernelizer:
                     self.say(f"attempt {number}: {problem}")
                     continue
                 (folder / ".written").touch()
-            last = submit(task, folder, home=self.home, root=self.home / "catalog")
+            last = self._judged(task, folder)
             (folder / ".judged").touch()
             self.say(f"attempt {last.number}: {last.verdict} {last.gate} {last.reason}".rstrip())
             if last.verdict in ("promoted", "no_gpu"):
@@ -185,9 +187,21 @@ class Kernelizer:
 
     def _write(self, task: Task, folder: Path) -> str | None:
         catalog, prompt = Catalog.default(), prompt_of(task, home=self.home)
-        if self.author is None:
-            return wait_for_author(prompt, folder, catalog, self.left_s)
-        return run_author(self.author, prompt, folder, catalog, self.left_s)
+        if self.author is not None:
+            return run_author(self.author, prompt, folder, catalog, self.left_s)
+        before = verdicts(task, self.home)
+        self.say(f"waiting for a kernel in its folder, or: tilegym-db task submit {task.id} FOLDER")
+        problem = wait_for_author(
+            prompt, folder, catalog, self.left_s, is_submitted=lambda: verdicts(task, self.home) != before
+        )
+        if problem is None and not (folder / "solution.json").is_file():
+            (folder / SUBMITTED).touch()
+        return problem
+
+    def _judged(self, task: Task, folder: Path) -> Attempt:
+        """The verdict on what is in the folder; or the one that ``task submit`` came to while the loop waited."""
+        known = last_attempt(task, self.home) if (folder / SUBMITTED).is_file() else None
+        return known or submit(task, folder, home=self.home, root=self.home / "catalog")
 
     # -- the experiment -----------------------------------------------------------------------------------------------
 
