@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -60,15 +61,22 @@ def command(
     if why := unpromotable(language, machine.gpu):
         note(why)
     state = ModelState(config, machine, dtype, prompt, rounds, layers)
-    done, why = auto_kernelize(
-        state,
-        language=language,
-        author=author,
-        budget_s=budget_s,
-        max_attempts=max_attempts,
-        say=note,
-    )
-    print_experiments(done, as_json=as_json)
+    done: list[Experiment] = []
+    why = ""
+    try:
+        _, why = auto_kernelize(
+            state,
+            language=language,
+            author=author,
+            budget_s=budget_s,
+            max_attempts=max_attempts,
+            say=note,
+            done=done,
+        )
+    finally:  # Ctrl-C is a way to end it, and loses no experiment
+        if done or why:
+            print_experiments(done, as_json=as_json)
+            sys.stdout.flush()  # what an interrupt finds unwritten is thrown away
     note(f"ended: {why}")
 
 

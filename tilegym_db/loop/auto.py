@@ -84,7 +84,6 @@ class Kernelizer:
                 self.say(f"left to stock code: {piece.part}, {piece.share:.1%} ({why or 'no definition describes it'})")
 
     def _finish(self, experiment: Experiment) -> None:
-        self.done.append(experiment)
         self.say(f"{experiment.decision}: {experiment.reason}")
 
     def _on_trial(self) -> list[Task]:
@@ -143,6 +142,7 @@ class Kernelizer:
         experiment = self._record(task, before, base, outcome, time.monotonic() - began)
         with loop_lock(self.home):
             append(experiment, self.home)
+        self.done.append(experiment)
         self._carry_out(experiment)
         return experiment
 
@@ -269,6 +269,7 @@ def auto_kernelize(
     max_attempts: int = 3,
     home: Path | None = None,
     say: Say = lambda text: None,
+    done: list[Experiment] | None = None,
 ) -> tuple[list[Experiment], str]:
     """Let an author write kernels for a model, the costliest piece of its own code first, and keep what makes it better.
 
@@ -281,9 +282,11 @@ def auto_kernelize(
         max_attempts: at each task.
         home: folder of the store.
         say: told what happens.
+        done: each experiment is added to it once it is journaled, for whom Ctrl-C leaves without an answer.
 
     Returns:
         The experiments of this run, and why it ended. Ctrl-C ends it too; what is journaled is not done again.
     """
-    loop = Kernelizer(state, language, author, budget_s, max_attempts, home or default_home(), say)
+    done = [] if done is None else done
+    loop = Kernelizer(state, language, author, budget_s, max_attempts, home or default_home(), say, done)
     return loop.done, loop.run()
