@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +14,7 @@ from tilegym_db.cli.options import MOST_TOKENS, ConfigFile, MachineGpu
 from tilegym_db.cli.output import note, print_json, print_table
 
 if TYPE_CHECKING:
+    from tilegym_db.bench.machine import Machine
     from tilegym_db.records.loop import Experiment
 
 MOST_BUDGET_S = 30 * 24 * 3600
@@ -44,40 +45,39 @@ def command(
     Stops where nothing above 1% is left, the budget is spent, five experiments in a row were not kept, or on Ctrl-C; started
     again, it goes on. On a CPU the process's CPU time stands for GPU time, and the records say so.
     """
+    budget_s = parse_duration(budget)
+    machine = checked_machine(language, author, gpu)
+    from tilegym_db.loop.auto import auto_kernelize
+    from tilegym_db.loop.model_state import ModelState
+
+    state = ModelState(config, machine, dtype, prompt, rounds, layers)
+    done: list[Experiment] = []
+    why = ""
+    try:
+        options: dict[str, Any] = {"budget_s": budget_s, "max_attempts": max_attempts, "say": note, "done": done}
+        _, why = auto_kernelize(state, language=language, author=author, **options)
+    finally:  # Ctrl-C is a way to end it, and loses no experiment
+        if done or why:
+            print_experiments(done, as_json=as_json)
+            sys.stdout.flush()  # what an interrupt finds unwritten is thrown away
+    note(f"ended: {why}")
+
+
+def checked_machine(language: str, author: str | None, gpu: str) -> Machine:
+    """Where to measure; what cannot be asked for is refused before a model is built, which takes a while."""
     from tilegym_db.loop.author import author_command
     from tilegym_db.loop.tasks import check_language, unpromotable
 
-    budget_s = parse_duration(budget)
     check_language(language)
     if author is not None:
         author_command(author)
     from tilegym_db.bench.machine import refuse_absent_gpu, select_machine
 
     refuse_absent_gpu(gpu)
-    from tilegym_db.loop.auto import auto_kernelize
-    from tilegym_db.loop.model_state import ModelState
-
     machine = select_machine(gpu)
     if why := unpromotable(language, machine.gpu):
         note(why)
-    state = ModelState(config, machine, dtype, prompt, rounds, layers)
-    done: list[Experiment] = []
-    why = ""
-    try:
-        _, why = auto_kernelize(
-            state,
-            language=language,
-            author=author,
-            budget_s=budget_s,
-            max_attempts=max_attempts,
-            say=note,
-            done=done,
-        )
-    finally:  # Ctrl-C is a way to end it, and loses no experiment
-        if done or why:
-            print_experiments(done, as_json=as_json)
-            sys.stdout.flush()  # what an interrupt finds unwritten is thrown away
-    note(f"ended: {why}")
+    return machine
 
 
 def print_experiments(done: Sequence[Experiment], *, as_json: bool) -> None:
