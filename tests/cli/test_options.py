@@ -161,6 +161,11 @@ def test_the_reference_of_the_commands_is_current():
         ("model-bench", ".", "--gpu", "cpu", "--rounds", "99999999999999999999"),
         ("fit", ".", "--gpu", "cpu", "--rounds", "99999999999999999999"),
         ("auto-kernelize", ".", "--gpu", "cpu", "--rounds", "99999999999999999999"),
+        ("recommend", ".", "--gpu", "h200", "--prompt", "1048577"),
+        ("task", "from-model", ".", "--gpu", "cpu", "--prompt", "0"),
+        ("task", "from-model", ".", "--gpu", "cpu", "--prompt", "1048577"),
+        ("auto-kernelize", ".", "--gpu", "cpu", "--prompt", "0"),
+        ("auto-kernelize", ".", "--gpu", "cpu", "--prompt", "1048577"),
     ],
 )
 def test_a_number_that_cannot_be_meant_is_refused_by_its_option(cli, row_scale, line):

@@ -22,7 +22,12 @@ SOLUTION = {
     "spec": {"language": "python", "entry_point": "kernel.py::run", "dtypes": {"T": ["float32"]}},
     "sources": [{"path": "kernel.py"}],
 }
+ONE_SHAPE = "d3415da7-3560-5724-8778-0414b26baf34"
+"""256 rows of 2048 values in float32."""
 CHEAT = "import socket\n\n\ndef run(x, weight, eps, out):\n    out.zero_()\n"
+
+
+WRONG = "def run(x, weight, eps, out):\n    out.copy_(x * weight)\n"
 
 
 def asked(home: Path, calls: list[tuple[str, dict[str, Any]]], *options: str) -> tuple[set[str], list[Any]]:
@@ -76,6 +81,29 @@ def test_a_client_lists_tools_creates_a_task_submits_a_kernel_and_reads_the_verd
     assert verdict["gate"].startswith("scan")
     assert "kernel.py:1" in verdict["reason"]
     assert status["verdict"] == "refused" if isinstance(status, dict) else status[0]["verdict"] == "refused"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_kernel_that_a_client_submits_is_run_in_the_sandbox_and_judged(home: Path) -> None:
+    create = {"definition": "rms_norm", "language": "python", "gpu": "cpu", "workload": ONE_SHAPE}
+    _, (task, verdict, status) = asked(
+        home,
+        [
+            ("task_create", create),
+            ("task_submit", {"task": "TASK", "kernel": WRONG, "solution": SOLUTION}),
+            ("task_status", {"task": "TASK"}),
+        ],
+        "--allow-submit",
+    )
+    assert [one["axes"] for one in task["workloads"]] == [{"M": 256, "N": 2048}]
+    assert (verdict["verdict"], verdict["stage"]) == ("refused", "compiled"), verdict
+    assert "INCORRECT_NUMERICAL" in verdict["reason"]
+    assert verdict["trace_ids"]  # measured: a confined worker ran it
+    assert verdict["command"].startswith("tilegym-db reproduce rms_norm_python_")
+    (row,) = status if isinstance(status, list) else [status]
+    assert (row["passed"], row["verdict"]) == ("compiled", "refused")
+    assert "INCORRECT_NUMERICAL" in row["reason"]
 
 
 @pytest.mark.slow

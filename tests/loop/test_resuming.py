@@ -15,6 +15,7 @@ from loop_authors import GOOD
 from tilegym_db.errors import HardwareError, StoreError
 from tilegym_db.folder_locks import hold_lock
 from tilegym_db.loop import submit as submit_module
+from tilegym_db.loop.status import tasks_table
 from tilegym_db.loop.submit import submit
 from tilegym_db.records.loop import Attempt, Task
 from tilegym_db.store import loop_journals
@@ -83,6 +84,18 @@ def test_a_line_that_was_cut_off_is_passed_over_and_the_next_one_is_whole(task: 
     assert [one.id for one in journaled(Task, home)] == [task.id, other.id]
     with open_store(read_only=True) as store:
         assert {row["id"] for row in store.rows("SELECT id FROM tasks")} == {task.id, other.id}
+
+
+def test_a_line_at_the_end_that_was_cut_off_is_named_once(
+    home: Path, row_scale: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = loop_folder(home) / "tasks.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b'{"schema_version": 1, "id": "cut o')
+    assert tasks_table() == []
+    assert journaled(Task, home) == []
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [f"{path}:1: cut off in mid write: this record is lost, and what follows is written after it."]
 
 
 def test_two_processes_do_not_judge_submissions_to_one_task_at_once(task: Task, hand_in: HandIn, home: Path) -> None:

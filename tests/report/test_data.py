@@ -90,11 +90,11 @@ def test_the_command_names_config_scalars_and_layouts():
 def test_the_week_in_markdown_has_the_leaders_and_only_what_is_new(shipped_report: ReportData, store: Store):
     assert shipped_report.newest is not None
     later = weekly(store, shipped_report.newest + timedelta(days=1))
-    assert "No promotion, revocation or regression." in later
+    assert "No kernel was verified or promoted." in later
+    assert "No revocation or regression." in later
     assert "No model was measured in this time." in later
     assert "No attempt was submitted in this time." in later
     everything = weekly(store, shipped_report.newest - timedelta(days=365))
-    assert "| promotion | rms_norm | rms_norm_triton | h200 |" in everything
     rows = [line for line in everything.splitlines() if line.startswith("|")]
     assert len(rows) > 20
     table = everything.partition("## Furthest from the speed of light")[2].partition("## Models")[0]
@@ -103,3 +103,33 @@ def test_the_week_in_markdown_has_the_leaders_and_only_what_is_new(shipped_repor
     ]
     assert shares == sorted(shares)
     assert len(shares) == 10
+
+
+def test_the_changes_of_a_week_are_kernels_one_line_an_operator(shipped_report: ReportData, store: Store):
+    assert shipped_report.newest is not None
+    week = weekly(store, shipped_report.newest - timedelta(days=365))
+    changes = week.partition("## Changes")[2].partition("## Attempts")[0]
+    assert "_stock" not in changes
+    assert len(changes.splitlines()) < 200
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in changes.splitlines() if line.startswith("| ")]
+    shown = {cells[0]: cells[1:] for cells in lines[1:]}
+    assert len(shown) == len(lines) - 1
+    asked = store.rows(
+        """SELECT definition, count(DISTINCT (gpu, workload_uuid)) AS shapes, max(ratio) AS ratio
+        FROM promotions WHERE status = 'standing' GROUP BY definition"""
+    )
+    assert {name for name, cells in shown.items() if cells[3] != "0"} == {row["definition"] for row in asked}
+    for row in asked:
+        gpus, languages, verified, promoted, ratio, _ = shown[row["definition"]]
+        assert (promoted, ratio) == (str(row["shapes"]), f"{row['ratio']:.4g}"), row["definition"]
+        assert int(verified) >= int(promoted)
+        assert gpus
+        assert languages
+
+
+def test_stock_code_is_no_change_and_a_pass_below_the_bar_is_no_promotion(shipped_report: ReportData, store: Store):
+    roles = {row["name"]: row["role"] for row in shipped_report.solutions}
+    news = [row for row in shipped_report.changes if row["kind"] in ("promotion", "verified")]
+    assert {roles[row["solution"]] for row in news if row["solution"] in roles} == {"kernel"}
+    promoted = {row["solution"] for row in store.rows("SELECT DISTINCT solution FROM promotions")}
+    assert {row["solution"] for row in news if row["kind"] == "promotion"} == promoted

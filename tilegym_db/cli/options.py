@@ -18,6 +18,7 @@ from tilegym_db.cli.completion import (
 )
 
 __all__ = [
+    "MOST_TOKENS",
     "Axes",
     "ConfigFile",
     "DefinitionName",
@@ -35,6 +36,9 @@ __all__ = [
     "regular_file",
     "regular_files",
 ]
+
+MOST_TOKENS = 1 << 20
+"""Of a prompt: attention over more takes hours, or more memory than there is."""
 
 DefinitionName = Annotated[
     str | None, typer.Argument(help="A definition; none means all.", autocompletion=complete_definition)

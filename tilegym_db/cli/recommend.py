@@ -7,14 +7,16 @@ from typing import Annotated
 import typer
 
 from tilegym_db.cli.completion import complete_gpu
-from tilegym_db.cli.options import ConfigFile
+from tilegym_db.cli.options import MOST_TOKENS, ConfigFile
 from tilegym_db.cli.output import note, print_json, print_table
 
 
 def command(
     config: ConfigFile,
     gpu: Annotated[str, typer.Option(help="h100, h200, ...; it need not be here.", autocompletion=complete_gpu)],
-    prompt: Annotated[int, typer.Option(help="Random tokens; a step of decoding follows.", min=1)] = 128,
+    prompt: Annotated[
+        int, typer.Option(help="Random tokens; a step of decoding follows.", min=1, max=MOST_TOKENS)
+    ] = 128,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     layers: Annotated[int, typer.Option(help="Keep only the first so many layers.", min=1)] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

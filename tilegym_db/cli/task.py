@@ -10,7 +10,7 @@ import typer
 
 from tilegym_db.cli.completion import complete_definition, complete_gpu, complete_language
 from tilegym_db.cli.formats import AsArrow, AsCsv, AsJson, AsParquet, OutputFile, Wide, chosen_form, write_records
-from tilegym_db.cli.options import ConfigFile
+from tilegym_db.cli.options import MOST_TOKENS, ConfigFile
 from tilegym_db.cli.output import note, print_json, print_line, print_table
 
 if TYPE_CHECKING:
@@ -41,11 +41,11 @@ def create(
     workload: Annotated[
         list[str] | None, typer.Option(help="Glob over tags, axes (M=1,*) and uuid; repeatable.")
     ] = None,
-    min_speedup: Annotated[float, typer.Option(help="Bar over the best baseline; at least 1.10.")] = 1.10,
+    min_speedup: Annotated[float, typer.Option(help="Bar over the best baseline: 1.10 to 1000.")] = 1.10,
     as_json: AsJson = False,
 ) -> None:
     """Write a task: a kernel of one operator, language and GPU, and what it has to beat. Prints its id."""
-    from tilegym_db.loop.tasks import create_task
+    from tilegym_db.loop.tasks import create_task, unpromotable
 
     task = create_task(
         definition, language=language, gpu=gpu, workload=tuple(workload) if workload else None, min_speedup=min_speedup
@@ -54,6 +54,8 @@ def create(
         print_json(task.model_dump(mode="json"))
     else:
         print_line(task.id)
+    if why := unpromotable(task.language, task.gpu):
+        note(why)
     note(f"{len(task.workloads)} workloads on {task.gpu}. Next: tilegym-db task prompt {task.id}")
 
 
@@ -62,7 +64,7 @@ def from_model(
     config: ConfigFile,
     language: Language = "triton",
     gpu: TaskGpu = "auto",
-    prompt: Annotated[int, typer.Option(help="Random tokens of the profiled call.")] = 128,
+    prompt: Annotated[int, typer.Option(help="Random tokens of the profiled call.", min=1, max=MOST_TOKENS)] = 128,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     layers: Annotated[int | None, typer.Option(help="Keep only the first so many layers.")] = None,
     drafts: Annotated[Path | None, typer.Option(help="Folder for drafts of what no definition describes.")] = None,
@@ -73,10 +75,13 @@ def from_model(
     For a part that no definition describes, a draft is written: captured shapes, dtypes, strides and the place of the code.
     """
     from tilegym_db.loop.from_model import tasks_from_model
+    from tilegym_db.loop.tasks import unpromotable
 
     found = tasks_from_model(
         config, language=language, gpu=gpu, prompt=prompt, dtype=dtype, layers=layers, drafts=drafts
     )
+    if found.time_of == "cpu" and (why := unpromotable(language, "cpu")):
+        note(why)
     rows = [piece.to_dict() for piece in found.pieces]
     if as_json:
         print_json({"time_of": found.time_of, "total_us": found.total_us, "pieces": rows})

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tilegym_db.catalog import Catalog
@@ -16,7 +17,7 @@ from tilegym_db.errors import ConflictError, UsageError
 from tilegym_db.files import regular_files
 from tilegym_db.records.base import length_prefixed_digest
 
-__all__ = ["judge_digest", "run_author", "wait_for_author"]
+__all__ = ["author_command", "judge_digest", "run_author", "wait_for_author"]
 
 MOST_SAID = 2000
 
@@ -30,6 +31,27 @@ def judge_digest(catalog: Catalog) -> str:
     return length_prefixed_digest(part for path in files for part in (str(path).encode(), path.read_bytes()))
 
 
+def author_command(command: str) -> list[str]:
+    """The words of a command, with the program by its whole path: it is started in another folder than this one.
+
+    Raises:
+        UsageError: it is no command, or there is no such program.
+    """
+    try:
+        words = shlex.split(command)
+    except ValueError as error:  # a quotation that nothing ends
+        raise UsageError(f"--author {command!r} is no command: {error}.") from None
+    if not words or not words[0]:
+        raise UsageError(f"--author {command!r} is no command. Give a program that reads the prompt on stdin.")
+    program = shutil.which(words[0])
+    if program is None:
+        raise UsageError(
+            f"--author {command!r}: there is no program {words[0]!r}, or it may not be run. "
+            "Give its path, and make it executable."
+        )
+    return [os.path.abspath(program), *words[1:]]
+
+
 def run_author(command: str, prompt: str, folder: Path, catalog: Catalog, limit_s: float) -> str | None:
     """Start the command in a fresh folder with the prompt on stdin, and wait for it.
 
@@ -37,15 +59,15 @@ def run_author(command: str, prompt: str, folder: Path, catalog: Catalog, limit_
         None where it left something to hand in, else what went wrong: ``timeout``, or how it ended.
 
     Raises:
-        UsageError: there is no such command.
+        UsageError: it is no command, or cannot be started.
         ConflictError: what judges was changed meanwhile; nothing is judged by it.
     """
-    before = judge_digest(catalog)
+    words, before = author_command(command), judge_digest(catalog)
     shutil.rmtree(folder, ignore_errors=True)  # of an author that was killed
     folder.mkdir(parents=True)
     try:
         process = subprocess.Popen(
-            shlex.split(command), cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            words, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
     except OSError as error:
@@ -70,15 +92,34 @@ def run_author(command: str, prompt: str, folder: Path, catalog: Catalog, limit_
     return None if any(folder.iterdir()) else "the author left nothing"
 
 
-def wait_for_author(prompt: str, folder: Path, catalog: Catalog, limit_s: float, every_s: float = 2.0) -> str | None:
-    """As :func:`run_author`, for a person: says where the prompt lies, and waits until the folder has a ``solution.json``."""
+def wait_for_author(
+    prompt: str,
+    folder: Path,
+    catalog: Catalog,
+    limit_s: float,
+    is_submitted: Callable[[], bool] = lambda: False,
+    every_s: float = 2.0,
+) -> str | None:
+    """As :func:`run_author`, for a person: says where the prompt lies, and waits for a kernel.
+
+    Args:
+        prompt: written beside the folder.
+        folder: in which a ``solution.json`` is awaited.
+        catalog: what judges, beside the package.
+        limit_s: how long.
+        is_submitted: asked now and then whether a kernel was handed in, and judged, in another way.
+        every_s: so often.
+
+    Raises:
+        ConflictError: what judges was changed meanwhile; nothing is judged by it.
+    """
     before = judge_digest(catalog)
     folder.mkdir(parents=True, exist_ok=True)
     page = folder.with_suffix(".md")
     page.write_text(prompt)
     print(f"prompt: {page}\nPut kernel.py and then solution.json into {folder}", file=sys.stderr, flush=True)
     until = time.monotonic() + limit_s
-    while not (folder / "solution.json").is_file():
+    while not (folder / "solution.json").is_file() and not is_submitted():
         if time.monotonic() > until:
             return "timeout"
         time.sleep(every_s)

@@ -15,6 +15,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.errors import TilegymDBError
 from tilegym_db.loop.author import run_author, wait_for_author
 from tilegym_db.loop.from_model import LEAST_SHARE, Piece
+from tilegym_db.loop.handed_in import last_attempt, verdicts
 from tilegym_db.loop.model_state import ModelState
 from tilegym_db.loop.prompt import prompt_of
 from tilegym_db.loop.rules import KeepDecision, decide, next_piece, why_stop
@@ -26,12 +27,16 @@ from tilegym_db.paths import home as default_home
 from tilegym_db.records.loop import Attempt, Coverage, Experiment, Task, identified
 from tilegym_db.records.model_run import ModelRun
 from tilegym_db.store.input_files import loop_folder
-from tilegym_db.store.loop_journals import append, journaled, latest, loop_lock
+from tilegym_db.store.loop_journals import append, journaled, loop_lock
 from tilegym_db.store.model_runs import save_model_run
 
 __all__ = ["Kernelizer", "auto_kernelize"]
 
 Say = Callable[[str], None]
+SUBMITTED = ".submitted"
+"""In the folder of an attempt: it was handed in, and judged, by another command."""
+DECIDED = ("keep", "discard")
+"""Decisions of an experiment that are about a kernel."""
 
 
 @dataclass
@@ -74,11 +79,11 @@ class Kernelizer:
     def _say_what_is_left(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
             if piece.share >= LEAST_SHARE and not piece.served:
-                why = f"{piece.definition}, decided" if piece.definition in self._tried() else piece.reason
+                tried = self._tried()
+                why = f"{piece.definition}, {tried[piece.definition]}" if piece.definition in tried else piece.reason
                 self.say(f"left to stock code: {piece.part}, {piece.share:.1%} ({why or 'no definition describes it'})")
 
     def _finish(self, experiment: Experiment) -> None:
-        self.done.append(experiment)
         self.say(f"{experiment.decision}: {experiment.reason}")
 
     def _on_trial(self) -> list[Task]:
@@ -94,11 +99,20 @@ class Kernelizer:
                 waiting.append(task)
         return waiting
 
-    def _tried(self) -> set[str]:
+    def _tried(self) -> dict[str, str]:
+        """Definition -> what came of it, for what this run is not to ask for.
+
+        A discard is about kernels of one language. Where an author crashed nothing is known of any kernel: that is not asked
+        for twice in one run, and another run, with another author, asks again.
+        """
+        languages = {task.id: task.language for task in journaled(Task, self.home)}
+        done = {one.id for one in self.done}
         return {
-            one.definition
+            one.definition: "decided" if one.decision in DECIDED else f"{one.decision}, another run asks again"
             for one in journaled(Experiment, self.home)
-            if (one.config_digest, one.gpu) == (self.state.digest, self.state.machine.gpu) and one.decision != "timeout"
+            if (one.config_digest, one.gpu) == (self.state.digest, self.state.machine.gpu)
+            and languages.get(one.task, self.language) == self.language
+            and (one.decision in DECIDED or one.id in done)
         }
 
     def _task(self, piece: Piece) -> Task:
@@ -128,6 +142,7 @@ class Kernelizer:
         experiment = self._record(task, before, base, outcome, time.monotonic() - began)
         with loop_lock(self.home):
             append(experiment, self.home)
+        self.done.append(experiment)
         self._carry_out(experiment)
         return experiment
 
@@ -147,8 +162,7 @@ class Kernelizer:
 
     def _author(self, task: Task) -> tuple[Attempt | None, str]:
         """The last attempt at a task, and what the author's last problem was."""
-        attempts = [one for (owner, _), one in latest(journaled(Attempt, self.home)).items() if owner == task.id]
-        last, problem = (max(attempts, key=lambda one: one.number) if attempts else None), ""
+        last, problem = last_attempt(task, self.home), ""
         if last is not None and last.verdict == "promoted":
             return last, ""
         for number in range(1, self.max_attempts + 1):
@@ -164,7 +178,7 @@ class Kernelizer:
                     self.say(f"attempt {number}: {problem}")
                     continue
                 (folder / ".written").touch()
-            last = submit(task, folder, home=self.home, root=self.home / "catalog")
+            last = self._judged(task, folder)
             (folder / ".judged").touch()
             self.say(f"attempt {last.number}: {last.verdict} {last.gate} {last.reason}".rstrip())
             if last.verdict in ("promoted", "no_gpu"):
@@ -173,9 +187,21 @@ class Kernelizer:
 
     def _write(self, task: Task, folder: Path) -> str | None:
         catalog, prompt = Catalog.default(), prompt_of(task, home=self.home)
-        if self.author is None:
-            return wait_for_author(prompt, folder, catalog, self.left_s)
-        return run_author(self.author, prompt, folder, catalog, self.left_s)
+        if self.author is not None:
+            return run_author(self.author, prompt, folder, catalog, self.left_s)
+        before = verdicts(task, self.home)
+        self.say(f"waiting for a kernel in its folder, or: tilegym-db task submit {task.id} FOLDER")
+        problem = wait_for_author(
+            prompt, folder, catalog, self.left_s, is_submitted=lambda: verdicts(task, self.home) != before
+        )
+        if problem is None and not (folder / "solution.json").is_file():
+            (folder / SUBMITTED).touch()
+        return problem
+
+    def _judged(self, task: Task, folder: Path) -> Attempt:
+        """The verdict on what is in the folder; or the one that ``task submit`` came to while the loop waited."""
+        known = last_attempt(task, self.home) if (folder / SUBMITTED).is_file() else None
+        return known or submit(task, folder, home=self.home, root=self.home / "catalog")
 
     # -- the experiment -----------------------------------------------------------------------------------------------
 
@@ -243,6 +269,7 @@ def auto_kernelize(
     max_attempts: int = 3,
     home: Path | None = None,
     say: Say = lambda text: None,
+    done: list[Experiment] | None = None,
 ) -> tuple[list[Experiment], str]:
     """Let an author write kernels for a model, the costliest piece of its own code first, and keep what makes it better.
 
@@ -255,9 +282,11 @@ def auto_kernelize(
         max_attempts: at each task.
         home: folder of the store.
         say: told what happens.
+        done: each experiment is added to it once it is journaled, for whom Ctrl-C leaves without an answer.
 
     Returns:
         The experiments of this run, and why it ended. Ctrl-C ends it too; what is journaled is not done again.
     """
-    loop = Kernelizer(state, language, author, budget_s, max_attempts, home or default_home(), say)
+    done = [] if done is None else done
+    loop = Kernelizer(state, language, author, budget_s, max_attempts, home or default_home(), say, done)
     return loop.done, loop.run()

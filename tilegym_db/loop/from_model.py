@@ -19,7 +19,7 @@ from tilegym_db.integrations.transformers.piece_time import module_times, time_o
 from tilegym_db.integrations.transformers.random_model import build_model, load_config
 from tilegym_db.integrations.transformers.verify_model import keep_workloads, model_tag
 from tilegym_db.loop.module_drafts import draft_of
-from tilegym_db.loop.tasks import create_task
+from tilegym_db.loop.tasks import check_language, create_task
 from tilegym_db.records import Workload
 from tilegym_db.records.loop import Task
 
@@ -98,6 +98,7 @@ def tasks_from_model(
         UsageError: the config, or an option, is none that can be run.
         HardwareError: the GPU asked for is not here.
     """
+    check_language(language)
     machine = select_machine(gpu)
     config = load_config(path, layers)
     model = build_model(config, machine.device, dtype)
@@ -121,12 +122,15 @@ def _outcome(
         return f"below {LEAST_SHARE:.0%} of the time"
     if piece.served:
         return f"served by a verified kernel of {piece.definition}"
+    if piece.definition and not piece.workloads:
+        return f"no task: the profiled call holds no call of {piece.definition}"
     if piece.definition:
         return f"task {_task(piece, machine, language).id}"
     if piece.module_class is None or piece.module_class.__module__.startswith("torch."):
         return f"a call of PyTorch's own; {piece.reason or 'no definition describes it'}"
     if drafts is None:
-        return f"no definition describes it ({piece.reason}); --drafts DIR writes a draft of one"
+        why = f" ({piece.reason})" if piece.reason else ""
+        return f"no definition describes it{why}; --drafts DIR writes a draft of one"
     return f"draft {draft_of(model, piece.module_class, inputs, drafts)}"
 
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import ConflictError
+from tilegym_db.loop.handed_in import attempts_at
 from tilegym_db.paths import home as default_home
 from tilegym_db.records import Definition, axes_key
 from tilegym_db.records.hardware import CPU, GPU_SLUGS
 from tilegym_db.records.loop import Attempt, Pattern, Task, TaskWorkload
 from tilegym_db.records.signature import called_with
 from tilegym_db.scaffold.solution_draft import DEPENDENCIES
-from tilegym_db.store.loop_journals import journaled, latest
 from tilegym_db.store.pattern_pages import read_patterns
 from tilegym_db.verify.scan.tables import RULES
 
@@ -49,8 +49,7 @@ def prompt_of(task: Task, catalog: Catalog | None = None, home: Path | None = No
                 f"the pattern {reference.id} changed since task {task.id} was made. "
                 f"Make a new one: tilegym-db task create {task.definition}"
             )
-    attempts = [one for (owner, _), one in latest(journaled(Attempt, home)).items() if owner == task.id]
-    return prompt_text(task, definition, attempts, [patterns[item.id] for item in task.patterns])
+    return prompt_text(task, definition, attempts_at(task, home), [patterns[item.id] for item in task.patterns])
 
 
 def prompt_text(task: Task, definition: Definition, attempts: Sequence[Attempt], patterns: Sequence[Pattern]) -> str:

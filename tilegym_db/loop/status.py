@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tilegym_db.records.loop import Attempt, Task
+from tilegym_db.loop.handed_in import attempts_at
+from tilegym_db.paths import home as default_home
+from tilegym_db.records.loop import Task
 from tilegym_db.store.connection import open_store
-from tilegym_db.store.loop_journals import journaled, latest
 from tilegym_db.store.loop_queries import task_rows
 
 __all__ = ["attempts_of", "tasks_table"]
@@ -23,8 +24,7 @@ def tasks_table(home: Path | None = None) -> list[dict[str, Any]]:
 
 def attempts_of(task: Task, home: Path | None = None) -> list[dict[str, Any]]:
     """One row per attempt at a task, with how far it came and why no further."""
-    newest = latest(journaled(Attempt, home))
-    own = sorted((one for (owner, _), one in newest.items() if owner == task.id), key=lambda one: one.number)
+    own = sorted(attempts_at(task, home or default_home()), key=lambda one: one.number)
     return [
         {
             "attempt": one.number,

@@ -21,6 +21,7 @@ from tilegym_db.bench.run_setup import Observer
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import HardwareError, ToolchainError
 from tilegym_db.folder_locks import hold_lock
+from tilegym_db.loop.handed_in import attempts_at
 from tilegym_db.loop.received import AttemptRefusal, folder_digest, receive, scan_refusal
 from tilegym_db.loop.submission_catalog import candidate_name, enter, leave, with_candidates
 from tilegym_db.loop.submission_verdicts import compile_refusal, promotion_refusal, screen_refusal, unmeasured
@@ -31,7 +32,7 @@ from tilegym_db.records.loop import STEPS, Attempt, Step, Task, Verdict
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.ingest import ingest_journals
 from tilegym_db.store.input_files import loop_folder
-from tilegym_db.store.loop_journals import append, journaled, latest, loop_lock
+from tilegym_db.store.loop_journals import append, loop_lock
 from tilegym_db.store.loop_queries import traces_of_source
 from tilegym_db.store.queries import read_traces
 
@@ -154,7 +155,7 @@ def _open(
         digest = received.digest
         name = candidate_name(received.record, digest)
     with loop_lock(home):
-        own = [one for (owner, _), one in latest(journaled(Attempt, home)).items() if owner == task.id]
+        own = attempts_at(task, home)
         known = next((one for one in own if one.solution_digest == digest), None)
         if known is not None:
             return Submission(task, definition, home, known), True

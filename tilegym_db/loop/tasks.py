@@ -14,7 +14,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.driver import driver_gpu_names
 from tilegym_db.errors import NotFoundError, UsageError
 from tilegym_db.paths import home as default_home
-from tilegym_db.records import LANGUAGES, Definition, Workload, axes_key
+from tilegym_db.records import LANGUAGES, TILE_LANGUAGES, Definition, Workload, axes_key
 from tilegym_db.records.hardware import CPU, gpu_slug, one_gpu_meant, parse_gpu
 from tilegym_db.records.loop import MIN_SPEEDUP, MeasuredBy, Pattern, PatternReference, Task, TaskWorkload
 from tilegym_db.store.connection import open_store
@@ -24,10 +24,12 @@ from tilegym_db.store.loop_queries import verified_on
 from tilegym_db.store.pattern_pages import read_patterns
 from tilegym_db.store.queries import read_peaks, traced_gpus
 
-__all__ = ["create_task", "find_task", "patterns_for"]
+__all__ = ["check_language", "create_task", "find_task", "patterns_for", "unpromotable"]
 
 MOST_WORKLOADS = 16
 MOST_PATTERNS = 8
+MOST_SPEEDUP = 1000
+"""The highest bar that the record of a task takes."""
 
 
 def create_task(
@@ -89,11 +91,24 @@ def _content(
     }
 
 
-def _check_request(language: str, min_speedup: float) -> None:
+def check_language(language: str) -> None:
+    """Refuse a language that no kernel is written in.
+
+    Raises:
+        UsageError: names those there are.
+    """
     if language not in LANGUAGES:
         raise UsageError(f"unknown language {language!r}; known: {', '.join(LANGUAGES)}.")
+
+
+def _check_request(language: str, min_speedup: float) -> None:
+    check_language(language)
     if min_speedup < MIN_SPEEDUP:
         raise UsageError(f"--min-speedup {min_speedup:g}: a promotion needs {MIN_SPEEDUP:.2f}, so no bar is lower.")
+    if not min_speedup <= MOST_SPEEDUP:  # nor is NaN
+        raise UsageError(
+            f"--min-speedup {min_speedup:g}: a bar is a number from {MIN_SPEEDUP:.2f} to {MOST_SPEEDUP:g}."
+        )
 
 
 def _kept(task: Task, home: Path) -> Task:
@@ -103,6 +118,16 @@ def _kept(task: Task, home: Path) -> Task:
         if known is None:
             append(task, home)
     return known or task
+
+
+def unpromotable(language: str, gpu: str) -> str:
+    """Why no kernel for such a task can be promoted; empty where one can."""
+    if gpu != CPU or language not in TILE_LANGUAGES:
+        return ""
+    return (
+        f"{language} kernels are verified in an interpreter on a CPU and timed on a GPU only, so none can be promoted here. "
+        "Ask for --language python, or name a GPU with --gpu"
+    )
 
 
 def find_task(prefix: str, home: Path | None = None) -> Task:
@@ -150,15 +175,21 @@ def _workloads(
     else:
         chosen = [item for item in known if _matches(item, (asked,) if isinstance(asked, str) else asked)]
     if not chosen:
-        raise UsageError(
-            f"no workload of {definition.name} fits {'' if asked is None else repr(asked)}. "
-            "Try: tilegym-db list --workloads"
-        )
+        raise UsageError(f"{_none_fits(definition, gpu, asked)} Try: tilegym-db list --workloads")
     if len(chosen) > MOST_WORKLOADS and asked is None:
         return sorted(chosen, key=lambda item: _size(definition, item))[:: -(-len(chosen) // MOST_WORKLOADS)]
     if len(chosen) > MOST_WORKLOADS:
         raise UsageError(f"{len(chosen)} workloads match, and a task has at most {MOST_WORKLOADS}. Narrow --workload.")
     return sorted(chosen, key=lambda item: _size(definition, item))
+
+
+def _none_fits(definition: Definition, gpu: str, asked: str | tuple[str, ...] | None) -> str:
+    if asked:
+        globs = " or ".join([asked] if isinstance(asked, str) else asked)
+        return f"no workload of {definition.name} fits --workload {globs}."
+    if asked is None and gpu == CPU:
+        return f"no workload of {definition.name} is small enough for a CPU. Name one with --workload."
+    return f"no workload of {definition.name} is there to be asked for."
 
 
 def _matches(workload: Workload, patterns: Sequence[str]) -> bool:

@@ -21,18 +21,8 @@ FURTHEST = 10
 def weekly(store: Store, since: datetime) -> str:
     """Changes and attempts since then (UTC), what leads each operator and how far it is from the speed of light, runs of
     models, and what is open, as Markdown."""
-    changes = queries.change_rows(store, since)
     parts = [f"# tilegym-db since {since.date().isoformat()}", "## Changes"]
-    parts.append(
-        _table(
-            ("day", "what", "operator", "solution", "GPU", "cases", "times slower"),
-            [
-                (*(row[key] for key in ("day", "kind", "definition", "solution", "gpu", "cases")), row["ratio"])
-                for row in changes
-            ],
-            "No promotion, revocation or regression.",
-        )
-    )
+    parts += [_kernels(store, since), _taken_back(store, since)]
     parts += ["## Attempts", _attempts(store, since), "## Leaders", _leaders(store)]
     parts += ["## Furthest from the speed of light", _furthest(store)]
     parts += ["## Models", _models(store, since), "## Open"]
@@ -45,6 +35,25 @@ def weekly(store: Store, since: datetime) -> str:
         )
     )
     return "\n\n".join(parts) + "\n"
+
+
+def _kernels(store: Store, since: datetime) -> str:
+    """What kernels were verified, one line an operator."""
+    header = ("operator", "GPU", "languages", "shapes verified", "promoted", "best ratio", "of")
+    names = ("definition", "gpus", "languages", "shapes", "promoted", "ratio", "solution")
+    rows = [tuple(row[name] for name in names) for row in queries.kernel_rows(store, since)]
+    return _table(header, rows, "No kernel was verified or promoted.")
+
+
+def _taken_back(store: Store, since: datetime) -> str:
+    header = ("day", "what", "operator", "solution", "GPU", "cases", "times slower")
+    names = ("day", "kind", "definition", "solution", "gpu", "cases", "ratio")
+    rows = [
+        tuple(row[name] for name in names)
+        for row in queries.change_rows(store, since)
+        if row["kind"] in ("regression", "revocation")
+    ]
+    return _table(header, rows, "No revocation or regression.")
 
 
 def _leaders(store: Store) -> str:

@@ -1,7 +1,8 @@
 """The journals of the loop, ``<home>/loop/<kind>s.jsonl``, and the database's copy of them.
 
 A line is written whole and synced while the folder's lock is held; a process that is killed leaves at most a torn last line,
-which the next writer ends and readers pass over. What numbers records (attempts, promotions) reads and appends under one lock.
+which readers name and pass over, and the next writer ends. What numbers records (attempts, promotions) reads and appends under
+one lock.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -82,8 +84,18 @@ def _numbered(kind: type[R], path: Path) -> Iterator[tuple[int, R]]:
         try:
             yield number, kind.from_json(line, f"{path}:{number}")
         except RecordError as error:
-            if finished and line.endswith(b"}"):  # else it was cut off in mid write
-                _log.warning("%s", error)
+            if not finished:
+                _warn_once(
+                    f"{path}:{number}: cut off in mid write: this record is lost, and what follows is written after it."
+                )
+            elif line.endswith(b"}"):  # else it was cut off, and a later writer ended it
+                _warn_once(str(error))
+
+
+@cache
+def _warn_once(text: str) -> None:
+    """A journal is read several times by one command, and every other second by one that waits."""
+    _log.warning("%s", text)
 
 
 def _stem(kind: type[Record]) -> str:

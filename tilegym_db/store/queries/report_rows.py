@@ -17,6 +17,7 @@ __all__ = [
     "definition_rows",
     "evidence_rows",
     "furthest_rows",
+    "kernel_rows",
     "model_rows",
     "newest_trace_time",
     "open_rows",
@@ -67,6 +68,7 @@ OPEN = """
     ORDER BY kind, definition, solution, gpu
 """
 
+# A pass of the promotion tier is a promotion where it beat the best baseline by the bar; of stock code it is neither.
 # A regression is a newest pass whose whole interval lies above that of the pass before it, same source and shape or not.
 CHANGES = """
     WITH passes AS (
@@ -75,9 +77,10 @@ CHANGES = """
         WINDOW earlier AS (
             PARTITION BY definition, solution, config_key, gpu, dtypes_key, axes_key, scalars_key, layouts_key
             ORDER BY timestamp, trace_id))
-    SELECT 'promotion' AS kind, timestamp::DATE::VARCHAR AS day, definition, solution, gpu, count(*) AS cases,
+    SELECT if(trace_id IN (SELECT trace_id FROM promotions), 'promotion', 'verified') AS kind,
+        timestamp::DATE::VARCHAR AS day, definition, solution, gpu, count(*) AS cases,
         max(timestamp) AS newest, NULL::DOUBLE AS ratio, arg_max(trace_id, row(timestamp, trace_id)) AS trace_id
-    FROM passes WHERE $since::TIMESTAMP IS NULL OR timestamp >= $since::TIMESTAMP
+    FROM passes WHERE role = 'kernel' AND ($since::TIMESTAMP IS NULL OR timestamp >= $since::TIMESTAMP)
     GROUP BY ALL
     UNION ALL
     SELECT 'regression', timestamp::DATE::VARCHAR, definition, solution, gpu, count(*), max(timestamp),
@@ -98,6 +101,24 @@ CHANGES = """
                 AND p.workload_uuid = coalesce(r.workload_uuid, p.workload_uuid))
     GROUP BY ALL
     ORDER BY newest DESC, kind, definition, solution, gpu
+"""
+
+# Kernels that are verified since then and were not before, and those that were promoted; one row an operator.
+KERNELS = """
+    WITH fresh AS (
+        SELECT v.definition, v.gpu, v.language, v.workload_uuid, v.solution, p.ratio
+        FROM verified v LEFT JOIN promotions p ON p.trace_id = v.trace_id AND p.status = 'standing'
+        WHERE v.role = 'kernel' AND v.timestamp >= $since::TIMESTAMP
+            AND (p.id IS NOT NULL OR NOT EXISTS (
+                FROM traces e WHERE e.solution_digest = v.solution_digest AND e.gpu = v.gpu AND e.tier = 'promotion'
+                    AND e.definition_digest = v.definition_digest AND e.workload_uuid = v.workload_uuid
+                    AND e.status = 'PASSED' AND e.timestamp < $since::TIMESTAMP)))
+    SELECT definition, array_to_string(list_sort(list(DISTINCT gpu)), ', ') AS gpus,
+        array_to_string(list_sort(list(DISTINCT language)), ', ') AS languages,
+        count(DISTINCT (gpu, workload_uuid)) AS shapes,
+        count(DISTINCT (gpu, workload_uuid)) FILTER (ratio IS NOT NULL) AS promoted,
+        max(ratio) AS ratio, arg_max(solution, ratio) AS solution
+    FROM fresh GROUP BY definition ORDER BY definition
 """
 
 DEFINITIONS = """
@@ -163,11 +184,18 @@ def open_rows(store: Store) -> list[dict[str, Any]]:
 
 
 def change_rows(store: Store, since: datetime | None = None) -> list[dict[str, Any]]:
-    """Promotions, revocations and regressions since then (UTC), newest first, one row a day, solution and GPU.
+    """Promotions, kernels verified without one, revocations and regressions since then (UTC), newest first, one row a day,
+    solution and GPU.
 
     ``cases`` counts shapes and configs; ``ratio`` is the worst time over the pass before it, of regressions only.
     """
     return store.rows(CHANGES, {"since": since})
+
+
+def kernel_rows(store: Store, since: datetime) -> list[dict[str, Any]]:
+    """What kernels were verified or promoted since then (UTC), one row an operator: on which GPUs, in which languages, at how
+    many shapes, at how many of them over the bar, and the best ratio over a best baseline with whose it is."""
+    return store.rows(KERNELS, {"since": since})
 
 
 def definition_rows(store: Store) -> list[dict[str, Any]]:
