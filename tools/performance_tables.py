@@ -207,11 +207,13 @@ def differing() -> str:
 FASTEST = """
     WITH fastest AS (
         SELECT definition, axes_key, dtypes_key, scalars_key, layouts_key, gpu_family, max(sol_us) AS sol_us,
-               arg_min(solution, latency_us) AS solution, arg_min(language, latency_us) AS language, min(latency_us) AS us
+               arg_min(solution, row(latency_us, solution)) AS solution,
+               arg_min(language, row(latency_us, solution)) AS language, min(latency_us) AS us
         FROM verified WHERE role = 'kernel' GROUP BY ALL
     ),
     pair AS (
-        SELECT a.definition, a.axes_key, a.dtypes_key, a.sol_us, a.solution AS one, a.language AS one_in, a.us AS one_us,
+        SELECT a.definition, row(a.axes_key, a.dtypes_key, a.scalars_key, a.layouts_key) AS key, a.axes_key, a.sol_us,
+               a.solution AS one, a.language AS one_in, a.us AS one_us,
                b.solution AS other, b.language AS other_in, b.us AS other_us
         FROM fastest a JOIN fastest b USING (definition, axes_key, dtypes_key, scalars_key, layouts_key)
         WHERE a.gpu_family = 'h200' AND b.gpu_family = 'h100'
@@ -219,7 +221,7 @@ FASTEST = """
 """
 LARGEST = """
     SELECT definition, axes_key, one_in, one_us, other_in, other_us FROM pair
-    QUALIFY row_number() OVER (PARTITION BY definition ORDER BY sol_us DESC, axes_key, dtypes_key) = 1 ORDER BY definition
+    QUALIFY row_number() OVER (PARTITION BY definition ORDER BY sol_us DESC, key) = 1 ORDER BY definition
 """
 DIFFERING = """
     WITH paired AS (
@@ -227,8 +229,8 @@ DIFFERING = """
                min(latency_us) FILTER (gpu_family = 'h200') AS h200_us, min(latency_us) FILTER (gpu_family = 'h100') AS h100_us
         FROM verified WHERE role = 'kernel' GROUP BY ALL HAVING h200_us IS NOT NULL AND h100_us IS NOT NULL
     )
-    SELECT definition, axes_key, arg_min(solution, h200_us) AS on_h200, min(h200_us), arg_min(solution, h100_us) AS on_h100,
-           min(h100_us)
+    SELECT definition, axes_key, arg_min(solution, row(h200_us, solution)) AS on_h200, min(h200_us),
+           arg_min(solution, row(h100_us, solution)) AS on_h100, min(h100_us)
     FROM paired GROUP BY definition, axes_key, dtypes_key, scalars_key, layouts_key HAVING on_h200 <> on_h100 ORDER BY ALL
 """
 
