@@ -32,7 +32,7 @@ def test_a_slower_pass_is_a_regression_only_beyond_its_interval(trace: Any, home
         rows = change_rows(store)
     assert kinds(rows)["regression"] == ["scale_triton"]
     assert [row["ratio"] for row in rows if row["kind"] == "regression"] == [1.3]
-    assert sorted(kinds(rows)["promotion"]) == ["scale_tilelang", "scale_triton"]
+    assert sorted(kinds(rows)["verified"]) == ["scale_tilelang", "scale_triton"]
 
 
 def test_a_failure_after_a_promotion_is_a_revocation_and_one_before_is_none(
