@@ -43,6 +43,9 @@ def core_only(environment, tmp_path):
     return {**environment, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
 
 
+CONFIG = str(ROOT / "benchmarks" / "configs" / "olmoe-1b-7b.json")
+
+
 def run(environment, *arguments, **options):
     options = {"capture_output": True, "text": True, "timeout": 120, **options}
     return subprocess.run([*COMMAND, *arguments], env=environment, **options)
@@ -58,9 +61,9 @@ def run(environment, *arguments, **options):
         ["reproduce", "rms_norm_stock", "--axes", "M=1,N=8", "--dtype", "T=float32", "--gpu", "cpu"],
         ["demo"],
         ["check", "rms_norm"],
-        ["fit", "."],
-        ["verify-model", "."],
-        ["model-bench", "."],
+        ["fit", CONFIG],
+        ["verify-model", CONFIG],
+        ["model-bench", CONFIG],
     ],
     ids=lambda arguments: arguments[0],
 )

@@ -48,8 +48,13 @@ def typed_config(path: Path) -> tuple[Path, dict[str, Any]]:
         raise UsageError(str(error)) from None
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{file}: cannot read this config: {error}.") from None
-    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str) or not content["model_type"]:
+    model_type = content.get("model_type") if isinstance(content, dict) else None
+    if not model_type:
         raise UsageError(f"{file} is no config of a model: it states no model_type.")
+    if not isinstance(model_type, str):
+        raise UsageError(
+            f"{file} is no config of a model: its model_type is no text, but {json.dumps(model_type)[:40]}."
+        )
     return file, content
 
 
