@@ -102,7 +102,7 @@ def _why_empty(found: DataSet, names: list[str]) -> str:
     of = f" of {', '.join(names)}" if names else ""
     if not chosen:
         return f"{found.origin} has no solutions{of}, so there is nothing to run."
-    if not any(item.definition in workloads_of(found) for item in chosen):
+    if workloads_of(found).keys().isdisjoint(item.definition for item in chosen):
         return (
             f"{found.origin} has no workloads{of}, so nothing can be run. Put them into the data set, then: "
             f"tilegym-db import PATH --name {found.name} --replace"

@@ -24,7 +24,10 @@ def command(
     trust: Trust = False,
     spark: Spark = None,
 ) -> None:
-    """Rank solutions per operator and GPU: shapes measured, shapes won, geometric means. Exit status 3 where there is none."""
+    """Rank solutions per operator and GPU: shapes measured, shapes won, geometric means.
+
+    Exit status 3 where nothing is verified.
+    """
     from tilegym_db.catalog import Catalog
     from tilegym_db.cli.best import chosen_gpu, none_verified
     from tilegym_db.cli.reader import open_reader, unverified_note

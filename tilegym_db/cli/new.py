@@ -112,7 +112,7 @@ def new_solution(
         return
     chosen = normalise_language(language)
     assert chosen is not None
-    called = name if name is not None else free_name(f"{definition}_{chosen}", set(catalog.solution_paths))
+    called = name or free_name(f"{definition}_{chosen}", set(catalog.solution_paths))
     target = folder or Path(called)
     write_new(target, draft_solution(operator, chosen, called, login_name()))
     purposes = {

@@ -68,9 +68,7 @@ def _share(uri: str, gpu: str, *, as_json: bool) -> None:
     if report.traces:
         note(f"{report.traces - report.known} traces added, {report.known} were there already")
     else:
-        note(
-            f"nothing to add: this installation has measured nothing on {gpu}; what ships with the package is everywhere"
-        )
+        note(f"nothing to add: nothing was measured here on {gpu}. Try, on that GPU: tilegym-db bench --promote")
     for problem in report.problems:
         note(f"not read: {problem}")
     if report.problems:

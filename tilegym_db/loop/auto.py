@@ -77,9 +77,9 @@ class Kernelizer:
             self._finish(self._experiment(self._task(piece)))
 
     def _say_what_is_left(self, pieces: Sequence[Piece]) -> None:
+        tried = self._tried()
         for piece in pieces:
             if piece.share >= LEAST_SHARE and not piece.served:
-                tried = self._tried()
                 why = f"{piece.definition}, {tried[piece.definition]}" if piece.definition in tried else piece.reason
                 self.say(f"left to stock code: {piece.part}, {piece.share:.1%} ({why or 'no definition describes it'})")
 
