@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tilegym_db.bench import audit
-from tilegym_db.bench.audit import CLOCK_ATTEMPTS, audit_clock
+from tilegym_db.bench.audit import GPU_CLOCK_ATTEMPTS, audit_clock
 from tilegym_db.verify.verifier import Failure
 from tilegym_db.verify.wall_clock import WallRun
 
@@ -52,7 +52,7 @@ def test_a_baseline_whose_own_clock_agrees_on_unseen_contents_is_unsupported_and
     assert (outcome.status, outcome.gate) == ("UNSUPPORTED", None)
     assert "1.106e+04 us a call on those that it was timed on, 2.81e+04 us on others" in outcome.reason
     assert stock.timed == [(1, 2, 3)]
-    assert stock.filled == [CLOCK_ATTEMPTS]  # contents of no attempt's run
+    assert stock.filled == [GPU_CLOCK_ATTEMPTS]  # contents of no attempt's run
 
 
 def test_a_baseline_that_goes_on_saying_what_it_said_is_refuted(monkeypatch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tilegym_db.bench.audit import BUSY_US, LEAST_BY_TIME, QUEUED, hidden_calls
+from tilegym_db.bench.audit import BASELINE_BUSY_US, BUSY_US, LEAST_BY_TIME, QUEUED, hidden_calls
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,14 @@ def test_launching_the_calls_of_the_long_run_hides_behind_a_busy_device(
     assert hidden_calls(16, launches, host_us) == calls
     assert calls == 2 or 3 * calls * launches <= QUEUED
     assert calls <= LEAST_BY_TIME or 3 * calls * host_us <= BUSY_US[-1]
+
+
+def test_a_baseline_of_many_launches_gets_a_device_that_is_busy_for_longer() -> None:
+    launches, host_us = 65, 1600.0  # get_fused_mapping_stock on a host with two H100
+    calls = hidden_calls(8, launches, host_us, BASELINE_BUSY_US[-1])
+    assert calls == 4
+    assert 3 * calls * host_us <= BASELINE_BUSY_US[-1]
+    assert 3 * LEAST_BY_TIME * host_us > BUSY_US[-1]
 
 
 def test_there_are_never_more_calls_than_buffers() -> None:

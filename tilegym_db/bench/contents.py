@@ -11,7 +11,7 @@ from tilegym_db.records import Definition, Workload
 from tilegym_db.records.base import canonical_json
 from tilegym_db.verify.distributions import RANGES, VARIED
 from tilegym_db.verify.expected import Expected, expect
-from tilegym_db.verify.inputs import Case, draws_noise
+from tilegym_db.verify.inputs import Case, draws_noise, draws_spread
 from tilegym_db.verify.variation import vary_scalars
 
 __all__ = ["CONTENT_SETS", "ExpectedCache", "WorkloadContents"]
@@ -19,7 +19,7 @@ __all__ = ["CONTENT_SETS", "ExpectedCache", "WorkloadContents"]
 CONTENT_SETS = ("normal", "row_scale", "outliers", "small_integers")
 
 # Seeds of one run are one secret number plus these, so that no two cases share contents.
-_OWN_SHAPE, _OTHER, _FRESH = 1_000, 2_000, 1_000_000
+_OWN_SHAPE, _UNUSUAL, _OTHER, _FRESH = 1_000, 1_500, 2_000, 1_000_000
 
 
 class ExpectedCache:
@@ -53,6 +53,9 @@ class WorkloadContents:
 
     ``sets`` are verified by every Solution and then used, over and over, while timing; ``dropped`` are those that the
     reference itself does not pass. ``fresh`` draws more, which a Solution sees once.
+
+    Where ids or lengths decide how much there is to do, they are spread in all of these as they mostly are in a model, so that
+    all are one call's time (``docs/decisions/0035-contents-that-are-timed.md``). ``unusual`` is verified and never timed.
     """
 
     definition: Definition
@@ -61,6 +64,8 @@ class WorkloadContents:
     cache: ExpectedCache
     sets: list[Expected] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
+    unusual: Expected | None = None
+    """A call whose ids or lengths are spread otherwise: over few groups, or all in one; another kind in another run."""
     other: Expected | None = None
     """A second call of the shape, with other ranges and scalars, that is verified in turn with the first."""
     _fresh: dict[int, list[Expected]] = field(default_factory=dict)
@@ -83,11 +88,19 @@ class WorkloadContents:
                 contents.dropped.append(str(case))
             else:
                 contents.sets.append(expected)
+        if draws_spread(definition):
+            unusual = CONTENT_SETS[1 + seed % (len(CONTENT_SETS) - 1)]
+            contents.unusual = cache.get(contents._case(unusual, _UNUSUAL, typical=False))
         if in_turn:
-            case = contents._case(VARIED, _OTHER)
+            case = contents._case(VARIED, _OTHER, typical=False)
             scalars = vary_scalars(definition, case.scalars, VARIED, case.seed)
             contents.other = cache.get(replace(case, scalars=scalars))
         return contents
+
+    @property
+    def verified(self) -> list[Expected]:
+        """Every set that a pass stands for at this shape: those that are timed, and the unusual one."""
+        return [*self.sets, *([] if self.unusual is None else [self.unusual])]
 
     def fresh(self, attempt: int, count: int) -> Sequence[Expected]:
         """Up to ``count`` contents that no Solution has seen before this attempt; the same ones for every Solution."""
@@ -104,5 +117,6 @@ class WorkloadContents:
             tried += 1
         return known[:count]
 
-    def _case(self, distribution: str, offset: int) -> Case:
-        return Case.of_workload(self.definition, self.workload, distribution=distribution, seed=self.seed + offset)
+    def _case(self, distribution: str, offset: int, *, typical: bool = True) -> Case:
+        case = Case.of_workload(self.definition, self.workload, distribution=distribution, seed=self.seed + offset)
+        return replace(case, typical=typical and draws_spread(self.definition))

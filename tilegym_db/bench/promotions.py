@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from tilegym_db.bench.tier_policy import MIN_SANDBOX_LEVEL
 from tilegym_db.records import Trace
@@ -15,7 +16,7 @@ from tilegym_db.records.solution import config_id
 from tilegym_db.records.trace import Comparison
 from tilegym_db.store.database import Store
 from tilegym_db.store.loop_journals import append, journaled, loop_lock
-from tilegym_db.store.loop_queries import promotion_rows, standing_promotions, verified_baselines
+from tilegym_db.store.loop_queries import promotion_rows, verified_baselines
 
 __all__ = ["PromotionClaim", "claim_of", "record_promotions"]
 
@@ -88,8 +89,9 @@ def record_promotions(
     promoted: list[Promotion] = []
     reasons: dict[str, str] = {}
     with loop_lock(home):
-        known = _known(store, {trace.definition for trace in traces}, home)
-        standing = standing_promotions(store)
+        rows = promotion_rows(store)
+        known = _known(rows, {trace.definition for trace in traces}, home)
+        standing = {row["id"] for row in rows if row["status"] == "standing"}
         for trace in sorted(traces, key=lambda item: (_prefix(item), item.solution_digest, item.trace_id)):
             verified = verified_baselines(store, trace.definition_digest, trace.workload_uuid, trace.gpu)
             claim = claim_of(trace, verified, min_speedup)
@@ -109,12 +111,12 @@ def record_promotions(
     return promoted, reasons
 
 
-def _known(store: Store, definitions: Collection[str], home: Path) -> list[Promotion]:
-    """Those in the journal, and those that shipped traces have earned."""
+def _known(rows: Sequence[Mapping[str, Any]], definitions: Collection[str], home: Path) -> list[Promotion]:
+    """Those in the journal, and those that shipped traces of some Definitions have earned."""
     found = journaled(Promotion, home)
     ids = {one.id for one in found}
-    rows = [row for name in sorted(definitions) for row in promotion_rows(store, name) if row["id"] not in ids]
-    return found + [Promotion.from_json(row["record"], f"promotion {row['id']}") for row in rows]
+    earned = [row for row in rows if row["definition"] in definitions and row["id"] not in ids]
+    return found + [Promotion.from_json(row["record"], f"promotion {row['id']}") for row in earned]
 
 
 def _is_of(promotion: Promotion, trace: Trace) -> bool:

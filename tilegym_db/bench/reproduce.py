@@ -20,7 +20,7 @@ from tilegym_db.records.sizes import scalars_with_axes
 from tilegym_db.scratch import scratch_folder
 from tilegym_db.verify.admission import require_returning_reference
 from tilegym_db.verify.expected import Expected
-from tilegym_db.verify.inputs import CONTENTS, Case
+from tilegym_db.verify.inputs import CONTENTS, TYPICAL, Case
 from tilegym_db.verify.verifier import Failure, Verdict
 from tilegym_db.verify.worker.interpreters import interpreted_here
 
@@ -58,7 +58,8 @@ def reproduce(
         dtypes: dtype variable -> dtype.
         scalars: input name -> number.
         layouts: tensor -> layout as Workloads spell it; a tensor not named is contiguous.
-        contents: the distribution that inputs are drawn from.
+        contents: the distribution that inputs are drawn from; with ``:typical`` behind it, ids and lengths are spread as they
+            mostly are in a model.
         seed: of the drawing. The same seed draws other numbers on another kind of device.
         offset: elements by which every tensor is moved off its alignment.
         config: a value per tunable.
@@ -75,7 +76,9 @@ def reproduce(
     definition = records.definition(files.record.definition)
     machine = select_machine(gpu)
     numbers = scalars_with_axes(definition, scalars, axes)
-    case = _checked(definition, Case(dict(axes), dict(dtypes), numbers, dict(layouts), contents, seed, offset))
+    distribution, typical = contents.removesuffix(TYPICAL), contents.endswith(TYPICAL)
+    case = Case(dict(axes), dict(dtypes), numbers, dict(layouts), distribution, seed, offset, typical=typical)
+    case = _checked(definition, case)
     require_returning_reference(records, definition)
     expected = ExpectedCache(definition, machine.device).get(case)
     if expected is None:

@@ -192,7 +192,7 @@ def _point_of_case(
         axes=case.axes,
         dtypes=case.dtypes,
         layouts=case.layouts,
-        contents=case.distribution,
+        contents=case.contents,
         seed=str(case.seed),
         offset=case.offset,
         output=failure.output,
@@ -217,5 +217,5 @@ def reproduce_command(definition: Definition, solution: str, case: Case, config:
     ):
         for name, value in values.items():
             words += [option, f"{name}={value}"]
-    words += ["--contents", case.distribution, "--seed", str(case.seed)]
+    words += ["--contents", case.contents, "--seed", str(case.seed)]
     return shlex.join(words + (["--offset", str(case.offset)] if case.offset else []))

@@ -262,6 +262,12 @@ class Verification:
                 else:
                     verdict.add(outcome[0])
                     outputs.append(outcome[1])
+            if failure is None and contents.unusual is not None:
+                outcome = handle.verify_slot(buffers, contents.unusual, 2, in_model=IN_MODEL_CALL)
+                if isinstance(outcome, Failure):
+                    failure = outcome
+                else:
+                    verdict.add(outcome[0])
             if failure is None and contents.other is not None:
                 failure = handle.call_in_turn(buffers, contents.sets[0], contents.other, outputs[0])
             handle.detach()

@@ -18,9 +18,9 @@ from tilegym_db.records.layouts import layout_class
 from tilegym_db.verify.expected import Expected
 from tilegym_db.verify.gates import OutputVerdict
 from tilegym_db.verify.inputs import Case
-from tilegym_db.verify.scan.tables import reviewed_libraries
 from tilegym_db.verify.verifier import Failure, call_again, verify_slot
 from tilegym_db.verify.worker.interpreters import INTERPRETERS
+from tilegym_db.verify.worker.loading import load_request
 from tilegym_db.verify.worker.process import WorkerDied, WorkerHasNoMemory, WorkerProcess, WorkerTimeout
 from tilegym_db.verify.worker.reply import Reply
 from tilegym_db.verify.worker.shared_buffers import SharedBuffers
@@ -168,17 +168,8 @@ class WorkerHandle:
         if failure is not None:
             return failure
         try:
-            reply = worker.request(
-                "load",
-                timeout_s=timeout_s,
-                record=str(self.solution.path),
-                digest=self.solution.digest,
-                inputs=list(self.definition.inputs),
-                outputs=list(self.definition.written_outputs),
-                in_place=self.definition.in_place,
-                libraries=reviewed_libraries(self.solution.record.spec.dependencies),
-                interpret=self.interpret,
-            )
+            request = load_request(self.definition, self.solution, interpret=self.interpret)
+            reply = worker.request("load", timeout_s=timeout_s, **request)
         except WorkerTimeout as error:
             return Failure("TIMEOUT", "loading the source did not finish", str(error))
         except WorkerDied as error:

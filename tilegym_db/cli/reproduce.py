@@ -25,7 +25,9 @@ def command(
         typer.Option(help="A layout as workloads spell it; absent: contiguous.", metavar="X=LAYOUT,..."),
     ] = None,
     config: Annotated[list[str] | None, typer.Option(help="Tunables: BLOCK_M=2.", metavar="NAME=VALUE,...")] = None,
-    contents: Annotated[str, typer.Option(help="The distribution of the inputs.")] = "normal",
+    contents: Annotated[
+        str, typer.Option(help="The distribution of the inputs; outliers:typical spreads ids as in a model.")
+    ] = "normal",
     seed: Annotated[int, typer.Option(help="Of the drawing.")] = 0,
     offset: Annotated[int, typer.Option(help="Elements off alignment.", min=0, max=4096)] = 0,
     gpu: MachineGpu = "auto",

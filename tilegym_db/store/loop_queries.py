@@ -13,7 +13,6 @@ __all__ = [
     "cited_traces",
     "model_run_rows",
     "promotion_rows",
-    "standing_promotions",
     "task_rows",
     "traced_digests",
     "traces_of_source",
@@ -30,7 +29,6 @@ VERIFIED_BASELINES = """
     SELECT solution, latency_us FROM best_per_solution
     WHERE gpu = $gpu AND definition_digest = $definition_digest AND workload_uuid = $workload_uuid AND role = 'baseline'
 """
-STANDING = "SELECT id FROM promotions WHERE status = 'standing'"
 PROMOTIONS = """
     FROM promotions
     WHERE ($definition IS NULL OR definition = $definition)
@@ -71,11 +69,6 @@ def verified_baselines(store: Store, definition_digest: str, workload_uuid: str,
     """Baseline -> its verified latency in microseconds on one Workload."""
     parameters = {"definition_digest": definition_digest, "workload_uuid": workload_uuid, "gpu": gpu}
     return {row["solution"]: row["latency_us"] for row in store.rows(VERIFIED_BASELINES, parameters)}
-
-
-def standing_promotions(store: Store) -> set[str]:
-    """The ids of promotions that their traces still bear out."""
-    return {row["id"] for row in store.rows(STANDING)}
 
 
 def promotion_rows(store: Store, definition: str | None = None, gpus: list[str] | None = None) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from tilegym_db.verify.distributions import CONTENTS
 from tilegym_db.verify.reference import load_function
 from tilegym_db.verify.torch_dtypes import storage_dtype
 
-__all__ = ["ID_CONTENTS", "KINDS", "contents_among", "draw_codes", "draw_jointly"]
+__all__ = ["ID_CONTENTS", "KINDS", "SPREAD_KINDS", "contents_among", "draw_codes", "draw_jointly"]
 
 Shape = tuple[int, ...]
 Axes = Mapping[str, int]
@@ -184,6 +184,9 @@ KINDS: dict[str, Draw] = {
     "unit_rows": _unit_rows,
 }
 """Kind of generator -> ``draw(spec, generator, shape, axes, distribution)``, on the generator's device."""
+
+SPREAD_KINDS = frozenset({"distinct_ids", "offsets", "integers"})
+"""Kinds whose contents may decide how much a call has to do: which rows, how many of a group."""
 
 
 def draw_codes(spec: InputGenerator, generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:

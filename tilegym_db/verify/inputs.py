@@ -18,13 +18,13 @@ from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.expressions import evaluate
 from tilegym_db.records.workload import RandomInput, SafetensorsInput
 from tilegym_db.verify.distributions import CONTENTS, DISTRIBUTIONS, EXACT, PLANTED, STYLES, plant
-from tilegym_db.verify.generators import KINDS, draw_codes, draw_jointly
+from tilegym_db.verify.generators import KINDS, SPREAD_KINDS, draw_codes, draw_jointly
 from tilegym_db.verify.reference import as_written
 from tilegym_db.verify.rotary import rotary_table
 from tilegym_db.verify.torch_dtypes import storage_dtype
 from tilegym_db.verify.variation import styles_of
 
-__all__ = ["CONTENTS", "DISTRIBUTIONS", "PLANTED", "Case", "draw_inputs", "draws_noise"]
+__all__ = ["CONTENTS", "DISTRIBUTIONS", "PLANTED", "TYPICAL", "Case", "draw_inputs", "draws_noise", "draws_spread"]
 
 _INTEGERS = {torch.bool: (0, 2), torch.uint8: (0, 256)}
 """Dtype -> the first number and the one after the last, where it says which there are."""
@@ -42,6 +42,8 @@ class Case:
     seed: int = 0
     offset: int = 0
     """Elements by which every tensor's address is moved off its alignment."""
+    typical: bool = False
+    """Ids, lengths and inputs that are drawn together are spread as they mostly are in a model, whatever the distribution."""
     files: dict[str, SafetensorsInput] = field(default_factory=dict)
     scales: dict[str, float] = field(default_factory=dict)
 
@@ -64,7 +66,17 @@ class Case:
         dtypes = ",".join(self.dtypes.values())
         layouts = " strided" if self.layouts else ""
         offset = f" offset={self.offset}" if self.offset else ""
-        return f"{axes_key(self.axes)} {dtypes}{layouts}{offset} contents={self.distribution}"
+        return f"{axes_key(self.axes)} {dtypes}{layouts}{offset} contents={self.contents}"
+
+    @property
+    def contents(self) -> str:
+        """How the contents are drawn, as ``reproduce --contents`` takes it: ``outliers``, or ``outliers:typical``."""
+        return self.distribution + TYPICAL * self.typical
+
+    @property
+    def spread(self) -> str:
+        """The distribution that decides how ids, lengths and inputs drawn together are spread."""
+        return "normal" if self.typical else self.distribution
 
     @property
     def exact(self) -> bool:
@@ -77,6 +89,7 @@ class Case:
 
 
 Shape = tuple[int, ...]
+TYPICAL = ":typical"
 NOISE = frozenset({"normal", "uniform", "positive", "probabilities", "log_decay", "unit_rows"})
 Inputs = dict[str, torch.Tensor | Scalar]
 
@@ -87,6 +100,15 @@ def draws_noise(definition: Definition) -> bool:
         bool(definition.saved)
         or definition.joint_inputs is not None
         or any(generator.kind in NOISE for generator in definition.input_generators.values())
+    )
+
+
+def draws_spread(definition: Definition) -> bool:
+    """Whether what a call has to do depends on how its ids or lengths are spread, as that of experts does."""
+    return (
+        definition.joint_inputs is not None
+        or any(generator.kind in SPREAD_KINDS for generator in definition.input_generators.values())
+        or (bool(definition.saved) and draws_spread(forward_of(definition)))
     )
 
 
@@ -105,7 +127,7 @@ def draw_inputs(definition: Definition, case: Case, device: str, *, dataset: Pat
     drawn: Inputs = {}
     styles = styles_of(definition, case.distribution, case.seed)
     together = torch.Generator(device).manual_seed(_input_seed(case.seed, "joint inputs"))
-    joint = draw_jointly(definition, case.axes, case.dtypes, case.scalars, together, case.distribution)
+    joint = draw_jointly(definition, case.axes, case.dtypes, case.scalars, together, case.spread)
     for name, spec in definition.inputs.items():
         if spec.is_scalar:
             drawn[name] = case.scalars[name]
@@ -148,7 +170,8 @@ def _draw(definition: Definition, case: Case, name: str, device: str, style: str
     elif generated is not None and generated.kind == "codes":
         return draw_codes(generated, generator, shape, dtype)
     elif generated is not None and generated.kind in KINDS:
-        value = KINDS[generated.kind](generated, generator, shape, case.axes, case.distribution)
+        contents = case.spread if generated.kind in SPREAD_KINDS else case.distribution
+        value = KINDS[generated.kind](generated, generator, shape, case.axes, contents)
     elif generated is not None and generated.kind != "normal":
         value = _uniform(generated, generator, shape, case.axes)
     elif not dtype.is_floating_point:

@@ -10,7 +10,7 @@ from tilegym_db.bench.contents import CONTENT_SETS
 from tilegym_db.bench.machine import Machine
 from tilegym_db.bench.plan import DefinitionPlan
 from tilegym_db.records import Workload
-from tilegym_db.verify.inputs import Case
+from tilegym_db.verify.inputs import Case, draws_spread
 from tilegym_db.verify.worker.shared_buffers import plan_slot
 
 __all__ = ["Batch", "Capacity", "DefinitionGroup", "make_definition_groups"]
@@ -112,4 +112,5 @@ def _contents_bytes(plan: DefinitionPlan, workload: Workload) -> int:
     slot = plan_slot(plan.definition, case)
     written = [*slot.outputs, *(tensor for tensor in slot.inputs if tensor.name in plan.definition.in_place)]
     inputs, outputs = sum(tensor.span for tensor in slot.inputs), sum(tensor.span for tensor in written)
-    return len(CONTENT_SETS) * (inputs + outputs * (ORACLE_SIZE + runners))
+    kept = len(CONTENT_SETS) + draws_spread(plan.definition)
+    return kept * (inputs + outputs * (ORACLE_SIZE + runners))

@@ -95,12 +95,12 @@ class LocalExecutor:
                     runner.verification.witness = witness
                     stack.callback(runner.handle.close)
                     group.runners.append(runner)
-            crowded: list[Batch] = []
+            without_memory: list[Batch] = []
             for batch in definition_group.batches:
-                crowded += self._run_batch(batch, groups, timing)
+                without_memory += self._run_batch(batch, groups, timing)
                 for group in groups.values():
                     group.rest()
-            for batch in crowded:
+            for batch in without_memory:
                 for group in groups.values():
                     group.close_workers()
                 self._run_batch(batch, groups, timing, alone=True)
@@ -129,18 +129,18 @@ class LocalExecutor:
             verify_batch(workload_runs, self.context)
         if self.context.machine.is_gpu:
             torch.cuda.empty_cache()  # what comparing took is for the workers to use
-        crowded: list[Batch] = []
+        without_memory: list[Batch] = []
         while workload_runs:
             workload_run = workload_runs.pop(0)  # its contents are given back when it has been timed
             if workload_run.lacked_memory and not alone:
-                crowded.append(((workload_run.plan, workload_run.workload),))
+                without_memory.append(((workload_run.plan, workload_run.workload),))
                 continue
             if several:
                 self.starting(str(workload_run))
                 self._make_room(groups, {run.plan.definition.name for run in (workload_run, *workload_runs)})
             timing.conclude(workload_run)
             self.concluded(workload_run.workload)
-        return crowded
+        return without_memory
 
     def _make_room(self, groups: dict[str, SolutionGroup], waiting: Collection[str]) -> None:
         """Where little memory is left, end the workers of Definitions of which nothing waits to be timed in this batch."""

@@ -192,7 +192,7 @@ class WorkloadTiming:
         if contents.other is not None:
             calls.append(contents.other.case.scalars)
         ranges = scalar_ranges(definition, calls)
-        cases = [*verified.fuzz.passed, *(str(expected.case) for expected in contents.sets)]
+        cases = [*verified.fuzz.passed, *(str(expected.case) for expected in contents.verified)]
         self.emit(
             self.context.passed(
                 definition,

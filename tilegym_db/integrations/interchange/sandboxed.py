@@ -20,9 +20,9 @@ from tilegym_db.verify.comparison import base_errors, check_outputs
 from tilegym_db.verify.expected import Expected
 from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.reference import Lifted
-from tilegym_db.verify.scan.tables import reviewed_libraries
 from tilegym_db.verify.verifier import Failure, fill_slot, read_outputs, verify_slot
 from tilegym_db.verify.worker.interpreters import INTERPRETERS
+from tilegym_db.verify.worker.loading import load_request
 from tilegym_db.verify.worker.process import WorkerDied, WorkerProcess, WorkerTimeout
 from tilegym_db.verify.worker.reply import Reply
 from tilegym_db.verify.worker.shared_buffers import SharedBuffers, plan_slot
@@ -65,16 +65,7 @@ class Confined:
         """Import the source."""
         reply = self._ask("prepare", profile=False)
         if isinstance(reply, Reply):
-            reply = self._ask(
-                "load",
-                record=str(self.files.path),
-                digest=self.files.digest,
-                inputs=list(self.definition.inputs),
-                outputs=list(self.definition.written_outputs),
-                interpret=self.interpret,
-                in_place=self.definition.in_place,
-                libraries=reviewed_libraries(self.files.record.spec.dependencies),
-            )
+            reply = self._ask("load", **load_request(self.definition, self.files, interpret=self.interpret))
         return None if isinstance(reply, Reply) else reply
 
     def call(self, expected: Expected) -> Outputs | Failure:
