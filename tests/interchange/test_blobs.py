@@ -436,6 +436,18 @@ def test_a_side_file_that_cannot_be_read_is_refused_and_the_rest_comes_in(
     assert len(found.of_kind("workload")) == 1
 
 
+def test_a_side_file_that_names_files_outside_opens_none(tree: Tree, home: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("token")
+    told = {path: {"sha256": "0" * 64, "bytes": 5} for path in ("../secret", "/etc/passwd", "blob/../../secret")}
+    tree.write(SIDE_FILE, json.dumps({"blobs": told})).write(BLOB, GOOD)
+    escaping = lines(of_workload(workload("w-2", x={"type": "safetensors", "path": "../secret", "tensor_key": "x"})))
+    tree.write(WORKLOADS, of_blob() + escaping)
+    found = import_data_set(tree.root).data_set
+    (refusal,) = found.refused
+    assert (refusal.path, refusal.key) == (f"{WORKLOADS}:2", "workload.inputs.x.path")
+    assert refusal.reason == "'../secret' leads out of its folder"
+
+
 def test_a_side_file_that_is_a_link_out_is_not_read(tree: Tree, home: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("token")
     (tree.root / SIDE_FILE).parent.mkdir()
