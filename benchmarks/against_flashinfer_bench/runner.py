@@ -3,8 +3,9 @@
 Needs ``flashinfer-bench`` and a GPU; ``--dry-run`` needs no GPU and prints what would be run. Statuses that differ are counted
 by kind. Times of the two come from different runs and clocks, so their ratio is an indication.
 
-Operators whose integer inputs a data set draws at random are left out: its random integers are no indices. With ``--apply``, its
-``apply`` then picks kernels of the export for the same calls, and what they return is compared with the reference.
+Indices and inputs that belong together lie in blobs of the export; a definition whose integers are drawn at random is left out.
+With ``--apply``, its ``apply`` then picks kernels of the export for the same calls, and what they return is compared with the
+reference.
 
     python -m benchmarks.against_flashinfer_bench.runner --gpu h200 --definitions 10 --workloads 2 --apply
 """
@@ -22,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from tilegym_db.catalog import Catalog
+from tilegym_db.integrations.interchange.export_blobs import BlobFolder
 from tilegym_db.integrations.interchange.flashinfer_export import build_export
-from tilegym_db.integrations.interchange.writing import write_tree
+from tilegym_db.integrations.interchange.writing import folder_beside, write_tree
 from tilegym_db.records.hardware import gpu_slug, same_gpu
 from tilegym_db.store.input_files import shipped_traces
 from tilegym_db.store.journal import read_journal
@@ -59,8 +61,10 @@ def exported(folder: Path, gpu: str) -> Any:
 
     catalog = Catalog.default()
     traces = [trace for path in shipped_traces(catalog) for trace in read_journal(path).traces]
-    export = build_export(catalog, [t for t in traces if t.status == "PASSED" and same_gpu(gpu, t.gpu)])
-    write_tree(folder, export.files, export.blobs)
+    passed = [t for t in traces if t.status == "PASSED" and same_gpu(gpu, t.gpu)]
+    with folder_beside(folder) as scratch:
+        export = build_export(catalog, passed, blobs=BlobFolder(scratch))
+        write_tree(folder, export.files, export.blobs, export.drawn)
     return TraceSet.from_path(str(folder))
 
 

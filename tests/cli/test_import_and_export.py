@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from foreign_sets import (
@@ -37,7 +38,7 @@ def tree(tmp_path: Path) -> Tree:
 
 
 def test_import_says_what_came_in_and_what_did_not(
-    cli: Callable[..., object], tree: Tree, home: Path, tmp_path: Path
+    cli: Callable[..., Any], tree: Tree, home: Path, tmp_path: Path
 ) -> None:
     tree.write("definitions/scale/broken.json", "{")
     result = cli("import", tree.root)
@@ -59,7 +60,7 @@ def test_import_says_what_came_in_and_what_did_not(
     assert cli("list", "--origin", "theirs").code == 2
 
 
-def test_foreign_measurements_are_shown_and_rank_nothing(cli: Callable[..., object], tree: Tree, home: Path) -> None:
+def test_foreign_measurements_are_shown_and_rank_nothing(cli: Callable[..., Any], tree: Tree, home: Path) -> None:
     before = {
         view: cli("sql", f"SELECT count(*) AS n FROM {view}", "--json").json()
         for view in ("best", "traces", "solutions")
@@ -83,7 +84,7 @@ def test_foreign_measurements_are_shown_and_rank_nothing(cli: Callable[..., obje
     assert "not shown: " not in cli("compare-foreign", "theirs", "--wide").err
 
 
-def test_export_writes_one_family(cli: Callable[..., object], home: Path, tmp_path: Path) -> None:
+def test_export_writes_one_family(cli: Callable[..., Any], home: Path, tmp_path: Path) -> None:
     report = cli("export", "flashinfer", tmp_path / "out", "--op-type", "softmax", "--gpu", "h200", "--json").json()
     assert report["exported"]["definition"] > 0
     assert {path.name for path in (tmp_path / "out" / "definitions").iterdir()} == {"softmax"}
@@ -92,16 +93,74 @@ def test_export_writes_one_family(cli: Callable[..., object], home: Path, tmp_pa
     assert not (tmp_path / "other").exists()
 
 
-def test_an_empty_name_is_refused_and_not_replaced_by_another(
-    cli: Callable[..., object], tree: Tree, home: Path
+def test_export_draws_what_may_not_be_drawn_there(cli: Callable[..., Any], home: Path, tmp_path: Path) -> None:
+    def exported(name: str, *options: object) -> dict[str, int]:
+        return cli("export", "flashinfer", tmp_path / name, "--op-type", "engram", "--json", *options).json()[
+            "exported"
+        ]
+
+    none = exported("none", "--blobs", "none")
+    assert none["blob"] == 0
+    assert not (tmp_path / "none" / "blob").exists()
+    some = exported("some", "--blobs", "0.05", "--largest-blob", "0.01")
+    assert 0 < some["blob"] == some["workload"] - none["workload"]
+    files = list((tmp_path / "some").glob("blob/**/*.safetensors"))
+    assert len(files) == some["blob"]
+    assert sum(file.stat().st_size for file in files) <= 0.05 * 2**20
+    assert cli("import", tmp_path / "some").code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--blobs", "some"], "--blobs takes a number of MiB above 0 and at most 1048576 or 'none', not 'some'."),
+        (["--blobs", "0"], "--blobs takes a number"),
+        (["--blobs", "-1"], "--blobs takes a number"),
+        (["--blobs", "nan"], "--blobs takes a number"),
+        (["--blobs", "inf"], "--blobs takes a number"),
+        (["--blobs", ""], "--blobs takes a number"),
+        (["--largest-blob", "none"], "--largest-blob takes a number of MiB above 0 and at most 1048576, not 'none'."),
+        (["--largest-blob", "1e9"], "--largest-blob takes a number"),
+        (["--blobs", "none", "--largest-blob", "1"], "--blobs none that there are none"),
+        (["--blobs", "1", "--origin", "theirs"], "are about the catalog's own workloads"),
+    ],
+)
+def test_a_limit_of_blobs_that_is_none_is_refused(
+    cli: Callable[..., Any], home: Path, tmp_path: Path, options: list[str], message: str
 ) -> None:
+    result = cli("export", "flashinfer", tmp_path / "out", *options)
+    assert result.code == 2
+    assert message in " ".join(result.err.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_without_torch_says_what_blobs_need(
+    cli: Callable[..., Any], home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import importlib.util
+
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "safetensors" else find_spec(name, *rest)
+    )
+    given = ("export", "flashinfer", tmp_path / "out", "--op-type", "engram")
+    result = cli(*given, "--blobs", "1")
+    assert result.code == 2
+    assert "drawing blobs needs safetensors: pip install safetensors; or leave" in " ".join(result.err.split())
+    result = cli(*given)
+    assert result.code == 0
+    assert "no blobs: drawing blobs needs safetensors" in result.err
+    assert not (tmp_path / "out" / "blob").exists()
+
+
+def test_an_empty_name_is_refused_and_not_replaced_by_another(cli: Callable[..., Any], tree: Tree, home: Path) -> None:
     result = cli("import", tree.root, "--name", "")
     assert result.code == 2
     assert cli("list", "--origin", "all", "--json").json() == []
 
 
 def test_comparing_where_there_is_nothing_to_compare_says_what_is_missing(
-    cli: Callable[..., object], tree: Tree, home: Path
+    cli: Callable[..., Any], tree: Tree, home: Path
 ) -> None:
     for path in (WORKLOADS, TRACES):
         (tree.root / path).unlink()
@@ -117,7 +176,7 @@ def test_comparing_where_there_is_nothing_to_compare_says_what_is_missing(
 
 
 def test_listing_goes_on_past_a_data_set_that_cannot_be_read(
-    cli: Callable[..., object], tree: Tree, home: Path, caplog: pytest.LogCaptureFixture
+    cli: Callable[..., Any], tree: Tree, home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cli("import", tree.root)
     cli("import", tree.root, "--name", "other")

@@ -24,6 +24,7 @@ from foreign_sets import (
 from tilegym_db.catalog import Catalog
 from tilegym_db.integrations.interchange.flashinfer_export import Export, build_export
 from tilegym_db.paths import shipped_root
+from tilegym_db.records import Trace
 from tilegym_db.store.input_files import shipped_traces
 from tilegym_db.store.journal import read_journal
 
@@ -37,10 +38,16 @@ def shipped() -> Catalog:
 
 
 @pytest.fixture(scope="session")
-def export(shipped: Catalog) -> Export:
-    """The whole shipped catalog, with its shipped traces."""
-    traces = [trace for path in shipped_traces(shipped) for trace in read_journal(path).traces]
-    return build_export(shipped, [trace for trace in traces if trace.status == "PASSED"])
+def traces(shipped: Catalog) -> list[Trace]:
+    """The shipped passes."""
+    found = [trace for path in shipped_traces(shipped) for trace in read_journal(path).traces]
+    return [trace for trace in found if trace.status == "PASSED"]
+
+
+@pytest.fixture(scope="session")
+def export(shipped: Catalog, traces: list[Trace]) -> Export:
+    """The whole shipped catalog, with its shipped traces and without blobs."""
+    return build_export(shipped, traces)
 
 
 @pytest.fixture

@@ -203,6 +203,15 @@ def test_an_entry_point_is_added_only_where_the_calling_style_needs_it(tree: Tre
     assert returning.record.spec.destination_passing_style
 
 
+def test_a_kernel_of_cutile_that_our_export_tells_as_python_is_one_of_cutile(tree: Tree, home: Path) -> None:
+    found, given, item = adapted(tree)
+    assert isinstance(given, Adapted)
+    spec = {**item.record["spec"], "dependencies": ["cuda-tile"]}
+    adapted_one = adapted_solution(found, dataclasses.replace(item, record={**item.record, "spec": spec}), given)
+    assert not isinstance(adapted_one, str)
+    assert adapted_one.record.spec.language == "cutile"
+
+
 def test_names_that_our_records_cannot_have_stay_apart() -> None:
     assert native_name("gemm_n128") == "gemm_n128"
     assert len({native_name(name) for name in ("Gemm N", "gemm n", "gemm-n", "GEMM N")}) == 4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import resource
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime, timedelta
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from disk_limit import full_disk
 
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.records import Definition, Solution, Trace, Workload
@@ -228,13 +228,4 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Catalog]:
 def file_size_limit() -> Callable[[int], AbstractContextManager[None]]:
     """``with file_size_limit(n)``: the kernel refuses writes past ``n`` bytes of a file, as a full disk does."""
 
-    @contextmanager
-    def limit(size: int) -> Iterator[None]:
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-    return limit
+    return full_disk

@@ -3,6 +3,8 @@ definition of one as a draft."""
 
 from __future__ import annotations
 
+import importlib.util
+import math
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from tilegym_db.integrations.interchange.flashinfer_export import Export
 
 FORMATS = ("flashinfer", "original", "draft")
+MOST_MIB = 1 << 20
+"""A tebibyte of blobs: more than a data set has."""
 
 
 def command(
@@ -36,17 +40,33 @@ def command(
         str | None, typer.Option(help="An imported data set, by its origin, instead of the catalog.")
     ] = None,
     definition: Annotated[str | None, typer.Option(help="With draft: which definition of the data set.")] = None,
+    blobs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="none|MIB",
+            help="MiB of all inputs that are written as files, since FlashInfer-Bench must not draw them; 64 by default.",
+        ),
+    ] = None,
+    largest_blob: Annotated[
+        str | None, typer.Option(metavar="MIB", help="MiB of the inputs of one workload that are; 8 by default.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Write a FlashInfer-Trace data set: definitions, solutions, workloads, blobs, and verified traces.
 
     What FlashInfer-Trace has no word for is left out; DIR/tilegym_db/export.json says what, and why. Imported records that
     nobody edited come out byte for byte. A draft is what add-definition and add-solution take; nothing of it is run here.
+
+    Offsets, ids and inputs that belong together are drawn here, with the seed of the workload, and written as safetensors.
     """
     from tilegym_db.errors import UsageError
 
     if form not in FORMATS:
         raise UsageError(f"unknown format '{form}'; known: {', '.join(FORMATS)}.")
+    if (form != "flashinfer" or origin is not None) and (blobs is not None or largest_blob is not None):
+        raise UsageError(
+            "--blobs and --largest-blob are about the catalog's own workloads: give them with 'flashinfer' alone."
+        )
     if form == "draft":
         _export_draft(folder, origin, definition)
         return
@@ -57,7 +77,7 @@ def command(
         raise UsageError(
             "'original' writes an imported data set: give it with --origin. Try: tilegym-db list --origin all"
         )
-    export = _export_catalog(folder, gpu, op_type)
+    export = _export_catalog(folder, gpu, op_type, _blob_limits(blobs, largest_blob))
     reasons = Counter(reason for _, reason in export.left_out)
     if as_json:
         print_json({"folder": str(folder), "exported": export.counts, "left_out": dict(reasons.most_common())})
@@ -68,12 +88,47 @@ def command(
     note(f"wrote {folder}; what is where: {folder}/tilegym_db/export.json")
 
 
-def _export_catalog(folder: Path, gpu: str | None, op_type: str | None) -> Export:
+def _blob_limits(total: str | None, largest: str | None) -> tuple[int, int] | str:
+    """Bytes of all blobs and of one; or why there are none."""
+    from tilegym_db.errors import UsageError
+    from tilegym_db.integrations.interchange.export_blobs import LARGEST_MIB, MIB, TOTAL_MIB
+
+    if total == "none":
+        if largest is not None:
+            raise UsageError("--largest-blob says how large a blob may be, and --blobs none that there are none.")
+        return ""
+    limits = (
+        int(_mib("--blobs", total, TOTAL_MIB, " or 'none'") * MIB),
+        int(_mib("--largest-blob", largest, LARGEST_MIB) * MIB),
+    )
+    missing = [name for name in ("torch", "safetensors") if importlib.util.find_spec(name) is None]
+    if not missing:
+        return limits
+    reason = f"drawing blobs needs {' and '.join(missing)}: pip install {' '.join(missing)}"
+    if total is not None or largest is not None:
+        raise UsageError(f"{reason}; or leave their workloads out with --blobs none.")
+    return reason
+
+
+def _mib(option: str, text: str | None, default: float, other: str = "") -> float:
+    from tilegym_db.errors import UsageError
+
+    try:
+        value = default if text is None else float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= MOST_MIB:
+        raise UsageError(f"{option} takes a number of MiB above 0 and at most {MOST_MIB}{other}, not '{text}'.")
+    return value
+
+
+def _export_catalog(folder: Path, gpu: str | None, op_type: str | None, limits: tuple[int, int] | str) -> Export:
     from tilegym_db.catalog import Catalog
     from tilegym_db.cli.list import select_definitions
     from tilegym_db.cli.reader import open_reader
+    from tilegym_db.integrations.interchange.export_blobs import BlobFolder
     from tilegym_db.integrations.interchange.flashinfer_export import build_export
-    from tilegym_db.integrations.interchange.writing import write_tree
+    from tilegym_db.integrations.interchange.writing import folder_beside, write_tree
     from tilegym_db.records.hardware import parse_gpu
     from tilegym_db.store.exchange import told_traces, unverified_counts
 
@@ -83,10 +138,15 @@ def _export_catalog(folder: Path, gpu: str | None, op_type: str | None) -> Expor
     with open_reader() as store:
         traces = told_traces(store, chosen, op_type)
         unverified = unverified_counts(store, chosen, op_type)
-    export = build_export(catalog, traces, op_type)
+    with folder_beside(folder) as scratch:
+        export = build_export(
+            catalog, traces, op_type, None if isinstance(limits, str) else BlobFolder(scratch, *limits)
+        )
+        write_tree(folder, export.files, export.blobs, export.drawn)
     for tier, count in unverified.items():
         note(f"left out, {count} passes of the tier {tier}: superseded, taken back, or never promoted")
-    write_tree(folder, export.files, export.blobs)
+    if limits and isinstance(limits, str):
+        note(f"no blobs: {limits}")
     return export
 
 

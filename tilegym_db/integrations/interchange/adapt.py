@@ -166,6 +166,8 @@ def adapted_solution(found: DataSet, item: StoredRecord, adapted: Adapted) -> Ad
     """The Solution for our harness, or why it is not run."""
     spec = item.record["spec"]
     language = LANGUAGES.get(str(spec["language"]))
+    if language == "python" and "cuda-tile" in spec["dependencies"]:
+        language = "cutile"  # FlashInfer-Trace has no word for it, and our export says it so
     if language is None:
         return (
             f"{spec['language']} is stored, shown and exported, and not run: this harness builds no C++ or CUDA sources"

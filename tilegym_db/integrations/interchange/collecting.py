@@ -11,6 +11,7 @@ from typing import Any
 
 from tilegym_db.errors import RecordError
 from tilegym_db.integrations.interchange.checks import Problem, Rules, axis_kind
+from tilegym_db.integrations.interchange.declared_blobs import SIDE_FILE, DeclaredBlob, declared_blobs
 from tilegym_db.integrations.interchange.reading import (
     LINK_OUT,
     file_digest,
@@ -45,6 +46,9 @@ class Collection:
     _roles: dict[str, str] = field(default_factory=dict)
     _names: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
     _headers: dict[str, dict[str, tuple[str, tuple[int, ...]]] | str] = field(default_factory=dict)
+    declared: Mapping[str, DeclaredBlob] = field(default_factory=dict)
+    """Path -> content of a blob when it was exported, where the data set says so."""
+    _digests: dict[str, tuple[str, int]] = field(default_factory=dict)
 
     def carry(self, path: str, file: Path, role: str = "other") -> None:
         """Keep a file with the data set."""
@@ -110,7 +114,8 @@ class Collection:
     def tensor_problems(self, record: Mapping[str, Any], base: str = "") -> tuple[list[Problem], list[str]]:
         """What speaks against the safetensors inputs of a Workload: reasons to refuse it, and what its content lacks.
 
-        Carries the files that it names. ``base`` is the folder that paths are relative to.
+        Carries the files that it names. ``base`` is the folder that paths are relative to. A file that is elsewhere may still
+        come; one that is here and holds something else is no input of the Workload.
         """
         problems: list[Problem] = []
         findings: list[str] = []
@@ -134,16 +139,47 @@ class Collection:
             else:
                 self.carry(path, file)
                 self._roles[path] = "blob"
-                findings += self._key_findings(path, file, name, spec["tensor_key"])
+                problems += self._content_problems(path, file, name, spec["tensor_key"])
         return problems, findings
 
-    def _key_findings(self, path: str, file: Path, name: str, key: str) -> list[str]:
+    def _content_problems(self, path: str, file: Path, name: str, key: str) -> list[Problem]:
+        where = f"workload.inputs.{name}"
+        changed = self._changed(os.path.normpath(path), file)
+        if changed is not None:
+            return [(f"{where}.path", changed)]
         header = self.header(path, file)
         if isinstance(header, str):
-            return [f"inputs.{name}: {path} {header}"]
+            return [(f"{where}.path", f"{path} {header}")]
         if key not in header:
-            return [f"inputs.{name}: {path} has no tensor '{key}' (it has {', '.join(sorted(header)) or 'none'})"]
+            known = ", ".join(sorted(header)) or "none"
+            return [(f"{where}.tensor_key", f"{path} has no tensor '{key}' (it has {known})")]
         return []
+
+    def _digest(self, path: str, file: Path) -> tuple[str, int]:
+        if path not in self._digests:
+            self._digests[path] = file_digest(file)
+        return self._digests[path]
+
+    def _changed(self, path: str, file: Path) -> str | None:
+        """How a blob differs from what it was when it was exported; None where nobody says, or it does not."""
+        declared = self.declared.get(path)
+        if declared is None:
+            return None
+        sha256, nbytes = self._digest(path, file)
+        if sha256 == declared.sha256:
+            return None
+        return (
+            f"{path} was changed after the export: its sha256 is {sha256[:12]}... with {nbytes} bytes, and {SIDE_FILE} "
+            f"says {declared.sha256[:12]}... with {declared.nbytes}"
+        )
+
+    def read_declared(self) -> None:
+        """Take what an export of ours says of its blobs, where there is such a thing."""
+        found = declared_blobs(self.root)
+        if isinstance(found, str):
+            self.refuse(SIDE_FILE, [("", found)])
+        elif found is not None:
+            self.declared = found
 
     def header(self, path: str, file: Path) -> dict[str, tuple[str, tuple[int, ...]]] | str:
         """The header of a safetensors file, read once."""
@@ -172,29 +208,39 @@ class Collection:
             elif (given["type"] == "scalar") != (spec.get("shape") is None):
                 what = "a Python scalar" if spec.get("shape") is None else "a tensor"
                 findings.append(f"inputs.{name}: is {what}, and the workload gives it as {given['type']}")
-            elif given["type"] == "safetensors":
-                findings += self._shape_findings(definition, workload, name, given)
         return findings
 
-    def _shape_findings(
-        self, definition: Mapping[str, Any], workload: Mapping[str, Any], name: str, given: Mapping[str, Any]
+    def misfits(self, definition: Mapping[str, Any], workload: Mapping[str, Any], base: str = "") -> list[Problem]:
+        """The tensors of a Workload whose shape or dtype its Definition does not have. Call :meth:`tensor_problems` before."""
+        problems: list[Problem] = []
+        for name, given in workload["inputs"].items():
+            spec = definition["inputs"].get(name)
+            if given["type"] == "safetensors" and spec is not None and spec.get("shape") is not None:
+                path = (Path(base) / given["path"]).as_posix()
+                reasons = self._misfit(definition, workload, spec, path, given["tensor_key"])
+                problems += [(f"workload.inputs.{name}", reason) for reason in reasons]
+        return problems
+
+    def _misfit(
+        self,
+        definition: Mapping[str, Any],
+        workload: Mapping[str, Any],
+        spec: Mapping[str, Any],
+        path: str,
+        key: str,
     ) -> list[str]:
-        header = self._headers.get(Path(given["path"]).as_posix(), "")
-        if isinstance(header, str) or given["tensor_key"] not in header:
+        header = self._headers.get(path, "")
+        if isinstance(header, str) or key not in header:
             return []
-        dtype, shape = header[given["tensor_key"]]
-        spec = definition["inputs"][name]
+        dtype, shape = header[key]
         sizes = {axis: item.get("value") for axis, item in definition["axes"].items()} | workload["axes"]
         wanted = tuple(sizes.get(axis) for axis in spec["shape"])
-        if None in wanted or _TENSOR_DTYPES.get(spec["dtype"]) is None:
-            return []
         found = []
-        if shape != wanted:
-            found.append(
-                f"inputs.{name}: {given['path']} holds shape {list(shape)}, the definition says {list(wanted)}"
-            )
-        if dtype != _TENSOR_DTYPES[spec["dtype"]]:
-            found.append(f"inputs.{name}: {given['path']} holds dtype {dtype}, the definition says {spec['dtype']}")
+        if None not in wanted and shape != wanted:
+            found.append(f"{path} holds shape {list(shape)}, the definition says {list(wanted)}")
+        spelled = _TENSOR_DTYPES.get(spec["dtype"])
+        if spelled is not None and dtype != spelled:
+            found.append(f"{path} holds dtype {dtype}, the definition says {spec['dtype']}")
         return found
 
     def _note_repeated_workloads(self) -> None:
@@ -212,6 +258,8 @@ class Collection:
         self._note_repeated_workloads()
         files = []
         for path, file in sorted(self.sources.items()):
-            sha256, size = file_digest(file)
-            files.append(StoredFile(path, sha256, size, self._roles[path]))
+            sha256, size = self._digest(path, file)
+            # Workloads that name it were refused; a trace still has one within it, which nothing may be measured on.
+            changed = self._roles[path] in ("blob", "other") and self._changed(path, file) is not None
+            files.append(StoredFile(path, sha256, size, "changed" if changed else self._roles[path]))
         return DataSet(self.dialect, name, tuple(files), tuple(self.records), tuple(self.refused), home)

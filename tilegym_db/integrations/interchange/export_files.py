@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from tilegym_db.integrations.interchange.declared_blobs import SIDE_FILE
 
 __all__ = ["Export"]
 
@@ -15,14 +18,18 @@ class Export:
     """The files of a data set by path, and what could not be said, as (what, reason)."""
 
     files: dict[str, bytes] = field(default_factory=dict)
-    blobs: dict[str, Any] = field(default_factory=dict)
+    blobs: dict[str, Path] = field(default_factory=dict)
     """Path there -> file to copy."""
+    drawn: dict[str, Path] = field(default_factory=dict)
+    """Path there -> file that was drawn for it, to be moved."""
+    told_blobs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Path there -> what the side file says of a drawn blob."""
     left_out: list[tuple[str, str]] = field(default_factory=list)
     definitions: dict[str, dict[str, Any]] = field(default_factory=dict)
     solutions: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
     counts: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys(("definition", "solution", "workload", "trace"), 0)
+        default_factory=lambda: dict.fromkeys(("definition", "solution", "workload", "trace", "blob"), 0)
     )
 
     def leave_out(self, what: str, reason: str) -> None:
@@ -42,6 +49,10 @@ class Export:
 
     def seal(self) -> None:
         """Write what was left out, and where everything came from."""
+        self.counts["blob"] = len(self.blobs) + len(self.drawn)
+        if self.told_blobs:
+            about = "drawn by tilegym-db on the CPU, each from its seed; an import refuses a blob whose sha256 differs"
+            self.write_json(SIDE_FILE, {"about": about, "blobs": self.told_blobs})
         self.write_json(
             "tilegym_db/export.json",
             {

@@ -1,18 +1,21 @@
 """Exports the catalog and its verified traces as a FlashInfer-Trace data set.
 
 What FlashInfer-Trace has no word for is left out with its reason, or told in ``tilegym_db/`` beside the five folders, which
-FlashInfer-Bench does not read: ``export.json`` (where everything came from, and what was left out) and
-``evidence/<gpu>/<definition>.jsonl`` (the whole trace behind each exported one, by the digest of its line).
+FlashInfer-Bench does not read: ``export.json`` (where everything came from, and what was left out), ``blobs.json`` (the sha256
+and seed of each blob that was drawn) and ``evidence/<gpu>/<definition>.jsonl`` (the whole trace behind each exported one, by
+the digest of its line).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from tilegym_db.catalog import Catalog, SolutionFiles, stock_of
-from tilegym_db.integrations.interchange.drafts import WIDE_INTEGERS
+from tilegym_db.errors import RecordError
+from tilegym_db.integrations.interchange.export_blobs import Blob, BlobFolder, blob_of
 from tilegym_db.integrations.interchange.export_files import Export
 from tilegym_db.integrations.interchange.specialise import Specialised, returned_outputs, specialised, why_not
 from tilegym_db.records import Config, Definition, Trace, Workload
@@ -31,21 +34,34 @@ _LANGUAGE = {"cutile": "python"}
 EXTRA_DEPENDENCIES = {"cutile": ["cuda-tile"]}
 
 
-def build_export(catalog: Catalog, traces: Sequence[Trace], op_type: str | None = None) -> Export:
-    """Put a data set together. Pure but for reading the catalog.
+def build_export(
+    catalog: Catalog, traces: Sequence[Trace], op_type: str | None = None, blobs: BlobFolder | None = None
+) -> Export:
+    """Put a data set together. Reads the catalog; writes nothing but blobs.
 
     Args:
         catalog: its Definitions, Solutions and Workloads.
         traces: what stands verified, and failures (:func:`tilegym_db.store.exchange.told_traces`).
         op_type: only this family.
+        blobs: where inputs go that FlashInfer-Bench must not draw at random, and how much of them. Without, their Workloads are
+            left out.
+
+    Raises:
+        StoreError: a blob cannot be kept.
     """
     export = Export()
     by_definition: dict[str, list[Trace]] = {}
     for trace in traces:
         by_definition.setdefault(trace.definition, []).append(trace)
-    for source in catalog.definitions.values():
-        if op_type in (None, source.op_type):
-            _Exporter(export, catalog, source).run(by_definition.get(source.name, []))
+    exporters = [
+        _Exporter(export, catalog, source, blobs)
+        for source in catalog.definitions.values()
+        if op_type in (None, source.op_type)
+    ]
+    if blobs is not None:
+        blobs.choose(blob for exporter in exporters for blob in exporter.wanted())
+    for exporter in exporters:
+        exporter.run(by_definition.get(exporter.source.name, []))
     export.seal()
     return export
 
@@ -53,20 +69,33 @@ def build_export(catalog: Catalog, traces: Sequence[Trace], op_type: str | None 
 class _Exporter:
     """One Definition of ours on its way out."""
 
-    def __init__(self, export: Export, catalog: Catalog, source: Definition) -> None:
-        self.export, self.source, self.catalog = export, source, catalog
+    def __init__(self, export: Export, catalog: Catalog, source: Definition, blobs: BlobFolder | None) -> None:
+        self.export, self.source, self.catalog, self.blobs = export, source, catalog, blobs
         self.solutions = {item.name: item for item in catalog.solutions_for(source.name)}
         self.workloads = catalog.workloads_for(source.name)
+        self.items = specialised(source, self.workloads)
         self.said: dict[str, tuple[Specialised, dict[str, Any]]] = {}
         """Workload uuid -> the Definition it went to, and how it is written."""
         self.written: set[str] = set()
+
+    def wanted(self) -> Iterator[Blob]:
+        """The blobs that its Workloads need, whether there will be room for them or not."""
+        for item in self.items:
+            if why_not(item) is None:
+                for workload in self._workloads_of(item):
+                    blob = self._blob(item, workload)
+                    if isinstance(blob, Blob) and self._unsayable(workload) is None:
+                        yield blob
+
+    def _workloads_of(self, item: Specialised) -> list[Workload]:
+        return [workload for workload in self.workloads if item.covers(workload.axes, workload.dtypes)]
 
     def run(self, traces: Sequence[Trace]) -> None:
         if not self.workloads:
             self.export.leave_out(
                 f"definition {self.source.name}", "it has no workload, so no dtypes and constants to bind"
             )
-        for item in specialised(self.source, self.workloads):
+        for item in self.items:
             reason = why_not(item)
             if reason is None:
                 self._definition(item)
@@ -86,7 +115,7 @@ class _Exporter:
             "dtypes": dict(item.dtypes),
             "constants": dict(item.constants),
         }
-        mine = [workload for workload in self.workloads if item.covers(workload.axes, workload.dtypes)]
+        mine = self._workloads_of(item)
         lines = []
         for workload in mine:
             written = self._workload(item, workload)
@@ -103,49 +132,73 @@ class _Exporter:
             else:
                 export.leave_out(f"solution {solution.name} for {item.name}", "it serves none of its workloads")
 
-    def _workload(self, item: Specialised, workload: Workload) -> dict[str, Any] | str:
-        """As it is written there, or why it cannot be."""
+    def _unsayable(self, workload: Workload) -> str | None:
+        """Why a Workload has no words there, whatever its inputs hold; None where it has."""
         strided = workload.layout_classes(self.source)
         if strided:
             return f"'{min(strided)}' is not contiguous, and FlashInfer-Trace has no layouts"
-        if self.source.saved:
-            return (
-                f"'{self.source.saved[0]}' is what {self.source.backward_of} gives, and FlashInfer-Trace would draw it"
-            )
-        drawn = self._drawn_integers(item, workload)
-        if drawn is not None:
-            return f"'{drawn}' holds indices or counts, and FlashInfer-Bench would draw integers from -1024 to 1023"
+        for name, given in workload.inputs.items():
+            if isinstance(given, ScalarInput) and not isinstance(given.value, bool | int | float):
+                return f"the scalar '{name}' is {given.value!r}, and FlashInfer-Trace has numbers only"
+            if isinstance(given, SafetensorsInput) and self._file(given) is None:
+                return f"the file {given.path} of '{name}' is not in the catalog"
+        return None
+
+    def _file(self, given: SafetensorsInput) -> Path | None:
+        return next((root / given.path for root in self.catalog.roots if (root / given.path).is_file()), None)
+
+    def _blob_folder(self, item: Specialised) -> str:
+        return f"blob/workloads/{self.source.op_type}/{item.name}"
+
+    def _blob(self, item: Specialised, workload: Workload) -> Blob | str | None:
+        """The blob that a Workload needs, or why nobody can say which."""
+        try:
+            return blob_of(self.source, workload, dict(item.dtypes), self._blob_folder(item), item.name)
+        except RecordError as error:
+            return str(error)
+
+    def _workload(self, item: Specialised, workload: Workload) -> dict[str, Any] | str:
+        """As it is written there, or why it cannot be."""
+        reason = self._unsayable(workload)
+        if reason is not None:
+            return reason
+        blob = self._blob(item, workload)
+        held: dict[str, Any] = {}
+        if isinstance(blob, Blob):
+            reason = self._draw(blob)
+            held = {name: {"type": "safetensors", "path": blob.path, "tensor_key": name} for name in blob.names}
+        elif blob is not None:
+            reason = blob
+        if reason is not None:
+            return reason
         inputs: dict[str, Any] = {}
         for name in self.source.inputs:
             given = workload.inputs.get(name)
             match given:
-                case ScalarInput(value=bool() | int() | float()):
-                    inputs[name] = {"type": "scalar", "value": given.value}
                 case ScalarInput():
-                    return f"the scalar '{name}' is {given.value!r}, and FlashInfer-Trace has numbers only"
+                    inputs[name] = {"type": "scalar", "value": given.value}
                 case SafetensorsInput():
-                    file = next(
-                        (root / given.path for root in self.catalog.roots if (root / given.path).is_file()), None
-                    )
-                    if file is None:
-                        return f"the file {given.path} of '{name}' is not in the catalog"
-                    path = f"blob/workloads/{self.source.op_type}/{item.name}/{file.name}"
+                    path = f"{self._blob_folder(item)}/{given.path}"
+                    file = self._file(given)
+                    assert file is not None  # or it could not be said
                     self.export.blobs[path] = file
                     inputs[name] = {"type": "safetensors", "path": path, "tensor_key": given.tensor_key}
                 case _:
-                    inputs[name] = {"type": "random"}
-            self._note_drawing(name, given)
+                    inputs[name] = held.get(name, {"type": "random"})
+            if name not in held:
+                self._note_drawing(name, given)
         return {"axes": item.var_axes(workload.axes), "inputs": inputs, "uuid": workload.uuid}
 
-    def _drawn_integers(self, item: Specialised, workload: Workload) -> str | None:
-        """The first input whose wide integers (indices, offsets, counts) would be drawn there; bytes are data, and may be."""
-        dtypes = dict(item.dtypes)
-        for name in self.source.tensor_inputs:
-            dtype = self.source.inputs[name].dtype
-            if dtypes.get(dtype, dtype) in WIDE_INTEGERS and not isinstance(
-                workload.inputs.get(name), SafetensorsInput
-            ):
-                return name
+    def _draw(self, blob: Blob) -> str | None:
+        """Put a blob into the export, or say why there is none."""
+        if self.blobs is None:
+            return blob.reason
+        if blob.path in self.blobs.refused:
+            return self.blobs.refused[blob.path]
+        try:
+            self.export.drawn[blob.path], self.export.told_blobs[blob.path] = self.blobs.write(blob, self.catalog.roots)
+        except RecordError as error:
+            return str(error)
         return None
 
     def _note_drawing(self, name: str, given: object) -> None:

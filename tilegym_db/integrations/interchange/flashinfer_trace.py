@@ -35,6 +35,7 @@ def read(root: Path) -> Collection:
     found = Collection(DIALECT, RULES, root)
     paths, refused = walk(root)
     found.refused += refused
+    found.read_declared()
     for path, file in paths:
         folder = PurePosixPath(path).parts[0]
         if _FOLDERS.get(folder) == file.suffix:
@@ -137,13 +138,20 @@ _READERS = {"definitions": _definition, "solutions": _solution, "workloads": _wo
 def _add_what_does_not_fit(found: Collection) -> None:
     definitions = {item.name: item.record for item in found.records if item.kind == "definition"}
     solutions = {item.name for item in found.records if item.kind == "solution"}
-    found.records = [_with_findings(found, item, definitions, solutions) for item in found.records]
+    kept = []
+    for item in found.records:
+        definition = definitions.get(item.definition)
+        problems = found.misfits(definition, item.record) if definition and item.kind == "workload" else []
+        if problems:
+            found.refuse(item.path, problems, item.line)
+        else:
+            kept.append(_with_findings(found, item, definition, solutions))
+    found.records = kept
 
 
 def _with_findings(
-    found: Collection, item: StoredRecord, definitions: Mapping[str, Any], solutions: set[str]
+    found: Collection, item: StoredRecord, definition: Mapping[str, Any] | None, solutions: set[str]
 ) -> StoredRecord:
-    definition = definitions.get(item.definition)
     findings = list(item.findings)
     if definition is None:
         findings.append(f"definition '{item.definition}' is not in the data set")

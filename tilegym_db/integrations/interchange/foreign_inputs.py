@@ -88,6 +88,8 @@ def _read(
     if file is None or file.role == "pointer":
         what = "is not in the data set" if file is None else "is a Git LFS pointer without its content"
         raise RecordError(f"inputs.{name}: {given['path']} {what}; fetch it and import the data set again.")
+    if file.role == "changed":
+        raise RecordError(f"inputs.{name}: {given['path']} was changed after the export, and is not used.")
     try:
         from safetensors import SafetensorError
         from safetensors.torch import load

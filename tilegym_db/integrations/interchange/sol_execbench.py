@@ -181,7 +181,9 @@ def _lines(found: Collection, path: str, file: Path, definition: dict[str, Any] 
             found.add("trace", record, digest, path, span, line.number)
             continue
         base = PurePosixPath(path).parent.as_posix()
-        refusals, findings = found.tensor_problems(record, "" if base == "." else base)
+        base = "" if base == "." else base
+        refusals, findings = found.tensor_problems(record, base)
+        refusals += found.misfits(definition, record, base)
         if refusals:
             found.refuse(path, refusals, line.number)
             continue

@@ -5,24 +5,68 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from tilegym_db.errors import StoreError, UsageError
+from tilegym_db.scratch import scratch_folder
 from tilegym_db.store.imported import DataSet, StoredRecord, paths_of
 
-__all__ = ["imported_files", "write_tree"]
+__all__ = ["check_new", "folder_beside", "imported_files", "write_tree"]
 
 
-def write_tree(folder: Path, files: Mapping[str, bytes], blobs: Mapping[str, Path] | None = None) -> None:
+def check_new(folder: Path) -> None:
+    """Raise :class:`UsageError` where a folder exists and holds something."""
+    try:
+        taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    except OSError as error:
+        raise StoreError(_cannot_write(folder, error)) from None
+    if taken:
+        raise UsageError(f"{folder} exists and is not empty. Export into a new folder.")
+
+
+@contextmanager
+def folder_beside(folder: Path) -> Iterator[Path]:
+    """A scratch folder on the file system that an export goes to, removed at the end.
+
+    Raises:
+        UsageError: the export's folder exists and holds something.
+        StoreError: nothing can be written there.
+    """
+    check_new(folder)
+    with ExitStack() as stack:
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            scratch = stack.enter_context(scratch_folder(folder.parent))
+        except OSError as error:
+            raise StoreError(_cannot_write(folder, error)) from None
+        yield scratch
+
+
+def _cannot_write(folder: Path, error: OSError) -> str:
+    return f"cannot write {folder}: {error.strerror or error}. Nothing was exported."
+
+
+def write_tree(
+    folder: Path,
+    files: Mapping[str, bytes],
+    blobs: Mapping[str, Path] | None = None,
+    drawn: Mapping[str, Path] | None = None,
+) -> None:
     """Write every file below ``folder``, which appears with all of them or not at all.
+
+    Args:
+        folder: one that does not exist yet, or is empty.
+        files: path below it -> content.
+        blobs: path below it -> file to copy.
+        drawn: path below it -> file to move, from :func:`folder_beside`.
 
     Raises:
         UsageError: the folder exists and holds something.
         StoreError: it cannot be written. Nothing is left behind.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(f"{folder} exists and is not empty. Export into a new folder.")
+    check_new(folder)
     staging: str | None = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -35,13 +79,17 @@ def write_tree(folder: Path, files: Mapping[str, bytes], blobs: Mapping[str, Pat
             target = Path(staging) / path
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, target)
+        for path, source in (drawn or {}).items():
+            target = Path(staging) / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(source, target)
         os.chmod(staging, 0o755)
         if folder.exists():
             folder.rmdir()
         os.rename(staging, folder)
         staging = None
     except OSError as error:
-        raise StoreError(f"cannot write {folder}: {error.strerror or error}. Nothing was exported.") from None
+        raise StoreError(_cannot_write(folder, error)) from None
     finally:
         if staging is not None:
             shutil.rmtree(staging, ignore_errors=True)

@@ -35,7 +35,8 @@ class StoredFile:
     sha256: str
     size: int
     role: str = "other"
-    """``records``, ``blob``, ``pointer`` (a Git LFS pointer whose content is elsewhere) or ``other`` (carried unread)."""
+    """``records``, ``blob``, ``pointer`` (a Git LFS pointer whose content is elsewhere), ``changed`` (a blob that an export of
+    ours had with other bytes) or ``other`` (carried unread)."""
 
 
 @dataclass(frozen=True)
