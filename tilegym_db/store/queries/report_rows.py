@@ -145,7 +145,8 @@ SOLUTIONS = """
 """
 
 PEAKS = """
-    SELECT gpu, gpu_name, driver, copy_bytes_per_s, read_bytes_per_s, bfloat16_flops_per_s, float32_flops_per_s, launch_us
+    SELECT gpu, gpu_name, driver, copy_bytes_per_s, read_bytes_per_s, float8_flops_per_s, bfloat16_flops_per_s,
+        float32_flops_per_s, launch_us
     FROM peaks WHERE is_current ORDER BY gpu
 """
 
