@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from tilegym_db.cli.task import _print_attempt
 from tilegym_db.loop.submission_verdicts import promotion_refusal
 from tilegym_db.loop.tasks import create_task, find_task
-from tilegym_db.records.loop import Task
+from tilegym_db.records.loop import Attempt, Task
 
 HandIn = Callable[..., Path]
 Said = Callable[..., tuple[int, str, str]]
@@ -65,6 +66,13 @@ def test_bars_without_a_measurement_say_what_none_means(task: Task, said: Said) 
     _, prompt, _ = said("task", "prompt", task.id)
     objective = prompt.partition("## 4.")[2].partition("## 5.")[0]
     assert "none: nothing is verified there on cpu yet" in objective
+
+
+def test_what_is_promoted_names_the_command_that_publishes_it(capsys: pytest.CaptureFixture[str]) -> None:
+    content = {"task": "a" * 36, "number": 1, "solution": "x", "solution_digest": "a" * 64, "stage": "promoted"}
+    content |= {"verdict": "promoted", "timestamp": "2026-11-01T00:00:00Z", "promotions": ("x_v1",)}
+    _print_attempt(Attempt.from_dict(content), "h200")
+    assert "Next: tilegym-db publish --gpu h200" in capsys.readouterr().err
 
 
 def compared(low: float, high: float) -> Any:

@@ -119,12 +119,13 @@ def submit(
     from tilegym_db.loop.submit import submit as judge
     from tilegym_db.loop.tasks import find_task
 
+    asked = find_task(task)
     with Progress(quiet=as_json and not sys.stderr.isatty()) as progress:
-        attempt = judge(find_task(task), path, gpu=gpu, observer=progress.observer())
+        attempt = judge(asked, path, gpu=gpu, observer=progress.observer())
     if as_json:
         print_json(attempt.model_dump(mode="json"))
     else:
-        _print_attempt(attempt)
+        _print_attempt(attempt, asked.gpu)
     raise typer.Exit(EXIT_STATUS[attempt.verdict])
 
 
@@ -132,14 +133,14 @@ EXIT_STATUS = {"promoted": 0, "refused": 1, "no_gpu": 3, "pending": 1}
 
 
 NEXT = {
-    "promoted": "It is in the catalog. Next: tilegym-db publish, so that the resolver may use it",
-    "refused": "Next: change the kernel and hand it in again; tilegym-db task prompt {} has this reason in section 9",
-    "no_gpu": "Next: the same command on a machine with the task's GPU goes on from here",
+    "promoted": "It is in the catalog. Next: tilegym-db publish --gpu {gpu}, so that the resolver may use it",
+    "refused": "Next: change the kernel and hand it in again; tilegym-db task prompt {task} has this reason in section 9",
+    "no_gpu": "Next: the same command on a machine with this GPU ({gpu}) goes on from here",
     "pending": "Next: the same command goes on from here",
 }
 
 
-def _print_attempt(attempt: Attempt) -> None:
+def _print_attempt(attempt: Attempt, gpu: str) -> None:
     print_line(f"attempt {attempt.number}: {attempt.solution}: {attempt.verdict} (passed: {attempt.stage})")
     if attempt.reason:
         print_line(f"{attempt.gate + ': ' if attempt.gate else ''}{attempt.reason}")
@@ -147,7 +148,7 @@ def _print_attempt(attempt: Attempt) -> None:
         note(f"To see it again: {attempt.command}")
     for promotion in attempt.promotions:
         print_line(promotion)
-    note(NEXT[attempt.verdict].format(attempt.task))
+    note(NEXT[attempt.verdict].format(task=attempt.task, gpu=gpu))
 
 
 @app.command("status")
