@@ -34,6 +34,7 @@ class Picture:
 ALL = (
     Picture("report", "#q=rope_neox_backward", "#kernels", SCREEN),
     Picture("report-phone", "", "h1", PHONE, dark=True),
+    Picture("report-gpus", "#q=norm", "#gpus", SCREEN),
     Picture("report-latency", "#q=rms_norm_fp32", "#latency", SCREEN),
     Picture("report-coverage", "", "#coverage", SCREEN),
 )

@@ -15,7 +15,8 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.loop.architecture import definition_findings, pattern_findings, shared_tokens
 from tilegym_db.loop.from_model import Piece
 from tilegym_db.loop.rules import coverage_of, decide, next_piece, why_stop
-from tilegym_db.records import Solution, Trace, Workload
+from tilegym_db.paths import shipped_root
+from tilegym_db.records import Solution, Trace, Workload, axes_key
 from tilegym_db.records.loop import Experiment, Promotion
 from tilegym_db.records.model_run import Estimate
 from tilegym_db.records.trace import new_trace_id
@@ -25,6 +26,7 @@ from tilegym_db.store.input_files import loop_folder
 from tilegym_db.store.journal import Journal
 from tilegym_db.store.loop_journals import journaled
 from tilegym_db.store.loop_queries import promotion_rows
+from tilegym_db.store.pattern_pages import read_patterns
 
 MakeTrace = Callable[..., Trace]
 
@@ -220,6 +222,7 @@ PAGE = (
     ("changes", "reason"),
     [
         ({"evidence": "trace:00000000-0000-0000-0000-000000000000"}, "is no trace that is here"),
+        ({"evidence": "trace:h200/nobody/M=1"}, "is no GPU/SOLUTION/AXES that passed a promotion"),
         ({"evidence": "search:h200/nobody"}, "is no search that is recorded"),
         ({"evidence": "hearsay"}, "must read trace:ID"),
         ({"of": "nothing"}, "applies_to names 'nothing'"),
@@ -241,18 +244,30 @@ def test_a_pattern_whose_evidence_is_gone_is_found(
     assert reason is None or reason in found[0]
 
 
-def test_evidence_that_a_later_failure_took_back_is_found(make_trace: MakeTrace, row_scale: Path, home: Path) -> None:
+@pytest.mark.parametrize("cites", ["trace:{0.trace_id}", "trace:{0.gpu}/{0.solution}/{axes}"])
+def test_evidence_that_a_later_failure_took_back_is_found(
+    cites: str, make_trace: MakeTrace, row_scale: Path, home: Path
+) -> None:
     trace = make_trace(0)
     promoted(trace, home=home)
+    cited = cites.format(trace, axes=axes_key(trace.axes))
     page = row_scale / "docs" / "patterns" / "triton" / "a.md"
     page.parent.mkdir(parents=True)
-    page.write_text(PAGE.format(of="row_scale", evidence=f"trace:{trace.trace_id}", version=">=3.4"))
+    page.write_text(PAGE.format(of="row_scale", evidence=cited, version=">=3.4"))
     with open_store(read_only=True) as store:
         assert pattern_findings(Catalog.default(), store) == []
     promoted(make_trace(1, status="RUNTIME_ERROR"), home=home)
     with open_store(read_only=True) as store:
         (found,) = pattern_findings(Catalog.default(), store)
     assert "was taken back by a later failure" in found
+
+
+def test_the_shipped_patterns_cite_cases_which_another_measurement_does_not_break() -> None:
+    patterns, refused = read_patterns(Catalog((shipped_root(),)))
+    assert refused == []
+    cited = [text.removeprefix("trace:") for one in patterns for text in one.evidence if text.startswith("trace:")]
+    assert len(cited) >= 40
+    assert [text for text in cited if text.count("/") != 2] == []
 
 
 def test_what_a_definition_lacks_is_listed(row_scale: Path) -> None:

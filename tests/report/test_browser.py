@@ -16,12 +16,12 @@ from tilegym_db.store.database import Store
 
 pytestmark = [needs_chromium, pytest.mark.slow]
 
-TABLES = ("kernels", "coverage", "open", "changes", "solutions")
+TABLES = ("kernels", "gpus", "coverage", "open", "changes", "solutions")
 SORTED = """name => {
   const table = document.querySelector(`#table-${name} table`);
-  return [...table.querySelectorAll("thead th")].map((_, at) => {
+  return [...table.querySelectorAll("thead tr:last-child th")].map((_, at) => {
     const order = () => [...document.querySelectorAll(`#table-${name} tbody tr`)].map((row) => row.children[at].textContent);
-    const head = () => document.querySelectorAll(`#table-${name} thead th`)[at];
+    const head = () => document.querySelectorAll(`#table-${name} thead tr:last-child th`)[at];
     head().querySelector("button").click();
     const up = [head().getAttribute("aria-sort"), order()];
     head().querySelector("button").click();
@@ -104,6 +104,74 @@ def test_a_model_is_shown_beside_stock_and_peers_as_evidence_of_another_kind(
         assert len(set(rising)) == 1 or rising != falling
 
 
+def test_the_gpus_of_a_language_are_side_by_side_in_the_coverage_map(
+    shipped_report: ReportData, show: Callable[..., Any]
+):
+    tab = show(shipped_report)
+    gpus = sorted({row["gpu"] for row in shipped_report.coverage})
+    assert len(gpus) == 2
+    assert tab.locator("#table-coverage thead tr:first-child th").all_inner_texts() == [
+        "triton", "tilelang", "cutile", "python",
+    ]  # fmt: skip
+    assert tab.locator("#table-coverage thead tr:last-child th").all_inner_texts()[2:] == gpus * 4
+    cells = {(row["gpu"], row["language"]): row for row in shipped_report.coverage if row["definition"] == "rms_norm"}
+    (shown,) = [row.split("\t") for row in body_rows(tab, "coverage") if row.startswith("rms_norm\t")]
+    first = [cells[gpu, "triton"] for gpu in gpus]
+    assert shown[2:4] == [f"{cell['verified']} / {cell['workloads']}" for cell in first]
+    summary = tab.locator("#table-coverage .summary li").all_inner_texts()
+    for gpu, line in zip(gpus, summary, strict=True):
+        operators = {row["definition"] for row in shipped_report.coverage if row["gpu"] == gpu and row["verified"]}
+        assert line.startswith(f"{gpu} {len(operators)} of {len(shipped_report.definitions)} operators verified")
+
+
+def test_a_shape_shows_what_is_fastest_on_each_gpu_and_the_ratio_that_sql_gives(
+    shipped_report: ReportData, show: Callable[..., Any], store: Store
+):
+    tab = show(shipped_report, "#q=rms_norm_backward_x")
+    (pair,) = store.rows(
+        """SELECT one.solution AS first, two.solution AS second, one.latency_us / two.latency_us AS ratio
+        FROM best one JOIN best two USING (definition, axes_key, dtypes_key, scalars_key, layouts_key)
+        WHERE definition = 'rms_norm_backward_x' AND one.gpu = 'h100-sxm' AND two.gpu = 'h200'
+        ORDER BY one.latency_us DESC LIMIT 1"""
+    )
+    head = tab.locator("#table-gpus th[data-key='us h100-sxm'] button")
+    head.click()
+    head.click()
+    row = tab.locator("#table-gpus tbody tr").first
+    assert row.locator("button").all_inner_texts() == [
+        pair[name].removeprefix("rms_norm_backward_x_") for name in ("first", "second")
+    ]
+    assert row.locator("td").nth(8).inner_text() == f"{pair['ratio']:.2f}"
+    assert row.locator("td").nth(9).inner_text() == ("same" if pair["first"] == pair["second"] else "differs")
+    row.locator("button").nth(1).click()
+    assert tab.locator("#detail h2").inner_text() == pair["second"]
+    assert "NVIDIA H200" in tab.locator("#detail-body").inner_text()
+
+
+def test_stock_code_beside_a_kernel_is_no_ratio_of_gpus(shipped_report: ReportData, show: Callable[..., Any]):
+    case = [
+        row for row in shipped_report.evidence
+        if (row["definition"], row["axes_key"]) == ("softmax", "M=64,N=128256")
+    ]  # fmt: skip
+    assert {row["gpu"] for row in case} == {"h100-sxm", "h200"}
+    left = [row for row in case if row["gpu"] == "h200" or row["role"] != "kernel"]
+    fastest = min((row for row in left if row["gpu"] == "h100-sxm"), key=lambda row: row["latency_us"])
+    tab = show(
+        replace(shipped_report, evidence=[{**row, "is_fastest": row["is_fastest"] or row is fastest} for row in left])
+    )
+    (row,) = body_rows(tab, "gpus")
+    assert row.split("\t")[-2:] == ["", "none on h100-sxm"]
+
+
+def test_the_filter_of_a_gpu_leads_the_plots_too(shipped_report: ReportData, show: Callable[..., Any]):
+    for gpu in ("h100-sxm", "h200"):
+        tab = show(shipped_report, f"#q=softmax&gpu={gpu}")
+        assert tab.locator("#roof-gpu").input_value() == gpu
+        assert tab.locator("#plot-roofline .point:not([display])").count() > 0
+        assert tab.locator("#lat-key").input_value().startswith(f"{gpu};")
+        assert tab.locator("#table-coverage thead tr:last-child th").all_inner_texts()[2:] == [gpu] * 4
+
+
 def test_search_and_filters_work_from_the_keyboard_and_from_the_address(
     shipped_report: ReportData, show: Callable[..., Any], store: Store
 ):
@@ -172,8 +240,12 @@ def test_a_hostile_name_is_shown_as_text_and_runs_nothing(shipped_report: Report
 
 def test_a_phone_shows_the_page_without_scrolling_sideways(shipped_report: ReportData, show: Callable[..., Any]):
     tab = show(shipped_report)
+    assert tab.evaluate(TOO_WIDE) == []
     tab.set_viewport_size({"width": 390, "height": 844})
     assert tab.evaluate(TOO_WIDE) == []
+    letters = tab.locator("#plot-latency text").first
+    letters.wait_for()
+    assert letters.bounding_box()["height"] >= 11
     tab.set_viewport_size({"width": 1280, "height": 900})
 
 

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import shlex
-from datetime import timedelta
+from datetime import datetime, timedelta
+
+import pytest
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.report.data import ReportData, reproduce_command
 from tilegym_db.report.weekly import weekly
 from tilegym_db.store.database import Store
+from tilegym_db.store.queries import report_rows
 
 
 def test_the_fastest_of_each_shape_are_the_rows_of_the_view_best(shipped_report: ReportData, store: Store):
@@ -87,44 +90,90 @@ def test_the_command_names_config_scalars_and_layouts():
     )
 
 
-def test_the_week_in_markdown_has_the_leaders_and_only_what_is_new(shipped_report: ReportData, store: Store):
+def table_of(page: str, section: str) -> list[dict[str, str]]:
+    """The rows of a section's table, by the heads of its columns."""
+    text = page.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    lines = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith(("| ", "|-"))
+    ]
+    return [dict(zip(lines[0], cells, strict=True)) for cells in lines[2:]]
+
+
+@pytest.fixture(scope="module")
+def year_ago(shipped_report: ReportData) -> datetime:
+    assert shipped_report.newest is not None
+    return shipped_report.newest - timedelta(days=365)
+
+
+def test_a_week_without_changes_says_so_and_has_where_the_field_stands(shipped_report: ReportData, store: Store):
     assert shipped_report.newest is not None
     later = weekly(store, shipped_report.newest + timedelta(days=1))
-    assert "No kernel was verified or promoted." in later
-    assert "No revocation or regression." in later
-    assert "No model was measured in this time." in later
-    assert "No attempt was submitted in this time." in later
-    everything = weekly(store, shipped_report.newest - timedelta(days=365))
-    rows = [line for line in everything.splitlines() if line.startswith("|")]
-    assert len(rows) > 20
-    table = everything.partition("## Furthest from the speed of light")[2].partition("## Models")[0]
-    shares = [
-        int(cell.strip(" %")) for line in table.splitlines()[4:] if (cell := line.rpartition("|")[0].rpartition("|")[2])
-    ]
+    for said in (
+        "No kernel was verified or promoted.",
+        "No revocation or regression.",
+        "No model was measured in this time.",
+        "No attempt was submitted in this time.",
+    ):
+        assert said in later
+    stands = {row["GPU"]: int(row["shapes"]) for row in table_of(later, "Where each GPU stands")}
+    assert stands == {row["gpu"]: row["n"] for row in store.rows("SELECT gpu, count(*) AS n FROM best GROUP BY gpu")}
+
+
+def test_the_short_form_of_all_that_is_shipped_is_read_in_a_minute(year_ago: datetime, store: Store):
+    short = weekly(store, year_ago, see_all="SEE ALL")
+    assert len(short.splitlines()) <= 80
+    assert short.count("`SEE ALL`") == 3  # kernels, furthest, open
+    assert "SEE ALL" not in weekly(store, year_ago, whole=True, see_all="SEE ALL")
+
+
+def test_what_the_short_form_gathers_adds_up_to_the_whole(year_ago: datetime, store: Store):
+    short, whole = weekly(store, year_ago), weekly(store, year_ago, whole=True)
+    named, gathered = table_of(whole, "Kernels"), table_of(short, "Kernels")
+    for column in ("shapes verified", "promoted"):
+        assert sum(int(row[column]) for row in gathered) == sum(int(row[column]) for row in named) > 0
+    assert sum(int(row["operators"]) for row in gathered) == len(named)
+    assert f"{len(named)} rows of operators and GPUs gathered in {len(gathered)}" in short
+    open_rows = table_of(whole, "Open")
+    assert sum(int(row["how many"]) for row in table_of(short, "Open")) == len(open_rows)
+    furthest = table_of(whole, "Furthest from the speed of light")
+    first = table_of(short, "Furthest from the speed of light")
+    assert furthest[: len(first)] == first
+    assert f"{len(furthest) - len(first)} more of {len(furthest)} rows" in short
+    assert len(table_of(whole, "Leaders")) == len(store.rows("SELECT DISTINCT definition, gpu FROM leaderboard"))
+    shares = [int(row["of the speed of light"].removesuffix("%")) for row in furthest]
     assert shares == sorted(shares)
-    assert len(shares) == 10
 
 
-def test_the_changes_of_a_week_are_kernels_one_line_an_operator(shipped_report: ReportData, store: Store):
-    assert shipped_report.newest is not None
-    week = weekly(store, shipped_report.newest - timedelta(days=365))
-    changes = week.partition("## Changes")[2].partition("## Attempts")[0]
-    assert "_stock" not in changes
-    assert len(changes.splitlines()) < 200
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in changes.splitlines() if line.startswith("| ")]
-    shown = {cells[0]: cells[1:] for cells in lines[1:]}
-    assert len(shown) == len(lines) - 1
+def test_the_kernels_of_a_week_are_the_promotions_that_stand(year_ago: datetime, store: Store):
+    named = table_of(weekly(store, year_ago, whole=True), "Kernels")
+    shown = {(row["operator"], row["GPU"]): row for row in named}
+    assert len(shown) == len(named)
+    assert not any(row["of"].endswith("_stock") for row in named)
     asked = store.rows(
-        """SELECT definition, count(DISTINCT (gpu, workload_uuid)) AS shapes, max(ratio) AS ratio
-        FROM promotions WHERE status = 'standing' GROUP BY definition"""
+        """SELECT definition, gpu, count(DISTINCT workload_uuid) AS shapes, max(ratio) AS ratio
+        FROM promotions WHERE status = 'standing' GROUP BY ALL"""
     )
-    assert {name for name, cells in shown.items() if cells[3] != "0"} == {row["definition"] for row in asked}
+    assert {key for key, row in shown.items() if row["promoted"] != "0"} == {
+        (row["definition"], row["gpu"]) for row in asked
+    }
     for row in asked:
-        gpus, languages, verified, promoted, ratio, _ = shown[row["definition"]]
-        assert (promoted, ratio) == (str(row["shapes"]), f"{row['ratio']:.4g}"), row["definition"]
-        assert int(verified) >= int(promoted)
-        assert gpus
-        assert languages
+        cells = shown[row["definition"], row["gpu"]]
+        assert (cells["promoted"], cells["best ratio"]) == (str(row["shapes"]), f"{row['ratio']:.4g}"), row
+        assert int(cells["shapes verified"]) >= int(cells["promoted"])
+        assert cells["languages"]
+
+
+def test_revocations_come_first_and_what_does_not_fit_is_counted(
+    year_ago: datetime, store: Store, monkeypatch: pytest.MonkeyPatch
+):
+    row = {"day": "2026-11-20", "definition": "d", "solution": "s", "gpu": "h200", "cases": 1, "ratio": 1.2}
+    changes = [{**row, "kind": "regression"}] * 20 + [{**row, "kind": "revocation", "ratio": None}]
+    monkeypatch.setattr(report_rows, "change_rows", lambda *_: changes)
+    short = weekly(store, year_ago, see_all="SEE ALL")
+    assert "Revocations: 1. Regressions: 20." in short
+    assert table_of(short, "Revocations and regressions")[0]["what"] == "revocation"
+    assert "13 more of 21 rows: `SEE ALL`." in short
+    assert len(table_of(weekly(store, year_ago, whole=True), "Revocations and regressions")) == 21
 
 
 def test_stock_code_is_no_change_and_a_pass_below_the_bar_is_no_promotion(shipped_report: ReportData, store: Store):

@@ -48,6 +48,17 @@ def test_the_snapshot_holds_the_best_trace_per_solution_and_shape(opened, write_
     assert read_journal(folder / "activation" / "shift.jsonl").traces == (traces["shift"],)
 
 
+def test_what_is_named_is_left_out_and_published_again_when_it_is_not(opened, write_traces, traces, tmp_path):
+    with opened() as store:
+        ingest(store, [write_traces(*traces.values())])
+        without = {traces["prefill"].solution_digest}
+        folder = publish(store, "h200", tmp_path / "out", without=without).folder
+        left = read_journal(folder / "norm" / "scale.jsonl").traces
+        publish(store, "h200", tmp_path / "out")
+    assert left == (traces["prefill stock"],)
+    assert traces["prefill"] in read_journal(folder / "norm" / "scale.jsonl").traces
+
+
 def table_of(root: Path, monkeypatch) -> ResolverTable:
     """What the resolver reads of a folder that was published to."""
     monkeypatch.setattr(module_of_tables, "home", lambda: root / "home")

@@ -58,12 +58,13 @@ def command(
         write_records(form, rows)
     elif rows:
         cells = [tuple(_spelled(value) for value in row.values()) for row in rows]
-        print_table(list(rows[0]), cells, wide=wide, least=LEAST)
+        print_table(list(rows[0]), cells, wide=wide, least=LEAST_OF_PROMOTIONS if promoted else LEAST)
         note(f"{len(rows)} listed. Look closer: tilegym-db show NAME")
     else:
         note("nothing matches.")
 
 
+LEAST_OF_PROMOTIONS = ("trace", "digest", "ratio", "over")
 LEAST = ("trace", "tags", "description", "layouts", "version", "digest", "targets", "status", "role")
 
 

@@ -83,14 +83,21 @@ def write_comparison(output: Path, runs: tuple[str, str], *, trust: bool) -> Non
 
 
 @app.command("weekly")
-def weekly_command(since: Since = None, trust: Trust = False) -> None:
-    """Print changes, leaders and what is open as Markdown; without --since, of the last seven days."""
-    from datetime import UTC, timedelta
+def weekly_command(
+    since: Since = None,
+    whole: Annotated[
+        bool, typer.Option("--all", help="Every row of every table, and the leader of each operator.")
+    ] = False,
+    trust: Trust = False,
+) -> None:
+    """Print what changed, where each GPU stands and what is open as Markdown; without --since, of the last seven days."""
+    from datetime import UTC, time, timedelta
 
     from tilegym_db.cli.reader import open_reader
     from tilegym_db.report.weekly import weekly
 
-    start = since or datetime.now(UTC).replace(tzinfo=None) - timedelta(days=7)
+    start = since or datetime.combine(datetime.now(UTC).date() - timedelta(days=7), time())
+    see_all = f"tilegym-db report weekly --since {start.date()} --all{' --trust' if trust else ''}"
     with open_reader(trust=trust) as store:
-        text = weekly(store, start)
+        text = weekly(store, start, whole=whole, see_all=see_all)
     print_line(text.rstrip())

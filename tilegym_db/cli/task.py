@@ -56,7 +56,11 @@ def create(
         print_line(task.id)
     if why := unpromotable(task.language, task.gpu):
         note(why)
-    note(f"{len(task.workloads)} workloads on {task.gpu}. Next: tilegym-db task prompt {task.id}")
+    count = len(task.workloads)
+    note(
+        f"{count} workload{'' if count == 1 else 's'} on {task.gpu}. Next: tilegym-db task prompt {task.id} > prompt.md"
+    )
+    note(f"then, with kernel.py and solution.json in FOLDER: tilegym-db task submit {task.id} FOLDER")
 
 
 @app.command("from-model")
@@ -115,19 +119,28 @@ def submit(
     from tilegym_db.loop.submit import submit as judge
     from tilegym_db.loop.tasks import find_task
 
+    asked = find_task(task)
     with Progress(quiet=as_json and not sys.stderr.isatty()) as progress:
-        attempt = judge(find_task(task), path, gpu=gpu, observer=progress.observer())
+        attempt = judge(asked, path, gpu=gpu, observer=progress.observer())
     if as_json:
         print_json(attempt.model_dump(mode="json"))
     else:
-        _print_attempt(attempt)
+        _print_attempt(attempt, asked.gpu)
     raise typer.Exit(EXIT_STATUS[attempt.verdict])
 
 
 EXIT_STATUS = {"promoted": 0, "refused": 1, "no_gpu": 3, "pending": 1}
 
 
-def _print_attempt(attempt: Attempt) -> None:
+NEXT = {
+    "promoted": "It is in the catalog. Next: tilegym-db publish --gpu {gpu}, so that the resolver may use it",
+    "refused": "Next: change the kernel and hand it in again; tilegym-db task prompt {task} has this reason in section 9",
+    "no_gpu": "Next: the same command on a machine with this GPU ({gpu}) goes on from here",
+    "pending": "Next: the same command goes on from here",
+}
+
+
+def _print_attempt(attempt: Attempt, gpu: str) -> None:
     print_line(f"attempt {attempt.number}: {attempt.solution}: {attempt.verdict} (passed: {attempt.stage})")
     if attempt.reason:
         print_line(f"{attempt.gate + ': ' if attempt.gate else ''}{attempt.reason}")
@@ -135,8 +148,7 @@ def _print_attempt(attempt: Attempt) -> None:
         note(f"To see it again: {attempt.command}")
     for promotion in attempt.promotions:
         print_line(promotion)
-    if attempt.promotions:
-        note("Next: tilegym-db publish, so that the resolver may use it")
+    note(NEXT[attempt.verdict].format(task=attempt.task, gpu=gpu))
 
 
 @app.command("status")
@@ -158,7 +170,19 @@ def status(
     if not form.is_table:
         write_records(form, rows)
     elif rows:
-        cells = [tuple(row.values()) for row in rows]
-        print_table([*rows[0]], cells, wide=wide, prose=("reason",), least=("digest", "device_s"))
-    else:
+        shown = rows if task or wide else _with_short_ids(rows)
+        print_table(
+            [*rows[0]], [tuple(row.values()) for row in shown], wide=wide, prose=("reason",), least=("device_s",)
+        )
+        if task is None:
+            note("Next: tilegym-db task status ID, or how an id begins, lists the attempts at it")
+    elif task is None:
         note("nothing yet. Try: tilegym-db task create DEFINITION")
+    else:
+        note(f"no attempt yet. Next: tilegym-db task prompt {task}, then: tilegym-db task submit {task} FOLDER")
+
+
+def _with_short_ids(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with as much of each id as tells it from the others: every command takes that."""
+    length = next(n for n in range(8, 37) if n == 36 or len({row["id"][:n] for row in rows}) == len(rows))
+    return [{**row, "id": row["id"][:length]} for row in rows]

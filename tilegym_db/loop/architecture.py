@@ -6,6 +6,7 @@ import io
 import re
 import tokenize
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tilegym_db.catalog import Catalog, SolutionFiles
@@ -13,7 +14,7 @@ from tilegym_db.records import TILE_LANGUAGES, Definition
 from tilegym_db.records.loop import UNMEASURED, Pattern
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.database import Store
-from tilegym_db.store.loop_queries import cited_searches, cited_traces, traced_digests
+from tilegym_db.store.loop_queries import cited_cases, cited_searches, cited_traces, traced_digests
 from tilegym_db.store.pattern_pages import read_patterns
 
 __all__ = ["architecture_findings", "copies", "definition_findings", "pattern_findings", "shared_tokens"]
@@ -120,8 +121,12 @@ def pattern_findings(catalog: Catalog, store: Store) -> list[str]:
     cited = sorted(
         {text.removeprefix("trace:") for item in patterns for text in item.evidence if text.startswith("trace:")}
     )
-    traces = {row["trace_id"]: row for row in cited_traces(store, cited)}
-    searches, pinned = cited_searches(store), _pinned(catalog.roots)
+    here = Cited(
+        {row["trace_id"]: row for row in cited_traces(store, [name for name in cited if "/" not in name])},
+        cited_cases(store, [name for name in cited if "/" in name]),
+        cited_searches(store),
+    )
+    pinned = _pinned(catalog.roots)
     for pattern in patterns:
         found += [
             f"{pattern.id}: applies_to names '{name}', which is nothing here."
@@ -129,20 +134,35 @@ def pattern_findings(catalog: Catalog, store: Store) -> list[str]:
             if name not in known
         ]
         for text in pattern.evidence:
-            reason = _why_gone(text, traces, searches)
+            reason = _why_gone(text, here)
             if reason:
                 found.append(f"{pattern.id}: its evidence {text} {reason}. Measure it again, or write 'unmeasured'.")
         found += _version_findings(pattern, pinned)
     return found
 
 
-def _why_gone(text: str, traces: Mapping[str, Mapping[str, object]], searches: set[str]) -> str:
+@dataclass(frozen=True)
+class Cited:
+    """What patterns cite, as far as it is here: traces by id, cases by whether they are verified, searches."""
+
+    traces: Mapping[str, Mapping[str, object]]
+    cases: Mapping[str, bool]
+    searches: set[str]
+
+
+def _why_gone(text: str, here: Cited) -> str:
+    """Why a citation holds no longer; a case, ``trace:GPU/SOLUTION/AXES``, holds after another measurement, an id does not."""
     kind, _, name = text.partition(":")
     if text == UNMEASURED:
         return ""
     if kind == "search":
-        return "" if name in searches else "is no search that is recorded with today's sources"
-    row = traces[name]
+        return "" if name in here.searches else "is no search that is recorded with today's sources"
+    if "/" in name:
+        known = here.cases.get(name)
+        if known is None:
+            return "is no GPU/SOLUTION/AXES that passed a promotion (AXES as `best` prints them: M=1,N=4096)"
+        return "" if known else "was taken back by a later failure, or its source changed"
+    row = here.traces[name]
     if not row["is_here"]:
         return "is no trace that is here"
     if row["status"] != "PASSED":

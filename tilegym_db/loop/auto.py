@@ -15,7 +15,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.errors import TilegymDBError
 from tilegym_db.loop.author import run_author, wait_for_author
 from tilegym_db.loop.from_model import LEAST_SHARE, Piece
-from tilegym_db.loop.handed_in import last_attempt, verdicts
+from tilegym_db.loop.handed_in import discarded, last_attempt, verdicts
 from tilegym_db.loop.model_state import ModelState
 from tilegym_db.loop.prompt import prompt_of
 from tilegym_db.loop.rules import KeepDecision, decide, next_piece, why_stop
@@ -157,6 +157,12 @@ class Kernelizer:
             withdraw(definition, solution, self.home / "catalog", self.home)
         if trial.folder.is_dir():
             trial.undo()
+        kept = Catalog.default().solution_paths
+        for solution in experiment.changed.keys() & kept.keys():
+            self.say(
+                f"{solution} stays promoted and in the catalog, where `task submit` put it ({kept[solution].parent}); it is "
+                "not published, and no later experiment here publishes it. `publish` does."
+            )
 
     # -- the author ---------------------------------------------------------------------------------------------------
 
@@ -207,7 +213,7 @@ class Kernelizer:
 
     def _try(self, trial: Trial, attempt: Attempt, before: Coverage) -> tuple[Coverage, str, Outcome]:
         """Publish on trial, measure the model, decide."""
-        before, base = trial.begin(before)
+        before, base = trial.begin(before, discarded(self.state.machine.gpu, self.home) - {attempt.solution_digest})
         after = self.state.coverage()
         run, failed = self.state.run()
         save_model_run(run, self.home)

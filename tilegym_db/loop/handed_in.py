@@ -1,13 +1,13 @@
-"""The attempts at a task that the journal holds, whichever command they were handed in by."""
+"""The attempts at a task that the journal holds, whichever command they were handed in by, and what experiments discarded."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tilegym_db.records.loop import Attempt, Task
+from tilegym_db.records.loop import Attempt, Experiment, Task
 from tilegym_db.store.loop_journals import journaled, latest
 
-__all__ = ["attempts_at", "last_attempt", "verdicts"]
+__all__ = ["attempts_at", "discarded", "last_attempt", "verdicts"]
 
 
 def attempts_at(task: Task, home: Path) -> list[Attempt]:
@@ -23,3 +23,13 @@ def last_attempt(task: Task, home: Path) -> Attempt | None:
 def verdicts(task: Task, home: Path) -> set[tuple[int, str]]:
     """(number, verdict) of the attempts that are judged to the end."""
     return {(one.number, one.verdict) for one in attempts_at(task, home) if one.verdict != "pending"}
+
+
+def discarded(gpu: str, home: Path) -> set[str]:
+    """Digests of the kernels that the newest experiment with them on a GPU discarded. Those that ``task submit`` added are in
+    the catalog still; a trial of another kernel is not about them."""
+    decided: dict[str, str] = {}
+    for one in journaled(Experiment, home):
+        if one.gpu == gpu:
+            decided |= dict.fromkeys(one.changed.values(), one.decision)
+    return {digest for digest, decision in decided.items() if decision == "discard"}

@@ -151,6 +151,12 @@ def _objective(task: Task) -> str:
             cells.append("none" if found is None else f"{found.latency_us:.4g} ({found.solution})")
         cells.append("unknown" if item.sol_us is None else f"{item.sol_us:.4g}")
         rows.append(f"| {' | '.join(cells)} |")
+    if any(item.baseline is None for item in task.workloads):
+        rows += [
+            "",
+            f"none: nothing is verified there on {task.gpu} yet. What is handed in is timed beside every baseline all the same; "
+            f"`tilegym-db list --solutions` names them.",
+        ]
     return "\n".join(rows)
 
 

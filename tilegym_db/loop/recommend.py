@@ -79,12 +79,12 @@ def recommend(
     return Recommendation(
         model_tag(path),
         gpu,
-        tuple(match(call, promotions, Catalog.default()) for call in handle.workloads),
+        tuple(match(call, promotions, Catalog.default(), gpu) for call in handle.workloads),
         tuple(runs),
     )
 
 
-def match(call: Workload, promotions: list[dict[str, Any]], catalog: Catalog) -> Recommended:
+def match(call: Workload, promotions: list[dict[str, Any]], catalog: Catalog, gpu: str) -> Recommended:
     """The promotion for a call: of its very sizes, else the one whose sizes are nearest. Pure but for reading the catalog."""
     stage = next((tag.removeprefix("stage:") for tag in call.tags if tag.startswith("stage:")), "")
     dtypes = ", ".join(call.dtypes.values())
@@ -94,7 +94,7 @@ def match(call: Workload, promotions: list[dict[str, Any]], catalog: Catalog) ->
     if not fitting:
         reason = (
             f"no promotion ({MIN_SPEEDUP:.2f}x over the best baseline) of this operator and dtype stands on this GPU. What "
-            f"serves it with less: tilegym-db explain {call.definition} --axes {axes_key(call.axes)}"
+            f"serves it with less: tilegym-db explain {call.definition} --axes {axes_key(call.axes)} --gpu {gpu}"
         )
         return Recommended(*place, available=False, reason=reason)
     best = min(fitting, key=lambda row: (_distance(dict(row["axes"]), axes), -row["ratio"], row["id"]))

@@ -1,6 +1,9 @@
 """Where submissions wait until they are promoted: a catalog of their own beside the journals, never the user's.
 
 Only commands that are about them look there; what is refused stays, so that its failing case can be shown again.
+
+What is promoted belongs to whoever handed it in. What ``task submit`` added to the user's catalog is the user's, and no
+experiment takes it away; what the loop added itself, for which it leaves a mark, an experiment that discards it does.
 """
 
 from __future__ import annotations
@@ -54,12 +57,17 @@ def enter(definition: Definition, files: SolutionFiles, catalog: Catalog, home: 
 def leave(
     definition: Definition, candidate: SolutionFiles, catalog: Catalog, home: Path, root: Path | None = None
 ) -> Path:
-    """Move a candidate into the user's catalog, or the one of ``root``; done twice, it is done once.
+    """Move a candidate into the user's catalog, or for the loop, the one of ``root``; done twice, it is done once.
 
     Raises:
         ConflictError: the catalog has another Solution of that name.
     """
-    present = catalog.solution_paths.get(candidate.name)
+    present, mark = catalog.solution_paths.get(candidate.name), _mark(candidate.name, home)
+    if root is None:
+        mark.unlink(missing_ok=True)
+    elif present is None:
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
     if present is not None and SolutionFiles.read(present).digest == candidate.digest:
         target = present.parent
     else:
@@ -69,13 +77,25 @@ def leave(
 
 
 def withdraw(definition: Definition, name: str, root: Path, home: Path) -> None:
-    """Take a Solution that the loop added out of the catalog of ``root`` again; it stays among the candidates."""
+    """Take a Solution that the loop added out of the catalog of ``root`` again; it stays among the candidates.
+
+    One that ``task submit`` added is left where it is.
+    """
+    mark = _mark(name, home)
+    if not mark.is_file():
+        return
     folder = root / "solutions" / definition.op_type / definition.name / name
     target = _folder(definition, name, home)
     with writing(root), writing(candidate_root(home)):
         if folder.is_dir() and not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
             folder.rename(target)
+    mark.unlink(missing_ok=True)
+
+
+def _mark(name: str, home: Path) -> Path:
+    """There where the loop added the Solution, and nobody handed it in beside it."""
+    return loop_folder(home) / "added" / name
 
 
 def _forget(definition: Definition, name: str, home: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from tilegym_db.backends.compile_jobs import CompileResult
 from tilegym_db.bench.promotions import BASELINES
 from tilegym_db.loop.received import AttemptRefusal
-from tilegym_db.records import Trace
+from tilegym_db.records import Trace, axes_key
 from tilegym_db.records.loop import Task
 
 __all__ = ["compile_refusal", "promotion_refusal", "screen_refusal", "unmeasured"]
@@ -62,12 +62,14 @@ def promotion_refusal(task: Task, traces: Sequence[Trace], reasons: Mapping[str,
     for item in task.workloads:
         trace = newest.get(item.uuid)
         if trace is None:
-            return AttemptRefusal("promotion", f"it was not measured at {item.axes}.")
+            return AttemptRefusal("promotion", f"it was not measured at {axes_key(item.axes)}.")
         refusal = _failure(trace)
         if refusal is not None:
             return refusal
         if trace.trace_id in reasons:
-            return AttemptRefusal("speed", f"at {trace.axes}: {reasons[trace.trace_id]}")
+            return AttemptRefusal(
+                "speed", f"at {axes_key(trace.axes)}: {reasons[trace.trace_id]}{_unclear(trace, task)}"
+            )
     return None
 
 
@@ -83,11 +85,27 @@ def _failure(trace: Trace) -> AttemptRefusal | None:
     gate = trace.failure.gate if trace.failure else trace.correctness.gate if trace.correctness else None
     reason = trace.reason or trace.log.strip().splitlines()[-1]
     command = trace.failure.command if trace.failure else ""
-    return AttemptRefusal(gate or trace.status.lower(), f"{trace.status} at {trace.axes}: {reason}", command)
+    return AttemptRefusal(
+        gate or trace.status.lower(), f"{trace.status}, verifying {axes_key(trace.axes)}: {reason}", command
+    )
 
 
 def _too_slow(trace: Trace, other: str, ratio: float, low: float, high: float, task: Task) -> str:
     return (
-        f"at {trace.axes}: {ratio:.3f}x over {other} (99% interval {low:.3f} to {high:.3f}), and {task.min_speedup:.2f}x "
-        "is asked for"
+        f"at {axes_key(trace.axes)}: {ratio:.3f}x over {other} (99% interval {low:.3f} to {high:.3f}), and "
+        f"{task.min_speedup:.2f}x is asked for"
+    )
+
+
+def _unclear(trace: Trace, task: Task) -> str:
+    """What is to be said where no baseline is clearly below the bar: nothing was found out about the kernel."""
+    compared = [
+        one for one in (trace.performance.comparisons if trace.performance else ()) if one.provides in BASELINES
+    ]
+    below = [one for one in compared if one.ci_low < task.min_speedup]
+    if not below or any(one.ci_high < task.min_speedup for one in below):
+        return ""
+    return (
+        ". The interval reaches the bar, so the kernel may be fast enough: this machine was too busy to tell, or the call is "
+        "too short. The same source is not judged again; a changed one is"
     )

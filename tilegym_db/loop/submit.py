@@ -113,7 +113,8 @@ def submit(
         gpu: where to measure; the task's by default. Another than the task's is refused.
         catalog: the records; the shipped ones and the user's overlay by default.
         home: folder of the store.
-        root: of the catalog that what is promoted is added to; by default where ``add-solution`` writes.
+        root: of the catalog that the loop adds to what it promotes; by default where ``add-solution`` writes, and no
+            experiment takes it away there.
         observer: callbacks for progress of the measurements.
 
     Returns:
@@ -138,6 +139,9 @@ def submit(
         submission, is_known = _open(task, definition, folder, received, home)
         submission.observer = observer or Observer()
         if is_known and submission.attempt.verdict in ("refused", "promoted"):
+            if submission.attempt.verdict == "promoted" and root is None and isinstance(received, SolutionFiles):
+                # Whoever hands it in has it in the catalog, also where the loop promoted it and took it away again.
+                leave(definition, enter(definition, received, catalog, home), catalog, home)
             return submission.attempt
         if isinstance(received, AttemptRefusal):
             return submission.refuse(received)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from tilegym_db.catalog import Catalog
@@ -41,8 +41,12 @@ class Trial:
         path = self.published / LOCK_NAME
         return length_prefixed_digest([path.read_bytes()])[:32] if path.is_file() else ""
 
-    def begin(self, before: Coverage) -> tuple[Coverage, str]:
+    def begin(self, before: Coverage, without: Collection[str] = ()) -> tuple[Coverage, str]:
         """Keep what is published now, and publish what is verified; done before, it only publishes.
+
+        Args:
+            before: the coverage without the change.
+            without: digests of Solutions that are not published: earlier experiments discarded them.
 
         Returns:
             The coverage and the table's digest from before the trial, whoever began it.
@@ -52,7 +56,7 @@ class Trial:
             kept = {f"published/{name}": content for name, content in _files_of(self.published).items()}
             with writing(self.folder.parent):
                 write_folder(self.folder, {BEFORE: json.dumps(state).encode(), **kept})
-        self._publish()
+        self._publish(without)
         state = json.loads((self.folder / BEFORE).read_bytes())
         return Coverage.model_validate(state["coverage"]), state["base"]
 
@@ -70,11 +74,11 @@ class Trial:
                 write_atomically(self.published / name, kept[name])
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _publish(self) -> None:
+    def _publish(self, without: Collection[str]) -> None:
         with open_store(self.home, catalog=Catalog.default()) as store:
             ingest_journals(store)
             try:
-                publish(store, self.gpu, own=True)
+                publish(store, self.gpu, own=True, without=without)
             except NotFoundError:
                 return  # nothing verified: what was published before stays
 

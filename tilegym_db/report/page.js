@@ -38,8 +38,19 @@
     return node;
   }
   const figure = (value, digits = 4) => value === null || value === undefined ? "" : String(Number(value.toPrecision(digits)));
+  const compare = (key) => (one, two) => {
+    const [a, b] = [one[key], two[key]];
+    if (a === null || a === undefined) return b === null || b === undefined ? 0 : 1;
+    if (b === null || b === undefined) return -1;
+    return typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), "en", { numeric: true });
+  };
   const percent = (value) => value === null || value === undefined ? "" : `${(value * 100).toFixed(value < 0.1 ? 1 : 0)}%`;
+  const times = (value) => value === null || value === undefined ? "" : value < 100 ? value.toFixed(2) : figure(value);
   const shape = (row) => [row.axes_key, row.scalars_key, row.layouts_key].filter(Boolean).join("; ").replaceAll(",", " ");
+  const shapeCell = (row, ...before) => { // sizes in full; settings short and set back, since the command of the case has them whole
+    const rest = [...before, row.scalars_key, row.layouts_key].filter(Boolean).join("; ").replaceAll(",", " ").replace(/\d+\.\d{6,}/g, (digits) => figure(Number(digits), 4));
+    return element("span", {}, row.axes_key.replaceAll(",", " "), ...(rest ? [element("span", { class: "interval" }, ` ${rest}`)] : []));
+  };
 
   // --- state: what the address says after '#', so that a filtered page can be sent to somebody ---
   const FIELDS = ["q", "op", "gpu", "lang", "since"];
@@ -67,22 +78,61 @@
   }
 
   // --- tables ---
-  const kernelLink = (name, trace) => element("button", { type: "button", class: "link", onclick: () => openDetail(name, trace) }, name);
+  const kernelLink = (name, trace, operator) => { // beside its operator, a kernel goes by what follows that name
+    const text = operator && name.startsWith(`${operator}_`) ? name.slice(operator.length + 1) : name;
+    return element("button", { type: "button", class: "link", ...(text === name ? {} : { "aria-label": name, title: name }), onclick: () => openDetail(name, trace) }, text);
+  };
   const time = (row) => element("span", {}, figure(row.latency_us), element("span", { class: "interval" }, ` [${figure(row.ci_low_us)}, ${figure(row.ci_high_us)}]`));
   const TEXT = (key, label) => ({ key, label });
   const NUMBER = (key, label, digits = 4) => ({ key, label, number: true, show: (row) => figure(row[key], digits) });
   const KERNEL = { key: "solution", label: "kernel", show: (row) => (row.solution ? kernelLink(row.solution, row.trace_id) : "") };
   const MEASURED = [
     { key: "latency_us", label: "us [interval]", number: true, show: time },
-    NUMBER("speedup", "speedup", 3),
+    { key: "speedup", label: "speedup", number: true, show: (row) => times(row.speedup) },
     { key: "sol_ratio", label: "SOL", number: true, show: (row) => percent(row.sol_ratio) },
   ];
+  const SHAPE = { key: "axes_key", label: "shape", show: (row) => shapeCell(row) };
+  const gpuNames = [...new Set(rows.evidence.map((row) => row.gpu))].sort();
+  // One row a shape that is verified on two GPUs or more: the fastest of all languages (among ""), and of each language.
+  function sideBySide() {
+    const found = [], keyOf = (row) => [row.definition, row.axes_key, row.dtypes_key, row.scalars_key, row.layouts_key].join("|");
+    const withKernel = new Set(rows.evidence.filter((row) => row.role === "kernel").map((row) => `${row.gpu}|${keyOf(row)}`));
+    for (const among of ["", ...LANGUAGES]) {
+      const fastest = rows.evidence.filter((row) => (among ? row.is_fastest_in_language && row.language === among : row.is_fastest));
+      for (const cases of grouped(fastest, keyOf).values()) {
+        if (cases.length < 2) continue;
+        cases.sort((one, two) => (one.gpu < two.gpu ? -1 : 1));
+        const { definition, op_type, axes_key, dtypes_key, scalars_key, layouts_key } = cases[0], spent = cases.map((row) => row.latency_us);
+        const row = { definition, op_type, axes_key, dtypes_key, scalars_key, layouts_key, among };
+        const without = among ? [] : cases.map((one) => one.gpu).filter((gpu) => !withKernel.has(`${gpu}|${keyOf(row)}`));
+        if (without.length && without.length < cases.length) row.agree = `none on ${without.join(", ")}`; // stock code against a kernel says nothing of the GPUs
+        else {
+          row.agree = cases.every((one) => one.solution === cases[0].solution) ? "same" : "differs";
+          row.ratio = gpuNames.length === 2 ? spent[0] / spent[1] : Math.max(...spent) / Math.min(...spent);
+        }
+        for (const one of cases) Object.assign(row, { [`us ${one.gpu}`]: one.latency_us, [`sol ${one.gpu}`]: one.sol_ratio, [`kernel ${one.gpu}`]: one.solution, [`trace ${one.gpu}`]: one.trace_id });
+        found.push(row);
+      }
+    }
+    return found.sort((one, two) => compare("definition")(one, two) || compare("axes_key")(one, two));
+  }
   const tables = {
     kernels: {
       rows: rows.evidence.filter((row) => row.is_fastest_in_language), empty: "Nothing is verified in this database yet. Try: tilegym-db bench --promote",
       keep: (row) => !byId("fastest").checked || row.is_fastest,
-      columns: [TEXT("definition", "operator"), { key: "axes_key", label: "shape", show: shape }, TEXT("dtypes_key", "dtypes"), TEXT("gpu", "GPU"),
-        TEXT("language", "language"), KERNEL, TEXT("config_key", "config"), ...MEASURED],
+      columns: [TEXT("definition", "operator"), SHAPE, TEXT("dtypes_key", "dtypes"), TEXT("gpu", "GPU"),
+        TEXT("language", "language"), KERNEL, { ...TEXT("config_key", "config"), optional: true }, ...MEASURED],
+    },
+    gpus: {
+      rows: sideBySide(), empty: "No shape is verified on two GPUs in this database.", keep: (row) => row.among === byId("lang").value,
+      columns: [TEXT("definition", "operator"), { ...SHAPE, show: (row) => shapeCell(row, row.dtypes_key) },
+        ...gpuNames.flatMap((gpu) => [
+          { key: `us ${gpu}`, label: "us", group: gpu, number: true, show: (row) => figure(row[`us ${gpu}`]) },
+          { key: `sol ${gpu}`, label: "SOL", group: gpu, number: true, show: (row) => percent(row[`sol ${gpu}`]) },
+          { key: `kernel ${gpu}`, label: "fastest", group: gpu, show: (row) => (row[`kernel ${gpu}`] ? kernelLink(row[`kernel ${gpu}`], row[`trace ${gpu}`], row.definition) : "") },
+        ]),
+        { key: "ratio", label: gpuNames.length === 2 ? `${gpuNames[0]} / ${gpuNames[1]}` : "slowest / fastest", number: true, show: (row) => times(row.ratio) },
+        { key: "agree", label: "kernel", show: (row) => element("span", { class: row.agree === "differs" ? "" : "none" }, row.agree) }],
     },
     coverage: {
       rows: rows.coverage, empty: "No GPU has any measurement in this database.", render: coverage, columns: [],
@@ -99,7 +149,7 @@
     },
     changes: {
       rows: rows.changes, empty: "This database holds no promotion, revocation or regression.", keep: (row) => row.day >= sinceDay(),
-      columns: [TEXT("day", "day"), TEXT("kind", "what"), TEXT("definition", "operator"), KERNEL, TEXT("gpu", "GPU"), NUMBER("cases", "cases"), NUMBER("ratio", "times slower", 3)],
+      columns: [TEXT("day", "day"), TEXT("kind", "what"), TEXT("definition", "operator"), KERNEL, TEXT("gpu", "GPU"), NUMBER("cases", "cases"), { ...NUMBER("ratio", "times slower", 3), optional: true }],
     },
     solutions: {
       rows: rows.solutions.map((row) => ({ ...row, solution: row.name })), empty: "The catalog has no solution.",
@@ -124,12 +174,6 @@
     return (row) => (!op || !row.family || row.family === op) && (!gpu || !row.gpu || row.gpu === gpu)
       && (!lang || !row.tongue || row.tongue === lang) && words.every((word) => row.words.includes(word));
   }
-  const compare = (key) => (one, two) => {
-    const [a, b] = [one[key], two[key]];
-    if (a === null || a === undefined) return b === null || b === undefined ? 0 : 1;
-    if (b === null || b === undefined) return -1;
-    return typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), "en", { numeric: true });
-  };
   function show(name) {
     const table = tables[name], place = byId(`table-${name}`), keep = table.keep ?? (() => true), fits = wanted();
     table.found = table.rows.filter((row) => fits(row) && keep(row));
@@ -141,14 +185,22 @@
       place.replaceChildren(element("p", { class: "notice" }, table.rows.length ? "Nothing fits these filters." : table.empty));
       return;
     }
-    if (table.render) { place.replaceChildren(table.render(table.found)); return; }
+    if (table.render) { place.replaceChildren(...table.render(table.found)); return; }
     const some = table.all ? table.found : table.found.slice(0, AT_FIRST);
-    place.replaceChildren(element("table", {}, element("thead", {}, element("tr", {}, ...table.columns.map((column) => heading(name, column)))),
-      element("tbody", {}, ...some.map((row) => element("tr", {}, ...table.columns.map((column) => cell(row, column)))))));
+    const columns = table.columns.filter((column) => !column.optional || table.found.some((row) => row[column.key] || row[column.key] === 0));
+    place.replaceChildren(element("table", {}, element("thead", {}, ...groupRow(columns), element("tr", {}, ...columns.map((column) => heading(name, column)))),
+      element("tbody", {}, ...some.map((row) => element("tr", {}, ...columns.map((column) => cell(row, column)))))));
     if (some.length < table.found.length) {
       place.append(element("button", { type: "button", class: "more", onclick: () => { table.all = true; show(name); } }, `Show all ${table.found.length} rows`));
     }
   }
+  function groupRow(columns) { // the row above the heads that names what some of them are of, where any has such a name
+    if (!columns.some((column) => column.group)) return [];
+    const runs = [];
+    for (const { group } of columns) runs.length && runs.at(-1).group === group ? runs.at(-1).length += 1 : runs.push({ group, length: 1 });
+    return [element("tr", { class: "groups" }, ...runs.map(({ group, length }) => element(group ? "th" : "td", { colspan: length, ...(group ? { scope: "colgroup", class: "first" } : {}) }, group ?? "")))];
+  }
+  const fullLabel = (column) => (column.group ? `${column.label} ${column.group}` : column.label);
   function heading(name, column) {
     const { sorted } = tables[name];
     const direction = sorted?.key === column.key ? (sorted.down ? "descending" : "ascending") : "none";
@@ -158,16 +210,16 @@
       byId(`table-${name}`).querySelector(`th[data-key="${column.key}"] button`).focus();
     };
     return element("th", { scope: "col", "aria-sort": direction, "data-key": column.key, ...(column.number ? { class: "number" } : {}) },
-      element("button", { type: "button", onclick: sort }, column.label));
+      element("button", { type: "button", onclick: sort, ...(column.group ? { "aria-label": fullLabel(column), "data-group": column.group } : {}) }, column.label));
   }
   function cell(row, column) {
     const content = column.show ? column.show(row) : row[column.key] ?? "";
-    return element("td", { "data-label": column.label, ...(column.number ? { class: "number" } : {}) }, ...(Array.isArray(content) ? content : [content]));
+    return element("td", { "data-label": fullLabel(column), ...(column.number ? { class: "number" } : column.key === "gpu" ? { class: "whole" } : {}) }, ...(Array.isArray(content) ? content : [content]));
   }
   function coverage(found) {
     const places = [...new Set(found.map((row) => row.gpu))].sort();
     const tongues = LANGUAGES.filter((language) => found.some((row) => row.language === language));
-    const heads = places.flatMap((gpu) => tongues.map((language) => [gpu, language]));
+    const heads = tongues.flatMap((language) => places.map((gpu) => [gpu, language])); // the GPUs of a language side by side
     const { sorted } = tables.coverage;
     const groups = [...grouped(found, (row) => row.definition)].map(([name, cells]) => {
       const line = { operator: name, family: cells[0].op_type, cells: {} };
@@ -176,18 +228,31 @@
     });
     if (sorted) { groups.sort(compare(sorted.key)); if (sorted.down) groups.reverse(); }
     const word = (one) => !one ? "" : one.verified ? `${one.verified} / ${one.workloads}` : one.solutions ? "unverified" : "none";
-    const tone = (one) => !one || !one.verified ? "" : one.verified >= one.workloads ? "full" : "some";
-    return element("table", {}, element("thead", {}, element("tr", {}, heading("coverage", TEXT("operator", "operator")), heading("coverage", TEXT("family", "family")),
-      ...heads.map(([gpu, language]) => heading("coverage", { key: `${gpu} ${language}`, label: `${language} on ${gpu}` })))),
-    element("tbody", {}, ...groups.map((line) => element("tr", {}, element("td", { "data-label": "operator" }, line.operator), element("td", { "data-label": "family" }, line.family),
-      ...heads.map(([gpu, language]) => {
-        const one = line.cells[`${gpu} ${language}`];
-        return element("td", { class: tone(one), "data-label": `${language} on ${gpu}` }, word(one));
-      })))));
+    const tone = (one) => !one || !one.verified ? "none" : one.verified >= one.workloads ? "full" : "some";
+    const edge = (gpu) => (gpu === places[0] ? " first" : "");
+    const named = (cells) => new Set(cells.filter((one) => one.verified).map((one) => one.definition)).size;
+    const summary = places.map((gpu) => {
+      const here = found.filter((row) => row.gpu === gpu);
+      return element("li", {}, element("strong", {}, gpu), ` ${named(here)} of ${groups.length} operators verified: `
+        + tongues.map((language) => `${language} ${named(here.filter((row) => row.language === language))}`).join(", "));
+    });
+    const columns = [TEXT("operator", "operator"), TEXT("family", "family"), ...heads.map(([gpu, language]) => ({ key: `${gpu} ${language}`, label: gpu, group: language }))];
+    const table = element("table", { class: "map" },
+      element("thead", {}, ...groupRow(columns), element("tr", {}, ...columns.map((column) => heading("coverage", column)))),
+      element("tbody", {}, ...groups.map((line) => element("tr", {}, element("td", { "data-label": "operator" }, line.operator), element("td", { "data-label": "family" }, line.family),
+        ...heads.map(([gpu, language]) => {
+          const one = line.cells[`${gpu} ${language}`];
+          return element("td", { class: tone(one) + edge(gpu), "data-label": `${language} ${gpu}` }, word(one));
+        })))));
+    table.style.setProperty("--beside", Math.min(places.length, 2));
+    return [element("ul", { class: "summary" }, ...summary), table];
   }
 
   // --- plots ---
-  const WIDTH = 960, HEIGHT = 440, EDGE = { left: 76, right: 24, top: 18, bottom: 46 };
+  const narrow = matchMedia("(max-width: 46rem)");
+  const sized = () => { [WIDTH, HEIGHT] = narrow.matches ? [400, 340] : [960, 440]; };
+  let WIDTH = 960, HEIGHT = 440; // of a plot's own units: fewer on a phone, so that its letters stay readable there
+  const EDGE = { left: 76, right: 24, top: 18, bottom: 46 };
   function logScale(low, high, from, to) {
     const [a, b] = [Math.log10(low), Math.log10(high)];
     return (value) => from + ((Math.log10(value) - a) / (b - a || 1)) * (to - from);
@@ -283,15 +348,14 @@
     roofPoints = { rows: points, nodes: [] };
     if (!points.length) { place.replaceChildren(element("p", { class: "notice" }, "No measured kernel of this GPU has a cost model.")); return; }
     const work = points.map((row) => ({ row, intensity: row.flops / row.bytes, rate: row.flops / row.latency_us * 1e6 }));
-    const xs = bounds(work.map((one) => one.intensity)), tops = peak ? [peak.bfloat16_flops_per_s, peak.float32_flops_per_s].filter(Boolean) : [];
+    const xs = bounds(work.map((one) => one.intensity)), roofs = peak ? [["fp8 products", peak.float8_flops_per_s], ["bf16 products", peak.bfloat16_flops_per_s], ["fp32", peak.float32_flops_per_s]].filter(([, top]) => top) : [], tops = roofs.map(([, top]) => top);
     const ys = bounds([...work.map((one) => one.rate), ...tops]);
     if (peak && tops.length) xs[1] = Math.max(xs[1], Math.max(...tops) / peak.copy_bytes_per_s * 3);
     const { svg, x, y } = frame(`Roofline of ${gpu}: ${points.length} shapes`, xs, ys, "flops a byte", "flops a second", (tick) => figure(tick), (tick) => unit(tick, ""));
-    for (const [name, top] of peak ? [["bf16 products", peak.bfloat16_flops_per_s], ["fp32", peak.float32_flops_per_s]] : []) {
-      if (!top) continue;
+    for (const [at, [name, top]] of roofs.entries()) { // the name of the highest is above it, of the others below
       const ridge = top / peak.copy_bytes_per_s, start = Math.max(xs[0], ys[0] / peak.copy_bytes_per_s);
       svg.append(drawn("path", { class: "roof", d: `M${x(start)} ${y(start * peak.copy_bytes_per_s)}L${x(ridge)} ${y(top)}H${WIDTH - EDGE.right}` }),
-        drawn("text", { x: WIDTH - EDGE.right - 4, y: y(top) - 5, "text-anchor": "end" }, `${name}: ${unit(top, "flop/s")}`));
+        drawn("text", { x: WIDTH - EDGE.right - 4, y: y(top) + (at ? 14 : -5), "text-anchor": "end" }, `${name}: ${unit(top, "flop/s")}`));
     }
     roofPoints.nodes = addPoints(svg, work.map((one) => ({ row: one.row, x: x(one.intensity), y: y(one.rate), text: `${story(one.row)}\n${unit(one.rate, "flop/s")} at ${figure(one.intensity, 3)} flops a byte` })));
     const seen = LANGUAGES.filter((language) => points.some((row) => row.language === language));
@@ -304,7 +368,8 @@
   function latency() {
     const place = byId("plot-latency"), all = rows.evidence.filter((row) => row.definition === byId("lat-definition").value);
     const keys = [...grouped(all, latencyKey)].sort((one, two) => two[1].length - one[1].length).map(([key]) => key);
-    fill("lat-key", keys, keys.includes(byId("lat-key").value) ? byId("lat-key").value : keys[0]);
+    const chosen = byId("gpu").value, fitting = chosen ? keys.filter((key) => key.startsWith(`${chosen};`)) : keys;
+    fill("lat-key", keys, fitting.includes(byId("lat-key").value) ? byId("lat-key").value : fitting[0] ?? keys[0]);
     const points = all.filter((row) => latencyKey(row) === byId("lat-key").value && row.bytes > 0);
     if (!points.length) { place.replaceChildren(element("p", { class: "notice" }, "This operator has no measurement with a cost model.")); return; }
     const { svg, x, y } = frame(`Latency of ${byId("lat-definition").value} by size`, bounds(points.map((row) => row.bytes)), bounds(points.map((row) => row.latency_us)),
@@ -326,9 +391,16 @@
   }
   function followSearch() { // the plot is of one operator: of one that the search shows
     const shown = distinct(tables.kernels.found.map((row) => row.definition)), chosen = byId("lat-definition"), words = byId("q").value.trim();
-    if (!shown.length || shown.includes(chosen.value)) return;
-    chosen.value = shown.includes(words) ? words : shown[0];
+    const gpu = byId("gpu").value, isOther = gpu && !byId("lat-key").value.startsWith(`${gpu};`);
+    if (!shown.length || (shown.includes(chosen.value) && !isOther)) return;
+    if (!shown.includes(chosen.value)) chosen.value = shown.includes(words) ? words : shown[0];
     latency();
+  }
+  function followGpu() { // the roofline is of one GPU: of the one that the filter names
+    const gpu = byId("gpu").value, roof = byId("roof-gpu");
+    if (!gpu || roof.value === gpu || ![...roof.options].some((one) => one.value === gpu)) return;
+    roof.value = gpu;
+    roofline();
   }
 
   // --- one kernel ---
@@ -369,7 +441,7 @@
   const distinct = (items) => [...new Set(items)].filter(Boolean).sort();
   let applied = 0;
   function apply({ atOnce = false } = {}) {
-    const mine = ++applied, rest = [...Object.keys(tables).filter((name) => name !== "kernels").map((name) => () => show(name)), filterRoofline, followSearch];
+    const mine = ++applied, rest = [...Object.keys(tables).filter((name) => name !== "kernels").map((name) => () => show(name)), followGpu, filterRoofline, followSearch];
     show("kernels");
     byId("since-shown").textContent = sinceDay() || "the start";
     const { found, rows: all } = tables.kernels;
@@ -388,7 +460,7 @@
   fill("op", distinct(rows.definitions.map((row) => row.op_type)), "", "all");
   fill("gpu", places, "", "all");
   fill("lang", LANGUAGES, "", "all");
-  fill("roof-gpu", distinct(rows.evidence.map((row) => row.gpu)));
+  fill("roof-gpu", gpuNames, [...grouped(rows.evidence, (row) => row.gpu)].reduce((most, one) => (one[1].length > most[1].length ? one : most), ["", []])[0]);
   fill("lat-definition", distinct(rows.evidence.map((row) => row.definition)));
   byId("filters").addEventListener("input", changed);
   byId("filters").addEventListener("submit", (event) => event.preventDefault());
@@ -401,8 +473,11 @@
     if (event.key === "/" && !/INPUT|SELECT|TEXTAREA/.test(document.activeElement.tagName)) { event.preventDefault(); byId("q").focus(); }
   });
   addEventListener("hashchange", readAddress);
-  latency();
-  roofline();
+  const drawPlots = () => { sized(); latency(); roofline(); };
+  narrow.addEventListener("change", drawPlots);
+  const bar = byId("filters");
+  new ResizeObserver(() => document.documentElement.style.setProperty("--bar", `${bar.offsetHeight}px`)).observe(bar);
+  drawPlots();
   readAddress();
   if (parts.includes(location.hash.slice(1))) apply({ atOnce: true });
 })();

@@ -1,10 +1,12 @@
-"""The short form of a report in Markdown: where the field stands and what changed, from SQL alone."""
+"""The short form of a report in Markdown: what changed and where the field stands, from SQL alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tilegym_db.store.queries import leaderboard_rows
 from tilegym_db.store.queries import report_rows as queries
@@ -14,91 +16,188 @@ if TYPE_CHECKING:
 
 __all__ = ["weekly"]
 
-FURTHEST = 10
-"""So many operators are named as furthest from the speed of light."""
+FEW = 16
+"""So many operators and GPUs are named one by one; of more, the short form has a row for each family and GPU."""
+SHOWN = 8
+"""So many rows of what may be long are shown in the short form; how many are not is said."""
+
+Rows = Sequence[Mapping[str, Any]]
+Column = tuple[str, str | Callable[[Mapping[str, Any]], object]]
+"""The head of a column, and the key of its values or what makes them of a row."""
 
 
-def weekly(store: Store, since: datetime) -> str:
-    """Changes and attempts since then (UTC), what leads each operator and how far it is from the speed of light, runs of
-    models, and what is open, as Markdown."""
-    parts = [f"# tilegym-db since {since.date().isoformat()}", "## Changes"]
-    parts += [_kernels(store, since), _taken_back(store, since)]
-    parts += ["## Attempts", _attempts(store, since), "## Leaders", _leaders(store)]
-    parts += ["## Furthest from the speed of light", _furthest(store)]
-    parts += ["## Models", _models(store, since), "## Open"]
-    open_rows = queries.open_rows(store)
-    parts.append(
-        _table(
-            ("what", "operator", "solution", "GPU"),
-            [(row["kind"], row["definition"], row["solution"], row["gpu"]) for row in open_rows],
-            "Nothing is open.",
-        )
-    )
+def weekly(store: Store, since: datetime, *, whole: bool = False, see_all: str = "") -> str:
+    """What changed since then (UTC), where each GPU stands, and what is open, as Markdown.
+
+    The short form gathers kernels by family and shows the first rows of what is long. Each table that it shortens says what
+    is left out and names ``see_all``, the command that prints the ``whole``.
+    """
+    form = _Form(whole, see_all)
+    kernels = queries.kernel_rows(store, since)
+    changes = queries.change_rows(store, since)
+    revoked = [row for row in changes if row["kind"] == "revocation"]
+    slower = [row for row in changes if row["kind"] == "regression"]
+    attempts, open_rows = queries.attempt_rows(store, since), queries.open_rows(store)
+    shapes, promoted = (sum(row[name] for row in kernels) for name in ("shapes", "promoted"))
+    parts = [
+        f"# tilegym-db since {since.date().isoformat()}",
+        f"Kernels verified at {shapes} shapes (once a GPU) of {len({row['definition'] for row in kernels})} operators, "
+        f"at {promoted} of them promoted. Revocations: {len(revoked)}. Regressions: {len(slower)}. "
+        f"Attempts: {sum(row['attempts'] for row in attempts)}. Open: {len(open_rows)}.",
+        "## Kernels",
+        _kernels(store, since, kernels, form),
+        "## Revocations and regressions",
+        form.table(TAKEN_BACK, [*revoked, *slower], "No revocation or regression."),
+        "## Attempts",
+        form.table(ATTEMPTS, attempts, "No attempt was submitted in this time."),
+        "## Models",
+        form.table(MODELS, [row for row in queries.model_rows(store) if row["timestamp"] >= since], NO_MODEL),
+        "## Where each GPU stands",
+        form.table(GPUS, queries.gpu_rows(store), "Nothing is verified yet."),
+        *(("## Leaders", form.table(LEADERS, _leaders(store), "Nothing is verified yet.")) if whole else ()),
+        "## Furthest from the speed of light",
+        form.table(FURTHEST, queries.furthest_rows(store), "Nothing is verified yet."),
+        "## Open",
+        _open(open_rows, form),
+    ]
     return "\n\n".join(parts) + "\n"
 
 
-def _kernels(store: Store, since: datetime) -> str:
-    """What kernels were verified, one line an operator."""
-    header = ("operator", "GPU", "languages", "shapes verified", "promoted", "best ratio", "of")
-    names = ("definition", "gpus", "languages", "shapes", "promoted", "ratio", "solution")
-    rows = [tuple(row[name] for name in names) for row in queries.kernel_rows(store, since)]
-    return _table(header, rows, "No kernel was verified or promoted.")
+@dataclass(frozen=True)
+class _Form:
+    """Whether all is shown, and the command that shows all."""
+
+    whole: bool
+    see_all: str
+
+    def table(self, columns: Sequence[Column], rows: Rows, empty: str) -> str:
+        """A table of the rows, or of the first of them and how many are left out."""
+        shown = rows if self.whole else rows[:SHOWN]
+        left_out = len(rows) - len(shown)
+        return _table(columns, shown, empty) + (self.rest(f"{left_out} more of {len(rows)} rows") if left_out else "")
+
+    def rest(self, what: str) -> str:
+        """The line below a table that says what it leaves out."""
+        return f"\n\n{what}" + (f": `{self.see_all}`" if self.see_all else "") + "."
 
 
-def _taken_back(store: Store, since: datetime) -> str:
-    header = ("day", "what", "operator", "solution", "GPU", "cases", "times slower")
-    names = ("day", "kind", "definition", "solution", "gpu", "cases", "ratio")
-    rows = [
-        tuple(row[name] for name in names)
-        for row in queries.change_rows(store, since)
-        if row["kind"] in ("regression", "revocation")
-    ]
-    return _table(header, rows, "No revocation or regression.")
+def _share(key: str) -> Callable[[Mapping[str, Any]], object]:
+    return lambda row: None if row[key] is None else f"{row[key]:.0%}"
 
 
-def _leaders(store: Store) -> str:
+def _kernels(store: Store, since: datetime, kernels: Rows, form: _Form) -> str:
+    """What kernels were verified: one line an operator and GPU, or where these are many, a family and GPU."""
+    empty = "No kernel was verified or promoted."
+    if form.whole or len(kernels) <= FEW:
+        return _table([("operator", "definition"), *KERNELS], kernels, empty)
+    families = queries.family_rows(store, since)
+    columns = [("family", "op_type"), ("operators", "operators"), *KERNELS]
+    return _table(columns, families, empty) + form.rest(
+        f"{len(kernels)} rows of operators and GPUs gathered in {len(families)}"
+    )
+
+
+def _leaders(store: Store) -> list[dict[str, Any]]:
     """The solution that is fastest on most shapes of each operator and GPU; rows come with most wins first."""
-    first: dict[tuple[str, str], tuple[object, ...]] = {}
+    first: dict[tuple[str, str], dict[str, Any]] = {}
     for row in leaderboard_rows(store):
-        wins, sol = f"{row['wins']} of {row['shapes']}", row["geomean_sol_ratio"]
-        share = "" if sol is None else f"{sol:.0%}"
-        cells = (row["definition"], row["gpu"], row["solution"], row["language"], wins, row["geomean_speedup"], share)
-        first.setdefault((row["definition"], row["gpu"]), cells)
-    header = ("operator", "GPU", "solution", "language", "fastest at", "speedup", "of the speed of light")
-    return _table(header, first.values(), "Nothing is verified yet.")
+        first.setdefault((row["definition"], row["gpu"]), row)
+    return list(first.values())
 
 
-def _attempts(store: Store, since: datetime) -> str:
-    rows = [(row["verdict"], row["gate"], row["attempts"], row["tasks"]) for row in queries.attempt_rows(store, since)]
-    return _table(("verdict", "gate", "attempts", "tasks"), rows, "No attempt was submitted in this time.")
-
-
-def _furthest(store: Store) -> str:
-    """Each operator at its shape with the most work, those first where most is left."""
-    header = ("operator", "GPU", "solution", "shape", "us", "of the speed of light")
-    rows = [
-        (*(row[key] for key in ("definition", "gpu", "solution", "axes_key", "latency_us")), f"{row['sol_ratio']:.0%}")
-        for row in queries.furthest_rows(store, FURTHEST)
+def _open(rows: Rows, form: _Form) -> str:
+    """What waits for somebody: every row, or how many of each kind with the first of their names."""
+    if form.whole or len(rows) <= SHOWN:
+        return _table(OPEN, rows, "Nothing is open.")
+    kinds: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for row in rows:
+        kinds[row["kind"], row["gpu"]].append(row["solution"] or row["definition"])
+    gathered = [
+        {"kind": kind, "gpu": gpu, "count": len(names), "first": ", ".join(names[:3]) + (", ..." if names[3:] else "")}
+        for (kind, gpu), names in kinds.items()
     ]
-    return _table(header, rows, "Nothing is verified yet.")
+    return _table(GATHERED, gathered, "") + form.rest(f"{len(rows)} rows gathered in {len(gathered)}")
 
 
-def _models(store: Store, since: datetime) -> str:
-    rows = [row for row in queries.model_rows(store) if row["timestamp"] >= since]
-    header = ("model", "GPU", "way", "tokens/s", "speedup", "GPU time in verified kernels")
-    cells = [
-        (
-            *(row[key] for key in ("model", "gpu", "way", "tokens_per_s", "speedup")),
-            None if row["gpu_share"] is None else f"{row['gpu_share']:.0%}",
-        )
+KERNELS: tuple[Column, ...] = (
+    ("GPU", "gpu"),
+    ("languages", "languages"),
+    ("shapes verified", "shapes"),
+    ("promoted", "promoted"),
+    ("best ratio", "ratio"),
+    ("of", "solution"),
+)
+TAKEN_BACK: tuple[Column, ...] = (
+    ("day", "day"),
+    ("what", "kind"),
+    ("operator", "definition"),
+    ("solution", "solution"),
+    ("GPU", "gpu"),
+    ("cases", "cases"),
+    ("times slower", "ratio"),
+)
+ATTEMPTS: tuple[Column, ...] = (
+    ("verdict", "verdict"),
+    ("gate", "gate"),
+    ("attempts", "attempts"),
+    ("tasks", "tasks"),
+)
+MODELS: tuple[Column, ...] = (
+    ("model", "model"),
+    ("GPU", "gpu"),
+    ("way", "way"),
+    ("tokens/s", "tokens_per_s"),
+    ("speedup", "speedup"),
+    ("GPU time in verified kernels", _share("gpu_share")),
+)
+NO_MODEL = "No model was measured in this time."
+GPUS: tuple[Column, ...] = (
+    ("GPU", "gpu"),
+    ("operators", "operators"),
+    ("shapes", "shapes"),
+    ("fastest in triton", "triton"),
+    ("tilelang", "tilelang"),
+    ("cutile", "cutile"),
+    ("python", "python"),
+)
+LEADERS: tuple[Column, ...] = (
+    ("operator", "definition"),
+    ("GPU", "gpu"),
+    ("solution", "solution"),
+    ("language", "language"),
+    ("fastest at", lambda row: f"{row['wins']} of {row['shapes']}"),
+    ("speedup", "geomean_speedup"),
+    ("of the speed of light", _share("geomean_sol_ratio")),
+)
+FURTHEST: tuple[Column, ...] = (
+    ("operator", "definition"),
+    ("GPU", "gpu"),
+    ("solution", "solution"),
+    ("largest shape", "axes_key"),
+    ("us", "latency_us"),
+    ("of the speed of light", _share("sol_ratio")),
+)
+OPEN: tuple[Column, ...] = (
+    ("what", "kind"),
+    ("operator", "definition"),
+    ("solution", "solution"),
+    ("GPU", "gpu"),
+)
+GATHERED: tuple[Column, ...] = (
+    ("what", "kind"),
+    ("GPU", "gpu"),
+    ("how many", "count"),
+    ("first", "first"),
+)
+
+
+def _table(columns: Sequence[Column], rows: Iterable[Mapping[str, Any]], empty: str) -> str:
+    lines = [
+        "| " + " | ".join(_cell(row[value] if isinstance(value, str) else value(row)) for _, value in columns) + " |"
         for row in rows
     ]
-    return _table(header, cells, "No model was measured in this time.")
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[object]], empty: str) -> str:
-    lines = ["| " + " | ".join(_cell(value) for value in row) + " |" for row in rows]
-    return "\n".join(["| " + " | ".join(header) + " |", "|---" * len(header) + "|", *lines]) if lines else empty
+    head = "| " + " | ".join(name for name, _ in columns) + " |"
+    return "\n".join([head, "|---" * len(columns) + "|", *lines]) if lines else empty
 
 
 def _cell(value: object) -> str:

@@ -40,7 +40,7 @@ __all__ = ["Candidate", "Entry", "ResolverTable", "load_table", "read_folder", "
 _log = logging.getLogger(__name__)
 
 OLD_TABLE_VERSION = 2
-_WRITE_ANEW = "Write it anew: tilegym-db publish"
+_WRITE_ANEW = "Write it anew: tilegym-db publish --gpu GPU"
 
 
 class ResolverTable:

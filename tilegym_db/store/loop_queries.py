@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from tilegym_db.store.database import Store
 
 __all__ = [
+    "cited_cases",
     "cited_searches",
     "cited_traces",
     "model_run_rows",
@@ -57,6 +58,13 @@ MODEL_RUNS = """
     FROM model_runs WHERE model = $model AND list_contains($gpus::VARCHAR[], gpu) ORDER BY timestamp DESC
 """
 TRACED_DIGESTS = "SELECT DISTINCT definition, definition_digest FROM trace_records WHERE is_counted(origin, trusted)"
+CITED_CASES = """
+    SELECT gpu || '/' || solution || '/' || axes_key AS case_name,
+        bool_or(trace_id IN (SELECT trace_id FROM verified)) AS is_verified
+    FROM traces WHERE status = 'PASSED' AND tier = 'promotion'
+        AND list_contains($cases::VARCHAR[], gpu || '/' || solution || '/' || axes_key)
+    GROUP BY ALL
+"""
 CITED_SEARCHES = "SELECT DISTINCT gpu || '/' || solution AS search FROM searches"
 
 
@@ -108,6 +116,11 @@ def traced_digests(store: Store) -> dict[str, set[str]]:
 def cited_traces(store: Store, trace_ids: list[str]) -> list[dict[str, Any]]:
     """For each id: whether the trace is here, its status, and whether a later failure took it back."""
     return store.rows(CITED_TRACES, {"trace_ids": trace_ids})
+
+
+def cited_cases(store: Store, cases: list[str]) -> dict[str, bool]:
+    """``GPU/SOLUTION/AXES`` -> whether today's source is verified there, of those that ever passed a promotion."""
+    return {row["case_name"]: row["is_verified"] for row in store.rows(CITED_CASES, {"cases": cases})}
 
 
 def cited_searches(store: Store) -> set[str]:

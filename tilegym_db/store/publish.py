@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -64,13 +64,15 @@ def published_folder(gpu: str, root: Path | None = None) -> Path:
     return root / "traces" / gpu if root is not None else home() / "published" / gpu
 
 
-def publish(store: Store, gpu: str, root: Path | None = None, *, own: bool = False) -> PublishReport:
+def publish(
+    store: Store, gpu: str, root: Path | None = None, *, own: bool = False, without: Collection[str] = ()
+) -> PublishReport:
     """Write the snapshot of one GPU: a slug, such as ``h200``, or a family of which one GPU has traces.
 
     Peaks go along where they were measured on this machine; those that were published before stay otherwise. Steps of
     searches go along with those that were published before, of today's sources.
     Publishing the same traces again changes no byte, not even the date. With ``own`` it goes to the user's home, also where a
-    checkout could be written.
+    checkout could be written. Solutions with a digest in ``without`` are left out.
 
     Raises:
         NotFoundError: nothing of that GPU can be published, and no failure took anything back; says what was left out.
@@ -80,7 +82,8 @@ def publish(store: Store, gpu: str, root: Path | None = None, *, own: bool = Fal
     if store.stale is not None:
         raise StoreError(f"cannot publish: {store.stale}")
     gpu = _one_gpu(gpu, queries.traced_gpus(store))
-    rows, failures = queries.publishable_rows(store, gpu), queries.revoking_rows(store, gpu)
+    rows = [row for row in queries.publishable_rows(store, gpu) if row["solution_digest"] not in without]
+    failures = queries.revoking_rows(store, gpu)
     left_out = _left_out(store, gpu)
     if not rows and not failures:
         raise NotFoundError(_nothing_to_publish(store, gpu, left_out))

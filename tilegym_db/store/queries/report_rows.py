@@ -16,7 +16,9 @@ __all__ = [
     "coverage_rows",
     "definition_rows",
     "evidence_rows",
+    "family_rows",
     "furthest_rows",
+    "gpu_rows",
     "kernel_rows",
     "model_rows",
     "newest_trace_time",
@@ -103,22 +105,33 @@ CHANGES = """
     ORDER BY newest DESC, kind, definition, solution, gpu
 """
 
-# Kernels that are verified since then and were not before, and those that were promoted; one row an operator.
-KERNELS = """
+# Kernels that are verified since then and were not before, and those that were promoted; one row an operator or family, and GPU.
+_FRESH = """
     WITH fresh AS (
-        SELECT v.definition, v.gpu, v.language, v.workload_uuid, v.solution, p.ratio
+        SELECT v.definition, v.op_type, v.gpu, v.language, v.workload_uuid, v.solution, p.ratio
         FROM verified v LEFT JOIN promotions p ON p.trace_id = v.trace_id AND p.status = 'standing'
         WHERE v.role = 'kernel' AND v.timestamp >= $since::TIMESTAMP
             AND (p.id IS NOT NULL OR NOT EXISTS (
                 FROM traces e WHERE e.solution_digest = v.solution_digest AND e.gpu = v.gpu AND e.tier = 'promotion'
                     AND e.definition_digest = v.definition_digest AND e.workload_uuid = v.workload_uuid
                     AND e.status = 'PASSED' AND e.timestamp < $since::TIMESTAMP)))
-    SELECT definition, array_to_string(list_sort(list(DISTINCT gpu)), ', ') AS gpus,
+"""
+_KERNELS = """gpu,
         array_to_string(list_sort(list(DISTINCT language)), ', ') AS languages,
-        count(DISTINCT (gpu, workload_uuid)) AS shapes,
-        count(DISTINCT (gpu, workload_uuid)) FILTER (ratio IS NOT NULL) AS promoted,
-        max(ratio) AS ratio, arg_max(solution, ratio) AS solution
-    FROM fresh GROUP BY definition ORDER BY definition
+        count(DISTINCT definition) AS operators,
+        count(DISTINCT (definition, workload_uuid)) AS shapes,
+        count(DISTINCT (definition, workload_uuid)) FILTER (ratio IS NOT NULL) AS promoted,
+        max(ratio) AS ratio, coalesce(arg_max(solution, row(ratio, solution)) FILTER (ratio IS NOT NULL), '') AS solution
+    FROM fresh"""
+KERNELS = f"{_FRESH} SELECT definition, {_KERNELS} GROUP BY definition, gpu ORDER BY definition, gpu"
+FAMILIES = f"{_FRESH} SELECT op_type, {_KERNELS} GROUP BY op_type, gpu ORDER BY op_type, gpu"
+
+# Where each GPU stands now: what the fastest solution of a shape is written in.
+STANDING_OF_GPUS = """
+    SELECT gpu, count(DISTINCT definition) AS operators, count(*) AS shapes,
+        count(*) FILTER (language = 'triton') AS triton, count(*) FILTER (language = 'tilelang') AS tilelang,
+        count(*) FILTER (language = 'cutile') AS cutile, count(*) FILTER (language = 'python') AS python
+    FROM best GROUP BY gpu ORDER BY gpu
 """
 
 DEFINITIONS = """
@@ -132,7 +145,8 @@ SOLUTIONS = """
 """
 
 PEAKS = """
-    SELECT gpu, gpu_name, driver, copy_bytes_per_s, read_bytes_per_s, bfloat16_flops_per_s, float32_flops_per_s, launch_us
+    SELECT gpu, gpu_name, driver, copy_bytes_per_s, read_bytes_per_s, float8_flops_per_s, bfloat16_flops_per_s,
+        float32_flops_per_s, launch_us
     FROM peaks WHERE is_current ORDER BY gpu
 """
 
@@ -159,7 +173,7 @@ FURTHEST = """
             ORDER BY latency_us, trace_id) = 1)
     FROM fastest
     QUALIFY row_number() OVER (PARTITION BY definition, gpu ORDER BY sol_us DESC, axes_key, dtypes_key) = 1
-    ORDER BY sol_ratio, definition, gpu LIMIT $count
+    ORDER BY sol_ratio, definition, gpu
 """
 
 NEWEST = "SELECT max(timestamp) AS newest FROM trace_records WHERE is_counted(origin, trusted)"
@@ -193,9 +207,19 @@ def change_rows(store: Store, since: datetime | None = None) -> list[dict[str, A
 
 
 def kernel_rows(store: Store, since: datetime) -> list[dict[str, Any]]:
-    """What kernels were verified or promoted since then (UTC), one row an operator: on which GPUs, in which languages, at how
-    many shapes, at how many of them over the bar, and the best ratio over a best baseline with whose it is."""
+    """What kernels were verified or promoted since then (UTC), one row an operator and GPU: in which languages, at how many
+    shapes, at how many of them over the bar, and the best ratio over a best baseline with whose it is."""
     return store.rows(KERNELS, {"since": since})
+
+
+def family_rows(store: Store, since: datetime) -> list[dict[str, Any]]:
+    """The same, one row a family of operators and GPU: ``op_type`` in place of ``definition``."""
+    return store.rows(FAMILIES, {"since": since})
+
+
+def gpu_rows(store: Store) -> list[dict[str, Any]]:
+    """Per GPU the operators and shapes that something is verified for, and at how many shapes each language is the fastest."""
+    return store.rows(STANDING_OF_GPUS)
 
 
 def definition_rows(store: Store) -> list[dict[str, Any]]:
@@ -223,9 +247,10 @@ def attempt_rows(store: Store, since: datetime) -> list[dict[str, Any]]:
     return store.rows(ATTEMPTS, {"since": since})
 
 
-def furthest_rows(store: Store, count: int) -> list[dict[str, Any]]:
-    """The operators whose fastest verified solution, stock included, is furthest from the speed of light at its largest shape."""
-    return store.rows(FURTHEST, {"count": count})
+def furthest_rows(store: Store) -> list[dict[str, Any]]:
+    """The operators whose fastest verified solution, stock included, is furthest from the speed of light at its largest shape,
+    furthest first."""
+    return store.rows(FURTHEST)
 
 
 def newest_trace_time(store: Store) -> datetime | None:

@@ -1,0 +1,99 @@
+"""What an author is told to do next: every id that is shown is one that the commands take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tilegym_db.cli.task import _print_attempt
+from tilegym_db.loop.submission_verdicts import promotion_refusal
+from tilegym_db.loop.tasks import create_task, find_task
+from tilegym_db.records.loop import Attempt, Task
+
+HandIn = Callable[..., Path]
+Said = Callable[..., tuple[int, str, str]]
+LOOKS_AT_A_CLOCK = "import time\n\n\ndef run(x, weight, factor, out):\n    out.zero_()\n"
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Said:
+    """Run the command line; exit status, stdout and stderr."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        from tilegym_db.cli.app import main
+
+        monkeypatch.setattr("sys.argv", ["tilegym-db", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        captured = capsys.readouterr()
+        return int(stopped.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+def test_the_ids_of_the_table_of_tasks_are_taken_by_every_command(task: Task, said: Said) -> None:
+    other = create_task("row_scale", language="python", gpu="cpu", workload="cpu", min_speedup=2.0)
+    _, table, told = said("task", "status")
+    shown = [line.split()[0] for line in table.splitlines()[2:]]
+    assert {find_task(name).id for name in shown} == {task.id, other.id}
+    assert all(len(name) < len(task.id) for name in shown)
+    assert "tilegym-db task status ID" in told
+    _, whole, _ = said("task", "status", "--wide")
+    assert task.id in whole
+
+
+def test_a_task_without_an_attempt_says_how_to_hand_one_in(task: Task, said: Said) -> None:
+    code, table, told = said("task", "status", task.id[:8])
+    assert (code, table) == (0, "")
+    assert "no attempt yet" in told
+    assert f"tilegym-db task submit {task.id[:8]} FOLDER" in told
+
+
+def test_who_is_refused_is_told_where_the_reason_stands(task: Task, said: Said, hand_in: HandIn) -> None:
+    code, _, told = said("task", "submit", task.id, hand_in(LOOKS_AT_A_CLOCK))
+    assert code == 1
+    assert f"tilegym-db task prompt {task.id} has this reason in section 9" in told
+    _, prompt, _ = said("task", "prompt", task.id)
+    assert "imports-clock" in prompt.partition("## 9.")[2]
+
+
+def test_bars_without_a_measurement_say_what_none_means(task: Task, said: Said) -> None:
+    _, prompt, _ = said("task", "prompt", task.id)
+    objective = prompt.partition("## 4.")[2].partition("## 5.")[0]
+    assert "none: nothing is verified there on cpu yet" in objective
+
+
+def test_what_is_promoted_names_the_command_that_publishes_it(capsys: pytest.CaptureFixture[str]) -> None:
+    content = {"task": "a" * 36, "number": 1, "solution": "x", "solution_digest": "a" * 64, "stage": "promoted"}
+    content |= {"verdict": "promoted", "timestamp": "2026-11-01T00:00:00Z", "promotions": ("x_v1",)}
+    _print_attempt(Attempt.from_dict(content), "h200")
+    assert "Next: tilegym-db publish --gpu h200" in capsys.readouterr().err
+
+
+def compared(low: float, high: float) -> Any:
+    other = SimpleNamespace(provides="stock", other="row_scale_stock", ratio=(low + high) / 2, ci_low=low, ci_high=high)
+    return SimpleNamespace(comparisons=(other,))
+
+
+@pytest.mark.parametrize(("low", "high", "is_open"), [(0.4, 1.9, True), (0.9, 1.05, False)])
+def test_a_kernel_that_was_too_short_to_tell_is_not_called_slow(
+    low: float, high: float, is_open: bool, task: Task
+) -> None:
+    (item,) = task.workloads
+    trace: Any = SimpleNamespace(
+        workload_uuid=item.uuid,
+        timestamp=0,
+        status="PASSED",
+        trace_id="t",
+        axes=item.axes,
+        performance=compared(low, high),
+    )
+    refusal = promotion_refusal(task, [trace], {"t": "the interval is this"})
+    assert refusal is not None
+    assert refusal.reason.startswith("at M=512,N=1024: the interval is this")
+    assert ("may be fast enough" in refusal.reason) == is_open
