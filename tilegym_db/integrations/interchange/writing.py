@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tilegym_db.errors import StoreError, UsageError
+from tilegym_db.files import reason_of, write_folder
 from tilegym_db.store.imported import DataSet, StoredRecord, paths_of
 
 __all__ = ["imported_files", "write_tree"]
@@ -21,30 +20,12 @@ def write_tree(folder: Path, files: Mapping[str, bytes], blobs: Mapping[str, Pat
         UsageError: the folder exists and holds something.
         StoreError: it cannot be written. Nothing is left behind.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(f"{folder} exists and is not empty. Export into a new folder.")
-    staging: str | None = None
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        staging = tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-")
-        for path, content in files.items():
-            target = Path(staging) / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(content)
-        for path, source in (blobs or {}).items():
-            target = Path(staging) / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, target)
-        os.chmod(staging, 0o755)
-        if folder.exists():
-            folder.rmdir()
-        os.rename(staging, folder)
-        staging = None
+        if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
+            raise UsageError(f"{folder} exists and is not empty. Export into a new folder.")
     except OSError as error:
-        raise StoreError(f"cannot write {folder}: {error.strerror or error}. Nothing was exported.") from None
-    finally:
-        if staging is not None:
-            shutil.rmtree(staging, ignore_errors=True)
+        raise StoreError(f"cannot write {folder}: {reason_of(error)}. Nothing was exported.") from None
+    write_folder(folder, files, blobs, may_be_empty=True)
 
 
 def imported_files(found: DataSet, op_type: str | None = None) -> dict[str, bytes]:
