@@ -248,3 +248,12 @@ def test_a_name_that_no_record_may_have_is_refused_before_anything_is_written(wo
     result = cli("new", *words)
     assert result.code == 2
     assert message in " ".join(result.err.split())
+
+
+@pytest.mark.parametrize("target", [("--output", "workloads.jsonl"), ("--add",)])
+def test_a_scalar_that_its_name_excludes_is_refused_with_its_name(cli, home, config, tmp_path, monkeypatch, target):
+    monkeypatch.chdir(tmp_path)
+    result = cli("new", "workload", "rms_norm", "--from-config", config, "--scalar", "eps=-1", *target)
+    assert result.code == 1
+    assert "no workload was written: inputs.eps: -1 is negative, and 'eps' of rms_norm is not" in result.err
+    assert not list(tmp_path.glob("*.jsonl")) and not list(home.rglob("rms_norm.jsonl"))

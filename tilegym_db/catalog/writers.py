@@ -9,6 +9,7 @@ from pathlib import Path
 from tilegym_db.catalog.broken import RECORD_NAME
 from tilegym_db.catalog.locked import read_lock, write_lock
 from tilegym_db.catalog.reader import CatalogReader
+from tilegym_db.catalog.scalar_rules import check_scalar_values
 from tilegym_db.catalog.workload_files import WORKLOAD_BYTES
 from tilegym_db.errors import ConflictError, RecordError, check_kind
 from tilegym_db.files import read_bytes, write_atomically, write_folder
@@ -112,7 +113,9 @@ def add_workloads(catalog: CatalogReader, workloads: Iterable[Workload], root: P
     check_kind(workloads, Iterable, "add_workloads takes several Workloads")
     for workload in workloads:
         check_kind(workload, Workload, "add_workloads takes Workloads")
-        workload.check_against(catalog.definition(workload.definition))
+        operator = catalog.definition(workload.definition)
+        workload.check_against(operator)
+        check_scalar_values(operator, workload)
         groups.setdefault(workload.definition, {}).setdefault(workload.uuid, workload)
     added = []
     with writing(root):

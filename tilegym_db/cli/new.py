@@ -210,7 +210,9 @@ def write_workloads(target: Path, found: MappedWorkloads) -> None:
 def _why_none(found: MappedWorkloads) -> str:
     missing = ", ".join(found.unmapped)
     given = f"give what the config does not have with --axes or --scalar ({missing})"
-    return given if missing else "the definition's constraints exclude every size"
+    if missing:
+        return given
+    return found.refused[0].rstrip(".") if found.refused else "the definition's constraints exclude every size"
 
 
 def print_mapping(found: MappedWorkloads) -> None:
