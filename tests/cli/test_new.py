@@ -256,4 +256,5 @@ def test_a_scalar_that_its_name_excludes_is_refused_with_its_name(cli, home, con
     result = cli("new", "workload", "rms_norm", "--from-config", config, "--scalar", "eps=-1", *target)
     assert result.code == 1
     assert "no workload was written: inputs.eps: -1 is negative, and 'eps' of rms_norm is not" in result.err
-    assert not list(tmp_path.glob("*.jsonl")) and not list(home.rglob("rms_norm.jsonl"))
+    assert not list(tmp_path.glob("*.jsonl"))
+    assert not list(home.rglob("rms_norm.jsonl"))

@@ -1,5 +1,7 @@
-"""What a scalar's name says of its value. The record of an operator bounds its axes alone: a negative eps or count fits its dtype,
-and every result of it would be NaN, or none."""
+"""What a scalar's name says of its value.
+
+The record of an operator bounds its axes alone: a negative eps or count fits its dtype, and the results of it are NaN, or none.
+"""
 
 from __future__ import annotations
 
