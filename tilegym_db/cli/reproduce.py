@@ -35,8 +35,11 @@ def command(
     from tilegym_db.bench.machine import refuse_absent_gpu
 
     refuse_absent_gpu(gpu)
-    from tilegym_db.bench.reproduce import reproduce
     from tilegym_db.loop.submission_catalog import with_candidates
+
+    catalog = with_candidates()
+    catalog.solution(name)  # before PyTorch is loaded, which takes seconds
+    from tilegym_db.bench.reproduce import reproduce
 
     result = reproduce(
         name,
@@ -49,7 +52,7 @@ def command(
         seed=seed,
         offset=offset,
         gpu=gpu,
-        catalog=with_candidates(),
+        catalog=catalog,
     )
     answer = describe(result)
     if as_json:

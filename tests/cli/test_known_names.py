@@ -1,0 +1,33 @@
+"""A name that nothing has is refused at once: the harness and PyTorch, which take seconds, are not loaded for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import sys
+from tilegym_db.cli.app import main
+try:
+    main()
+except SystemExit as ended:
+    print(ended.code, "torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("bench", "rms_nrom"), ("tune", "rms_nrom"), ("promote", "rms_nrom"), ("regress", "rms_nrom", "--against", "HEAD"),
+        ("reproduce", "rms_norm_tritno"),
+    ],
+)  # fmt: skip
+def test_an_unknown_name_is_refused_before_pytorch_is_loaded(words, home):
+    command = [sys.executable, "-c", PROGRAM, *words, "--gpu", "cpu"]
+    environment = {**os.environ, "TILEGYM_DB_HOME": str(home)}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert result.stdout.split() == ["2", "False"]
+    assert "Did you mean 'rms_norm" in result.stderr
