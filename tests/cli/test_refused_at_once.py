@@ -1,4 +1,4 @@
-"""A name that nothing has is refused at once: the harness and PyTorch, which take seconds, are not loaded for it."""
+"""What can only be a mistake is refused at once: the harness and PyTorch, which take seconds, are not loaded for it."""
 
 from __future__ import annotations
 
@@ -31,3 +31,15 @@ def test_an_unknown_name_is_refused_before_pytorch_is_loaded(words, home):
     result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert result.stdout.split() == ["2", "False"]
     assert "Did you mean 'rms_norm" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "words", [("verify-model",), ("model-bench",), ("fit",), ("task", "from-model"), ("recommend",)]
+)
+def test_a_size_that_no_model_has_is_refused_before_pytorch_is_loaded(words, home, write_json):
+    config = write_json({"model_type": "llama", "hidden_size": -64})
+    environment = {**os.environ, "TILEGYM_DB_HOME": str(home)}
+    command = [sys.executable, "-c", PROGRAM, *words, str(config)]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert result.stdout.split() == ["2", "False"]
+    assert "hidden_size must be a whole number from 1 to 1048576, not -64" in " ".join(result.stderr.split())
