@@ -14,7 +14,7 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tilegym_db.errors import ConflictError, RecordError, StoreError
@@ -36,6 +36,7 @@ RECORD_BYTES = 16 * MiB
 
 _PREFIX, _SUFFIX = ".tilegym-db-", ".new"
 _LEFTOVER_AGE_S = 3600.0
+_FEW, _AT_ONCE = 32, 32
 
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -205,16 +206,17 @@ def write_folder(
         _remove_leftovers(folder.parent)
         staged = _staged_name(folder.parent)
         os.mkdir(staged)
-        inner = {Path(staged)}
+        inner, written = {Path(staged)}, []
         for name, content in [*files.items(), *(copies or {}).items()]:
             target = Path(staged) / name
             target.parent.mkdir(parents=True, exist_ok=True)
             inner.update(parent for parent in target.parents if parent.is_relative_to(staged))
             if isinstance(content, Path):
                 shutil.copyfile(content, target)
-                _sync_file(target)
             else:
-                _write_synced(str(target), content)
+                target.write_bytes(content)
+            written.append(target)
+        _sync_files(written)
         for made in sorted(inner, reverse=True):
             sync_folder(made)
         try:
@@ -240,6 +242,19 @@ def sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def _sync_files(paths: Sequence[Path]) -> None:
+    """Wait until files are on disk. Several at once: a file system writes its journal once for all that wait for it."""
+    if len(paths) < _FEW:
+        for path in paths:
+            _sync_file(path)
+        return
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        for _ in threads.map(_sync_file, paths):
+            pass
 
 
 def _sync_file(path: Path) -> None:

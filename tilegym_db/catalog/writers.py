@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tilegym_db.catalog.broken import RECORD_NAME
+from tilegym_db.catalog.call_rules import check_call
 from tilegym_db.catalog.locked import read_lock, write_lock
 from tilegym_db.catalog.reader import CatalogReader
-from tilegym_db.catalog.scalar_rules import check_scalar_values
 from tilegym_db.catalog.workload_files import WORKLOAD_BYTES
 from tilegym_db.errors import ConflictError, RecordError, check_kind
 from tilegym_db.files import read_bytes, write_atomically, write_folder
@@ -114,8 +114,7 @@ def add_workloads(catalog: CatalogReader, workloads: Iterable[Workload], root: P
     for workload in workloads:
         check_kind(workload, Workload, "add_workloads takes Workloads")
         operator = catalog.definition(workload.definition)
-        workload.check_against(operator)
-        check_scalar_values(operator, workload)
+        check_call(operator, workload)
         groups.setdefault(workload.definition, {}).setdefault(workload.uuid, workload)
     added = []
     with writing(root):

@@ -56,7 +56,7 @@ def read_workloads(file: Path, catalog: Catalog) -> list[Workload]:
         RecordError: a line is no Workload, or does not fit its Definition; names file, line and key.
         NotFoundError: a line names an unknown Definition.
     """
-    from tilegym_db.catalog.scalar_rules import check_scalar_values
+    from tilegym_db.catalog.call_rules import check_call
     from tilegym_db.catalog.workload_files import WORKLOAD_BYTES
     from tilegym_db.errors import NotFoundError, RecordError
     from tilegym_db.files import read_bytes
@@ -67,8 +67,7 @@ def read_workloads(file: Path, catalog: Catalog) -> list[Workload]:
         workload = Workload.from_json(text, where)
         try:
             operator = catalog.definition(workload.definition)
-            workload.check_against(operator)
-            check_scalar_values(operator, workload)
+            check_call(operator, workload)
         except NotFoundError as error:
             raise NotFoundError(f"{where}: {error}") from None
         except RecordError as error:

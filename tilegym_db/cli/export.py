@@ -44,9 +44,11 @@ def command(
     nobody edited come out byte for byte. A draft is what add-definition and add-solution take; nothing of it is run here.
     """
     from tilegym_db.errors import UsageError
+    from tilegym_db.integrations.interchange.writing import refuse_taken
 
     if form not in FORMATS:
         raise UsageError(f"unknown format '{form}'; known: {', '.join(FORMATS)}.")
+    refuse_taken(folder)
     if form == "draft":
         _export_draft(folder, origin, definition)
         return

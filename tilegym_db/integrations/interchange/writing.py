@@ -10,7 +10,21 @@ from tilegym_db.errors import StoreError, UsageError
 from tilegym_db.files import reason_of, write_folder
 from tilegym_db.store.imported import DataSet, StoredRecord, paths_of
 
-__all__ = ["imported_files", "write_tree"]
+__all__ = ["imported_files", "refuse_taken", "write_tree"]
+
+
+def refuse_taken(folder: Path) -> None:
+    """Refuse a folder that nothing can be exported to; ask before an export is put together, which takes seconds.
+
+    Raises:
+        UsageError: it exists and holds something, or is no folder.
+        StoreError: it cannot be looked at.
+    """
+    try:
+        if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
+            raise UsageError(f"{folder} exists and is not empty. Export into a new folder.")
+    except OSError as error:
+        raise StoreError(f"cannot write {folder}: {reason_of(error)}. Nothing was exported.") from None
 
 
 def write_tree(folder: Path, files: Mapping[str, bytes], blobs: Mapping[str, Path] | None = None) -> None:
@@ -20,11 +34,7 @@ def write_tree(folder: Path, files: Mapping[str, bytes], blobs: Mapping[str, Pat
         UsageError: the folder exists and holds something.
         StoreError: it cannot be written. Nothing is left behind.
     """
-    try:
-        if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
-            raise UsageError(f"{folder} exists and is not empty. Export into a new folder.")
-    except OSError as error:
-        raise StoreError(f"cannot write {folder}: {reason_of(error)}. Nothing was exported.") from None
+    refuse_taken(folder)
     write_folder(folder, files, blobs, may_be_empty=True)
 
 
