@@ -207,10 +207,14 @@ def write_folder(
         staged = _staged_name(folder.parent)
         os.mkdir(staged)
         inner, written = {Path(staged)}, []
+        are_many = len(files) >= _FEW
         for name, content in [*files.items(), *(copies or {}).items()]:
             target = Path(staged) / name
             target.parent.mkdir(parents=True, exist_ok=True)
             inner.update(parent for parent in target.parents if parent.is_relative_to(staged))
+            if isinstance(content, bytes) and not are_many:
+                _write_synced(str(target), content)
+                continue
             if isinstance(content, Path):
                 shutil.copyfile(content, target)
             else:
@@ -246,9 +250,7 @@ def sync_folder(folder: Path) -> None:
 
 def _sync_files(paths: Sequence[Path]) -> None:
     """Wait until files are on disk. Several at once: a file system writes its journal once for all that wait for it."""
-    if len(paths) < _FEW:
-        for path in paths:
-            _sync_file(path)
+    if not paths:
         return
     from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,7 @@
 """What the names of scalars and the places of inputs say, which no record of an operator states.
 
-A record bounds axes alone: a negative eps or count fits its dtype, and the results of it are NaN, or none. Nor can contents be drawn
-for an input of which two elements have one address.
+A record bounds axes alone: a negative eps or count fits its dtype, and the results of it are NaN, or none. Contents cannot be
+drawn for an input of which two elements have one address.
 """
 
 from __future__ import annotations

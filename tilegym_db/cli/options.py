@@ -92,10 +92,12 @@ def path_given(text: str | Path) -> Path:
     """A parser of paths: an empty one would be the current folder.
 
     Raises:
-        BadParameter: it is empty.
+        BadParameter: it is empty, or '-', which elsewhere means a stream.
     """
     if not str(text):
         raise typer.BadParameter("'' is no path.")
+    if str(text) == "-":
+        raise typer.BadParameter("'-' is no path here; a file of that name is ./-.")
     return Path(text)
 
 
