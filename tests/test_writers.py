@@ -12,6 +12,7 @@ from writing import BY_TIME, WRITERS, Place
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.catalog.locked import read_lock
 from tilegym_db.loop.handed_in import attempts_at
+from tilegym_db.loop.received import folder_digest
 from tilegym_db.records.loop import Attempt
 from tilegym_db.records.model_run import ModelRun
 from tilegym_db.records.peaks import GpuPeaks
@@ -112,8 +113,12 @@ def landed(place: Place, name: str, key: str) -> bool:
             return len(writing.tasks_at(place, writing.bar_of(key))) == 1
         case "submit_kernel":
             (task,) = writing.tasks_at(place, writing.SUBMITTED_BAR)
-            digest = SolutionFiles.read(place.beside / "handed_in" / key).digest
-            attempts = [one for one in attempts_at(task, place.home) if one.solution_digest == digest]
+            folder = place.beside / "handed_in" / key
+            digests = (
+                SolutionFiles.read(folder).digest,
+                folder_digest(folder),
+            )  # the second, of one refused as it came in
+            attempts = [one for one in attempts_at(task, place.home) if one.solution_digest in digests]
             (attempt,) = attempts  # a new version that landed before it is a reason to refuse it
             return (attempt.verdict, attempt.stage) == (
                 "no_gpu", "compiled",

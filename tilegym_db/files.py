@@ -208,7 +208,8 @@ def write_folder(
         os.mkdir(staged)
         inner, written = {Path(staged)}, []
         are_many = len(files) >= _FEW
-        for name, content in [*files.items(), *(copies or {}).items()]:
+        contents: dict[str, bytes | Path] = {**files, **(copies or {})}
+        for name, content in contents.items():
             target = Path(staged) / name
             target.parent.mkdir(parents=True, exist_ok=True)
             inner.update(parent for parent in target.parents if parent.is_relative_to(staged))
