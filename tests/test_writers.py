@@ -9,12 +9,18 @@ import pytest
 import writing
 from writing import BY_TIME, WRITERS, Place
 
-from tilegym_db.catalog import Catalog
+from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.catalog.locked import read_lock
+from tilegym_db.loop.handed_in import attempts_at
+from tilegym_db.loop.received import folder_digest
+from tilegym_db.records.loop import Attempt
 from tilegym_db.records.model_run import ModelRun
 from tilegym_db.records.peaks import GpuPeaks
 from tilegym_db.store.connection import open_store
+from tilegym_db.store.data_set import SharedDataSet
+from tilegym_db.store.imported import data_sets
 from tilegym_db.store.journal import read_journal
+from tilegym_db.store.loop_journals import journaled
 from tilegym_db.store.queries import count_traces
 from tilegym_db.store.tuning import TuningStep
 
@@ -50,6 +56,26 @@ def check_whole(place: Place) -> None:
         assert read_journal(path).rejected == ()
     for path in place.root.glob("traces/*/*.json"):
         json.loads(path.read_bytes())
+    for found in data_sets(place.home):
+        for file in found.files:
+            assert found.content(file.path) == (place.beside / "foreign" / found.name / file.path).read_bytes()
+    for path in place.beside.glob("exports/[a-z]*"):
+        told = json.loads((path / "tilegym_db" / "export.json").read_bytes())
+        exported = {file.stem for file in path.glob("definitions/*/*.json")}
+        assert exported == set(told["definitions"])
+        assert exported
+    shared_traces(place)
+    # Who numbers attempts reads and appends under one lock: no number is given twice.
+    numbered = {(one.task, one.number, one.solution_digest) for one in journaled(Attempt, place.home)}
+    assert len({(task, number) for task, number, _ in numbered}) == len(numbered)
+
+
+def shared_traces(place: Place) -> list[str]:
+    """The ids of every trace of the data set that is shared from here, once each; every file of it is whole."""
+    data_set = SharedDataSet(str(place.beside / "team"))
+    ids, problems = data_set.trace_ids(data_set.files())
+    assert problems == []
+    return sorted(ids)
 
 
 def landed(place: Place, name: str, key: str) -> bool:
@@ -75,6 +101,28 @@ def landed(place: Place, name: str, key: str) -> bool:
                        for path in (place.home / "peaks").glob("*.json"))  # fmt: skip
         case "model_run":
             return (place.home / "model_runs" / f"{key}.json").is_file()
+        case "import_set":
+            return [len(found.records) for found in data_sets(place.home) if found.name == key] == [3]
+        case "export":
+            return (place.beside / "exports" / key / "tilegym_db" / "export.json").is_file()
+        case "share":
+            return {trace.trace_id for trace in read_journal(place.home / "runs" / "first_0.jsonl").traces} <= set(
+                shared_traces(place)
+            )
+        case "create_task":
+            return len(writing.tasks_at(place, writing.bar_of(key))) == 1
+        case "submit_kernel":
+            (task,) = writing.tasks_at(place, writing.SUBMITTED_BAR)
+            folder = place.beside / "handed_in" / key
+            digests = (
+                SolutionFiles.read(folder).digest,
+                folder_digest(folder),
+            )  # the second, of one refused as it came in
+            attempts = [one for one in attempts_at(task, place.home) if one.solution_digest in digests]
+            (attempt,) = attempts  # a new version that landed before it is a reason to refuse it
+            return (attempt.verdict, attempt.stage) == (
+                "no_gpu", "compiled",
+            ) or "row_scale changed since the task" in attempt.reason  # fmt: skip
         case _:
             return True
 
@@ -82,17 +130,18 @@ def landed(place: Place, name: str, key: str) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STEPWISE)
 def test_a_writer_that_is_killed_at_any_moment_loses_nothing_and_its_work_can_be_done_again(name: str, place: Place):
-    (whole,) = writing.run([(name, "key_0")], place)
+    # The first also makes folders, and the database that some of them ask.
+    _, whole = (writing.run([(name, key)], place)[0] for key in ("key_0", "key_1"))
     assert whole.kind == "done"
-    assert landed(place, name, "key_0")
+    assert landed(place, name, "key_1")
     moments = sorted({1 + round(index * (whole.steps - 1) / (MOMENTS - 1)) for index in range(MOMENTS)})
-    for index, moment in enumerate(moments, start=1):
+    for index, moment in enumerate(moments, start=2):
         key = f"key_{index}"
         (ending,) = writing.run([(name, key)], place, kill_at=moment)
         assert ending.kind == "killed", (moment, whole.steps)
         check_whole(place)
         (again,) = writing.run([(name, key)], place)
-        assert again.kind == "done" or "already exists" in again.said, again.said
+        assert again.kind == "done" or "exist" in again.said, again.said
         assert landed(place, name, key), (moment, whole.steps)
         check_whole(place)
 
@@ -113,9 +162,16 @@ def test_a_writer_of_the_database_that_is_killed_at_any_moment_loses_nothing(nam
     assert killed >= MOMENTS // 2  # the last ones may come too late on a machine that is less busy by now
     assert writing.run([("ingest", "last_0")], place)[0].kind == "done"
     assert writing.run([("publish", "last_1")], place)[0].kind == "done"
-    written = sum(len(read_journal(path).traces) for path in (place.home / "runs").glob("*.jsonl"))
+    assert writing.run([("share", "last_2")], place)[0].kind == "done"
+    own = sum(len(read_journal(path).traces) for path in (place.home / "runs").glob("*.jsonl"))
+    others = 0
+    if name == "sync":
+        keys = [f"key_{index}" for index in range(MOMENTS + 1)]
+        assert {writing.run([(name, key)], place)[0].kind for key in keys} == {"done"}
+        others = 4 * len(keys)
     with open_store(place.home, catalog=Catalog((place.root,)), lock_timeout_s=60) as store:
-        assert count_traces(store) == written
+        assert count_traces(store) == own + others
+    assert len(shared_traces(place)) == own
     check_whole(place)
 
 

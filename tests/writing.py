@@ -20,8 +20,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import foreign_sets
+from loop_authors import GOOD
+
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["writing", "duckdb", "tilegym_db.store.publish", "tilegym_db.store.ingest", "filelock"])
+CONTEXT.set_forkserver_preload(
+    ["writing", "duckdb", "tilegym_db.store.publish", "tilegym_db.store.ingest", "filelock", "tilegym_db.store.sharing",
+     "tilegym_db.integrations.interchange.importing", "tilegym_db.integrations.interchange.flashinfer_export",
+     "tilegym_db.loop.submit", "tilegym_db.loop.tasks", "pyarrow.parquet", "pyarrow.dataset"]
+)  # fmt: skip
 
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.chmod", "os.link", "shutil.rmtree"}
 WAIT_S = 60.0
@@ -33,6 +40,11 @@ class Place:
 
     root: Path
     home: Path
+
+    @property
+    def beside(self) -> Path:
+        """Where what is read and written outside of both lies: foreign data sets, exports, what authors hand in."""
+        return self.root.parent / "beside"
 
 
 @dataclass(frozen=True)
@@ -165,14 +177,121 @@ def rebuild(place: Place, key: str) -> None:
     make_anew(place.home, lock_timeout_s=WAIT_S)
 
 
+def import_set(place: Place, key: str) -> None:
+    from tilegym_db.integrations.interchange.importing import import_data_set
+
+    import_data_set(place.beside / "foreign" / key, home=place.home)
+
+
+def export(place: Place, key: str) -> None:
+    from tilegym_db.catalog import Catalog
+    from tilegym_db.integrations.interchange.flashinfer_export import build_export
+    from tilegym_db.integrations.interchange.writing import write_tree
+
+    told = build_export(Catalog.default(), [trace_of(place, key, 0)])
+    write_tree(place.beside / "exports" / key, told.files, told.blobs)
+
+
+def sync(place: Place, key: str) -> None:
+    from tilegym_db.store.connection import open_store
+    from tilegym_db.store.data_set import SharedDataSet
+    from tilegym_db.store.sharing import sync_traces
+
+    with open_store(place.home, lock_timeout_s=WAIT_S) as store:
+        sync_traces(store, SharedDataSet(str(place.beside / "others" / key)))
+
+
+def share(place: Place, key: str) -> None:
+    from tilegym_db.store.connection import open_store
+    from tilegym_db.store.data_set import SharedDataSet
+    from tilegym_db.store.ingest import ingest as bring_in
+    from tilegym_db.store.sharing import share_traces
+
+    with open_store(place.home, lock_timeout_s=WAIT_S) as store:
+        bring_in(store)
+        share_traces(store, SharedDataSet(str(place.beside / "team")))
+
+
+def create_task(place: Place, key: str) -> None:
+    from tilegym_db.loop.tasks import create_task as create
+
+    create("row_scale", language="python", gpu="h200", min_speedup=bar_of(key), home=place.home)
+
+
+def submit_kernel(place: Place, key: str) -> None:
+    from tilegym_db.loop.submit import submit
+
+    (task,) = tasks_at(place, SUBMITTED_BAR)
+    submit(task, place.beside / "handed_in" / key, home=place.home, root=place.root)
+
+
 WRITERS: dict[str, Callable[[Place, str], None]] = {
     writer.__name__: writer
     for writer in (
         add_definition, add_version, add_solution, add_workload, update_lock, journal, search, peaks, model_run, ingest, publish,
-        rebuild,
+        rebuild, import_set, export, sync, share, create_task, submit_kernel,
     )
 }  # fmt: skip
-BY_TIME = ("ingest", "publish", "rebuild")
+BY_TIME = ("ingest", "publish", "rebuild", "sync", "share")
+SUBMITTED_BAR = 1.5
+"""Of the task that kernels are handed in to; those that :func:`create_task` makes have others."""
+
+
+# -- what some of them read -------------------------------------------------------------------------------------------
+
+
+def foreign_set(place: Place, key: str) -> None:
+    """A data set of another project; no two have a file in common, and the folders for them are there: equally many steps."""
+    for number in range(256):
+        (place.home / "imported" / "objects" / f"{number:02x}").mkdir(parents=True, exist_ok=True)
+    tree = foreign_sets.Tree(place.beside / "foreign" / key)
+    described = foreign_sets.definition(description=key)
+    tree.write(foreign_sets.DEFINITION, described)
+    tree.write(foreign_sets.SOLUTION, foreign_sets.solution(content=f"{foreign_sets.SCALE}# {key}\n"))
+    tree.write(
+        foreign_sets.WORKLOADS, foreign_sets.lines(foreign_sets.of_workload(foreign_sets.workload(uuid=f"w-{key}")))
+    )
+
+
+def others_traces(place: Place, key: str) -> None:
+    """A shared data set with four traces that another installation measured."""
+    from tilegym_db.store.data_set import Row, SharedDataSet
+
+    rows = [Row(trace_of(place, f"others-{key}", attempt).to_json()) for attempt in range(4)]
+    SharedDataSet(str(place.beside / "others" / key)).add(rows, "h200")
+
+
+def handed_in(place: Place, key: str) -> None:
+    """A kernel as its author leaves it, and the task that it is for."""
+    from tilegym_db.loop.tasks import create_task as create
+
+    create("row_scale", language="python", gpu="h200", min_speedup=SUBMITTED_BAR, home=place.home)
+    folder = place.beside / "handed_in" / key
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {
+        "name": "mine", "definition": "row_scale", "author": key, "sources": [{"path": "kernel.py"}],
+        "spec": {"language": "python", "entry_point": "kernel.py::run", "dtypes": {"T": ["float32"]}},
+    }  # fmt: skip
+    (folder / "solution.json").write_text(json.dumps(record))
+    (folder / "kernel.py").write_text(f"{GOOD}# {key}\n")
+
+
+SOURCES: dict[str, Callable[[Place, str], None]] = {
+    "import_set": foreign_set, "sync": others_traces, "submit_kernel": handed_in,
+}  # fmt: skip
+
+
+def bar_of(key: str) -> float:
+    """The bar of the task of a key, which tells it from those of others."""
+    return 1.1 + int(key.rpartition("_")[2]) / 1000
+
+
+def tasks_at(place: Place, bar: float) -> list[Any]:
+    """Every line of the journal that is a task with this bar."""
+    from tilegym_db.records.loop import Task
+    from tilegym_db.store.loop_journals import journaled
+
+    return [task for task in journaled(Task, place.home) if abs(task.min_speedup - bar) < 1e-9]
 
 
 def row_scale(place: Place) -> dict[str, Any]:
@@ -236,12 +355,14 @@ class Steps:
 def _child(
     sender: Any, start: float, name: str, place: Place, key: str, kill_at: int | None, kill_after_s: float | None
 ) -> None:
+    import tilegym_db.bench.machine
     import tilegym_db.catalog
     import tilegym_db.paths
     from tilegym_db.errors import TilegymDBError
 
     os.environ["TILEGYM_DB_HOME"] = str(place.home)
     tilegym_db.paths.shipped_root = tilegym_db.catalog.shipped_root = lambda: place.root
+    tilegym_db.bench.machine._cuda_machine = lambda index: None  # nothing is measured, wherever this runs
     time.sleep(max(0.0, start - time.time()))
     if kill_after_s is not None:
         threading.Timer(kill_after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -261,6 +382,8 @@ def run(
     writers: Sequence[tuple[str, str]], place: Place, *, kill_at: int | None = None, kill_after_s: float | None = None
 ) -> list[Ending]:
     """Run (writer, key) pairs, all at once, each in a process of its own, and tell how each ended."""
+    for name, key in writers:
+        SOURCES.get(name, lambda place, key: None)(place, key)
     start = time.time() + (0.05 if len(writers) > 1 else 0.0)
     children = []
     for name, key in writers:

@@ -14,7 +14,7 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tilegym_db.errors import ConflictError, RecordError, StoreError
@@ -36,6 +36,7 @@ RECORD_BYTES = 16 * MiB
 
 _PREFIX, _SUFFIX = ".tilegym-db-", ".new"
 _LEFTOVER_AGE_S = 3600.0
+_FEW, _AT_ONCE = 32, 32
 
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -182,30 +183,45 @@ def write_exclusively(path: Path, content: bytes) -> None:
                 os.unlink(staged)
 
 
-def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
+def write_folder(
+    folder: Path, files: Mapping[str, bytes], copies: Mapping[str, Path] | None = None, *, may_be_empty: bool = False
+) -> None:
     """Make a new folder of files in one step: it appears whole or not at all. What is there already is left alone.
 
     Args:
-        folder: must not exist. The caller holds the lock.
+        folder: must not exist. Of several writers at once one succeeds.
         files: relative path -> content.
+        copies: relative path -> the file to copy.
+        may_be_empty: it may exist, where it holds nothing.
 
     Raises:
         StoreError: something of that name exists, or it cannot be written; nothing was added then.
     """
     staged: str | None = None
     try:
-        if os.path.lexists(folder):
+        folder = Path(os.path.realpath(folder)) if may_be_empty else folder
+        if os.path.lexists(folder) and not (may_be_empty and folder.is_dir()):
             raise FileExistsError(0, "it exists already")
         folder.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(folder.parent)
         staged = _staged_name(folder.parent)
         os.mkdir(staged)
-        inner = {Path(staged)}
-        for name, content in files.items():
+        inner, written = {Path(staged)}, []
+        are_many = len(files) >= _FEW
+        contents: dict[str, bytes | Path] = {**files, **(copies or {})}
+        for name, content in contents.items():
             target = Path(staged) / name
             target.parent.mkdir(parents=True, exist_ok=True)
             inner.update(parent for parent in target.parents if parent.is_relative_to(staged))
-            _write_synced(str(target), content)
+            if isinstance(content, bytes) and not are_many:
+                _write_synced(str(target), content)
+                continue
+            if isinstance(content, Path):
+                shutil.copyfile(content, target)
+            else:
+                target.write_bytes(content)
+            written.append(target)
+        _sync_files(written)
         for made in sorted(inner, reverse=True):
             sync_folder(made)
         try:
@@ -231,6 +247,25 @@ def sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def _sync_files(paths: Sequence[Path]) -> None:
+    """Wait until files are on disk. Several at once: a file system writes its journal once for all that wait for it."""
+    if not paths:
+        return
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        for _ in threads.map(_sync_file, paths):
+            pass
+
+
+def _sync_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _staged_name(folder: Path) -> str:

@@ -86,6 +86,17 @@ def outcome(python: str, arguments: list[str], environment: dict[str, str], pref
     return f"{result.returncode} ({time.monotonic() - begun:.1f})", known and said
 
 
+def why_not(prefix: list[str]) -> str:
+    """Why surroundings cannot be made on this machine, which would look like a command that fails; empty where they can."""
+    if not prefix:
+        return ""
+    try:
+        tried = subprocess.run([*prefix, "true"], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    except OSError as error:
+        return str(error)
+    return tried.stderr.strip() or f"exit status {tried.returncode}" if tried.returncode else ""
+
+
 def main() -> int:
     """Print the table of each interpreter; 1 where something is not as documented."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
@@ -99,6 +110,10 @@ def main() -> int:
         print(f"{python}\n{'':20}" + "".join(f"{name:11}" for name in COMMANDS))
         for kind in KINDS:
             with surroundings(kind) as (environment, prefix):
+                if problem := why_not(prefix):
+                    print(f"{kind:20}cannot be made here: {problem}", flush=True)
+                    wrong += 1
+                    continue
                 cells = [outcome(python, arguments, environment, prefix) for arguments in COMMANDS.values()]
             wrong += sum(not fine for _, fine in cells)
             print(f"{kind:20}" + "".join(f"{cell:11}" for cell, _ in cells), flush=True)

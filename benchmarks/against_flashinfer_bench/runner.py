@@ -64,7 +64,7 @@ def exported(folder: Path, gpu: str) -> Any:
     passed = [t for t in traces if t.status == "PASSED" and same_gpu(gpu, t.gpu)]
     with folder_beside(folder) as scratch:
         export = build_export(catalog, passed, blobs=BlobFolder(scratch))
-        write_tree(folder, export.files, export.blobs, export.drawn)
+        write_tree(folder, export.files, export.blobs | export.drawn)
     return TraceSet.from_path(str(folder))
 
 

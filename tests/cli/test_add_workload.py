@@ -106,3 +106,15 @@ def test_a_fifo_is_no_file_of_workloads(cli, row_scale, tmp_path):
     result = cli("add-workload", tmp_path / "fifo")
     assert result.code == 2
     assert "is neither a file nor a folder" in " ".join(result.err.split())
+
+
+def test_a_scalar_that_its_name_excludes_is_refused_with_file_line_and_name(cli, home, tmp_path):
+    file = tmp_path / "workloads.jsonl"
+    scalar = {"eps": {"type": "scalar", "value": -1e-6}}
+    file.write_text(
+        json.dumps({"definition": "rms_norm", "axes": {"M": 4, "N": 8}, "dtypes": {"T": "float32"}, "inputs": scalar})
+    )
+    result = cli("add-workload", file)
+    assert result.code == 1
+    assert "inputs.eps: -1e-06 is negative, and 'eps' of rms_norm is not" in result.err
+    assert "workloads.jsonl" in result.err

@@ -239,3 +239,18 @@ def test_the_table_of_commands_says_what_the_commands_say():
         for name, summary in panel.items():
             assert summary.endswith(".")
             assert load_command(name).help, name
+
+
+def test_an_argument_that_fills_screens_is_not_repeated_whole(cli, row_scale):
+    result = cli("show", "a" * 100_000)
+    assert result.code == 2
+    assert len(result.err) < 1000
+    assert result.err.rstrip().endswith("is no definition, no solution and no trace. Try: tilegym-db list")
+
+
+@pytest.mark.parametrize("words", [("report", "-o", "-"), ("export", "flashinfer", "-"), ("import", "-")])
+def test_a_dash_is_no_path(words, cli, row_scale, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = cli(*words)
+    assert (result.code, "'-' is no path here" in result.err) == (2, True)
+    assert not (tmp_path / "-").exists()

@@ -191,3 +191,20 @@ def test_a_broken_line_among_workloads_leaves_the_others(cli, row_scale, home, w
     assert f"{file}:2: " in found
     assert f"{file}:3: not a valid workload: axes.M" in found
     assert f"{file}:4: axis 'M' of row_scale is {2**62}; no axis is larger than" in found
+
+
+def test_a_journal_of_the_loop_that_cannot_be_read_stops_only_what_is_about_the_loop(
+    cli, row_scale, home, journal_traces
+):
+    journal_traces(3.0)
+    from tilegym_db.errors import StoreError
+    from tilegym_db.records.loop import Attempt
+    from tilegym_db.store.loop_journals import journaled
+
+    (home / "loop").mkdir()
+    os.mkfifo(home / "loop" / "attempts.jsonl")
+    assert cli("leaderboard", "row_scale").code == 0
+    assert cli("sql", "SELECT count(*) FROM traces").code == 0
+    assert cli("task", "create", "row_scale", "--gpu", "h200", "--language", "python").code == 0
+    with pytest.raises(StoreError, match=r"attempts.jsonl: cannot read this journal: it is a FIFO"):
+        journaled(Attempt, home)  # who numbers attempts must know all of them

@@ -111,3 +111,41 @@ def test_a_gpu_that_was_never_calibrated_is_named_with_the_command():
 def test_a_machine_without_a_gpu_is_not_asked_for_its_peaks(cli, row_scale, monkeypatch):
     monkeypatch.setattr(machine, "_cuda_machine", lambda index: None)
     assert [check for check in cli("doctor", "--json").json() if check["what"] == "peaks"] == []
+
+
+@pytest.mark.parametrize(
+    ("folder", "what"), [("runs", "journals"), ("peaks", "calibrations"), ("model_runs", "model runs")]
+)
+def test_broken_files_of_the_home_folder_are_counted_and_named_with_what_to_do(
+    folder, what, cli, row_scale, home, journal_traces
+):
+    journal_traces(3.0)
+    suffix = ".jsonl" if folder == "runs" else ".json"
+    (home / folder).mkdir(exist_ok=True)
+    for number in range(5):
+        (home / folder / f"broken{number}{suffix}").write_bytes(b'{"name": 1}\n' if number else b"\xff\xfe\n")
+    result = cli("doctor", "--json")
+    assert result.code == 1
+    (check,) = [check for check in result.json() if check["what"] == what]
+    assert check["state"] == "problem"
+    assert check["detail"].startswith(f"5 of {6 if folder == 'runs' else 5} {what} are broken and left out: ")
+    assert check["detail"].count("broken") >= 4
+    assert check["detail"].endswith("and 2 more")
+    assert f"move the file out of {home / folder}" in check["fix"]
+
+
+def test_a_line_that_a_killed_writer_left_is_told_and_is_no_problem(cli, row_scale, home, journal_traces):
+    journal_traces(3.0)
+    with (home / "runs" / "run-1.jsonl").open("a") as journal:
+        journal.write('{"trace_id": "a')
+    result = cli("doctor", "--json")
+    (check,) = [check for check in result.json() if check["what"] == "journals"]
+    assert (check["state"], "run-1.jsonl:2: cut off in mid write" in check["detail"]) == ("missing", True)
+    assert result.code == 0
+
+
+def test_doctor_reads_no_more_files_than_it_has_time_for(cli, row_scale, home, journal_traces, monkeypatch):
+    journal_traces(3.0)
+    monkeypatch.setattr("tilegym_db.store.broken_files.BUDGET_S", -1.0)
+    (check,) = [check for check in cli("doctor", "--json").json() if check["what"] == "journals"]
+    assert (check["state"], check["detail"].split(",")[0]) == ("ok", "1 older journals were not read")

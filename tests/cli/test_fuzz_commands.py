@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import random
@@ -23,13 +24,21 @@ LIMIT_S = 10
 EXAMPLES = 20  # per command: about a minute in all on an idle core
 EVERY_COMMAND = every_command()
 
-# What would measure, compile or generate for minutes, if nothing of what it is given were wrong.
+MEASURING = (
+    "bench", "tune", "promote", "reproduce", "regress", "calibrate", "fit", "verify-model", "model-bench", "auto-kernelize",
+    "sanitize", "profile",
+)  # fmt: skip
+"""What would measure for minutes if nothing of what it is given were wrong: each is given a GPU, as ``GPUS`` spells it."""
+GPUS = [
+    "b300", "h100", "h100-sxm", "h200", "H200", "hopper", "cuda:0", "h100,h200", "gpu", "0", "", " ", "\udcff", "a" * 5000,
+    "\x1b[2J",
+]  # fmt: skip
+HERE = ["auto", "cpu"]
+"""What there is on any machine: only together with a name that nothing has, or all would be measured."""
+UNKNOWN = "no_such_definition"
+
+# What would compile or generate for minutes, if nothing of what it is given were wrong.
 REFUSED = {
-    **dict.fromkeys(
-        ("bench", "tune", "promote", "reproduce", "regress", "calibrate", "fit", "verify-model", "model-bench"),
-        ("--gpu", "b300"),
-    ),
-    "auto-kernelize": ("--gpu", "b300"),
     "recommend": ("--layers", "0"),
     "mcp": ("--target",),
     "check": ("no_such_definition",),
@@ -83,7 +92,20 @@ def command_lines(draw: Any, name: str, places: list[str]) -> list[str]:
         if argument.required or draw(st.booleans()):
             known = st.sampled_from(PLAUSIBLE[argument.name]) if argument.name in PLAUSIBLE else values
             line += draw(st.lists(known | values, min_size=1, max_size=1 if argument.nargs == 1 else 3))
+    if name in MEASURING:
+        return [*name.split(), *draw(on_some_gpu(name, line))]
     return [*name.split(), *line, *REFUSED.get(name, ())]
+
+
+@st.composite
+def on_some_gpu(draw: Any, name: str, line: list[str]) -> list[str]:
+    """A command line of a command that measures, with a GPU that is not here, or none, or with nothing to measure on it."""
+    if draw(st.integers(0, 3)):
+        return [*line, "--gpu", draw(st.sampled_from(GPUS))]
+    asked = ["--gpu", draw(st.sampled_from(HERE))]
+    if name == "calibrate":
+        return [*line, *asked]  # a CPU has no peaks
+    return [UNKNOWN, *(["--against", "HEAD"] if name == "regress" else []), *asked]
 
 
 @pytest.fixture
@@ -126,6 +148,14 @@ def outcome(line: list[str]) -> tuple[int, str]:
     return code, streams[1].buffer.getvalue().decode(errors="replace")
 
 
+def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine that has none, so that no spelling of one has anything measured."""
+    for module in ("tilegym_db.driver", "tilegym_db.bench.machine"):
+        importlib.import_module(module)
+        monkeypatch.setattr(f"{module}.driver_files", lambda *_: ())
+        monkeypatch.setattr(f"{module}.driver_gpu_names", lambda *_: ())
+
+
 def _too_slow(*_: object) -> None:
     raise AssertionError(f"still running after {LIMIT_S} s")
 
@@ -134,6 +164,7 @@ def _too_slow(*_: object) -> None:
 def test_no_value_is_a_traceback_a_hang_or_a_loss(name, row_scale, home, places, journal_traces, monkeypatch):
     journal_traces(3.0, 2.0)
     monkeypatch.chdir(home.parent)
+    without_a_gpu(monkeypatch)
 
     @settings(
         max_examples=EXAMPLES,
@@ -160,12 +191,26 @@ def test_no_value_is_a_traceback_a_hang_or_a_loss(name, row_scale, home, places,
     fuzz()
 
 
+@pytest.mark.parametrize("name", ["bench", "calibrate"])
+def test_a_command_that_measures_draws_every_kind_of_gpu(name):
+    drawn = set()
+
+    @settings(max_examples=150, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(line=command_lines(name, []))
+    def draw(line: list[str]) -> None:
+        drawn.add(line[-1])
+
+    draw()
+    assert {*HERE, "b300", "h100", ""} <= drawn
+
+
 def test_a_real_process_ends_as_documented_too(home, places):
     lines = random.Random(17)
     environment = {**os.environ, "TILEGYM_DB_HOME": str(home)}
     for name in ("sql", "show", "explain", "ingest", "bench"):
         values = [lines.choice([*HOSTILE, *places]) for _ in EVERY_COMMAND[name].params[:1]]
-        command = [sys.executable, "-m", "tilegym_db", name, *values, *REFUSED.get(name, ())]
+        refused = ("--gpu", "b300") if name in MEASURING else REFUSED.get(name, ())
+        command = [sys.executable, "-m", "tilegym_db", name, *values, *refused]
         result = subprocess.run(command, env=environment, capture_output=True, timeout=60, cwd=home.parent)
         assert result.returncode in STATUSES
         assert b"Traceback" not in result.stderr

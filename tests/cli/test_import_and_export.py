@@ -186,3 +186,29 @@ def test_listing_goes_on_past_a_data_set_that_cannot_be_read(
     assert [row["origin"] for row in rows] == ["flashinfer-trace:other"]
     assert [record.message.partition(" left")[0] for record in caplog.records] == ["flashinfer-trace:theirs"]
     assert cli("import", "theirs", "--remove").code == 0
+
+
+@pytest.mark.parametrize("form", ["flashinfer", "original", "draft"])
+def test_a_folder_that_is_not_empty_is_refused_before_an_export_is_put_together(
+    form, cli, row_scale, tmp_path, monkeypatch
+):
+    from tilegym_db.integrations.interchange import flashinfer_export
+
+    def built(*_: object) -> None:
+        raise AssertionError("the export was put together")
+
+    monkeypatch.setattr(flashinfer_export, "build_export", built)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").write_text("the user's own")
+    result = cli("export", form, tmp_path / "taken")
+    assert (result.code, "exists and is not empty" in result.err) == (2, True)
+    assert [path.name for path in (tmp_path / "taken").iterdir()] == ["file"]
+
+
+def test_an_empty_folder_is_exported_into_and_a_link_to_one_is_kept(cli, row_scale, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    assert cli("export", "flashinfer", tmp_path / "link").code == 0
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "empty" / "tilegym_db" / "export.json").is_file()
+    assert not list(tmp_path.glob(".*"))

@@ -248,3 +248,29 @@ def test_a_name_that_no_record_may_have_is_refused_before_anything_is_written(wo
     result = cli("new", *words)
     assert result.code == 2
     assert message in " ".join(result.err.split())
+
+
+@pytest.mark.parametrize("target", [("--output", "workloads.jsonl"), ("--add",)])
+def test_a_scalar_that_its_name_excludes_is_refused_with_its_name(cli, home, config, tmp_path, monkeypatch, target):
+    monkeypatch.chdir(tmp_path)
+    result = cli("new", "workload", "rms_norm", "--from-config", config, "--scalar", "eps=-1", *target)
+    assert result.code == 1
+    assert "no workload was written: inputs.eps: -1 is negative, and 'eps' of rms_norm is not" in result.err
+    assert not list(tmp_path.glob("*.jsonl"))
+    assert not list(home.rglob("rms_norm.jsonl"))
+
+
+def test_a_name_of_a_model_with_a_slash_names_no_other_folder(cli, home, config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = cli("new", "workload", "rms_norm", "--from-config", config, "--model", "../org/model")
+    assert (result.code, (tmp_path / "rms_norm-org-model.jsonl").is_file()) == (0, True)
+    assert "model:../org/model" in (tmp_path / "rms_norm-org-model.jsonl").read_text()
+
+
+@pytest.mark.parametrize("words", [("definition", "mine"), ("solution", "rms_norm", "-l", "python")])
+def test_a_dangling_link_is_named_as_what_is_in_the_way(words, cli, home, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    result = cli("new", *words, "--output", tmp_path / "link")
+    assert result.code == 1
+    assert f"{tmp_path / 'link'} exists already, and nothing was written" in result.err
+    assert (tmp_path / "link").is_symlink()

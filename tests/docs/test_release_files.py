@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
+import sys
 
 import yaml
 from marked_blocks import ROOT
@@ -26,6 +29,27 @@ def test_workflows_and_templates_are_valid_yaml_and_run_the_commands_of_a_develo
     bounds = parsed["ci.yml"]["jobs"]["bounds"]
     assert bounds["strategy"]["matrix"]["versions"] == ["oldest", "newest"]
     assert "make bounds VERSIONS=${{ matrix.versions }}" in [step.get("run") for step in bounds["steps"]]
+
+
+def test_a_release_runs_every_program_that_tries_an_installation():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]
+    commands = [step.get("run", "") for job in jobs.values() for step in job["steps"]]
+    for name in ("environments.py", "first_steps.py"):
+        (command,) = [line for text in commands for line in text.splitlines() if f"tools/{name}" in line]
+        program = ROOT / "tools" / name
+        options = [word for word in shlex.split(command) if word.startswith("--")]
+        told = subprocess.run([sys.executable, program, "--help"], capture_output=True, text=True, check=True, cwd=ROOT)
+        assert [option for option in options if option not in told.stdout] == []
+    assert {"empty-machine", "surroundings", "first-steps"} == set(jobs["attach"]["needs"])
+
+
+def test_surroundings_that_cannot_be_made_are_told_and_are_no_result():
+    from environments import why_not
+
+    assert why_not([]) == ""
+    assert why_not(["true"]) == ""
+    assert "no_such_program" in why_not(["no_such_program"])
+    assert why_not(["sh", "-c", "echo not permitted >&2; exit 1"]) == "not permitted"
 
 
 def test_links_between_pages_lead_somewhere():

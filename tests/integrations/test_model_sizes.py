@@ -33,6 +33,9 @@ TINY = {
         ({"num_hidden_layers": 10**9}, "num_hidden_layers must be a whole number from 1"),
         ({"vocab_size": 1 << 26, "hidden_size": 1 << 20}, "the weights take .* GB at least"),
         ({"rope_theta": "x"}, "transformers (refuses|builds no model from) this config"),
+        ({"pad_token_id": 99_999}, "builds no model from this config: AssertionError: Padding_idx"),
+        ({"_attn_implementation": "flash_attention_2"}, "transformers (refuses|builds no model from) this config"),
+        ({"layer_types": ["nope"]}, "transformers (refuses|builds no model from) this config"),
         ({"hidden_size": None}, "transformers (refuses|builds no model from) this config"),
     ],
 )

@@ -27,7 +27,7 @@ def on_disk(traces: list[Trace], shipped: Catalog, tmp_path_factory: pytest.Temp
     root = tmp_path_factory.mktemp("flashinfer") / "out"
     with folder_beside(root) as folder:
         whole = build_export(shipped, traces, blobs=BlobFolder(folder))
-        write_tree(root, whole.files, whole.blobs, whole.drawn)
+        write_tree(root, whole.files, whole.blobs | whole.drawn)
     return root, whole
 
 

@@ -128,3 +128,11 @@ def test_infinity_is_refused_before_anything_is_written(home, trace):
 def test_an_unreadable_journal_is_a_store_error(tmp_path: Path):
     with pytest.raises(StoreError, match=f"{os.fspath(tmp_path)}: cannot read this journal: it is a folder"):
         read_journal(tmp_path)
+
+
+def test_a_whole_line_that_is_no_trace_is_not_said_to_be_cut_off(tmp_path):
+    path = tmp_path / "config.jsonl"
+    path.write_text('{"model_type": "llama"}')  # no newline ends it, and nothing of it is missing
+    content = read_journal(path)
+    assert not content.torn
+    assert "unknown key 'model_type'" in content.rejected[0].reason

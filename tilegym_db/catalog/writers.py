@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tilegym_db.catalog.broken import RECORD_NAME
+from tilegym_db.catalog.call_rules import check_call
 from tilegym_db.catalog.locked import read_lock, write_lock
 from tilegym_db.catalog.reader import CatalogReader
 from tilegym_db.catalog.workload_files import WORKLOAD_BYTES
@@ -112,7 +113,8 @@ def add_workloads(catalog: CatalogReader, workloads: Iterable[Workload], root: P
     check_kind(workloads, Iterable, "add_workloads takes several Workloads")
     for workload in workloads:
         check_kind(workload, Workload, "add_workloads takes Workloads")
-        workload.check_against(catalog.definition(workload.definition))
+        operator = catalog.definition(workload.definition)
+        check_call(operator, workload)
         groups.setdefault(workload.definition, {}).setdefault(workload.uuid, workload)
     added = []
     with writing(root):

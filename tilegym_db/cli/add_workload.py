@@ -56,6 +56,7 @@ def read_workloads(file: Path, catalog: Catalog) -> list[Workload]:
         RecordError: a line is no Workload, or does not fit its Definition; names file, line and key.
         NotFoundError: a line names an unknown Definition.
     """
+    from tilegym_db.catalog.call_rules import check_call
     from tilegym_db.catalog.workload_files import WORKLOAD_BYTES
     from tilegym_db.errors import NotFoundError, RecordError
     from tilegym_db.files import read_bytes
@@ -65,7 +66,8 @@ def read_workloads(file: Path, catalog: Catalog) -> list[Workload]:
     for where, text in split_objects(file, read_bytes(file, "workload file", WORKLOAD_BYTES)):
         workload = Workload.from_json(text, where)
         try:
-            workload.check_against(catalog.definition(workload.definition))
+            operator = catalog.definition(workload.definition)
+            check_call(operator, workload)
         except NotFoundError as error:
             raise NotFoundError(f"{where}: {error}") from None
         except RecordError as error:

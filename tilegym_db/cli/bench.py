@@ -38,8 +38,10 @@ def command(
     what was measured is kept, and the next run goes on from there.
     """
     from tilegym_db.bench.machine import refuse_absent_gpu
+    from tilegym_db.cli.known_names import refuse_unknown_names
 
     refuse_absent_gpu(gpu, gpus)
+    refuse_unknown_names(names or ())
     from tilegym_db.bench.benchmark import benchmark
     from tilegym_db.cli.bench_progress import Progress
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -21,6 +22,8 @@ QUERY_THREAD = "tilegym-db-query"
 ALLOCATION_FAILURES = ("can't allocate memory", "CUDA out of memory", "Storage size calculation overflowed")
 """How PyTorch says so, in a RuntimeError."""
 STANDARD_STREAMS = (0, 1, 2)
+LONGEST_WORD = 4096
+"""Of a message: as long as a path may be."""
 
 
 def run(command: Callable[[], int]) -> int:
@@ -113,7 +116,7 @@ def _told(error: Exception) -> int | None:
     if isinstance(error, TilegymDBError):
         return _say(str(error), error.exit_code)
     if isinstance(error, TyperException):
-        error.message = printable_lines(str(error.message))
+        error.message = _readable(printable_lines(str(error.message)))
         error.show()  # type: ignore[attr-defined]  # of its subclasses, all that Typer raises
         return error.exit_code
     if isinstance(error, typer.Abort):
@@ -132,10 +135,15 @@ def _say(text: str, status: int) -> int:
     from tilegym_db.cli.output import printable_lines
 
     with suppress(OSError, ValueError):
-        print(f"error: {printable_lines(text)}", file=sys.stderr, flush=True)
+        print(f"error: {_readable(printable_lines(text))}", file=sys.stderr, flush=True)
     if any(thread.name == QUERY_THREAD for thread in threading.enumerate()):
         os._exit(status)  # as after an interrupt
     return status
+
+
+def _readable(text: str) -> str:
+    """Without the middle of a word that fills screens, such as an argument that is repeated."""
+    return re.sub(rf"\S{{{LONGEST_WORD + 1},}}", lambda word: f"{word[0][:200]}...{word[0][-60:]}", text)
 
 
 def _spelled_os_error(error: OSError) -> str:

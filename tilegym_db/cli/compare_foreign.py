@@ -33,13 +33,14 @@ def command(
     trace: it ranks nothing and is resolved nowhere. What was added to the catalog from a draft (export draft) stands beside
     it with its trace. Exit status 1 where a verdict disagrees.
     """
-    from tilegym_db.integrations.interchange.comparing import compared, summary
-    from tilegym_db.integrations.interchange.judging import kept_judgements
     from tilegym_db.paths import home
     from tilegym_db.store.imported import data_set
 
-    found = data_set(home(), origin)
+    found = data_set(home(), origin)  # before what judges is loaded, which takes seconds
     known = _checked_names(found, names or [])
+    from tilegym_db.integrations.interchange.comparing import compared, summary
+    from tilegym_db.integrations.interchange.judging import kept_judgements
+
     if run:
         _run(found, known, gpu, limit)
     pairs = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -15,6 +15,8 @@ from tilegym_db.cli.output import note, print_line, table_width
 
 if TYPE_CHECKING:
     from tilegym_db.records.peaks import GpuPeaks
+    from tilegym_db.store.broken_files import BrokenFiles
+    from tilegym_db.store.journal import RejectedLine
 
 State = Literal["ok", "missing", "problem"]
 MARKS: dict[State, str] = {"ok": "ok     ", "missing": "missing", "problem": "PROBLEM"}
@@ -207,6 +209,41 @@ def check_store() -> Iterator[Check]:
         yield Check("store", "problem", str(error))  # the message says what to do
 
 
+def check_files() -> Iterator[Check]:
+    """Every file of measurements in the home folder can be read; says how many cannot, which, and why."""
+    from tilegym_db.paths import home
+    from tilegym_db.store.broken_files import broken_files
+
+    for found in broken_files(home()):
+        yield from files_checks(found)
+
+
+FILES_NAMED = 3
+
+
+def files_checks(found: BrokenFiles) -> Iterator[Check]:
+    """What is wrong with the files of one folder; nothing where there are none, or nothing is."""
+    if found.broken:
+        count = len(found.broken)
+        which = "is broken and left out" if count == 1 else "are broken and left out"
+        fix = f"mend what is named, or move the file out of {found.folder}; what is whole counts all the same"
+        yield Check(found.what, "problem", f"{count} of {found.read} {found.what} {which}: {_named(found.broken)}", fix)
+    if found.cut_off:
+        lines = "line was" if len(found.cut_off) == 1 else "lines were"
+        detail = f"{len(found.cut_off)} {lines} cut off when the writer was killed: {_named(found.cut_off)}"
+        yield Check(found.what, "missing", detail, "nothing has to be done: the same bench measures it again")
+    if found.read < found.files:
+        left = f"{found.files - found.read} older {found.what} were not read, which takes too long here"
+        yield Check(found.what, "ok", f"{left}; tilegym-db ingest --rebuild reads them all")
+
+
+def _named(faults: Sequence[RejectedLine]) -> str:
+    parts = [f"{fault.path}: {fault.reason}" if fault.line == 0 else str(fault) for fault in faults[:FILES_NAMED]]
+    if len(faults) > FILES_NAMED:
+        parts.append(f"and {len(faults) - FILES_NAMED} more")
+    return "; ".join(part.rstrip(".") for part in parts)
+
+
 def check_peaks() -> Iterator[Check]:
     """Whether the GPU here is calibrated; says nothing on a machine without one, which has no speed of light."""
     import importlib.util
@@ -261,5 +298,6 @@ CHECKS: tuple[Callable[[], Iterator[Check]], ...] = (
     check_libraries,
     check_catalog,
     check_store,
+    check_files,
     check_peaks,
 )

@@ -60,6 +60,7 @@ def command(
     Offsets, ids and inputs that belong together are drawn here, with the seed of the workload, and written as safetensors.
     """
     from tilegym_db.errors import UsageError
+    from tilegym_db.integrations.interchange.writing import refuse_taken
 
     if form not in FORMATS:
         raise UsageError(f"unknown format '{form}'; known: {', '.join(FORMATS)}.")
@@ -67,6 +68,7 @@ def command(
         raise UsageError(
             "--blobs and --largest-blob are about the catalog's own workloads: give them with 'flashinfer' alone."
         )
+    refuse_taken(folder)
     if form == "draft":
         _export_draft(folder, origin, definition)
         return
@@ -142,7 +144,7 @@ def _export_catalog(folder: Path, gpu: str | None, op_type: str | None, limits: 
         export = build_export(
             catalog, traces, op_type, None if isinstance(limits, str) else BlobFolder(scratch, *limits)
         )
-        write_tree(folder, export.files, export.blobs, export.drawn)
+        write_tree(folder, export.files, export.blobs | export.drawn)
     for tier, count in unverified.items():
         note(f"left out, {count} passes of the tier {tier}: superseded, taken back, or never promoted")
     if limits and isinstance(limits, str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,12 +23,12 @@ def command(
     config: ConfigFile,
     batch: Annotated[str, typer.Option(help="Sequences; several as 1,8.", metavar="N[,N]")] = "1",
     prompt: Annotated[str, typer.Option(help="Random tokens of each; several as 512,4096.", metavar="N[,N]")] = "512",
-    new: Annotated[int, typer.Option(help="Tokens to generate for each; 0 times the prefill alone.")] = 64,
+    new: Annotated[int, typer.Option(help="Tokens to generate for each; 0 times the prefill alone.", min=0)] = 64,
     gpu: MachineGpu = "auto",
     gpus: Gpus = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    rounds: Annotated[int, typer.Option(help="Generations that count, by each way.", max=100_000)] = 10,
-    layers: Annotated[int | None, typer.Option(help="Keep only the first so many layers.")] = None,
+    rounds: Annotated[int, typer.Option(help="Generations that count, by each way.", min=1, max=100_000)] = 10,
+    layers: Annotated[int | None, typer.Option(help="Keep only the first so many layers.", min=1)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     wide: Wide = False,
 ) -> None:
@@ -39,10 +40,11 @@ def command(
     from tilegym_db.bench.machine import refuse_absent_gpu
 
     refuse_absent_gpu(gpu, gpus)
+    batches, prompts = _numbers("--batch", batch), _numbers("--prompt", prompt)
     from tilegym_db.cli.bench_progress import Progress
     from tilegym_db.loop.fit import FitOptions, fit_config
 
-    options = FitOptions(_numbers("--batch", batch), _numbers("--prompt", prompt), new, dtype, layers, rounds, gpus)
+    options = FitOptions(batches, prompts, new, dtype, layers, rounds, gpus)
     with Progress(quiet=as_json and not sys.stderr.isatty()) as progress:
         report = fit_config(config, gpu, options, progress.observer(), progress.round_done)
     if as_json:
@@ -57,7 +59,7 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
     from tilegym_db.errors import UsageError
 
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isascii() and word.isdigit() and int(word) for word in words):
+    if not all(re.fullmatch(r"0*[1-9][0-9]{0,11}", word) for word in words):
         raise UsageError(f"{option} {text}: numbers of at least 1, separated by commas, such as 1,8.")
     return tuple(dict.fromkeys(map(int, words)))
 

@@ -171,10 +171,15 @@ def new_workload(
     if add:
         add_to_catalog(found, definition, as_json)
         return
-    target = file or Path(f"{definition}-{tag}.jsonl")
+    target = file or Path(f"{definition}-{_as_file_name(tag)}.jsonl")
     write_workloads(target, found)
     print_json({"written": [str(target)], **mapping_of(found)}) if as_json else typer.echo(str(target))
     note(f"{len(found.workloads)} workloads. Next: tilegym-db add-workload {target}")
+
+
+def _as_file_name(tag: str) -> str:
+    """A tag as part of a file's name: one that has a slash would name another folder."""
+    return re.sub(r"[^\w.-]+", "-", tag).strip("-.") or "model"
 
 
 def check_name(name: str, option: str) -> None:
@@ -210,7 +215,9 @@ def write_workloads(target: Path, found: MappedWorkloads) -> None:
 def _why_none(found: MappedWorkloads) -> str:
     missing = ", ".join(found.unmapped)
     given = f"give what the config does not have with --axes or --scalar ({missing})"
-    return given if missing else "the definition's constraints exclude every size"
+    if missing:
+        return given
+    return found.refused[0].rstrip(".") if found.refused else "the definition's constraints exclude every size"
 
 
 def print_mapping(found: MappedWorkloads) -> None:
@@ -272,7 +279,7 @@ def write_new(folder: Path, files: Mapping[str, str]) -> None:
     from tilegym_db.errors import ConflictError
     from tilegym_db.files import write_exclusively, write_folder
 
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise ConflictError(f"{folder} exists already, and nothing was written. Choose another folder with --output.")
     contents = {name: _encoded(text) for name, text in files.items()}
     if not os.path.lexists(folder):

@@ -92,10 +92,12 @@ def path_given(text: str | Path) -> Path:
     """A parser of paths: an empty one would be the current folder.
 
     Raises:
-        BadParameter: it is empty.
+        BadParameter: it is empty, or '-', which elsewhere means a stream.
     """
     if not str(text):
         raise typer.BadParameter("'' is no path.")
+    if str(text) == "-":
+        raise typer.BadParameter("'-' is no path here; a file of that name is ./-.")
     return Path(text)
 
 
@@ -140,11 +142,13 @@ def config_file(path: Path) -> Path:
 
     Raises:
         BadParameter: a FIFO, a socket or a device.
-        UsageError: no JSON object that states a ``model_type``.
+        UsageError: no JSON object that states a ``model_type``, or with sizes that no model has.
     """
+    from tilegym_db.scaffold.config_sizes import check_config_sizes
     from tilegym_db.scaffold.model_config import typed_config
 
-    typed_config(regular_file(path))
+    file, content = typed_config(regular_file(path))
+    check_config_sizes(content, file)
     return path
 
 

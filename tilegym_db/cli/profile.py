@@ -30,14 +30,18 @@ def command(
     """Profile one call with Nsight Compute: bandwidth, occupancy, registers, and what the warps waited for.
 
     Metrics are kept as JSON beside the store, one file for each source, workload and GPU. Times are at the clocks of that
-    moment, with cold caches and kernel by kernel: they explain a time of bench, and are none.
+    moment, with cold caches and kernel by kernel: they explain a time of bench, and are none. Exit status 2
+    where Nsight Compute is not installed.
     """
     from tilegym_db.bench.machine import refuse_absent_gpu
 
     refuse_absent_gpu(gpu)
     from tilegym_db.bench.instruments.profile import profile
+    from tilegym_db.cli.programs import needing_program
 
-    found, path = profile(name, workload=workload, config=parse_tunables("--config", config), gpu=gpu)
+    tunables = parse_tunables("--config", config)
+    with needing_program("ncu"):
+        found, path = profile(name, workload=workload, config=tunables, gpu=gpu)
     if as_json:
         print_json(found.to_dict())
     else:

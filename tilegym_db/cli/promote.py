@@ -31,8 +31,10 @@ def command(
     and a time that the harness's own clock agrees with.
     """
     from tilegym_db.bench.machine import refuse_absent_gpu
+    from tilegym_db.cli.known_names import refuse_unknown_names
 
     refuse_absent_gpu(gpu, gpus)
+    refuse_unknown_names(names or ())
     from tilegym_db.bench.benchmark import promote
     from tilegym_db.cli.bench import finish
     from tilegym_db.cli.bench_progress import Progress

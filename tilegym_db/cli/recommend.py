@@ -25,6 +25,9 @@ def command(
 
     Ratios are of operators, and no figure of the model is made of them; what was measured of the model itself is listed apart.
     """
+    from tilegym_db.cli.best import chosen_gpu
+
+    chosen_gpu(gpu)  # before PyTorch is loaded, which takes seconds
     from tilegym_db.loop.recommend import recommend
 
     found = recommend(config, gpu=gpu, prompt=prompt, dtype=dtype, layers=layers)

@@ -35,8 +35,10 @@ def command(
     one source timed against itself, shows that the session cannot be believed. Nothing is stored.
     """
     from tilegym_db.bench.machine import refuse_absent_gpu
+    from tilegym_db.cli.known_names import refuse_unknown_names
 
     refuse_absent_gpu(gpu, gpus)
+    refuse_unknown_names(names or ())
     from tilegym_db.bench.regress import regress
     from tilegym_db.cli.bench_progress import Progress
 

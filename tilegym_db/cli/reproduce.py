@@ -12,7 +12,11 @@ from tilegym_db.cli.output import print_json, print_line
 from tilegym_db.cli.pairs import parse_axes, parse_pairs, parse_scalars, parse_tunables
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from tilegym_db.bench.reproduce import Reproduction
+    from tilegym_db.records import Definition
+    from tilegym_db.records.dtypes import Scalar
 
 
 def command(
@@ -37,21 +41,32 @@ def command(
     from tilegym_db.bench.machine import refuse_absent_gpu
 
     refuse_absent_gpu(gpu)
-    from tilegym_db.bench.reproduce import reproduce
     from tilegym_db.loop.submission_catalog import with_candidates
+
+    catalog = with_candidates()
+    definition = catalog.definition(
+        catalog.solution(name).record.definition
+    )  # before PyTorch is loaded, which takes seconds
+    sizes, values, places = (
+        parse_axes("--axes", axes),
+        parse_scalars("--scalar", scalar),
+        parse_pairs("--layout", layout),
+    )
+    _check_values(definition, sizes, values, places)
+    from tilegym_db.bench.reproduce import reproduce
 
     result = reproduce(
         name,
-        axes=parse_axes("--axes", axes),
+        axes=sizes,
         dtypes=parse_pairs("--dtype", dtype),
-        scalars=parse_scalars("--scalar", scalar),
-        layouts=parse_pairs("--layout", layout),
+        scalars=values,
+        layouts=places,
         config=parse_tunables("--config", config),
         contents=contents,
         seed=seed,
         offset=offset,
         gpu=gpu,
-        catalog=with_candidates(),
+        catalog=catalog,
     )
     answer = describe(result)
     if as_json:
@@ -62,6 +77,19 @@ def command(
                 print_line(f"{key}: {value}")
     if result.failure is not None:
         raise typer.Exit(1)
+
+
+def _check_values(
+    definition: Definition, axes: Mapping[str, int], scalars: Mapping[str, Scalar], layouts: Mapping[str, str]
+) -> None:
+    from tilegym_db.catalog.call_rules import check_layouts, check_scalar_values
+    from tilegym_db.errors import RecordError, UsageError
+
+    try:
+        check_scalar_values(definition, scalars)
+        check_layouts(definition, axes, layouts)
+    except RecordError as error:
+        raise UsageError(str(error)) from None
 
 
 def describe(result: Reproduction) -> dict[str, Any]:

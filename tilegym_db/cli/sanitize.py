@@ -30,21 +30,23 @@ def command(
     Names are solutions, definitions, or folders with drafts; without any, every kernel that this GPU can run. A finding in a
     solution of the catalog is stored as a failed trace, which takes its earlier passes on this GPU back. The calls run
     outside of the sandbox, which lets no tool attach, so only sources that the scan passes are run. Exit status 1 where
-    something was found or did not run.
+    something was found or did not run, 2 where compute-sanitizer is not installed.
     """
     from tilegym_db.bench.machine import refuse_absent_gpu
 
     refuse_absent_gpu(gpu)
     from tilegym_db.bench.instruments.sanitize import sanitize
+    from tilegym_db.cli.programs import needing_program
 
-    results = sanitize(
-        tuple(names or ()),
-        tools=tuple(filter(None, tool.split(","))),
-        language=language,
-        gpu=gpu,
-        cases=cases,
-        starting=note if sys.stderr.isatty() or not as_json else lambda what: None,
-    )
+    with needing_program("compute-sanitizer"):
+        results = sanitize(
+            tuple(names or ()),
+            tools=tuple(filter(None, tool.split(","))),
+            language=language,
+            gpu=gpu,
+            cases=cases,
+            starting=note if sys.stderr.isatty() or not as_json else lambda what: None,
+        )
     if as_json:
         print_json([record_of(result) for result in results])
     else:

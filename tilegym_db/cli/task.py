@@ -115,11 +115,12 @@ def submit(
 
     Exit 0 promoted, 1 refused, 3 no GPU for the last stages (a later submit of the same source goes on there).
     """
-    from tilegym_db.cli.bench_progress import Progress
-    from tilegym_db.loop.submit import submit as judge
     from tilegym_db.loop.tasks import find_task
 
-    asked = find_task(task)
+    asked = find_task(task)  # before what judges is loaded, which takes seconds
+    from tilegym_db.cli.bench_progress import Progress
+    from tilegym_db.loop.submit import submit as judge
+
     with Progress(quiet=as_json and not sys.stderr.isatty()) as progress:
         attempt = judge(asked, path, gpu=gpu, observer=progress.observer())
     if as_json:

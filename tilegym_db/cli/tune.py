@@ -36,8 +36,10 @@ def command(
     time: configs that were given up are not tried again. Exit status 1 where a declared config gives a wrong result.
     """
     from tilegym_db.bench.machine import refuse_absent_gpu
+    from tilegym_db.cli.known_names import refuse_unknown_names
 
     refuse_absent_gpu(gpu, gpus)
+    refuse_unknown_names(names or ())
     from tilegym_db.bench.tune.tune import tune
     from tilegym_db.cli.bench_progress import Progress
     from tilegym_db.cli.output import note, print_json

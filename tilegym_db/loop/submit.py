@@ -19,7 +19,7 @@ from tilegym_db.bench.machine import select_machine
 from tilegym_db.bench.promotions import record_promotions
 from tilegym_db.bench.run_setup import Observer
 from tilegym_db.catalog import Catalog, SolutionFiles
-from tilegym_db.errors import HardwareError, ToolchainError
+from tilegym_db.errors import HardwareError, MissingPackageError
 from tilegym_db.folder_locks import hold_lock
 from tilegym_db.loop.handed_in import attempts_at
 from tilegym_db.loop.received import AttemptRefusal, folder_digest, receive, scan_refusal
@@ -125,7 +125,7 @@ def submit(
         UsageError: ``folder`` is no folder.
         HardwareError: ``gpu`` is not the task's.
         StoreError: another process judges a submission to this task.
-        ToolchainError: a compiler is missing here.
+        MissingPackageError: a compiler is missing here.
     """
     catalog, home = catalog or Catalog.default(), home or default_home()
     if gpu is not None and gpu != "auto" and not same_gpu(parse_gpu(gpu), task.gpu):
@@ -205,7 +205,7 @@ def _compile(submission: Submission, candidate: SolutionFiles, catalog: Catalog)
     results = compile_many(jobs)
     missing = next((result.log for result in results if result.status == "toolchain-missing"), None)
     if missing is not None:
-        raise ToolchainError(f"{candidate.record.spec.language} cannot be compiled here: {missing}")
+        raise MissingPackageError(f"{candidate.record.spec.language} cannot be compiled here: {missing}")
     return compile_refusal(results)
 
 

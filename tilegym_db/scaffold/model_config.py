@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tilegym_db.catalog.call_rules import check_call
 from tilegym_db.errors import RecordError, UsageError
 from tilegym_db.files import decode, read_bytes
 from tilegym_db.records import Definition, Workload
@@ -206,7 +207,7 @@ def _make(definition: Definition, content: dict[str, Any], where: str, found: tu
     made, refused = found
     workload = Workload.from_dict(content, where)
     try:
-        workload.check_against(definition)
+        check_call(definition, workload)
     except RecordError as error:
         refused.append(str(error))
     else:

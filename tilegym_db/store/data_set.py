@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from tilegym_db.errors import StoreError, UsageError
 from tilegym_db.records.base import length_prefixed_digest
+from tilegym_db.records.fields import shown
 
 __all__ = ["SCHEMA_VERSION", "DataFile", "Row", "SharedDataSet"]
 
@@ -236,6 +237,12 @@ class SharedDataSet:
 
     def _refused(self, what: str, error: OSError) -> StoreError:
         reason = hidden(str(error)).rstrip(".")
+        if self._is_local:
+            reason = hidden(error.strerror or str(error)).rstrip(".")
+            return StoreError(
+                f"cannot {what} {shown(self._shown, 400)}: {reason}. Nothing was changed here. Give a folder that can be read "
+                "and, to share traces, written."
+            )
         return StoreError(
             f"cannot {what} {self._shown}: {reason}. Nothing was changed here. Check that the address exists and that the "
             "environment has the credentials for it (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY or AWS_PROFILE; "

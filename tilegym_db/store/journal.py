@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import re
 import stat
@@ -202,11 +203,20 @@ def read_journal(path: Path) -> JournalContent:
         try:
             traces.append(Trace.from_json(split_line(line)[0], f"{path}:{number}"))
         except RecordError as error:
-            torn = not finished
+            torn = not finished and not _is_json(line)
             reason = str(error).removeprefix(f"{path}:{number}: ")
             is_text = b"\0" not in line and not content.startswith((b"\xff\xfe", b"\xfe\xff"))
             rejected.append(RejectedLine(path, number, "cut off in mid write." if torn and is_text else reason))
     return JournalContent(tuple(traces), tuple(rejected), torn)
+
+
+def _is_json(line: bytes) -> bool:
+    """Whether a line came to its end, whatever it says: it is not cut off, and wrong in another way."""
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def numbered_lines(content: bytes) -> Iterator[tuple[int, bytes, bool]]:

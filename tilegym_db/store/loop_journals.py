@@ -113,11 +113,14 @@ def sync_loop(connection: DuckDBPyConnection, home: Path, catalog: Catalog) -> N
     """Bring every record of the loop into ``loop_records``, in place of what was there."""
     connection.execute(statements.loop_sql())
     connection.execute("DELETE FROM loop_records")
-    rows = [
-        {"kind": kind.kind, "line": number, "record": _plain(record)}
-        for kind in JOURNALED
-        for number, record in _numbered(kind, _path(kind, home))
-    ]
+    rows: list[dict[str, Any]] = []
+    for kind in JOURNALED:
+        try:
+            found = [*_numbered(kind, _path(kind, home))]
+        except StoreError as error:  # stops what is about the loop, and nothing else
+            _warn_once(f"left out: {error}")
+            continue
+        rows += [{"kind": kind.kind, "line": number, "record": _plain(record)} for number, record in found]
     patterns, refused = read_patterns(catalog)
     for reason in refused:
         _log.warning("%s", reason)

@@ -21,7 +21,7 @@ class Export:
     blobs: dict[str, Path] = field(default_factory=dict)
     """Path there -> file to copy."""
     drawn: dict[str, Path] = field(default_factory=dict)
-    """Path there -> file that was drawn for it, to be moved."""
+    """Path there -> file that was drawn for it, to be copied."""
     told_blobs: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Path there -> what the side file says of a drawn blob."""
     left_out: list[tuple[str, str]] = field(default_factory=list)

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from tilegym_db.errors import StoreError, UsageError
+from tilegym_db.files import reason_of, write_folder
 from tilegym_db.scratch import scratch_folder
 from tilegym_db.store.imported import DataSet, StoredRecord, paths_of
 
-__all__ = ["check_new", "folder_beside", "imported_files", "write_tree"]
+__all__ = ["folder_beside", "imported_files", "refuse_taken", "write_tree"]
 
 
-def check_new(folder: Path) -> None:
-    """Raise :class:`UsageError` where a folder exists and holds something."""
+def refuse_taken(folder: Path) -> None:
+    """Refuse a folder that nothing can be exported to; ask before an export is put together, which takes seconds.
+
+    Raises:
+        UsageError: it exists and holds something, or is no folder.
+        StoreError: it cannot be looked at.
+    """
     try:
-        taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+        if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
+            raise UsageError(f"{folder} exists and is not empty. Export into a new folder.")
     except OSError as error:
         raise StoreError(_cannot_write(folder, error)) from None
-    if taken:
-        raise UsageError(f"{folder} exists and is not empty. Export into a new folder.")
 
 
 @contextmanager
@@ -34,7 +37,7 @@ def folder_beside(folder: Path) -> Iterator[Path]:
         UsageError: the export's folder exists and holds something.
         StoreError: nothing can be written there.
     """
-    check_new(folder)
+    refuse_taken(folder)
     with ExitStack() as stack:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -45,54 +48,23 @@ def folder_beside(folder: Path) -> Iterator[Path]:
 
 
 def _cannot_write(folder: Path, error: OSError) -> str:
-    return f"cannot write {folder}: {error.strerror or error}. Nothing was exported."
+    return f"cannot write {folder}: {reason_of(error)}. Nothing was exported."
 
 
-def write_tree(
-    folder: Path,
-    files: Mapping[str, bytes],
-    blobs: Mapping[str, Path] | None = None,
-    drawn: Mapping[str, Path] | None = None,
-) -> None:
+def write_tree(folder: Path, files: Mapping[str, bytes], copies: Mapping[str, Path] | None = None) -> None:
     """Write every file below ``folder``, which appears with all of them or not at all.
 
     Args:
         folder: one that does not exist yet, or is empty.
         files: path below it -> content.
-        blobs: path below it -> file to copy.
-        drawn: path below it -> file to move, from :func:`folder_beside`.
+        copies: path below it -> file to copy.
 
     Raises:
         UsageError: the folder exists and holds something.
         StoreError: it cannot be written. Nothing is left behind.
     """
-    check_new(folder)
-    staging: str | None = None
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        staging = tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-")
-        for path, content in files.items():
-            target = Path(staging) / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(content)
-        for path, source in (blobs or {}).items():
-            target = Path(staging) / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, target)
-        for path, source in (drawn or {}).items():
-            target = Path(staging) / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(source, target)
-        os.chmod(staging, 0o755)
-        if folder.exists():
-            folder.rmdir()
-        os.rename(staging, folder)
-        staging = None
-    except OSError as error:
-        raise StoreError(_cannot_write(folder, error)) from None
-    finally:
-        if staging is not None:
-            shutil.rmtree(staging, ignore_errors=True)
+    refuse_taken(folder)
+    write_folder(folder, files, copies, may_be_empty=True)
 
 
 def imported_files(found: DataSet, op_type: str | None = None) -> dict[str, bytes]:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from tilegym_db.errors import MissingPackageError, UsageError, did_you_mean
-from tilegym_db.integrations.transformers.model_sizes import check_config_sizes, check_fits
+from tilegym_db.integrations.transformers.model_sizes import check_fits
 from tilegym_db.records.fields import shown
+from tilegym_db.scaffold.config_sizes import check_config_sizes
 from tilegym_db.scaffold.model_config import typed_config
 
 __all__ = ["DTYPES", "build_model", "load_config", "unchecked_model"]
@@ -58,7 +59,9 @@ def load_config(path: Path, layers: int | None = None) -> Any:
     return config
 
 
-_REFUSALS = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RuntimeError)
+_REFUSALS = (
+    TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError, ImportError, RuntimeError,
+)  # fmt: skip
 
 
 def _last_line(error: Exception) -> str:

@@ -32,6 +32,7 @@ LOCK_TIMEOUT_S = 10.0
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 
 _CHUNK = 1 << 20
+_UNFINISHED = ".new-"
 
 
 def import_lock(home: Path, timeout_s: float = LOCK_TIMEOUT_S) -> AbstractContextManager[None]:
@@ -98,6 +99,8 @@ def add_data_set(found: DataSet, sources: Mapping[str, Path], home: Path, *, rep
     whole = manifest_path.exists() and earlier == text and whole_records_file(manifest_path) == records_path
     if whole and all(object_path(home, file.sha256).exists() for file in found.files):
         return False
+    for leftover in (imported_folder(home) / "objects").glob(f"*/{_UNFINISHED}*"):
+        leftover.unlink(missing_ok=True)  # of a process that was killed: who holds the lock is the only one who writes
     for file in found.files:
         _keep(sources[file.path], file, home)
     write_atomically(records_path, records_text)
@@ -180,7 +183,7 @@ def _keep(source: Path, file: StoredFile, home: Path) -> None:
     temporary: str | None = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=".new-")
+        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=_UNFINISHED)
         digest = hashlib.sha256()
         with os.fdopen(descriptor, "wb") as out, source.open("rb") as content:
             while chunk := content.read(_CHUNK):

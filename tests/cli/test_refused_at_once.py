@@ -1,0 +1,70 @@
+"""What can only be a mistake is refused at once: the harness and PyTorch, which take seconds, are not loaded for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import sys
+from tilegym_db.cli.app import main
+try:
+    main()
+except SystemExit as ended:
+    print(ended.code, "torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("bench", "rms_nrom"), ("tune", "rms_nrom"), ("promote", "rms_nrom"), ("regress", "rms_nrom", "--against", "HEAD"),
+        ("reproduce", "rms_norm_tritno"),
+    ],
+)  # fmt: skip
+def test_an_unknown_name_is_refused_before_pytorch_is_loaded(words, home):
+    command = [sys.executable, "-c", PROGRAM, *words, "--gpu", "cpu"]
+    environment = {**os.environ, "TILEGYM_DB_HOME": str(home)}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert result.stdout.split() == ["2", "False"]
+    assert "Did you mean 'rms_norm" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "words", [("verify-model",), ("model-bench",), ("fit",), ("task", "from-model"), ("recommend",)]
+)
+def test_a_size_that_no_model_has_is_refused_before_pytorch_is_loaded(words, home, write_json):
+    config = write_json({"model_type": "llama", "hidden_size": -64})
+    environment = {**os.environ, "TILEGYM_DB_HOME": str(home)}
+    command = [sys.executable, "-c", PROGRAM, *words, str(config)]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert result.stdout.split() == ["2", "False"]
+    assert "hidden_size must be a whole number from 1 to 1048576, not -64" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("recommend", "--gpu", "hopper"), "unknown GPU 'hopper'"),
+        (("fit", "--gpu", "cpu", "--batch", "0"), "--batch 0: numbers of at least 1"),
+        (("fit", "--gpu", "cpu", "--batch", "9" * 5000), "numbers of at least 1"),
+        (("fit", "--gpu", "cpu", "--prompt", "4,-1"), "--prompt 4,-1: numbers of at least 1"),
+        (("fit", "--gpu", "cpu", "--rounds", "0"), "Invalid value for '--rounds'"),
+        (("fit", "--gpu", "cpu", "--new", "-1"), "Invalid value for '--new'"),
+        (("fit", "--gpu", "cpu", "--layers", "0"), "Invalid value for '--layers'"),
+        (("compare-foreign", "nobody"), "no imported data set 'nobody'"),
+        (("task", "submit", "nobody", "."), "no task begins with 'nobody'"),
+    ],
+)
+def test_what_is_asked_wrongly_is_refused_before_pytorch_is_loaded(words, said, home, write_json):
+    config = write_json({"model_type": "llama", "hidden_size": 64})
+    given = [str(config)] if words[0] in ("fit", "recommend") else []
+    environment = {**os.environ, "TILEGYM_DB_HOME": str(home), "COLUMNS": "200"}
+    command = [sys.executable, "-c", PROGRAM, *words, *given]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert result.stdout.split() == ["2", "False"]
+    assert said in result.stderr
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,87 @@
+"""What of the files of a home folder cannot be read: each is left out of the database, and the rest counts all the same."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tilegym_db.errors import RecordError, StoreError
+from tilegym_db.files import read_bytes, regular_files
+from tilegym_db.records.base import Record
+from tilegym_db.records.model_run import ModelRun
+from tilegym_db.records.peaks import GpuPeaks
+from tilegym_db.store.input_files import own_peaks_files
+from tilegym_db.store.journal import RejectedLine, journal_files, read_journal
+from tilegym_db.store.model_runs import FOLDER
+
+__all__ = ["BrokenFiles", "broken_files"]
+
+BUDGET_S = 1.5
+"""How long files of one folder are read for; of a folder that takes longer, the oldest are left for another time."""
+CUT_OFF = "cut off in mid write"
+
+
+@dataclass(frozen=True)
+class BrokenFiles:
+    """What was found in one folder of the home folder."""
+
+    folder: Path
+    what: str
+    files: int
+    """How many there are."""
+    read: int
+    """How many of them were read in time, the newest first."""
+    broken: Sequence[RejectedLine]
+    """The first fault of each broken file. Line 0 is a file as a whole."""
+    cut_off: Sequence[RejectedLine]
+    """Lines whose writer was killed: what they held is lost, and nothing is wrong with the file."""
+
+
+def broken_files(home: Path) -> Iterator[BrokenFiles]:
+    """Each folder of measurements, with what in it cannot be read. Reads files, and changes none."""
+    yield _found(home / "runs", "journals", journal_files(home), _of_journal)
+    yield _found(home / "peaks", "calibrations", own_peaks_files(home), _of_record(GpuPeaks, "calibration"))
+    models = regular_files(home / FOLDER, "*.json")
+    yield _found(home / FOLDER, "model runs", models, _of_record(ModelRun, "model run"))
+
+
+def _found(
+    folder: Path, what: str, files: Sequence[Path], judge: Callable[[Path], Sequence[RejectedLine]]
+) -> BrokenFiles:
+    broken, cut_off, read, begun = [], [], 0, time.monotonic()
+    for path in sorted(files, key=_age):
+        if time.monotonic() - begun > BUDGET_S:
+            break
+        read += 1
+        lines = judge(path)
+        torn = [line for line in lines if line.reason.startswith(CUT_OFF)]
+        broken += [line for line in lines if line not in torn][:1]
+        cut_off += torn
+    return BrokenFiles(folder, what, len(files), read, broken, cut_off)
+
+
+def _age(path: Path) -> float:
+    try:
+        return -path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _of_journal(path: Path) -> Sequence[RejectedLine]:
+    try:
+        return read_journal(path).rejected
+    except (StoreError, RecordError) as error:
+        return [RejectedLine(path, 0, str(error).removeprefix(f"{path}: "))]
+
+
+def _of_record(kind: type[Record], what: str) -> Callable[[Path], Sequence[RejectedLine]]:
+    def judge(path: Path) -> Sequence[RejectedLine]:
+        try:
+            kind.from_json(read_bytes(path, what), path)
+        except RecordError as error:
+            return [RejectedLine(path, 0, str(error).removeprefix(f"{path}: "))]
+        return ()
+
+    return judge
