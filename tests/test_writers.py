@@ -1,4 +1,4 @@
-"""Nothing is lost: every writer is killed at twenty moments, and races itself and the others, in real processes."""
+"""Nothing is lost: every writer is killed at some of twenty moments, and races itself and the others, in real processes."""
 
 from __future__ import annotations
 
