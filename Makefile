@@ -11,6 +11,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VERSIONS ?= oldest
 PYTEST := -n 2 --dist loadfile --no-loadscope-reorder
+# Collecting the tests takes longer than the few that run alone: only their files are read.
+ALONE := -m alone $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
+# Without caches of bytecode every one of hundreds of processes would compile every module anew, and pytest rewrite every test.
+unexport PYTHONDONTWRITEBYTECODE
 # A test that fails runs once more when the others are done, with nothing beside it. What passes then depends on load or on the tests
 # before it: it is listed, and to be mended. What fails twice fails the command.
 RETRY := || { test $$? -eq 1 && echo "the tests that failed, once more:" && $(BIN)/python -m pytest --last-failed --last-failed-no-failures none -v; }
@@ -45,11 +49,11 @@ demo: install ## check, compile, bench, query and patch, end to end, in a few mi
 
 test: check ## 'check', then every test of the package and those of shipped records that changed
 	$(BIN)/python -m pytest $(PYTEST) -m "not alone" $(RETRY)
-	$(BIN)/python -m pytest -m alone $(RETRY)
+	$(BIN)/python -m pytest $(ALONE) $(RETRY)
 
 test-all: check ## 'check', then every test; before a release, and when what judges has changed
 	$(BIN)/python -m pytest $(PYTEST) -m "not alone" --all-records
-	$(BIN)/python -m pytest -m alone
+	$(BIN)/python -m pytest $(ALONE)
 
 bounds: install ## the tests with the oldest versions that pyproject.toml allows; VERSIONS=newest for the newest
 	@test "$(VERSIONS)" = oldest -o "$(VERSIONS)" = newest || { echo "VERSIONS is oldest or newest, not '$(VERSIONS)'"; exit 2; }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -97,44 +98,56 @@ def run(x, factor, out):
 }
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def kernels() -> dict[str, str]:
     """Language -> source of its scale kernel."""
     return dict(KERNELS)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def definition() -> Definition:
     return Definition.from_dict(DEFINITION)
+
+
+def write_solution_to(
+    root: Path,
+    language: str,
+    source: str | None = None,
+    *,
+    name: str = "",
+    files: dict[str, str] | None = None,
+    **spec: object,
+) -> SolutionFiles:
+    folder = root / (name or f"scale_{language}")
+    sources = {"kernel.py": KERNELS[language] if source is None else source, **(files or {})}
+    record = {
+        "schema_version": 1,
+        "name": folder.name,
+        "definition": "scale",
+        "author": "tests",
+        "spec": {"language": language, "entry_point": "kernel.py::run", **spec},
+        "sources": [{"path": path} for path in sources],
+    }
+    for path, text in sources.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    (folder / "solution.json").write_text(json.dumps(record))
+    return SolutionFiles.read(folder)
 
 
 @pytest.fixture
 def write_solution(tmp_path: Path) -> Callable[..., SolutionFiles]:
     """Write a Solution: the language's scale kernel, or the given source, with spec keys replaced and files added."""
-
-    def write(
-        language: str, source: str | None = None, *, name: str = "", files: dict[str, str] | None = None, **spec: object
-    ) -> SolutionFiles:
-        folder = tmp_path / (name or f"scale_{language}")
-        sources = {"kernel.py": KERNELS[language] if source is None else source, **(files or {})}
-        record = {
-            "schema_version": 1,
-            "name": folder.name,
-            "definition": "scale",
-            "author": "tests",
-            "spec": {"language": language, "entry_point": "kernel.py::run", **spec},
-            "sources": [{"path": path} for path in sources],
-        }
-        for path, text in sources.items():
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).write_text(text)
-        (folder / "solution.json").write_text(json.dumps(record))
-        return SolutionFiles.read(folder)
-
-    return write
+    return functools.partial(write_solution_to, tmp_path)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
+def write_shared_solution(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., SolutionFiles]:
+    """As ``write_solution``, for what several tests of a file look at."""
+    return functools.partial(write_solution_to, tmp_path_factory.mktemp("solutions"))
+
+
+@pytest.fixture(scope="session")
 def workload() -> Callable[..., Workload]:
     """Make a Workload of the tiny Definition: ``workload(M=8, x="strided(N + 8, 1)")``."""
 

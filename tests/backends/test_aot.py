@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,20 +31,54 @@ def children() -> set[int]:
     return found
 
 
+SHAPES: dict[str, dict[str, Any]] = {
+    "few": {"M": 3},
+    "many": {"M": 61},
+    "none": {"M": 0},
+    "longer": {"M": 3, "N": 512},
+    "padded": {"M": 3, "x": "strided(N + 3, 1)"},
+}
+# language, what is found in its kernel and put there, and what its compiler says of that
+BROKEN = [
+    ("triton", "tl.store(", "tl.no_such_operation(", "no attribute 'no_such_operation'"),
+    ("tilelang", "T.cast(T.cast(", "T.no_such_operation(T.cast(", "no attribute 'no_such_operation'"),
+    (
+        "tilelang",
+        'T.cast(x[row, column], "float32")',
+        'T.call_extern("float32", "undefined_function")',
+        'error: identifier "undefined_function" is undefined',
+    ),
+    ("cutile", "index=(row, 0), shape", "index=(row, 0, 0), shape", "Index size 3 does not match the array rank 2"),
+]
+
+
+@pytest.fixture(scope="module")
+def compiled(
+    definition: Definition, write_shared_solution: WriteSolution, workload: MakeWorkload, kernels: dict[str, str]
+) -> dict[tuple[str, ...], CompileResult]:
+    """Results by language and target, by language and shape, and by what is broken: of one process a language."""
+    jobs: dict[tuple[str, ...], CompileJob] = {}
+    for language in TILE_LANGUAGES:
+        plain = write_shared_solution(language)
+        padded = write_shared_solution(language, name=f"padded_{language}", layouts={"x": "row_contiguous"})
+        jobs |= {(language, target): CompileJob(definition, plain, workload(), target) for target in TARGETS}
+        jobs |= {
+            (language, name): CompileJob(definition, padded, workload(**shape), "sm_90")
+            for name, shape in SHAPES.items()
+        }
+    for number, (language, find, put, _) in enumerate(BROKEN):
+        source = kernels[language].replace(find, put)
+        broken = write_shared_solution(language, source, name=f"broken_{number}")
+        jobs[language, find, put] = CompileJob(definition, broken, workload(), "sm_90")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")  # of the user's own process; it must not reach the compiler
+        return dict(zip(jobs, compile_many(list(jobs.values()), processes=1), strict=True))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("language", TILE_LANGUAGES)
-def test_every_target_is_compiled_without_a_gpu(
-    language: str,
-    definition: Definition,
-    write_solution: WriteSolution,
-    workload: MakeWorkload,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # of the user's own process; it must not reach the compiler
-    solution = write_solution(language)
-
-    results = compile_many([CompileJob(definition, solution, workload(), target) for target in TARGETS], processes=1)
-
+def test_every_target_is_compiled_without_a_gpu(language: str, compiled: dict[tuple[str, ...], CompileResult]) -> None:
+    results = [compiled[language, target] for target in TARGETS]
     assert [(result.status, result.log) for result in results] == [("compiled", "")] * len(TARGETS)
     assert all(len(result.artifacts) == 1 and result.artifacts[0].bytes > 1000 for result in results)
     assert len({result.artifacts[0].key for result in results}) == len(TARGETS)
@@ -52,14 +87,10 @@ def test_every_target_is_compiled_without_a_gpu(
 @pytest.mark.slow
 @pytest.mark.parametrize("language", TILE_LANGUAGES)
 def test_the_number_of_tokens_does_not_recompile_and_the_row_length_does(
-    language: str, definition: Definition, write_solution: WriteSolution, workload: MakeWorkload
+    language: str, compiled: dict[tuple[str, ...], CompileResult]
 ) -> None:
-    solution = write_solution(language, layouts={"x": "row_contiguous"})
-    works = [workload(M=3), workload(M=61), workload(M=0), workload(M=3, N=512), workload(M=3, x="strided(N + 3, 1)")]
-
-    results = compile_many([CompileJob(definition, solution, work, "sm_90") for work in works], processes=1)
-
-    assert [result.status for result in results] == ["compiled"] * len(works), results
+    results = [compiled[language, name] for name in SHAPES]
+    assert [result.status for result in results] == ["compiled"] * len(SHAPES), results
     few, many, none, longer, padded = ({artifact.key for artifact in result.artifacts} for result in results)
     assert few == many
     assert none == set()
@@ -67,34 +98,11 @@ def test_the_number_of_tokens_does_not_recompile_and_the_row_length_does(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("language", "find", "put", "message"),
-    [
-        ("triton", "tl.store(", "tl.no_such_operation(", "no attribute 'no_such_operation'"),
-        ("tilelang", "T.cast(T.cast(", "T.no_such_operation(T.cast(", "no attribute 'no_such_operation'"),
-        (
-            "tilelang",
-            'T.cast(x[row, column], "float32")',
-            'T.call_extern("float32", "undefined_function")',
-            'error: identifier "undefined_function" is undefined',
-        ),
-        ("cutile", "index=(row, 0), shape", "index=(row, 0, 0), shape", "Index size 3 does not match the array rank 2"),
-    ],
-)
+@pytest.mark.parametrize(("language", "find", "put", "message"), BROKEN)
 def test_a_broken_kernel_fails_with_the_message_of_its_compiler(
-    language: str,
-    find: str,
-    put: str,
-    message: str,
-    definition: Definition,
-    write_solution: WriteSolution,
-    workload: MakeWorkload,
-    kernels: dict[str, str],
+    language: str, find: str, put: str, message: str, compiled: dict[tuple[str, ...], CompileResult]
 ) -> None:
-    solution = write_solution(language, kernels[language].replace(find, put))
-
-    result = compile_solution(definition, solution, workload(), "sm_90")
-
+    result = compiled[language, find, put]
     assert (result.status, result.artifacts) == ("failed", ())
     assert message in result.log
     assert "aot_worker.py" not in result.log

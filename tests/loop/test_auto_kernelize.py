@@ -17,8 +17,6 @@ from tilegym_db.records.loop import Experiment, Task
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.loop_journals import journaled
 
-pytestmark = pytest.mark.alone
-
 REAL = Path(__file__).resolve().parents[2]
 CONFIG = {
     "model_type": "qwen3_moe", "vocab_size": 96, "hidden_size": 1024, "intermediate_size": 48, "num_hidden_layers": 1,
@@ -68,6 +66,7 @@ def state(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mo
     return ModelState(tmp_path / "Tiny-MoE", cpu_machine(), dtype="float32", prompt=1024, rounds=8)
 
 
+@pytest.mark.alone  # the kernel must be found faster
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_coverage_rises_with_a_kernel_that_is_right_and_fast(state: ModelState, tmp_path: Path, home: Path) -> None:

@@ -22,11 +22,10 @@ from tilegym_db.report.weekly import weekly
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.loop_queries import promotion_rows
 
-pytestmark = pytest.mark.alone
-
 HandIn = Callable[..., Path]
 
 
+@pytest.mark.alone
 def test_a_wrong_kernel_a_slow_one_and_a_good_one(task: Task, hand_in: HandIn, home: Path) -> None:
     wrong = submit(task, hand_in(WRONG))
     assert (wrong.number, wrong.verdict, wrong.stage) == (1, "refused", "compiled")

@@ -249,14 +249,15 @@ DAMAGE: list[Callable[[str], bytes]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", BASES)
-def test_a_damaged_record_is_read_or_refused_by_an_error_that_names_it(
-    kind: str, tmp_path_factory: pytest.TempPathFactory
-):
+def test_a_damaged_record_is_read_or_refused_by_an_error_that_names_it(kind: str, tmp_path: Path):
+    folders = (tmp_path / str(number) for number in itertools.count())
+
     @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(damaged(kind))
     def check(case: tuple[bytes, tuple[Any, ...]]) -> None:
         content, _ = case
-        path = tmp_path_factory.mktemp("fuzz") / "record.json"
+        path = next(folders) / "record.json"
+        path.parent.mkdir()
         path.write_bytes(content)
         begun = time.process_time()
         message = refusal(partial(READERS[kind], path))

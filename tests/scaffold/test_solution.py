@@ -53,21 +53,29 @@ def test_the_stock_code_made_from_a_reference_is_right(name):
         assert (value.float() - found[key].float()).abs().nan_to_num().max() == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("language", TILE_LANGUAGES)
-@pytest.mark.parametrize(
-    "name", ["rms_norm", "gemm"]
-)  # one that copies an input, one that has none of the output's shape
-def test_a_draft_in_a_tile_language_compiles(language, name, tmp_path):
+DRAFTS = [(name, language) for name in ("rms_norm", "gemm") for language in TILE_LANGUAGES]
+"""Of an operator whose draft copies an input, and of one that has no input of the output's shape."""
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """What came of each draft; all of them in one call, which starts one process a language."""
     from tilegym_db.backends.aot import compile_many
     from tilegym_db.catalog import SolutionFiles
     from tilegym_db.cli.compile import select_jobs
 
-    catalog = Catalog.default()
-    for file, text in draft_solution(catalog.definition(name), language, f"{name}_draft", "me").items():
-        (tmp_path / file).write_text(text)
-    draft = SolutionFiles.read(tmp_path)
-    shipped = select_jobs(catalog, (f"{name}_{language}",), ("sm_90",), None, None)
-    jobs = [dataclasses.replace(job, solution=draft) for job in shipped[:1]]
-    (result,) = compile_many(jobs)
+    catalog, jobs = Catalog.default(), []
+    for name, language in DRAFTS:
+        folder = tmp_path_factory.mktemp("draft")
+        for file, text in draft_solution(catalog.definition(name), language, f"{name}_draft", "me").items():
+            (folder / file).write_text(text)
+        shipped = select_jobs(catalog, (f"{name}_{language}",), ("sm_90",), None, None)
+        jobs.append(dataclasses.replace(shipped[0], solution=SolutionFiles.read(folder)))
+    return dict(zip(DRAFTS, compile_many(jobs), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "language"), DRAFTS)
+def test_a_draft_in_a_tile_language_compiles(name, language, compiled):
+    result = compiled[name, language]
     assert result.status == "compiled", result

@@ -1,6 +1,6 @@
 """What routers rarely give the kernels of the experts, in Triton's interpreter, in a process of its own.
 
-Run as a program, this file prints the relative error of every case against the reference, in fp32 or with FP8 weights.
+Run as a program with the name of a kernel, this file prints the relative error of its every case against the reference.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -35,28 +37,41 @@ CASES = [(name, rows) for name in routings() if name != MANY for rows in (None, 
 FP8_CASES = [(name, rows) for name, rows in CASES if rows != 1]
 
 
+KERNEL, FP8_KERNEL = "moe_experts_triton", "moe_experts_fp8_triton"
+
+
 @pytest.fixture(scope="module")
-def errors() -> dict[str, float]:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+def errors_of() -> Callable[[str], dict[str, float]]:
+    """The errors of a kernel; its cases run in one process when the first of them is asked for."""
+
+    @cache
+    def ask(kernel: str) -> dict[str, float]:
+        environment = {**os.environ, "TRITON_INTERPRET": "1"}
+        command = [sys.executable, __file__, kernel]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+        return found
+
+    return ask
 
 
 @pytest.mark.slow
+@pytest.mark.records(of=KERNEL)
 @pytest.mark.parametrize(("routing", "tile_rows"), CASES)
 def test_rare_routings_are_right_with_tiles_of_any_size(
-    errors: dict[str, float], routing: str, tile_rows: int | None
+    errors_of: Callable[[str], dict[str, float]], routing: str, tile_rows: int | None
 ) -> None:
-    assert errors[f"{routing}, {tile_rows}"] < 1e-5
+    assert errors_of(KERNEL)[f"{routing}, {tile_rows}"] < 1e-5
 
 
 @pytest.mark.slow
+@pytest.mark.records(of=FP8_KERNEL)
 @pytest.mark.parametrize(("routing", "tile_rows"), FP8_CASES)
 def test_rare_routings_of_fp8_experts_are_right_with_tiles_of_any_size(
-    errors: dict[str, float], routing: str, tile_rows: int | None
+    errors_of: Callable[[str], dict[str, float]], routing: str, tile_rows: int | None
 ) -> None:
-    assert errors[f"fp8, {routing}, {tile_rows}"] < 4e-3
+    assert errors_of(FP8_KERNEL)[f"{routing}, {tile_rows}"] < 4e-3
 
 
 def error_of(ids: torch.Tensor, tile_rows: int | None) -> float:
@@ -72,7 +87,7 @@ def error_of(ids: torch.Tensor, tile_rows: int | None) -> float:
     x = torch.randn(ids.shape[0], H, generator=generator)
     weights = torch.rand(ids.shape, generator=generator)
     out = torch.full_like(x, torch.nan)
-    load_entry(catalog.solutions["moe_experts_triton"])(x, ids, weights, gate_up, down, out, BLOCK_M=tile_rows)
+    load_entry(catalog.solutions[KERNEL])(x, ids, weights, gate_up, down, out, BLOCK_M=tile_rows)
     reference = load_function(catalog.definition("moe_experts").reference, "moe_experts")
     expected = reference(x, ids, weights, gate_up, down)
     return float((out - expected).abs().max() / expected.abs().max().clamp_min(1.0))
@@ -93,7 +108,7 @@ def fp8_error_of(ids: torch.Tensor, tile_rows: int | None) -> float:
     weights = torch.rand(ids.shape, generator=generator)
     inputs = x, ids, weights, gate_up, scales[0], down, scales[1]
     out = torch.full_like(x, torch.nan)
-    load_entry(catalog.solutions["moe_experts_fp8_triton"])(*inputs, out, BLOCK_M=tile_rows)
+    load_entry(catalog.solutions[FP8_KERNEL])(*inputs, out, BLOCK_M=tile_rows)
     reference = load_function(catalog.definition("moe_experts_fp8").reference, "moe_experts_fp8")
     expected = reference(*inputs).float()
     return float((out.float() - expected).abs().max() / expected.abs().max().clamp_min(1.0))
@@ -103,6 +118,8 @@ if __name__ == "__main__":
     from tilegym_db.verify.worker.triton_interpreter import repair_interpreter
 
     repair_interpreter()  # as the gates do: Triton's own one rounds casts to bfloat16 and FP8 otherwise
-    routing = routings()
-    found = {f"{name}, {rows}": error_of(routing[name], rows) for name, rows in CASES}
-    print(json.dumps(found | {f"fp8, {name}, {rows}": fp8_error_of(routing[name], rows) for name, rows in FP8_CASES}))
+    routing, is_fp8 = routings(), sys.argv[1] == FP8_KERNEL
+    of_case = fp8_error_of if is_fp8 else error_of
+    print(
+        json.dumps({f"{name}, {rows}": of_case(routing[name], rows) for name, rows in (FP8_CASES if is_fp8 else CASES)})
+    )

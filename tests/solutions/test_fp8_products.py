@@ -1,6 +1,6 @@
 """Products of FP8 codes whose groups and tiles are unusual, in Triton's interpreter, in a process of its own.
 
-Run as a program, this file prints the relative error of every case against the reference.
+Run as a program with names of kernels, this file prints the relative error of their every case against the reference.
 """
 
 from __future__ import annotations
@@ -21,21 +21,29 @@ GROUPS = {
     "a tile and a row": [64, 65, 65, 70],
 }
 TILES = (16, 64, 128)
-CASES = [f"{name}, {rows}" for name in GROUPS for rows in TILES]
-CASES += [f"masked, {rows}" for rows in TILES] + ["aligned, many rows", "aligned, cast first", "one row, split"]
+GROUPED, MASKED = "moe_grouped_gemm_fp8_triton", "moe_grouped_gemm_fp8_masked_triton"
+STATIC, DYNAMIC = "gemm_fp8_blockwise_triton", "gemm_fp8_blockwise_dynamic_triton"
+CASES = [(GROUPED, f"{name}, {rows}") for name in GROUPS for rows in TILES]
+CASES += [(MASKED, f"masked, {rows}") for rows in TILES]
+CASES += [(STATIC, "aligned, many rows"), (DYNAMIC, "aligned, cast first"), (DYNAMIC, "one row, split")]
 
 
 @pytest.fixture(scope="module")
-def errors() -> dict[str, float]:
+def errors(request: pytest.FixtureRequest) -> dict[str, float]:
+    """Of the kernels that this run tries."""
+    parameters = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    kernels = {given["kernel"] for given in parameters if (given.get("kernel"), given.get("case")) in CASES}
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, __file__, *sorted(kernels)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_a_block_is_scaled_and_added_wherever_its_tile_lies(errors: dict[str, float], case: str) -> None:
+@pytest.mark.records("kernel")
+@pytest.mark.parametrize(("kernel", "case"), CASES)
+def test_a_block_is_scaled_and_added_wherever_its_tile_lies(errors: dict[str, float], kernel: str, case: str) -> None:
     assert errors[case] < 2.0**-8
 
 
@@ -63,24 +71,27 @@ def error_of(solution: str, *inputs: torch.Tensor, **config: int) -> float:
     return float(off.nan_to_num(nan=1.0))
 
 
-def all_errors() -> dict[str, float]:
+def errors_of(kernel: str) -> dict[str, float]:
     generator = torch.Generator().manual_seed(0)
     a, b = codes(generator, ROWS, K), codes(generator, E, N, K)
     scale_a, scale_b = scales(generator, ROWS, 2), scales(generator, E, 2, 2)
     found = {}
-    for rows in TILES:
-        for name, ends in GROUPS.items():
-            offs = torch.tensor(ends, dtype=torch.int32)
-            grouped = (a, b, scale_a.T.contiguous().T, scale_b, offs)
-            found[f"{name}, {rows}"] = error_of("moe_grouped_gemm_fp8_triton", *grouped, BLOCK_M=rows)
+    if kernel == GROUPED:
+        for rows in TILES:
+            for name, ends in GROUPS.items():
+                offs = torch.tensor(ends, dtype=torch.int32)
+                grouped = (a, b, scale_a.T.contiguous().T, scale_b, offs)
+                found[f"{name}, {rows}"] = error_of(GROUPED, *grouped, BLOCK_M=rows)
+    elif kernel == MASKED:
         counts = torch.tensor([0, 3, 17, 16], dtype=torch.int32)
         masked = (a[:68].view(E, 17, K), b, scale_a[:68].view(E, 17, 2), scale_b, counts)
-        found[f"masked, {rows}"] = error_of("moe_grouped_gemm_fp8_masked_triton", *masked, BLOCK_M=rows)
-    x = torch.randn(ROWS, K, generator=generator).to(torch.bfloat16)
-    dynamic, static = "gemm_fp8_blockwise_dynamic_triton", "gemm_fp8_blockwise_triton"
-    found["aligned, many rows"] = error_of(static, a, b[0], scale_a, scale_b[0])
-    found["aligned, cast first"] = error_of(dynamic, x, b[0], scale_b[0])
-    found["one row, split"] = error_of(dynamic, x[:1], b[0], scale_b[0], SPLIT=2)
+        found = {f"masked, {rows}": error_of(MASKED, *masked, BLOCK_M=rows) for rows in TILES}
+    elif kernel == STATIC:
+        found["aligned, many rows"] = error_of(STATIC, a, b[0], scale_a, scale_b[0])
+    else:
+        x = torch.randn(ROWS, K, generator=generator).to(torch.bfloat16)
+        found["aligned, cast first"] = error_of(DYNAMIC, x, b[0], scale_b[0])
+        found["one row, split"] = error_of(DYNAMIC, x[:1], b[0], scale_b[0], SPLIT=2)
     return found
 
 
@@ -88,4 +99,4 @@ if __name__ == "__main__":
     from tilegym_db.verify.worker.triton_interpreter import repair_interpreter
 
     repair_interpreter()
-    print(json.dumps(all_errors()))
+    print(json.dumps({case: error for kernel in sys.argv[1:] for case, error in errors_of(kernel).items()}))

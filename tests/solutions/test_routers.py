@@ -33,7 +33,9 @@ def answers() -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize(
+    "router", [pytest.param(name, marks=pytest.mark.records(of=f"{name}_triton")) for name in ROUTERS]
+)
 def test_a_row_with_a_nan_gives_experts_that_exist_and_weights_that_show_it(
     answers: dict[str, Any], router: str
 ) -> None:
