@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
-from tilegym_db.bench.contents import CONTENT_SETS, ExpectedCache, WorkloadContents
+from tilegym_db.bench.contents import CONTENT_SETS, ExpectedCache, WorkloadContents, unusual_distributions
 from tilegym_db.bench.reproduce import reproduce
-from tilegym_db.catalog import Catalog
+from tilegym_db.bench.tier_policy import PROMOTION
+from tilegym_db.bench.verification import Verification, Verified
+from tilegym_db.bench.worker_handle import WorkerHandle
+from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import UsageError
 from tilegym_db.records import Workload
-from tilegym_db.verify.inputs import draws_spread
+from tilegym_db.verify.inputs import draws_spread, spreads_otherwise
+from tilegym_db.verify.verifier import Failure
 
-ROWS, GROUPS = 256, 4
+ROWS, GROUPS = 248, 4
 
 
 def contents_of(name: str, axes: dict[str, int], seed: int, **scalars: float) -> WorkloadContents:
@@ -25,7 +34,7 @@ def contents_of(name: str, axes: dict[str, int], seed: int, **scalars: float) ->
 
 
 def grouped_gemm(seed: int) -> WorkloadContents:
-    return contents_of("moe_grouped_gemm", {"S": ROWS, "K": 16, "N": 16, "E": GROUPS}, seed)
+    return contents_of("moe_grouped_gemm", {"S": ROWS, "K": 24, "N": 40, "E": GROUPS}, seed)
 
 
 def lengths(offs: torch.Tensor) -> list[int]:
@@ -45,26 +54,90 @@ def test_contents_that_the_audit_has_timed_are_spread_like_those_that_were_timed
         assert min(lengths(expected.inputs["offs"])) > ROWS // GROUPS // 2
 
 
-def test_one_more_set_is_spread_otherwise_and_verified_and_its_kind_changes_from_run_to_run() -> None:
-    spreads = set()
-    for seed in range(6):
-        contents = grouped_gemm(seed)
-        assert contents.unusual is not None
-        assert contents.verified == [*contents.sets, contents.unusual]
-        assert not contents.unusual.case.typical
-        spreads.add(contents.unusual.case.contents)
-    assert spreads == set(CONTENT_SETS[1:])
+def test_other_spreads_are_verified_at_the_same_shape_and_never_timed() -> None:
+    contents = grouped_gemm(seed=7)
+    assert contents.verified == [*contents.sets, *contents.unusual]
+    tail, all_in_one, few = (lengths(expected.inputs["offs"]) for expected in contents.unusual)
+    assert 0 < sum(tail) < ROWS
+    assert max(all_in_one) == ROWS
+    assert sum(few) == ROWS
+    assert min(few) == 0
+
+
+def test_of_large_shapes_one_other_spread_is_verified_which_changes_with_the_seed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tilegym_db.bench.contents.UNUSUAL_BYTES", 1)
+    chosen = [tuple(item.case.contents for item in grouped_gemm(seed).unusual) for seed in range(3)]
+    assert sorted(chosen) == sorted((name,) for name in CONTENT_SETS[1:])
+
+
+@pytest.mark.parametrize("name", [name for name, item in Catalog.default().definitions.items() if draws_spread(item)])
+def test_every_operator_that_draws_ids_or_lengths_has_another_spread_to_be_verified_on(name: str) -> None:
+    definition = Catalog.default().definition(name)
+    workload = Catalog.default().workloads_for(name)[0]
+    others = unusual_distributions(definition, workload, seed=5)
+    assert others
+    assert all(spreads_otherwise(definition, distribution) for distribution in others)
+    assert not spreads_otherwise(definition, "normal")
+
+
+WRONG_FOR_ONE_GROUP = """
+import torch
+
+def run(x, w, offs):
+    out, first = torch.zeros(x.shape[0], w.shape[1], dtype=x.dtype), 0
+    lengths = torch.diff(offs, prepend=offs.new_zeros(1))
+    if x.shape[0] == ROWS and int(lengths.max()) == ROWS:
+        return out
+    for group, last in enumerate(offs.tolist()):
+        out[first:last] = x[first:last] @ w[group].T
+        first = max(first, last)
+    return out
+"""
+
+
+def test_a_solution_that_is_wrong_at_its_own_shape_when_one_group_has_all_rows_is_refused(tmp_path: Path) -> None:
+    contents = grouped_gemm(seed=7)
+    for source, gate in (
+        (WRONG_FOR_ONE_GROUP, "rel_fro"),
+        (WRONG_FOR_ONE_GROUP.replace("return out\n    for", "pass\n    for"), None),
+    ):
+        folder = tmp_path / ("planted" if gate else "honest")
+        folder.mkdir()
+        spec = {"language": "python", "entry_point": "kernel.py::run", "destination_passing_style": False}
+        record = {"name": folder.name, "definition": "moe_grouped_gemm", "author": "tests", "spec": spec}
+        (folder / "solution.json").write_text(json.dumps({**record, "sources": [{"path": "kernel.py"}]}))
+        (folder / "kernel.py").write_text(source.replace("ROWS", str(ROWS)))
+        policy = replace(PROMOTION, fuzz_cases=1, calls=2, audited=False)
+        handle = WorkerHandle(contents.definition, SolutionFiles.read(folder), "cpu", tmp_path / "w", policy=policy)
+        with closing(handle):
+            outcome = Verification(handle).verify(contents, [contents.workload], 7, contents.cache)
+        if gate is None:
+            assert isinstance(outcome, Verified), outcome
+            assert len(outcome.outputs) == len(contents.sets)
+        else:
+            assert isinstance(outcome, Failure)
+            assert outcome.case is not None, outcome
+            assert (outcome.gate, outcome.case.contents) == (gate, "outliers")
 
 
 def test_an_operator_without_ids_or_lengths_has_the_sets_that_it_always_had() -> None:
     contents = contents_of("rms_norm", {"M": 8, "N": 32}, seed=3, eps=1e-6)
-    assert contents.unusual is None
+    assert contents.unusual == []
     assert [expected.case.contents for expected in contents.sets] == list(CONTENT_SETS)
 
 
 @pytest.mark.parametrize(
     ("name", "spread"),
-    [("moe_experts", True), ("moe_offsets", True), ("topk_softmax", False), ("gemm", False), ("per_token_cast", False)],
+    [
+        ("moe_experts", True),
+        ("moe_offsets", True),
+        ("top_p_sampling_from_probs", True),
+        ("engram_gate_hf", False),
+        ("topk_gate", False),
+        ("gemm", False),
+    ],
 )
 def test_what_counts_as_spread_is_said_by_the_definition(name: str, spread: bool) -> None:
     assert draws_spread(Catalog.default().definition(name)) is spread

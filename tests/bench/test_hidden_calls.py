@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from tilegym_db.bench import audit
 from tilegym_db.bench.audit import BASELINE_BUSY_US, BUSY_US, LEAST_BY_TIME, QUEUED, hidden_calls
 
 
@@ -32,6 +36,27 @@ def test_a_baseline_of_many_launches_gets_a_device_that_is_busy_for_longer() -> 
     assert calls == 4
     assert 3 * calls * host_us <= BASELINE_BUSY_US[-1]
     assert 3 * LEAST_BY_TIME * host_us > BUSY_US[-1]
+
+
+@pytest.mark.parametrize(("role", "longest_us"), [("kernel", BUSY_US[-1]), ("baseline", BASELINE_BUSY_US[-1])])
+def test_what_is_dispatched_to_gets_no_more_time_to_hide_work_behind_whatever_it_says(
+    role: str, longest_us: float
+) -> None:
+    """A worker that says that launching takes it a second asks for the longest time that there is."""
+    asked: list[float] = []
+
+    def null_us(busy_us: float) -> list[float]:
+        asked.append(busy_us)
+        raise InterruptedError
+
+    solution = SimpleNamespace(record=SimpleNamespace(spec=SimpleNamespace(role=role)))
+    runner: Any = SimpleNamespace(device="cuda:0", solution=solution)
+    pool: Any = SimpleNamespace(slots=32, fill_with=lambda fresh: None)
+    contents: Any = SimpleNamespace(fresh=lambda attempt, count: [attempt] * count)
+    worker: Any = SimpleNamespace(null_us=null_us)
+    with pytest.raises(InterruptedError):
+        audit._run(runner, worker, pool, contents, SimpleNamespace(host_us=1e6), 0, activities=2)  # type: ignore[arg-type]
+    assert asked == [longest_us]
 
 
 def test_there_are_never_more_calls_than_buffers() -> None:

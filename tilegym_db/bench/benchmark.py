@@ -37,6 +37,7 @@ from tilegym_db.scratch import scratch_folder
 from tilegym_db.store.html_table import html_table
 from tilegym_db.store.journal import Journal
 from tilegym_db.store.queries import done_keys, failed_screen, likely_fastest_of, read_peaks, tuned_configs
+from tilegym_db.verify.inputs import draws_spread
 from tilegym_db.verify.worker.process import prepare_workers
 
 __all__ = ["BenchReport", "benchmark", "promote", "run_plan"]
@@ -222,7 +223,8 @@ def _run(
             done |= done_keys(store, machine.gpu, INTERPRETER.tier)
         known = read_peaks(store, machine.gpu, gpu_name=machine.gpu_name, driver=machine.driver, own=True)
         failed = failed_screen(store, machine.gpu) if policy is PROMOTION and not options.again else {}
-        tuned, likely_fastest = tuned_configs(store, machine.gpu), likely_fastest_of(store, machine.gpu)
+        spread = [name for name, definition in setup.catalog.definitions.items() if draws_spread(definition)]
+        tuned, likely_fastest = tuned_configs(store, machine.gpu), likely_fastest_of(store, machine.gpu, spread)
     excluded = {key: _screen_failure(status) for key, status in failed.items()}
     plan = setup.plan(options, done, excluded, tuned, likely_fastest)
     observer.planned(plan, machine)

@@ -11,15 +11,31 @@ from tilegym_db.records import Definition, Workload
 from tilegym_db.records.base import canonical_json
 from tilegym_db.verify.distributions import RANGES, VARIED
 from tilegym_db.verify.expected import Expected, expect
-from tilegym_db.verify.inputs import Case, draws_noise, draws_spread
+from tilegym_db.verify.inputs import Case, draws_noise, draws_spread, spreads_otherwise
 from tilegym_db.verify.variation import vary_scalars
+from tilegym_db.verify.worker.shared_buffers import plan_slot
 
-__all__ = ["CONTENT_SETS", "ExpectedCache", "WorkloadContents"]
+__all__ = ["CONTENT_SETS", "ExpectedCache", "WorkloadContents", "unusual_distributions"]
 
 CONTENT_SETS = ("normal", "row_scale", "outliers", "small_integers")
 
 # Seeds of one run are one secret number plus these, so that no two cases share contents.
 _OWN_SHAPE, _UNUSUAL, _OTHER, _FRESH = 1_000, 1_500, 2_000, 1_000_000
+
+
+UNUSUAL_BYTES = 4 << 30
+"""What the unusual sets of one workload may take together; of larger ones there is one, which differs from run to run."""
+
+
+def unusual_distributions(definition: Definition, workload: Workload, seed: int) -> tuple[str, ...]:
+    """The content sets whose ids or lengths are spread otherwise than they mostly are; none where there are no such inputs."""
+    others = tuple(name for name in CONTENT_SETS if spreads_otherwise(definition, name))
+    if not others:
+        return ()
+    case = Case.of_workload(definition, workload, distribution=others[0], seed=0)
+    if len(others) * plan_slot(definition, case).size <= UNUSUAL_BYTES:
+        return others
+    return (others[(seed + int(workload.uuid.replace("-", ""), 16)) % len(others)],)
 
 
 class ExpectedCache:
@@ -55,7 +71,7 @@ class WorkloadContents:
     reference itself does not pass. ``fresh`` draws more, which a Solution sees once.
 
     Where ids or lengths decide how much there is to do, they are spread in all of these as they mostly are in a model, so that
-    all are one call's time (``docs/decisions/0035-contents-that-are-timed.md``). ``unusual`` is verified and never timed.
+    all are one call's time (``docs/decisions/0035-contents-that-are-timed.md``). ``unusual`` are verified and never timed.
     """
 
     definition: Definition
@@ -64,8 +80,8 @@ class WorkloadContents:
     cache: ExpectedCache
     sets: list[Expected] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
-    unusual: Expected | None = None
-    """A call whose ids or lengths are spread otherwise: over few groups, or all in one; another kind in another run."""
+    unusual: list[Expected] = field(default_factory=list)
+    """Calls whose ids or lengths are spread otherwise: over few groups, or all in one."""
     other: Expected | None = None
     """A second call of the shape, with other ranges and scalars, that is verified in turn with the first."""
     _fresh: dict[int, list[Expected]] = field(default_factory=dict)
@@ -81,16 +97,18 @@ class WorkloadContents:
             torch.OutOfMemoryError: there is not enough memory for it here.
         """
         contents = cls(definition, workload, seed, cache)
-        for number, distribution in enumerate(CONTENT_SETS):
-            case = contents._case(distribution, _OWN_SHAPE + number)
-            expected = cache.get(case)
-            if expected is None:
-                contents.dropped.append(str(case))
-            else:
-                contents.sets.append(expected)
-        if draws_spread(definition):
-            unusual = CONTENT_SETS[1 + seed % (len(CONTENT_SETS) - 1)]
-            contents.unusual = cache.get(contents._case(unusual, _UNUSUAL, typical=False))
+        others = unusual_distributions(definition, workload, seed)
+        for kept, distributions, typical, offset in (
+            (contents.sets, CONTENT_SETS, True, _OWN_SHAPE),
+            (contents.unusual, others, False, _UNUSUAL),
+        ):
+            for number, distribution in enumerate(distributions):
+                case = contents._case(distribution, offset + number, typical=typical)
+                expected = cache.get(case)
+                if expected is None:
+                    contents.dropped.append(str(case))
+                else:
+                    kept.append(expected)
         if in_turn:
             case = contents._case(VARIED, _OTHER, typical=False)
             scalars = vary_scalars(definition, case.scalars, VARIED, case.seed)
@@ -99,13 +117,15 @@ class WorkloadContents:
 
     @property
     def verified(self) -> list[Expected]:
-        """Every set that a pass stands for at this shape: those that are timed, and the unusual one."""
-        return [*self.sets, *([] if self.unusual is None else [self.unusual])]
+        """Every set that a pass stands for at this shape: those that are timed, then the unusual ones."""
+        return [*self.sets, *self.unusual]
 
     def fresh(self, attempt: int, count: int) -> Sequence[Expected]:
         """Up to ``count`` contents that no Solution has seen before this attempt; the same ones for every Solution."""
         # Where the author had to draw noise, ranges make the maths ill-conditioned for some elements of millions.
         varies = not draws_noise(self.definition)
+        # Every Solution makes the first attempt, few a later one: of those only the newest is kept.
+        self._fresh = {number: found for number, found in self._fresh.items() if number in (0, attempt)}
         known, tried = self._fresh.setdefault(attempt, []), 0
         while len(known) < count and tried < 4 * count:
             ranges = tuple(RANGES)

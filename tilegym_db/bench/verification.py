@@ -252,7 +252,7 @@ class Verification:
         case = contents.sets[0].case
         with SharedBuffers(plan_slot(handle.definition, case), 1, handle.device) as buffers:
             failure = handle.attach(buffers, case)
-            for number, expected in enumerate(contents.sets):
+            for number, expected in enumerate(contents.verified):
                 if failure is not None:
                     break
                 calls = handle.policy.calls if number == 0 else 2
@@ -261,13 +261,7 @@ class Verification:
                     failure = outcome
                 else:
                     verdict.add(outcome[0])
-                    outputs.append(outcome[1])
-            if failure is None and contents.unusual is not None:
-                outcome = handle.verify_slot(buffers, contents.unusual, 2, in_model=IN_MODEL_CALL)
-                if isinstance(outcome, Failure):
-                    failure = outcome
-                else:
-                    verdict.add(outcome[0])
+                    outputs += [outcome[1]] if number < len(contents.sets) else []
             if failure is None and contents.other is not None:
                 failure = handle.call_in_turn(buffers, contents.sets[0], contents.other, outputs[0])
             handle.detach()

@@ -16,7 +16,7 @@ from tilegym_db.verify.distributions import CONTENTS
 from tilegym_db.verify.reference import load_function
 from tilegym_db.verify.torch_dtypes import storage_dtype
 
-__all__ = ["ID_CONTENTS", "KINDS", "SPREAD_KINDS", "contents_among", "draw_codes", "draw_jointly"]
+__all__ = ["ID_CONTENTS", "KINDS", "contents_among", "draw_codes", "draw_jointly", "spread_contents"]
 
 Shape = tuple[int, ...]
 Axes = Mapping[str, int]
@@ -50,6 +50,15 @@ def contents_among(choices: tuple[str, ...], distribution: str) -> str:
     return choices[(names.index(distribution) if distribution in names else 0) % len(choices)]
 
 
+def spread_contents(spec: InputGenerator) -> tuple[str, ...]:
+    """How a generator of ids, lengths or whole numbers may spread them, the usual way first; nothing of any other.
+
+    These may decide how much a call has to do: which rows, how many of a group.
+    """
+    ids = ID_CONTENTS if spec.none else ID_CONTENTS[:3]
+    return {"distinct_ids": ids, "offsets": LENGTH_CONTENTS, "integers": INTEGER_CONTENTS}.get(spec.kind, ())
+
+
 # -- one input -------------------------------------------------------------------------------------------------------------
 
 
@@ -64,7 +73,7 @@ def _distinct_ids(
         )
     if 0 in shape:
         return torch.zeros(shape, dtype=torch.int64, device=generator.device)
-    contents = contents_among(ID_CONTENTS if spec.none else ID_CONTENTS[:3], distribution)
+    contents = contents_among(spread_contents(spec), distribution)
     device, rows = generator.device, (*shape[:-1], high - low)
     noise = -(-torch.rand(rows, generator=generator, device=device).clamp_min(1e-30).log()).clamp_min(1e-30).log()
     if contents == "zipf":
@@ -184,9 +193,6 @@ KINDS: dict[str, Draw] = {
     "unit_rows": _unit_rows,
 }
 """Kind of generator -> ``draw(spec, generator, shape, axes, distribution)``, on the generator's device."""
-
-SPREAD_KINDS = frozenset({"distinct_ids", "offsets", "integers"})
-"""Kinds whose contents may decide how much a call has to do: which rows, how many of a group."""
 
 
 def draw_codes(spec: InputGenerator, generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:

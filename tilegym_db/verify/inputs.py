@@ -18,13 +18,23 @@ from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.expressions import evaluate
 from tilegym_db.records.workload import RandomInput, SafetensorsInput
 from tilegym_db.verify.distributions import CONTENTS, DISTRIBUTIONS, EXACT, PLANTED, STYLES, plant
-from tilegym_db.verify.generators import KINDS, SPREAD_KINDS, draw_codes, draw_jointly
+from tilegym_db.verify.generators import KINDS, contents_among, draw_codes, draw_jointly, spread_contents
 from tilegym_db.verify.reference import as_written
 from tilegym_db.verify.rotary import rotary_table
 from tilegym_db.verify.torch_dtypes import storage_dtype
 from tilegym_db.verify.variation import styles_of
 
-__all__ = ["CONTENTS", "DISTRIBUTIONS", "PLANTED", "TYPICAL", "Case", "draw_inputs", "draws_noise", "draws_spread"]
+__all__ = [
+    "CONTENTS",
+    "DISTRIBUTIONS",
+    "PLANTED",
+    "TYPICAL",
+    "Case",
+    "draw_inputs",
+    "draws_noise",
+    "draws_spread",
+    "spreads_otherwise",
+]
 
 _INTEGERS = {torch.bool: (0, 2), torch.uint8: (0, 256)}
 """Dtype -> the first number and the one after the last, where it says which there are."""
@@ -104,12 +114,31 @@ def draws_noise(definition: Definition) -> bool:
 
 
 def draws_spread(definition: Definition) -> bool:
-    """Whether what a call has to do depends on how its ids or lengths are spread, as that of experts does."""
-    return (
-        definition.joint_inputs is not None
-        or any(generator.kind in SPREAD_KINDS for generator in definition.input_generators.values())
-        or (bool(definition.saved) and draws_spread(forward_of(definition)))
-    )
+    """Whether what a call has to do may depend on how its ids, lengths or probabilities are spread, as that of experts does."""
+    return bool(_spreads(definition))
+
+
+def spreads_otherwise(definition: Definition, distribution: str) -> bool:
+    """Whether the cases of a distribution have ids, lengths or probabilities spread otherwise than they mostly are."""
+    return any(contents_among(contents, distribution) != contents[0] for contents in _spreads(definition))
+
+
+def _spreads(definition: Definition) -> list[tuple[str, ...]]:
+    """The contents of everything drawn that may decide how much there is to do, the usual ones first."""
+    found = [spread_contents(generator) for generator in definition.input_generators.values()]
+    if definition.joint_inputs is not None and _joint_decides(definition):
+        found.append(definition.joint_inputs.contents)
+    if definition.saved:
+        found += _spreads(forward_of(definition))
+    return [contents for contents in found if contents]
+
+
+def _joint_decides(definition: Definition) -> bool:
+    """Whether inputs drawn together have ids or counts among them, or are probabilities to draw from."""
+    joint = definition.joint_inputs.inputs if definition.joint_inputs is not None else ()
+    spelled = {definition.inputs[name].dtype for name in joint}
+    dtypes = {choice for dtype in spelled for choice in definition.dtypes.get(dtype, (dtype,))}
+    return bool(definition.sampled) or not dtypes.isdisjoint({"bool", "int32", "int64"})
 
 
 def draw_inputs(definition: Definition, case: Case, device: str, *, dataset: Path | None = None) -> Inputs:
@@ -127,7 +156,8 @@ def draw_inputs(definition: Definition, case: Case, device: str, *, dataset: Pat
     drawn: Inputs = {}
     styles = styles_of(definition, case.distribution, case.seed)
     together = torch.Generator(device).manual_seed(_input_seed(case.seed, "joint inputs"))
-    joint = draw_jointly(definition, case.axes, case.dtypes, case.scalars, together, case.spread)
+    contents = case.spread if _joint_decides(definition) else case.distribution
+    joint = draw_jointly(definition, case.axes, case.dtypes, case.scalars, together, contents)
     for name, spec in definition.inputs.items():
         if spec.is_scalar:
             drawn[name] = case.scalars[name]
@@ -170,7 +200,7 @@ def _draw(definition: Definition, case: Case, name: str, device: str, style: str
     elif generated is not None and generated.kind == "codes":
         return draw_codes(generated, generator, shape, dtype)
     elif generated is not None and generated.kind in KINDS:
-        contents = case.spread if generated.kind in SPREAD_KINDS else case.distribution
+        contents = case.spread if spread_contents(generated) else case.distribution
         value = KINDS[generated.kind](generated, generator, shape, case.axes, contents)
     elif generated is not None and generated.kind != "normal":
         value = _uniform(generated, generator, shape, case.axes)

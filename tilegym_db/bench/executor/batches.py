@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tilegym_db.bench.buffer_pool import pool_bytes
-from tilegym_db.bench.contents import CONTENT_SETS
+from tilegym_db.bench.contents import CONTENT_SETS, unusual_distributions
 from tilegym_db.bench.machine import Machine
 from tilegym_db.bench.plan import DefinitionPlan
 from tilegym_db.records import Workload
-from tilegym_db.verify.inputs import Case, draws_spread
+from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.worker.shared_buffers import plan_slot
 
 __all__ = ["Batch", "Capacity", "DefinitionGroup", "make_definition_groups"]
@@ -112,5 +112,5 @@ def _contents_bytes(plan: DefinitionPlan, workload: Workload) -> int:
     slot = plan_slot(plan.definition, case)
     written = [*slot.outputs, *(tensor for tensor in slot.inputs if tensor.name in plan.definition.in_place)]
     inputs, outputs = sum(tensor.span for tensor in slot.inputs), sum(tensor.span for tensor in written)
-    kept = len(CONTENT_SETS) + draws_spread(plan.definition)
+    kept = len(CONTENT_SETS) + len(unusual_distributions(plan.definition, workload, 0))
     return kept * (inputs + outputs * (ORACLE_SIZE + runners))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tilegym_db.records import Config
@@ -70,7 +71,8 @@ LIKELY_FASTEST = """
     FROM best b
     JOIN best_per_solution p ON p.definition = b.definition AND p.gpu = b.gpu AND p.dtypes_key = b.dtypes_key
         AND p.axes_key = b.axes_key AND p.scalars_key = b.scalars_key AND p.layouts_key = b.layouts_key
-        AND p.latency_us <= greatest(b.latency_us + $margin_us, b.latency_us * (1 + $margin))
+        AND (p.latency_us <= greatest(b.latency_us + $margin_us, b.latency_us * (1 + $margin))
+            OR list_contains($whole::VARCHAR[], b.definition))
     WHERE b.gpu = $gpu AND p.gpu = $gpu
     ORDER BY b.definition_digest, b.workload_uuid, p.latency_us, p.trace_id
 """
@@ -109,15 +111,18 @@ def tuned_configs(store: Store, gpu: str) -> dict[tuple[str, str, str], Config]:
     return {_pair(row): json.loads(row["config"]) for row in store.rows(TUNED, {"gpu": gpu})}
 
 
-def likely_fastest_of(store: Store, gpu: str) -> dict[tuple[str, str], list[tuple[str, Config]]]:
+def likely_fastest_of(
+    store: Store, gpu: str, whole: Collection[str] = ()
+) -> dict[tuple[str, str], list[tuple[str, Config]]]:
     """Who may be the fastest on a GPU: (definition digest, workload uuid) -> verified Solutions and configs, the fastest first.
 
     Times of different runs may differ by what lies between two hosts of one kind (``LIKELY_FASTEST_US`` and
-    ``LIKELY_FASTEST_MARGIN``).
+    ``LIKELY_FASTEST_MARGIN``). Of the Definitions in ``whole`` it may be whatever is verified at a shape: what they were timed on
+    has changed (``docs/decisions/0035-contents-that-are-timed.md``).
     """
     found: dict[tuple[str, str], list[tuple[str, Config]]] = {}
     margins = {"margin_us": LIKELY_FASTEST_US, "margin": LIKELY_FASTEST_MARGIN}
-    for row in store.rows(LIKELY_FASTEST, {"gpu": gpu, **margins}):
+    for row in store.rows(LIKELY_FASTEST, {"gpu": gpu, "whole": sorted(whole), **margins}):
         pair = row["solution"], json.loads(row["config"])
         found.setdefault((row["definition_digest"], row["workload_uuid"]), []).append(pair)
     return found
