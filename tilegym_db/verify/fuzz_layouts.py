@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 
@@ -9,7 +10,7 @@ from tilegym_db.records import Definition, Solution
 from tilegym_db.records.dtypes import STORED_BYTES
 from tilegym_db.records.layouts import accepts, contiguous_strides
 
-__all__ = ["CONTIGUOUS", "ROWS_ALIGNED", "ROWS_OFF", "draw_layouts", "layout_choices", "ragged"]
+__all__ = ["CONTIGUOUS", "ROWS_ALIGNED", "ROWS_OFF", "draw_layouts", "layout_choices", "ragged_rows"]
 
 CONTIGUOUS = "contiguous"
 ROWS_ALIGNED, ROWS_OFF = "rows_aligned", "rows_off"
@@ -60,14 +61,17 @@ def _rank(definition: Definition, name: str) -> int:
     return len((definition.inputs.get(name) or definition.outputs[name]).shape or ())
 
 
-def ragged(definition: Definition, takers: Sequence[str], axes: Mapping[str, int], dtypes: Mapping[str, str]) -> bool:
-    """Whether the rows of an output among the tensors end between two multiples of 16 bytes; of any, where none is written."""
+def ragged_rows(
+    definition: Definition, takers: Sequence[str], axes: Mapping[str, int], dtypes: Mapping[str, str]
+) -> int:
+    """How many rows that end between two multiples of 16 bytes an output among the tensors has; any, where none is written."""
+    most = 0
     written = [name for name in takers if name in definition.written_outputs or name in definition.in_place]
     for name in written or takers:
         shape = definition.shape_of(name, axes)
-        if 0 not in shape and shape[-1] * _bytes(definition, name, dtypes) % _VECTOR_BYTES:
-            return True
-    return False
+        if shape[-1] * _bytes(definition, name, dtypes) % _VECTOR_BYTES:
+            most = max(most, math.prod(shape[:-1]))
+    return most
 
 
 def _bytes(definition: Definition, name: str, dtypes: Mapping[str, str]) -> int:

@@ -19,7 +19,7 @@ from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.expressions import evaluate_int
 from tilegym_db.records.sizes import scalars_with_axes
 from tilegym_db.verify.distributions import DISTRIBUTIONS, PLANTED, RANGES, REFERENCE_MAY_FAIL, STEPS
-from tilegym_db.verify.fuzz_layouts import CONTIGUOUS, ROWS_ALIGNED, ROWS_OFF, draw_layouts, layout_choices, ragged
+from tilegym_db.verify.fuzz_layouts import CONTIGUOUS, ROWS_ALIGNED, ROWS_OFF, draw_layouts, layout_choices, ragged_rows
 from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.repair import repaired
 from tilegym_db.verify.variation import vary_scalars
@@ -49,6 +49,8 @@ _FACTOR_FOR_THE_DEMANDING = 16
 OFFSETS = (0, 1)
 FEW_CASES = 8
 """With fewer cases none goes to a size of zero, nor to contents that the reference often does not survive itself."""
+MANY_ROWS = 65
+"""Fewer may not go through the kernel with the large tiles, which is the one that takes the tensor copy engine."""
 _WITH_BOTH = 3
 """With fewer, the case off its alignment has the padded rows off theirs, too, which would be found apart in two cases."""
 _CANDIDATES = 16
@@ -126,11 +128,12 @@ class _Fuzzer:
         offset = pick(OFFSETS) if demand.offset is None else demand.offset
         return self._sizes(demand, anchored, contents), pick(layouts), contents, offset
 
-    def _meets(self, demand: _Demand, axes: Mapping[str, int]) -> bool:
-        """Whether a case of these sizes shows what the demanded layout is there for, where both records allow it."""
+    def _meets(self, demand: _Demand, axes: Mapping[str, int]) -> int:
+        """How far a case of these sizes shows what the demanded layout is there for, where both records allow it."""
         takers = self.layouts.get(demand.layout or CONTIGUOUS)
         bound = self._bound(axes) if takers and self._fits(axes) else None
-        return bound is not None and ragged(self.definition, takers or (), bound, self.dtypes)
+        rows = 0 if bound is None else ragged_rows(self.definition, takers or (), bound, self.dtypes)
+        return min(rows, MANY_ROWS if demand.layout == ROWS_ALIGNED else 1)
 
     def _sizes(self, demand: _Demand, anchored: bool, contents: str) -> dict[str, int]:
         generator, names = self.generator, self.definition.var_axes
