@@ -19,7 +19,7 @@ from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.expressions import evaluate_int
 from tilegym_db.records.sizes import scalars_with_axes
 from tilegym_db.verify.distributions import DISTRIBUTIONS, PLANTED, RANGES, REFERENCE_MAY_FAIL, STEPS
-from tilegym_db.verify.fuzz_layouts import CONTIGUOUS, draw_layouts, layout_choices
+from tilegym_db.verify.fuzz_layouts import CONTIGUOUS, ROWS_ALIGNED, ROWS_OFF, draw_layouts, layout_choices, ragged_rows
 from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.repair import repaired
 from tilegym_db.verify.variation import vary_scalars
@@ -49,16 +49,23 @@ _FACTOR_FOR_THE_DEMANDING = 16
 OFFSETS = (0, 1)
 FEW_CASES = 8
 """With fewer cases none goes to a size of zero, nor to contents that the reference often does not survive itself."""
+MANY_ROWS = 65
+"""Fewer may not go through the kernel with the large tiles, which is the one that takes the tensor copy engine."""
+_WITH_BOTH = 3
+"""With fewer, the case off its alignment has the padded rows off theirs, too, which would be found apart in two cases."""
 _CANDIDATES = 16
 _FRUITLESS_ROUNDS = 12
 
 
 @dataclass(frozen=True)
 class _Demand:
-    """What a case must have whatever else it has, because a set of a few cases may not go without it."""
+    """What a case must have whatever else it has, because a set of a few cases may not go without it.
+
+    ``layout``: of every tensor that may have it, of which an output has rows that end within a vector, and as large as a tile.
+    """
 
     offset: int | None = None
-    padded: bool = False
+    layout: str | None = None
     contents: str | None = None
     odd: bool = False
     zero: str | None = None
@@ -89,12 +96,13 @@ class _Fuzzer:
         """The allowed candidate that covers most; None where the constraints leave none."""
         for _ in range(_FRUITLESS_ROUNDS):
             candidates = [self._candidate(demand, anchored) for _ in range(_CANDIDATES)]
-            ranked = sorted(candidates, key=self._gain, reverse=True)
+            ranked = sorted(candidates, key=lambda one: (self._meets(demand, one[0]), self._gain(one)), reverse=True)
             for axes, layout, contents, offset in ranked:
                 if self._fits(axes) and (bound := self._bound(axes)) is not None:
                     self.covered.update(_pairs(self._features(axes, layout, contents, offset)))
+                    takers, everywhere = self.layouts.get(layout, ()), demand.layout == layout
                     laid_out = draw_layouts(
-                        self.definition, self.layouts.get(layout, ()), layout, bound, self.generator
+                        self.definition, takers, layout, bound, self.dtypes, self.generator, everywhere=everywhere
                     )
                     seed = self.generator.getrandbits(62)
                     varied = vary_scalars(
@@ -114,15 +122,23 @@ class _Fuzzer:
 
     def _candidate(self, demand: _Demand, anchored: bool) -> tuple[dict[str, int], str, str, int]:
         pick = self.generator.choice
-        contents = demand.contents or pick(self.distributions)
-        layouts = [name for name in self.layouts if name.startswith("padded")] if demand.padded else list(self.layouts)
+        asked = demand.layout in self.layouts  # of a case that has to be kept
+        contents = demand.contents or pick([n for n in self.distributions if not asked or n not in REFERENCE_MAY_FAIL])
+        layouts = [name for name in self.layouts if name == demand.layout] or list(self.layouts)
         offset = pick(OFFSETS) if demand.offset is None else demand.offset
-        return self._sizes(demand, anchored, contents), pick(layouts or [CONTIGUOUS]), contents, offset
+        return self._sizes(demand, anchored, contents), pick(layouts), contents, offset
+
+    def _meets(self, demand: _Demand, axes: Mapping[str, int]) -> int:
+        """How far a case of these sizes shows what the demanded layout is there for, where both records allow it."""
+        takers = self.layouts.get(demand.layout or CONTIGUOUS)
+        bound = self._bound(axes) if takers and self._fits(axes) else None
+        rows = 0 if bound is None else ragged_rows(self.definition, takers or (), bound, self.dtypes)
+        return min(rows, MANY_ROWS if demand.layout == ROWS_ALIGNED else 1)
 
     def _sizes(self, demand: _Demand, anchored: bool, contents: str) -> dict[str, int]:
         generator, names = self.generator, self.definition.var_axes
         # One NaN in a tensor of a few elements is a NaN in every output.
-        kinds = list(SIZES)[2 if contents == PLANTED else 0 :]
+        kinds = list(SIZES)[2 if contents == PLANTED or demand.layout in self.layouts else 0 :]
         axes = {name: generator.choice(SIZES[generator.choice(kinds)]) for name in names}
         if demand.odd:
             axes = {name: size | 1 for name, size in axes.items()}
@@ -191,8 +207,9 @@ def fuzz_cases(
 ) -> list[Case]:
     """Distinct cases that the Definition and the Solution both allow; the same ones for the same seed.
 
-    The first four have between them an address off its alignment, padded rows, odd sizes and planted special values, as
-    far as the Solution's layouts, the constraints and the Definition's special values allow.
+    The first four have between them an address off its alignment, padded rows that end within a vector of 16 bytes where rows
+    begin at such vectors and where they do not (the first two have both kinds), odd sizes and planted special values, as far as
+    the Solution's layouts, the constraints and the Definition's special values allow.
 
     Args:
         definition: its constraints hold for every case.
@@ -246,7 +263,9 @@ def _gives_codes(definition: Definition) -> bool:
 def _demands(fuzzer: _Fuzzer, count: int) -> list[_Demand]:
     """What each case must have; the last one of a full set is empty, where an axis may be."""
     special = PLANTED if fuzzer.definition.special_values else None
-    demands = [_Demand(odd=True, offset=0), _Demand(offset=1), _Demand(contents=special), _Demand(padded=True)]
+    aligned, off = _Demand(odd=True, offset=0, layout=ROWS_ALIGNED), _Demand(odd=True, offset=0, layout=ROWS_OFF)
+    unaligned = _Demand(offset=1) if count >= _WITH_BOTH else replace(off, offset=1)
+    demands = [aligned, unaligned, off, _Demand(contents=special)]
     demands += [_Demand(contents=STEPS)] * 2 if STEPS in fuzzer.distributions else []
     demands += [_Demand()] * (count - len(demands))
     zero = fuzzer.zero_axis() if count >= FEW_CASES else None
