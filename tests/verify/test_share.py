@@ -241,3 +241,20 @@ def test_another_formulation_in_fp64_may_have_no_strays():
     other = {"out": flat().double()}
     other["out"][0, 0] *= 1.001
     assert not check_lifted(lifted, {}, truth, other)["out"].passed
+
+
+# -- each rule is needed ---------------------------------------------------------------------------------------------------
+
+
+def test_without_its_windows_a_wrong_tile_passes_as_strays(monkeypatch):
+    monkeypatch.setattr("tilegym_db.verify.share.WINDOWS", ())
+    assert off(flat(), (slice(0, 32), slice(0, 16)), 0.1).passed
+    monkeypatch.undo()
+    assert off(flat(), (slice(0, 32), slice(0, 16)), 0.1).gate == "share"
+
+
+def test_without_its_cap_an_element_of_the_wrong_size_passes_as_a_stray(monkeypatch):
+    monkeypatch.setattr("tilegym_db.verify.share.CAP", 1e9)
+    assert off(flat(128, 4096), (3, 5), 0.7).passed
+    monkeypatch.undo()
+    assert off(flat(128, 4096), (3, 5), 0.7).gate == "elementwise"
