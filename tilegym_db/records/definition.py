@@ -44,6 +44,7 @@ from tilegym_db.records.tensor_rules import (
     check_sliced_inputs,
     check_tensors,
 )
+from tilegym_db.records.tolerance_rules import check_tolerance
 
 __all__ = ["GRADIENT", "Definition"]
 
@@ -142,6 +143,7 @@ class Definition(Record):
             lambda: check_self_test(self.self_test, self.reference, self.inputs),
             lambda: check_layouts(self.layouts, {**self.inputs, **self.outputs}, self.in_place, self.axes),
             lambda: check_sliced_inputs(self.sliced_inputs, self.inputs, self.in_place),
+            lambda: check_tolerance(self.tolerance, self.inputs, self.outputs, self.dtypes),
             lambda: check_codes(self.codes, self.oracle, self.inputs, self.outputs, self.dtypes),
             lambda: check_packed({**self.inputs, **self.outputs}, self.dtypes, self.axes, self.constraints),
             self._check_serving,
@@ -165,7 +167,6 @@ class Definition(Record):
         for key, known, what in (
             ("input_generators", self.inputs, "input"),
             ("independent_axes", self.axes, "axis"),
-            ("tolerance", DTYPE_BYTES, "dtype"),
         ):
             for name in getattr(self, key):
                 if name not in known:

@@ -87,6 +87,8 @@ class Tolerance(RecordPart):
     a: Real | None = Field(default=None, gt=0)
     atol: Real | None = Field(default=None, gt=0)
     """An absolute error that is none: where terms of the maths cancel, below their rounding nothing is determined."""
+    share: Real | None = Field(default=None, gt=0.9, lt=1)
+    """Of the elements that must lie within ``rtol`` and ``a``: products of low-precision formats have strays."""
     reason: Prose = Field(min_length=10)
 
 

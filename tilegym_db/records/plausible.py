@@ -77,6 +77,8 @@ def _error_bounds(
         else:
             rel_fro = max(rel_fro, TAU_CAP * limits.tau)
             worst_row = max(worst_row, WORST_ROW_FACTOR * TAU_CAP * max(limits.tau, limits.row_tau))
+        if limits is not None:
+            matched = min(matched, limits.share)
     return _finite(rel_fro), _finite(worst_row), matched
 
 

@@ -39,6 +39,7 @@ class Limits:
     ``tau``: relative Frobenius error. ``rtol`` and ``a``: an element may be off by ``rtol * |y| + a * rms(row)``. An error of at
     most ``atol`` is none, whatever the rest; only a Definition says so.
     ``codes_equal``: the share of them that must be equal; 1 where not even the sign of a zero may differ.
+    ``share``: of the elements that must be within ``rtol`` and ``a``; the others must lie apart, and not far off.
     ``row_tau``: what stands for ``tau`` where a single row is judged; 0 for the same.
     ``codes``: bits of a code where the output is a quantised format, which is compared code by code instead of element by
     element; else 0.
@@ -51,6 +52,7 @@ class Limits:
     codes: int = 0
     row_tau: float = 0.0
     codes_equal: float = CODES_EQUAL
+    share: float = 1.0
 
 
 LIMITS: dict[str, Limits] = {
@@ -95,16 +97,22 @@ def limits_for(definition: Definition, dtype: str, math: str = "ieee") -> Limits
         override.atol or default.atol,
         default.codes,
         0.0 if override.tau else default.row_tau,
+        share=override.share or 1.0,
     )
     if math != "tf32" or dtype != "float32":
         return found
     # What a Definition says of float32 is said of IEEE products; declared TF32 keeps at least its own room.
-    return Limits(max(found.tau, default.tau), max(found.rtol, default.rtol), max(found.a, default.a), found.atol)
+    wider = {name: max(getattr(found, name), getattr(default, name)) for name in ("tau", "rtol", "a")}
+    return Limits(**wider, atol=found.atol, share=found.share)
 
 
 def _leaves_no_room(override: Tolerance) -> bool:
     bounds = (override.tau, override.rtol, override.a)
-    return override.atol is None and all(bound is not None and bound < _FLOAT32_STEP for bound in bounds)
+    return (
+        override.atol is None
+        and override.share is None
+        and all(bound is not None and bound < _FLOAT32_STEP for bound in bounds)
+    )
 
 
 def _is_moved(definition: Definition, dtype: str) -> bool:

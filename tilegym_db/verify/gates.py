@@ -8,6 +8,7 @@ import torch
 
 from tilegym_db.records.tolerance import MIN_ELEMENTS_FOR_NORMS, TAU_CAP, WORST_ROW_FACTOR, Limits
 from tilegym_db.verify.codes import code_values, ordered_codes
+from tilegym_db.verify.share import share_problem
 from tilegym_db.verify.verdicts import PASSED, OutputVerdict, failed, row_of_most
 
 __all__ = [
@@ -184,7 +185,8 @@ def _check_close(name: str, actual: torch.Tensor, oracle: torch.Tensor, limits: 
     floor = median if columns < SHORT_ROW else median * NEAR_ZERO_ROW
     scale = torch.maximum(row_norm, floor)
     row_rel = torch.where(scale > 0, torch.linalg.vector_norm(error_rows, dim=1) / scale, 0.0)
-    bound = limits.rtol * want_rows.abs() + limits.a * (scale / math.sqrt(columns))[:, None]
+    rms = (scale / math.sqrt(columns))[:, None]
+    bound = limits.rtol * want_rows.abs() + limits.a * rms
     wrong = (error_rows > bound).reshape(actual.shape) | mask_wrong
 
     rel_fro, worst_row = relative_error(actual, oracle, limits.atol), int(row_rel.argmax())
@@ -194,21 +196,27 @@ def _check_close(name: str, actual: torch.Tensor, oracle: torch.Tensor, limits: 
     worst_row_rel = float(row_rel[worst_row])
     figures = (rel_fro, worst_row_rel, float(error.max()), 1.0 - float(wrong.double().mean()))
 
+    shown: torch.Tensor | None = None
     gate, what = None, ""
     if bool(mask_wrong.any()):
         gate, what = "nan_inf_mask", _mask_text(mask_wrong, "elements")
         worst_row = row_of_most(mask_wrong)
     elif actual.numel() >= MIN_ELEMENTS_FOR_NORMS and rel_fro > limit:
         gate, what = "rel_fro", f"relative Frobenius error {rel_fro:.3g} exceeds {limit:.3g}"
-    elif actual.numel() >= MIN_ELEMENTS_FOR_NORMS and worst_row_rel > most:
+    elif (actual.numel() >= MIN_ELEMENTS_FOR_NORMS or limits.share < 1) and worst_row_rel > most:
         gate, what = "worst_row", f"row {worst_row} has relative error {worst_row_rel:.3g}, more than {most:.3g}"
+    elif limits.share < 1:
+        problem = share_problem(error_rows, bound, want_rows.abs(), rms, limits.share)
+        if problem is not None:
+            gate, what, shown = problem
     elif bool(wrong.any()):
         rule = f"rtol {limits.rtol:g} and {limits.a:g} of the row's rms"
         gate, what = "elementwise", f"{int(wrong.sum())} of {actual.numel()} elements exceed {rule}"
     if gate is None:
         return OutputVerdict(None, "", *figures, worst_row=worst_row)
-    shown = wrong if bool(wrong.any()) else _whole_row(worst_row, actual, columns)
-    return failed(gate, f"{name}: {what}", figures, shown, actual, oracle, worst_row)
+    if shown is None:
+        shown = wrong if bool(wrong.any()) else _whole_row(worst_row, actual, columns)
+    return failed(gate, f"{name}: {what}", figures, shown.reshape(actual.shape), actual, oracle, worst_row)
 
 
 def _error(

@@ -16,6 +16,7 @@ import torch
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.definition_parts import SelfTest
+from tilegym_db.records.tolerance import limits_for
 from tilegym_db.verify.comparison import check_lifted, check_outputs
 from tilegym_db.verify.drawing import judge_draws
 from tilegym_db.verify.expected import Expected, expect
@@ -150,6 +151,12 @@ def _made_wrong(definition: Definition, case: Case, expected: Expected) -> list[
             "the input, copied": _copied_input(expected, value),
             "a lower-precision result": _coarser(value),
         }
+        limits = limits_for(definition, definition.dtype_of(name, case.dtypes))
+        if limits is not None and limits.share < 1:
+            made |= {
+                "one dropped column": _without_corner(value, 0, 1),
+                "a dropped tile": _without_corner(value, 16, 16),
+            }
         wrong += [
             (f"{check} as {name}", {**right, name: result}) for check, result in made.items() if result is not None
         ]
@@ -169,6 +176,13 @@ def _without_last_row(value: torch.Tensor, left: int) -> torch.Tensor:
     flat = rows.view(torch.uint8) if rows.element_size() == 1 else rows
     flat[-1] = left
     return rows.reshape(value.shape)
+
+
+def _without_corner(value: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """The output with zeros in its last rows (0: all of them) and columns, where strays are allowed."""
+    kept = value.clone().reshape(-1, value.shape[-1] if value.dim() else 1)
+    kept[-rows:, -columns:] = 0
+    return kept.reshape(value.shape)
 
 
 def _copied_input(expected: Expected, value: torch.Tensor) -> torch.Tensor | None:
