@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 
+from tilegym_db.backends.aot import compile_solution
 from tilegym_db.backends.compile_jobs import CompileJob, CompileResult
 from tilegym_db.bench.benchmark import benchmark
-from tilegym_db.catalog import Catalog
-from tilegym_db.cli.compile import compile_catalog
+from tilegym_db.catalog import Catalog, SolutionFiles
+from tilegym_db.cli.compile import choose_workloads, compile_catalog
 from tilegym_db.records import TILE_LANGUAGES, Trace, Workload
 from tilegym_db.store.input_files import shipped_traces
 from tilegym_db.store.journal import read_journal
@@ -19,6 +22,7 @@ CATALOG = Catalog.default()
 KERNELS = sorted(name for name, files in CATALOG.solutions.items() if files.record.spec.language in TILE_LANGUAGES)
 TRITON = [name for name in KERNELS if CATALOG.solutions[name].record.spec.language == "triton"]
 CUTILE = [name for name in KERNELS if CATALOG.solutions[name].record.spec.language == "cutile"]
+INSTRUCTION = re.compile(r"(?<![.\w])(mov|mul|add|sub|fma)\.(\S+)\s+(\{[^}]*\}|%\w+),([^;]*);")  # of PTX
 
 
 def chosen(request: pytest.FixtureRequest, argument: str) -> list[str]:
@@ -91,6 +95,86 @@ def test_it_compiles_for_sm_90_in_every_dtype_it_declares(kernel: str, compiled:
     built = [tuple(definition.bind_dtypes(job.workload.dtypes).values()) for job, _ in compiled[kernel]]
     assert sorted(built) == sorted(declared)
     assert [result.status for result in results] == ["compiled"] * len(results), [result.log for result in results]
+
+
+def ptx_of(result: CompileResult) -> list[str]:
+    """The PTX of each kernel of a Triton Solution that compiled: Triton keeps it beside the machine code."""
+    from triton.runtime.cache import get_cache_manager
+
+    assert result.status == "compiled", result.log
+    files = [get_cache_manager(item.key).get_file(f"{item.kernel}.ptx") for item in result.artifacts]
+    assert files
+    assert None not in files, "Triton's cache does not have the PTX"
+    return [Path(file).read_text() for file in files]
+
+
+def sums_of_unrounded_products(ptx: str) -> list[str]:
+    """Instructions in bf16 or fp16 that add to a product which is not rounded, or which ptxas may leave so.
+
+    That is every ``fma``, and a sum of what a ``mul`` gives, by way of ``mov`` too, where neither says ``.rn``.
+    """
+    found: list[str] = []
+    products: set[str] = set()
+    for instruction in INSTRUCTION.finditer(ptx):
+        operation, kind, written, read = instruction.groups()
+        narrow = re.search(r"\bb?f16(x2)?$", kind) is not None
+        fusible = narrow and not kind.startswith("rn.")
+        of_product = not products.isdisjoint(re.findall(r"%\w+", read))
+        if (narrow and operation == "fma") or (fusible and operation in ("add", "sub") and of_product):
+            found.append(instruction[0])
+        elif (fusible and operation == "mul") or (operation == "mov" and of_product):
+            products.update(re.findall(r"%\w+", written))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.records("kernel")
+@pytest.mark.parametrize("kernel", TRITON)
+@pytest.mark.timeout(1200)
+def test_it_rounds_every_product_that_it_adds_to_in_half_precision(kernel: str, compiled: dict[str, list]) -> None:
+    """One whose Definition wants such a product fused would be named here; none is."""
+    for job, result in compiled[kernel]:
+        found = [line for ptx in ptx_of(result) for line in sums_of_unrounded_products(ptx)]
+        assert found == [], job.workload.dtypes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rounded", "dtype", "fused"),
+    [("mhc_post_hf_triton", "bfloat16", "fma.rn.bf16"), ("shared_expert_gate_triton", "float16", "fma.rn.f16")],
+)
+def test_a_kernel_that_lets_triton_fuse_such_a_product_is_found(
+    rounded: str, dtype: str, fused: str, tmp_path: Path
+) -> None:
+    """It passes in the interpreter, and on a GPU with most contents."""
+    shipped = CATALOG.solution(rounded)
+    folder = shutil.copytree(shipped.path.parent, tmp_path / "careless")
+    source = (folder / "kernel.py").read_text()
+    (folder / "kernel.py").write_text(source.replace(", enable_fp_fusion=False", ""))
+    careless = SolutionFiles.read(folder / shipped.path.name)
+    definition = CATALOG.definition(shipped.record.definition)
+    workloads = choose_workloads(definition, careless, CATALOG.workloads_for(definition.name), None)
+    workload = next(item for item in workloads if item.dtypes == {"T": dtype})
+
+    (ptx,) = ptx_of(compile_solution(definition, careless, workload, "sm_90"))
+
+    assert {line.split()[0].removesuffix("x2") for line in sums_of_unrounded_products(ptx)} == {fused}
+
+
+@pytest.mark.parametrize(
+    ("ptx", "found"),
+    [
+        ("fma.rn.relu.bf16 %rs4, %rs1, %rs2, %rs3;", 1),
+        ("fma.rn.f32 %r4, %r1, %r2, %r3;", 0),
+        ("mul.bf16x2 \t%r3, %r1, %r2;\nadd.bf16x2 \t%r5, %r4, %r3;", 1),  # ptxas makes one HFMA2 of these
+        ("mul.rn.bf16x2 %r3, %r1, %r2;\nadd.rn.bf16x2 %r5, %r4, %r3;", 0),
+        ("mul.f16 %rs3, %rs1, %rs2;\nmov.b32 %r1, {%rs0, %rs3};\nsub.f16x2 %r3, %r2, %r1;", 1),
+        ("mul.f16x2 %r3, %r1, %r2;\nmov.b32 {%rs1, %rs2}, %r3;\nadd.f16 %rs4, %rs3, %rs2;", 1),
+        ("mul.f16 %rs3, %rs1, %rs2;\nadd.f16 %rs5, %rs1, %rs2;\nmul.f16 %rs6, %rs5, %rs3;", 0),
+    ],
+)
+def test_what_ptx_says_of_a_product_that_is_added_to(ptx: str, found: int) -> None:
+    assert len(sums_of_unrounded_products(ptx)) == found
 
 
 @pytest.mark.slow
