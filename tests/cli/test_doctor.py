@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from tilegym_db.bench import machine
@@ -113,31 +115,69 @@ def test_a_machine_without_a_gpu_is_not_asked_for_its_peaks(cli, row_scale, monk
     assert [check for check in cli("doctor", "--json").json() if check["what"] == "peaks"] == []
 
 
-@pytest.mark.parametrize(
-    ("folder", "what"), [("runs", "journals"), ("peaks", "calibrations"), ("model_runs", "model runs")]
-)
-def test_broken_files_of_the_home_folder_are_counted_and_named_with_what_to_do(
-    folder, what, cli, row_scale, home, journal_traces
-):
-    journal_traces(3.0)
-    suffix = ".jsonl" if folder == "runs" else ".json"
-    (home / folder).mkdir(exist_ok=True)
+@pytest.mark.parametrize(("folder", "what"), [("peaks", "calibrations"), ("model_runs", "model runs")])
+def test_broken_files_of_the_home_folder_are_counted_and_named_with_what_to_do(folder, what, cli, row_scale, home):
+    (home / folder).mkdir(parents=True)
     for number in range(5):
-        (home / folder / f"broken{number}{suffix}").write_bytes(b'{"name": 1}\n' if number else b"\xff\xfe\n")
+        (home / folder / f"broken{number}.json").write_bytes(b'{"name": 1}\n' if number else b"\xff\xfe\n")
     result = cli("doctor", "--json")
     assert result.code == 1
     (check,) = [check for check in result.json() if check["what"] == what]
     assert check["state"] == "problem"
-    assert check["detail"].startswith(f"5 of {6 if folder == 'runs' else 5} {what} are broken and left out: ")
+    assert check["detail"].startswith(f"5 of 5 {what} are broken and left out: ")
     assert check["detail"].count("broken") >= 4
     assert check["detail"].endswith("and 2 more")
-    assert f"move the file out of {home / folder}" in check["fix"]
+    assert f"move it out of {home / folder}" in check["fix"]
 
 
-def test_a_line_that_a_killed_writer_left_is_told_and_is_no_problem(cli, row_scale, home, journal_traces):
+def test_journals_with_broken_lines_stay_where_they_are(cli, row_scale, home, journal_traces):
     journal_traces(3.0)
-    with (home / "runs" / "run-1.jsonl").open("a") as journal:
-        journal.write('{"trace_id": "a')
+    for number, content in enumerate((b"\xff\xfe\n", b'{"name": 1}\n', b"garbage\n", b'{"name": \n}\n')):
+        (home / "runs" / f"broken{number}.jsonl").write_bytes(content)
+    result = cli("doctor", "--json")
+    assert result.code == 1
+    (check,) = [check for check in result.json() if (check["what"], check["state"]) == ("journals", "problem")]
+    assert check["detail"].startswith("4 of 5 journals have lines that are left out: ")
+    assert check["detail"].endswith("and 1 more")
+    assert "move" not in check["fix"]
+    assert "leave the files where they are" in check["fix"]
+
+
+@pytest.mark.parametrize("kind", ["a FIFO", "a folder", "a link to nothing"])
+def test_a_journal_that_is_no_regular_file_is_a_problem(kind, cli, row_scale, home):
+    path = home / "runs" / "odd.jsonl"
+    path.parent.mkdir(parents=True)
+    {"a FIFO": os.mkfifo, "a folder": os.mkdir, "a link to nothing": lambda link: link.symlink_to("nowhere")}[kind](
+        path
+    )
+    result = cli("doctor", "--json")
+    (check,) = [check for check in result.json() if check["what"] == "journals"]
+    assert (result.code, check["state"]) == (1, "problem")
+    assert check["detail"].startswith(f"1 of 1 journals is broken and left out: {path}: cannot read this journal")
+
+
+def test_the_journals_of_the_loop_are_read_too(cli, row_scale, home):
+    (home / "loop").mkdir(parents=True)
+    os.mkfifo(home / "loop" / "promotions.jsonl")
+    (home / "loop" / "attempts.jsonl").write_bytes(b"garbage\n")
+    (home / "loop" / "tasks.jsonl").write_bytes(b'{"id": "a\n{"id": "b')
+    result = cli("doctor", "--json")
+    checks = [check for check in result.json() if check["what"] == "loop journals"]
+    assert (result.code, [check["state"] for check in checks]) == (1, ["problem", "problem", "missing"])
+    whole, lines, torn = (check["detail"] for check in checks)
+    assert "promotions.jsonl: cannot read this journal: it is a FIFO" in whole
+    assert lines.startswith("1 of 3 loop journals has lines that are left out: ")
+    assert "attempts.jsonl:1: not valid JSON" in lines
+    assert torn.startswith("2 lines were cut off when the writer was killed: ")
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_line_that_a_killed_writer_left_is_told_and_is_no_problem(ended, cli, row_scale, home, journal_traces):
+    """Also where the next writer has ended it, and gone on."""
+    journal_traces(3.0)
+    path = home / "runs" / "run-1.jsonl"
+    whole = path.read_text()
+    path.write_text(f'{whole}{{"trace_id": "a' + (f"\n{whole}" if ended else ""))
     result = cli("doctor", "--json")
     (check,) = [check for check in result.json() if check["what"] == "journals"]
     assert (check["state"], "run-1.jsonl:2: cut off in mid write" in check["detail"]) == ("missing", True)

@@ -205,6 +205,26 @@ def test_a_folder_that_is_not_empty_is_refused_before_an_export_is_put_together(
     assert [path.name for path in (tmp_path / "taken").iterdir()] == ["file"]
 
 
+@pytest.mark.parametrize("kind", ["an empty file", "a link to nothing", "a device"])
+def test_what_is_no_folder_is_not_called_one_that_is_not_empty(kind, cli, row_scale, tmp_path):
+    place = Path("/dev/null") if kind == "a device" else tmp_path / "place"
+    if kind == "an empty file":
+        place.touch()
+    elif kind == "a link to nothing":
+        place.symlink_to("nowhere")
+    result = cli("export", "flashinfer", place)
+    assert (result.code, f"{place} exists and is no folder. Export into a new folder." in result.err) == (2, True)
+
+
+def test_the_working_directory_is_exported_into_where_it_is_empty(cli, row_scale, tmp_path, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    result = cli("export", "flashinfer", ".")
+    assert result.code == 0
+    assert (tmp_path / "empty" / "tilegym_db" / "export.json").is_file()
+    assert 'enter it again: cd "$PWD"' in result.err
+
+
 def test_an_empty_folder_is_exported_into_and_a_link_to_one_is_kept(cli, row_scale, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "empty")

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from tilegym_db.bench.reproduce import reproduce
+from tilegym_db.errors import RecordError
+
 CALL = ("--axes", "M=4,N=8", "--dtype", "T=float32", "--gpu", "cpu")
 
 
@@ -27,3 +30,32 @@ def test_a_flag_as_a_number_is_refused(cli, row_scale):
 def test_a_negative_eps_is_refused(cli, home):
     result = cli("reproduce", "rms_norm_stock", *CALL, "--scalar", "eps=-1")
     assert (result.code, "inputs.eps: -1 is negative" in result.err) == (2, True)
+
+
+@pytest.mark.parametrize("layout", ["row_contiguous", "0", "padded", "strided(N/0 1)", "strided(N // 0, 1)", "strided(1)"])
+@pytest.mark.parametrize("tensor", ["x", "out"])
+def test_what_is_no_layout_is_refused_by_name(layout, tensor, cli, row_scale):
+    result = cli("reproduce", "row_scale_stock", *CALL, "--scalar", "factor=1", "--layout", f"{tensor}={layout}")
+    assert (result.code, result.out) == (2, "")
+    assert result.err.count("\n") == 1
+    assert f"layouts.{tensor}: " in result.err
+    assert layout.removeprefix("strided(").partition(",")[0].rstrip(")") in result.err
+
+
+def test_what_is_no_layout_is_a_record_error_of_the_api(row_scale):
+    with pytest.raises(RecordError, match="must be 'contiguous' or 'strided"):
+        reproduce(
+            "row_scale_stock",
+            axes={"M": 4, "N": 8},
+            dtypes={"T": "float32"},
+            scalars={"factor": 1.0},
+            layouts={"x": "padded"},
+            contents="normal",
+            seed=0,
+            gpu="cpu",
+        )
+
+
+def test_interleaved_elements_with_an_address_each_are_no_mistake(cli, row_scale):
+    result = cli("reproduce", "row_scale_stock", *CALL, "--scalar", "factor=1", "--layout", "x=strided(3, 4)")
+    assert (result.code, "status: PASSED" in result.out) == (0, True)

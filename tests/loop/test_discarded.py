@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from loop_authors import GOOD
+from writing import trace_of
 
 from tilegym_db.bench.machine import cpu_machine
 from tilegym_db.catalog import Catalog, SolutionFiles
@@ -21,9 +22,14 @@ from tilegym_db.loop.handed_in import discarded
 from tilegym_db.loop.rules import coverage_of
 from tilegym_db.loop.submission_catalog import candidate_root, enter, leave
 from tilegym_db.loop.submit import submit
+from tilegym_db.loop.trial import Trial
 from tilegym_db.records.loop import Attempt, Coverage, Experiment, Task
 from tilegym_db.records.model_run import Estimate
+from tilegym_db.store.connection import open_store
+from tilegym_db.store.ingest import ingest_journals
+from tilegym_db.store.journal import Journal
 from tilegym_db.store.loop_journals import append, journaled, loop_lock
+from tilegym_db.store.publish import publish
 
 HandIn = Callable[..., Path]
 FAILED = "the proof says no"
@@ -133,6 +139,7 @@ def test_what_task_submit_added_stays_in_the_catalog_and_no_later_trial_publishe
     (line,) = [text for text in said if "stays promoted and in the catalog" in text]
     assert line.startswith(next(iter(first.changed)))
     assert str(Catalog.default().solution_paths[kernels()[0]].parent) in line
+    assert line.endswith("tilegym-db publish --gpu cpu")
     assert discarded("cpu", home) == set(first.changed.values())
     (second,), _ = loop(Model("b"), source=f"{GOOD}# another\n")
     assert published == [set(), set(first.changed.values())]
@@ -160,3 +167,23 @@ def test_who_hands_in_what_the_loop_took_away_has_it_in_the_catalog(
         assert submit(task, hand_in(GOOD)).verdict == "promoted"
         assert kernels() == list(experiment.changed)
     assert not list(candidate_root(home).glob("solutions/*/*/*"))
+
+
+@pytest.mark.parametrize("by_himself", [None, "for the user", "into the checkout"])
+def test_a_trial_keeps_published_what_the_user_published_after_the_discard(
+    by_himself: str | None, row_scale: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older, newer = (trace_of(None, "run", attempt) for attempt in (0, 1))  # type: ignore[arg-type]
+    monkeypatch.setattr(trial_module, "published_folder", lambda gpu: row_scale / "traces" / gpu)
+    with Journal("run", home) as journal:
+        journal.append(older)
+    with open_store() as store:
+        ingest_journals(store)
+        if by_himself is not None:
+            publish(store, "h200", root=None if by_himself == "for the user" else row_scale, own="user" in by_himself)
+    with Journal("run", home) as journal:
+        journal.append(newer)
+    table = home / "published" / "h200" / "elementwise" / "row_scale.jsonl"
+    for _ in range(2):  # also where a loop that was killed goes on
+        Trial("t", "h200", home).begin(coverage_of([0.0], "gpu"), {newer.solution_digest, "f" * 64})
+        assert (table.is_file() and newer.solution_digest in table.read_text()) == (by_himself is not None)

@@ -11,7 +11,7 @@ from tilegym_db.backends.arguments import call_arguments
 from tilegym_db.errors import RecordError, UsageError
 from tilegym_db.records import Definition, Solution, Workload
 from tilegym_db.records.binding import bind_call
-from tilegym_db.records.layouts import overlaps
+from tilegym_db.records.layouts import overlap
 from tilegym_db.resolver.allocate import allocate_of
 from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.shapes import fuzz_cases
@@ -123,17 +123,20 @@ def test_a_workload_neither_changes_what_a_definition_says_nor_gives_two_element
 @pytest.mark.parametrize(
     ("shape", "strides", "wanted"),
     [
-        ((5, 3), (1, 8), False),
-        ((5, 3), (1, 5), False),
-        ((5, 3), (1, 4), True),
-        ((5, 3), (0, 1), True),
-        ((1, 3), (0, 1), False),
-        ((0, 3), (0, 0), False),
-        ((2, 5, 3), (24, 1, 8), False),
+        ((5, 3), (1, 8), "none"),
+        ((5, 3), (1, 5), "none"),
+        ((5, 3), (1, 4), "certain"),
+        ((5, 3), (0, 1), "certain"),
+        ((1, 3), (0, 1), "none"),
+        ((0, 3), (0, 0), "none"),
+        ((2, 5, 3), (24, 1, 8), "none"),
+        ((4, 8), (3, 4), "none"),
+        ((4, 4096, 8), (3, 1000, 4), "possible"),
+        ((4096, 4096), (0, 1), "certain"),
     ],
 )
-def test_elements_overlap_where_a_stride_is_within_the_reach_of_smaller_ones(shape, strides, wanted):
-    assert overlaps(shape, strides) is wanted
+def test_elements_that_have_one_address_are_counted_where_they_are_few(shape, strides, wanted):
+    assert overlap(shape, strides) == wanted
 
 
 def test_gaps_are_not_compared_and_who_writes_there_is_refused(by_columns):

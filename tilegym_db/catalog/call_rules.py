@@ -1,7 +1,7 @@
 """What the names of scalars and the places of inputs say, which no record of an operator states.
 
 A record bounds axes alone: a negative eps or count fits its dtype, and the results of it are NaN, or none. Contents cannot be
-drawn for an input of which two elements have one address.
+drawn for an input of which two elements have one address, nor can an output be written.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.dtypes import Scalar
-from tilegym_db.records.layouts import overlaps
+from tilegym_db.records.layouts import overlap_words
 
 __all__ = ["check_call", "check_layouts", "check_scalar_values"]
 
@@ -42,10 +42,14 @@ def check_scalar_values(definition: Definition, scalars: Mapping[str, Scalar]) -
 
 
 def check_layouts(definition: Definition, axes: Mapping[str, int], layouts: Mapping[str, str]) -> None:
-    """Raise :class:`RecordError` for an input of which two elements have one address."""
+    """Raise :class:`RecordError` for a layout that is none, or that gives two elements of a tensor one address."""
     sizes = definition.bind_axes(dict(axes)) if layouts else {}
     for name, text in layouts.items():
-        if name in definition.tensor_inputs:
+        if name in definition.tensor_inputs or name in definition.outputs:
             shape = definition.shape_of(name, sizes)
-            if overlaps(shape, definition.strides_of(name, sizes, text)):
-                raise RecordError(f"layouts.{name}: {text} gives two elements of {list(shape)} one address.")
+            try:
+                shared = overlap_words(text, shape, definition.strides_of(name, sizes, text))
+            except RecordError as error:
+                raise RecordError(f"layouts.{name}: {str(error).rstrip('.')}.") from None
+            if shared is not None:
+                raise RecordError(f"layouts.{name}: {shared}.")

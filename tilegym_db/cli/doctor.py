@@ -4,32 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import typer
 
+from tilegym_db.cli.doctor_check import Check, check_lines
+from tilegym_db.cli.doctor_files import check_files
 from tilegym_db.cli.formats import AsArrow, AsCsv, AsJson, AsParquet, OutputFile, Wide, chosen_form, write_records
 from tilegym_db.cli.output import note, print_line, table_width
 
 if TYPE_CHECKING:
     from tilegym_db.records.peaks import GpuPeaks
-    from tilegym_db.store.broken_files import BrokenFiles
-    from tilegym_db.store.journal import RejectedLine
-
-State = Literal["ok", "missing", "problem"]
-MARKS: dict[State, str] = {"ok": "ok     ", "missing": "missing", "problem": "PROBLEM"}
-
-
-@dataclass(frozen=True)
-class Check:
-    """One line of the report. ``missing`` is something optional that is not here, ``problem`` something broken."""
-
-    what: str
-    state: State
-    detail: str
-    fix: str = ""
 
 
 def command(
@@ -53,23 +39,6 @@ def command(
         note(f"{broken} problem{'' if broken == 1 else 's'}")
     if any(check.state == "problem" for check in found):
         raise typer.Exit(1)
-
-
-def check_lines(check: Check, width: int | None) -> list[str]:
-    """A check in lines of ``width`` characters; None: one line each for what it found and for its fix."""
-    import textwrap
-
-    head = f"{MARKS[check.state]}  {check.what:<11}  "
-    given = [(head, check.detail), (" " * len(head) + "fix: ", check.fix)]
-    lines = []
-    for first, text in given:
-        if text and width is None:
-            lines.append(first + text)
-        elif text and width is not None:
-            wrapper = textwrap.TextWrapper(width, initial_indent=first, subsequent_indent=" " * len(head))
-            wrapper.break_long_words = wrapper.break_on_hyphens = False
-            lines += wrapper.wrap(text)
-    return lines
 
 
 def check_python() -> Iterator[Check]:
@@ -207,41 +176,6 @@ def check_store() -> Iterator[Check]:
             yield Check("store", "ok", f"{store.path}: {counted} traces; GPUs with verified ones: {measured}")
     except TilegymDBError as error:
         yield Check("store", "problem", str(error))  # the message says what to do
-
-
-def check_files() -> Iterator[Check]:
-    """Every file of measurements in the home folder can be read; says how many cannot, which, and why."""
-    from tilegym_db.paths import home
-    from tilegym_db.store.broken_files import broken_files
-
-    for found in broken_files(home()):
-        yield from files_checks(found)
-
-
-FILES_NAMED = 3
-
-
-def files_checks(found: BrokenFiles) -> Iterator[Check]:
-    """What is wrong with the files of one folder; nothing where there are none, or nothing is."""
-    if found.broken:
-        count = len(found.broken)
-        which = "is broken and left out" if count == 1 else "are broken and left out"
-        fix = f"mend what is named, or move the file out of {found.folder}; what is whole counts all the same"
-        yield Check(found.what, "problem", f"{count} of {found.read} {found.what} {which}: {_named(found.broken)}", fix)
-    if found.cut_off:
-        lines = "line was" if len(found.cut_off) == 1 else "lines were"
-        detail = f"{len(found.cut_off)} {lines} cut off when the writer was killed: {_named(found.cut_off)}"
-        yield Check(found.what, "missing", detail, "nothing has to be done: the same bench measures it again")
-    if found.read < found.files:
-        left = f"{found.files - found.read} older {found.what} were not read, which takes too long here"
-        yield Check(found.what, "ok", f"{left}; tilegym-db ingest --rebuild reads them all")
-
-
-def _named(faults: Sequence[RejectedLine]) -> str:
-    parts = [f"{fault.path}: {fault.reason}" if fault.line == 0 else str(fault) for fault in faults[:FILES_NAMED]]
-    if len(faults) > FILES_NAMED:
-        parts.append(f"and {len(faults) - FILES_NAMED} more")
-    return "; ".join(part.rstrip(".") for part in parts)
 
 
 def check_peaks() -> Iterator[Check]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,35 +22,39 @@ FORMATS = ("flashinfer", "original", "draft")
 MOST_MIB = 1 << 20
 """A tebibyte of blobs: more than a data set has."""
 
+Form = Annotated[
+    str,
+    typer.Argument(
+        metavar="FORMAT",
+        help="flashinfer, original (an imported data set as it was) or draft (an imported definition).",
+    ),
+]
+Folder = Annotated[
+    Path, typer.Argument(metavar="DIR", help="A folder that does not exist yet, or is empty.", parser=path_given)
+]
+Blobs = Annotated[
+    str | None,
+    typer.Option(
+        metavar="none|MIB",
+        help="MiB of all inputs that are written as files, since FlashInfer-Bench must not draw them; 64 by default.",
+    ),
+]
+LargestBlob = Annotated[
+    str | None, typer.Option(metavar="MIB", help="MiB of the inputs of one workload that are; 8 by default.")
+]
+
 
 def command(
-    form: Annotated[
-        str,
-        typer.Argument(
-            metavar="FORMAT",
-            help="flashinfer, original (an imported data set as it was) or draft (an imported definition).",
-        ),
-    ],
-    folder: Annotated[
-        Path,
-        typer.Argument(metavar="DIR", help="A folder that does not exist yet, or is empty.", parser=path_given),
-    ],
+    form: Form,
+    folder: Folder,
     gpu: Annotated[str | None, typer.Option(help="Only traces of this GPU: h200, h100-sxm, ...")] = None,
     op_type: Annotated[str | None, typer.Option(help="Only this family: norm, activation, gemm, ...")] = None,
     origin: Annotated[
         str | None, typer.Option(help="An imported data set, by its origin, instead of the catalog.")
     ] = None,
     definition: Annotated[str | None, typer.Option(help="With draft: which definition of the data set.")] = None,
-    blobs: Annotated[
-        str | None,
-        typer.Option(
-            metavar="none|MIB",
-            help="MiB of all inputs that are written as files, since FlashInfer-Bench must not draw them; 64 by default.",
-        ),
-    ] = None,
-    largest_blob: Annotated[
-        str | None, typer.Option(metavar="MIB", help="MiB of the inputs of one workload that are; 8 by default.")
-    ] = None,
+    blobs: Blobs = None,
+    largest_blob: LargestBlob = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Write a FlashInfer-Trace data set: definitions, solutions, workloads, blobs, and verified traces.
@@ -69,17 +74,29 @@ def command(
             "--blobs and --largest-blob are about the catalog's own workloads: give them with 'flashinfer' alone."
         )
     refuse_taken(folder)
+    is_here = _is_here(folder)
     if form == "draft":
         _export_draft(folder, origin, definition)
-        return
-    if origin is not None:
+    elif origin is not None:
         _export_imported(form, folder, origin, op_type)
-        return
-    if form == "original":
+    elif form == "original":
         raise UsageError(
             "'original' writes an imported data set: give it with --origin. Try: tilegym-db list --origin all"
         )
-    export = _export_catalog(folder, gpu, op_type, _blob_limits(blobs, largest_blob))
+    else:
+        _print(_export_catalog(folder, gpu, op_type, _blob_limits(blobs, largest_blob)), folder, as_json)
+    if is_here:  # written beside it and renamed: a shell stands in the old one, which is gone
+        note('the folder you are in was replaced; enter it again: cd "$PWD"')
+
+
+def _is_here(folder: Path) -> bool:
+    try:
+        return os.path.samefile(folder, os.curdir)
+    except OSError:  # it does not exist yet
+        return False
+
+
+def _print(export: Export, folder: Path, as_json: bool) -> None:
     reasons = Counter(reason for _, reason in export.left_out)
     if as_json:
         print_json({"folder": str(folder), "exported": export.counts, "left_out": dict(reasons.most_common())})

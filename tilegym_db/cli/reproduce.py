@@ -44,16 +44,11 @@ def command(
     from tilegym_db.loop.submission_catalog import with_candidates
 
     catalog = with_candidates()
-    definition = catalog.definition(
-        catalog.solution(name).record.definition
-    )  # before PyTorch is loaded, which takes seconds
-    sizes, values, places = (
-        parse_axes("--axes", axes),
-        parse_scalars("--scalar", scalar),
-        parse_pairs("--layout", layout),
-    )
+    definition = catalog.definition(catalog.solution(name).record.definition)
+    sizes, values = parse_axes("--axes", axes), parse_scalars("--scalar", scalar)
+    places = parse_pairs("--layout", layout)
     _check_values(definition, sizes, values, places)
-    from tilegym_db.bench.reproduce import reproduce
+    from tilegym_db.bench.reproduce import reproduce  # loads PyTorch, which takes seconds
 
     result = reproduce(
         name,
@@ -68,15 +63,18 @@ def command(
         gpu=gpu,
         catalog=catalog,
     )
-    answer = describe(result)
-    if as_json:
-        print_json(answer)
-    else:
-        for key, value in answer.items():
-            if value not in (None, "", []):
-                print_line(f"{key}: {value}")
+    _print(describe(result), as_json)
     if result.failure is not None:
         raise typer.Exit(1)
+
+
+def _print(answer: Mapping[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(answer)
+        return
+    for key, value in answer.items():
+        if value not in (None, "", []):
+            print_line(f"{key}: {value}")
 
 
 def _check_values(

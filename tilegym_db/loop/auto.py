@@ -161,7 +161,8 @@ class Kernelizer:
         for solution in experiment.changed.keys() & kept.keys():
             self.say(
                 f"{solution} stays promoted and in the catalog, where `task submit` put it ({kept[solution].parent}); it is "
-                "not published, and no later experiment here publishes it. `publish` does."
+                "not published, and no later experiment here publishes it. To serve models with it all the same: "
+                f"tilegym-db publish --gpu {experiment.gpu}"
             )
 
     # -- the author ---------------------------------------------------------------------------------------------------

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.errors import NotFoundError
+from tilegym_db.errors import NotFoundError, RecordError, StoreError
 from tilegym_db.files import write_atomically, write_folder
 from tilegym_db.folder_locks import writing
 from tilegym_db.records.base import length_prefixed_digest
 from tilegym_db.records.loop import Coverage
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.ingest import ingest_journals
-from tilegym_db.store.input_files import LOCK_NAME, loop_folder
-from tilegym_db.store.publish import publish
+from tilegym_db.store.input_files import LOCK_NAME, loop_folder, trace_files
+from tilegym_db.store.journal import read_journal
+from tilegym_db.store.publish import publish, published_folder
 
 __all__ = ["Trial"]
 
@@ -46,7 +48,8 @@ class Trial:
 
         Args:
             before: the coverage without the change.
-            without: digests of Solutions that are not published: earlier experiments discarded them.
+            without: digests of Solutions that are not published: earlier experiments discarded them. Those that were published
+                before the trial stay, since somebody published them after that.
 
         Returns:
             The coverage and the table's digest from before the trial, whoever began it.
@@ -56,7 +59,7 @@ class Trial:
             kept = {f"published/{name}": content for name, content in _files_of(self.published).items()}
             with writing(self.folder.parent):
                 write_folder(self.folder, {BEFORE: json.dumps(state).encode(), **kept})
-        self._publish(without)
+        self._publish(set(without) - self._published_before(without))
         state = json.loads((self.folder / BEFORE).read_bytes())
         return Coverage.model_validate(state["coverage"]), state["base"]
 
@@ -73,6 +76,17 @@ class Trial:
             for name in sorted(kept, key=lambda name: name == LOCK_NAME):
                 write_atomically(self.published / name, kept[name])
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _published_before(self, digests: Collection[str]) -> set[str]:
+        """Which Solutions were published before the trial: for this user, or in the checkout that ``publish`` writes to."""
+        folders = {self.folder / "published", published_folder(self.gpu)} - {self.published}
+        found: set[str] = set()
+        for path in [path for folder in folders for path in trace_files(folder)]:
+            content = path.read_bytes()
+            if any(digest.encode() in content for digest in digests):
+                with suppress(StoreError, RecordError):  # damaged, and not served
+                    found |= {trace.solution_digest for trace in read_journal(path).traces if trace.status == "PASSED"}
+        return found
 
     def _publish(self, without: Collection[str]) -> None:
         with open_store(self.home, catalog=Catalog.default()) as store:

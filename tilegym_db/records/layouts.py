@@ -7,8 +7,10 @@ Definition names strides that are part of what it means, such as those of column
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records.expressions import evaluate_int, parse_expression
@@ -19,12 +21,17 @@ __all__ = [
     "contiguous_strides",
     "layout_class",
     "layout_strides",
-    "overlaps",
+    "overlap",
+    "overlap_words",
     "parse_layout",
 ]
 
 # Each class includes the ones before it.
 LAYOUT_CLASSES: tuple[str, ...] = ("contiguous", "row_contiguous", "strided")
+
+Overlap = Literal["none", "possible", "certain"]
+MOST_COUNTED = 1 << 16
+"""Elements whose addresses are counted one by one; that takes some 10 ms."""
 
 _STRIDED = re.compile(r"^strided\((.*)\)$", re.DOTALL)
 
@@ -71,9 +78,12 @@ def layout_strides(text: str, shape: Sequence[int], axes: Mapping[str, int]) -> 
     """The strides in elements that a Workload's layout gives a tensor of this shape.
 
     Raises:
-        RecordError: not as many strides as dimensions, or a negative one.
+        RecordError: it is no layout, or has not as many strides as dimensions, or a negative one.
     """
-    entries = parse_layout(text)
+    try:
+        entries = parse_layout(text)
+    except ValueError as error:
+        raise RecordError(str(error)) from None
     if entries is None:
         return contiguous_strides(shape)
     if len(entries) != len(shape):
@@ -84,14 +94,32 @@ def layout_strides(text: str, shape: Sequence[int], axes: Mapping[str, int]) -> 
     return strides
 
 
-def overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether two elements may share an address; what is written must not. Dimensions that interleave count as overlapping."""
-    reach = 0
+def overlap(shape: Sequence[int], strides: Sequence[int]) -> Overlap:
+    """Whether two elements have one address; what is written must not.
+
+    Dimensions that interleave are ``possible`` where the elements are too many to count their addresses.
+    """
+    reach, interleave = 0, False
     for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
-        if stride <= reach:
-            return 0 not in shape
+        if stride == 0 and 0 not in shape:
+            return "certain"
+        interleave |= stride <= reach
         reach += stride * (size - 1)
-    return False
+    if not interleave or 0 in shape:
+        return "none"
+    if math.prod(shape) > MOST_COUNTED:
+        return "possible"
+    addresses = {0}
+    for stride, size in zip(strides, shape, strict=True):
+        addresses = {address + stride * index for address in addresses for index in range(size)}
+    return "certain" if len(addresses) < math.prod(shape) else "none"
+
+
+def overlap_words(text: str, shape: Sequence[int], strides: Sequence[int]) -> str | None:
+    """What to say of a layout that gives two elements one address, or may; None of any other."""
+    found = overlap(shape, strides)
+    verb = {"none": "", "possible": "may give", "certain": "gives"}[found]
+    return f"{text} {verb} two elements of {list(shape)} one address" if verb else None
 
 
 def layout_class(shape: Sequence[int], strides: Sequence[int]) -> str:

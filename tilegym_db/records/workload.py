@@ -15,7 +15,7 @@ from tilegym_db.records.base import NAME_PATTERN, Record, RecordPart, canonical_
 from tilegym_db.records.definition import Definition
 from tilegym_db.records.dtypes import STORED_BYTES, DType, Scalar
 from tilegym_db.records.fields import Int64, Line, Real, shown
-from tilegym_db.records.layouts import layout_class, overlaps, parse_layout
+from tilegym_db.records.layouts import layout_class, overlap_words, parse_layout
 
 __all__ = ["NAMESPACE", "RandomInput", "SafetensorsInput", "ScalarInput", "Workload", "axes_key"]
 
@@ -135,10 +135,9 @@ class Workload(Record):
             span = 1 + sum((size - 1) * abs(stride) for size, stride in zip(shape, strides, strict=True) if size > 1)
             if span > MAX_TENSOR_BYTES:
                 raise RecordError(f"layouts.{name}: {text} reaches over {span:.3g} elements.")
-            if name in definition.outputs and overlaps(shape, strides):
-                raise RecordError(
-                    f"layouts.{name}: {text} gives two elements of {list(shape)} one address to be written to."
-                )
+            shared = overlap_words(text, shape, strides) if name in definition.outputs else None
+            if shared is not None:
+                raise RecordError(f"layouts.{name}: {shared} to be written to.")
 
     def scalars(self) -> dict[str, Scalar]:
         """The scalar inputs by name."""

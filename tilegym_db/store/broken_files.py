@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tilegym_db.errors import RecordError, StoreError
-from tilegym_db.files import read_bytes, regular_files
+from tilegym_db.files import read_bytes
 from tilegym_db.records.base import Record
 from tilegym_db.records.model_run import ModelRun
 from tilegym_db.records.peaks import GpuPeaks
-from tilegym_db.store.input_files import own_peaks_files
-from tilegym_db.store.journal import RejectedLine, journal_files, read_journal
+from tilegym_db.store.input_files import loop_folder
+from tilegym_db.store.journal import CUT_OFF, RejectedLine, read_journal
+from tilegym_db.store.loop_journals import loop_journals, rejected_lines
 from tilegym_db.store.model_runs import FOLDER
 
 __all__ = ["BrokenFiles", "broken_files"]
 
 BUDGET_S = 1.5
 """How long files of one folder are read for; of a folder that takes longer, the oldest are left for another time."""
-CUT_OFF = "cut off in mid write"
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,28 @@ class BrokenFiles:
     read: int
     """How many of them were read in time, the newest first."""
     broken: Sequence[RejectedLine]
-    """The first fault of each broken file. Line 0 is a file as a whole."""
+    """The first fault of each file that has one. Line 0 is a file as a whole."""
     cut_off: Sequence[RejectedLine]
     """Lines whose writer was killed: what they held is lost, and nothing is wrong with the file."""
 
 
 def broken_files(home: Path) -> Iterator[BrokenFiles]:
     """Each folder of measurements, with what in it cannot be read. Reads files, and changes none."""
-    yield _found(home / "runs", "journals", journal_files(home), _of_journal)
-    yield _found(home / "peaks", "calibrations", own_peaks_files(home), _of_record(GpuPeaks, "calibration"))
-    models = regular_files(home / FOLDER, "*.json")
-    yield _found(home / FOLDER, "model runs", models, _of_record(ModelRun, "model run"))
+    yield _found(home / "runs", "journals", _named(home / "runs", "*.jsonl"), _of_journal)
+    peaks = home / "peaks"
+    yield _found(peaks, "calibrations", _named(peaks, "*.json"), _of_record(GpuPeaks, "calibration"))
+    models = home / FOLDER
+    yield _found(models, "model runs", _named(models, "*.json"), _of_record(ModelRun, "model run"))
+    loop = loop_journals(home)
+    yield _found(loop_folder(home), "loop journals", [*loop], lambda path: _of_loop_journal(loop[path], path))
+
+
+def _named(folder: Path, pattern: str) -> list[Path]:
+    """Whatever has such a name, as no command but this looks at: a FIFO, a folder or a link to nothing too."""
+    try:
+        return sorted(folder.glob(pattern))
+    except OSError:
+        return []
 
 
 def _found(
@@ -73,7 +84,18 @@ def _of_journal(path: Path) -> Sequence[RejectedLine]:
     try:
         return read_journal(path).rejected
     except (StoreError, RecordError) as error:
-        return [RejectedLine(path, 0, str(error).removeprefix(f"{path}: "))]
+        return [_as_a_whole(path, error)]
+
+
+def _of_loop_journal(kind: type[Record], path: Path) -> Sequence[RejectedLine]:
+    try:
+        return rejected_lines(kind, path)
+    except StoreError as error:
+        return [_as_a_whole(path, error)]
+
+
+def _as_a_whole(path: Path, error: Exception) -> RejectedLine:
+    return RejectedLine(path, 0, str(error).removeprefix(f"{path}: "))
 
 
 def _of_record(kind: type[Record], what: str) -> Callable[[Path], Sequence[RejectedLine]]:
@@ -81,7 +103,7 @@ def _of_record(kind: type[Record], what: str) -> Callable[[Path], Sequence[Rejec
         try:
             kind.from_json(read_bytes(path, what), path)
         except RecordError as error:
-            return [RejectedLine(path, 0, str(error).removeprefix(f"{path}: "))]
+            return [_as_a_whole(path, error)]
         return ()
 
     return judge

@@ -26,7 +26,20 @@ from tilegym_db.records import Trace
 from tilegym_db.records.trace_set import TraceSet, is_trace_set
 from tilegym_db.store.installation import signed_line, split_line
 
-__all__ = ["Journal", "JournalContent", "RejectedLine", "RunFile", "journal_files", "numbered_lines", "read_journal"]
+__all__ = [
+    "CUT_OFF",
+    "Journal",
+    "JournalContent",
+    "RejectedLine",
+    "RunFile",
+    "is_cut_off",
+    "journal_files",
+    "numbered_lines",
+    "read_journal",
+]
+
+CUT_OFF = "cut off in mid write"
+"""How the reason begins where a line's writer was killed: what it held is lost, and nothing is wrong with the file."""
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 
@@ -203,20 +216,23 @@ def read_journal(path: Path) -> JournalContent:
         try:
             traces.append(Trace.from_json(split_line(line)[0], f"{path}:{number}"))
         except RecordError as error:
-            torn = not finished and not _is_json(line)
+            cut_off = is_cut_off(line, finished=finished)
+            torn = cut_off and not finished
             reason = str(error).removeprefix(f"{path}:{number}: ")
             is_text = b"\0" not in line and not content.startswith((b"\xff\xfe", b"\xfe\xff"))
-            rejected.append(RejectedLine(path, number, "cut off in mid write." if torn and is_text else reason))
+            rejected.append(RejectedLine(path, number, f"{CUT_OFF}." if cut_off and is_text else reason))
     return JournalContent(tuple(traces), tuple(rejected), torn)
 
 
-def _is_json(line: bytes) -> bool:
-    """Whether a line came to its end, whatever it says: it is not cut off, and wrong in another way."""
+def is_cut_off(line: bytes, *, finished: bool) -> bool:
+    """Whether the writer of a line that is no record was killed in the middle of it; a later writer may have ended it."""
+    if finished and not (line.startswith(b"{") and not line.endswith(b"}")):
+        return False
     try:
         json.loads(line)
     except (ValueError, RecursionError):
-        return False
-    return True
+        return True
+    return False  # it came to its end, and is wrong in another way
 
 
 def numbered_lines(content: bytes) -> Iterator[tuple[int, bytes, bool]]:

@@ -23,7 +23,7 @@ from tilegym_db.records.base import Record
 from tilegym_db.records.loop import Attempt, Experiment, Promotion, Task
 from tilegym_db.store import statements
 from tilegym_db.store.input_files import loop_folder
-from tilegym_db.store.journal import RunFile, numbered_lines
+from tilegym_db.store.journal import CUT_OFF, RejectedLine, RunFile, is_cut_off, numbered_lines
 from tilegym_db.store.pattern_pages import read_patterns
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from tilegym_db.catalog import Catalog
 
-__all__ = ["append", "journaled", "latest", "loop_lock", "sync_loop"]
+__all__ = ["append", "journaled", "latest", "loop_journals", "loop_lock", "rejected_lines", "sync_loop"]
 
 _log = logging.getLogger(__name__)
 
@@ -74,6 +74,17 @@ def journaled(kind: type[R], home: Path | None = None) -> list[R]:
 
 
 def _numbered(kind: type[R], path: Path) -> Iterator[tuple[int, R]]:
+    for number, found in _lines(kind, path):
+        if not isinstance(found, RejectedLine):
+            yield number, found
+        elif not found.reason.startswith(CUT_OFF):
+            _warn_once(str(found))
+        elif found.reason != CUT_OFF:  # else a later writer ended it, and it was told then
+            _warn_once(f"{found}, and what follows is written after it.")
+
+
+def _lines(kind: type[R], path: Path) -> Iterator[tuple[int, R | RejectedLine]]:
+    """Number and record of each line, or why it is none."""
     if not os.path.lexists(path):
         return
     try:
@@ -84,12 +95,27 @@ def _numbered(kind: type[R], path: Path) -> Iterator[tuple[int, R]]:
         try:
             yield number, kind.from_json(line, f"{path}:{number}")
         except RecordError as error:
+            reason = str(error).removeprefix(f"{path}:{number}: ")
             if not finished:
-                _warn_once(
-                    f"{path}:{number}: cut off in mid write: this record is lost, and what follows is written after it."
-                )
-            elif line.endswith(b"}"):  # else it was cut off, and a later writer ended it
-                _warn_once(str(error))
+                reason = f"{CUT_OFF}: this record is lost"
+            elif is_cut_off(line, finished=finished):
+                reason = CUT_OFF
+            yield number, RejectedLine(path, number, reason)
+
+
+def loop_journals(home: Path) -> dict[Path, type[Record]]:
+    """The journals that there are, each with what its lines are."""
+    paths = {_path(kind, home): kind for kind in JOURNALED}
+    return {path: kind for path, kind in paths.items() if os.path.lexists(path)}
+
+
+def rejected_lines(kind: type[Record], path: Path) -> list[RejectedLine]:
+    """The lines of a journal that are no record, and why.
+
+    Raises:
+        StoreError: it cannot be read.
+    """
+    return [found for _, found in _lines(kind, path) if isinstance(found, RejectedLine)]
 
 
 @cache

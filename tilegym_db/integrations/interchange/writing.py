@@ -23,7 +23,9 @@ def refuse_taken(folder: Path) -> None:
         StoreError: it cannot be looked at.
     """
     try:
-        if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
+        if os.path.lexists(folder) and not folder.is_dir():
+            raise UsageError(f"{folder} exists and is no folder. Export into a new folder.")
+        if folder.is_dir() and any(folder.iterdir()):
             raise UsageError(f"{folder} exists and is not empty. Export into a new folder.")
     except OSError as error:
         raise StoreError(_cannot_write(folder, error)) from None
@@ -40,8 +42,9 @@ def folder_beside(folder: Path) -> Iterator[Path]:
     refuse_taken(folder)
     with ExitStack() as stack:
         try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            scratch = stack.enter_context(scratch_folder(folder.parent))
+            beside = Path(os.path.realpath(folder)).parent  # that of "." is "." itself
+            beside.mkdir(parents=True, exist_ok=True)
+            scratch = stack.enter_context(scratch_folder(beside))
         except OSError as error:
             raise StoreError(_cannot_write(folder, error)) from None
         yield scratch
