@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -45,42 +46,51 @@ def gradients(layer: nn.Module, *inputs: torch.Tensor) -> tuple[torch.Tensor, li
 class Mixed(nn.Module):
     """One sublayer with everything around it, so that all coefficients have gradients."""
 
-    def __init__(self) -> None:
+    def __init__(self, streams: int, size: int) -> None:
         super().__init__()
-        self.connection = HyperConnection(STREAMS, SIZE, sinkhorn_steps=3, eps=1e-3)
+        self.connection = HyperConnection(streams, size, sinkhorn_steps=3, eps=1e-3)
 
     def forward(self, streams: torch.Tensor) -> torch.Tensor:
         post, comb, entering = self.connection(streams)
         return self.connection.write_back(torch.tanh(entering), streams, (post, comb))
 
 
-LAYERS = {
-    "hyper-connection": (lambda: Mixed(), lambda dtype: (random(TOKENS, STREAMS, SIZE, dtype=dtype),)),
-    "head": (lambda: HyperHead(STREAMS, SIZE), lambda dtype: (random(2, TOKENS, STREAMS, SIZE, dtype=dtype),)),
+LAYERS: dict[str, tuple[Callable[[int, int], nn.Module], Callable[[int, int, int], tuple[tuple[int, ...], ...]]]] = {
+    "hyper-connection": (Mixed, lambda tokens, streams, size: ((tokens, streams, size),)),
+    "head": (HyperHead, lambda tokens, streams, size: ((2, tokens, streams, size),)),
     "pipeline": (
-        lambda: MHCPipeline(STREAMS, SIZE, [nn.Linear(SIZE, SIZE), nn.Tanh()], sinkhorn_steps=2),
-        lambda dtype: (random(2, TOKENS, SIZE, dtype=dtype),),
+        lambda streams, size: MHCPipeline(streams, size, [nn.Linear(size, size), nn.Tanh()], sinkhorn_steps=2),
+        lambda tokens, streams, size: ((2, tokens, size),),
     ),
     "engram gate": (
-        lambda: EngramGateLayer(SIZE, STREAMS),
-        lambda dtype: (
-            random(TOKENS, STREAMS, SIZE, dtype=dtype),
-            random(TOKENS, STREAMS, SIZE, dtype=dtype, seed=2),
-            random(TOKENS, SIZE, dtype=dtype, seed=3),
-        ),
+        lambda streams, size: EngramGateLayer(size, streams),
+        lambda tokens, streams, size: ((tokens, streams, size), (tokens, streams, size), (tokens, size)),
     ),
 }
+"""How a layer is built from streams and size, and the shapes of its inputs from tokens, streams and size."""
+
+
+def make(
+    name: str, tokens: int, streams: int, size: int
+) -> tuple[Any, Callable[[torch.dtype], tuple[torch.Tensor, ...]]]:
+    build, shapes = LAYERS[name]
+    torch.manual_seed(0)
+
+    def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        found = enumerate(shapes(tokens, streams, size))
+        return tuple(random(*shape, dtype=dtype, seed=number + 1 if number else 0) for number, shape in found)
+
+    return varied(build(streams, size)), inputs
 
 
 @pytest.fixture(params=sorted(LAYERS))
 def made(request: pytest.FixtureRequest) -> tuple[Any, Any]:
-    build, inputs = LAYERS[request.param]
-    torch.manual_seed(0)
-    return varied(build()), inputs
+    return make(request.param, TOKENS, STREAMS, SIZE)
 
 
-def test_gradients_are_right_in_float64(made: tuple[Any, Any]) -> None:
-    layer, inputs = made
+@pytest.mark.parametrize("name", sorted(LAYERS))
+def test_gradients_are_right_in_float64(name: str) -> None:
+    layer, inputs = make(name, tokens=2, streams=3, size=4)  # every element of every parameter is moved on its own
     layer = layer.double()
     names = [name for name, _ in layer.named_parameters()]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -138,35 +139,57 @@ def test_a_loop_that_was_killed_goes_on_and_repeats_only_what_was_not_journaled(
     assert (tmp_path / "done").read_text().splitlines() == done
 
 
-@pytest.mark.alone
+MOMENTS = ("promote", "record_promotions", "leave", "append")
+"""After which a submission that is measured is killed; the last is what journals its end."""
+
+
+@pytest.mark.alone  # the kernel must be found faster
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("stage", ["promote", "record_promotions", "leave", "append"])
 def test_a_promotion_that_was_killed_is_ended_without_a_second_measurement(
-    stage: str, task: Task, hand_in: HandIn, home: Path
+    task: Task, hand_in: HandIn, home: Path, operator: Path, tmp_path: Path
 ) -> None:
-    folder = hand_in(GOOD)
+    """One submission is measured. What is on disk at each moment is what a process killed there leaves."""
+    folder, left = hand_in(GOOD), tmp_path / "left"
+
+    def save(moment: str) -> None:
+        shutil.copytree(home, left / moment / "home")
+        shutil.copytree(operator, left / moment / "catalog")
+
+    def saves(name: str) -> Callable[..., Any]:
+        real = getattr(submit_module, name)
+
+        def saving(*args: Any, **options: Any) -> Any:
+            answer = real(*args, **options)
+            save(name)
+            return answer
+
+        return saving
+
+    def append_and_die(record: Any, where: Path) -> None:
+        append(record, where)
+        if record.verdict in ("promoted", "refused"):
+            save("append")
+            os.kill(os.getpid(), signal.SIGKILL)
+
     with pytest.MonkeyPatch.context() as patch:
-        if stage == "append":
-
-            def append_and_die(record: Any, where: Path) -> None:
-                append(record, where)
-                if record.verdict in ("promoted", "refused"):
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-            patch.setattr(submit_module, "append", append_and_die)
-        else:
-            dies(patch, submit_module, stage, after=True)
+        for name in MOMENTS[:-1]:
+            patch.setattr(submit_module, name, saves(name))
+        patch.setattr(submit_module, "append", append_and_die)
         killed(lambda: submit(task, folder))
 
     def measured(*_: object, **__: object) -> None:
         raise AssertionError("it was measured again")
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(submit_module, "benchmark", measured)
-        patch.setattr(submit_module, "promote", measured)
-        attempt = submit(task, folder)
-    assert (attempt.number, attempt.verdict, attempt.stage) == (1, "promoted", "promoted"), attempt.reason
-    assert attempt.promotions == ("python_row_scale_cpu_float32_M512-N1024_v1",)
-    assert [one.id for one in journaled(Promotion, home)] == list(attempt.promotions)
-    assert attempt.solution in Catalog.default().solutions
+    for moment in MOMENTS:
+        for place, name in ((home, "home"), (operator, "catalog")):
+            shutil.rmtree(place)
+            shutil.copytree(left / moment / name, place)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(submit_module, "benchmark", measured)
+            patch.setattr(submit_module, "promote", measured)
+            attempt = submit(task, folder)
+        found = (attempt.number, attempt.verdict, attempt.stage)
+        assert found == (1, "promoted", "promoted"), f"killed after {moment}: {attempt.reason}"
+        assert attempt.promotions == ("python_row_scale_cpu_float32_M512-N1024_v1",), moment
+        assert [one.id for one in journaled(Promotion, home)] == list(attempt.promotions), moment
+        assert attempt.solution in Catalog.default().solutions, moment

@@ -6,8 +6,6 @@ import pytest
 
 from tilegym_db.verify.wall_clock import Elapsed, WallRun, alone_us, host_may_be_why, judge_latency
 
-pytestmark = pytest.mark.alone
-
 NULL = 120.0
 
 
