@@ -32,7 +32,9 @@ def test_a_negative_eps_is_refused(cli, home):
     assert (result.code, "inputs.eps: -1 is negative" in result.err) == (2, True)
 
 
-@pytest.mark.parametrize("layout", ["row_contiguous", "0", "padded", "strided(N/0 1)", "strided(N // 0, 1)", "strided(1)"])
+@pytest.mark.parametrize(
+    "layout", ["row_contiguous", "0", "padded", "strided(N/0 1)", "strided(N // 0, 1)", "strided(1)"]
+)
 @pytest.mark.parametrize("tensor", ["x", "out"])
 def test_what_is_no_layout_is_refused_by_name(layout, tensor, cli, row_scale):
     result = cli("reproduce", "row_scale_stock", *CALL, "--scalar", "factor=1", "--layout", f"{tensor}={layout}")
