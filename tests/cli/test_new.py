@@ -191,7 +191,7 @@ def test_what_a_config_cannot_say_is_named(cli, row_scale, config):
     [
         ("hidden_size", 0, "hidden_size must be a whole number from 1 to 1048576, not 0."),
         ("hidden_size", "x", 'hidden_size must be a whole number from 1 to 1048576, not "x".'),
-        ("rms_norm_eps", math.nan, "the config says NaN where 'eps' needs a finite number. Mend it, or give one with --scalar eps="),
+        ("rms_norm_eps", math.nan, "the config says NaN where 'eps' needs a finite number. Mend it, or give one with --scalar"),
         ("rms_norm_eps", "1e-5", "the config says \"1e-5\" where 'eps' needs a finite number."),
     ],
 )  # fmt: skip

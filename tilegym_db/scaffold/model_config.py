@@ -174,8 +174,7 @@ def workloads_from_config(
         axes, scalars: values that win over the config's, and give what it does not have.
 
     Raises:
-        UsageError: ``axes`` or ``scalars`` name what the Definition does not have, or the config's value of a scalar is no
-            finite number.
+        UsageError: ``axes`` or ``scalars`` name what the Definition does not have, or a scalar of the config is no number.
     """
     _check_known("axes", axes or {}, definition.axes)
     _check_known("scalars", scalars or {}, definition.inputs)
