@@ -206,24 +206,7 @@ def write_folder(
         _remove_leftovers(folder.parent)
         staged = _staged_name(folder.parent)
         os.mkdir(staged)
-        inner, written = {Path(staged)}, []
-        are_many = len(files) >= _FEW
-        contents: dict[str, bytes | Path] = {**files, **(copies or {})}
-        for name, content in contents.items():
-            target = Path(staged) / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            inner.update(parent for parent in target.parents if parent.is_relative_to(staged))
-            if isinstance(content, bytes) and not are_many:
-                _write_synced(str(target), content)
-                continue
-            if isinstance(content, Path):
-                shutil.copyfile(content, target)
-            else:
-                target.write_bytes(content)
-            written.append(target)
-        _sync_files(written)
-        for made in sorted(inner, reverse=True):
-            sync_folder(made)
+        _fill_folder(Path(staged), {**files, **(copies or {})}, are_many=len(files) >= _FEW)
         try:
             os.rename(staged, folder)  # refuses a folder that holds anything, whoever made it meanwhile
         except OSError as error:
@@ -237,6 +220,23 @@ def write_folder(
     finally:
         if staged is not None:
             shutil.rmtree(staged, ignore_errors=True)
+
+
+def _fill_folder(folder: Path, contents: Mapping[str, bytes | Path], *, are_many: bool) -> None:
+    """Write and copy files into a folder, and wait until they and their names are on disk."""
+    inner, written = {folder}, []
+    for name, content in contents.items():
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        inner.update(parent for parent in target.parents if parent.is_relative_to(folder))
+        if isinstance(content, bytes) and not are_many:
+            _write_synced(str(target), content)
+            continue
+        shutil.copyfile(content, target) if isinstance(content, Path) else target.write_bytes(content)
+        written.append(target)
+    _sync_files(written)
+    for made in sorted(inner, reverse=True):
+        sync_folder(made)
 
 
 def sync_folder(folder: Path) -> None:

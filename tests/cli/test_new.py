@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
@@ -183,6 +184,22 @@ def test_what_a_config_cannot_say_is_named(cli, row_scale, config):
     assert result.code == 1
     assert "NOT MAPPED" in result.out
     assert "give what the config does not have with --axes or --scalar (M, N, factor)" in result.err
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("hidden_size", 0, "hidden_size must be a whole number from 1 to 1048576, not 0."),
+        ("hidden_size", "x", 'hidden_size must be a whole number from 1 to 1048576, not "x".'),
+        ("rms_norm_eps", math.nan, "the config says NaN where 'eps' needs a finite number. Mend it, or give one with --scalar"),
+        ("rms_norm_eps", "1e-5", "the config says \"1e-5\" where 'eps' needs a finite number."),
+    ],
+)  # fmt: skip
+def test_a_number_of_a_config_that_is_none_is_named_in_one_line(key, value, message, cli, home, write_json, tmp_path):
+    path = write_json({"model_type": "llama", "hidden_size": 64, "rms_norm_eps": 1e-5} | {key: value}, "config.json")
+    result = cli("new", "workload", "rms_norm", "--from-config", path, "--output", tmp_path / "out.jsonl")
+    assert (result.code, result.err.count("\n"), message in result.err) == (2, 1, True)
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 @pytest.mark.parametrize("tokens", ["", "a", "1,,2", "-1", "1.5"])

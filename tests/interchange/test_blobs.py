@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,10 @@ def test_blobs_hold_what_a_draw_of_all_inputs_has(shipped: Catalog) -> None:
             assert (tensor.dtype, tensor.shape) == (other.dtype, other.shape)
             assert torch.equal(tensor.view(torch.uint8), other.contiguous().view(torch.uint8)), (source.name, name)
     assert min(kinds.values()) > 0
+
+
+def test_what_is_positive_here_and_around_zero_there_is_noted(blob_export: Export) -> None:
+    assert blob_export.notes["normalize_weight.weights"] == "drawn here by the generator positive; there at random"
 
 
 def test_only_what_cannot_be_drawn_there_lies_in_a_blob(blob_export: Export, shipped: Catalog) -> None:
@@ -425,15 +430,45 @@ def test_a_declared_blob_whose_content_is_elsewhere_is_a_finding(tree: Tree, hom
         (b"\xff", "is not valid JSON"),
     ],
 )
-def test_a_side_file_that_cannot_be_read_is_refused_and_the_rest_comes_in(
+def test_a_side_file_that_cannot_be_read_is_refused_with_the_workloads_that_name_blobs(
     tree: Tree, home: Path, content: str | bytes, reason: str
 ) -> None:
-    tree.write(SIDE_FILE, content).write(BLOB, GOOD).write(WORKLOADS, of_blob())
+    tree.write(SIDE_FILE, content)
+    refused_with_its_blobs(tree, reason)
+
+
+@pytest.mark.parametrize("kind", ["a folder", "a FIFO", "a link to nothing", "a link out", "no permission"])
+def test_a_side_file_that_is_none_lets_no_blob_in_either(tree: Tree, home: Path, kind: str, tmp_path: Path) -> None:
+    side = tree.root / SIDE_FILE
+    side.parent.mkdir()
+    match kind:
+        case "a folder":
+            side.mkdir()
+        case "a FIFO":
+            os.mkfifo(side)
+        case "a link to nothing":
+            side.symlink_to("nowhere")
+        case "a link out":
+            (tmp_path / "theirs").write_text(declared(GOOD))
+            side.symlink_to(tmp_path / "theirs")
+        case _:
+            if os.geteuid() == 0:
+                pytest.skip("the superuser may read everything")
+            side.touch(0)
+    refused_with_its_blobs(tree, "")
+
+
+def refused_with_its_blobs(tree: Tree, reason: str) -> None:
+    """A changed blob could come in as one that was exported."""
+    tree.write(BLOB, CHANGED).write(WORKLOADS, of_blob() + lines(of_workload(workload("w-2"))))
     found = import_data_set(tree.root).data_set
-    (refusal,) = found.refused
-    assert refusal.path == SIDE_FILE
-    assert reason in refusal.reason
-    assert len(found.of_kind("workload")) == 1
+    (line,) = [item for item in found.refused if item.path == f"{WORKLOADS}:1"]
+    assert line.key == "workload.inputs.x.path"
+    unknown, _, side = line.reason.partition(f": {SIDE_FILE} ")
+    assert unknown == f"nobody knows whether {BLOB} was changed after the export"
+    assert reason in side
+    assert side in [item.reason for item in found.refused if item.path == SIDE_FILE]
+    assert [item.name for item in found.of_kind("workload")] == ["w-2"]
 
 
 def test_a_side_file_that_names_files_outside_opens_none(tree: Tree, home: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tilegym_db.cli.formats import AsJson, file_name
+from tilegym_db.cli.new_files import write_new, write_new_file
 from tilegym_db.cli.output import note, print_json, print_table
 
 if TYPE_CHECKING:
@@ -123,6 +123,12 @@ def new_solution(
     note(f"Put your maths where it says TODO. Next: tilegym-db add-solution {target}/")
 
 
+WorkloadFile = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="File to write; default: ./DEFINITION-MODEL.jsonl.", callback=file_name),
+]
+
+
 @app.command("workload")
 def new_workload(
     definition: Annotated[str, typer.Argument(help="The operator that is called.")],
@@ -137,10 +143,7 @@ def new_workload(
     batch: Annotated[int, typer.Option(help="Sequences, where an axis counts them.", min=1)] = 1,
     axes: Annotated[list[str] | None, typer.Option(help="Sizes that the config does not have: N=1024.")] = None,
     scalar: Annotated[list[str] | None, typer.Option(help="Scalars that the config does not have: eps=1e-5.")] = None,
-    file: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="File to write; default: ./DEFINITION-MODEL.jsonl.", callback=file_name),
-    ] = None,
+    file: WorkloadFile = None,
     add: Annotated[bool, typer.Option("--add", help="Add them to the catalog instead of writing a file.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -267,50 +270,3 @@ def print_purposes(folder: Path, purposes: Mapping[str, str], as_json: bool) -> 
         return
     for name, purpose in purposes.items():
         typer.echo(f"{folder / name}  {purpose}")
-
-
-def write_new(folder: Path, files: Mapping[str, str]) -> None:
-    """Write a folder's files; nothing that exists is touched.
-
-    Raises:
-        ConflictError: the folder exists and is not empty.
-        StoreError: it cannot be written.
-    """
-    from tilegym_db.errors import ConflictError
-    from tilegym_db.files import write_exclusively, write_folder
-
-    if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConflictError(f"{folder} exists already, and nothing was written. Choose another folder with --output.")
-    contents = {name: _encoded(text) for name, text in files.items()}
-    if not os.path.lexists(folder):
-        write_folder(folder, contents)  # whole, or not at all
-        return
-    for name, content in contents.items():  # an empty folder, which may be the working directory
-        write_exclusively(folder / name, content)
-
-
-def write_new_file(path: Path, text: str) -> None:
-    """Write a file that does not exist yet.
-
-    Raises:
-        ConflictError: it exists.
-        StoreError: it cannot be written.
-    """
-    from tilegym_db.files import write_exclusively
-
-    write_exclusively(path, _encoded(text))
-
-
-def _encoded(text: str) -> bytes:
-    """UTF-8, whatever the locale.
-
-    Raises:
-        UsageError: an argument held bytes that are no UTF-8.
-    """
-    from tilegym_db.errors import UsageError
-
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        near = text[max(0, error.start - 20) : error.start]
-        raise UsageError(f"an argument is not UTF-8, after {near!r}. Write it in UTF-8; nothing was written.") from None

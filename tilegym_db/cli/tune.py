@@ -14,18 +14,21 @@ if TYPE_CHECKING:
     from tilegym_db.bench.tune.tuner import Tuned
 
 
+Budget = Annotated[
+    float | None,
+    typer.Option(
+        help="Seconds of search for each solution and workload; default 60, quick 10.", callback=finite_seconds
+    ),
+]
+
+
 def command(
     names: Names = None,
     language: Language = None,
     gpu: MachineGpu = "auto",
     gpus: Gpus = None,
     workload: WorkloadGlob = None,
-    budget: Annotated[
-        float | None,
-        typer.Option(
-            help="Seconds of search for each solution and workload; default 60, quick 10.", callback=finite_seconds
-        ),
-    ] = None,
+    budget: Budget = None,
     quick: Annotated[bool, typer.Option(help="Few workloads and rounds.")] = False,
     again: Annotated[bool, typer.Option(help="Forget what earlier runs tried.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print results and every config tried as JSON.")] = False,

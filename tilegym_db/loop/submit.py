@@ -113,8 +113,7 @@ def submit(
         gpu: where to measure; the task's by default. Another than the task's is refused.
         catalog: the records; the shipped ones and the user's overlay by default.
         home: folder of the store.
-        root: of the catalog that the loop adds to what it promotes; by default where ``add-solution`` writes, and no
-            experiment takes it away there.
+        root: of the catalog that takes what is promoted; by default that of ``add-solution``, where no experiment removes it.
         observer: callbacks for progress of the measurements.
 
     Returns:

@@ -16,6 +16,7 @@ from tilegym_db.files import decode, read_bytes
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.sizes import scalars_with_axes
+from tilegym_db.scaffold.config_sizes import check_config_sizes
 
 __all__ = ["MappedWorkloads", "read_model_config", "typed_config", "workloads_from_config"]
 
@@ -64,6 +65,7 @@ def read_model_config(path: Path) -> dict[str, Any]:
 
     Raises:
         RecordError: the file cannot be read, or is no JSON object.
+        UsageError: it has sizes that no model has.
     """
     content = read_bytes(path, "config")
     try:
@@ -72,6 +74,7 @@ def read_model_config(path: Path) -> dict[str, Any]:
         raise RecordError(f"{path}: not valid JSON: {error}.") from None
     if not isinstance(config, dict):
         raise RecordError(f"{path}: a model's config is a JSON object, not {type(config).__name__}.")
+    check_config_sizes(config, path)
     nested = config.get("text_config") or config.get("llm_config")
     return {**config, **nested} if isinstance(nested, dict) else config
 
@@ -171,7 +174,7 @@ def workloads_from_config(
         axes, scalars: values that win over the config's, and give what it does not have.
 
     Raises:
-        UsageError: ``axes`` or ``scalars`` name what the Definition does not have.
+        UsageError: ``axes`` or ``scalars`` name what the Definition does not have, or a scalar of the config is no number.
     """
     _check_known("axes", axes or {}, definition.axes)
     _check_known("scalars", scalars or {}, definition.inputs)
@@ -268,6 +271,11 @@ def _map_scalars(
         value = rule(config) if rule is not None else None
         if value is None:
             unmapped[name] = f"the config has no value for this scalar ({spec.description or spec.dtype})"
+        elif not isinstance(value, int | float) or not math.isfinite(value):
+            raise UsageError(
+                f"the config says {json.dumps(value)[:40]} where '{name}' needs a finite number. "
+                f"Mend it, or give one with --scalar {name}=NUMBER."
+            )
         else:
             values[name], mapped[name] = value, "the config"
     return values

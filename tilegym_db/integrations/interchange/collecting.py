@@ -48,6 +48,8 @@ class Collection:
     _headers: dict[str, dict[str, tuple[str, tuple[int, ...]]] | str] = field(default_factory=dict)
     declared: Mapping[str, DeclaredBlob] = field(default_factory=dict)
     """Path -> content of a blob when it was exported, where the data set says so."""
+    undeclared: str = ""
+    """Why it cannot be known which blobs were exported, or with what content, though the data set means to say so."""
     _digests: dict[str, tuple[str, int]] = field(default_factory=dict)
 
     def carry(self, path: str, file: Path, role: str = "other") -> None:
@@ -155,13 +157,19 @@ class Collection:
             return [(f"{where}.tensor_key", f"{path} has no tensor '{key}' (it has {known})")]
         return []
 
+    def _may_be_blob(self, path: str) -> bool:
+        role = self._roles[path]
+        return role == "blob" or (role == "other" and (path in self.declared or path.endswith(".safetensors")))
+
     def _digest(self, path: str, file: Path) -> tuple[str, int]:
         if path not in self._digests:
             self._digests[path] = file_digest(file)
         return self._digests[path]
 
     def _changed(self, path: str, file: Path) -> str | None:
-        """How a blob differs from what it was when it was exported; None where nobody says, or it does not."""
+        """How a blob differs, or may differ, from what it was when it was exported; None where it does not, or has no past."""
+        if self.undeclared:
+            return f"nobody knows whether {path} was changed after the export: {SIDE_FILE} {self.undeclared}"
         declared = self.declared.get(path)
         if declared is None:
             return None
@@ -178,6 +186,7 @@ class Collection:
         found = declared_blobs(self.root)
         if isinstance(found, str):
             self.refuse(SIDE_FILE, [("", found)])
+            self.undeclared = found
         elif found is not None:
             self.declared = found
 
@@ -260,6 +269,6 @@ class Collection:
         for path, file in sorted(self.sources.items()):
             sha256, size = self._digest(path, file)
             # Workloads that name it were refused; a trace still has one within it, which nothing may be measured on.
-            changed = self._roles[path] in ("blob", "other") and self._changed(path, file) is not None
+            changed = self._may_be_blob(path) and self._changed(path, file) is not None
             files.append(StoredFile(path, sha256, size, "changed" if changed else self._roles[path]))
         return DataSet(self.dialect, name, tuple(files), tuple(self.records), tuple(self.refused), home)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tilegym_db.files import reason_of
 from tilegym_db.integrations.interchange.reading import LINK_OUT, leads_out
 
 __all__ = ["SIDE_FILE", "DeclaredBlob", "declared_blobs"]
@@ -30,15 +32,19 @@ def declared_blobs(root: Path) -> dict[str, DeclaredBlob] | str | None:
     """Path -> content at the time of the export; None where the data set says nothing of it, or why it cannot be read."""
     file = root / SIDE_FILE
     try:
-        if not file.is_file():
+        if not os.path.lexists(file):
             return None
         if leads_out(file, root):
             return f"is {LINK_OUT}"
+        if not file.is_file():
+            return "is no regular file"
         if file.stat().st_size > _MAX_BYTES:
             return f"has more than {_MAX_BYTES} bytes"
         value = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
         return f"is not valid JSON: {error}"
+    except OSError as error:
+        return f"cannot be read: {reason_of(error)}"
     blobs = value.get("blobs") if isinstance(value, dict) else None
     if not isinstance(blobs, dict):
         return "has no object 'blobs'"

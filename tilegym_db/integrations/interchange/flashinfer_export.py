@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from tilegym_db.catalog import Catalog, SolutionFiles, stock_of
-from tilegym_db.errors import RecordError
-from tilegym_db.integrations.interchange.export_blobs import Blob, BlobFolder, blob_of
+from tilegym_db.integrations.interchange.export_blobs import Blob, BlobFolder
 from tilegym_db.integrations.interchange.export_files import Export
+from tilegym_db.integrations.interchange.export_workloads import WorkloadWriter
 from tilegym_db.integrations.interchange.specialise import Specialised, returned_outputs, specialised, why_not
 from tilegym_db.records import Config, Definition, Trace, Workload
 from tilegym_db.records.signature import find_function
 from tilegym_db.records.solution import config_id, spell_config
-from tilegym_db.records.workload import RandomInput, SafetensorsInput, ScalarInput
 
 __all__ = ["BASELINE", "Export", "build_export"]
 
@@ -70,7 +68,8 @@ class _Exporter:
     """One Definition of ours on its way out."""
 
     def __init__(self, export: Export, catalog: Catalog, source: Definition, blobs: BlobFolder | None) -> None:
-        self.export, self.source, self.catalog, self.blobs = export, source, catalog, blobs
+        self.export, self.source = export, source
+        self.to_write = WorkloadWriter(export, catalog, source, blobs)
         self.solutions = {item.name: item for item in catalog.solutions_for(source.name)}
         self.workloads = catalog.workloads_for(source.name)
         self.items = specialised(source, self.workloads)
@@ -82,10 +81,7 @@ class _Exporter:
         """The blobs that its Workloads need, whether there will be room for them or not."""
         for item in self.items:
             if why_not(item) is None:
-                for workload in self._workloads_of(item):
-                    blob = self._blob(item, workload)
-                    if isinstance(blob, Blob) and self._unsayable(workload) is None:
-                        yield blob
+                yield from self.to_write.wanted(item, self._workloads_of(item))
 
     def _workloads_of(self, item: Specialised) -> list[Workload]:
         return [workload for workload in self.workloads if item.covers(workload.axes, workload.dtypes)]
@@ -118,7 +114,7 @@ class _Exporter:
         mine = self._workloads_of(item)
         lines = []
         for workload in mine:
-            written = self._workload(item, workload)
+            written = self.to_write.written(item, workload)
             if isinstance(written, str):
                 export.leave_out(f"workload {workload.uuid} of {item.name}", written)
             else:
@@ -131,84 +127,6 @@ class _Exporter:
                 self._solution(item, solution, {})
             else:
                 export.leave_out(f"solution {solution.name} for {item.name}", "it serves none of its workloads")
-
-    def _unsayable(self, workload: Workload) -> str | None:
-        """Why a Workload has no words there, whatever its inputs hold; None where it has."""
-        strided = workload.layout_classes(self.source)
-        if strided:
-            return f"'{min(strided)}' is not contiguous, and FlashInfer-Trace has no layouts"
-        for name, given in workload.inputs.items():
-            if isinstance(given, ScalarInput) and not isinstance(given.value, bool | int | float):
-                return f"the scalar '{name}' is {given.value!r}, and FlashInfer-Trace has numbers only"
-            if isinstance(given, SafetensorsInput) and self._file(given) is None:
-                return f"the file {given.path} of '{name}' is not in the catalog"
-        return None
-
-    def _file(self, given: SafetensorsInput) -> Path | None:
-        return next((root / given.path for root in self.catalog.roots if (root / given.path).is_file()), None)
-
-    def _blob_folder(self, item: Specialised) -> str:
-        return f"blob/workloads/{self.source.op_type}/{item.name}"
-
-    def _blob(self, item: Specialised, workload: Workload) -> Blob | str | None:
-        """The blob that a Workload needs, or why nobody can say which."""
-        try:
-            return blob_of(self.source, workload, dict(item.dtypes), self._blob_folder(item), item.name)
-        except RecordError as error:
-            return str(error)
-
-    def _workload(self, item: Specialised, workload: Workload) -> dict[str, Any] | str:
-        """As it is written there, or why it cannot be."""
-        reason = self._unsayable(workload)
-        if reason is not None:
-            return reason
-        blob = self._blob(item, workload)
-        held: dict[str, Any] = {}
-        if isinstance(blob, Blob):
-            reason = self._draw(blob)
-            held = {name: {"type": "safetensors", "path": blob.path, "tensor_key": name} for name in blob.names}
-        elif blob is not None:
-            reason = blob
-        if reason is not None:
-            return reason
-        inputs: dict[str, Any] = {}
-        for name in self.source.inputs:
-            given = workload.inputs.get(name)
-            match given:
-                case ScalarInput():
-                    inputs[name] = {"type": "scalar", "value": given.value}
-                case SafetensorsInput():
-                    path = f"{self._blob_folder(item)}/{given.path}"
-                    file = self._file(given)
-                    assert file is not None  # or it could not be said
-                    self.export.blobs[path] = file
-                    inputs[name] = {"type": "safetensors", "path": path, "tensor_key": given.tensor_key}
-                case _:
-                    inputs[name] = held.get(name, {"type": "random"})
-            if name not in held:
-                self._note_drawing(name, given)
-        return {"axes": item.var_axes(workload.axes), "inputs": inputs, "uuid": workload.uuid}
-
-    def _draw(self, blob: Blob) -> str | None:
-        """Put a blob into the export, or say why there is none."""
-        if self.blobs is None:
-            return blob.reason
-        if blob.path in self.blobs.refused:
-            return self.blobs.refused[blob.path]
-        try:
-            self.export.drawn[blob.path], self.export.told_blobs[blob.path] = self.blobs.write(blob, self.catalog.roots)
-        except RecordError as error:
-            return str(error)
-        return None
-
-    def _note_drawing(self, name: str, given: object) -> None:
-        generator = self.source.input_generators.get(name)
-        if isinstance(given, RandomInput) and (given.scale != 1.0 or given.seed is not None):
-            self.export.notes[f"{self.source.name}.{name}"] = f"drawn here with scale {given.scale}; there at random"
-        elif generator is not None and not isinstance(given, SafetensorsInput):
-            self.export.notes[f"{self.source.name}.{name}"] = (
-                f"drawn here by the generator {generator.kind}; there at random"
-            )
 
     def _solution(self, item: Specialised, solution: SolutionFiles, config: Config) -> str:
         """Write one, where it is not there yet; its name there."""
