@@ -23,7 +23,7 @@ CONFIG = {
     "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 1024, "max_position_embeddings": 2048, "num_experts": 4,
     "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
-# rms_norm gets a kernel that is right and fast, and everything else one that is wrong.
+# rms_norm gets a kernel that is right and fast, and everything else one that is wrong; the same every time, so it is run once.
 AUTHOR = '''
 import json, pathlib, re, sys
 prompt = sys.stdin.read()
@@ -41,7 +41,7 @@ def run(x, weight, eps, out):
     torch.mul(x, scale, out=out)
     out.mul_(weight)
 """
-wrong = f"def {signature}:  # attempt {attempt}\\n    out.zero_()\\n"
+wrong = f"def {signature}:\\n    out.zero_()\\n"
 pathlib.Path("kernel.py").write_text(good if name == "rms_norm" else wrong)
 layouts = {"x": "row_contiguous", "out": "row_contiguous"} if name == "rms_norm" else {}
 spec = {"language": "python", "entry_point": "kernel.py::run", "dtypes": {"T": ["float32"]}, "layouts": layouts}
