@@ -143,8 +143,8 @@ def _mib(option: str, text: str | None, default: float, other: str = "") -> floa
 
 def _export_catalog(folder: Path, gpu: str | None, op_type: str | None, limits: tuple[int, int] | str) -> Export:
     from tilegym_db.catalog import Catalog
-    from tilegym_db.cli.list import select_definitions
     from tilegym_db.cli.reader import open_reader
+    from tilegym_db.cli.selection import select_definitions
     from tilegym_db.integrations.interchange.export_blobs import BlobFolder
     from tilegym_db.integrations.interchange.flashinfer_export import build_export
     from tilegym_db.integrations.interchange.writing import folder_beside, write_tree

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -10,14 +10,13 @@ from tilegym_db.cli.formats import AsArrow, AsCsv, AsJson, AsParquet, OutputFile
 from tilegym_db.cli.list_imported import imported_rows, print_imported
 from tilegym_db.cli.options import OpType
 from tilegym_db.cli.output import note, print_table
+from tilegym_db.cli.selection import of_kind, select_definitions, status_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tilegym_db.catalog import Catalog
     from tilegym_db.records import Definition
-
-T = TypeVar("T")
 
 
 def command(
@@ -82,7 +81,7 @@ def listed_rows(
     state = state_of(catalog) if keeps else ""
     kept = kept_rows(home(), state) if keeps else None
     if kept is not None:
-        return _of(kept, [(row["op_type"], row["status"]) for row in kept], op_type, status)
+        return of_kind(kept, [(row["op_type"], row["status"]) for row in kept], op_type, status)
     from tilegym_db.catalog.parsed_sources import keeping_parsed_sources
 
     with keeping_parsed_sources(home()):
@@ -97,38 +96,6 @@ def _spelled(value: Any) -> Any:
     if isinstance(value, list):
         return ", ".join(value)
     return value.partition(". ")[0] if isinstance(value, str) else value
-
-
-def select_definitions(catalog: Catalog, op_type: str | None, status: str | None) -> list[Definition]:
-    """The Definitions of a family and status, by name.
-
-    Raises:
-        NotFoundError: no Definition has that family or status; lists those there are.
-    """
-    found = list(catalog.definitions.values())
-    return _of(found, [(item.op_type, status_of(item)) for item in found], op_type, status)
-
-
-def _of(items: list[T], kinds: list[tuple[str, str]], op_type: str | None, status: str | None) -> list[T]:
-    """Those of ``items`` whose family and status are the ones asked for."""
-    from tilegym_db.errors import NotFoundError
-
-    families, statuses = sorted({kind[0] for kind in kinds}), sorted({kind[1] for kind in kinds})
-    if op_type is not None and op_type not in families:
-        raise NotFoundError(f"no op_type '{op_type}'; there are {', '.join(families) or 'none'}.")
-    if status is not None and status not in statuses:
-        raise NotFoundError(f"no definition has the status '{status}'; there are {', '.join(statuses) or 'none'}.")
-    wanted = (op_type, status)
-    return [
-        item
-        for item, kind in zip(items, kinds, strict=True)
-        if all(want in (None, of) for want, of in zip(wanted, kind, strict=True))
-    ]
-
-
-def status_of(definition: Definition) -> str:
-    """The value of the ``status:`` tag, ``-`` where there is none."""
-    return next((tag.removeprefix("status:") for tag in definition.tags if tag.startswith("status:")), "-")
 
 
 def definition_rows(catalog: Catalog, definitions: Sequence[Definition]) -> list[dict[str, Any]]:

@@ -109,7 +109,7 @@ def check_op_type(op_type: str | None, name: str | None = None) -> None:
         UsageError: the Definition is of another one.
     """
     from tilegym_db.catalog import Catalog
-    from tilegym_db.cli.list import select_definitions
+    from tilegym_db.cli.selection import select_definitions
     from tilegym_db.errors import UsageError
 
     if op_type is None:
