@@ -27,6 +27,9 @@ PAGES = (
     "docs/reference/ops.md",
     "README.md",
 )
+FASTER = ("docs/how-to/your-own-operator.md", "docs/python-api.md", "README.md")
+"""Pages on which a kernel must be known to be faster, and what begins with the home that one of them left."""
+GIVEN = [pytest.param(name, marks=[pytest.mark.alone] if name in FASTER else []) for name in PAGES]
 
 
 @pytest.fixture(scope="module")
@@ -34,16 +37,15 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Pages:
     return Pages(tmp_path_factory.mktemp("docs"))
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", GIVEN)
 def test_a_page_shows_what_its_commands_print(name: str, pages: Pages, tmp_path: Path):
     wrong = [step for step in pages.run(ROOT / name) if differs(step)]
     for attempt in range(ATTEMPTS - 1):
-        if not wrong:
-            return
-        # A kernel is measured here: while others keep the machine busy, it may not be known to be faster. Ask again.
+        if not wrong or not (name in FASTER or any(step.measured for step in wrong)):
+            break  # what follows from no measurement is wrong again
+        # While others keep the machine busy, a kernel may not be known to be faster, or a clock not be believed. Ask again.
         wrong = [step for step in Pages(tmp_path / str(attempt)).run(ROOT / name) if differs(step)]
     assert not wrong, "\n".join(shown(step) for step in wrong) + f"\nTry: python tools/run_docs.py --write {name}"
 
