@@ -178,7 +178,7 @@ def test_a_bad_line_is_reported_and_costs_only_itself(opened, write_traces, trac
     good = [trace() for _ in range(4)]
     lines = [item.to_json() for item in good]
     lines[1:1] = [
-        "{\"trace_id\"}",
+        '{"trace_id"}',
         json.dumps(json.loads(lines[0]) | {"status": "FINE"}),
         json.dumps({key: value for key, value in json.loads(lines[0]).items() if key != "performance"}),
         json.dumps(json.loads(lines[0]) | {"axes": {"M": "many"}}),
