@@ -47,11 +47,11 @@ def run_fused_weight(
 
 @triton.jit
 def _gate_of(dot, rstd_hidden, rstd_key, clamp, H: tl.constexpr):
-    """The score and the gate; a score of exactly 0 has no sign and a gate of one half."""
+    """A score of exactly 0 has no sign and a gate of one half."""
     score = dot * rstd_hidden * rstd_key * (1.0 / H**0.5)
     root = tl.sqrt(tl.maximum(tl.abs(score), clamp))
     root = tl.where(score > 0, root, tl.where(score < 0, -root, score))  # NaN stays
-    return score, tl.sigmoid(root)
+    return tl.sigmoid(root)
 
 
 @triton.jit
@@ -95,7 +95,7 @@ def _gate_rows(
         of_hidden, of_key, dot, _ = _sum_four(hidden * hidden, key * key, hidden * key * weight, hidden)
         rstd_hidden = tl.rsqrt(of_hidden / H + eps)
         rstd_key = tl.rsqrt(of_key / H + eps)
-        _, gate = _gate_of(dot, rstd_hidden, rstd_key, clamp, H)
+        gate = _gate_of(dot, rstd_hidden, rstd_key, clamp, H)
         result = hidden + gate * value.to(tl.float32)
         tl.store(out_ptr + tl.cast(row, tl.int64) * H + cols, result.to(out_ptr.dtype.element_ty), mask=inside)
         if SAVE:
@@ -225,16 +225,17 @@ def _gate_backward_rows(
         if SAVED:
             dot, gate = tl.load(dot_ptr + row), tl.load(gate_ptr + row)
             rstd_hidden, rstd_key = tl.load(rstd_hidden_ptr + row), tl.load(rstd_key_ptr + row)
-            score = dot * rstd_hidden * rstd_key * (1.0 / H**0.5)
         else:
             rstd_hidden = tl.rsqrt(tl.sum(hidden * hidden, axis=0) / H + eps)
             rstd_key = tl.rsqrt(tl.sum(key * key, axis=0) / H + eps)
             dot = tl.sum(hidden * key * weight, axis=0)
-            score, gate = _gate_of(dot, rstd_hidden, rstd_key, clamp, H)
+            gate = _gate_of(dot, rstd_hidden, rstd_key, clamp, H)
             tl.store(gate_ptr + row, gate)
         grad_gate = tl.sum(grad * value.to(tl.float32), axis=0)
-        size = tl.abs(score)
-        slope = grad_gate * gate * (1.0 - gate) * rstd_hidden * rstd_key * (0.5 / H**0.5) / tl.sqrt(size)
+        # Rounded in the order of the Definition, so that a score next to clamp falls on the same side of it.
+        factor = rstd_hidden * rstd_key * (1.0 / H**0.5)
+        size = tl.abs(dot * factor)
+        slope = grad_gate * gate * (1.0 - gate) * factor * 0.5 / tl.sqrt(size)
         slope = tl.where(size < clamp, 0.0, slope)  # none where the score is held at clamp, whatever the gradient
         grad_hidden = grad + slope * (key * weight - hidden * (dot * rstd_hidden * rstd_hidden / H))
         grad_key = slope * (hidden * weight - key * (dot * rstd_key * rstd_key / H))
