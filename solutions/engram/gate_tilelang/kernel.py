@@ -416,8 +416,10 @@ def gate_backward_kernel(C, H, dtype, vec, threads, saved):
                     make_gate(sums, gate, clamp)
                     if thread == 0:
                         gates[token, copy] = gate[0]
-                size = T.abs(sums[2] * sums[0] * sums[1] * (H**-0.5))
-                slope[0] = of_gate[0] * gate[0] * (1.0 - gate[0]) * sums[0] * sums[1] * (0.5 * H**-0.5) / T.sqrt(size)
+                # Rounded in the order of the Definition, so that a score next to clamp falls on the same side of it.
+                factor = sums[0] * sums[1] * (H**-0.5)
+                size = T.abs(sums[2] * factor)
+                slope[0] = of_gate[0] * gate[0] * (1.0 - gate[0]) * factor * 0.5 / T.sqrt(size)
                 if size < clamp:
                     slope[0] = 0.0  # where the score is held at clamp, whatever the gradient
                 along[0] = sums[2] * sums[0] * sums[0] * (1.0 / H)
