@@ -236,8 +236,10 @@ def run(a, b, out, *, block_M=None, block_N=None, split=None, block_K=None, grou
         block_K = 128 if M <= 128 else 64
     stages = min(6, 192 * 1024 // ((block_M + block_N) * block_K * 2))
     out_aligned = out.stride(0) % 8 == 0 and out.data_ptr() % 16 == 0
+    # The copy engine writes whole 16 bytes, and so beyond the last column of a row that ends elsewhere.
+    copied_out = out_aligned and N % 8 == 0 and split == 1
     kernel = gemm_dense_kernel(
-        N, K, dtype, block_M, block_N, block_K, stages, group, split, out_aligned and split == 1, multiprocessors
+        N, K, dtype, block_M, block_N, block_K, stages, group, split, copied_out, multiprocessors
     )
     if split == 1:
         kernel(a, b, out)

@@ -202,6 +202,11 @@ def _copy_engine_reads(tensor: torch.Tensor) -> bool:
     return tensor.data_ptr() % 16 == 0 and tensor.stride(0) * tensor.element_size() % 16 == 0
 
 
+def _copy_engine_writes(tensor: torch.Tensor) -> bool:
+    """It writes whole 16 bytes, and so beyond the last column of a row that ends elsewhere."""
+    return _copy_engine_reads(tensor) and tensor.shape[1] * tensor.element_size() % 16 == 0
+
+
 def run(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, VARIANT=None, SPLIT=None, GROUP_M=8, PERSISTENT=True):
     """out = T(sum over k of a[m, k] * b[n, k]), fp32 accumulation, rounded once to nearest even.
 
@@ -226,7 +231,7 @@ def run(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, VARIANT=None, SP
         return
     sms = _sm_count(out.device)
     fp32 = a.dtype == torch.float32
-    if M <= 16 or fp32 or not (_copy_engine_reads(a) and _copy_engine_reads(b) and _copy_engine_reads(out)):
+    if M <= 16 or fp32 or not (_copy_engine_reads(a) and _copy_engine_reads(b) and _copy_engine_writes(out)):
         if fp32:
             block_m, block_n, block_k, warps, stages = (16, 32, 64, 4, 3) if M <= 16 else (64, 64, 16, 4, 3)
         elif M <= 16:  # bound by reading b: narrow tiles, so that every multiprocessor streams its own part of b
