@@ -74,7 +74,8 @@ def test_a_backward_is_the_derivative_of_its_forward_in_fp64(name: str, catalog:
 @pytest.mark.parametrize("name", GATES)
 def test_the_gradients_of_the_gate_are_the_derivative_of_the_gate_in_fp64(name: str, catalog: Catalog) -> None:
     forward, backward = catalog.definition("engram_gate_fwd"), catalog.definition(name)
-    inputs = drawn(catalog, backward) | {"clamp": 0.3}
+    clamp = 1.0
+    inputs = drawn(catalog, backward) | {"clamp": clamp}
     given = {key: inputs.get(key, 1e-20) for key in forward.inputs}
     wanted = tuple(key for key in given if isinstance(given[key], torch.Tensor))
     want = derivative(forward, given, {GRADIENT + "out": inputs["grad_out"]}, wanted)
@@ -82,7 +83,7 @@ def test_the_gradients_of_the_gate_are_the_derivative_of_the_gate_in_fp64(name: 
         saved = run_lifted(catalog.definition("engram_gate_fwd_save"), given)
         inputs |= {key: value for key, value in saved.items() if key in inputs}
     gates = run_lifted(catalog.definition("engram_gate_fwd_save"), given)["gate"]
-    held = (gates - 0.5).abs() < torch.sigmoid(torch.tensor(0.3).double().sqrt()) - 0.5 + 1e-6
+    held = (gates - 0.5).abs() < torch.sigmoid(torch.tensor(clamp).double().sqrt()) - 0.5 + 1e-6
     assert 0 < int(held.sum()) < held.numel()  # some scores are held at the clamp, where nothing passes back
     for value, expected in zip(run_lifted(backward, inputs).values(), want, strict=True):
         torch.testing.assert_close(value, expected, rtol=1e-8, atol=1e-8)
