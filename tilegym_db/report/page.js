@@ -138,10 +138,13 @@
       rows: rows.coverage, empty: "No GPU has any measurement in this database.", render: coverage, columns: [],
     },
     models: {
-      rows: rows.models, empty: "This database holds no run of a whole model. tilegym-db model-bench measures one; shipped data has none.",
-      columns: [TEXT("model", "model"), TEXT("gpu", "GPU"), NUMBER("batch", "batch"), NUMBER("prompt_tokens", "prompt"), NUMBER("new_tokens", "new"), TEXT("way", "way"),
-        NUMBER("tokens_per_s", "tokens/s"), NUMBER("speedup", "speedup", 3), { key: "gpu_share", label: "GPU time served", number: true, show: (row) => percent(row.gpu_share) },
-        { key: "proved", label: "proved", show: (row) => (row.proved ? "yes" : "no") }, TEXT("reason", "why not")],
+      rows: rows.models, empty: "This database holds no run of a whole model. Try: tilegym-db model-bench CONFIG",
+      columns: [TEXT("model", "model"), NUMBER("layers", "layers"), TEXT("gpu", "GPU"), NUMBER("batch", "batch"), NUMBER("prompt_tokens", "prompt"), NUMBER("new_tokens", "new"),
+        { key: "way", label: "way", show: (row) => (row.library ? element("span", { title: row.library }, row.way) : row.way) },
+        NUMBER("ttft_ms", "first token, ms"), { ...NUMBER("tpot_ms", "per token, ms"), optional: true }, NUMBER("tokens_per_s", "tokens/s"),
+        { key: "speedup", label: "speedup [interval]", number: true, show: (row) => [times(row.speedup), row.speedup_ci_low ? element("span", { class: "interval" }, ` [${times(row.speedup_ci_low)}, ${times(row.speedup_ci_high)}]`) : ""] },
+        { ...TEXT("claim", "claim"), optional: true }, { key: "gpu_share", label: "GPU time served", number: true, optional: true, show: (row) => percent(row.gpu_share) },
+        { key: "proved", label: "proved", show: (row) => (row.proved ? "yes" : "no") }, TEXT("day", "day"), { ...TEXT("reason", "why no more"), optional: true }],
     },
     open: {
       rows: rows.open, empty: "Nothing is open.",

@@ -145,9 +145,11 @@ ATTEMPTS: tuple[Column, ...] = (
 MODELS: tuple[Column, ...] = (
     ("model", "model"),
     ("GPU", "gpu"),
+    ("batch x prompt + new", lambda row: f"{row['batch']} x {row['prompt_tokens']} + {row['new_tokens']}"),
     ("way", "way"),
     ("tokens/s", "tokens_per_s"),
     ("speedup", "speedup"),
+    ("claim", "claim"),
     ("GPU time in verified kernels", _share("gpu_share")),
 )
 NO_MODEL = "No model was measured in this time."
