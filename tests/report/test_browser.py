@@ -106,15 +106,15 @@ def test_a_model_is_shown_beside_stock_and_peers_as_evidence_of_another_kind(
     tab = show(replace(shipped_report, models=ways))
     heads = [head.strip() for head in tab.locator("#table-models thead th").all_inner_texts()]
     shown = [dict(zip(heads, row.split("\t"), strict=True)) for row in body_rows(tab, "models")]
-    columns = ("way", "tokens/s", "speedup [interval]", "claim", "GPU time served", "day")
+    columns = ("way", "tokens/s", "speedup [interval]", "claim", "served", "day")
     assert [[row[name] for name in columns] for row in shown] == [
         ["stock", "400", "", "", "", "2026-11-21"],
         ["patched", "800", "2.00 [1.80, 2.20]", "faster", "62%", "2026-11-21"],
         ["liger", "500", "1.25 [1.13, 1.38]", "", "", "2026-11-21"],
         ["stock_again", "400", "1.00 [0.90, 1.10]", "", "", "2026-11-21"],
-        ["tilegym", "", "", "", "", "2026-11-21"],
+        ["tilegym", "", "", "it is not installed", "", "2026-11-21"],
     ]
-    assert shown[-1]["why no more"] == "it is not installed"
+    assert (shown[0]["model"], shown[0]["call"]) == ("tiny 2 layers", "1 x 8 + 12")
     assert "Model-level evidence, not comparable with that of operators" in tab.locator("#models").inner_text()
     for up, rising, down, falling in tab.evaluate(SORTED, "models"):
         assert (up, down) == ("ascending", "descending")
