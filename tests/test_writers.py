@@ -15,13 +15,13 @@ from tilegym_db.catalog.locked import read_lock
 from tilegym_db.loop.handed_in import attempts_at
 from tilegym_db.loop.received import folder_digest
 from tilegym_db.records.loop import Attempt
-from tilegym_db.records.model_run import ModelRun
 from tilegym_db.records.peaks import GpuPeaks
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.data_set import SharedDataSet
 from tilegym_db.store.imported import data_sets
 from tilegym_db.store.journal import read_journal
 from tilegym_db.store.loop_journals import journaled
+from tilegym_db.store.model_runs import read_model_run
 from tilegym_db.store.queries import count_traces
 from tilegym_db.store.tuning import TuningStep
 
@@ -61,7 +61,7 @@ def check_whole(place: Place) -> None:
     for path in (place.home / "peaks").glob("*.json"):
         GpuPeaks.from_json(path.read_bytes(), path)
     for path in (place.home / "model_runs").glob("*.json"):
-        ModelRun.from_json(path.read_bytes(), path)
+        read_model_run(path, place.home)
     for path in place.root.glob("traces/*/*/*.jsonl"):
         assert read_journal(path).rejected == ()
     for path in place.root.glob("traces/*/*.json"):

@@ -1,4 +1,4 @@
-"""The tables of docs/performance/{kernels,families,gpus}.md that the shipped traces hold.
+"""The tables of docs/performance/{kernels,families,gpus,models}.md that the shipped traces and runs of models hold.
 
 python tools/performance_tables.py            # writes the blocks
 python tools/performance_tables.py --check
@@ -14,8 +14,11 @@ from typing import Any
 
 from marked_blocks import ROOT, shipped_store, with_block, write_or_check
 
+from tilegym_db.records.claims import CONTROL, claims_of
+from tilegym_db.records.model_run import Estimate, ModelRun
+
 PAGE = ROOT / "docs" / "performance" / "kernels.md"
-FAMILIES, GPUS = PAGE.with_name("families.md"), PAGE.with_name("gpus.md")
+FAMILIES, GPUS, MODELS = (PAGE.with_name(f"{name}.md") for name in ("families", "gpus", "models"))
 GPU, DTYPES = "h200", "T=bfloat16"
 
 SHAPES = {
@@ -111,6 +114,37 @@ def shares() -> str:
         cells = [f"{best[language]:.0%}" if best[language] else "" for language in TILE]
         lines.append(f"| {name} | {shape.replace(',', ' ')} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+RUN_FIGURES = (("ms to the first token", "ttft", "ttft_ms"), ("ms a token", "tpot", "tpot_ms"))
+RUNS = "SELECT record FROM model_runs ORDER BY gpu, model, layers, batch, prompt_tokens, new_tokens, timestamp"
+NO_RUNS = "No run is published yet."
+
+
+def runs_of_models() -> str:
+    """Two rows a published run: the first token and the tokens after it, stock, patched and what is claimed; the peers beside."""
+    lines = [
+        "| model | layers | GPU | batch x prompt + new | figure | stock | patched | speedup | claim | other ways |",
+        "|---|---:|---|---|---|---:|---:|---:|---|---|",
+    ]
+    for (record,) in _rows(RUNS, {}):
+        run = ModelRun.from_json(record)
+        claims = claims_of(run)
+        call = f"{run.batch} x {run.prompt_tokens}" + (f" + {run.new_tokens}" if run.new_tokens else "")
+        for label, figure, timed in RUN_FIGURES:
+            if figure in claims:
+                stock, patched = (getattr(way, timed).median for way in (run.stock, run.patched))
+                others = {name: getattr(way.timing, timed) for name, way in run.ways.items() if name != CONTROL}
+                beside = ", ".join(f"{name} {time.median:.4g}" for name, time in others.items() if time is not None)
+                place = f"{run.model} | {run.layers} | {run.gpu} | {call} | {label}"
+                times = f"{stock:.4g} | {patched:.4g} | {_speedup(getattr(run, f'{figure}_speedup'))}"
+                lines.append(f"| {place} | {times} | {claims[figure].verdict} | {beside} |")
+    return "\n".join(lines) if len(lines) > 2 else NO_RUNS
+
+
+def _speedup(estimate: Estimate) -> str:
+    interval = "" if estimate.ci_low is None else f" ({estimate.ci_low:.2f} to {estimate.ci_high:.2f})"
+    return f"{estimate.median:.2f}x{interval}"
 
 
 def families(rows: Iterable[Any]) -> str:
@@ -280,7 +314,8 @@ def wanted() -> dict[Path, str]:
         gpus = with_block(GPUS.read_text(), "coverage of GPUs", coverage())
         gpus = with_block(gpus, "side by side", side_by_side())
         gpus = with_block(gpus, "winners that differ", differing())
-        return {PAGE: with_block(page, "gains", gains()), FAMILIES: tables, GPUS: gpus}
+        runs = with_block(MODELS.read_text(), "runs of models", runs_of_models())
+        return {PAGE: with_block(page, "gains", gains()), FAMILIES: tables, GPUS: gpus, MODELS: runs}
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from tilegym_db.integrations.transformers.race import WARM_UP_ROUNDS, compare
 from tilegym_db.integrations.transformers.random_model import build_model, load_config
 from tilegym_db.integrations.transformers.verify_model import model_tag
 from tilegym_db.records.model_run import ModelRun
+from tilegym_db.store.model_runs import read_model_run
 
 pytestmark = pytest.mark.slow
 
@@ -190,7 +191,7 @@ def test_a_run_is_printed_stored_and_queryable(kernels: Catalog, config: Path, h
     assert result.exit_code == 0, result.output
     run = ModelRun.from_dict(json.loads(result.stdout))
     (stored,) = (home / "model_runs").glob("*.json")
-    assert ModelRun.from_json(stored.read_bytes()) == run
+    assert read_model_run(stored, home) == (run, "local")
     assert run.evidence_level == "model"
     assert (run.model, run.model_class, run.batch, run.new_tokens) == ("tiny-llama", "LlamaForCausalLM", 2, 4)
     # five norms, two of them of a sum; two layers; a prefill and three steps of decoding

@@ -14,9 +14,12 @@ from tilegym_db.integrations.transformers.random_model import load_config
 from tilegym_db.paths import shipped_root
 
 CONFIGS = sorted((shipped_root() / "benchmarks" / "configs").glob("*.json"))
+DENSE = {"llama-3.2-1b": 1_235_814_400, "qwen3-8b": 8_190_735_360}
+"""Parameters of those without experts, as their publishers state them."""
+MIXTURES = [path for path in CONFIGS if path.stem not in DENSE]
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", MIXTURES, ids=lambda path: path.stem)
 def test_eight_layers_of_a_mixture_are_a_model_of_transformers(path: Path) -> None:
     factory: Any = AutoModelForCausalLM
     with torch.device("meta"):
@@ -24,3 +27,12 @@ def test_eight_layers_of_a_mixture_are_a_model_of_transformers(path: Path) -> No
     experts = [module for module in model.modules() if wrapper_of(type(module).forward) is not None]
     assert 5 <= len(experts) <= 8  # the first layers of some are dense
     assert model.config._experts_implementation == "grouped_mm"
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_a_dense_model_has_the_parameters_of_the_published_one(name: str) -> None:
+    (path,) = (path for path in CONFIGS if path.stem == name)
+    factory: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        model = factory.from_config(load_config(path, None))
+    assert sum(parameter.numel() for parameter in model.parameters()) == DENSE[name]

@@ -9,10 +9,15 @@ from typing import Any
 
 import pytest
 from browser_page import HOSTILE, chromium_page, needs_chromium
+from model_runs import LIGER, model_run, speedups, timing
 
+from tilegym_db.catalog import Catalog
 from tilegym_db.report.data import ReportData
 from tilegym_db.report.page import page
+from tilegym_db.store.connection import open_store
 from tilegym_db.store.database import Store
+from tilegym_db.store.model_runs import save_model_run
+from tilegym_db.store.queries.report_rows import model_rows
 
 pytestmark = [needs_chromium, pytest.mark.slow]
 
@@ -80,28 +85,42 @@ def test_every_table_sorts_both_ways_and_the_best_time_comes_first(
     tab.locator("#table-kernels th[data-key=latency_us] button").click()
     least = min(row["latency_us"] for row in shipped_report.evidence if row["is_fastest_in_language"])
     assert f"{least:.4g} [" in body_rows(tab, "kernels")[0].replace("\n", " ")
-    assert "no run of a whole model" in tab.locator("#table-models").inner_text()
+
+
+def model_ways(home: Path, catalog: Catalog) -> list[dict[str, Any]]:
+    """What a report has of one run beside a peer, through a database."""
+    control = {"timing": timing(1.0), "against": {"stock": speedups(1.0)}, "equal_tokens": 12}
+    run = model_run(
+        ways={"liger": LIGER, "stock_again": control}, absent={"tilegym": "it is not installed"}, proved=True,
+        kernels={"swiglu": 4}, gpu_shares={"swiglu": 0.62},
+    )  # fmt: skip
+    save_model_run(run, home)
+    with open_store(home, catalog=catalog) as store:
+        return model_rows(store)
 
 
 def test_a_model_is_shown_beside_stock_and_peers_as_evidence_of_another_kind(
-    shipped_report: ReportData, show: Callable[..., Any]
+    shipped_report: ReportData, show: Callable[..., Any], catalog: Catalog, tmp_path: Path
 ):
-    run = {"model": "qwen3-moe", "gpu": "h200", "batch": 1, "prompt_tokens": 512, "new_tokens": 64, "proved": True}
-    ways = [
-        {**run, "way": "stock", "tokens_per_s": 100.0, "speedup": None, "gpu_share": None, "reason": None},
-        {**run, "way": "patched", "tokens_per_s": 150.0, "speedup": 1.5, "gpu_share": 0.62, "reason": None},
-        {**run, "way": "liger", "tokens_per_s": None, "speedup": None, "gpu_share": None, "reason": "not installed"},
-    ]
+    ways = model_ways(tmp_path / "home", catalog)
     tab = show(replace(shipped_report, models=ways))
-    shown = [row.split("\t") for row in body_rows(tab, "models")]
-    assert [row[5:9] for row in shown] == [
-        ["stock", "100", "", ""], ["patched", "150", "1.5", "62%"], ["liger", "", "", ""],
-    ]  # fmt: skip
-    assert shown[2][-1] == "not installed"
-    assert "not comparable with that of operators" in tab.locator("#models").inner_text()
+    heads = [head.strip() for head in tab.locator("#table-models thead th").all_inner_texts()]
+    shown = [dict(zip(heads, row.split("\t"), strict=True)) for row in body_rows(tab, "models")]
+    columns = ("way", "tokens/s", "speedup [interval]", "claim", "served", "day")
+    assert [[row[name] for name in columns] for row in shown] == [
+        ["stock", "400", "", "", "", "2026-11-21"],
+        ["patched", "800", "2.00 [1.80, 2.20]", "faster", "62%", "2026-11-21"],
+        ["liger", "500", "1.25 [1.13, 1.38]", "", "", "2026-11-21"],
+        ["stock_again", "400", "1.00 [0.90, 1.10]", "", "", "2026-11-21"],
+        ["tilegym", "", "", "it is not installed", "", "2026-11-21"],
+    ]
+    assert (shown[0]["model"], shown[0]["call"]) == ("tiny 2 layers", "1 x 8 + 12")
+    assert "Model-level evidence, not comparable with that of operators" in tab.locator("#models").inner_text()
     for up, rising, down, falling in tab.evaluate(SORTED, "models"):
         assert (up, down) == ("ascending", "descending")
         assert len(set(rising)) == 1 or rising != falling
+    tab = show(replace(shipped_report, models=[]))
+    assert "no run of a whole model" in tab.locator("#table-models").inner_text()
 
 
 def test_the_gpus_of_a_language_are_side_by_side_in_the_coverage_map(

@@ -2,14 +2,20 @@ from __future__ import annotations
 
 import shlex
 from datetime import datetime, timedelta
+from pathlib import Path
 
 import pytest
+from model_runs import model_run, speedups, timing
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.report.data import ReportData, reproduce_command
-from tilegym_db.report.weekly import weekly
+from tilegym_db.report.weekly import FEW, weekly
+from tilegym_db.store.connection import open_store
 from tilegym_db.store.database import Store
+from tilegym_db.store.ingest import ingest
+from tilegym_db.store.model_runs import save_model_run
 from tilegym_db.store.queries import report_rows
+from tilegym_db.store.queries.report_rows import model_rows
 
 
 def test_the_fastest_of_each_shape_are_the_rows_of_the_view_best(shipped_report: ReportData, store: Store):
@@ -121,9 +127,32 @@ def test_a_week_without_changes_says_so_and_has_where_the_field_stands(shipped_r
 
 def test_the_short_form_of_all_that_is_shipped_is_read_in_a_minute(year_ago: datetime, store: Store):
     short = weekly(store, year_ago, see_all="SEE ALL")
-    assert len(short.splitlines()) <= 80
-    assert short.count("`SEE ALL`") == 3  # kernels, furthest, open
+    models = [row for row in model_rows(store) if row["timestamp"] >= year_ago]
+    assert len(short.splitlines()) <= 90
+    assert short.count("`SEE ALL`") == 3 + (len(models) > FEW)  # kernels, furthest, open, models
     assert "SEE ALL" not in weekly(store, year_ago, whole=True, see_all="SEE ALL")
+
+
+def test_the_runs_of_a_week_are_listed_and_where_they_are_many_gathered_by_model(catalog: Catalog, tmp_path: Path):
+    def models(count: int, *, whole: bool = False) -> list[dict[str, str]]:
+        for number in range(count):
+            control = {"timing": timing(1.0), "against": {"stock": speedups(1.0)}, "equal_tokens": 12}
+            kernels = {"kernels": {"swiglu": 4}, "ways": {"stock_again": control}}
+            run = model_run(run_id=f"r{number}", batch=1 + number, gpu_shares={"swiglu": 0.1 * number}, **kernels)
+            save_model_run(run, tmp_path)
+        with open_store(tmp_path, catalog=Catalog((tmp_path / "empty",))) as store:
+            ingest(store)
+            return table_of(weekly(store, datetime(2026, 11, 1), whole=whole), "Models")
+
+    (_, patched, _) = models(1)
+    assert (patched["batch x prompt + new"], patched["speedup"], patched["claim"]) == ("1 x 8 + 12", "2", "faster")
+    assert models(6) == [
+        {
+            "model": "tiny", "GPU": "h200", "runs": "6", "claimed faster": "6", "best speedup": "2",
+            "most GPU time in verified kernels": "50%",
+        }
+    ]  # fmt: skip
+    assert len(models(6, whole=True)) == 18
 
 
 def test_what_the_short_form_gathers_adds_up_to_the_whole(year_ago: datetime, store: Store):

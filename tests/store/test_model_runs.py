@@ -1,59 +1,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from model_runs import LIGER, model_run, speedups, timing, without_steps
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError
+from tilegym_db.records.loop import Experiment
 from tilegym_db.records.model_run import ModelRun
 from tilegym_db.store.ingest import ingest, rebuild
+from tilegym_db.store.input_files import LOCK_NAME, MODELS_NAME
 from tilegym_db.store.loading import IngestReport
-from tilegym_db.store.model_runs import save_model_run
-
-
-def estimate(value: float) -> dict[str, float]:
-    return {"median": value, "ci_low": value * 0.9, "ci_high": value * 1.1}
-
-
-def timing(factor: float) -> dict[str, Any]:
-    return {
-        "ttft_ms": estimate(10 * factor),
-        "tpot_ms": estimate(2 * factor),
-        "total_ms": estimate(30 * factor),
-        "tokens_per_s": 400 / factor,
-        "peak_memory_bytes": 1 << 30,
-    }
-
-
-def model_run(**changes: Any) -> ModelRun:
-    record = {
-        "run_id": "one",
-        "timestamp": "2026-11-21T10:00:00Z",
-        "model": "tiny",
-        "model_class": "LlamaForCausalLM",
-        "config_digest": "0" * 64,
-        "layers": 2,
-        "parameters": 100,
-        "dtype": "bfloat16",
-        "batch": 1,
-        "prompt_tokens": 8,
-        "new_tokens": 12,
-        "rounds": 10,
-        "gpu": "h200",
-        "gpu_name": "NVIDIA H200",
-        "timer": "events",
-        "stock": timing(1.0),
-        "patched": timing(0.5),
-        "ttft_speedup": estimate(2.0),
-        "tpot_speedup": estimate(2.0),
-        "total_speedup": estimate(2.0),
-        "equal_tokens": 12,
-    }
-    return ModelRun.from_dict({**record, **changes})
-
+from tilegym_db.store.loop_journals import append
+from tilegym_db.store.model_runs import read_model_run, save_model_run
+from tilegym_db.store.publish import PublishReport, publish
+from tilegym_db.store.snapshot import lock_folder
 
 SPEEDUPS = "SELECT run_id, speedup, patched_tpot_ms, stock_peak_memory_bytes FROM model_runs ORDER BY run_id"
 
@@ -105,21 +70,6 @@ def test_traces_and_runs_of_models_never_mix(opened: Any, home: Path, trace: Any
     ]
 
 
-def without_steps(factor: float) -> dict[str, Any]:
-    """Of a prefill alone."""
-    return {**timing(factor), "tpot_ms": None, "tokens_per_s": None}
-
-
-def speedups(value: float) -> dict[str, Any]:
-    return {name: estimate(value) for name in ("ttft", "tpot", "total")}
-
-
-LIGER = {
-    "timing": timing(0.8),
-    "against": {"stock": speedups(1.25), "patched": speedups(0.625)},
-    "equal_tokens": 11,
-    "library": "liger-kernel 1.0",
-}
 WAYS = """
     SELECT way, ttft_ms, tpot_ms, tokens_per_s, prefill_tokens_per_s, speedup, equal_tokens, kernels, library, reason
     FROM model_ways ORDER BY ttft_ms DESC NULLS LAST
@@ -144,7 +94,7 @@ def test_a_run_that_an_older_version_stored_has_its_two_ways(opened: Any, home: 
     for name in ("ways", "absent"):
         content.pop(name, None)
     with opened() as store:
-        insert = "INSERT INTO model_run_records VALUES ('old', $record)"
+        insert = "INSERT INTO model_run_records VALUES ('old', true, 'local', false, $record)"
         store.connection.execute(insert, {"record": json.dumps(content)})
     assert [row["way"] for row in rows(opened, WAYS)] == ["stock", "patched"]
     assert rows(opened)[0]["speedup"] == 2.0
@@ -172,6 +122,166 @@ def test_the_share_of_gpu_time_can_be_asked_for(opened: Any, home: Path) -> None
         {"gpu_share": None, "swiglu": None},
         {"gpu_share": 0, "swiglu": None},
     ]
+
+
+# -- who vouches for a run ---------------------------------------------------------------------------------------------
+
+ORIGINS = "SELECT run_id, origin, trusted FROM model_runs ORDER BY run_id"
+
+
+@pytest.mark.parametrize("edit", [('"layers": 2', '"layers": 3'), ('"signature": "', '"signature": "0')])
+def test_a_run_that_was_edited_is_foreign_until_the_user_trusts_it(
+    opened: Any, home: Path, catalog: Catalog, edit: tuple[str, str]
+) -> None:
+    save_model_run(model_run(), home)
+    path = save_model_run(model_run(run_id="two", total_speedup={"median": 2.0}), home)
+    path.write_text(path.read_text().replace(*edit))
+    ingested(opened)
+    assert rows(opened, ORIGINS) == [
+        {"run_id": "one", "origin": "local", "trusted": False},
+        {"run_id": "two", "origin": "foreign", "trusted": False},
+    ]
+    with opened() as store:
+        ingest(store, trust=True)
+    rebuild(home, catalog=catalog)
+    assert [row["trusted"] for row in rows(opened, ORIGINS)] == [False, True]
+
+
+def test_the_runs_of_another_home_are_foreign_here(opened: Any, home: Path, tmp_path: Path) -> None:
+    theirs = save_model_run(model_run(), tmp_path / "theirs")
+    here = home / "model_runs" / theirs.name
+    here.parent.mkdir(parents=True)
+    here.write_bytes(theirs.read_bytes())
+    assert (read_model_run(theirs, tmp_path / "theirs")[1], read_model_run(here, home)[1]) == ("local", "foreign")
+    ingested(opened)
+    assert [row["origin"] for row in rows(opened, ORIGINS)] == ["foreign"]
+
+
+# -- published ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def published(opened: Any, write_traces: Any, trace: Any, shipped: Path) -> Callable[..., PublishReport]:
+    """``published(run, ...)``: what ``publish`` reports of the H200, into the package's own folder."""
+
+    traces = write_traces(trace())
+
+    def publish_now(*runs: ModelRun, home: Path) -> PublishReport:
+        for run in runs:
+            save_model_run(run, home)
+        with opened() as store:
+            ingest(store, [traces])
+            ingest(store)
+            return publish(store, "h200", shipped)
+
+    return publish_now
+
+
+def ids(report: PublishReport) -> list[str]:
+    return [json.loads(line)["run_id"] for line in (report.folder / MODELS_NAME).read_text().splitlines()]
+
+
+def test_the_newest_run_of_each_model_and_call_is_published(published: Any, home: Path) -> None:
+    later = {"timestamp": "2026-11-22T10:00:00Z"}
+    report = published(
+        model_run(run_id="older"),
+        model_run(run_id="newer", **later),
+        model_run(run_id="larger-batch", batch=8),
+        model_run(run_id="with-a-peer", ways={"liger": LIGER}),
+        model_run(run_id="another-GPU", gpu="l4"),
+        home=home,
+    )
+    assert sorted(ids(report)) == ["larger-batch", "newer", "with-a-peer"]
+    assert report.model_runs == 3
+    assert report.left_out == {}
+    assert MODELS_NAME in json.loads((report.folder / LOCK_NAME).read_text())["files"]
+
+
+def test_a_run_that_says_nothing_is_left_out_with_the_reason(published: Any, home: Path) -> None:
+    without = {"median": 1.0}
+    discarded = Experiment.from_dict(
+        {
+            "id": "e1", "model": "tiny", "config_digest": "0" * 64, "gpu": "h200", "base": "0" * 64, "definition": "scale",
+            "before": {"time_of": "gpu", "median": 0.1, "low": 0.1, "high": 0.1, "profiles": 5}, "runs": ["tried"],
+            "decision": "discard", "reason": "slower",
+            "seconds": 1.0, "timestamp": "2026-11-21T10:00:00Z",
+        }
+    )  # fmt: skip
+    append(discarded, home)
+    foreign = save_model_run(model_run(run_id="foreign"), home)
+    foreign.write_text(foreign.read_text().replace('"batch": 1', '"batch": 64'))
+    report = published(
+        model_run(run_id="kept"),
+        model_run(run_id="tried", batch=2),
+        model_run(run_id="hot", batch=3, throttled=True),
+        model_run(run_id="no-kernel", batch=4, total_speedup=without),
+        home=home,
+    )
+    assert ids(report) == ["kept"]
+    assert report.left_out == {
+        "runs of models that this installation did not sign (--trust)": 1,
+        "runs of models with a change that the loop discarded": 1,
+        "runs of models on a GPU that was throttled meanwhile": 1,
+        "runs of models without an interval (no kernel ran, or too few rounds)": 1,
+    }
+
+
+def test_published_runs_fill_a_fresh_store_and_one_is_one_row_wherever_it_lies(
+    published: Any, opened: Any, home: Path, tmp_path: Path
+) -> None:
+    report = published(model_run(ways={"liger": LIGER}), home=home)
+    assert rows(opened, ORIGINS) == [{"run_id": "one", "origin": "shipped", "trusted": False}]
+    assert published(home=home).written == ()
+    home.rename(tmp_path / "elsewhere")
+    assert rows(opened, ORIGINS) == [{"run_id": "one", "origin": "shipped", "trusted": False}]
+    assert [row["way"] for row in rows(opened, WAYS)] == ["stock", "liger", "patched"]
+    assert published(model_run(run_id="two", batch=2), home=home).model_runs == 2
+    (report.folder / MODELS_NAME).unlink()
+    assert [row["run_id"] for row in rows(opened, ORIGINS)] == ["two"]  # it is in this home
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (('"median": 2.0', '"median": 9.0'), "was changed after it was published"),
+        (None, "does not list it"),
+    ],
+)
+def test_a_published_file_that_is_not_what_the_lock_says_is_not_used(
+    published: Any, opened: Any, home: Path, tmp_path: Path, caplog: Any, edit: tuple[str, str] | None, said: str
+) -> None:
+    path = published(*([model_run()] if edit else []), home=home).folder / MODELS_NAME
+    path.write_text(path.read_text().replace(*edit) if edit else model_run().to_json() + "\n")
+    home.rename(tmp_path / "elsewhere")
+    assert rows(opened, ORIGINS) == []
+    assert [str(path) in record.getMessage() and said in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_line_of_a_published_file_that_is_no_run_of_its_gpu_is_named_and_left_out(
+    published: Any, opened: Any, home: Path, tmp_path: Path, caplog: Any
+) -> None:
+    folder = published(model_run(), home=home).folder
+    home.rename(tmp_path / "elsewhere")
+    lines = [model_run().to_json(), model_run(run_id="l4", gpu="l4").to_json(), "{}", ""]
+    (folder / MODELS_NAME).write_text("\n".join(lines))
+    lock_folder(folder, home, gpu="h200", sm="sm_90", published="2026")
+    assert [row["run_id"] for row in rows(opened, ORIGINS)] == ["one"]
+    said = "".join(record.getMessage() for record in caplog.records)
+    assert f"{MODELS_NAME}:2: not used: it is a run on 'l4'" in said
+    assert f"{MODELS_NAME}:3: not a valid model_run" in said
+
+
+def test_the_users_own_folder_holds_no_runs_since_its_home_does(
+    opened: Any, home: Path, write_traces: Any, trace: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("TILEGYM_DB_HOME", str(home))
+    save_model_run(model_run(), home)
+    with opened() as store:
+        ingest(store, [write_traces(trace())])
+        ingest(store)
+        report = publish(store, "h200", own=True)
+    assert (report.model_runs, report.folder) == (0, home / "published" / "h200")
+    assert not (report.folder / MODELS_NAME).exists()
 
 
 @pytest.mark.parametrize(

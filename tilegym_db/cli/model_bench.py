@@ -12,7 +12,6 @@ from tilegym_db.cli.options import ConfigFile, MachineGpu
 from tilegym_db.cli.output import note, print_json, print_table, table_width
 
 if TYPE_CHECKING:
-    from tilegym_db.integrations.transformers.claims import Claim
     from tilegym_db.integrations.transformers.patch import Handle
     from tilegym_db.records.model_run import Estimate, ModelRun, ModelTiming
 
@@ -97,12 +96,14 @@ def _store(run: ModelRun) -> Path:
 
 def print_run(run: ModelRun, *, wide: bool = False) -> None:
     """One row per figure of stock and patched, with the ratio of both and its interval; then one per other way."""
+    from tilegym_db.records.claims import claims_of
+
     typer.echo(
         f"{run.model} ({run.model_class}, {run.layers} layers, {run.parameters:,} parameters, {run.dtype}) on "
         f"{run.gpu_name}: batch {run.batch}, prompt {run.prompt_tokens}, new {run.new_tokens}, {run.rounds} rounds"
     )
     print_table(("", "stock", "patched", "speedup", "99% interval", "claim"), _rows(run))
-    for reason in dict.fromkeys(claim.reason for claim in _claims(run).values() if claim.reason):
+    for reason in dict.fromkeys(claim.reason for claim in claims_of(run).values() if claim.reason):
         note(f"no speedup is claimed: {reason}")
     if run.ways:
         headings = (
@@ -127,27 +128,11 @@ def print_run(run: ModelRun, *, wide: bool = False) -> None:
     note(f"{run.equal_tokens} of {run.compared_tokens} greedy tokens are those of stock")
 
 
-def _claims(run: ModelRun) -> dict[str, Claim]:
-    """Figure -> what may be said of its speedup."""
-    from tilegym_db.integrations.transformers.claims import CONTROL, claim_of
-
-    control = run.ways[CONTROL].against.get("stock") if CONTROL in run.ways else None
-    speedups = {"ttft": run.ttft_speedup, "tpot": run.tpot_speedup, "total": run.total_speedup}
-    return {
-        what: claim_of(
-            speedup,
-            rounds=run.rounds,
-            kernel_calls=sum(run.kernels.values()),
-            control=None if control is None else getattr(control, what),
-        )
-        for what, speedup in speedups.items()
-        if speedup is not None
-    }
-
-
 def _claimed(run: ModelRun, what: str, speedup: Estimate) -> tuple[str | None, str | None, str]:
     """The cells of a speedup, its interval and what may be claimed."""
-    verdict = _claims(run)[what].verdict
+    from tilegym_db.records.claims import claims_of
+
+    verdict = claims_of(run)[what].verdict
     if not run.kernels:
         return "no kernel ran", None, verdict
     return (*_ratio(speedup), verdict)

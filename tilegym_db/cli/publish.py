@@ -30,6 +30,7 @@ def command(
 ) -> None:
     """Write the traces and the resolver table of one GPU: into the checkout, or into the user's folder.
 
+    Runs of whole models (model-bench) go along with the traces of a checkout, as evidence of models.
     From then on resolve() and patch() on that GPU use what was published; nothing else changes what they do. Only what the
     promotion tier verified in a confined process is published; what a later failure took back is taken out.
 
@@ -76,7 +77,7 @@ def _share(uri: str, gpu: str, *, as_json: bool) -> None:
 
 
 def _record(report: PublishReport) -> dict[str, Any]:
-    facts = {name: getattr(report, name) for name in ("traces", "entries", "left_out", "revocations")}
+    facts = {name: getattr(report, name) for name in ("traces", "entries", "left_out", "revocations", "model_runs")}
     paths = {name: [str(path) for path in getattr(report, name)] for name in ("written", "leftover")}
     return {"gpu": report.folder.name, "folder": str(report.folder), **facts, **paths}
 
@@ -85,6 +86,8 @@ def _print(report: PublishReport, *, paths: bool) -> None:
     for path in report.written if paths else ():
         print_line(str(path))
     note(f"{report.traces} traces of {report.entries} shapes in {report.folder}; {len(report.written)} files changed")
+    if report.model_runs:
+        note(f"{report.model_runs} runs of models go along")
     for reason, count in report.left_out.items():
         note(f"left out {count}: {reason}")
     if report.revocations:

@@ -138,10 +138,15 @@
       rows: rows.coverage, empty: "No GPU has any measurement in this database.", render: coverage, columns: [],
     },
     models: {
-      rows: rows.models, empty: "This database holds no run of a whole model. tilegym-db model-bench measures one; shipped data has none.",
-      columns: [TEXT("model", "model"), TEXT("gpu", "GPU"), NUMBER("batch", "batch"), NUMBER("prompt_tokens", "prompt"), NUMBER("new_tokens", "new"), TEXT("way", "way"),
-        NUMBER("tokens_per_s", "tokens/s"), NUMBER("speedup", "speedup", 3), { key: "gpu_share", label: "GPU time served", number: true, show: (row) => percent(row.gpu_share) },
-        { key: "proved", label: "proved", show: (row) => (row.proved ? "yes" : "no") }, TEXT("reason", "why not")],
+      rows: rows.models.map((row) => ({ ...row, call: (row.batch * 1e7 + row.prompt_tokens) * 1e7 + row.new_tokens })), empty: "This database holds no run of a whole model. Try: tilegym-db model-bench CONFIG",
+      columns: [{ key: "model", label: "model", show: (row) => [row.model, element("span", { class: "interval" }, ` ${row.layers} layers`)] }, TEXT("gpu", "GPU"),
+        { key: "call", label: "call", show: (row) => `${row.batch} x ${row.prompt_tokens}${row.new_tokens ? ` + ${row.new_tokens}` : ""}` },
+        { key: "way", label: "way", show: (row) => (row.library ? element("span", { title: row.library }, row.way) : row.way) },
+        NUMBER("ttft_ms", "ms to first"), { ...NUMBER("tpot_ms", "ms a token"), optional: true }, NUMBER("tokens_per_s", "tokens/s"),
+        { key: "speedup", label: "speedup [interval]", number: true, show: (row) => [times(row.speedup), row.speedup_ci_low ? element("span", { class: "interval" }, ` [${times(row.speedup_ci_low)}, ${times(row.speedup_ci_high)}]`) : ""] },
+        { key: "gpu_share", label: "served", number: true, optional: true, show: (row) => percent(row.gpu_share) },
+        { key: "claim", label: "claim", show: (row) => [row.claim, row.reason].filter(Boolean).join(": ") },
+        { key: "proved", label: "proved", show: (row) => (row.way === "patched" ? (row.proved ? "yes" : "no") : "") }, TEXT("day", "day")],
     },
     open: {
       rows: rows.open, empty: "Nothing is open.",
@@ -214,7 +219,7 @@
   }
   function cell(row, column) {
     const content = column.show ? column.show(row) : row[column.key] ?? "";
-    return element("td", { "data-label": fullLabel(column), ...(column.number ? { class: "number" } : column.key === "gpu" ? { class: "whole" } : {}) }, ...(Array.isArray(content) ? content : [content]));
+    return element("td", { "data-label": fullLabel(column), ...(column.number ? { class: "number" } : ["gpu", "day", "call"].includes(column.key) ? { class: "whole" } : {}) }, ...(Array.isArray(content) ? content : [content]));
   }
   function coverage(found) {
     const places = [...new Set(found.map((row) => row.gpu))].sort();

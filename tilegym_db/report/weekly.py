@@ -51,7 +51,7 @@ def weekly(store: Store, since: datetime, *, whole: bool = False, see_all: str =
         "## Attempts",
         form.table(ATTEMPTS, attempts, "No attempt was submitted in this time."),
         "## Models",
-        form.table(MODELS, [row for row in queries.model_rows(store) if row["timestamp"] >= since], NO_MODEL),
+        _models([row for row in queries.model_rows(store) if row["timestamp"] >= since], form),
         "## Where each GPU stands",
         form.table(GPUS, queries.gpu_rows(store), "Nothing is verified yet."),
         *(("## Leaders", form.table(LEADERS, _leaders(store), "Nothing is verified yet.")) if whole else ()),
@@ -95,6 +95,29 @@ def _kernels(store: Store, since: datetime, kernels: Rows, form: _Form) -> str:
     return _table(columns, families, empty) + form.rest(
         f"{len(kernels)} rows of operators and GPUs gathered in {len(families)}"
     )
+
+
+def _models(rows: Rows, form: _Form) -> str:
+    """Every way of every run, or where these are many, one line a model and GPU of what was timed and claimed."""
+    if form.whole or len(rows) <= FEW:
+        return _table(MODELS, rows, NO_MODEL)
+    runs: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
+    for row in rows:
+        if row["way"] == "patched":
+            runs[row["model"], row["gpu"]].append(row)
+    gathered = [
+        {
+            "model": model,
+            "gpu": gpu,
+            "runs": len(here),
+            "faster": sum(row["claim"] == "faster" for row in here),
+            "speedup": max(row["speedup"] for row in here),
+            "gpu_share": max((row["gpu_share"] for row in here if row["gpu_share"] is not None), default=None),
+        }
+        for (model, gpu), here in runs.items()
+    ]
+    rest = f"{len(rows)} rows gathered in {len(gathered)}" + (f", {SHOWN} of them here" if gathered[SHOWN:] else "")
+    return _table(MODELS_GATHERED, gathered[:SHOWN], "") + form.rest(rest)
 
 
 def _leaders(store: Store) -> list[dict[str, Any]]:
@@ -145,10 +168,20 @@ ATTEMPTS: tuple[Column, ...] = (
 MODELS: tuple[Column, ...] = (
     ("model", "model"),
     ("GPU", "gpu"),
+    ("batch x prompt + new", lambda row: f"{row['batch']} x {row['prompt_tokens']} + {row['new_tokens']}"),
     ("way", "way"),
     ("tokens/s", "tokens_per_s"),
     ("speedup", "speedup"),
+    ("claim", "claim"),
     ("GPU time in verified kernels", _share("gpu_share")),
+)
+MODELS_GATHERED: tuple[Column, ...] = (
+    ("model", "model"),
+    ("GPU", "gpu"),
+    ("runs", "runs"),
+    ("claimed faster", "faster"),
+    ("best speedup", "speedup"),
+    ("most GPU time in verified kernels", _share("gpu_share")),
 )
 NO_MODEL = "No model was measured in this time."
 GPUS: tuple[Column, ...] = (

@@ -10,12 +10,11 @@ from pathlib import Path
 from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.files import read_bytes
 from tilegym_db.records.base import Record
-from tilegym_db.records.model_run import ModelRun
 from tilegym_db.records.peaks import GpuPeaks
 from tilegym_db.store.input_files import loop_folder
 from tilegym_db.store.journal import CUT_OFF, RejectedLine, read_journal
 from tilegym_db.store.loop_journals import loop_journals, rejected_lines
-from tilegym_db.store.model_runs import FOLDER
+from tilegym_db.store.model_runs import FOLDER, read_model_run
 
 __all__ = ["BrokenFiles", "broken_files"]
 
@@ -45,7 +44,7 @@ def broken_files(home: Path) -> Iterator[BrokenFiles]:
     peaks = home / "peaks"
     yield _found(peaks, "calibrations", _named(peaks, "*.json"), _of_record(GpuPeaks, "calibration"))
     models = home / FOLDER
-    yield _found(models, "model runs", _named(models, "*.json"), _of_record(ModelRun, "model run"))
+    yield _found(models, "model runs", _named(models, "*.json"), lambda path: _of_model_run(path, home))
     loop = loop_journals(home)
     yield _found(loop_folder(home), "loop journals", [*loop], lambda path: _of_loop_journal(loop[path], path))
 
@@ -92,6 +91,14 @@ def _of_loop_journal(kind: type[Record], path: Path) -> Sequence[RejectedLine]:
         return rejected_lines(kind, path)
     except StoreError as error:
         return [_as_a_whole(path, error)]
+
+
+def _of_model_run(path: Path, home: Path) -> Sequence[RejectedLine]:
+    try:
+        read_model_run(path, home)
+    except RecordError as error:
+        return [_as_a_whole(path, error)]
+    return ()
 
 
 def _as_a_whole(path: Path, error: Exception) -> RejectedLine:

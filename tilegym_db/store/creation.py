@@ -80,13 +80,14 @@ def _fill(store: Store, path: Path, catalog: Catalog, history: Path | None, keep
 def load_home(store: Store, *, trust: bool = False) -> IngestReport:
     """Bring in what is new beside the database: journals, runs of models, and logs of searches.
 
-    With ``trust``, journals that nothing signed (those of older versions) count as well.
+    With ``trust``, journals and runs of models that nothing signed (those of older versions) count as well.
 
     Raises:
         StoreError: a file cannot be read, or the disk is full.
     """
     load_tuning(store, store.home)
-    return combined(load_journals(store, journal_files(store.home), trust=trust), load_model_runs(store, store.home))
+    journaled = load_journals(store, journal_files(store.home), trust=trust)
+    return combined(journaled, load_model_runs(store, store.home, trust=trust))
 
 
 def _adopt(store: Store, old: Path, adoptions: Iterable[str]) -> None:
@@ -95,8 +96,10 @@ def _adopt(store: Store, old: Path, adoptions: Iterable[str]) -> None:
     with store.transaction("create") as connection:
         for statement in adoptions:
             connection.execute(statement)
-        if connection.execute(statements.HAS_OLD_TRUST).fetchall()[0][0]:
-            connection.execute(statements.ADOPT_TRUST)
+        trust = {"trace_records": statements.ADOPT_TRUST, "model_run_records": statements.ADOPT_MODEL_RUN_TRUST}
+        for table, statement in trust.items():
+            if connection.execute(statements.HAS_OLD_TRUST, {"table": table}).fetchall()[0][0]:
+                connection.execute(statement)
         mark_newest(connection)
     with store.translated("create"):
         store.connection.execute("DETACH old")

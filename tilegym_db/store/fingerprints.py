@@ -12,6 +12,7 @@ from tilegym_db.store.input_files import (
     imported_manifests,
     loop_files,
     own_peaks_files,
+    published_model_files,
     published_peaks_files,
     published_tuning_files,
     record_files,
@@ -37,6 +38,7 @@ def fingerprints(catalog: Catalog, home: Path) -> dict[str, str]:
         "shipped_traces": fingerprint([*shipped_traces(catalog), *locks]),
         "peaks": fingerprint([*own_peaks_files(home), *published_peaks_files(catalog), *locks]),
         "searches": fingerprint([*published_tuning_files(catalog), *locks]),
+        "model_runs": fingerprint([*published_model_files(catalog), *locks]),
         "imported": _with_text(statements.imported_sql(), imported_manifests(home)),
         "loop": _with_text(statements.loop_sql(), loop_files(home, catalog)),
     }

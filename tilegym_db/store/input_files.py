@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LOCK_NAME",
+    "MODELS_NAME",
     "OLD_TABLE_NAME",
     "OLD_TUNING_NAME",
     "PEAKS_NAME",
@@ -25,6 +26,7 @@ __all__ = [
     "own_tuning_files",
     "pattern_files",
     "published_folders",
+    "published_model_files",
     "published_peaks_files",
     "published_tuning_files",
     "record_files",
@@ -39,6 +41,9 @@ OLD_TABLE_NAME = "resolver.json"
 
 PEAKS_NAME = "peaks.json"
 """Name of the file of a GPU's published peaks, beside its resolver table."""
+
+MODELS_NAME = "models.jsonl"
+"""Name of the file of published runs of whole models on a GPU, one a line."""
 
 TUNING_SUFFIX = ".tuning.jsonl"
 """Published steps of searches lie beside the traces of their Definition, in ``<definition>.tuning.jsonl``."""
@@ -81,6 +86,11 @@ def shipped_locks(catalog: Catalog) -> list[Path]:
 def published_peaks_files(catalog: Catalog) -> list[Path]:
     """The peaks that come with a catalog, one file a GPU."""
     return sorted(path for root in catalog.roots for path in root.glob(f"traces/*/{PEAKS_NAME}"))
+
+
+def published_model_files(catalog: Catalog) -> list[Path]:
+    """The runs of whole models that come with a catalog, one file a GPU."""
+    return [path for folder in published_folders(catalog) for path in regular_files(folder, MODELS_NAME)]
 
 
 def published_tuning_files(catalog: Catalog) -> list[Path]:

@@ -54,8 +54,9 @@ CITED_TRACES = """
     FROM (SELECT unnest($trace_ids::VARCHAR[]) AS trace_id) c LEFT JOIN traces t ON t.trace_id = c.trace_id
 """
 MODEL_RUNS = """
-    SELECT run_id, gpu, dtype, batch, prompt_tokens, new_tokens, speedup, speedup_ci_low, speedup_ci_high, evidence_level
-    FROM model_runs WHERE model = $model AND list_contains($gpus::VARCHAR[], gpu) ORDER BY timestamp DESC
+    SELECT run_id, origin, gpu, dtype, batch, prompt_tokens, new_tokens, speedup, speedup_ci_low, speedup_ci_high, evidence_level
+    FROM model_runs WHERE model = $model AND list_contains($gpus::VARCHAR[], gpu) AND is_counted(origin, trusted)
+    ORDER BY timestamp DESC
 """
 TRACED_DIGESTS = "SELECT DISTINCT definition, definition_digest FROM trace_records WHERE is_counted(origin, trusted)"
 CITED_CASES = """

@@ -1,35 +1,69 @@
-"""Runs of whole models: one file each under the home folder, and a table that is derived from them."""
+"""Runs of whole models: one signed file each under the home folder, ``traces/<gpu>/models.jsonl`` with those that are published,
+and a table that is derived from both."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError
 from tilegym_db.files import read_bytes, regular_files, write_atomically
 from tilegym_db.folder_locks import writing
 from tilegym_db.paths import home as default_home
+from tilegym_db.records.base import canonical_json
 from tilegym_db.records.model_run import ModelRun
+from tilegym_db.records.parsing import parse_object
 from tilegym_db.store import statements
-from tilegym_db.store.journal import RejectedLine
+from tilegym_db.store.input_files import published_model_files
+from tilegym_db.store.installation import Origin, is_signed, signature
+from tilegym_db.store.journal import RejectedLine, numbered_lines
 from tilegym_db.store.loading import IngestReport
+from tilegym_db.store.snapshot import open_snapshot, read_published
 
 if TYPE_CHECKING:
     from tilegym_db.store.database import Store
 
-__all__ = ["load_model_runs", "save_model_run", "stored_model_runs"]
+__all__ = [
+    "load_model_runs",
+    "models_text",
+    "published_model_rows",
+    "read_model_run",
+    "save_model_run",
+    "stored_model_runs",
+]
 
 FOLDER = "model_runs"
+_KEY = "signature"
+
+
+# -- of this machine --------------------------------------------------------------------------------------------------
 
 
 def save_model_run(run: ModelRun, home: Path | None = None) -> Path:
-    """Write a run to ``<home>/model_runs/<run_id>.json`` and return that path; the next ingest brings it in."""
+    """Write a run, signed, to ``<home>/model_runs/<run_id>.json`` and return that path; the next ingest brings it in."""
     folder = home or default_home()
     path = folder / FOLDER / f"{run.run_id}.json"
     with writing(folder):
-        write_atomically(path, (run.to_json(indent=2) + "\n").encode())
+        content = json.loads(run.to_json())
+        content[_KEY] = signature(folder, "model run", canonical_json(content).encode())
+        write_atomically(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
     return path
+
+
+def read_model_run(path: Path, home: Path) -> tuple[ModelRun, Origin]:
+    """The run that a file holds; ``local`` where this installation signed it, ``foreign`` where it did not.
+
+    Raises:
+        RecordError: it is no run, or cannot be read.
+    """
+    content = parse_object(read_bytes(path, "model run"), ModelRun.kind, path)
+    claimed = content.pop(_KEY, None) if isinstance(content, dict) else None
+    run = ModelRun.from_parsed(content, path)
+    is_own = isinstance(claimed, str) and is_signed(home, "model run", canonical_json(content).encode(), claimed)
+    return run, "local" if is_own else "foreign"
 
 
 def stored_model_runs(home: Path) -> list[ModelRun]:
@@ -37,29 +71,65 @@ def stored_model_runs(home: Path) -> list[ModelRun]:
     runs = []
     for path in regular_files(home / FOLDER, "*.json"):
         try:
-            runs.append(ModelRun.from_json(read_bytes(path, "model run"), path))
+            runs.append(read_model_run(path, home)[0])
         except RecordError:
             continue  # the next ingest names it
     return runs
 
 
-def load_model_runs(store: Store, home: Path) -> IngestReport:
-    """Insert the runs of a home folder that the database does not have yet. What is none is reported and left out."""
-    known = {row["run_id"] for row in store.rows(statements.MODEL_RUN_IDS)}
-    runs: list[ModelRun] = []
+def load_model_runs(store: Store, home: Path, *, trust: bool = False) -> IngestReport:
+    """Insert the runs of a home folder that the database does not have yet. What is none is reported and left out.
+
+    With ``trust``, those that nothing signed count from now on.
+    """
+    known = {row["run_id"] for row in store.rows(statements.OWN_MODEL_RUN_IDS)}
+    rows: list[dict[str, Any]] = []
     rejected: list[RejectedLine] = []
     for path in regular_files(home / FOLDER, "*.json"):
         if path.stem in known:
             continue
         try:
-            run = ModelRun.from_json(read_bytes(path, "model run"), path)
+            run, origin = read_model_run(path, home)
             if run.run_id != path.stem:
                 raise RecordError(f"run_id '{run.run_id}' does not match the file's name.")
-            runs.append(run)
+            rows.append(_row(run, origin, is_own=True))
         except RecordError as error:
             rejected.append(RejectedLine(path, 1, str(error).removeprefix(f"{path}: ")))
-    if runs:
-        payload = json.dumps([{"run_id": run.run_id, "record": run.model_dump(mode="json")} for run in runs])
+    if rows or trust:
         with store.transaction("ingest model runs into") as connection:
-            connection.execute(statements.INSERT_MODEL_RUNS, {"records": payload})
+            connection.execute(statements.INSERT_MODEL_RUNS, {"records": json.dumps(rows)})
+            if trust:
+                connection.execute(statements.TRUST_MODEL_RUNS)
     return IngestReport(rejected=tuple(rejected))
+
+
+# -- published --------------------------------------------------------------------------------------------------------
+
+
+def models_text(runs: Iterable[ModelRun]) -> str:
+    """The content of a file of published runs: one a line."""
+    return "".join(run.to_json() + "\n" for run in runs)
+
+
+def published_model_rows(catalog: Catalog, home: Path, refused: list[str]) -> list[dict[str, Any]]:
+    """The rows of the table that come with a catalog; a file or line that is not used is named in ``refused`` instead."""
+    return [row for path in published_model_files(catalog) for row in _published(path, home, refused)]
+
+
+def _published(path: Path, home: Path, refused: list[str]) -> Iterator[dict[str, Any]]:
+    content = read_published(path, path.parent, home, refused)
+    if content is None:
+        return
+    origin = open_snapshot(path.parent, home).origin
+    for number, line, _ in numbered_lines(content):
+        try:
+            run = ModelRun.from_json(line, f"{path}:{number}")
+            if run.gpu != path.parent.name:
+                raise RecordError(f"{path}:{number}: not used: it is a run on '{run.gpu}'.")
+            yield _row(run, origin, is_own=False)
+        except RecordError as error:
+            refused.append(str(error))
+
+
+def _row(run: ModelRun, origin: Origin, *, is_own: bool) -> dict[str, Any]:
+    return {"run_id": run.run_id, "is_own": is_own, "origin": origin, "record": run.model_dump(mode="json")}

@@ -3,9 +3,10 @@
 ``traces/<gpu>/<op_type>/<definition>.jsonl`` holds the best promoted trace per solution and shape, as a trace set, which is
 what the resolver reads as well; ``<definition>.tuning.jsonl`` beside it what the searches tried that found its configs, or
 nothing better than the defaults; ``traces/<gpu>/peaks.json`` what the GPU was calibrated to do, which speed-of-light ratios
-were taken against. Beside the passes lie the failures that took others back, since a store that has an older snapshot would
-go on believing it. ``traces/<gpu>/traces.lock.json`` states the digest of every file. Everything is put together before the
-first file is written, and the lock is written last, so that it never vouches for what is not there.
+were taken against; ``traces/<gpu>/models.jsonl`` the newest run of each whole model. Beside the passes lie the failures that
+took others back, since a store that has an older snapshot would go on believing it. ``traces/<gpu>/traces.lock.json`` states
+the digest of every file. Everything is put together before the first file is written, and the lock is written last, so that it
+never vouches for what is not there.
 """
 
 from __future__ import annotations
@@ -23,10 +24,19 @@ from tilegym_db.files import write_atomically
 from tilegym_db.folder_locks import writing
 from tilegym_db.paths import home, shipped_root
 from tilegym_db.records.hardware import gpus_meant
+from tilegym_db.records.model_run import ModelRun
 from tilegym_db.records.trace_set_encoding import encode_traces
 from tilegym_db.store import queries
 from tilegym_db.store.database import Store
-from tilegym_db.store.input_files import LOCK_NAME, OLD_TABLE_NAME, OLD_TUNING_NAME, PEAKS_NAME, TUNING_SUFFIX
+from tilegym_db.store.input_files import (
+    LOCK_NAME,
+    MODELS_NAME,
+    OLD_TABLE_NAME,
+    OLD_TUNING_NAME,
+    PEAKS_NAME,
+    TUNING_SUFFIX,
+)
+from tilegym_db.store.model_runs import models_text
 from tilegym_db.store.peaks_files import peaks_text
 from tilegym_db.store.snapshot import lock_text, open_snapshot, read_published, sha256
 from tilegym_db.store.statements import PUBLISHED_SANDBOX_LEVEL
@@ -36,6 +46,13 @@ __all__ = ["PublishReport", "publish", "publish_all", "published_folder"]
 
 DOUBTED = "tilegym-db sql 'SELECT solution, gpu, axes, doubt FROM traces WHERE doubt IS NOT NULL'"
 """The command that shows which traces have figures that cannot be true, and why."""
+
+RUNS_KEPT_BACK = {
+    "foreign": "runs of models that this installation did not sign (--trust)",
+    "discarded": "runs of models with a change that the loop discarded",
+    "throttled": "runs of models on a GPU that was throttled meanwhile",
+    "claimless": "runs of models without an interval (no kernel ran, or too few rounds)",
+}
 
 _SHAPE = ("definition", "dtypes_key", "axes_key", "scalars_key", "layouts_key")
 
@@ -49,8 +66,10 @@ class PublishReport:
     traces: int
     revocations: int
     """Failures that go along, because they took back what was promoted before."""
+    model_runs: int
+    """Runs of whole models that go along; none into the user's own folder, whose home has them."""
     left_out: dict[str, int]
-    """Why solutions with a config and a shape were left out, and how many of them; only what there is any of."""
+    """Why solutions with a config and a shape, or runs of models, were left out, and how many; only what there is any of."""
     written: tuple[Path, ...]
     leftover: tuple[Path, ...]
     """Trace files of this GPU that hold nothing verified any more; yours to delete."""
@@ -69,8 +88,9 @@ def publish(
 ) -> PublishReport:
     """Write the snapshot of one GPU: a slug, such as ``h200``, or a family of which one GPU has traces.
 
-    Peaks go along where they were measured on this machine; those that were published before stay otherwise. Steps of
-    searches go along with those that were published before, of today's sources.
+    Runs of whole models go along, unless it goes to the user's home, where they lie. Peaks go along where they were measured on
+    this machine; those that were published before stay otherwise. Steps of searches go along with those that were published
+    before, of today's sources.
     Publishing the same traces again changes no byte, not even the date. With ``own`` it goes to the user's home, also where a
     checkout could be written. Solutions with a digest in ``without`` are left out.
 
@@ -93,12 +113,20 @@ def publish(
     if peaks is not None:
         contents[folder / PEAKS_NAME] = peaks_text(peaks)
     contents |= _tuning_files(store, gpu, folder)
+    runs: list[ModelRun] = []
+    if folder != home() / "published" / gpu:
+        runs = queries.publishable_model_runs(store, gpu)
+        left_out |= _runs_left_out(store, gpu)
+    if runs:
+        contents[folder / MODELS_NAME] = models_text(runs)
     sm = [*rows, *failures][0]["sm"]
     with writing(folder.parents[1]):
         changed = _write(store, gpu, sm, folder, contents)
-    leftover = {path for path in (*folder.glob("*/*.jsonl"), *_old_files(folder)) if path not in contents}
+    leftover = {path for path in (*folder.glob("*/*.jsonl"), *_top_files(folder)) if path not in contents}
     shapes = len({tuple(row[key] for key in _SHAPE) for row in rows})
-    return PublishReport(folder, shapes, len(rows), len(failures), left_out, changed, tuple(sorted(leftover)))
+    return PublishReport(
+        folder, shapes, len(rows), len(failures), len(runs), left_out, changed, tuple(sorted(leftover))
+    )
 
 
 def _write(store: Store, gpu: str, sm: str, folder: Path, contents: dict[Path, str]) -> tuple[Path, ...]:
@@ -155,8 +183,8 @@ def _is_locked(folder: Path, home: Path, files: Mapping[str, str]) -> bool:
     return found.origin != "foreign" and dict(found.files) == dict(files)
 
 
-def _old_files(folder: Path) -> list[Path]:
-    return [path for name in (OLD_TABLE_NAME, OLD_TUNING_NAME) if (path := folder / name).is_file()]
+def _top_files(folder: Path) -> list[Path]:
+    return [path for name in (OLD_TABLE_NAME, OLD_TUNING_NAME, MODELS_NAME) if (path := folder / name).is_file()]
 
 
 def _left_out(store: Store, gpu: str) -> dict[str, int]:
@@ -168,6 +196,10 @@ def _left_out(store: Store, gpu: str) -> dict[str, int]:
         "passed a screen only (tilegym-db promote)": queries.count_unverified(store, gpu=gpu),
     }
     return {reason: count for reason, count in counts.items() if count}
+
+
+def _runs_left_out(store: Store, gpu: str) -> dict[str, int]:
+    return {RUNS_KEPT_BACK[reason]: count for reason, count in queries.kept_back_runs(store, gpu).items()}
 
 
 def _nothing_to_publish(store: Store, gpu: str, left_out: Mapping[str, int]) -> str:

@@ -1,5 +1,5 @@
-"""Brings in again what changed of what the database is derived from: the views' text, the catalog, shipped traces and searches,
-and peaks. :mod:`tilegym_db.store.fingerprints` says what changed."""
+"""Brings in again what changed of what the database is derived from: the views' text, the catalog, peaks, and shipped traces,
+searches and runs of models. :mod:`tilegym_db.store.fingerprints` says what changed."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tilegym_db.store.imported import sync_imported
 from tilegym_db.store.input_files import published_folders
 from tilegym_db.store.loading import IngestReport, combined, load_snapshots
 from tilegym_db.store.loop_journals import sync_loop
+from tilegym_db.store.model_runs import published_model_rows
 from tilegym_db.store.newest import mark_newest
 from tilegym_db.store.peaks_files import peaks_rows
 from tilegym_db.store.tuning import published_tuning_rows
@@ -51,6 +52,9 @@ def refresh(store: Store, catalog: Catalog, wanted: dict[str, str], parts: Colle
         if "searches" in parts:
             rows = published_tuning_rows(catalog, store.home, refused)
             _insert(connection, statements.SYNC_PUBLISHED_TUNING, rows)
+        if "model_runs" in parts:
+            rows = published_model_rows(catalog, store.home, refused)
+            _insert(connection, statements.SYNC_PUBLISHED_MODEL_RUNS, rows)
         if "imported" in parts:
             sync_imported(connection, store.home)
         if "loop" in parts:  # after the views, which its own ask

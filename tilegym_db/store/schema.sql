@@ -122,5 +122,12 @@ CREATE TABLE trace_records (
     is_newest BOOLEAN NOT NULL DEFAULT false
 );
 
--- Runs of whole models (records.ModelRun), from the files in model_runs/ beside the database.
-CREATE TABLE model_run_records (run_id VARCHAR NOT NULL, record JSON NOT NULL);
+-- Runs of whole models (records.ModelRun): those of this home folder (`is_own`), from the files in model_runs/ beside the database,
+-- and published ones. One run may be here as both. `origin` and `trusted` are as for traces.
+CREATE TABLE model_run_records (
+    run_id VARCHAR NOT NULL,
+    is_own BOOLEAN NOT NULL,
+    origin VARCHAR NOT NULL,
+    trusted BOOLEAN NOT NULL DEFAULT false,
+    record JSON NOT NULL
+);

@@ -22,7 +22,7 @@ __all__ = [
     "views_sql",
 ]
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 """Version of ``schema.sql``."""
 
 VERIFIED_TIERS: tuple[str, ...] = ("promotion",)
@@ -129,7 +129,7 @@ ADOPT_TRACES = "INSERT INTO trace_records BY NAME FROM old.trace_records ANTI JO
 
 HAS_OLD_TRUST = """
     SELECT count(*) FROM duckdb_columns()
-    WHERE database_name = 'old' AND table_name = 'trace_records' AND column_name = 'trusted'
+    WHERE database_name = 'old' AND table_name = $table AND column_name = 'trusted'
 """
 # What the user said may be trusted, as long as it is still the same trace.
 ADOPT_TRUST = """
@@ -138,6 +138,10 @@ ADOPT_TRUST = """
         AND t.solution_digest = o.solution_digest AND t.definition_digest = o.definition_digest AND t.gpu = o.gpu
         AND t.workload_uuid = o.workload_uuid AND t.sandbox_level = o.sandbox_level
         AND t.performance IS NOT DISTINCT FROM o.performance AND t.correctness IS NOT DISTINCT FROM o.correctness
+"""
+ADOPT_MODEL_RUN_TRUST = """
+    UPDATE model_run_records r SET trusted = true FROM old.model_run_records o
+    WHERE o.trusted AND r.is_own AND r.origin = 'foreign' AND r.run_id = o.run_id AND r.record = o.record
 """
 
 # -- files that grow --------------------------------------------------------------------------------------------------
@@ -148,8 +152,9 @@ REMEMBER_FILES = "INSERT INTO ingested_files SELECT unnest($paths::VARCHAR[]), u
 
 # -- runs of whole models ---------------------------------------------------------------------------------------------
 
-MODEL_RUN_IDS = "SELECT run_id FROM model_run_records"
-INSERT_MODEL_RUNS = """
-    INSERT INTO model_run_records SELECT unnest(from_json($records::JSON, '[{"run_id":"VARCHAR","record":"JSON"}]'),
-        recursive := true)
-"""
+OWN_MODEL_RUN_IDS = "SELECT run_id FROM model_run_records WHERE is_own"
+INSERT_MODEL_RUNS = """INSERT INTO model_run_records BY NAME
+    SELECT unnest(from_json($records::JSON,
+        '[{"run_id":"VARCHAR","is_own":"BOOLEAN","origin":"VARCHAR","record":"JSON"}]'), recursive := true)"""
+SYNC_PUBLISHED_MODEL_RUNS = ("DELETE FROM model_run_records WHERE NOT is_own", INSERT_MODEL_RUNS)
+TRUST_MODEL_RUNS = "UPDATE model_run_records SET trusted = true WHERE is_own AND origin = 'foreign'"

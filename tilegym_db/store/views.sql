@@ -256,6 +256,7 @@ FROM best_per_solution
 GROUP BY definition, op_type, gpu, solution, language, role;
 
 -- One row per run of a whole model, patched against itself as it is. Not comparable with traces: those are of operators.
+-- A run that was published from this home folder is here once.
 CREATE OR REPLACE VIEW model_runs AS
 SELECT
     run_id,
@@ -270,7 +271,8 @@ SELECT
     record->>'dtype' AS dtype,
     record->>'gpu' AS gpu,
     gpu_family_of(record->>'gpu') AS gpu_family,
-    'local' AS origin,
+    origin,
+    trusted,
     record->>'gpu_name' AS gpu_name,
     (record->>'batch')::BIGINT AS batch,
     (record->>'prompt_tokens')::BIGINT AS prompt_tokens,
@@ -305,7 +307,8 @@ SELECT
     (record->>'equal_tokens')::BIGINT AS equal_tokens,
     from_json(record->'libs', '"MAP(VARCHAR, VARCHAR)"') AS libs,
     record
-FROM model_run_records;
+FROM model_run_records
+QUALIFY row_number() OVER (PARTITION BY run_id ORDER BY list_position(['shipped', 'local', 'foreign'], origin), is_own DESC) = 1;
 
 -- One row per way of running the model in each of those runs: stock and patched, then what was asked for besides. A way that
 -- could not be had has a reason and no figures. Speedups are stock time over this way's, in the same rounds.
@@ -325,7 +328,7 @@ WITH entries AS (
     FROM model_runs
 )
 SELECT
-    run_id, timestamp, evidence_level, origin, model, model_class, layers, dtype, gpu, gpu_family, batch, prompt_tokens,
+    run_id, timestamp, evidence_level, origin, trusted, model, model_class, layers, dtype, gpu, gpu_family, batch, prompt_tokens,
     new_tokens, rounds, way,
     (entry->>'/timing/ttft_ms/median')::DOUBLE AS ttft_ms,
     (entry->>'/timing/tpot_ms/median')::DOUBLE AS tpot_ms,

@@ -22,7 +22,6 @@ from tilegym_db.bench.machine import Machine
 from tilegym_db.bench.statistics import Interval, median_interval, paired_ratio
 from tilegym_db.errors import UsageError
 from tilegym_db.integrations.transformers.capture import random_prompt
-from tilegym_db.integrations.transformers.claims import MIN_ROUNDS
 from tilegym_db.integrations.transformers.experts_wrapper import KNOWN, counted_ways
 from tilegym_db.integrations.transformers.generation import Generate, Generation
 from tilegym_db.integrations.transformers.gpu_time import GpuTime
@@ -33,6 +32,7 @@ from tilegym_db.integrations.transformers.race import ALTERNATIVES, ALWAYS, Entr
 from tilegym_db.integrations.transformers.random_model import DTYPES, build_model, load_config
 from tilegym_db.integrations.transformers.verify_model import model_tag
 from tilegym_db.records.base import canonical_json
+from tilegym_db.records.claims import MIN_ROUNDS
 from tilegym_db.records.model_run import Estimate, ModelRun, ModelTiming, Speedups, Way
 from tilegym_db.records.trace import new_run_id
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from tilegym_db.errors import ToolchainError
-from tilegym_db.integrations.transformers.claims import CONTROL
 from tilegym_db.integrations.transformers.experts_wrapper import wrapper_of
 from tilegym_db.integrations.transformers.generation import Generate, Generation, dynamic_cache, prefill, static_cache
 from tilegym_db.integrations.transformers.patch import Handle
 from tilegym_db.integrations.transformers.peers import Peer
+from tilegym_db.records.claims import CONTROL
 
 __all__ = ["ALTERNATIVES", "ALWAYS", "WARM_UP_ROUNDS", "Entries", "Observer", "Race", "compare", "new_hits"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tilegym_db.records.model_run import ModelRun
 from tilegym_db.store.queries.json_columns import parsed
 from tilegym_db.store.statements import PUBLISHED_SANDBOX_LEVEL
 from tilegym_db.store.tuning import TuningStep
@@ -11,7 +12,16 @@ from tilegym_db.store.tuning import TuningStep
 if TYPE_CHECKING:
     from tilegym_db.store.database import Store
 
-__all__ = ["kept_back", "provided", "publishable_rows", "publishable_steps", "revoking_rows", "verified_rows"]
+__all__ = [
+    "kept_back",
+    "kept_back_runs",
+    "provided",
+    "publishable_model_runs",
+    "publishable_rows",
+    "publishable_steps",
+    "revoking_rows",
+    "verified_rows",
+]
 
 _POINT = """definition, definition_version, definition_digest, op_type, dtypes, dtypes_key, axes, axes_key,
         scalars, scalars_key, layouts, layouts_key, solution, solution_digest, language, role, config, sm,
@@ -72,6 +82,29 @@ PUBLISHABLE_STEPS = """
     ORDER BY definition, solution, workload_uuid, stepped_at, config_key
 """
 
+# Why a run of a model on a GPU is not published, null where nothing speaks against it. A run that the loop made of a change that
+# it then discarded was not served by what is published.
+_JUDGED_RUNS = """
+    SELECT *, CASE
+        WHEN NOT is_counted(origin, trusted) THEN 'foreign'
+        WHEN run_id IN (SELECT unnest(runs) FROM experiments WHERE decision <> 'keep') THEN 'discarded'
+        WHEN throttled THEN 'throttled'
+        WHEN speedup_ci_low IS NULL THEN 'claimless' END AS kept_back
+    FROM model_runs WHERE gpu = $gpu
+"""
+# The newest of each model and way of calling it, and of each set of other ways that took part or could not.
+PUBLISHABLE_MODEL_RUNS = f"""
+    SELECT record FROM ({_JUDGED_RUNS}) WHERE kept_back IS NULL
+    QUALIFY row_number() OVER (
+        PARTITION BY config_digest, dtype, batch, prompt_tokens, new_tokens,
+            list_sort(list_concat(coalesce(json_keys(record->'ways'), []), coalesce(json_keys(record->'absent'), [])))
+        ORDER BY timestamp DESC, run_id) = 1
+    ORDER BY model, config_digest, dtype, batch, prompt_tokens, new_tokens, timestamp, run_id
+"""
+KEPT_BACK_RUNS = f"""
+    SELECT kept_back AS reason, count(*) AS n FROM ({_JUDGED_RUNS}) WHERE kept_back IS NOT NULL GROUP BY ALL ORDER BY ALL
+"""
+
 PROVIDED = "SELECT name, provides FROM solutions"
 
 
@@ -98,6 +131,22 @@ def publishable_steps(store: Store, gpu: str) -> list[tuple[str, str, TuningStep
         (row["op_type"], row["definition"], TuningStep.from_json(row["record"], where))
         for row in store.rows(PUBLISHABLE_STEPS, {"gpu": gpu})
     ]
+
+
+def publishable_model_runs(store: Store, gpu: str) -> list[ModelRun]:
+    """The runs of whole models on a GPU that may leave this machine: the newest of each model and way of calling it."""
+    where = f"{store.path}: runs of models on {gpu}"
+    rows = store.rows(PUBLISHABLE_MODEL_RUNS, {"gpu": gpu})
+    return [ModelRun.from_json(row["record"], where) for row in rows]
+
+
+def kept_back_runs(store: Store, gpu: str) -> dict[str, int]:
+    """How many runs of whole models on a GPU are not publishable, as reason -> count.
+
+    The reasons are ``foreign`` (nobody vouches for it), ``discarded`` (by the loop, with the change that it was made with),
+    ``throttled``, and ``claimless`` (it has no interval: no kernel ran, or too few rounds).
+    """
+    return {row["reason"]: row["n"] for row in store.rows(KEPT_BACK_RUNS, {"gpu": gpu})}
 
 
 def provided(store: Store) -> dict[str, str | None]:

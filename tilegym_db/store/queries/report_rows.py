@@ -5,6 +5,8 @@ from __future__ import annotations
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from tilegym_db.records.claims import claims_of
+from tilegym_db.records.model_run import ModelRun
 from tilegym_db.store.queries.json_columns import parsed
 
 if TYPE_CHECKING:
@@ -151,11 +153,14 @@ PEAKS = """
 """
 
 MODELS = """
-    SELECT r.model, r.gpu, r.batch, r.prompt_tokens, r.new_tokens, w.way, w.tokens_per_s, w.speedup, w.speedup_ci_low,
-        w.speedup_ci_high, CASE WHEN w.way = 'patched' THEN r.gpu_share END AS gpu_share, r.proved, w.reason, r.timestamp,
-        r.run_id
+    SELECT r.evidence_level, r.model, r.layers, r.gpu, r.dtype, r.batch, r.prompt_tokens, r.new_tokens, w.way, w.library,
+        w.ttft_ms, w.tpot_ms, coalesce(w.tokens_per_s, w.prefill_tokens_per_s) AS tokens_per_s, w.speedup, w.speedup_ci_low,
+        w.speedup_ci_high, CASE WHEN w.way = 'patched' THEN r.gpu_share END AS gpu_share, r.proved, w.reason,
+        strftime(r.timestamp, '%Y-%m-%d') AS day, r.timestamp, r.origin, r.run_id,
+        CASE WHEN w.way = 'patched' THEN r.record END AS record
     FROM model_ways w JOIN model_runs r ON r.run_id = w.run_id
-    ORDER BY r.timestamp DESC, r.run_id, w.way
+    WHERE is_counted(r.origin, r.trusted)
+    ORDER BY r.timestamp DESC, r.run_id, list_position(['stock', 'patched'], w.way) NULLS LAST, w.way
 """
 
 ATTEMPTS = """
@@ -238,8 +243,18 @@ def peak_rows(store: Store) -> list[dict[str, Any]]:
 
 
 def model_rows(store: Store) -> list[dict[str, Any]]:
-    """Every way of running every model that was measured, newest run first; evidence of models, not of operators."""
-    return store.rows(MODELS)
+    """Every way of running every model that was measured, newest run first; evidence of models, not of operators.
+
+    ``tokens_per_s`` is of new tokens, or of those of the prompt where the prefill is all there is. ``claim`` says of the patched
+    model what its rounds may claim of the whole call, and ``reason`` why no more.
+    """
+    rows = store.rows(MODELS)
+    for row in rows:
+        record = row.pop("record")
+        claim = claims_of(ModelRun.from_json(record, f"run {row['run_id']}"))["total"] if record else None
+        row["claim"] = claim and claim.verdict
+        row["reason"] = row["reason"] or (claim.reason if claim else "")
+    return rows
 
 
 def attempt_rows(store: Store, since: datetime) -> list[dict[str, Any]]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tilegym_db.records.model_run import Estimate
+from tilegym_db.records.model_run import Estimate, ModelRun
 
-__all__ = ["CONTROL", "MIN_ROUNDS", "Claim", "claim_of"]
+__all__ = ["CONTROL", "MIN_ROUNDS", "Claim", "claim_of", "claims_of"]
 
 CONTROL = "stock_again"
 """The way that is stock once more, in the same rounds: what it shows against stock is no effect of any kernel."""
@@ -52,3 +52,19 @@ def claim_of(speedup: Estimate, *, rounds: int, kernel_calls: int, control: Esti
     if speedup.ci_high < 1 / margin:
         return Claim("slower")
     return Claim("no difference", f"stock against itself differs by as much ({shown})")
+
+
+def claims_of(run: ModelRun) -> dict[str, Claim]:
+    """Figure (``ttft``, ``tpot``, ``total``) -> what may be said of its speedup; ``tpot`` where there are steps."""
+    control = run.ways[CONTROL].against.get("stock") if CONTROL in run.ways else None
+    speedups = {"ttft": run.ttft_speedup, "tpot": run.tpot_speedup, "total": run.total_speedup}
+    return {
+        what: claim_of(
+            speedup,
+            rounds=run.rounds,
+            kernel_calls=sum(run.kernels.values()),
+            control=None if control is None else getattr(control, what),
+        )
+        for what, speedup in speedups.items()
+        if speedup is not None
+    }

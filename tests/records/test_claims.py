@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tilegym_db.integrations.transformers.claims import MIN_ROUNDS, claim_of
+from tilegym_db.records.claims import MIN_ROUNDS, claim_of
 from tilegym_db.records.model_run import Estimate
 
 
