@@ -19,6 +19,23 @@ def test_without_a_gpu_the_processor_is_measured(asked, monkeypatch):
     assert found.libs["torch"].startswith(torch.__version__.partition("+")[0])
 
 
+def test_what_decides_which_kernels_a_baseline_calls_is_among_the_versions(monkeypatch):
+    installed = {
+        "torch": "2.11.0",
+        "flashinfer-python": "0.7.2.post1",
+        "nvidia-cutlass-dsl": "4.8.1",
+        "pytest": "9.0.0",
+    }
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise machine.importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(machine.importlib.metadata, "version", version)
+    assert machine.library_versions() == {name: text for name, text in installed.items() if name != "pytest"}
+
+
 def test_a_gpu_that_is_not_here_is_refused_with_what_to_do(monkeypatch):
     monkeypatch.setattr(machine, "_cuda_machine", lambda index: None)
     with pytest.raises(

@@ -16,7 +16,11 @@ from tilegym_db.records.hardware import CPU, gpu_slug, parse_gpu, same_gpu
 
 __all__ = ["Machine", "leaving_processors", "refuse_absent_gpu", "require_healthy", "select_machine"]
 
-LIBRARIES = ("torch", "triton", "tilelang", "cuda-tile", "nvidia-cuda-tileiras", "transformers")
+LIBRARIES = (
+    *("torch", "triton", "tilelang", "cuda-tile", "nvidia-cuda-tileiras", "transformers"),
+    # What baselines call. FlashInfer's norms are other kernels where the last one is not installed.
+    *("liger-kernel", "flashinfer-python", "nvidia-cutlass-dsl"),
+)
 
 
 @dataclass(frozen=True)
