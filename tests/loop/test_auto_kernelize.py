@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tilegym_db.bench.machine import cpu_machine
-from tilegym_db.loop import rules
+from tilegym_db.loop import model_state, rules
 from tilegym_db.loop.auto import Kernelizer, auto_kernelize
 from tilegym_db.loop.model_state import ModelState
 from tilegym_db.records.loop import Experiment, Task
@@ -66,15 +68,36 @@ def state(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mo
     return ModelState(tmp_path / "Tiny-MoE", cpu_machine(), dtype="float32", prompt=1024, rounds=8)
 
 
+def counted(monkeypatch: pytest.MonkeyPatch, *names: str) -> Counter[str]:
+    """How often a model was measured in each of these ways, from now on."""
+    found: Counter[str] = Counter()
+    for name in names:
+        owner, held = (model_state, name) if name == "stock_times" else (ModelState, name)
+        real = getattr(owner, held)
+
+        def noted(*args: Any, name: str = name, real: Any = real) -> Any:
+            found[name] += 1
+            return real(*args)
+
+        monkeypatch.setattr(owner, held, noted)
+    return found
+
+
 @pytest.mark.alone  # the kernel must be found faster
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_coverage_rises_with_a_kernel_that_is_right_and_fast(state: ModelState, tmp_path: Path, home: Path) -> None:
+def test_coverage_rises_with_a_kernel_that_is_right_and_fast(
+    state: ModelState, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script, calls = tmp_path / "author.py", tmp_path / "calls"
     script.write_text(AUTHOR)
     said: list[str] = []
     options = {"language": "python", "author": f"{sys.executable} {script} {calls}", "max_attempts": 5}
+    measured = counted(monkeypatch, "pieces", "coverage", "stock_times")
     done, why = auto_kernelize(state, **options, say=said.append)  # type: ignore[arg-type]
+    # What a discarded change leaves as it was is not measured again, nor what was measured with a change that was kept.
+    kept_and_tried = (sum(one.decision == "keep" for one in done), sum(one.after is not None for one in done))
+    assert measured == {"pieces": 1 + kept_and_tried[0], "coverage": 1 + kept_and_tried[1], "stock_times": 1}
     assert why.startswith("nothing above 1% of the time is left"), said
     by_definition = {one.definition: one for one in done}
     kept = by_definition["rms_norm"]

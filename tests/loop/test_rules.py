@@ -201,13 +201,17 @@ def test_the_costliest_piece_that_nothing_serves_and_nobody_tried_is_next(worklo
 
 
 def test_the_loop_stops_after_five_discards_in_a_row_or_when_the_budget_is_spent() -> None:
-    def ended(decision: str) -> Experiment:
-        return Experiment.model_construct(decision=decision)
+    def ended(decision: str, seconds: float = 0.5) -> Experiment:
+        return Experiment.model_construct(decision=decision, seconds=seconds)
 
     assert why_stop([ended("discard")] * 4, 1.0) is None
     assert why_stop([ended("keep"), *[ended("crash")] * 5], 1.0) == "5 experiments in a row were not kept"
     assert why_stop([*[ended("discard")] * 4, ended("keep")], 1.0) is None
     assert why_stop([], 0.0) == "the budget is spent"
+    assert why_stop([ended("keep", 40.0), ended("discard", 20.0)], 20.0) is None
+    assert why_stop([ended("keep", 40.0), ended("discard", 20.0)], 19.0) == (
+        "19 s of the budget are left, and the quickest experiment of this run took 20 s"
+    )
 
 
 # -- patterns and architecture ----------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from pathlib import Path
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import TilegymDBError
 from tilegym_db.loop.author import run_author, wait_for_author
-from tilegym_db.loop.from_model import LEAST_SHARE, Piece
+from tilegym_db.loop.from_model import LEAST_SHARE, ModelPieces, Piece
 from tilegym_db.loop.handed_in import discarded, last_attempt, verdicts
 from tilegym_db.loop.model_state import ModelState
 from tilegym_db.loop.prompt import prompt_of
@@ -52,6 +52,8 @@ class Kernelizer:
     say: Say
     done: list[Experiment] = field(default_factory=list)
     _began: float = field(default_factory=time.monotonic)
+    _pieces: dict[str, ModelPieces] = field(default_factory=dict)
+    _coverages: dict[str, Coverage] = field(default_factory=dict)
 
     @property
     def left_s(self) -> float:
@@ -66,7 +68,7 @@ class Kernelizer:
             stop = why_stop(self.done, self.left_s)
             if stop is not None:
                 return stop
-            pieces = self.state.pieces().pieces
+            pieces = self._pieces_now().pieces
             piece = next_piece(pieces, self._tried())
             if piece is None:
                 self._say_what_is_left(pieces)
@@ -75,6 +77,24 @@ class Kernelizer:
                 )
             self.say(f"{piece.part}: {piece.share:.1%} of the time, {piece.definition}")
             self._finish(self._experiment(self._task(piece)))
+
+    # -- what is known of the model as it is served now: a change that was discarded leaves it as it was ------------------
+
+    @property
+    def _served(self) -> str:
+        return Trial("", self.state.machine.gpu, self.home).served
+
+    def _pieces_now(self) -> ModelPieces:
+        key = self._served
+        if key not in self._pieces:
+            self._pieces[key] = self.state.pieces()
+        return self._pieces[key]
+
+    def _coverage_now(self) -> Coverage:
+        key = self._served
+        if key not in self._coverages:
+            self._coverages[key] = self.state.coverage()
+        return self._coverages[key]
 
     def _say_what_is_left(self, pieces: Sequence[Piece]) -> None:
         tried = self._tried()
@@ -129,7 +149,7 @@ class Kernelizer:
     def _experiment(self, task: Task) -> Experiment:
         began = time.monotonic()
         trial = Trial(task.id, self.state.machine.gpu, self.home)
-        before, base = self.state.coverage(), trial.base
+        before, base = self._coverage_now(), trial.base
         outcome: Outcome = Outcome("crash", "")
         try:
             attempt, problem = self._author(task)
@@ -215,7 +235,7 @@ class Kernelizer:
     def _try(self, trial: Trial, attempt: Attempt, before: Coverage) -> tuple[Coverage, str, Outcome]:
         """Publish on trial, measure the model, decide."""
         before, base = trial.begin(before, discarded(self.state.machine.gpu, self.home) - {attempt.solution_digest})
-        after = self.state.coverage()
+        after = self._coverages[self._served] = self.state.coverage()
         run, failed = self.state.run()
         save_model_run(run, self.home)
         decision: KeepDecision = decide(before, after, run.total_speedup, failed)

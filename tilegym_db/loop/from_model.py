@@ -15,7 +15,7 @@ from tilegym_db.errors import TilegymDBError
 from tilegym_db.integrations.transformers.capture import random_prompt
 from tilegym_db.integrations.transformers.discover import discover
 from tilegym_db.integrations.transformers.patch import patch_what_fits
-from tilegym_db.integrations.transformers.piece_time import module_times, time_of
+from tilegym_db.integrations.transformers.piece_time import ModuleTime, module_times, time_of
 from tilegym_db.integrations.transformers.random_model import build_model, load_config
 from tilegym_db.integrations.transformers.verify_model import keep_workloads, model_tag
 from tilegym_db.loop.module_drafts import draft_of
@@ -23,11 +23,12 @@ from tilegym_db.loop.tasks import check_language, create_task
 from tilegym_db.records import Workload
 from tilegym_db.records.loop import Task
 
-__all__ = ["ModelPieces", "Piece", "kept_calls", "pieces_of", "tasks_from_model"]
+__all__ = ["ModelPieces", "Piece", "kept_calls", "pieces_of", "stock_times", "tasks_from_model"]
 
 LEAST_SHARE = 0.01
 """Of the model's time: what costs less is not worth a kernel."""
 Match = Literal["exact", "by layout adapter", "none"]
+StockTimes = tuple[list[ModuleTime], float]
 
 
 @dataclass(frozen=True)
@@ -144,23 +145,29 @@ def _task(piece: Piece, machine: Machine, language: str) -> Task:
     )
 
 
-def pieces_of(model: Any, inputs: torch.Tensor, tag: str, catalog: Catalog | None = None) -> ModelPieces:
-    """Profile one call of a model as it is, and match each class of modules with the Definitions of the catalog.
-
-    The calls that it makes are added to the user's own workloads, tagged with the model.
-    """
-    catalog = catalog or Catalog.default()
+def stock_times(model: Any, inputs: torch.Tensor) -> StockTimes:
+    """The time of each module class in one call of a model as it is, and all of it, in microseconds."""
 
     def call() -> Any:
         with torch.no_grad():
             return model(inputs)
 
-    times, total_us = module_times(model, call)
+    return module_times(model, call)
+
+
+def pieces_of(model: Any, inputs: torch.Tensor, tag: str, times: StockTimes | None = None) -> ModelPieces:
+    """Match each class of modules of a model with the Definitions of the catalog, the costliest first.
+
+    The calls that it makes are added to the user's own workloads, tagged with the model. ``times`` are :func:`stock_times`, which
+    no change of what serves the model changes.
+    """
+    catalog = Catalog.default()
+    measured, total_us = times or stock_times(model, inputs)
     described = discover(model, catalog)
     served, captured = _calls(model, inputs, catalog)
     kept = {(item.definition, item.uuid): item for item in kept_calls(captured, tag)}
     pieces: list[Piece] = []
-    for item in times:
+    for item in measured:
         share = item.time_us / total_us if total_us else 0.0
         name = item.module_class.__name__
         groups = [group for group in described if issubclass(item.module_class, group.module_class)]

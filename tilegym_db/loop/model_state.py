@@ -20,7 +20,7 @@ from tilegym_db.integrations.transformers.patch import patch_what_fits
 from tilegym_db.integrations.transformers.piece_time import time_of
 from tilegym_db.integrations.transformers.random_model import build_model, load_config
 from tilegym_db.integrations.transformers.verify_model import model_tag
-from tilegym_db.loop.from_model import ModelPieces, pieces_of
+from tilegym_db.loop.from_model import ModelPieces, StockTimes, pieces_of, stock_times
 from tilegym_db.loop.rules import coverage_of
 from tilegym_db.records.base import canonical_json
 from tilegym_db.records.loop import Coverage
@@ -64,9 +64,14 @@ class ModelState:
         """Token ids [1, prompt]."""
         return random_prompt(self.model, 1, self.prompt)
 
+    @cached_property
+    def stock_times(self) -> StockTimes:
+        """Profiled once: whatever serves the model, its own code costs what it costs."""
+        return stock_times(self.model, self.inputs)
+
     def pieces(self) -> ModelPieces:
         """What its own code costs, and which Definitions describe it."""
-        return pieces_of(self.model, self.inputs, self.tag)
+        return pieces_of(self.model, self.inputs, self.tag, self.stock_times)
 
     def coverage(self) -> Coverage:
         """Share of one call's time in verified kernels, over :data:`PROFILES` profiles, by the profiler's launch numbers."""

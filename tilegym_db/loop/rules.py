@@ -84,6 +84,9 @@ def why_stop(experiments: Sequence[Experiment], seconds_left: float) -> str | No
     """
     if seconds_left <= 0:
         return "the budget is spent"
+    quickest = min((one.seconds for one in experiments), default=0.0)
+    if seconds_left < quickest:
+        return f"{seconds_left:.0f} s of the budget are left, and the quickest experiment of this run took {quickest:.0f} s"
     last = [one.decision for one in experiments[-DISCARDS_IN_A_ROW:]]
     if len(last) == DISCARDS_IN_A_ROW and "keep" not in last:
         return f"{DISCARDS_IN_A_ROW} experiments in a row were not kept"

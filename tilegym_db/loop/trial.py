@@ -43,6 +43,12 @@ class Trial:
         path = self.published / LOCK_NAME
         return length_prefixed_digest([path.read_bytes()])[:32] if path.is_file() else ""
 
+    @property
+    def served(self) -> str:
+        """Digest of all that says which kernels serve models here: what is published for this user, and in a checkout."""
+        locks = [folder / LOCK_NAME for folder in (self.published, published_folder(self.gpu))]
+        return length_prefixed_digest([path.read_bytes() if path.is_file() else b"" for path in locks])
+
     def begin(self, before: Coverage, without: Collection[str] = ()) -> tuple[Coverage, str]:
         """Keep what is published now, and publish what is verified; done before, it only publishes.
 
