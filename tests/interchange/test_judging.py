@@ -28,7 +28,7 @@ from tilegym_db.integrations.interchange.adapt import Adapted, adapted_definitio
 from tilegym_db.integrations.interchange.comparing import compared, summary
 from tilegym_db.integrations.interchange.foreign_rules import ForeignRule, rule_for
 from tilegym_db.integrations.interchange.importing import import_data_set
-from tilegym_db.integrations.interchange.tensor_constraints import Unknown, holds
+from tilegym_db.records.content_constraints import Unknown, holds
 from tilegym_db.store.imported import DataSet, StoredRecord
 
 TRITON = """import torch, triton

@@ -100,6 +100,7 @@ COLUMNS = (
     "dtypes",
     "scalars",
     "layouts",
+    "files",
     "solution",
     "language",
     "config",
@@ -109,7 +110,7 @@ COLUMNS = (
     "workload_uuid",
     "origin",
 )
-LEAST = ("origin", "workload_uuid", "config", "sol_ratio", "layouts", "scalars", "language", "dtypes")
+LEAST = ("origin", "workload_uuid", "config", "sol_ratio", "files", "layouts", "scalars", "language", "dtypes")
 
 
 def best_cells(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -121,6 +122,7 @@ def best_cells(row: dict[str, Any]) -> tuple[Any, ...]:
         row["dtypes_key"],
         row["scalars_key"] or None,
         row["layouts_key"] or None,
+        ",".join(f"{name}={sha256[:12]}" for name, sha256 in row["blobs"].items()) or None,
         row["solution"],
         row["language"],
         row["config_key"] or None,

@@ -55,13 +55,25 @@ def command(
         note(text)
 
 
-COLUMNS = ("gpu", "axes", "dtypes", "scalars", "layouts", "a us", "b us", "b / a", "faster", "why")
-LEAST = ("layouts", "scalars", "dtypes", "why")
+COLUMNS = ("gpu", "axes", "dtypes", "scalars", "layouts", "files", "a us", "b us", "b / a", "faster", "why")
+LEAST = ("files", "layouts", "scalars", "dtypes", "why")
 
 
 def cells(row: dict[str, Any]) -> tuple[Any, ...]:
     """The cells of one row under :data:`COLUMNS`."""
-    keys = ("gpu", "axes_key", "dtypes_key", "scalars_key", "layouts_key", "a_us", "b_us", "ratio", "faster", "why")
+    keys = (
+        "gpu",
+        "axes_key",
+        "dtypes_key",
+        "scalars_key",
+        "layouts_key",
+        "blobs_key",
+        "a_us",
+        "b_us",
+        "ratio",
+        "faster",
+        "why",
+    )
     return tuple(row[key] or None for key in keys)
 
 
