@@ -55,13 +55,15 @@ def add_blobs(workloads: Iterable[Workload], source: Path | None, root: Path) ->
         RecordError: a file is missing, is another one than the Workload says, or does not lie in ``blob/``.
         ConflictError: the root has another file there.
     """
-    for place, (name, spec) in _named(workloads).items():
-        target = root / place
-        if os.path.lexists(target):
-            _refuse_other(name, spec, root)
+    named, roots = _named(workloads), (root,) if source is None else (source,)
+    new = {place: given for place, given in named.items() if not os.path.lexists(root / place)}
+    for place, (name, spec) in named.items():  # all of them before one is written
+        if place in new:
+            find_blob(roots, name, spec)
         else:
-            _, content = find_blob((root,) if source is None else (source,), name, spec)
-            write_atomically(target, content)
+            _refuse_other(name, spec, root)
+    for place, (name, spec) in new.items():
+        write_atomically(root / place, find_blob(roots, name, spec)[1])
 
 
 def _named(workloads: Iterable[Workload]) -> dict[str, tuple[str, SafetensorsInput]]:

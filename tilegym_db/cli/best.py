@@ -9,7 +9,7 @@ import typer
 
 from tilegym_db.cli.formats import AsArrow, AsCsv, AsJson, AsParquet, OutputFile, Wide, chosen_form, write_records
 from tilegym_db.cli.options import Axes, DefinitionName, Gpu, Language, OpType, Trust, check_op_type
-from tilegym_db.cli.output import note, print_table, spelled_map
+from tilegym_db.cli.output import note, print_table, spelled_call, spelled_map
 from tilegym_db.cli.spark import Spark, print_by_size, spark_wanted
 
 if TYPE_CHECKING:
@@ -100,7 +100,6 @@ COLUMNS = (
     "dtypes",
     "scalars",
     "layouts",
-    "files",
     "solution",
     "language",
     "config",
@@ -110,7 +109,7 @@ COLUMNS = (
     "workload_uuid",
     "origin",
 )
-LEAST = ("origin", "workload_uuid", "config", "sol_ratio", "files", "layouts", "scalars", "language", "dtypes")
+LEAST = ("origin", "workload_uuid", "config", "sol_ratio", "layouts", "scalars", "language", "dtypes")
 
 
 def best_cells(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -118,11 +117,10 @@ def best_cells(row: dict[str, Any]) -> tuple[Any, ...]:
     return (
         row["definition"],
         row["gpu"],
-        row["axes_key"],
+        spelled_call(row),
         row["dtypes_key"],
         row["scalars_key"] or None,
         row["layouts_key"] or None,
-        ",".join(f"{name}={sha256[:12]}" for name, sha256 in row["blobs"].items()) or None,
         row["solution"],
         row["language"],
         row["config_key"] or None,

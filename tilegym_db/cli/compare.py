@@ -9,7 +9,7 @@ import typer
 from tilegym_db.cli.completion import complete_solution
 from tilegym_db.cli.formats import AsArrow, AsCsv, AsJson, AsParquet, OutputFile, Wide, chosen_form, write_records
 from tilegym_db.cli.options import Gpu, Trust
-from tilegym_db.cli.output import note, print_table
+from tilegym_db.cli.output import note, print_table, spelled_call
 
 if TYPE_CHECKING:
     from tilegym_db.catalog import Catalog
@@ -55,8 +55,8 @@ def command(
         note(text)
 
 
-COLUMNS = ("gpu", "axes", "dtypes", "scalars", "layouts", "files", "a us", "b us", "b / a", "faster", "why")
-LEAST = ("files", "layouts", "scalars", "dtypes", "why")
+COLUMNS = ("gpu", "axes", "dtypes", "scalars", "layouts", "a us", "b us", "b / a", "faster", "why")
+LEAST = ("layouts", "scalars", "dtypes", "why")
 
 
 def cells(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -67,14 +67,13 @@ def cells(row: dict[str, Any]) -> tuple[Any, ...]:
         "dtypes_key",
         "scalars_key",
         "layouts_key",
-        "blobs_key",
         "a_us",
         "b_us",
         "ratio",
         "faster",
         "why",
     )
-    return tuple(row[key] or None for key in keys)
+    return tuple((spelled_call(row) if key == "axes_key" else row[key]) or None for key in keys)
 
 
 def summary(rows: list[dict[str, Any]], a: str, b: str) -> list[str]:
