@@ -101,6 +101,17 @@ def test_offsets_that_end_at_the_size_of_an_axis_are_drawn_so(tree: Tree, home: 
         assert broken_constraint(made, case.axes, draw_inputs(made, case, "cpu")) is None
 
 
+@pytest.mark.parametrize("text", ["x.shape[0] == M", "len(x) == M", "x.size(1) >= len(w)"])
+def test_a_constraint_on_the_shapes_of_inputs_is_one_on_axes(tree: Tree, home: Path, text: str) -> None:
+    tree.write(DEFINITION, definition(constraints=[text]))
+    draft = draft_of(imported(tree), "scale_n8")
+    made = Definition.from_dict(
+        json.loads(draft.files["definition.json"]) | {"reference": draft.files["reference.py"].decode()}
+    )
+    assert (made.content_constraints, draft.undrawn) == ((), [])
+    assert made.bind_axes({"M": 3}) == {"M": 3, "N": 8}
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
