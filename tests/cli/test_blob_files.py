@@ -46,6 +46,15 @@ def test_a_file_comes_along_once(
     assert snapshot(row_scale) == before
 
 
+def test_a_file_that_a_killed_command_left_is_taken_as_it_is(
+    cli: Callable[..., Any], row_scale: Path, given: Callable[..., Path]
+) -> None:
+    (row_scale / "blob").mkdir()
+    (row_scale / PLACE).write_bytes(X)
+    assert len(cli("add-workload", given({}), "--json").json()["added"]) == 1
+    assert (row_scale / PLACE).read_bytes() == X
+
+
 BAD = {
     "missing": ({"path": "blob/y.safetensors"}, "inputs.x: blob/y.safetensors does not exist in "),
     "another file": ({"sha256": "0" * 64}, "is not what it was"),
