@@ -180,7 +180,8 @@ def test_files_of_one_name_in_different_folders_stay_apart(
     items = []
     for number, place in enumerate(("a/x.safetensors", "b/x.safetensors")):
         tree.write(place, str(number))
-        given = {"x": {"type": "safetensors", "path": place, "tensor_key": "x"}}
+        sha256 = hashlib.sha256(str(number).encode()).hexdigest()
+        given = {"x": {"type": "safetensors", "path": place, "tensor_key": "x", "sha256": sha256}}
         items.append(Workload.from_dict({**content, "inputs": {**scalars, **given}}).to_json() + "\n")
     tree.write(f"definitions/{folder}/{record['name']}.json", record)
     tree.write(f"workloads/{folder}/{record['name']}.jsonl", "".join(items))

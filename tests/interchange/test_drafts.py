@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
 import pytest
+import torch
 from foreign_sets import (
     DEFINITION,
     SOLUTION,
@@ -17,6 +19,7 @@ from foreign_sets import (
     solution,
     workload,
 )
+from safetensors.torch import save
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import NotFoundError, UsageError
@@ -24,9 +27,11 @@ from tilegym_db.integrations.interchange.comparing import compared, promoted_pai
 from tilegym_db.integrations.interchange.drafts import draft_of
 from tilegym_db.integrations.interchange.importing import import_data_set
 from tilegym_db.integrations.interchange.writing import write_tree
-from tilegym_db.records import Trace, Workload
+from tilegym_db.records import Definition, Trace, Workload
 from tilegym_db.scaffold import read_definition_file
-from tilegym_db.store.imported import DataSet
+from tilegym_db.store.imported import DataSet, object_path
+from tilegym_db.verify.expected import broken_constraint
+from tilegym_db.verify.inputs import Case, draw_inputs
 
 
 def imported(tree: Tree) -> DataSet:
@@ -40,7 +45,7 @@ def test_a_draft_is_what_add_definition_reads_once_its_self_test_is_written(
 ) -> None:
     draft = draft_of(imported(tree), "scale_n8")
     folder = tmp_path / "draft"
-    write_tree(folder, draft.files)
+    write_tree(folder, draft.files, draft.copies)
     (folder / "independent.py").write_text("def run(x, w, eps):\n    return w * x + eps\n")
     planted = [{"find": "x * w", "replace": changed, "why": "wrong"} for changed in ("x + w", "x", "x * w * w")]
     (folder / "planted_errors.json").write_text(json.dumps(planted))
@@ -72,13 +77,99 @@ def test_integers_are_drawn_in_the_range_of_flashinfer_bench(tree: Tree, home: P
     assert record["input_generators"] == {"x": {"kind": "integers", "low": -1024, "high": 1024}}
 
 
-def test_a_constraint_on_contents_is_refused_and_says_what_judges_it(tree: Tree, home: Path) -> None:
+def test_a_constraint_on_contents_comes_along_and_says_that_nothing_drawn_holds_it(tree: Tree, home: Path) -> None:
     tree.write(DEFINITION, definition(constraints=["M >= 1", "x[0, 0].item() == 2"]))
+    draft = draft_of(imported(tree), "scale_n8")
+    record = json.loads(draft.files["definition.json"])
+    assert (record["constraints"], record["content_constraints"]) == (["M >= 1"], ["x[0, 0].item() == 2"])
+    assert draft.undrawn == ["x[0, 0].item() == 2"]
+
+
+@pytest.mark.parametrize("text", ["M == ends[-1].item()", "ends[-1].item() == M", "M == ends[-1]"])
+def test_offsets_that_end_at_the_size_of_an_axis_are_drawn_so(tree: Tree, home: Path, text: str) -> None:
+    axes = {**definition()["axes"], "L": {"type": "var"}}
+    inputs = {**definition()["inputs"], "ends": {"shape": ["L"], "dtype": "int32"}}
+    reference = "def run(x, w, eps, ends):\n    return x * w + eps\n"
+    tree.write(DEFINITION, definition(axes=axes, inputs=inputs, constraints=["L >= 2", text], reference=reference))
+    draft = draft_of(imported(tree), "scale_n8")
+    record = json.loads(draft.files["definition.json"])
+    assert record["input_generators"] == {"ends": {"kind": "offsets", "high": "M", "leading": True}}
+    assert draft.undrawn == []
+    made = Definition.from_dict({**record, "reference": draft.files["reference.py"].decode()})
+    for seed in range(3):
+        case = Case({"M": 9, "N": 8, "L": 4}, {}, {"eps": 1e-6}, seed=seed)
+        assert broken_constraint(made, case.axes, draw_inputs(made, case, "cpu")) is None
+
+
+@pytest.mark.parametrize("text", ["x.shape[0] == M", "len(x) == M", "x.size(1) >= len(w)"])
+def test_a_constraint_on_the_shapes_of_inputs_is_one_on_axes(tree: Tree, home: Path, text: str) -> None:
+    tree.write(DEFINITION, definition(constraints=[text]))
+    draft = draft_of(imported(tree), "scale_n8")
+    made = Definition.from_dict(
+        json.loads(draft.files["definition.json"]) | {"reference": draft.files["reference.py"].decode()}
+    )
+    assert (made.content_constraints, draft.undrawn) == ((), [])
+    assert made.bind_axes({"M": 3}) == {"M": 3, "N": 8}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("x.tolist() == 2", r"uses '.tolist'"),
+        ("y[0] == 2", "uses 'y', which is no axis and no input"),
+        ("x.item().__class__ == 1", "uses '.__class__'"),
+    ],
+)
+def test_a_constraint_that_nobody_can_evaluate_is_refused_and_says_what_judges_it(
+    tree: Tree, home: Path, text: str, reason: str
+) -> None:
+    tree.write(DEFINITION, definition(constraints=["M >= 1", text]))
     found = imported(tree)
-    with pytest.raises(UsageError, match=r"about contents.*compare-foreign flashinfer-trace:small scale_n8 --run"):
+    with pytest.raises(UsageError, match=f"{reason}.*compare-foreign flashinfer-trace:small scale_n8 --run"):
         draft_of(found, "scale_n8")
     with pytest.raises(NotFoundError, match="Did you mean 'scale_n8'"):
         draft_of(found, "scale_n9")
+
+
+BLOB = "blob/workloads/scale/a.safetensors"
+OF_BLOB = {"type": "safetensors", "path": f"./{BLOB}", "tensor_key": "x"}
+
+
+def with_blobs(tree: Tree) -> Tree:
+    """A Workload whose ``x`` a file holds, one with a file that is elsewhere, and one that is drawn."""
+    given = [workload("w-1", x=OF_BLOB), workload("w-2", x={**OF_BLOB, "path": "blob/b.safetensors"}), workload("w-3")]
+    tree.write(WORKLOADS, lines(*map(of_workload, given)))
+    tree.write(BLOB, save({"x": torch.arange(32.0).reshape(4, 8)}))
+    oid = "0" * 64
+    tree.write("blob/b.safetensors", f"version https://git-lfs.github.com/spec/v1\noid sha256:{oid}\nsize 3\n")
+    return tree
+
+
+def test_files_of_inputs_come_along_under_the_sha256_of_their_bytes(tree: Tree, home: Path, tmp_path: Path) -> None:
+    draft = draft_of(imported(with_blobs(tree)), "scale_n8")
+    content = (tree.root / BLOB).read_bytes()
+    sha256 = hashlib.sha256(content).hexdigest()
+    rows = {row.tags[0]: row for row in map(Workload.from_json, draft.files["workloads.jsonl"].splitlines())}
+    assert set(rows) == {"imported:w-1", "imported:w-3"}
+    spec = rows["imported:w-1"].files()["x"]
+    assert (spec.path, spec.tensor_key, spec.sha256) == (f"blob/{sha256}.safetensors", "x", sha256)
+    assert [what for what, _ in draft.left_out] == ["workload w-2"]
+    assert "blob/b.safetensors is a Git LFS pointer without its content" in draft.left_out[0][1]
+    write_tree(tmp_path / "draft", draft.files, draft.copies)
+    assert (tmp_path / "draft" / spec.path).read_bytes() == content
+
+
+def test_a_file_that_the_store_no_longer_has_as_it_was_leaves_its_workload_out(tree: Tree, home: Path) -> None:
+    found = imported(with_blobs(tree))
+    stored = object_path(home, hashlib.sha256((tree.root / BLOB).read_bytes()).hexdigest())
+    stored.chmod(0o644)
+    stored.write_bytes(b"other")
+    draft = draft_of(found, "scale_n8")
+    assert {what: "is not what was imported" in reason for what, reason in draft.left_out} == {
+        "workload w-1": True,
+        "workload w-2": False,
+    }
+    assert draft.copies == {}
 
 
 @pytest.mark.parametrize(

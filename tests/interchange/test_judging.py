@@ -28,7 +28,7 @@ from tilegym_db.integrations.interchange.adapt import Adapted, adapted_definitio
 from tilegym_db.integrations.interchange.comparing import compared, summary
 from tilegym_db.integrations.interchange.foreign_rules import ForeignRule, rule_for
 from tilegym_db.integrations.interchange.importing import import_data_set
-from tilegym_db.integrations.interchange.tensor_constraints import Unknown, holds
+from tilegym_db.records.content_constraints import Unknown, holds
 from tilegym_db.store.imported import DataSet, StoredRecord
 
 TRITON = """import torch, triton
@@ -169,11 +169,14 @@ def adapted(tree: Tree) -> tuple[DataSet, Adapted | str, StoredRecord]:
 
 
 def test_constraints_over_sizes_and_over_contents_are_told_apart(tree: Tree, home: Path) -> None:
-    tree.write("definitions/scale/scale_n8.json", definition(constraints=["M >= 1", "M == x.shape[0]"]))
+    tree.write(
+        "definitions/scale/scale_n8.json",
+        definition(constraints=["M >= 1", "M == x.shape[0]", "M <= 2 * len(x)", "M == x[0]"]),
+    )
     _, given, _ = adapted(tree)
     assert isinstance(given, Adapted)
-    assert given.definition.constraints == ("M >= 1",)
-    assert given.tensor_constraints == ("M == x.shape[0]",)
+    assert given.definition.constraints == ("M >= 1", "M <= 2 * (M)")
+    assert given.tensor_constraints == ("M == x[0]",)
 
 
 @pytest.mark.parametrize(

@@ -157,3 +157,32 @@ def test_an_unknown_key_is_named_before_all_that_is_missing(definition_record):
     record = definition_record(op_type=None, version=None, op_tpye="norm", axes={"M": {"type": "var", "value": "4"}})
     with pytest.raises(RecordError, match=r"definition: unknown key 'op_tpye' \(did you mean 'op_type'\?\); missing"):
         Definition.from_dict(record, "x.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("M == K", "uses 'K', which is no axis and no input"),
+        ("x.__class__ == 1", "uses '.__class__', which is not known here"),
+        ("x.item == 1", "uses '.item', which is not known here"),
+        ("x.max(dim=0) == 1", "is not known here"),
+        ("[x for x in x] == 1", "is no comparison of sizes and contents"),
+        ("x @ x == 1", "is not known here"),
+        ("open('x') == 1", "uses 'open', which is no axis and no input"),
+        ("(lambda: 1)() == 1", "is not known here"),
+        ("M ==", "is no expression"),
+    ],
+)
+def test_a_rule_about_contents_that_nobody_could_evaluate_is_refused(definition_record, text, problem):
+    with pytest.raises(RecordError, match=r"content_constraints\[0\]: ") as caught:
+        Definition.from_dict(definition_record(content_constraints=[text]))
+    assert problem in str(caught.value)
+
+
+def test_a_rule_about_contents_is_part_of_what_the_operator_is(definition_record):
+    plain = Definition.from_dict(definition_record())
+    ruled = Definition.from_dict(
+        definition_record(content_constraints=["x.shape[0] == M", "abs(x[-1, 0].item()) <= max(M, N)", "all(x == x)"])
+    )
+    assert plain.digest != ruled.digest
+    assert Definition.from_dict(definition_record(content_constraints=[])).digest == plain.digest

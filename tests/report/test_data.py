@@ -88,12 +88,17 @@ def test_every_solution_has_its_sources_and_every_case_a_command(shipped_report:
 def test_the_command_names_config_scalars_and_layouts():
     row = {
         "solution": "x", "axes_key": "M=1,N=2", "dtypes_key": "T=bfloat16", "scalars_key": "eps=1e-05",
-        "layouts_key": "x=strided(8,1)", "config": {"BLOCK_M": 2, "flag": True},
+        "layouts_key": "x=strided(8,1)", "blobs_key": "", "config": {"BLOCK_M": 2, "flag": True},
     }  # fmt: skip
     assert reproduce_command(row) == (
         "tilegym-db reproduce x --axes M=1,N=2 --dtype T=bfloat16 --scalar eps=1e-05 "
         "--layout 'x=strided(8,1)' --config BLOCK_M=2 --config flag=true"
     )
+
+
+def test_the_command_of_what_a_file_held_measures_its_workload_again():
+    row = {"solution": "x", "workload_uuid": "u-1", "blobs_key": "ids=" + "ab" * 32}
+    assert reproduce_command(row) == "tilegym-db bench x --workload u-1 --again"
 
 
 def table_of(page: str, section: str) -> list[dict[str, str]]:

@@ -13,11 +13,13 @@ from tilegym_db.store.queries import (
     done_keys,
     failed_screen,
     find_traces,
+    kept_back,
     leaderboard_rows,
     likely_fastest_of,
     measured_gpus,
     promotable,
     publishable_rows,
+    read_traces,
     traces_of,
     tuned_configs,
     verified_rows,
@@ -80,9 +82,22 @@ def test_shapes_differ_by_dtypes_scalars_and_layouts_too(filled, trace):
         {"scalars": {"eps": 1e-6}},
         {"scalars": {"eps": 1e-5, "is_causal": True}},
         {"layouts": {"x": "row_contiguous"}},
+        {"blobs": {"x": "ab" * 32}},
+        {"blobs": {"x": "cd" * 32}},
     ]
     with filled(*(trace(**changes) for changes in variants)) as store:
         assert len(best_rows(store)) == len(variants)
+
+
+def test_what_a_file_held_ranks_among_its_like_and_is_not_published(filled, trace):
+    of_file = trace(latency_us=3.0, blobs={"x": "ab" * 32})
+    beside = trace(kind="tilelang", latency_us=5.0, blobs={"x": "ab" * 32})
+    drawn = trace(latency_us=9.0)
+    with filled(of_file, beside, drawn) as store:
+        assert [row["trace_id"] for row in best_rows(store)] == [drawn.trace_id, of_file.trace_id]
+        assert [row["trace_id"] for row in publishable_rows(store, "h200")] == [drawn.trace_id]
+        assert kept_back(store, "h200")["of_files"] == 2
+        assert read_traces(store, [of_file.trace_id]) == {of_file.trace_id: of_file}
 
 
 def test_the_order_of_keys_in_a_journal_line_does_not_matter(filled, trace):

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilegym_db.errors import RecordError
 from tilegym_db.records import Workload
 from tilegym_db.verify.distributions import STEPS
 from tilegym_db.verify.inputs import CONTENTS, DISTRIBUTIONS, PLANTED, Case, draw_inputs
@@ -249,36 +248,3 @@ def test_a_workload_fixes_sizes_scalars_scales_and_strides(operator, workload_re
     assert drawn_case.scalars == {"factor": 3.0}
     x, unscaled = (draw_inputs(definition, item, "cpu")["x"] for item in (drawn_case, plain))
     assert torch.allclose(x, unscaled * 100)
-
-
-@pytest.fixture
-def stored(operator, workload_record, tmp_path):
-    """Draw ``x`` from a file that holds this tensor."""
-
-    def draw(tensor: torch.Tensor, key: str = "layer.x") -> torch.Tensor:
-        from safetensors.torch import save_file
-
-        save_file({"layer.x": tensor}, str(tmp_path / "model.safetensors"))
-        spec = {"type": "safetensors", "path": "model.safetensors", "tensor_key": key}
-        record = workload_record(inputs={"factor": {"type": "scalar", "value": 3.0}, "x": spec})
-        drawn_case = Case.of_workload(operator(), Workload.from_dict(record), distribution="normal", seed=1)
-        return draw_inputs(operator(), drawn_case, "cpu", dataset=tmp_path)["x"]
-
-    return draw
-
-
-def test_a_tensor_of_a_real_model_is_read_from_its_file(stored):
-    tensor = torch.arange(32.0).reshape(4, 8)
-    assert torch.equal(stored(tensor), tensor)
-
-
-@pytest.mark.parametrize(
-    ("tensor", "message"),
-    [
-        (torch.zeros(8, 4), r"inputs.x: .*model.safetensors holds shape \(8, 4\), the workload says \(4, 8\)"),
-        (torch.zeros(4, 8).half(), "inputs.x: .* holds torch.float16, the workload says torch.float32"),
-    ],
-)
-def test_a_stored_tensor_that_does_not_fit_is_named(tensor, message, stored):
-    with pytest.raises(RecordError, match=message):
-        stored(tensor)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from tilegym_db.bench.phases import ORACLE, Phases
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.base import canonical_json
+from tilegym_db.verify.blobs import BlobReader
 from tilegym_db.verify.distributions import RANGES, VARIED
 from tilegym_db.verify.expected import Expected, expect
 from tilegym_db.verify.inputs import Case, draws_noise, draws_spread, spreads_otherwise
@@ -28,8 +30,9 @@ UNUSUAL_BYTES = 4 << 30
 
 
 def unusual_distributions(definition: Definition, workload: Workload, seed: int) -> tuple[str, ...]:
-    """The content sets whose ids or lengths are spread otherwise than they mostly are; none where there are no such inputs."""
-    others = tuple(name for name in CONTENT_SETS if spreads_otherwise(definition, name))
+    """The content sets that are verified beside those that are timed: whose ids or lengths are spread otherwise than they mostly
+    are, which are none where there are no such inputs; and all, where a file holds inputs of what is timed."""
+    others = tuple(name for name in CONTENT_SETS if workload.files() or spreads_otherwise(definition, name))
     if not others:
         return ()
     case = Case.of_workload(definition, workload, distribution=others[0], seed=0)
@@ -41,9 +44,15 @@ def unusual_distributions(definition: Definition, workload: Workload, seed: int)
 class ExpectedCache:
     """Oracle results, computed once per case and shared by every runner; safe to ask from several threads."""
 
-    def __init__(self, definition: Definition, device: str, phases: Phases | None = None) -> None:
-        """For one Definition on one device; how long its callers wait is added to ``phases``."""
+    def __init__(
+        self, definition: Definition, device: str, phases: Phases | None = None, *, roots: Sequence[Path] = ()
+    ) -> None:
+        """For one Definition on one device; how long its callers wait is added to ``phases``.
+
+        Files that hold inputs lie below one of ``roots``. Each is read once.
+        """
         self._definition = definition
+        self._blobs = BlobReader(roots)
         self._phases = phases or Phases()
         self.device = device
         self._lock = threading.Lock()
@@ -51,16 +60,22 @@ class ExpectedCache:
 
     def get(self, case: Case) -> Expected | None:
         """The case with its oracle, or None where the reference itself does not pass it."""
-        key = f"{case} {case.seed} {canonical_json(case.layouts)} {canonical_json(case.scalars)}"
+        files = {name: spec.model_dump(mode="json") for name, spec in case.files.items()}
+        key = f"{case} {case.seed} {canonical_json([case.layouts, case.scalars, case.scales, files])}"
         with self._phases(ORACLE), self._lock:
             if key not in self._known:
-                self._known[key] = expect(self._definition, case, self.device)
+                self._known[key] = expect(self._definition, case, self.device, self._blobs)
             return self._known[key]
+
+    def once(self, case: Case) -> Expected | None:
+        """As :meth:`get`, for a case that is used once, and not kept."""
+        return expect(self._definition, case, self.device, self._blobs)
 
     def clear(self) -> None:
         """Forget everything; the tensors of large workloads must not pile up."""
         with self._lock:
             self._known.clear()
+            self._blobs.clear()
 
 
 @dataclass
@@ -72,6 +87,8 @@ class WorkloadContents:
 
     Where ids or lengths decide how much there is to do, they are spread in all of these as they mostly are in a model, so that
     all are one call's time (``docs/decisions/0035-contents-that-are-timed.md``). ``unusual`` are verified and never timed.
+
+    Inputs that a file holds are the same in all ``sets``, and are drawn in all that is verified and not timed.
     """
 
     definition: Definition
@@ -99,18 +116,18 @@ class WorkloadContents:
         contents = cls(definition, workload, seed, cache)
         others = unusual_distributions(definition, workload, seed)
         for kept, distributions, typical, offset in (
-            (contents.sets, CONTENT_SETS, True, _OWN_SHAPE),
+            (contents.sets, CONTENT_SETS[:1] if contents.is_fixed else CONTENT_SETS, True, _OWN_SHAPE),
             (contents.unusual, others, False, _UNUSUAL),
         ):
             for number, distribution in enumerate(distributions):
-                case = contents._case(distribution, offset + number, typical=typical)
+                case = contents._case(distribution, offset + number, typical=typical, drawn=kept is contents.unusual)
                 expected = cache.get(case)
                 if expected is None:
                     contents.dropped.append(str(case))
                 else:
                     kept.append(expected)
         if in_turn:
-            case = contents._case(VARIED, _OTHER, typical=False)
+            case = contents._case(VARIED, _OTHER, typical=False, drawn=True)
             scalars = vary_scalars(definition, case.scalars, VARIED, case.seed)
             contents.other = cache.get(replace(case, scalars=scalars))
         return contents
@@ -131,12 +148,19 @@ class WorkloadContents:
             ranges = tuple(RANGES)
             known_good = self.sets[tried // 2 % len(self.sets)].case.distribution
             distribution = ranges[(self.seed + tried // 2) % len(ranges)] if tried % 2 and varies else known_good
-            case = self._case(distribution, _FRESH * (attempt + 1) + tried)
-            drawn = expect(self.definition, case, self.cache.device)  # not through the cache: it is used once
+            case = self._case(distribution, _FRESH * (attempt + 1) + tried, drawn=self.is_fixed)
+            drawn = self.cache.once(case)
             known += [] if drawn is None else [drawn]
             tried += 1
         return known[:count]
 
-    def _case(self, distribution: str, offset: int, *, typical: bool = True) -> Case:
+    @property
+    def is_fixed(self) -> bool:
+        """Whether files hold every tensor: there is one content set then, and what is drawn may be another amount of work."""
+        drawn = {*self.definition.tensor_inputs} - {*self.definition.saved}
+        return bool(drawn) and drawn <= {*self.workload.files()}
+
+    def _case(self, distribution: str, offset: int, *, typical: bool = True, drawn: bool = False) -> Case:
         case = Case.of_workload(self.definition, self.workload, distribution=distribution, seed=self.seed + offset)
-        return replace(case, typical=typical and draws_spread(self.definition))
+        files = {} if drawn else case.files
+        return replace(case, typical=typical and draws_spread(self.definition), files=files)

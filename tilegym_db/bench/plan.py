@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 from tilegym_db.catalog import SolutionFiles
@@ -59,7 +60,7 @@ class DefinitionPlan:
     ``timed`` are measured together, interleaved; ``interpreted`` are only verified, in their languages' interpreters. ``pairs``
     (solution, workload uuid) run under the source's own defaults; ``tuned`` run under the config that tune found.
     ``likely_fastest`` (workload uuid -> Solutions and configs) are measured again beside what is new there, which has to beat
-    the first of them, the current best.
+    the first of them, the current best. Files that hold inputs of Workloads lie below one of ``roots``.
     """
 
     definition: Definition
@@ -69,6 +70,7 @@ class DefinitionPlan:
     pairs: set[tuple[str, str]] = field(default_factory=set)
     tuned: dict[tuple[str, str], Config] = field(default_factory=dict)
     likely_fastest: dict[str, list[tuple[str, Config]]] = field(default_factory=dict)
+    roots: tuple[Path, ...] = ()
 
     def configs_of(self, solution: SolutionFiles) -> list[Config]:
         """Every config that the Solution is planned under, the source's own defaults first."""

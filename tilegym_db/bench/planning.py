@@ -74,7 +74,7 @@ def make_plan(
     lacks = Lacks(unusable or {}, unmet or {})
     matched = False
     for definition, solutions in _selected(catalog, options):
-        item = DefinitionPlan(definition)
+        item = DefinitionPlan(definition, roots=catalog.roots)
         item.workloads = _workloads(catalog, definition, machine, options, plan)
         for solution in solutions:
             _place(item, solution, machine, options, lacks, plan)

@@ -79,11 +79,16 @@ class RunContext:
         config: Config,
     ) -> FailurePoint | None:
         """Where a Solution failed: at one case, or on the workload as a whole. None where nothing was judged."""
+        words = ["tilegym-db", self.command or TIER_COMMANDS[tier], solution.name, "--gpu", self.machine.gpu]
+        command = shlex.join([*words, "--workload", workload.uuid, "--again"])
         if failure.case is not None:
-            return _point_of_case(failure, failure.case, definition, solution, config, self.machine.gpu)
+            point = _point_of_case(failure, failure.case, definition, solution, config, self.machine.gpu)
+            if not failure.case.files:
+                return point
+            held = f"{failure.case.contents}, and {', '.join(failure.case.files)} as its file has it"
+            return point.model_copy(update={"contents": held, "command": command})
         if failure.status == "UNSUPPORTED":
             return None
-        command = ["tilegym-db", self.command or TIER_COMMANDS[tier], solution.name, "--gpu", self.machine.gpu]
         return FailurePoint(
             gate=failure.gate or failure.status.lower(),
             axes=definition.bind_axes(workload.axes),
@@ -91,7 +96,7 @@ class RunContext:
             layouts=workload.layout_classes(definition),
             contents=OWN_CONTENTS,
             seed=str(self.seed),
-            command=shlex.join([*command, "--workload", workload.uuid, "--again"]),
+            command=command,
         )
 
     def passed(
@@ -149,6 +154,7 @@ class RunContext:
             dtypes=definition.bind_dtypes(workload.dtypes),
             scalars=workload.scalars(),
             layouts=workload.layout_classes(definition),
+            blobs={name: spec.sha256 for name, spec in workload.files().items() if spec.sha256 is not None},
             gpu=machine.gpu,
             gpu_name=machine.gpu_name,
             sm=machine.sm,

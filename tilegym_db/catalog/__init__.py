@@ -93,15 +93,19 @@ class Catalog(CatalogReader):
 
         return writers.add_solution(self, record, sources, self.write_root)
 
-    def add_workloads(self, workloads: Iterable[Workload], root: Path | None = None) -> list[tuple[Path, Workload]]:
+    def add_workloads(
+        self, workloads: Iterable[Workload], root: Path | None = None, blobs_from: Path | None = None
+    ) -> list[tuple[Path, Workload]]:
         """Append new Workloads to their files; one that exists already is left alone and not returned.
 
-        ``root`` is the catalog to write to, by default :attr:`write_root`.
+        ``root`` is the catalog to write to, by default :attr:`write_root`. Files that hold inputs are copied from below
+        ``blobs_from``; without it, they lie in the catalog already.
 
         Raises:
-            RecordError: one does not fit its Definition; then none is added.
+            RecordError: one does not fit its Definition, or a file is missing or another one; then none is added.
+            ConflictError: the catalog has another file of that name.
             StoreError: it cannot be written, or another process holds the catalog's lock.
         """
         from tilegym_db.catalog import writers
 
-        return writers.add_workloads(self, workloads, root or self.write_root)
+        return writers.add_workloads(self, workloads, root or self.write_root, blobs_from)

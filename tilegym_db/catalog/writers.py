@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from tilegym_db.catalog.blob_files import add_blobs
 from tilegym_db.catalog.broken import RECORD_NAME
 from tilegym_db.catalog.call_rules import check_call
 from tilegym_db.catalog.locked import read_lock, write_lock
@@ -107,7 +108,9 @@ def _folder_for(now: CatalogReader, record: Solution, root: Path) -> Path:
     return folder
 
 
-def add_workloads(catalog: CatalogReader, workloads: Iterable[Workload], root: Path) -> list[tuple[Path, Workload]]:
+def add_workloads(
+    catalog: CatalogReader, workloads: Iterable[Workload], root: Path, blobs_from: Path | None = None
+) -> list[tuple[Path, Workload]]:
     """Append Workloads to their files; see :meth:`Catalog.add_workloads`."""
     groups: dict[str, dict[str, Workload]] = {}
     check_kind(workloads, Iterable, "add_workloads takes several Workloads")
@@ -119,6 +122,8 @@ def add_workloads(catalog: CatalogReader, workloads: Iterable[Workload], root: P
     added = []
     with writing(root):
         now = catalog.reread(root)
+        # Before any line that names them; of a process that is killed in between, only files stay that nothing names.
+        add_blobs([workload for group in groups.values() for workload in group.values()], blobs_from, root)
         for name, group in groups.items():
             known = {item.uuid for item in now.workloads_for(name)}
             new = [workload for uuid, workload in group.items() if uuid not in known]

@@ -27,6 +27,7 @@ def command(
     import importlib.util
 
     from tilegym_db.catalog import Catalog
+    from tilegym_db.catalog.blob_files import check_blobs
     from tilegym_db.cli.add_workload import read_workloads
     from tilegym_db.scaffold import read_definition_file
     from tilegym_db.scaffold.definition_draft import WORKLOADS_FILE
@@ -38,12 +39,14 @@ def command(
         from tilegym_db.verify.admission import run_reference_once
 
         run_reference_once(record, file)
+    sizes = file / WORKLOADS_FILE
+    if sizes.is_file():
+        check_blobs(read_workloads(sizes, Catalog.default(), record), file)  # before anything is added
     path = Catalog.default().add_definition(record)
     if as_json:
         print_json({"definition": record.name, "version": record.version, "path": str(path)})
     else:
         print_line(str(path))
-    sizes = file / WORKLOADS_FILE
     if not sizes.is_file():
         note(
             f"added definition '{record.name}' {record.version}. Next: give it sizes, at least one tagged 'tiny' "
@@ -51,7 +54,7 @@ def command(
         )
         return
     catalog = Catalog.default()
-    added = catalog.add_workloads(read_workloads(sizes, catalog))
+    added = catalog.add_workloads(read_workloads(sizes, catalog), blobs_from=file)
     note(
         f"added definition '{record.name}' {record.version} and {len(added)} workloads. "
         f"Next: tilegym-db new solution {record.name} --stock"

@@ -12,7 +12,7 @@ from tilegym_db.cli.output import note, print_json, print_line
 
 if TYPE_CHECKING:
     from tilegym_db.catalog import Catalog
-    from tilegym_db.records import Workload
+    from tilegym_db.records import Definition, Workload
 
 
 def command(
@@ -28,12 +28,15 @@ def command(
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Validate workloads and append them to the catalog; all of them or, where one is wrong, none."""
+    """Validate workloads and append them to the catalog; all of them or, where one is wrong, none.
+
+    Files that hold inputs (safetensors) are copied from the folder of FILE; each workload states their sha256.
+    """
     from tilegym_db.catalog import Catalog
 
     catalog = Catalog.default()
     workloads = read_workloads(file, catalog)
-    added = catalog.add_workloads(workloads)
+    added = catalog.add_workloads(workloads, blobs_from=file.parent)
     paths = sorted({str(path) for path, _ in added})
     if as_json:
         print_json({"added": [workload.uuid for _, workload in added], "read": len(workloads), "paths": paths})
@@ -49,8 +52,8 @@ def command(
     )
 
 
-def read_workloads(file: Path, catalog: Catalog) -> list[Workload]:
-    """Every Workload of a file, checked against its Definition.
+def read_workloads(file: Path, catalog: Catalog, draft: Definition | None = None) -> list[Workload]:
+    """Every Workload of a file, checked against its Definition, which may be a draft that the catalog does not have yet.
 
     Raises:
         RecordError: a line is no Workload, or does not fit its Definition; names file, line and key.
@@ -66,7 +69,8 @@ def read_workloads(file: Path, catalog: Catalog) -> list[Workload]:
     for where, text in split_objects(file, read_bytes(file, "workload file", WORKLOAD_BYTES)):
         workload = Workload.from_json(text, where)
         try:
-            operator = catalog.definition(workload.definition)
+            is_draft = draft is not None and draft.name == workload.definition
+            operator = draft if draft is not None and is_draft else catalog.definition(workload.definition)
             check_call(operator, workload)
         except NotFoundError as error:
             raise NotFoundError(f"{where}: {error}") from None

@@ -9,7 +9,7 @@ import typer
 
 from tilegym_db.cli.formats import AsArrow, AsCsv, AsJson, AsParquet, OutputFile, Wide, chosen_form, write_records
 from tilegym_db.cli.options import Axes, DefinitionName, Gpu, Language, OpType, Trust, check_op_type
-from tilegym_db.cli.output import note, print_table, spelled_map
+from tilegym_db.cli.output import note, print_table, spelled_call, spelled_map
 from tilegym_db.cli.spark import Spark, print_by_size, spark_wanted
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def best_cells(row: dict[str, Any]) -> tuple[Any, ...]:
     return (
         row["definition"],
         row["gpu"],
-        row["axes_key"],
+        spelled_call(row),
         row["dtypes_key"],
         row["scalars_key"] or None,
         row["layouts_key"] or None,

@@ -108,6 +108,7 @@ def check_catalog(
         if name not in catalog.solution_paths and name not in catalog.definition_paths:
             catalog.definition(name)  # says that there is none, before anything takes long
     from tilegym_db.verify.admission import run_self_test
+    from tilegym_db.verify.blobs import blob_problems
     from tilegym_db.verify.self_test import tiny_workloads
 
     findings = [*catalog.lock_findings(), *(broken.reason for broken in catalog.broken(names))]
@@ -131,6 +132,7 @@ def check_catalog(
         findings += backward_findings(catalog, definition)
         for solution in solutions:
             findings += scan_findings(solution, on_note)
+        findings += blob_problems(definition, workloads, catalog.roots)
         if runs:
             findings += run_self_test(definition, tiny_workloads(definition, workloads))
     return findings + ([] if names else check_patterns(catalog))
@@ -162,6 +164,7 @@ def check_draft(path: Path, catalog: Catalog) -> list[str]:
     from tilegym_db.scaffold import read_definition_file
     from tilegym_db.scaffold.definition_draft import WORKLOADS_FILE, open_places
     from tilegym_db.verify.admission import run_reference_once, run_self_test
+    from tilegym_db.verify.blobs import blob_problems
     from tilegym_db.verify.self_test import tiny_workloads
 
     findings = open_places(path)
@@ -170,7 +173,7 @@ def check_draft(path: Path, catalog: Catalog) -> list[str]:
     except RecordError as error:
         return findings + [f"{path}: {problem}" for problem in error.problems or (str(error),)]
     workloads, refused = _draft_workloads(path / WORKLOADS_FILE, record) if path.is_dir() else ([], [])
-    findings += refused
+    findings += refused + blob_problems(record, workloads, (path,))
     if not path.is_dir() and record.name in catalog.definitions:
         workloads = catalog.workloads_for(record.name)
     if not workloads:

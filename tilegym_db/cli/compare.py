@@ -9,7 +9,7 @@ import typer
 from tilegym_db.cli.completion import complete_solution
 from tilegym_db.cli.formats import AsArrow, AsCsv, AsJson, AsParquet, OutputFile, Wide, chosen_form, write_records
 from tilegym_db.cli.options import Gpu, Trust
-from tilegym_db.cli.output import note, print_table
+from tilegym_db.cli.output import note, print_table, spelled_call
 
 if TYPE_CHECKING:
     from tilegym_db.catalog import Catalog
@@ -61,8 +61,19 @@ LEAST = ("layouts", "scalars", "dtypes", "why")
 
 def cells(row: dict[str, Any]) -> tuple[Any, ...]:
     """The cells of one row under :data:`COLUMNS`."""
-    keys = ("gpu", "axes_key", "dtypes_key", "scalars_key", "layouts_key", "a_us", "b_us", "ratio", "faster", "why")
-    return tuple(row[key] or None for key in keys)
+    keys = (
+        "gpu",
+        "axes_key",
+        "dtypes_key",
+        "scalars_key",
+        "layouts_key",
+        "a_us",
+        "b_us",
+        "ratio",
+        "faster",
+        "why",
+    )
+    return tuple((spelled_call(row) if key == "axes_key" else row[key]) or None for key in keys)
 
 
 def summary(rows: list[dict[str, Any]], a: str, b: str) -> list[str]:

@@ -198,9 +198,13 @@ def _export_draft(folder: Path, origin: str | None, name: str | None) -> None:
     if origin is None or name is None:
         raise UsageError("'draft' writes one definition of an imported data set: give --origin and --definition.")
     draft = draft_of(data_set(home(), origin), name)
-    write_tree(folder, draft.files)
+    write_tree(folder, draft.files, draft.copies)
     for what, reason in draft.left_out:
         note(f"left out, {what}: {reason}")
+    for text in draft.undrawn:
+        note(
+            f"say how inputs are drawn that hold {text}: 'input_generators' or 'joint_inputs' in {folder}/definition.json"
+        )
     missing = " and ".join(f"{folder}/{file}" for file in STILL_TO_WRITE)
     note(
         f"wrote {folder}, with {len(draft.solutions)} solutions. Read {folder}/reference.py: once added, it runs unconfined."

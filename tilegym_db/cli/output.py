@@ -18,6 +18,7 @@ __all__ = [
     "print_table",
     "printable",
     "printable_lines",
+    "spelled_call",
     "spelled_map",
     "spelled_number",
     "table_width",
@@ -122,6 +123,12 @@ def spelled_number(value: float) -> str:
 def spelled_map(value: Mapping[str, Any]) -> str:
     """``M=4096, N=4096``."""
     return ", ".join(f"{key}={item}" for key, item in value.items())
+
+
+def spelled_call(row: Mapping[str, Any]) -> str:
+    """``M=4096,N=4096``, and of contents that a file held the start of its sha256: ``ids@0dcd504eaad7``."""
+    files = (entry.partition("=") for entry in row["blobs_key"].split(",") if entry)
+    return " ".join([row["axes_key"], *(f"{name}@{sha256[:12]}" for name, _, sha256 in files)])
 
 
 def print_json(value: Any) -> None:

@@ -78,6 +78,7 @@ def _measurement(row: dict[str, Any]) -> dict[str, str]:
         "reason": row["reason"],
         "verified": _standing(row),
         "workload": _joined(row["axes"], row["dtypes"], row["scalars"], row["layouts"]),
+        "contents": ", ".join(f"{name} of the file with sha256 {sha256}" for name, sha256 in row["blobs"].items()),
         "config": spelled_map(row["config"]),
         "measured": f"{row['timestamp'].isoformat(sep=' ', timespec='seconds')} UTC, {where}",
         "source": row["solution_digest"][:12] + ("" if row["is_current"] else ", not the catalog's any more"),

@@ -13,6 +13,7 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 from tilegym_db.errors import RecordError
 from tilegym_db.records.base import NAME_PATTERN, Record, SeveralProblems, canonical_json, problems_of
 from tilegym_db.records.base import length_prefixed_digest as digest_of
+from tilegym_db.records.content_constraints import check_content_constraints
 from tilegym_db.records.definition_parts import (
     Axis,
     Cost,
@@ -71,6 +72,8 @@ class Definition(Record):
     layouts: dict[str, str] = {}
     """Tensor -> ``strided(...)`` where its strides are part of what the operator is; every call then has just these."""
     constraints: tuple[ExpressionText, ...] = ()
+    content_constraints: tuple[Line, ...] = ()
+    """What the contents of every call obey (``total == indptr[-1].item()``). Drawn ones that break one prove nothing."""
     cost: Cost | None = None
     tolerance: dict[str, Tolerance] = {}
     oracle: Literal["lifted", "as_written"] = "lifted"
@@ -137,6 +140,7 @@ class Definition(Record):
             lambda: check_backward(self.name, self.backward_of, self.saved, self.inputs, self.outputs, self.in_place),
             self._check_indices,
             lambda: check_expressions(self.constraints, self.cost, self.axes, self.dtypes),
+            lambda: check_content_constraints(self.content_constraints, self.axes, self.inputs),
             self._check_inputs_drawn,
             self._check_keys,
             self._check_reference,
@@ -164,10 +168,7 @@ class Definition(Record):
         check_joint_inputs(self.joint_inputs, self.input_generators, self.inputs)
 
     def _check_keys(self) -> None:
-        for key, known, what in (
-            ("input_generators", self.inputs, "input"),
-            ("independent_axes", self.axes, "axis"),
-        ):
+        for key, known, what in (("input_generators", self.inputs, "input"), ("independent_axes", self.axes, "axis")):
             for name in getattr(self, key):
                 if name not in known:
                     raise ValueError(f"{key} names the undeclared {what} '{name}'")

@@ -190,6 +190,8 @@ class Trace(Record):
     dtypes: dict[str, str] = {}
     scalars: dict[str, Scalar] = {}
     layouts: dict[str, str] = {}
+    blobs: dict[str, str] = {}
+    """Input -> sha256 of the file that its contents came from. Of every other input they were drawn."""
     gpu: str
     gpu_name: str
     sm: str = ""

@@ -48,11 +48,16 @@ class ScalarInput(RecordPart):
 
 
 class SafetensorsInput(RecordPart):
-    """A tensor of a real model, kept in a safetensors file relative to the dataset."""
+    """A tensor of a real model, kept in a safetensors file.
+
+    ``path`` is relative to the root of the catalog, and ``sha256`` is that of the whole file. Nothing is measured on a file
+    without it, or with other bytes.
+    """
 
     type: Literal["safetensors"]
     path: str
     tensor_key: str
+    sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
 
     @field_validator("path")
     @classmethod
@@ -142,6 +147,10 @@ class Workload(Record):
     def scalars(self) -> dict[str, Scalar]:
         """The scalar inputs by name."""
         return {name: spec.value for name, spec in self.inputs.items() if isinstance(spec, ScalarInput)}
+
+    def files(self) -> dict[str, SafetensorsInput]:
+        """The inputs that a file holds, by name."""
+        return {name: spec for name, spec in self.inputs.items() if isinstance(spec, SafetensorsInput)}
 
     def layout_classes(self, definition: Definition) -> dict[str, str]:
         """Layout class of every tensor that is not contiguous."""

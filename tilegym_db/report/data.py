@@ -62,7 +62,12 @@ def read_report(store: Store, catalog: Catalog, since: datetime | None = None) -
 
 
 def reproduce_command(row: Mapping[str, Any]) -> str:
-    """The command that verifies the case of a trace again, for a shell; empty values are left out."""
+    """The command that verifies the case of a trace again, for a shell; empty values are left out.
+
+    Of what was measured on a file: the command that measures it again.
+    """
+    if row["blobs_key"]:
+        return shlex.join(["tilegym-db", "bench", row["solution"], "--workload", row["workload_uuid"], "--again"])
     options = (
         ("--axes", "axes_key"),
         ("--dtype", "dtypes_key"),
@@ -88,9 +93,11 @@ def _with_work(rows: Sequence[dict[str, Any]], definitions: Sequence[dict[str, A
     with_work = []
     for row in rows:
         work = known[row["definition"], row["axes_key"], row["dtypes_key"]]
-        with_work.append(
-            {**row, "flops": work and work[0], "bytes": work and work[1], "command": reproduce_command(row)}
-        )
+        told = {"flops": work and work[0], "bytes": work and work[1], "command": reproduce_command(row)}
+        # What tells two cases of one shape apart on the page: numbers, and the files that hold inputs.
+        files = ",".join(f"{name}={sha256[:12]}" for name, sha256 in row["blobs"].items())
+        told["scalars_key"] = ",".join(part for part in (row["scalars_key"], files) if part)
+        with_work.append({**row, **told})
     return with_work
 
 

@@ -18,7 +18,7 @@ __all__ = ["mark_newest"]
 
 _PASSED = "status = 'PASSED' AND performance.latency_us IS NOT NULL AND doubt IS NULL"
 _KEY = """definition, definition_digest, solution, solution_digest, gpu, tier, sandbox_level, config_key, workload_uuid,
-        dtypes_key, axes_key, scalars_key, layouts_key, origin <> 'foreign' OR trusted"""
+        dtypes_key, axes_key, scalars_key, layouts_key, blobs_key, origin <> 'foreign' OR trusted"""
 
 # New rows, and those marked before that one of them may supersede.
 _FIND = f"""

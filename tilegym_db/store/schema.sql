@@ -87,6 +87,8 @@ CREATE TABLE trace_records (
     scalars_key VARCHAR NOT NULL,
     layouts MAP(VARCHAR, VARCHAR) NOT NULL,
     layouts_key VARCHAR NOT NULL,
+    blobs MAP(VARCHAR, VARCHAR) NOT NULL DEFAULT MAP {}, -- input -> sha256 of the file that has its contents
+    blobs_key VARCHAR NOT NULL DEFAULT '',
     gpu VARCHAR NOT NULL,
     gpu_name VARCHAR NOT NULL,
     sm VARCHAR NOT NULL,

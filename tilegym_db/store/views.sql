@@ -57,7 +57,7 @@ SELECT
     trace_id, run_id, timestamp,
     definition, definition_version, definition_digest, op_type,
     solution, solution_digest, language, role, config, config_key,
-    workload_uuid, axes, axes_key, dtypes, dtypes_key, scalars, scalars_key, layouts, layouts_key,
+    workload_uuid, axes, axes_key, dtypes, dtypes_key, scalars, scalars_key, layouts, layouts_key, blobs, blobs_key,
     gpu, gpu_family_of(gpu) AS gpu_family, gpu_name, sm, driver, cuda, libs, gpu_uuid, host,
     tier, attempt, sandbox_level, evidence_level, origin, trusted, doubt, status, reason, log,
     performance.latency_us AS latency_us,
@@ -156,7 +156,7 @@ WHERE t.is_newest AND t.status = 'PASSED' AND t.tier IN ($verified_tiers) AND t.
 -- A pass that can be published is not superseded by one that cannot.
 CREATE OR REPLACE VIEW newest_passes AS
 SELECT
-    definition, gpu, dtypes_key, axes_key, scalars_key, layouts_key, solution, config_key,
+    definition, gpu, dtypes_key, axes_key, scalars_key, layouts_key, blobs_key, solution, config_key,
     arg_max(
         {trace_id: trace_id, latency_us: latency_us},
         row(sandbox_level >= $sandbox_level, timestamp, trace_id)) AS newest
@@ -172,7 +172,7 @@ WHERE t.is_newest;
 CREATE OR REPLACE VIEW best_per_solution AS
 SELECT t.* EXCLUDE (is_newest) FROM marked_traces t JOIN (
     SELECT gpu, arg_min(newest.trace_id, row(newest.latency_us, newest.trace_id)) AS trace_id FROM newest_passes
-    GROUP BY definition, gpu, dtypes_key, axes_key, scalars_key, layouts_key, solution
+    GROUP BY definition, gpu, dtypes_key, axes_key, scalars_key, layouts_key, blobs_key, solution
 ) b ON b.gpu = t.gpu AND b.trace_id = t.trace_id
 WHERE t.is_newest;
 
@@ -180,7 +180,7 @@ WHERE t.is_newest;
 CREATE OR REPLACE VIEW best AS
 SELECT t.* EXCLUDE (is_newest) FROM marked_traces t JOIN (
     SELECT gpu, arg_min(newest.trace_id, row(newest.latency_us, newest.trace_id)) AS trace_id FROM newest_passes
-    GROUP BY definition, gpu, dtypes_key, axes_key, scalars_key, layouts_key
+    GROUP BY definition, gpu, dtypes_key, axes_key, scalars_key, layouts_key, blobs_key
 ) b ON b.gpu = t.gpu AND b.trace_id = t.trace_id
 WHERE t.is_newest;
 

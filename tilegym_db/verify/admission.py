@@ -23,9 +23,10 @@ from tilegym_db.records import Definition, Workload
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.sizes import scalars_with_axes
 from tilegym_db.verify.apart import run_apart
+from tilegym_db.verify.expected import broken_constraint
 from tilegym_db.verify.inputs import Case, draw_inputs
 from tilegym_db.verify.reference import run_reference
-from tilegym_db.verify.self_test import self_test
+from tilegym_db.verify.self_test import DRAW_SO, self_test
 from tilegym_db.verify.torch_dtypes import storage_dtype
 
 __all__ = ["require_returning_reference", "run_reference_once", "run_self_test", "smallest_axes", "trial_scalars"]
@@ -113,9 +114,13 @@ def _run_reference_once(record: Definition, file: Path) -> None:
             f"{file}: cost: at {case}: {min(work):g} is no amount of work; flops and bytes are not negative."
         )
     try:
-        outputs = run_reference(record, draw_inputs(record, case, "cpu"))
+        inputs = draw_inputs(record, case, "cpu")
+        broken = broken_constraint(record, axes, inputs)
+        outputs = run_reference(record, inputs) if broken is None else {}
     except RecordError as error:
         raise RecordError(f"{file}: reference: at {case}: {error}") from None
+    if broken is not None:
+        raise RecordError(f"{file}: content_constraints: drawn inputs break {broken} at {case}; {DRAW_SO}.")
     for name, value in outputs.items():
         found = (tuple(value.shape), value.dtype)
         declared = (record.shape_of(name, axes), storage_dtype(record.dtype_of(name, dtypes)))

@@ -10,6 +10,8 @@ import torch
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition
+from tilegym_db.records.content_constraints import Unknown, holds
+from tilegym_db.verify.blobs import BlobReader
 from tilegym_db.verify.comparison import base_errors, check_outputs, conditioned_outputs, exact_outputs
 from tilegym_db.verify.distributions import REFERENCE_MAY_FAIL
 from tilegym_db.verify.inputs import Case, draw_inputs, draws_noise
@@ -17,7 +19,7 @@ from tilegym_db.verify.ranking import followed
 from tilegym_db.verify.reference import as_written, oracle
 from tilegym_db.verify.torch_dtypes import storage_dtype
 
-__all__ = ["Expected", "expect"]
+__all__ = ["Expected", "broken_constraint", "expect"]
 
 
 @dataclass(frozen=True)
@@ -34,18 +36,26 @@ class Expected:
     """Outputs that the reference gives to their last digits, small elements included: so must everybody."""
 
 
-def expect(definition: Definition, case: Case, device: str) -> Expected | None:
-    """Draw a case and evaluate the oracle; None where the reference as written fails it, so that it proves nothing.
+def expect(definition: Definition, case: Case, device: str, blobs: BlobReader | None = None) -> Expected | None:
+    """Draw a case and evaluate the oracle; None where it proves nothing: its contents are none that the operator is called
+    with, or the reference as written fails it.
 
     Args:
         definition: the operator.
         case: sizes and contents.
         device: where inputs are drawn and the oracle runs.
+        blobs: reads what the case has in files.
 
     Raises:
-        RecordError: the reference raises, or returns another shape or dtype than the Definition declares.
+        RecordError: the reference raises, or returns another shape or dtype than the Definition declares; or what the case has
+            in files cannot be had, or is nothing that the operator is called with.
     """
-    inputs = draw_inputs(definition, case, device)
+    inputs = draw_inputs(definition, case, device, blobs=blobs)
+    broken = broken_constraint(definition, case.axes, inputs)
+    if broken is not None:
+        if case.files:
+            raise RecordError(f"{definition.name} requires {broken}, which the contents break at {case}.")
+        return None
     written = as_written(definition, inputs)
     _check_declared(definition, case, written)
     truth = written if definition.oracle == "as_written" else oracle(definition, inputs)
@@ -58,6 +68,21 @@ def expect(definition: Definition, case: Case, device: str) -> Expected | None:
     exact = exact_outputs(written, own) if case.exact and not draws_noise(definition) else frozenset()
     conditioned = conditioned_outputs(definition, case.dtypes, written, own)
     return Expected(case, inputs, truth, e_base, exact, conditioned)
+
+
+def broken_constraint(definition: Definition, axes: Mapping[str, int], inputs: Mapping[str, Any]) -> str | None:
+    """The first of the Definition's rules about contents that these inputs break, or None.
+
+    Raises:
+        RecordError: one cannot be evaluated on them.
+    """
+    for text in definition.content_constraints:
+        try:
+            if not holds(text, {**axes, **inputs}):
+                return text
+        except Unknown as error:
+            raise RecordError(f"{definition.name}: content_constraints: {error}.") from None
+    return None
 
 
 def _overflowed(definition: Definition, case: Case, inputs: Mapping[str, Any], written: Mapping[str, Any]) -> bool:

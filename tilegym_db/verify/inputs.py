@@ -5,18 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition, Workload, axes_key
 from tilegym_db.records.backward import forward_of
 from tilegym_db.records.definition_parts import InputGenerator
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.expressions import evaluate
 from tilegym_db.records.workload import RandomInput, SafetensorsInput
+from tilegym_db.verify.blobs import BlobReader
 from tilegym_db.verify.distributions import CONTENTS, DISTRIBUTIONS, EXACT, PLANTED, STYLES, plant
 from tilegym_db.verify.generators import KINDS, contents_among, draw_codes, draw_jointly, spread_contents
 from tilegym_db.verify.reference import as_written
@@ -67,7 +65,7 @@ class Case:
             layouts=dict(workload.layouts),
             distribution=distribution,
             seed=seed,
-            files={name: spec for name, spec in workload.inputs.items() if isinstance(spec, SafetensorsInput)},
+            files=workload.files(),
             scales={name: spec.scale for name, spec in workload.inputs.items() if isinstance(spec, RandomInput)},
         )
 
@@ -76,7 +74,8 @@ class Case:
         dtypes = ",".join(self.dtypes.values())
         layouts = " strided" if self.layouts else ""
         offset = f" offset={self.offset}" if self.offset else ""
-        return f"{axes_key(self.axes)} {dtypes}{layouts}{offset} contents={self.contents}"
+        read = "".join(f" {name}={(spec.sha256 or '')[:12]}" for name, spec in self.files.items())
+        return f"{axes_key(self.axes)} {dtypes}{layouts}{offset} contents={self.contents}{read}"
 
     @property
     def contents(self) -> str:
@@ -91,7 +90,7 @@ class Case:
     @property
     def exact(self) -> bool:
         """True where sums and products of the contents round nowhere, so that an exact operator must give exact bits."""
-        return self.distribution == EXACT
+        return self.distribution == EXACT and not self.files
 
     def strides(self, definition: Definition, name: str) -> tuple[int, ...]:
         """Strides in elements of one tensor of this case."""
@@ -141,7 +140,7 @@ def _joint_decides(definition: Definition) -> bool:
     return bool(definition.sampled) or not dtypes.isdisjoint({"bool", "int32", "int64"})
 
 
-def draw_inputs(definition: Definition, case: Case, device: str, *, dataset: Path | None = None) -> Inputs:
+def draw_inputs(definition: Definition, case: Case, device: str, *, blobs: BlobReader | None = None) -> Inputs:
     """Input name -> tensor or scalar, in Definition order.
 
     Tensors are drawn in fp32 from ``case.seed`` on the device and rounded to the target dtype; they are contiguous (the
@@ -151,7 +150,10 @@ def draw_inputs(definition: Definition, case: Case, device: str, *, dataset: Pat
         definition: names, shapes, dtypes and generators.
         case: sizes and contents.
         device: ``cpu`` or ``cuda:<n>``. The same seed draws other numbers on another device.
-        dataset: folder that safetensors inputs are relative to.
+        blobs: reads what the case has in files; by default no file can be read.
+
+    Raises:
+        RecordError: a file is missing, is not what it was, or does not hold such a tensor.
     """
     drawn: Inputs = {}
     styles = styles_of(definition, case.distribution, case.seed)
@@ -164,7 +166,8 @@ def draw_inputs(definition: Definition, case: Case, device: str, *, dataset: Pat
         elif name in definition.saved:
             continue
         elif name in case.files:
-            drawn[name] = _load(case.files[name], dataset, definition, case, name).to(device)
+            shape, dtype = definition.shape_of(name, case.axes), definition.dtype_of(name, case.dtypes)
+            drawn[name] = (blobs or BlobReader()).tensor(name, case.files[name], shape, dtype).to(device)
         elif name in joint:
             drawn[name] = joint[name]
         else:
@@ -226,25 +229,3 @@ def _input_seed(seed: int, name: str) -> int:
 def _uniform(spec: InputGenerator, generator: torch.Generator, shape: Shape, axes: Mapping[str, int]) -> torch.Tensor:
     low, high = (float(evaluate(str(bound), axes)) for bound in (spec.low, spec.high))
     return torch.rand(shape, generator=generator, device=generator.device) * (high - low) + low
-
-
-def _load(spec: SafetensorsInput, dataset: Path | None, definition: Definition, case: Case, name: str) -> torch.Tensor:
-    if dataset is None:
-        raise RecordError(f"inputs.{name}: {spec.path} is relative to a dataset folder, and none is known here.")
-    try:
-        from safetensors import safe_open
-    except ImportError:
-        raise RecordError(f"inputs.{name}: reading {spec.path} needs safetensors: pip install safetensors.") from None
-    path = dataset / spec.path
-    if not path.is_file():
-        raise RecordError(f"inputs.{name}: {path} does not exist.")
-    with safe_open(str(path), framework="pt") as file:
-        value: Any = file.get_tensor(spec.tensor_key)
-    expected = definition.shape_of(name, case.axes)
-    if tuple(value.shape) != expected:
-        raise RecordError(f"inputs.{name}: {path} holds shape {tuple(value.shape)}, the workload says {expected}.")
-    dtype: torch.dtype = storage_dtype(definition.dtype_of(name, case.dtypes))
-    tensor: torch.Tensor = value
-    if tensor.dtype != dtype:
-        raise RecordError(f"inputs.{name}: {path} holds {tensor.dtype}, the workload says {dtype}.")
-    return tensor

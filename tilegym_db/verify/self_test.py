@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,7 +19,7 @@ from tilegym_db.records.definition_parts import SelfTest
 from tilegym_db.records.tolerance import limits_for
 from tilegym_db.verify.comparison import check_lifted, check_outputs
 from tilegym_db.verify.drawing import judge_draws
-from tilegym_db.verify.expected import Expected, expect
+from tilegym_db.verify.expected import Expected, broken_constraint, expect
 from tilegym_db.verify.gates import MIN_ELEMENTS_FOR_NORMS
 from tilegym_db.verify.inputs import Case, draw_inputs
 from tilegym_db.verify.reference import run_lifted, run_reference
@@ -36,6 +36,8 @@ _COARSER: dict[torch.dtype, torch.dtype] = {
     torch.float16: torch.float8_e4m3fn,
     torch.bfloat16: torch.float8_e4m3fn,
 }
+
+DRAW_SO = "say how they are drawn in 'input_generators' or 'joint_inputs'"
 
 Outputs = Mapping[str, torch.Tensor]
 
@@ -67,7 +69,8 @@ def self_test(definition: Definition, workloads: list[Workload]) -> list[SelfTes
     if not workloads:
         findings.append(SelfTestFinding(definition.name, "self_test", "it has no workload tagged 'tiny' to run on"))
     for workload in workloads:
-        case = Case.of_workload(definition, workload, distribution="normal", seed=SEEDS[0])
+        # Contents are drawn, also where a file holds them: the test needs two calls that differ.
+        case = replace(Case.of_workload(definition, workload, distribution="normal", seed=SEEDS[0]), files={})
         try:
             findings += _test_case(definition, case)
         except RecordError as error:
@@ -85,6 +88,10 @@ def _in_one_line(error: RecordError) -> str:
 
 def _test_case(definition: Definition, case: Case) -> list[SelfTestFinding]:
     expected = expect(definition, case, "cpu")
+    if expected is None and (broken := broken_constraint(definition, case.axes, draw_inputs(definition, case, "cpu"))):
+        return [
+            SelfTestFinding(definition.name, "content_constraints", f"drawn inputs break {broken} at {case}; {DRAW_SO}")
+        ]
     if expected is None:
         return [
             SelfTestFinding(definition.name, "reference", f"in its own dtype it fails its own comparison at {case}")

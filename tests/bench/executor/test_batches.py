@@ -35,6 +35,7 @@ from tilegym_db.bench.worker_handle import WorkerHandle
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Definition, Trace
 from tilegym_db.verify import scan
+from tilegym_db.verify.blobs import BlobReader
 from tilegym_db.verify.expected import Expected
 from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.verifier import Failure
@@ -215,7 +216,7 @@ def test_a_fresh_worker_that_ends_before_it_is_timed_costs_its_own_workload_alon
 def test_the_memory_of_contents_that_could_not_be_drawn_is_free_for_the_others(plans, tmp_path, monkeypatch):
     expect, drawn, still_there = contents.expect, [], []
 
-    def short_of_memory(definition: Definition, case: Case, device: str) -> Expected | None:
+    def short_of_memory(definition: Definition, case: Case, device: str, blobs: BlobReader) -> Expected | None:
         if drawn:
             gc.collect()
             still_there.append(drawn[0]() is not None)
@@ -223,7 +224,7 @@ def test_the_memory_of_contents_that_could_not_be_drawn_is_free_for_the_others(p
             inputs = torch.empty(1000)
             drawn.append(weakref.ref(inputs))
             raise torch.OutOfMemoryError("not enough memory")
-        return expect(definition, case, device)
+        return expect(definition, case, device, blobs)
 
     monkeypatch.setattr(contents, "expect", short_of_memory)
     traces = run(plans()[:1], tmp_path / "scratch", WIDE)

@@ -93,7 +93,8 @@ def _verify_workload(runner: Runner, workload_run: WorkloadRun, context: RunCont
 
 def _draw(workload_run: WorkloadRun, context: RunContext) -> WorkloadContents | Failure:
     definition = workload_run.plan.definition
-    own = ExpectedCache(definition, context.machine.device)  # given back with the contents
+    roots = workload_run.plan.roots
+    own = ExpectedCache(definition, context.machine.device, roots=roots)  # given back with the contents
     # An exception would be kept with the memory of everything that its frames refer to.
     try:
         in_turn = any(runner.handle.policy.in_turn for runner in workload_run.runners)

@@ -17,6 +17,7 @@ from tilegym_db.backends.toolchains import prepare_environment
 from tilegym_db.bench.instruments.requests import SolutionCalls, marked_line, read_request
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.records import Definition
+from tilegym_db.verify.blobs import BlobReader
 from tilegym_db.verify.inputs import Case, draw_inputs
 from tilegym_db.verify.torch_dtypes import storage_dtype
 
@@ -28,13 +29,13 @@ STOPPED = 3
 """Exit status after a call that raised: the CUDA context may be lost, so nothing further is called in this process."""
 
 
-def arguments_of(definition: Definition, case: Case, device: str) -> dict[str, Any]:
+def arguments_of(definition: Definition, case: Case, device: str, blobs: BlobReader | None = None) -> dict[str, Any]:
     """Every argument of ``run`` by name. Inputs come from the host as whole allocations, gaps included; outputs are not written.
 
     So no kernel but the Solution's runs on the device before it is called, and what it reads of an output is uninitialised.
     """
     given: dict[str, Any] = {}
-    for name, value in draw_inputs(definition, case, "cpu").items():
+    for name, value in draw_inputs(definition, case, "cpu", blobs=blobs).items():
         if isinstance(value, torch.Tensor):
             strides = case.strides(definition, name)
             flat = torch.zeros(_span(tuple(value.shape), strides) + case.offset, dtype=value.dtype)
@@ -61,14 +62,15 @@ def run_solution(calls: SolutionCalls, device: str, *, profile: bool) -> None:
     files = SolutionFiles.read(calls.record)
     if files.digest != calls.digest:
         raise SystemExit(f"the source of {calls.name} changed on disk meanwhile")
-    definition = Catalog.default().definition(calls.definition)
+    catalog = Catalog.default()
+    definition, blobs = catalog.definition(calls.definition), BlobReader(catalog.roots)
     prepare_environment(files.record.spec.language)
     entry = load_entry(files)
     writes = files.record.spec.destination_passing_style
     names = (*definition.inputs, *(definition.written_outputs if writes else ()))
     for number, case in enumerate(calls.cases):
         print(marked_line("case", calls.name, number=number), flush=True)
-        given = arguments_of(definition, case, device)
+        given = arguments_of(definition, case, device, blobs)
         arguments = [given[name] for name in names]
         if profile:
             for _ in range(WARM_UP_CALLS):

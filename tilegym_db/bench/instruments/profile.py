@@ -7,7 +7,7 @@ import json
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -95,9 +95,7 @@ def profile(
     definition = setup.catalog.definition(files.record.definition)
     chosen = _workload(setup.catalog, definition, files, workload)
     case = Case.of_workload(definition, chosen, distribution="normal", seed=secrets.randbits(62))
-    calls = SolutionCalls(
-        files.name, files.path.resolve(), files.digest, definition.name, [replace(case, files={})], config or {}
-    )
+    calls = SolutionCalls(files.name, files.path.resolve(), files.digest, definition.name, [case], config or {})
     kernels = _measure(program, calls, setup.machine)
     found = CallProfile(files.name, files.digest, chosen, case.axes, config or {}, setup.machine.gpu, kernels)
     path = profile_path(setup.home, found)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tilegym_db.records import Config
+from tilegym_db.records.workload import SafetensorsInput
 from tilegym_db.verify.inputs import Case
 
 __all__ = ["MARK", "SolutionCalls", "mark_of", "marked_line", "read_request", "write_request"]
@@ -42,14 +43,18 @@ def read_request(path: Path) -> tuple[str, list[SolutionCalls], bool]:
     """The device, the calls, and whether only the last call of each is to be profiled."""
     content = json.loads(path.read_text())
     calls = [
-        SolutionCalls(**{**item, "record": Path(item["record"]), "cases": [Case(**case) for case in item["cases"]]})
+        SolutionCalls(**{**item, "record": Path(item["record"]), "cases": [_case_of(case) for case in item["cases"]]})
         for item in content["calls"]
     ]
     return content["device"], calls, content["profile"]
 
 
 def _case_content(case: Case) -> dict[str, Any]:
-    return {key: value for key, value in vars(case).items() if key != "files"}
+    return {**vars(case), "files": {name: spec.model_dump(mode="json") for name, spec in case.files.items()}}
+
+
+def _case_of(content: Mapping[str, Any]) -> Case:
+    return Case(**{**content, "files": {name: SafetensorsInput(**spec) for name, spec in content["files"].items()}})
 
 
 def marked_line(at: str, name: str, **more: object) -> str:

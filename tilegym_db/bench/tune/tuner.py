@@ -79,7 +79,7 @@ class Tuner:
         Compilers are a pair ahead. Workers end with it.
         """
         runners: dict[str, Runner] = {}
-        cache = ExpectedCache(self.definition, self.context.machine.device)
+        cache = ExpectedCache(self.definition, self.context.machine.device, roots=self.item.roots)
         with ExitStack() as stack:
             for solution in {solution.name: solution for _, solution in pairs}.values():
                 runners[solution.name] = self.executor.make_runner(self.definition, solution, {})
@@ -108,7 +108,8 @@ class Tuner:
             return
         stock = [solution for solution in self.item.timed if solution.record.spec.provides == "stock"]
         solutions = {race.solution.name: race.solution for race in races}
-        plan = DefinitionPlan(self.definition, self.item.workloads, [*stock, *solutions.values()])
+        timed = [*stock, *solutions.values()]
+        plan = DefinitionPlan(self.definition, self.item.workloads, timed, roots=self.item.roots)
         for race in races:
             pair = (race.solution.name, race.workload.uuid)
             plan.pairs.add(pair)

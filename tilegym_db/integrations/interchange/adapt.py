@@ -144,11 +144,30 @@ def _constraints(record: Mapping[str, Any], expressions: Mapping[str, str]) -> t
     axes = set(record["axes"]) - set(expressions)
     for text in record.get("constraints") or ():
         try:
-            names, dtypes = names_in(_expanded(text, expressions))
-            (sizes if names <= axes and not dtypes else on_tensors).append(_expanded(text, expressions))
+            sized = _expanded(_by_axes(text, record["inputs"]), expressions)
+            if _SAME.fullmatch(sized):
+                continue  # what every call of that shape is
+            names, dtypes = names_in(sized)
+            (sizes if names <= axes and not dtypes else on_tensors).append(sized)
         except RecordError:
             on_tensors.append(text)
     return sizes, on_tensors
+
+
+_SAME = re.compile(r"\s*\(?(\w+)\)?\s*==\s*\(?\1\)?\s*")
+"""``M == M``: what is left of a constraint which says of a tensor the size that its shape says."""
+
+
+def _by_axes(text: str, inputs: Mapping[str, Any]) -> str:
+    """A constraint with sizes of inputs (``indptr.shape[0]``, ``len(indptr)``) called by their axes."""
+
+    def axis(found: re.Match[str]) -> str:
+        shape = (inputs.get(found["name"]) or {}).get("shape") or ()
+        place = int(found["place"] or 0)
+        return f"({shape[place]})" if place < len(shape) else found[0]
+
+    text = re.sub(r"\b(?P<name>[A-Za-z_]\w*)\.(?:shape\[|size\()(?P<place>\d+)[\])]", axis, text)
+    return re.sub(r"\blen\((?P<name>[A-Za-z_]\w*)(?P<place>)\)", axis, text)
 
 
 def _reference(found: DataSet, item: StoredRecord, entry: str) -> str:

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from tilegym_db.errors import NotFoundError, RecordError, UsageError, did_you_mean
+from tilegym_db.catalog.blob_files import FOLDER, SUFFIX
+from tilegym_db.errors import NotFoundError, RecordError, StoreError, UsageError, did_you_mean
 from tilegym_db.integrations.interchange.adapt import Adapted, adapted_definition, adapted_solution, why_not_by_element
+from tilegym_db.integrations.interchange.foreign_blobs import base_of, blob_of
 from tilegym_db.records import Definition, Workload
+from tilegym_db.records.content_constraints import constraint_problem
 from tilegym_db.scaffold.definition_draft import (
     ERRORS_FILE,
     INDEPENDENT_FILE,
@@ -22,7 +27,7 @@ from tilegym_db.scaffold.definition_draft import (
     REFERENCE_FILE,
     WORKLOADS_FILE,
 )
-from tilegym_db.store.imported import DataSet, StoredRecord
+from tilegym_db.store.imported import DataSet, StoredRecord, object_path
 
 __all__ = ["STILL_TO_WRITE", "Draft", "draft_of", "imported_tag", "origin_tag"]
 
@@ -48,8 +53,12 @@ class Draft:
     """The files of a draft, the Solutions in it, and what of the data set is not in it and why."""
 
     files: dict[str, bytes] = field(default_factory=dict)
+    copies: dict[str, Path] = field(default_factory=dict)
+    """Path in the draft -> the file of the data set that is copied there."""
     solutions: list[str] = field(default_factory=list)
     left_out: list[tuple[str, str]] = field(default_factory=list)
+    undrawn: list[str] = field(default_factory=list)
+    """Constraints on contents that drawn ones do not hold until the Definition says how to draw them."""
 
 
 def draft_of(found: DataSet, name: str) -> Draft:
@@ -71,12 +80,15 @@ def draft_of(found: DataSet, name: str) -> Draft:
     reason = why_not_by_element(found.dialect, items[name])
     if reason is not None:
         raise UsageError(f"{name}: {reason}. A definition of the catalog is judged element by element.")
-    if adapted.tensor_constraints:
-        raise UsageError(
-            f"{name}: its constraint {adapted.tensor_constraints[0]!r} is about contents, which fuzzing would not hold. "
-            f"Try: tilegym-db compare-foreign {found.origin} {name} --run"
-        )
+    for text in adapted.tensor_constraints:
+        problem = constraint_problem(text, {*adapted.definition.axes, *adapted.definition.inputs})
+        if problem is not None:
+            raise UsageError(
+                f"{name}: its constraint {problem}, so nobody could hold contents against it. "
+                f"Try: tilegym-db compare-foreign {found.origin} {name} --run"
+            )
     draft, definition = Draft(), _record(found, adapted)
+    draft.undrawn = [text for text in definition.content_constraints if not _is_drawn(definition, text)]
     content = definition.to_dict()
     draft.files[REFERENCE_FILE] = content.pop("reference").encode()
     draft.files[RECORD_FILE] = (json.dumps(content, indent=2) + "\n").encode()
@@ -95,8 +107,38 @@ def _record(found: DataSet, adapted: Adapted) -> Definition:
         dtype = adapted.definition.inputs[name].dtype
         if dtype in WIDE_INTEGERS:
             generators[name] = {"kind": "integers", "low": WIDE_INTEGERS[dtype], "high": 1024}
-    tags = ["status:draft", origin_tag(found)]
-    return Definition.from_dict({**content, "tags": tags, "input_generators": generators}, adapted.definition.name)
+    for text in adapted.tensor_constraints:
+        ends = _ends(adapted.definition, text)
+        if ends is not None:
+            generators[ends[0]] = {"kind": "offsets", "low": 0, "high": ends[1], "leading": True}
+    more = {
+        "tags": ["status:draft", origin_tag(found)],
+        "input_generators": generators,
+        "content_constraints": adapted.tensor_constraints,
+    }
+    return Definition.from_dict({**content, **more}, adapted.definition.name)
+
+
+_LAST = re.compile(r"(?P<offsets>[A-Za-z_]\w*)\[-1\](?:\.item\(\))?")
+
+
+def _ends(definition: Definition, text: str) -> tuple[str, str] | None:
+    """(offsets, axis) of a constraint which says that offsets end at the size of an axis: ``total == indptr[-1].item()``."""
+    sides = [side.strip() for side in text.split("==")]
+    if len(sides) != 2:
+        return None
+    for axis, end in (sides, sides[::-1]):
+        found = _LAST.fullmatch(end)
+        spec = definition.inputs.get(found["offsets"]) if found else None
+        if found and spec is not None and axis in definition.axes and spec.dtype in WIDE_INTEGERS:
+            return found["offsets"], axis
+    return None
+
+
+def _is_drawn(definition: Definition, text: str) -> bool:
+    ends = _ends(definition, text)
+    generator = definition.input_generators.get(ends[0]) if ends else None
+    return ends is not None and generator is not None and generator.high == ends[1]
 
 
 def _add_workloads(draft: Draft, found: DataSet, name: str, definition: Definition) -> None:
@@ -105,10 +147,12 @@ def _add_workloads(draft: Draft, found: DataSet, name: str, definition: Definiti
         if item.definition != name:
             continue
         try:
-            workload = _workload(item, definition)
+            workload = _workload(found, item, definition)
             workload.check_against(definition)
             workloads.setdefault(workload.uuid, workload)
-        except RecordError as error:
+            for spec in workload.files().values():
+                draft.copies[spec.path] = object_path(found.home, str(spec.sha256))
+        except (RecordError, StoreError) as error:
             draft.left_out.append((f"workload {item.name}", str(error)))
     ordered = sorted(workloads.values(), key=lambda workload: math.prod(workload.axes.values()))
     lines = [
@@ -120,16 +164,23 @@ def _add_workloads(draft: Draft, found: DataSet, name: str, definition: Definiti
     draft.files[WORKLOADS_FILE] = "".join(f"{line}\n" for line in lines).encode()
 
 
-def _workload(item: StoredRecord, definition: Definition) -> Workload:
+def _workload(found: DataSet, item: StoredRecord, definition: Definition) -> Workload:
     given: Mapping[str, Any] = item.record["inputs"]
-    inputs = {}
+    inputs: dict[str, dict[str, Any]] = {}
     for name, spec in definition.inputs.items():
         kind = given.get(name, {"type": "random"})
-        if kind["type"] not in ("random", "scalar"):
+        if kind["type"] == "custom":
             raise RecordError(
-                f"inputs.{name}: comes from {kind['type']}; compare-foreign runs it, bench draws its inputs."
+                f"inputs.{name}: comes from a function of the reference, which is never called for inputs."
             )
-        if spec.is_scalar and kind["type"] == "random":
+        if kind["type"] == "safetensors":
+            blob = blob_of(found, name, kind["path"], base_of(found, item))
+            found.content(blob.path)  # raises where the bytes are not those that were imported any more
+            path = f"{FOLDER}/{blob.sha256}{SUFFIX}"
+            inputs[name] = {
+                "type": "safetensors", "path": path, "tensor_key": kind["tensor_key"], "sha256": blob.sha256,
+            }  # fmt: skip
+        if spec.is_scalar and kind["type"] != "scalar":
             raise RecordError(f"inputs.{name}: is a number, and the workload gives none.")
         if kind["type"] == "scalar":
             inputs[name] = {"type": "scalar", "value": kind["value"]}

@@ -177,6 +177,7 @@ def drawn_together(blob: Blob, roots: Sequence[Path]) -> dict[str, torch.Tensor]
     Raises:
         RecordError: a function of the Definition raises, a file is not there, or there is no memory for it.
     """
+    from tilegym_db.verify.blobs import BlobReader
     from tilegym_db.verify.inputs import Case, draw_inputs
 
     source, workload = blob.definition, blob.workload
@@ -185,10 +186,8 @@ def drawn_together(blob: Blob, roots: Sequence[Path]) -> dict[str, torch.Tensor]
     needed = {*blob.names, *(name for name, spec in source.inputs.items() if spec.is_scalar)}
     needed |= set(case.files) & set(why_drawn(source, case.dtypes))
     part = source.model_copy(update={"inputs": {name: spec for name, spec in source.inputs.items() if name in needed}})
-    paths = [case.files[name].path for name in part.inputs if name in case.files]
-    root = next((root for root in roots if all((root / path).is_file() for path in paths)), roots[0])
     try:
-        drawn = draw_inputs(part, case, "cpu", dataset=root)
+        drawn = draw_inputs(part, case, "cpu", blobs=BlobReader(roots))
     except (RuntimeError, MemoryError) as error:  # what torch raises for a size that it cannot allocate
         raise RecordError(f"{source.name}: its inputs cannot be drawn: {str(error).partition(chr(10))[0]}") from None
     return {name: drawn[name].contiguous() for name in blob.names}  # type: ignore[union-attr]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from tilegym_db.catalog import Catalog
+from tilegym_db.catalog.blob_files import find_blob
 from tilegym_db.errors import RecordError
 from tilegym_db.integrations.interchange.export_blobs import Blob, BlobFolder, blob_of
 from tilegym_db.integrations.interchange.export_files import Export
@@ -39,12 +39,12 @@ class WorkloadWriter:
         for name, given in workload.inputs.items():
             if isinstance(given, ScalarInput) and not isinstance(given.value, bool | int | float):
                 return f"the scalar '{name}' is {given.value!r}, and FlashInfer-Trace has numbers only"
-            if isinstance(given, SafetensorsInput) and self._file(given) is None:
-                return f"the file {given.path} of '{name}' is not in the catalog"
+            if isinstance(given, SafetensorsInput):
+                try:
+                    find_blob(self.catalog.roots, name, given)
+                except RecordError as error:
+                    return str(error)
         return None
-
-    def _file(self, given: SafetensorsInput) -> Path | None:
-        return next((root / given.path for root in self.catalog.roots if (root / given.path).is_file()), None)
 
     def _blob_folder(self, item: Specialised) -> str:
         return f"blob/workloads/{self.source.op_type}/{item.name}"
@@ -78,9 +78,7 @@ class WorkloadWriter:
                     inputs[name] = {"type": "scalar", "value": given.value}
                 case SafetensorsInput():
                     path = f"{self._blob_folder(item)}/{given.path}"
-                    file = self._file(given)
-                    assert file is not None  # or it could not be said
-                    self.export.blobs[path] = file
+                    self.export.blobs[path], _ = find_blob(self.catalog.roots, name, given)
                     inputs[name] = {"type": "safetensors", "path": path, "tensor_key": given.tensor_key}
                 case _:
                     inputs[name] = held.get(name, {"type": "random"})

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from tilegym_db.errors import RecordError
+from tilegym_db.integrations.interchange.foreign_blobs import blob_of
 from tilegym_db.records import Definition
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.store.imported import DataSet
@@ -83,13 +83,7 @@ def _random(name: str, dtype: torch.dtype, shape: tuple[int, ...], seed: int, de
 def _read(
     found: DataSet, name: str, given: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype, base: str
 ) -> torch.Tensor:
-    path = os.path.normpath(os.path.join(base, given["path"]))
-    file = found.files_by_path.get(path)
-    if file is None or file.role == "pointer":
-        what = "is not in the data set" if file is None else "is a Git LFS pointer without its content"
-        raise RecordError(f"inputs.{name}: {given['path']} {what}; fetch it and import the data set again.")
-    if file.role == "changed":
-        raise RecordError(f"inputs.{name}: {given['path']} was changed after the export, and is not used.")
+    path = blob_of(found, name, given["path"], base).path
     try:
         from safetensors import SafetensorError
         from safetensors.torch import load

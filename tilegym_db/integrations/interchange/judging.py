@@ -7,7 +7,7 @@ import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from tilegym_db.bench.machine import Machine
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.files import write_atomically
-from tilegym_db.integrations.interchange import sol_execbench
 from tilegym_db.integrations.interchange.adapt import (
     Adapted,
     AdaptedSolution,
@@ -25,10 +24,11 @@ from tilegym_db.integrations.interchange.adapt import (
     adapted_solution,
     why_not_by_element,
 )
+from tilegym_db.integrations.interchange.foreign_blobs import base_of
 from tilegym_db.integrations.interchange.foreign_inputs import draw_contents
 from tilegym_db.integrations.interchange.foreign_rules import ForeignRule, rule_for
 from tilegym_db.integrations.interchange.sandboxed import Confined, expected_by_reference, prepare_solution
-from tilegym_db.integrations.interchange.tensor_constraints import Unknown, holds
+from tilegym_db.records.content_constraints import Unknown, holds
 from tilegym_db.scratch import scratch_folder
 from tilegym_db.store.imported import DataSet, StoredRecord, import_lock, imported_folder
 from tilegym_db.verify.expected import Expected
@@ -126,10 +126,8 @@ def workloads_of(found: DataSet) -> dict[str, list[tuple[Mapping[str, Any], str]
     """Definition -> its Workloads with the folder that their tensors' paths start at; then those that only traces have."""
     workloads: dict[str, dict[str, tuple[Mapping[str, Any], str]]] = {}
     for item in (*found.of_kind("workload"), *found.of_kind("trace")):
-        is_problem = found.dialect == sol_execbench.DIALECT
-        base = PurePosixPath(item.path).parent.as_posix() if is_problem else ""
         record = item.record["workload"] if item.kind == "trace" else item.record
-        workloads.setdefault(item.definition, {}).setdefault(item.name, (record, base))
+        workloads.setdefault(item.definition, {}).setdefault(item.name, (record, base_of(found, item)))
     return {name: list(items.values()) for name, items in workloads.items()}
 
 

@@ -91,7 +91,7 @@ class Specialised:
             "tags": [*source.tags],
             "description": source.description or f"{source.name} of tilegym-db.",
         }
-        constraints = [*source.constraints, *derived]
+        constraints = [*source.constraints, *source.content_constraints, *derived]
         return record | ({"constraints": constraints} if constraints else {})
 
     def _tensor(self, name: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ BEST = """
         AND ($gpus::VARCHAR[] IS NULL OR list_contains($gpus::VARCHAR[], gpu))
         AND list_bool_and(list_transform(
             map_entries($axes::MAP(VARCHAR, BIGINT)), lambda a: axes[a.key] IS NOT DISTINCT FROM a.value)) IS NOT FALSE
-    ORDER BY definition, gpu, dtypes_key, axes_key, scalars_key, layouts_key
+    ORDER BY definition, gpu, dtypes_key, axes_key, scalars_key, layouts_key, blobs_key
     LIMIT $most
 """
 
@@ -29,7 +29,7 @@ BEST_IN_A_LANGUAGE = BEST.replace(
     "FROM best\n",
     """FROM (
         FROM best_per_solution WHERE language = $language
-        QUALIFY row_number() OVER (PARTITION BY definition, gpu, dtypes_key, axes_key, scalars_key, layouts_key
+        QUALIFY row_number() OVER (PARTITION BY definition, gpu, dtypes_key, axes_key, scalars_key, layouts_key, blobs_key
             ORDER BY latency_us, trace_id) = 1)\n""",
 )
 
@@ -44,7 +44,7 @@ LEADERBOARD = """
 _SIZE = "coalesce(sol_us, list_product(map_values(axes)))"
 SIZES = f"""
     SELECT definition, gpu, solution, dtypes_key,
-        list(latency_us ORDER BY {_SIZE}, axes_key, scalars_key, layouts_key, trace_id) AS latencies_us
+        list(latency_us ORDER BY {_SIZE}, axes_key, scalars_key, layouts_key, blobs_key, trace_id) AS latencies_us
     FROM best_per_solution
     WHERE ($definition IS NULL OR definition = $definition) AND ($op_type IS NULL OR op_type = $op_type)
         AND ($solution IS NULL OR solution = $solution)

@@ -71,6 +71,7 @@ LIKELY_FASTEST = """
     FROM best b
     JOIN best_per_solution p ON p.definition = b.definition AND p.gpu = b.gpu AND p.dtypes_key = b.dtypes_key
         AND p.axes_key = b.axes_key AND p.scalars_key = b.scalars_key AND p.layouts_key = b.layouts_key
+        AND p.blobs_key = b.blobs_key
         AND (p.latency_us <= greatest(b.latency_us + $margin_us, b.latency_us * (1 + $margin))
             OR list_contains($whole::VARCHAR[], b.definition))
     WHERE b.gpu = $gpu AND p.gpu = $gpu

@@ -33,10 +33,11 @@ _BY_POINT = "ORDER BY definition, dtypes_key, axes_key, scalars_key, layouts_key
 
 VERIFIED = f"SELECT {_POINT} FROM best_per_solution WHERE gpu = $gpu {_BY_POINT}"
 
+# A call is served by its sizes alone: how long the contents of one file take says nothing of what is in another call.
 PUBLISHABLE = f"""
     SELECT {_POINT} FROM traces WHERE gpu = $gpu AND trace_id IN (
         SELECT arg_min(trace_id, row(latency_us, trace_id)) FROM verified
-        WHERE gpu = $gpu AND tier = 'promotion' AND sandbox_level >= {PUBLISHED_SANDBOX_LEVEL}
+        WHERE gpu = $gpu AND tier = 'promotion' AND sandbox_level >= {PUBLISHED_SANDBOX_LEVEL} AND blobs_key = ''
         GROUP BY definition, dtypes_key, axes_key, scalars_key, layouts_key, solution)
     {_BY_POINT}
 """
@@ -48,9 +49,11 @@ KEPT_BACK = f"""
     SELECT
         count(*) FILTER (NOT verified AND NOT doubted) AS revoked,
         count(*) FILTER (NOT verified AND doubted) AS doubted,
-        count(*) FILTER (verified AND NOT confined) AS unconfined
+        count(*) FILTER (verified AND NOT confined) AS unconfined,
+        count(*) FILTER (verified AND confined AND of_files) AS of_files
     FROM (
         SELECT
+            t.blobs_key <> '' AS of_files,
             bool_or(v.trace_id IS NOT NULL) AS verified,
             bool_or(t.doubt IS NOT NULL) AS doubted,
             bool_or(v.trace_id IS NOT NULL AND t.sandbox_level >= {PUBLISHED_SANDBOX_LEVEL}) AS confined
@@ -59,7 +62,7 @@ KEPT_BACK = f"""
         JOIN solution_records s ON s.is_current AND s.name = t.solution AND s.digest = t.solution_digest
         LEFT JOIN verified v ON v.trace_id = t.trace_id
         WHERE t.gpu = $gpu AND t.tier = 'promotion' AND t.status = 'PASSED' AND is_counted(t.origin, t.trusted)
-        GROUP BY t.solution, t.config_key, t.axes_key, t.dtypes_key, t.scalars_key, t.layouts_key)
+        GROUP BY t.solution, t.config_key, t.axes_key, t.dtypes_key, t.scalars_key, t.layouts_key, t.blobs_key)
 """
 
 REVOKING = """
@@ -157,8 +160,8 @@ def provided(store: Store) -> dict[str, str | None]:
 def kept_back(store: Store, gpu: str) -> dict[str, int]:
     """How many solutions, configs and shapes of a GPU were promoted and are not publishable, as reason -> count.
 
-    The reasons are ``revoked`` (a later failure), ``doubted`` (figures that cannot be true) and ``unconfined`` (below the
-    sandbox level of what is published).
+    The reasons are ``revoked`` (a later failure), ``doubted`` (figures that cannot be true), ``unconfined`` (below the
+    sandbox level of what is published) and ``of_files`` (measured on contents of files).
     """
     (counts,) = store.rows(KEPT_BACK, {"gpu": gpu})
     return counts

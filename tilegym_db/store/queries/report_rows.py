@@ -29,14 +29,14 @@ __all__ = [
     "solution_rows",
 ]
 
-_SHAPE = "definition, gpu, dtypes_key, axes_key, scalars_key, layouts_key"
+_SHAPE = "definition, gpu, dtypes_key, axes_key, scalars_key, layouts_key, blobs_key"
 
 # `is_fastest` is the row of the view `best`: both break ties by trace_id.
 EVIDENCE = f"""
-    SELECT definition, op_type, gpu, axes, axes_key, dtypes, dtypes_key, scalars, scalars_key, layouts_key,
+    SELECT definition, op_type, gpu, axes, axes_key, dtypes, dtypes_key, scalars, scalars_key, layouts_key, blobs, blobs_key,
         solution, language, role, config, config_key, latency_us, ci_low_us, ci_high_us, samples, speedup, speedup_ci_low,
         sol_us, sol_ratio, trace_id, timestamp, origin, gpu_name, driver, libs, tier, sandbox_level, cases, envelope_cases,
-        envelope_digest, rel_fro, max_abs, timer, clock_mhz, solution_digest,
+        envelope_digest, workload_uuid, rel_fro, max_abs, timer, clock_mhz, solution_digest,
         row_number() OVER (PARTITION BY {_SHAPE} ORDER BY latency_us, trace_id) = 1 AS is_fastest,
         row_number() OVER (PARTITION BY {_SHAPE}, language ORDER BY latency_us, trace_id) = 1 AS is_fastest_in_language
     FROM best_per_solution
@@ -79,7 +79,7 @@ CHANGES = """
         SELECT *, lag(ci_high_us) OVER earlier AS ci_high_before, lag(latency_us) OVER earlier AS latency_before
         FROM traces WHERE status = 'PASSED' AND tier = 'promotion' AND is_counted(origin, trusted) AND doubt IS NULL
         WINDOW earlier AS (
-            PARTITION BY definition, solution, config_key, gpu, dtypes_key, axes_key, scalars_key, layouts_key
+            PARTITION BY definition, solution, config_key, gpu, dtypes_key, axes_key, scalars_key, layouts_key, blobs_key
             ORDER BY timestamp, trace_id))
     SELECT if(trace_id IN (SELECT trace_id FROM promotions), 'promotion', 'verified') AS kind,
         timestamp::DATE::VARCHAR AS day, definition, solution, gpu, count(*) AS cases,
@@ -174,7 +174,7 @@ FURTHEST = """
     WITH fastest AS (
         SELECT definition, gpu, solution, axes_key, dtypes_key, latency_us, sol_us, sol_ratio FROM best_per_solution
         WHERE sol_ratio IS NOT NULL
-        QUALIFY row_number() OVER (PARTITION BY definition, gpu, dtypes_key, axes_key, scalars_key, layouts_key
+        QUALIFY row_number() OVER (PARTITION BY definition, gpu, dtypes_key, axes_key, scalars_key, layouts_key, blobs_key
             ORDER BY latency_us, trace_id) = 1)
     FROM fastest
     QUALIFY row_number() OVER (PARTITION BY definition, gpu ORDER BY sol_us DESC, axes_key, dtypes_key) = 1

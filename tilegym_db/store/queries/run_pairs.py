@@ -13,19 +13,19 @@ __all__ = ["rows_of_two_runs", "run_facts", "run_ids"]
 _OF_RUN = """
     SELECT * FROM traces WHERE run_id = {run} AND is_counted(origin, trusted)
     QUALIFY row_number() OVER (
-        PARTITION BY definition, solution, config_key, dtypes_key, axes_key, scalars_key, layouts_key
+        PARTITION BY definition, solution, config_key, dtypes_key, axes_key, scalars_key, layouts_key, blobs_key
         ORDER BY tier = 'promotion' DESC, timestamp DESC, trace_id) = 1
 """
 PAIRS = f"""
     WITH one AS ({_OF_RUN.format(run="$a")}), two AS ({_OF_RUN.format(run="$b")})
-    SELECT definition, solution, config_key, dtypes_key, axes_key, scalars_key, layouts_key,
+    SELECT definition, solution, config_key, dtypes_key, axes_key, scalars_key, layouts_key, blobs_key,
         coalesce(one.language, two.language) AS language, one.solution_digest = two.solution_digest AS same_source,
         one.status AS a_status, two.status AS b_status, one.reason AS a_reason, two.reason AS b_reason,
         one.tier AS a_tier, two.tier AS b_tier, one.trace_id AS a_trace, two.trace_id AS b_trace,
         one.latency_us AS a_us, one.ci_low_us AS a_low_us, one.ci_high_us AS a_high_us,
         two.latency_us AS b_us, two.ci_low_us AS b_low_us, two.ci_high_us AS b_high_us
-    FROM one FULL JOIN two USING (definition, solution, config_key, dtypes_key, axes_key, scalars_key, layouts_key)
-    ORDER BY definition, solution, config_key, dtypes_key, axes_key, scalars_key, layouts_key
+    FROM one FULL JOIN two USING (definition, solution, config_key, dtypes_key, axes_key, scalars_key, layouts_key, blobs_key)
+    ORDER BY definition, solution, config_key, dtypes_key, axes_key, scalars_key, layouts_key, blobs_key
 """
 FACTS = """
     SELECT run_id, min(timestamp) AS began, max(timestamp) AS ended, count(*) AS traces,

@@ -13,7 +13,7 @@ __all__ = ["rows_of_both"]
 
 BOTH = """
     SELECT
-        a.definition, a.gpu, a.axes_key, a.dtypes_key, a.scalars_key, a.layouts_key,
+        a.definition, a.gpu, a.axes_key, a.dtypes_key, a.scalars_key, a.layouts_key, a.blobs_key,
         a.latency_us AS a_us, a.ci_low_us AS a_low_us, a.ci_high_us AS a_high_us,
         b.latency_us AS b_us, b.ci_low_us AS b_low_us, b.ci_high_us AS b_high_us,
         b.latency_us / a.latency_us AS ratio,
@@ -21,9 +21,10 @@ BOTH = """
     FROM best_per_solution a
     JOIN best_per_solution b ON b.definition = a.definition AND b.gpu = a.gpu AND b.dtypes_key = a.dtypes_key
         AND b.axes_key = a.axes_key AND b.scalars_key = a.scalars_key AND b.layouts_key = a.layouts_key
+        AND b.blobs_key = a.blobs_key
     WHERE a.solution = $a AND b.solution = $b
         AND ($gpus::VARCHAR[] IS NULL OR list_contains($gpus::VARCHAR[], a.gpu))
-    ORDER BY a.gpu, a.dtypes_key, a.axes_key, a.scalars_key, a.layouts_key
+    ORDER BY a.gpu, a.dtypes_key, a.axes_key, a.scalars_key, a.layouts_key, a.blobs_key
 """
 
 

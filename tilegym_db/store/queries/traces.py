@@ -38,7 +38,7 @@ TRACES_BY_ID = "FROM trace_records WHERE trace_id IN (SELECT unnest($trace_ids::
 DEFINITION_BY_DIGEST = "SELECT record FROM definition_records WHERE digest = $digest"
 
 _KEYS = (
-    "config_key", "axes_key", "dtypes_key", "scalars_key", "layouts_key", "origin", "trusted", "doubt",
+    "config_key", "axes_key", "dtypes_key", "scalars_key", "layouts_key", "blobs_key", "origin", "trusted", "doubt",
     "is_newest",
 )  # fmt: skip
 """Columns of the store's own, which are no part of a trace."""

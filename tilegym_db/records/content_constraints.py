@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-__all__ = ["Unknown", "holds"]
+__all__ = ["Unknown", "check_content_constraints", "constraint_problem", "holds"]
 
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
@@ -44,6 +44,36 @@ def holds(text: str, values: Mapping[str, Any]) -> bool:
         OverflowError,
     ) as error:
         raise Unknown(f"{text!r} cannot be evaluated: {error}") from None
+
+
+def constraint_problem(text: str, names: Collection[str]) -> str | None:
+    """Why :func:`holds` can never evaluate a constraint over these axes and inputs; None where it may."""
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return f"{text!r} is no expression: {error}"
+    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name) if name not in names and not (id(node) in called and name in _FUNCTIONS):
+                return f"{text!r} uses '{name}', which is no axis and no input"
+            case ast.Attribute(attr=name) if name not in (_METHODS if id(node) in called else {"shape"}):
+                return f"{text!r} uses '.{name}', which is not known here"
+            case ast.Call(keywords=[_, *_]) | ast.Lambda() | ast.IfExp() | ast.NamedExpr() | ast.Starred():
+                return f"{ast.unparse(node)!r} is not known here"
+            case ast.comprehension() | ast.Dict() | ast.Set() | ast.JoinedStr() | ast.Await():
+                return f"{text!r} is no comparison of sizes and contents"
+            case ast.BinOp(op=op) | ast.UnaryOp(op=op) if type(op) not in _OPERATORS:
+                return f"{ast.unparse(node)!r} is not known here"
+    return None
+
+
+def check_content_constraints(texts: Collection[str], axes: Collection[str], inputs: Collection[str]) -> None:
+    """Each can be evaluated, and names axes and inputs only."""
+    for number, text in enumerate(texts):
+        problem = constraint_problem(text, {*axes, *inputs})
+        if problem is not None:
+            raise ValueError(f"content_constraints[{number}]: {problem}")
 
 
 def _value(node: ast.expr, values: Mapping[str, Any], depth: int) -> Any:
