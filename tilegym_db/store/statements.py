@@ -22,7 +22,7 @@ __all__ = [
     "views_sql",
 ]
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 """Version of ``schema.sql``."""
 
 VERIFIED_TIERS: tuple[str, ...] = ("promotion",)
