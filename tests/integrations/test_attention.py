@@ -25,6 +25,7 @@ from transformers.models.llama import modeling_llama
 
 from tilegym_db import Catalog, patch, patched
 from tilegym_db.integrations.transformers import handle as patch_handle
+from tilegym_db.integrations.transformers.decorators import undecorated
 from tilegym_db.integrations.transformers.parts import attention as part
 from tilegym_db.integrations.transformers.parts.attention import why_stock
 
@@ -347,11 +348,11 @@ def served_registry(module: Any) -> Any:
     """The registry that a patched attention forward sees: a global of the copy of its code."""
     cells = type(module).forward.__closure__
     (shadow,) = [
-        cell.cell_contents
+        plain
         for cell in cells
-        if isinstance(cell.cell_contents, types.FunctionType)
-        and part.REGISTRY in cell.cell_contents.__globals__
-        and isinstance(cell.cell_contents.__globals__[part.REGISTRY], part.Interfaces)
+        if isinstance(plain := undecorated(cell.cell_contents), types.FunctionType)
+        and part.REGISTRY in plain.__globals__
+        and isinstance(plain.__globals__[part.REGISTRY], part.Interfaces)
     ]
     return shadow.__globals__[part.REGISTRY]
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from tilegym_db.integrations.transformers.decorators import is_renaming, undecorated, without_checkpointing
 from tilegym_db.integrations.transformers.fingerprint import once_per_function
 
 __all__ = ["ADD_NORM", "fused_norms", "is_owned", "parsed", "plain_forward", "recompiled", "rewritten"]
@@ -30,28 +31,14 @@ ADD_NORM = "_tilegym_db_add_norm"
 
 
 def plain_forward(cls: type[torch.nn.Module]) -> FunctionType | None:
-    """The function that a class's forward runs, out of the wrapper that transformers puts around every layer's.
+    """The function that a class's forward runs, out of the wrappers of transformers whose part is known.
 
     None where another wrapper is around it, whose part is not known, or it is no function of plain source.
     """
-    forward: Any = cls.forward
-    if isinstance(forward, FunctionType) and forward.__code__ in _checkpointing_codes():
-        forward = getattr(forward, "__wrapped__", None)
+    forward: Any = undecorated(without_checkpointing(cls.forward))
     if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__") or forward.__code__.co_freevars:
         return None
     return forward
-
-
-@cache
-def _checkpointing_codes() -> frozenset[Any]:
-    """The code of the wrapper for gradient checkpointing, which does nothing outside of training."""
-    try:
-        from transformers.modeling_layers import GradientCheckpointingLayer
-    except ImportError:
-        return frozenset()
-    defined = vars(GradientCheckpointingLayer).get("__init_subclass__")
-    code = getattr(getattr(defined, "__func__", None), "__code__", None)
-    return frozenset(const for const in getattr(code, "co_consts", ()) if hasattr(const, "co_code"))
 
 
 @once_per_function
@@ -90,14 +77,17 @@ def recompiled(forward: FunctionType, function: ast.FunctionDef) -> FunctionType
 
 
 def parsed(forward: FunctionType) -> ast.FunctionDef | None:
-    """The tree of a function of plain source; None of any other."""
+    """The tree of a function of plain source, without decorators that rename arguments; None of any other function."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
     except (OSError, SyntaxError):
         return None
     function = tree.body[0] if tree.body else None
-    if not isinstance(function, ast.FunctionDef) or function.decorator_list or function.name != forward.__name__:
+    if not isinstance(function, ast.FunctionDef) or function.name != forward.__name__:
         return None
+    if not all(is_renaming(decorator, forward.__globals__) for decorator in function.decorator_list):
+        return None
+    function.decorator_list = []
     return function
 
 

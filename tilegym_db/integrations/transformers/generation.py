@@ -61,7 +61,7 @@ def static_cache(model: Any, ids: torch.Tensor, new: int, backend: str = "induct
     config._compile_all_devices = True  # transformers would leave a CPU uncompiled
     cache: Any = StaticCache(config=model.config.get_text_config(), max_cache_len=ids.shape[1] + new)
     generate = _generator(
-        model, ids, new, {"past_key_values": cache, "compile_config": config}, lambda: _held_by(cache)
+        model, ids, new, {_name_of_cache(model): cache, "compile_config": config}, lambda: _held_by(cache)
     )
 
     def generate_from_nothing() -> Generation:
@@ -119,6 +119,11 @@ def _generator(
         return Generation(first, tpot, end, tokens[:, ids.shape[1] :].cpu(), marks.peak_bytes(weights + before))
 
     return generate
+
+
+def _name_of_cache(model: Any) -> str:
+    """What a model's forward, and so ``generate``, calls its cache: ``past_key_values`` up to transformers 5.23."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def _bytes_of(tensors: Sequence[torch.Tensor]) -> int:

@@ -13,6 +13,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.errors import UsageError
 from tilegym_db.integrations.transformers.call_site import CallSite
 from tilegym_db.integrations.transformers.capture import ModelInputs, captured_calls
+from tilegym_db.integrations.transformers.decorators import decorated_alike, undecorated
 from tilegym_db.integrations.transformers.found import Found, Globals, OwnCode, PartCall
 from tilegym_db.integrations.transformers.giving_up import is_compiled_code_about, why_given_up
 from tilegym_db.integrations.transformers.gpu_time import GpuTime, profiled
@@ -287,6 +288,6 @@ def _forward(calls: Sequence[PartCall]) -> Callable[..., Any]:
 
 
 def _shadowed(stock: Any, replacements: dict[str, Any], owner: CallSite) -> Callable[..., Any]:
-    shadowed, forget = shadow_function(stock, replacements)
+    shadowed, forget = shadow_function(undecorated(stock), replacements)
     owner.shadows.append(forget)
-    return shadowed
+    return decorated_alike(stock, shadowed)

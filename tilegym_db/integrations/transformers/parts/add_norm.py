@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tilegym_db.integrations.transformers.call_site import HAS_HOOKS, HELD, IN_TRAINING, NOT_ROWS, CallSite
+from tilegym_db.integrations.transformers.decorators import decorated_alike, without_checkpointing
 from tilegym_db.integrations.transformers.found import (
     Found,
     KnownCode,
@@ -111,7 +112,7 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
     fused = add_norm_function(site, attributes, unpatched_class(norm))
     rewrote, forget = shadow_function(rewritten(plain, found.function), {ADD_NORM: fused})
     site.shadows.append(forget)
-    return layer_forward(stock, rewrote, site)
+    return layer_forward(stock, decorated_alike(without_checkpointing(stock), rewrote), site)
 
 
 def layer_forward(stock: Callable[..., Any], fused: Callable[..., Any], site: CallSite) -> Callable[..., Any]:

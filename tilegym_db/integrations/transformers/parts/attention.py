@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tilegym_db.integrations.transformers.call_site import AUTOCAST, CallSite
+from tilegym_db.integrations.transformers.decorators import undecorated
 from tilegym_db.integrations.transformers.found import (
     WRAPPED,
     Found,
@@ -83,7 +84,7 @@ def _is_decode(definition: Definition) -> bool:
 
 def variants(found: Found, known: KnownCode) -> Variants | str:
     """By the source of the function that the forward's registry has for ``sdpa``."""
-    forward: Any = found.module_class.forward
+    forward: Any = undecorated(found.module_class.forward)
     if hasattr(forward, "__wrapped__"):
         return WRAPPED
     sdpa = sdpa_function(forward)
@@ -97,7 +98,7 @@ def variants(found: Found, known: KnownCode) -> Variants | str:
 
 def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
     """Run the attention function on the last so many positions of a few, with two query heads to a key head."""
-    sdpa = sdpa_function(type(module).forward)
+    sdpa = sdpa_function(undecorated(type(module).forward))
     inputs: dict[str, Any] = {**drawn_inputs(nominee.definition, SIZES, device_of(module))}
     scalars = {name: SCALE for name, spec in nominee.definition.inputs.items() if spec.is_scalar}
     asking = types.SimpleNamespace(num_key_value_groups=2, is_causal=True, training=False)
@@ -109,9 +110,10 @@ def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
 def forward(stock: Any, calls: Sequence[PartCall]) -> Globals:
     """The registry of attention functions that an attention forward is to see instead of its own."""
     sites = {_is_decode(_definition(found)): site for found, site in calls}
-    sdpa = sdpa_function(stock)
+    own = undecorated(stock)
+    sdpa = sdpa_function(own)
     served = attention_function(sdpa, sites.get(False), sites.get(True))
-    interfaces = Interfaces(stock.__globals__[REGISTRY], sdpa, served, next(iter(sites.values())).bypass)
+    interfaces = Interfaces(own.__globals__[REGISTRY], sdpa, served, next(iter(sites.values())).bypass)
     # What trains is whole sequences.
     return Globals({REGISTRY: interfaces}, {}, [site for is_decode, site in sites.items() if not is_decode])
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tilegym_db.integrations.transformers.call_site import AUTOCAST, HAS_HOOKS, NOT_ROWS, CallSite
+from tilegym_db.integrations.transformers.decorators import decorated_alike, undecorated
 from tilegym_db.integrations.transformers.found import (
     WRAPPED,
     Found,
@@ -58,7 +59,7 @@ class Gate(NamedTuple):
 
 def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[Found]:
     """Modules with projections and norms of keys and values, or whose code is stated."""
-    is_stated = of_class(lambda cls: known.is_stated(KIND, cls.forward))
+    is_stated = of_class(lambda cls: known.is_stated(KIND, undecorated(cls.forward)))
     return grouped(
         KIND,
         [
@@ -72,10 +73,11 @@ def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[F
 def variants(found: Found, known: KnownCode) -> Variants | str:
     """By the source of the forward, and of the norms that it calls."""
     cls, module = found.module_class, found.modules[0]
-    if hasattr(cls.forward, "__wrapped__"):
+    own: Any = undecorated(cls.forward)
+    if hasattr(own, "__wrapped__"):
         return WRAPPED
     children = {name: unpatched_class(child).forward for name, child in module._modules.items() if child is not None}
-    nominees = known.look_up(KIND, cls.forward, {**methods(cls), **children}, "its n-gram forward", {})
+    nominees = known.look_up(KIND, own, {**methods(cls), **children}, "its n-gram forward", {})
     return nominees if isinstance(nominees, str) else Variants(nominees)
 
 
@@ -121,7 +123,7 @@ def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
     twin = copy.copy(module)
     kept = {name: _with_weight(getattr(module, name), value) for name, value in zip(norms, weights, strict=True)}
     vars(twin)["_modules"] = {**module._modules, **kept}
-    plain: Any = found.module_class.forward
+    plain: Any = undecorated(found.module_class.forward)
     try:
         with torch.no_grad():
             out = own_gate(plain, nominee)(twin, keys.flatten(1)[None], values[None], hidden.flatten(1)[None])
@@ -216,12 +218,12 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
     ((found, site),) = calls
     nominee = found.nominee
     assert nominee is not None, "only what is confirmed is patched"
-    module = found.modules[0]
+    module, own = found.modules[0], undecorated(stock)
     classes = {name: unpatched_class(getattr(module, name)) for name in norms_of(nominee)}
-    served = gate_function(site, nominee, own_gate(stock, nominee), classes)
-    rewrote, forget = shadow_function(rewritten(stock, nominee), {GATE: served})
+    served = gate_function(site, nominee, own_gate(own, nominee), classes)
+    rewrote, forget = shadow_function(rewritten(own, nominee), {GATE: served})
     site.shadows.append(forget)
-    return layer_forward(stock, rewrote, site)
+    return layer_forward(stock, decorated_alike(stock, rewrote), site)
 
 
 def gate_function(

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tilegym_db.integrations.transformers.call_site import AUTOCAST, NOT_ROWS, CallSite
+from tilegym_db.integrations.transformers.decorators import decorated_alike, without_checkpointing
 from tilegym_db.integrations.transformers.fingerprint import once_per_function, source_fingerprint
 from tilegym_db.integrations.transformers.found import (
     Found,
@@ -188,7 +189,7 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
     own, _ = own_step(plain, nominee)
     rewrote, forget = shadow_function(rewritten(plain, nominee), {POST: post_function(site, nominee, own)})
     site.shadows.append(forget)
-    return layer_forward(stock, rewrote, site)
+    return layer_forward(stock, decorated_alike(without_checkpointing(stock), rewrote), site)
 
 
 def rewritten(forward: FunctionType, nominee: Nominee) -> FunctionType:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tilegym_db.integrations.transformers.call_site import CallSite
+from tilegym_db.integrations.transformers.decorators import undecorated
 from tilegym_db.integrations.transformers.found import (
     WRAPPED,
     Found,
@@ -59,7 +60,7 @@ def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[F
 
 def variants(found: Found, known: KnownCode) -> Variants | str:
     """By the source of the function, as the module of the forward has it."""
-    forward: Any = found.module_class.forward
+    forward: Any = undecorated(found.module_class.forward)
     if hasattr(forward, "__wrapped__"):
         return WRAPPED
     function = forward.__globals__.get(found.function)
@@ -72,7 +73,7 @@ def variants(found: Found, known: KnownCode) -> Variants | str:
 
 def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
     """Run the function on random heads, with tables whose halves differ: a variant that reads one half only is another one."""
-    forward: Any = type(module).forward
+    forward: Any = undecorated(type(module).forward)
     return probe_function(forward.__globals__[found.function], nominee, device_of(module))
 
 
@@ -85,10 +86,11 @@ def probe_function(function: Callable[..., Any], nominee: Nominee, device: torch
 
 def forward(stock: Any, calls: Sequence[PartCall]) -> Globals:
     """The rotary functions that an attention forward is to see instead of its own."""
+    own = undecorated(stock).__globals__
 
     def replaced(training: bool) -> dict[str, Any]:
         return {
-            found.function: rope_function(stock.__globals__[found.function], site, _inputs(found), training=training)
+            found.function: rope_function(own[found.function], site, _inputs(found), training=training)
             for found, site in calls
             if site.training is not None or not training
         }
