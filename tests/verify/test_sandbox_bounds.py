@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tilegym_db.confinement.bounds import HOST_SHARE, ResourceBounds, Usage, available_processors, violation
-from tilegym_db.verify.worker.process import WorkerDied, WorkerTimeout
+from tilegym_db.verify.worker.losses import WorkerDied, WorkerTimeout
 
 pytestmark = pytest.mark.slow
 

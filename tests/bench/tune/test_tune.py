@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilegym_db.bench.benchmark import BenchReport, promote
+from tilegym_db.bench.bench_report import BenchReport
+from tilegym_db.bench.benchmark import promote
 from tilegym_db.bench.executor.local import LocalExecutor
 from tilegym_db.bench.plan import DefinitionPlan
 from tilegym_db.bench.tune.candidates import ConfigCandidate
