@@ -91,6 +91,7 @@ time.sleep(90)
 """
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("body", "message"),
     [
