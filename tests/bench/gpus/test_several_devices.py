@@ -68,9 +68,7 @@ def test_a_supervisor_killed_in_the_middle_loses_nothing_and_repeats_nothing(cat
             os.kill(killed[0], signal.SIGKILL)
 
     observer = Observer(traced=kill_one, at_work=lambda device, what: at_work.append((device, what)))
-    report = promote(
-        ("row_scale",), gpu="cpu", quick=True, catalog=catalog, store_home=home, gpus=cpu_slots(2), observer=observer
-    )
+    report = promote(("row_scale",), gpu="cpu", catalog=catalog, store_home=home, gpus=cpu_slots(2), observer=observer)
 
     status = {"row_scale_stock": "PASSED", "row_scale_wrong": "INCORRECT_NUMERICAL"}
     uuids = [workload.uuid for workload in catalog.workloads_for("row_scale")]
@@ -119,15 +117,13 @@ def test_searches_on_two_slots_find_the_same_winner_and_a_second_run_tries_nothi
     catalog = make_catalog(home / "catalog", {"row_scale_blocked": tunable}, sizes)
     at_work: set[str] = set()
     observer = TuneObserver(at_work=lambda device, what: at_work.add(device))
-    report = tune(
-        gpu="cpu", quick=True, catalog=catalog, store_home=home, budget_s=5, gpus=cpu_slots(2), observer=observer
-    )
+    report = tune(gpu="cpu", catalog=catalog, store_home=home, budget_s=5, gpus=cpu_slots(2), observer=observer)
     assert {result.workload_uuid: result.config for result in report.results} == {
         workload.uuid: {"ROWS": 48} for workload in catalog.workloads_for("row_scale")
     }
     assert at_work == {"slot 0", "slot 1"}
     assert (report.notes, report.unfinished) == ([], [])
-    again = tune(gpu="cpu", quick=True, catalog=catalog, store_home=home, budget_s=5)
+    again = tune(gpu="cpu", catalog=catalog, store_home=home, budget_s=5)
     assert [result.config for result in again.results] == [{"ROWS": 48}] * 2
     assert again.steps == []
 
