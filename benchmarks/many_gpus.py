@@ -27,7 +27,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tilegym_db.bench.benchmark import BenchReport, benchmark, promote
+from tilegym_db.bench.bench_report import BenchReport
+from tilegym_db.bench.benchmark import benchmark, promote
 from tilegym_db.bench.gpus.devices import MeasuringDevice, cpu_slots, devices_of, share_processors
 from tilegym_db.bench.phases import AT_WORK, IDLE, PREPARE, PROCESSORS, SIDE_BY_SIDE, START, TIME, VERIFY, WAIT
 from tilegym_db.bench.run_setup import Observer

@@ -35,7 +35,8 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.errors import HardwareError, TilegymDBError
 from tilegym_db.records.hardware import CPU
 from tilegym_db.scratch import scratch_folder
-from tilegym_db.verify.worker.process import WorkerDied, WorkerProcess, WorkerTimeout
+from tilegym_db.verify.worker.losses import WorkerDied, WorkerTimeout
+from tilegym_db.verify.worker.process import WorkerProcess
 
 WORKER = Path(__file__).with_name("pressure_worker.py")
 COLD_SHARE = 0.25

@@ -21,9 +21,13 @@ from full_run import (
     CHOICE,
     MARK,
     STATE,
+    SWEEP,
     Choice,
+    beyond_the_sample,
     check_marks,
     digest_of_test,
+    file_of,
+    is_by_hand,
     is_whole,
     judge_digest,
     record_digests,
@@ -63,7 +67,9 @@ KERNEL = "def run(x, weight, factor, out):\n    out.copy_((x.float() * weight.fl
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    help_text = "try every shipped record, not only those that differ from the last such run and a sample of the rest"
+    help_text = (
+        "try every shipped record and every case of a sweep, not only what changed since the last such run and a sample"
+    )
     parser.addoption("--all-records", action="store_true", help=help_text)
 
 
@@ -112,16 +118,18 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    choice, left_out = config.stash[CHOICE], []
+    choice = config.stash[CHOICE]
+    left_out = [] if is_by_hand(config) else beyond_the_sample(items, choice)
     check_marks(items, choice)
     for item in items:
         keys = records_of(item, choice)
-        test = item.path.relative_to(STATE.parent).as_posix()
-        if keys and item.get_closest_marker("alone"):
+        test = file_of(item)
+        known = keys or item.get_closest_marker(SWEEP)
+        if known and item.get_closest_marker("alone"):
             raise pytest.UsageError(f"{item.nodeid}: a whole run is known without the tests that run alone.")
         if keys and not choice.tries(keys, test, digest_of_test(item.path)):
             left_out.append(item)
-        item.user_properties += [(MARK, (test, sorted(keys)))] if keys else []
+        item.user_properties += [(MARK, (test, sorted(keys)))] if known else []
     leave_out(config, items, left_out)
     # Files go to whoever is free: one that takes minutes must not be the last, with everybody waiting for it.
     slow = {item.path for item in items if item.get_closest_marker("slow")}

@@ -1,13 +1,15 @@
-"""Which tests of shipped records ``make test`` runs: those of what differs from the last whole run, and of a sample of the rest.
+"""Which tests ``make test`` runs: of shipped records and of long sweeps, those of what has changed and a sample of the rest.
 
-Such a test has the mark ``records``, which names the parameters that hold records, or records themselves. ``make test-all`` runs
-every one, and where all pass it writes into ``tests/full_run.json`` what judged (records, backends, verification, harness,
-pinned compilers), what each file of such tests was, with the modules of the package that it imports, and every record that
-passed. By it the next run tries
+A test of shipped records has the mark ``records``, which names the parameters that hold records, or records themselves. A test
+of many cases of one kind has the mark ``sweep``. ``make test-all`` runs every one, and where all pass it writes into
+``tests/full_run.json`` what judged (records, backends, verification, harness, pinned compilers), what each file of such tests
+was, with the modules of the package that it imports and the folder of the package, or of pages, that its own is named after, and
+every record that passed. By it the next run tries
 
 * every record, where what judges has changed since, or the file is gone, damaged or edited by hand;
-* every record in a test file that has changed, or that tests a module that has;
-* a record that is new, has changed or was skipped then, and one of eight others, which change with the commit.
+* every record in a test file that has changed, or that tests a module or a folder that has;
+* a record that is new, has changed or was skipped then, and one of sixteen others, which change with the commit;
+* every case of a sweep where the first two are so, else one of eight, or of ``sweep(n)``: at least one, others with each commit.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 STATE = Path(__file__).with_suffix(".json")
 CHEATS = Path(__file__).parent / "exploits" / "cheats"
 MARK = "records"
+SWEEP = "sweep"
 JUDGES = ("backends", "bench", "confinement", "records", "verify")
 COMPILERS = ("torch", "triton", "tilelang", "cuda-tile", "nvidia-cuda-tileiras", "nvidia-cuda-nvcc", "nvidia-nvvm")
 IMPORTS = re.compile(r"^\s*(?:from|import) (tilegym_db(?:\.\w+)+)", re.MULTILINE)
@@ -39,8 +42,10 @@ HELPERS = re.compile(r"^\s*(?:from|import) (\w+(?:\.\w+)*)", re.MULTILINE)
 KINDS = ("definition", "solution", "traces", "cheat")
 ALL_BUT_ALONE = "not alone"
 """What 'make test' runs first; tests of records are all among it."""
-SAMPLE = 8
+SAMPLE = 16
 """One of so many records that have not changed is tried all the same; which ones changes with the commit."""
+SWEPT = 8
+"""One of so many cases of a sweep is run where nothing has changed."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +100,20 @@ class Choice:
 
     def tries(self, keys: Iterable[str], test: str, digest: str) -> bool:
         """Whether a test of these records runs, which the file ``test`` of this digest holds."""
-        if self.judge != self.last.judge or digest != self.last.tests.get(test):
+        if self.is_new(test, digest):
             return True
         return any(self.last.records.get(key) != self.records[key] or self._is_sampled(key) for key in keys)
+
+    def is_new(self, test: str, digest: str) -> bool:
+        """Whether what judges, or the file ``test`` of this digest, is not what it was in the last whole run."""
+        return self.judge != self.last.judge or digest != self.last.tests.get(test)
+
+    def cases(self, test: str, count: int, one_of: int = SWEPT) -> range:
+        """The numbers of those of its cases that a sweep in this file runs under this commit.
+
+        Sweeps over the same cases run the same ones, so that they can share what is made for one.
+        """
+        return range(self._number(test) % max(1, min(one_of, count)), count, one_of)
 
     def remembered(self, outcomes: Iterable[tuple[str, str, Iterable[str]]]) -> FullRun:
         """A whole run in which nothing failed: outcome, test file and records of each test. What was skipped is left out."""
@@ -110,7 +126,10 @@ class Choice:
         return FullRun(self.judge, tests, {key: self.records[key] for key in passed - skipped})
 
     def _is_sampled(self, key: str) -> bool:
-        return int(_sha256(f"{self.salt}:{key}".encode())[:16], 16) % SAMPLE == 0
+        return self._number(key) % SAMPLE == 0
+
+    def _number(self, key: str) -> int:
+        return int(_sha256(f"{self.salt}:{key}".encode())[:16], 16)
 
 
 CHOICE = pytest.StashKey[Choice]()
@@ -123,6 +142,32 @@ def records_of(item: pytest.Item, choice: Choice) -> frozenset[str]:
     values = [parameters[name] for mark in marks for name in mark.args if name in parameters]
     values += [mark.kwargs["of"] for mark in marks if "of" in mark.kwargs]
     return frozenset(key for value in values for key in choice.keys(value))
+
+
+def beyond_the_sample(items: Iterable[pytest.Item], choice: Choice) -> list[pytest.Item]:
+    """The cases of sweeps that are left to the runs of other commits."""
+    sweeps: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker(SWEEP):
+            sweeps.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left = []
+    for cases in sweeps.values():
+        if not choice.is_new(file_of(cases[0]), digest_of_test(cases[0].path)):
+            mark = cases[0].get_closest_marker(SWEEP)
+            tried = choice.cases(file_of(cases[0]), len(cases), *(mark.args if mark else ()))
+            left += [item for number, item in enumerate(cases) if number not in tried]
+    return left
+
+
+def is_by_hand(config: pytest.Config) -> bool:
+    """Whether somebody named the tests of this run, or runs again what failed: then all of them run."""
+    option = config.option
+    return bool(option.keyword or getattr(option, "lf", False) or any("::" in argument for argument in config.args))
+
+
+def file_of(item: pytest.Item) -> str:
+    """The file of a test, as a whole run remembers it."""
+    return item.path.relative_to(STATE.parent).as_posix()
 
 
 def check_marks(items: Iterable[pytest.Item], choice: Choice) -> None:
@@ -187,14 +232,16 @@ def judge_digest(root: Path = ROOT) -> str:
 
 @cache
 def digest_of_test(path: Path) -> str:
-    """Digest of a test file, of the ``conftest.py`` of its folder and of those above, of what these import of ``tests/``, and of
-    the package's modules that the test file imports."""
+    """Digest of a test file, of the ``conftest.py`` of its folder and of those above, of what these import of ``tests/``, of the
+    package's modules that the test file imports, and of the folder of the package, or of pages, that its own is named after."""
     folders = [folder for folder in path.parents if folder.is_relative_to(STATE.parent)]
     fixtures = [file for folder in folders if (file := folder / "conftest.py").is_file()]
     modules = [ROOT.joinpath(*name.split(".")) for name in IMPORTS.findall(path.read_text(encoding="utf-8"))]
     files = [
         file for module in modules for file in (module.with_suffix(".py"), *module.rglob("*.py")) if file.is_file()
     ]
+    about = path.relative_to(STATE.parent).parts[0]
+    files += [*(ROOT / "tilegym_db" / about).rglob("*.py"), *(ROOT / about).rglob("*.md")]
     return _digest_of({*_with_helpers([path, *fixtures]), *files}, ROOT)
 
 

@@ -15,8 +15,10 @@ from full_run import (
     SAMPLE,
     Choice,
     FullRun,
+    beyond_the_sample,
     check_marks,
     digest_of_test,
+    is_by_hand,
     is_whole,
     judge_digest,
     name_of,
@@ -40,6 +42,51 @@ def test_where_nothing_changed_a_sample_is_tried_that_another_commit_changes() -
     assert first != second
     for chosen in (first, second):
         assert len(RECORDS) / SAMPLE / 2 < len(chosen) < len(RECORDS) / SAMPLE * 2
+
+
+def of_a_sweep(count: int, *given: int) -> list[Any]:
+    """As pytest collects a test with the mark ``sweep`` and so many cases."""
+    mark = SimpleNamespace(args=given)
+    path = Path(__file__).with_name("test_kernels.py")
+    return [
+        SimpleNamespace(nodeid=f"test_kernels.py::test_it[{number}]", path=path, get_closest_marker=lambda name: mark)
+        for number in range(count)
+    ]
+
+
+def test_of_a_sweep_every_case_comes_in_its_turn_and_one_at_least_under_each_commit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = "its text"
+    monkeypatch.setattr(full_run, "digest_of_test", lambda path: text)
+    for count, given, fewest, most in ((3, (), 1, 1), (40, (), 5, 5), (15, (4,), 3, 4)):
+        items = of_a_sweep(count, *given)
+        seen = set()
+        for salt in range(100):
+            left = {item.nodeid for item in beyond_the_sample(items, replace(NOW, salt=str(salt)))}
+            tried = [item.nodeid for item in items if item.nodeid not in left]
+            assert fewest <= len(tried) <= most
+            seen.update(tried)
+        assert len(seen) == count
+    for last in (FullRun(), replace(LAST, judge="another judge"), replace(LAST, tests={})):
+        assert beyond_the_sample(of_a_sweep(40), replace(NOW, last=last)) == []
+    text = "another text"
+    assert beyond_the_sample(of_a_sweep(40), NOW) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "by_hand"),
+    [
+        ({}, False),
+        ({"keyword": "kernel"}, True),
+        ({"lf": True}, True),
+        ({"args": ["tests/test_it.py::test_it[7]"]}, True),
+    ],
+)
+def test_what_somebody_names_or_what_failed_runs_whole(changes: dict[str, Any], by_hand: bool) -> None:
+    option = SimpleNamespace(**{"keyword": "", "lf": False, **changes})
+    config: Any = SimpleNamespace(option=option, args=changes.get("args", ["tests"]))
+    assert is_by_hand(config) is by_hand
 
 
 def test_what_is_new_or_differs_is_tried_under_every_commit() -> None:
@@ -121,6 +168,10 @@ def test_a_whole_run_remembers_what_passed_and_nothing_that_was_skipped() -> Non
         ("skipped", here, ["solution:kernel_2"]),
     ]
     found = NOW.remembered(outcomes)
+    assert NOW.remembered([*outcomes, ("passed", "conftest.py", [])]).tests.keys() == {
+        here,
+        "conftest.py",
+    }  # of a sweep
     assert found == FullRun("judge", {here: digest_of_test(Path(__file__))}, {"solution:kernel_1": "digest 1"})
 
 
@@ -153,6 +204,9 @@ def test_another_compiler_is_another_judge_and_another_library_is_not(name: str,
         ("tests/conftest.py", True),
         ("tilegym_db/module.py", True),
         ("tilegym_db/package/inner.py", True),
+        ("tilegym_db/part/deep/inner.py", True),
+        ("part/page.md", True),
+        ("part/record.json", False),
         ("tests/part/test_other.py", False),
         ("tests/helper.py", True),
         ("tests/part/of_the_helper.py", True),

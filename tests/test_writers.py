@@ -26,7 +26,7 @@ from tilegym_db.store.queries import count_traces
 from tilegym_db.store.tuning import TuningStep
 
 MOMENTS = 20
-ONE_OF = 3
+ONE_OF = 5
 """One of so many moments is tried, which ones changes with the commit; every one in a run of everything."""
 STEPWISE = [name for name in WRITERS if name not in BY_TIME]
 
@@ -190,6 +190,7 @@ def test_a_writer_of_the_database_that_is_killed_at_any_moment_loses_nothing(
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_writer_that_races_itself_lands_or_is_refused_with_a_reason(name: str, place: Place):
     keys = ["same_1"] * 3 + ["other_2", "third_3"]

@@ -52,7 +52,11 @@ PUBLISHED = re.compile(
     r"|\benvelope(: 'STRUCT|\.\w+|,| IS | SET )|\"envelope \d+ cases"
 )
 HOT = re.compile(r"heat or power|by_?\s?heat|names heat|test_heat", re.IGNORECASE)  # temperature is no metaphor
-STAGE_OF_DATA = ("integrations", "loop")  # where 'stage' is what a tag says, or a field of the journal of attempts
+STAGE_OF_DATA = (
+    "integrations",
+    "loop",
+    "test_writers",
+)  # where 'stage' is what a tag says, or a field of the journal of attempts
 
 _WORD = re.compile(
     rf"(?<![a-z])({'|'.join(word.replace(' ', '[ _]') for word in PLAIN_WORDS)})(s|es)?(?![a-z])", re.IGNORECASE

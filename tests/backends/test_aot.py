@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
 import re
@@ -38,58 +39,67 @@ SHAPES: dict[str, dict[str, Any]] = {
     "longer": {"M": 3, "N": 512},
     "padded": {"M": 3, "x": "strided(N + 3, 1)"},
 }
-# language, what is found in its kernel and put there, and what its compiler says of that
-BROKEN = [
-    ("triton", "tl.store(", "tl.no_such_operation(", "no attribute 'no_such_operation'"),
-    ("tilelang", "T.cast(T.cast(", "T.no_such_operation(T.cast(", "no attribute 'no_such_operation'"),
-    (
-        "tilelang",
-        'T.cast(x[row, column], "float32")',
-        'T.call_extern("float32", "undefined_function")',
-        'error: identifier "undefined_function" is undefined',
-    ),
-    ("cutile", "index=(row, 0), shape", "index=(row, 0, 0), shape", "Index size 3 does not match the array rank 2"),
-]
+# language -> what is found in its kernel, what is put there, and what its compiler says of that
+BROKEN = {
+    "triton": [("tl.store(", "tl.no_such_operation(", "no attribute 'no_such_operation'")],
+    "tilelang": [
+        ("T.cast(T.cast(", "T.no_such_operation(T.cast(", "no attribute 'no_such_operation'"),
+        (
+            'T.cast(x[row, column], "float32")',
+            'T.call_extern("float32", "undefined_function")',
+            'error: identifier "undefined_function" is undefined',
+        ),
+    ],
+    "cutile": [
+        ("index=(row, 0), shape", "index=(row, 0, 0), shape", "Index size 3 does not match the array rank 2"),
+    ],
+}
+in_each_language = pytest.mark.parametrize("language", TILE_LANGUAGES)
+"""A compiler takes seconds to load and for each kernel: one language a commit, and every one where a backend has changed."""
 
 
 @pytest.fixture(scope="module")
 def compiled(
     definition: Definition, write_shared_solution: WriteSolution, workload: MakeWorkload, kernels: dict[str, str]
-) -> dict[tuple[str, ...], CompileResult]:
-    """Results by language and target, by language and shape, and by what is broken: of one process a language."""
-    jobs: dict[tuple[str, ...], CompileJob] = {}
-    for language in TILE_LANGUAGES:
+) -> Callable[[str], dict[str, CompileResult]]:
+    """Results of one language by target, by shape, and by what is broken: of one process."""
+
+    @functools.cache
+    def of(language: str) -> dict[str, CompileResult]:
         plain = write_shared_solution(language)
         padded = write_shared_solution(language, name=f"padded_{language}", layouts={"x": "row_contiguous"})
-        jobs |= {(language, target): CompileJob(definition, plain, workload(), target) for target in TARGETS}
-        jobs |= {
-            (language, name): CompileJob(definition, padded, workload(**shape), "sm_90")
-            for name, shape in SHAPES.items()
-        }
-    for number, (language, find, put, _) in enumerate(BROKEN):
-        source = kernels[language].replace(find, put)
-        broken = write_shared_solution(language, source, name=f"broken_{number}")
-        jobs[language, find, put] = CompileJob(definition, broken, workload(), "sm_90")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")  # of the user's own process; it must not reach the compiler
-        return dict(zip(jobs, compile_many(list(jobs.values()), processes=1), strict=True))
+        jobs = {target: CompileJob(definition, plain, workload(), target) for target in TARGETS}
+        jobs |= {name: CompileJob(definition, padded, workload(**shape), "sm_90") for name, shape in SHAPES.items()}
+        for number, (find, put, _) in enumerate(BROKEN[language]):
+            source = kernels[language].replace(find, put)
+            broken = write_shared_solution(language, source, name=f"broken_{language}_{number}")
+            jobs[put] = CompileJob(definition, broken, workload(), "sm_90")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRITON_INTERPRET", "1")  # of the user's own process; it must not reach the compiler
+            return dict(zip(jobs, compile_many(list(jobs.values()), processes=1), strict=True))
+
+    return of
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("language", TILE_LANGUAGES)
-def test_every_target_is_compiled_without_a_gpu(language: str, compiled: dict[tuple[str, ...], CompileResult]) -> None:
-    results = [compiled[language, target] for target in TARGETS]
+@pytest.mark.sweep(len(TILE_LANGUAGES))
+@in_each_language
+def test_every_target_is_compiled_without_a_gpu(
+    language: str, compiled: Callable[[str], dict[str, CompileResult]]
+) -> None:
+    results = [compiled(language)[target] for target in TARGETS]
     assert [(result.status, result.log) for result in results] == [("compiled", "")] * len(TARGETS)
     assert all(len(result.artifacts) == 1 and result.artifacts[0].bytes > 1000 for result in results)
     assert len({result.artifacts[0].key for result in results}) == len(TARGETS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("language", TILE_LANGUAGES)
+@pytest.mark.sweep(len(TILE_LANGUAGES))
+@in_each_language
 def test_the_number_of_tokens_does_not_recompile_and_the_row_length_does(
-    language: str, compiled: dict[tuple[str, ...], CompileResult]
+    language: str, compiled: Callable[[str], dict[str, CompileResult]]
 ) -> None:
-    results = [compiled[language, name] for name in SHAPES]
+    results = [compiled(language)[name] for name in SHAPES]
     assert [result.status for result in results] == ["compiled"] * len(SHAPES), results
     few, many, none, longer, padded = ({artifact.key for artifact in result.artifacts} for result in results)
     assert few == many
@@ -98,15 +108,17 @@ def test_the_number_of_tokens_does_not_recompile_and_the_row_length_does(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("language", "find", "put", "message"), BROKEN)
+@pytest.mark.sweep(len(TILE_LANGUAGES))
+@in_each_language
 def test_a_broken_kernel_fails_with_the_message_of_its_compiler(
-    language: str, find: str, put: str, message: str, compiled: dict[tuple[str, ...], CompileResult]
+    language: str, compiled: Callable[[str], dict[str, CompileResult]]
 ) -> None:
-    result = compiled[language, find, put]
-    assert (result.status, result.artifacts) == ("failed", ())
-    assert message in result.log
-    assert "aot_worker.py" not in result.log
-    assert len(result.log) <= 4000
+    for _, put, message in BROKEN[language]:
+        result = compiled(language)[put]
+        assert (result.status, result.artifacts) == ("failed", ())
+        assert message in result.log
+        assert "aot_worker.py" not in result.log
+        assert len(result.log) <= 4000
 
 
 @pytest.mark.slow
@@ -138,39 +150,54 @@ def test_what_a_job_does_to_its_process_costs_that_job_only(
     assert children() == before
 
 
-@pytest.mark.slow
-def test_a_launch_that_cuda_would_refuse_fails(
-    definition: Definition, write_solution: WriteSolution, workload: MakeWorkload, kernels: dict[str, str]
-) -> None:
+def refused_launches(kernels: dict[str, str]) -> dict[str, list[tuple[str, str]]]:
+    """Language -> sources that CUDA would refuse to launch, and what is said of each."""
     triton, tilelang, cutile = (kernels[language] for language in ("triton", "tilelang", "cutile"))
     greedy = tilelang.replace(
         "for column", "tile = T.alloc_shared((N, 120), 'float32')\n            tile[0, 0] = 1.0\n            for column"
     ).replace("* factor", "* factor + tile[0, 0]")
-    solutions = {
-        "wide_grid": write_solution("triton", triton.replace("[(M,)]", "[lambda meta: (1, 65536)]"), name="wide_grid"),
-        "empty_grid": write_solution("cutile", cutile.replace("(M, 1, 1)", "(M, 0, 1)"), name="empty_grid"),
-        "wrong_dtype": write_solution("tilelang", tilelang.replace("x.dtype,", "'float16',"), name="wrong_dtype"),
-        "greedy": write_solution("tilelang", greedy, name="greedy"),
-        "silent": write_solution("triton", "def run(x, factor, out): ...\n", name="silent"),
-        "tuned": write_solution(
-            "triton",
-            triton.replace(
-                "@triton.jit", "@triton.autotune([triton.Config({}, num_warps=n) for n in (1, 2)], key=[])\n@triton.jit"
-            ).replace("num_warps=num_warps", ""),
-            name="tuned",
-        ),
+    tuned = triton.replace(
+        "@triton.jit", "@triton.autotune([triton.Config({}, num_warps=n) for n in (1, 2)], key=[])\n@triton.jit"
+    ).replace("num_warps=num_warps", "")
+    return {
+        "triton": [
+            (
+                triton.replace("[(M,)]", "[lambda meta: (1, 65536)]"),
+                "axis 1 of the grid (1, 65536) must be between 1 and 65535",
+            ),
+            ("def run(x, factor, out): ...\n", "without launching a triton kernel"),
+            (tuned, "measures at run time"),
+        ],
+        "tilelang": [
+            (
+                tilelang.replace("x.dtype,", "'float16',"),
+                "argument 0 is torch.bfloat16 [3, 256], not torch.float16 [?, 256]",
+            ),
+            (greedy, "asks for 122880 bytes of shared memory a block; sm_89 has 101376"),
+        ],
+        "cutile": [(cutile.replace("(M, 1, 1)", "(M, 0, 1)"), "axis 1 of the grid (3, 0, 1)")],
     }
-    jobs = [CompileJob(definition, solution, workload(), "sm_89") for solution in solutions.values()]
 
-    results = dict(zip(solutions, compile_many(jobs, processes=1), strict=True))
 
-    assert {result.status for result in results.values()} == {"failed"}, results
-    assert "axis 1 of the grid (1, 65536) must be between 1 and 65535" in results["wide_grid"].log
-    assert "axis 1 of the grid (3, 0, 1)" in results["empty_grid"].log
-    assert "argument 0 is torch.bfloat16 [3, 256], not torch.float16 [?, 256]" in results["wrong_dtype"].log
-    assert "asks for 122880 bytes of shared memory a block; sm_89 has 101376" in results["greedy"].log
-    assert "without launching a triton kernel" in results["silent"].log
-    assert "measures at run time" in results["tuned"].log
+@pytest.mark.slow
+@pytest.mark.sweep(len(TILE_LANGUAGES))
+@in_each_language
+def test_a_launch_that_cuda_would_refuse_fails(
+    language: str,
+    definition: Definition,
+    write_solution: WriteSolution,
+    workload: MakeWorkload,
+    kernels: dict[str, str],
+) -> None:
+    refused = refused_launches(kernels)[language]
+    solutions = [write_solution(language, source, name=f"refused_{n}") for n, (source, _) in enumerate(refused)]
+    jobs = [CompileJob(definition, solution, workload(), "sm_89") for solution in solutions]
+
+    results = compile_many(jobs, processes=1)
+
+    assert {result.status for result in results} == {"failed"}, results
+    for result, (_, said) in zip(results, refused, strict=True):
+        assert said in result.log
 
 
 def run_worker(language: str, preparation: str, jobs: list[CompileJob], **environment: str) -> list[CompileResult]:

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tilegym_db.bench.benchmark import BenchReport, benchmark, promote
+from tilegym_db.bench.bench_report import BenchReport
+from tilegym_db.bench.benchmark import benchmark, promote
 from tilegym_db.bench.run_setup import Observer
 from tilegym_db.bench.tier_policy import MIN_SANDBOX_LEVEL
 from tilegym_db.catalog import Catalog

@@ -25,7 +25,7 @@ from tilegym_db.bench.worker_handle import RunnerLimits, WorkerHandle
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.records import Definition, Workload
 from tilegym_db.verify.verifier import Failure
-from tilegym_db.verify.worker.process import WorkerDied
+from tilegym_db.verify.worker.losses import WorkerDied
 
 SEED = 20_261_123
 WORKLOAD = {

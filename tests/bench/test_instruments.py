@@ -306,6 +306,7 @@ def run_command(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("words", [("sanitize", "softmax_triton"), ("profile", "softmax_triton", "--workload", "*")])
 def test_a_command_without_its_tool_says_which_and_fails(words: tuple[str, ...]):
     answer = run_command(*words)

@@ -58,7 +58,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 150) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.005)
+        time.sleep(0.02)
 
 
 def processes_in(folder: Path) -> list[int]:

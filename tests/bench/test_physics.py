@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tilegym_db.bench import benchmark as module
-from tilegym_db.bench.benchmark import BenchReport, run_plan
+from tilegym_db.bench.bench_report import BenchReport
+from tilegym_db.bench.benchmark import benchmark
 from tilegym_db.bench.interleaved import TimingBudget
 from tilegym_db.bench.machine import cpu_machine
 from tilegym_db.bench.physics import judge_time
@@ -16,6 +16,7 @@ from tilegym_db.bench.plan import Options
 from tilegym_db.bench.planning import make_plan
 from tilegym_db.bench.run_setup import Observer
 from tilegym_db.bench.tier_policy import SCREEN
+from tilegym_db.bench.tier_run import run_plan
 from tilegym_db.errors import HardwareError
 from tilegym_db.records.peaks import GpuPeaks
 from tilegym_db.records.trace import Performance
@@ -126,7 +127,7 @@ def test_a_gpu_that_cannot_be_calibrated_is_measured_all_the_same_and_the_report
         raise HardwareError("NVIDIA H200 slowed down while it was calibrated")
 
     monkeypatch.setattr("tilegym_db.bench.calibrate.current_peaks", fail)
-    report = module.benchmark(gpu="cpu", quick=True, catalog=make_catalog(tmp_path), store_home=tmp_path / "home")
+    report = benchmark(gpu="cpu", quick=True, catalog=make_catalog(tmp_path), store_home=tmp_path / "home")
     assert report.counts == {"PASSED": 1}
     (note,) = report.notes
     assert note.startswith("the traces have no speed of light and no physics floor: NVIDIA H200 slowed down")

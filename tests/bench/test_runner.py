@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tilegym_db.bench.benchmark import BenchReport, benchmark
+from tilegym_db.bench.bench_report import BenchReport
+from tilegym_db.bench.benchmark import benchmark
 from tilegym_db.bench.runner import Runner
 from tilegym_db.bench.worker_handle import RunnerLimits, WorkerHandle
 from tilegym_db.catalog import Catalog

@@ -51,6 +51,7 @@ def run(environment, *arguments, **options):
     return subprocess.run([*COMMAND, *arguments], env=environment, **options)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -139,12 +140,13 @@ def test_a_statement_that_is_no_text_is_refused(environment, content, message):
 def test_an_interrupt_ends_a_query(environment):
     assert run(environment, "sql", "SELECT 1").returncode == 0  # makes the store
     with subprocess.Popen([*COMMAND, "sql", SLOW_QUERY], env=environment, stderr=subprocess.PIPE, text=True) as process:
-        time.sleep(4)
+        time.sleep(4)  # into the query
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=15)
     assert (process.returncode, errors) == (130, "")
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("delay_s", [0.05, 0.1, 0.2, 0.4])
 def test_an_interrupt_during_the_start_is_quiet(environment, delay_s):
     code = (
@@ -173,6 +175,7 @@ sys.meta_path.insert(0, Interrupting())
 """
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     "module", ["tilegym_db.cli.boundary", "typer", "typer.core", "tilegym_db.cli.list", "pydantic"]
 )
@@ -198,6 +201,7 @@ def test_an_interrupt_is_one_whatever_python_makes_of_it(environment, text):
     assert (result.returncode, result.stderr) == (130, "")
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -217,6 +221,7 @@ def test_odd_surroundings_change_no_answer(environment, changes):
     assert run(given, "list").returncode == 0
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     "place",
     ["/dev/null/home", "/proc/home", "x" * 5000, "~nobody-of-that-name/x", "/etc/passwd", "\udcff", "loop/loop"],

@@ -122,7 +122,7 @@ BREAKS: list[Callable[[Path], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("break_it", BREAKS, ids=lambda function: function.__name__)
 def test_a_broken_draft_is_named_once_and_stops_only_what_is_about_it(
     break_it, cli, row_scale, home, caplog, journal_traces

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             metafunc.parametrize(argument, [_parameter(*pair) for pair in _tiny_pairs() if pair[0].oracle in oracles])
 
 
+@cache
 def _tiny_pairs() -> list[tuple[Definition, Workload]]:
     return [
         (record, workload)

@@ -29,7 +29,8 @@ PAGES = (
 )
 FASTER = ("docs/how-to/your-own-operator.md", "docs/python-api.md", "README.md")
 """Pages on which a kernel must be known to be faster, and what begins with the home that one of them left."""
-GIVEN = [pytest.param(name, marks=[pytest.mark.alone] if name in FASTER else []) for name in PAGES]
+GIVEN = [pytest.param(name, marks=pytest.mark.alone if name in FASTER else pytest.mark.sweep(3)) for name in PAGES]
+"""The others in their turn: all of them where a page of ``docs`` has changed."""
 
 
 @pytest.fixture(scope="module")

@@ -307,6 +307,7 @@ def asked(question: str) -> Any:
     return json.loads(invoke(sql.command, question, "--json").stdout)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_ways_run_kernels_and_are_compared_with_what_is_compiled_too(
     backend: str, kernels: Catalog, config: Path, capsys: pytest.CaptureFixture[str]
@@ -395,6 +396,7 @@ def test_a_library_runs_in_its_own_process_on_the_same_weights(kernels: Catalog,
     assert llama.LlamaRMSNorm.__module__.startswith("transformers")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("source", "reason"),
     [

@@ -53,29 +53,25 @@ def test_the_stock_code_made_from_a_reference_is_right(name):
         assert (value.float() - found[key].float()).abs().nan_to_num().max() == 0
 
 
-DRAFTS = [(name, language) for name in ("rms_norm", "gemm") for language in TILE_LANGUAGES]
+DRAFTS = ("rms_norm", "gemm")
 """Of an operator whose draft copies an input, and of one that has no input of the output's shape."""
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    """What came of each draft; all of them in one call, which starts one process a language."""
+@pytest.mark.slow
+@pytest.mark.sweep(len(TILE_LANGUAGES))
+@pytest.mark.parametrize("language", TILE_LANGUAGES)
+def test_a_draft_in_a_tile_language_compiles(language, tmp_path):
     from tilegym_db.backends.aot import compile_many
     from tilegym_db.catalog import SolutionFiles
     from tilegym_db.cli.compile import select_jobs
 
     catalog, jobs = Catalog.default(), []
-    for name, language in DRAFTS:
-        folder = tmp_path_factory.mktemp("draft")
+    for name in DRAFTS:
+        folder = tmp_path / name
+        folder.mkdir()
         for file, text in draft_solution(catalog.definition(name), language, f"{name}_draft", "me").items():
             (folder / file).write_text(text)
         shipped = select_jobs(catalog, (f"{name}_{language}",), ("sm_90",), None, None)
         jobs.append(dataclasses.replace(shipped[0], solution=SolutionFiles.read(folder)))
-    return dict(zip(DRAFTS, compile_many(jobs), strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "language"), DRAFTS)
-def test_a_draft_in_a_tile_language_compiles(name, language, compiled):
-    result = compiled[name, language]
-    assert result.status == "compiled", result
+    results = compile_many(jobs, processes=1)
+    assert [result.status for result in results] == ["compiled"] * len(DRAFTS), results

@@ -84,26 +84,25 @@ def test_a_process_that_workers_are_forked_from_has_no_more_threads_for_its_comp
     assert threads(start(compile_cache=folder)) == threads(start())
 
 
-def test_without_a_compiler_workers_begin_without_and_with_nothing_of_the_attempt(start, tmp_path, monkeypatch):
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("trouble", ["no compiler", "spoilt"])
+def test_where_none_can_be_had_workers_begin_without_and_nothing_of_it_is_left(
+    trouble, start, folder, tmp_path, monkeypatch
+):
+    if trouble == "spoilt":
+        ask(start(compile_cache=folder))  # so that there is one
+    else:
+        (tmp_path / "programs").mkdir()
+        monkeypatch.setenv("PATH", str(tmp_path / "programs"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "programs").mkdir()
-    monkeypatch.setenv("PATH", str(tmp_path / "programs"))
     own = compile_cache_folder()
     assert own is not None
+    if trouble == "spoilt":
+        shutil.copytree(folder, own)
+        for header in own.rglob("*.gch"):
+            header.write_bytes(header.read_bytes()[:1000])
     assert ask(start("answer(began_with=began_with)", compile_cache=own))["began_with"] is False
     assert list(own.parent.iterdir()) == []
-
-
-def test_a_spoilt_compile_cache_is_removed_and_workers_begin_without(start, folder, tmp_path, monkeypatch):
-    ask(start(compile_cache=folder))  # so that there is one
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    own = compile_cache_folder()
-    assert own is not None
-    shutil.copytree(folder, own)
-    for header in own.rglob("*.gch"):
-        header.write_bytes(header.read_bytes()[:1000])
-    assert ask(start("answer(began_with=began_with)", compile_cache=own))["began_with"] is False
-    assert not own.exists()
 
 
 @pytest.mark.parametrize("cache", ["a file", "no/such/folder"])

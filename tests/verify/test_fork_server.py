@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tilegym_db.verify.worker import supervisor_process
-from tilegym_db.verify.worker.process import WorkerDied, WorkerProcess
+from tilegym_db.verify.worker.losses import WorkerDied
+from tilegym_db.verify.worker.process import WorkerProcess
 
 # What a worker finds out about the processes above it: at level 2, its supervisor and the fork server are visible.
 ANCESTORS = """

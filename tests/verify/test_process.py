@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tilegym_db.confinement.processes import stolen_us
-from tilegym_db.verify.worker.process import WorkerDied, WorkerHasNoMemory, WorkerProcess, WorkerTimeout
+from tilegym_db.verify.worker.losses import WorkerDied, WorkerHasNoMemory, WorkerTimeout
+from tilegym_db.verify.worker.process import WorkerProcess
 from tilegym_db.verify.worker.protocol import MAX_LINE
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tilegym_db.confinement.bounds import HOST_SHARE, ResourceBounds, Usage, available_processors, violation
-from tilegym_db.verify.worker.process import WorkerDied, WorkerTimeout
+from tilegym_db.verify.worker.losses import WorkerDied, WorkerTimeout
 
 pytestmark = pytest.mark.slow
 
@@ -91,6 +91,7 @@ time.sleep(90)
 """
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("body", "message"),
     [

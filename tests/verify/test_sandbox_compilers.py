@@ -29,6 +29,7 @@ answer(three=ctypes.CDLL("./launcher.so").three())
 """
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("language", ["triton", "tilelang", "cutile"])
 def test_a_kernel_is_compiled_inside(language, peer, confining_level):
     if not toolchain_status(language).available:

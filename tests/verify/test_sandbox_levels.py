@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tilegym_db.confinement.spec import Confinement, WorkerSpec
-from tilegym_db.verify.worker.process import WorkerDied, WorkerProcess, best_level
+from tilegym_db.verify.worker.losses import WorkerDied
+from tilegym_db.verify.worker.process import WorkerProcess, best_level
 
 # What takes a part of the kernel away from a process and from all that it starts.
 NO_CAPABILITIES = """

@@ -83,10 +83,7 @@ def reproduce(
     expected = ExpectedCache(definition, machine.device).get(case)
     if expected is None:
         return Reproduction(case)
-    outcome = _verify(expected, definition, files, machine, config or {})
-    if isinstance(outcome, Failure):
-        return Reproduction(case, failure=outcome)
-    return Reproduction(case, verdict=outcome)
+    return _verify(case, expected, definition, files, machine, config or {})
 
 
 def _checked(definition: Definition, case: Case) -> Case:
@@ -98,13 +95,16 @@ def _checked(definition: Definition, case: Case) -> Case:
 
 
 def _verify(
-    expected: Expected, definition: Definition, files: SolutionFiles, machine: Machine, config: Config
-) -> Verdict | Failure:
+    case: Case, expected: Expected, definition: Definition, files: SolutionFiles, machine: Machine, config: Config
+) -> Reproduction:
     interpret = interpreted_here(files.record.spec.language, on_gpu=machine.is_gpu)
     with scratch_folder() as folder:
         handle = WorkerHandle(definition, files, machine.device, folder, PROMOTION, config, interpret=interpret)
         with contextlib.closing(handle):
-            return Verification(handle).case_alone(expected)
+            outcome = Verification(handle).case_alone(expected)
+    if isinstance(outcome, Failure):
+        return Reproduction(case, failure=outcome)
+    return Reproduction(case, verdict=outcome)
 
 
 def _check_contents(definition: Definition, contents: str, scalars: Mapping[str, Scalar]) -> None:

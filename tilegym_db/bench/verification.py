@@ -11,8 +11,9 @@ import torch
 
 from tilegym_db.bench.case_queue import CaseQueue, Pair
 from tilegym_db.bench.contents import ExpectedCache, WorkloadContents
+from tilegym_db.bench.fuzz_outcome import FuzzOutcome, conclude_fuzz
 from tilegym_db.bench.processors import Processors
-from tilegym_db.bench.stock_witness import MOST_DROPPED, StockWitness
+from tilegym_db.bench.stock_witness import StockWitness
 from tilegym_db.bench.worker_handle import WorkerHandle
 from tilegym_db.confinement.bounds import available_processors
 from tilegym_db.errors import RecordError, StoreError
@@ -25,10 +26,10 @@ from tilegym_db.verify.expected import Expected
 from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.shapes import fuzz_cases, sibling_of
 from tilegym_db.verify.verifier import Failure, Verdict
-from tilegym_db.verify.worker.process import WorkerDied
+from tilegym_db.verify.worker.losses import WorkerDied
 from tilegym_db.verify.worker.shared_buffers import SharedBuffers, plan_slot
 
-__all__ = ["CANNOT_VERIFY", "MAX_FUZZ_WORKERS", "FuzzOutcome", "Verification", "Verified", "cannot_verify"]
+__all__ = ["CANNOT_VERIFY", "MAX_FUZZ_WORKERS", "Verification", "Verified", "cannot_verify"]
 
 CANNOT_VERIFY = (RecordError, StoreError, torch.OutOfMemoryError)
 """A workload without an oracle, or without memory for it here: that workload's trouble, not the run's."""
@@ -47,16 +48,6 @@ def cannot_verify(error: BaseException) -> Failure:
     """What one of :data:`CANNOT_VERIFY` means for a workload."""
     no_memory = isinstance(error, torch.OutOfMemoryError)
     return Failure("UNSUPPORTED", f"cannot be verified on this machine: {error}", no_memory=no_memory)
-
-
-@dataclass
-class FuzzOutcome:
-    """The fuzz cases that a Solution passed, and those that proved nothing."""
-
-    passed: list[str] = field(default_factory=list)
-    dropped: list[str] = field(default_factory=list)
-    scalars: list[Mapping[str, Scalar]] = field(default_factory=list)
-    """Those of each case that was passed."""
 
 
 @dataclass
@@ -192,7 +183,7 @@ class Verification:
                 help_given.result()
         finally:
             self._helpers = []
-        return _conclude_fuzz(fuzz, proving, queue.failures)
+        return conclude_fuzz(fuzz, proving, queue.failures)
 
     def _check_pair(self, handle: WorkerHandle, queue: CaseQueue, number: int, pair: Pair) -> None:
         outcome = _check_case(handle, pair[0], 2, pair[1])
@@ -271,21 +262,6 @@ class Verification:
             return failure
         verdict.cases += len(fuzz.passed)
         return Verified(outputs, verdict, fuzz)
-
-
-def _conclude_fuzz(fuzz: FuzzOutcome, proving: Sequence[Pair], failures: Sequence[Failure]) -> FuzzOutcome | Failure:
-    """What passed, or the first failure that stock code is not guilty of as well."""
-    excused = [failure for failure in failures if failure.excused]
-    refuted = [failure for failure in failures if not failure.excused]
-    if refuted or len(excused) > max(1, MOST_DROPPED * len(proving)):
-        return (refuted or excused)[0]
-    lost = {str(failure.case) for failure in excused}
-    fuzz.dropped += [f"{failure.case}: stock code fails it as well" for failure in excused]
-    for pair in proving:
-        cases = [expected.case for expected in pair if expected is not None and str(expected.case) not in lost]
-        fuzz.passed += [str(case) for case in cases]
-        fuzz.scalars += [case.scalars for case in cases]
-    return fuzz
 
 
 def _check_case(

@@ -21,7 +21,8 @@ from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.verifier import Failure, call_again, verify_slot
 from tilegym_db.verify.worker.interpreters import INTERPRETERS
 from tilegym_db.verify.worker.loading import load_request
-from tilegym_db.verify.worker.process import WorkerDied, WorkerHasNoMemory, WorkerProcess, WorkerTimeout
+from tilegym_db.verify.worker.losses import WorkerDied, WorkerHasNoMemory, WorkerTimeout
+from tilegym_db.verify.worker.process import WorkerProcess
 from tilegym_db.verify.worker.reply import Reply
 from tilegym_db.verify.worker.shared_buffers import SharedBuffers
 

@@ -12,7 +12,7 @@ from tilegym_db.cli.options import Gpus, MachineGpu, Names, WorkloadGlob
 from tilegym_db.cli.output import note
 
 if TYPE_CHECKING:
-    from tilegym_db.bench.benchmark import BenchReport
+    from tilegym_db.bench.bench_report import BenchReport
     from tilegym_db.bench.summary import SummaryRow
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from tilegym_db.bench.benchmark import BenchReport, benchmark
+from tilegym_db.bench.bench_report import BenchReport
+from tilegym_db.bench.benchmark import benchmark
 from tilegym_db.bench.machine import Machine, select_machine
 from tilegym_db.bench.run_setup import Observer
 from tilegym_db.catalog import Catalog

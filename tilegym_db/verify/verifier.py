@@ -20,7 +20,8 @@ from tilegym_db.verify.expected import Expected
 from tilegym_db.verify.gates import OutputVerdict, relative_error
 from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.outcome import Failure, Verdict, incorrect
-from tilegym_db.verify.worker.process import WorkerDied, WorkerProcess, WorkerTimeout
+from tilegym_db.verify.worker.losses import WorkerDied, WorkerTimeout
+from tilegym_db.verify.worker.process import WorkerProcess
 from tilegym_db.verify.worker.shared_buffers import SharedBuffers, fill_with_garbage, tensor_view
 
 __all__ = [

@@ -39,7 +39,8 @@ from tilegym_db.verify.blobs import BlobReader
 from tilegym_db.verify.expected import Expected
 from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.verifier import Failure
-from tilegym_db.verify.worker.process import WorkerHasNoMemory, WorkerProcess
+from tilegym_db.verify.worker.losses import WorkerHasNoMemory
+from tilegym_db.verify.worker.process import WorkerProcess
 
 H200 = Machine("cuda:0", "h200", "NVIDIA H200", "sm_90", memory_bytes=140 << 30)
 WIDE = Capacity(runners=16, contents_bytes=1 << 30, workloads=3)

@@ -23,6 +23,7 @@ def build(solution: str, target: str, *configs: dict[str, Any]) -> dict[str, str
         return ahead.refused(wave)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("language", "good", "bad", "reason"),
     [

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilegym_db.bench.benchmark import BenchReport, promote
+from tilegym_db.bench.bench_report import BenchReport
+from tilegym_db.bench.benchmark import promote
 from tilegym_db.bench.executor.local import LocalExecutor
 from tilegym_db.bench.plan import DefinitionPlan
 from tilegym_db.bench.tune.candidates import ConfigCandidate
@@ -289,17 +290,17 @@ def started(home: Path) -> subprocess.Popen[bytes]:
 
 @pytest.mark.slow
 def test_a_search_that_is_killed_goes_on_where_it_stopped(home, make_catalog):
-    space = {"ROWS": [1, 3, 32], "TAG": [0, 1, 2, 3]}
+    space = {"ROWS": [1, 3, 32], "TAG": [0, 1]}
     make_catalog(home / "catalog", {"row_scale_many": (MANY, {"tunables": space})}, (SIZE,))
     with started(home) as process:
         deadline = time.monotonic() + 120
-        while len(read_tuning_steps(home, "cpu")) < 5 and process.poll() is None:
+        while len(read_tuning_steps(home, "cpu")) < 3 and process.poll() is None:
             assert time.monotonic() < deadline, "waited in vain"
             time.sleep(0.005)
         process.send_signal(signal.SIGKILL)
     before = read_tuning_steps(home, "cpu")
     given_up = {config_id(step.config) for step in before if step.outcome != "leads"}
-    assert 3 <= len(given_up) < 12
+    assert 2 <= len(given_up) < 6
 
     with started(home) as process:
         out, err = process.communicate(timeout=240)
@@ -309,7 +310,7 @@ def test_a_search_that_is_killed_goes_on_where_it_stopped(home, make_catalog):
     assert not given_up & {config_id(step.config) for step in later}
     tried = Counter(config_id(step.config) for step in [*before, *later] if step.outcome != "leads")
     leaders = [config_id(step.config) for step in [*before, *later] if step.outcome == "leads"]
-    assert len({*tried, leaders[-1]}) == 3 * 4 + 1  # the whole space and the defaults
+    assert len({*tried, leaders[-1]}) == 3 * 2 + 1  # the whole space and the defaults
     assert set(tried.values()) == {1}
     with open_store(home) as store:
         (winner,) = tuned_configs(store, "cpu").values()

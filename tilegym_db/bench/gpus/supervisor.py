@@ -73,7 +73,8 @@ def _serve(connection: Connection, orders: queue.SimpleQueue[Any], began: float)
 
 def _find_sandbox(device: str) -> None:
     """Find out how workers can be confined, which takes the start of a worker or two, while there is no order yet."""
-    from tilegym_db.verify.worker.process import WorkerDied, WorkerTimeout, best_level
+    from tilegym_db.verify.worker.losses import WorkerDied, WorkerTimeout
+    from tilegym_db.verify.worker.process import best_level
 
     with contextlib.suppress(WorkerDied, WorkerTimeout):  # whoever needs a worker meets it again, and says so
         best_level(device)

@@ -23,7 +23,8 @@ from tilegym_db.verify.reference import Lifted
 from tilegym_db.verify.verifier import Failure, fill_slot, read_outputs, verify_slot
 from tilegym_db.verify.worker.interpreters import INTERPRETERS
 from tilegym_db.verify.worker.loading import load_request
-from tilegym_db.verify.worker.process import WorkerDied, WorkerProcess, WorkerTimeout
+from tilegym_db.verify.worker.losses import WorkerDied, WorkerTimeout
+from tilegym_db.verify.worker.process import WorkerProcess
 from tilegym_db.verify.worker.reply import Reply
 from tilegym_db.verify.worker.shared_buffers import SharedBuffers, plan_slot
 

@@ -25,6 +25,7 @@ from tilegym_db.scratch import remove_tree, scratch_folder
 from tilegym_db.verify.worker import protocol
 from tilegym_db.verify.worker.ending import Ending, read_ending
 from tilegym_db.verify.worker.environment import common_environment, own_environment
+from tilegym_db.verify.worker.losses import WorkerDied, WorkerHasNoMemory, WorkerTimeout
 from tilegym_db.verify.worker.reply import Reply
 from tilegym_db.verify.worker.request_channel import ChannelBroken, ChannelTimeout, RequestChannel
 from tilegym_db.verify.worker.supervisor_process import (
@@ -35,22 +36,10 @@ from tilegym_db.verify.worker.supervisor_process import (
     start_supervisor,
 )
 
-__all__ = ["WorkerDied", "WorkerHasNoMemory", "WorkerProcess", "WorkerTimeout", "best_level", "prepare_workers"]
+__all__ = ["WorkerProcess", "best_level", "prepare_workers"]
 
 START_TIMEOUT_S = 180.0
 END_TIMEOUT_S = 12.0
-
-
-class WorkerDied(Exception):
-    """The worker ended, was ended because it exceeded a bound, or broke the protocol, before it answered."""
-
-
-class WorkerHasNoMemory(WorkerDied):
-    """The GPU had no memory left for another process: other workers, or other programs, have it."""
-
-
-class WorkerTimeout(Exception):
-    """The worker did not answer in time and was killed."""
 
 
 class WorkerProcess:
