@@ -5,11 +5,12 @@ and no kernel and no measurement, with a home folder of its own. The author is t
 it copies the N-th kernel that the checkout has for that operator and language. Printed are minutes, the share of the
 model's time in verified kernels before and after, and a row for each experiment.
 
-    python -m benchmarks.kernelize_from_catalog --gpu auto --budget 150s
+    python -m benchmarks.kernelize_from_catalog --gpu auto --max-attempts 1 --budget 6m --limit 480
     python -m benchmarks.kernelize_from_catalog --gpu cpu --tiny --dtype float32 --prompt 64 --rounds 3 --budget 60s
 
-Without ``--config`` the model is Qwen3-30B-A3B cut to 4 layers, with random weights. The budget stops further experiments,
-not the one in progress; ``--limit`` interrupts that one too, as Ctrl-C would, and what its journals hold by then is printed.
+Without ``--config`` the model is Qwen3-30B-A3B cut to 4 layers, with random weights. No experiment begins where less of the
+budget is left than the quickest one took; ``--limit`` interrupts the one in progress, as Ctrl-C would, and what its journals hold
+by then is printed. With the same ``--home`` another run goes on: nothing that is journaled is written or measured again.
 """
 
 from __future__ import annotations
@@ -126,6 +127,7 @@ def run_loop(options: argparse.Namespace, folder: Path) -> tuple[str, float]:
     ]  # fmt: skip
     environment = {**os.environ, "TILEGYM_DB_HOME": str(options.home), "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = search_path(site)
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # every worker would compile the copied package anew
     began = time.monotonic()
     status = interrupted_after(command, options.limit, cwd=folder, env=environment)
     seconds = time.monotonic() - began

@@ -8,11 +8,13 @@ import pytest
 from model_runs import model_run, speedups, timing
 
 from tilegym_db.catalog import Catalog
+from tilegym_db.records.model_run import ModelRun
 from tilegym_db.report.data import ReportData, reproduce_command
 from tilegym_db.report.weekly import FEW, weekly
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.database import Store
 from tilegym_db.store.ingest import ingest
+from tilegym_db.store.input_files import published_model_files
 from tilegym_db.store.model_runs import save_model_run
 from tilegym_db.store.queries import report_rows
 from tilegym_db.store.queries.report_rows import model_rows
@@ -216,3 +218,13 @@ def test_stock_code_is_no_change_and_a_pass_below_the_bar_is_no_promotion(shippe
     assert {roles[row["solution"]] for row in news if row["solution"] in roles} == {"kernel"}
     promoted = {row["solution"] for row in store.rows("SELECT DISTINCT solution FROM promotions")}
     assert {row["solution"] for row in news if row["kind"] == "promotion"} == promoted
+
+
+def test_every_run_of_a_model_that_ships_is_on_the_page(shipped_report: ReportData, catalog: Catalog):
+    lines = [line for path in published_model_files(catalog) for line in path.read_text().splitlines()]
+    runs = {run.run_id: run for run in map(ModelRun.from_json, lines)}
+    assert len(runs) == len(lines)
+    assert {row["run_id"] for row in shipped_report.models} == runs.keys()
+    for row in shipped_report.models:
+        assert (row["evidence_level"], row["origin"]) == ("model", "shipped")
+    assert all(run.total_speedup.ci_low is not None and not run.throttled for run in runs.values())

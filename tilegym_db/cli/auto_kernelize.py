@@ -42,8 +42,9 @@ def command(
 ) -> None:
     """Profile a model, have kernels written for the costliest stock code, and keep what raises coverage and slows nothing.
 
-    Stops where nothing above 1% is left, the budget is spent, five experiments in a row were not kept, or on Ctrl-C; started
-    again, it goes on. On a CPU the process's CPU time stands for GPU time, and the records say so.
+    Stops where nothing above 1% is left, less of the budget is left than the quickest experiment took, five experiments in a row
+    were not kept, or on Ctrl-C; started again, it goes on. On a CPU the process's CPU time stands for GPU time, and the records
+    say so.
     """
     budget_s = parse_duration(budget)
     machine = checked_machine(language, author, gpu)
