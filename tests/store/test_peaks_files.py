@@ -122,3 +122,17 @@ def test_own_peaks_are_published_beside_the_resolver_table_and_fill_another_stor
         assert read_peaks(store, "h200", own=True) is None
         publish(store, "h200", root)
     assert path.is_file()
+
+
+def test_peaks_of_a_host_whose_timer_adds_more_do_not_replace_published_ones(opened, home, root, trace, write_traces):
+    publish_by_hand(root, home, calibration(1))
+    path = root / "traces" / "h200" / "peaks.json"
+    save_peaks(calibration(2, launch_us=measured(5.1), no_launch_us=measured(2.9)), home)
+    with opened() as store:
+        ingest(store, [write_traces(trace())])
+        assert path not in publish(store, "h200", root).written
+    assert GpuPeaks.from_json(path.read_bytes()) == calibration(1)
+    save_peaks(calibration(3, launch_us=measured(3.4)), home)
+    with opened() as store:
+        assert path in publish(store, "h200", root).written
+    assert GpuPeaks.from_json(path.read_bytes()) == calibration(3, launch_us=measured(3.4))

@@ -25,6 +25,7 @@ from tilegym_db.folder_locks import writing
 from tilegym_db.paths import home, shipped_root
 from tilegym_db.records.hardware import gpus_meant
 from tilegym_db.records.model_run import ModelRun
+from tilegym_db.records.peaks import GpuPeaks
 from tilegym_db.records.trace_set_encoding import encode_traces
 from tilegym_db.store import queries
 from tilegym_db.store.database import Store
@@ -89,8 +90,8 @@ def publish(
     """Write the snapshot of one GPU: a slug, such as ``h200``, or a family of which one GPU has traces.
 
     Runs of whole models go along, unless it goes to the user's home, where they lie. Peaks go along where they were measured on
-    this machine; those that were published before stay otherwise. Steps of searches go along with those that were published
-    before, of today's sources.
+    this machine and an empty kernel took no longer than in those that were published before, which stay otherwise. Steps of
+    searches go along with those that were published before, of today's sources.
     Publishing the same traces again changes no byte, not even the date. With ``own`` it goes to the user's home, also where a
     checkout could be written. Solutions with a digest in ``without`` are left out.
 
@@ -110,7 +111,7 @@ def publish(
     folder = home() / "published" / gpu if own else published_folder(gpu, root)
     contents = _trace_files(store, [*rows, *failures], folder)
     peaks = queries.read_peaks(store, gpu, own=True)
-    if peaks is not None:
+    if peaks is not None and _bounds_all(peaks, _published_peaks(folder, store.home)):
         contents[folder / PEAKS_NAME] = peaks_text(peaks)
     contents |= _tuning_files(store, gpu, folder)
     runs: list[ModelRun] = []
@@ -163,8 +164,26 @@ def publish_all(store: Store, gpu: str, root: Path | None = None) -> list[Publis
     return [publish(store, slug, root) for slug in gpus_meant(gpu, queries.traced_gpus(store)) or [gpu]]
 
 
+def _bounds_all(peaks: GpuPeaks, published: GpuPeaks | None) -> bool:
+    """Whether the published traces can be held against these peaks.
+
+    What a timer adds to a launch differs from host to host of one kind of GPU (1.3 and 2.9 us on two H200s): by the launch
+    of the slower host, honest times of the other one lie below the floor.
+    """
+    return published is None or published.timer != peaks.timer or peaks.launch_us.value <= published.launch_us.value
+
+
+def _published_peaks(folder: Path, home: Path) -> GpuPeaks | None:
+    path = folder / PEAKS_NAME
+    content = read_published(path, folder, home, []) if path.is_file() else None
+    try:
+        return None if content is None else GpuPeaks.from_json(content, path)
+    except RecordError:
+        return None  # of an older version, or damaged: written anew
+
+
 def _kept(folder: Path, home: Path, contents: Mapping[Path, str]) -> dict[str, str]:
-    """Digests of what stays as it was published before: the peaks, where none were measured here."""
+    """Digests of what stays as it was published before: the peaks, where those measured here do not replace them."""
     path = folder / PEAKS_NAME
     if path in contents or not path.is_file():
         return {}
