@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 
 from tilegym_db.catalog import Catalog
@@ -17,6 +16,7 @@ from tilegym_db.loop.author import run_author, wait_for_author
 from tilegym_db.loop.from_model import LEAST_SHARE, ModelPieces, Piece
 from tilegym_db.loop.handed_in import discarded, last_attempt, verdicts
 from tilegym_db.loop.model_state import ModelState
+from tilegym_db.loop.outcome import Outcome, unpromoted
 from tilegym_db.loop.prompt import prompt_of
 from tilegym_db.loop.rules import KeepDecision, decide, next_piece, why_stop
 from tilegym_db.loop.submission_catalog import withdraw
@@ -24,8 +24,7 @@ from tilegym_db.loop.submit import submit
 from tilegym_db.loop.tasks import create_task
 from tilegym_db.loop.trial import Trial
 from tilegym_db.paths import home as default_home
-from tilegym_db.records.loop import Attempt, Coverage, Experiment, Task, identified
-from tilegym_db.records.model_run import ModelRun
+from tilegym_db.records.loop import Attempt, Coverage, Experiment, Task
 from tilegym_db.store.input_files import loop_folder
 from tilegym_db.store.loop_journals import append, journaled, loop_lock
 from tilegym_db.store.model_runs import save_model_run
@@ -154,12 +153,12 @@ class Kernelizer:
         try:
             attempt, problem = self._author(task)
             if attempt is None or attempt.verdict != "promoted":
-                outcome = _unpromoted(attempt, problem)
+                outcome = unpromoted(attempt, problem)
             else:
                 before, base, outcome = self._try(trial, attempt, before)
         except TilegymDBError as error:
             outcome = Outcome("crash", f"{type(error).__name__}: {error}")
-        experiment = self._record(task, before, base, outcome, time.monotonic() - began)
+        experiment = outcome.experiment(self.state, task, before, base, time.monotonic() - began)
         with loop_lock(self.home):
             append(experiment, self.home)
         self.done.append(experiment)
@@ -241,50 +240,6 @@ class Kernelizer:
         decision: KeepDecision = decide(before, after, run.total_speedup, failed)
         changed = {attempt.solution: attempt.solution_digest}
         return before, base, Outcome(decision.decision, decision.reason, after, run, changed)
-
-    def _record(self, task: Task, before: Coverage, base: str, outcome: Outcome, seconds: float) -> Experiment:
-        now = datetime.now(UTC)
-        run = outcome.run
-        content = {
-            "id": identified({"task": task.id, "base": base, "at": now.isoformat()}),
-            "model": self.state.tag,
-            "config_digest": self.state.digest,
-            "gpu": self.state.machine.gpu,
-            "base": base,
-            "definition": task.definition,
-            "task": task.id,
-            "changed": outcome.changed,
-            "before": before.model_dump(),
-            "after": None if outcome.after is None else outcome.after.model_dump(),
-            "runs": () if run is None else (run.run_id,),
-            "total_speedup": None if run is None else run.total_speedup.median,
-            "total_ci_low": None if run is None else run.total_speedup.ci_low,
-            "decision": outcome.decision,
-            "reason": outcome.reason[:4000],
-            "seconds": round(seconds, 3),
-            "timestamp": now,
-        }
-        return Experiment.model_validate(content)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What an experiment ended with."""
-
-    decision: str
-    reason: str
-    after: Coverage | None = None
-    run: ModelRun | None = None
-    changed: dict[str, str] = field(default_factory=dict)
-
-
-def _unpromoted(attempt: Attempt | None, problem: str) -> Outcome:
-    if problem == "timeout":
-        return Outcome("timeout", "the budget ran out before the author was done")
-    if attempt is None:
-        return Outcome("crash", problem or "the author handed nothing in")
-    gate = f"{attempt.gate}: " if attempt.gate else ""
-    return Outcome("discard", f"attempt {attempt.number} of {attempt.task} was not promoted: {gate}{attempt.reason}")
 
 
 def auto_kernelize(
