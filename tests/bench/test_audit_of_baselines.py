@@ -39,7 +39,7 @@ class Audited:
 
         monkeypatch.setattr(audit, "_run", run)
         monkeypatch.setattr(audit.time, "sleep", lambda seconds: pytest.fail("a GPU's host is not waited for"))
-        contents: Any = SimpleNamespace(fresh=lambda attempt, count: [attempt] * count)
+        contents: Any = SimpleNamespace(is_fixed=False, fresh=lambda attempt, count: [attempt] * count)
         pool: Any = SimpleNamespace(slots=4, fill_with=lambda unseen: self.filled.append(unseen[0]))
         performance: Any = SimpleNamespace(latency_us=CLAIMED_US, host_us=CLAIMED_US)
         return audit_clock(self, None, pool, contents, performance)  # type: ignore[arg-type]

@@ -96,7 +96,7 @@ def model_ways(home: Path, catalog: Catalog) -> list[dict[str, Any]]:
     )  # fmt: skip
     save_model_run(run, home)
     with open_store(home, catalog=catalog) as store:
-        return model_rows(store)
+        return [row for row in model_rows(store) if row["model"] == run.model]
 
 
 def test_a_model_is_shown_beside_stock_and_peers_as_evidence_of_another_kind(

@@ -231,7 +231,9 @@ def read_folder(folder: Path, *, trust: bool = False) -> ResolverTable:
 
 def _table_of_sets(snapshot: Snapshot) -> ResolverTable:
     names = snapshot.files or [path.relative_to(snapshot.folder).as_posix() for path in trace_files(snapshot.folder)]
-    paths = [snapshot.folder / name for name in names if name.endswith(".jsonl") and not name.endswith(".tuning.jsonl")]
+    # Of files that begin with the name of an operator's folder: models.jsonl beside them holds runs of whole models.
+    sets = [name for name in names if "/" in name and name.endswith(".jsonl") and not name.endswith(".tuning.jsonl")]
+    paths = [snapshot.folder / name for name in sets]
 
     def loader(path: Path) -> Callable[[], MeasuredEntries]:
         return lambda: entries_of(snapshot.read(path, "trace set"), path, snapshot.origin)
