@@ -183,6 +183,8 @@ def test_what_cannot_be_run_is_wrong_usage(option: tuple[Any, ...], error: type,
 
 # -- model-bench ------------------------------------------------------------------------------------------------------
 
+OWN = "WHERE origin <> 'shipped'"
+"""Of the runs that the database holds, those that a test made."""
 BRIEF = ("--gpu", "cpu", "--dtype", "float32", "--prompt", 8, "--new", 4, "--rounds", 3)
 
 
@@ -203,9 +205,8 @@ def test_a_run_is_printed_stored_and_queryable(kernels: Catalog, config: Path, h
     for timing in (run.stock, run.patched):
         assert timing.ttft_ms.ci_low is None  # three rounds have no interval
         assert timing.tokens_per_s == pytest.approx(8 / timing.total_ms.median * 1e3, rel=1e-4)
-    asked = "SELECT model, gpu, evidence_level, batch, patched_ttft_ms, speedup, kernels['swiglu'] AS n FROM model_runs"
-    asked += " WHERE origin <> 'shipped'"
-    (row,) = json.loads(invoke(sql.command, asked, "--json").stdout)
+    columns = "model, gpu, evidence_level, batch, patched_ttft_ms, speedup, kernels['swiglu'] AS n"
+    (row,) = json.loads(invoke(sql.command, f"SELECT {columns} FROM model_runs {OWN}", "--json").stdout)
     assert row == {
         "model": "tiny-llama",
         "gpu": "cpu",
@@ -297,9 +298,7 @@ def test_a_prefill_alone_has_prompt_tokens_a_second_and_no_steps(kernels: Catalo
     assert (run.patched.tpot_ms, run.patched.tokens_per_s, run.tpot_speedup) == (None, None, None)
     assert run.kernels == {"fused_add_rms_norm": 2, "rms_norm": 3, "swiglu": 2, "rope_neox": 2, "attention_prefill": 2}
     assert set(run.absent) == {"stock_static_cache", "patched_static_cache"}
-    (row,) = asked(
-        "SELECT patched_prefill_tokens_per_s AS n, patched_tokens_per_s AS m FROM model_runs WHERE origin <> 'shipped'"
-    )
+    (row,) = asked(f"SELECT patched_prefill_tokens_per_s AS n, patched_tokens_per_s AS m FROM model_runs {OWN}")
     assert row == {"n": pytest.approx(16 / run.patched.ttft_ms.median * 1e3), "m": None}
     result = invoke(model_bench.command, config, *arguments)
     assert "prompt tokens per second" in result.stdout
@@ -387,7 +386,7 @@ def test_a_library_runs_in_its_own_process_on_the_same_weights(kernels: Catalog,
     assert set(run.ways["liger"].against) == {"stock", "patched"}
     assert run.absent == {"tilegym": "it is not installed. Try: pip install --no-deps tilegym"}
     rows = asked(
-        "SELECT way, tokens_per_s > 0 AS timed, speedup > 0 AS compared, reason FROM model_ways WHERE gpu = 'cpu' ORDER BY ALL"
+        f"SELECT way, tokens_per_s > 0 AS timed, speedup > 0 AS compared, reason FROM model_ways {OWN} ORDER BY ALL"
     )
     assert rows == [
         {"way": "liger", "timed": True, "compared": True, "reason": ""},

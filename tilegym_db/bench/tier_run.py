@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -127,6 +127,17 @@ def _screen_failure(status: str) -> str:
     return f"did not pass the screen: {status}"
 
 
+def _kept_by(journal: Journal, report: BenchReport, observer: Observer) -> Callable[[Trace], None]:
+    """What a trace is given to: the journal first, so that nobody is told of one that is not kept."""
+
+    def keep(trace: Trace) -> None:
+        journal.append(trace)
+        report.traces.append(trace)
+        observer.traced(trace)
+
+    return keep
+
+
 def _run_on(
     pool: DevicePool,
     plan: Plan,
@@ -146,16 +157,11 @@ def _run_on(
     )  # fmt: skip
     with Journal(report.run_id, setup.home) as journal:
 
-        def keep(trace: Trace) -> None:
-            journal.append(trace)
-            report.traces.append(trace)
-            observer.traced(trace)
-
         def learn(found: Peaks) -> None:
             peaks.extend([found.peaks] if found.peaks is not None else [])
             report.notes += found.notes
 
-        callbacks = Callbacks(keep, observer.at_work, peaks=learn)
+        callbacks = Callbacks(_kept_by(journal, report, observer), observer.at_work, peaks=learn)
         outcome = pool.run(session, divide(plan.definitions, len(pool.devices)), callbacks)
     report.notes += outcome.notes
     report.unfinished, report.devices, report.interrupted = outcome.unfinished, outcome.traces, outcome.interrupted
@@ -177,13 +183,8 @@ def run_plan(
     context = RunContext(run_id, machine, secrets.randbits(62))
     report = BenchReport(run_id, machine, plan)
     with Journal(run_id, store_home) as journal, scratch_folder() as scratch, leaving_processors(machine):
-
-        def emit(trace: Trace) -> None:
-            journal.append(trace)
-            report.traces.append(trace)
-            observer.traced(trace)
-
-        executor = LocalExecutor(context, scratch, budget, policy, emit, observer.starting, peaks)
+        keep = _kept_by(journal, report, observer)
+        executor = LocalExecutor(context, scratch, budget, policy, keep, observer.starting, peaks)
         try:
             executor.run(plan.definitions)
         except KeyboardInterrupt:

@@ -23,11 +23,11 @@ def find_blob(roots: Sequence[Path], name: str, spec: SafetensorsInput) -> tuple
     Raises:
         RecordError: no root has it, it leads out of its root, its digest is not stated, or its bytes are not of that digest.
     """
-    path = next((root / spec.path for root in roots if (root / spec.path).is_file()), None)
-    if path is None:
+    root = next((root for root in roots if (root / spec.path).is_file()), None)
+    if root is None:
         where = " or ".join(map(str, roots)) or "no folder: none is known here"
         raise RecordError(f"inputs.{name}: {spec.path} does not exist in {where}.")
-    root = next(root for root in roots if path == root / spec.path)
+    path = root / spec.path
     if not path.resolve().is_relative_to(root.resolve()):
         raise RecordError(f"inputs.{name}: {path} is a link out of {root}.")
     content = read_bytes(path, "blob", limit=None)

@@ -40,21 +40,20 @@ def command(
 
         run_reference_once(record, file)
     sizes = file / WORKLOADS_FILE
-    if sizes.is_file():
-        check_blobs(read_workloads(sizes, Catalog.default(), record), file)  # before anything is added
+    workloads = read_workloads(sizes, Catalog.default(), record) if sizes.is_file() else None
+    check_blobs(workloads or (), file)  # before anything is added
     path = Catalog.default().add_definition(record)
     if as_json:
         print_json({"definition": record.name, "version": record.version, "path": str(path)})
     else:
         print_line(str(path))
-    if not sizes.is_file():
+    if workloads is None:
         note(
             f"added definition '{record.name}' {record.version}. Next: give it sizes, at least one tagged 'tiny' "
             f"(tilegym-db add-workload FILE.jsonl), then: tilegym-db check {record.name}"
         )
         return
-    catalog = Catalog.default()
-    added = catalog.add_workloads(read_workloads(sizes, catalog), blobs_from=file)
+    added = Catalog.default().add_workloads(workloads, blobs_from=file)
     note(
         f"added definition '{record.name}' {record.version} and {len(added)} workloads. "
         f"Next: tilegym-db new solution {record.name} --stock"

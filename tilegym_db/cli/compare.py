@@ -61,19 +61,8 @@ LEAST = ("layouts", "scalars", "dtypes", "why")
 
 def cells(row: dict[str, Any]) -> tuple[Any, ...]:
     """The cells of one row under :data:`COLUMNS`."""
-    keys = (
-        "gpu",
-        "axes_key",
-        "dtypes_key",
-        "scalars_key",
-        "layouts_key",
-        "a_us",
-        "b_us",
-        "ratio",
-        "faster",
-        "why",
-    )
-    return tuple((spelled_call(row) if key == "axes_key" else row[key]) or None for key in keys)
+    keys = ("dtypes_key", "scalars_key", "layouts_key", "a_us", "b_us", "ratio", "faster", "why")
+    return (row["gpu"], spelled_call(row) or None, *(row[key] or None for key in keys))
 
 
 def summary(rows: list[dict[str, Any]], a: str, b: str) -> list[str]:

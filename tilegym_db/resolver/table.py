@@ -32,7 +32,7 @@ from tilegym_db.resolver.entries import (
     entries_of,
     scalar_hull,
 )
-from tilegym_db.store.input_files import LOCK_NAME, OLD_TABLE_NAME, PEAKS_NAME, trace_files
+from tilegym_db.store.input_files import LOCK_NAME, OLD_TABLE_NAME, PEAKS_NAME, is_trace_file, trace_files
 from tilegym_db.store.snapshot import Snapshot, open_snapshot
 
 __all__ = ["Candidate", "Entry", "ResolverTable", "load_table", "read_folder", "table_folder"]
@@ -231,9 +231,7 @@ def read_folder(folder: Path, *, trust: bool = False) -> ResolverTable:
 
 def _table_of_sets(snapshot: Snapshot) -> ResolverTable:
     names = snapshot.files or [path.relative_to(snapshot.folder).as_posix() for path in trace_files(snapshot.folder)]
-    # Of files that begin with the name of an operator's folder: models.jsonl beside them holds runs of whole models.
-    sets = [name for name in names if "/" in name and name.endswith(".jsonl") and not name.endswith(".tuning.jsonl")]
-    paths = [snapshot.folder / name for name in sets]
+    paths = [snapshot.folder / name for name in names if is_trace_file(name)]
 
     def loader(path: Path) -> Callable[[], MeasuredEntries]:
         return lambda: entries_of(snapshot.read(path, "trace set"), path, snapshot.origin)

@@ -20,6 +20,7 @@ __all__ = [
     "TUNING_SUFFIX",
     "imported_folder",
     "imported_manifests",
+    "is_trace_file",
     "loop_files",
     "loop_folder",
     "own_peaks_files",
@@ -68,9 +69,14 @@ def published_folders(catalog: Catalog) -> list[Path]:
     return sorted(path for root in catalog.roots for path in root.glob("traces/*") if path.is_dir())
 
 
+def is_trace_file(name: str) -> bool:
+    """Whether a file of one GPU's published folder holds traces: ``<op_type>/<definition>.jsonl``, by its path in that folder."""
+    return "/" in name and name.endswith(".jsonl") and not name.endswith(TUNING_SUFFIX)
+
+
 def trace_files(folder: Path) -> list[Path]:
     """The files of traces of one GPU's published folder."""
-    return [path for path in regular_files(folder, "*/*.jsonl") if not path.name.endswith(TUNING_SUFFIX)]
+    return [path for path in regular_files(folder, "*/*.jsonl") if is_trace_file(path.relative_to(folder).as_posix())]
 
 
 def shipped_traces(catalog: Catalog) -> list[Path]:

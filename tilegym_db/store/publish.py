@@ -108,14 +108,15 @@ def publish(
     left_out = _left_out(store, gpu)
     if not rows and not failures:
         raise NotFoundError(_nothing_to_publish(store, gpu, left_out))
-    folder = home() / "published" / gpu if own else published_folder(gpu, root)
+    users = home() / "published" / gpu
+    folder = users if own else published_folder(gpu, root)
     contents = _trace_files(store, [*rows, *failures], folder)
     peaks = queries.read_peaks(store, gpu, own=True)
-    if peaks is not None and _bounds_all(peaks, _published_peaks(folder, store.home)):
+    if peaks is not None and _may_replace(peaks, _published_peaks(folder, store.home)):
         contents[folder / PEAKS_NAME] = peaks_text(peaks)
     contents |= _tuning_files(store, gpu, folder)
     runs: list[ModelRun] = []
-    if folder != home() / "published" / gpu:
+    if folder != users:
         runs = queries.publishable_model_runs(store, gpu)
         left_out |= _runs_left_out(store, gpu)
     if runs:
@@ -164,11 +165,11 @@ def publish_all(store: Store, gpu: str, root: Path | None = None) -> list[Publis
     return [publish(store, slug, root) for slug in gpus_meant(gpu, queries.traced_gpus(store)) or [gpu]]
 
 
-def _bounds_all(peaks: GpuPeaks, published: GpuPeaks | None) -> bool:
-    """Whether the published traces can be held against these peaks.
+def _may_replace(peaks: GpuPeaks, published: GpuPeaks | None) -> bool:
+    """Whether peaks of this host may bound all published traces: those of the host with the shortest launch do.
 
-    What a timer adds to a launch differs from host to host of one kind of GPU (1.3 and 2.9 us on two H200s): by the launch
-    of the slower host, honest times of the other one lie below the floor.
+    What a timer adds to a launch differs between hosts of one kind of GPU (1.3 and 2.9 us on two H200s). Bounded by the longer
+    launch, correct times of the other host would lie below the physics floor.
     """
     return published is None or published.timer != peaks.timer or peaks.launch_us.value <= published.launch_us.value
 

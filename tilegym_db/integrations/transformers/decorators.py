@@ -13,7 +13,7 @@ from functools import cache
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
-__all__ = ["decorated_alike", "is_renaming", "undecorated", "without_checkpointing"]
+__all__ = ["decorated_alike", "is_renaming", "undecorated", "without_checkpointing", "wrapper_codes"]
 
 
 def undecorated(forward: Any) -> Any:
@@ -64,8 +64,7 @@ def _holds(cell: CellType, value: Any) -> bool:
 
 @cache
 def _renaming_codes() -> frozenset[CodeType]:
-    code = getattr(_deprecate_kwarg(), "__code__", None)
-    return frozenset(inner for made in _codes_in(code) for inner in _codes_in(made))
+    return wrapper_codes(_deprecate_kwarg())
 
 
 def _deprecate_kwarg() -> Any:
@@ -84,6 +83,12 @@ def _checkpointing_codes() -> frozenset[CodeType]:
         return frozenset()
     defined = vars(GradientCheckpointingLayer).get("__init_subclass__")
     return frozenset(_codes_in(getattr(getattr(defined, "__func__", None), "__code__", None)))
+
+
+def wrapper_codes(decorator: Any) -> frozenset[CodeType]:
+    """The code of the wrappers that a decorator with arguments puts around functions: two functions deep in it."""
+    made = _codes_in(getattr(decorator, "__code__", None))
+    return frozenset(inner for code in made for inner in _codes_in(code))
 
 
 def _codes_in(code: CodeType | None) -> Iterator[CodeType]:

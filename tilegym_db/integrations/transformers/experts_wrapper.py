@@ -7,14 +7,14 @@ a registry.
 from __future__ import annotations
 
 import contextlib
-import itertools
-import types
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+
+from tilegym_db.integrations.transformers.decorators import wrapper_codes
 
 __all__ = ["EAGER", "KNOWN", "Wrapper", "counted_ways", "implementations", "way_of", "wrapper_of"]
 
@@ -48,14 +48,12 @@ def wrapper_of(forward: Any) -> Wrapper | None:
 
 @cache
 def _wrapping_codes() -> frozenset[Any]:
-    """The code of that wrapper, two functions deep in the decorator."""
+    """The code of that wrapper."""
     try:
         from transformers.integrations.moe import use_experts_implementation as decorator
     except ImportError:
         return frozenset()
-    inner = [const for const in decorator.__code__.co_consts if isinstance(const, types.CodeType)]
-    consts = itertools.chain.from_iterable(code.co_consts for code in inner)
-    return frozenset(code for code in consts if isinstance(code, types.CodeType) and code.co_name == "forward")
+    return frozenset(code for code in wrapper_codes(decorator) if code.co_name == "forward")
 
 
 def implementations(forward: Any) -> dict[str, Any]:
