@@ -4,14 +4,18 @@ import functools
 
 import tilelang
 import tilelang.language as T
+import torch
 
 SHORT_THREADS = 128  # a CTA where a row needs a part of a warp
 
 
-@functools.cache
 @tilelang.jit(pass_configs={"tl.enable_lower_ldgstg": True})
-def rms_norm_kernel(N, dtype, vec, threads, rows):
-    """Compile for rows of N elements: `threads` threads a row, moving `vec` elements at a time; `rows` rows a CTA."""
+def rms_norm_kernel(form, N, dtype, vec, threads, rows):
+    """Compile for rows of N elements: `threads` threads a row, moving `vec` elements at a time; `rows` rows a CTA.
+
+    `form` is "rounded" where the normalised value is rounded before it is multiplied by the weight, "fp32" where it is not, and
+    "zero_centred" where it is not either and the factor is 1 + weight.
+    """
     M = T.dynamic("M")
     x_stride, out_stride = T.dynamic("x_stride", "int64"), T.dynamic("out_stride", "int64")
     warps = threads // 32
@@ -20,6 +24,10 @@ def rms_norm_kernel(N, dtype, vec, threads, rows):
     kept = chunks * vec * dtype.itemsize <= (128 if threads <= 512 else 64)
     full = rows == 1 and N % (threads * vec) == 0  # then no access needs a bounds check
     loop, slots = (T.unroll, chunks) if kept else (T.serial, 1)
+    normed_dtype = dtype if form == "rounded" else "float32"
+
+    def factor(scale):
+        return 1.0 + T.cast(scale, "float32") if form == "zero_centred" else T.cast(scale, "float32")
 
     @T.prim_func
     def rms_norm(
@@ -29,7 +37,7 @@ def rms_norm_kernel(N, dtype, vec, threads, rows):
         out: T.StridedTensor((M, N), (out_stride, 1), dtype),
     ):
         with T.Kernel(T.ceildiv(M, rows), threads=(threads, rows)) as block:
-            T.assume(x_stride % vec == 0)  # run() chose vec so; it lets the compiler use vector accesses
+            T.assume(x_stride % vec == 0)  # the launch chose vec so; it lets the compiler use vector accesses
             T.assume(out_stride % vec == 0)
             thread, local_row = T.get_thread_binding(0), T.get_thread_binding(1)
             row = block * rows + local_row
@@ -78,8 +86,8 @@ def rms_norm_kernel(N, dtype, vec, threads, rows):
                         for v in T.vectorized(vec):
                             scales[0, v] = weight[column + v]
                     for v in T.vectorized(vec):
-                        normed = T.cast(T.cast(values[slot, v], "float32") * r, dtype)
-                        result[v] = T.cast(T.cast(normed, "float32") * T.cast(scales[slot, v], "float32"), dtype)
+                        normed = T.cast(T.cast(values[slot, v], "float32") * r, normed_dtype)
+                        result[v] = T.cast(T.cast(normed, "float32") * factor(scales[slot, v]), dtype)
                     for v in T.vectorized(vec):
                         out[row, column + v] = result[v]
 
@@ -106,7 +114,7 @@ def rms_norm_short_kernel(N, dtype, vec, lanes, rows):
         out: T.StridedTensor((M, N), (out_stride, 1), dtype),
     ):
         with T.Kernel(T.ceildiv(M, groups * rows), threads=SHORT_THREADS) as block:
-            T.assume(x_stride % vec == 0)  # run() chose vec so; it lets the compiler use vector accesses
+            T.assume(x_stride % vec == 0)  # as above
             T.assume(out_stride % vec == 0)
             thread = T.get_thread_binding(0)
             first = block * groups * rows + thread // lanes
@@ -144,35 +152,54 @@ def rms_norm_short_kernel(N, dtype, vec, lanes, rows):
 
 
 @functools.cache
-def default_shape(N, vec):
-    """Threads a row and rows a CTA: two vectors a thread, four warps a CTA where a row needs fewer."""
-    threads = min(1024, 32 * -(-N // (2 * vec * 32)))
-    return threads, max(1, 128 // threads)
+def kernel_for(form, N, dtype, vec, threads, rows):
+    """The kernel of `threads` threads a row and `rows` rows a CTA; None: two vectors a thread, four warps a CTA at least."""
+    usual = min(1024, 32 * -(-N // (2 * vec * 32)))
+    threads, rows = threads or usual, rows or max(1, 128 // usual)
+    return rms_norm_kernel(form, N, dtype, vec, threads, min(rows, 1024 // threads))
 
 
-def run(x, weight, eps, out, *, threads=None, rows=None):
-    """out = T(T(x * rsqrt(mean(x^2) + eps)) * weight), sums in float32.
+def _launches(form, short_lanes=0):
+    """Fill in a function that only declares an entry: one that called a shared launcher would cost each launch a Python call.
 
     x, out: [M, N] with last stride 1 (any row stride); weight: [N] contiguous; T is bfloat16, float16 or float32.
     A row belongs to `threads` threads (a multiple of 32), a CTA has `rows` rows; None chooses both from N alone. A row
-    that 32 threads can load at once takes no more lanes of a warp than that needs, and each of them `rows` rows; None is
-    2 where there are many.
+    that `short_lanes` threads can load at once takes no more lanes of a warp than that needs, and each of them `rows`
+    rows; None is 2 where there are many.
     """
-    M, N = x.shape
-    if M == 0:
-        return
-    dtype = x.dtype
-    itemsize = dtype.itemsize
-    # The widest power of two, at most 16 bytes, that divides the row, both strides and all addresses.
-    bits = N | x.stride(0) | out.stride(0) | 16 // itemsize
-    bits |= (x.data_ptr() | weight.data_ptr() | out.data_ptr()) // itemsize
-    vec = bits & -bits
-    if 32 * vec >= N:
-        lanes = 1 << (-(-N // vec) - 1).bit_length()
-        rms_norm_short_kernel(N, dtype, vec, lanes, rows or (2 if M >= 4096 else 1))(x, weight, eps, out)
-        return
-    if threads is None or rows is None:
-        chosen = default_shape(N, vec)
-        threads, rows = threads or chosen[0], rows or chosen[1]
-    rows = min(rows, 1024 // threads)
-    rms_norm_kernel(N, dtype, vec, threads, rows)(x, weight, eps, out)
+
+    def run(x, weight, eps, out, *, threads=None, rows=None):
+        M, N = x.shape
+        if M == 0:
+            return
+        dtype = x.dtype
+        itemsize = dtype.itemsize
+        # The widest power of two, at most 16 bytes, that divides the row, both strides and all addresses.
+        bits = N | x.stride(0) | out.stride(0) | 16 // itemsize
+        bits |= (x.data_ptr() | weight.data_ptr() | out.data_ptr()) // itemsize
+        vec = bits & -bits
+        if short_lanes * vec >= N:
+            lanes = 1 << (-(-N // vec) - 1).bit_length()
+            rows = rows or (2 if M >= 4096 else 1)
+            rms_norm_short_kernel(N, dtype, vec, lanes, rows)(x, weight, eps, out)
+            return
+        kernel_for(form, N, dtype, vec, threads, rows)(x, weight, eps, out)
+
+    return lambda declared: run
+
+
+@_launches("rounded", short_lanes=32)
+def run_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, *, threads=None, rows=None):
+    """out[M, N] = T(T(x[M, N] * rsqrt(mean(x^2) + eps)) * weight[N]), sums in float32."""
+
+
+@_launches("fp32")
+def run_rms_norm_fp32(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, *, threads=None, rows=None):
+    """out[M, N] = T(x[M, N] * rsqrt(mean(x^2) + eps) * weight[N]), float32 up to the one cast to T."""
+
+
+@_launches("zero_centred")
+def run_rms_norm_gemma(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, *, threads=None, rows=None
+):
+    """out[M, N] = T(x[M, N] * rsqrt(mean(x^2) + eps) * (1 + weight[N])), float32 up to the one cast to T."""
