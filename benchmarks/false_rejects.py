@@ -9,8 +9,10 @@ Exits with 1 if anything honest was refused.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,12 +53,16 @@ def main() -> int:
     parser.add_argument("--workload", default=None)
     parser.add_argument("--all-workloads", action="store_true", help="every workload instead of a few of each kind")
     parser.add_argument("--workloads", type=int, help="of each definition, when not all; a few by default")
+    parser.add_argument("--deadline", type=float, default=math.inf, help="seconds by which the last repeat should end")
     options = parser.parse_args()
     if options.workloads:
         plan.QUICK_WORKLOADS = options.workloads
-    tally = Tally()
+    tally, start, longest = Tally(), time.monotonic(), 0.0
     for number in range(1, options.repeats + 1):
-        before = len(tally.refused)
+        before, began = len(tally.refused), time.monotonic()
+        if began - start + longest > options.deadline:
+            print(f"no time for repeat {number}: the longest took {longest:.0f} s", file=sys.stderr)
+            break
         with tempfile.TemporaryDirectory() as folder:
             report = promote(
                 tuple(options.names),
@@ -72,6 +78,7 @@ def main() -> int:
             print(f"  {trace.solution} {trace.axes}: {trace.status}: {trace.reason}", file=sys.stderr)
         if report.interrupted:
             break
+        longest = max(longest, time.monotonic() - began)
     show(tally)
     return 1 if tally.refused or not tally.judged else 0
 

@@ -3,11 +3,12 @@
     PYTHONPATH=tests python benchmarks/mutation_score.py                    # every Definition, on a CPU
     PYTHONPATH=tests python benchmarks/mutation_score.py rms_norm --most 40
     PYTHONPATH=tests python benchmarks/mutation_score.py --most 12 --references --seconds 300
-    PYTHONPATH=tests python benchmarks/mutation_score.py --device cuda:0 --total 300 --jobs 8
+    PYTHONPATH=tests python benchmarks/mutation_score.py --device cuda:0 --kernels --total 300 --jobs 14 --deadline 210
 
 Sources are the reference and each Solution in Triton, which runs in the interpreter on a CPU; ``--most`` mutants of each, drawn
 over all kinds. A mutant that no call gets to is not counted, nor is one that ``equivalent_mutants.toml`` explains.
-``--seconds`` gives up a source that takes longer, and says so; what was judged until then counts.
+``--seconds`` gives up a source that takes longer, and says so; what was judged until then counts. ``--deadline`` ends the whole
+run: sources come in a random order then, and what is still being judged is ended and not counted.
 """
 
 from __future__ import annotations
@@ -62,6 +63,33 @@ def reason_why_equivalent(target: Target, mutant: Mutant) -> str | None:
     return None
 
 
+class Deadline:
+    """When a whole run ends. Verdicts that are not there by then are none: their workers are ended."""
+
+    def __init__(self, seconds: float) -> None:
+        """Counts from now."""
+        self.passed = False
+        self._judges: list[Judge] = []
+        self._lock = threading.Lock()
+        if seconds < math.inf:
+            timer = threading.Timer(seconds, self._end)
+            timer.daemon = True
+            timer.start()
+
+    def watch(self, judge: Judge) -> None:
+        """End this judge's worker too when the time comes."""
+        with self._lock:
+            self._judges.append(judge)
+            if self.passed:
+                judge.abort()
+
+    def _end(self) -> None:
+        with self._lock:
+            self.passed = True
+            for judge in self._judges:
+                judge.abort()
+
+
 class Score:
     """What became of the mutants of each Definition."""
 
@@ -105,14 +133,21 @@ def score_target(
     kinds: Sequence[str],
     score: Score,
     folder: Path,
-    seconds: float = math.inf,
+    seconds: float,
+    deadline: Deadline,
 ) -> None:
     """Every chosen mutant of one source to a verdict, as far as the seconds go."""
+    if deadline.passed:
+        return
     anchors = tuple(catalog.workloads_for(target.definition.name))
     judge = Judge(target, anchors, device, folder, SEED)
+    deadline.watch(judge)
     start = time.monotonic()
     try:
         unfit = judge.honest()
+        if deadline.passed:
+            print(f"{target.definition.name}/{target.name}: not begun by the deadline", flush=True)
+            return
         if unfit is not None:
             print(
                 f"{target.definition.name}/{target.name} itself is refused: {unfit.reason} {unfit.log[-500:]}",
@@ -126,16 +161,30 @@ def score_target(
                 print(f"{target.definition.name}/{target.name}: given up after {number} of {len(mutants)}", flush=True)
                 break
             failure = judge.verdict(mutant)
+            if deadline.passed:
+                print(f"{target.definition.name}/{target.name}: {number} of {len(mutants)} by the deadline", flush=True)
+                break
             if failure is not None:
                 score.add(target, mutant, "error" if failure.status in _BY_ERROR else "gate")
             elif (reason := reason_why_equivalent(target, mutant)) is not None:
                 score.add(target, mutant, "equivalent", reason)
             else:
-                score.add(target, mutant, "survived" if judge.is_reached(mutant) else "not reached")
+                reached = judge.is_reached(mutant)
+                score.add(target, mutant, "survived" if reached or deadline.passed else "not reached")
     finally:
         judge.close()
     took = time.monotonic() - start
     print(f"{target.definition.name}/{target.name}: {len(mutants)} mutants, {took:.0f} s", flush=True)
+
+
+def sources(catalog: Catalog, names: Sequence[str], *, references: bool, kernels: bool) -> list[Target]:
+    """What is mutated: references, kernels in Triton, or both, of these Definitions or of all."""
+    return [
+        target
+        for name in (names or sorted(catalog.definitions))
+        for target in targets_of(catalog, catalog.definition(name))
+        if (references if target.name == REFERENCE else kernels)
+    ]
 
 
 def run(
@@ -146,20 +195,19 @@ def run(
     jobs: int,
     kinds: Sequence[str] = KINDS,
     *,
-    references: bool = False,
+    references: bool = True,
+    kernels: bool = True,
     seconds: float = math.inf,
+    deadline: float = math.inf,
 ) -> Score:
-    """The score of these Definitions, or of all."""
-    score = Score()
-    targets = [
-        target
-        for name in (names or sorted(catalog.definitions))
-        for target in targets_of(catalog, catalog.definition(name))
-        if target.name == REFERENCE or not references
-    ]
+    """The score of these Definitions, or of all; of sources in a random order where there is a deadline."""
+    score, end = Score(), Deadline(deadline)
+    targets = sources(catalog, names, references=references, kernels=kernels)
+    if deadline < math.inf:
+        random.Random(SEED).shuffle(targets)
     with scratch_folder() as scratch, ThreadPoolExecutor(max_workers=jobs) as pool:
         running = [
-            pool.submit(score_target, catalog, target, device, most, kinds, score, scratch / str(number), seconds)
+            pool.submit(score_target, catalog, target, device, most, kinds, score, scratch / str(number), seconds, end)
             for number, target in enumerate(targets)
         ]
         for task in running:
@@ -175,19 +223,22 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=16, help="mutants of one source")
     parser.add_argument("--total", type=int, help="mutants of all sources together, in place of --most")
     parser.add_argument("--places", action="store_true", help="only mistakes at one place of a source")
-    parser.add_argument("--references", action="store_true", help="references alone, no kernels")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--references", action="store_true", help="references alone, no kernels")
+    which.add_argument("--kernels", action="store_true", help="kernels alone, no references")
     parser.add_argument("--seconds", type=float, default=math.inf, help="when to give up one source")
+    parser.add_argument("--deadline", type=float, default=math.inf, help="seconds after which the whole run ends")
     parser.add_argument("--jobs", type=int, default=1, help="sources at a time")
     options = parser.parse_args()
     if options.device == "cpu":
         torch.set_num_threads(1)
     catalog = Catalog.default()
-    names = options.names or sorted(catalog.definitions)
-    sources = sum(len(targets_of(catalog, catalog.definition(name))) for name in names)
-    most = options.most if options.total is None else -(-options.total // sources)
+    which_ones = {"references": not options.kernels, "kernels": not options.references}
+    count = len(sources(catalog, options.names, **which_ones))
+    most = options.most if options.total is None else -(-options.total // max(count, 1))
     kinds = tuple(REWRITES) if options.places else KINDS
-    few = {"references": options.references, "seconds": options.seconds}
-    score = run(catalog, names, options.device, most, options.jobs, kinds, **few)
+    limits = {"seconds": options.seconds, "deadline": options.deadline}
+    score = run(catalog, options.names, options.device, most, options.jobs, kinds, **which_ones, **limits)
     print(f"\n{score.table(score.counts, 'definition | source')}\n\n{score.table(score.kinds, 'kind')}\n")
     print("\n".join(sorted(score.survivors)))
 

@@ -302,6 +302,7 @@ FIELDS: dict[str, str] = {
     "Enum": "name value",
     "logging.Logger": "debug info warning error critical exception log",
     "functools": "args keywords func cache_clear register",
+    "tilelang schedules of warps": "ROOT consumer_release consumer_wait producer_acquire producer_commit",
     "property": "setter getter deleter",
     "dataclasses.Field": "name default default_factory",
     "device properties": "name major minor total_memory multi_processor_count warp_size max_threads_per_multi_processor "

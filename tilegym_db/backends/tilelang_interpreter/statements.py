@@ -34,7 +34,7 @@ _NOTHING = frozenset(
 )
 """Operations that change nothing where lanes run in lockstep, all blocks of a cluster among them, and copies are done at once."""
 _BARRIERS = frozenset({"tirx.tvm_storage_sync"})
-_ATTRIBUTES = frozenset({"min_blocks_per_sm", "tl.min_blocks_per_sm", "pragma_import_llvm"})
+_ATTRIBUTES = frozenset({"min_blocks_per_sm", "tl.min_blocks_per_sm", "pragma_import_llvm", "tl.ws_op_id"})
 
 
 class Statements:

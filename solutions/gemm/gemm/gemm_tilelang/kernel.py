@@ -7,12 +7,47 @@ import tilelang.language as T
 import torch
 
 
+def one_warp_fetches(warps, tiles, stages, before=(), persistent=False):
+    """A schedule in which `warps` warps multiply and one more fetches by TMA, `stages` tiles ahead.
+
+    Without it TileLang lets four warps wait for room and one of them fetch. Nothing waits for the other three: where one looks
+    at a barrier late, as it may when two processes share the GPU, the barrier has gone on by two turns, which looks like none.
+    It then waits for a turn that never comes, and the kernel does not end. One warp alone cannot be late for itself.
+    """
+    fetch = [*before, "steps"]
+    multiply = [*before, "clear", "steps", "store"]
+    scopes = [
+        T.WSScope(
+            "steps",
+            {
+                "fetcher": [
+                    T.WSSync.producer_acquire("tiles"),
+                    "fetch_a",
+                    "fetch_b",
+                    T.WSSync.producer_commit("tiles"),
+                ],
+                "multiplier": [T.WSSync.consumer_wait("tiles"), "multiply", T.WSSync.consumer_release("tiles")],
+            },
+        ),
+    ]
+    if persistent:
+        scopes.append(T.WSScope("waves", {"fetcher": fetch, "multiplier": multiply}))
+        fetch = multiply = ["waves"]
+    scopes.append(T.WSScope(T.WSScope.ROOT, {"fetcher": fetch, "multiplier": multiply}))
+    roles = [
+        T.WSRole("multiplier", warps_lo=0, warps_hi=warps),
+        T.WSRole("fetcher", warps_lo=warps, warps_hi=warps + 1),
+    ]
+    pipelines = [T.WSPipeline("tiles", tiles, depth=stages)]
+    return T.WSSchedule(num_warps=-(-(warps + 1) // 4) * 4, roles=roles, pipelines=pipelines, scopes=scopes)
+
+
 @functools.cache
 @tilelang.jit
 def gemm_dense_kernel(N, K, dtype, block_M, block_N, block_K, stages, group, split, tma_store, multiprocessors):
     """Compile the kernel for many rows: one CTA a multiprocessor walks over the output tiles.
 
-    One warpgroup fetches tiles of a and b by TMA, two multiply; the fetching runs ahead into the next output tile.
+    One warp fetches tiles of a and b by TMA, eight multiply; the fetching runs ahead into the next output tile.
     Tiles go in bands of `group` rows of tiles, so that the tiles in flight share their operands in L2. With split > 1,
     K is cut into `split` parts of which each writes its float32 sums to `out[part]`.
     """
@@ -42,32 +77,35 @@ def gemm_dense_kernel(N, K, dtype, block_M, block_N, block_K, stages, group, spl
             part = T.alloc_var("int32")
             tiles_M, tiles_N = T.ceildiv(M, block_M), T.ceildiv(N, block_N)
 
-            for wave in T.serial(T.ceildiv(tiles_M * tiles_N * split, multiprocessors)):
+            T.annotate_ws_schedule(one_warp_fetches(8, [a_tile, b_tile], stages, before=["place"], persistent=True))
+            for wave in T.serial(
+                T.ceildiv(tiles_M * tiles_N * split - block, multiprocessors), annotations={T.WSID: "waves"}
+            ):
                 index = wave * multiprocessors + block
-                if index < tiles_M * tiles_N * split:
-                    tile = index // split
-                    band = tile // (group * tiles_N)
-                    rows = T.min(group, tiles_M - band * group)
+                tile = index // split
+                band = tile // (group * tiles_N)
+                rows = T.min(group, tiles_M - band * group)
+                with T.ws_op("place"):
                     m = band * group + tile % (group * tiles_N) % rows
                     n = tile % (group * tiles_N) // rows
                     part = index % split
-                    T.clear(sums)
-                    for k in T.Pipelined(steps, num_stages=stages):
-                        T.copy(a[m * block_M, (part * steps + k) * block_K], a_tile)
-                        T.copy(b[n * block_N, (part * steps + k) * block_K], b_tile)
-                        T.gemm(a_tile, b_tile, sums, transpose_B=True, policy=policy)
-                    if split > 1:
-                        for i, j in T.Parallel(block_M, block_N):
-                            if m * block_M + i < M and n * block_N + j < N:
-                                out[part, m * block_M + i, n * block_N + j] = sums[i, j]
-                    elif tma_store:
-                        for p in T.unroll(block_N // 128):
-                            T.copy(sums[:, p * 128 : (p + 1) * 128], out_tile)
-                            T.copy(out_tile, out[m * block_M, n * block_N + p * 128])
-                    else:
-                        for i, j in T.Parallel(block_M, block_N):
-                            if m * block_M + i < M and n * block_N + j < N:
-                                out[m * block_M + i, n * block_N + j] = sums[i, j]
+                T.clear(sums, annotations={T.WSID: "clear"})
+                for k in T.Pipelined(steps, num_stages=stages, annotations={T.WSID: "steps"}):
+                    T.copy(a[m * block_M, (part * steps + k) * block_K], a_tile, annotations={T.WSID: "fetch_a"})
+                    T.copy(b[n * block_N, (part * steps + k) * block_K], b_tile, annotations={T.WSID: "fetch_b"})
+                    T.gemm(a_tile, b_tile, sums, transpose_B=True, policy=policy, annotations={T.WSID: "multiply"})
+                if split > 1:
+                    for i, j in T.Parallel(block_M, block_N, annotations={T.WSID: "store"}):
+                        if m * block_M + i < M and n * block_N + j < N:
+                            out[part, m * block_M + i, n * block_N + j] = sums[i, j]
+                elif tma_store:
+                    for p in T.unroll(block_N // 128, annotations={T.WSID: "store"}):
+                        T.copy(sums[:, p * 128 : (p + 1) * 128], out_tile)
+                        T.copy(out_tile, out[m * block_M, n * block_N + p * 128])
+                else:
+                    for i, j in T.Parallel(block_M, block_N, annotations={T.WSID: "store"}):
+                        if m * block_M + i < M and n * block_N + j < N:
+                            out[m * block_M + i, n * block_N + j] = sums[i, j]
 
     return gemm_dense
 
@@ -113,6 +151,7 @@ def gemm_skinny_kernel(N, K, dtype, block_M, block_N, block_K, stages):
     """
     M = T.dynamic("M")
     a_stride, b_stride, out_stride = T.dynamic("a_stride b_stride out_stride", "int64")
+    policy = T.GemmWarpPolicy.FullRow
 
     @T.prim_func
     def gemm_skinny(
@@ -123,16 +162,16 @@ def gemm_skinny_kernel(N, K, dtype, block_M, block_N, block_K, stages):
         with T.Kernel(T.ceildiv(N, block_N), T.ceildiv(M, block_M), threads=2 * block_N) as (n, m):
             T.assume(a_stride % 8 == 0)  # TMA wants rows aligned to 16 bytes; run() checked it
             T.assume(b_stride % 8 == 0)
-            T.disable_warp_group_reg_alloc()  # moving registers between warps would leave room for one CTA only
             a_tile = T.alloc_shared((block_M, block_K), dtype)
             b_tile = T.alloc_shared((block_N, block_K), dtype)
             sums = T.alloc_fragment((block_N, block_M), "float32")
-            T.clear(sums)
-            for k in T.Pipelined(T.ceildiv(K, block_K), num_stages=stages):
-                T.copy(b[n * block_N, k * block_K], b_tile)
-                T.copy(a[m * block_M, k * block_K], a_tile)
-                T.gemm(b_tile, a_tile, sums, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
-            for i, j in T.Parallel(block_N, block_M):
+            T.annotate_ws_schedule(one_warp_fetches(block_N // 16, [a_tile, b_tile], stages))
+            T.clear(sums, annotations={T.WSID: "clear"})
+            for k in T.Pipelined(T.ceildiv(K, block_K), num_stages=stages, annotations={T.WSID: "steps"}):
+                T.copy(a[m * block_M, k * block_K], a_tile, annotations={T.WSID: "fetch_a"})
+                T.copy(b[n * block_N, k * block_K], b_tile, annotations={T.WSID: "fetch_b"})
+                T.gemm(b_tile, a_tile, sums, transpose_B=True, policy=policy, annotations={T.WSID: "multiply"})
+            for i, j in T.Parallel(block_N, block_M, annotations={T.WSID: "store"}):
                 if m * block_M + j < M and n * block_N + i < N:
                     out[m * block_M + j, n * block_N + i] = sums[i, j]
 
