@@ -7,6 +7,7 @@ inside of one of its blocks, so whoever starts this turns it off (``PYTORCH_NO_C
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
 
 def run_solution(calls: SolutionCalls, device: str, *, profile: bool) -> None:
     """Call one Solution at each of its cases, and say so on standard output before each and at the end."""
+    started = time.monotonic()
     files = SolutionFiles.read(calls.record)
     if files.digest != calls.digest:
         raise SystemExit(f"the source of {calls.name} changed on disk meanwhile")
@@ -81,7 +83,7 @@ def run_solution(calls: SolutionCalls, device: str, *, profile: bool) -> None:
         _synchronize(device)
         if profile:
             _profiler.stop()
-    print(marked_line("done", calls.name), flush=True)
+    print(marked_line("done", calls.name, seconds=round(time.monotonic() - started, 3)), flush=True)
 
 
 def _synchronize(device: str) -> None:
