@@ -52,7 +52,8 @@ def run(x, w, eps):
 def test_foreign_solutions_get_our_verdict_beside_theirs(tree: Tree, home: Path) -> None:
     """Python and returning Triton code, on a safetensors input under a constraint on contents, and CUDA that is not run."""
     from tilegym_db.bench.machine import select_machine
-    from tilegym_db.integrations.interchange.judging import judge_data_set, keep_judgements, kept_judgements
+    from tilegym_db.integrations.interchange.judgements import keep_judgements, kept_judgements
+    from tilegym_db.integrations.interchange.judging import judge_data_set
 
     constrained = definition(constraints=["M >= 1", "x[0, 0].item() == 2"])
     tree.write("definitions/scale/scale_n8.json", constrained)
@@ -95,7 +96,8 @@ def test_foreign_solutions_get_our_verdict_beside_theirs(tree: Tree, home: Path)
 
 def test_a_solution_without_its_entry_function_stops_none_of_the_others(tree: Tree, home: Path) -> None:
     from tilegym_db.bench.machine import select_machine
-    from tilegym_db.integrations.interchange.judging import judge_data_set, keep_judgements, kept_judgements
+    from tilegym_db.integrations.interchange.judgements import keep_judgements, kept_judgements
+    from tilegym_db.integrations.interchange.judging import judge_data_set
 
     bad = SOLUTION.replace("scale_torch", "bad")
     tree.write(bad, solution("bad", "def other(x, w, eps):\n    return x\n"))
@@ -124,7 +126,7 @@ def test_an_input_that_cannot_be_allocated_is_named(tree: Tree, home: Path) -> N
 
 
 def test_a_judgement_whose_reason_holds_a_line_separator_is_kept(tree: Tree, home: Path) -> None:
-    from tilegym_db.integrations.interchange.judging import Judgement, keep_judgements, kept_judgements
+    from tilegym_db.integrations.interchange.judgements import Judgement, keep_judgements, kept_judgements
 
     found = import_data_set(tree.root).data_set
     judgement = Judgement("scale_n8", "scale_torch", "w-1", "cpu", "RUNTIME_ERROR", "first\u2028second\x85third")

@@ -18,6 +18,7 @@ from tilegym_db.backends.toolchains import prepare_environment
 from tilegym_db.bench.instruments.requests import SolutionCalls, marked_line, read_request
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.records import Definition
+from tilegym_db.records.omitted import narrowed
 from tilegym_db.verify.blobs import BlobReader
 from tilegym_db.verify.inputs import Case, draw_inputs
 from tilegym_db.verify.torch_dtypes import storage_dtype
@@ -65,7 +66,8 @@ def run_solution(calls: SolutionCalls, device: str, *, profile: bool) -> None:
     if files.digest != calls.digest:
         raise SystemExit(f"the source of {calls.name} changed on disk meanwhile")
     catalog = Catalog.default()
-    definition, blobs = catalog.definition(calls.definition), BlobReader(catalog.roots)
+    definition = narrowed(catalog.definition(calls.definition), files.record.spec.omits)
+    blobs = BlobReader(catalog.roots)
     prepare_environment(files.record.spec.language)
     entry = load_entry(files)
     writes = files.record.spec.destination_passing_style

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -17,6 +17,8 @@ from tilegym_db.integrations.interchange import sol_execbench
 from tilegym_db.records import Definition, Solution
 from tilegym_db.records.dtypes import RECORD_DTYPES
 from tilegym_db.records.expressions import names_in
+from tilegym_db.records.omitted import narrowed
+from tilegym_db.records.signature import called_with, find_function
 from tilegym_db.store.imported import DataSet, StoredRecord
 
 __all__ = ["Adapted", "AdaptedSolution", "adapted_definition", "adapted_solution", "native_name", "why_not_by_element"]
@@ -24,6 +26,8 @@ __all__ = ["Adapted", "AdaptedSolution", "adapted_definition", "adapted_solution
 LANGUAGES = {"python": "python", "pytorch": "python", "triton": "triton", "tilelang": "tilelang", "cutile": "cutile",
              "cuda-tile": "cutile"}  # fmt: skip
 ENTRY = "tilegym_entry.py"
+SPARSE_ATTENTION = "dsa_sparse_attention"
+"""How FlashInfer-Bench names the Definitions whose second output, the log-sum-exp, a Solution need not give."""
 REFERENCE = "reference.py"
 
 
@@ -64,6 +68,7 @@ def adapted_definition(found: DataSet, item: StoredRecord) -> Adapted | str:
     in_place = {name: f"{name}_out" for name in record["outputs"] if name in record["inputs"]}
     expressions = {name: axis["expression"] for name, axis in record["axes"].items() if axis.get("type") == "expr"}
     sizes, on_tensors = _constraints(record, expressions)
+    outputs = [in_place.get(name, name) for name in record["outputs"]]
     value = {
         "name": native_name(item.name),
         "version": "1.0.0",
@@ -71,6 +76,7 @@ def adapted_definition(found: DataSet, item: StoredRecord) -> Adapted | str:
         "axes": {name: _axis(axis) for name, axis in record["axes"].items() if name not in expressions},
         "inputs": {name: _tensor(spec, expressions) for name, spec in record["inputs"].items()},
         "outputs": {in_place.get(name, name): _tensor(spec, expressions) for name, spec in record["outputs"].items()},
+        "optional_outputs": _optional(item, outputs, in_place),
         "in_place": in_place,
         "constraints": sizes,
         "reference": _reference(found, item, entry),
@@ -79,6 +85,16 @@ def adapted_definition(found: DataSet, item: StoredRecord) -> Adapted | str:
         return Adapted(Definition.from_dict(value, f"{found.origin}/{item.path}"), tuple(on_tensors), entry)
     except RecordError as error:
         return f"cannot be a definition here: {error}"
+
+
+def _optional(item: StoredRecord, outputs: list[str], in_place: Mapping[str, str]) -> list[str]:
+    """The last outputs, where the record marks them or its own evaluator lets a Solution leave them out."""
+    specs = dict(zip(outputs, item.record["outputs"].values(), strict=True))
+    marked = [name for name in outputs if specs[name].get("optional") is True]
+    if not marked and item.name.startswith(SPARSE_ATTENTION) and len(outputs) == 2:
+        marked = outputs[1:]
+    last = outputs[-len(marked) :] if marked else []
+    return marked if marked == last and len(marked) < len(outputs) and not set(marked) & set(in_place.values()) else []
 
 
 def _why_not(record: Mapping[str, Any]) -> str | None:
@@ -181,8 +197,17 @@ def _reference(found: DataSet, item: StoredRecord, entry: str) -> str:
     )
 
 
-def adapted_solution(found: DataSet, item: StoredRecord, adapted: Adapted) -> AdaptedSolution | str:
-    """The Solution for our harness, or why it is not run."""
+def adapted_solution(
+    found: DataSet, item: StoredRecord, adapted: Adapted, omits: Sequence[str] | None = None
+) -> AdaptedSolution | str:
+    """The Solution for our harness, or why it is not run.
+
+    Args:
+        found: the data set.
+        item: the Solution's record.
+        adapted: its Definition.
+        omits: optional outputs that it does not give; None: as many as its parameters say that it has no argument for.
+    """
     spec = item.record["spec"]
     language = LANGUAGES.get(str(spec["language"]))
     if language == "python" and "cuda-tile" in spec["dependencies"]:
@@ -196,9 +221,12 @@ def adapted_solution(found: DataSet, item: StoredRecord, adapted: Adapted) -> Ad
         return f"its entry point {spec['entry_point']} is no function of a Python file"
     sources = {source["path"]: source["content"].encode() for source in item.record["sources"]}
     writes = bool(spec["destination_passing_style"])
-    added = adapted.definition.in_place != {} or (not writes and language != "python") or found.dialect == "fi-trace"
+    if omits is None:
+        omits = _without_argument(adapted.definition, sources[path], function) if writes else ()
+    definition = narrowed(adapted.definition, omits)
+    added = definition.in_place != {} or (not writes and language != "python") or found.dialect == "fi-trace"
     if added:
-        sources[ENTRY] = _entry(adapted.definition, path, function, writes, found.dialect == "fi-trace").encode()
+        sources[ENTRY] = _entry(definition, path, function, writes, found.dialect == "fi-trace").encode()
         path, function, writes = ENTRY, "run", True
     value = {
         "name": native_name(item.name),
@@ -209,6 +237,7 @@ def adapted_solution(found: DataSet, item: StoredRecord, adapted: Adapted) -> Ad
             "entry_point": f"{path}::{function}",
             "destination_passing_style": writes,
             "dependencies": [text for text in spec["dependencies"] if _is_installed(text)],
+            "omits": list(omits),
         },
         "sources": [{"path": name} for name in sources],
     }
@@ -216,6 +245,16 @@ def adapted_solution(found: DataSet, item: StoredRecord, adapted: Adapted) -> Ad
         return AdaptedSolution(Solution.from_dict(value, f"{found.origin}/{item.path}"), sources, added)
     except RecordError as error:
         return f"cannot be a solution here: {error}"
+
+
+def _without_argument(definition: Definition, source: bytes, function: str) -> tuple[str, ...]:
+    """The optional outputs for which a function that is given its outputs has no parameter."""
+    found = find_function(source, function)
+    if found is None or found.args.vararg is not None or not definition.optional_outputs:
+        return ()
+    given = len(called_with(definition, destination_passing_style=True))
+    lacking = given - len(found.args.posonlyargs) - len(found.args.args)
+    return definition.optional_outputs[-lacking:] if 0 < lacking <= len(definition.optional_outputs) else ()
 
 
 def _entry(definition: Definition, path: str, function: str, writes: bool, by_keyword: bool) -> str:
