@@ -278,13 +278,16 @@ def test_the_tolerances_of_others_mean_what_they_mean_there(rule: ForeignRule, f
 def test_each_definition_has_the_rule_of_its_project(tree: Tree, home: Path) -> None:
     item = import_data_set(tree.root).data_set.of_kind("definition")[0]
     low_bit = dataclasses.replace(item, name="moe_fp8_block_scale_x")
-    sampling = dataclasses.replace(item, record={**item.record, "op_type": "sampling"})
+    outputs = {"samples": {"shape": ["M"], "dtype": "int64"}}
+    sampling = dataclasses.replace(item, record={**item.record, "op_type": "sampling", "outputs": outputs})
+    masking = dataclasses.replace(item, record={**item.record, "op_type": "sampling"})
     names = [rule_for("flashinfer-trace", record, {}) for record in (item, low_bit)]
     assert [rule.name for rule in names if isinstance(rule, ForeignRule)] == [
         "flashinfer-bench default",
         "flashinfer-bench low-bit",
     ]
     assert isinstance(rule_for("flashinfer-trace", sampling, {}), str)
+    assert isinstance(rule_for("flashinfer-trace", masking, {}), ForeignRule)
     sol = rule_for("sol-execbench", item, {"tolerance": {"max_atol": 0.5}})
     assert isinstance(sol, ForeignRule)
     assert (sol.name, sol.atol, sol.share) == ("sol-execbench", 0.5, 0.99)

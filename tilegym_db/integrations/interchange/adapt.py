@@ -14,20 +14,25 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from tilegym_db.errors import RecordError
 from tilegym_db.integrations.interchange import sol_execbench
+from tilegym_db.integrations.interchange.foreign_outputs import is_drawn, optional_outputs, without_argument
 from tilegym_db.records import Definition, Solution
 from tilegym_db.records.dtypes import RECORD_DTYPES
 from tilegym_db.records.expressions import names_in
 from tilegym_db.records.omitted import narrowed
-from tilegym_db.records.signature import called_with, find_function
 from tilegym_db.store.imported import DataSet, StoredRecord
 
-__all__ = ["Adapted", "AdaptedSolution", "adapted_definition", "adapted_solution", "native_name", "why_not_by_element"]
+__all__ = [
+    "Adapted",
+    "AdaptedSolution",
+    "adapted_definition",
+    "adapted_solution",
+    "native_name",
+    "why_not_by_element",
+]
 
 LANGUAGES = {"python": "python", "pytorch": "python", "triton": "triton", "tilelang": "tilelang", "cutile": "cutile",
              "cuda-tile": "cutile"}  # fmt: skip
 ENTRY = "tilegym_entry.py"
-SPARSE_ATTENTION = "dsa_sparse_attention"
-"""How FlashInfer-Bench names the Definitions whose second output, the log-sum-exp, a Solution need not give."""
 REFERENCE = "reference.py"
 
 
@@ -76,7 +81,7 @@ def adapted_definition(found: DataSet, item: StoredRecord) -> Adapted | str:
         "axes": {name: _axis(axis) for name, axis in record["axes"].items() if name not in expressions},
         "inputs": {name: _tensor(spec, expressions) for name, spec in record["inputs"].items()},
         "outputs": {in_place.get(name, name): _tensor(spec, expressions) for name, spec in record["outputs"].items()},
-        "optional_outputs": _optional(item, outputs, in_place),
+        "optional_outputs": optional_outputs(item, outputs, in_place),
         "in_place": in_place,
         "constraints": sizes,
         "reference": _reference(found, item, entry),
@@ -85,16 +90,6 @@ def adapted_definition(found: DataSet, item: StoredRecord) -> Adapted | str:
         return Adapted(Definition.from_dict(value, f"{found.origin}/{item.path}"), tuple(on_tensors), entry)
     except RecordError as error:
         return f"cannot be a definition here: {error}"
-
-
-def _optional(item: StoredRecord, outputs: list[str], in_place: Mapping[str, str]) -> list[str]:
-    """The last outputs, where the record marks them or its own evaluator lets a Solution leave them out."""
-    specs = dict(zip(outputs, item.record["outputs"].values(), strict=True))
-    marked = [name for name in outputs if specs[name].get("optional") is True]
-    if not marked and item.name.startswith(SPARSE_ATTENTION) and len(outputs) == 2:
-        marked = outputs[1:]
-    last = outputs[-len(marked) :] if marked else []
-    return marked if marked == last and len(marked) < len(outputs) and not set(marked) & set(in_place.values()) else []
 
 
 def _why_not(record: Mapping[str, Any]) -> str | None:
@@ -120,7 +115,7 @@ def why_not_by_element(dialect: str, definition: StoredRecord) -> str | None:
     """Why a right output of a Definition may differ from its reference's in every element; None where it may not."""
     if dialect == sol_execbench.DIALECT:
         return None  # every Workload states a tolerance there
-    if definition.record.get("op_type") == "sampling":
+    if is_drawn(definition):
         return "samples are judged as a distribution there, and not here yet"
     if definition.name.startswith("dsa_topk_indexer"):
         return "indices are judged by their scores there, and not here yet"
@@ -222,7 +217,7 @@ def adapted_solution(
     sources = {source["path"]: source["content"].encode() for source in item.record["sources"]}
     writes = bool(spec["destination_passing_style"])
     if omits is None:
-        omits = _without_argument(adapted.definition, sources[path], function) if writes else ()
+        omits = without_argument(adapted.definition, sources[path], function) if writes else ()
     definition = narrowed(adapted.definition, omits)
     added = definition.in_place != {} or (not writes and language != "python") or found.dialect == "fi-trace"
     if added:
@@ -245,16 +240,6 @@ def adapted_solution(
         return AdaptedSolution(Solution.from_dict(value, f"{found.origin}/{item.path}"), sources, added)
     except RecordError as error:
         return f"cannot be a solution here: {error}"
-
-
-def _without_argument(definition: Definition, source: bytes, function: str) -> tuple[str, ...]:
-    """The optional outputs for which a function that is given its outputs has no parameter."""
-    found = find_function(source, function)
-    if found is None or found.args.vararg is not None or not definition.optional_outputs:
-        return ()
-    given = len(called_with(definition, destination_passing_style=True))
-    lacking = given - len(found.args.posonlyargs) - len(found.args.args)
-    return definition.optional_outputs[-lacking:] if 0 < lacking <= len(definition.optional_outputs) else ()
 
 
 def _entry(definition: Definition, path: str, function: str, writes: bool, by_keyword: bool) -> str:
