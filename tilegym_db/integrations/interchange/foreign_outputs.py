@@ -16,8 +16,9 @@ SPARSE_ATTENTION = "dsa_sparse_attention"
 
 def is_drawn(definition: StoredRecord) -> bool:
     """Whether it gives indices of the family of samplers, which are mostly drawn; what masks or scales gives numbers."""
-    outputs = definition.record["outputs"].values()
-    return definition.record.get("op_type") == "sampling" and any(spec["dtype"].startswith("int") for spec in outputs)
+    if definition.record.get("op_type") != "sampling":
+        return False
+    return any(spec["dtype"].startswith("int") for spec in definition.record["outputs"].values())
 
 
 def optional_outputs(item: StoredRecord, outputs: list[str], in_place: Mapping[str, str]) -> list[str]:
