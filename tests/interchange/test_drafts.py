@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +33,8 @@ from tilegym_db.scaffold import read_definition_file
 from tilegym_db.store.imported import DataSet, object_path
 from tilegym_db.verify.expected import broken_constraint
 from tilegym_db.verify.inputs import Case, draw_inputs
+
+DRAWN = {"op_type": "sampling", "outputs": {"samples": {"shape": ["M"], "dtype": "int64"}}}
 
 
 def imported(tree: Tree) -> DataSet:
@@ -175,12 +178,12 @@ def test_a_file_that_the_store_no_longer_has_as_it_was_leaves_its_workload_out(t
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"name": "top_k_sampling_from_probs_v8", "op_type": "sampling"}, "judged as a distribution"),
+        ({"name": "top_k_sampling_from_probs_v8", **DRAWN}, "judged as a distribution.*those of no sampler"),
         ({"name": "dsa_topk_indexer_fp8_h64"}, "judged by their scores"),
     ],
 )
 def test_what_no_element_is_judged_by_becomes_no_draft(
-    tree: Tree, home: Path, changes: dict[str, str], reason: str
+    tree: Tree, home: Path, changes: dict[str, Any], reason: str
 ) -> None:
     tree.write(DEFINITION, definition(**changes))
     with pytest.raises(UsageError, match=reason):

@@ -52,7 +52,8 @@ def run(x, w, eps):
 def test_foreign_solutions_get_our_verdict_beside_theirs(tree: Tree, home: Path) -> None:
     """Python and returning Triton code, on a safetensors input under a constraint on contents, and CUDA that is not run."""
     from tilegym_db.bench.machine import select_machine
-    from tilegym_db.integrations.interchange.judging import judge_data_set, keep_judgements, kept_judgements
+    from tilegym_db.integrations.interchange.judgements import keep_judgements, kept_judgements
+    from tilegym_db.integrations.interchange.judging import judge_data_set
 
     constrained = definition(constraints=["M >= 1", "x[0, 0].item() == 2"])
     tree.write("definitions/scale/scale_n8.json", constrained)
@@ -95,7 +96,8 @@ def test_foreign_solutions_get_our_verdict_beside_theirs(tree: Tree, home: Path)
 
 def test_a_solution_without_its_entry_function_stops_none_of_the_others(tree: Tree, home: Path) -> None:
     from tilegym_db.bench.machine import select_machine
-    from tilegym_db.integrations.interchange.judging import judge_data_set, keep_judgements, kept_judgements
+    from tilegym_db.integrations.interchange.judgements import keep_judgements, kept_judgements
+    from tilegym_db.integrations.interchange.judging import judge_data_set
 
     bad = SOLUTION.replace("scale_torch", "bad")
     tree.write(bad, solution("bad", "def other(x, w, eps):\n    return x\n"))
@@ -124,7 +126,7 @@ def test_an_input_that_cannot_be_allocated_is_named(tree: Tree, home: Path) -> N
 
 
 def test_a_judgement_whose_reason_holds_a_line_separator_is_kept(tree: Tree, home: Path) -> None:
-    from tilegym_db.integrations.interchange.judging import Judgement, keep_judgements, kept_judgements
+    from tilegym_db.integrations.interchange.judgements import Judgement, keep_judgements, kept_judgements
 
     found = import_data_set(tree.root).data_set
     judgement = Judgement("scale_n8", "scale_torch", "w-1", "cpu", "RUNTIME_ERROR", "first\u2028second\x85third")
@@ -276,13 +278,16 @@ def test_the_tolerances_of_others_mean_what_they_mean_there(rule: ForeignRule, f
 def test_each_definition_has_the_rule_of_its_project(tree: Tree, home: Path) -> None:
     item = import_data_set(tree.root).data_set.of_kind("definition")[0]
     low_bit = dataclasses.replace(item, name="moe_fp8_block_scale_x")
-    sampling = dataclasses.replace(item, record={**item.record, "op_type": "sampling"})
+    outputs = {"samples": {"shape": ["M"], "dtype": "int64"}}
+    sampling = dataclasses.replace(item, record={**item.record, "op_type": "sampling", "outputs": outputs})
+    masking = dataclasses.replace(item, record={**item.record, "op_type": "sampling"})
     names = [rule_for("flashinfer-trace", record, {}) for record in (item, low_bit)]
     assert [rule.name for rule in names if isinstance(rule, ForeignRule)] == [
         "flashinfer-bench default",
         "flashinfer-bench low-bit",
     ]
     assert isinstance(rule_for("flashinfer-trace", sampling, {}), str)
+    assert isinstance(rule_for("flashinfer-trace", masking, {}), ForeignRule)
     sol = rule_for("sol-execbench", item, {"tolerance": {"max_atol": 0.5}})
     assert isinstance(sol, ForeignRule)
     assert (sol.name, sol.atol, sol.share) == ("sol-execbench", 0.5, 0.99)

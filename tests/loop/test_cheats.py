@@ -68,6 +68,13 @@ def test_a_submission_that_calls_itself_a_baseline_is_refused(task: Task, hand_i
     assert "role 'kernel'" in submit(task, hand_in(GOOD, spec=spec)).reason
 
 
+def test_a_submission_that_omits_an_output_is_refused(task: Task, hand_in: HandIn) -> None:
+    spec = {"language": "python", "entry_point": "kernel.py::run", "dtypes": {"T": ["float32"]}, "omits": ["out"]}
+    attempt = submit(task, hand_in(GOOD, spec=spec))
+    assert (attempt.verdict, attempt.stage) == ("refused", "received")
+    assert "it omits out" in attempt.reason
+
+
 def test_another_language_or_gpu_than_was_asked_for_is_refused(task: Task, hand_in: HandIn) -> None:
     spec = {"language": "triton", "entry_point": "kernel.py::run"}
     assert "it is triton for row_scale" in submit(task, hand_in(GOOD, spec=spec)).reason

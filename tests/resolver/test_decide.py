@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from tilegym_db.errors import UsageError
-from tilegym_db.resolver import Decision, Request, decide, load_table, make_request
+from tilegym_db.resolver import Decision, Request, call_site, decide, load_table, make_request, resolve
 from tilegym_db.resolver.decide import not_in_compiled_code
 
 
@@ -343,3 +344,28 @@ def test_a_scalar_that_selects_code_must_match(shop: Any) -> None:
 def test_a_request_that_does_not_fit_is_refused(shop: Any, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=f"(?i){message}"):
         ask(shop, **changes)
+
+
+def test_what_omits_an_output_serves_no_call_whatever_was_published_of_it(shop: Any) -> None:
+    """Neither resolve, nor a bound call site, nor the functions of operators: a caller gets every output from stock code."""
+    outputs = {"out": {"shape": ["M"], "dtype": "float32"}, "total": {"shape": [1], "dtype": "float32"}}
+    shop.define(
+        "with_total", axes={"M": {"type": "var"}}, inputs={"x": {"shape": ["M"], "dtype": "float32"}}, outputs=outputs,
+        optional_outputs=["total"], reference="def run(x):\n    return 2 * x, x.sum().reshape(1)\n",
+    )  # fmt: skip
+    whole = "def run(x, out, total):\n    out.copy_(2 * x)\n    total.copy_(x.sum().reshape(1))\n"
+    shop.add("with_total", "with_total_stock", whole, role="baseline", provides="stock")
+    part = shop.add("with_total", "with_total_part", "def run(x, out):\n    out.copy_(3 * x)\n", omits=["total"])
+    shop.publish([shop.entry("with_total", {"M": 4}, [shop.candidate(part, 1.0, host_us=1.0)])])
+    request = make_request(shop.definition("with_total"), axes={"M": 4}, gpu="cpu")
+    decision = decide_in(shop, request)
+    assert decision.solution is None
+    assert "it omits total: it is verified without a time" in reasons(decision)["with_total_part"]
+    x, out, total = torch.ones(4), torch.zeros(4), torch.zeros(1)
+    resolved = resolve("with_total", like=(x,), catalog=shop.catalog)
+    assert resolved.is_stock
+    resolved(x, out, total)
+    assert (out.tolist(), total.tolist()) == ([2.0] * 4, [4.0])
+    site = call_site(shop.definition("with_total"), shop.catalog)
+    assert site.attempt(x, out.zero_(), total.zero_()) is False
+    assert out.eq(0).all()

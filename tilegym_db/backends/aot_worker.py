@@ -25,6 +25,7 @@ from tilegym_db.backends.compile_jobs import CompileJob, CompileResult, CompileS
 from tilegym_db.backends.load import clipped_traceback, load_entry, unload_entry
 from tilegym_db.backends.toolchains import prepare_environment
 from tilegym_db.errors import SolutionError, ToolchainError
+from tilegym_db.records.omitted import narrowed
 from tilegym_db.records.trace import clip_log
 
 __all__ = ["compile_job", "main"]
@@ -67,7 +68,7 @@ def compile_job(job: CompileJob, interception: Interception) -> CompileResult:
     from tilegym_db.backends.absent_device import pretend_device
     from tilegym_db.backends.arguments import call_arguments
 
-    arguments = call_arguments(job.definition, job.workload)
+    arguments = call_arguments(narrowed(job.definition, job.solution.record.spec.omits), job.workload)
     start = time.perf_counter()
     try:
         with interception.recording(job.target, job.solution.digest) as recorder, pretend_device(job.target):

@@ -12,10 +12,11 @@ from tilegym_db.bench.plan import DefinitionPlan, DoneKey, LikelyFastest, Option
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import NotFoundError, UsageError, did_you_mean
 from tilegym_db.records import LANGUAGES, Config, Definition, Workload, axes_key
+from tilegym_db.records.omitted import why_not_timed
 from tilegym_db.records.solution import config_id, name_with_config
 from tilegym_db.verify.worker.interpreters import interpreted_here
 
-__all__ = ["fits_a_cpu", "make_plan"]
+__all__ = ["fits_a_cpu", "make_plan", "refuse_omitting"]
 
 # What one workload may cost on a CPU before it is left to GPUs: about a tenth of a second a call on two cores.
 CPU_MAX_FLOPS = 4e9
@@ -87,6 +88,15 @@ def make_plan(
             plan.definitions.append(item)
     _require_something(plan, options, matched)
     return plan
+
+
+def refuse_omitting(catalog: Catalog, names: Sequence[str]) -> None:
+    """Raise :class:`UsageError` where a Solution that omits an output is asked for by name, to be promoted."""
+    for name in names:
+        found = catalog.solutions.get(name)
+        reason = why_not_timed(name, found.record.spec.omits) if found is not None else None
+        if reason is not None:
+            raise UsageError(f"{reason}. Its verdict: tilegym-db bench {name}")
 
 
 def _require_something(plan: Plan, options: Options, matched: bool) -> None:
@@ -170,6 +180,10 @@ def _place(
     plan: Plan,
 ) -> None:
     language = solution.record.spec.language
+    reason = why_not_timed(solution.name, solution.record.spec.omits) if options.tier == "promotion" else None
+    if reason is not None:
+        plan.skipped.append(Skipped(solution.name, "*", reason))
+        return
     reason = _why_untimed(solution, machine, lacks)
     if reason is None:
         item.timed.append(solution)

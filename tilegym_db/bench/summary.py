@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import geometric_mean
 
 from tilegym_db.records import Trace
+from tilegym_db.records.trace import UNTIMED_TIERS
 
 __all__ = ["SummaryRow", "summarise"]
 
@@ -54,6 +55,8 @@ def _row(solution: str, traces: list[Trace]) -> SummaryRow:
         note = f"{failures[0].status}: {failures[0].reason}"
     elif all(trace.tier == "interpreter" for trace in counted):
         note = "verified in the interpreter, not timed"
+    elif all(trace.tier in UNTIMED_TIERS for trace in counted):
+        note = "verified, not timed: it omits an output"
     passed = len(counted) - len(failures)
     speedup, over_best = (_mean(ratios.get(provides, ())) for provides in ("stock", "incumbent"))
     return SummaryRow(solution, traces[0].language, passed, len(counted), speedup, note, _mean(light), over_best)

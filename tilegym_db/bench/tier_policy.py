@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilegym_db.records import Solution
 from tilegym_db.records.trace import Tier
 from tilegym_db.store.statements import PUBLISHED_SANDBOX_LEVEL
 from tilegym_db.verify.shapes import MAX_ROWS
 
-__all__ = ["INTERPRETER", "MIN_SANDBOX_LEVEL", "PROMOTION", "SCREEN", "TierPolicy"]
+__all__ = ["INTERPRETER", "MIN_SANDBOX_LEVEL", "PROMOTION", "SCREEN", "UNTIMED", "TierPolicy"]
 
 MIN_SANDBOX_LEVEL = PUBLISHED_SANDBOX_LEVEL
 """Below this, a Solution could have reached what judges it; a promotion needs at least this level."""
@@ -46,6 +46,8 @@ INTERPRETER = TierPolicy(
     "interpreter", fuzz_cases=4, baseline_fuzz_cases=4, calls=2, audited=False, fuzz_rows=160, draws=64
 )
 SCREEN = TierPolicy("screen", fuzz_cases=4, baseline_fuzz_cases=2, calls=2, audited=False)
+# What omits an output is verified as in a screen; nobody's time is comparable with its own.
+UNTIMED = replace(SCREEN, tier="untimed")
 PROMOTION = TierPolicy(
     "promotion", fuzz_cases=24, baseline_fuzz_cases=4, calls=5, audited=True, in_turn=True, draws=16384
 )

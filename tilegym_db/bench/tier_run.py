@@ -21,9 +21,10 @@ from tilegym_db.bench.gpus.work import divide
 from tilegym_db.bench.interleaved import TimingBudget
 from tilegym_db.bench.machine import Machine, leaving_processors
 from tilegym_db.bench.plan import Options, Plan
+from tilegym_db.bench.planning import refuse_omitting
 from tilegym_db.bench.promotions import record_promotions
 from tilegym_db.bench.run_setup import Observer, RunSetup, timing_budget
-from tilegym_db.bench.tier_policy import INTERPRETER, PROMOTION, SCREEN, TierPolicy
+from tilegym_db.bench.tier_policy import INTERPRETER, PROMOTION, SCREEN, UNTIMED, TierPolicy
 from tilegym_db.bench.tracing import RunContext
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Trace
@@ -59,6 +60,8 @@ def run_tiers(
     confined = confined and (then_promote or options.tier == "promotion")
     with _supervisors(devices) as pool:
         setup = _prepared(devices, gpu, catalog, store_home, confined=confined)
+        if options.tier == "promotion":
+            refuse_omitting(setup.catalog, options.names)
         report = _run(setup, options, watch, pool, confined=confined)
         if then_promote and not report.interrupted:
             report = report.followed_by(_run(setup, replace(options, tier="promotion"), watch, pool, confined=confined))
@@ -95,7 +98,7 @@ def _run(
     with setup.store() as store:
         done = done_keys(store, machine.gpu, policy.tier)
         if policy is SCREEN:
-            done |= done_keys(store, machine.gpu, INTERPRETER.tier)
+            done |= done_keys(store, machine.gpu, INTERPRETER.tier) | done_keys(store, machine.gpu, UNTIMED.tier)
         known = read_peaks(store, machine.gpu, gpu_name=machine.gpu_name, driver=machine.driver, own=True)
         failed = failed_screen(store, machine.gpu) if policy is PROMOTION and not options.again else {}
         spread = [name for name, definition in setup.catalog.definitions.items() if draws_spread(definition)]

@@ -30,7 +30,7 @@ from tilegym_db.verify.verifier import Failure
 __all__ = ["RunContext", "attempts_of", "fuzz_cases_of", "reproduce_command"]
 
 OWN_CONTENTS = "the workload's own"
-TIER_COMMANDS: dict[Tier, str] = {"promotion": "promote", "screen": "bench", "interpreter": "bench"}
+TIER_COMMANDS: dict[Tier, str] = {"promotion": "promote", "screen": "bench", "untimed": "bench", "interpreter": "bench"}
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class RunContext:
         config: Config,
         sandbox_level: int,
     ) -> Trace:
-        """The trace of a pair that passed; without performance in the interpreter tier."""
+        """The trace of a pair that passed; without performance in a tier that takes no time."""
         verdict = {
             "status": "PASSED",
             "correctness": correctness,

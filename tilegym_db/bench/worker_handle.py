@@ -15,6 +15,7 @@ from tilegym_db.catalog import SolutionFiles
 from tilegym_db.records import Config, Definition
 from tilegym_db.records.hardware import CPU
 from tilegym_db.records.layouts import layout_class
+from tilegym_db.records.omitted import narrowed
 from tilegym_db.verify.expected import Expected
 from tilegym_db.verify.gates import OutputVerdict
 from tilegym_db.verify.inputs import Case
@@ -64,6 +65,10 @@ class WorkerHandle:
     spoilt: bool = False
     aborted: bool = False
     _loaded: bool = False
+
+    def __post_init__(self) -> None:
+        """What the Solution omits, it is neither given a buffer for nor judged by."""
+        self.definition = narrowed(self.definition, self.solution.record.spec.omits)
 
     @property
     def usable(self) -> bool:

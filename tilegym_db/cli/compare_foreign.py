@@ -11,7 +11,7 @@ from tilegym_db.cli.output import note, print_json, print_table
 
 if TYPE_CHECKING:
     from tilegym_db.integrations.interchange.comparing import ComparedPair, PairKey
-    from tilegym_db.integrations.interchange.judging import Judgement
+    from tilegym_db.integrations.interchange.judgements import Judgement
     from tilegym_db.records import Trace
     from tilegym_db.store.imported import DataSet
 
@@ -39,7 +39,7 @@ def command(
     found = data_set(home(), origin)  # before what judges is loaded, which takes seconds
     known = _checked_names(found, names or [])
     from tilegym_db.integrations.interchange.comparing import compared, summary
-    from tilegym_db.integrations.interchange.judging import kept_judgements
+    from tilegym_db.integrations.interchange.judgements import kept_judgements
 
     if run:
         _run(found, known, gpu, limit)
@@ -113,7 +113,8 @@ def _why_empty(found: DataSet, names: list[str]) -> str:
 
 def _run(found: DataSet, names: list[str], gpu: str, limit: int | None) -> None:
     from tilegym_db.bench.machine import select_machine
-    from tilegym_db.integrations.interchange.judging import judge_data_set, keep_judgements
+    from tilegym_db.integrations.interchange.judgements import keep_judgements
+    from tilegym_db.integrations.interchange.judging import judge_data_set
     from tilegym_db.verify.worker.process import prepare_workers
 
     machine = select_machine(gpu)

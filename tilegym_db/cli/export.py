@@ -201,6 +201,8 @@ def _export_draft(folder: Path, origin: str | None, name: str | None) -> None:
     write_tree(folder, draft.files, draft.copies)
     for what, reason in draft.left_out:
         note(f"left out, {what}: {reason}")
+    if draft.judged:
+        note(f"{name}: {draft.judged}")
     for text in draft.undrawn:
         note(
             f"say how inputs are drawn that hold {text}: 'input_generators' or 'joint_inputs' in {folder}/definition.json"

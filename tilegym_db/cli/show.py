@@ -109,6 +109,7 @@ def definition_facts(definition: Definition) -> dict[str, str]:
         "dtypes": "; ".join(f"{name}: {', '.join(choices)}" for name, choices in definition.dtypes.items()),
         "inputs": ", ".join(_tensor(name, spec) for name, spec in definition.inputs.items()),
         "outputs": ", ".join(_tensor(name, spec) for name, spec in definition.outputs.items()),
+        "optional": ", ".join(definition.optional_outputs),
         "in place": ", ".join(f"{source} becomes {target}" for source, target in definition.in_place.items()),
         "constraints": "; ".join(definition.constraints),
         "flops": definition.cost.flops if definition.cost else "",
@@ -152,6 +153,7 @@ def show_solution(solution: SolutionFiles, form: Form, spark: bool | None = None
         "dtypes": "; ".join(f"{name}: {', '.join(choices)}" for name, choices in spec.dtypes.items()),
         "constraints": "; ".join(spec.constraints),
         "layouts": spelled_map(spec.layouts),
+        "omits": f"{', '.join(spec.omits)} (verified without a time, never promoted or served)" if spec.omits else "",
         "tunables": "; ".join(f"{name}: {', '.join(map(str, values))}" for name, values in spec.tunables.items()),
     }
     for label, text in facts.items():

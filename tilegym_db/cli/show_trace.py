@@ -98,6 +98,8 @@ def _standing(row: dict[str, Any]) -> str:
         return "no: the definition or the source is another one now"
     if row["revoked_by"]:
         return f"no: a later failure took it back, see tilegym-db show {row['revoked_by'][:8]}"
+    if row["tier"] == "untimed":
+        return "no: it omits an output, so it was judged and not timed"
     if row["tier"] not in VERIFIED_TIERS:
         return f"no: the {row['tier']} tier is not enough; run tilegym-db promote {row['solution']}"
     return "no: there is a newer pass of the same source, config and shape"

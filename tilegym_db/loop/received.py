@@ -14,6 +14,7 @@ from tilegym_db.files import read_bytes
 from tilegym_db.records import Definition
 from tilegym_db.records.base import length_prefixed_digest
 from tilegym_db.records.loop import Task
+from tilegym_db.records.omitted import why_not_timed
 from tilegym_db.records.signature import signature_problem
 from tilegym_db.verify.scan import hard_findings, scan_sources
 
@@ -67,6 +68,10 @@ def receive(folder: Path, task: Task, definition: Definition) -> SolutionFiles |
         if record.spec.role != "kernel" or record.spec.provides is not None:
             return AttemptRefusal(
                 "received", "a submission has the role 'kernel' and provides nothing: baselines are the database's."
+            )
+        if record.spec.omits:
+            return AttemptRefusal(
+                "received", f"{why_not_timed('it', record.spec.omits)}. The task asks for every output."
             )
         record.check_against(definition)
     except (RecordError, ValueError) as error:

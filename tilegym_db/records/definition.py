@@ -31,6 +31,7 @@ from tilegym_db.records.fields import MAX_AXIS, Line, Prose, shown
 from tilegym_db.records.index_rules import check_follows, check_gathers, check_sampled
 from tilegym_db.records.input_rules import check_generators, check_joint_inputs
 from tilegym_db.records.layouts import layout_strides
+from tilegym_db.records.omitted import check_optional_outputs
 from tilegym_db.records.python_source import check_function
 from tilegym_db.records.quantised import check_codes, check_packed
 from tilegym_db.records.self_test_rules import check_self_test
@@ -68,6 +69,8 @@ class Definition(Record):
     axes: dict[str, Axis]
     inputs: dict[str, TensorSpec] = Field(min_length=1)
     outputs: dict[str, TensorSpec] = Field(min_length=1)
+    optional_outputs: tuple[str, ...] = ()
+    """The last of ``outputs``: those that a caller may not want, and that a Solution may omit."""
     in_place: dict[str, str] = {}
     layouts: dict[str, str] = {}
     """Tensor -> ``strided(...)`` where its strides are part of what the operator is; every call then has just these."""
@@ -125,14 +128,10 @@ class Definition(Record):
             if not _IDENTIFIER.fullmatch(name):
                 raise ValueError(f"'{shown(name)}' is not an identifier of at most 64 characters")
             if keyword.iskeyword(name):
-                raise ValueError(
-                    f"'{name}' is a word of Python's own, which no expression and no parameter can be called"
-                )
+                raise ValueError(f"'{name}' is a word of Python's own, which no expression or parameter can be called")
         clash = set(self.inputs) & set(self.outputs)
         if clash:
-            raise ValueError(
-                f"'{sorted(clash)[0]}' is both an input and an output; state an in-place output in 'in_place'"
-            )
+            raise ValueError(f"'{min(clash)}' is both an input and an output; state an in-place output in 'in_place'")
         checks = (
             lambda: check_tensors(self.axes, self.dtypes, self.inputs, self.outputs),
             lambda: check_sizes(self.axes, self.dtypes, self.inputs),
@@ -162,6 +161,7 @@ class Definition(Record):
         check_follows(self.follows, self.gathers, self.inputs, self.outputs, self.reference)
         indices = {name for name in self.outputs if name in self.gathers or name in self.in_place.values()}
         check_sampled(self.sampled, indices, self.inputs, self.outputs, self.input_generators, self.reference)
+        check_optional_outputs(self)
 
     def _check_inputs_drawn(self) -> None:
         check_generators(self.input_generators, self.axes, self.inputs, self.dtypes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 
 from tilegym_db.records.definition import Definition
+from tilegym_db.records.omitted import narrowed
 from tilegym_db.records.python_source import parse_source
 from tilegym_db.records.solution import Solution
 
@@ -27,6 +28,7 @@ def signature_problem(record: Solution, source: bytes | str, definition: Definit
     function = find_function(source, record.spec.entry_function)
     if function is None:
         return None  # bound by an assignment or a decorator's result: only a call can tell
+    definition = narrowed(definition, record.spec.omits)
     arguments = function.args
     given = called_with(definition, destination_passing_style=record.spec.destination_passing_style)
     positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]

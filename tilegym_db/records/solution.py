@@ -20,6 +20,7 @@ from tilegym_db.records.expressions import evaluate_bool, names_in
 from tilegym_db.records.fields import Flag, Line, Prose, shown
 from tilegym_db.records.hardware import TARGETS
 from tilegym_db.records.layouts import LAYOUT_CLASSES, accepts
+from tilegym_db.records.omitted import check_omits
 
 __all__ = [
     "LANGUAGES",
@@ -109,6 +110,8 @@ class SolutionSpec(RecordPart):
     deterministic: Flag = True
     math: Literal["ieee", "tf32"] = "ieee"
     tunables: dict[str, tuple[Tunable, ...]] = {}
+    omits: tuple[str, ...] = ()
+    """Optional outputs of the Definition that it does not give: the last ones. It is verified without a time."""
     provides: Literal["stock", "library", "compile"] | None = None
     """What python code is: the code a model runs today (``stock``), a call of a library, or ``torch.compile``. Only a call of a
     library may also be a kernel."""
@@ -231,6 +234,7 @@ class Solution(Record):
             outside = [choice for choice in choices if choice not in definition.dtypes[variable]]
             if outside or not choices:
                 raise ValueError(f"spec.dtypes.{variable}: {outside or 'nothing'} is not in {definition.name}'s set")
+        check_omits(self.spec.omits, definition, role=self.spec.role, layouts=self.spec.layouts)
 
     def unsupported(
         self,

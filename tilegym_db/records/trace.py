@@ -43,7 +43,9 @@ Status = Literal[
     "REJECTED",
 ]
 STATUSES: tuple[str, ...] = Status.__args__  # type: ignore[attr-defined]
-Tier = Literal["interpreter", "screen", "promotion"]
+Tier = Literal["interpreter", "untimed", "screen", "promotion"]
+UNTIMED_TIERS: tuple[Tier, ...] = ("interpreter", "untimed")
+"""Tiers of verdicts without a time: of an interpreter, and of a Solution that omits an output."""
 
 MAX_LOG_CHARACTERS = 4000
 MAX_ERROR_LINE = 300
@@ -226,7 +228,7 @@ class Trace(Record):
     @model_validator(mode="after")
     def _metrics_match_status(self) -> Self:
         wants_correctness = self.status in ("PASSED", "INCORRECT_NUMERICAL")
-        wants_performance = self.status == "PASSED" and self.tier != "interpreter"
+        wants_performance = self.status == "PASSED" and self.tier not in UNTIMED_TIERS
         for name, wanted, value in (
             ("correctness", wants_correctness, self.correctness),
             ("performance", wants_performance, self.performance),

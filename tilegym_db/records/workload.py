@@ -131,6 +131,8 @@ class Workload(Record):
         for name in self.layouts:
             if name not in definition.tensor_inputs and name not in definition.outputs:
                 raise RecordError(f"layouts.{name}: {definition.name} has no such tensor.")
+            if name in definition.optional_outputs:
+                raise RecordError(f"layouts.{name}: an optional output of {definition.name}, which is contiguous.")
             if name in definition.layouts:
                 raise RecordError(f"layouts.{name}: {definition.name} says it itself: {definition.layouts[name]}.")
         for name in (*self.layouts, *definition.layouts):

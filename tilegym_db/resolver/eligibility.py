@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from tilegym_db.catalog import SolutionFiles
+from tilegym_db.records.omitted import why_not_timed
 from tilegym_db.records.trace import PROCESS_NOISE_US
 from tilegym_db.resolver.request import Request
 from tilegym_db.resolver.table import Candidate
@@ -50,8 +51,10 @@ def disqualify(candidate: Candidate, request: Request, files: SolutionFiles | No
     if spec.role != "kernel":
         what = f" ({spec.provides})" if spec.provides else ""
         return f"role {spec.role}{what}: measured to compare with, never dispatched"
-    reason = _not_verified(candidate) or files.record.unsupported(
-        request.axes, request.dtypes, request.layouts, target=request.sm
+    reason = (
+        why_not_timed("it", spec.omits)
+        or _not_verified(candidate)
+        or files.record.unsupported(request.axes, request.dtypes, request.layouts, target=request.sm)
     )
     if reason is None and spec.language in request.unavailable:
         reason = request.unavailable[spec.language]

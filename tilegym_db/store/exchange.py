@@ -17,13 +17,14 @@ _TOLD = """
     SELECT t.trace_id FROM traces t
     JOIN definition_records d ON d.is_current AND d.name = t.definition AND d.digest = t.definition_digest
     JOIN solution_records s ON s.is_current AND s.name = t.solution AND s.digest = t.solution_digest
-    WHERE t.tier <> 'interpreter' AND t.status <> 'PASSED'
+    WHERE t.tier NOT IN ('interpreter', 'untimed') AND t.status <> 'PASSED'
         AND ($gpus::VARCHAR[] IS NULL OR list_contains($gpus::VARCHAR[], t.gpu))
         AND ($op_type::VARCHAR IS NULL OR t.op_type = $op_type)
 """
 _OWN = """
     SELECT trace_id FROM traces
-    WHERE origin = 'local' AND tier <> 'interpreter' AND ($gpus::VARCHAR[] IS NULL OR list_contains($gpus::VARCHAR[], gpu))
+    WHERE origin = 'local' AND tier NOT IN ('interpreter', 'untimed')
+        AND ($gpus::VARCHAR[] IS NULL OR list_contains($gpus::VARCHAR[], gpu))
 """
 _UNVERIFIED = """
     SELECT tier, count(*) AS traces FROM traces

@@ -214,6 +214,7 @@ def _left_out(store: Store, gpu: str) -> dict[str, int]:
         f"the figures cannot be true ({DOUBTED})": kept["doubted"],
         f"the worker was not confined (sandbox level below {PUBLISHED_SANDBOX_LEVEL})": kept["unconfined"],
         "measured on contents of files, which say nothing of a call on others": kept["of_files"],
+        "it omits an output, so its times are compared with nothing": kept["omitting"],
         "passed a screen only (tilegym-db promote)": queries.count_unverified(store, gpu=gpu),
     }
     return {reason: count for reason, count in counts.items() if count}

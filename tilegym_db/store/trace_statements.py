@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilegym_db.records.trace import STATUSES, Tier
+from tilegym_db.records.trace import STATUSES, UNTIMED_TIERS, Tier
 from tilegym_db.store.statements import listed
 
 TIERS: tuple[str, ...] = Tier.__args__  # type: ignore[attr-defined]
@@ -34,7 +34,7 @@ _FILES = """read_json($files, format = 'newline_delimited', columns = {
 _IS_TRACE = f"""coalesce(
     tier IN ({listed(TIERS)}) AND status IN ({listed(STATUSES)})
     AND (correctness IS NOT NULL) = (status IN ('PASSED', 'INCORRECT_NUMERICAL'))
-    AND (performance IS NOT NULL) = (status = 'PASSED' AND tier <> 'interpreter')
+    AND (performance IS NOT NULL) = (status = 'PASSED' AND tier NOT IN ({listed(UNTIMED_TIERS)}))
     AND (performance IS NULL OR (performance.latency_us > 0 AND performance.ci_low_us IS NOT NULL
         AND performance.ci_high_us IS NOT NULL AND performance.samples >= 1 AND performance.timer IS NOT NULL))
     AND (envelope IS NULL OR (envelope.cases IS NOT NULL AND envelope.digest IS NOT NULL AND envelope.seed IS NOT NULL))

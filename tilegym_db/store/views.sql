@@ -13,6 +13,10 @@ CREATE OR REPLACE MACRO is_counted(origin, trusted) AS
 CREATE OR REPLACE MACRO weakest_origin(origins) AS CASE
     WHEN list_contains(origins, 'foreign') THEN 'foreign' WHEN list_contains(origins, 'local') THEN 'local' ELSE 'shipped' END;
 
+-- Whether a solution gives every output. One that omits some is verified without a time: it has no rank, whatever a trace
+-- says.
+CREATE OR REPLACE MACRO gives_all(record) AS coalesce(json_array_length(record, '/spec/omits'), 0) = 0;
+
 CREATE OR REPLACE VIEW definitions AS
 SELECT
     name, version, op_type,
@@ -150,7 +154,7 @@ ANTI JOIN revocations r ON r.definition_digest = t.definition_digest AND r.solut
     AND coalesce(r.config_key, t.config_key) = t.config_key
     AND coalesce(r.workload_uuid, t.workload_uuid) = t.workload_uuid
 WHERE t.is_newest AND t.status = 'PASSED' AND t.tier IN ($verified_tiers) AND t.latency_us IS NOT NULL
-    AND is_counted(t.origin, t.trusted) AND t.doubt IS NULL;
+    AND is_counted(t.origin, t.trusted) AND t.doubt IS NULL AND gives_all(s.record);
 
 -- The newest of them per solution, config, shape and GPU: a lucky measurement must not outlive the ones that came after.
 -- A pass that can be published is not superseded by one that cannot.
@@ -203,7 +207,7 @@ ANTI JOIN trace_records p ON p.tier = 'promotion' AND p.solution_digest = t.solu
     AND p.config_key = t.config_key AND p.timestamp >= t.screened_at AND is_counted(p.origin, p.trusted)
 ANTI JOIN verified v ON v.solution_digest = t.solution_digest AND v.definition_digest = t.definition_digest
     AND v.gpu = t.gpu AND v.workload_uuid = t.workload_uuid AND v.config_key = t.config_key
-WHERE t.status = 'PASSED';
+WHERE t.status = 'PASSED' AND gives_all(s.record);
 
 -- The newest step of each config in a search, which is all that counts, with the definition and source that the catalog
 -- holds now.

@@ -22,7 +22,7 @@ from tilegym_db.bench.phases import VERIFY
 from tilegym_db.bench.plan import DefinitionPlan
 from tilegym_db.bench.runner import Runner
 from tilegym_db.bench.stock_witness import StockWitness
-from tilegym_db.bench.tier_policy import INTERPRETER, TierPolicy
+from tilegym_db.bench.tier_policy import INTERPRETER, UNTIMED, TierPolicy
 from tilegym_db.bench.tracing import RunContext
 from tilegym_db.bench.verification import MAX_FUZZ_WORKERS, Verification
 from tilegym_db.bench.worker_handle import RunnerLimits, WorkerHandle
@@ -177,7 +177,7 @@ class LocalExecutor:
             solution,
             machine.device,
             self.folder,
-            policy=INTERPRETER if interpret else self.policy,
+            policy=INTERPRETER if interpret else UNTIMED if solution.record.spec.omits else self.policy,
             config=config,
             interpret=interpret,
             limits=RunnerLimits(

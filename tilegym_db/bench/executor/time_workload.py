@@ -23,7 +23,7 @@ from tilegym_db.bench.tracing import RunContext, fuzz_cases_of
 from tilegym_db.bench.verification import CANNOT_VERIFY
 from tilegym_db.records import Trace, Workload
 from tilegym_db.records.peaks import GpuPeaks
-from tilegym_db.records.trace import Audit, Performance
+from tilegym_db.records.trace import UNTIMED_TIERS, Audit, Performance
 from tilegym_db.verify.ownership import Ownership
 from tilegym_db.verify.variation import scalar_ranges
 from tilegym_db.verify.verifier import Failure
@@ -72,10 +72,12 @@ class WorkloadTiming:
         assert workload_run.contents is not None
         contents = workload_run.contents.result()
         assert not isinstance(contents, Failure)
+        timed = []
         for candidate in candidates:
-            if candidate.runner.handle.interpret:
+            if candidate.runner.handle.policy.tier in UNTIMED_TIERS:
                 self._emit_pass(workload_run, candidate, contents, None, None)
-        timed = [candidate for candidate in candidates if not candidate.runner.handle.interpret]
+            else:
+                timed.append(candidate)
         if timed:
             self._time(workload_run, contents, timed)
 

@@ -7,6 +7,7 @@ inside of one of its blocks, so whoever starts this turns it off (``PYTORCH_NO_C
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tilegym_db.backends.toolchains import prepare_environment
 from tilegym_db.bench.instruments.requests import SolutionCalls, marked_line, read_request
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.records import Definition
+from tilegym_db.records.omitted import narrowed
 from tilegym_db.verify.blobs import BlobReader
 from tilegym_db.verify.inputs import Case, draw_inputs
 from tilegym_db.verify.torch_dtypes import storage_dtype
@@ -59,11 +61,13 @@ def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
 
 def run_solution(calls: SolutionCalls, device: str, *, profile: bool) -> None:
     """Call one Solution at each of its cases, and say so on standard output before each and at the end."""
+    started = time.monotonic()
     files = SolutionFiles.read(calls.record)
     if files.digest != calls.digest:
         raise SystemExit(f"the source of {calls.name} changed on disk meanwhile")
     catalog = Catalog.default()
-    definition, blobs = catalog.definition(calls.definition), BlobReader(catalog.roots)
+    definition = narrowed(catalog.definition(calls.definition), files.record.spec.omits)
+    blobs = BlobReader(catalog.roots)
     prepare_environment(files.record.spec.language)
     entry = load_entry(files)
     writes = files.record.spec.destination_passing_style
@@ -81,7 +85,7 @@ def run_solution(calls: SolutionCalls, device: str, *, profile: bool) -> None:
         _synchronize(device)
         if profile:
             _profiler.stop()
-    print(marked_line("done", calls.name), flush=True)
+    print(marked_line("done", calls.name, seconds=round(time.monotonic() - started, 3)), flush=True)
 
 
 def _synchronize(device: str) -> None:

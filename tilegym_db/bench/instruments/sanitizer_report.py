@@ -56,6 +56,8 @@ class SanitizerReport:
     reached: str = ""
     is_complete: bool = False
     remarks: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Solution -> how long its calls took, compiling and drawing inputs included, where they all returned."""
 
 
 def parse_report(text: str) -> SanitizerReport:
@@ -109,6 +111,8 @@ def _take_mark(report: SanitizerReport, mark: object) -> None:
     report.reached = mark["solution"]
     if mark["at"] == "done":
         report.done.append(mark["solution"])
+        if "seconds" in mark:
+            report.seconds[mark["solution"]] = mark["seconds"]
     elif mark["at"] == "error":
         report.stopped = (mark["solution"], mark["what"])
 

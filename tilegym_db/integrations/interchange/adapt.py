@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -14,12 +14,21 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from tilegym_db.errors import RecordError
 from tilegym_db.integrations.interchange import sol_execbench
+from tilegym_db.integrations.interchange.foreign_outputs import is_drawn, optional_outputs, without_argument
 from tilegym_db.records import Definition, Solution
 from tilegym_db.records.dtypes import RECORD_DTYPES
 from tilegym_db.records.expressions import names_in
+from tilegym_db.records.omitted import narrowed
 from tilegym_db.store.imported import DataSet, StoredRecord
 
-__all__ = ["Adapted", "AdaptedSolution", "adapted_definition", "adapted_solution", "native_name", "why_not_by_element"]
+__all__ = [
+    "Adapted",
+    "AdaptedSolution",
+    "adapted_definition",
+    "adapted_solution",
+    "native_name",
+    "why_not_by_element",
+]
 
 LANGUAGES = {"python": "python", "pytorch": "python", "triton": "triton", "tilelang": "tilelang", "cutile": "cutile",
              "cuda-tile": "cutile"}  # fmt: skip
@@ -64,6 +73,7 @@ def adapted_definition(found: DataSet, item: StoredRecord) -> Adapted | str:
     in_place = {name: f"{name}_out" for name in record["outputs"] if name in record["inputs"]}
     expressions = {name: axis["expression"] for name, axis in record["axes"].items() if axis.get("type") == "expr"}
     sizes, on_tensors = _constraints(record, expressions)
+    outputs = [in_place.get(name, name) for name in record["outputs"]]
     value = {
         "name": native_name(item.name),
         "version": "1.0.0",
@@ -71,6 +81,7 @@ def adapted_definition(found: DataSet, item: StoredRecord) -> Adapted | str:
         "axes": {name: _axis(axis) for name, axis in record["axes"].items() if name not in expressions},
         "inputs": {name: _tensor(spec, expressions) for name, spec in record["inputs"].items()},
         "outputs": {in_place.get(name, name): _tensor(spec, expressions) for name, spec in record["outputs"].items()},
+        "optional_outputs": optional_outputs(item, outputs, in_place),
         "in_place": in_place,
         "constraints": sizes,
         "reference": _reference(found, item, entry),
@@ -104,7 +115,7 @@ def why_not_by_element(dialect: str, definition: StoredRecord) -> str | None:
     """Why a right output of a Definition may differ from its reference's in every element; None where it may not."""
     if dialect == sol_execbench.DIALECT:
         return None  # every Workload states a tolerance there
-    if definition.record.get("op_type") == "sampling":
+    if is_drawn(definition):
         return "samples are judged as a distribution there, and not here yet"
     if definition.name.startswith("dsa_topk_indexer"):
         return "indices are judged by their scores there, and not here yet"
@@ -181,8 +192,17 @@ def _reference(found: DataSet, item: StoredRecord, entry: str) -> str:
     )
 
 
-def adapted_solution(found: DataSet, item: StoredRecord, adapted: Adapted) -> AdaptedSolution | str:
-    """The Solution for our harness, or why it is not run."""
+def adapted_solution(
+    found: DataSet, item: StoredRecord, adapted: Adapted, omits: Sequence[str] | None = None
+) -> AdaptedSolution | str:
+    """The Solution for our harness, or why it is not run.
+
+    Args:
+        found: the data set.
+        item: the Solution's record.
+        adapted: its Definition.
+        omits: optional outputs that it does not give; None: as many as its parameters say that it has no argument for.
+    """
     spec = item.record["spec"]
     language = LANGUAGES.get(str(spec["language"]))
     if language == "python" and "cuda-tile" in spec["dependencies"]:
@@ -196,9 +216,12 @@ def adapted_solution(found: DataSet, item: StoredRecord, adapted: Adapted) -> Ad
         return f"its entry point {spec['entry_point']} is no function of a Python file"
     sources = {source["path"]: source["content"].encode() for source in item.record["sources"]}
     writes = bool(spec["destination_passing_style"])
-    added = adapted.definition.in_place != {} or (not writes and language != "python") or found.dialect == "fi-trace"
+    if omits is None:
+        omits = without_argument(adapted.definition, sources[path], function) if writes else ()
+    definition = narrowed(adapted.definition, omits)
+    added = definition.in_place != {} or (not writes and language != "python") or found.dialect == "fi-trace"
     if added:
-        sources[ENTRY] = _entry(adapted.definition, path, function, writes, found.dialect == "fi-trace").encode()
+        sources[ENTRY] = _entry(definition, path, function, writes, found.dialect == "fi-trace").encode()
         path, function, writes = ENTRY, "run", True
     value = {
         "name": native_name(item.name),
@@ -209,6 +232,7 @@ def adapted_solution(found: DataSet, item: StoredRecord, adapted: Adapted) -> Ad
             "entry_point": f"{path}::{function}",
             "destination_passing_style": writes,
             "dependencies": [text for text in spec["dependencies"] if _is_installed(text)],
+            "omits": list(omits),
         },
         "sources": [{"path": name} for name in sources],
     }

@@ -10,7 +10,7 @@ from typing import Any
 from tilegym_db.catalog.reader import CatalogReader
 from tilegym_db.integrations.interchange.adapt import native_name
 from tilegym_db.integrations.interchange.drafts import imported_tag, origin_tag
-from tilegym_db.integrations.interchange.judging import NOT_RUN, Judgement
+from tilegym_db.integrations.interchange.judgements import NOT_RUN, Judgement
 from tilegym_db.records import Trace
 from tilegym_db.store.imported import DataSet
 

@@ -14,10 +14,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tilegym_db.catalog import Catalog
 from tilegym_db.catalog.blob_files import FOLDER, SUFFIX
 from tilegym_db.errors import NotFoundError, RecordError, StoreError, UsageError, did_you_mean
-from tilegym_db.integrations.interchange.adapt import Adapted, adapted_definition, adapted_solution, why_not_by_element
+from tilegym_db.integrations.interchange.adapt import (
+    Adapted,
+    adapted_definition,
+    adapted_solution,
+    why_not_by_element,
+)
 from tilegym_db.integrations.interchange.foreign_blobs import base_of, blob_of
+from tilegym_db.integrations.interchange.foreign_outputs import is_drawn
+from tilegym_db.integrations.interchange.foreign_samplers import (
+    KnownSampler,
+    draws_itself,
+    known_sampler,
+    sampler_record,
+)
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.content_constraints import constraint_problem
 from tilegym_db.scaffold.definition_draft import (
@@ -57,6 +70,8 @@ class Draft:
     """Path in the draft -> the file of the data set that is copied there."""
     solutions: list[str] = field(default_factory=list)
     left_out: list[tuple[str, str]] = field(default_factory=list)
+    judged: str = ""
+    """How it is judged, where that is not element by element."""
     undrawn: list[str] = field(default_factory=list)
     """Constraints on contents that drawn ones do not hold until the Definition says how to draw them."""
 
@@ -78,8 +93,13 @@ def draft_of(found: DataSet, name: str) -> Draft:
     if isinstance(adapted, str):
         raise UsageError(f"{name}: {adapted}.")
     reason = why_not_by_element(found.dialect, items[name])
-    if reason is not None:
-        raise UsageError(f"{name}: {reason}. A definition of the catalog is judged element by element.")
+    drawn = reason is not None and is_drawn(items[name])
+    sampler = known_sampler(adapted.definition, Catalog.default()) if drawn else None
+    if reason is not None and not isinstance(sampler, KnownSampler):
+        more = (
+            f", and {sampler}" if sampler is not None else ". A definition of the catalog is judged element by element"
+        )
+        raise UsageError(f"{name}: {reason}{more}.")
     for text in adapted.tensor_constraints:
         problem = constraint_problem(text, {*adapted.definition.axes, *adapted.definition.inputs})
         if problem is not None:
@@ -88,13 +108,20 @@ def draft_of(found: DataSet, name: str) -> Draft:
                 f"Try: tilegym-db compare-foreign {found.origin} {name} --run"
             )
     draft, definition = Draft(), _record(found, adapted)
+    own_numbers = None
+    if isinstance(sampler, KnownSampler):
+        definition = Definition.from_dict(sampler_record(definition.to_dict(), sampler), name)
+        draft.judged = f"judged as a distribution, by the law of {sampler.ours.name}; its own reference is not used"
+        own_numbers = draws_itself(sampler)
     draft.undrawn = [text for text in definition.content_constraints if not _is_drawn(definition, text)]
     content = definition.to_dict()
     draft.files[REFERENCE_FILE] = content.pop("reference").encode()
     draft.files[RECORD_FILE] = (json.dumps(content, indent=2) + "\n").encode()
     _add_workloads(draft, found, name, definition)
     for item in found.of_kind("solution"):
-        if item.definition == name:
+        if item.definition == name and own_numbers is not None:
+            draft.left_out.append((f"solution {item.name}", own_numbers))
+        elif item.definition == name:
             _add_solution(draft, found, item, adapted)
     return draft
 

@@ -123,7 +123,12 @@ class _Exporter:
         export.write_lines(f"workloads/{op_type}/{item.name}.jsonl", lines)
         export.counts["workload"] += len(lines)
         for solution in self.solutions.values():
-            if any(solution.record.unsupported(self.source.bind_axes(w.axes), item.dtypes) is None for w in mine):
+            omits = ", ".join(solution.record.spec.omits)
+            if omits:
+                export.leave_out(
+                    f"solution {solution.name} for {item.name}", f"it omits {omits}, which cannot be said there"
+                )
+            elif any(solution.record.unsupported(self.source.bind_axes(w.axes), item.dtypes) is None for w in mine):
                 self._solution(item, solution, {})
             else:
                 export.leave_out(f"solution {solution.name} for {item.name}", "it serves none of its workloads")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from tilegym_db.backends.toolchains import toolchain_status
 from tilegym_db.bench.machine import Machine
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.errors import RecordError, StoreError
-from tilegym_db.files import write_atomically
 from tilegym_db.integrations.interchange.adapt import (
     Adapted,
     AdaptedSolution,
@@ -27,47 +24,24 @@ from tilegym_db.integrations.interchange.adapt import (
 from tilegym_db.integrations.interchange.foreign_blobs import base_of
 from tilegym_db.integrations.interchange.foreign_inputs import draw_contents
 from tilegym_db.integrations.interchange.foreign_rules import ForeignRule, rule_for
+from tilegym_db.integrations.interchange.judgements import NOT_RUN, Judgement
 from tilegym_db.integrations.interchange.sandboxed import Confined, expected_by_reference, prepare_solution
+from tilegym_db.records import Definition
 from tilegym_db.records.content_constraints import Unknown, holds
+from tilegym_db.records.omitted import narrowed
 from tilegym_db.scratch import scratch_folder
-from tilegym_db.store.imported import DataSet, StoredRecord, import_lock, imported_folder
+from tilegym_db.store.imported import DataSet, StoredRecord
 from tilegym_db.verify.expected import Expected
 from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.scan import hard_findings, scan_sources
 from tilegym_db.verify.verifier import Failure
 from tilegym_db.verify.worker.interpreters import interpreted_here
 
-__all__ = ["NOT_RUN", "Judgement", "judge_data_set", "keep_judgements", "kept_judgements"]
+__all__ = ["judge_data_set"]
 
-NOT_RUN = "NOT_RUN"
 RECORD_FILE = "solution.json"
-_log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """What came of one Solution on one Workload here. ``status`` is one of ours, or ``NOT_RUN`` with the reason."""
-
-    definition: str
-    solution: str
-    workload: str
-    gpu: str
-    status: str
-    reason: str = ""
-    gate: str | None = None
-    oracle: str = ""
-    rule: str = ""
-    """The other project's tolerance by name."""
-    rule_passed: bool | None = None
-    rule_reason: str = ""
-    latency_us: float | None = None
-    """Median of a few calls in one process: an indication, not a measurement that ranks anything."""
-    sandbox_level: int = 0
-    seed: str = ""
-    adapted: bool = False
-    """The time includes an entry point that was added, and its copies."""
-    unchecked: tuple[str, ...] = ()
-    """Constraints that could not be evaluated on the contents."""
+MAY_LACK_OUTPUTS = ("INCORRECT_SHAPE", "RUNTIME_ERROR")
+"""How a call ends that returned fewer outputs than were asked for: by itself, or in the entry point that was added."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +156,6 @@ def _judge_solution(
     folder: Path,
     unchecked: tuple[str, ...],
 ) -> Judgement:
-    expected, written, oracle = given
     machine, definition = task.machine, task.adapted.definition
     adapted = adapted_solution(task.found, item, task.adapted)
     if isinstance(adapted, str):
@@ -194,10 +167,6 @@ def _judge_solution(
         return _not_run(
             item, task.workload, machine, f"{language} cannot be used here: {status.detail}. Fix: {status.fix}"
         )
-    common: dict[str, Any] = {
-        "definition": item.definition, "solution": item.name, "workload": task.workload["uuid"], "gpu": machine.gpu,
-        "oracle": oracle, "seed": str(expected.case.seed), "adapted": adapted.added_entry, "unchecked": unchecked,
-    }  # fmt: skip
     own = {
         path: content
         for path, content in adapted.sources.items()
@@ -206,12 +175,57 @@ def _judge_solution(
     refused = hard_findings(scan_sources(adapted.record, own))
     if refused:
         first = refused[0]
-        reason = f"{first.path}:{first.line}: {first.message}"
-        return Judgement(**common, status="REJECTED", reason=reason, gate=first.rule)
+        return Judgement(
+            **_common(task, item, adapted, given), status="REJECTED", unchecked=unchecked, gate=first.rule,
+            reason=f"{first.path}:{first.line}: {first.message}",
+        )  # fmt: skip
+    judgement = _judge_adapted(task, item, adapted, given, folder, interpret=interpret)
+    for omits in _fewer(item, definition) if judgement.status in MAY_LACK_OUTPUTS else ():
+        fewer = adapted_solution(task.found, item, task.adapted, omits)
+        assert not isinstance(fewer, str)
+        folder = folder.with_name(f"{folder.name}-{len(omits)}-fewer")
+        again = _judge_adapted(task, item, fewer, given, folder, interpret=interpret)
+        if again.status not in MAY_LACK_OUTPUTS:
+            judgement = again
+            break
+    return replace(judgement, unchecked=unchecked)
+
+
+def _fewer(item: StoredRecord, definition: Definition) -> list[tuple[str, ...]]:
+    """What a Solution may have left out that returns its outputs: the last optional one, the last two, and so on."""
+    if item.record["spec"]["destination_passing_style"]:
+        return []  # its parameters have said so
+    optional = definition.optional_outputs
+    return [optional[-count:] for count in range(1, len(optional) + 1)]
+
+
+def _common(
+    task: _Task, item: StoredRecord, adapted: AdaptedSolution, given: tuple[Expected, Mapping[str, Any], str]
+) -> dict[str, Any]:
+    return {
+        "definition": item.definition, "solution": item.name, "workload": task.workload["uuid"],
+        "gpu": task.machine.gpu, "oracle": given[2], "seed": str(given[0].case.seed), "adapted": adapted.added_entry,
+        "omits": adapted.record.spec.omits,
+    }  # fmt: skip
+
+
+def _judge_adapted(
+    task: _Task,
+    item: StoredRecord,
+    adapted: AdaptedSolution,
+    given: tuple[Expected, Mapping[str, Any], str],
+    folder: Path,
+    *,
+    interpret: bool,
+) -> Judgement:
+    """One Solution in the sandbox, by what it gives; one that omits an output has no time, since nothing is like it."""
+    expected, written, _ = given
+    omits = adapted.record.spec.omits
+    definition, common = narrowed(task.adapted.definition, omits), _common(task, item, adapted, given)
     files = _prepared(adapted, item, folder / "source")
     if isinstance(files, str):
-        return _not_run(item, task.workload, machine, files)
-    with Confined(files, definition, machine.device, folder / "worker", interpret=interpret) as worker:
+        return _not_run(item, task.workload, task.machine, files)
+    with Confined(files, definition, task.machine.device, folder / "worker", interpret=interpret) as worker:
         failure = worker.load()
         if failure is not None:
             return Judgement(**common, status=failure.status, reason=failure.reason)
@@ -219,11 +233,12 @@ def _judge_solution(
         outputs = worker.call(expected)
         if isinstance(outputs, Failure):
             return Judgement(**common, status=outputs.status, reason=outputs.reason, gate=outputs.gate)
-        common |= _by_rule(task, outputs, written)
-        latency, failure = worker.verify(expected, timed=not interpret)
+        common |= _by_rule(task, outputs, {name: written[name] for name in outputs})
+        latency, failure = worker.verify(expected, timed=not interpret and not omits)
     if failure is not None:
         return Judgement(**common, status=failure.status, reason=failure.reason, gate=failure.gate)
-    return Judgement(**common, status="PASSED", latency_us=latency)
+    reason = f"without {', '.join(omits)}, which is optional" if omits else ""
+    return Judgement(**common, status="PASSED", latency_us=latency, reason=reason)
 
 
 def _prepared(adapted: AdaptedSolution, item: StoredRecord, folder: Path) -> SolutionFiles | str:
@@ -244,39 +259,3 @@ def _by_rule(task: _Task, outputs: Mapping[str, Any], written: Mapping[str, Any]
         return {"rule_reason": rule}
     problem = rule.problem(outputs, written)
     return {"rule": rule.name, "rule_passed": problem is None, "rule_reason": problem or ""}
-
-
-# -- keeping them -----------------------------------------------------------------------------------------------------
-
-
-def _path(found: DataSet) -> Path:
-    return imported_folder(found.home) / found.dialect / found.name / "judgements.jsonl"
-
-
-def keep_judgements(found: DataSet, judgements: Sequence[Judgement]) -> None:
-    """Keep them beside the data set; of one Solution, Workload and GPU the newest stays."""
-    with import_lock(found.home):
-        known = {_key(item): item for item in (*kept_judgements(found), *judgements)}
-        lines = [json.dumps(asdict(item), ensure_ascii=False) + "\n" for item in known.values()]
-        write_atomically(_path(found), "".join(lines).encode())
-
-
-def kept_judgements(found: DataSet) -> list[Judgement]:
-    """What was judged before; a line that cannot be read is left out and named."""
-    path = _path(found)
-    judgements = []
-    # Not splitlines: a reason may hold U+2028 or U+0085, which it splits at too.
-    lines = path.read_bytes().split(b"\n") if path.exists() else []
-    for number, line in enumerate(lines, start=1):
-        if not line:
-            continue
-        try:
-            fields = json.loads(line)
-            judgements.append(Judgement(**{**fields, "unchecked": tuple(fields["unchecked"])}))
-        except (ValueError, TypeError, KeyError) as error:
-            _log.warning("%s:%d: left out: %s", path, number, error)
-    return judgements
-
-
-def _key(item: Judgement) -> tuple[str, str, str, str]:
-    return item.definition, item.solution, item.workload, item.gpu

@@ -98,7 +98,8 @@ class Specialised:
         spec = self.source.inputs.get(name) or self.source.outputs[name]
         shape = None if spec.shape is None else [self.axis_of(entry)[0] for entry in spec.shape]
         dtype = self.source.dtype_of(name, self.dtypes)
-        return {"shape": shape, "dtype": dtype, "description": spec.description or f"{name} of {self.source.name}."}
+        said = {"shape": shape, "dtype": dtype, "description": spec.description or f"{name} of {self.source.name}."}
+        return said | ({"optional": True} if name in self.source.optional_outputs else {})
 
 
 def _returning_all(source: Definition) -> str:

@@ -44,13 +44,16 @@ PUBLISHABLE = f"""
 
 # Of the solutions, configs and shapes that were promoted on a GPU with today's sources: how many a later failure took
 # back, how many have figures that cannot be true, and how many are verified, but by a worker that could have reached what
-# judges it.
+# judges it. Beside them, how many passed that omit an output.
 KEPT_BACK = f"""
     SELECT
         count(*) FILTER (NOT verified AND NOT doubted) AS revoked,
         count(*) FILTER (NOT verified AND doubted) AS doubted,
         count(*) FILTER (verified AND NOT confined) AS unconfined,
-        count(*) FILTER (verified AND confined AND of_files) AS of_files
+        count(*) FILTER (verified AND confined AND of_files) AS of_files,
+        (SELECT count(DISTINCT (o.solution, o.workload_uuid, o.config_key)) FROM trace_records o
+            JOIN solution_records s ON s.is_current AND s.name = o.solution AND s.digest = o.solution_digest
+            WHERE o.gpu = $gpu AND o.status = 'PASSED' AND NOT gives_all(s.record)) AS omitting
     FROM (
         SELECT
             t.blobs_key <> '' AS of_files,
@@ -62,6 +65,7 @@ KEPT_BACK = f"""
         JOIN solution_records s ON s.is_current AND s.name = t.solution AND s.digest = t.solution_digest
         LEFT JOIN verified v ON v.trace_id = t.trace_id
         WHERE t.gpu = $gpu AND t.tier = 'promotion' AND t.status = 'PASSED' AND is_counted(t.origin, t.trusted)
+            AND gives_all(s.record)
         GROUP BY t.solution, t.config_key, t.axes_key, t.dtypes_key, t.scalars_key, t.layouts_key, t.blobs_key)
 """
 
@@ -161,7 +165,8 @@ def kept_back(store: Store, gpu: str) -> dict[str, int]:
     """How many solutions, configs and shapes of a GPU were promoted and are not publishable, as reason -> count.
 
     The reasons are ``revoked`` (a later failure), ``doubted`` (figures that cannot be true), ``unconfined`` (below the
-    sandbox level of what is published) and ``of_files`` (measured on contents of files).
+    sandbox level of what is published) and ``of_files`` (measured on contents of files). ``omitting`` counts what omits an
+    output, which is never promoted.
     """
     (counts,) = store.rows(KEPT_BACK, {"gpu": gpu})
     return counts

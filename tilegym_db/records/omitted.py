@@ -1,0 +1,85 @@
+"""Outputs that a caller may not want, and the Definition without those that a Solution leaves out (decision 0037)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tilegym_db.records.definition import Definition
+
+__all__ = ["check_omits", "check_optional_outputs", "narrowed", "why_not_timed"]
+
+
+def check_optional_outputs(definition: Definition) -> None:
+    """Raise ``ValueError`` unless they are the last outputs, in order, not all of them, and no other field needs them."""
+    optional, outputs = definition.optional_outputs, tuple(definition.outputs)
+    if not optional:
+        return
+    bound: dict[str, Collection[str]] = {
+        "in_place": definition.in_place.values(),
+        "sampled": definition.sampled,
+        "gathers": {*definition.gathers, *definition.gathers.values()},
+        "follows": definition.follows,
+    }
+    for name in optional:
+        if name not in outputs:
+            raise ValueError(f"optional_outputs names the undeclared output '{name}'")
+    if len(optional) >= len(outputs):
+        raise ValueError("optional_outputs names every output; a call gives at least one")
+    if outputs[-len(optional) :] != optional:
+        raise ValueError(f"optional_outputs must be the last outputs, in order ({', '.join(outputs)})")
+    for key, names in bound.items():
+        for name in optional:
+            if name in names:
+                raise ValueError(f"optional_outputs names '{name}', which {key} relies on")
+
+
+def check_omits(omits: Sequence[str], definition: Definition, *, role: str, layouts: Collection[str]) -> None:
+    """Raise ``ValueError`` unless a Solution omits the last optional outputs of its Definition, in order."""
+    if not omits:
+        return
+    optional = definition.optional_outputs
+    for name in omits:
+        if name not in optional:
+            known = ", ".join(optional) or "none"
+            raise ValueError(
+                f"spec.omits names '{name}', which is no optional output of {definition.name} (optional: {known})"
+            )
+    if tuple(optional[-len(omits) :]) != tuple(omits):
+        raise ValueError(f"spec.omits must be the last optional outputs, in order ({', '.join(optional)})")
+    if role == "baseline":
+        raise ValueError("spec.omits: a baseline omits nothing, since it serves whoever finds nothing else")
+    for name in omits:
+        if name in layouts:
+            raise ValueError(f"spec.layouts names '{name}', which the solution omits")
+
+
+def narrowed(definition: Definition, omits: Sequence[str]) -> Definition:
+    """The Definition without these outputs, as a Solution that omits them is called and judged; its digest is the whole one's.
+
+    Its cost is the whole one's too: nothing that omits an output is timed.
+    """
+    if not omits:
+        return definition
+    left_out = set(omits)
+    view = definition.model_copy(
+        update={
+            "outputs": {name: spec for name, spec in definition.outputs.items() if name not in left_out},
+            "optional_outputs": tuple(name for name in definition.optional_outputs if name not in left_out),
+            "codes": {name: rule for name, rule in definition.codes.items() if name not in left_out},
+            "layouts": {name: layout for name, layout in definition.layouts.items() if name not in left_out},
+        }
+    )
+    view.__dict__["digest"] = definition.digest  # of the operator that the verdict is about
+    return view
+
+
+def why_not_timed(name: str, omits: Sequence[str]) -> str | None:
+    """Why a Solution has no times, and with them no promotion and no rank; None where it may have."""
+    if not omits:
+        return None
+    return (
+        f"{name} omits {', '.join(omits)}: it is verified without a time, and not promoted, published or resolved, "
+        "since there is nothing yet that its times could be compared with"
+    )
