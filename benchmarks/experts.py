@@ -2,11 +2,13 @@
 
 Each Solution is first held against the reference in fp32 on the same inputs, then timed by the harness's own clock: CUDA events,
 L2 flushed before each call, launches queued ahead. Ids are those of a router: K different experts for each token, all equally
-likely. The speed of light is the larger of what the touched experts and the activations take at 4.3 TB/s and the products at
+likely; ``--routing`` takes others: all to one expert, to as few as there may be, one of each token twice, or a third to no expert
+at all. The speed of light is the larger of what the touched experts and the activations take at 4.3 TB/s and the products at
 790 TFLOP/s.
 
     python -m benchmarks.experts --out experts.jsonl
     python -m benchmarks.experts --shapes qwen3-30b --tokens 4096 --search --kernels --out search.jsonl
+    python -m benchmarks.experts --shapes qwen3-30b --tokens 64,4096 --routing one
     python -m benchmarks.experts --device cpu --shapes tiny --tokens 3,20
 
 ``--search`` tries for each size every value of every tunable, one tunable after the other, from the best so far; kernels are
@@ -50,12 +52,29 @@ USUAL = "qwen3-30b,olmoe,gpt-oss-20b"
 SCALARS = {"alpha": 1.702, "limit": 7.0}
 BYTES_PER_US, FLOPS_PER_US = 4.3e6, 790e6  # measured on an H200: a large copy, a bf16 product of 8192^3
 SLOTS = 2
+ROUTINGS = ("usual", "one", "few", "twice", "outside")
 
 
 OF_TOKENS = ("x", "ids", "weights", "out")
 
 
-def draw(definition: Definition, axes: dict[str, int], device: str, seed: int, names: Container[str]) -> Arguments:
+def routed(axes: dict[str, int], routing: str, generator: torch.Generator) -> torch.Tensor:
+    """Ids [M, K] of experts."""
+    m, e, k = (axes[name] for name in "MEK")
+    draws = {"generator": generator, "device": generator.device}
+    ids = torch.rand((m, k if routing == "few" else e), **draws).topk(k, dim=-1).indices  # type: ignore[call-overload]
+    if routing == "one":
+        return torch.zeros_like(ids)
+    if routing == "twice":
+        return ids[:, :1].expand_as(ids).where(torch.arange(k, device=ids.device) < 2, ids)
+    if routing == "outside":
+        return ids.where(torch.rand((m, k), **draws) > 0.3, e)  # type: ignore[call-overload]
+    return ids
+
+
+def draw(
+    definition: Definition, axes: dict[str, int], device: str, seed: int, names: Container[str], routing: str = "usual"
+) -> Arguments:
     """These inputs and outputs in bf16: ids of a router, weights of the products such that every step keeps its scale."""
     generator = torch.Generator(device).manual_seed(seed)
     fan_in = {"gate_up": axes["H"], "down": axes["I"]}
@@ -68,8 +87,7 @@ def draw(definition: Definition, axes: dict[str, int], device: str, seed: int, n
             continue
         shape = definition.shape_of(name, axes)
         if name == "ids":
-            scores = torch.rand((axes["M"], axes["E"]), generator=generator, device=device)
-            given[name] = scores.topk(axes["K"], dim=-1).indices
+            given[name] = routed(axes, routing, generator)
             continue
         value = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
         if name == "weights":
@@ -82,9 +100,9 @@ def draw(definition: Definition, axes: dict[str, int], device: str, seed: int, n
 def light_us(definition: Definition, axes: dict[str, int], ids: torch.Tensor) -> float:
     """What no kernel can be faster than, with the experts that these ids touch."""
     m, h, i, k = (axes[name] for name in "MHIK")
-    touched = len(ids.unique())
-    moved = touched * 3 * i * h * 2 + 2 * m * h * 2 + m * k * 10
-    return max(moved / BYTES_PER_US, 6 * m * k * i * h / FLOPS_PER_US)
+    served = ids[ids < axes["E"]]
+    moved = len(served.unique()) * 3 * i * h * 2 + 2 * m * h * 2 + m * k * 10
+    return max(moved / BYTES_PER_US, 6 * len(served) * i * h / FLOPS_PER_US)
 
 
 def truth(definition: Definition, given: Arguments) -> torch.Tensor:
@@ -141,9 +159,10 @@ class Bench:
         self.definition = catalog.definition(name)
         self.solutions = [files for files in catalog.solutions_for(name) if self.wanted(files)]
         self.axes = {"M": tokens, **axes}
-        shared = draw(self.definition, self.axes, options.device, 0, self.definition.inputs)
+        routing = options.routing
+        shared = draw(self.definition, self.axes, options.device, 0, self.definition.inputs, routing)
         # Other tokens with other experts. Weights of the experts are larger than L2: one copy is enough.
-        others = [draw(self.definition, self.axes, options.device, seed, OF_TOKENS) for seed in range(1, SLOTS)]
+        others = [draw(self.definition, self.axes, options.device, s, OF_TOKENS, routing) for s in range(1, SLOTS)]
         self.slots = [shared] + [{**shared, **other} for other in others]
         self.light = light_us(self.definition, self.axes, shared["ids"])
         self.expected = truth(self.definition, shared)
@@ -158,8 +177,8 @@ class Bench:
         """Microseconds, or None where it does not run or is wrong; the row says why."""
         call = catalog_call(self.definition, files, config)
         row: dict[str, Any] = {
-            "shape": self.shape, "tokens": self.axes["M"], "solution": files.name, "config": config,
-            "light_us": round(self.light, 2),
+            "shape": self.shape, "tokens": self.axes["M"], "routing": self.options.routing, "solution": files.name,
+            "config": config, "light_us": round(self.light, 2),
         }  # fmt: skip
         self.rows.append(row)
         try:
@@ -233,6 +252,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--only", help="names of Solutions, separated by commas")
     parser.add_argument("--search", action="store_true", help="try the tunables")
     parser.add_argument("--kernels", action="store_true", help="what each kernel of a call takes")
+    parser.add_argument("--routing", choices=ROUTINGS, default="usual")
     parser.add_argument("--calls", type=int, default=20)
     parser.add_argument("--jobs", type=int, default=12, help="processes that compile ahead of a search; 0: none")
     parser.add_argument("--device", default="cuda")

@@ -1,4 +1,4 @@
-"""The tables of docs/performance/{kernels,families,gpus,models}.md that the shipped traces and runs of models hold.
+"""The tables of docs/performance/{kernels,families,gpus,models,bars}.md that the shipped traces and runs of models hold.
 
 python tools/performance_tables.py            # writes the blocks
 python tools/performance_tables.py --check
@@ -12,13 +12,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import performance_bars
 from marked_blocks import ROOT, shipped_store, with_block, write_or_check
 
 from tilegym_db.records.claims import CONTROL, claims_of
 from tilegym_db.records.model_run import Estimate, ModelRun
 
 PAGE = ROOT / "docs" / "performance" / "kernels.md"
-FAMILIES, GPUS, MODELS = (PAGE.with_name(f"{name}.md") for name in ("families", "gpus", "models"))
+FAMILIES, GPUS, MODELS, BARS = (PAGE.with_name(f"{name}.md") for name in ("families", "gpus", "models", "bars"))
 GPU, DTYPES = "h200", "T=bfloat16"
 
 SHAPES = {
@@ -269,6 +270,11 @@ DIFFERING = """
 """
 
 
+def operator_bars() -> str:
+    """What is asked of operators, and whether it is met."""
+    return performance_bars.bars(_rows(performance_bars.POINTS, {"names": performance_bars.names()}))
+
+
 def _cells(name: str, shape: str) -> tuple[dict[str, str], list[float]]:
     cells: dict[str, str] = defaultdict(str)
     fastest: dict[str, float] = {}
@@ -315,7 +321,9 @@ def wanted() -> dict[Path, str]:
         gpus = with_block(gpus, "side by side", side_by_side())
         gpus = with_block(gpus, "winners that differ", differing())
         runs = with_block(MODELS.read_text(), "runs of models", runs_of_models())
-        return {PAGE: with_block(page, "gains", gains()), FAMILIES: tables, GPUS: gpus, MODELS: runs}
+        bars = with_block(BARS.read_text(), "bars of operators", operator_bars())
+        bars = with_block(bars, "bars of models", performance_bars.model_bars(record for (record,) in _rows(RUNS, {})))
+        return {PAGE: with_block(page, "gains", gains()), FAMILIES: tables, GPUS: gpus, MODELS: runs, BARS: bars}
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from types import ModuleType
 
 import import_graph
 import marked_blocks
+import performance_bars
 import performance_tables
 import pytest
 import readme_picture
@@ -80,3 +81,46 @@ def test_an_op_type_that_is_new_gets_a_table_of_its_own():
     page = performance_tables.families(rows)
     assert operators_by_table(page) == [("Norms", "rms_norm"), ("Scan", "cumsum")]
     assert "| cumsum | M=1 | 1.0 |  |  |  |  |" in page
+
+
+BAR = performance_bars.Bar(("cast",), performance_bars.prefill, performance_bars.LIGHT, 0.85, each=0.70)
+PRODUCT = performance_bars.Bar(("gemm",), performance_bars.prefill, performance_bars.RATE, 1200)
+FAST = performance_bars.Bar(("router",), performance_bars.few, performance_bars.LATENCY, 6.0)
+
+
+def point(definition: str, axes: dict[str, int], gpu: str = "h200", **times: float) -> list[tuple[object, ...]]:
+    shape = ",".join(f"{name}={size}" for name, size in axes.items())
+    return [
+        (definition, shape, axes, "T=bfloat16", gpu, 90.0, language, us, None, shape) for language, us in times.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("bar", "axes", "times", "met"),
+    [
+        (BAR, {"M": 4096}, {"triton": 100.0, "tilelang": 101.0, "cutile": 120.0}, "yes"),
+        (BAR, {"M": 4096}, {"triton": 100.0, "cutile": 150.0}, "yes; cuTile behind; TileLang not measured"),
+        (BAR, {"M": 4096}, {"triton": 110.0, "tilelang": 110.0, "cutile": 110.0}, "**no**"),
+        (BAR, {"M": 64}, {"triton": 100.0}, "not measured"),
+        (PRODUCT, {"M": 4096, "N": 4096, "K": 4096}, {"tilelang": 114.0}, "yes"),
+        (PRODUCT, {"M": 4096, "N": 4096, "K": 4096}, {"tilelang": 115.0}, "**no**"),
+        (FAST, {"M": 1}, {"triton": 6.0, "cutile": 9.0}, "yes"),
+        (FAST, {"M": 1}, {"triton": 6.1}, "**no**"),
+    ],
+)
+def test_a_bar_is_met_by_the_fastest_language_and_says_which_are_behind(bar, axes, times, met):
+    found = performance_bars.points(point(bar.definitions[0], axes, **times))
+    (row,) = performance_bars.bar_rows(bar, found)
+    assert row.split(" | ")[6].strip() == met
+
+
+def test_a_bar_shows_the_fastest_of_the_other_gpu_at_the_same_shape():
+    rows = point("cast", {"M": 4096}, triton=100.0) + point("cast", {"M": 4096}, "h100", triton=180.0, cutile=120.0)
+    (row,) = performance_bars.bar_rows(BAR, performance_bars.points(rows))
+    assert row.endswith("| 0.750 |")
+
+
+def test_every_operator_with_a_bar_is_in_the_catalog():
+    from tilegym_db.catalog import Catalog
+
+    assert set(performance_bars.names()) <= set(Catalog.default(warns=False).definition_paths)

@@ -84,6 +84,24 @@ def test_a_model_is_built_from_a_file_or_a_folder_the_same_each_time_and_leaves_
     )
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_what_a_checkpoint_is_loaded_with_in_float32_is_so_in_a_random_model(
+    dtype: str, build: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(build("deepseek_v4").config.to_json_string(use_diff=False))
+    parameters = dict(build_model(load_config(path), "cpu", dtype).named_parameters())
+    for name in (
+        "model.layers.0.attn_hc.fn",
+        "model.layers.1.ffn_hc.scale",
+        "model.hc_head.hc_base",
+        "model.norm.weight",
+    ):
+        assert parameters[name].dtype == torch.float32
+    for name in ("model.layers.0.mlp.experts.gate_up_proj", "lm_head.weight"):
+        assert parameters[name].dtype == getattr(torch, dtype)
+
+
 def test_only_the_first_layers_are_kept_where_that_is_asked(config: Path) -> None:
     assert len(build_model(load_config(config, 1), "cpu", "float32").model.layers) == 1
     with pytest.raises(UsageError, match="has 2 layers; keep 1 to so many of them, not 3"):

@@ -14,7 +14,7 @@ from tilegym_db.integrations.transformers.random_model import load_config
 from tilegym_db.paths import shipped_root
 
 CONFIGS = sorted((shipped_root() / "benchmarks" / "configs").glob("*.json"))
-DENSE = {"llama-3.2-1b": 1_235_814_400, "qwen3-8b": 8_190_735_360}
+DENSE = {"llama-3.2-1b": 1_235_814_400, "llama-3.1-8b": 8_030_261_248, "qwen3-8b": 8_190_735_360}
 """Parameters of those without experts, as their publishers state them."""
 MIXTURES = [path for path in CONFIGS if path.stem not in DENSE]
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from tilegym_db.errors import UsageError
+
 __all__ = ["Generate", "Generation", "dynamic_cache", "prefill", "static_cache"]
 
 
@@ -53,13 +55,19 @@ def static_cache(model: Any, ids: torch.Tensor, new: int, backend: str = "induct
         ids: token ids [batch, prompt].
         new: tokens to generate, at least 2: the prefill runs eagerly.
         backend: of torch.compile; ``inductor`` on a GPU uses CUDA graphs, as is the default of transformers.
+
+    Raises:
+        UsageError: the model has layers whose cache transformers has in no fixed size.
     """
     from transformers import CompileConfig, StaticCache
 
     in_graphs = backend == "inductor" and ids.device.type == "cuda"
     config: Any = CompileConfig(backend=backend, mode="reduce-overhead" if in_graphs else "default")
     config._compile_all_devices = True  # transformers would leave a CPU uncompiled
-    cache: Any = StaticCache(config=model.config.get_text_config(), max_cache_len=ids.shape[1] + new)
+    try:
+        cache: Any = StaticCache(config=model.config.get_text_config(), max_cache_len=ids.shape[1] + new)
+    except (KeyError, NotImplementedError) as error:  # a mapping of transformers that lacks the kind of a layer
+        raise UsageError(f"transformers has no cache of fixed size for this model: {error}.") from None
     generate = _generator(
         model, ids, new, {_name_of_cache(model): cache, "compile_config": config}, lambda: _held_by(cache)
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tilegym_db.errors import ToolchainError
+from tilegym_db.errors import ToolchainError, UsageError
 from tilegym_db.integrations.transformers.experts_wrapper import wrapper_of
 from tilegym_db.integrations.transformers.generation import Generate, Generation, dynamic_cache, prefill, static_cache
 from tilegym_db.integrations.transformers.patch import Handle
@@ -66,8 +66,11 @@ class Entries:
                 self.absent[f"{name}_static_cache"] = (
                     "what is compiled is decoding, and --new 0 or 1 has no step of it."
                 )
-            else:
+                continue
+            try:
                 self._add_compiled(f"{name}_static_cache", static_cache(model, self._ids, self._new, self._backend))
+            except UsageError as error:
+                self.absent[f"{name}_static_cache"] = str(error)
 
     def add_compiled_prefill(self, asked: bool) -> None:
         """Both with their forward under torch.compile, where the prefill is all there is."""

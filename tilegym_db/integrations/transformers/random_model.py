@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -114,11 +115,22 @@ def unchecked_model(config: Any, device: str, dtype: str) -> Any:
     with torch.random.fork_rng(devices), torch.device(device):
         torch.manual_seed(SEED)
         model = factory.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False).eval()
+        _widen(model, dtype)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() == 1:
                     parameter += VECTOR_NOISE * torch.randn_like(parameter)
     return model
+
+
+def _widen(model: Any, dtype: str) -> None:
+    """Keep in float32 what a checkpoint of the model is loaded in whatever dtype is asked for; a config alone does not."""
+    kept = {*(model._keep_in_fp32_modules_strict or ())} if dtype != "float32" else set()
+    if dtype == "float16":
+        kept |= {*(model._keep_in_fp32_modules or ())}
+    for name, value in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if value.is_floating_point() and any(part in name for part in kept):
+            value.data = value.data.float()
 
 
 def _check_runs(model: Any, device: str) -> None:
