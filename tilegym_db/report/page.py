@@ -23,6 +23,9 @@ SHOWN = (
 )  # fmt: skip
 """The columns of the evidence that the page carries."""
 
+SCRIPTS = (("vendor", "d3.min.js"), ("plots.js",), ("page.js",))
+"""In the order in which the page runs them: a library, the plots that call it, and the page that calls these."""
+
 _IN_A_SCRIPT = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 
 
@@ -38,7 +41,7 @@ def page(data: ReportData, *, version: str, title: str = "tilegym-db report") ->
         newest=data.newest.strftime("%Y-%m-%d %H:%M UTC") if data.newest else "never",
         counts=_counts(data),
         style=folder.joinpath("page.css").read_text("utf-8"),
-        script=folder.joinpath("page.js").read_text("utf-8"),
+        scripts=[folder.joinpath(*path).read_text("utf-8") for path in SCRIPTS],
         data=as_script(page_data(data)),
     )
 
