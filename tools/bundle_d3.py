@@ -1,4 +1,4 @@
-"""Bundles the parts of D3 that the report's page draws with into one file. Needs Node.js and npm; the build of the package needs neither.
+"""Bundles the parts of D3 that the report draws with into one file. Needs Node.js and npm, which building the package does not.
 
 python tools/bundle_d3.py            # writes tilegym_db/report/vendor/d3.min.js and d3.LICENSE
 python tools/bundle_d3.py --check    # 1 where they are not what tools/d3/package-lock.json gives

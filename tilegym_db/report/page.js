@@ -2,6 +2,9 @@
 // Everything is made with textContent and createElement: no text of a record is ever read as HTML.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
+  const packed = Uint8Array.from(atob(data.sources), (letter) => letter.charCodeAt(0));
+  const sources = (async () => new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"))).json())();
+  sources.catch(() => {}); // whoever opens a kernel is told
   const LANGUAGES = ["triton", "tilelang", "cutile", "python"];
   const AT_FIRST = 40; // rows of a table until one asks for all of them
   const { figure, unit } = plots;
@@ -67,11 +70,13 @@
   }
 
   // --- tables ---
+  const breakable = (text) => text.split(/(?<=_)/).flatMap((part, at) => (at ? [element("wbr"), part] : [part])); // on paper a long name may go on below after a _
   const kernelLink = (name, trace, operator) => { // beside its operator, a kernel goes by what follows that name
     const text = operator && name.startsWith(`${operator}_`) ? name.slice(operator.length + 1) : name;
-    return element("button", { type: "button", class: "link", ...(text === name ? {} : { "aria-label": name, title: name }), onclick: () => openDetail(name, trace) }, text);
+    return element("button", { type: "button", class: "link", ...(text === name ? {} : { "aria-label": name, title: name }), onclick: () => openDetail(name, trace) }, ...breakable(text));
   };
   const time = (row) => element("span", {}, figure(row.latency_us), element("span", { class: "interval" }, ` [${figure(row.ci_low_us)}, ${figure(row.ci_high_us)}]`));
+  const OPERATOR = { key: "definition", label: "operator", show: (row) => breakable(row.definition) };
   const TEXT = (key, label) => ({ key, label });
   const NUMBER = (key, label, digits = 4) => ({ key, label, number: true, show: (row) => figure(row[key], digits) });
   const KERNEL = { key: "solution", label: "kernel", show: (row) => (row.solution ? kernelLink(row.solution, row.trace_id) : "") };
@@ -105,16 +110,25 @@
     }
     return found.sort((one, two) => compare("definition")(one, two) || compare("axes_key")(one, two));
   }
+  const aside = (text) => (text ? element("span", { class: "interval" }, ` ${text}`) : "");
+  // One row a way of running a model, with what stock code reached in the same rounds beside it.
+  function besideStock() {
+    const stock = new Map(rows.models.filter((row) => row.way === "stock").map((row) => [row.run_id, row]));
+    return rows.models.filter((row) => !["stock", "stock_again"].includes(row.way)).map((row) => ({
+      ...row, call: (row.batch * 1e7 + row.prompt_tokens) * 1e7 + row.new_tokens, stock_tokens_per_s: stock.get(row.run_id)?.tokens_per_s,
+      proved: row.proved && row.way === "patched", ...(row.claim === "nothing" ? { claim: "none", speedup: null } : {}), // where nothing may be claimed no figure is
+    }));
+  }
   const tables = {
     kernels: {
       rows: rows.evidence.filter((row) => row.is_fastest_in_language), empty: "Nothing is verified in this database yet. Try: tilegym-db bench --promote",
       keep: (row) => !byId("fastest").checked || row.is_fastest,
-      columns: [TEXT("definition", "operator"), SHAPE, TEXT("dtypes_key", "dtypes"), TEXT("gpu", "GPU"),
+      columns: [OPERATOR, SHAPE, TEXT("dtypes_key", "dtypes"), TEXT("gpu", "GPU"),
         TEXT("language", "language"), KERNEL, { ...TEXT("config_key", "config"), optional: true }, ...MEASURED],
     },
     gpus: {
       rows: sideBySide(), empty: "No shape is verified on two GPUs in this database.", keep: (row) => row.among === byId("lang").value,
-      columns: [TEXT("definition", "operator"), { ...SHAPE, show: (row) => shapeCell(row, row.dtypes_key) },
+      columns: [OPERATOR, { ...SHAPE, show: (row) => shapeCell(row, row.dtypes_key) },
         ...gpuNames.flatMap((gpu) => [
           { key: `us ${gpu}`, label: "us", group: gpu, number: true, show: (row) => figure(row[`us ${gpu}`]) },
           { key: `sol ${gpu}`, label: "SOL", group: gpu, number: true, show: (row) => percent(row[`sol ${gpu}`]) },
@@ -127,27 +141,26 @@
       rows: rows.coverage, empty: "No GPU has any measurement in this database.", render: coverage, columns: [],
     },
     models: {
-      rows: rows.models.map((row) => ({ ...row, call: (row.batch * 1e7 + row.prompt_tokens) * 1e7 + row.new_tokens })), empty: "This database holds no run of a whole model. Try: tilegym-db model-bench CONFIG",
-      columns: [{ key: "model", label: "model", show: (row) => [row.model, element("span", { class: "interval" }, ` ${row.layers} layers`)] }, TEXT("gpu", "GPU"),
+      rows: besideStock(), empty: "This database holds no run of a whole model. Try: tilegym-db model-bench CONFIG",
+      columns: [{ key: "model", label: "model", show: (row) => [element("span", { class: "whole" }, row.model), aside(`${row.layers} layers`)] }, TEXT("gpu", "GPU"),
         { key: "call", label: "call", show: (row) => `${row.batch} x ${row.prompt_tokens}${row.new_tokens ? ` + ${row.new_tokens}` : ""}` },
-        { key: "way", label: "way", show: (row) => (row.library ? element("span", { title: row.library }, row.way) : row.way) },
-        NUMBER("ttft_ms", "ms to first"), { ...NUMBER("tpot_ms", "ms a token"), optional: true }, NUMBER("tokens_per_s", "tokens/s"),
-        { key: "speedup", label: "speedup [interval]", number: true, show: (row) => [times(row.speedup), row.speedup_ci_low ? element("span", { class: "interval" }, ` [${times(row.speedup_ci_low)}, ${times(row.speedup_ci_high)}]`) : ""] },
+        { key: "way", label: "way", show: (row) => (row.library ? element("span", { title: row.library }, row.way) : row.way.replaceAll("_", " ")) },
+        NUMBER("ttft_ms", "ms to\u00a0first"), { ...NUMBER("tpot_ms", "ms a token"), optional: true }, NUMBER("tokens_per_s", "tokens/s"), NUMBER("stock_tokens_per_s", "stock tokens/s"),
+        { key: "speedup", label: "speedup [interval]", number: true, show: (row) => [times(row.speedup), row.speedup && row.speedup_ci_low ? aside(`[${times(row.speedup_ci_low)}, ${times(row.speedup_ci_high)}]`) : ""] },
         { key: "gpu_share", label: "served", number: true, optional: true, show: (row) => percent(row.gpu_share) },
-        { key: "claim", label: "claim", show: (row) => [row.claim, row.reason].filter(Boolean).join(": ") },
-        { key: "proved", label: "proved", show: (row) => (row.way === "patched" ? (row.proved ? "yes" : "no") : "") }, TEXT("day", "day")],
+        { key: "claim", label: "claim", show: (row) => [row.claim ?? "", aside([row.reason, row.proved ? "proved on this model" : ""].filter(Boolean).join("; "))] }, TEXT("day", "day")],
     },
     open: {
       rows: rows.open, empty: "Nothing is open.",
-      columns: [TEXT("kind", "what"), TEXT("definition", "operator"), KERNEL, TEXT("gpu", "GPU"), { key: "cases", label: "cases", number: true, show: (row) => String(row.cases || "") }],
+      columns: [TEXT("kind", "what"), OPERATOR, KERNEL, TEXT("gpu", "GPU"), { key: "cases", label: "cases", number: true, show: (row) => String(row.cases || "") }],
     },
     changes: {
       rows: rows.changes, empty: "This database holds no promotion, revocation or regression.", keep: (row) => row.day >= sinceDay(),
-      columns: [TEXT("day", "day"), TEXT("kind", "what"), TEXT("definition", "operator"), KERNEL, TEXT("gpu", "GPU"), NUMBER("cases", "cases"), { ...NUMBER("ratio", "times slower", 3), optional: true }],
+      columns: [TEXT("day", "day"), TEXT("kind", "what"), OPERATOR, KERNEL, TEXT("gpu", "GPU"), NUMBER("cases", "cases"), { ...NUMBER("ratio", "times slower", 3), optional: true }],
     },
     solutions: {
-      rows: rows.solutions.map((row) => ({ ...row, solution: row.name })), empty: "The catalog has no solution.",
-      columns: [KERNEL, TEXT("definition", "operator"), TEXT("language", "language"), TEXT("role", "role"), TEXT("author", "author"), TEXT("description", "description")],
+      rows: rows.solutions.map((row) => ({ ...row, solution: row.name, verified: evidenceOf.get(row.name)?.length ?? 0 })), empty: "The catalog has no solution.",
+      columns: [KERNEL, OPERATOR, TEXT("language", "language"), TEXT("role", "role"), NUMBER("verified", "cases"), TEXT("author", "author"), TEXT("description", "description")],
     },
   };
   const newest = rows.changes.reduce((last, row) => (row.day > last ? row.day : last), "");
@@ -206,9 +219,11 @@
     return element("th", { scope: "col", "aria-sort": direction, "data-key": column.key, ...(column.number ? { class: "number" } : {}) },
       element("button", { type: "button", onclick: sort, ...(column.group ? { "aria-label": fullLabel(column), "data-group": column.group } : {}) }, column.label));
   }
+  const KINDS = { gpu: "whole", day: "whole", call: "whole", author: "whole", claim: "reason", description: "prose" }; // whole: in one line
   function cell(row, column) {
     const content = column.show ? column.show(row) : row[column.key] ?? "";
-    return element("td", { "data-label": fullLabel(column), ...(column.number ? { class: "number" } : ["gpu", "day", "call"].includes(column.key) ? { class: "whole" } : {}) }, ...(Array.isArray(content) ? content : [content]));
+    const kind = column.number ? "number" : KINDS[column.key];
+    return element("td", { "data-label": fullLabel(column), ...(kind ? { class: kind } : {}) }, Array.isArray(content) ? element("span", {}, ...content) : content);
   }
   function coverage(found) {
     const places = [...new Set(found.map((row) => row.gpu))].sort();
@@ -233,7 +248,7 @@
     const columns = [TEXT("operator", "operator"), TEXT("family", "family"), ...heads.map(([gpu, language]) => ({ key: `${gpu} ${language}`, label: gpu, group: language }))];
     const table = element("table", { class: "map" },
       element("thead", {}, ...groupRow(columns), element("tr", {}, ...columns.map((column) => heading("coverage", column)))),
-      element("tbody", {}, ...groups.map((line) => element("tr", {}, element("td", { "data-label": "operator" }, line.operator), element("td", { "data-label": "family" }, line.family),
+      element("tbody", {}, ...groups.map((line) => element("tr", {}, element("td", { "data-label": "operator" }, ...breakable(line.operator)), element("td", { "data-label": "family" }, line.family),
         ...heads.map(([gpu, language]) => {
           const one = line.cells[`${gpu} ${language}`];
           return element("td", { class: tone(one) + edge(gpu), "data-label": `${language} ${gpu}` }, word(one));
@@ -255,7 +270,7 @@
     const { svg, nodes, roofs } = plots.roofline(`Roofline of ${gpu}: ${points.length} shapes`, points, peak, ofMarks);
     roofMarks = nodes;
     const seen = LANGUAGES.filter((language) => points.some((row) => row.language === language));
-    place.replaceChildren(svg, element("ul", { class: "legend" }, ...seen.map((language) => element("li", {}, plots.swatch(language), ` ${language}`)),
+    place.replaceChildren(svg, element("ul", { class: "legend" }, element("li", { class: "paper" }, gpu), ...seen.map((language) => element("li", {}, plots.swatch(language), ` ${language}`)),
       element("li", {}, peak ? `roofs: ${roofs.map(([name, top]) => `${name} ${unit(top, "flop/s")}`).join(", ")}; slope ${unit(peak.copy_bytes_per_s, "B/s")}; calibrated on ${peak.gpu_name}` : "this GPU was not calibrated: no roof")));
     filterRoofline();
   }
@@ -268,7 +283,7 @@
     const points = all.filter((row) => latencyKey(row) === byId("lat-key").value && row.bytes > 0);
     if (!points.length) { place.replaceChildren(element("p", { class: "notice" }, "This operator has no measurement with a cost model.")); return; }
     const { svg, lines } = plots.latency(`Latency of ${byId("lat-definition").value} by size`, points, ofMarks);
-    place.replaceChildren(svg, element("ul", { class: "legend" }, ...lines.map(({ name, language, dash }) => element("li", {}, plots.swatch(language, dash), " ", kernelLink(name)))));
+    place.replaceChildren(svg, element("ul", { class: "legend" }, element("li", { class: "paper" }, `${byId("lat-definition").value}, ${byId("lat-key").value}`), ...lines.map(({ name, language, dash }) => element("li", {}, plots.swatch(language, dash), " ", kernelLink(name)))));
   }
   function followSearch() { // the plot is of one operator: of one that the search shows
     const shown = distinct(tables.kernels.found.map((row) => row.definition)), chosen = byId("lat-definition"), words = byId("q").value.trim();
@@ -292,14 +307,21 @@
     body.replaceChildren(close, element("h2", { id: "detail-title" }, name));
     if (solution) body.append(element("p", {}, `${solution.language} ${solution.role} for ${solution.definition}, by ${solution.author}. ${solution.description}`));
     else body.append(element("p", { class: "notice" }, "The catalog has no solution of this name."));
-    if (row) body.append(...evidenceNodes(row, evidence.length));
+    if (row) body.append(...evidenceNodes(row, evidence));
     else body.append(element("p", { class: "notice" }, "Not verified on any GPU."));
-    for (const [path, digest] of data.files[name] ?? []) body.append(element("h3", {}, path), element("pre", { tabindex: 0, "aria-label": `source ${path}` }, data.sources[digest]));
+    for (const [path, digest] of data.files[name] ?? []) {
+      const text = element("pre", { tabindex: 0, "aria-label": `source ${path}` });
+      sources.then((texts) => { text.textContent = texts[digest]; }, () => { text.textContent = "This browser is too old to unpack the sources."; });
+      body.append(element("h3", {}, path), text);
+    }
     if (!dialog.open) dialog.showModal();
     dialog.scrollTop = 0;
     writeAddress({ kernel: name, trace: row?.trace_id });
   }
-  function evidenceNodes(row, count) {
+  function evidenceNodes(row, evidence) {
+    const cases = element("select", { id: "cases" }, ...evidence.map((one) => element("option", { value: one.trace_id }, `${one.gpu}: ${shape(one)} ${one.dtypes_key}`)));
+    cases.value = row.trace_id;
+    cases.addEventListener("change", () => { openDetail(row.solution, cases.value); byId("cases").focus(); });
     const facts = [
       ["verdict", `PASSED, tier ${row.tier}, sandbox level ${row.sandbox_level}, ${row.origin}`], ["case", `${row.definition} ${shape(row)} ${row.dtypes_key}`],
       ["config", row.config_key || "the source's own defaults"], ["GPU", `${row.gpu_name}, driver ${row.driver}, ${row.clock_mhz ?? "?"} MHz`], ["software", row.libs],
@@ -307,10 +329,10 @@
       ["against stock", row.speedup === null ? "not compared" : `${figure(row.speedup)}x, at least ${figure(row.speedup_ci_low)}x`],
       ["speed of light", row.sol_us === null ? "not known" : `${percent(row.sol_ratio)}; ${figure(row.sol_us)} us`],
       ["correctness", `${row.cases} cases; relative error ${figure(row.rel_fro, 3)}, largest ${figure(row.max_abs, 3)}`],
-      ["envelope", row.envelope_digest ? `${row.envelope_cases} fuzz cases, ${row.envelope_digest}` : "none"], ["trace", row.trace_id], ["measured", row.timestamp],
+      ["fuzzing", row.envelope_digest ? `${row.envelope_cases} fuzz cases, ${row.envelope_digest}` : "none"], ["trace", row.trace_id], ["measured", row.timestamp],
     ];
-    return [element("dl", {}, ...facts.flatMap(([term, text]) => [element("dt", {}, term), element("dd", {}, text ?? "")])),
-      element("p", { class: "muted" }, count > 1 ? `One of ${count} verified cases of this solution; open another one from the tables or plots.` : "The only verified case of this solution."),
+    return [evidence.length > 1 ? element("label", { class: "check" }, `One of ${evidence.length} verified cases: `, cases) : element("p", { class: "muted" }, "The only verified case of this solution."),
+      element("dl", {}, ...facts.flatMap(([term, text]) => [element("dt", {}, term), element("dd", {}, text ?? "")])),
       element("h3", {}, "Reproduce"), element("pre", { class: "command", tabindex: 0 }, row.command)];
   }
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from importlib.resources import files
@@ -54,7 +56,7 @@ def page_data(data: ReportData) -> dict[str, Any]:
             name: _table(getattr(data, name))
             for name in ("coverage", "open", "changes", "definitions", "solutions", "peaks", "models")
         },
-        "sources": data.sources,
+        "sources": packed(data.sources),
         "files": data.files_of,
     }
 
@@ -62,6 +64,11 @@ def page_data(data: ReportData) -> dict[str, Any]:
 def as_script(value: Any) -> str:
     """JSON that no parser of HTML can leave early: no text in it closes the element or opens a comment."""
     return json.dumps(value, default=_plain, separators=(",", ":"), ensure_ascii=False).translate(_IN_A_SCRIPT)
+
+
+def packed(value: Any) -> str:
+    """JSON as base64 of a zlib stream: sources are more than half of a page otherwise, and read one at a time."""
+    return base64.b64encode(zlib.compress(json.dumps(value).encode(), 9)).decode("ascii")
 
 
 def _table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> dict[str, Any]:
