@@ -27,7 +27,8 @@ CONFIG = {
     "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 1024, "max_position_embeddings": 2048, "num_experts": 4,
     "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
-# rms_norm gets a wrong kernel, then a slow one, then good ones; everything else one that is wrong, the same every time, so it is run once.
+# rms_norm gets a wrong kernel, then a slow one, then good ones. Everything else gets one that is wrong, the same every time, so
+# that it is run once.
 AUTHOR = '''
 import json, pathlib, re, sys
 prompt = sys.stdin.read()
