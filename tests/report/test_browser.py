@@ -254,6 +254,20 @@ def test_a_point_shows_the_number_that_sql_gives_and_opens_its_kernel(
     assert not tab.locator("#detail").is_visible()
 
 
+def test_arrow_keys_move_over_the_points_that_the_filters_leave(shipped_report: ReportData, show: Callable[..., Any]):
+    tab = show(shipped_report, "#q=softmax")
+    points = tab.locator("#plot-roofline .point:not([display])")
+    assert 2 < points.count() < tab.locator("#plot-roofline .point").count()
+    points.first.focus()
+    for key, at in (("ArrowRight", 1), ("ArrowDown", 2), ("ArrowLeft", 1)):
+        tab.keyboard.press(key)
+        assert points.nth(at).evaluate("node => node === document.activeElement")
+        assert tab.locator("#plot-roofline .point[tabindex='0']").count() == 1
+    for _ in range(3):  # the first one is the end
+        tab.keyboard.press("ArrowUp")
+    assert points.first.evaluate("node => node === document.activeElement")
+
+
 def test_ten_thousand_rows_are_filtered_within_a_tenth_of_a_second(
     shipped_report: ReportData, show: Callable[..., Any]
 ):

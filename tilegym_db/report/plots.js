@@ -44,24 +44,15 @@ const plots = (() => {
         if (event.key === "Enter" || event.key === " ") { event.preventDefault(); open(row); }
       });
     function move(from, step) { // to the next one that the filters leave
-      const all = nodes.nodes();
-      let next = all.indexOf(from) + step;
-      while (all[next]?.hasAttribute("display")) next += step;
-      if (!all[next]) return;
-      from.setAttribute("tabindex", -1);
-      all[next].setAttribute("tabindex", 0);
-      all[next].focus();
+      const shown = nodes.filter(function () { return !this.hasAttribute("display"); }).nodes(), next = shown[shown.indexOf(from) + step];
+      if (!next) return;
+      nodes.attr("tabindex", (_, index, all) => (all[index] === next ? 0 : -1));
+      next.focus();
     }
     return nodes;
   }
   function filterMarks(nodes, fits) { // they are hidden and shown, not drawn anew: thousands of them must not hold up the search
-    let isFirst = true;
-    nodes.each(function ({ row }) {
-      const isShown = fits(row), stop = isShown && isFirst ? "0" : "-1";
-      if (isShown === this.hasAttribute("display")) d3.select(this).attr("display", isShown ? null : "none");
-      if (this.getAttribute("tabindex") !== stop) this.setAttribute("tabindex", stop);
-      if (isShown) isFirst = false;
-    });
+    nodes.attr("tabindex", -1).attr("display", "none").filter(({ row }) => fits(row)).attr("display", null).filter((_, index) => !index).attr("tabindex", 0);
   }
   function swatch(language, dash) { // of a legend
     const svg = d3.create("svg").attr("viewBox", "0 0 36 14").attr("aria-hidden", "true");
