@@ -36,7 +36,10 @@ ALL = (
     Picture("report-phone", "", "h1", PHONE, dark=True),
     Picture("report-gpus", "#q=norm", "#gpus", SCREEN),
     Picture("report-latency", "#q=rms_norm_fp32", "#latency", SCREEN),
+    Picture("report-roofline", "", "#roofline", SCREEN, dark=True),
     Picture("report-coverage", "", "#coverage", SCREEN),
+    Picture("report-models", "", "#models", SCREEN),
+    Picture("report-kernel", "#kernel=softmax_triton", "h1", SCREEN),
 )
 
 

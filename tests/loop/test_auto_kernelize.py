@@ -16,6 +16,7 @@ from tilegym_db.bench.machine import cpu_machine
 from tilegym_db.loop import model_state, rules
 from tilegym_db.loop.auto import Kernelizer, auto_kernelize
 from tilegym_db.loop.model_state import ModelState
+from tilegym_db.loop.status import attempts_of
 from tilegym_db.records.loop import Experiment, Task
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.loop_journals import journaled
@@ -26,7 +27,8 @@ CONFIG = {
     "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 1024, "max_position_embeddings": 2048, "num_experts": 4,
     "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
-# rms_norm gets a kernel that is right and fast, and everything else one that is wrong; the same every time, so it is run once.
+# rms_norm gets a wrong kernel, then a slow one, then good ones. Everything else gets one that is wrong, the same every time, so
+# that it is run once.
 AUTHOR = '''
 import json, pathlib, re, sys
 prompt = sys.stdin.read()
@@ -34,7 +36,7 @@ name = re.search(r"kernel for `([a-z_0-9]+)`", prompt)[1]
 signature = re.search(r"`(run\\(.*?\\))`", prompt)[1]
 with pathlib.Path(sys.argv[1]).open("a") as calls:
     calls.write(name + "\\n")
-attempt = len(pathlib.Path(sys.argv[1]).read_text().splitlines())
+attempt = pathlib.Path(sys.argv[1]).read_text().splitlines().count(name)
 good = f"""import torch  # attempt {attempt}: measured again where the machine was too busy to tell
 
 
@@ -44,8 +46,17 @@ def run(x, weight, eps, out):
     torch.mul(x, scale, out=out)
     out.mul_(weight)
 """
+slow = """import torch
+
+
+def run(x, weight, eps, out):
+    wide = x.double()
+    scale = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
+    out.copy_((wide * scale * weight.double()).to(x.dtype))
+"""
 wrong = f"def {signature}:\\n    out.zero_()\\n"
-pathlib.Path("kernel.py").write_text(good if name == "rms_norm" else wrong)
+written = {1: wrong, 2: slow}.get(attempt, good) if name == "rms_norm" else wrong
+pathlib.Path("kernel.py").write_text(written)
 layouts = {"x": "row_contiguous", "out": "row_contiguous"} if name == "rms_norm" else {}
 spec = {"language": "python", "entry_point": "kernel.py::run", "dtypes": {"T": ["float32"]}, "layouts": layouts}
 pathlib.Path("solution.json").write_text(json.dumps({
@@ -87,13 +98,13 @@ def counted(monkeypatch: pytest.MonkeyPatch, *names: str) -> Counter[str]:
 @pytest.mark.alone  # the kernel must be found faster
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_coverage_rises_with_a_kernel_that_is_right_and_fast(
+def test_coverage_rises_after_a_wrong_kernel_a_slow_one_and_a_good_one(
     state: ModelState, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script, calls = tmp_path / "author.py", tmp_path / "calls"
     script.write_text(AUTHOR)
     said: list[str] = []
-    options = {"language": "python", "author": f"{sys.executable} {script} {calls}", "max_attempts": 5}
+    options = {"language": "python", "author": f"{sys.executable} {script} {calls}", "max_attempts": 7}
     measured = counted(monkeypatch, "pieces", "coverage", "stock_times")
     done, why = auto_kernelize(state, **options, say=said.append)  # type: ignore[arg-type]
     # What a discarded change leaves as it was is not measured again, nor what was measured with a change that was kept.
@@ -106,7 +117,13 @@ def test_coverage_rises_with_a_kernel_that_is_right_and_fast(
     assert kept.after is not None
     assert kept.after.median > kept.before.median
     assert kept.before.time_of == kept.after.time_of == "cpu"
-    assert all(one.decision == "discard" for one in done if one is not kept)
+    assert all(one.decision == "discard" and one.reason for one in done if one is not kept)
+    (task,) = [one for one in journaled(Task, home) if one.definition == "rms_norm"]
+    attempts = attempts_of(task)
+    assert [one["verdict"] for one in attempts] == ["refused"] * (len(attempts) - 1) + ["promoted"]
+    assert "INCORRECT_NUMERICAL" in attempts[0]["reason"]
+    assert "over rms_norm_stock" in attempts[1]["reason"]
+    assert len({one.definition for one in done}) == 2  # kept one, and discarded the other with its reason
     assert state.coverage().median > 0
     with open_store(read_only=True) as store:
         (row,) = store.rows(
@@ -127,7 +144,7 @@ def test_coverage_rises_with_a_kernel_that_is_right_and_fast(
 @pytest.mark.timeout(600)
 def test_what_is_wrong_is_discarded_with_its_reason(state: ModelState, tmp_path: Path) -> None:
     script = tmp_path / "author.py"
-    script.write_text(AUTHOR.replace('if name == "rms_norm"', "if False"))
+    script.write_text(AUTHOR.replace("attempt, good)", "attempt, wrong)"))
     author = f"{sys.executable} {script} {tmp_path / 'calls'}"
     state = replace(state, prompt=128, rounds=2)  # how long it takes is not what is asked
     done, _ = auto_kernelize(state, language="python", author=author, max_attempts=1)

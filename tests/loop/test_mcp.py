@@ -14,7 +14,14 @@ mcp = pytest.importorskip("mcp", reason="the extra mcp is not installed; it is p
 anyio = pytest.importorskip("anyio")
 
 ROOT = Path(__file__).resolve().parents[2]
-READERS = {"list_definitions", "list_promotions", "recommend", "show_definition", "task_prompt", "task_status"}
+READERS = {
+    "check_architecture", "list_definitions", "list_promotions", "recommend", "show_definition", "task_prompt", "task_status",
+}  # fmt: skip
+WRITERS = {"task_create", "task_from_model", "task_submit"}
+TINY = {
+    "model_type": "qwen3", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 1,
+    "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": 2048,
+}  # fmt: skip
 SOLUTION = {
     "name": "mine",
     "definition": "rms_norm",
@@ -56,6 +63,8 @@ def content(result: Any) -> Any:
     text = "".join(part.text for part in result.content)
     if getattr(result, "is_error", False):
         return {"error": text}
+    if set(result.structured_content or {}) == {"result"}:  # a list, of which each item is a text of its own beside it
+        return result.structured_content["result"]
     try:
         return json.loads(text)
     except ValueError:
@@ -75,7 +84,7 @@ def test_a_client_lists_tools_creates_a_task_submits_a_kernel_and_reads_the_verd
         ],
         "--allow-submit",
     )
-    assert tools == READERS | {"task_create", "task_submit"}
+    assert tools == READERS | WRITERS
     assert f"# Task {task['id']}" in page
     assert (verdict["verdict"], verdict["stage"]) == ("refused", "received")
     assert verdict["gate"].startswith("scan")
@@ -104,6 +113,20 @@ def test_a_kernel_that_a_client_submits_is_run_in_the_sandbox_and_judged(home: P
     (row,) = status if isinstance(status, list) else [status]
     assert (row["passed"], row["verdict"]) == ("compiled", "refused")
     assert "INCORRECT_NUMERICAL" in row["reason"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_client_has_a_model_profiled_and_reads_the_tasks_it_is_worth(home: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(TINY))
+    ask = {"config": str(config), "language": "python", "gpu": "cpu", "prompt": 16}
+    _, (found, tasks, lacking) = asked(
+        home, [("task_from_model", ask), ("task_status", {}), ("check_architecture", {})], "--allow-submit"
+    )
+    assert {"rms_norm", "swiglu"} <= {one["definition"] for one in found["pieces"]}
+    assert {task["definition"] for task in tasks} <= {one["definition"] for one in found["pieces"]}
+    assert all(isinstance(line, str) for line in lacking)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from loop_authors import GOOD, SLOW, WRONG
+from loop_authors import GOOD, SLOW, TRITON, WRONG
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.loop.prompt import prompt_of
@@ -53,6 +53,24 @@ def test_a_wrong_kernel_a_slow_one_and_a_good_one(task: Task, hand_in: HandIn, h
     assert [one["verdict"] for one in attempts_of(task)] == ["refused", "refused", "promoted"]
     assert [row["status"] for row in tasks_table()] == ["promoted"]
     assert submit(task, hand_in(GOOD)) == good
+
+
+@pytest.mark.slow
+def test_a_triton_kernel_is_judged_in_the_interpreter_and_waits_for_a_gpu(operator: Path, hand_in: HandIn) -> None:
+    task = create_task("row_scale", language="triton", gpu="cpu", workload="tiny")
+    spec = {
+        "language": "triton", "entry_point": "kernel.py::run", "dtypes": {"T": ["float32"]},
+        "layouts": {name: "row_contiguous" for name in ("x", "out")},
+    }  # fmt: skip
+    wrong = submit(task, hand_in(TRITON.replace("value * factor", "value"), spec=spec))
+    assert (wrong.verdict, wrong.stage) == ("refused", "compiled"), wrong.reason
+    assert "INCORRECT_NUMERICAL" in wrong.reason
+    good = submit(task, hand_in(TRITON, spec=spec))
+    assert (good.verdict, good.stage) == ("no_gpu", "compiled"), good.reason
+    assert good.reason == "verified in the interpreter; triton kernels are timed on a GPU only."
+    with open_store(read_only=True) as store:
+        tiers = store.rows("SELECT DISTINCT tier, status FROM traces WHERE solution = $name", {"name": good.solution})
+    assert tiers == [{"tier": "interpreter", "status": "PASSED"}]
 
 
 def test_the_same_task_gives_the_same_prompt_bytes(task: Task, operator: Path) -> None:

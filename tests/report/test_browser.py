@@ -106,13 +106,11 @@ def test_a_model_is_shown_beside_stock_and_peers_as_evidence_of_another_kind(
     tab = show(replace(shipped_report, models=ways))
     heads = [head.strip() for head in tab.locator("#table-models thead th").all_inner_texts()]
     shown = [dict(zip(heads, row.split("\t"), strict=True)) for row in body_rows(tab, "models")]
-    columns = ("way", "tokens/s", "speedup [interval]", "claim", "served", "day")
+    columns = ("way", "tokens/s", "stock tokens/s", "speedup [interval]", "claim", "served", "day")
     assert [[row[name] for name in columns] for row in shown] == [
-        ["stock", "400", "", "", "", "2026-11-21"],
-        ["patched", "800", "2.00 [1.80, 2.20]", "faster", "62%", "2026-11-21"],
-        ["liger", "500", "1.25 [1.13, 1.38]", "", "", "2026-11-21"],
-        ["stock_again", "400", "1.00 [0.90, 1.10]", "", "", "2026-11-21"],
-        ["tilegym", "", "", "it is not installed", "", "2026-11-21"],
+        ["patched", "800", "400", "2.00 [1.80, 2.20]", "faster proved on this model", "62%", "2026-11-21"],
+        ["liger", "500", "400", "1.25 [1.13, 1.38]", "", "", "2026-11-21"],
+        ["tilegym", "", "400", "", "it is not installed", "", "2026-11-21"],
     ]
     assert (shown[0]["model"], shown[0]["call"]) == ("tiny 2 layers", "1 x 8 + 12")
     assert "Model-level evidence, not comparable with that of operators" in tab.locator("#models").inner_text()
@@ -121,6 +119,19 @@ def test_a_model_is_shown_beside_stock_and_peers_as_evidence_of_another_kind(
         assert len(set(rising)) == 1 or rising != falling
     tab = show(replace(shipped_report, models=[]))
     assert "no run of a whole model" in tab.locator("#table-models").inner_text()
+
+
+def test_where_nothing_may_be_claimed_of_a_model_no_speedup_is_shown(
+    shipped_report: ReportData, show: Callable[..., Any], catalog: Catalog, tmp_path: Path
+):
+    ways = [
+        {**row, "claim": "nothing", "reason": "no kernel ran"} if row["way"] == "patched" else row
+        for row in model_ways(tmp_path / "home", catalog)
+    ]
+    tab = show(replace(shipped_report, models=ways))
+    row = body_rows(tab, "models")[0]
+    assert "none no kernel ran" in row
+    assert "2.00" not in row
 
 
 def test_the_gpus_of_a_language_are_side_by_side_in_the_coverage_map(
@@ -218,6 +229,7 @@ def test_a_point_shows_the_number_that_sql_gives_and_opens_its_kernel(
     point.focus()
     solution, _, case, figures, *_ = [*tab.locator("#tip").inner_text().replace(" (", "\n(").split("\n")]
     tab.keyboard.press("Enter")
+    tab.locator("#detail pre", has_text="def run(").first.wait_for()  # sources are unpacked beside everything else
     details = tab.locator("#detail-body").inner_text()
     trace_id = next(
         line for line in tab.evaluate("location.hash").split("&") if line.startswith("trace=")
@@ -229,8 +241,31 @@ def test_a_point_shows_the_number_that_sql_gives_and_opens_its_kernel(
     assert trace_id in details
     assert f"tilegym-db reproduce {solution} --axes {row['axes_key']}" in details
     assert "def run(" in details
+    cases = tab.locator("#cases option").count()
+    assert (
+        cases
+        == store.rows("SELECT count(*) AS n FROM best_per_solution WHERE solution = $name", {"name": solution})[0]["n"]
+    )
+    tab.locator("#cases").select_option(index=cases - 1)
+    assert (
+        tab.locator("#cases option").nth(cases - 1).get_attribute("value") in tab.locator("#detail-body").inner_text()
+    )
     tab.keyboard.press("Escape")
     assert not tab.locator("#detail").is_visible()
+
+
+def test_arrow_keys_move_over_the_points_that_the_filters_leave(shipped_report: ReportData, show: Callable[..., Any]):
+    tab = show(shipped_report, "#q=softmax")
+    points = tab.locator("#plot-roofline .point:not([display])")
+    assert 2 < points.count() < tab.locator("#plot-roofline .point").count()
+    points.first.focus()
+    for key, at in (("ArrowRight", 1), ("ArrowDown", 2), ("ArrowLeft", 1)):
+        tab.keyboard.press(key)
+        assert points.nth(at).evaluate("node => node === document.activeElement")
+        assert tab.locator("#plot-roofline .point[tabindex='0']").count() == 1
+    for _ in range(3):  # the first one is the end
+        tab.keyboard.press("ArrowUp")
+    assert points.first.evaluate("node => node === document.activeElement")
 
 
 def test_ten_thousand_rows_are_filtered_within_a_tenth_of_a_second(
@@ -253,6 +288,7 @@ def test_a_hostile_name_is_shown_as_text_and_runs_nothing(shipped_report: Report
     )
     tab.locator("#table-solutions tbody button").click()
     assert tab.locator("#detail h2").inner_text() == HOSTILE
+    tab.locator("#detail pre", has_text="alert").wait_for()
     assert tab.locator("#detail pre").inner_text() == HOSTILE
     assert tab.locator("img").count() == 0
 

@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import base64
 import json
 import re
+import zlib
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 from browser_page import HOSTILE
 
 from tilegym_db.report.data import ReportData
 from tilegym_db.report.page import page
 
+ROOT = Path(__file__).resolve().parents[2]
 VOID = {"meta", "link", "input", "br", "img"}
 
 
@@ -58,7 +62,8 @@ def test_the_page_of_the_shipped_data_is_whole_small_and_asks_no_network(shipped
     assert len(found.ids) == len(set(found.ids))
     assert all(address.startswith("#") or address == "data:," for address in found.addresses)
     assert all(address[1:] in found.ids for address in found.addresses if address.startswith("#"))
-    outside = re.sub(r"http://www\.w3\.org/2000/svg", "", text.replace(found.scripts[0], ""))
+    # Names of XML's kinds of elements look like addresses; nothing asks for them.
+    outside = re.sub(r"http://www\.w3\.org/[a-zA-Z0-9/]+", "", text.replace(found.scripts[0], ""))
     assert "http" not in outside.replace("http-equiv", "")
     assert "@import" not in outside
 
@@ -78,13 +83,27 @@ def test_a_hostile_name_source_and_title_stay_text(shipped_report: ReportData):
     report = replace(shipped_report, solutions=[hostile], sources={"a": HOSTILE}, files_of={HOSTILE: [(HOSTILE, "a")]})
     text = page(report, version=HOSTILE, title=HOSTILE)
     found = checked(text)
-    assert len(found.scripts) == 2
+    assert len(found.scripts) == 4
     assert not found.wrong
     assert "<img" not in text
-    assert json.loads(found.scripts[0])["sources"] == {"a": HOSTILE}
+    sources = json.loads(found.scripts[0])["sources"]
+    assert json.loads(zlib.decompress(base64.b64decode(sources))) == {"a": HOSTILE}
 
 
 def test_an_empty_database_makes_a_page(shipped_report: ReportData):
     names = ("evidence", "coverage", "open", "changes", "definitions", "solutions", "peaks", "models")
     report = replace(shipped_report, newest=None, sources={}, files_of={}, **{name: [] for name in names})
     assert "newest measurement never" in page(report, version="0.2.0")
+
+
+def test_the_page_carries_the_library_of_its_plots_with_versions_and_licence(shipped_report: ReportData):
+    library = checked(page(shipped_report, version="0")).scripts[1]
+    locked = json.loads((ROOT / "tools" / "d3" / "package-lock.json").read_text())["packages"]
+    licence = (ROOT / "tilegym_db" / "report" / "vendor" / "d3.LICENSE").read_text()
+    assert licence in library  # who sends the page to somebody sends the licence along
+    assert "Permission to use, copy, modify, and/or distribute" in licence
+    named = re.findall(r"(d3-[a-z]+|internmap) (\d+\.\d+\.\d+)", licence)
+    assert {"d3-array", "d3-axis", "d3-format", "d3-scale", "d3-selection", "d3-shape"} <= {name for name, _ in named}
+    assert {name: version for name, version in named} == {
+        name: locked[f"node_modules/{name}"]["version"] for name, _ in named
+    }

@@ -28,6 +28,8 @@ INSTRUCTIONS = (
 )
 VERDICT_STATUSES = (0, 1, 3)
 """Exit statuses of ``task submit`` that are answers: promoted, refused, no GPU."""
+CHECK_STATUSES = (0, 1)
+"""Those of ``check``: nothing found, something found."""
 
 
 def serve(allow_submit: bool) -> None:
@@ -111,6 +113,28 @@ async def recommend(config: str, gpu: str) -> dict[str, Any]:
     return found
 
 
+async def check_architecture() -> list[str]:
+    """What the catalog lacks as a whole: kernels of a language, traces of a newest version, names, evidence of patterns."""
+    found: list[str] = await _json("check", "--architecture", answers=CHECK_STATUSES)
+    return found
+
+
+async def task_from_model(
+    config: str, language: str = "triton", gpu: str = "auto", prompt: int = 128
+) -> dict[str, Any]:
+    """Profile a model, rank what its own code costs, and make a task for each operator that nothing verified serves.
+
+    Args:
+        config: path of a model's config.json on this machine.
+        language: of the kernels.
+        gpu: slug, family, or ``auto`` for what is here.
+        prompt: random tokens of the profiled call.
+    """
+    options = ["--language", language, "--gpu", gpu, "--prompt", str(prompt)]
+    found: dict[str, Any] = await _json("task", "from-model", config, *options)
+    return found
+
+
 async def task_create(
     definition: str, language: str = "triton", gpu: str = "auto", workload: str | None = None
 ) -> dict[str, Any]:
@@ -135,5 +159,5 @@ async def task_submit(task: str, kernel: str, solution: dict[str, Any]) -> dict[
     return found
 
 
-READERS = (list_definitions, show_definition, list_promotions, task_status, task_prompt, recommend)
-WRITERS = (task_create, task_submit)
+READERS = (list_definitions, show_definition, list_promotions, task_status, task_prompt, recommend, check_architecture)
+WRITERS = (task_create, task_from_model, task_submit)

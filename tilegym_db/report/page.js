@@ -2,8 +2,12 @@
 // Everything is made with textContent and createElement: no text of a record is ever read as HTML.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
+  const packed = Uint8Array.from(atob(data.sources), (letter) => letter.charCodeAt(0));
+  const sources = (async () => new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"))).json())();
+  sources.catch(() => {}); // whoever opens a kernel is told
   const LANGUAGES = ["triton", "tilelang", "cutile", "python"];
   const AT_FIRST = 40; // rows of a table until one asks for all of them
+  const { figure, unit } = plots;
   const byId = (id) => document.getElementById(id);
 
   const rowsOf = (table) => Array.from({ length: table.length }, (_, index) => {
@@ -18,26 +22,14 @@
   for (const name of ["evidence", "coverage", "open", "changes", "definitions", "solutions", "peaks", "models"]) rows[name] = rowsOf(data[name]);
   const families = new Map(rows.definitions.map((row) => [row.name, row.op_type]));
   const languages = new Map(rows.solutions.map((row) => [row.name, row.language]));
-  const evidenceOf = Map.groupBy ? Map.groupBy(rows.evidence, (row) => row.solution) : grouped(rows.evidence, (row) => row.solution);
+  const evidenceOf = d3.group(rows.evidence, (row) => row.solution);
 
-  function grouped(items, key) {
-    const groups = new Map();
-    for (const item of items) groups.has(key(item)) ? groups.get(key(item)).push(item) : groups.set(key(item), [item]);
-    return groups;
-  }
   function element(tag, attributes = {}, ...children) {
     const node = document.createElement(tag);
     for (const [name, value] of Object.entries(attributes)) name === "onclick" ? node.addEventListener("click", value) : node.setAttribute(name, value);
     node.append(...children);
     return node;
   }
-  function drawn(tag, attributes, ...children) {
-    const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
-    for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-    node.append(...children);
-    return node;
-  }
-  const figure = (value, digits = 4) => value === null || value === undefined ? "" : String(Number(value.toPrecision(digits)));
   const compare = (key) => (one, two) => {
     const [a, b] = [one[key], two[key]];
     if (a === null || a === undefined) return b === null || b === undefined ? 0 : 1;
@@ -78,11 +70,13 @@
   }
 
   // --- tables ---
+  const breakable = (text) => text.split(/(?<=_)/).flatMap((part, at) => (at ? [element("wbr"), part] : [part])); // on paper a long name may go on below after a _
   const kernelLink = (name, trace, operator) => { // beside its operator, a kernel goes by what follows that name
     const text = operator && name.startsWith(`${operator}_`) ? name.slice(operator.length + 1) : name;
-    return element("button", { type: "button", class: "link", ...(text === name ? {} : { "aria-label": name, title: name }), onclick: () => openDetail(name, trace) }, text);
+    return element("button", { type: "button", class: "link", ...(text === name ? {} : { "aria-label": name, title: name }), onclick: () => openDetail(name, trace) }, ...breakable(text));
   };
   const time = (row) => element("span", {}, figure(row.latency_us), element("span", { class: "interval" }, ` [${figure(row.ci_low_us)}, ${figure(row.ci_high_us)}]`));
+  const OPERATOR = { key: "definition", label: "operator", show: (row) => breakable(row.definition) };
   const TEXT = (key, label) => ({ key, label });
   const NUMBER = (key, label, digits = 4) => ({ key, label, number: true, show: (row) => figure(row[key], digits) });
   const KERNEL = { key: "solution", label: "kernel", show: (row) => (row.solution ? kernelLink(row.solution, row.trace_id) : "") };
@@ -99,7 +93,7 @@
     const withKernel = new Set(rows.evidence.filter((row) => row.role === "kernel").map((row) => `${row.gpu}|${keyOf(row)}`));
     for (const among of ["", ...LANGUAGES]) {
       const fastest = rows.evidence.filter((row) => (among ? row.is_fastest_in_language && row.language === among : row.is_fastest));
-      for (const cases of grouped(fastest, keyOf).values()) {
+      for (const cases of d3.group(fastest, keyOf).values()) {
         if (cases.length < 2) continue;
         cases.sort((one, two) => (one.gpu < two.gpu ? -1 : 1));
         const { definition, op_type, axes_key, dtypes_key, scalars_key, layouts_key } = cases[0], spent = cases.map((row) => row.latency_us);
@@ -116,16 +110,25 @@
     }
     return found.sort((one, two) => compare("definition")(one, two) || compare("axes_key")(one, two));
   }
+  const aside = (text) => (text ? element("span", { class: "interval" }, ` ${text}`) : "");
+  // One row a way of running a model, with what stock code reached in the same rounds beside it.
+  function besideStock() {
+    const stock = new Map(rows.models.filter((row) => row.way === "stock").map((row) => [row.run_id, row]));
+    return rows.models.filter((row) => !["stock", "stock_again"].includes(row.way)).map((row) => ({
+      ...row, call: (row.batch * 1e7 + row.prompt_tokens) * 1e7 + row.new_tokens, stock_tokens_per_s: stock.get(row.run_id)?.tokens_per_s,
+      proved: row.proved && row.way === "patched", ...(row.claim === "nothing" ? { claim: "none", speedup: null } : {}), // where nothing may be claimed no figure is
+    }));
+  }
   const tables = {
     kernels: {
       rows: rows.evidence.filter((row) => row.is_fastest_in_language), empty: "Nothing is verified in this database yet. Try: tilegym-db bench --promote",
       keep: (row) => !byId("fastest").checked || row.is_fastest,
-      columns: [TEXT("definition", "operator"), SHAPE, TEXT("dtypes_key", "dtypes"), TEXT("gpu", "GPU"),
+      columns: [OPERATOR, SHAPE, TEXT("dtypes_key", "dtypes"), TEXT("gpu", "GPU"),
         TEXT("language", "language"), KERNEL, { ...TEXT("config_key", "config"), optional: true }, ...MEASURED],
     },
     gpus: {
       rows: sideBySide(), empty: "No shape is verified on two GPUs in this database.", keep: (row) => row.among === byId("lang").value,
-      columns: [TEXT("definition", "operator"), { ...SHAPE, show: (row) => shapeCell(row, row.dtypes_key) },
+      columns: [OPERATOR, { ...SHAPE, show: (row) => shapeCell(row, row.dtypes_key) },
         ...gpuNames.flatMap((gpu) => [
           { key: `us ${gpu}`, label: "us", group: gpu, number: true, show: (row) => figure(row[`us ${gpu}`]) },
           { key: `sol ${gpu}`, label: "SOL", group: gpu, number: true, show: (row) => percent(row[`sol ${gpu}`]) },
@@ -138,27 +141,26 @@
       rows: rows.coverage, empty: "No GPU has any measurement in this database.", render: coverage, columns: [],
     },
     models: {
-      rows: rows.models.map((row) => ({ ...row, call: (row.batch * 1e7 + row.prompt_tokens) * 1e7 + row.new_tokens })), empty: "This database holds no run of a whole model. Try: tilegym-db model-bench CONFIG",
-      columns: [{ key: "model", label: "model", show: (row) => [row.model, element("span", { class: "interval" }, ` ${row.layers} layers`)] }, TEXT("gpu", "GPU"),
+      rows: besideStock(), empty: "This database holds no run of a whole model. Try: tilegym-db model-bench CONFIG",
+      columns: [{ key: "model", label: "model", show: (row) => [element("span", { class: "whole" }, row.model), aside(`${row.layers} layers`)] }, TEXT("gpu", "GPU"),
         { key: "call", label: "call", show: (row) => `${row.batch} x ${row.prompt_tokens}${row.new_tokens ? ` + ${row.new_tokens}` : ""}` },
-        { key: "way", label: "way", show: (row) => (row.library ? element("span", { title: row.library }, row.way) : row.way) },
-        NUMBER("ttft_ms", "ms to first"), { ...NUMBER("tpot_ms", "ms a token"), optional: true }, NUMBER("tokens_per_s", "tokens/s"),
-        { key: "speedup", label: "speedup [interval]", number: true, show: (row) => [times(row.speedup), row.speedup_ci_low ? element("span", { class: "interval" }, ` [${times(row.speedup_ci_low)}, ${times(row.speedup_ci_high)}]`) : ""] },
+        { key: "way", label: "way", show: (row) => (row.library ? element("span", { title: row.library }, row.way) : row.way.replaceAll("_", " ")) },
+        NUMBER("ttft_ms", "ms to\u00a0first"), { ...NUMBER("tpot_ms", "ms a token"), optional: true }, NUMBER("tokens_per_s", "tokens/s"), NUMBER("stock_tokens_per_s", "stock tokens/s"),
+        { key: "speedup", label: "speedup [interval]", number: true, show: (row) => [times(row.speedup), row.speedup && row.speedup_ci_low ? aside(`[${times(row.speedup_ci_low)}, ${times(row.speedup_ci_high)}]`) : ""] },
         { key: "gpu_share", label: "served", number: true, optional: true, show: (row) => percent(row.gpu_share) },
-        { key: "claim", label: "claim", show: (row) => [row.claim, row.reason].filter(Boolean).join(": ") },
-        { key: "proved", label: "proved", show: (row) => (row.way === "patched" ? (row.proved ? "yes" : "no") : "") }, TEXT("day", "day")],
+        { key: "claim", label: "claim", show: (row) => [row.claim ?? "", aside([row.reason, row.proved ? "proved on this model" : ""].filter(Boolean).join("; "))] }, TEXT("day", "day")],
     },
     open: {
       rows: rows.open, empty: "Nothing is open.",
-      columns: [TEXT("kind", "what"), TEXT("definition", "operator"), KERNEL, TEXT("gpu", "GPU"), { key: "cases", label: "cases", number: true, show: (row) => String(row.cases || "") }],
+      columns: [TEXT("kind", "what"), OPERATOR, KERNEL, TEXT("gpu", "GPU"), { key: "cases", label: "cases", number: true, show: (row) => String(row.cases || "") }],
     },
     changes: {
       rows: rows.changes, empty: "This database holds no promotion, revocation or regression.", keep: (row) => row.day >= sinceDay(),
-      columns: [TEXT("day", "day"), TEXT("kind", "what"), TEXT("definition", "operator"), KERNEL, TEXT("gpu", "GPU"), NUMBER("cases", "cases"), { ...NUMBER("ratio", "times slower", 3), optional: true }],
+      columns: [TEXT("day", "day"), TEXT("kind", "what"), OPERATOR, KERNEL, TEXT("gpu", "GPU"), NUMBER("cases", "cases"), { ...NUMBER("ratio", "times slower", 3), optional: true }],
     },
     solutions: {
-      rows: rows.solutions.map((row) => ({ ...row, solution: row.name })), empty: "The catalog has no solution.",
-      columns: [KERNEL, TEXT("definition", "operator"), TEXT("language", "language"), TEXT("role", "role"), TEXT("author", "author"), TEXT("description", "description")],
+      rows: rows.solutions.map((row) => ({ ...row, solution: row.name, verified: evidenceOf.get(row.name)?.length ?? 0 })), empty: "The catalog has no solution.",
+      columns: [KERNEL, OPERATOR, TEXT("language", "language"), TEXT("role", "role"), NUMBER("verified", "cases"), TEXT("author", "author"), TEXT("description", "description")],
     },
   };
   const newest = rows.changes.reduce((last, row) => (row.day > last ? row.day : last), "");
@@ -217,16 +219,18 @@
     return element("th", { scope: "col", "aria-sort": direction, "data-key": column.key, ...(column.number ? { class: "number" } : {}) },
       element("button", { type: "button", onclick: sort, ...(column.group ? { "aria-label": fullLabel(column), "data-group": column.group } : {}) }, column.label));
   }
+  const KINDS = { gpu: "whole", day: "whole", call: "whole", author: "whole", claim: "reason", description: "prose" }; // whole: in one line
   function cell(row, column) {
     const content = column.show ? column.show(row) : row[column.key] ?? "";
-    return element("td", { "data-label": fullLabel(column), ...(column.number ? { class: "number" } : ["gpu", "day", "call"].includes(column.key) ? { class: "whole" } : {}) }, ...(Array.isArray(content) ? content : [content]));
+    const kind = column.number ? "number" : KINDS[column.key];
+    return element("td", { "data-label": fullLabel(column), ...(kind ? { class: kind } : {}) }, Array.isArray(content) ? element("span", {}, ...content) : content);
   }
   function coverage(found) {
     const places = [...new Set(found.map((row) => row.gpu))].sort();
     const tongues = LANGUAGES.filter((language) => found.some((row) => row.language === language));
     const heads = tongues.flatMap((language) => places.map((gpu) => [gpu, language])); // the GPUs of a language side by side
     const { sorted } = tables.coverage;
-    const groups = [...grouped(found, (row) => row.definition)].map(([name, cells]) => {
+    const groups = [...d3.group(found, (row) => row.definition)].map(([name, cells]) => {
       const line = { operator: name, family: cells[0].op_type, cells: {} };
       for (const one of cells) { line.cells[`${one.gpu} ${one.language}`] = one; line[`${one.gpu} ${one.language}`] = one.verified; }
       return line;
@@ -244,7 +248,7 @@
     const columns = [TEXT("operator", "operator"), TEXT("family", "family"), ...heads.map(([gpu, language]) => ({ key: `${gpu} ${language}`, label: gpu, group: language }))];
     const table = element("table", { class: "map" },
       element("thead", {}, ...groupRow(columns), element("tr", {}, ...columns.map((column) => heading("coverage", column)))),
-      element("tbody", {}, ...groups.map((line) => element("tr", {}, element("td", { "data-label": "operator" }, line.operator), element("td", { "data-label": "family" }, line.family),
+      element("tbody", {}, ...groups.map((line) => element("tr", {}, element("td", { "data-label": "operator" }, ...breakable(line.operator)), element("td", { "data-label": "family" }, line.family),
         ...heads.map(([gpu, language]) => {
           const one = line.cells[`${gpu} ${language}`];
           return element("td", { class: tone(one) + edge(gpu), "data-label": `${language} ${gpu}` }, word(one));
@@ -254,145 +258,32 @@
   }
 
   // --- plots ---
-  const narrow = matchMedia("(max-width: 46rem)");
-  const sized = () => { [WIDTH, HEIGHT] = narrow.matches ? [400, 340] : [960, 440]; };
-  let WIDTH = 960, HEIGHT = 440; // of a plot's own units: fewer on a phone, so that its letters stay readable there
-  const EDGE = { left: 76, right: 24, top: 18, bottom: 46 };
-  function logScale(low, high, from, to) {
-    const [a, b] = [Math.log10(low), Math.log10(high)];
-    return (value) => from + ((Math.log10(value) - a) / (b - a || 1)) * (to - from);
-  }
-  function decades(low, high) {
-    const ticks = [];
-    for (let power = Math.ceil(Math.log10(low) - 1e-9); 10 ** power <= high * 1.000001; power += 1) ticks.push(10 ** power);
-    if (ticks.length > 2) return ticks;
-    return [-3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11].flatMap((power) => [1, 2, 5].map((step) => step * 10 ** power)).filter((tick) => tick >= low && tick <= high);
-  }
-  function unit(value, name) {
-    const [size, prefix] = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]].find(([least]) => value >= least) ?? [1, ""];
-    return `${figure(value / size, 4)} ${prefix}${name}`.trim();
-  }
-  const MARKS = {
-    triton: (x, y) => drawn("circle", { cx: x, cy: y, r: 4.6 }),
-    tilelang: (x, y) => drawn("rect", { x: x - 4.2, y: y - 4.2, width: 8.4, height: 8.4 }),
-    cutile: (x, y) => drawn("path", { d: `M${x} ${y - 5.6}l5.4 9.6h-10.8z` }),
-    python: (x, y) => drawn("path", { d: `M${x} ${y - 5.8}l5.8 5.8-5.8 5.8-5.8-5.8z` }),
-  };
-  const mark = (language, x, y) => (MARKS[language] ?? MARKS.python)(x, y);
-  function frame(label, xs, ys, xLabel, yLabel, xTick, yTick) {
-    const x = logScale(xs[0], xs[1], EDGE.left, WIDTH - EDGE.right), y = logScale(ys[0], ys[1], HEIGHT - EDGE.bottom, EDGE.top);
-    const svg = drawn("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "group", "aria-label": label });
-    for (const tick of decades(...xs)) svg.append(drawn("line", { class: "grid", x1: x(tick), x2: x(tick), y1: EDGE.top, y2: HEIGHT - EDGE.bottom }), drawn("text", { x: x(tick), y: HEIGHT - 28, "text-anchor": "middle" }, xTick(tick)));
-    for (const tick of decades(...ys)) svg.append(drawn("line", { class: "grid", x1: EDGE.left, x2: WIDTH - EDGE.right, y1: y(tick), y2: y(tick) }), drawn("text", { x: EDGE.left - 8, y: y(tick) + 4, "text-anchor": "end" }, yTick(tick)));
-    svg.append(drawn("text", { x: WIDTH / 2, y: HEIGHT - 8, "text-anchor": "middle" }, xLabel), drawn("text", { x: 14, y: HEIGHT / 2, "text-anchor": "middle", transform: `rotate(-90 14 ${HEIGHT / 2})` }, yLabel));
-    return { svg, x, y };
-  }
-  function addPoints(svg, points) {
-    const layer = drawn("g", {}), nodes = points.map(({ row, x, y, text }, index) => {
-      const node = mark(row.language, x, y);
-      node.setAttribute("class", `point ${row.language}`);
-      node.setAttribute("role", "button");
-      node.setAttribute("tabindex", index ? -1 : 0);
-      node.setAttribute("aria-label", text.replaceAll("\n", ", "));
-      node.addEventListener("pointerenter", () => tip(node, text));
-      node.addEventListener("focus", () => tip(node, text));
-      for (const event of ["pointerleave", "blur"]) node.addEventListener(event, () => { byId("tip").hidden = true; });
-      node.addEventListener("click", () => openDetail(row.solution, row.trace_id));
-      node.addEventListener("keydown", (event) => {
-        const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
-        if (step) { event.preventDefault(); move(index, index + step); }
-        if (event.key === "Enter" || event.key === " ") { event.preventDefault(); openDetail(row.solution, row.trace_id); }
-      });
-      layer.append(node);
-      return node;
-    });
-    function move(from, to) {
-      const step = Math.sign(to - from);
-      let next = to;
-      while (nodes[next] && nodes[next].hasAttribute("display")) next += step;
-      if (!nodes[next]) return;
-      nodes[from].setAttribute("tabindex", -1);
-      nodes[next].setAttribute("tabindex", 0);
-      nodes[next].focus();
-    }
-    svg.append(layer);
-    return nodes;
-  }
-  function tip(node, text) {
-    const box = node.getBoundingClientRect(), place = byId("tip");
-    place.textContent = text;
-    place.hidden = false;
-    place.style.left = `${Math.max(4, Math.min(box.right + 8, innerWidth - place.offsetWidth - 8))}px`;
-    place.style.top = `${Math.max(4, Math.min(box.bottom + 8, innerHeight - place.offsetHeight - 8))}px`;
-  }
   const story = (row) => `${row.solution} (${row.language})\n${row.definition} ${shape(row)} ${row.dtypes_key} on ${row.gpu}\n${figure(row.latency_us, 7)} us [${figure(row.ci_low_us, 7)}, ${figure(row.ci_high_us, 7)}], ${percent(row.sol_ratio)} of the speed of light`;
-  const bounds = (values) => [Math.min(...values) / 1.4, Math.max(...values) * 1.4];
-  const swatch = (language, dash) => {
-    const svg = drawn("svg", { viewBox: "0 0 36 14", "aria-hidden": "true" });
-    if (dash !== undefined) svg.append(drawn("line", { class: `series ${language}`, x1: 0, x2: 36, y1: 7, y2: 7, "stroke-dasharray": dash }));
-    const sign = mark(language, 18, 7);
-    sign.setAttribute("class", language);
-    svg.append(sign);
-    return svg;
-  };
-  let roofPoints = { rows: [], nodes: [] };
-  function filterRoofline() { // points are hidden and shown, not drawn anew: thousands of them must not hold up the search
-    const fits = wanted();
-    let isFirst = true;
-    roofPoints.rows.forEach((row, at) => {
-      const node = roofPoints.nodes[at], isShown = fits(row);
-      if (isShown === node.hasAttribute("display")) isShown ? node.removeAttribute("display") : node.setAttribute("display", "none");
-      const stop = isShown && isFirst ? "0" : "-1";
-      if (node.getAttribute("tabindex") !== stop) node.setAttribute("tabindex", stop);
-      if (isShown) isFirst = false;
-    });
-  }
+  const ofMarks = { story, open: (row) => openDetail(row.solution, row.trace_id) };
+  let roofMarks;
+  function filterRoofline() { if (roofMarks) plots.filterMarks(roofMarks, wanted()); }
   function roofline() {
     const place = byId("plot-roofline"), gpu = byId("roof-gpu").value, peak = rows.peaks.find((row) => row.gpu === gpu);
     const points = tables.kernels.rows.filter((row) => row.gpu === gpu && row.is_fastest && row.flops > 0 && row.bytes > 0);
-    roofPoints = { rows: points, nodes: [] };
+    roofMarks = undefined;
     if (!points.length) { place.replaceChildren(element("p", { class: "notice" }, "No measured kernel of this GPU has a cost model.")); return; }
-    const work = points.map((row) => ({ row, intensity: row.flops / row.bytes, rate: row.flops / row.latency_us * 1e6 }));
-    const xs = bounds(work.map((one) => one.intensity)), roofs = peak ? [["fp8 products", peak.float8_flops_per_s], ["bf16 products", peak.bfloat16_flops_per_s], ["fp32", peak.float32_flops_per_s]].filter(([, top]) => top) : [], tops = roofs.map(([, top]) => top);
-    const ys = bounds([...work.map((one) => one.rate), ...tops]);
-    if (peak && tops.length) xs[1] = Math.max(xs[1], Math.max(...tops) / peak.copy_bytes_per_s * 3);
-    const { svg, x, y } = frame(`Roofline of ${gpu}: ${points.length} shapes`, xs, ys, "flops a byte", "flops a second", (tick) => figure(tick), (tick) => unit(tick, ""));
-    for (const [at, [name, top]] of roofs.entries()) { // the name of the highest is above it, of the others below
-      const ridge = top / peak.copy_bytes_per_s, start = Math.max(xs[0], ys[0] / peak.copy_bytes_per_s);
-      svg.append(drawn("path", { class: "roof", d: `M${x(start)} ${y(start * peak.copy_bytes_per_s)}L${x(ridge)} ${y(top)}H${WIDTH - EDGE.right}` }),
-        drawn("text", { x: WIDTH - EDGE.right - 4, y: y(top) + (at ? 14 : -5), "text-anchor": "end" }, `${name}: ${unit(top, "flop/s")}`));
-    }
-    roofPoints.nodes = addPoints(svg, work.map((one) => ({ row: one.row, x: x(one.intensity), y: y(one.rate), text: `${story(one.row)}\n${unit(one.rate, "flop/s")} at ${figure(one.intensity, 3)} flops a byte` })));
+    const { svg, nodes, roofs } = plots.roofline(`Roofline of ${gpu}: ${points.length} shapes`, points, peak, ofMarks);
+    roofMarks = nodes;
     const seen = LANGUAGES.filter((language) => points.some((row) => row.language === language));
-    place.replaceChildren(svg, element("ul", { class: "legend" }, ...seen.map((language) => element("li", {}, swatch(language), ` ${language}`)),
-      element("li", {}, peak ? `slope: ${unit(peak.copy_bytes_per_s, "B/s")}, calibrated on ${peak.gpu_name}` : "this GPU was not calibrated: no roof")));
+    place.replaceChildren(svg, element("ul", { class: "legend" }, element("li", { class: "paper" }, gpu), ...seen.map((language) => element("li", {}, plots.swatch(language), ` ${language}`)),
+      element("li", {}, peak ? `roofs: ${roofs.map(([name, top]) => `${name} ${unit(top, "flop/s")}`).join(", ")}; slope ${unit(peak.copy_bytes_per_s, "B/s")}; calibrated on ${peak.gpu_name}` : "this GPU was not calibrated: no roof")));
     filterRoofline();
   }
   const latencyKey = (row) => [row.gpu, row.dtypes_key, row.layouts_key, row.scalars_key].filter(Boolean).join("; ");
-  const DASHES = ["", "7 3", "2 3", "9 3 2 3", "14 4", "4 6", "14 3 2 3 2 3"];
   function latency() {
     const place = byId("plot-latency"), all = rows.evidence.filter((row) => row.definition === byId("lat-definition").value);
-    const keys = [...grouped(all, latencyKey)].sort((one, two) => two[1].length - one[1].length).map(([key]) => key);
+    const keys = [...d3.group(all, latencyKey)].sort((one, two) => two[1].length - one[1].length).map(([key]) => key);
     const chosen = byId("gpu").value, fitting = chosen ? keys.filter((key) => key.startsWith(`${chosen};`)) : keys;
     fill("lat-key", keys, fitting.includes(byId("lat-key").value) ? byId("lat-key").value : fitting[0] ?? keys[0]);
     const points = all.filter((row) => latencyKey(row) === byId("lat-key").value && row.bytes > 0);
     if (!points.length) { place.replaceChildren(element("p", { class: "notice" }, "This operator has no measurement with a cost model.")); return; }
-    const { svg, x, y } = frame(`Latency of ${byId("lat-definition").value} by size`, bounds(points.map((row) => row.bytes)), bounds(points.map((row) => row.latency_us)),
-      "bytes that a call must move", "microseconds", (tick) => unit(tick, "B"), (tick) => figure(tick));
-    const lines = [...grouped(points, (row) => row.solution)].sort(([one], [two]) => one.localeCompare(two)), drawnOf = {}, legend = [];
-    const marks = [];
-    for (const [name, line] of lines) {
-      const { language } = line[0], dash = DASHES[(drawnOf[language] = (drawnOf[language] ?? -1) + 1) % DASHES.length];
-      line.sort((one, two) => one.bytes - two.bytes || one.latency_us - two.latency_us);
-      svg.append(drawn("path", { class: `series ${language}`, style: "fill:none", "stroke-dasharray": dash, d: `M${line.map((row) => `${x(row.bytes).toFixed(1)} ${y(row.latency_us).toFixed(1)}`).join("L")}` }));
-      for (const row of line) {
-        svg.append(drawn("line", { class: `series ${language}`, x1: x(row.bytes), x2: x(row.bytes), y1: y(row.ci_low_us), y2: y(row.ci_high_us) }));
-        marks.push({ row, x: x(row.bytes), y: y(row.latency_us), text: story(row) });
-      }
-      legend.push(element("li", {}, swatch(language, dash), " ", kernelLink(name)));
-    }
-    addPoints(svg, marks);
-    place.replaceChildren(svg, element("ul", { class: "legend" }, ...legend));
+    const { svg, lines } = plots.latency(`Latency of ${byId("lat-definition").value} by size`, points, ofMarks);
+    place.replaceChildren(svg, element("ul", { class: "legend" }, element("li", { class: "paper" }, `${byId("lat-definition").value}, ${byId("lat-key").value}`), ...lines.map(({ name, language, dash }) => element("li", {}, plots.swatch(language, dash), " ", kernelLink(name)))));
   }
   function followSearch() { // the plot is of one operator: of one that the search shows
     const shown = distinct(tables.kernels.found.map((row) => row.definition)), chosen = byId("lat-definition"), words = byId("q").value.trim();
@@ -416,14 +307,21 @@
     body.replaceChildren(close, element("h2", { id: "detail-title" }, name));
     if (solution) body.append(element("p", {}, `${solution.language} ${solution.role} for ${solution.definition}, by ${solution.author}. ${solution.description}`));
     else body.append(element("p", { class: "notice" }, "The catalog has no solution of this name."));
-    if (row) body.append(...evidenceNodes(row, evidence.length));
+    if (row) body.append(...evidenceNodes(row, evidence));
     else body.append(element("p", { class: "notice" }, "Not verified on any GPU."));
-    for (const [path, digest] of data.files[name] ?? []) body.append(element("h3", {}, path), element("pre", { tabindex: 0, "aria-label": `source ${path}` }, data.sources[digest]));
+    for (const [path, digest] of data.files[name] ?? []) {
+      const text = element("pre", { tabindex: 0, "aria-label": `source ${path}` });
+      sources.then((texts) => { text.textContent = texts[digest]; }, () => { text.textContent = "This browser is too old to unpack the sources."; });
+      body.append(element("h3", {}, path), text);
+    }
     if (!dialog.open) dialog.showModal();
     dialog.scrollTop = 0;
     writeAddress({ kernel: name, trace: row?.trace_id });
   }
-  function evidenceNodes(row, count) {
+  function evidenceNodes(row, evidence) {
+    const cases = element("select", { id: "cases" }, ...evidence.map((one) => element("option", { value: one.trace_id }, `${one.gpu}: ${shape(one)} ${one.dtypes_key}`)));
+    cases.value = row.trace_id;
+    cases.addEventListener("change", () => { openDetail(row.solution, cases.value); byId("cases").focus(); });
     const facts = [
       ["verdict", `PASSED, tier ${row.tier}, sandbox level ${row.sandbox_level}, ${row.origin}`], ["case", `${row.definition} ${shape(row)} ${row.dtypes_key}`],
       ["config", row.config_key || "the source's own defaults"], ["GPU", `${row.gpu_name}, driver ${row.driver}, ${row.clock_mhz ?? "?"} MHz`], ["software", row.libs],
@@ -431,10 +329,10 @@
       ["against stock", row.speedup === null ? "not compared" : `${figure(row.speedup)}x, at least ${figure(row.speedup_ci_low)}x`],
       ["speed of light", row.sol_us === null ? "not known" : `${percent(row.sol_ratio)}; ${figure(row.sol_us)} us`],
       ["correctness", `${row.cases} cases; relative error ${figure(row.rel_fro, 3)}, largest ${figure(row.max_abs, 3)}`],
-      ["envelope", row.envelope_digest ? `${row.envelope_cases} fuzz cases, ${row.envelope_digest}` : "none"], ["trace", row.trace_id], ["measured", row.timestamp],
+      ["fuzzing", row.envelope_digest ? `${row.envelope_cases} fuzz cases, ${row.envelope_digest}` : "none"], ["trace", row.trace_id], ["measured", row.timestamp],
     ];
-    return [element("dl", {}, ...facts.flatMap(([term, text]) => [element("dt", {}, term), element("dd", {}, text ?? "")])),
-      element("p", { class: "muted" }, count > 1 ? `One of ${count} verified cases of this solution; open another one from the tables or plots.` : "The only verified case of this solution."),
+    return [evidence.length > 1 ? element("label", { class: "check" }, `One of ${evidence.length} verified cases: `, cases) : element("p", { class: "muted" }, "The only verified case of this solution."),
+      element("dl", {}, ...facts.flatMap(([term, text]) => [element("dt", {}, term), element("dd", {}, text ?? "")])),
       element("h3", {}, "Reproduce"), element("pre", { class: "command", tabindex: 0 }, row.command)];
   }
 
@@ -465,7 +363,7 @@
   fill("op", distinct(rows.definitions.map((row) => row.op_type)), "", "all");
   fill("gpu", places, "", "all");
   fill("lang", LANGUAGES, "", "all");
-  fill("roof-gpu", gpuNames, [...grouped(rows.evidence, (row) => row.gpu)].reduce((most, one) => (one[1].length > most[1].length ? one : most), ["", []])[0]);
+  fill("roof-gpu", gpuNames, [...d3.group(rows.evidence, (row) => row.gpu)].reduce((most, one) => (one[1].length > most[1].length ? one : most), ["", []])[0]);
   fill("lat-definition", distinct(rows.evidence.map((row) => row.definition)));
   byId("filters").addEventListener("input", changed);
   byId("filters").addEventListener("submit", (event) => event.preventDefault());
@@ -478,8 +376,8 @@
     if (event.key === "/" && !/INPUT|SELECT|TEXTAREA/.test(document.activeElement.tagName)) { event.preventDefault(); byId("q").focus(); }
   });
   addEventListener("hashchange", readAddress);
-  const drawPlots = () => { sized(); latency(); roofline(); };
-  narrow.addEventListener("change", drawPlots);
+  const drawPlots = () => { latency(); roofline(); };
+  matchMedia("(max-width: 46rem)").addEventListener("change", drawPlots);
   const bar = byId("filters");
   new ResizeObserver(() => document.documentElement.style.setProperty("--bar", `${bar.offsetHeight}px`)).observe(bar);
   drawPlots();

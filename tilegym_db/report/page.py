@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from importlib.resources import files
@@ -23,6 +25,9 @@ SHOWN = (
 )  # fmt: skip
 """The columns of the evidence that the page carries."""
 
+SCRIPTS = (("vendor", "d3.min.js"), ("plots.js",), ("page.js",))
+"""In the order in which the page runs them: a library, the plots that call it, and the page that calls these."""
+
 _IN_A_SCRIPT = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 
 
@@ -38,7 +43,7 @@ def page(data: ReportData, *, version: str, title: str = "tilegym-db report") ->
         newest=data.newest.strftime("%Y-%m-%d %H:%M UTC") if data.newest else "never",
         counts=_counts(data),
         style=folder.joinpath("page.css").read_text("utf-8"),
-        script=folder.joinpath("page.js").read_text("utf-8"),
+        scripts=[folder.joinpath(*path).read_text("utf-8") for path in SCRIPTS],
         data=as_script(page_data(data)),
     )
 
@@ -51,7 +56,7 @@ def page_data(data: ReportData) -> dict[str, Any]:
             name: _table(getattr(data, name))
             for name in ("coverage", "open", "changes", "definitions", "solutions", "peaks", "models")
         },
-        "sources": data.sources,
+        "sources": packed(data.sources),
         "files": data.files_of,
     }
 
@@ -59,6 +64,11 @@ def page_data(data: ReportData) -> dict[str, Any]:
 def as_script(value: Any) -> str:
     """JSON that no parser of HTML can leave early: no text in it closes the element or opens a comment."""
     return json.dumps(value, default=_plain, separators=(",", ":"), ensure_ascii=False).translate(_IN_A_SCRIPT)
+
+
+def packed(value: Any) -> str:
+    """JSON as base64 of a zlib stream: sources are more than half of a page otherwise, and read one at a time."""
+    return base64.b64encode(zlib.compress(json.dumps(value).encode(), 9)).decode("ascii")
 
 
 def _table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> dict[str, Any]:

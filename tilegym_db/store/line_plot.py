@@ -15,7 +15,7 @@ __all__ = ["LinePlot", "line_plot", "log_ticks"]
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 360, 84, 210, 16, 46
 MOST_LINES = 12
 # Distinct to colour-blind readers (after Okabe and Ito) and dark enough for a white page; dashes double them.
-COLOURS = ("#0072b2", "#b35900", "#00795a", "#9c4f7c", "#5c4a00", "#3d3d3d")
+COLOURS = ("#0072b2", "#b35900", "#005640", "#9c4f7c", "#5c4a00", "#3d3d3d")
 DASHES = ("", "6 3")
 
 Point = tuple[float, float]

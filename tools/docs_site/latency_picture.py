@@ -18,10 +18,10 @@ STYLE = """
 text { font: 12px system-ui, sans-serif; fill: #16202b } .title { font-size: 14px; font-weight: 600 }
 .page { fill: #ffffff } .grid { stroke: #cfd6dd } .line { fill: none; stroke-width: 1.5 }
 .triton { stroke: #0072b2; fill: #0072b2 } .tilelang { stroke: #b35900; fill: #b35900 }
-.cutile { stroke: #00795a; fill: #00795a } .python { stroke: #9c4f7c; fill: #9c4f7c } .line { fill: none }
+.cutile { stroke: #005640; fill: #005640 } .python { stroke: #9c4f7c; fill: #9c4f7c } .line { fill: none }
 @media (prefers-color-scheme: dark) { text { fill: #e8edf2 } .page { fill: #12181f } .grid { stroke: #3a4754 }
 .triton { stroke: #56b4e9; fill: #56b4e9 } .tilelang { stroke: #f0a30a; fill: #f0a30a }
-.cutile { stroke: #35c99a; fill: #35c99a } .python { stroke: #e08fbd; fill: #e08fbd } .line { fill: none } }
+.cutile { stroke: #a2efd2; fill: #a2efd2 } .python { stroke: #e08fbd; fill: #e08fbd } .line { fill: none } }
 """
 
 Point = tuple[float, float]
