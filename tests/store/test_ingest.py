@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -291,6 +293,34 @@ def test_a_damaged_database_is_made_anew(opened, home, catalog, trace):
     assert "damaged" in report.notes[0]
     with opened() as store:
         assert count_traces(store) == 1
+
+
+def test_a_database_that_lost_its_end_is_made_anew(opened, home, catalog, trace):
+    with Journal("run-1", home) as journal:
+        journal.append(trace())
+    with opened():
+        pass
+    path = home / "tilegym.duckdb"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    report = rebuild(home, catalog=catalog)
+    assert report.added == 1
+    assert "damaged" in report.notes[0]
+    with opened() as store:
+        assert count_traces(store) == 1
+
+
+def test_a_database_of_another_program_is_left_alone(opened, home, catalog):
+    home.mkdir()
+    path = home / "tilegym.duckdb"
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("CREATE TABLE mine (a)")
+    before = path.read_bytes()
+    for read_only in (True, False):
+        with pytest.raises(StoreError, match="is a database of another program"), opened(read_only=read_only):
+            pass
+    with pytest.raises(StoreError, match="is a database of another program"):
+        rebuild(home, catalog=catalog)
+    assert path.read_bytes() == before
 
 
 def test_a_rebuild_leaves_a_newer_store_and_an_open_one_alone(opened, home, catalog):
