@@ -380,3 +380,16 @@ def test_a_trace_set_that_is_cut_off_is_rejected(opened, tmp_path):
     with opened() as store:
         report = ingest(store, [file])
     assert [str(line).startswith(f"{file}:1: not a valid trace set") for line in report.rejected] == [True]
+
+
+def test_a_journal_whose_name_is_no_utf_8_is_named_and_stops_nothing(opened, home, catalog, trace):
+    with Journal("run-1", home) as journal:
+        journal.append(trace())
+    odd = home / "runs" / os.fsdecode(b"\xff.jsonl")
+    odd.write_bytes((home / "runs" / "run-1.jsonl").read_bytes())
+    with opened() as store:
+        report = ingest(store)
+        assert count_traces(store) == 1
+    assert [line.path for line in report.rejected] == [odd]
+    assert "its name is not UTF-8" in report.rejected[0].reason
+    assert rebuild(home, catalog=catalog).added == 1
