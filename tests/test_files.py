@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import os
 import socket
 import time
@@ -144,3 +145,14 @@ def test_a_folder_that_another_process_made_meanwhile_exists_already(tmp_path: P
     with pytest.raises(StoreError, match="it exists already"):
         write_folder(target, {"kernel.py": b"theirs"})
     assert [path.name for path in tmp_path.rglob("*")] == ["draft", "mine.py"]
+
+
+def test_a_file_that_has_nothing_to_read_now_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Waiting(io.BytesIO):
+        def read(self, size: int | None = -1) -> None:  # type: ignore[override]  # as /proc/kmsg, opened not to wait
+            return None
+
+    monkeypatch.setattr("tilegym_db.files.os.fdopen", lambda *_, **__: Waiting())
+    (tmp_path / "x").touch()
+    with pytest.raises(RecordError, match="cannot read this record: it has nothing to read now"):
+        read_bytes(tmp_path / "x", "record")

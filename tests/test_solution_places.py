@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 
 from tilegym_db.catalog import Catalog, SolutionFiles
+from tilegym_db.catalog.solution_places import record_paths
 from tilegym_db.errors import RecordError
+from tilegym_db.store.fingerprints import fingerprint
+from tilegym_db.store.input_files import record_files
 
 KERNEL = """
 def run(x, weight, factor, out): out.copy_(x * weight * factor)
@@ -161,3 +164,24 @@ def test_a_record_above_the_folders_of_solutions_stops_none_of_them(row_scale: P
     assert list(catalog.solutions) == ["row_scale_stock"]
     (broken,) = catalog.broken()
     assert "belongs in solutions/<op_type>/row_scale/row_scale_stock/" in broken.reason
+
+
+@pytest.mark.parametrize("target", ["/", "..", "../..", "loop"])
+def test_a_link_to_a_folder_that_holds_the_catalog_is_not_followed(tmp_path: Path, target: str) -> None:
+    root = tmp_path / "catalog"
+    own = root / "solutions" / "norm" / "rms_norm" / "mine"
+    own.mkdir(parents=True)
+    (own / "solution.json").write_text("{}")
+    outside = tmp_path / "outside" / "linked"
+    outside.mkdir(parents=True)
+    (outside / "solution.json").write_text("{}")
+    (root / "solutions" / "norm" / "other").symlink_to(tmp_path / "outside")  # this one is
+    for place in ("norm", "."):
+        (root / "solutions" / place / "loop").symlink_to(target)
+    found = {path.relative_to(root).as_posix() for path in record_paths(root)}
+    assert found == {f"solutions/norm/{name}/solution.json" for name in ("rms_norm/mine", "other/linked")}
+    assert {path.relative_to(root).as_posix() for path in record_files(Catalog((root,)))} == found
+
+
+def test_a_folder_that_goes_while_it_is_looked_at_has_no_part_in_a_fingerprint(tmp_path: Path) -> None:
+    assert fingerprint([tmp_path / "gone"]) == fingerprint([])

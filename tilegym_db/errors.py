@@ -24,6 +24,7 @@ __all__ = [
     "TilegymDBError",
     "ToolchainError",
     "UsageError",
+    "broken_package",
     "check_kind",
     "did_you_mean",
     "missing_package",
@@ -165,3 +166,23 @@ def missing_package(module: str) -> MissingPackageError | None:
             f"the package {REQUIRED[top]} is missing, which tilegym-db always needs. Try: pip install {REQUIRED[top]}"
         )
     return None
+
+
+def broken_package(error: BaseException) -> MissingPackageError | None:
+    """The error that names a package which is installed and cannot be imported; None where ``error`` came from elsewhere."""
+    trace, broken = error.__traceback__, ""
+    while trace is not None:
+        frame = trace.tb_frame
+        top = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if frame.f_code.co_name == "<module>" and (top in PACKAGES or top in REQUIRED):
+            broken = top  # the innermost: a package that imports it is whole
+        trace = trace.tb_next
+    if not broken:
+        return None
+    package = PACKAGES[broken][0] if broken in PACKAGES else f"the package {REQUIRED[broken]}"
+    wanted = f"'tilegym-db[{PACKAGES[broken][1]}]'" if broken in PACKAGES else REQUIRED[broken]
+    reason = (str(error).splitlines() or [""])[0][:300]
+    return MissingPackageError(
+        f"{package} is installed here and cannot be imported: {type(error).__name__}: {reason}. Try: pip install "
+        f"--force-reinstall {wanted}"
+    )

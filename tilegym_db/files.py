@@ -76,6 +76,8 @@ def read_bytes(path: Path, what: str, limit: int | None = RECORD_BYTES) -> bytes
             )
         with os.fdopen(descriptor, "rb", closefd=False) as file:
             content = file.read() if limit is None else file.read(limit + 1)
+        if content is None:  # a file of /proc that waits for its next line
+            raise BlockingIOError(errno.EAGAIN, "it has nothing to read now")
     except OSError as error:
         raise _unreadable(path, what, error) from None
     finally:

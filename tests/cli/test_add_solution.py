@@ -283,7 +283,7 @@ def test_a_folder_of_the_users_is_refused_and_stays_as_it_was(kind, cli, row_sca
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("--name", ""), ("--name", "a\nb"), ("--author", ""), ("--author", "a\nb")]
+    ("option", "value"), [("--name", ""), ("--name", "a\nb"), ("--author", ""), ("--author", " "), ("--author", "a\nb")]
 )
 def test_an_option_that_is_empty_or_no_line_is_refused(option, value, cli, row_scale, source, snapshot):
     before = snapshot(row_scale)

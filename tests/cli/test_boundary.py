@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -73,6 +74,42 @@ def test_a_missing_package_names_its_extra(core_only, arguments):
     assert result.returncode == 2
     assert result.stderr.endswith("not installed here. Try: pip install 'tilegym-db[torch]'\n")
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize(
+    ("module", "raised", "named", "arguments"),
+    [
+        ("torch", "ImportError('libcudart.so.13: cannot open')", "PyTorch", ["check", "rms_norm"]),
+        ("torch", "OSError('wrong ELF class')", "PyTorch", ["bench", "rms_norm", "--gpu", "cpu"]),
+        ("numpy", "RuntimeError('half installed')", "NumPy", ["check", "rms_norm"]),
+        ("pyarrow", "ImportError('undefined symbol')", "Apache Arrow (pyarrow)", ["sql", "SELECT 1 AS one", "--arrow"]),
+        ("duckdb", "ImportError('wrong ELF class')", "the package duckdb", ["sql", "SELECT 1"]),
+        ("typer", "RuntimeError('half installed')", "the package typer", ["list"]),
+        ("pydantic", "ImportError('undefined symbol')", "the package pydantic", ["list"]),
+    ],
+)
+def test_a_package_that_does_not_import_is_named(environment, tmp_path, module, raised, named, arguments):
+    (tmp_path / module).mkdir()
+    (tmp_path / module / "__init__.py").write_text(f"raise {raised}")
+    given = {**environment, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    result = run(given, *arguments)
+    assert result.returncode == 2
+    assert f"error: {named} is installed here and cannot be imported: {raised.partition('(')[0]}: " in result.stderr
+    assert "Try: pip install --force-reinstall" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_doctor_says_what_does_not_import_and_looks_at_the_rest(environment, tmp_path):
+    (tmp_path / "duckdb").mkdir()
+    (tmp_path / "duckdb" / "__init__.py").write_text("raise ImportError('undefined symbol')")
+    result = run({**environment, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}, "doctor", "--json")
+    found = {(item["what"], item["state"]): item["detail"] for item in json.loads(result.stdout)}
+    assert result.returncode == 1
+    assert (
+        "duckdb is installed here and cannot be imported: ImportError: undefined symbol" in found["packages", "problem"]
+    )
+    assert ("catalog", "ok") in found
 
 
 def test_what_needs_no_extra_works_without_any(core_only):

@@ -58,3 +58,12 @@ def test_a_query_that_takes_too_long_is_stopped_and_says_so(cli, row_scale):
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
 def test_a_limit_that_is_no_time_is_refused(cli, row_scale, seconds):
     assert cli("sql", "SELECT 1", "--timeout", seconds).code == 2
+
+
+@pytest.mark.parametrize("value", ["INTERVAL 1 MONTH", "union_value(k := 1)"])
+def test_a_value_that_parquet_has_no_type_for_is_refused(value, cli, row_scale, tmp_path):
+    file = tmp_path / "out.parquet"
+    result = cli("sql", f"SELECT {value} AS a", "--parquet", "-o", file)
+    assert result.code == 2
+    assert "Parquet cannot hold this" in result.err
+    assert not file.exists()

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -293,6 +295,34 @@ def test_a_damaged_database_is_made_anew(opened, home, catalog, trace):
         assert count_traces(store) == 1
 
 
+def test_a_database_that_lost_its_end_is_made_anew(opened, home, catalog, trace):
+    with Journal("run-1", home) as journal:
+        journal.append(trace())
+    with opened():
+        pass
+    path = home / "tilegym.duckdb"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    report = rebuild(home, catalog=catalog)
+    assert report.added == 1
+    assert "damaged" in report.notes[0]
+    with opened() as store:
+        assert count_traces(store) == 1
+
+
+def test_a_database_of_another_program_is_left_alone(opened, home, catalog):
+    home.mkdir()
+    path = home / "tilegym.duckdb"
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("CREATE TABLE mine (a)")
+    before = path.read_bytes()
+    for read_only in (True, False):
+        with pytest.raises(StoreError, match="is a database of another program"), opened(read_only=read_only):
+            pass
+    with pytest.raises(StoreError, match="is a database of another program"):
+        rebuild(home, catalog=catalog)
+    assert path.read_bytes() == before
+
+
 def test_a_rebuild_leaves_a_newer_store_and_an_open_one_alone(opened, home, catalog):
     with opened() as store:
         with pytest.raises(StoreError, match="locked"):
@@ -350,3 +380,16 @@ def test_a_trace_set_that_is_cut_off_is_rejected(opened, tmp_path):
     with opened() as store:
         report = ingest(store, [file])
     assert [str(line).startswith(f"{file}:1: not a valid trace set") for line in report.rejected] == [True]
+
+
+def test_a_journal_whose_name_is_no_utf_8_is_named_and_stops_nothing(opened, home, catalog, trace):
+    with Journal("run-1", home) as journal:
+        journal.append(trace())
+    odd = home / "runs" / os.fsdecode(b"\xff.jsonl")
+    odd.write_bytes((home / "runs" / "run-1.jsonl").read_bytes())
+    with opened() as store:
+        report = ingest(store)
+        assert count_traces(store) == 1
+    assert [line.path for line in report.rejected] == [odd]
+    assert "its name is not UTF-8" in report.rejected[0].reason
+    assert rebuild(home, catalog=catalog).added == 1

@@ -81,3 +81,10 @@ def test_a_journal_in_utf_16_was_not_cut_off(tmp_path: Path) -> None:
     path.write_text('{"trace_id": "x"}', encoding="utf-16")
     (line,) = read_journal(path).rejected
     assert "UTF-16" in line.reason
+
+
+def test_a_path_that_duckdb_would_cut_at_a_question_mark_is_refused(tmp_path: Path, catalog: Catalog) -> None:
+    for home in (tmp_path / "what?", tmp_path / "what?" / "deeper"):
+        with pytest.raises(StoreError, match="ends the name of a file at a question mark"):
+            open_store(home, catalog=catalog)
+    assert not list(tmp_path.glob("what*"))

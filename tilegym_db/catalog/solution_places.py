@@ -18,12 +18,22 @@ from tilegym_db.files import read_bytes
 if TYPE_CHECKING:
     from tilegym_db.records import Solution
 
-__all__ = ["definition_at", "in_family", "misplaced", "name_at", "record_path", "record_paths", "root_of", "visible"]
+__all__ = [
+    "definition_at",
+    "in_family",
+    "misplaced",
+    "name_at",
+    "record_path",
+    "record_paths",
+    "root_of",
+    "solution_folders",
+    "visible",
+]
 
 
 def record_paths(root: Path) -> Iterator[Path]:
     """Every file under a root that is the record of a Solution, or has to be one: not all of them exist."""
-    for folder in visible(root / "solutions", "*/*"):
+    for folder in solution_folders(root):
         inside = visible(folder, "*")
         records = [path for path in inside if path.suffix == ".json"]
         sources = [path for path in inside if path.suffix == ".py"]
@@ -35,6 +45,24 @@ def record_paths(root: Path) -> Iterator[Path]:
             # Beside records, a folder without one holds further sources of the family.
             if is_folder and (not records or (path / RECORD_NAME).is_file()):
                 yield path / RECORD_NAME
+
+
+def solution_folders(root: Path) -> list[Path]:
+    """The folders ``solutions/<op_type>/<definition or family>`` of a root.
+
+    A link to a folder that holds the link itself is none: following it would come back here, and may read the whole disk.
+    """
+    found = visible(root / "solutions", "*/*")
+    links = {path for path in {*found, *(path.parent for path in found)} if path.is_symlink()}
+    upwards = {path for path in links if _leads_upwards(path)}
+    return [path for path in found if path not in upwards and path.parent not in upwards]
+
+
+def _leads_upwards(link: Path) -> bool:
+    try:
+        return link.parent.resolve().is_relative_to(link.resolve())
+    except (OSError, RuntimeError):  # a loop of links
+        return True
 
 
 def visible(folder: Path, pattern: str) -> list[Path]:

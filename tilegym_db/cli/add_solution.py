@@ -51,7 +51,7 @@ def command(
         record, sources = from_record(path, definition, language, name)
     else:
         record, sources = from_file(
-            path, catalog, definition, language, name, login_name() if author is None else author, description
+            path, catalog, definition, language, name, login_name() if author is None else author.strip(), description
         )
     operator = catalog.definition(record.definition)
     try:

@@ -41,17 +41,18 @@ def main() -> None:
         status = run(app)
     except KeyboardInterrupt:
         status = 130
-    except ModuleNotFoundError as error:  # of what even the help needs; a command's own are told where it ran
+    except Exception as error:  # of what even the help needs; a command's own are told where it ran
         status = _told(error)
     if MUST_BE_COLLECTED.isdisjoint(sys.modules):
         gc.freeze()  # else the interpreter looks for cycles among all records that were read, a tenth of what 'list' takes
     raise SystemExit(status)
 
 
-def _told(error: ModuleNotFoundError) -> int:
-    from tilegym_db.errors import missing_package
+def _told(error: Exception) -> int:
+    from tilegym_db.errors import broken_package, missing_package
 
-    missing = missing_package(error.name or "")
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    missing = missing_package(name or "") or broken_package(error)
     if missing is None:
         raise error
     print(f"error: {missing}", file=sys.stderr)

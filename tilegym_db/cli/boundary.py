@@ -56,7 +56,7 @@ def _run(command: Callable[[], int], interrupts: list[int]) -> int:
         return 0
     except OSError as error:
         _discard_output()
-        return _say(_spelled_os_error(error), FAILED)
+        return _told_broken(error) or _say(_spelled_os_error(error), FAILED)
     except MemoryError:
         return _say("out of memory. Ask for less: fewer rows, smaller sizes.", FAILED)
     except RecursionError:
@@ -125,8 +125,17 @@ def _told(error: Exception) -> int | None:
         return _say(f"out of memory: {str(error).splitlines()[0][:300]} Ask for smaller sizes.", FAILED)
     if isinstance(error, ModuleNotFoundError):
         missing = missing_package(error.name or "")
-        return None if missing is None else _say(str(missing), missing.exit_code)
-    return None
+        if missing is not None:
+            return _say(str(missing), missing.exit_code)
+    return _told_broken(error)
+
+
+def _told_broken(error: Exception) -> int | None:
+    """As :func:`_told`, for what the import of an installed package raises: a library of its own that does not load, mostly."""
+    from tilegym_db.errors import broken_package
+
+    broken = broken_package(error)
+    return None if broken is None else _say(str(broken), broken.exit_code)
 
 
 def _say(text: str, status: int) -> int:

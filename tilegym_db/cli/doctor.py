@@ -28,7 +28,7 @@ def command(
 ) -> None:
     """Say what works here and how to fix what does not. Exit status 1 if anything is broken."""
     form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)
-    found = [check for checks in CHECKS for check in checks()]
+    found = [check for checks in CHECKS for check in _results(checks)]
     if not form.is_table:
         write_records(form, [dataclasses.asdict(check) for check in found])
     else:
@@ -39,6 +39,19 @@ def command(
         note(f"{broken} problem{'' if broken == 1 else 's'}")
     if any(check.state == "problem" for check in found):
         raise typer.Exit(1)
+
+
+def _results(checks: Callable[[], Iterator[Check]]) -> Iterator[Check]:
+    """What one group of checks finds; a package that does not import is a finding, and ends that group alone."""
+    from tilegym_db.errors import broken_package
+
+    try:
+        yield from checks()
+    except Exception as error:
+        broken = broken_package(error)
+        if broken is None:
+            raise
+        yield Check("packages", "problem", str(broken))  # the message says what to do
 
 
 def check_python() -> Iterator[Check]:

@@ -138,14 +138,24 @@ def write_json(form: Form, value: Any) -> None:
 
 
 def write_arrow(form: Form, table: Callable[[], Any]) -> None:
-    """Write what ``table`` returns, a ``pyarrow.Table``, as Parquet or as an Arrow IPC stream."""
+    """Write what ``table`` returns, a ``pyarrow.Table``, as Parquet or as an Arrow IPC stream.
+
+    Raises:
+        UsageError: Parquet has no such type, as for intervals and unions.
+        StoreError: as :func:`write_bytes`.
+    """
     import pyarrow as pa
     import pyarrow.parquet
+
+    from tilegym_db.errors import UsageError
 
     sink = io.BytesIO()
     content = table()
     if form.kind == "parquet":
-        pyarrow.parquet.write_table(content, sink)
+        try:
+            pyarrow.parquet.write_table(content, sink)
+        except pa.ArrowNotImplementedError as error:
+            raise UsageError(f"Parquet cannot hold this: {error}. Cast the column in SQL, or use --arrow.") from None
     else:
         with pa.ipc.new_stream(sink, content.schema) as writer:
             writer.write_table(content)

@@ -47,8 +47,12 @@ def require_regular(path: Path) -> None:
     """Refuse what lies in the place of the database and is no file: opening a FIFO never ends.
 
     Raises:
-        StoreError: it is a FIFO, a folder or a device.
+        StoreError: it is a FIFO, a folder or a device, or DuckDB would take a part of the path for something else.
     """
+    if "?" in str(path):
+        raise StoreError(
+            f"{path}: DuckDB ends the name of a file at a question mark. Choose another folder with TILEGYM_DB_HOME."
+        )
     if path.exists() and not path.is_file():
         raise StoreError(
             f"{path} is no regular file, and the database belongs there. Move it away, or choose another folder with "

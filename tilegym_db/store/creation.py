@@ -11,7 +11,7 @@ from tilegym_db.errors import StoreError
 from tilegym_db.store import statements
 from tilegym_db.store.database import Store, attach, connect, remove_database, write_ahead_log
 from tilegym_db.store.fingerprints import fingerprints
-from tilegym_db.store.journal import journal_files
+from tilegym_db.store.journal import RejectedLine, journal_files
 from tilegym_db.store.loading import IngestReport, combined, load_journals
 from tilegym_db.store.model_runs import load_model_runs
 from tilegym_db.store.newest import mark_newest
@@ -86,8 +86,20 @@ def load_home(store: Store, *, trust: bool = False) -> IngestReport:
         StoreError: a file cannot be read, or the disk is full.
     """
     load_tuning(store, store.home)
-    journaled = load_journals(store, journal_files(store.home), trust=trust)
-    return combined(journaled, load_model_runs(store, store.home, trust=trust))
+    journals = journal_files(store.home)
+    odd = [path for path in journals if not _can_be_kept(path)]
+    journaled = load_journals(store, [path for path in journals if path not in odd], trust=trust)
+    reason = "its name is not UTF-8, so the database cannot note that it was read. Rename it."
+    left_out = IngestReport(rejected=tuple(RejectedLine(path, 0, reason) for path in odd))
+    return combined(journaled, left_out, load_model_runs(store, store.home, trust=trust))
+
+
+def _can_be_kept(path: Path) -> bool:
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _adopt(store: Store, old: Path, adoptions: Iterable[str]) -> None:

@@ -69,7 +69,8 @@ _MARKS: dict[str, tuple[str, ...]] = {
     "full": ("No space left", "File too large", "Disk quota"),
     "denied": ("Permission denied", "Read-only file system"),
     "newer": ("created with a newer version",),
-    "damaged": ("not a valid DuckDB database", "Corrupt", "corrupt", "checksum"),
+    "foreign": ("external extensions", "sqlite_scanner"),  # DuckDB would read a database of SQLite by an extension
+    "damaged": ("not a valid DuckDB database", "Corrupt", "corrupt", "checksum", "Could not read enough bytes"),
     "other": ("",),
 }
 _MESSAGES = {
@@ -80,6 +81,7 @@ _MESSAGES = {
     "denied": "cannot {action} {path}: {cause}. Make the file and its folder writable, or set TILEGYM_DB_HOME to a "
     "folder that is.",
     "newer": "{path} was written by a newer DuckDB than the one installed. Try: pip install --upgrade duckdb",
+    "foreign": "{path} is a database of another program. Move it away, or set TILEGYM_DB_HOME elsewhere.",
     "damaged": "cannot {action} {path}: {cause} The journals beside it hold the traces; make it anew with: "
     "tilegym-db ingest --rebuild",
     "other": "cannot {action} {path}: {cause}",

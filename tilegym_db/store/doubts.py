@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tilegym_db.errors import RecordError
@@ -18,18 +17,20 @@ if TYPE_CHECKING:
 __all__ = ["judge_passes"]
 
 
-def judge_passes(connection: DuckDBPyConnection, last: int = -1, known: Mapping[str, Definition] | None = None) -> bool:
+def judge_passes(connection: DuckDBPyConnection, last: int = -1, plausible: frozenset[str] = frozenset()) -> bool:
     """Set the column ``doubt`` of the passes behind row ``last``, by the definitions and peaks that the database holds.
 
-    Work grows with the number of different points, not of traces. ``known`` are definitions by digest that are read already.
+    Work grows with the number of different points, not of traces. ``plausible`` are the Definitions whose passes need not be
+    looked at.
     Returns whether any of them is doubted, or was.
     """
     changed: int = connection.execute(trace_statements.FORGET_DOUBTS, {"last": last}).fetchall()[0][0]
-    cursor = connection.execute(trace_statements.POINTS_OF_PASSES, {"last": last})
+    cursor = connection.execute(trace_statements.POINTS_OF_PASSES, {"last": last, "plausible": sorted(plausible)})
     names = [column[0] for column in cursor.description or ()]
     points = [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
-    known = known or {}
-    definitions = {**known, **_definitions(connection, {point["definition_digest"] for point in points} - known.keys())}
+    if not points:
+        return changed > 0
+    definitions = _definitions(connection, {point["definition_digest"] for point in points})
     peaks = _peaks(connection)
     bounds = [
         found

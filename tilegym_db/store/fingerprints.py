@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,7 +58,10 @@ def fingerprint(paths: Iterable[Path]) -> str:
     """Names, sizes and times of those files that exist, in whatever order."""
     parts = []
     for path in sorted(paths):
-        if path.is_file():
+        try:
             status = path.stat()
-            parts.append(f"{path}|{status.st_size}|{status.st_mtime_ns}".encode())
+        except OSError:  # a link to nothing, or a file that was removed meanwhile
+            continue
+        if stat.S_ISREG(status.st_mode):
+            parts.append(f"{path}|{status.st_size}|{status.st_mtime_ns}".encode(errors="surrogateescape"))
     return length_prefixed_digest(parts)

@@ -59,7 +59,13 @@ def rebuild(
     require_regular(path)
     with writer_lock(path, lock_timeout_s):
         history, notes = _history(path, lock_timeout_s)
-        report = create_database(path, catalog or Catalog.default(), history)
+        catalog = catalog or Catalog.default()
+        try:
+            report = create_database(path, catalog, history)
+        except StoreError as error:  # damage further back than what opening reads
+            if history is None or not is_damage(error):
+                raise
+            report, notes = create_database(path, catalog), (_forgotten(path),)
     return replace(report, notes=notes)
 
 
@@ -72,5 +78,9 @@ def _history(path: Path, lock_timeout_s: float) -> tuple[Path | None, tuple[str,
     except StoreError as error:
         if not is_damage(error):
             raise
-        return None, (f"{path} was damaged, so definitions and solutions that left the catalog are forgotten.",)
+        return None, (_forgotten(path),)
     return path, ()
+
+
+def _forgotten(path: Path) -> str:
+    return f"{path} was damaged, so definitions and solutions that left the catalog are forgotten."

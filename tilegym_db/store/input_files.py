@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tilegym_db.catalog.solution_places import solution_folders
 from tilegym_db.files import regular_files
 from tilegym_db.paths import home as default_home
 
@@ -52,7 +54,7 @@ TUNING_SUFFIX = ".tuning.jsonl"
 OLD_TUNING_NAME = "tuning.jsonl"
 """One file for all Definitions of a GPU, as it was published before that; still read."""
 
-_RECORD_FILES = ("definitions/*/*.json", "solutions/*/*/**/*", "workloads/*/*.jsonl")
+_RECORD_FILES = ("definitions/*/*.json", "workloads/*/*.jsonl")
 
 
 # -- of a catalog -----------------------------------------------------------------------------------------------------
@@ -60,8 +62,13 @@ _RECORD_FILES = ("definitions/*/*.json", "solutions/*/*/**/*", "workloads/*/*.js
 
 def record_files(catalog: Catalog) -> list[Path]:
     """Definitions, Solutions with their sources, and Workloads."""
-    found = (path for root in catalog.roots for pattern in _RECORD_FILES for path in root.glob(pattern))
-    return [path for path in found if "__pycache__" not in path.parts]
+    found = [path for root in catalog.roots for pattern in _RECORD_FILES for path in root.glob(pattern)]
+    for root in catalog.roots:
+        for folder in solution_folders(root):
+            for place, folders, names in os.walk(folder):  # one that cannot be entered holds nothing that is read
+                folders[:] = [name for name in folders if name != "__pycache__"]
+                found += [Path(place) / name for name in names]
+    return found
 
 
 def published_folders(catalog: Catalog) -> list[Path]:

@@ -23,7 +23,6 @@ from tilegym_db.store.trace_origins import Batch, Sorted, sorted_files, sorted_s
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
-    from tilegym_db.records import Definition
     from tilegym_db.store.database import Store
 
 __all__ = [
@@ -115,20 +114,20 @@ def load_traces(store: Store, files: Sequence[Path], *, trust: bool = False) -> 
 
 
 def load_snapshots(
-    store: Store, folders: Sequence[Path], *, trust: bool = False, known: Mapping[str, Definition] | None = None
+    store: Store, folders: Sequence[Path], *, trust: bool = False, plausible: frozenset[str] = frozenset()
 ) -> IngestReport:
     """As :func:`load_traces`, for published folders (``traces/<gpu>``). What is not used is in the notes.
 
-    ``known`` are Definitions by digest that need not be read from the database again.
+    ``plausible`` are the Definitions of whose shipped traces none can be doubted.
     """
     with tempfile.TemporaryDirectory(prefix="tilegym-db-") as scratch:
-        return _load(store, sorted_snapshots(folders, store.home, Path(scratch), trust=trust), Path(scratch), known)
+        return _load(store, sorted_snapshots(folders, store.home, Path(scratch), trust=trust), Path(scratch), plausible)
 
 
-def _load(store: Store, found: Sorted, scratch: Path, known: Mapping[str, Definition] | None = None) -> IngestReport:
+def _load(store: Store, found: Sorted, scratch: Path, plausible: frozenset[str] = frozenset()) -> IngestReport:
     reports, foreign = [IngestReport(rejected=found.rejected, notes=found.refused)], 0
     for number, batch in enumerate(found.batches):
-        report = _load_batch(store, batch, scratch / f"whole-{number}.jsonl", known)
+        report = _load_batch(store, batch, scratch / f"whole-{number}.jsonl", plausible)
         reports.append(report)
         if batch.origin == "foreign" and not batch.trusted:
             foreign += report.added + report.known
@@ -137,12 +136,12 @@ def _load(store: Store, found: Sorted, scratch: Path, known: Mapping[str, Defini
     return combined(*reports)
 
 
-def _load_batch(store: Store, batch: Batch, whole: Path, known: Mapping[str, Definition] | None) -> IngestReport:
-    added = _insert(store, batch, _joined(batch.files, whole), known)
+def _load_batch(store: Store, batch: Batch, whole: Path, plausible: frozenset[str]) -> IngestReport:
+    added = _insert(store, batch, _joined(batch.files, whole), plausible)
     if added is not None:
         return IngestReport(len(batch.files), added, batch.lines - added)
     lines, rejected = _clean(batch.files, whole)
-    added = _insert(store, batch, [whole], known)
+    added = _insert(store, batch, [whole], plausible)
     if added is None:
         names = ", ".join(str(path) for path in batch.files)
         raise StoreError(f"the traces of {names} hold a value that the database cannot. Nothing was ingested.")
@@ -171,7 +170,7 @@ def _foreign_note(count: int) -> str:
     )
 
 
-def _insert(store: Store, batch: Batch, files: Sequence[Path], known: Mapping[str, Definition] | None) -> int | None:
+def _insert(store: Store, batch: Batch, files: Sequence[Path], plausible: frozenset[str]) -> int | None:
     """How many traces were new, or None, with nothing changed, where not every line is a trace."""
     import duckdb
 
@@ -191,7 +190,7 @@ def _insert(store: Store, batch: Batch, files: Sequence[Path], known: Mapping[st
             repeated = connection.execute(trace_statements.COUNT_REPEATED, last).fetchall()[0][0]
             if repeated:
                 connection.execute(trace_statements.DELETE_REPEATED, last)
-            judge_passes(connection, last["last"], known)
+            judge_passes(connection, last["last"], plausible if batch.origin == "shipped" else frozenset())
             if displaced:  # what a foreign trace had superseded may be the newest again
                 mark_newest(connection)
     except StoreError as error:

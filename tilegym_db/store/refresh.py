@@ -11,8 +11,9 @@ from pydantic_core import to_json
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.catalog.parsed_sources import keeping_parsed_sources
-from tilegym_db.records import axes_key
 from tilegym_db.store import statements
+from tilegym_db.store.catalog_rows import definition_rows, solution_rows, workload_rows
+from tilegym_db.store.checked import Checked
 from tilegym_db.store.doubts import judge_passes
 from tilegym_db.store.imported import sync_imported
 from tilegym_db.store.input_files import published_folders
@@ -41,12 +42,13 @@ def refresh(store: Store, catalog: Catalog, wanted: dict[str, str], parts: Colle
         StoreError: the disk is full.
     """
     refused: list[str] = []
+    checked = Checked(catalog)
     with store.transaction("bring the catalog into") as connection:
         if "views" in parts:
             connection.execute(statements.views_sql())
         if "catalog" in parts:
             with keeping_parsed_sources(store.home):
-                _sync_catalog(connection, catalog)
+                _sync_catalog(connection, catalog, checked)
         if "peaks" in parts:
             _insert(connection, statements.SYNC_PEAKS, peaks_rows(store.home, catalog, refused))
         if "searches" in parts:
@@ -63,8 +65,8 @@ def refresh(store: Store, catalog: Catalog, wanted: dict[str, str], parts: Colle
             mark_newest(connection)
     report = IngestReport(notes=tuple(refused))
     if "shipped_traces" in parts:  # after the catalog and the peaks, which each batch's figures are held against
-        known = {record.digest: record for record in catalog.definitions.values()} if "catalog" in parts else {}
-        report = combined(report, load_snapshots(store, published_folders(catalog), known=known))
+        plausible = frozenset() if store.rows(statements.HAS_RETIRED)[0]["retired"] else checked.plausible()
+        report = combined(report, load_snapshots(store, published_folders(catalog), plausible=plausible))
     with store.transaction("bring the catalog into") as connection:
         for part in parts:
             connection.execute(statements.FORGET_META, {"key": part})
@@ -74,25 +76,9 @@ def refresh(store: Store, catalog: Catalog, wanted: dict[str, str], parts: Colle
     return report
 
 
-def _sync_catalog(connection: DuckDBPyConnection, catalog: Catalog) -> None:
-    definitions = [
-        {"name": d.name, "version": d.version, "digest": d.digest, "op_type": d.op_type, "record": d.to_dict()}
-        for d in catalog.definitions.values()
-    ]
-    solutions = [
-        {"name": s.name, "definition": s.record.definition, "digest": s.digest, "record": s.record.to_dict()}
-        for s in catalog.solutions.values()
-    ]
-    workloads = [
-        {
-            "uuid": w.uuid,
-            "definition": w.definition,
-            "axes_key": axes_key(w.axes),
-            "dtypes_key": ",".join(f"{name}={w.dtypes[name]}" for name in sorted(w.dtypes)),
-            "record": w.to_dict(),
-        }
-        for w in catalog.all_workloads()
-    ]
+def _sync_catalog(connection: DuckDBPyConnection, catalog: Catalog, checked: Checked) -> None:
+    definitions, solutions = definition_rows(catalog, checked), solution_rows(catalog, checked)
+    workloads = workload_rows(catalog, checked, [row["name"] for row in definitions])
     for statement in statements.RETIRE_RECORDS:
         connection.execute(statement)
     _insert(connection, statements.SYNC_DEFINITIONS, definitions)

@@ -87,6 +87,7 @@ RETIRE_RECORDS = (
     "UPDATE solution_records SET is_current = false",
     "DELETE FROM workload_records",
 )
+HAS_RETIRED = "SELECT EXISTS (FROM definition_records WHERE NOT is_current) AS retired"
 SYNC_DEFINITIONS = (
     f"DELETE FROM definition_records WHERE (name, digest) IN (SELECT (name, digest) FROM {_GIVEN_DEFINITIONS})",
     f"INSERT INTO definition_records SELECT name, version, digest, op_type, true, record FROM {_GIVEN_DEFINITIONS}",

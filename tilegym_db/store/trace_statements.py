@@ -85,7 +85,7 @@ POINTS_OF_PASSES = """
     SELECT DISTINCT ON (t.definition_digest, t.gpu, t.axes_key, t.dtypes_key, cold_l2, timer)
         t.definition_digest, t.gpu, t.axes_key, t.dtypes_key, t.axes, t.dtypes,
         coalesce(t.performance.cold_l2, false) AS cold_l2, coalesce(t.performance.timer, '') AS timer
-    FROM trace_records t WHERE t.status = 'PASSED' AND t.rowid > $last
+    FROM trace_records t WHERE t.status = 'PASSED' AND t.rowid > $last AND NOT list_contains($plausible::VARCHAR[], t.definition)
 """
 DEFINITIONS_BY_DIGEST = """
     SELECT DISTINCT ON (digest) digest, record FROM definition_records WHERE digest IN (SELECT unnest($digests::VARCHAR[]))
