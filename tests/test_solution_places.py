@@ -147,6 +147,19 @@ def test_a_kernel_without_a_record_is_named(family: Path):
     assert broken.reason == f"{family / 'scales_python.json'}: cannot read this solution: No such file or directory."
 
 
+@pytest.mark.parametrize("left", [None, "__pycache__/kernel.cpython-311.pyc"])
+def test_a_folder_whose_solution_moved_away_is_no_broken_record(row_scale: Path, left: str | None):
+    folder = row_scale / "solutions" / "elementwise" / "row_scale" / "moved_away"
+    folder.mkdir()
+    if left is not None:
+        (folder / left).parent.mkdir()
+        (folder / left).write_bytes(b"")
+    catalog = Catalog([row_scale])
+    assert catalog.broken() == []
+    (folder / "kernel.py").write_text("def run(): ...\n")
+    assert ["moved_away" in str(item) for item in Catalog([row_scale]).broken()] == [True]
+
+
 def test_a_name_lives_in_one_of_the_layouts(family: Path, write: Write, row_scale: Path):
     path = write("row_scale_stock")
     own = row_scale / "solutions/elementwise/row_scale/row_scale_stock/solution.json"

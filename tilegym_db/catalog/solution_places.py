@@ -41,9 +41,10 @@ def record_paths(root: Path) -> Iterator[Path]:
             yield folder / f"{folder.name}.json"  # a kernel without a record: reading it says what is missing
         yield from records
         for path in inside:
-            is_folder = path not in records and path.is_dir() and path.name != "__pycache__"
+            if path in records or not path.is_dir() or path.name == "__pycache__":
+                continue
             # Beside records, a folder without one holds further sources of the family.
-            if is_folder and (not records or (path / RECORD_NAME).is_file()):
+            if (path / RECORD_NAME).is_file() or (not records and _holds_something(path)):
                 yield path / RECORD_NAME
 
 
@@ -63,6 +64,11 @@ def _leads_upwards(link: Path) -> bool:
         return link.parent.resolve().is_relative_to(link.resolve())
     except (OSError, RuntimeError):  # a loop of links
         return True
+
+
+def _holds_something(path: Path) -> bool:
+    """Whether a folder has more in it than bytecode, which stays behind where a Solution has moved away."""
+    return any(inside.name != "__pycache__" for inside in visible(path, "*"))
 
 
 def visible(folder: Path, pattern: str) -> list[Path]:

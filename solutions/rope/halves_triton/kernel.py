@@ -8,7 +8,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _load_halves(ptrs, dims, mask, HALF: tl.constexpr, EVICTION: tl.constexpr = ""):
+def _load_halves(ptrs, dims, mask, HALF: tl.constexpr, EVICTION: tl.constexpr):
     low = tl.load(ptrs + dims, mask=mask, other=0.0, eviction_policy=EVICTION).to(tl.float32)
     high = tl.load(ptrs + HALF + dims, mask=mask, other=0.0, eviction_policy=EVICTION).to(tl.float32)
     return low, high
@@ -80,8 +80,8 @@ def _rope_tile(
     table_dims = tl.broadcast_to(dims, (BLOCK_H, dims.shape[1]))
     cos_ptrs = cos_ptr + b * cos_stride_b + s * cos_stride_s + table_dims
     sin_ptrs = sin_ptr + b * sin_stride_b + s * sin_stride_s + table_dims
-    cos_low, cos_high = _load_halves(cos_ptrs, 0, mask, HALF)
-    sin_low, sin_high = _load_halves(sin_ptrs, 0, mask, HALF)
+    cos_low, cos_high = _load_halves(cos_ptrs, 0, mask, HALF, "")
+    sin_low, sin_high = _load_halves(sin_ptrs, 0, mask, HALF, "")
     dtype: tl.constexpr = q_out_ptr.dtype.element_ty
     low, high = _rotated(low, high, cos_low, cos_high, sin_low, sin_high, dtype, False)
     _store_halves(out_ptrs, offset, low, high, mask, HALF)
@@ -98,7 +98,7 @@ def _rotate_heads_back(
     dims = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
     mask = (heads < HEADS) & (dims < HALF)
     heads = heads.to(tl.int64)
-    low, high = _load_halves(x_ptr + heads * x_head_stride + dims, 0, mask, HALF)
+    low, high = _load_halves(x_ptr + heads * x_head_stride + dims, 0, mask, HALF, "")
     low, high = _rotated(low, high, cos_low, cos_high, sin_low, sin_high, out_ptr.dtype.element_ty, True)
     _store_halves(out_ptr + heads * out_head_stride + dims, 0, low, high, mask, HALF)
 
@@ -122,8 +122,8 @@ def _rope_token_back(
     mask = dims < HALF
     cos_ptrs = cos_ptr + b * cos_stride_b + s * cos_stride_s + dims
     sin_ptrs = sin_ptr + b * sin_stride_b + s * sin_stride_s + dims
-    cos_low, cos_high = _load_halves(cos_ptrs, 0, mask, HALF)
-    sin_low, sin_high = _load_halves(sin_ptrs, 0, mask, HALF)
+    cos_low, cos_high = _load_halves(cos_ptrs, 0, mask, HALF, "")
+    sin_low, sin_high = _load_halves(sin_ptrs, 0, mask, HALF, "")
     _rotate_heads_back(
         q_ptr + b * q_stride_b + s * q_stride_s, q_out_ptr + b * q_out_stride_b + s * q_out_stride_s, q_stride_h, q_out_stride_h,
         group * BLOCK_Q, cos_low, cos_high, sin_low, sin_high, Q_HEADS, HALF, BLOCK_Q,
