@@ -12,8 +12,10 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -26,6 +28,8 @@ __all__ = ["START_TIMEOUT_S", "run_apart"]
 START_TIMEOUT_S = 180.0
 """Imports of a cold file system on a busy machine; no code of a record runs before they are done."""
 MAX_ANSWER_BYTES = 1 << 24
+MAX_PRINTED_BYTES = 1 << 16
+"""Of what a call prints, so much is passed on: one that prints without end fills nobody's terminal or disk."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -94,18 +98,48 @@ def _end(process: BaseProcess) -> None:
 
 
 def _answer(sender: Connection, function: Callable[..., Any], arguments: tuple[Any, ...], what: str) -> None:
-    """The child: its own group, no outliving its server, and what it prints goes to stderr."""
+    """The child: its own group, no outliving its server, and the beginning of what it prints goes to stderr."""
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.dup2(2, 1)
     _send(sender, "ready", None)
-    try:
-        answer = "returned", function(*arguments)
-    except RecordError as error:
-        answer = "refused", str(error)
-    except BaseException as error:  # the boundary of the process: SystemExit is an answer too
-        answer = "refused", f"{what} raises {type(error).__name__}: {error}"
+    with _printing_little():
+        try:
+            answer = "returned", function(*arguments)
+        except RecordError as error:
+            answer = "refused", str(error)
+        except BaseException as error:  # the boundary of the process: SystemExit is an answer too
+            answer = "refused", f"{what} raises {type(error).__name__}: {error}"
     _send(sender, *answer)
+
+
+@contextlib.contextmanager
+def _printing_little() -> Iterator[None]:
+    """What is printed goes through a pipe to stderr, until it is too much."""
+    stderr = os.dup(2)
+    reader, writer = os.pipe()
+    os.dup2(writer, 1)
+    os.dup2(writer, 2)
+    os.close(writer)
+    passing_on = threading.Thread(target=_pass_on, args=(reader, stderr), daemon=True)
+    passing_on.start()
+    yield
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os.dup2(stderr, 1)
+    os.dup2(stderr, 2)  # nobody writes to the pipe any more, which ends the thread
+    passing_on.join(1)
+
+
+def _pass_on(reader: int, stderr: int) -> None:
+    left = MAX_PRINTED_BYTES
+    while chunk := os.read(reader, MAX_PRINTED_BYTES):
+        with contextlib.suppress(OSError):  # a full disk or a closed terminal: the call goes on
+            os.write(stderr, chunk[:left])
+        if left and len(chunk) >= left:
+            with contextlib.suppress(OSError):
+                os.write(stderr, b"\n(what it prints further is left out)\n")
+        left = max(left - len(chunk), 0)
 
 
 def _send(sender: Connection, kind: str, value: Any) -> None:
