@@ -107,9 +107,13 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Remember a run of everything in which everything passed."""
+    """Remember what passed in a run of everything that came to its end."""
     config, choice = session.config, session.config.stash[CHOICE]
-    if exitstatus != 0 or hasattr(config, "workerinput") or not is_whole(config):
+    if (
+        exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        or hasattr(config, "workerinput")
+        or not is_whole(config)
+    ):
         return
     if (judge_digest(), record_digests()) != (choice.judge, choice.records):
         print(f"\n{STATE.name} is not written: the checkout changed under the run", file=sys.stderr)

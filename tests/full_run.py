@@ -1,10 +1,10 @@
 """Which tests ``make test`` runs: of shipped records and of long sweeps, those of what has changed and a sample of the rest.
 
 A test of shipped records has the mark ``records``, which names the parameters that hold records, or records themselves. A test
-of many cases of one kind has the mark ``sweep``. ``make test-all`` runs every one, and where all pass it writes into
-``tests/full_run.json`` what judged (records, backends, verification, harness, pinned compilers), what each file of such tests
-was, with the modules of the package that it imports and the folder of the package, or of pages, that its own is named after, and
-every record that passed. By it the next run tries
+of many cases of one kind has the mark ``sweep``. ``make test-all`` runs every one, and writes into ``tests/full_run.json`` what
+judged (records, backends, verification, harness, pinned compilers), what each file of such tests was in which all passed, with
+the modules of the package that it imports and the folder of the package, or of pages, that its own is named after, and every
+record that passed. By it the next run tries
 
 * every record, where what judges has changed since, or the file is gone, damaged or edited by hand;
 * every record in a test file that has changed, or that tests a module or a folder that has;
@@ -50,7 +50,7 @@ SWEPT = 8
 
 @dataclass(frozen=True)
 class FullRun:
-    """A run of everything: the digest of what judged, of every test file of records, and of every record that passed."""
+    """A run of everything: the digest of what judged, of every test file of records that passed, and of every record that did."""
 
     judge: str = ""
     tests: Mapping[str, str] = field(default_factory=dict)
@@ -116,14 +116,21 @@ class Choice:
         return range(self._number(test) % max(1, min(one_of, count)), count, one_of)
 
     def remembered(self, outcomes: Iterable[tuple[str, str, Iterable[str]]]) -> FullRun:
-        """A whole run in which nothing failed: outcome, test file and records of each test. What was skipped is left out."""
+        """A whole run, by outcome, test file and records of each test.
+
+        What was skipped or failed is left out, and so is a file in which a test failed: the next run tries all of it.
+        """
         passed: set[str] = set()
-        skipped: set[str] = set()
-        tests: dict[str, str] = {}
+        others: set[str] = set()
+        tests: set[str] = set()
+        failed: set[str] = set()
         for outcome, test, keys in outcomes:
-            (passed if outcome == "passed" else skipped).update(keys)
-            tests[test] = digest_of_test(STATE.parent / test)
-        return FullRun(self.judge, tests, {key: self.records[key] for key in passed - skipped})
+            (passed if outcome == "passed" else others).update(keys)
+            tests.add(test)
+            if outcome == "failed":
+                failed.add(test)
+        known = {test: digest_of_test(STATE.parent / test) for test in sorted(tests - failed)}
+        return FullRun(self.judge, known, {key: self.records[key] for key in passed - others})
 
     def _is_sampled(self, key: str) -> bool:
         return self._number(key) % SAMPLE == 0
@@ -188,7 +195,14 @@ def check_marks(items: Iterable[pytest.Item], choice: Choice) -> None:
 def is_whole(config: pytest.Config) -> bool:
     """Whether this runs every test of records: nothing was chosen by hand, and more was done than to list the tests."""
     option = config.option
-    narrowed = (option.keyword, option.deselect, option.ignore, option.ignore_glob, getattr(option, "lf", False))
+    narrowed = (
+        option.keyword,
+        option.deselect,
+        option.ignore,
+        option.ignore_glob,
+        option.maxfail,
+        getattr(option, "lf", False),
+    )
     if (
         config.args != ["tests"]
         or config.args_source is pytest.Config.ArgsSource.ARGS

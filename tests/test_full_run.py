@@ -154,7 +154,15 @@ def test_only_a_run_of_everything_is_whole(
 ) -> None:
     monkeypatch.setattr(pytestconfig, "args", ["tests"])
     monkeypatch.setattr(pytestconfig, "args_source", pytest.Config.ArgsSource.TESTPATHS)
-    everything = {"markexpr": "", "keyword": "", "deselect": None, "ignore": None, "ignore_glob": None, "lf": False}
+    everything = {
+        "markexpr": "",
+        "keyword": "",
+        "deselect": None,
+        "ignore": None,
+        "ignore_glob": None,
+        "maxfail": 0,
+        "lf": False,
+    }
     for name, chosen in {**everything, "all_records": True, "collectonly": False, option: value}.items():
         monkeypatch.setattr(pytestconfig.option, name, chosen, raising=False)
     assert is_whole(pytestconfig) is whole
@@ -173,6 +181,19 @@ def test_a_whole_run_remembers_what_passed_and_nothing_that_was_skipped() -> Non
         "conftest.py",
     }  # of a sweep
     assert found == FullRun("judge", {here: digest_of_test(Path(__file__))}, {"solution:kernel_1": "digest 1"})
+
+
+def test_a_whole_run_with_failures_remembers_the_rest() -> None:
+    here = Path(__file__).name
+    outcomes = [
+        ("passed", "conftest.py", ["solution:kernel_1"]),
+        ("passed", "conftest.py", ["solution:kernel_2"]),
+        ("failed", here, ["solution:kernel_2"]),
+        ("passed", here, ["solution:kernel_1"]),
+    ]
+    found = NOW.remembered(outcomes)
+    assert found.tests.keys() == {"conftest.py"}
+    assert found.records.keys() == {"solution:kernel_1"}
 
 
 @pytest.mark.parametrize("place", [*JUDGES, "verify/scan/allowed"])

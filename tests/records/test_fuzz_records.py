@@ -36,15 +36,15 @@ DEFINITION = SHIPPED.definition("fused_add_rms_norm")
 SOLUTION = next(files for files in SHIPPED.solutions_for("fused_add_rms_norm") if files.record.spec.tunables)
 
 
-TRACES = shipped_root() / "traces" / "h200" / "norm"
+TRACES = shipped_root() / "traces" / "h200"
 
 
 def first_trace() -> dict[str, Any]:
-    return read_journal(TRACES / "rms_norm.jsonl").traces[0].to_dict()
+    return read_journal(TRACES / "norm" / "rms_norm.jsonl").traces[0].to_dict()
 
 
 def first_step() -> dict[str, Any]:
-    path = TRACES / "rms_norm.tuning.jsonl"
+    path = TRACES / "softmax" / "softmax.tuning.jsonl"
     return next(decode_steps(path.read_bytes(), path))
 
 

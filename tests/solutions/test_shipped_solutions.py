@@ -27,7 +27,8 @@ INSTRUCTION = re.compile(r"(?<![.\w])(mov|mul|add|sub|fma)\.(\S+)\s+(\{[^}]*\}|%
 
 def chosen(request: pytest.FixtureRequest, argument: str) -> list[str]:
     """The kernels that this run tries, in order: one call compiles, or benches, all of them."""
-    values = (item.callspec.params.get(argument) for item in request.session.items if hasattr(item, "callspec"))
+    items = (item for item in request.session.items if item.path == request.path and hasattr(item, "callspec"))
+    values = (item.callspec.params.get(argument) for item in items)
     return sorted({value for value in values if value is not None})
 
 

@@ -60,9 +60,9 @@ def unscheduled():
     return unscheduled
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_one_warp_of_gemm_waits_for_room_and_fetches(kernel: str) -> None:
-    factory, arguments = KERNELS[kernel]
+@pytest.mark.parametrize("form", KERNELS)
+def test_one_warp_of_gemm_waits_for_room_and_fetches(form: str) -> None:
+    factory, arguments = KERNELS[form]
     module = load_entry(Catalog.default().solution("gemm_tilelang")).__globals__
     assert fetchers(generated(module[factory], arguments)) == [32]
 
