@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tilegym_db.cli.other_names import OTHER_NAMES
+
 __all__ = ["refuse_unknown_names"]
 
 
@@ -24,5 +26,7 @@ def refuse_unknown_names(names: Sequence[str]) -> None:
     for name in names:
         if name not in known:
             catalog.refuse_broken(name)
+            if name in OTHER_NAMES:
+                raise NotFoundError(f"'{name}' of TileKernels is {OTHER_NAMES[name].here} here.")
             hint = did_you_mean(name, known)
             raise NotFoundError(f"'{name}' is no definition and no solution.{hint} Try: tilegym-db list")

@@ -20,6 +20,7 @@ from tilegym_db.cli.formats import (
     write_json,
     write_records,
 )
+from tilegym_db.cli.other_names import OTHER_NAMES
 from tilegym_db.cli.output import note, print_line, print_table, printable_lines, spelled_map
 from tilegym_db.cli.spark import Spark, print_by_size, spark_wanted
 
@@ -61,10 +62,35 @@ def command(
         show_definition(catalog, catalog.definition(name), form, spark)
     elif name in catalog.solutions:
         show_solution(catalog.solution(name), form, spark)
+    elif name in OTHER_NAMES:
+        show_other_name(catalog, name, form, spark)
     elif not show_trace(name, form):
         catalog.refuse_broken(name)
         hint = did_you_mean(name, [*catalog.definitions, *catalog.solutions])
         raise NotFoundError(f"'{name}' is no definition, no solution and no trace.{hint} Try: tilegym-db list")
+
+
+def show_other_name(catalog: Catalog, name: str, form: Form, spark: bool | None = None) -> None:
+    """Say what a name of TileKernels is here, and show it where it is one Definition.
+
+    Raises:
+        UsageError: a machine wants one record, and the name stands for another number of them.
+    """
+    from tilegym_db.errors import UsageError
+
+    other = OTHER_NAMES[name]
+    said = f"{name} of TileKernels is {other.here} here" + (f": {other.differs}" if other.differs else "")
+    if len(other.definitions) == 1:
+        note(said)
+        show_definition(catalog, catalog.definition(other.definitions[0]), form, spark)
+    elif not form.is_table:
+        raise UsageError(f"{said}. Show what you want of it by its own name.")
+    else:
+        print_line(said)
+        for definition in other.definitions:
+            print_line(f"  tilegym-db show {definition}")
+        if other.python:
+            print_line(f"  python -c 'import tilegym_db.layers; help({other.python})'")
 
 
 def show_definition(catalog: Catalog, definition: Definition, form: Form, spark: bool | None = None) -> None:
