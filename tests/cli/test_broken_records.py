@@ -170,13 +170,15 @@ def test_check_takes_the_name_of_one_solution(cli, row_scale, home):
 def test_a_broken_record_that_ships_is_found_by_check_and_stops_no_other_command(cli, row_scale):
     shipped = row_scale / "definitions" / "elementwise" / "shipped.json"
     shipped.write_text('{"name": "shipped", "colour": 1}')
-    (row_scale / "solutions" / "elementwise" / "row_scale" / "empty").mkdir()
+    without_record = row_scale / "solutions" / "elementwise" / "row_scale" / "unnamed"
+    without_record.mkdir()
+    (without_record / "kernel.py").write_text("def run(): ...\n")
     for command in (("list",), ("show", "row_scale")):
         assert cli(*command).code == 0
     found = cli("check")
     assert found.code == 1
     assert f"{shipped}: not a valid definition: unknown key 'colour'" in found.out
-    assert "empty/solution.json: cannot read this solution: No such file" in found.out
+    assert "unnamed/solution.json: cannot read this solution: No such file" in found.out
 
 
 def test_a_broken_line_among_workloads_leaves_the_others(cli, row_scale, home, workload_record, caplog):

@@ -8,15 +8,8 @@ from typing import Any
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Definition
 
-__all__ = ["LAWS", "KnownSampler", "draws_itself", "known_sampler", "sampler_record"]
+__all__ = ["KnownSampler", "draws_itself", "known_sampler", "sampler_record"]
 
-LAWS = {
-    ("top_k",): "top_k_sampling_from_probs",
-    ("top_p",): "top_p_sampling_from_probs",
-    ("top_k", "top_p"): "top_k_top_p_sampling_from_probs",
-    ("min_p",): "min_p_sampling_from_probs",
-}
-"""What a sampler takes beside probabilities, in order -> the Definition of ours whose law says how often it draws what."""
 PROBABILITIES, UNIFORM = "probs", "uniform"
 
 
@@ -36,19 +29,17 @@ def known_sampler(definition: Definition, catalog: Catalog) -> KnownSampler | st
 
     Args:
         definition: with the inputs and outputs of the foreign record.
-        catalog: has the Definitions of :data:`LAWS`.
+        catalog: has the samplers of ours, whose law says how often each draws what.
     """
     given = tuple(name for name in definition.inputs if name not in (PROBABILITIES, UNIFORM))
-    name = LAWS.get(given)
+    laws = _samplers(catalog)
+    ours = laws.get(given)
     takes_uniform = UNIFORM in definition.inputs
-    if name is None or tuple(definition.inputs) != (PROBABILITIES, *given, *([UNIFORM] * takes_uniform)):
-        known = "; ".join(", ".join((PROBABILITIES, *names)) for names in LAWS)
+    if ours is None or tuple(definition.inputs) != (PROBABILITIES, *given, *([UNIFORM] * takes_uniform)):
+        known = "; ".join(", ".join((PROBABILITIES, *names)) for names in laws)
         return f"its inputs ({', '.join(definition.inputs)}) are those of no sampler with a known law ({known})"
-    ours = catalog.definitions.get(name)
-    if ours is None or len(definition.outputs) != 1:
-        return (
-            f"it has {len(definition.outputs)} outputs, and a sampler has one" if ours else f"there is no {name} here"
-        )
+    if len(definition.outputs) != 1:
+        return f"it has {len(definition.outputs)} outputs, and a sampler has one"
     shape = definition.inputs[PROBABILITIES].shape or ()
     if len(shape) != 2 or not all(isinstance(entry, str) and entry in definition.axes for entry in shape):
         return f"{PROBABILITIES} has the shape {list(shape)}, not rows by vocabulary"
@@ -62,6 +53,16 @@ def known_sampler(definition: Definition, catalog: Catalog) -> KnownSampler | st
         if (found.dtype, len(stated), stated[:1]) != (wanted.dtype, len(wanted.shape or ()), (rows,)):
             return f"{key} is {found.dtype} {list(stated)}, and a law is known for {wanted.dtype}, one for each row"
     return KnownSampler(ours, rows, columns, output, takes_uniform)
+
+
+def _samplers(catalog: Catalog) -> dict[tuple[str, ...], Definition]:
+    """What a sampler takes beside probabilities and random numbers -> the one of ours that takes just this."""
+    found = {}
+    for definition in catalog.definitions.values():
+        first, *given, last = definition.inputs if len(definition.inputs) > 1 else ("", "")
+        if definition.sampled and (first, last) == (PROBABILITIES, UNIFORM):
+            found[tuple(given)] = definition
+    return found
 
 
 def sampler_record(content: dict[str, Any], sampler: KnownSampler) -> dict[str, Any]:
