@@ -43,6 +43,7 @@ REFERENCES = {
     engram.__name__: {"_gate": "engram_gate_fwd_save", "_gate_alone": "engram_gate_fwd"},
 }
 """Module of layers -> the operators in it, by the name that it gives them."""
+MODULES = {"pipeline": hyper_connections, "engram": engram}
 
 WARM_UP_ROUNDS = 3
 ERROR_TOKENS = 512
@@ -107,7 +108,7 @@ def step_of(layer: torch.nn.Module, call: Callable[..., torch.Tensor], given: li
 
 def steps(name: str, tokens: int, options: argparse.Namespace, compiles: bool = True) -> dict[str, Step]:
     """Way -> its step, each on parameters of its own and the same inputs."""
-    module = engram if name == "engram" else hyper_connections
+    module = MODULES[name]
     ours, theirs = build(name, module, options), build(name, plain(module), options)
     given = inputs(name, tokens, options)
     compiled = {key: copy.deepcopy(layer) for key, layer in (("ours", ours), ("reference", theirs)) if compiles}
@@ -120,7 +121,7 @@ def steps(name: str, tokens: int, options: argparse.Namespace, compiles: bool = 
 def errors(name: str, options: argparse.Namespace) -> dict[str, float]:
     """Way -> the largest relative error of a gradient against fp64."""
     tokens = min(options.tokens, ERROR_TOKENS)
-    exact = build(name, engram if name == "engram" else hyper_connections, options).double()
+    exact = build(name, MODULES[name], options).double()
     wide = [value.detach().double().requires_grad_() for value in inputs(name, tokens, options)]
     wanted = step_of(exact, exact, wide)()
     found = {}
@@ -186,7 +187,7 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("layers", nargs="*", default=["pipeline", "engram"], help="pipeline, engram; both by default")
+    parser.add_argument("layers", nargs="*", default=[*MODULES], help=f"{', '.join(MODULES)}; both by default")
     parser.add_argument("--device", default="cuda")
     for name, default in (("tokens", 4096), ("streams", 4), ("hidden", 4096), ("sublayers", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)

@@ -48,4 +48,6 @@ def test_show_says_where_a_name_is_more_or_other_than_one_definition(cli, name: 
 def test_a_command_that_takes_names_says_what_the_name_is_here(cli) -> None:
     refused = cli("bench", "weight_normalize", "--gpu", "cpu")
     assert refused.code == 2
-    assert "'weight_normalize' of TileKernels is normalize_weight here." in refused.err
+    assert (
+        "weight_normalize of TileKernels is normalize_weight here. Try: tilegym-db show weight_normalize" in refused.err
+    )

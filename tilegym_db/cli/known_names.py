@@ -27,6 +27,6 @@ def refuse_unknown_names(names: Sequence[str]) -> None:
         if name not in known:
             catalog.refuse_broken(name)
             if name in OTHER_NAMES:
-                raise NotFoundError(f"'{name}' of TileKernels is {OTHER_NAMES[name].here} here.")
+                raise NotFoundError(f"{OTHER_NAMES[name].said(name)}. Try: tilegym-db show {name}")
             hint = did_you_mean(name, known)
             raise NotFoundError(f"'{name}' is no definition and no solution.{hint} Try: tilegym-db list")

@@ -20,6 +20,10 @@ class OtherName:
         """What to look for instead."""
         return " + ".join(self.definitions) or self.python
 
+    def said(self, name: str) -> str:
+        """What ``name`` is here, in a sentence without its full stop."""
+        return f"{name} of TileKernels is {self.here} here" + (f": {self.differs}" if self.differs else "")
+
 
 OTHER_NAMES: dict[str, OtherName] = {
     "topk_gating": OtherName(("topk_softmax",)),

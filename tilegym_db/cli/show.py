@@ -79,7 +79,7 @@ def show_other_name(catalog: Catalog, name: str, form: Form, spark: bool | None 
     from tilegym_db.errors import UsageError
 
     other = OTHER_NAMES[name]
-    said = f"{name} of TileKernels is {other.here} here" + (f": {other.differs}" if other.differs else "")
+    said = other.said(name)
     if len(other.definitions) == 1:
         note(said)
         show_definition(catalog, catalog.definition(other.definitions[0]), form, spark)
@@ -90,7 +90,7 @@ def show_other_name(catalog: Catalog, name: str, form: Form, spark: bool | None 
         for definition in other.definitions:
             print_line(f"  tilegym-db show {definition}")
         if other.python:
-            print_line(f"  python -c 'import tilegym_db.layers; help({other.python})'")
+            print_line(f"  python -c 'import {other.python.rpartition('.')[0]}; help({other.python})'")
 
 
 def show_definition(catalog: Catalog, definition: Definition, form: Form, spark: bool | None = None) -> None:

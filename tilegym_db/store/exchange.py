@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from tilegym_db.records.trace import Trace
+from tilegym_db.records.trace import UNTIMED_TIERS, Trace
 from tilegym_db.store.database import Store
 from tilegym_db.store.queries import read_traces
 from tilegym_db.store.queries.fastest import slugs
+from tilegym_db.store.statements import listed
 
 __all__ = ["own_traces", "told_traces", "unverified_counts"]
 
-_TOLD = """
+_TOLD = f"""
     SELECT trace_id FROM verified
     WHERE ($gpus::VARCHAR[] IS NULL OR list_contains($gpus::VARCHAR[], gpu))
         AND ($op_type::VARCHAR IS NULL OR op_type = $op_type)
@@ -17,13 +18,13 @@ _TOLD = """
     SELECT t.trace_id FROM traces t
     JOIN definition_records d ON d.is_current AND d.name = t.definition AND d.digest = t.definition_digest
     JOIN solution_records s ON s.is_current AND s.name = t.solution AND s.digest = t.solution_digest
-    WHERE t.tier NOT IN ('interpreter', 'untimed') AND t.status <> 'PASSED'
+    WHERE t.tier NOT IN ({listed(UNTIMED_TIERS)}) AND t.status <> 'PASSED'
         AND ($gpus::VARCHAR[] IS NULL OR list_contains($gpus::VARCHAR[], t.gpu))
         AND ($op_type::VARCHAR IS NULL OR t.op_type = $op_type)
 """
-_OWN = """
+_OWN = f"""
     SELECT trace_id FROM traces
-    WHERE origin = 'local' AND tier NOT IN ('interpreter', 'untimed')
+    WHERE origin = 'local' AND tier NOT IN ({listed(UNTIMED_TIERS)})
         AND ($gpus::VARCHAR[] IS NULL OR list_contains($gpus::VARCHAR[], gpu))
 """
 _UNVERIFIED = """

@@ -21,14 +21,7 @@ from tilegym_db.records.expressions import names_in
 from tilegym_db.records.omitted import narrowed
 from tilegym_db.store.imported import DataSet, StoredRecord
 
-__all__ = [
-    "Adapted",
-    "AdaptedSolution",
-    "adapted_definition",
-    "adapted_solution",
-    "native_name",
-    "why_not_by_element",
-]
+__all__ = ["Adapted", "AdaptedSolution", "adapted_definition", "adapted_solution", "native_name", "why_not_by_element"]
 
 LANGUAGES = {"python": "python", "pytorch": "python", "triton": "triton", "tilelang": "tilelang", "cutile": "cutile",
              "cuda-tile": "cutile"}  # fmt: skip

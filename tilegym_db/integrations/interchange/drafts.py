@@ -17,12 +17,7 @@ from typing import Any
 from tilegym_db.catalog import Catalog
 from tilegym_db.catalog.blob_files import FOLDER, SUFFIX
 from tilegym_db.errors import NotFoundError, RecordError, StoreError, UsageError, did_you_mean
-from tilegym_db.integrations.interchange.adapt import (
-    Adapted,
-    adapted_definition,
-    adapted_solution,
-    why_not_by_element,
-)
+from tilegym_db.integrations.interchange.adapt import Adapted, adapted_definition, adapted_solution, why_not_by_element
 from tilegym_db.integrations.interchange.foreign_blobs import base_of, blob_of
 from tilegym_db.integrations.interchange.foreign_outputs import is_drawn
 from tilegym_db.integrations.interchange.foreign_samplers import (
