@@ -46,8 +46,9 @@ INTERPRETER = TierPolicy(
     "interpreter", fuzz_cases=4, baseline_fuzz_cases=4, calls=2, audited=False, fuzz_rows=160, draws=64
 )
 SCREEN = TierPolicy("screen", fuzz_cases=4, baseline_fuzz_cases=2, calls=2, audited=False)
-# What omits an output is verified as in a screen; nobody's time is comparable with its own.
 UNTIMED = replace(SCREEN, tier="untimed")
+"""What omits an output is verified as in a screen, and not timed: no other Solution's time is comparable with its own."""
+
 PROMOTION = TierPolicy(
     "promotion", fuzz_cases=24, baseline_fuzz_cases=4, calls=5, audited=True, in_turn=True, draws=16384
 )

@@ -31,7 +31,6 @@ from tilegym_db.records.fields import MAX_AXIS, Line, Prose, shown
 from tilegym_db.records.index_rules import check_follows, check_gathers, check_sampled
 from tilegym_db.records.input_rules import check_generators, check_joint_inputs
 from tilegym_db.records.layouts import layout_strides
-from tilegym_db.records.omitted import check_optional_outputs
 from tilegym_db.records.python_source import check_function
 from tilegym_db.records.quantised import check_codes, check_packed
 from tilegym_db.records.self_test_rules import check_self_test
@@ -42,6 +41,7 @@ from tilegym_db.records.tensor_rules import (
     check_expressions,
     check_in_place,
     check_layouts,
+    check_optional_outputs,
     check_sizes,
     check_sliced_inputs,
     check_tensors,
@@ -161,7 +161,8 @@ class Definition(Record):
         check_follows(self.follows, self.gathers, self.inputs, self.outputs, self.reference)
         indices = {name for name in self.outputs if name in self.gathers or name in self.in_place.values()}
         check_sampled(self.sampled, indices, self.inputs, self.outputs, self.input_generators, self.reference)
-        check_optional_outputs(self)
+        tied = (self.in_place.values(), self.sampled, self.gathers, self.follows)
+        check_optional_outputs(self.optional_outputs, tuple(self.outputs), *tied)
 
     def _check_inputs_drawn(self) -> None:
         check_generators(self.input_generators, self.axes, self.inputs, self.dtypes)
@@ -176,9 +177,7 @@ class Definition(Record):
     def _check_reference(self) -> None:
         check_function(self.reference, "reference", tuple(self.inputs))
         if not self.reference.lstrip().startswith("# Source:"):
-            raise ValueError(
-                "reference must start with a '# Source: <permalink>' line that names the maths it restates"
-            )
+            raise ValueError("reference must start with a '# Source: <permalink>' line: where its maths is from")
 
     def _check_serving(self) -> None:
         problem = serving_problem(self)

@@ -3,36 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from tilegym_db.records.definition import Definition
+from tilegym_db.records.definition import Definition
 
-__all__ = ["check_omits", "check_optional_outputs", "narrowed", "why_not_timed"]
-
-
-def check_optional_outputs(definition: Definition) -> None:
-    """Raise ``ValueError`` unless they are the last outputs, in order, not all of them, and no other field needs them."""
-    optional, outputs = definition.optional_outputs, tuple(definition.outputs)
-    if not optional:
-        return
-    bound: dict[str, Collection[str]] = {
-        "in_place": definition.in_place.values(),
-        "sampled": definition.sampled,
-        "gathers": {*definition.gathers, *definition.gathers.values()},
-        "follows": definition.follows,
-    }
-    for name in optional:
-        if name not in outputs:
-            raise ValueError(f"optional_outputs names the undeclared output '{name}'")
-    if len(optional) >= len(outputs):
-        raise ValueError("optional_outputs names every output; a call gives at least one")
-    if outputs[-len(optional) :] != optional:
-        raise ValueError(f"optional_outputs must be the last outputs, in order ({', '.join(outputs)})")
-    for key, names in bound.items():
-        for name in optional:
-            if name in names:
-                raise ValueError(f"optional_outputs names '{name}', which {key} relies on")
+__all__ = ["check_omits", "narrowed", "why_not_timed"]
 
 
 def check_omits(omits: Sequence[str], definition: Definition, *, role: str, layouts: Collection[str]) -> None:

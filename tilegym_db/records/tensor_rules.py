@@ -19,6 +19,7 @@ __all__ = [
     "check_expressions",
     "check_in_place",
     "check_layouts",
+    "check_optional_outputs",
     "check_sizes",
     "check_sliced_inputs",
     "check_tensors",
@@ -47,6 +48,31 @@ def check_tensors(axes: Mapping[str, Axis], dtypes: DTypes, inputs: Specs, outpu
                 used, _ = _names(entry, where)
                 for axis in sorted(used - set(axes)):
                     raise ValueError(f"{where} uses undeclared axis '{axis}'")
+
+
+def check_optional_outputs(
+    optional: tuple[str, ...],
+    outputs: tuple[str, ...],
+    in_place: Collection[str],
+    sampled: Collection[str],
+    gathers: Mapping[str, str],
+    follows: Collection[str],
+) -> None:
+    """They are the last outputs, in order, not all of them, and no other field needs them."""
+    if not optional:
+        return
+    for name in optional:
+        if name not in outputs:
+            raise ValueError(f"optional_outputs names the undeclared output '{name}'")
+    if len(optional) >= len(outputs):
+        raise ValueError("optional_outputs names every output; a call gives at least one")
+    if outputs[-len(optional) :] != optional:
+        raise ValueError(f"optional_outputs must be the last outputs, in order ({', '.join(outputs)})")
+    needed = {"in_place": in_place, "sampled": sampled, "gathers": {*gathers, *gathers.values()}, "follows": follows}
+    for key, names in needed.items():
+        for name in optional:
+            if name in names:
+                raise ValueError(f"optional_outputs names '{name}', which {key} relies on")
 
 
 def check_sizes(axes: Mapping[str, Axis], dtypes: DTypes, inputs: Specs) -> None:
