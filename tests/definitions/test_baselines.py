@@ -20,7 +20,8 @@ from tilegym_db.verify.ranking import followed
 from tilegym_db.verify.reference import name_outputs, oracle, run_reference
 
 EAGER = [
-    "rms_norm_stock", "rms_norm_aten", "fused_add_rms_norm_stock", "silu_and_mul_stock", "swiglu_stock", "rope_neox_stock",
+    "rms_norm_stock", "rms_norm_aten", "fused_add_rms_norm_stock", "fused_add_rms_norm_fp32_stock",
+    "fused_add_rms_norm_gemma_stock", "silu_and_mul_stock", "swiglu_stock", "rope_neox_stock",
     "softmax_stock", "gemm_cublas", "rms_norm_fp32_stock", "rms_norm_fp32_aten", "rms_norm_gemma_stock", "qk_rms_norm_stock",
     "qk_rms_norm_aten", "gelu_tanh_and_mul_stock", "rope_partial_stock", "rms_norm_backward_stock", "rms_norm_backward_x_stock",
     "swiglu_backward_stock", "rope_neox_backward_stock", "attention_prefill_stock", "attention_decode_stock",

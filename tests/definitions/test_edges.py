@@ -42,6 +42,7 @@ def parts(part: str, *inputs: str) -> list[str]:
 
 
 NORMS = parts("norm", "x", "weight", "eps")
+SUMS = parts("add_norm", "x", "residual", "weight", "eps")
 GATES = parts("mlp")
 ROPES = parts("rope", "q", "k", "cos", "sin")
 NORM_BACKWARDS = ["rms_norm_backward", "rms_norm_backward_x"]
@@ -139,7 +140,7 @@ def test_no_tokens_give_an_empty_output(definition: Definition, catalog: Catalog
 @pytest.mark.parametrize(
     ("name", "axes"),
     [
-        *((name, {"M": 4, "N": 0}) for name in (*NORMS, "fused_add_rms_norm", "softmax")),
+        *((name, {"M": 4, "N": 0}) for name in (*NORMS, *SUMS, "softmax")),
         *((name, {"M": 4, "I": 0}) for name in (*GATES, "swiglu_backward")),
         *((name, {"M": 4, "N": 1}) for name in NORM_BACKWARDS),  # nothing but rounding errors
         ("rope_neox_backward", {"B": 4, "Bc": 2, "Hq": 1, "Hkv": 1, "S": 1, "D": 4}),
@@ -248,21 +249,25 @@ def test_gemma_norm_adds_one_to_a_small_weight_in_float32(agree: Agree) -> None:
     assert not torch.equal(plain, shifted)
 
 
-def test_fused_add_rms_norm_normalises_the_rounded_sum(agree: Agree) -> None:
+@pytest.mark.parametrize("name", SUMS)
+def test_what_is_normalised_is_the_rounded_sum(name: str, agree: Agree) -> None:
     x = torch.full((1, 4), 1.0, dtype=torch.bfloat16)
     residual = torch.tensor([[2.0**-9, 0.0, -1.0, 1.0]], dtype=torch.bfloat16)
-    result = agree("fused_add_rms_norm", x, residual, torch.ones(4, dtype=torch.bfloat16), 1e-6)
+    result = agree(name, x, residual, torch.ones(4, dtype=torch.bfloat16), 1e-6)
     assert result["residual_out"].tolist() == [[1.0, 1.0, 0.0, 2.0]]
     assert result["out"][0, 0] == result["out"][0, 1]
     assert residual[0, 3] == 1.0  # the reference works on a copy
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_a_residual_that_cancels_leaves_a_zero_row_and_nan_stays_in_its_own(dtype: torch.dtype, agree: Agree) -> None:
+@pytest.mark.parametrize("name", SUMS)
+def test_a_residual_that_cancels_leaves_a_zero_row_and_nan_stays_in_its_own(
+    name: str, dtype: torch.dtype, agree: Agree
+) -> None:
     x = random(3, 37, dtype=dtype)
     residual = -x
     residual[1, 5] = torch.nan
-    result = agree("fused_add_rms_norm", x, residual, random(37, dtype=dtype, seed=1), 1e-5)
+    result = agree(name, x, residual, random(37, dtype=dtype, seed=1), 1e-5)
     for value in result.values():
         assert value[[0, 2]].eq(0).all()
     assert result["out"][1].isnan().all()
@@ -270,10 +275,53 @@ def test_a_residual_that_cancels_leaves_a_zero_row_and_nan_stays_in_its_own(dtyp
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (7, 1000)])
-def test_x_and_residual_may_be_one_tensor(shape: tuple[int, int], agree: Agree) -> None:
+@pytest.mark.parametrize("name", SUMS)
+def test_x_and_residual_may_be_one_tensor(name: str, shape: tuple[int, int], agree: Agree) -> None:
     x = random(*shape)
-    result = agree("fused_add_rms_norm", x, x, torch.ones(shape[1]), 1e-6)
+    result = agree(name, x, x, torch.ones(shape[1]), 1e-6)
     assert torch.equal(result["residual_out"], 2 * x)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_is_normalised_as_the_norm_that_it_includes(
+    name: str, dtype: torch.dtype, catalog: Catalog, agree: Agree
+) -> None:
+    x, residual, weight = (
+        random(64, 64, dtype=dtype),
+        random(64, 64, dtype=dtype, seed=1),
+        random(64, dtype=dtype, seed=2),
+    )
+    serving = catalog.definition(name).serving
+    assert serving is not None
+    assert serving.includes is not None
+    result = agree(name, x, residual, weight, 1e-5)
+    alone = {norm: agree(norm, x + residual, weight, 1e-5)["out"] for norm in NORMS}
+    assert torch.equal(result["residual_out"], x + residual)
+    assert torch.equal(result["out"], alone.pop(serving.includes))
+    assert dtype == torch.float32 or not any(torch.equal(result["out"], other) for other in alone.values())
+
+
+@pytest.mark.parametrize("scale", [1e4, 1e-4])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_of_large_and_small_rows_are_normalised_in_float32(
+    name: str, dtype: torch.dtype, scale: float, agree: Agree
+) -> None:
+    x, residual = (random(16, 96, seed=seed) * scale for seed in (0, 2))
+    result = agree(name, x.to(dtype), residual.to(dtype), random(96, seed=1).to(dtype), 1e-12)
+    assert all(value.isfinite().all() for value in result.values())
+    assert 0.1 < float(result["out"].float().square().mean()) < 10
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_read_padded_rows(name: str, agree: Agree) -> None:
+    x, residual, weight = packed(5, 37), random(5, 111, seed=2)[:, :37], random(37, seed=1)
+    apart, dense = (
+        agree(name, x, residual, weight, 1e-5),
+        agree(name, x.contiguous(), residual.contiguous(), weight, 1e-5),
+    )
+    assert all(torch.equal(apart[key], dense[key]) for key in dense)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(3, 1, 3), (1, 2, 1), (24, 2, 96)])

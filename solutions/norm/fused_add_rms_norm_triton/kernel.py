@@ -1,4 +1,4 @@
-"""Residual addition followed by RMSNorm over the last axis, Triton."""
+"""Residual addition followed by RMSNorm, Triton: the Definitions differ in one constant, how the weight is applied."""
 
 import torch
 import triton
@@ -7,6 +7,8 @@ import triton.language as tl
 # Up to this many columns a row stays in registers (at most 32 values a thread of each tensor); longer: read twice.
 MAX_REGISTER_COLUMNS = 16384
 LOOP_COLUMNS = 8192
+# FORM is "rounded" where the normalised value is rounded before it is multiplied by the weight, "fp32" where it is not, and
+# "zero_centred" where it is not either and the factor is 1 + weight.
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -21,6 +23,7 @@ def _add_norm_tile(
     eps,
     M,
     N: tl.constexpr,
+    FORM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -38,8 +41,12 @@ def _add_norm_tile(
     tl.store(residual_ptrs, total, mask=mask)
     total = total.to(tl.float32)  # the norm sees the rounded sum, as the next layer will
     scale = tl.rsqrt(tl.sum(total * total, axis=1, keep_dims=True) / N + eps)
-    normed = (total * scale).to(dtype).to(tl.float32)
-    tl.store(out_ptr + rows * out_stride + cols, (normed * weight).to(dtype), mask=mask)
+    if FORM == "rounded":
+        normed = (total * scale).to(dtype).to(tl.float32)
+        tl.store(out_ptr + rows * out_stride + cols, (normed * weight).to(dtype), mask=mask)
+    else:
+        factor = weight if FORM == "fp32" else 1.0 + weight
+        tl.store(out_ptr + rows * out_stride + cols, (total * scale * factor).to(dtype), mask=mask)
 
 
 @triton.jit
@@ -53,6 +60,7 @@ def _add_norm_long_row(
     out_stride,
     eps,
     N: tl.constexpr,
+    FORM: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     dtype = out_ptr.dtype.element_ty
@@ -78,11 +86,72 @@ def _add_norm_long_row(
         weight = tl.load(weight_ptr + cols, mask=in_row, other=0.0).to(tl.float32)
         total = (x + residual).to(dtype)
         tl.store(residual_ptr + cols, total, mask=in_row)
-        normed = (total.to(tl.float32) * scale).to(dtype).to(tl.float32)
-        tl.store(out_ptr + cols, (normed * weight).to(dtype), mask=in_row)
+        if FORM == "rounded":
+            normed = (total.to(tl.float32) * scale).to(dtype).to(tl.float32)
+            tl.store(out_ptr + cols, (normed * weight).to(dtype), mask=in_row)
+        else:
+            factor = weight if FORM == "fp32" else 1.0 + weight
+            tl.store(out_ptr + cols, (total.to(tl.float32) * scale * factor).to(dtype), mask=in_row)
 
 
-def run(
+def _launches(form):
+    """Fill in a function that only declares an entry: one that called a shared launcher would cost each launch a Python call.
+
+    Shapes: x, residual and out [M, N] with unit last stride and any row stride, weight [N]; one dtype T in bfloat16,
+    float16, float32. residual becomes the sum s = T(x + residual), in place. Sums and statistics in fp32, every cast
+    rounds to nearest even.
+    Mapping: a program owns BLOCK_M whole rows and keeps them in registers: two reads and two writes of M * N values.
+    Rows longer than MAX_REGISTER_COLUMNS are looped over twice by one program a row (BLOCK_M does not apply to them).
+    BLOCK_M = None: 1 while there are few rows to share out, else as many rows as make a tile of 2048 values.
+    num_warps = None: 32 values a thread where there are many rows and others to run meanwhile, else 16.
+    """
+
+    def run(x, residual, weight, eps, out, *, BLOCK_M=None, num_warps=None):
+        M, N = x.shape
+        if M == 0 or N == 0:
+            return
+        if N > MAX_REGISTER_COLUMNS:
+            _add_norm_long_row[(M,)](
+                x,
+                residual,
+                weight,
+                out,
+                x.stride(0),
+                residual.stride(0),
+                out.stride(0),
+                eps,
+                N,
+                form,
+                LOOP_COLUMNS,
+                num_warps=num_warps or 16,
+            )
+            return
+        block_n = 1 << (N - 1).bit_length()  # next power of two; triton.next_power_of_2 costs microseconds a call
+        block_m = BLOCK_M or (1 if M <= 512 else max(1, 2048 // block_n))
+        values = block_m * block_n
+        warps = num_warps or (max(4, values // 1024) if M > 512 else min(32, max(1, values // 512)))
+        _add_norm_tile[((M + block_m - 1) // block_m,)](
+            x,
+            residual,
+            weight,
+            out,
+            x.stride(0),
+            residual.stride(0),
+            out.stride(0),
+            eps,
+            M,
+            N,
+            form,
+            block_m,
+            block_n,
+            num_warps=warps,
+        )
+
+    return lambda declared: run
+
+
+@_launches("rounded")
+def run_fused_add_rms_norm(
     x: torch.Tensor,
     residual: torch.Tensor,
     weight: torch.Tensor,
@@ -92,49 +161,32 @@ def run(
     BLOCK_M=None,
     num_warps=None,
 ):
-    """residual = T(x + residual) in place; out = T(T(residual * rsqrt(mean(residual^2) + eps)) * weight).
+    """residual = s = T(x + residual); out[M, N] = T(T(s * rsqrt(mean(s^2) + eps)) * weight[N])."""
 
-    Shapes: x, residual and out [M, N] with unit last stride and any row stride, weight [N]; one dtype T in bfloat16,
-    float16, float32. Sums and statistics in fp32, every cast rounds to nearest even.
-    Mapping: a program owns BLOCK_M whole rows and keeps them in registers: two reads and two writes of M * N values.
-    Rows longer than MAX_REGISTER_COLUMNS are looped over twice by one program a row (BLOCK_M does not apply to them).
-    BLOCK_M = None: 1 while there are few rows to share out, else as many rows as make a tile of 2048 values.
-    num_warps = None: 32 values a thread where there are many rows and others to run meanwhile, else 16.
-    """
-    M, N = x.shape
-    if M == 0 or N == 0:
-        return
-    if N > MAX_REGISTER_COLUMNS:
-        _add_norm_long_row[(M,)](
-            x,
-            residual,
-            weight,
-            out,
-            x.stride(0),
-            residual.stride(0),
-            out.stride(0),
-            eps,
-            N,
-            LOOP_COLUMNS,
-            num_warps=num_warps or 16,
-        )
-        return
-    block_n = 1 << (N - 1).bit_length()  # next power of two; triton.next_power_of_2 costs microseconds a call
-    block_m = BLOCK_M or (1 if M <= 512 else max(1, 2048 // block_n))
-    values = block_m * block_n
-    warps = num_warps or (max(4, values // 1024) if M > 512 else min(32, max(1, values // 512)))
-    _add_norm_tile[((M + block_m - 1) // block_m,)](
-        x,
-        residual,
-        weight,
-        out,
-        x.stride(0),
-        residual.stride(0),
-        out.stride(0),
-        eps,
-        M,
-        N,
-        block_m,
-        block_n,
-        num_warps=warps,
-    )
+
+@_launches("fp32")
+def run_fused_add_rms_norm_fp32(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    *,
+    BLOCK_M=None,
+    num_warps=None,
+):
+    """residual = s = T(x + residual); out[M, N] = T(s * rsqrt(mean(s^2) + eps) * weight[N]), one cast after the product."""
+
+
+@_launches("zero_centred")
+def run_fused_add_rms_norm_gemma(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    *,
+    BLOCK_M=None,
+    num_warps=None,
+):
+    """residual = s = T(x + residual); out[M, N] = T(s * rsqrt(mean(s^2) + eps) * (1 + weight[N])), one cast at the end."""

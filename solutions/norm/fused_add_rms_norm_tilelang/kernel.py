@@ -4,12 +4,16 @@ import functools
 
 import tilelang
 import tilelang.language as T
+import torch
 
 
-@functools.cache
 @tilelang.jit(pass_configs={"tl.enable_lower_ldgstg": True})
-def fused_add_rms_norm_kernel(N, dtype, vec, threads, rows):
-    """Compile for rows of N elements: `threads` threads a row, moving `vec` elements at a time; `rows` rows a CTA."""
+def fused_add_rms_norm_kernel(form, N, dtype, vec, threads, rows):
+    """Compile for rows of N elements: `threads` threads a row, moving `vec` elements at a time; `rows` rows a CTA.
+
+    `form` is "rounded" where the normalised value is rounded before it is multiplied by the weight, "fp32" where it is not, and
+    "zero_centred" where it is not either and the factor is 1 + weight.
+    """
     M = T.dynamic("M")
     x_stride, residual_stride, out_stride = T.dynamic("x_stride residual_stride out_stride", "int64")
     warps = threads // 32
@@ -18,6 +22,10 @@ def fused_add_rms_norm_kernel(N, dtype, vec, threads, rows):
     kept = chunks * vec * dtype.itemsize <= (128 if threads <= 512 else 64)
     full = rows == 1 and N % (threads * vec) == 0  # then no access needs a bounds check
     loop, slots = (T.unroll, chunks) if kept else (T.serial, 1)
+    normed_dtype = dtype if form == "rounded" else "float32"
+
+    def factor(scale):
+        return 1.0 + T.cast(scale, "float32") if form == "zero_centred" else T.cast(scale, "float32")
 
     @T.prim_func
     def fused_add_rms_norm(
@@ -28,7 +36,7 @@ def fused_add_rms_norm_kernel(N, dtype, vec, threads, rows):
         out: T.StridedTensor((M, N), (out_stride, 1), dtype),
     ):
         with T.Kernel(T.ceildiv(M, rows), threads=(threads, rows)) as block:
-            T.assume(x_stride % vec == 0)  # run() chose vec so; it lets the compiler use vector accesses
+            T.assume(x_stride % vec == 0)  # the launch chose vec so; it lets the compiler use vector accesses
             T.assume(residual_stride % vec == 0)
             T.assume(out_stride % vec == 0)
             thread, local_row = T.get_thread_binding(0), T.get_thread_binding(1)
@@ -92,8 +100,8 @@ def fused_add_rms_norm_kernel(N, dtype, vec, threads, rows):
                         for v in T.vectorized(vec):
                             scales[0, v] = weight[column + v]
                     for v in T.vectorized(vec):
-                        normed = T.cast(T.cast(values[slot, v], "float32") * r, dtype)
-                        result[v] = T.cast(T.cast(normed, "float32") * T.cast(scales[slot, v], "float32"), dtype)
+                        normed = T.cast(T.cast(values[slot, v], "float32") * r, normed_dtype)
+                        result[v] = T.cast(T.cast(normed, "float32") * factor(scales[slot, v]), dtype)
                     for v in T.vectorized(vec):
                         out[row, column + v] = result[v]
 
@@ -101,30 +109,73 @@ def fused_add_rms_norm_kernel(N, dtype, vec, threads, rows):
 
 
 @functools.cache
-def default_shape(N, vec):
-    """Threads a row and rows a CTA: two vectors a thread, four warps a CTA where a row needs fewer."""
-    threads = min(1024, 32 * -(-N // (2 * vec * 32)))
-    return threads, max(1, 128 // threads)
+def kernel_for(form, N, dtype, vec, threads, rows):
+    """The kernel of `threads` threads a row and `rows` rows a CTA; None: two vectors a thread, four warps a CTA at least."""
+    usual = min(1024, 32 * -(-N // (2 * vec * 32)))
+    threads, rows = threads or usual, rows or max(1, 128 // usual)
+    return fused_add_rms_norm_kernel(form, N, dtype, vec, threads, min(rows, 1024 // threads))
 
 
-def run(x, residual, weight, eps, out, *, threads=None, rows=None):
-    """residual = T(x + residual), in place; out = T(T(residual * rsqrt(mean(residual^2) + eps)) * weight).
+def _launches(form):
+    """Fill in a function that only declares an entry: one that called a shared launcher would cost each launch a Python call.
 
     x, residual, out: [M, N] with last stride 1 (any row stride); weight: [N] contiguous; T is bfloat16, float16 or
-    float32, sums are float32. A row belongs to `threads` threads (a multiple of 32), a CTA has `rows` rows; None
-    chooses both from N alone.
+    float32, sums are float32. residual becomes the sum s = T(x + residual), in place. A row belongs to `threads` threads
+    (a multiple of 32), a CTA has `rows` rows; None chooses both from N alone.
     """
-    M, N = x.shape
-    if M == 0:
-        return
-    dtype = x.dtype
-    itemsize = dtype.itemsize
-    # The widest power of two, at most 16 bytes, that divides the row, the strides and all addresses.
-    bits = N | x.stride(0) | residual.stride(0) | out.stride(0) | 16 // itemsize
-    bits |= (x.data_ptr() | residual.data_ptr() | weight.data_ptr() | out.data_ptr()) // itemsize
-    vec = bits & -bits
-    if threads is None or rows is None:
-        chosen = default_shape(N, vec)
-        threads, rows = threads or chosen[0], rows or chosen[1]
-    rows = min(rows, 1024 // threads)
-    fused_add_rms_norm_kernel(N, dtype, vec, threads, rows)(x, residual, weight, eps, out)
+
+    def run(x, residual, weight, eps, out, *, threads=None, rows=None):
+        M, N = x.shape
+        if M == 0:
+            return
+        dtype = x.dtype
+        itemsize = dtype.itemsize
+        # The widest power of two, at most 16 bytes, that divides the row, the strides and all addresses.
+        bits = N | x.stride(0) | residual.stride(0) | out.stride(0) | 16 // itemsize
+        bits |= (x.data_ptr() | residual.data_ptr() | weight.data_ptr() | out.data_ptr()) // itemsize
+        vec = bits & -bits
+        kernel_for(form, N, dtype, vec, threads, rows)(x, residual, weight, eps, out)
+
+    return lambda declared: run
+
+
+@_launches("rounded")
+def run_fused_add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    *,
+    threads=None,
+    rows=None,
+):
+    """residual = s = T(x + residual); out[M, N] = T(T(s * rsqrt(mean(s^2) + eps)) * weight[N])."""
+
+
+@_launches("fp32")
+def run_fused_add_rms_norm_fp32(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    *,
+    threads=None,
+    rows=None,
+):
+    """residual = s = T(x + residual); out[M, N] = T(s * rsqrt(mean(s^2) + eps) * weight[N]), one cast after the product."""
+
+
+@_launches("zero_centred")
+def run_fused_add_rms_norm_gemma(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    *,
+    threads=None,
+    rows=None,
+):
+    """residual = s = T(x + residual); out[M, N] = T(s * rsqrt(mean(s^2) + eps) * (1 + weight[N])), one cast at the end."""
