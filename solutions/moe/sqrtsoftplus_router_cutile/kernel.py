@@ -113,8 +113,8 @@ def run_topk_sqrtsoftplus_bias(
 ) -> None:
     """weights = scale * s / sum(s), s the square roots of softplus(logits)[ids]; ids are ranked with the bias added.
 
-    Shapes: logits [M, E] and weights [M, K] of one dtype T in bfloat16, float32; bias [E] float32; ids [M, K] int64. Rows have unit
-    last stride and any row stride. A block keeps TILE_M rows in registers; None: one of few, else as many as have 1024 scores.
+    Shapes: logits [M, E] and weights [M, K] of bfloat16 or float32; bias [E] float32; ids [M, K] int64. Rows have unit last
+    stride and any row stride. A block keeps TILE_M rows in registers; None: one of few, else as many as have 1024 scores.
     """
     M, E = logits.shape
     if M == 0:
@@ -139,7 +139,7 @@ def run_table_router(
 ) -> None:
     """weights = scale * s / sum(s), s the square roots of softplus(logits)[ids]; ids = table[token_ids].
 
-    Shapes: logits [M, E] and weights [M, K] of one dtype T in bfloat16, float32; token_ids [M], table [V, K] and ids [M, K] int64.
+    Shapes: logits [M, E] and weights [M, K] of bfloat16 or float32; token_ids [M], table [V, K] and ids [M, K] int64.
     Rows have unit last stride and any row stride. A block has TILE_M rows; None: 8, and 32 of many.
     """
     M = logits.shape[0]

@@ -138,8 +138,8 @@ def look_up_kernel(E, K, dtype, threads):
 def run_topk_sqrtsoftplus_bias(logits, bias, top_k, scale, weights, ids, *, rows=4):
     """weights = scale * s / sum(s), s the square roots of softplus(logits)[ids]; ids are ranked with the bias added.
 
-    Shapes: logits [M, E] and weights [M, K] of one dtype T in bfloat16, float32; bias [E] float32; ids [M, K] int64. Rows have unit
-    last stride and any row stride. top_k times a warp looks for the largest value that is left, and of equal ones takes the first.
+    Shapes: logits [M, E] and weights [M, K] of bfloat16 or float32; bias [E] float32; ids [M, K] int64. Rows have unit last
+    stride and any row stride. top_k times a warp looks for the largest value that is left, and of equal ones takes the first.
     """
     M, E = logits.shape
     if M == 0:
@@ -150,7 +150,7 @@ def run_topk_sqrtsoftplus_bias(logits, bias, top_k, scale, weights, ids, *, rows
 def run_table_router(logits, token_ids, table, scale, weights, ids, *, threads=128):
     """weights = scale * s / sum(s), s the square roots of softplus(logits)[ids]; ids = table[token_ids].
 
-    Shapes: logits [M, E] and weights [M, K] of one dtype T in bfloat16, float32; token_ids [M], table [V, K] and ids [M, K] int64.
+    Shapes: logits [M, E] and weights [M, K] of bfloat16 or float32; token_ids [M], table [V, K] and ids [M, K] int64.
     Rows have unit last stride and any row stride.
     """
     M, E = logits.shape

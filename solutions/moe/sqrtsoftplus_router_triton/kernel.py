@@ -146,8 +146,8 @@ def run_topk_sqrtsoftplus_bias(
 ):
     """weights = scale * s / sum(s), s the square roots of softplus(logits)[ids]; ids are ranked with the bias added.
 
-    Shapes: logits [M, E] and weights [M, K] of one dtype T in bfloat16, float32; bias [E] float32; ids [M, K] int64. Rows have unit
-    last stride and any row stride. A program keeps BLOCK_M rows in registers; None: 2048 programs where there are so many rows, of
+    Shapes: logits [M, E] and weights [M, K] of bfloat16 or float32; bias [E] float32; ids [M, K] int64. Rows have unit last
+    stride and any row stride. A program keeps BLOCK_M rows in registers; None: 2048 programs where there are so many rows, of
     at most 1024 scores.
     """
     M, E = logits.shape
@@ -175,7 +175,7 @@ def run_table_router(
 ):
     """weights = scale * s / sum(s), s the square roots of softplus(logits)[ids]; ids = table[token_ids].
 
-    Shapes: logits [M, E] and weights [M, K] of one dtype T in bfloat16, float32; token_ids [M], table [V, K] and ids [M, K] int64.
+    Shapes: logits [M, E] and weights [M, K] of bfloat16 or float32; token_ids [M], table [V, K] and ids [M, K] int64.
     Rows have unit last stride and any row stride. A program has BLOCK_M rows; None: 8, and 32 of many.
     """
     M, E = logits.shape
