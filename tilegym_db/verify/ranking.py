@@ -2,8 +2,8 @@
 
 A router may rank values that are neither input nor output (probabilities, scores with a bias added), so that its indices can be
 judged by no tensor of the call. The Definition names a function of its reference that gives these values (``gathers``), and one
-for each output that depends on which of several equal values was chosen (``follows``). Both run in fp64 as the oracle does, on
-the inputs of the call, and on nothing of a Solution but the indices that it chose.
+for each output that depends on which of several equal values was chosen (``follows``). Both run as the oracle does, in fp64 or
+as they are written, on the inputs of the call, and on nothing of a Solution but the indices that it chose.
 """
 
 from __future__ import annotations
@@ -48,8 +48,11 @@ def check_ranked_outputs(definition: Definition, inputs: Inputs, outputs: Output
         written = _ranked(definition, source, inputs, name, torch.zeros_like(index), rounding)
         limits, columns = LIMITS[dtype_name(written.dtype)], written.shape[-1]
         chosen = index.clamp(0, columns - 1)  # what points outside is refused below, and indexes nothing before that
-        with _lifted():
-            ranked = _ranked(definition, source, lift(inputs), name, chosen, limits.rtol).double()
+        if definition.oracle == "as_written":
+            ranked = _ranked(definition, source, inputs, name, chosen, limits.rtol).double()
+        else:
+            with _lifted():
+                ranked = _ranked(definition, source, lift(inputs), name, chosen, limits.rtol).double()
         smallest, ordered = float(torch.finfo(written.dtype).tiny), name not in definition.unordered
         verdicts[name] = check_ranked(name, outputs[name], ranked, limits, smallest, ordered=ordered)
     return verdicts
