@@ -6,6 +6,7 @@ fuzz shapes. Every kernel runs without a tool first, then under the first of the
 stored: a finding is for ``tilegym-db sanitize NAME`` to confirm, which records it.
 
     python -m benchmarks.sanitize_catalog --limit-s 240 --out results.jsonl
+    python -m benchmarks.sanitize_catalog --order unchecked --limit-s 180 --out results.jsonl
     python -m benchmarks.sanitize_catalog --tools memcheck,racecheck --languages triton --cases 4 silu_and_mul
     python -m benchmarks.sanitize_catalog --dry-run     # without a GPU: what would run
 """
@@ -26,6 +27,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from benchmarks.sanitize_order import RECORD, Checks, chain_of, clean_before, read_lines, unchecked_first
 from benchmarks.sanitize_pool import PLAIN, STALL_S, Batch, Outcome, Sweep
 from tilegym_db.bench.device_lock import timing_lock
 from tilegym_db.bench.instruments.chosen import Chosen, choose_solutions, with_cases
@@ -68,13 +70,22 @@ def _size_key(chosen: Chosen, case: Case) -> tuple[bool, int]:
     return (largest < WORTH_A_CALL, largest if largest >= WORTH_A_CALL else -largest)
 
 
-def batches_of(chosen: Sequence[Chosen], languages: Sequence[str], size: int, tools: Sequence[str]) -> list[Batch]:
-    """Batches of one language each, in turn from each language, so that a deadline cuts off as much of one as of another."""
-    rows: list[list[Batch]] = []
+def batches_of(
+    chosen: Sequence[Chosen], languages: Sequence[str], size: int, tools: Sequence[str], before: Checks = frozenset()
+) -> list[Batch]:
+    """Batches of one language each, in turn from each language, so that a deadline cuts off as much of one as of another.
+
+    Tools that found all of a batch clean before come last in it.
+    """
+    groups: dict[tuple[str, ...], list[Chosen]] = {}
     for language in languages:
-        group = [item for item in chosen if item.files.record.spec.language == language]
+        for item in chosen:
+            if item.files.record.spec.language == language:
+                groups.setdefault((language, *chain_of(item, tools, before)), []).append(item)
+    rows: list[list[Batch]] = []
+    for (_, *chain), group in groups.items():
         count = -(-len(group) // size)
-        rows.append([Batch(PLAIN, group[number::count], tuple(tools)) for number in range(count)])
+        rows.append([Batch(PLAIN, group[number::count], tuple(chain)) for number in range(count)])
     longest = max(map(len, rows), default=0)
     return [row[number] for number in range(longest) for row in rows if number < len(row)]
 
@@ -121,6 +132,7 @@ def record_of(outcome: Outcome) -> dict[str, Any]:
         "kernel": chosen.files.name,
         "definition": chosen.definition.name,
         "language": chosen.files.record.spec.language,
+        "digest": chosen.files.digest,
         "tool": result.tool,
         "result": kind_of(result),
         "shapes": [str(case) for case in chosen.cases],
@@ -195,6 +207,10 @@ def parsed_options() -> argparse.Namespace:
         "--stall-s", type=float, default=STALL_S, help="a process that prints nothing for this long is ended"
     )
     parser.add_argument("--out", type=Path, help="results as JSON lines, written as they come")
+    parser.add_argument(
+        "--order", choices=("tools", "unchecked"), default="tools",
+        help=f"tool by tool; or first what {RECORD.name} does not have: see sanitize_order",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=time.time_ns() & ((1 << 62) - 1))
     parser.add_argument("--dry-run", action="store_true", help="say what would run on an H200, and run nothing")
     options = parser.parse_args()
@@ -216,21 +232,23 @@ def main() -> int:
         if item.files.record.spec.language in languages
     ]
     mistakes = planted(setup, 2)
-    controls = [Batch(tool, [mistakes[name]]) for name, (tool, _) in PLANTED.items() if tool in tools]
+    controls = [Batch(tool, [item], is_control=True) for item in mistakes.values() for tool in tools]
     ready = [item for item in chosen if item.cases]
-    batches = [*controls, *batches_of(ready, languages, options.batch, tools)]
+    before = clean_before(read_lines(RECORD)) if options.order == "unchecked" else frozenset()
+    batches = [*controls, *batches_of(ready, languages, options.batch, tools, before)]
     print(f"{len(ready)} kernels, {len(batches)} batches, {options.jobs} at a time, seed {options.seed}", flush=True)
     if options.dry_run:
         for batch in batches:
             print(batch.tool, *(f"{item.files.name} [{'; '.join(map(str, item.cases))}]" for item in batch.solutions))
         return 0
     nothing = [Outcome(Sanitized(item, tool, problem=NO_CASE)) for item in chosen if not item.cases for tool in tools]
-    outcomes = [*nothing, *_swept(setup, batches, tools, options, started)]
+    outcomes = [*nothing, *_swept(setup, batches, tools, options, started, before)]
     results = [outcome.result for outcome in outcomes]
     names = {item.files.name for item in mistakes.values()}
     shipped = [result for result in results if result.chosen.files.name not in names]
     not_found = [line for line in missed(results, mistakes) if line.split()[0] in tools]
-    _print_end(shipped, not_found, len(controls), time.monotonic() - started)
+    looked_for = sum(tool in tools for tool, _ in PLANTED.values())
+    _print_end(shipped, not_found, looked_for, time.monotonic() - started)
     return int(bool(not_found) or not all(result.is_clean for result in shipped))
 
 
@@ -242,8 +260,9 @@ def _setup_of(options: argparse.Namespace) -> RunSetup:
 
 
 def _swept(
-    setup: RunSetup, batches: Sequence[Batch], tools: Sequence[str], options: argparse.Namespace, started: float
-) -> list[Outcome]:
+    setup: RunSetup, batches: Sequence[Batch], tools: Sequence[str], options: argparse.Namespace, started: float,
+    before: Checks,
+) -> list[Outcome]:  # fmt: skip
     program = find_program("compute-sanitizer")
     with tempfile.TemporaryDirectory(prefix="sanitize-caches-") as caches, _lines(options.out) as out:
         out.write(json.dumps({"machine": versions(program), "tools": list(tools), "seed": options.seed}) + "\n")
@@ -257,6 +276,7 @@ def _swept(
         sweep = Sweep(
             program, setup.machine.device, options.jobs, started + options.limit_s, Path(caches), say,
             stall_s=options.stall_s, gpus=options.gpus, order=(PLAIN, *tools),
+            rank=unchecked_first(tools, before) if options.order == "unchecked" else None,
         )  # fmt: skip
         with timing_lock(setup.machine.device):
             return sweep.run(batches)

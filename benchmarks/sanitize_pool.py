@@ -57,6 +57,8 @@ class Batch:
     then: Sequence[str] = ()
     attempt: int = 1
     """Of the same Solutions, after a process that did not come to its end."""
+    is_control: bool = False
+    """A planted mistake, which runs before everything else."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,10 @@ class Sweep:
     """Processes are spread over so many devices."""
     order: Sequence[str] = ()
     """Tools, the most urgent first."""
+    rank: Callable[[Batch], tuple[int, ...]] | None = None
+    """How urgent a batch is, the smallest first, where that is more than a question of its tool."""
     outcomes: list[Outcome] = field(default_factory=list)
-    _waiting: list[tuple[int, int, Batch]] = field(default_factory=list)
+    _waiting: list[tuple[tuple[int, ...], int, Batch]] = field(default_factory=list)
     _running: int = 0
     _count: int = 0
     _change: threading.Condition = field(default_factory=threading.Condition)
@@ -110,11 +114,17 @@ class Sweep:
     def _push(self, batch: Batch) -> None:
         if not batch.solutions:
             return
-        urgency = self.order.index(batch.tool) if batch.tool in self.order else -1
         with self._change:
             self._count += 1
-            heapq.heappush(self._waiting, (urgency, self._count, batch))
+            heapq.heappush(self._waiting, (self._urgency(batch), self._count, batch))
             self._change.notify()
+
+    def _urgency(self, batch: Batch) -> tuple[int, ...]:
+        if batch.is_control:
+            return (-1,)
+        if self.rank is not None:
+            return self.rank(batch)
+        return (self.order.index(batch.tool) if batch.tool in self.order else -1,)
 
     def _work(self) -> None:
         while True:

@@ -3,12 +3,12 @@
 A test of shipped records has the mark ``records``, which names the parameters that hold records, or records themselves. A test
 of many cases of one kind has the mark ``sweep``. ``make test-all`` runs every one, and writes into ``tests/full_run.json`` what
 judged (records, backends, verification, harness, pinned compilers), what each file of such tests was in which all passed, with
-the modules of the package that it imports and the folder of the package, or of pages, that its own is named after, and every
-record that passed. By it the next run tries
+the modules of the package that it imports and the folder of the package that its own is named after, and every record that
+passed. A page of documentation is such a record. By it the next run tries
 
 * every record, where what judges has changed since, or the file is gone, damaged or edited by hand;
 * every record in a test file that has changed, or that tests a module or a folder that has;
-* a record that is new, has changed or was skipped then, and one of sixteen others, which change with the commit;
+* a record that is new, has changed or was skipped then, and one of sixteen others (of four pages), which change with the commit;
 * every case of a sweep where the first two are so, else one of eight, or of ``sweep(n)``: at least one, others with each commit.
 """
 
@@ -39,11 +39,13 @@ JUDGES = ("backends", "bench", "confinement", "records", "verify")
 COMPILERS = ("torch", "triton", "tilelang", "cuda-tile", "nvidia-cuda-tileiras", "nvidia-cuda-nvcc", "nvidia-nvvm")
 IMPORTS = re.compile(r"^\s*(?:from|import) (tilegym_db(?:\.\w+)+)", re.MULTILINE)
 HELPERS = re.compile(r"^\s*(?:from|import) (\w+(?:\.\w+)*)", re.MULTILINE)
-KINDS = ("definition", "solution", "traces", "cheat")
+KINDS = ("definition", "solution", "traces", "cheat", "page")
 ALL_BUT_ALONE = "not alone"
 """What 'make test' runs first; tests of records are all among it."""
 SAMPLE = 16
 """One of so many records that have not changed is tried all the same; which ones changes with the commit."""
+SAMPLES = {"page": 4}
+"""The same for kinds of which there are few."""
 SWEPT = 8
 """One of so many cases of a sweep is run where nothing has changed."""
 
@@ -133,7 +135,7 @@ class Choice:
         return FullRun(self.judge, known, {key: self.records[key] for key in passed - others})
 
     def _is_sampled(self, key: str) -> bool:
-        return self._number(key) % SAMPLE == 0
+        return self._number(key) % SAMPLES.get(key.partition(":")[0], SAMPLE) == 0
 
     def _number(self, key: str) -> int:
         return int(_sha256(f"{self.salt}:{key}".encode())[:16], 16)
@@ -233,7 +235,14 @@ def record_digests() -> dict[str, str]:
         content = json.dumps([files.record.to_dict(), files.digest, found[f"definition:{files.record.definition}"]])
         found[f"solution:{name}"] = _sha256(content.encode())
     found |= {f"traces:{name_of(path)}": _sha256(path.read_bytes()) for path in shipped_traces(catalog)}
+    found |= {f"page:{name}": _sha256((root / name).read_bytes()) for name in pages_of(root)}
     return found | {f"cheat:{path.stem}": _sha256(path.read_bytes()) for path in CHEATS.glob("*.py")}
+
+
+def pages_of(root: Path = ROOT) -> list[str]:
+    """Every page of documentation, by its path from the root."""
+    patterns = ("*.md", "docs/*.md", "docs/how-to/*.md", "docs/performance/*.md", "docs/reference/*.md")
+    return sorted(path.relative_to(root).as_posix() for pattern in patterns for path in root.glob(pattern))
 
 
 def judge_digest(root: Path = ROOT) -> str:
@@ -247,7 +256,7 @@ def judge_digest(root: Path = ROOT) -> str:
 @cache
 def digest_of_test(path: Path) -> str:
     """Digest of a test file, of the ``conftest.py`` of its folder and of those above, of what these import of ``tests/``, of the
-    package's modules that the test file imports, and of the folder of the package, or of pages, that its own is named after."""
+    package's modules that the test file imports, and of the folder of the package that its own is named after."""
     folders = [folder for folder in path.parents if folder.is_relative_to(STATE.parent)]
     fixtures = [file for folder in folders if (file := folder / "conftest.py").is_file()]
     modules = [ROOT.joinpath(*name.split(".")) for name in IMPORTS.findall(path.read_text(encoding="utf-8"))]
@@ -255,7 +264,7 @@ def digest_of_test(path: Path) -> str:
         file for module in modules for file in (module.with_suffix(".py"), *module.rglob("*.py")) if file.is_file()
     ]
     about = path.relative_to(STATE.parent).parts[0]
-    files += [*(ROOT / "tilegym_db" / about).rglob("*.py"), *(ROOT / about).rglob("*.md")]
+    files += (ROOT / "tilegym_db" / about).rglob("*.py")
     return _digest_of({*_with_helpers([path, *fixtures]), *files}, ROOT)
 
 

@@ -54,6 +54,13 @@ class Row:
         both = (self.ours == "PASSED", self.theirs == "PASSED")
         return {(True, True): "agree", (False, False): "agree", (True, False): "they fail it"}.get(both, "we fail it")
 
+    def __str__(self) -> str:
+        return (
+            f"{self.agreement:<12} ours {self.ours} {self.our_ms or 0:.4f} ms, "
+            f"theirs {self.theirs} {self.their_ms or 0:.4f} ms  "
+            f"{self.key[1]} on {self.key[0]} {self.key[2][:8]}{f': {self.why}' if self.why else ''}"
+        )
+
 
 def exported(folder: Path, gpu: str) -> Any:
     """Our export with the published traces of a GPU, as their loader reads it."""
@@ -210,11 +217,7 @@ def _latency(evaluation: Any) -> float | None:
 
 def report(found: Sequence[Row]) -> str:
     """A line for each pair, the count of each agreement, and the median ratio of the two times."""
-    lines = [
-        f"{row.agreement:<12} ours {row.ours} {row.our_ms or 0:.4f} ms, theirs {row.theirs} {row.their_ms or 0:.4f} ms  "
-        f"{row.key[1]} on {row.key[0]} {row.key[2][:8]}{f': {row.why}' if row.why else ''}"
-        for row in found
-    ]
+    lines = [str(row) for row in found]
     ratios = [row.their_ms / row.our_ms for row in found if row.their_ms and row.our_ms]
     lines.append(", ".join(f"{what}: {count}" for what, count in Counter(row.agreement for row in found).items()))
     if ratios:
@@ -266,7 +269,7 @@ def measured(trace_set: Any, ours: dict[PairKey, Any], options: argparse.Namespa
     found: list[Row] = []
     for part in benchmarked(trace_set, BenchmarkConfig(), options.limit_s):
         found += (new := list(rows(ours, part)))
-        print("\n".join(f"  {row.theirs:<22}{row.key[1]}" for row in new), flush=True)
+        print("\n".join(f"  {row}" for row in new), flush=True)
     return found
 
 

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from full_run import pages_of
 from run_docs import FENCE, ROOT, Pages, Runner, Step, differs, normalised, rewritten, steps_of
 
 from tilegym_db.catalog import Catalog
@@ -29,8 +30,10 @@ PAGES = (
 )
 FASTER = ("docs/how-to/your-own-operator.md", "docs/python-api.md", "README.md")
 """Pages on which a kernel must be known to be faster, and what begins with the home that one of them left."""
-GIVEN = [pytest.param(name, marks=pytest.mark.alone if name in FASTER else pytest.mark.sweep(3)) for name in PAGES]
-"""The others in their turn: all of them where a page of ``docs`` has changed."""
+GIVEN = [
+    pytest.param(name, marks=pytest.mark.alone if name in FASTER else pytest.mark.records("name")) for name in PAGES
+]
+"""The others where they have changed, and in their turn."""
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +61,7 @@ def shown(step: Step) -> str:
     return f"{step.text}-- printed:\n{step.actual}-- the page says:\n{step.expected}"
 
 
-WRITTEN = sorted(
-    str(path.relative_to(ROOT))
-    for pattern in ("*.md", "docs/*.md", "docs/how-to/*.md", "docs/performance/*.md", "docs/reference/*.md")
-    for path in ROOT.glob(pattern)
-)
+WRITTEN = pages_of()
 CODE = ("", "bash", "console", "python", "sh", "sql")
 """Languages of blocks that a reader would run; the others show a record, a tree of folders or an output."""
 NOT_RUN = re.compile(r"no test runs (?:this|these)(?: one)?: [a-z`][^:]{8,}", re.IGNORECASE)
