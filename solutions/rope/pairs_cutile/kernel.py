@@ -69,7 +69,7 @@ def _turn_pairs(
         ct.scatter(out, (batch, heads, positions, lanes), first, mask=inside, check_bounds=False)
         ct.scatter(out, (batch, heads, positions, lanes + PAIRS), second, mask=inside, check_bounds=False)
     else:
-        if 2 * PAIRS < x.shape[3]:  # the rest of a head passes bit for bit
+        if x.shape[3] > 2 * PAIRS:  # the rest of a head passes bit for bit
             first, second = ct.where(turns, first, even), ct.where(turns, second, odd)
         column = (TILE_H, TILE_S, TILE_P, 1)
         both = ct.cat((ct.reshape(first, column), ct.reshape(second, column)), 3)

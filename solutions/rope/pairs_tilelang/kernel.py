@@ -8,13 +8,13 @@ import tilelang.language as T
 
 @functools.cache
 @tilelang.jit(pass_configs={"tl.enable_lower_ldgstg": True})  # keeps 16-byte stores whole
-def turn_kernel(form, q_heads, k_heads, D, pairs, dtype, wide, groups):
+def turn_kernel(form, q_heads, k_heads, D, pairs, dtype, wide, columns, groups, rounds):
     """Compile for `pairs` pairs of the D elements of a head; run() found that `wide` elements of one can be moved at once.
 
-    One of (columns, groups) threads makes n pairs, or the elements in their place, of every groups-th head. `form` says where
-    a pair lies: "halves" in either half of a head, read and written; "pairs" and "complex" side by side from the beginning on,
-    "tail" at the end; "to halves" side by side where it is read, in the halves where it is written. The table of "complex" has
-    cosine and sine side by side, in float32. There is no k with "tail".
+    One of (columns, groups) threads makes n pairs, or the elements in their place, of every groups-th head, up to `rounds` of
+    q; further heads have CTAs of their own. `form` says where a pair lies: "halves" in either half of a head, read and written;
+    "pairs" and "complex" side by side from the beginning on, "tail" at the end; "to halves" side by side where it is read, in
+    the halves where it is written. The table of "complex" has cosine and sine side by side, in float32. "tail" has no k.
     """
     B, S, table_B = T.dynamic("B S table_B")
     q_strides = (*T.dynamic("q_b q_h q_s", "int64"), 1)
@@ -31,11 +31,11 @@ def turn_kernel(form, q_heads, k_heads, D, pairs, dtype, wide, groups):
     start = D - 2 * pairs if form == "tail" else 0
     rest_end = start if form == "tail" else D  # what is copied ends here
     scalar = wide == 1 and not reads_halves  # rows, or what is copied, may end within two elements
-    columns = pairs // n if reads_halves else pairs + -(-(D - 2 * pairs) // 2) if scalar else D // wide
     copies = 2 * pairs < D
     table_width = {"halves": pairs, "tail": pairs, "pairs": 2 * pairs, "to halves": D, "complex": D}[form]
     table_dtype = "float32" if form == "complex" else dtype
-    q_rounds, k_rounds = -(-q_heads // groups), -(-k_heads // groups)
+    parts = -(-q_heads // (groups * rounds))  # CTAs of a token
+    k_rounds = -(-k_heads // (groups * parts))
 
     @T.macro
     def load(x, rows, i, b, head, s, column, turns):
@@ -97,10 +97,7 @@ def turn_kernel(form, q_heads, k_heads, D, pairs, dtype, wide, groups):
     @T.macro
     def rotate(rows, i, cosine, sine, result, out, b, head, s, column, pair, turns):
         """Every store has elements of `result` of its own: TileLang 0.1.15 may store a stale value of a reused one."""
-        if not copies:
-            turn(rows, i, cosine, sine, result)
-            store(out, result, i, b, head, s, column, pair)
-        elif turns:
+        if turns:
             turn(rows, i, cosine, sine, result)
             store(out, result, i, b, head, s, column, pair)
         else:
@@ -128,8 +125,10 @@ def turn_kernel(form, q_heads, k_heads, D, pairs, dtype, wide, groups):
                 sine[v] = T.cast(sin_row[v], "float32")
 
     @T.macro
-    def turn_token(q, k, cos, sin, q_out, k_out, s, b):
+    def turn_token(q, k, cos, sin, q_out, k_out, block, b):
         t, group = T.get_thread_binding(0), T.get_thread_binding(1)
+        s, part = (block // parts, block % parts) if parts > 1 else (block, 0)
+        q_head, k_head = part * (groups * rounds) + group, part * (groups * k_rounds) + group
         if scalar and start > 0:
             turns = t < pairs
             column = T.if_then_else(t < pairs, start + 2 * t, 2 * (t - pairs))
@@ -137,34 +136,32 @@ def turn_kernel(form, q_heads, k_heads, D, pairs, dtype, wide, groups):
         else:
             column = t * n if reads_halves else t * 2 * n
             pair = t * n - start // 2
-            turns = column >= start if start > 0 else column < 2 * pairs
+            turns = column >= start if start > 0 else column < 2 * pairs if copies else True
         table_b = T.min(b, table_B - 1)  # one table for the whole batch, or one for each
         cosine = T.alloc_local((n,), "float32")
         sine = T.alloc_local((n,), "float32")
-        q_rows = T.alloc_local((q_rounds, 2 * n), dtype)
-        q_result = T.alloc_local((q_rounds, 2 * n), dtype)
+        q_rows = T.alloc_local((rounds, 2 * n), dtype)
+        q_result = T.alloc_local((rounds, 2 * n), dtype)
 
         # All loads first: they overlap.
-        if not copies:
+        if turns:
             load_table(cos, sin, cosine, sine, table_b, s, pair)
-        elif turns:
-            load_table(cos, sin, cosine, sine, table_b, s, pair)
-        for i in T.unroll(q_rounds):
-            if group + i * groups < q_heads:
-                load(q, q_rows, i, b, group + i * groups, s, column, turns)
+        for i in T.unroll(rounds):
+            if q_head + i * groups < q_heads:
+                load(q, q_rows, i, b, q_head + i * groups, s, column, turns)
         if k_heads > 0:
             k_rows = T.alloc_local((k_rounds, 2 * n), dtype)
             k_result = T.alloc_local((k_rounds, 2 * n), dtype)
             for i in T.unroll(k_rounds):
-                if group + i * groups < k_heads:
-                    load(k, k_rows, i, b, group + i * groups, s, column, turns)
-        for i in T.unroll(q_rounds):
-            if group + i * groups < q_heads:
-                rotate(q_rows, i, cosine, sine, q_result, q_out, b, group + i * groups, s, column, pair, turns)
+                if k_head + i * groups < k_heads:
+                    load(k, k_rows, i, b, k_head + i * groups, s, column, turns)
+        for i in T.unroll(rounds):
+            if q_head + i * groups < q_heads:
+                rotate(q_rows, i, cosine, sine, q_result, q_out, b, q_head + i * groups, s, column, pair, turns)
         if k_heads > 0:
             for i in T.unroll(k_rounds):
-                if group + i * groups < k_heads:
-                    rotate(k_rows, i, cosine, sine, k_result, k_out, b, group + i * groups, s, column, pair, turns)
+                if k_head + i * groups < k_heads:
+                    rotate(k_rows, i, cosine, sine, k_result, k_out, b, k_head + i * groups, s, column, pair, turns)
 
     @T.prim_func
     def rope(
@@ -175,12 +172,12 @@ def turn_kernel(form, q_heads, k_heads, D, pairs, dtype, wide, groups):
         q_out: T.StridedTensor((B, q_heads, S, D), q_out_strides, dtype),
         k_out: T.StridedTensor((B, k_heads, S, D), k_out_strides, dtype),
     ):
-        with T.Kernel(S, B, threads=(columns, groups)) as (s, b):
+        with T.Kernel(S * parts, B, threads=(columns, groups)) as (block, b):
             for stride in q_strides[:3] + k_strides[:3] + q_out_strides[:3] + k_out_strides[:3]:
                 T.assume(stride % wide == 0)  # run() chose it so; it lets the compiler use vector accesses
             for stride in cos_strides[:2] + sin_strides[:2]:
                 T.assume(stride % table_wide == 0)
-            turn_token(q, k, cos, sin, q_out, k_out, s, b)
+            turn_token(q, k, cos, sin, q_out, k_out, block, b)
 
     @T.prim_func
     def rope_complex(
@@ -190,12 +187,12 @@ def turn_kernel(form, q_heads, k_heads, D, pairs, dtype, wide, groups):
         q_out: T.StridedTensor((B, q_heads, S, D), q_out_strides, dtype),
         k_out: T.StridedTensor((B, k_heads, S, D), k_out_strides, dtype),
     ):
-        with T.Kernel(S, B, threads=(columns, groups)) as (s, b):
+        with T.Kernel(S * parts, B, threads=(columns, groups)) as (block, b):
             for stride in q_strides[:3] + k_strides[:3] + q_out_strides[:3] + k_out_strides[:3]:
                 T.assume(stride % wide == 0)
             for stride in cos_strides[:2]:
                 T.assume(stride % table_wide == 0)
-            turn_token(q, k, turns, turns, q_out, k_out, s, b)
+            turn_token(q, k, turns, turns, q_out, k_out, block, b)
 
     @T.prim_func
     def rope_tail(
@@ -204,21 +201,21 @@ def turn_kernel(form, q_heads, k_heads, D, pairs, dtype, wide, groups):
         sin: T.StridedTensor((table_B, S, table_width), sin_strides, dtype),
         out: T.StridedTensor((B, q_heads, S, D), q_out_strides, dtype),
     ):
-        with T.Kernel(S, B, threads=(columns, groups)) as (s, b):
+        with T.Kernel(S * parts, B, threads=(columns, groups)) as (block, b):
             for stride in q_strides[:3] + q_out_strides[:3]:
                 T.assume(stride % wide == 0)
             for stride in cos_strides[:2] + sin_strides[:2]:
                 T.assume(stride % table_wide == 0)
-            turn_token(x, x, cos, sin, out, out, s, b)
+            turn_token(x, x, cos, sin, out, out, block, b)
 
     return {"complex": rope_complex, "tail": rope_tail}.get(form, rope)
 
 
 def _launch(form, heads, tables, outs, pairs, rounds):
-    """Heads and outputs [B, H, S, D], tables [1 or B, S, ...]; last strides 1, the others free; T is bfloat16, float16 or float32.
+    """Heads and outputs [B, H, S, D], tables [1 or B, S, ...]; last strides 1, the others free; T is bf16, fp16 or fp32.
 
-    A CTA owns a token (b, s): a thread keeps its part of cos and sin in registers for `rounds` heads of q, or more where a CTA
-    would have over 1024 threads. rounds=None: 4 from 512 tokens on, else 1 (decode).
+    A CTA owns heads of a token (b, s): a thread keeps its part of cos and sin in registers for `rounds` heads of q.
+    rounds=None: 4 from 512 tokens on, else 1 (decode).
     """
     B, q_heads, S, D = heads[0].shape
     if B == 0 or S == 0:
@@ -247,10 +244,13 @@ def _launch(form, heads, tables, outs, pairs, rounds):
 
 @functools.cache
 def kernel_for(form, q_heads, k_heads, D, pairs, dtype, wide, rounds):
-    """The kernel whose threads have `rounds` heads of q, or more where a CTA would have over 1024 threads."""
-    threads = pairs // wide if form == "halves" else -(-D // max(wide, 2)) + 1
-    groups = max(1, min(-(-max(q_heads, k_heads) // rounds), 1024 // threads))
-    return turn_kernel(form, q_heads, k_heads, D, pairs, dtype, wide, groups)
+    """The kernel of up to 256 threads, or of one head at a time, whose threads have `rounds` heads of q."""
+    columns = (pairs if form == "halves" else D) // wide
+    if wide == 1 and form != "halves":  # two elements a thread, also of what is copied
+        columns = pairs - (2 * pairs - D) // 2
+    groups = max(1, min(-(-max(q_heads, k_heads) // rounds), 256 // columns))
+    rounds = max(1, min(rounds, -(-q_heads // groups)))
+    return turn_kernel(form, q_heads, k_heads, D, pairs, dtype, wide, columns, groups, rounds)
 
 
 def run_rope_half_tables(q, k, cos, sin, q_out, k_out, *, rounds=None):
