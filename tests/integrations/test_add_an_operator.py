@@ -269,6 +269,28 @@ def test_an_attribute_that_the_module_does_not_have_is_named(desk: Desk) -> None
     assert site.reason == "it has no offset, which serving.code of mean_abs_norm names"
 
 
+class Summed(Block):
+    """A residual sum before the norm."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        y = x + y
+        x = y
+        y = self.inner(y)
+        return self.last(y) + x
+
+
+def test_a_sum_before_a_norm_of_which_no_definition_tells_is_left_to_stock_and_the_norm_is_served(desk: Desk) -> None:
+    desk.add(NORM, NORM_BODY)
+    model = Summed(MeanAbsNorm).eval()
+    reasons = {site.kind: site.reason for site in patch(model, catalog=desk.catalog, dry_run=True).report().sites}
+    assert reasons == {
+        "norm": "dry run",
+        "add_norm": "no definition describes a residual sum and mean_abs_norm of it",
+    }
+    assert served(model, torch.randn(2, 3, 64), desk.catalog) == {"mean_abs_norm": 1}
+
+
 def test_the_report_prints_the_fingerprint_that_a_new_definition_states(build: Any, desk: Desk) -> None:
     model = build()
     model.model.norm.__class__ = type("OwnNorm", (type(model.model.norm),), {"forward": own_norm})
