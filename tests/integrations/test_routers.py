@@ -10,13 +10,15 @@ import pytest
 import torch
 from transformers.models.deepseek_v2.configuration_deepseek_v2 import DeepseekV2Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HashRouter, DeepseekV4TopKRouter
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from tilegym_db import Catalog, patch, patched
-from tilegym_db.integrations.transformers.call_site import AUTOCAST, IN_TRAINING, NEEDS_GRAD
+from tilegym_db.integrations.transformers.call_site import AUTOCAST, IN_TRAINING, NEEDS_GRAD, NOT_PLAIN
 
-EXPERTS, HIDDEN = 8, 64
+EXPERTS, HIDDEN, WORDS = 8, 64, 30
 
 
 def router(**changes: Any) -> Any:
@@ -30,6 +32,24 @@ def grouped_router(method: str, groups: int | None, kept: int | None) -> Any:
     config = DeepseekV2Config(hidden_size=HIDDEN, n_routed_experts=EXPERTS, num_experts_per_tok=3)
     config.topk_method, config.n_group, config.topk_group = method, groups, kept
     return filled(DeepseekV2TopkRouter(config))
+
+
+def v4_router(cls: type[torch.nn.Module], **changes: Any) -> Any:
+    """One router of DeepSeek-V4 with a random bias or table."""
+    settings = {"hidden_size": HIDDEN, "n_routed_experts": EXPERTS, "num_experts_per_tok": 3, "vocab_size": WORDS}
+    module = filled(cls(DeepseekV4Config(**{**settings, **changes})))
+    with_experts(module)
+    return module
+
+
+def with_experts(model: torch.nn.Module) -> None:
+    """Random biases and tables for all routers of DeepSeek-V4 in a model."""
+    generator = torch.Generator().manual_seed(2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
+        elif name.endswith("tid2eid"):
+            buffer.copy_(torch.rand(len(buffer), EXPERTS, generator=generator).argsort(dim=1)[:, : buffer.shape[1]])
 
 
 def filled(module: Any) -> Any:
@@ -162,3 +182,66 @@ def test_other_code_is_no_definition(kernels: Catalog) -> None:
     module = router()
     module.__class__ = Sorted
     assert reason(module, kernels).startswith("its router forward is no variant that is known (fingerprint ")
+
+
+def by_table(module: Any, tokens: Any) -> tuple[torch.Tensor, ...]:
+    with torch.no_grad():
+        found: tuple[torch.Tensor, ...] = module(states().view(1, 5, HIDDEN), tokens)
+    return found
+
+
+TOKENS = torch.tensor([[4, 29, 0, 4, 7]])
+
+
+def test_the_router_of_deepseek_v4_is_served(kernels: Catalog) -> None:
+    module = v4_router(DeepseekV4TopKRouter)
+    stock = call(module)
+    with patched(torch.nn.ModuleList([module]), catalog=kernels) as handle:
+        assert same(call(module), stock)
+    assert handle.report().hits() == {"topk_sqrtsoftplus_bias": 1}
+
+
+def test_the_router_by_a_table_is_served_with_the_tokens_of_the_call(kernels: Catalog) -> None:
+    module = v4_router(DeepseekV4HashRouter)
+    stock = by_table(module, TOKENS)
+    assert stock[2].tolist() == module.tid2eid[TOKENS[0]].tolist()
+    with patched(torch.nn.ModuleList([module]), catalog=kernels) as handle:
+        assert same(by_table(module, TOKENS), stock)
+        assert same(by_table(module, TOKENS.flip(1)), by_table(copy.deepcopy(module), TOKENS.flip(1)))
+    assert handle.report().hits() == {"table_router": 2}
+
+
+@pytest.mark.parametrize("cls", [DeepseekV4TopKRouter, DeepseekV4HashRouter])
+def test_another_score_function_is_not_the_definition(cls: type[torch.nn.Module], kernels: Catalog) -> None:
+    module = v4_router(cls, scoring_func="sigmoid")
+    name = "table_router" if cls is DeepseekV4HashRouter else "topk_sqrtsoftplus_bias"
+    assert reason(module, kernels) == f"probed, it does not give the bits of {name}"
+
+
+def test_a_router_by_a_table_that_is_given_no_tokens_raises_as_stock_does(kernels: Catalog) -> None:
+    module = v4_router(DeepseekV4HashRouter)
+    with patched(torch.nn.ModuleList([module]), catalog=kernels) as handle:
+        with pytest.raises(AttributeError, match="reshape"):
+            by_table(module, None)
+        (site,) = handle.report().sites
+        assert (dict(site.bypassed), handle.report().kernel_calls) == ({NOT_PLAIN: 1}, 0)
+
+
+@pytest.mark.parametrize("smallest", [1, 2048])
+def test_compiled_code_asks_for_the_table_too(smallest: int, shop: Any) -> None:
+    module, catalog = v4_router(DeepseekV4HashRouter), shop.offer(ops=("table_router",), smallest=smallest)
+    stock = by_table(module, TOKENS)
+    with patched(torch.nn.ModuleList([module]), catalog=catalog) as handle:
+        assert same(by_table(torch.compile(module, backend="aot_eager", fullgraph=True), TOKENS), stock)
+    torch.compiler.reset()
+    assert handle.report().kernel_calls == int(smallest == 1)
+
+
+def test_greedy_tokens_of_deepseek_v4_are_those_of_stock(kernels: Catalog, build: Any, prompt: Any) -> None:
+    model = build("deepseek_v4", n_routed_experts=EXPERTS, mlp_layer_types=["hash_moe", "moe"])
+    with_experts(model)
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    stock = model.generate(prompt(2), **options).tolist()
+    with patched(model, catalog=kernels, ops=["table_router", "topk_sqrtsoftplus_bias"]) as handle:
+        assert model.generate(prompt(2), **options).tolist() == stock
+    assert handle.report().hits() == {"table_router": 4, "topk_sqrtsoftplus_bias": 4}  # a prompt and three steps

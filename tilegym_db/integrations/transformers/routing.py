@@ -1,7 +1,8 @@
 """A router's forward in which a kernel may choose the experts: the same code, with a question after its product.
 
-Looked for is one shape of code, in any class: one ``z = linear(...)``, and at the end ``return z, weights, ids``. After the
-product comes a call that may give weights and ids; where it gives none, the code goes on as it is.
+Looked for is one shape of code, in any class: one ``z = linear(...)``, and at the end ``return z, weights, ids``, the weights by
+name or as they are computed. After the product comes a call that may give weights and ids; where it gives none, the code goes on
+as it is.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from tilegym_db.integrations.transformers.fusion import parsed, recompiled
 __all__ = ["ROUTE", "is_routing", "with_route"]
 
 ROUTE = "_tilegym_db_route"
-"""What the rewritten forward calls: ``ROUTE(self, logits)`` is (weights, ids), or None."""
+"""What the rewritten forward calls: ``ROUTE(self, logits, *others)`` is (weights, ids), or None. ``others`` are what the forward
+was given beside the hidden states, such as the tokens."""
 SERVED = "_tilegym_db_routed"
 PRODUCT = "linear"
 
@@ -34,9 +36,8 @@ def with_route(forward: FunctionType) -> FunctionType:
     assert function is not None, "ask is_routing first"
     assert product is not None, "ask is_routing first"
     place, logits = product
-    source = (
-        f"{SERVED} = {ROUTE}(self, {logits})\nif {SERVED} is not None:\n    return {logits}, {SERVED}[0], {SERVED}[1]"
-    )
+    given = ", ".join(["self", logits, *(argument.arg for argument in function.args.args[2:])])
+    source = f"{SERVED} = {ROUTE}({given})\nif {SERVED} is not None:\n    return {logits}, {SERVED}[0], {SERVED}[1]"
     asked = ast.parse(source).body
     for statement in asked:
         for node in ast.walk(statement):
@@ -60,7 +61,7 @@ def _product(function: ast.FunctionDef) -> tuple[int, str] | None:
     if len(products) != 1 or len(returns) != 1:
         return None
     match returns[0].value:
-        case ast.Tuple(elts=[ast.Name(id=first), ast.Name(), ast.Name()]) if first == products[0][1]:
+        case ast.Tuple(elts=[ast.Name(id=first), _, ast.Name()]) if first == products[0][1]:
             return products[0]
         case _:
             return None
