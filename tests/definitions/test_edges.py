@@ -44,7 +44,8 @@ def parts(part: str, *inputs: str) -> list[str]:
 NORMS = parts("norm", "x", "weight", "eps")
 SUMS = parts("add_norm", "x", "residual", "weight", "eps")
 GATES = parts("mlp")
-ROPES = parts("rope", "q", "k", "cos", "sin")
+ROPES = ["rope_neox", "rope_partial"]  # both halves of their tables count
+PAIR_ROPES = [name for name in parts("rope") if name not in ROPES]
 NORM_BACKWARDS = ["rms_norm_backward", "rms_norm_backward_x"]
 CASTS = ["per_token_cast", "per_block_cast", "per_channel_cast"]
 HALF = [torch.bfloat16, torch.float16]
@@ -147,6 +148,12 @@ def test_no_tokens_give_an_empty_output(definition: Definition, catalog: Catalog
         ("gemm", {"M": 4, "N": 4, "K": 0}),  # a sum of nothing is no linear layer
         ("qk_rms_norm", {"M": 4, "Hq": 2, "Hkv": 1, "D": 0}),
         *((name, {"B": 1, "Bc": 1, "Hq": 1, "Hkv": 1, "S": 1, "D": 5, "R": 3}) for name in ROPES),
+        *(
+            (name, {"B": 1, "Bc": 1, "Hq": 1, "Hkv": 1, "S": 1, "D": 5})
+            for name in ("rope_half_tables", "rope_pairs_to_halves", "rope_complex_pairs")
+        ),
+        *(("rope_pairs", {"B": 1, "Bc": 1, "Hq": 1, "Hkv": 1, "S": 1, "D": 5, "R": size}) for size in (3, 6)),
+        *(("rope_tail_pairs", {"B": 1, "Bc": 1, "H": 1, "S": 1, "D": 5, "P": pairs}) for pairs in (0, 3)),
         ("rope_neox", {"B": 4, "Bc": 2, "Hq": 1, "Hkv": 1, "S": 1, "D": 4}),
         ("rope_partial", {"B": 1, "Bc": 1, "Hq": 1, "Hkv": 1, "S": 1, "D": 4, "R": 6}),
         ("topk_gate", {"M": 4, "E": 7, "K": 8}),
@@ -513,6 +520,87 @@ def test_partial_rope_passes_the_tail_through_bit_for_bit(agree: Agree) -> None:
     assert torch.equal(result["q_out"][..., 4:].view(torch.int32), q[..., 4:].view(torch.int32))
     assert result["q_out"][..., :4].isfinite().all()
     assert torch.equal(result["k_out"][..., 4:], k[..., 4:])
+
+
+def test_tables_of_pairs_are_read_in_their_first_half_alone(agree: Agree) -> None:
+    q = k = torch.tensor([1.0, 10.0, 100.0, 1000.0]).view(1, 1, 1, 4)
+    cos, sin = torch.tensor([[[2.0, 3.0, 88.0, 99.0]]]), torch.tensor([[[5.0, 7.0, 88.0, 99.0]]])
+    first, second = [2 - 50, 20 + 5], [300 - 7000, 3000 + 700]
+    halves = [first[0], second[0], first[1], second[1]]
+    assert agree("rope_pairs", q, k, cos, sin)["q_out"].flatten().tolist() == [*first, *second]
+    assert agree("rope_pairs_to_halves", q, k, cos, sin)["k_out"].flatten().tolist() == halves
+    tables = cos[..., :2], sin[..., :2]
+    assert agree("rope_tail_pairs", q, *tables)["out"].flatten().tolist() == [*first, *second]
+    turns = torch.stack(tables, dim=-1).flatten(-2)
+    assert agree("rope_complex_pairs", q, k, turns)["q_out"].flatten().tolist() == [*first, *second]
+    # Elements 0 and 2 are a pair here, and so are 1 and 3.
+    by_halves = [2 - 500, 30 - 7000, 200 + 5, 3000 + 70]
+    assert agree("rope_half_tables", q, k, *tables)["q_out"].flatten().tolist() == by_halves
+
+
+def pair_tables(name: str, positions: torch.Tensor, pairs: int) -> list[torch.Tensor]:
+    """The tables of a rotation of so many pairs, as its model makes them."""
+    cos, sin = rotary(positions, 2 * pairs)
+    half = cos[..., :pairs], sin[..., :pairs]
+    if name == "rope_complex_pairs":
+        return [torch.stack(half, dim=-1).flatten(-2)]
+    return [*half] if name in ("rope_half_tables", "rope_tail_pairs") else [cos, sin]
+
+
+def heads_for(name: str, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return given[:1] if name == "rope_tail_pairs" else given
+
+
+@pytest.mark.parametrize("name", PAIR_ROPES)
+def test_pairs_at_position_zero_stay_and_repeated_positions_repeat(name: str, agree: Agree) -> None:
+    q, k = random(1, 3, 4, 8), random(1, 1, 4, 8, seed=1)
+    q[:, :, 3] = q[:, :, 1]
+    tables = pair_tables(name, torch.tensor([[0, 131071, 5, 131071]]), 4)
+    (value, *_) = agree(name, *heads_for(name, q, k), *tables).values()
+    given = torch.cat((q[..., 0::2], q[..., 1::2]), dim=-1) if name == "rope_pairs_to_halves" else q
+    assert torch.equal(value[:, :, 0], given[:, :, 0])
+    assert torch.equal(value[:, :, 1], value[:, :, 3])
+    assert not torch.equal(value[:, :, 1], given[:, :, 1])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(5, 1, 2), (24, 8, 6), (1, 3, 256)])
+@pytest.mark.parametrize("name", PAIR_ROPES)
+def test_pairs_of_uneven_heads(
+    name: str, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, agree: Agree
+) -> None:
+    q, k = random(2, heads, 3, dim, dtype=dtype), random(2, kv_heads, 3, dim, dtype=dtype, seed=1)
+    tables = pair_tables(name, torch.tensor([[7, 1, 9], [0, 2, 4]]), dim // 2)
+    if name != "rope_complex_pairs":
+        tables = [table.to(dtype) for table in tables]
+    agree(name, *heads_for(name, q, k), *tables)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", PAIR_ROPES)
+def test_pairs_are_taken_as_models_pass_them(name: str, dtype: torch.dtype, agree: Agree) -> None:
+    """q is a slice of wider heads, k one of something else, from an odd element on."""
+    q = random(2, 3, 4, 13, dtype=dtype).transpose(1, 2)[..., 5:]
+    k = random(2, 3, 1, 17, dtype=dtype, seed=1).transpose(1, 2)[..., 9:]
+    tables = pair_tables(name, torch.arange(3)[None], 4)
+    if name != "rope_complex_pairs":
+        tables = [table.to(dtype) for table in tables]
+    views = agree(name, *heads_for(name, q, k), *tables)
+    copies = agree(name, *heads_for(name, q.contiguous(), k.contiguous()), *tables)
+    assert all(torch.equal(views[output], copies[output]) for output in views)
+
+
+def test_what_no_pair_is_made_of_passes_bit_for_bit(agree: Agree) -> None:
+    x, k = random(1, 2, 3, 7), random(1, 1, 3, 7, seed=1)
+    x[..., 4], x[..., 5], x[..., 6] = torch.nan, INF, 1e-40
+    positions = torch.tensor([[3, 1, 2]])
+    out = agree("rope_pairs", x, k, *pair_tables("rope_pairs", positions, 2))["q_out"]
+    assert torch.equal(out[..., 4:].view(torch.int32), x[..., 4:].view(torch.int32))
+    assert out[..., :4].isfinite().all()
+    turned = x.flip(-1)
+    out = agree("rope_tail_pairs", turned, *pair_tables("rope_tail_pairs", positions, 2))["out"]
+    assert torch.equal(out[..., :3].view(torch.int32), turned[..., :3].view(torch.int32))
+    assert out[..., 3:].isfinite().all()
 
 
 # -- attention -------------------------------------------------------------------------------------------------------------

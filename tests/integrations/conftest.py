@@ -196,9 +196,11 @@ def _layouts(definition: Definition) -> list[dict[str, str]]:
 
 
 def _size(definition: Definition, axis: str, size: int) -> int:
-    """As large as everything else, where that is a call: heads have a limit, and groups hold two experts at least."""
+    """As large as everything else, where that is a call: heads have a limit or hold pairs, groups hold two experts at least."""
     if "D <= 256" in definition.constraints and axis == "D":
         return min(size, LARGEST_HEAD)
+    if "2 * P <= D" in definition.constraints and axis == "D":
+        return 2 * size
     return 2 * size if "E >= 2 * G" in definition.constraints and axis == "E" else size
 
 

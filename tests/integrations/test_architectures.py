@@ -26,8 +26,8 @@ DENSE: dict[str, tuple[dict[str, int], dict[tuple[str, str], str]]] = {
     "olmo3": ({"rms_norm_fp32": 9, "swiglu": 2, "rope_neox": 2}, {}),
     "glm4": (
         # What its layers add is a view that the norm before it made: PyTorch keeps what a view is of, so the sum is stock.
-        {"rms_norm": 9, "fused_add_rms_norm": 0, "silu_and_mul": 2},
-        {("Glm4Attention", "rope"): "no definition describes a rotation of neighbouring pairs"},
+        {"rms_norm": 9, "fused_add_rms_norm": 0, "silu_and_mul": 2, "rope_pairs": 2},
+        {},
     ),
     "gemma3": (
         # As in GLM-4: each sub-layer ends in a norm, of which the layer adds a view.
@@ -47,8 +47,15 @@ OTHER: dict[str, tuple[dict[str, int], dict[tuple[str, str], str]]] = {
         },
     ),
     "deepseek_v2": (
-        {"rms_norm": 7, "fused_add_rms_norm": 2, "swiglu": 2, "moe_experts": 1, "topk_softmax_groups": 1},
-        {("DeepseekV2Attention", "rope"): "no definition describes a rotation by complex tables"},
+        {
+            "rms_norm": 7,
+            "fused_add_rms_norm": 2,
+            "swiglu": 2,
+            "rope_complex_pairs": 2,
+            "moe_experts": 1,
+            "topk_softmax_groups": 1,
+        },
+        {},
     ),
     "deepseek_v3": (
         # Its other rotary function would be served; this config does not call it.
@@ -57,15 +64,21 @@ OTHER: dict[str, tuple[dict[str, int], dict[tuple[str, str], str]]] = {
             "fused_add_rms_norm": 2,
             "swiglu": 2,
             "rope_neox": 0,
+            "rope_pairs_to_halves": 2,
             "moe_experts": 1,
             "topk_sigmoid_bias_groups": 1,
         },
-        {("DeepseekV3Attention", "rope"): "no definition describes pairs that are rotated into halves"},
+        {},
     ),
     "gpt_oss": (
-        {"rms_norm_fp32": 3, "fused_add_rms_norm_fp32": 2, "topk_then_softmax": 2, "moe_experts_oai": 2},
         {
-            ("GptOssAttention", "rope"): "no definition describes tables of half a head's width",
+            "rms_norm_fp32": 3,
+            "fused_add_rms_norm_fp32": 2,
+            "rope_half_tables": 2,
+            "topk_then_softmax": 2,
+            "moe_experts_oai": 2,
+        },
+        {
         },
     ),
     "qwen3_next": (

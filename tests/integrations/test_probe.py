@@ -85,7 +85,7 @@ def test_an_activation_is_told_from_other_gates(packed: bool) -> None:
         (rotate_halves, ["rope_neox", "rope_partial"], None),
         (rotate_in_fp32, ["rope_neox", "rope_partial"], None),
         (rotate_a_part, ["rope_neox", "rope_partial"], ["rope_partial"]),
-        (rotate_pairs, [], []),
+        (rotate_pairs, ["rope_pairs"], []),
     ],
 )
 def test_rotations_are_told_apart(function: Any, full_width: list[str], part: list[str] | None) -> None:

@@ -113,7 +113,19 @@ def test_one_measured_size_does_not_show_that_an_axis_only_repeats_work() -> Non
 
 
 @pytest.mark.parametrize(
-    "name", ["rope_neox", "rope_partial", "rope_neox_backward", "attention_prefill", "attention_decode"]
+    "name",
+    [
+        "rope_neox",
+        "rope_partial",
+        "rope_neox_backward",
+        "rope_half_tables",
+        "rope_pairs",
+        "rope_pairs_to_halves",
+        "rope_complex_pairs",
+        "rope_tail_pairs",
+        "attention_prefill",
+        "attention_decode",
+    ],
 )
 def test_every_independent_axis_of_a_shipped_operator_multiplies_its_cost(name: str) -> None:
     """Twice a whole group is twice the flops; by itself, the group of one operand adds to the others'."""

@@ -50,7 +50,7 @@ def run_rope_pairs_to_halves(
 
 
 def _as_complex(x: torch.Tensor) -> torch.Tensor:
-    pairs = x.float().reshape(*x.shape[:-1], -1, 2)
+    pairs = x.float().reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
     if pairs.storage_offset() % 2 or any(stride % 2 for stride in pairs.stride()[:-1]):
         pairs = pairs.clone(memory_format=torch.contiguous_format)  # PyTorch has no view of such numbers
     return torch.view_as_complex(pairs)

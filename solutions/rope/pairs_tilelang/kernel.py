@@ -34,7 +34,7 @@ def turn_kernel(form, q_heads, k_heads, D, pairs, dtype, wide, columns, groups, 
     copies = 2 * pairs < D
     table_width = {"halves": pairs, "tail": pairs, "pairs": 2 * pairs, "to halves": D, "complex": D}[form]
     table_dtype = "float32" if form == "complex" else dtype
-    parts = -(-q_heads // (groups * rounds))  # CTAs of a token
+    parts = max(1, -(-q_heads // (groups * rounds)))  # CTAs of a token
     k_rounds = -(-k_heads // (groups * parts))
 
     @T.macro

@@ -1,6 +1,8 @@
 """Rotary embeddings: a function that an attention forward calls, replaced for that forward alone.
 
 The inputs of a Definition are the function's first arguments, in order; what else the function takes must be left at its default.
+A table of complex numbers is an input in float32, whatever the dtype of the heads: both parts of a number side by side, as it
+lies in memory.
 """
 
 from __future__ import annotations
@@ -29,17 +31,11 @@ from tilegym_db.integrations.transformers.found import (
     of_class,
 )
 from tilegym_db.integrations.transformers.probe import ROWS, SIZE, Probe, device_of, drawn_inputs
+from tilegym_db.records import Definition
 
 ROTARY = "apply_rotary"
-SIZES = {"B": 2, "Hq": 4, "Hkv": 2, "S": ROWS, "D": SIZE, "R": SIZE // 2, "Bc": 2}
+SIZES = {"B": 2, "Hq": 4, "Hkv": 2, "H": 4, "S": ROWS, "D": SIZE, "R": SIZE // 2, "P": SIZE // 4, "Bc": 2}
 """Of the probe. Tables as wide as half a head, where they may be narrower than one."""
-UNDESCRIBED = {
-    "1a72c09163754437": "no definition describes a rotation of neighbouring pairs",
-    "0ee4cb7cefddc29f": "no definition describes tables of half a head's width",
-    "00d77be10c0d365b": "no definition describes pairs that are rotated into halves",
-    "d0f83947eb0ace84": "no definition describes a rotation by complex tables",
-}
-"""Code that is known and that no Definition describes: GLM-4, gpt-oss, DeepSeek-V3, DeepSeek-V2."""
 
 _is_compiling = torch.compiler.is_compiling
 Module = torch.nn.Module
@@ -67,7 +63,7 @@ def variants(found: Found, known: KnownCode) -> Variants | str:
     if not isinstance(function, FunctionType):
         kind = type(function).__name__
         return f"its {found.function} is of type {kind}, not a plain function (replaced by the kernels package?)"
-    nominees = known.look_up("rope", function, function.__globals__, f"its {found.function}", UNDESCRIBED)
+    nominees = known.look_up("rope", function, function.__globals__, f"its {found.function}", {})
     return nominees if isinstance(nominees, str) else Variants(nominees)
 
 
@@ -80,8 +76,12 @@ def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
 def probe_function(function: Callable[..., Any], nominee: Nominee, device: torch.device) -> Probe:
     """As :func:`probe`, of the function itself."""
     inputs = drawn_inputs(nominee.definition, SIZES, device)
+    complex_tables = _complex_tables(nominee.definition)
+    inputs |= {name: inputs[name].float() for name in complex_tables}
+    given = {name: _as_complex(value) if name in complex_tables else value for name, value in inputs.items()}
     with torch.no_grad():
-        return dict(inputs), tuple(function(*inputs.values()))
+        returned = function(*given.values())
+    return dict(inputs), returned if isinstance(returned, tuple) else (returned,)
 
 
 def forward(stock: Any, calls: Sequence[PartCall]) -> Globals:
@@ -90,7 +90,7 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> Globals:
 
     def replaced(training: bool) -> dict[str, Any]:
         return {
-            found.function: rope_function(own[found.function], site, _inputs(found), training=training)
+            found.function: _rope_function_of(own[found.function], found, site, training)
             for found, site in calls
             if site.training is not None or not training
         }
@@ -98,13 +98,39 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> Globals:
     return Globals(replaced(False), replaced(True), [site for _, site in calls])
 
 
-def _inputs(found: Found) -> int:
+def _rope_function_of(stock: Callable[..., Any], found: Found, site: CallSite, training: bool) -> Callable[..., Any]:
     assert found.nominee is not None, "only what is confirmed is patched"
-    return len(found.nominee.definition.inputs)
+    definition = found.nominee.definition
+    places = tuple(index for index, name in enumerate(definition.inputs) if name in _complex_tables(definition))
+    return rope_function(stock, site, len(definition.inputs), training=training, complex_tables=places)
+
+
+def _complex_tables(definition: Definition) -> set[str]:
+    """The inputs that are complex numbers in a model."""
+    return {name for name in definition.tensor_inputs if definition.inputs[name].dtype == "float32"}
+
+
+def _as_complex(table: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_complex(table.unflatten(-1, (-1, 2)))
+
+
+def _as_real(given: tuple[Any, ...], places: Iterable[int]) -> tuple[Any, ...]:
+    """The arguments with complex tables as the Definition has them; those of another dtype stay, and are not served."""
+    return tuple(
+        torch.view_as_real(value).flatten(-2)
+        if index in places and isinstance(value, torch.Tensor) and value.dtype == torch.complex64
+        else value
+        for index, value in enumerate(given)
+    )
 
 
 def rope_function(
-    stock: Callable[..., Any], site: CallSite, inputs: int, *, training: bool = False
+    stock: Callable[..., Any],
+    site: CallSite,
+    inputs: int,
+    *,
+    training: bool = False,
+    complex_tables: tuple[int, ...] = (),
 ) -> Callable[..., Any]:
     """A rotary function, such as ``(q [B, Hq, S, D], k [B, Hkv, S, D], cos, sin [B or 1, S, R]) -> (q, k)``.
 
@@ -113,13 +139,14 @@ def rope_function(
         site: the call site.
         inputs: how many of its arguments are inputs of the Definition.
         training: the flag of the modules whose forward calls it.
+        complex_tables: which of the inputs are complex in the model.
     """
     parameters = list(inspect.signature(stock).parameters.values())[inputs:]
     defaults = {parameter.name: parameter.default for parameter in parameters}
 
     @functools.wraps(stock)
     def apply_rotary(*args: Any, **kwargs: Any) -> Any:
-        served, given = None, args[:inputs]
+        served, given = None, _as_real(args[:inputs], complex_tables) if complex_tables else args[:inputs]
         if len(given) != inputs or not _are_defaults(
             {**dict(zip(defaults, args[inputs:], strict=False)), **kwargs}, defaults
         ):

@@ -1,0 +1,96 @@
+"""Rotations of pairs, and by half tables: found by their code, served with the bits of stock, and told apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import apply_rotary_emb as multiply_complex
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave as pairs_to_halves
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_pos_emb as rotate_tail
+from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb as rotate_pairs
+from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb as rotate_by_half_tables
+
+from tilegym_db import Catalog, patched
+from tilegym_db.integrations.transformers.call_site import CallSite
+from tilegym_db.integrations.transformers.found import KnownCode
+from tilegym_db.integrations.transformers.parts import rope
+from tilegym_db.integrations.transformers.probe import matches
+from tilegym_db.paths import shipped_root
+
+CATALOG = Catalog((shipped_root(),))
+FUNCTIONS = {
+    "rope_half_tables": rotate_by_half_tables,
+    "rope_pairs": rotate_pairs,
+    "rope_pairs_to_halves": pairs_to_halves,
+    "rope_complex_pairs": multiply_complex,
+    "rope_tail_pairs": rotate_tail,
+}
+MODELS = {
+    "gpt_oss": "rope_half_tables",
+    "glm4": "rope_pairs",
+    "deepseek_v2": "rope_complex_pairs",
+    "deepseek_v3": "rope_pairs_to_halves",
+    "deepseek_v4": "rope_tail_pairs",
+}
+
+
+@pytest.fixture
+def ropes(shop: Any) -> Catalog:
+    """Kernels of these rotations alone."""
+    catalog: Catalog = shop.offer(ops=tuple(FUNCTIONS))
+    return catalog
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_code_of_a_model_computes_its_definition_and_no_other(name: str) -> None:
+    known = KnownCode(CATALOG)
+    function = FUNCTIONS[name]
+    (nominee,) = known.look_up("rope", function, function.__globals__, "its rotation", {})
+    assert nominee.definition.name == name
+    probe = rope.probe_function(function, nominee, torch.device("cpu"))
+    assert matches(probe, known.definitions("rope"), CATALOG) == [name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_call_is_served_with_the_bits_of_stock(
+    name: str, dtype: torch.dtype, ropes: Catalog, build: Any, prompt: Any
+) -> None:
+    model, ids = build(name, dtype), prompt(2)
+    with torch.no_grad():
+        stock = model(ids).logits
+        with patched(model, catalog=ropes, ops=tuple(FUNCTIONS)) as handle:
+            assert torch.equal(model(ids).logits, stock)
+        assert torch.equal(model(ids).logits, stock)
+    report = handle.report()
+    # DeepSeek-V4 rotates queries, keys, what attention returns, and compressed keys where a layer has them.
+    assert report.hits()[MODELS[name]] >= (6 if name == "deepseek_v4" else 2)
+    assert all(site.counts.stock_calls == 0 for site in report.sites if site.counts)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens_are_those_of_stock(name: str, ropes: Catalog, build: Any, prompt: Any) -> None:
+    model = build(name)
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    stock = model.generate(prompt(2), **options).tolist()
+    with patched(model, catalog=ropes, ops=tuple(FUNCTIONS)) as handle:
+        assert model.generate(prompt(2), **options).tolist() == stock
+    assert handle.report().hits()[MODELS[name]] >= 8
+
+
+def test_a_complex_table_reaches_a_kernel_as_it_lies_in_memory() -> None:
+    seen: list[torch.Tensor] = []
+
+    def serve(q: torch.Tensor, k: torch.Tensor, turns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(turns)
+        return q, k
+
+    q = torch.randn(1, 2, 3, 8)
+    table = torch.randn(1, 3, 4, dtype=torch.complex64)
+    served = rope.rope_function(multiply_complex, CallSite(serve), 3, complex_tables=(2,))
+    assert served(q, q, table) == (q, q)
+    assert seen[0].data_ptr() == table.data_ptr()
+    assert torch.equal(seen[0][..., 0::2], table.real)
+    assert torch.equal(seen[0][..., 1::2], table.imag)
