@@ -78,8 +78,7 @@ OTHER: dict[str, tuple[dict[str, int], dict[tuple[str, str], str]]] = {
             "topk_then_softmax": 2,
             "moe_experts_oai": 2,
         },
-        {
-        },
+        {},
     ),
     "qwen3_next": (
         {

@@ -22,27 +22,30 @@ from tilegym_db.integrations.transformers.fusion import ADD_NORM, fused_norms, i
 FUSED = "fused_add_rms_norm"
 
 
-def hits_and_bypassed(handle: Any) -> tuple[int, set[str]]:
+def hits_and_bypassed(handle: Any, fused: str = FUSED) -> tuple[int, set[str]]:
     (site,) = [site for site in handle.report().sites if site.kind == "add_norm"]
-    return handle.report().hits()[FUSED], set(site.bypassed)
+    return handle.report().hits()[fused], set(site.bypassed)
 
 
 # -- in a model -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    ("name", "fused"),
+    [("llama", FUSED), ("qwen3", FUSED), ("gpt_oss", f"{FUSED}_fp32"), ("qwen3_next", f"{FUSED}_gemma")],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_fused_layer_gives_the_bits_of_stock_and_keeps_every_hidden_state(
-    name: str, dtype: torch.dtype, kernels: Catalog, build: Any, prompt: Any
+    name: str, fused: str, dtype: torch.dtype, kernels: Catalog, build: Any, prompt: Any
 ) -> None:
     model, ids = build(name, dtype), prompt(2)
     with torch.no_grad():
         embedded = model.model.embed_tokens(ids)
         given = embedded.clone()
         stock = model(inputs_embeds=embedded, output_hidden_states=True)
-        with patched(model, catalog=kernels, ops=[FUSED]) as handle:
+        with patched(model, catalog=kernels, ops=[fused]) as handle:
             found = model(inputs_embeds=embedded, output_hidden_states=True)
-    assert hits_and_bypassed(handle) == (2, set())
+    assert hits_and_bypassed(handle, fused) == (2, set())
     assert torch.equal(embedded, given)  # the residual stream of the first layer is the caller's
     for want, got in zip(stock.hidden_states, found.hidden_states, strict=True):
         assert torch.equal(want, got)
