@@ -26,8 +26,9 @@ EAGER = [
     "qk_rms_norm_aten", "gelu_tanh_and_mul_stock", "rope_partial_stock", "rms_norm_backward_stock", "rms_norm_backward_x_stock",
     "swiglu_backward_stock", "rope_neox_backward_stock", "attention_prefill_stock", "attention_decode_stock",
     "attention_prefill_math", "attention_decode_math", "topk_softmax_stock", "topk_then_softmax_stock",
-    "topk_sigmoid_bias_groups_stock", "topk_softmax_groups_stock", "rope_half_tables_stock", "rope_pairs_stock",
-    "rope_pairs_to_halves_stock", "rope_complex_pairs_stock", "rope_tail_pairs_stock",
+    "topk_sigmoid_bias_groups_stock", "topk_softmax_groups_stock", "topk_sqrtsoftplus_bias_stock", "table_router_stock",
+    "rope_half_tables_stock", "rope_pairs_stock", "rope_pairs_to_halves_stock", "rope_complex_pairs_stock",
+    "rope_tail_pairs_stock",
 ]  # fmt: skip
 
 

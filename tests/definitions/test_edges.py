@@ -166,7 +166,9 @@ def test_no_tokens_give_an_empty_output(definition: Definition, catalog: Catalog
         ),  # no copy for a shared expert
         *(("topk_sum_and_topk_group_idx", {"M": 4, "G": 4, "S": 1, "N": top, "GK": 2}) for top in (0, 2)),
         *(("get_fused_mapping", {"M": 4, "K": 2, **sizes}) for sizes in ({"E": 0, "A": 16}, {"E": 4, "A": 0})),
-        *((name, {"M": 4, "E": 7, "K": 8}) for name in ("topk_softmax", "topk_then_softmax")),
+        *((name, {"M": 4, "E": 7, "K": 8}) for name in ("topk_softmax", "topk_then_softmax", "topk_sqrtsoftplus_bias")),
+        ("swiglu_and_per_channel_cast", {"P": 64, "H": 8, "G": 128}),
+        ("swiglu_backward_and_per_token_cast", {"P": 4, "H": 160, "G": 128, "M": 2, "K": 2}),
         ("topk_softmax_groups", {"M": 4, "E": 8, "K": 5, "G": 4, "GK": 2}),  # more than the groups that are kept have
         ("topk_sigmoid_bias_groups", {"M": 4, "E": 6, "K": 1, "G": 6, "GK": 6}),  # no two to add up
         ("per_channel_cast", {"M": 64, "H": 8}),
@@ -734,6 +736,12 @@ def test_routers_of_equal_scores_choose_any_experts_with_equal_weights(agree: Ag
     torch.testing.assert_close(agree("topk_softmax_groups", scores, 3, 4, 2, 6.0)["weights"], torch.full((5, 3), 0.5))
     result = agree("topk_sigmoid_bias_groups", scores, torch.zeros(12), 3, 4, 2, True, 3.0)
     torch.testing.assert_close(result["weights"], torch.ones(5, 3))
+    result = agree("topk_sqrtsoftplus_bias", scores, torch.zeros(12), 3, 1.5)
+    torch.testing.assert_close(result["weights"], torch.full((5, 3), 0.5))
+    table = torch.tensor([[3, 3, 11], [0, 1, 2]])
+    result = agree("table_router", scores, torch.tensor([1, 0, 0, 1, 0]), table, 1.5)
+    assert result["ids"].tolist() == table[[1, 0, 0, 1, 0]].tolist()
+    torch.testing.assert_close(result["weights"], torch.full((5, 3), 0.5))
 
 
 def test_an_expert_with_a_large_bias_is_chosen_with_next_to_no_weight(agree: Agree) -> None:

@@ -21,6 +21,7 @@ ROUTERS: dict[str, tuple[torch.dtype, tuple[Any, ...]]] = {
     "topk_then_softmax": (torch.bfloat16, (K,)),
     "topk_softmax_groups": (torch.float32, (K, G, 2, 1.0)),
     "topk_sigmoid_bias_groups": (torch.float32, (torch.zeros(E), K, G, 2, True, 2.5)),
+    "topk_sqrtsoftplus_bias": (torch.bfloat16, (torch.zeros(E), K, 1.5)),
 }
 
 

@@ -20,6 +20,7 @@ from tilegym_db.verify.shapes import fuzz_cases, sibling_of
 CATALOG = Catalog((shipped_root(),))
 GROUPS = CATALOG.definition("topk_sigmoid_bias_groups")
 SOFTMAX = CATALOG.definition("topk_softmax")
+ROUNDED = CATALOG.definition("topk_sqrtsoftplus_bias")
 Change = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
@@ -168,3 +169,53 @@ def test_fuzz_cases_vary_a_size_that_a_scalar_states_and_the_scalar_follows():
     for case in cases:
         sizes = {scalar: case.axes[axis] for scalar, axis in GROUPS.size_scalars.items()}
         assert {name: case.scalars[name] for name in sizes} == sizes
+
+
+def rank_between(first: torch.Tensor, other: torch.Tensor) -> dict[str, Any]:
+    """One row of two experts: the first with a given logit, the second ranked between the score of that and another one."""
+    logits = torch.tensor([[0.0, 1.0]], dtype=torch.bfloat16)
+    logits[0, 0] = first
+    second = torch.nn.functional.softplus(logits[0, 1]).sqrt().float()
+    between = (torch.nn.functional.softplus(first).sqrt().float() + other.float()) / 2
+    return inputs_of(ROUNDED, logits, torch.stack([torch.zeros(()), between - second]), 1, 1.5)
+
+
+def candidates() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(logits of bfloat16, the smaller and the larger score that the rounding of float32 allows for each)."""
+    logits = torch.arange(-3.0, 3.0, 2.0**-10).to(torch.bfloat16).unique()
+    exact = torch.nn.functional.softplus(logits.double())
+    smaller, larger = ((exact * (1 + step)).bfloat16().sqrt() for step in (-1e-6, 1e-6))
+    return logits, smaller, larger
+
+
+def test_scores_that_are_ranked_as_they_are_rounded_are_judged_so() -> None:
+    logits = rows(200, 64).to(torch.bfloat16)
+    inputs = inputs_of(ROUNDED, logits, torch.zeros(64), 6, 1.5)
+    assert judged(ROUNDED, inputs, unchanged, "bfloat16") == PASSED
+
+    def by_unrounded_scores(outputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        bias = 0.01 * rows(1, 64, seed=1)
+        inputs["bias"].copy_(bias[0])
+        exact = torch.nn.functional.softplus(logits.float()).sqrt()
+        return outputs | {"ids": (exact + bias).topk(6, dim=-1).indices}
+
+    assert judged(ROUNDED, inputs, by_unrounded_scores, "bfloat16")["ids"] == "exact"
+
+
+def test_of_a_score_between_two_numbers_either_may_be_ranked() -> None:
+    logits, smaller, larger = candidates()
+    open_ones, sure = (smaller != larger).nonzero().flatten(), (smaller == larger).nonzero().flatten()
+    assert len(open_ones) > 0
+    swapped = replaced(0, 1), replaced(1, 0)
+    for place in open_ones.tolist():
+        written = torch.nn.functional.softplus(logits[place]).sqrt()
+        other = larger[place] if written == smaller[place] else smaller[place]
+        inputs = rank_between(logits[place], other)
+        chosen = int(run_reference(ROUNDED, inputs)["ids"])
+        assert judged(ROUNDED, inputs, unchanged, "bfloat16")["ids"] is None
+        assert judged(ROUNDED, inputs, swapped[chosen], "bfloat16")["ids"] is None
+    for place in sure[::40].tolist():
+        above = (larger[place].view(torch.int16) + 1).view(torch.bfloat16)
+        inputs = rank_between(logits[place], above)
+        assert run_reference(ROUNDED, inputs)["ids"].tolist() == [[1]]
+        assert judged(ROUNDED, inputs, swapped[1], "bfloat16")["ids"] == "exact"

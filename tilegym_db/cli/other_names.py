@@ -38,6 +38,10 @@ OTHER_NAMES: dict[str, OtherName] = {
     "per_block_cast_fp8": OtherName(("per_block_cast",)),
     "per_channel_cast_fp8": OtherName(("per_channel_cast",)),
     "fused_swiglu_quant_fp8": OtherName(("swiglu_and_per_token_cast",), differs="gate and up lie in one tensor"),
+    "swiglu_forward_and_per_token_cast": OtherName(("swiglu_and_per_token_cast",)),
+    "swiglu_forward_and_per_channel_cast_and_transpose": OtherName(
+        ("swiglu_and_per_channel_cast_transpose",), differs="without a transpose it is swiglu_and_per_channel_cast"
+    ),
     "engram_gate_forward": OtherName(("engram_gate_fwd",), differs="takes keys and values too"),
     "engram_weight_grad": OtherName(("engram_grad_w_reduce",)),
     "sinkhorn_normalize": OtherName(("mhc_sinkhorn",), differs="of many square matrices"),
