@@ -9,6 +9,10 @@ import pytest
 
 from tilegym_db.bench import audit
 from tilegym_db.bench.audit import GPU_CLOCK_ATTEMPTS, audit_clock
+from tilegym_db.bench.contents import ExpectedCache, WorkloadContents
+from tilegym_db.catalog import Catalog
+from tilegym_db.records import Workload
+from tilegym_db.verify.expected import Expected
 from tilegym_db.verify.verifier import Failure
 from tilegym_db.verify.wall_clock import WallRun
 
@@ -71,3 +75,32 @@ def test_a_kernel_that_owns_up_is_refuted_and_not_even_asked(monkeypatch):
 
 def test_a_baseline_passes_only_by_the_harness_clock(monkeypatch):
     assert Audited("baseline", UNSEEN_US).audited(monkeypatch, UNSEEN_US, CLAIMED_US) == CLAIMED_US
+
+
+@pytest.fixture
+def eight_contents() -> list[Expected]:
+    definition = Catalog.default().definitions["silu_and_mul"]
+    sizes = {"definition": definition.name, "axes": {"M": 3, "I": 16}, "dtypes": {"T": "float16"}, "inputs": {}}
+    workload = Workload.from_dict(sizes, "a test")
+    contents = WorkloadContents.draw(definition, workload, 7, ExpectedCache(definition, "cpu"))
+    return list(contents.fresh(0, 8))
+
+
+@pytest.mark.parametrize(
+    ("provides", "wrong_at", "refused"),
+    [("stock", [2, 5], False), ("stock", [1, 2, 5], True), ("other", [5], True), ("stock", [], False)],
+)
+def test_unseen_contents_that_stock_code_rounds_to_zero_prove_nothing_against_it(
+    provides: str, wrong_at: list[int], refused: bool, eight_contents: list[Expected]
+):
+    definition = Catalog.default().definitions["silu_and_mul"]
+    record = SimpleNamespace(spec=SimpleNamespace(provides=provides, math="ieee"))
+    runner: Any = SimpleNamespace(definition=definition, solution=SimpleNamespace(record=record))
+    found = [
+        {name: (truth * (number not in wrong_at)).half() for name, truth in expected.outputs.items()}
+        for number, expected in enumerate(eight_contents)
+    ]
+    outcome = audit._wrong(runner, eight_contents, found)
+    assert (outcome is not None) == refused
+    if outcome is not None:
+        assert (outcome.status, outcome.gate) == ("REJECTED", "fresh contents")

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from tilegym_db.bench.buffer_pool import BufferPool
 from tilegym_db.bench.contents import WorkloadContents
 from tilegym_db.bench.runner import Runner
+from tilegym_db.bench.stock_witness import MOST_DROPPED
 from tilegym_db.records.hardware import CPU
 from tilegym_db.records.trace import Performance
+from tilegym_db.verify.expected import Expected
 from tilegym_db.verify.ownership import Ownership, judge_ownership
 from tilegym_db.verify.verifier import Failure, judge, read_outputs
 from tilegym_db.verify.wall_clock import Elapsed, WallRun, alone_us, host_may_be_why, judge_latency
@@ -222,13 +225,9 @@ def _run(
         found = [read_outputs(pool.buffers, slot, runner.definition) for slot in part]
         if isinstance(outcome, Failure):
             return outcome
-        for slot, outputs in zip(part, found, strict=True):
-            judged = judge(runner.definition, runner.solution.record, fresh[slot], outputs)
-            if isinstance(judged, Failure):
-                reason = f"wrong on contents that it had not seen before: {judged.reason}"
-                return Failure(
-                    "REJECTED", reason, "", "fresh contents", None, judged.case, judged.output, judged.verdict
-                )
+        wrong = _wrong(runner, [fresh[slot] for slot in part], found)
+        if wrong is not None:
+            return wrong
         elapsed.append(outcome)
     short, long = elapsed
     on_cpu = runner.device == CPU
@@ -245,6 +244,24 @@ def _run(
         alone_us=alone_us(long, null_us, 3 * slots.calls, processors()) if on_cpu else None,
         unstolen_us=alone_us(long.unstolen, null_us, 3 * slots.calls, processors()) if on_cpu else None,
     )
+
+
+def _wrong(runner: Runner, contents: Sequence[Expected], found: Sequence[Mapping[str, Any]]) -> Failure | None:
+    """Why the outputs on contents that a Solution had not seen before refute it, or None.
+
+    Stock code may round more often than its Definition does, and then fails where everything is tiny, as it may in fuzz cases:
+    that proves nothing about it, unless it is wrong more often than such contents are drawn.
+    """
+    stock, failures = runner.solution.record.spec.provides == "stock", []
+    for expected, outputs in zip(contents, found, strict=True):
+        judged = judge(runner.definition, runner.solution.record, expected, outputs)
+        if isinstance(judged, Failure):
+            failures.append(judged)
+    if not failures or (stock and len(failures) <= MOST_DROPPED * len(contents)):
+        return None
+    worst = failures[0]
+    reason = f"wrong on contents that it had not seen before: {worst.reason}"
+    return Failure("REJECTED", reason, "", "fresh contents", None, worst.case, worst.output, worst.verdict)
 
 
 def _copying_us(runner: Runner, pool: BufferPool) -> float:
