@@ -21,9 +21,10 @@ import pytest
 
 from tilegym_db.errors import StoreError, UsageError
 from tilegym_db.store.connection import open_store
-from tilegym_db.store.data_set import Row, SharedDataSet, digest_of, hidden
+from tilegym_db.store.data_set import Row, SharedDataSet, digest_of
 from tilegym_db.store.ingest import ingest
 from tilegym_db.store.queries import best_rows
+from tilegym_db.store.shared_place import hidden
 from tilegym_db.store.sharing import query_data_set, share_traces, sync_traces
 
 REGION = "?region=us-east-1"
