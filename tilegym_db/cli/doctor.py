@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from tilegym_db.cli.doctor_check import Check, check_lines
-from tilegym_db.cli.doctor_files import check_files
+from tilegym_db.cli.doctor_files import check_files, check_shared_tables
 from tilegym_db.cli.formats import AsArrow, AsCsv, AsJson, AsParquet, OutputFile, Wide, chosen_form, write_records
 from tilegym_db.cli.output import note, print_line, table_width
 
@@ -246,5 +246,6 @@ CHECKS: tuple[Callable[[], Iterator[Check]], ...] = (
     check_catalog,
     check_store,
     check_files,
+    check_shared_tables,
     check_peaks,
 )

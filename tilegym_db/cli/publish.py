@@ -35,7 +35,8 @@ def command(
     promotion tier verified in a confined process is published; what a later failure took back is taken out.
 
     With --to nothing is written here: the data set gets every trace of that GPU that this installation measured and that it
-    does not have yet, and 'tilegym-db sync' brings them to others. Credentials come from the environment.
+    does not have yet, and a resolver table of what it promoted; 'tilegym-db sync' brings both to others. Credentials come from
+    the environment.
     """
     from tilegym_db.cli.best import chosen_gpu
     from tilegym_db.cli.reader import open_reader
@@ -58,18 +59,22 @@ def _share(uri: str, gpu: str, *, as_json: bool) -> None:
     from tilegym_db.cli.reader import open_reader
     from tilegym_db.store.data_set import SharedDataSet
     from tilegym_db.store.sharing import share_traces
+    from tilegym_db.store.table_exchange import share_tables
 
     data_set = SharedDataSet(uri)
     with open_reader() as store:
         report = share_traces(store, data_set, gpu)
+        files = share_tables(store, data_set.place, gpu)
     if as_json:
-        print_json(vars(report))
+        print_json({**vars(report), "tables": files})
     for name in () if as_json else report.written:
         print_line(name)
     if report.traces:
         note(f"{report.traces - report.known} traces added, {report.known} were there already")
     else:
         note(f"nothing to add: nothing was measured here on {gpu}. Try, on that GPU: tilegym-db bench --promote")
+    if files:
+        note(f"a resolver table of what was promoted here was added, in {len(files)} files")
     for problem in report.problems:
         note(f"not read: {problem}")
     if report.problems:

@@ -43,7 +43,7 @@ from tilegym_db.store.snapshot import lock_text, open_snapshot, read_published, 
 from tilegym_db.store.statements import PUBLISHED_SANDBOX_LEVEL
 from tilegym_db.store.tuning_set import encode_steps
 
-__all__ = ["PublishReport", "publish", "publish_all", "published_folder"]
+__all__ = ["PublishReport", "publish", "publish_all", "published_folder", "trace_set_texts"]
 
 DOUBTED = "tilegym-db sql 'SELECT solution, gpu, axes, doubt FROM traces WHERE doubt IS NOT NULL'"
 """The command that shows which traces have figures that cannot be true, and why."""
@@ -110,7 +110,7 @@ def publish(
         raise NotFoundError(_nothing_to_publish(store, gpu, left_out))
     users = home() / "published" / gpu
     folder = users if own else published_folder(gpu, root)
-    contents = _trace_files(store, [*rows, *failures], folder)
+    contents = {folder / name: text for name, text in trace_set_texts(store, [*rows, *failures]).items()}
     peaks = queries.read_peaks(store, gpu, own=True)
     if peaks is not None and _may_replace(peaks, _published_peaks(folder, store.home)):
         contents[folder / PEAKS_NAME] = peaks_text(peaks)
@@ -235,15 +235,16 @@ def _nothing_to_publish(store: Store, gpu: str, left_out: Mapping[str, int]) -> 
     )
 
 
-def _trace_files(store: Store, rows: list[dict[str, Any]], folder: Path) -> dict[Path, str]:
+def trace_set_texts(store: Store, rows: list[dict[str, Any]]) -> dict[str, str]:
+    """The trace sets of what ``publishable_rows`` and ``revoking_rows`` give, by their paths in the folder of a GPU."""
     traces = queries.read_traces(store, [row["trace_id"] for row in rows])
     ordered = sorted(rows, key=lambda row: (*(row[key] for key in _SHAPE), row["solution"], row["trace_id"]))
     foreign = {row["run_id"] for row in rows if row["origin"] == "foreign"}
     provides = queries.provided(store)
-    contents: dict[Path, str] = {}
+    contents: dict[str, str] = {}
     for (op_type, definition), group in itertools.groupby(ordered, key=lambda row: (row["op_type"], row["definition"])):
         records = [traces[row["trace_id"]].to_dict() for row in group]
-        contents[folder / op_type / f"{definition}.jsonl"] = encode_traces(records, provides, foreign)
+        contents[f"{op_type}/{definition}.jsonl"] = encode_traces(records, provides, foreign)
     return contents
 
 

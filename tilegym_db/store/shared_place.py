@@ -90,18 +90,19 @@ class SharedPlace:
         found = [os.path.relpath(info.path, where) for info in listed if info.type == fs.FileType.File]
         return sorted(name for name in found if not any(part.startswith(".") for part in name.split("/")))
 
-    def read(self, name: str, limit: int) -> bytes:
-        """The first ``limit`` bytes of a file.
+    def read(self, name: str, limit: int) -> bytes | None:
+        """The first ``limit`` bytes of a file; None where there is none.
 
         Raises:
             StoreError: it cannot be read.
         """
-
-        def content() -> bytes:
+        try:
             with self.files.open_input_stream(f"{self.root}/{name}") as stream:
                 return bytes(stream.read(limit))
-
-        return bytes(self._asked("read", content))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise self.refused("read", error) from None
 
     def add(self, name: str, save: Callable[[Any], Any]) -> bool:
         """Have ``save`` write a file, unless there is one of that name; whether it did.
