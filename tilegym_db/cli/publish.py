@@ -32,7 +32,8 @@ def command(
 
     Runs of whole models (model-bench) go along with the traces of a checkout, as evidence of models.
     From then on resolve() and patch() on that GPU use what was published; nothing else changes what they do. Only what the
-    promotion tier verified in a confined process is published; what a later failure took back is taken out.
+    promotion tier verified in a confined process is published; what a later failure took back is taken out. Where workers cannot
+    be confined, what the package ships and was promoted here is published into the user's folder, and nowhere else.
 
     With --to nothing is written here: the data set gets every trace of that GPU that this installation measured and that it
     does not have yet, and a resolver table of what it promoted; 'tilegym-db sync' brings both to others. Credentials come from
@@ -82,7 +83,8 @@ def _share(uri: str, gpu: str, *, as_json: bool) -> None:
 
 
 def _record(report: PublishReport) -> dict[str, Any]:
-    facts = {name: getattr(report, name) for name in ("traces", "entries", "left_out", "revocations", "model_runs")}
+    names = ("traces", "entries", "left_out", "revocations", "model_runs", "unconfined")
+    facts = {name: getattr(report, name) for name in names}
     paths = {name: [str(path) for path in getattr(report, name)] for name in ("written", "leftover")}
     return {"gpu": report.folder.name, "folder": str(report.folder), **facts, **paths}
 
@@ -93,6 +95,11 @@ def _print(report: PublishReport, *, paths: bool) -> None:
     note(f"{report.traces} traces of {report.entries} shapes in {report.folder}; {len(report.written)} files changed")
     if report.model_runs:
         note(f"{report.model_runs} runs of models go along")
+    if report.unconfined:
+        note(
+            f"{report.unconfined} of the traces are of workers that were not confined, of sources that the package ships: "
+            "they serve you on this machine alone"
+        )
     for reason, count in report.left_out.items():
         note(f"left out {count}: {reason}")
     if report.revocations:

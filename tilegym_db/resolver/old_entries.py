@@ -59,7 +59,9 @@ def _old_entries(entries: list[Entry]) -> MeasuredEntries:
 
 def _old_entry(raw: dict[str, Any], source: str, origin: str) -> Entry:
     try:
-        candidates = tuple(Candidate(**{"origin": origin, **candidate}) for candidate in raw["candidates"])
+        candidates = tuple(
+            Candidate(**{"origin": origin, **candidate, "shipped_source": False}) for candidate in raw["candidates"]
+        )
         return Entry(**{**raw, "candidates": candidates})
     except (TypeError, KeyError) as error:
         what = f"an entry of {raw.get('definition')} is not valid: {error}"
