@@ -68,6 +68,7 @@ try:
         said["shared"] = share_traces(store, data_set).traces, share_tables(store, data_set.place, "cpu")
     point = json.loads(os.environ["POINT"])
     resolved = resolve("row_scale", gpu="cpu", catalog=catalog, **point)
+    said["reason"] = resolved.evidence.reason
     said["served"] = None if resolved.is_stock else resolved.solution.name
     said["why_not"] = {lost.candidate.solution: lost.reason for lost in resolved.rejected}
 except TilegymDBError as error:
@@ -127,6 +128,7 @@ def test_what_the_package_ships_is_promoted_and_serves_this_user_and_nobody_else
     assert found["promoted"] == ["row_scale_fast"]
     assert (found["own"]["traces"], found["own"]["unconfined"], found["own"]["left_out"]) == (2, 2, {})
     assert found["served"] == "row_scale_fast"
+    assert "its worker was not confined (sandbox level 1), so it serves this user alone" in found["reason"]
     assert "2: the worker was not confined" in found["shipped"]
     assert found["shared"] == [0, []]
     assert not (tmp_path / "team").exists()

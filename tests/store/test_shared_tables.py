@@ -416,3 +416,21 @@ def test_the_command_line_shares_a_table_and_brings_it(anywhere, on, capsys, mon
     table = load_table(GPU)
     assert table is not None
     assert {one.origin for entry in table for one in entry.candidates} == {"foreign"}
+
+
+def test_a_decision_says_that_another_installation_measured_the_winner(team, on):
+    from tilegym_db.resolver.resolve import resolve
+
+    team.share("ada", on(latency_us=9.0, host_us=5.0))
+    team.sync("bob", trust=True)
+    team.at("bob")
+    found = resolve(
+        "scale",
+        axes={"M": 4096, "N": 4096},
+        dtypes=BFLOAT16,
+        scalars={"eps": 1e-5},
+        gpu=GPU,
+        catalog=Catalog((team.root,)),
+    )
+    assert found.solution.name == "scale_triton"
+    assert found.evidence.reason.endswith("; another installation measured it, which is trusted here")

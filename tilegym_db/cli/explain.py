@@ -167,15 +167,6 @@ def _print(answer: dict[str, Any], wide: bool) -> None:
         note(f"In code under torch.compile stock code runs: {answer['left_to_compilers']}.")
     if evidence["published"]:
         note(f"Measured on {evidence['gpu']}, published {evidence['published']}. Speedup is against stock code.")
-    if (evidence["measurement"] or {}).get("shipped_source"):
-        level = evidence["measurement"]["sandbox_level"]
-        note(
-            f"Its worker was not confined (sandbox level {level}): the package ships its source, so it serves you alone."
-        )
-    if (evidence["measurement"] or {}).get("origin") == "foreign":
-        note(
-            "Another installation measured it, and it is trusted: its own word, the gates' bounds and the physics floor."
-        )
     for table in answer["shared_tables"]:
         if not table["used"]:
             note(f"not used: {table['why']}")

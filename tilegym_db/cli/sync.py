@@ -25,9 +25,9 @@ def command(
     """Bring every trace of a shared data set into the database, and its resolver tables into the user's folder.
 
     What is there already is left alone. Traces that other installations measured are foreign: shown, and used for nothing
-    without --trust. So are their tables: with --trust, patch(), resolve() and 'explain' use each beside what is published here,
-    until its writer publishes another. Credentials come from the environment, as for any S3 tool. Exit status 1 if a file of the
-    data set is not valid; the others are read all the same.
+    without --trust. So are their tables: with --trust, patch(), resolve() and 'explain' use each beside what is published here; a
+    newer one of the same writer takes its place with the next 'sync --trust'. Credentials come from the environment, as for any
+    S3 tool. Exit status 1 if a file of the data set is not valid; the others are read all the same.
     """
     from tilegym_db.paths import home
     from tilegym_db.store.data_set import SharedDataSet
