@@ -31,11 +31,11 @@ def shipped_keys(definitions: Iterable[str]) -> frozenset[str]:
 def _keys(path: Path, _stamp: int, definition: str) -> frozenset[str]:
     catalog = Catalog((path.parents[1],))
     checked = Checked(catalog)
-    digest = checked.definition_digest(definition)
-    if digest is None:
+    record = catalog.definitions.get(definition)
+    if record is None:
         return frozenset()
-    return frozenset(
-        source_key(digest, files.digest)
+    return frozenset(  # what is listed of a Solution covers the file of its Definition
+        source_key(record.digest, files.digest)
         for files in catalog.solutions_for(definition)
         if checked.solution(catalog.solution_paths[files.name], files.record, files.sources)
     )
