@@ -40,6 +40,7 @@ root, home, wheel, names = Path(sys.argv[1]), Path(os.environ["TILEGYM_DB_HOME"]
 for module in ("paths", "catalog", "store.publish", "store.snapshot", "store.checked", "resolver.table"):
     importlib.import_module(f"tilegym_db.{module}").shipped_root = lambda: root
 from tilegym_db.bench.benchmark import promote
+from tilegym_db.bench.gpus.devices import cpu_slots
 from tilegym_db.catalog import Catalog
 from tilegym_db.cli.doctor import check_sandbox
 from tilegym_db.errors import TilegymDBError
@@ -53,7 +54,8 @@ from tilegym_db.verify.worker.process import best_level
 catalog, said = Catalog((root, wheel / "overlay")), {}
 said["level"], said["doctor"] = best_level("cpu").level, [check.state for check in check_sandbox()]
 try:
-    report = promote(tuple(names), gpu="cpu", quick=True, catalog=catalog)
+    slots = cpu_slots(2) if "TWO_SLOTS" in os.environ else None
+    report = promote(tuple(names), gpu="cpu", gpus=slots, quick=True, catalog=catalog)
     said["traces"] = {trace.solution: (trace.status, trace.sandbox_level) for trace in report.traces}
     said["skipped"] = {item.solution: item.reason for item in report.plan.skipped}
     said["notes"], said["promoted"] = report.notes, [one.solution for one in report.promotions]
@@ -133,6 +135,16 @@ def test_what_the_package_ships_is_promoted_and_serves_this_user_and_nobody_else
     assert found["shared"] == [0, []]
     assert not (tmp_path / "team").exists()
     assert not (tmp_path / "new").exists()
+
+
+@NEEDS_LANDLOCK
+@pytest.mark.timeout(300)
+def test_several_devices_keep_to_the_same_rule(said, monkeypatch):
+    monkeypatch.setenv("TWO_SLOTS", "1")
+    found = said(NO_LANDLOCK)
+    assert found["traces"] == {"row_scale_fast": ["PASSED", 1], "row_scale_stock": ["PASSED", 1]}
+    assert "its source is not one that the package ships" in found["skipped"]["row_scale_mine"]
+    assert found["own"]["unconfined"] == 2
 
 
 @NEEDS_LANDLOCK

@@ -196,11 +196,11 @@ def check_sandbox() -> Iterator[Check]:
     """Whether workers can be confined as a promotion asks for, and what is promoted where they cannot."""
     import importlib.util
 
-    from tilegym_db.bench.confined import may_lack_confinement
+    from tilegym_db.confinement.landlock import MINIMAL_VERSION, landlock_version
 
     if importlib.util.find_spec("torch") is None:
         return
-    if not may_lack_confinement():
+    if landlock_version() >= MINIMAL_VERSION:
         yield Check(
             "sandbox", "ok", "the kernel has Landlock, so workers can be confined unless a container forbids it"
         )
