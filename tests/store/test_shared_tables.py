@@ -421,7 +421,7 @@ def test_the_command_line_shares_a_table_and_brings_it(anywhere, on, capsys, mon
 def test_a_decision_says_that_another_installation_measured_the_winner(team, on):
     from tilegym_db.resolver.resolve import resolve
 
-    team.share("ada", on(latency_us=9.0, host_us=5.0))
+    team.share("ada", on(latency_us=9.0))
     team.sync("bob", trust=True)
     team.at("bob")
     found = resolve(
