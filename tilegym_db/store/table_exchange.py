@@ -95,9 +95,8 @@ def _share_table(store: Store, place: SharedPlace, gpu: str) -> list[str]:
     lock = TraceLock(gpu=gpu, sm=rows[0]["sm"], published=now.strftime(_TIME), files=files)
     added = [(_blob(name, files[name]), content) for name, content in contents.items()]
     content = signed_lock(lock, store.home).to_json(indent=1).encode()
-    added.append(
-        (f"by={writer}/{now:%Y%m%dT%H%M%SZ}-{sha256(content)}.json", content)
-    )  # last: all that it names is there
+    # The lock comes last: all that it names is there then.
+    added.append((f"by={writer}/{now:%Y%m%dT%H%M%SZ}-{sha256(content)}.json", content))
     return [f"{folder}/{name}" for name, data in added if place.add(f"{folder}/{name}", _saving(data))]
 
 
