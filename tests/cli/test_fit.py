@@ -8,16 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from write_checked_records import judged
 
 from tilegym_db import fit
 from tilegym_db.bench.machine import cpu_machine
 from tilegym_db.bench.run_setup import Observer
 from tilegym_db.catalog import Catalog
-from tilegym_db.errors import UsageError
+from tilegym_db.confinement.levels import Sandbox
+from tilegym_db.confinement.spec import Confinement
+from tilegym_db.errors import HardwareError, UsageError
 from tilegym_db.integrations.transformers.random_model import build_model, load_config
 from tilegym_db.loop.fit import FitOptions, fit_config, runnable_kernels
 from tilegym_db.records import Trace
+from tilegym_db.resolver.table import load_table
+from tilegym_db.store.checked import checked_file
 from tilegym_db.store.connection import open_store
+from tilegym_db.verify.worker import process
 
 REAL = Path(__file__).resolve().parents[2]
 CONFIG = {
@@ -150,3 +156,26 @@ def test_what_is_no_list_of_numbers_is_wrong_usage(config: Path, cli: Any, text:
     refused = cli("fit", str(config), "--gpu", "cpu", "--batch", text)
     assert refused.code == 2
     assert "separated by commas" in refused.err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_without_confinement_a_model_gets_what_the_package_ships(
+    config: Path, home: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("tilegym_db.store.checked", "write_checked_records"):
+        monkeypatch.setattr(f"{module}.shipped_root", lambda: checkout)
+    weak = Sandbox(Confinement(1), "level 1: a session of its own", ("level 2 is not available: no Landlock",))
+    monkeypatch.setitem(process._sandboxes, "cpu", weak)
+    with pytest.raises(HardwareError, match="No source of rms_norm_in_place is one that the package ships"):
+        fit_config(config, "cpu", OPTIONS)
+
+    checked_file().write_text(json.dumps(judged(Catalog((checkout,)), set())))
+    found = fit_config(config, "cpu", OPTIONS)
+    assert found.published == str(home / "published" / "cpu")
+    assert found.measured is not None
+    assert {trace.sandbox_level for trace in found.measured.traces} == {1}
+    assert any("workers cannot be confined here (sandbox level 1: level 2 is" in note for note in found.notes)
+    table = load_table("cpu")
+    assert table is not None
+    assert {one.shipped_source for entry in table for one in entry.candidates} == {True}

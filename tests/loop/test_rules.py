@@ -102,7 +102,7 @@ V1, V2 = (f"python_row_scale_cpu_float32_M4-N8_v{number}" for number in (1, 2))
     [
         ({"tier": "screen"}, "a screen trace with the status PASSED promotes nothing"),
         ({"role": "baseline"}, "a baseline is what others are measured against"),
-        ({"sandbox_level": 1}, "confined at level 1"),
+        ({"sandbox_level": 1}, "sandbox level 1"),
         ({"ci_low": 1.09}, "1.10x is asked for"),
     ],
 )

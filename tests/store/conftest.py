@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import random
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime, timedelta
@@ -229,3 +235,46 @@ def file_size_limit() -> Callable[[int], AbstractContextManager[None]]:
     """``with file_size_limit(n)``: the kernel refuses writes past ``n`` bytes of a file, as a full disk does."""
 
     return full_disk
+
+
+# -- an S3 server -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[str]:
+    """The address of moto's S3 server, on loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 120
+    try:
+        while True:
+            try:
+                urllib.request.urlopen(f"{url}/moto-api/data.json", timeout=5).close()
+                break
+            except OSError:
+                assert process.poll() is None, "moto's server is not installed: pip install 'tilegym-db[dev]'"
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def s3(server, monkeypatch, tmp_path) -> str:
+    """A new bucket's address, with the environment that reaches it."""
+    for name, value in {
+        "AWS_ENDPOINT_URL": server,
+        "AWS_ACCESS_KEY_ID": "AKIDEXAMPLE",
+        "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMI",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_CONFIG_FILE": str(tmp_path / "none"),
+    }.items():
+        monkeypatch.setenv(name, value)
+    bucket = f"team-{random.randrange(1 << 40)}"
+    request = urllib.request.Request(f"{server}/{bucket}", method="PUT")
+    urllib.request.urlopen(request, timeout=10).close()
+    return f"s3://{bucket}/traces?region=us-east-1"

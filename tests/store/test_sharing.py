@@ -21,12 +21,12 @@ import pytest
 
 from tilegym_db.errors import StoreError, UsageError
 from tilegym_db.store.connection import open_store
-from tilegym_db.store.data_set import Row, SharedDataSet, digest_of, hidden
+from tilegym_db.store.data_set import Row, SharedDataSet, digest_of
 from tilegym_db.store.ingest import ingest
 from tilegym_db.store.queries import best_rows
+from tilegym_db.store.shared_place import hidden
 from tilegym_db.store.sharing import query_data_set, share_traces, sync_traces
 
-REGION = "?region=us-east-1"
 BATCHES, ROWS = 16, 20
 
 # Makes each line of its input a process of its own, forked where pyarrow is imported but nothing of it has begun.
@@ -249,46 +249,6 @@ def test_credentials_that_a_service_repeats_are_hidden():
 # -- on an S3 server --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    """The address of moto's S3 server, on loopback."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 120
-    try:
-        while True:
-            try:
-                urllib.request.urlopen(f"{url}/moto-api/data.json", timeout=5).close()
-                break
-            except OSError:
-                assert process.poll() is None, "moto's server is not installed: pip install 'tilegym-db[dev]'"
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
-        yield url
-    finally:
-        process.kill()
-        process.wait()
-
-
-@pytest.fixture
-def s3(server, monkeypatch, tmp_path) -> str:
-    """A new bucket's address, with the environment that reaches it."""
-    for name, value in {
-        "AWS_ENDPOINT_URL": server,
-        "AWS_ACCESS_KEY_ID": "AKIDEXAMPLE",
-        "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMI",
-        "AWS_EC2_METADATA_DISABLED": "true",
-        "AWS_CONFIG_FILE": str(tmp_path / "none"),
-    }.items():
-        monkeypatch.setenv(name, value)
-    bucket = f"team-{random.randrange(1 << 40)}"
-    request = urllib.request.Request(f"{server}/{bucket}", method="PUT")
-    urllib.request.urlopen(request, timeout=10).close()
-    return f"s3://{bucket}/traces{REGION}"
-
-
 @pytest.fixture
 def write(s3) -> Iterator[Callable[[str], tuple[int, Callable[[], int]]]]:
     """Start a writer of all batches; returns its process id and a function that waits for its exit status."""
@@ -346,9 +306,9 @@ def test_two_writers_at_once_make_one_file_of_each_batch(s3):
 
 def test_a_bucket_that_does_not_exist_is_named(s3):
     with pytest.raises(StoreError, match=r"cannot list s3://nobody/x: .*NO_SUCH_BUCKET"):
-        SharedDataSet(f"s3://nobody/x{REGION}").files()
+        SharedDataSet("s3://nobody/x?region=us-east-1").files()
     with pytest.raises(StoreError, match=r"cannot write to s3://nobody/x: .*NO_SUCH_BUCKET"):
-        SharedDataSet(f"s3://nobody/x{REGION}").add(rows_of("a"), "h200")
+        SharedDataSet("s3://nobody/x?region=us-east-1").add(rows_of("a"), "h200")
 
 
 def test_a_wrong_key_is_refused_and_not_repeated(s3, server):

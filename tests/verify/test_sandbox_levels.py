@@ -8,27 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from handicaps import NO_CAPABILITIES, NO_LANDLOCK
 
 from tilegym_db.confinement.spec import Confinement, WorkerSpec
 from tilegym_db.verify.worker.losses import WorkerDied
 from tilegym_db.verify.worker.process import WorkerProcess, best_level
 
-# What takes a part of the kernel away from a process and from all that it starts.
-NO_CAPABILITIES = """
-from tilegym_db.confinement.system_calls import drop_capabilities, forgo_capabilities
-import contextlib
-with contextlib.suppress(Exception):
-    forgo_capabilities()
-drop_capabilities()
-"""
-NO_LANDLOCK = """
-import errno
-from tilegym_db.confinement import seccomp
-from tilegym_db.confinement.system_calls import prctl
-seccomp._plain_rules = lambda options: [(("landlock_create_ruleset",), errno.ENOSYS)]
-prctl(38, 1)
-seccomp.install_filter(seccomp.FilterOptions(shared_processes=False))
-"""
 REPORT = """
 from tilegym_db.verify.worker.process import best_level
 sandbox = best_level("cpu")

@@ -48,7 +48,8 @@ def benchmark(
         quick: few workloads and few samples.
         again: measure pairs anew that have a trace already.
         promote: afterwards run the promotion tier on what passed, as :func:`promote` does; its traces are in the report.
-        allow_unsandboxed: promote on a machine that cannot confine a worker; the traces say so and are never published.
+        allow_unsandboxed: promote anything on a machine that cannot confine a worker; the traces say so and are never published.
+            Without it, what the package ships is promoted there, for the user of that machine, and nothing else.
         gpus: measure on several GPUs of this host, all of one kind, each with a process of its own: ``all``, a number
             (``2``), or indices (``0,2``). By default one GPU, in this process.
         catalog: the records; the shipped ones and the user's overlay by default.

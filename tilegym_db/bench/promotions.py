@@ -9,14 +9,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tilegym_db.bench.tier_policy import MIN_SANDBOX_LEVEL
 from tilegym_db.records import Trace
 from tilegym_db.records.loop import MIN_SPEEDUP, Promotion
 from tilegym_db.records.solution import config_id
 from tilegym_db.records.trace import Comparison
+from tilegym_db.store.confinement_rule import source_key, why_not_believed
 from tilegym_db.store.database import Store
 from tilegym_db.store.loop_journals import append, journaled, loop_lock
 from tilegym_db.store.loop_queries import promotion_rows, verified_baselines
+from tilegym_db.store.shipped_sources import shipped_keys
+from tilegym_db.store.statements import PUBLISHED_SANDBOX_LEVEL
 
 __all__ = ["PromotionClaim", "claim_of", "record_promotions"]
 
@@ -35,7 +37,9 @@ class PromotionClaim:
     reason: str = ""
 
 
-def claim_of(trace: Trace, verified: Absent, min_speedup: float = MIN_SPEEDUP) -> PromotionClaim:
+def claim_of(
+    trace: Trace, verified: Absent, min_speedup: float = MIN_SPEEDUP, *, is_shipped: bool = False
+) -> PromotionClaim:
     """Whether a trace earns a promotion id.
 
     Args:
@@ -43,15 +47,15 @@ def claim_of(trace: Trace, verified: Absent, min_speedup: float = MIN_SPEEDUP) -
         verified: the baselines that are verified on its workload and GPU. One that took no part in the rounds is not passed
             over: times of other rounds are no comparison, but enough to ask for one.
         min_speedup: what the lower end of the interval has to reach.
+        is_shipped: its source is one that the package ships; asked where its worker was not confined alone.
     """
     if trace.tier != "promotion" or trace.status != "PASSED" or trace.performance is None:
         return PromotionClaim(None, f"a {trace.tier} trace with the status {trace.status} promotes nothing")
     if trace.role != "kernel":
         return PromotionClaim(None, "a baseline is what others are measured against")
-    if trace.sandbox_level < MIN_SANDBOX_LEVEL:
-        return PromotionClaim(
-            None, f"it ran confined at level {trace.sandbox_level}, and {MIN_SANDBOX_LEVEL} is needed"
-        )
+    unconfined = why_not_believed(trace.sandbox_level, is_shipped=is_shipped, audience="this user")
+    if unconfined is not None:
+        return PromotionClaim(None, unconfined)
     against = [item for item in trace.performance.comparisons if item.provides in BASELINES]
     if not against:
         return PromotionClaim(None, "no baseline took part in its rounds")
@@ -88,13 +92,15 @@ def record_promotions(
     """
     promoted: list[Promotion] = []
     reasons: dict[str, str] = {}
+    shipped = shipped_keys({trace.definition for trace in traces if trace.sandbox_level < PUBLISHED_SANDBOX_LEVEL})
     with loop_lock(home):
         rows = promotion_rows(store)
         known = _known(rows, {trace.definition for trace in traces}, home)
         standing = {row["id"] for row in rows if row["status"] == "standing"}
         for trace in sorted(traces, key=lambda item: (_prefix(item), item.solution_digest, item.trace_id)):
             verified = verified_baselines(store, trace.definition_digest, trace.workload_uuid, trace.gpu)
-            claim = claim_of(trace, verified, min_speedup)
+            is_shipped = source_key(trace.definition_digest, trace.solution_digest) in shipped
+            claim = claim_of(trace, verified, min_speedup, is_shipped=is_shipped)
             if claim.baseline is None:
                 if trace.role == "kernel" and trace.tier == "promotion":
                     reasons[trace.trace_id] = claim.reason

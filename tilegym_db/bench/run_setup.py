@@ -88,16 +88,17 @@ class RunSetup:
         excluded: Mapping[DoneKey, str] | None = None,
         tuned: Mapping[PairKey, Config] | None = None,
         likely_fastest: LikelyFastest | None = None,
+        refused: Mapping[str, str] | None = None,
     ) -> Plan:
         """What the options ask for here, with the languages and packages that are here; arguments and errors are those of
-        :func:`~tilegym_db.bench.planning.make_plan`.
+        :func:`~tilegym_db.bench.planning.make_plan`. ``refused`` is name of a Solution -> why it may not run here.
 
         Raises:
             RecordError: the reference of a Definition that was asked for by name does not return; where all were asked for,
                 that Definition is left out.
         """
         unusable = unusable_languages()
-        unmet = unmet_dependencies(self.catalog.solutions.values())
+        unmet = unmet_dependencies(self.catalog.solutions.values()) | dict(refused or {})
         plan = make_plan(self.catalog, self.machine, options, done, unusable, excluded, tuned, likely_fastest, unmet)
         return self._without_failing_references(plan, named=bool(options.names))
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 from tilegym_db.bench.bench_report import BenchReport
 from tilegym_db.bench.calibrate import peaks_or_reason
-from tilegym_db.bench.confined import require_sandbox
+from tilegym_db.bench.confined import limits_here, may_lack_confinement, note_of
 from tilegym_db.bench.cross_check import cross_check
 from tilegym_db.bench.executor.local import LocalExecutor
 from tilegym_db.bench.gpus.devices import MeasuringDevice, devices_of
@@ -59,13 +59,29 @@ def run_tiers(
     devices, watch = devices_of(gpus, gpu), observer or Observer()
     confined = confined and (then_promote or options.tier == "promotion")
     with _supervisors(devices) as pool:
-        setup = _prepared(devices, gpu, catalog, store_home, confined=confined)
+        setup = _prepared(devices, gpu, catalog, store_home)
+        limits = _limits(setup, options, pool) if confined else None
+        confined = confined and limits is None
         if options.tier == "promotion":
             refuse_omitting(setup.catalog, options.names)
-        report = _run(setup, options, watch, pool, confined=confined)
+        report = _run(setup, options, watch, pool, limits, confined=confined)
         if then_promote and not report.interrupted:
-            report = report.followed_by(_run(setup, replace(options, tier="promotion"), watch, pool, confined=confined))
+            promotion = replace(options, tier="promotion")
+            report = report.followed_by(_run(setup, promotion, watch, pool, limits, confined=confined))
+    if limits is not None:
+        report.notes.append(note_of(setup.machine, limits))
     return report
+
+
+def _limits(setup: RunSetup, options: Options, pool: DevicePool | None) -> dict[str, str] | None:
+    """What may not be promoted here since workers cannot be confined, and why; None where they can.
+
+    Where there are supervisors, each tries its own, and refuses its work where it fails; only a kernel without Landlock is known
+    of before.
+    """
+    if pool is not None and not may_lack_confinement():
+        return None
+    return limits_here(setup.machine, setup.catalog, options.names)
 
 
 def _supervisors(devices: Sequence[MeasuringDevice]) -> contextlib.AbstractContextManager[DevicePool | None]:
@@ -74,14 +90,12 @@ def _supervisors(devices: Sequence[MeasuringDevice]) -> contextlib.AbstractConte
 
 
 def _prepared(
-    devices: Sequence[MeasuringDevice], gpu: str, catalog: Catalog | None, store_home: Path | None, *, confined: bool
+    devices: Sequence[MeasuringDevice], gpu: str, catalog: Catalog | None, store_home: Path | None
 ) -> RunSetup:
     """What a run needs; where this process measures itself, it is ready to have workers."""
     setup = RunSetup.on(devices, gpu, catalog, store_home)
     if not devices:
         prepare_workers(setup.machine.device)
-        if confined:
-            require_sandbox(setup.machine)
     return setup
 
 
@@ -90,6 +104,7 @@ def _run(
     options: Options,
     observer: Observer,
     pool: DevicePool | None,
+    limits: Mapping[str, str] | None,
     *,
     confined: bool,
 ) -> BenchReport:
@@ -104,7 +119,8 @@ def _run(
         spread = [name for name, definition in setup.catalog.definitions.items() if draws_spread(definition)]
         tuned, likely_fastest = tuned_configs(store, machine.gpu), likely_fastest_of(store, machine.gpu, spread)
     excluded = {key: _screen_failure(status) for key, status in failed.items()}
-    plan = setup.plan(options, done, excluded, tuned, likely_fastest)
+    refused = limits or {} if policy is PROMOTION else {}
+    plan = setup.plan(options, done, excluded, tuned, likely_fastest, refused)
     observer.planned(plan, machine)
     screening = policy is SCREEN and not options.quick
     budget = TimingBudget.screening() if screening else timing_budget(options)

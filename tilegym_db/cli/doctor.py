@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 import typer
 
 from tilegym_db.cli.doctor_check import Check, check_lines
-from tilegym_db.cli.doctor_files import check_files
+from tilegym_db.cli.doctor_files import check_files, check_shared_tables
 from tilegym_db.cli.formats import AsArrow, AsCsv, AsJson, AsParquet, OutputFile, Wide, chosen_form, write_records
 from tilegym_db.cli.output import note, print_line, table_width
 
 if TYPE_CHECKING:
+    from tilegym_db.confinement.levels import Sandbox
     from tilegym_db.records.peaks import GpuPeaks
 
 
@@ -191,6 +192,38 @@ def check_store() -> Iterator[Check]:
         yield Check("store", "problem", str(error))  # the message says what to do
 
 
+def check_sandbox() -> Iterator[Check]:
+    """Whether workers can be confined as a promotion asks for, and what is promoted where they cannot."""
+    import importlib.util
+
+    from tilegym_db.confinement.landlock import MINIMAL_VERSION, landlock_version
+
+    if importlib.util.find_spec("torch") is None:
+        return
+    if landlock_version() >= MINIMAL_VERSION:
+        yield Check(
+            "sandbox", "ok", "the kernel has Landlock, so workers can be confined unless a container forbids it"
+        )
+        return
+    from tilegym_db.verify.worker.process import best_level
+
+    yield sandbox_check(best_level("cpu"))
+
+
+def sandbox_check(found: Sandbox) -> Check:
+    """Say what a machine without Landlock does."""
+    from tilegym_db.bench.tier_policy import MIN_SANDBOX_LEVEL
+
+    if found.level >= MIN_SANDBOX_LEVEL:
+        return Check("sandbox", "ok", found.description)
+    detail = (
+        "workers cannot be confined here, so only kernels that the package ships are promoted, and serve you alone "
+        f"({found.description})"
+    )
+    fix = "Linux 6.2 or newer with Landlock switched on, not behind gVisor, confines them; kernels of your own need it"
+    return Check("sandbox", "missing", f"{detail}; {'; '.join(found.reasons)}", fix)
+
+
 def check_peaks() -> Iterator[Check]:
     """Whether the GPU here is calibrated; says nothing on a machine without one, which has no speed of light."""
     import importlib.util
@@ -246,5 +279,7 @@ CHECKS: tuple[Callable[[], Iterator[Check]], ...] = (
     check_catalog,
     check_store,
     check_files,
+    check_shared_tables,
+    check_sandbox,
     check_peaks,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tilegym_db.cli.doctor_check import Check
@@ -21,6 +22,22 @@ def check_files() -> Iterator[Check]:
 
     for found in broken_files(home()):
         yield from files_checks(found)
+
+
+def check_shared_tables() -> Iterator[Check]:
+    """Tables that came from a team: how many serve here, and why the others do not; nothing where there are none."""
+    from tilegym_db.paths import home
+    from tilegym_db.store.shared_tables import damage_of, tables_in
+
+    tables = [replace(table, problem=damage_of(table)) for table in tables_in(home())]
+    used = [table for table in tables if table.counts]
+    if used:
+        named = sorted({f"{table.gpu} from {table.address} ({table.standing})" for table in used})
+        yield Check("team tables", "ok", f"{len(used)} serve here: {', '.join(named)}")
+    for table in tables:
+        if not table.counts:
+            why, _, fix = table.why_unused.partition(". ")
+            yield Check("team tables", "problem" if table.problem else "missing", why, fix)
 
 
 def files_checks(found: BrokenFiles) -> Iterator[Check]:

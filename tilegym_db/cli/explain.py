@@ -75,6 +75,7 @@ def command(
     decision, solutions = decide_request(request, catalog)
     stock = stock_of(solutions.values())
     answer = describe(request, decision, stock.name if stock else None)
+    answer["shared_tables"] = shared_tables(slug, trust=trust)
     _write(form, answer)
     if form.is_table and decision.solution is None:
         _note_next(name, slug)
@@ -119,6 +120,27 @@ def describe(request: Request, decision: Decision, stock: str | None) -> dict[st
     }
 
 
+def shared_tables(gpu: str, *, trust: bool = False) -> list[dict[str, Any]]:
+    """The tables of a team for a GPU slug or family: where each came from, who vouches for it, and whether it is used."""
+    from tilegym_db.paths import home
+    from tilegym_db.records.hardware import same_gpu
+    from tilegym_db.store.shared_tables import serving, tables_in
+
+    found = [table for table in tables_in(home()) if same_gpu(gpu, table.gpu)]
+    used = {table.snapshot.folder for table in serving(found, trust=trust)}
+    return [
+        {
+            "gpu": table.gpu,
+            "address": table.address,
+            "published": table.snapshot.published,
+            "standing": table.standing,
+            "used": table.snapshot.folder in used,
+            "why": "" if table.snapshot.folder in used else table.why_unused,
+        }
+        for table in found
+    ]
+
+
 def _write(form: Form, answer: dict[str, Any]) -> None:
     if form.kind == "json":
         write_json(form, answer)
@@ -145,6 +167,9 @@ def _print(answer: dict[str, Any], wide: bool) -> None:
         note(f"In code under torch.compile stock code runs: {answer['left_to_compilers']}.")
     if evidence["published"]:
         note(f"Measured on {evidence['gpu']}, published {evidence['published']}. Speedup is against stock code.")
+    for table in answer["shared_tables"]:
+        if not table["used"]:
+            note(f"not used: {table['why']}")
 
 
 def candidate_records(answer: dict[str, Any]) -> list[dict[str, Any]]:

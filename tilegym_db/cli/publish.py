@@ -32,10 +32,12 @@ def command(
 
     Runs of whole models (model-bench) go along with the traces of a checkout, as evidence of models.
     From then on resolve() and patch() on that GPU use what was published; nothing else changes what they do. Only what the
-    promotion tier verified in a confined process is published; what a later failure took back is taken out.
+    promotion tier verified in a confined process is published; what a later failure took back is taken out. Where workers cannot
+    be confined, what the package ships and was promoted here is published into the user's folder, and nowhere else.
 
     With --to nothing is written here: the data set gets every trace of that GPU that this installation measured and that it
-    does not have yet, and 'tilegym-db sync' brings them to others. Credentials come from the environment.
+    does not have yet, and a resolver table of what it promoted; 'tilegym-db sync' brings both to others. Credentials come from
+    the environment.
     """
     from tilegym_db.cli.best import chosen_gpu
     from tilegym_db.cli.reader import open_reader
@@ -58,18 +60,22 @@ def _share(uri: str, gpu: str, *, as_json: bool) -> None:
     from tilegym_db.cli.reader import open_reader
     from tilegym_db.store.data_set import SharedDataSet
     from tilegym_db.store.sharing import share_traces
+    from tilegym_db.store.table_exchange import share_tables
 
     data_set = SharedDataSet(uri)
     with open_reader() as store:
         report = share_traces(store, data_set, gpu)
+        files = share_tables(store, data_set.place, gpu)
     if as_json:
-        print_json(vars(report))
+        print_json({**vars(report), "tables": files})
     for name in () if as_json else report.written:
         print_line(name)
     if report.traces:
         note(f"{report.traces - report.known} traces added, {report.known} were there already")
     else:
         note(f"nothing to add: nothing was measured here on {gpu}. Try, on that GPU: tilegym-db bench --promote")
+    if files:
+        note(f"a resolver table of what was promoted here was added, in {len(files)} files")
     for problem in report.problems:
         note(f"not read: {problem}")
     if report.problems:
@@ -77,7 +83,8 @@ def _share(uri: str, gpu: str, *, as_json: bool) -> None:
 
 
 def _record(report: PublishReport) -> dict[str, Any]:
-    facts = {name: getattr(report, name) for name in ("traces", "entries", "left_out", "revocations", "model_runs")}
+    names = ("traces", "entries", "left_out", "revocations", "model_runs", "unconfined")
+    facts = {name: getattr(report, name) for name in names}
     paths = {name: [str(path) for path in getattr(report, name)] for name in ("written", "leftover")}
     return {"gpu": report.folder.name, "folder": str(report.folder), **facts, **paths}
 
@@ -88,6 +95,11 @@ def _print(report: PublishReport, *, paths: bool) -> None:
     note(f"{report.traces} traces of {report.entries} shapes in {report.folder}; {len(report.written)} files changed")
     if report.model_runs:
         note(f"{report.model_runs} runs of models go along")
+    if report.unconfined:
+        note(
+            f"{report.unconfined} of the traces are of workers that were not confined, of sources that the package ships: "
+            "they serve you on this machine alone"
+        )
     for reason, count in report.left_out.items():
         note(f"left out {count}: {reason}")
     if report.revocations:

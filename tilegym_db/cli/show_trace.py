@@ -15,6 +15,8 @@ MIN_PREFIX = 6
 LOG_LINES = 60
 MAX_LINE = 400
 
+UNCONFINED = " (not confined: serves this user alone, and only where the package ships the source)"
+
 
 def show_trace(trace_id: str, form: Form) -> bool:
     """Print the trace of that id, or whose id starts so; False where there is none.
@@ -73,7 +75,11 @@ def describe(row: dict[str, Any]) -> list[str]:
 
 
 def _measurement(row: dict[str, Any]) -> dict[str, str]:
-    where = f"{row['gpu_name']}, driver {row['driver'] or 'unknown'}, sandbox level {row['sandbox_level']}"
+    from tilegym_db.store.statements import PUBLISHED_SANDBOX_LEVEL
+
+    weak = row["sandbox_level"] < PUBLISHED_SANDBOX_LEVEL and row["tier"] == "promotion"
+    level = f"sandbox level {row['sandbox_level']}{UNCONFINED if weak else ''}"
+    where = f"{row['gpu_name']}, driver {row['driver'] or 'unknown'}, {level}"
     return {
         "reason": row["reason"],
         "verified": _standing(row),

@@ -117,7 +117,8 @@ def fit_config(
 
     Raises:
         UsageError: the config or an option is none that can be run, or the model does not fit into memory.
-        HardwareError: the GPU asked for is not here, or workers cannot be confined, so that nothing could be published.
+        HardwareError: the GPU asked for is not here, or workers cannot be confined and the package ships none of the kernels:
+            nothing could be published.
     """
     options, machine = options or FitOptions(), select_machine(gpu)
     for run in options.runs:
@@ -156,7 +157,7 @@ def fit(
 
     Raises:
         UsageError: the model cannot be run like that, or has nothing that a Definition describes.
-        HardwareError: workers cannot be confined here, so that nothing could be published.
+        HardwareError: workers cannot be confined here and the package ships none of the kernels: nothing could be published.
     """
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"fit takes a model, a torch.nn.Module, not {type(model).__name__}.")

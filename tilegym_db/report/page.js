@@ -323,7 +323,7 @@
     cases.value = row.trace_id;
     cases.addEventListener("change", () => { openDetail(row.solution, cases.value); byId("cases").focus(); });
     const facts = [
-      ["verdict", `PASSED, tier ${row.tier}, sandbox level ${row.sandbox_level}, ${row.origin}`], ["case", `${row.definition} ${shape(row)} ${row.dtypes_key}`],
+      ["verdict", `PASSED, tier ${row.tier}, sandbox level ${row.sandbox_level}${row.sandbox_level < 2 ? " (not confined: for this user alone)" : ""}, ${row.origin}`], ["case", `${row.definition} ${shape(row)} ${row.dtypes_key}`],
       ["config", row.config_key || "the source's own defaults"], ["GPU", `${row.gpu_name}, driver ${row.driver}, ${row.clock_mhz ?? "?"} MHz`], ["software", row.libs],
       ["time", `${figure(row.latency_us, 7)} us [${figure(row.ci_low_us, 7)}, ${figure(row.ci_high_us, 7)}], ${row.samples} samples, timer ${row.timer}`],
       ["against stock", row.speedup === null ? "not compared" : `${figure(row.speedup)}x, at least ${figure(row.speedup_ci_low)}x`],

@@ -190,8 +190,17 @@ def _conclude(
     )
     if point.beyond:
         reason += f"; beyond the measured range of {' and '.join(point.beyond)}, more or less of which is only repeated"
+    reason += _whose_word(winner)
     evidence = Evidence(source, reason, table.gpu, table.published, axes, winner)
     return Decision(solutions[winner.solution], dict(winner.config), evidence, (*lost, *rejected))
+
+
+def _whose_word(winner: Candidate) -> str:
+    """What is to be known of a measurement that was not made here and confined, nor shipped."""
+    if winner.shipped_source:
+        level = f"sandbox level {winner.sandbox_level}"
+        return f"; its worker was not confined ({level}), so it serves this user alone: the package ships its source"
+    return "; another installation measured it, which is trusted here" if winner.origin == "foreign" else ""
 
 
 def _where(point: MeasuredPoint, table: ResolverTable) -> str:

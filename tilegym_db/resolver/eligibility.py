@@ -10,7 +10,8 @@ from tilegym_db.records.omitted import why_not_timed
 from tilegym_db.records.trace import PROCESS_NOISE_US
 from tilegym_db.resolver.request import Request
 from tilegym_db.resolver.table import Candidate
-from tilegym_db.store.statements import PUBLISHED_SANDBOX_LEVEL, VERIFIED_TIERS
+from tilegym_db.store.confinement_rule import why_not_believed
+from tilegym_db.store.statements import VERIFIED_TIERS
 
 __all__ = [
     "HOST_NOISE_US",
@@ -72,9 +73,10 @@ def _not_verified(candidate: Candidate) -> str | None:
             f"tier {candidate.tier or 'unknown'}: not a verified measurement; promote it (tilegym-db promote "
             f"{candidate.solution}) and publish again"
         )
-    if candidate.tier == "promotion" and (candidate.sandbox_level or 0) < PUBLISHED_SANDBOX_LEVEL:
-        return f"sandbox level {candidate.sandbox_level or 0}: its worker could have reached what judged it"
-    return None
+    if candidate.tier != "promotion":
+        return None
+    level, shipped = candidate.sandbox_level or 0, candidate.shipped_source
+    return why_not_believed(level, is_shipped=shipped, origin=candidate.origin, audience="this user")
 
 
 def _not_faster(candidate: Candidate, bar: float) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +15,9 @@ from tilegym_db.records.solution import Config, name_with_config
 from tilegym_db.records.trace import new_trace_id
 from tilegym_db.records.trace_pieces import NANO, RATIO, Point
 from tilegym_db.records.trace_set import TraceSet, is_trace_set
+from tilegym_db.store.confinement_rule import source_key
+from tilegym_db.store.shipped_sources import shipped_keys
+from tilegym_db.store.statements import PUBLISHED_SANDBOX_LEVEL
 
 __all__ = ["Candidate", "DtypesKey", "Entry", "MeasuredEntries", "dtypes_key", "entries_of", "scalar_hull"]
 
@@ -47,6 +50,8 @@ class Candidate:
     """Continuous scalar -> the smallest and largest value verified; None in traces of before these were recorded."""
     origin: str = "local"
     """``shipped`` with the package, measured by this installation (``local``), or ``foreign``."""
+    shipped_source: bool = False
+    """Whether its source is one that the package ships; asked only where it was measured here without confinement."""
     figures: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """What the gates' bounds and the physics floor are held against; empty in tables of before there were trace sets."""
 
@@ -129,6 +134,7 @@ def _entries(parsed: TraceSet, places: _Rows, origin: str) -> tuple[Entry, ...]:
     entries = []
     # In the order of the file, which is that of publishing: of equally near points the first decides.
     for point, identity, candidates in grouped.values():
+        candidates = [_with_source_known(one, identity) for one in candidates]
         candidates.sort(key=lambda item: (item.latency_us, item.trace_id))
         where: dict[str, Any] = {
             "axes": point.axes,
@@ -138,6 +144,13 @@ def _entries(parsed: TraceSet, places: _Rows, origin: str) -> tuple[Entry, ...]:
         }
         entries.append(Entry(**identity, **where, candidates=tuple(candidates)))
     return tuple(entries)
+
+
+def _with_source_known(candidate: Candidate, identity: Mapping[str, Any]) -> Candidate:
+    if candidate.origin != "local" or (candidate.sandbox_level or 0) >= PUBLISHED_SANDBOX_LEVEL:
+        return candidate
+    key = source_key(identity["definition_digest"], candidate.solution_digest)
+    return replace(candidate, shipped_source=key in shipped_keys((identity["definition"],)))
 
 
 def _is_pass(parsed: TraceSet, row: list[Any]) -> bool:

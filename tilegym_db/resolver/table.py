@@ -4,18 +4,18 @@ A snapshot is a folder, written by ``tilegym-db publish``: one trace set per Def
 Serving reads these files and never the live database: they do not change under a running model and need no database engine.
 A Definition's set is read when that Definition is first asked for, so that loading costs the same however many there are.
 What neither came with the package nor was published by this installation is not read, unless the caller trusts it.
+Tables that came from a shared data set (:mod:`tilegym_db.store.shared_tables`) add to it, as far as they are trusted.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Self
-
-from pydantic_core import from_json
 
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import home, shipped_root
@@ -23,24 +23,16 @@ from tilegym_db.records import Definition
 from tilegym_db.records.hardware import gpus_meant
 from tilegym_db.records.peaks import GpuPeaks
 from tilegym_db.records.plausible import bounds_of, why_implausible
-from tilegym_db.resolver.entries import (
-    Candidate,
-    DtypesKey,
-    Entry,
-    MeasuredEntries,
-    dtypes_key,
-    entries_of,
-    scalar_hull,
-)
+from tilegym_db.resolver.entries import Candidate, DtypesKey, Entry, MeasuredEntries, dtypes_key
+from tilegym_db.resolver.merged import SetFile, merged_entries
+from tilegym_db.resolver.old_entries import measured_of_old, parts_of_old
 from tilegym_db.store.input_files import LOCK_NAME, OLD_TABLE_NAME, PEAKS_NAME, is_trace_file, trace_files
+from tilegym_db.store.shared_tables import SharedTable, serving, tables_folder, tables_in
 from tilegym_db.store.snapshot import Snapshot, open_snapshot
 
 __all__ = ["Candidate", "Entry", "ResolverTable", "load_table", "read_folder", "table_folder"]
 
 _log = logging.getLogger(__name__)
-
-OLD_TABLE_VERSION = 2
-_WRITE_ANEW = "Write it anew: tilegym-db publish --gpu GPU"
 
 
 class ResolverTable:
@@ -61,7 +53,7 @@ class ResolverTable:
         self.published = published
         self.source = source
         self._loaders = dict(loaders)
-        self._load_peaks = peaks
+        self.load_peaks = peaks
         self._loaded: dict[str, MeasuredEntries] = {}
         self._entries: dict[tuple[str, DtypesKey], tuple[Entry, ...]] = {}
         self.indexes: dict[Any, Any] = {}
@@ -77,7 +69,7 @@ class ResolverTable:
             grouped.setdefault(raw["definition"], []).append(raw)
 
         def loader(raws: list[dict[str, Any]]) -> Callable[[], MeasuredEntries]:
-            return lambda: _old_entries([_old_entry(raw, source, origin) for raw in raws])
+            return lambda: measured_of_old(raws, source, origin)
 
         return cls(gpu, sm, published, {name: loader(raws) for name, raws in grouped.items()}, source)
 
@@ -90,6 +82,10 @@ class ResolverTable:
     def definitions(self) -> tuple[str, ...]:
         """The Definitions that have a set of traces."""
         return tuple(sorted(self._loaders))
+
+    def loader_of(self, definition: str) -> Callable[[], MeasuredEntries]:
+        """What reads the entries of one of :attr:`definitions`."""
+        return self._loaders[definition]
 
     def scalar_hull(self, definition: str) -> Mapping[str, tuple[float, float]]:
         """Scalar -> the smallest and largest number among the points of a Definition: what its candidates were verified with."""
@@ -145,7 +141,7 @@ class ResolverTable:
     @property
     def _peaks(self) -> GpuPeaks | None:
         if "peaks" not in self.indexes:
-            self.indexes["peaks"] = self._load_peaks()
+            self.indexes["peaks"] = self.load_peaks()
         peaks: GpuPeaks | None = self.indexes["peaks"]
         return peaks
 
@@ -200,9 +196,27 @@ def load_table(gpu: str, *, trust: bool = False) -> ResolverTable | None:
         RecordError: a file is not what was published, or was written by a newer version.
     """
     folder = table_folder(gpu, trust=trust)
-    if folder is None:
-        return None
-    return _cached_table(folder, trust, *(_stamp(folder / name) for name in (LOCK_NAME, OLD_TABLE_NAME)))
+    shared = _shared_tables(gpu if folder is None else folder.name, trust)
+    stamps = () if folder is None else tuple(_stamp(folder / name) for name in (LOCK_NAME, OLD_TABLE_NAME))
+    if not shared:
+        return None if folder is None else _cached_table(folder, trust, stamps)
+    places = tuple(table.snapshot.folder for table in shared)
+    return _cached_with_shared(folder, trust, (*stamps, *(_stamp(path / LOCK_NAME) for path in places)), places)
+
+
+def _shared_tables(gpu: str, trust: bool) -> list[SharedTable]:
+    """The tables of a team that may serve a GPU slug, or the first slug of a family that there are any of."""
+    there = serving((table for slug in _shared_slugs(gpu) for table in tables_in(home(), slug)), trust=trust)
+    slugs = gpus_meant(gpu, (table.gpu for table in there))
+    return [table for table in there if table.gpu == slugs[0]] if slugs else []
+
+
+def _shared_slugs(gpu: str) -> list[str]:
+    try:
+        names = os.listdir(tables_folder(home()))
+    except OSError:  # there are none
+        return []
+    return gpus_meant(gpu, names)
 
 
 def _stamp(path: Path) -> tuple[int, int]:
@@ -214,66 +228,72 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=8)
-def _cached_table(folder: Path, trust: bool, _lock: tuple[int, int], _old: tuple[int, int]) -> ResolverTable:
+def _cached_table(folder: Path, trust: bool, _stamps: tuple[tuple[int, int], ...]) -> ResolverTable:
     return read_folder(folder, trust=trust)
+
+
+@lru_cache(maxsize=8)
+def _cached_with_shared(
+    folder: Path | None, trust: bool, _stamps: tuple[tuple[int, int], ...], shared: tuple[Path, ...]
+) -> ResolverTable:
+    """The published table of a folder with what tables of a team add to it; those never change."""
+    base = None if folder is None else read_folder(folder, trust=trust)
+    own = {} if folder is None else _set_files(_snapshot_of(folder, trust))
+    snapshots = [open_snapshot(path, home()) for path in shared]
+    sets = [_set_files(snapshot) for snapshot in snapshots]
+    loaders = {name: base.loader_of(name) for name in base.definitions} if base is not None else {}
+    for name in {name for one in sets for name in one}:
+        added = [one[name] for one in sets if name in one]
+        loaders[name] = partial(merged_entries, loaders.get(name), own.get(name), added)
+
+    def peaks() -> GpuPeaks | None:
+        found = base.load_peaks() if base is not None else None
+        return found or next(filter(None, map(_peaks_of_team, snapshots)), None)
+
+    tables: list[ResolverTable | Snapshot] = [*([base] if base is not None else []), *snapshots]
+    date = max(table.published for table in tables)
+    sources = ", ".join(str(path) for path in (folder, *shared) if path is not None)
+    return ResolverTable(tables[0].gpu, tables[0].sm, date, loaders, sources, peaks)
 
 
 def read_folder(folder: Path, *, trust: bool = False) -> ResolverTable:
     """The table of one published folder (``traces/<gpu>``); arguments and errors as for :func:`load_table`."""
-    snapshot = open_snapshot(folder, home())
-    if trust and snapshot.origin == "foreign":
-        snapshot = replace(snapshot, files={})
+    snapshot = _snapshot_of(folder, trust)
     old = folder / OLD_TABLE_NAME
     if old.is_file() and (OLD_TABLE_NAME in snapshot.files or not trace_files(folder)):
-        return _old_table(snapshot.read(old, "resolver table"), old, snapshot.origin)
+        parts = parts_of_old(snapshot.read(old, "resolver table"), old)
+        return ResolverTable.from_entries(*parts, str(old), snapshot.origin)
     return _table_of_sets(snapshot)
 
 
+def _snapshot_of(folder: Path, trust: bool) -> Snapshot:
+    snapshot = open_snapshot(folder, home())
+    return replace(snapshot, files={}) if trust and snapshot.origin == "foreign" else snapshot
+
+
 def _table_of_sets(snapshot: Snapshot) -> ResolverTable:
+    loaders = {name: file.entries for name, file in _set_files(snapshot).items()}
+    return ResolverTable(
+        snapshot.gpu, snapshot.sm, snapshot.published, loaders, str(snapshot.folder), lambda: _peaks_of(snapshot)
+    )
+
+
+def _set_files(snapshot: Snapshot) -> dict[str, SetFile]:
+    """The trace sets of a folder, by Definition."""
     names = snapshot.files or [path.relative_to(snapshot.folder).as_posix() for path in trace_files(snapshot.folder)]
     paths = [snapshot.folder / name for name in names if is_trace_file(name)]
-
-    def loader(path: Path) -> Callable[[], MeasuredEntries]:
-        return lambda: entries_of(snapshot.read(path, "trace set"), path, snapshot.origin)
-
-    def peaks() -> GpuPeaks | None:
-        path = snapshot.folder / PEAKS_NAME
-        return GpuPeaks.from_json(snapshot.read(path, "peaks"), path) if path.is_file() else None
-
-    loaders = {path.stem: loader(path) for path in paths}
-    return ResolverTable(snapshot.gpu, snapshot.sm, snapshot.published, loaders, str(snapshot.folder), peaks)
+    return {path.stem: SetFile(snapshot, path) for path in paths}
 
 
-def _old_table(text: bytes, path: Path, origin: str) -> ResolverTable:
+def _peaks_of(snapshot: Snapshot) -> GpuPeaks | None:
+    path = snapshot.folder / PEAKS_NAME
+    return GpuPeaks.from_json(snapshot.read(path, "peaks"), path) if path.is_file() else None
+
+
+def _peaks_of_team(snapshot: Snapshot) -> GpuPeaks | None:
+    """As :func:`_peaks_of`; a file that is not what its lock says bounds nothing, and stops nothing."""
     try:
-        content = from_json(text, cache_strings="all")
-    except ValueError as error:
-        raise RecordError(f"{path}: cannot read this resolver table: {error}. {_WRITE_ANEW}") from None
-    version = content.get("schema_version") if isinstance(content, dict) else None
-    if isinstance(version, int) and version > OLD_TABLE_VERSION:
-        raise RecordError(
-            f"{path}: schema_version {version} was written by a newer tilegym-db (this one reads {OLD_TABLE_VERSION}). "
-            "Upgrade tilegym-db, or publish again with this version."
-        )
-    try:
-        head = content["gpu"], content["sm"], content["published"]
-        return ResolverTable.from_entries(*head, content["entries"], str(path), origin)
-    except (TypeError, KeyError) as error:
-        raise RecordError(f"{path}: not a resolver table: {error} is missing or wrong. {_WRITE_ANEW}") from None
-
-
-def _old_entries(entries: list[Entry]) -> MeasuredEntries:
-    grouped: dict[DtypesKey, list[Entry]] = {}
-    for entry in entries:
-        grouped.setdefault(dtypes_key(entry.dtypes), []).append(entry)
-    by_dtypes = {key: partial(tuple, found) for key, found in grouped.items()}
-    return MeasuredEntries(by_dtypes, scalar_hull(entry.scalars for entry in entries))
-
-
-def _old_entry(raw: dict[str, Any], source: str, origin: str) -> Entry:
-    try:
-        candidates = tuple(Candidate(**{"origin": origin, **candidate}) for candidate in raw["candidates"])
-        return Entry(**{**raw, "candidates": candidates})
-    except (TypeError, KeyError) as error:
-        what = f"an entry of {raw.get('definition')} is not valid: {error}"
-        raise RecordError(f"{source}: {what}. {_WRITE_ANEW}") from None
+        return _peaks_of(snapshot)
+    except RecordError as error:
+        _log.warning("the peaks of a table of a team are passed over: %s", error)
+        return None

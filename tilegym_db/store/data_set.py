@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
-from tilegym_db.errors import StoreError, UsageError
+from tilegym_db.errors import StoreError
 from tilegym_db.records.base import length_prefixed_digest
-from tilegym_db.records.fields import shown
+from tilegym_db.store.shared_place import SharedPlace, hidden
 
 __all__ = ["SCHEMA_VERSION", "DataFile", "Row", "SharedDataSet"]
 
@@ -26,12 +24,9 @@ SCHEMA_VERSION = 1
 """Of the files. A newer version may add columns; one that changes the meaning of a column raises it."""
 VERSION_KEY = b"tilegym_db.schema_version"
 COLUMNS = ("trace_id", "definition", "solution", "workload_uuid", "tier", "status", "record", "signature")
-SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID")
 SUFFIX = ".parquet"
 MAX_OTHERS = 10_000
 """Folders, and files that are not Parquet, in a folder that is a data set; a writer that was killed leaves one hidden file."""
-SCHEMES = ("s3", "file")
-"""What is tested. PyArrow knows more, and tries some of them again and again for a quarter of an hour."""
 
 
 @dataclass(frozen=True)
@@ -62,31 +57,8 @@ class SharedDataSet:
             StoreError: the region of the bucket cannot be asked for.
             ModuleNotFoundError: pyarrow is not installed.
         """
-        from pyarrow import fs
-
         self.uri = uri
-        parts = urlsplit(uri)
-        if parts.username or parts.password or any(word in parts.query for word in ("access_key", "secret_key")):
-            raise UsageError(
-                "an address of a data set has no credentials in it: they come from the environment (AWS_ACCESS_KEY_ID, "
-                "AWS_SECRET_ACCESS_KEY, AWS_PROFILE), as for any S3 tool."
-            )
-        if not uri.strip():
-            raise UsageError("a data set is a folder or an address such as s3://bucket/folder, not ''.")
-        if "://" in uri and parts.scheme not in SCHEMES:
-            raise UsageError(
-                f"'{hidden(uri)}' is no address of a data set: it is a folder, or starts with "
-                f"{' or '.join(f'{scheme}://' for scheme in SCHEMES)}."
-            )
-        if parts.scheme == "s3" and not parts.netloc:
-            raise UsageError(f"'{hidden(uri)}' names no bucket: an address is s3://bucket/folder.")
-        try:
-            self._files, self._root = fs.FileSystem.from_uri(uri if "://" in uri else os.path.abspath(uri))
-        except (ValueError, TypeError) as error:
-            raise UsageError(f"'{uri}' is no address of a data set: {hidden(str(error))}.") from None
-        except OSError as error:  # pyarrow asks for the region of a bucket
-            raise StoreError(f"cannot reach '{hidden(uri)}': {hidden(str(error))}.") from None
-        self._is_local = isinstance(self._files, fs.LocalFileSystem)
+        self.place = SharedPlace(uri)
 
     def files(self) -> list[DataFile]:
         """Every file, by name; none where nothing was written yet.
@@ -97,16 +69,16 @@ class SharedDataSet:
         from pyarrow import fs
 
         found = []
-        if self._is_local:
+        if self.place.is_local:
             return self._local_files()
         try:
-            listed = self._files.get_file_info(fs.FileSelector(self._root, recursive=True))
+            listed = self.place.files.get_file_info(fs.FileSelector(self.place.root, recursive=True))
         except FileNotFoundError:  # the folder; a bucket that does not exist is another error
             return []
         except OSError as error:
-            raise self._refused("list", error) from None
+            raise self.place.refused("list", error) from None
         for info in listed:
-            name = os.path.relpath(info.path, self._root)
+            name = os.path.relpath(info.path, self.place.root)
             hides = any(part.startswith((".", "_")) for part in name.split("/"))
             if info.type == fs.FileType.File and name.endswith(SUFFIX) and not hides:
                 found.append(DataFile(name, info.path, info.size))
@@ -115,27 +87,27 @@ class SharedDataSet:
     def _local_files(self) -> list[DataFile]:
         """As :meth:`files`, of a folder; one that is evidently something else, such as ``/tmp``, is refused early."""
         found, others = [], 0
-        if not os.path.isdir(self._root):
-            if os.path.lexists(self._root):
-                raise self._refused("list", NotADirectoryError("it is no folder"))
+        if not os.path.isdir(self.place.root):
+            if os.path.lexists(self.place.root):
+                raise self.place.refused("list", NotADirectoryError("it is no folder"))
             return []
-        for place, folders, names in os.walk(self._root, onerror=self._refuse_listing, followlinks=True):
+        for place, folders, names in os.walk(self.place.root, onerror=self._refuse_listing, followlinks=True):
             folders[:] = [name for name in folders if not name.startswith((".", "_"))]
             files = [name for name in names if name.endswith(SUFFIX) and not name.startswith((".", "_"))]
             others += len(folders) + len(names) - len(files)
             if others > MAX_OTHERS:
                 raise StoreError(
-                    f"{self._shown} is no data set: it holds more than {MAX_OTHERS:,} folders and files that are not "
+                    f"{self.place.shown} is no data set: it holds more than {MAX_OTHERS:,} folders and files that are not "
                     "Parquet. Give the folder that 'publish --to' wrote."
                 )
             for path in (os.path.join(place, name) for name in files):
                 if os.path.isfile(path):
-                    found.append(DataFile(os.path.relpath(path, self._root), path, os.path.getsize(path)))
+                    found.append(DataFile(os.path.relpath(path, self.place.root), path, os.path.getsize(path)))
         return sorted(found, key=lambda file: file.name)
 
     def _refuse_listing(self, error: OSError) -> None:
         if not isinstance(error, FileNotFoundError):  # a folder that was removed meanwhile holds nothing
-            raise self._refused("list", error) from None
+            raise self.place.refused("list", error) from None
 
     def trace_ids(self, files: Sequence[DataFile]) -> tuple[set[str], list[str]]:
         """What the files hold, by trace id; and of each that is no valid file, why.
@@ -172,37 +144,13 @@ class SharedDataSet:
         Raises:
             StoreError: it cannot be written; nothing of it is there then.
         """
-        from pyarrow import fs
+        import pyarrow.parquet as parquet
 
         rows = sorted(rows, key=lambda row: row.record)
         name = f"gpu={gpu}/{digest_of(rows)}{SUFFIX}"
-        path = f"{self._root}/{name}"
-        if self._asked("read", self._files.get_file_info, path).type == fs.FileType.File:
-            return None
-        self._asked("write to", self._write, path, rows)
-        return name
-
-    def _write(self, path: str, rows: Sequence[Row]) -> None:
-        import pyarrow.parquet as parquet
-
         table = _table(rows)
-        if not self._is_local:
-            # An object appears when its upload is complete. A writer that dies before that leaves nothing that is listed.
-            with self._files.open_output_stream(path) as stream:
-                parquet.write_table(table, stream, compression="zstd")
-            return
-        folder = os.path.dirname(path)
-        os.makedirs(folder, exist_ok=True)
-        beside = f"{folder}/.{secrets.token_hex(8)}.part"
-        try:
-            with open(beside, "wb") as file:
-                parquet.write_table(table, file, compression="zstd")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(beside, path)
-        finally:
-            if os.path.exists(beside):
-                os.unlink(beside)
+        new = self.place.add(name, lambda file: parquet.write_table(table, file, compression="zstd"))
+        return name if new else None
 
     def _read(self, file: DataFile, columns: list[str]) -> tuple[Any, str]:
         """The columns of a file as a table, or None and why it is no valid file."""
@@ -210,11 +158,11 @@ class SharedDataSet:
         from pyarrow import dataset
 
         try:
-            source = dataset.dataset(file.path, filesystem=self._files, format="parquet")
+            source = dataset.dataset(file.path, filesystem=self.place.files, format="parquet")
             version = int((source.schema.metadata or {}).get(VERSION_KEY, b"0"))
             if version > SCHEMA_VERSION:
                 raise StoreError(
-                    f"{file.name} of {self._shown} was written by a newer tilegym-db (version {version} of the data set; "
+                    f"{file.name} of {self.place.shown} was written by a newer tilegym-db (version {version} of the data set; "
                     f"this one knows {SCHEMA_VERSION}). Nothing was read. Try: pip install --upgrade tilegym-db"
                 )
             missing = sorted(set(columns) - set(source.schema.names))
@@ -225,46 +173,15 @@ class SharedDataSet:
             return None, f"{file.name} is no whole Parquet file: {hidden(str(error).splitlines()[0])}"
         except OSError as error:
             # Arrow calls a page that cannot be decoded an error of input and output as well.
-            if self._is_local or "Couldn't deserialize" in str(error) or "Unexpected end of stream" in str(error):
+            if self.place.is_local or "Couldn't deserialize" in str(error) or "Unexpected end of stream" in str(error):
                 return None, f"{file.name} cannot be read: {hidden(str(error).splitlines()[0])}"
-            raise self._refused("read", error) from None
-
-    def _asked(self, what: str, function: Any, *arguments: Any) -> Any:
-        try:
-            return function(*arguments)
-        except OSError as error:
-            raise self._refused(what, error) from None
-
-    def _refused(self, what: str, error: OSError) -> StoreError:
-        reason = hidden(str(error)).rstrip(".")
-        if self._is_local:
-            reason = hidden(error.strerror or str(error)).rstrip(".")
-            return StoreError(
-                f"cannot {what} {shown(self._shown, 400)}: {reason}. Nothing was changed here. Give a folder that can be read "
-                "and, to share traces, written."
-            )
-        return StoreError(
-            f"cannot {what} {self._shown}: {reason}. Nothing was changed here. Check that the address exists and that the "
-            "environment has the credentials for it (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY or AWS_PROFILE; "
-            "AWS_ENDPOINT_URL for another service)."
-        )
-
-    @property
-    def _shown(self) -> str:
-        return self.uri.partition("?")[0]
+            raise self.place.refused("read", error) from None
 
 
 def digest_of(rows: Sequence[Row]) -> str:
     """What names a file: the same for the same rows, in whatever order and whoever writes them."""
     ordered = sorted(rows, key=lambda row: row.record)
     return length_prefixed_digest(part.encode() for row in ordered for part in (row.record, row.signature))
-
-
-def hidden(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """A message without the credentials of the environment, which a service may repeat in what it answers."""
-    for value in filter(None, (environment.get(name) for name in SECRETS)):
-        text = text.replace(value, "***")
-    return text
 
 
 def _table(rows: Sequence[Row]) -> Any:

@@ -6,7 +6,7 @@ from tilegym_db.records.trace import UNTIMED_TIERS, Trace
 from tilegym_db.store.database import Store
 from tilegym_db.store.queries import read_traces
 from tilegym_db.store.queries.fastest import slugs
-from tilegym_db.store.statements import listed
+from tilegym_db.store.statements import PUBLISHED_SANDBOX_LEVEL, VERIFIED_TIERS, listed
 
 __all__ = ["own_traces", "told_traces", "unverified_counts"]
 
@@ -25,6 +25,7 @@ _TOLD = f"""
 _OWN = f"""
     SELECT trace_id FROM traces
     WHERE origin = 'local' AND tier NOT IN ({listed(UNTIMED_TIERS)})
+        AND NOT (status = 'PASSED' AND tier IN ({listed(VERIFIED_TIERS)}) AND sandbox_level < {PUBLISHED_SANDBOX_LEVEL})
         AND ($gpus::VARCHAR[] IS NULL OR list_contains($gpus::VARCHAR[], gpu))
 """
 _UNVERIFIED = """
@@ -43,7 +44,10 @@ def told_traces(store: Store, gpu: str | None = None, op_type: str | None = None
 
 
 def own_traces(store: Store, gpu: str | None = None) -> list[Trace]:
-    """Those that were measured here, of one GPU slug and family, or of all, oldest first."""
+    """Those that were measured here, of one GPU slug and family, or of all, oldest first.
+
+    Promotions by workers that were not confined are nobody else's to believe, and not among them.
+    """
     ids = [row["trace_id"] for row in store.rows(_OWN, {"gpus": slugs(gpu)})]
     return sorted(read_traces(store, ids).values(), key=lambda trace: (trace.timestamp, trace.trace_id))
 

@@ -29,7 +29,7 @@ MAX_KEY_BYTES = 1 << 20
 Origin = Literal["shipped", "local", "foreign"]
 """Who vouches for a trace: the package it came with, this installation, which measured it, or nobody that this one knows."""
 
-Purpose = Literal["trace", "lock", "model run"]
+Purpose = Literal["trace", "lock", "model run", "trusted table", "writer"]
 
 _SIGNATURE = re.compile(rb', "signature": "([0-9a-f]{64})"\}\s*$')
 

@@ -39,11 +39,12 @@ from tilegym_db.store.input_files import (
 )
 from tilegym_db.store.model_runs import models_text
 from tilegym_db.store.peaks_files import peaks_text
+from tilegym_db.store.shipped_sources import shipped_keys
 from tilegym_db.store.snapshot import lock_text, open_snapshot, read_published, sha256
 from tilegym_db.store.statements import PUBLISHED_SANDBOX_LEVEL
 from tilegym_db.store.tuning_set import encode_steps
 
-__all__ = ["PublishReport", "publish", "publish_all", "published_folder"]
+__all__ = ["PublishReport", "publish", "publish_all", "published_folder", "trace_set_texts"]
 
 DOUBTED = "tilegym-db sql 'SELECT solution, gpu, axes, doubt FROM traces WHERE doubt IS NOT NULL'"
 """The command that shows which traces have figures that cannot be true, and why."""
@@ -74,6 +75,8 @@ class PublishReport:
     written: tuple[Path, ...]
     leftover: tuple[Path, ...]
     """Trace files of this GPU that hold nothing verified any more; yours to delete."""
+    unconfined: int = 0
+    """Of the traces: those of workers that were not confined, of sources that the package ships; into the user's folder alone."""
 
 
 def published_folder(gpu: str, root: Path | None = None) -> Path:
@@ -93,7 +96,8 @@ def publish(
     this machine and an empty kernel took no longer than in those that were published before, which stay otherwise. Steps of
     searches go along with those that were published before, of today's sources.
     Publishing the same traces again changes no byte, not even the date. With ``own`` it goes to the user's home, also where a
-    checkout could be written. Solutions with a digest in ``without`` are left out.
+    checkout could be written. Solutions with a digest in ``without`` are left out. What workers promoted that were not confined
+    goes to the user's home alone, and only of sources that the package ships.
 
     Raises:
         NotFoundError: nothing of that GPU can be published, and no failure took anything back; says what was left out.
@@ -103,14 +107,16 @@ def publish(
     if store.stale is not None:
         raise StoreError(f"cannot publish: {store.stale}")
     gpu = _one_gpu(gpu, queries.traced_gpus(store))
-    rows = [row for row in queries.publishable_rows(store, gpu) if row["solution_digest"] not in without]
-    failures = queries.revoking_rows(store, gpu)
-    left_out = _left_out(store, gpu)
-    if not rows and not failures:
-        raise NotFoundError(_nothing_to_publish(store, gpu, left_out))
     users = home() / "published" / gpu
     folder = users if own else published_folder(gpu, root)
-    contents = _trace_files(store, [*rows, *failures], folder)
+    shipped = _shipped_unconfined(store, gpu) if folder == users else frozenset()
+    publishable = queries.publishable_rows(store, gpu, shipped)
+    rows = [row for row in publishable if row["solution_digest"] not in without]
+    failures = queries.revoking_rows(store, gpu)
+    left_out = _left_out(store, gpu, shipped)
+    if not rows and not failures:
+        raise NotFoundError(_nothing_to_publish(store, gpu, left_out))
+    contents = {folder / name: text for name, text in trace_set_texts(store, [*rows, *failures]).items()}
     peaks = queries.read_peaks(store, gpu, own=True)
     if peaks is not None and _may_replace(peaks, _published_peaks(folder, store.home)):
         contents[folder / PEAKS_NAME] = peaks_text(peaks)
@@ -126,8 +132,9 @@ def publish(
         changed = _write(store, gpu, sm, folder, contents)
     leftover = {path for path in (*folder.glob("*/*.jsonl"), *_top_files(folder)) if path not in contents}
     shapes = len({tuple(row[key] for key in _SHAPE) for row in rows})
+    unconfined = sum(row["sandbox_level"] < PUBLISHED_SANDBOX_LEVEL for row in rows)
     return PublishReport(
-        folder, shapes, len(rows), len(failures), len(runs), left_out, changed, tuple(sorted(leftover))
+        folder, shapes, len(rows), len(failures), len(runs), left_out, changed, tuple(sorted(leftover)), unconfined
     )
 
 
@@ -207,8 +214,13 @@ def _top_files(folder: Path) -> list[Path]:
     return [path for name in (OLD_TABLE_NAME, OLD_TUNING_NAME, MODELS_NAME) if (path := folder / name).is_file()]
 
 
-def _left_out(store: Store, gpu: str) -> dict[str, int]:
-    kept = queries.kept_back(store, gpu)
+def _shipped_unconfined(store: Store, gpu: str) -> frozenset[str]:
+    """The shipped sources of Definitions that workers which were not confined promoted here; mostly there are none."""
+    return shipped_keys(queries.unconfined_definitions(store, gpu))
+
+
+def _left_out(store: Store, gpu: str, shipped: Collection[str]) -> dict[str, int]:
+    kept = queries.kept_back(store, gpu, shipped)
     counts = {
         "a later failure took the pass back": kept["revoked"],
         f"the figures cannot be true ({DOUBTED})": kept["doubted"],
@@ -235,15 +247,16 @@ def _nothing_to_publish(store: Store, gpu: str, left_out: Mapping[str, int]) -> 
     )
 
 
-def _trace_files(store: Store, rows: list[dict[str, Any]], folder: Path) -> dict[Path, str]:
+def trace_set_texts(store: Store, rows: list[dict[str, Any]]) -> dict[str, str]:
+    """The trace sets of what ``publishable_rows`` and ``revoking_rows`` give, by their paths in the folder of a GPU."""
     traces = queries.read_traces(store, [row["trace_id"] for row in rows])
     ordered = sorted(rows, key=lambda row: (*(row[key] for key in _SHAPE), row["solution"], row["trace_id"]))
     foreign = {row["run_id"] for row in rows if row["origin"] == "foreign"}
     provides = queries.provided(store)
-    contents: dict[Path, str] = {}
+    contents: dict[str, str] = {}
     for (op_type, definition), group in itertools.groupby(ordered, key=lambda row: (row["op_type"], row["definition"])):
         records = [traces[row["trace_id"]].to_dict() for row in group]
-        contents[folder / op_type / f"{definition}.jsonl"] = encode_traces(records, provides, foreign)
+        contents[f"{op_type}/{definition}.jsonl"] = encode_traces(records, provides, foreign)
     return contents
 
 

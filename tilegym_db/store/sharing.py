@@ -22,7 +22,7 @@ from tilegym_db.store.loading import IngestReport, load_traces, remember_files
 from tilegym_db.store.remembered import read_own_traces, remember_own_traces, store_folder
 from tilegym_db.store.sql import QueryResult, run_user_query
 
-__all__ = ["SharedReport", "query_data_set", "share_traces", "sync_traces"]
+__all__ = ["SharedReport", "brought_in", "query_data_set", "share_traces", "sync_traces"]
 
 
 @dataclass
@@ -117,6 +117,13 @@ def sync_traces(
     with store.transaction("sync traces into") as connection:
         remember_files(connection, {path: file.size for path, file in pending.items()})
     return replace(report, files=len(pending)), problems
+
+
+def brought_in(data_set: SharedDataSet, *, trust: bool = False) -> tuple[IngestReport, list[str]]:
+    """:func:`sync_traces` into the user's store, and every reason why something was not taken."""
+    with open_store() as store:
+        report, problems = sync_traces(store, data_set, trust=trust)
+    return report, [*problems, *map(str, report.rejected)]
 
 
 def query_data_set(

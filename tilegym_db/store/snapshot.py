@@ -31,6 +31,7 @@ __all__ = [
     "open_snapshot",
     "read_published",
     "sha256",
+    "signed_lock",
 ]
 
 _SHA256 = r"^[0-9a-f]{64}$"
@@ -127,8 +128,13 @@ def lock_text(folder: Path, gpu: str, sm: str, published: str, files: Mapping[st
     """The text of a lock; signed, unless the folder is the package's own."""
     lock = TraceLock(gpu=gpu, sm=sm, published=published, files=dict(sorted(files.items())))
     if folder.parent.resolve() != (shipped_root() / "traces").resolve():
-        lock = lock.model_copy(update={"signature": signature(home, "lock", lock.signed_content)})
+        lock = signed_lock(lock, home)
     return lock.to_json(indent=1) + "\n"
+
+
+def signed_lock(lock: TraceLock, home: Path) -> TraceLock:
+    """The lock with the signature of this installation."""
+    return lock.model_copy(update={"signature": signature(home, "lock", lock.signed_content)})
 
 
 def sha256(content: bytes) -> str:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         publishable_rows,
         publishable_steps,
         revoking_rows,
+        unconfined_definitions,
         verified_rows,
     )
     from tilegym_db.store.queries.traces import count_traces, definition_by_digest, find_traces, read_traces, traces_of
@@ -68,6 +69,7 @@ __all__ = [
     "traced_gpus",
     "traces_of",
     "tuned_configs",
+    "unconfined_definitions",
     "verified_rows",
 ]
 
@@ -90,6 +92,7 @@ _SUBJECTS = {
         "publishable_rows",
         "publishable_steps",
         "revoking_rows",
+        "unconfined_definitions",
         "verified_rows",
     ),
     "fastest": ("best_rows", "count_unverified", "leaderboard_rows", "measured_gpus", "size_rows", "traced_gpus"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from tilegym_db.records.model_run import ModelRun
@@ -20,6 +21,7 @@ __all__ = [
     "publishable_rows",
     "publishable_steps",
     "revoking_rows",
+    "unconfined_definitions",
     "verified_rows",
 ]
 
@@ -33,12 +35,24 @@ _BY_POINT = "ORDER BY definition, dtypes_key, axes_key, scalars_key, layouts_key
 
 VERIFIED = f"SELECT {_POINT} FROM best_per_solution WHERE gpu = $gpu {_BY_POINT}"
 
+# Of sources that the package ships, by source_key: what was measured here may serve here, however its worker was confined. The
+# rule is confinement_rule.why_not_believed; $shipped is empty for whatever may reach others.
+_SHIPPED = "list_contains($shipped::VARCHAR[], {0}.definition_digest || '/' || {0}.solution_digest)"
+_BELIEVED = (
+    "({0}.sandbox_level >= "
+    + str(PUBLISHED_SANDBOX_LEVEL)
+    + """
+            OR ({0}.sandbox_level >= 1 AND {0}.origin = 'local' AND """
+    + _SHIPPED
+    + "))"
+)
+
 # A call is served by its sizes alone: how long the contents of one file take says nothing of what is in another call.
 PUBLISHABLE = f"""
     SELECT {_POINT} FROM traces WHERE gpu = $gpu AND trace_id IN (
-        SELECT arg_min(trace_id, row(latency_us, trace_id)) FROM verified
-        WHERE gpu = $gpu AND tier = 'promotion' AND sandbox_level >= {PUBLISHED_SANDBOX_LEVEL} AND blobs_key = ''
-        GROUP BY definition, dtypes_key, axes_key, scalars_key, layouts_key, solution)
+        SELECT arg_min(v.trace_id, row(v.latency_us, v.trace_id)) FROM verified v
+        WHERE v.gpu = $gpu AND v.tier = 'promotion' AND {_BELIEVED.format("v")} AND v.blobs_key = ''
+        GROUP BY v.definition, v.dtypes_key, v.axes_key, v.scalars_key, v.layouts_key, v.solution)
     {_BY_POINT}
 """
 
@@ -59,7 +73,7 @@ KEPT_BACK = f"""
             t.blobs_key <> '' AS of_files,
             bool_or(v.trace_id IS NOT NULL) AS verified,
             bool_or(t.doubt IS NOT NULL) AS doubted,
-            bool_or(v.trace_id IS NOT NULL AND t.sandbox_level >= {PUBLISHED_SANDBOX_LEVEL}) AS confined
+            bool_or(v.trace_id IS NOT NULL AND {_BELIEVED.format("t")}) AS confined
         FROM trace_records t
         JOIN definition_records d ON d.is_current AND d.name = t.definition AND d.digest = t.definition_digest
         JOIN solution_records s ON s.is_current AND s.name = t.solution AND s.digest = t.solution_digest
@@ -67,6 +81,11 @@ KEPT_BACK = f"""
         WHERE t.gpu = $gpu AND t.tier = 'promotion' AND t.status = 'PASSED' AND is_counted(t.origin, t.trusted)
             AND gives_all(s.record)
         GROUP BY t.solution, t.config_key, t.axes_key, t.dtypes_key, t.scalars_key, t.layouts_key, t.blobs_key)
+"""
+
+UNCONFINED = f"""
+    SELECT DISTINCT definition FROM verified
+    WHERE gpu = $gpu AND origin = 'local' AND sandbox_level < {PUBLISHED_SANDBOX_LEVEL} ORDER BY definition
 """
 
 REVOKING = """
@@ -123,9 +142,12 @@ def verified_rows(store: Store, gpu: str) -> list[dict[str, Any]]:
     return parsed(store.rows(VERIFIED, {"gpu": gpu}))
 
 
-def publishable_rows(store: Store, gpu: str) -> list[dict[str, Any]]:
-    """As :func:`verified_rows`, of what may leave this machine: promoted, by a confined worker."""
-    return parsed(store.rows(PUBLISHABLE, {"gpu": gpu}))
+def publishable_rows(store: Store, gpu: str, shipped: Collection[str] = ()) -> list[dict[str, Any]]:
+    """As :func:`verified_rows`, of what may leave this machine: promoted, by a confined worker.
+
+    With the keys of ``shipped`` sources also what may serve the user of this machine alone: promoted here by any worker.
+    """
+    return parsed(store.rows(PUBLISHABLE, {"gpu": gpu, "shipped": sorted(shipped)}))
 
 
 def publishable_steps(store: Store, gpu: str) -> list[tuple[str, str, TuningStep]]:
@@ -161,14 +183,19 @@ def provided(store: Store) -> dict[str, str | None]:
     return {row["name"]: row["provides"] for row in store.rows(PROVIDED)}
 
 
-def kept_back(store: Store, gpu: str) -> dict[str, int]:
+def unconfined_definitions(store: Store, gpu: str) -> list[str]:
+    """The Definitions with verified passes on a GPU that were measured here by workers that were not confined."""
+    return [row["definition"] for row in store.rows(UNCONFINED, {"gpu": gpu})]
+
+
+def kept_back(store: Store, gpu: str, shipped: Collection[str] = ()) -> dict[str, int]:
     """How many solutions, configs and shapes of a GPU were promoted and are not publishable, as reason -> count.
 
     The reasons are ``revoked`` (a later failure), ``doubted`` (figures that cannot be true), ``unconfined`` (below the
     sandbox level of what is published) and ``of_files`` (measured on contents of files). ``omitting`` counts what omits an
-    output, which is never promoted.
+    output, which is never promoted. ``shipped`` is as for :func:`publishable_rows`.
     """
-    (counts,) = store.rows(KEPT_BACK, {"gpu": gpu})
+    (counts,) = store.rows(KEPT_BACK, {"gpu": gpu, "shipped": sorted(shipped)})
     return counts
 
 
