@@ -129,7 +129,8 @@ def test_a_node_that_is_killed_loses_nothing_and_one_that_joins_gets_work(cluste
     assert rows == [{"origin": "local", "host": os.uname().nodename, "traces": 2 * len(SIZES)}]
 
 
-def test_nodes_that_cannot_take_part_are_refused_with_the_reason(cluster, catalog, home, tmp_path):
+def test_nodes_that_cannot_take_part_are_refused_with_the_reason(cluster, catalog, home, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # Ray lets nodes import from the folder that a driver is in
     (tmp_path / "other" / "tilegym_db").mkdir(parents=True)
     (tmp_path / "other" / "tilegym_db" / "__init__.py").write_text(OTHER_VERSION)
     (tmp_path / "none" / "tilegym_db").mkdir(parents=True)
@@ -150,5 +151,7 @@ def test_a_cluster_without_a_gpu_and_a_node_whose_gpu_does_not_answer(cluster, c
     with pytest.raises(HardwareError, match=r"no node of the cluster has a GPU that Ray knows of\. '--gpu cpu'"):
         benchmark(("row_scale",), gpu="auto", **arguments)
     cluster.add_node(**NODE, num_gpus=1)  # Ray believes what it is told
-    with pytest.raises(HardwareError, match=r"no device of the cluster works.*GPU 0: .*no usable GPU"):
-        benchmark(("row_scale",), gpu="h100", **arguments)
+    with pytest.raises(
+        HardwareError, match=r"no device of the cluster works.*GPU 0: Ray gave it a GPU, and PyTorch finds none"
+    ):
+        benchmark(("row_scale",), gpu="auto", **arguments)

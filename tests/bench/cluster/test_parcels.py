@@ -90,8 +90,8 @@ def test_what_is_not_what_was_sent_is_refused(order, tmp_path, kind):
     changed = replace(parcel, text=f"{parcel.text} ", files={path: b"x" for path in parcel.files})
     with pytest.raises(RecordError, match="came as something else"):
         store.add(key, changed)
+    wrong = replace(parcel, digest="0" * 64)
     with pytest.raises(RecordError, match="has the digest"):
-        wrong = replace(parcel, digest="0" * 64)
         store.add(wrong.key, wrong)
     assert store.lacks({key: None}) == [key]
 

@@ -185,6 +185,8 @@ class _Cluster:
         actor.send.remote(body, {key: self._references[key] for key in parcels})
 
     def _refuse(self, machine: Machine) -> str | None:
+        if self.gpu != CPU and not machine.is_gpu:
+            return "Ray gave it a GPU, and PyTorch finds none there that it can use"
         with self._lock:
             if self.machine is None:
                 self.machine = machine
