@@ -88,7 +88,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_a_node_that_is_killed_loses_nothing_and_one_that_joins_gets_work(cluster, catalog, home, started):
+def test_a_node_that_is_killed_loses_nothing_and_one_that_joins_gets_work(cluster, catalog, home, started, capsys):
     lost = cluster.add_node(**NODE)
     at_work: dict[str, list[str]] = {}
 
@@ -123,6 +123,7 @@ def test_a_node_that_is_killed_loses_nothing_and_one_that_joins_gets_work(cluste
     assert any("is used no more" in note for note in report.notes)
     assert set(report.devices) <= set(at_work)
     assert len(set(report.devices) - gone) == 2  # both that are left have measured
+    assert capsys.readouterr().out == ""  # where results are printed as JSON
     with open_store(home, read_only=True) as store:
         counted = "SELECT origin, host, count(*) AS traces FROM traces WHERE run_id = $run GROUP BY ALL"
         rows = store.rows(counted, {"run": report.run_id})

@@ -95,12 +95,12 @@ def connected(address: str) -> Iterator[None]:
     place = _host_and_port(address)
     if place is not None:
         _require_listener(address, place)
-    _connect(address)
-    _keep_off_stdout()
-    try:
-        yield
-    finally:
-        ray.shutdown()
+    with _kept_off_stdout():
+        _connect(address)
+        try:
+            yield
+        finally:
+            ray.shutdown()
 
 
 def _require_listener(address: str, place: tuple[str, int]) -> None:
@@ -142,9 +142,20 @@ def _connect(address: str) -> None:
         raise HardwareError(_no_answer(address, " ".join(str(error).split())[:400].rstrip("."))) from None
 
 
-def _keep_off_stdout() -> None:
-    """Ray prints what happens to nodes on standard output, where our results go. Losses are told by the pool."""
-    with contextlib.suppress(ImportError, AttributeError, KeyError):  # no public switch: where it moves, Ray prints
-        from ray._private.ray_logging import global_worker_stdstream_dispatcher
+@contextlib.contextmanager
+def _kept_off_stdout() -> Iterator[None]:
+    """Ray prints the end of a node, with pages of its state, on standard output, where our results go.
 
-        global_worker_stdstream_dispatcher.remove_handler("ray_print_logs")
+    It has no switch for that: what prints is replaced meanwhile, where it is still called so. Losses are told by the pool.
+    """
+    from ray._private import worker
+
+    printing = getattr(worker, "print_to_stdstream", None)
+    if printing is None:
+        yield
+        return
+    worker.print_to_stdstream = lambda *told, **options: None
+    try:
+        yield
+    finally:
+        worker.print_to_stdstream = printing
