@@ -18,6 +18,7 @@ from tilegym_db.bench.cluster.pool import _Cluster
 from tilegym_db.bench.cluster.remote import RemoteProcess
 from tilegym_db.bench.gpus.pool import JOINED
 from tilegym_db.bench.run_setup import Observer
+from tilegym_db.bench.tune.tune import tune
 from tilegym_db.confinement.processes import descendants
 from tilegym_db.errors import HardwareError
 from tilegym_db.store.connection import open_store
@@ -29,6 +30,10 @@ pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
 SIZES = tuple({"axes": {"M": rows, "N": 8}} for rows in (3, 11, 20, 33))
 WRONG = "def run(x, weight, factor, out):\n    out.copy_(x * weight * factor)\n    out[-1] = 0\n"
+BLOCKED = """def run(x, weight, factor, out, *, ROWS=2):
+    for row in range(0, x.shape[0], ROWS):
+        out[row : row + ROWS] = x[row : row + ROWS] * weight * factor
+"""
 NODE = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
 # A node that answers nothing counts as lost after two seconds, not after the quarter of a minute that Ray waits by default.
 QUICK = {
@@ -156,3 +161,17 @@ def test_a_cluster_without_a_gpu_and_a_node_whose_gpu_does_not_answer(cluster, c
         HardwareError, match=r"no device of the cluster works.*GPU 0: Ray gave it a GPU, and PyTorch finds none"
     ):
         benchmark(("row_scale",), gpu="auto", **arguments)
+
+
+def test_a_search_on_a_cluster_ends_with_the_winner_in_the_drivers_store(cluster, home, make_catalog):
+    sizes = ({"axes": {"M": 96, "N": 64}}, {"axes": {"M": 128, "N": 64}})
+    catalog = make_catalog(home / "catalog", {"row_scale_blocked": (BLOCKED, {"tunables": {"ROWS": [1, 48]}})}, sizes)
+    executor = f"ray:{cluster.address}"
+    report = tune(gpu="cpu", catalog=catalog, store_home=home, budget_s=5, executor=executor)
+    assert {result.workload_uuid: result.config for result in report.results} == {
+        workload.uuid: {"ROWS": 48} for workload in catalog.workloads_for("row_scale")
+    }
+    assert (report.notes, report.unfinished) == ([], [])
+    again = tune(gpu="cpu", catalog=catalog, store_home=home, budget_s=5)
+    assert [result.config for result in again.results] == [{"ROWS": 48}] * 2
+    assert again.steps == []
