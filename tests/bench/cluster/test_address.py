@@ -84,16 +84,26 @@ def test_a_port_that_answers_and_is_not_rays_is_refused_in_a_fresh_process(monke
     assert "nothing within 2 s that Ray understands" in answer.stderr
 
 
-def test_without_a_cluster_on_this_machine_there_is_none(monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            ConnectionError("Could not find any running Ray instance."),
+            "no Ray cluster answers on this machine: Could not find any",
+        ),
+        (
+            RuntimeError("Version mismatch:\n  Ray: 2.49.0"),
+            "on this machine cannot be used from here: Version mismatch: Ray: 2.49.0.",
+        ),
+    ],
+)
+def test_what_ray_says_is_told_in_a_sentence(monkeypatch, error, said):
     pytest.importorskip("ray")
-    monkeypatch.setattr("ray.init", no_cluster)
+
+    def refuse(*_arguments: object, **_options: object) -> None:
+        raise error
+
+    monkeypatch.setattr("ray.init", refuse)
     monkeypatch.setattr("ray.is_initialized", lambda: False)
-    with (
-        pytest.raises(HardwareError, match=r"no Ray cluster answers on this machine: Could not find any"),
-        connected(address.AUTO),
-    ):
+    with pytest.raises(HardwareError, match=said), connected(address.AUTO):
         pass
-
-
-def no_cluster(*_arguments, **_options):
-    raise ConnectionError("Could not find any running Ray instance.")

@@ -19,11 +19,14 @@ __all__ = ["connected", "most_devices", "names_cluster", "parse_executor", "requ
 LOCAL, RAY = "local", "ray"
 AUTO = "auto"
 CLIENT = "ray://"
+REASON_CHARACTERS = 400
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 REACH_S = 3.0
 """A host that accepts no connection in this time does not answer."""
 CONNECT_S = 12.0
 """Ray connects within two seconds where it does; where something else listens it tries for a minute."""
+CLIENT_CONNECT_S = 30.0
+"""For Ray's client the cluster starts a process first."""
 
 
 def names_cluster(executor: str) -> bool:
@@ -110,10 +113,13 @@ def _require_listener(address: str, place: tuple[str, int]) -> None:
         raise HardwareError(_no_answer(address, error.strerror or str(error))) from None
 
 
+def _where(address: str) -> str:
+    return "on this machine" if address == AUTO else f"at {address}"
+
+
 def _no_answer(address: str, reason: str) -> str:
-    where = "on this machine" if address == AUTO else f"at {address}"
     return (
-        f"--executor ray: no Ray cluster answers {where}: {reason}. Start one with 'ray start --head', or name one: "
+        f"--executor ray: no Ray cluster answers {_where(address)}: {reason}. Start one with 'ray start --head', or name one: "
         "--executor ray:HOST:6379."
     )
 
@@ -134,12 +140,17 @@ def _connect(address: str) -> None:
             outcome.put(error)
 
     threading.Thread(target=connect, daemon=True).start()
+    patience_s = CLIENT_CONNECT_S if address.startswith(CLIENT) else CONNECT_S
     try:
-        error = outcome.get(timeout=CONNECT_S)
+        error = outcome.get(timeout=patience_s)
     except queue.Empty:
-        raise HardwareError(_no_answer(address, f"nothing within {CONNECT_S:.0f} s that Ray understands")) from None
-    if error is not None:
-        raise HardwareError(_no_answer(address, " ".join(str(error).split())[:400].rstrip("."))) from None
+        raise HardwareError(_no_answer(address, f"nothing within {patience_s:.0f} s that Ray understands")) from None
+    if error is None:
+        return
+    reason = " ".join(str(error).split())[:REASON_CHARACTERS].rstrip(".")
+    if isinstance(error, OSError):
+        raise HardwareError(_no_answer(address, reason))
+    raise HardwareError(f"--executor ray: the Ray cluster {_where(address)} cannot be used from here: {reason}.")
 
 
 @contextlib.contextmanager
