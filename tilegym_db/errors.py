@@ -45,6 +45,7 @@ PACKAGES: dict[str, tuple[str, str]] = {
     "safetensors": ("safetensors", "transformers"),
     "flashinfer_bench": ("flashinfer-bench", "flashinfer"),
     "mcp": ("the package mcp", "mcp"),
+    "ray": ("Ray", "ray"),
 }
 
 # Top-level modules of what every installation has: where one is missing, the installation is broken.

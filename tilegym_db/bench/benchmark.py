@@ -31,6 +31,7 @@ def benchmark(
     promote: bool = False,
     allow_unsandboxed: bool = False,
     gpus: str | Sequence[MeasuringDevice] | None = None,
+    executor: str | None = None,
     catalog: Catalog | None = None,
     store_home: Path | None = None,
     observer: Observer | None = None,
@@ -52,12 +53,15 @@ def benchmark(
             Without it, what the package ships is promoted there, for the user of that machine, and nothing else.
         gpus: measure on several GPUs of this host, all of one kind, each with a process of its own: ``all``, a number
             (``2``), or indices (``0,2``). By default one GPU, in this process.
+        executor: ``ray`` or ``ray:HOST:PORT`` for the devices of a Ray cluster in place of those of this host; ``gpus`` is
+            then how many of them at most. ``gpu="cpu"`` takes the processors of its nodes.
         catalog: the records; the shipped ones and the user's overlay by default.
         store_home: folder of the store; ``$TILEGYM_DB_HOME`` or the user data folder by default.
         observer: callbacks for progress.
 
     Raises:
-        HardwareError: the GPU asked for is not the one in this machine; or it cannot confine a worker.
+        HardwareError: the GPU asked for is not the one in this machine; or it cannot confine a worker; or no cluster answers.
+        MissingPackageError: the executor needs a package that is not installed.
         NotFoundError: a name that is neither a Definition nor a Solution.
         StoreError: the store cannot be used.
         UsageError: a function without ``definition``, or ``definition`` without a function.
@@ -65,7 +69,9 @@ def benchmark(
     with _candidates(names, definition, catalog, promote=promote) as (candidates, records):
         options = Options(candidates, language, workload, quick, again)
         places = (gpu, gpus, records, store_home)
-        return run_tiers(options, *places, observer, confined=not allow_unsandboxed, then_promote=promote)
+        return run_tiers(
+            options, *places, observer, confined=not allow_unsandboxed, then_promote=promote, executor=executor
+        )
 
 
 def promote(
@@ -78,6 +84,7 @@ def promote(
     again: bool = False,
     allow_unsandboxed: bool = False,
     gpus: str | Sequence[MeasuringDevice] | None = None,
+    executor: str | None = None,
     catalog: Catalog | None = None,
     store_home: Path | None = None,
     observer: Observer | None = None,
@@ -89,7 +96,8 @@ def promote(
     new, so that who is the fastest comes of the same rounds. Arguments and errors are those of :func:`benchmark`.
     """
     options = Options(names_of(names), language, workload, quick, again, "promotion")
-    return run_tiers(options, gpu, gpus, catalog, store_home, observer, confined=not allow_unsandboxed)
+    places = (gpu, gpus, catalog, store_home)
+    return run_tiers(options, *places, observer, confined=not allow_unsandboxed, executor=executor)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tilegym_db.bench.cluster.address import most_devices, names_cluster, parse_executor, require_ray
 from tilegym_db.bench.gpus.devices import choose_gpus, parse_gpus
 from tilegym_db.driver import driver_files, driver_gpu_names, driver_version
 from tilegym_db.errors import HardwareError
@@ -83,15 +84,24 @@ _NO_GPU = (
 )
 
 
-def refuse_absent_gpu(asked: str, gpus: str | None = None) -> None:
+def refuse_absent_gpu(asked: str, gpus: str | None = None, executor: str | None = None) -> None:
     """Refuse at once, without PyTorch, a GPU that is unknown or that the driver says is not here; ``gpus`` is ``--gpus``.
 
-    Says nothing about what is left: only :func:`select_machine` knows whether PyTorch can use it.
+    Says nothing about what is left: only :func:`select_machine` knows whether PyTorch can use it. Of a cluster, which
+    ``executor`` names, only what needs no connection to it.
 
     Raises:
         HardwareError: as :func:`select_machine`.
-        UsageError: ``gpus`` is no way to name some.
+        UsageError: ``gpus`` is no way to name some, or ``executor`` none to name a cluster.
+        MissingPackageError: the executor needs a package that is not installed.
     """
+    if executor is not None and names_cluster(executor):
+        parse_executor(executor)
+        most_devices(gpus)
+        require_ray()
+        if asked != "auto":
+            parse_gpu(asked)
+        return
     if gpus is not None:
         choice = parse_gpus(gpus)
         if asked == CPU or not driver_files():

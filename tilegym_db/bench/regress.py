@@ -12,10 +12,10 @@ from pathlib import Path
 
 from tilegym_db.bench.against import Pair, pairs_of_revision, pairs_of_run
 from tilegym_db.bench.executor.local import LocalExecutor
-from tilegym_db.bench.gpus.devices import MeasuringDevice, devices_of
+from tilegym_db.bench.gpus.devices import MeasuringDevice
 from tilegym_db.bench.gpus.messages import Concluded, Session
+from tilegym_db.bench.gpus.places import open_pool
 from tilegym_db.bench.gpus.pool import Callbacks, DevicePool
-from tilegym_db.bench.gpus.work import divide
 from tilegym_db.bench.interleaved import TimedCandidate, TimingBudget
 from tilegym_db.bench.machine import Machine
 from tilegym_db.bench.plan import Options, Plan
@@ -76,6 +76,7 @@ def regress(
     store_home: Path | None = None,
     observer: Observer | None = None,
     gpus: str | Sequence[MeasuringDevice] | None = None,
+    executor: str | None = None,
 ) -> RegressionReport:
     """Measure every Solution whose source changed since ``against``, old and new interleaved.
 
@@ -89,26 +90,39 @@ def regress(
         catalog: today's records.
         store_home: folder of the store, where ``against`` is looked for first.
         observer: callbacks for progress.
-        gpus: as for :func:`tilegym_db.benchmark`; both versions and the control are always on one GPU.
+        gpus, executor: as for :func:`tilegym_db.benchmark`; both versions and the control are always on one GPU.
 
     Raises:
         HardwareError: the GPU asked for is not the one in this machine.
         NotFoundError: a name that is neither a Definition nor a Solution; or ``against`` is neither run nor revision.
         UsageError: no git, or no repository around the catalog.
     """
-    devices = devices_of(gpus, gpu)
-    setup = RunSetup.on(devices, gpu, catalog, store_home)
+    watch = observer or Observer()
+    with open_pool(executor, gpus, gpu, watch.starting) as pool:
+        setup = RunSetup.on(pool, gpu, catalog, store_home)
+        options = Options(workload=workload, quick=quick, again=True, tier="promotion")
+        return _regress(setup, against, names, options, bars, watch, pool)
+
+
+def _regress(
+    setup: RunSetup,
+    against: str,
+    names: Sequence[str],
+    options: Options,
+    bars: Bars | None,
+    observer: Observer,
+    pool: DevicePool | None,
+) -> RegressionReport:
+    """The tier of the options keeps kernels out that the device could only interpret."""
     chosen = _chosen(setup.catalog, names)
     with setup.store() as store:
         measured = solutions_of_run(store, against)
     pairs = pairs_of_run(against, measured, chosen) if measured else pairs_of_revision(against, chosen)
     report = RegressionReport(against, setup.machine, pairs.others)
     if pairs.changed:
-        # The tier keeps kernels out that this device could only interpret.
-        options = Options(workload=workload, quick=quick, again=True, tier="promotion")
         with scratch_folder() as folder:
             own_bars = bars or bars_for(setup.machine.gpu)
-            session = _Comparison(setup, report, own_bars, folder, observer or Observer(), devices)
+            session = _Comparison(setup, report, own_bars, folder, observer, pool)
             session.run(pairs.changed, options)
     return report
 
@@ -135,7 +149,7 @@ class _Comparison:
     bars: Bars
     folder: Path
     observer: Observer
-    devices: Sequence[MeasuringDevice] = ()
+    pool: DevicePool | None = None
     traces: dict[tuple[str, str], Trace] = field(default_factory=dict)
     rounds: dict[tuple[str, str], list[float]] = field(default_factory=dict)
 
@@ -148,8 +162,8 @@ class _Comparison:
         if plan.refused:
             raise RecordError(plan.refused[0])
         self.observer.planned(plan, self.setup.machine)
-        if self.devices:
-            self._measure_on_devices(plan, timing_budget(options))
+        if self.pool is not None:
+            self._measure_on(self.pool, plan, timing_budget(options))
         else:
             self._measure_here(plan, timing_budget(options))
         for item in plan.definitions:
@@ -168,8 +182,8 @@ class _Comparison:
         executor = LocalExecutor(context, self.folder, budget, SCREEN, self._keep_trace, starting, after_timing=keep)
         executor.run(plan.definitions)
 
-    def _measure_on_devices(self, plan: Plan, budget: TimingBudget) -> None:
-        setup, count = self.setup, len(self.devices)
+    def _measure_on(self, pool: DevicePool, plan: Plan, budget: TimingBudget) -> None:
+        setup = self.setup
         context, gpu = setup.context("regress"), setup.machine.gpu
         session = Session("measure", context.run_id, gpu, context.seed, setup.home, budget, SCREEN, keeps_rounds=True)
 
@@ -177,8 +191,7 @@ class _Comparison:
             self.rounds.update({(name, message.uuid): rounds for name, rounds in message.rounds.items()})
 
         callbacks = Callbacks(self._keep_trace, self.observer.at_work, concluded=conclude)
-        with DevicePool(self.devices, gpu) as pool:
-            outcome = pool.run(session, divide(plan.definitions, count), callbacks)
+        outcome = pool.run(session, pool.divided(plan.definitions), callbacks)
         if outcome.interrupted:
             raise KeyboardInterrupt
         self.report.notes += [*outcome.notes, *outcome.unfinished]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tilegym_db.backends.toolchains import TOOLCHAINS, lacking_dependency, toolchain_status
-from tilegym_db.bench.gpus.devices import MeasuringDevice
+from tilegym_db.bench.gpus.pool import DevicePool
+from tilegym_db.bench.gpus.site import Missing, Site
 from tilegym_db.bench.interleaved import TimingBudget
 from tilegym_db.bench.machine import Machine, select_machine
 from tilegym_db.bench.plan import DoneKey, LikelyFastest, Options, PairKey, Plan
@@ -25,7 +26,7 @@ from tilegym_db.store.database import Store
 from tilegym_db.store.ingest import ingest_journals
 from tilegym_db.verify.admission import require_returning_reference
 
-__all__ = ["Observer", "RunSetup", "timing_budget", "unmet_dependencies", "unusable_languages"]
+__all__ = ["Observer", "RunSetup", "lacking_dependencies", "timing_budget", "unmet_dependencies", "unusable_languages"]
 
 
 @dataclass
@@ -41,11 +42,15 @@ class Observer:
 
 @dataclass(frozen=True)
 class RunSetup:
-    """Where runs take place, what of, and where their traces go. ``home`` is the folder of the store."""
+    """Where runs take place, what of, and where their traces go. ``home`` is the folder of the store.
+
+    ``site`` is where the machine is, unless it is this one.
+    """
 
     machine: Machine
     catalog: Catalog
     home: Path
+    site: Site | None = None
 
     @classmethod
     def of(cls, gpu: str, catalog: Catalog | None, store_home: Path | None) -> RunSetup:
@@ -57,13 +62,13 @@ class RunSetup:
         return cls(select_machine(gpu), catalog or Catalog.default(), store_home or home())
 
     @classmethod
-    def on(
-        cls, devices: Sequence[MeasuringDevice], gpu: str, catalog: Catalog | None, store_home: Path | None
-    ) -> RunSetup:
-        """As :meth:`of`; where there are devices, with the first of them as its machine, since all are of one kind."""
-        if not devices:
+    def on(cls, pool: DevicePool | None, gpu: str, catalog: Catalog | None, store_home: Path | None) -> RunSetup:
+        """As :meth:`of`; where there is a pool, with the first of its devices as machine, since all are of one kind."""
+        if pool is None:
             return cls.of(gpu, catalog, store_home)
-        return cls(select_machine(devices[0].gpu, devices[0].index), catalog or Catalog.default(), store_home or home())
+        first = pool.devices[0]
+        machine = select_machine(first.gpu, first.index) if pool.site is None else pool.site.machine
+        return cls(machine, catalog or Catalog.default(), store_home or home(), pool.site)
 
     @contextlib.contextmanager
     def store(self) -> Iterator[Store]:
@@ -90,17 +95,25 @@ class RunSetup:
         likely_fastest: LikelyFastest | None = None,
         refused: Mapping[str, str] | None = None,
     ) -> Plan:
-        """What the options ask for here, with the languages and packages that are here; arguments and errors are those of
-        :func:`~tilegym_db.bench.planning.make_plan`. ``refused`` is name of a Solution -> why it may not run here.
+        """What the options ask for, with the languages and packages that are there; arguments and errors are those of
+        :func:`~tilegym_db.bench.planning.make_plan`. ``refused`` is name of a Solution -> why it may not run there.
 
         Raises:
             RecordError: the reference of a Definition that was asked for by name does not return; where all were asked for,
                 that Definition is left out.
         """
-        unusable = unusable_languages()
-        unmet = unmet_dependencies(self.catalog.solutions.values()) | dict(refused or {})
-        plan = make_plan(self.catalog, self.machine, options, done, unusable, excluded, tuned, likely_fastest, unmet)
+        lacks = self._missing()
+        unmet = {**lacks.solutions, **(refused or {})}
+        plan = make_plan(
+            self.catalog, self.machine, options, done, lacks.languages, excluded, tuned, likely_fastest, unmet
+        )
         return self._without_failing_references(plan, named=bool(options.names))
+
+    def _missing(self) -> Missing:
+        solutions = self.catalog.solutions.values()
+        if self.site is not None:
+            return self.site.missing(solutions)
+        return Missing(unusable_languages(), unmet_dependencies(solutions))
 
     def _without_failing_references(self, plan: Plan, *, named: bool) -> Plan:
         """The plan without Definitions whose reference would end or hold up this process, which computes with it from here on."""
@@ -137,5 +150,10 @@ def unusable_languages() -> dict[str, str]:
 
 def unmet_dependencies(solutions: Iterable[SolutionFiles]) -> dict[str, str]:
     """Name of a Solution -> the package that it declares and that is missing or too old here, and how to get it."""
-    lacking = {files.name: lacking_dependency(files.record.spec.dependencies) for files in solutions}
+    return lacking_dependencies({files.name: files.record.spec.dependencies for files in solutions})
+
+
+def lacking_dependencies(needed: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+    """As :func:`unmet_dependencies`, for what Solutions declare, by name."""
+    lacking = {name: lacking_dependency(dependencies) for name, dependencies in needed.items()}
     return {name: f"needs {text}" for name, text in lacking.items() if text is not None}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -14,10 +13,10 @@ from tilegym_db.bench.calibrate import peaks_or_reason
 from tilegym_db.bench.confined import limits_here, may_lack_confinement, note_of
 from tilegym_db.bench.cross_check import cross_check
 from tilegym_db.bench.executor.local import LocalExecutor
-from tilegym_db.bench.gpus.devices import MeasuringDevice, devices_of
+from tilegym_db.bench.gpus.devices import MeasuringDevice
 from tilegym_db.bench.gpus.messages import Peaks, Session
+from tilegym_db.bench.gpus.places import open_pool
 from tilegym_db.bench.gpus.pool import Callbacks, DevicePool
-from tilegym_db.bench.gpus.work import divide
 from tilegym_db.bench.interleaved import TimingBudget
 from tilegym_db.bench.machine import Machine, leaving_processors
 from tilegym_db.bench.plan import Options, Plan
@@ -51,15 +50,16 @@ def run_tiers(
     *,
     confined: bool,
     then_promote: bool = False,
+    executor: str | None = None,
 ) -> BenchReport:
     """The tier asked for, then the promotion of what passed it, as one report; ``confined``: no promotion without a sandbox.
 
     Arguments and errors are those of :func:`~tilegym_db.bench.benchmark.benchmark`.
     """
-    devices, watch = devices_of(gpus, gpu), observer or Observer()
+    watch = observer or Observer()
     confined = confined and (then_promote or options.tier == "promotion")
-    with _supervisors(devices) as pool:
-        setup = _prepared(devices, gpu, catalog, store_home)
+    with open_pool(executor, gpus, gpu, watch.starting) as pool:
+        setup = _prepared(pool, gpu, catalog, store_home)
         limits = _limits(setup, options, pool) if confined else None
         confined = confined and limits is None
         if options.tier == "promotion":
@@ -77,24 +77,17 @@ def _limits(setup: RunSetup, options: Options, pool: DevicePool | None) -> dict[
     """What may not be promoted here since workers cannot be confined, and why; None where they can.
 
     Where there are supervisors, each tries its own, and refuses its work where it fails; only a kernel without Landlock is known
-    of before.
+    of before, and of this machine, not of a cluster's nodes.
     """
-    if pool is not None and not may_lack_confinement():
+    if pool is not None and (setup.site is not None or not may_lack_confinement()):
         return None
     return limits_here(setup.machine, setup.catalog, options.names)
 
 
-def _supervisors(devices: Sequence[MeasuringDevice]) -> contextlib.AbstractContextManager[DevicePool | None]:
-    """Those of several devices, which load what they need while this process plans; None where it measures itself."""
-    return DevicePool(devices, devices[0].gpu) if devices else contextlib.nullcontext()
-
-
-def _prepared(
-    devices: Sequence[MeasuringDevice], gpu: str, catalog: Catalog | None, store_home: Path | None
-) -> RunSetup:
+def _prepared(pool: DevicePool | None, gpu: str, catalog: Catalog | None, store_home: Path | None) -> RunSetup:
     """What a run needs; where this process measures itself, it is ready to have workers."""
-    setup = RunSetup.on(devices, gpu, catalog, store_home)
-    if not devices:
+    setup = RunSetup.on(pool, gpu, catalog, store_home)
+    if pool is None:
         prepare_workers(setup.machine.device)
     return setup
 
@@ -169,10 +162,11 @@ def _run_on(
 ) -> tuple[BenchReport, GpuPeaks | None]:
     """:func:`run_plan` on several devices, and what they can do: as known, or as one of them measured first."""
     report = BenchReport(new_run_id(setup.machine.gpu), setup.machine, plan)
-    peaks = [known] if known is not None else []
+    own = known if pool.site is None else None  # of this host; each device of others is calibrated where it is
+    peaks = [own] if own is not None else []
     session = Session(
         "measure", report.run_id, setup.machine.gpu, secrets.randbits(62), setup.home, budget, policy,
-        peaks=known, calibrate=True, confined=confined and policy is PROMOTION,
+        peaks=own, calibrate=True, confined=confined and policy is PROMOTION,
     )  # fmt: skip
     with Journal(report.run_id, setup.home) as journal:
 
@@ -181,7 +175,7 @@ def _run_on(
             report.notes += found.notes
 
         callbacks = Callbacks(_kept_by(journal, report, observer), observer.at_work, peaks=learn)
-        outcome = pool.run(session, divide(plan.definitions, len(pool.devices)), callbacks)
+        outcome = pool.run(session, pool.divided(plan.definitions), callbacks)
     report.notes += outcome.notes
     report.unfinished, report.devices, report.interrupted = outcome.unfinished, outcome.traces, outcome.interrupted
     report.seconds = outcome.seconds

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tilegym_db.cli.options import Gpus, MachineGpu, Names, WorkloadGlob
+from tilegym_db.cli.options import Executor, Gpus, MachineGpu, Names, WorkloadGlob
 from tilegym_db.cli.output import note
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ def command(
     ] = None,
     gpu: MachineGpu = "auto",
     gpus: Gpus = None,
+    executor: Executor = None,
     workload: WorkloadGlob = None,
     quick: Annotated[bool, typer.Option(help="Few workloads and samples.")] = False,
     again: Annotated[bool, typer.Option(help="Measure anew what has a trace already.")] = False,
@@ -40,7 +41,7 @@ def command(
     from tilegym_db.bench.machine import refuse_absent_gpu
     from tilegym_db.cli.known_names import refuse_unknown_names
 
-    refuse_absent_gpu(gpu, gpus)
+    refuse_absent_gpu(gpu, gpus, executor)
     refuse_unknown_names(names or ())
     from tilegym_db.bench.benchmark import benchmark
     from tilegym_db.cli.bench_progress import Progress
@@ -50,6 +51,7 @@ def command(
             tuple(names or ()),
             gpu=gpu,
             gpus=gpus,
+            executor=executor,
             language=language,
             workload=workload,
             quick=quick,

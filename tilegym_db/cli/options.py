@@ -22,6 +22,7 @@ __all__ = [
     "Axes",
     "ConfigFile",
     "DefinitionName",
+    "Executor",
     "Gpu",
     "Gpus",
     "Language",
@@ -64,6 +65,14 @@ Gpus = Annotated[
     typer.Option(
         help="Measure on several GPUs of this host, of one kind: all, a number (2), or indices (0,2).",
         metavar="all|N|I,J",
+    ),
+]
+Executor = Annotated[
+    str | None,
+    typer.Option(
+        help="Measure on the devices of a Ray cluster: ray (of RAY_ADDRESS, or the one that runs here) or its address. "
+        "--gpus N: at most N of them.",
+        metavar="local|ray|ray:HOST:PORT",
     ),
 ]
 Language = Annotated[

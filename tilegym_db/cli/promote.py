@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tilegym_db.cli.options import Gpus, MachineGpu, Names, WorkloadGlob
+from tilegym_db.cli.options import Executor, Gpus, MachineGpu, Names, WorkloadGlob
 
 
 def command(
@@ -17,6 +17,7 @@ def command(
     ] = None,
     gpu: MachineGpu = "auto",
     gpus: Gpus = None,
+    executor: Executor = None,
     workload: WorkloadGlob = None,
     quick: Annotated[bool, typer.Option(help="Few workloads and samples.")] = False,
     again: Annotated[bool, typer.Option(help="Promote anew what has a verdict already.")] = False,
@@ -33,7 +34,7 @@ def command(
     from tilegym_db.bench.machine import refuse_absent_gpu
     from tilegym_db.cli.known_names import refuse_unknown_names
 
-    refuse_absent_gpu(gpu, gpus)
+    refuse_absent_gpu(gpu, gpus, executor)
     refuse_unknown_names(names or ())
     from tilegym_db.bench.benchmark import promote
     from tilegym_db.cli.bench import finish
@@ -44,6 +45,7 @@ def command(
             tuple(names or ()),
             gpu=gpu,
             gpus=gpus,
+            executor=executor,
             language=language,
             workload=workload,
             quick=quick,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tilegym_db.cli.options import Gpus, MachineGpu, Names, WorkloadGlob
+from tilegym_db.cli.options import Executor, Gpus, MachineGpu, Names, WorkloadGlob
 from tilegym_db.cli.output import note, print_json, print_table
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ def command(
     names: Names = None,
     gpu: MachineGpu = "auto",
     gpus: Gpus = None,
+    executor: Executor = None,
     workload: WorkloadGlob = None,
     quick: Annotated[bool, typer.Option(help="Few workloads and samples.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -37,7 +38,7 @@ def command(
     from tilegym_db.bench.machine import refuse_absent_gpu
     from tilegym_db.cli.known_names import refuse_unknown_names
 
-    refuse_absent_gpu(gpu, gpus)
+    refuse_absent_gpu(gpu, gpus, executor)
     refuse_unknown_names(names or ())
     from tilegym_db.bench.regress import regress
     from tilegym_db.cli.bench_progress import Progress
@@ -48,6 +49,7 @@ def command(
             tuple(names or ()),
             gpu=gpu,
             gpus=gpus,
+            executor=executor,
             workload=workload,
             quick=quick,
             observer=progress.observer(),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilegym_db.cli.options import Gpus, Language, MachineGpu, Names, WorkloadGlob, finite_seconds
+from tilegym_db.cli.options import Executor, Gpus, Language, MachineGpu, Names, WorkloadGlob, finite_seconds
 
 if TYPE_CHECKING:
     from tilegym_db.bench.tune.tune import TuneReport
@@ -27,6 +27,7 @@ def command(
     language: Language = None,
     gpu: MachineGpu = "auto",
     gpus: Gpus = None,
+    executor: Executor = None,
     workload: WorkloadGlob = None,
     budget: Budget = None,
     quick: Annotated[bool, typer.Option(help="Few workloads and rounds.")] = False,
@@ -41,7 +42,7 @@ def command(
     from tilegym_db.bench.machine import refuse_absent_gpu
     from tilegym_db.cli.known_names import refuse_unknown_names
 
-    refuse_absent_gpu(gpu, gpus)
+    refuse_absent_gpu(gpu, gpus, executor)
     refuse_unknown_names(names or ())
     from tilegym_db.bench.tune.tune import tune
     from tilegym_db.cli.bench_progress import Progress
@@ -52,6 +53,7 @@ def command(
             tuple(names or ()),
             gpu=gpu,
             gpus=gpus,
+            executor=executor,
             language=language,
             workload=workload,
             budget_s=budget,

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from tilegym_db.bench.gpus.work import WorkItem
 from tilegym_db.bench.interleaved import TimingBudget
+from tilegym_db.bench.machine import Machine
 from tilegym_db.bench.tier_policy import TierPolicy
 from tilegym_db.records import Trace
 from tilegym_db.records.peaks import GpuPeaks
@@ -50,9 +51,10 @@ class Order:
 
 @dataclass(frozen=True)
 class Ready:
-    """The supervisor has its device, after so many ``seconds``, and waits for work."""
+    """The supervisor has its device, the ``machine``, after so many ``seconds``, and waits for work."""
 
-    seconds: float = 0.0
+    seconds: float
+    machine: Machine
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ as a whole, and a trace exists once.
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,21 +14,33 @@ from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Any, Self
 
-from tilegym_db.bench.gpus.devices import MeasuringDevice, share_processors
+from tilegym_db.bench.gpus.devices import MeasuringDevice
 from tilegym_db.bench.gpus.messages import Concluded, Done, Failed, Order, Peaks, Ready, Session, Starting, Told, Traced
-from tilegym_db.bench.gpus.process import DeviceProcess, SupervisorLost
-from tilegym_db.bench.gpus.work import WorkItem, WorkQueue
+from tilegym_db.bench.gpus.process import Supervisor, SupervisorLost
+from tilegym_db.bench.gpus.site import Site
+from tilegym_db.bench.gpus.work import WorkItem, WorkQueue, divide
 from tilegym_db.bench.phases import AT_WORK, IDLE, START, added
+from tilegym_db.bench.plan import DefinitionPlan
 from tilegym_db.errors import HardwareError
 from tilegym_db.records import Trace
 
-__all__ = ["Callbacks", "DevicePool", "PoolReport"]
+__all__ = ["Arrivals", "Callbacks", "DevicePool", "PoolReport"]
 
 MAX_RESTARTS = 2
 """So many times a supervisor that died is started again on its device."""
 SILENCE_S = 1800.0
 """A supervisor that tells nothing for so long hangs, as it may where its GPU fell off the bus. Longer than any one workload."""
 STOP_TIMEOUT_S = 15.0
+
+JOINED = "has joined, and starts"
+
+Arrivals = Callable[[], tuple[list[MeasuringDevice], list[str]]]
+"""Devices that have come since it was last asked, and remarks about those that cannot be used."""
+
+
+def no_arrivals() -> tuple[list[MeasuringDevice], list[str]]:
+    """Those of a host: it has the GPUs that it has."""
+    return [], []
 
 
 @dataclass
@@ -62,13 +73,29 @@ class PoolReport:
 class DevicePool:
     """The supervisors of some devices, from entering the ``with`` block to its end."""
 
-    def __init__(self, devices: Sequence[MeasuringDevice], gpu: str) -> None:
-        """``gpu`` is the slug that all of the devices have."""
+    def __init__(
+        self,
+        devices: Sequence[MeasuringDevice],
+        start: Callable[[MeasuringDevice], Supervisor],
+        arrivals: Arrivals = no_arrivals,
+        site: Site | None = None,
+        least_pieces: int = 0,
+    ) -> None:
+        """Not started yet.
+
+        Args:
+            devices: all of one kind.
+            start: starts the supervisor of one of them, at the beginning and where one was lost.
+            arrivals: asked again and again for further devices.
+            site: what planning has to know of the devices, where they are not of this host.
+            least_pieces: of a plan, for devices that may come later.
+        """
         self.devices = list(devices)
-        self.processes: dict[str, DeviceProcess] = {}
-        self._gpu = gpu
-        blocks = share_processors(sorted(os.sched_getaffinity(0)), len(self.devices))
-        self._processors = dict(zip((device.label for device in self.devices), blocks, strict=True))
+        self.processes: dict[str, Supervisor] = {}
+        self.site = site
+        self._start_on = start
+        self._arrivals = arrivals
+        self._least_pieces = least_pieces
         self._restarts: Counter[str] = Counter()
         self._held: dict[str, dict[str, list[Trace]]] = {}
         self._gone: list[str] = []
@@ -84,19 +111,21 @@ class DevicePool:
         self.stop()
 
     def _start(self, device: MeasuringDevice) -> None:
-        self.processes[device.label] = DeviceProcess(
-            device, self._gpu, self._processors[device.label], len(self.devices)
-        )
+        self.processes[device.label] = self._start_on(device)
         self._held[device.label] = {}
 
     def stop(self) -> None:
         """End every supervisor and the workers below it; what is in flight is lost."""
         for process in self.processes.values():
-            process.connection.close()
+            process.leave()
         deadline = time.monotonic() + STOP_TIMEOUT_S
         for process in self.processes.values():
             process.end(max(0.1, deadline - time.monotonic()))
         self.processes.clear()
+
+    def divided(self, plans: Sequence[DefinitionPlan]) -> list[WorkItem]:
+        """Plans as pieces for these devices."""
+        return divide(plans, max(len(self.devices), self._least_pieces))
 
     def run(self, session: Session, items: Sequence[WorkItem], callbacks: Callbacks) -> PoolReport:
         """Have everything done. Returns also where Ctrl-C ended it, or where something could not be done.
@@ -127,12 +156,13 @@ class DevicePool:
     def _run(self, session: Session, work: WorkQueue, callbacks: Callbacks, report: PoolReport) -> None:
         while work.waiting or any(process.item for process in self.processes.values()):
             for process in list(self.processes.values()):
-                item = None if process.item else work.take()
+                item = work.take() if process.is_ready and not process.item else None
                 if item is not None:
                     try:
                         process.send(Order(session, item, callbacks.extra(item)))
                     except SupervisorLost as lost:
                         self._lose(process, str(lost), work, callbacks, report)
+            self._welcome(callbacks, report)
             if not self.processes:
                 return
             connections = {process.connection: process for process in self.processes.values()}
@@ -144,8 +174,17 @@ class DevicePool:
                     self._lose(process, str(lost), work, callbacks, report)
             self._end_silent(work, callbacks, report)
 
+    def _welcome(self, callbacks: Callbacks, report: PoolReport) -> None:
+        devices, remarks = self._arrivals()
+        self._gone += remarks
+        for device in devices:
+            self.devices.append(device)
+            report.seconds[device.label] = {}
+            self._start(device)
+            callbacks.starting(device.label, JOINED)
+
     def _handle(
-        self, process: DeviceProcess, message: Any, work: WorkQueue, callbacks: Callbacks, report: PoolReport
+        self, process: Supervisor, message: Any, work: WorkQueue, callbacks: Callbacks, report: PoolReport
     ) -> None:
         label = process.device.label
         match message:
@@ -182,7 +221,7 @@ class DevicePool:
 
     def _lose(
         self,
-        process: DeviceProcess,
+        process: Supervisor,
         reason: str,
         work: WorkQueue,
         callbacks: Callbacks,

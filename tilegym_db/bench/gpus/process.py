@@ -13,20 +13,46 @@ import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tilegym_db.bench.gpus.devices import MeasuringDevice
 from tilegym_db.bench.gpus.messages import Order
 from tilegym_db.bench.gpus.work import WorkItem
 from tilegym_db.confinement.bounds import HOST_SHARE
 
-__all__ = ["DeviceProcess", "SupervisorLost"]
+__all__ = ["DeviceProcess", "Supervisor", "SupervisorLost"]
 
 TAIL_BYTES = 2000
 
 
 class SupervisorLost(Exception):
     """The supervisor of a device is gone; the message says how."""
+
+
+class Supervisor(Protocol):
+    """What a pool asks of the other end of a supervisor, wherever that runs; :class:`DeviceProcess` says what each is."""
+
+    device: MeasuringDevice
+    item: WorkItem | None
+    done: set[str]
+    last_message_at: float
+    connection: Connection
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it takes an order now."""
+
+    def send(self, order: Order) -> None:
+        """Give it its next order."""
+
+    def receive(self) -> Any:
+        """Its next message; called where ``connection`` has one."""
+
+    def leave(self) -> None:
+        """Let it end; does not wait for that."""
+
+    def end(self, timeout_s: float = 2.0) -> str:
+        """Wait for its end, or bring it about."""
 
 
 class DeviceProcess:
@@ -58,6 +84,15 @@ class DeviceProcess:
     def pid(self) -> int:
         """Its process id."""
         return self._process.pid
+
+    @property
+    def is_ready(self) -> bool:
+        """From the start: an order waits in its socket until it has its device."""
+        return True
+
+    def leave(self) -> None:
+        """Let it end, which it does when its socket is closed."""
+        self.connection.close()
 
     def send(self, order: Order) -> None:
         """Give it its next order.

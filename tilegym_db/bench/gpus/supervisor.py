@@ -66,7 +66,7 @@ def _serve(connection: Connection, orders: queue.SimpleQueue[Any], began: float)
 
     jobs = DeviceJobs.open(gpu, connection.send)
     threading.Thread(target=_find_sandbox, args=(device,), daemon=True).start()
-    connection.send(Ready(time.monotonic() - began))
+    connection.send(Ready(time.monotonic() - began, jobs.machine))
     while True:
         jobs.carry_out(orders.get())
 

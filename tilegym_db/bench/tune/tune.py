@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tilegym_db.bench.executor.local import LocalExecutor
-from tilegym_db.bench.gpus.devices import MeasuringDevice, devices_of
+from tilegym_db.bench.gpus.devices import MeasuringDevice
 from tilegym_db.bench.gpus.messages import Session
+from tilegym_db.bench.gpus.places import open_pool
 from tilegym_db.bench.gpus.pool import Callbacks, DevicePool
-from tilegym_db.bench.gpus.work import WorkItem, divide
+from tilegym_db.bench.gpus.work import WorkItem
 from tilegym_db.bench.interleaved import TimingBudget
 from tilegym_db.bench.machine import Machine, leaving_processors
 from tilegym_db.bench.plan import Options, Plan, Skipped, names_of
@@ -81,6 +81,7 @@ def tune(
     store_home: Path | None = None,
     observer: TuneObserver | None = None,
     gpus: str | Sequence[MeasuringDevice] | None = None,
+    executor: str | None = None,
 ) -> TuneReport:
     """Search the tunables of Solutions, Workload by Workload; screen and store what wins.
 
@@ -100,7 +101,7 @@ def tune(
         catalog: the records; the shipped ones and the user's overlay by default.
         store_home: folder of the store; ``$TILEGYM_DB_HOME`` or the user data folder by default.
         observer: callbacks for progress.
-        gpus: as for :func:`~tilegym_db.benchmark`.
+        gpus, executor: as for :func:`~tilegym_db.benchmark`.
 
     Raises:
         HardwareError: the GPU asked for is not the one in this machine.
@@ -114,10 +115,10 @@ def tune(
         raise UsageError(f"--budget is a number of seconds above 0, not {budget_s:g}.")
     # The tier at which only what can be timed here takes part: an interpreter's times would choose the wrong config.
     options = Options(names_of(names), language, workload, quick, again=True, tier="promotion")
-    devices = devices_of(gpus, gpu)
-    setup = RunSetup.on(devices, gpu, catalog, store_home)
-    with DevicePool(devices, setup.machine.gpu) if devices else contextlib.nullcontext() as pool:
-        return _search_all(setup, options, Known.read(setup, again=again), budget_s, observer or TuneObserver(), pool)
+    watch = observer or TuneObserver()
+    with open_pool(executor, gpus, gpu, watch.starting) as pool:
+        setup = RunSetup.on(pool, gpu, catalog, store_home)
+        return _search_all(setup, options, Known.read(setup, again=again), budget_s, watch, pool)
 
 
 def _search_all(
@@ -179,7 +180,7 @@ def _search_on(
         return replace(task, pieces=pieces, known=task.known.about(digests), attempts=attempts_of(keep.report.traces))
 
     callbacks = Callbacks(keep.trace, keep.observer.at_work, told=keep.told, extra=extra, immediate=True)
-    outcome = pool.run(session, divide(plans, len(pool.devices)), callbacks)
+    outcome = pool.run(session, pool.divided(plans), callbacks)
     keep.report.notes += [*outcome.notes, *outcome.unfinished]
     keep.report.unfinished, keep.report.interrupted = outcome.unfinished, outcome.interrupted
 
