@@ -29,9 +29,14 @@ SERVED = {
         "rms_norm": 5,
         "fused_add_rms_norm": 0,
         "swiglu": 1,
+        "rope_complex_pairs": 1,
         **ATTENTION,
     },  # a norm on part of a projection: rows with a gap between them
 }
+
+
+VIEWS = {"deepseek_v2": {"aten.view.default", "aten.view_as_real.default", "aten.view_as_complex.default"}}
+"""What a graph may have besides: the complex table as an operator takes it, and back. It moves nothing."""
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +141,9 @@ def test_where_no_kernel_pays_a_graph_has_the_operations_of_the_unpatched_model(
     model, ids = build_one_layer(build, name), prompt(2, length)
     stock = operations(model, logits, ids)
     with patched(model, catalog=shop.offer(smallest=128)):  # measured for longer prompts
-        assert operations(model, logits, ids) == stock
+        found = operations(model, logits, ids)
+    assert not stock - found
+    assert {operation for operation, _ in found - stock} <= VIEWS.get(name, set())
 
 
 def test_a_norm_of_heads_behind_tokens_adds_transpositions_alone(

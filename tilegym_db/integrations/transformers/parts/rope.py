@@ -111,7 +111,7 @@ def _complex_tables(definition: Definition) -> set[str]:
 
 
 def _as_complex(table: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_complex(table.unflatten(-1, (-1, 2)))
+    return torch.view_as_complex(table.reshape(*table.shape[:-1], -1, 2))
 
 
 def _as_real(given: tuple[Any, ...], places: Iterable[int]) -> tuple[Any, ...]:
