@@ -14,7 +14,7 @@ def rounded(value, dtype):
 def score_of(logit, dtype):
     """The square root of log(1 + exp(x)), both rounded as eager code does: which scores are equal depends on it."""
     soft = T.max(logit, T.float32(0)) + T.log1p(T.exp(-T.abs(logit)))
-    return T.if_then_else(T.isnan(logit), logit, rounded(T.sqrt(rounded(soft, dtype)), dtype))
+    return rounded(T.sqrt(rounded(soft, dtype)), dtype)
 
 
 def share_of(score, total, scale, dtype):
@@ -45,6 +45,7 @@ def choose_kernel(E, K, dtype, rows):
             scores = T.alloc_local((chunks,), "float32")
             ranked = T.alloc_local((chunks,), "float32")
             taken = T.alloc_var("uint32", init=0)  # a bit for each of this lane's scores
+            logit = T.alloc_var("float32", init=0.0)
             total = T.alloc_var("float32", init=0.0)
             best = T.alloc_var("float32", init=0.0)
             best_score = T.alloc_var("float32", init=0.0)
@@ -58,7 +59,8 @@ def choose_kernel(E, K, dtype, rows):
                 ranked[c] = -T.infinity("float32")
                 scores[c] = 0.0
                 if c * 32 + lane < E:
-                    scores[c] = score_of(T.cast(logits[T.min(row, M - 1), c * 32 + lane], "float32"), dtype)
+                    logit = T.cast(logits[T.min(row, M - 1), c * 32 + lane], "float32")
+                    scores[c] = score_of(logit, dtype)
                     ranked[c] = scores[c] + bias[c * 32 + lane]
                     if T.isnan(ranked[c]):  # above all, so that every id exists
                         ranked[c] = T.infinity("float32")
@@ -114,6 +116,7 @@ def look_up_kernel(E, K, dtype, threads):
             choice = thread % lanes
             token = T.alloc_var("int64", init=0)
             expert = T.alloc_var("int64", init=0)
+            logit = T.alloc_var("float32", init=0.0)
             score = T.alloc_var("float32", init=0.0)
             total = T.alloc_var("float32", init=0.0)
 
@@ -124,7 +127,8 @@ def look_up_kernel(E, K, dtype, threads):
                 if token >= T.int64(0) and token < T.cast(V, "int64"):
                     expert = table[token, choice]
                 if expert >= T.int64(0) and expert < T.int64(E):
-                    score = score_of(T.cast(logits[row, expert], "float32"), dtype)
+                    logit = T.cast(logits[row, expert], "float32")
+                    score = score_of(logit, dtype)
             total = score
             for step in T.unroll(lanes.bit_length() - 1):
                 total = total + T.shfl_xor(total, 1 << step)
