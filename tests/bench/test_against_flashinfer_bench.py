@@ -133,3 +133,10 @@ def test_a_line_counts_pairs_a_minute_with_and_without_the_start():
     line = Line("one side", report, total_s=12.0, startup_s=4.0)
     assert line.pairs == 4
     assert str(line).split()[2:9] == ["4", "3", "100", "4.0", "8.0", "30.0", "20.0"]
+
+
+@pytest.mark.parametrize(("visible", "first"), [(None, "0"), ("3,1", "3"), ("GPU-8f", "GPU-8f"), ("", "")])
+def test_the_runner_uses_the_first_visible_gpu_alone(visible, first):
+    from benchmarks.against_flashinfer_bench.runner import first_gpu
+
+    assert first_gpu(visible) == first

@@ -55,6 +55,15 @@ def test_everything_of_the_catalog_is_there_or_left_out_with_a_reason(export: Ex
     assert all(reason for _, reason in export.left_out)
 
 
+def test_an_export_of_some_definitions_has_what_the_whole_has_of_them(
+    export: Export, shipped: Catalog, traces: list[Trace]
+) -> None:
+    part = build_export(shipped, traces, names=["aux_fi", "cast_back"])
+    assert {item["definition"] for item in part.definitions.values()} == {"aux_fi", "cast_back"}
+    assert {path for path in export.files if "/aux_fi_" in path} <= set(part.files)
+    assert all(export.files[path] == content for path, content in part.files.items() if path.split("/")[0] in FOLDERS)
+
+
 def test_an_export_can_be_imported_without_a_finding_or_a_refusal(export: Export, home: Path, tmp_path: Path) -> None:
     write_tree(tmp_path / "out", export.files, export.blobs)
     found = import_data_set(tmp_path / "out").data_set

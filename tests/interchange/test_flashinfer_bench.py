@@ -13,6 +13,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.integrations.interchange.export_blobs import BlobFolder, blob_of, drawn_together
 from tilegym_db.integrations.interchange.flashinfer_export import Export, build_export
 from tilegym_db.integrations.interchange.writing import folder_beside, write_tree
+from tilegym_db.paths import shipped_root
 from tilegym_db.records import Trace, Workload
 
 HAS_VALIDATE = importlib.util.find_spec("flashinfer_bench.data.validate") is not None
@@ -71,6 +72,22 @@ def assert_drawn(shipped: Catalog, item: Workload, tensors: dict[str, torch.Tens
     assert set(drawn) == set(tensors)
     for name, tensor in tensors.items():
         assert torch.equal(tensor.view(torch.uint8), drawn[name].view(torch.uint8)), (source.name, name)
+
+
+def test_its_apply_runs_what_the_export_holds_on_the_inputs_of_its_blobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(shipped_root()))
+    monkeypatch.setenv("FIB_CACHE_PATH", str(tmp_path / "cache"))
+    from benchmarks.against_flashinfer_bench import runner
+
+    names = ["aux_fi", "engram_gate_fwd_save"]  # ids from a blob; published errors above a thousand
+    trace_set = runner.exported(tmp_path / "export", "h200", names)
+    runner.narrowed(trace_set, names, definitions=2, workloads=1)
+    for name, lines in trace_set.traces.items():  # of stock code alone, which a CPU can run
+        trace_set.traces[name] = [line for line in lines if "_stock_" in line.solution]
+    found = list(runner.applied(trace_set, "cpu"))
+    assert [good for good, _ in found] == [True, True], found
 
 
 if HAS_VALIDATE:

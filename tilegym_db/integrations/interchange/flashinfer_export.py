@@ -9,7 +9,7 @@ the digest of its line).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from tilegym_db.catalog import Catalog, SolutionFiles, stock_of
@@ -33,7 +33,11 @@ EXTRA_DEPENDENCIES = {"cutile": ["cuda-tile"]}
 
 
 def build_export(
-    catalog: Catalog, traces: Sequence[Trace], op_type: str | None = None, blobs: BlobFolder | None = None
+    catalog: Catalog,
+    traces: Sequence[Trace],
+    op_type: str | None = None,
+    blobs: BlobFolder | None = None,
+    names: Collection[str] = (),
 ) -> Export:
     """Put a data set together. Reads the catalog; writes nothing but blobs.
 
@@ -43,6 +47,7 @@ def build_export(
         op_type: only this family.
         blobs: where inputs go that FlashInfer-Bench must not draw at random, and how much of them. Without, their Workloads are
             left out.
+        names: only these Definitions; none means all.
 
     Raises:
         StoreError: a blob cannot be kept.
@@ -54,7 +59,7 @@ def build_export(
     exporters = [
         _Exporter(export, catalog, source, blobs)
         for source in catalog.definitions.values()
-        if op_type in (None, source.op_type)
+        if op_type in (None, source.op_type) and (not names or source.name in names)
     ]
     if blobs is not None:
         blobs.choose(blob for exporter in exporters for blob in exporter.wanted())
