@@ -12,6 +12,7 @@ import pytest
 import torch
 import typer
 from torch._dynamo.utils import counters
+from transformers.models.deepseek_v4 import modeling_deepseek_v4
 from typer.testing import CliRunner, Result
 
 from tilegym_db import Catalog
@@ -95,11 +96,35 @@ def test_what_a_checkpoint_is_loaded_with_in_float32_is_so_in_a_random_model(
         "model.layers.0.attn_hc.fn",
         "model.layers.1.ffn_hc.scale",
         "model.hc_head.hc_base",
-        "model.norm.weight",
     ):
         assert parameters[name].dtype == torch.float32
+    norm = modeling_deepseek_v4.DeepseekV4RMSNorm(8)
+    rounds = norm(torch.ones(1, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16  # not in transformers 5.17
+    assert parameters["model.norm.weight"].dtype == (torch.float32 if rounds else getattr(torch, dtype))
     for name in ("model.layers.0.mlp.experts.gate_up_proj", "lm_head.weight"):
         assert parameters[name].dtype == getattr(torch, dtype)
+
+
+def test_norms_that_pass_float32_on_are_narrowed_so_that_the_model_runs(
+    build: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:  # as transformers 5.17 has it
+        wide = hidden_states.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * wide.to(hidden_states.dtype)
+
+    path = tmp_path / "config.json"
+    path.write_text(build("deepseek_v4").config.to_json_string(use_diff=False))
+    monkeypatch.setattr(modeling_deepseek_v4.DeepseekV4RMSNorm, "forward", forward)
+    parameters = dict(build_model(load_config(path), "cpu", "bfloat16").named_parameters())
+    for name in (
+        "model.norm.weight",
+        "model.layers.0.input_layernorm.weight",
+        "model.layers.1.self_attn.q_a_norm.weight",
+    ):
+        assert parameters[name].dtype == torch.bfloat16
+        assert len(parameters[name].unique()) > 1
+    assert parameters["model.layers.0.attn_hc.fn"].dtype == torch.float32
 
 
 def test_only_the_first_layers_are_kept_where_that_is_asked(config: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tilegym_db.errors import RecordError
-from tilegym_db.verify.reference import oracle, run_lifted, run_reference
+from tilegym_db.verify.reference import load_function, oracle, run_lifted, run_reference
 
 X = {"x": {"shape": ["M", "N"], "dtype": "T"}}
 
@@ -93,3 +93,18 @@ def test_a_source_that_raises_when_it_is_loaded_is_named(operator):
         RecordError, match=r"row_scale: alternative formulation: .*raises when it is loaded.*ZeroDivision"
     ):
         run_reference(definition, {"x": torch.ones(1, 1)}, source="1 / 0\ndef run(x): return x")
+
+
+def test_a_reference_names_no_module_that_torch_compile_would_import():
+    """PyTorch 2.11 imports the module that the globals of an inlined function name; later releases do not."""
+    half = "import torch\nHALF = 0.5\n\n\ndef _half(x):\n    return HALF * x\n\n\n"
+    function = load_function(half + "def run(x):\n    return _half(x) + torch.sigmoid(x)\n", "half_and_sigmoid")
+    assert "__name__" not in function.__globals__
+
+    def inlined(x):
+        return function(x)
+
+    torch.compiler.reset()
+    x = torch.arange(4.0)
+    for compiled in (torch.compile(function, backend="eager"), torch.compile(inlined, backend="eager", fullgraph=True)):
+        torch.testing.assert_close(compiled(x), x / 2 + torch.sigmoid(x))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,23 @@ def _widen(model: Any, dtype: str) -> None:
     for name, value in itertools.chain(model.named_parameters(), model.named_buffers()):
         if value.is_floating_point() and any(part in name for part in kept):
             value.data = value.data.float()
+    if kept:
+        _narrow_promoting_norms(model, getattr(torch, dtype))
+
+
+def _narrow_promoting_norms(model: Any, dtype: torch.dtype) -> None:
+    """Narrow the float32 weights of norms that pass float32 on: the linear layers behind them have weights of ``dtype``.
+
+    DeepSeek-V4's norms of transformers 5.17 do so, and a checkpoint that is loaded with that release does not run in bfloat16.
+    """
+    for module in model.modules():
+        held = dict(module.named_parameters())
+        weight = held.get("weight")
+        if len(held) != 1 or weight is None or weight.dim() != 1 or weight.dtype != torch.float32:
+            continue
+        with torch.no_grad(), contextlib.suppress(*_REFUSALS):  # what takes more than a hidden state is no such norm
+            if module(torch.ones(1, len(weight), dtype=dtype, device=weight.device)).dtype == torch.float32:
+                weight.data = weight.data.to(dtype)
 
 
 def _check_runs(model: Any, device: str) -> None:
