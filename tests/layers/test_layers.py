@@ -176,6 +176,22 @@ def test_it_compiles_whole_with_its_gradients(made: tuple[Any, Any]) -> None:
         torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_a_compiled_reference_returns_tensors_that_no_other_step_returned() -> None:
+    """A last cast that changes nothing returns its input; PyTorch 2.11 then hands the gradient of the output to that step."""
+    bodies: dict[str, int] = {}
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        for name, body in graph.named_modules():
+            bodies[name] = sum(node.target == "clone" for node in body.graph.nodes)
+        return graph
+
+    torch.compiler.reset()
+    layer = torch.compile(EngramGateLayer(SIZE), backend=backend, fullgraph=True)
+    states = torch.randn(3, 4, SIZE)  # in float32, which its Definition does not list
+    layer(states, states.clone(), torch.randn(3, SIZE))
+    assert bodies == {"": 0, "fwd_body_0": 5, "bwd_body_0": 5}  # all outputs of either reference
+
+
 def test_one_sublayer_is_deepseek_v4s_hyper_connection() -> None:
     modeling = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
     from transformers import DeepseekV4Config

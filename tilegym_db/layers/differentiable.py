@@ -40,11 +40,22 @@ def operator(name: str) -> Function:
         with torch.autocast(where, enabled=False):
             if torch.float64 in dtypes:
                 with Lifted():
-                    return reference(*inputs)
+                    return _apart(reference(*inputs))
             fits = all(dtype is None or dtype in known for dtype, known in zip(dtypes, listed, strict=True))
-            return serve(*inputs) if fits else reference(*inputs)
+            return serve(*inputs) if fits else _apart(reference(*inputs))
 
     return run
+
+
+def _apart(returned: Any) -> Any:
+    """What a reference returns; in a compiled graph, in tensors that no other step of it returned.
+
+    The graph that PyTorch 2.11 makes of an autograd function also returns all its steps. Where the last is a cast that changes
+    nothing, the output is the tensor of the step before, and autograd hands its gradient to that step: the others become zero.
+    """
+    if not torch.compiler.is_compiling():
+        return returned
+    return tuple(value.clone() for value in returned) if isinstance(returned, tuple) else returned.clone()
 
 
 def _dtypes_of(definition: Definition) -> list[frozenset[torch.dtype]]:
