@@ -70,7 +70,10 @@ def anywhere(axes: Mapping[str, int]) -> bool:
 
 
 EXPERTS = ("moe_experts", "moe_experts_oai")
-ROUTERS = ("topk_softmax", "topk_then_softmax", "topk_softmax_groups", "topk_sigmoid_bias_groups")
+ROUTERS = (
+    "topk_softmax", "topk_then_softmax", "topk_softmax_groups", "topk_sigmoid_bias_groups", "topk_sqrtsoftplus_bias",
+    "table_router",
+)  # fmt: skip
 MOVEMENT = (
     "expand_to_fused", "expand_to_fused_with_sf", "expand_to_fused_with_sf_ue8m0", "reduce_fused", "reduce_fused_scaled",
     "reduce_fused_to_fp8", "reduce_fused_unweighted",
@@ -79,6 +82,7 @@ CASTS = (
     "cast_back", "per_block_cast", "per_block_cast_32", "per_block_cast_lossless", "per_channel_cast",
     "per_channel_cast_and_transpose", "per_channel_cast_fused", "per_row_cast", "per_token_cast", "per_token_cast_e5m6",
     "per_token_cast_fp4", "per_token_cast_mxfp8", "per_token_cast_ue8m0", "per_token_requantise", "swiglu_and_per_token_cast",
+    "swiglu_backward_and_per_token_cast",
 )  # fmt: skip
 BACKWARDS = (
     "engram_gate_backward", "engram_gate_backward_saved", "mhc_expand_backward", "mhc_norm_fn_backward", "mhc_post_backward",
