@@ -10,7 +10,12 @@ from tilegym_db.records import Definition, Workload
 
 LARGE_BYTES = 0.3e9
 TINY_BYTES = 1e5
-MODELS = {"moe_experts_clamp": 1, "engram_gate_hf": 1}  # no other model clamps so
+MODELS = {
+    "moe_experts_clamp": 1,
+    "topk_sqrtsoftplus_bias": 1,
+    "table_router": 1,
+    "engram_gate_hf": 1,
+}  # what no other model does so
 ONE_STAGE = {"attention_prefill": "stage:prefill", "attention_decode": "stage:decode"}
 
 
