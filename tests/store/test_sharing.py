@@ -271,7 +271,7 @@ ALL = sorted(f"{batch}-{n}" for batch in range(BATCHES) for n in range(ROWS))
 
 
 def as_it_lies(uri: str) -> tuple[set[str], list[str]]:
-    """The files of a data set and what they hold; again, where a request that a killed writer had sent was carried out meanwhile."""
+    """Files of a data set and what they hold; again, where a request that a killed writer had sent was carried out meanwhile."""
     while True:
         files = {file.name for file in SharedDataSet(uri).files()}
         found = held(SharedDataSet(uri))
