@@ -27,8 +27,10 @@ def why_not_believed(level: int, *, is_shipped: bool, origin: str = "local", aud
     if level >= PUBLISHED_SANDBOX_LEVEL:
         return None
     why = f"sandbox level {level}: its worker could have reached what judged it"
-    if level < 1 or not is_shipped:
-        return f"{why}, and its source is not one that the package ships" if level >= 1 else why
+    if level < 1:
+        return why
+    if not is_shipped:
+        return f"{why}, and its source is not one that the package ships"
     if origin != "local" or audience != "this user":
         return f"{why}, so it serves the user of the machine that measured it, and nobody else"
     return None

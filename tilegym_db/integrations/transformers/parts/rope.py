@@ -101,7 +101,8 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> Globals:
 def _rope_function_of(stock: Callable[..., Any], found: Found, site: CallSite, training: bool) -> Callable[..., Any]:
     assert found.nominee is not None, "only what is confirmed is patched"
     definition = found.nominee.definition
-    places = tuple(index for index, name in enumerate(definition.inputs) if name in _complex_tables(definition))
+    tables = _complex_tables(definition)
+    places = tuple(index for index, name in enumerate(definition.inputs) if name in tables)
     return rope_function(stock, site, len(definition.inputs), training=training, complex_tables=places)
 
 
