@@ -10,12 +10,51 @@ GROUP = 128  # channels that share a scale, and rows of b
 CODE = "float8_e4m3fn"
 
 
+def one_warp_fetches(warps, tiles, stages, step, before=(), after=("store",), waves=False, registers=(0, 0)):
+    """A schedule in which `warps` warps multiply and one more fetches by TMA, `stages` tiles ahead.
+
+    Without it TileLang lets four warps wait for room and one of them fetch. Nothing waits for the other three: where one looks
+    at a barrier late, as it may when two processes share the GPU, the barrier has gone on by two turns, which looks like none.
+    It then waits for a turn that never comes, and the kernel does not end. One warp alone cannot be late for itself.
+    `step` lists what those that multiply do with a tile, "wait" and "release" among it; `registers` are those of a thread
+    that multiplies and of one that fetches, 0 for what the compiler gives them. With `waves`, tiles of the result follow one
+    another, each after its "place" is found.
+    """
+    sync = {"wait": T.WSSync.consumer_wait("tiles"), "release": T.WSSync.consumer_release("tiles")}
+    place = ["place"] if waves else []
+    fetch, multiply = [*place, "steps"], [*place, *before, "steps", *after]
+    scopes = [
+        T.WSScope(
+            "steps",
+            {
+                "fetcher": [
+                    T.WSSync.producer_acquire("tiles"),
+                    "fetch_a",
+                    "fetch_b",
+                    T.WSSync.producer_commit("tiles"),
+                ],
+                "multiplier": [sync.get(name, name) for name in step],
+            },
+        ),
+    ]
+    if waves:
+        scopes.append(T.WSScope("waves", {"fetcher": fetch, "multiplier": multiply}))
+        fetch = multiply = ["waves"]
+    scopes.append(T.WSScope(T.WSScope.ROOT, {"fetcher": fetch, "multiplier": multiply}))
+    roles = [
+        T.WSRole("multiplier", warps_lo=0, warps_hi=warps, max_nreg=registers[0]),
+        T.WSRole("fetcher", warps_lo=warps, warps_hi=warps + 1, max_nreg=registers[1]),
+    ]
+    pipelines = [T.WSPipeline("tiles", tiles, depth=stages)]
+    return T.WSSchedule(num_warps=-(-(warps + 1) // 4) * 4, roles=roles, pipelines=pipelines, scopes=scopes)
+
+
 @functools.cache
 @tilelang.jit
 def gemm_fp8_dense_kernel(N, K, block_M, block_N, stages, group, split, tma_store, multiprocessors):
     """Compile the kernel for many rows: one CTA a multiprocessor walks over the output tiles.
 
-    One warpgroup fetches tiles of a and b by TMA, the others multiply. Tensor cores add a block of 128 channels, whose sums
+    One warp fetches tiles of a and b by TMA, the others multiply. Tensor cores add a block of 128 channels, whose sums
     are then scaled and added in registers. Tiles go in bands of `group` rows of tiles, so that those in flight share their
     operands in L2. With split > 1, K is cut into `split` parts of which each writes its float32 sums to `out[part]`.
     """
@@ -50,41 +89,54 @@ def gemm_fp8_dense_kernel(N, K, block_M, block_N, stages, group, split, tma_stor
             part = T.alloc_var("int32")
             tiles_M, tiles_N = T.ceildiv(M, block_M), T.ceildiv(N, block_N)
 
-            for wave in T.serial(T.ceildiv(tiles_M * tiles_N * split, multiprocessors)):
+            step = ["scale", "wait", "multiply", "release", "add"]
+            T.annotate_ws_schedule(
+                one_warp_fetches(block_M // 16, [a_tile, b_tile], stages, step, ["clear"], waves=True)
+            )
+            for wave in T.serial(
+                T.ceildiv(tiles_M * tiles_N * split - block, multiprocessors), annotations={T.WSID: "waves"}
+            ):
                 index = wave * multiprocessors + block
-                if index < tiles_M * tiles_N * split:
-                    tile = index // split
-                    band = tile // (group * tiles_N)
-                    rows = T.min(group, tiles_M - band * group)
+                tile = index // split
+                band = tile // (group * tiles_N)
+                rows = T.min(group, tiles_M - band * group)
+                with T.ws_op("place"):
                     m = band * group + tile % (group * tiles_N) % rows
                     n = tile % (group * tiles_N) // rows
                     part = index % split
-                    T.clear(total)
-                    for k in T.Pipelined(steps, num_stages=stages):
-                        T.copy(a[m * block_M, (part * steps + k) * GROUP], a_tile)
-                        T.copy(b[n * block_N, (part * steps + k) * GROUP], b_tile)
-                        for i in T.Parallel(block_M):
-                            # Past the last block there are zeros to scale; what the scale is does not matter then.
-                            scale[i] = (
-                                scale_a[T.min(m * block_M + i, M - 1), T.min(part * steps + k, blocks - 1)]
-                                * scale_b[n * block_N // GROUP, T.min(part * steps + k, blocks - 1)]
-                            )
-                        T.gemm(
-                            a_tile, b_tile, sums, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True
+                T.clear(total, annotations={T.WSID: "clear"})
+                for k in T.Pipelined(steps, num_stages=stages, annotations={T.WSID: "steps"}):
+                    T.copy(a[m * block_M, (part * steps + k) * GROUP], a_tile, annotations={T.WSID: "fetch_a"})
+                    T.copy(b[n * block_N, (part * steps + k) * GROUP], b_tile, annotations={T.WSID: "fetch_b"})
+                    for i in T.Parallel(block_M, annotations={T.WSID: "scale"}):
+                        # Past the last block there are zeros to scale; what the scale is does not matter then.
+                        scale[i] = (
+                            scale_a[T.min(m * block_M + i, M - 1), T.min(part * steps + k, blocks - 1)]
+                            * scale_b[n * block_N // GROUP, T.min(part * steps + k, blocks - 1)]
                         )
-                        for i, j in T.Parallel(block_M, block_N):
-                            total[i, j] = total[i, j] + sums[i, j] * scale[i]
-                    if split > 1:
-                        for i, j in T.Parallel(block_M, block_N):
-                            if m * block_M + i < M and n * block_N + j < N:
-                                out[part, m * block_M + i, n * block_N + j] = total[i, j]
-                    elif tma_store:
+                    T.gemm(
+                        a_tile,
+                        b_tile,
+                        sums,
+                        transpose_B=True,
+                        policy=T.GemmWarpPolicy.FullRow,
+                        clear_accum=True,
+                        annotations={T.WSID: "multiply"},
+                    )
+                    for i, j in T.Parallel(block_M, block_N, annotations={T.WSID: "add"}):
+                        total[i, j] = total[i, j] + sums[i, j] * scale[i]
+                if split > 1:
+                    for i, j in T.Parallel(block_M, block_N, annotations={T.WSID: "store"}):
+                        if m * block_M + i < M and n * block_N + j < N:
+                            out[part, m * block_M + i, n * block_N + j] = total[i, j]
+                elif tma_store:
+                    with T.ws_op("store"):
                         T.copy(total, out_tile)
                         T.copy(out_tile, out[m * block_M, n * block_N])
-                    else:
-                        for i, j in T.Parallel(block_M, block_N):
-                            if m * block_M + i < M and n * block_N + j < N:
-                                out[m * block_M + i, n * block_N + j] = total[i, j]
+                else:
+                    for i, j in T.Parallel(block_M, block_N, annotations={T.WSID: "store"}):
+                        if m * block_M + i < M and n * block_N + j < N:
+                            out[m * block_M + i, n * block_N + j] = total[i, j]
 
     return gemm_fp8_dense
 
@@ -97,7 +149,7 @@ def gemm_fp8_pairs_kernel(N, K, wide, stages, group, multiprocessors):
     A tile of 256 x 128 reads a quarter fewer bytes from L2 for a product than one of 128 x 128. Both halves take the same
     64 registers a thread for the sums of a block of 128 channels, one after the other: while one warpgroup scales and adds
     its sums, the other's products keep the tensor cores busy. A CTA walks over its tiles in one loop over all their blocks,
-    so that the fetching warpgroup runs on to the next tile while this one is stored.
+    so that the fetching warp runs on to the next tile while this one is stored.
     """
     M = T.dynamic("M")
     a_stride, b_stride, out_stride = T.dynamic("a_stride b_stride out_stride", "int64")
@@ -119,8 +171,6 @@ def gemm_fp8_pairs_kernel(N, K, wide, stages, group, multiprocessors):
             T.assume(a_stride % 16 == 0)  # TMA wants rows aligned to 16 bytes; run() checked it
             T.assume(b_stride % 16 == 0)
             T.assume(out_stride % 8 == 0)
-            T.annotate_producer_reg_dealloc(40)
-            T.annotate_consumer_reg_alloc(232)  # 128 totals and 64 sums a thread
             a_tile = T.alloc_shared((block_M, GROUP), CODE)
             b_tile = T.alloc_shared((block_N, GROUP), CODE)
             out_tile = T.alloc_shared((half, half), "bfloat16")
@@ -135,26 +185,50 @@ def gemm_fp8_pairs_kernel(N, K, wide, stages, group, multiprocessors):
             column = T.alloc_var("int32")
             tiles_M = T.ceildiv(M, block_M)
 
-            T.clear(total0)
-            T.clear(total1)
-            for step in T.Pipelined(T.ceildiv(tiles_M * tiles_N - block, multiprocessors) * blocks, num_stages=stages):
+            loop = [
+                "place",
+                "scales",
+                "column0",
+                "column1",
+                "wait",
+                "multiply0",
+                "add0",
+                "multiply1",
+                "release",
+                "add1",
+                "store",
+            ]
+            registers = 232, 40  # 128 totals and 64 sums a thread
+            T.annotate_ws_schedule(
+                one_warp_fetches(8, [a_tile, b_tile], stages, loop, ["clear0", "clear1"], (), registers=registers)
+            )
+            T.clear(total0, annotations={T.WSID: "clear0"})
+            T.clear(total1, annotations={T.WSID: "clear1"})
+            for step in T.Pipelined(
+                T.ceildiv(tiles_M * tiles_N - block, multiprocessors) * blocks,
+                num_stages=stages,
+                annotations={T.WSID: "steps"},
+            ):
                 k = step % blocks
                 tile = step // blocks * multiprocessors + block
                 band = tile // (group * tiles_N)
                 rows = T.min(group, tiles_M - band * group)
                 m = band * group + tile % (group * tiles_N) % rows
                 n = tile % (group * tiles_N) // rows
-                T.copy(a[m * block_M, k * GROUP], a_tile)
-                T.copy(b[n * block_N, k * GROUP], b_tile)
+                T.copy(a[m * block_M, k * GROUP], a_tile, annotations={T.WSID: "fetch_a"})
+                T.copy(b[n * block_N, k * GROUP], b_tile, annotations={T.WSID: "fetch_b"})
                 if k == 0:
-                    row = m * block_M
-                    column = n * (block_N // GROUP)
+                    with T.ws_op("place"):
+                        row = m * block_M
+                        column = n * (block_N // GROUP)
                 # Loaded before the products and first needed after them.
-                for i in T.Parallel(half):
+                for i in T.Parallel(half, annotations={T.WSID: "scales"}):
                     scale0[i] = scale_a[T.min(row + i, M - 1), k]
                     scale1[i] = scale_a[T.min(row + down + i, M - 1), k]
-                column0 = scale_b[column, k]
-                column1 = scale_b[T.min(column + right // GROUP, blocks_N - 1), k]
+                with T.ws_op("column0"):
+                    column0 = scale_b[column, k]
+                with T.ws_op("column1"):
+                    column1 = scale_b[T.min(column + right // GROUP, blocks_N - 1), k]
                 T.gemm(
                     a_tile[0:half, 0:GROUP],
                     b_tile[0:half, 0:GROUP],
@@ -162,8 +236,9 @@ def gemm_fp8_pairs_kernel(N, K, wide, stages, group, multiprocessors):
                     transpose_B=True,
                     policy=T.GemmWarpPolicy.FullRow,
                     clear_accum=True,
+                    annotations={T.WSID: "multiply0"},
                 )
-                for i, j in T.Parallel(half, half):
+                for i, j in T.Parallel(half, half, annotations={T.WSID: "add0"}):
                     total0[i, j] = total0[i, j] + sums[i, j] * (scale0[i] * column0)
                 T.gemm(
                     a_tile[down : down + half, 0:GROUP],
@@ -172,17 +247,19 @@ def gemm_fp8_pairs_kernel(N, K, wide, stages, group, multiprocessors):
                     transpose_B=True,
                     policy=T.GemmWarpPolicy.FullRow,
                     clear_accum=True,
+                    annotations={T.WSID: "multiply1"},
                 )
-                for i, j in T.Parallel(half, half):
+                for i, j in T.Parallel(half, half, annotations={T.WSID: "add1"}):
                     total1[i, j] = total1[i, j] + sums[i, j] * (scale1[i] * column1)
                 if k == blocks - 1:
-                    T.copy(total0, out_tile)
-                    T.copy(out_tile, out[row, column * GROUP])
-                    T.clear(total0)
-                    T.copy(total1, out_tile)
-                    T.copy(out_tile, out[row + down, column * GROUP + right])
-                    T.clear(total1)
-                    T.fence_proxy_async()  # here, or every step would have one, which waits for the scales
+                    with T.ws_op("store"):
+                        T.copy(total0, out_tile)
+                        T.copy(out_tile, out[row, column * GROUP])
+                        T.clear(total0)
+                        T.copy(total1, out_tile)
+                        T.copy(out_tile, out[row + down, column * GROUP + right])
+                        T.clear(total1)
+                        T.fence_proxy_async()  # here, or every step would have one, which waits for the scales
 
     return gemm_fp8_pairs
 
@@ -245,26 +322,35 @@ def gemm_fp8_skinny_kernel(N, K, block_M, block_N, stages, split):
         with T.Kernel(T.ceildiv(N, block_N), T.ceildiv(M, block_M), split, threads=2 * block_N) as (n, m, part):
             T.assume(a_stride % 16 == 0)  # TMA wants rows aligned to 16 bytes; run() checked it
             T.assume(b_stride % 16 == 0)
-            T.disable_warp_group_reg_alloc()  # moving registers between warps would leave room for one CTA only
             a_tile = T.alloc_shared((block_M, GROUP), CODE)
             b_tile = T.alloc_shared((block_N, GROUP), CODE)
             sums = T.alloc_fragment((block_N, block_M), "float32")
             total = T.alloc_fragment((block_N, block_M), "float32")
             scale = T.alloc_fragment((block_M,), "float32")
-            T.clear(total)
-            for k in T.Pipelined(steps, num_stages=stages):
-                T.copy(b[n * block_N, (part * steps + k) * GROUP], b_tile)
-                T.copy(a[m * block_M, (part * steps + k) * GROUP], a_tile)
-                for j in T.Parallel(block_M):
+            step = ["scale", "wait", "multiply", "release", "add"]
+            T.annotate_ws_schedule(one_warp_fetches(block_N // 16, [a_tile, b_tile], stages, step, ["clear"]))
+            T.clear(total, annotations={T.WSID: "clear"})
+            for k in T.Pipelined(steps, num_stages=stages, annotations={T.WSID: "steps"}):
+                T.copy(b[n * block_N, (part * steps + k) * GROUP], b_tile, annotations={T.WSID: "fetch_b"})
+                T.copy(a[m * block_M, (part * steps + k) * GROUP], a_tile, annotations={T.WSID: "fetch_a"})
+                for j in T.Parallel(block_M, annotations={T.WSID: "scale"}):
                     # Past the last block there are zeros to scale; what the scale is does not matter then.
                     scale[j] = (
                         scale_a[T.min(m * block_M + j, M - 1), T.min(part * steps + k, blocks - 1)]
                         * scale_b[n * block_N // GROUP, T.min(part * steps + k, blocks - 1)]
                     )
-                T.gemm(b_tile, a_tile, sums, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True)
-                for i, j in T.Parallel(block_N, block_M):
+                T.gemm(
+                    b_tile,
+                    a_tile,
+                    sums,
+                    transpose_B=True,
+                    policy=T.GemmWarpPolicy.FullRow,
+                    clear_accum=True,
+                    annotations={T.WSID: "multiply"},
+                )
+                for i, j in T.Parallel(block_N, block_M, annotations={T.WSID: "add"}):
                     total[i, j] = total[i, j] + sums[i, j] * scale[j]
-            for i, j in T.Parallel(block_N, block_M):
+            for i, j in T.Parallel(block_N, block_M, annotations={T.WSID: "store"}):
                 if m * block_M + j < M and n * block_N + i < N:
                     if split > 1:
                         out[part, m * block_M + j, n * block_N + i] = total[i, j]

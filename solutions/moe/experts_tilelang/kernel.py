@@ -1,11 +1,10 @@
 """Experts of a mixture, TileLang: ids are sorted by expert on the device, two grouped products follow, then a sum over choices.
 
-Products read tiles by TMA: one warpgroup fetches, the others multiply, and a CTA a multiprocessor walks over the tiles. For a few
+Products read tiles by TMA: one warp fetches, the others multiply, and a CTA a multiprocessor walks over the tiles. For a few
 rows an expert the weights take the place of the rows of the tensor-core product. For one or two tokens, and for what TMA cannot
 address, each choice reads its own weights with ordinary loads.
 
-Variables that a loop bound or a condition needs are read from memory there: TileLang moves an assignment that both warpgroups
-need into their branches, behind a condition that depends on it.
+A loop bound is read from memory: what it needs must be the same for the warp that fetches and for those that multiply.
 """
 
 import functools
@@ -19,6 +18,36 @@ FEW_PAIRS = 1024  # up to this many pairs of token and choice every thread block
 MOST_PARTS = 128
 WARPS = 4  # of a thread block of the kernels without tensor cores; a warp makes a column
 BATCH = 4  # loads of a thread in flight there
+
+
+def one_warp_fetches(warps, stages, tiles, step, clear):
+    """A schedule in which `warps` warps multiply and one more fetches by TMA, `stages` tiles ahead.
+
+    Without it TileLang lets four warps wait for room and one of them fetch. Nothing waits for the other three: where one looks
+    at a barrier late, as it may when two processes share the GPU, the barrier has gone on by two turns, which looks like none.
+    It then waits for a turn that never comes, and the kernel does not end. One warp alone cannot be late for itself.
+    `tiles` names what is waited for at once: buffers, and the copies that fill them. `step` lists what those that multiply do,
+    "wait NAME" and "release NAME" among it, and `clear` what they do before the first step of a tile.
+    """
+    fetch = []
+    for name, (_, copies) in tiles.items():
+        fetch += [T.WSSync.producer_acquire(name), *copies, T.WSSync.producer_commit(name)]
+    sync = {f"wait {name}": T.WSSync.consumer_wait(name) for name in tiles}
+    sync.update({f"release {name}": T.WSSync.consumer_release(name) for name in tiles})
+    multiply = [sync.get(name, name) for name in step]
+    return T.WSSchedule(
+        num_warps=-(-(warps + 1) // 4) * 4,
+        roles=[
+            T.WSRole("multiplier", warps_lo=0, warps_hi=warps),
+            T.WSRole("fetcher", warps_lo=warps, warps_hi=warps + 1),
+        ],
+        pipelines=[T.WSPipeline(name, buffers, depth=stages) for name, (buffers, _) in tiles.items()],
+        scopes=[
+            T.WSScope("steps", {"fetcher": fetch, "multiplier": multiply}),
+            T.WSScope("waves", {"fetcher": ["place", "steps"], "multiplier": ["place", *clear, "steps", "store"]}),
+            T.WSScope(T.WSScope.ROOT, {"fetcher": ["waves"], "multiplier": ["waves"]}),
+        ],
+    )
 
 
 # --- Routing: slots[pair of token and choice], sorted stably by expert, -1 for ids of no expert; table of row tiles.
@@ -323,23 +352,72 @@ def first_product_kernel(dtype, kind, by_column, rows, columns, depth, stages, g
             end = T.alloc_var("int32")
             n_tiles = T.ceildiv(I, columns)
 
-            for wave in T.serial(T.truncdiv(tiles * n_tiles + multiprocessors - 1, multiprocessors)):
+            if by_column:
+                T.annotate_ws_schedule(
+                    one_warp_fetches(
+                        rows // 16,
+                        stages,
+                        {"tiles": ([x_tile, w_tile], ["fetch_x", "fetch_w"])},
+                        ["wait tiles", "multiply", "release tiles"],
+                        ["clear"],
+                    )
+                )
+            else:
+                T.annotate_ws_schedule(
+                    one_warp_fetches(
+                        rows // 16,
+                        stages,
+                        {
+                            "x": ([x_tile], ["fetch_x"]),
+                            "gate": ([gate_tile], ["fetch_gate"]),
+                            "up": ([up_tile], ["fetch_up"]),
+                        },
+                        [
+                            *("wait x", "wait gate", "multiply_gate", "release gate"),
+                            *("wait up", "multiply_up", "release x", "release up"),
+                        ],
+                        ["clear_gate", "clear_up"],
+                    )
+                )
+            for wave in T.serial(
+                T.truncdiv(used[0] * n_tiles - block + multiprocessors - 1, multiprocessors),
+                annotations={T.WSID: "waves"},
+            ):
                 index = wave * multiprocessors + block
-                if index < used[0] * n_tiles:
-                    band = T.truncdiv(index, group * n_tiles)
-                    within = T.truncmod(index, group * n_tiles)
+                band = T.truncdiv(index, group * n_tiles)
+                within = T.truncmod(index, group * n_tiles)
+                with T.ws_op("place"):
                     m = band * group + T.truncmod(within, T.min(group, used[0] - band * group))
                     n = T.truncdiv(within, T.min(group, used[0] - band * group))
                     expert = table[0, m]
                     first = table[1, m]
                     end = table[2, m]
+                if by_column:
+                    T.clear(sums, annotations={T.WSID: "clear"})
+                    for k in T.Pipelined(T.ceildiv(H, depth), num_stages=stages, annotations={T.WSID: "steps"}):
+                        T.copy(x[first, k * depth], x_tile, annotations={T.WSID: "fetch_x"})
+                        T.copy(w[expert, k * depth, n * (2 * columns)], w_tile, annotations={T.WSID: "fetch_w"})
+                        T.gemm(x_tile, w_tile, sums, policy=full_row, annotations={T.WSID: "multiply"})
+                else:
+                    T.clear(gate, annotations={T.WSID: "clear_gate"})
+                    T.clear(up, annotations={T.WSID: "clear_up"})
+                    for k in T.Pipelined(T.ceildiv(H, depth), num_stages=stages, annotations={T.WSID: "steps"}):
+                        T.copy(x[first, k * depth], x_tile, annotations={T.WSID: "fetch_x"})
+                        T.copy(w[expert, n * columns, k * depth], gate_tile, annotations={T.WSID: "fetch_gate"})
+                        T.copy(w[expert, I + n * columns, k * depth], up_tile, annotations={T.WSID: "fetch_up"})
+                        T.gemm(
+                            x_tile,
+                            gate_tile,
+                            gate,
+                            transpose_B=True,
+                            policy=full_row,
+                            annotations={T.WSID: "multiply_gate"},
+                        )
+                        T.gemm(
+                            x_tile, up_tile, up, transpose_B=True, policy=full_row, annotations={T.WSID: "multiply_up"}
+                        )
+                with T.ws_op("store"):
                     if by_column:
-                        T.clear(sums)
-                        for k in T.Pipelined(T.ceildiv(H, depth), num_stages=stages):
-                            T.copy(x[first, k * depth], x_tile)
-                            T.copy(w[expert, k * depth, n * (2 * columns)], w_tile)
-                            T.gemm(x_tile, w_tile, sums, policy=full_row)
-                        T.sync_threads()  # among those that multiply: without it all would meet, and fetching wait
                         for i, j in T.Parallel(rows, 2 * columns):
                             if n * (2 * columns) + j < 2 * I:
                                 sums[i, j] = rounded(sums[i, j], dtype) + T.cast(
@@ -349,16 +427,6 @@ def first_product_kernel(dtype, kind, by_column, rows, columns, depth, stages, g
                             gate[i, j] = sums[i, 2 * j]
                         for i, j in T.Parallel(rows, columns):
                             up[i, j] = sums[i, 2 * j + 1]
-                    else:
-                        T.clear(gate)
-                        T.clear(up)
-                        for k in T.Pipelined(T.ceildiv(H, depth), num_stages=stages):
-                            T.copy(x[first, k * depth], x_tile)
-                            T.copy(w[expert, n * columns, k * depth], gate_tile)
-                            T.copy(w[expert, I + n * columns, k * depth], up_tile)
-                            T.gemm(x_tile, gate_tile, gate, transpose_B=True, policy=full_row)
-                            T.gemm(x_tile, up_tile, up, transpose_B=True, policy=full_row)
-                        T.sync_threads()  # among those that multiply, as above
                     for i, j in T.Parallel(rows, columns):
                         gate[i, j] = activation(gate[i, j], up[i, j], alpha, limit, kind, dtype)
                     for i, j in T.Parallel(rows, columns):
@@ -408,20 +476,59 @@ def first_product_few_kernel(dtype, kind, by_column, rows, columns, depth, stage
             end = T.alloc_var("int32")
             n_tiles = T.ceildiv(I, columns)
 
-            for wave in T.serial(T.truncdiv(tiles * n_tiles + multiprocessors - 1, multiprocessors)):
+            if by_column:
+                T.annotate_ws_schedule(
+                    one_warp_fetches(
+                        columns // 16,
+                        stages,
+                        {"tiles": ([x_tile, w_tile], ["fetch_x", "fetch_w"])},
+                        ["wait tiles", "multiply", "release tiles"],
+                        ["clear"],
+                    )
+                )
+            else:
+                T.annotate_ws_schedule(
+                    one_warp_fetches(
+                        columns // 16,
+                        stages,
+                        {
+                            "x": ([x_tile], ["fetch_x"]),
+                            "gate": ([gate_tile], ["fetch_gate"]),
+                            "up": ([up_tile], ["fetch_up"]),
+                        },
+                        [
+                            *("wait x", "wait gate", "multiply_gate", "release gate"),
+                            *("wait up", "multiply_up", "release x", "release up"),
+                        ],
+                        ["clear_gate", "clear_up"],
+                    )
+                )
+            for wave in T.serial(
+                T.truncdiv(used[0] * n_tiles - block + multiprocessors - 1, multiprocessors),
+                annotations={T.WSID: "waves"},
+            ):
                 index = wave * multiprocessors + block
-                if index < used[0] * n_tiles:
+                with T.ws_op("place"):
                     m = T.truncdiv(index, n_tiles)
                     n = T.truncmod(index, n_tiles)
                     expert = table[0, m]
                     first = table[1, m]
                     end = table[2, m]
-                    if by_column:
-                        T.clear(sums)
-                        for k in T.Pipelined(T.ceildiv(H, depth), num_stages=stages):
-                            T.copy(x[first, k * depth], x_tile)
-                            T.copy(w[expert, k * depth, n * (2 * columns)], w_tile)
-                            T.gemm(w_tile, x_tile, sums, transpose_A=True, transpose_B=True, policy=full_row)
+                if by_column:
+                    T.clear(sums, annotations={T.WSID: "clear"})
+                    for k in T.Pipelined(T.ceildiv(H, depth), num_stages=stages, annotations={T.WSID: "steps"}):
+                        T.copy(x[first, k * depth], x_tile, annotations={T.WSID: "fetch_x"})
+                        T.copy(w[expert, k * depth, n * (2 * columns)], w_tile, annotations={T.WSID: "fetch_w"})
+                        T.gemm(
+                            w_tile,
+                            x_tile,
+                            sums,
+                            transpose_A=True,
+                            transpose_B=True,
+                            policy=full_row,
+                            annotations={T.WSID: "multiply"},
+                        )
+                    with T.ws_op("store"):
                         for j, i in T.Parallel(2 * columns, rows):
                             if n * (2 * columns) + j < 2 * I:
                                 sums[j, i] = rounded(sums[j, i], dtype) + T.cast(
@@ -434,22 +541,29 @@ def first_product_few_kernel(dtype, kind, by_column, rows, columns, depth, stage
                                 inner[first + i, n * columns + j] = activation(
                                     staged[2 * j, i], staged[2 * j + 1, i], alpha, limit, kind, dtype
                                 )
-                        T.sync_threads()  # among those that multiply: without it all would meet, and fetching wait
-                    else:
-                        T.clear(gate)
-                        T.clear(up)
-                        for k in T.Pipelined(T.ceildiv(H, depth), num_stages=stages):
-                            T.copy(x[first, k * depth], x_tile)
-                            T.copy(w[expert, n * columns, k * depth], gate_tile)
-                            T.copy(w[expert, I + n * columns, k * depth], up_tile)
-                            T.gemm(gate_tile, x_tile, gate, transpose_B=True, policy=full_row)
-                            T.gemm(up_tile, x_tile, up, transpose_B=True, policy=full_row)
-                        T.sync_threads()  # among those that multiply, as above
-                        for j, i in T.Parallel(columns, rows):
-                            if first + i < end and n * columns + j < I:
-                                inner[first + i, n * columns + j] = activation(
-                                    gate[j, i], up[j, i], alpha, limit, kind, dtype
-                                )
+                else:
+                    T.clear(gate, annotations={T.WSID: "clear_gate"})
+                    T.clear(up, annotations={T.WSID: "clear_up"})
+                    for k in T.Pipelined(T.ceildiv(H, depth), num_stages=stages, annotations={T.WSID: "steps"}):
+                        T.copy(x[first, k * depth], x_tile, annotations={T.WSID: "fetch_x"})
+                        T.copy(w[expert, n * columns, k * depth], gate_tile, annotations={T.WSID: "fetch_gate"})
+                        T.copy(w[expert, I + n * columns, k * depth], up_tile, annotations={T.WSID: "fetch_up"})
+                        T.gemm(
+                            gate_tile,
+                            x_tile,
+                            gate,
+                            transpose_B=True,
+                            policy=full_row,
+                            annotations={T.WSID: "multiply_gate"},
+                        )
+                        T.gemm(
+                            up_tile, x_tile, up, transpose_B=True, policy=full_row, annotations={T.WSID: "multiply_up"}
+                        )
+                    for j, i in T.Parallel(columns, rows, annotations={T.WSID: "store"}):
+                        if first + i < end and n * columns + j < I:
+                            inner[first + i, n * columns + j] = activation(
+                                gate[j, i], up[j, i], alpha, limit, kind, dtype
+                            )
 
     return first_product_few
 
@@ -487,55 +601,74 @@ def second_product_kernel(dtype, biased, by_column, few, rows, columns, depth, s
             end = T.alloc_var("int32")
             n_tiles = T.ceildiv(N, columns)
 
-            for wave in T.serial(T.truncdiv(tiles * n_tiles + multiprocessors - 1, multiprocessors)):
+            T.annotate_ws_schedule(
+                one_warp_fetches(
+                    (columns if few else rows) // 16,
+                    stages,
+                    {"tiles": ([inner_tile, w_tile], ["fetch_inner", "fetch_w"])},
+                    ["wait tiles", "multiply", "release tiles"],
+                    ["clear"],
+                )
+            )
+            for wave in T.serial(
+                T.truncdiv(used[0] * n_tiles - block + multiprocessors - 1, multiprocessors),
+                annotations={T.WSID: "waves"},
+            ):
                 index = wave * multiprocessors + block
-                if index < used[0] * n_tiles:
-                    band = T.truncdiv(index, group * n_tiles)
-                    within = T.truncmod(index, group * n_tiles)
+                band = T.truncdiv(index, group * n_tiles)
+                within = T.truncmod(index, group * n_tiles)
+                with T.ws_op("place"):
                     m = band * group + T.truncmod(within, T.min(group, used[0] - band * group))
                     n = T.truncdiv(within, T.min(group, used[0] - band * group))
                     expert = table[0, m]
                     first = table[1, m]
                     end = table[2, m]
-                    T.clear(sums)
-                    for k in T.Pipelined(T.ceildiv(K, depth), num_stages=stages):
-                        T.copy(inner[first, k * depth], inner_tile)
-                        if by_column:
-                            T.copy(w[expert, k * depth, n * columns], w_tile)
-                        else:
-                            T.copy(w[expert, n * columns, k * depth], w_tile)
-                        if few:
-                            T.gemm(
-                                w_tile,
-                                inner_tile,
-                                sums,
-                                transpose_A=by_column,
-                                transpose_B=True,
-                                policy=T.GemmWarpPolicy.FullRow,
-                            )
-                        else:
-                            T.gemm(inner_tile, w_tile, sums, transpose_B=not by_column, policy=T.GemmWarpPolicy.FullRow)
-                    T.sync_threads()  # among those that multiply: without it all would meet, and fetching not run ahead
-                    if few:
-                        for j, i in T.Parallel(columns, rows):
-                            if first + i < end and n * columns + j < N:
-                                if biased:
-                                    out[first + i, n * columns + j] = T.cast(
-                                        rounded(sums[j, i], dtype) + T.cast(bias[expert, n * columns + j], "float32"),
-                                        dtype,
-                                    )
-                                else:
-                                    out[first + i, n * columns + j] = T.cast(sums[j, i], dtype)
+                T.clear(sums, annotations={T.WSID: "clear"})
+                for k in T.Pipelined(T.ceildiv(K, depth), num_stages=stages, annotations={T.WSID: "steps"}):
+                    T.copy(inner[first, k * depth], inner_tile, annotations={T.WSID: "fetch_inner"})
+                    if by_column:
+                        T.copy(w[expert, k * depth, n * columns], w_tile, annotations={T.WSID: "fetch_w"})
                     else:
-                        for i, j in T.Parallel(rows, columns):
-                            if first + i < end and n * columns + j < N:
-                                if biased:
-                                    out[first + i, n * columns + j] = T.cast(
-                                        rounded(sums[i, j], dtype) + T.cast(bias[expert, n * columns + j], "float32"),
-                                        dtype,
-                                    )
-                                else:
-                                    out[first + i, n * columns + j] = T.cast(sums[i, j], dtype)
+                        T.copy(w[expert, n * columns, k * depth], w_tile, annotations={T.WSID: "fetch_w"})
+                    if few:
+                        T.gemm(
+                            w_tile,
+                            inner_tile,
+                            sums,
+                            transpose_A=by_column,
+                            transpose_B=True,
+                            policy=T.GemmWarpPolicy.FullRow,
+                            annotations={T.WSID: "multiply"},
+                        )
+                    else:
+                        T.gemm(
+                            inner_tile,
+                            w_tile,
+                            sums,
+                            transpose_B=not by_column,
+                            policy=T.GemmWarpPolicy.FullRow,
+                            annotations={T.WSID: "multiply"},
+                        )
+                if few:
+                    for j, i in T.Parallel(columns, rows, annotations={T.WSID: "store"}):
+                        if first + i < end and n * columns + j < N:
+                            if biased:
+                                out[first + i, n * columns + j] = T.cast(
+                                    rounded(sums[j, i], dtype) + T.cast(bias[expert, n * columns + j], "float32"),
+                                    dtype,
+                                )
+                            else:
+                                out[first + i, n * columns + j] = T.cast(sums[j, i], dtype)
+                else:
+                    for i, j in T.Parallel(rows, columns, annotations={T.WSID: "store"}):
+                        if first + i < end and n * columns + j < N:
+                            if biased:
+                                out[first + i, n * columns + j] = T.cast(
+                                    rounded(sums[i, j], dtype) + T.cast(bias[expert, n * columns + j], "float32"),
+                                    dtype,
+                                )
+                            else:
+                                out[first + i, n * columns + j] = T.cast(sums[i, j], dtype)
 
     return second_product
 

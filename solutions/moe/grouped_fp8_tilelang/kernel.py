@@ -14,6 +14,33 @@ GROUP = 128  # columns that share a scale, and rows of b
 CODE = "float8_e4m3fn"
 
 
+def one_warp_fetches(warps, tiles, stages, step, place, before, after, registers=(0, 0)):
+    """A schedule in which `warps` warps multiply and one more fetches by TMA, `stages` tiles ahead.
+
+    Without it TileLang lets four warps wait for room and one of them fetch. Nothing waits for the other three: where one looks
+    at a barrier late, as it may when two processes share the GPU, the barrier has gone on by two turns, which looks like none.
+    It then waits for a turn that never comes, and the kernel does not end. One warp alone cannot be late for itself.
+    `step` lists what those that multiply do with a tile, "wait" and "release" among it; `place` is done by all; `registers` are
+    those of a thread that multiplies and of one that fetches, 0 for what the compiler gives them.
+    """
+    sync = {"wait": T.WSSync.consumer_wait("tiles"), "release": T.WSSync.consumer_release("tiles")}
+    steps = {
+        "fetcher": [T.WSSync.producer_acquire("tiles"), "fetch_a", "fetch_b", T.WSSync.producer_commit("tiles")],
+        "multiplier": [sync.get(name, name) for name in step],
+    }
+    root = {"fetcher": [*place, "steps"], "multiplier": [*place, *before, "steps", *after]}
+    roles = [
+        T.WSRole("multiplier", warps_lo=0, warps_hi=warps, max_nreg=registers[0]),
+        T.WSRole("fetcher", warps_lo=warps, warps_hi=warps + 1, max_nreg=registers[1]),
+    ]
+    return T.WSSchedule(
+        num_warps=-(-(warps + 1) // 4) * 4,
+        roles=roles,
+        pipelines=[T.WSPipeline("tiles", tiles, depth=stages)],
+        scopes=[T.WSScope("steps", steps), T.WSScope(T.WSScope.ROOT, root)],
+    )
+
+
 @functools.cache
 @tilelang.jit
 def list_groups_kernel(E, block_M):
@@ -79,7 +106,7 @@ def list_masked_kernel(E, block_M):
 @functools.cache
 @tilelang.jit
 def grouped_fp8_kernel(E, N, K, block_M, block_N, stages, swap, pairs):
-    """Compile the products of all tiles of a table, one a CTA. One warpgroup fetches tiles by TMA, the others multiply.
+    """Compile the products of all tiles of a table, one a CTA. One warp fetches tiles by TMA, the others multiply.
 
     Tensor cores add a block of 128 columns, whose sums are then scaled and added in registers. With swap they multiply b by
     a.T, so that few rows of a group cost only their own columns of a tensor-core product. The stride of out, which is N, is
@@ -114,43 +141,50 @@ def grouped_fp8_kernel(E, N, K, block_M, block_N, stages, swap, pairs):
             used = T.alloc_var("int32")
             end = T.alloc_var("int32")
             tile, n = block // tiles_N, block % tiles_N
-            # The conditions read the table anew: variables are set within the branches of the warpgroups, below them.
-            if table[1, tile] < table[2, tile]:
+            step = ["scale", "wait", "multiply", "release", "add"]
+            T.annotate_ws_schedule(
+                one_warp_fetches(down // 16, [a_tile, b_tile], stages, step, ["place"], ["clear"], ["store", "zeros"])
+            )
+            with T.ws_op("place"):
                 expert = table[0, tile]
                 first = table[1, tile]
                 used = table[2, tile]
                 end = table[3, tile]
-                T.clear(total)
-                for k in T.Pipelined(blocks, num_stages=stages):
+            if first < used:
+                T.clear(total, annotations={T.WSID: "clear"})
+                for k in T.Pipelined(blocks, num_stages=stages, annotations={T.WSID: "steps"}):
                     # Rows past the end, of the next group, are read and not stored.
-                    T.copy(a[first, k * GROUP], a_tile)
-                    T.copy(b[expert, n * block_N : (n + 1) * block_N, k * GROUP : (k + 1) * GROUP], b_tile)
-                    for i in T.Parallel(block_M):
+                    T.copy(a[first, k * GROUP], a_tile, annotations={T.WSID: "fetch_a"})
+                    T.copy(
+                        b[expert, n * block_N : (n + 1) * block_N, k * GROUP : (k + 1) * GROUP],
+                        b_tile,
+                        annotations={T.WSID: "fetch_b"},
+                    )
+                    for i in T.Parallel(block_M, annotations={T.WSID: "scale"}):
                         scale[i] = scale_a[T.min(first + i, S - 1), k] * scale_b[expert, n * block_N // GROUP, k]
-                    if swap:
-                        T.gemm(
-                            b_tile, a_tile, sums, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True
-                        )
-                        for i, j in T.Parallel(block_N, block_M):
-                            total[i, j] = total[i, j] + sums[i, j] * scale[j]
-                    else:
-                        T.gemm(
-                            a_tile, b_tile, sums, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True
-                        )
-                        for i, j in T.Parallel(block_M, block_N):
-                            total[i, j] = total[i, j] + sums[i, j] * scale[i]
+                    T.gemm(
+                        b_tile if swap else a_tile,
+                        a_tile if swap else b_tile,
+                        sums,
+                        transpose_B=True,
+                        policy=T.GemmWarpPolicy.FullRow,
+                        clear_accum=True,
+                        annotations={T.WSID: "multiply"},
+                    )
+                    for i, j in T.Parallel(down, across, annotations={T.WSID: "add"}):
+                        total[i, j] = total[i, j] + sums[i, j] * scale[j if swap else i]
                 if swap:
-                    for i, j in T.Parallel(block_N, block_M):
+                    for i, j in T.Parallel(block_N, block_M, annotations={T.WSID: "store"}):
                         if first + j < end and n * block_N + i < N:
                             out[first + j, n * block_N + i] = T.if_then_else(first + j < used, total[i, j], 0.0)
                 else:
-                    for i, j in T.Parallel(block_M, block_N):
+                    for i, j in T.Parallel(block_M, block_N, annotations={T.WSID: "store"}):
                         if first + i < end and n * block_N + j < N:
                             out[first + i, n * block_N + j] = T.if_then_else(first + i < used, total[i, j], 0.0)
-            elif table[1, tile] < table[3, tile]:
-                for i, j in T.Parallel(block_M, block_N):
-                    if table[1, tile] + i < table[3, tile] and n * block_N + j < N:
-                        out[table[1, tile] + i, n * block_N + j] = 0
+            if used <= first and first < end:
+                for i, j in T.Parallel(block_M, block_N, annotations={T.WSID: "zeros"}):
+                    if first + i < end and n * block_N + j < N:
+                        out[first + i, n * block_N + j] = 0
 
     return grouped_fp8
 
@@ -162,7 +196,7 @@ def grouped_fp8_pairs_kernel(E, N, K, stages, multiprocessors):
 
     Both halves take the same 64 registers a thread for the sums of a block of 128 columns, one after the other: while one
     warpgroup scales and adds its sums, the other's products keep the tensor cores busy. A CTA walks over its tiles in one
-    loop over all their blocks, so that the fetching warpgroup runs on to the next tile while this one is stored.
+    loop over all their blocks, so that the fetching warp runs on to the next tile while this one is stored.
     """
     S, tiles = T.dynamic("S tiles")
     a_row, a_column, out_stride = T.dynamic("a_row a_column out_stride", "int64")
@@ -180,8 +214,6 @@ def grouped_fp8_pairs_kernel(E, N, K, stages, multiprocessors):
     ):
         with T.Kernel(multiprocessors, threads=2 * half) as block:
             T.assume(out_stride % 8 == 0)
-            T.annotate_producer_reg_dealloc(40)
-            T.annotate_consumer_reg_alloc(232)  # 128 totals and 64 sums a thread
             a_tile = T.alloc_shared((half, GROUP), CODE)
             b_tile = T.alloc_shared((2 * half, GROUP), CODE)
             out_tile = T.alloc_shared((half, half), "bfloat16")
@@ -192,32 +224,58 @@ def grouped_fp8_pairs_kernel(E, N, K, stages, multiprocessors):
             scale = T.alloc_fragment((half,), "float32")
             column0 = T.alloc_var("float32")
             column1 = T.alloc_var("float32")
-            expert = T.alloc_var("int32", init=0)
-            first = T.alloc_var("int32", init=0)
-            used = T.alloc_var("int32", init=0)
-            end = T.alloc_var("int32", init=0)
-            T.clear(total0)
-            T.clear(total1)
+            expert = T.alloc_var("int32")
+            first = T.alloc_var("int32")
+            used = T.alloc_var("int32")
+            end = T.alloc_var("int32")
+            loop = [
+                "place",
+                "scale",
+                "column0",
+                "column1",
+                "wait",
+                "multiply0",
+                "add0",
+                "multiply1",
+                "release",
+                "add1",
+                "store",
+            ]
+            registers = 232, 40  # 128 totals and 64 sums a thread
+            T.annotate_ws_schedule(
+                one_warp_fetches(8, [a_tile, b_tile], stages, loop, [], ["clear0", "clear1"], [], registers)
+            )
+            T.clear(total0, annotations={T.WSID: "clear0"})
+            T.clear(total1, annotations={T.WSID: "clear1"})
             # Columns vary fastest: CTAs in flight share rows of a, and the weights of one expert stay in L2.
             for step in T.Pipelined(
-                T.max(0, T.ceildiv(table[4, 0] * tiles_N - block, multiprocessors)) * blocks, num_stages=stages
+                T.max(0, T.ceildiv(table[4, 0] * tiles_N - block, multiprocessors)) * blocks,
+                num_stages=stages,
+                annotations={T.WSID: "steps"},
             ):
                 k = step % blocks
                 tile = (step // blocks * multiprocessors + block) // tiles_N
                 n = (step // blocks * multiprocessors + block) % tiles_N
                 # Rows past the end, of the next group, are read and not stored.
-                T.copy(a[table[1, tile], k * GROUP], a_tile)
-                T.copy(b[table[0, tile], n * 2 * half : (n + 1) * 2 * half, k * GROUP : (k + 1) * GROUP], b_tile)
+                T.copy(a[table[1, tile], k * GROUP], a_tile, annotations={T.WSID: "fetch_a"})
+                T.copy(
+                    b[table[0, tile], n * 2 * half : (n + 1) * 2 * half, k * GROUP : (k + 1) * GROUP],
+                    b_tile,
+                    annotations={T.WSID: "fetch_b"},
+                )
                 if k == 0:
-                    expert = table[0, tile]
-                    first = table[1, tile]
-                    used = table[2, tile]
-                    end = table[3, tile]
+                    with T.ws_op("place"):
+                        expert = table[0, tile]
+                        first = table[1, tile]
+                        used = table[2, tile]
+                        end = table[3, tile]
                 # Loaded before the products and first needed after them.
-                for i in T.Parallel(half):
+                for i in T.Parallel(half, annotations={T.WSID: "scale"}):
                     scale[i] = scale_a[T.min(first + i, S - 1), k]
-                column0 = scale_b[expert, n * 2, k]
-                column1 = scale_b[expert, T.min(n * 2 + 1, blocks_N - 1), k]
+                with T.ws_op("column0"):
+                    column0 = scale_b[expert, n * 2, k]
+                with T.ws_op("column1"):
+                    column1 = scale_b[expert, T.min(n * 2 + 1, blocks_N - 1), k]
                 T.gemm(
                     a_tile,
                     b_tile[0:half, 0:GROUP],
@@ -225,8 +283,9 @@ def grouped_fp8_pairs_kernel(E, N, K, stages, multiprocessors):
                     transpose_B=True,
                     policy=T.GemmWarpPolicy.FullRow,
                     clear_accum=True,
+                    annotations={T.WSID: "multiply0"},
                 )
-                for i, j in T.Parallel(half, half):
+                for i, j in T.Parallel(half, half, annotations={T.WSID: "add0"}):
                     total0[i, j] = total0[i, j] + sums[i, j] * (scale[i] * column0)
                 T.gemm(
                     a_tile,
@@ -235,23 +294,25 @@ def grouped_fp8_pairs_kernel(E, N, K, stages, multiprocessors):
                     transpose_B=True,
                     policy=T.GemmWarpPolicy.FullRow,
                     clear_accum=True,
+                    annotations={T.WSID: "multiply1"},
                 )
-                for i, j in T.Parallel(half, half):
+                for i, j in T.Parallel(half, half, annotations={T.WSID: "add1"}):
                     total1[i, j] = total1[i, j] + sums[i, j] * (scale[i] * column1)
                 if k == blocks - 1:
-                    T.copy(total0, out_tile)
-                    for i, j in T.Parallel(half, half):
-                        if first + i < end and n * 2 * half + j < N:
-                            out[first + i, n * 2 * half + j] = T.if_then_else(first + i < used, out_tile[i, j], 0)
-                    T.clear(total0)
-                    T.copy(total1, out_tile)
-                    for i, j in T.Parallel(half, half):
-                        if first + i < end and n * 2 * half + half + j < N:
-                            out[first + i, n * 2 * half + half + j] = T.if_then_else(
-                                first + i < used, out_tile[i, j], 0
-                            )
-                    T.clear(total1)
-                    T.fence_proxy_async()  # here, or every step would have one, which waits for the scales
+                    with T.ws_op("store"):
+                        T.copy(total0, out_tile)
+                        for i, j in T.Parallel(half, half):
+                            if first + i < end and n * 2 * half + j < N:
+                                out[first + i, n * 2 * half + j] = T.if_then_else(first + i < used, out_tile[i, j], 0)
+                        T.clear(total0)
+                        T.copy(total1, out_tile)
+                        for i, j in T.Parallel(half, half):
+                            if first + i < end and n * 2 * half + half + j < N:
+                                out[first + i, n * 2 * half + half + j] = T.if_then_else(
+                                    first + i < used, out_tile[i, j], 0
+                                )
+                        T.clear(total1)
+                        T.fence_proxy_async()  # here, or every step would have one, which waits for the scales
 
     return grouped_fp8_pairs
 
