@@ -9,26 +9,30 @@ is cold: it first runs among the others, so that it is compiled by several threa
 
     python -m benchmarks.pressure --gpu all --seconds 600 --log pressure.jsonl
     python -m benchmarks.pressure --gpu cpu --seconds 30 rms_norm swiglu     # stock code, and Triton's interpreter
+    python -m benchmarks.pressure --gpu 2,3 --workers 12 --seconds 270 --end 300 --log pressure.jsonl
     python -m benchmarks.pressure --gpu auto --again pressure.jsonl          # what went wrong there, once more
+    python -m benchmarks.pressure --summary pressure.jsonl                   # of a run that was cut off
 
-All kernels of a device share one worker process, confined as those of verification are. One that dies takes its round with it;
-its jobs then run once more one by one, to tell who it was. Exit status 1 after a mismatch or an error, or where nothing ran.
+Kernels of a round share one worker process, confined as those of verification are. A round compiles most of what it calls, one
+after the other, so that a device is given many operators in little time only by several workers (``--workers``). Solutions take
+turns over all workers: one of each operator first. A worker that dies takes its round with it; its jobs then run once more one by
+one, to tell who it was. Exit status 1 after a mismatch or an error, or where nothing ran.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import random
+import math
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pressure_jobs import Job, Load, Record, candidates, in_turns, rows_on
+from benchmarks.pressure_jobs import Job, Load, Record, Turns, candidates
 from tilegym_db.bench.gpus.devices import MeasuringDevice, choose_gpus, find_gpus, parse_gpus
 from tilegym_db.bench.machine import select_machine
 from tilegym_db.catalog import Catalog
@@ -39,14 +43,17 @@ from tilegym_db.verify.worker.losses import WorkerDied, WorkerTimeout
 from tilegym_db.verify.worker.process import WorkerProcess
 
 WORKER = Path(__file__).with_name("pressure_worker.py")
-COLD_SHARE = 0.25
+
+
+class RunEnded(Exception):
+    """A round was still running when everything had to end: it proves nothing."""
 
 
 # -- one device -----------------------------------------------------------------------------------------------------------
 
 
 class Device:
-    """The worker of one device; another one where the first died."""
+    """A worker of one device; another one where the first died."""
 
     def __init__(self, device: str, catalog: Catalog, folder: Path, load: Load) -> None:
         """Nothing is started yet."""
@@ -54,6 +61,7 @@ class Device:
         self._catalog, self._folder, self._load = catalog, folder, load
         self._worker: WorkerProcess | None = None
         self._started = 0
+        self._ended = False
 
     def round(self, jobs: Sequence[Job], seed: int) -> list[dict[str, Any]]:
         """What came of each job. Where the worker dies or raises, every job is run alone, and that is told."""
@@ -82,6 +90,8 @@ class Device:
             )
         except (WorkerDied, WorkerTimeout) as error:
             self.close()
+            if self._ended:
+                raise RunEnded from None
             return f"the worker was lost: {str(error).splitlines()[0]}"
         if not reply.ok:
             self.close()  # a GPU's context does not survive every error
@@ -90,6 +100,8 @@ class Device:
         return answers
 
     def _running(self) -> WorkerProcess:
+        if self._ended:
+            raise RunEnded
         if self._worker is None:
             self._started += 1
             roots = [root for root in self._catalog.roots if root.is_dir()]
@@ -104,7 +116,16 @@ class Device:
             opened = self._worker.request("open", timeout_s=self._load.timeout_s, roots=[str(root) for root in roots])
             if not opened.ok:
                 raise HardwareError(f"{self.device}: the worker cannot read the records: {opened.summary}")
+            if self._ended:  # while it was started
+                raise RunEnded
         return self._worker
+
+    def end(self) -> None:
+        """End the worker for good, from whatever thread; the round that it runs raises :class:`RunEnded`."""
+        self._ended = True
+        worker = self._worker
+        if worker is not None:
+            worker.kill()
 
     def close(self) -> None:
         """End the worker."""
@@ -121,24 +142,17 @@ def failed(why: str) -> dict[str, Any]:
 # -- all of it ------------------------------------------------------------------------------------------------------------
 
 
-def press(
-    device: Device, sm: str, options: argparse.Namespace, catalog: Catalog, record: Record, until: float, seed: int
-) -> None:
-    """Round after round on one device; at least one."""
-    draw, load = random.Random(seed), load_of(options)
-    rows = rows_on(sm)
-    turns = in_turns(candidates(catalog, sm, options.names, options.language), draw)
+def press(device: Device, turns: Turns, options: argparse.Namespace, record: Record, until: float) -> None:
+    """Round after round in one worker; at least one."""
+    load = load_of(options)
     try:
         for _ in rounds(until):
-            jobs = []
-            for candidate in itertools.islice(turns, options.jobs):
-                found = candidate.next_case(catalog, options.shapes, rows, draw)
-                if found is not None:
-                    cold = found[1] and draw.random() < COLD_SHARE
-                    jobs.append(Job(*candidate.key, candidate.files.digest, found[0], cold))
+            jobs, seed = turns.next_jobs(options.jobs)
             if not jobs:
                 return  # nothing runs here, or at no size that is drawn
-            run(device, jobs, draw.getrandbits(62), load, record)
+            run(device, jobs, seed, load, record)
+    except RunEnded:
+        return
     finally:
         device.close()
 
@@ -159,13 +173,20 @@ def run(device: Device, jobs: Sequence[Job], seed: int, load: Load, record: Reco
 
 def again(device: Device, file: Path, options: argparse.Namespace, record: Record) -> None:
     """The rounds of a log in which something went wrong, under the load that is asked for now."""
-    lines = [json.loads(text) for text in file.read_text(encoding="utf-8").splitlines() if text.strip()]
+    lines = lines_of(file)
     wrong = dict.fromkeys(line["round"] for line in lines if line.get("mismatches") or line.get("errors"))
     try:
         for seed in wrong:
             run(device, [Job.of_log(line) for line in lines if line["round"] == seed], seed, load_of(options), record)
+    except RunEnded:
+        return
     finally:
         device.close()
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    """Of a log."""
+    return [json.loads(text) for text in file.read_text(encoding="utf-8").splitlines() if text.strip()]
 
 
 def load_of(options: argparse.Namespace) -> Load:
@@ -194,6 +215,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("names", nargs="*", help="operators; all that have kernels by default")
     parser.add_argument("--gpu", default="auto", help="auto, cpu, all, or indices: 0,1")
     parser.add_argument("--seconds", type=float, default=600.0, help="a round that has begun by then is finished")
+    parser.add_argument("--end", type=float, default=math.inf, help="seconds; a round still running then is given up")
+    parser.add_argument("--workers", type=int, default=1, help="processes of each device, with rounds of their own")
     parser.add_argument("--threads", type=int, default=4, help="that call kernels at once")
     parser.add_argument("--streams", type=int, default=3, help="of each thread, on a GPU")
     parser.add_argument("--repeats", type=int, default=4, help="calls of each thread of one Solution in a round")
@@ -206,44 +229,62 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--again", type=Path, metavar="FILE", help="run the rounds of such a log in which something went wrong"
     )
+    parser.add_argument("--summary", type=Path, metavar="FILE", help="run nothing: the table of such a log")
     parser.add_argument(
         "--catalog", type=Path, action="append", help="root folder of records; by default those that ship"
     )
     options = parser.parse_args(arguments)
-    if min(options.threads, options.streams, options.repeats, options.jobs, options.shapes) < 1 or options.seconds < 0:
-        parser.error("--threads, --streams, --repeats, --jobs and --shapes are at least 1, --seconds at least 0")
+    counts = ("workers", "threads", "streams", "repeats", "jobs", "shapes")
+    if min(getattr(options, name) for name in counts) < 1 or options.seconds < 0:
+        parser.error(f"{', '.join(f'--{name}' for name in counts)} are at least 1, --seconds at least 0")
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run; print what came of it. 1 where something is wrong, or nothing ran."""
     options = parsed(arguments)
+    if options.summary:
+        record = Record(None)
+        for line in lines_of(options.summary):
+            record.count(line)
+        return told(record, set())
     try:
         catalog = Catalog(tuple(options.catalog)) if options.catalog else Catalog.default()
         found = devices(options.gpu)
-        expected = {one.key for _, sm in found for one in candidates(catalog, sm, options.names, options.language)}
+        sm = found[0][1]  # of all: devices are chosen of one kind
+        turns = Turns(
+            catalog, candidates(catalog, sm, options.names, options.language), sm, options.shapes, options.seed
+        )
     except TilegymDBError as error:
         print(error, file=sys.stderr)
         return 1
     log = options.log.open("a", encoding="utf-8") if options.log else None
     record, until = Record(log), time.monotonic() + options.seconds
-    with scratch_folder() as folder, ThreadPoolExecutor(len(found)) as pool:
-        running = []
-        for number, (name, sm) in enumerate(found):
-            device = Device(name, catalog, folder / str(number), load_of(options))
-            if options.again:
-                running.append(pool.submit(again, device, options.again, options, record))
-            else:
-                running.append(pool.submit(press, device, sm, options, catalog, record, until, options.seed + number))
-        for one in running:
-            one.result()
+    names = [name for name, _ in found for _ in range(1 if options.again else options.workers)]
+    with scratch_folder() as folder, ThreadPoolExecutor(len(names)) as pool:
+        workers = [Device(name, catalog, folder / str(n), load_of(options)) for n, name in enumerate(names)]
+        timer = threading.Timer(min(options.end, threading.TIMEOUT_MAX), lambda: [one.end() for one in workers])
+        timer.daemon = True
+        timer.start()
+        running = [
+            pool.submit(again, one, options.again, options, record)
+            if options.again
+            else pool.submit(press, one, turns, options, record, until)
+            for one in workers
+        ]
+        lost = [error for done in running if (error := done.exception()) is not None]
+        timer.cancel()
     if log is not None:
         log.close()
-    print(record.table(() if options.again else expected))
-    figures = ", ".join(f"{record.total(name)} {name}" for name in ("calls", "mismatches", "errors"))
-    print(
-        f"{figures}; {len([one for one in expected if not record.counts.get(one)])} Solutions never came to their turn"
-    )
+    for error in lost:
+        print(f"a worker was given up: {error!r}", file=sys.stderr)
+    return told(record, set() if options.again else {one.key for one in turns.candidates}) or int(bool(lost))
+
+
+def told(record: Record, expected: set[tuple[str, str]]) -> int:
+    """Print the table and what it comes to; the exit status."""
+    print(record.table(expected))
+    print(record.summary(expected))
     return int(record.total("mismatches") + record.total("errors") > 0 or not record.total("calls"))
 
 

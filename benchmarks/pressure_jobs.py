@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
@@ -24,6 +25,8 @@ CASES_AT_A_TIME = 8
 CPU_ROWS = 40
 """Of the largest tensor on a CPU, where an interpreted program takes a hundredth of a second."""
 TINY = "tiny"
+COLD_SHARE = 0.25
+SUMMED = ("calls", "compared", "bytes", "mismatches", "errors")
 
 
 def rows_on(sm: str) -> int:
@@ -50,7 +53,7 @@ class Candidate:
         if not self.waiting and len(self.cases) < most:
             self.waiting = self._drawn(catalog, rows, draw)
         if self.waiting:
-            self.cases.append(self.waiting.pop())
+            self.cases.append(self.waiting.pop(0))
             return self.cases[-1], True
         if not self.cases:
             return None
@@ -103,12 +106,6 @@ def runs_here(files: SolutionFiles, sm: str) -> bool:
     return spec.role == "kernel" and spec.language in TILE_LANGUAGES and spec.runs_on(sm)
 
 
-def in_turns(found: Sequence[Candidate], draw: random.Random) -> Iterator[Candidate]:
-    """All of them in random order, and again."""
-    while found:
-        yield from draw.sample(found, len(found))
-
-
 @dataclass(frozen=True)
 class Job:
     """One Solution at one case, as the worker is told of it."""
@@ -135,6 +132,40 @@ def case_to_json(case: Case) -> dict[str, Any]:
     return {name: value for name, value in kept.items() if name not in ("files", "scales")}
 
 
+def in_turns(found: Sequence[Candidate], draw: random.Random) -> Iterator[Candidate]:
+    """One Solution of each operator, in random order; then of each its next one, and so on without end."""
+    operators: dict[str, list[Candidate]] = {}
+    for candidate in draw.sample(found, len(found)):
+        operators.setdefault(candidate.definition.name, []).append(candidate)
+    for lap in itertools.count() if found else ():
+        for name in draw.sample(sorted(operators), len(operators)):
+            yield operators[name][lap % len(operators[name])]
+
+
+class Turns:
+    """What workers are to run next. They share one, so that none repeats what another has had before all had their turn."""
+
+    def __init__(self, catalog: Catalog, found: Sequence[Candidate], sm: str, shapes: int, seed: int) -> None:
+        """``shapes`` is how many different ones are drawn for each Solution."""
+        self.candidates = found
+        self._catalog, self._rows, self._shapes = catalog, rows_on(sm), shapes
+        self._draw = random.Random(seed)
+        self._order, self._lock = in_turns(found, self._draw), threading.Lock()
+
+    def next_jobs(self, count: int) -> tuple[list[Job], int]:
+        """Jobs of so many Solutions, fewer where some accept no size that is drawn, and the seed of their round."""
+        with self._lock:
+            made = [self._job(candidate) for candidate in itertools.islice(self._order, count)]
+            return [job for job in made if job is not None], self._draw.getrandbits(62)
+
+    def _job(self, candidate: Candidate) -> Job | None:
+        found = candidate.next_case(self._catalog, self._shapes, self._rows, self._draw)
+        if found is None:
+            return None
+        case, is_new = found
+        return Job(*candidate.key, candidate.files.digest, case, is_new and self._draw.random() < COLD_SHARE)
+
+
 @dataclass(frozen=True)
 class Load:
     """How much runs at once."""
@@ -158,18 +189,30 @@ class Record:
         """Count what came of a job, write it to the log, and print what is wrong with all that repeats it."""
         line = {"device": device, **job.to_message(), "round": seed, **dataclasses.asdict(load), **answer}
         with self._lock:
-            key = job.definition, job.solution
-            counts = self.counts.setdefault(key, Counter())
-            counts.update({name: answer.get(name, 0) for name in ("calls", "mismatches", "errors")})
-            counts.update({name: int(bool(answer.get(name))) for name in ("excused", "dropped")})
-            if answer.get("calls"):
-                self._shapes.setdefault(key, set()).add(json.dumps([job.case.axes, job.case.layouts, job.case.offset]))
+            self.count(line)
             if self._log is not None:
                 self._log.write(json.dumps(line) + "\n")
                 self._log.flush()
             if answer.get("mismatches") or answer.get("errors"):
                 print(f"{job.definition} {job.solution} on {device}: {'; '.join(answer['told'])}")
                 print(f"  repeat it: --again FILE with the line {json.dumps(line)}", flush=True)
+
+    def count(self, line: Mapping[str, Any]) -> None:
+        """Take in a line of a log. Not safe to use from several threads."""
+        key, case = (line["definition"], line["solution"]), line["case"]
+        counts = self.counts.setdefault(key, Counter())
+        counts.update({"jobs": 1} | {name: line.get(name, 0) for name in SUMMED})
+        counts.update({name: int(bool(line.get(name))) for name in ("excused", "dropped")})
+        if line.get("calls"):
+            self._shapes.setdefault(key, set()).add(json.dumps([case[name] for name in ("axes", "layouts", "offset")]))
+
+    def summary(self, expected: Collection[tuple[str, str]]) -> str:
+        """What of the ``expected`` had calls beside others, and how many of each thing there were."""
+        called = {key for key, counts in self.counts.items() if counts["calls"]}
+        known = {*expected, *self.counts}
+        figures = ", ".join(f"{self.total(name):,} {name}" for name in ("jobs", *SUMMED, "excused", "dropped"))
+        operators = f"{len({name for name, _ in called})} of {len({name for name, _ in known})} operators"
+        return f"{operators} and {len(called)} of {len(known)} Solutions were called beside others; {figures}"
 
     def total(self, name: str) -> int:
         """The sum over all Solutions."""

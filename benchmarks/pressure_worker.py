@@ -95,6 +95,9 @@ class Job:
     mismatches: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     excused: str = ""
+    compared: int = 0
+    """Calls that were held byte for byte against one alone, and the bytes of their outputs."""
+    bytes: int = 0
 
     def __post_init__(self) -> None:
         self.entry = loaded(self.files)
@@ -170,6 +173,8 @@ class Job:
             failure = self.failure(left.content)
             return "" if failure is None else failure.reason
         found, want = self.outputs(left.content), self.outputs(alone)
+        self.compared += 1
+        self.bytes += sum(as_bytes(value).numel() for value in found.values())
         for name, value in found.items():
             if not same_bytes(value, want[name]):
                 differing = int((as_bytes(value) != as_bytes(want[name])).sum())
@@ -312,6 +317,8 @@ def reported(job: Job) -> dict[str, Any]:
     """What came of a job."""
     return {
         "calls": len(job.left),
+        "compared": job.compared,
+        "bytes": job.bytes,
         "excused": job.excused,
         "mismatches": len(job.mismatches),
         "errors": len(job.errors),

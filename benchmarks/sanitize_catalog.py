@@ -7,6 +7,7 @@ stored: a finding is for ``tilegym-db sanitize NAME`` to confirm, which records 
 
     python -m benchmarks.sanitize_catalog --limit-s 240 --out results.jsonl
     python -m benchmarks.sanitize_catalog --order unchecked --limit-s 180 --out results.jsonl
+    CUDA_VISIBLE_DEVICES=2,3 python -m benchmarks.sanitize_catalog --gpus 2 --jobs 40 --batch 3 --limit-s 240
     python -m benchmarks.sanitize_catalog --tools memcheck,racecheck --languages triton --cases 4 silu_and_mul
     python -m benchmarks.sanitize_catalog --dry-run     # without a GPU: what would run
 """
@@ -200,7 +201,9 @@ def parsed_options() -> argparse.Namespace:
     parser.add_argument("--languages", default="tilelang,cutile,triton", help="with commas, in this order")
     parser.add_argument("--cases", type=int, default=2, help="fuzz cases of each solution, over its dtypes")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--gpus", type=int, default=1, help="GPUs to spread the processes over")
+    parser.add_argument(
+        "--gpus", type=int, default=1, help="GPUs to spread the processes over, of those that are visible"
+    )
     parser.add_argument("--batch", type=int, default=BATCH, help="solutions of one process")
     parser.add_argument("--limit-s", type=float, default=3600, help="nothing runs longer than this, from the start on")
     parser.add_argument(

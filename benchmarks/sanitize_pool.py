@@ -27,7 +27,7 @@ from tilegym_db.bench.instruments.requests import mark_of, write_request
 from tilegym_db.bench.instruments.sanitize import Sanitized, sanitizer_command, verdicts_of
 from tilegym_db.bench.instruments.sanitizer_report import PREFIX, parse_report
 
-__all__ = ["NO_TIME", "PLAIN", "Batch", "Outcome", "Sweep", "with_port"]
+__all__ = ["NO_TIME", "PLAIN", "Batch", "Outcome", "Sweep", "device_of", "with_port"]
 
 PLAIN = "plain"
 """The run without a tool."""
@@ -40,6 +40,7 @@ STALL_S = 100.0
 ATTEMPTS = 3
 NO_TIME = "not run: no time was left"
 SAID_CHARACTERS = 3000
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 _CACHES = {
     "TRITON_CACHE_DIR": "triton",
     "TILELANG_CACHE_DIR": "tilelang",
@@ -235,8 +236,14 @@ class Sweep:
         shared = {variable: str(self.caches / name) for variable, name in _CACHES.items()}
         environment = {**os.environ, **ENVIRONMENT, **shared, "OMP_NUM_THREADS": "1"}
         if self.gpus > 1:
-            environment["CUDA_VISIBLE_DEVICES"] = str(slot % self.gpus)
+            environment[VISIBLE] = device_of(slot, self.gpus, os.environ.get(VISIBLE, ""))
         return environment
+
+
+def device_of(slot: int, gpus: int, visible: str) -> str:
+    """The one device that the processes of a slot see; only some may be visible to begin with, as ``2,3``."""
+    names = [name.strip() for name in visible.split(",") if name.strip()] or [str(number) for number in range(gpus)]
+    return names[slot % min(gpus, len(names))]
 
 
 def _last_word(status: int) -> str:

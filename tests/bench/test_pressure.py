@@ -77,3 +77,53 @@ def test_honest_kernels_pass(make_catalog: Any, tmp_path: Path) -> None:
     assert status == 0
     assert {line["solution"] for line in lines} == {"honest", "row_scale_stock"}
     assert {line["mismatches"] + line["errors"] for line in lines} == {0}
+
+
+def test_workers_share_the_turns_and_take_every_operator_before_any_comes_again(
+    make_catalog: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_catalog(tmp_path / "honest", {"first": HONEST, "second": HONEST, "third": HONEST}, (TINY,))
+    log = tmp_path / "log.jsonl"
+    status, lines = press(tmp_path / "honest", log, "--workers", "2", "--jobs", "2")
+    assert status == 0
+    assert sorted(line["solution"] for line in lines) == ["first", "row_scale_stock", "second", "third"]
+    assert len({line["round"] for line in lines}) == 2
+    assert all(line["compared"] == line["calls"] > 0 and line["bytes"] > 0 for line in lines)
+    assert min(line["case"]["axes"]["M"] for line in lines) > 0
+    told = capsys.readouterr().out
+    end = told.splitlines()[-1]
+    assert end.startswith(
+        "1 of 1 operators and 4 of 4 Solutions were called beside others; 4 jobs, 64 calls, 64 compared"
+    )
+
+    from benchmarks.pressure import main
+
+    assert main(["--summary", str(log)]) == 0
+    assert capsys.readouterr().out == told
+
+
+def test_of_each_operator_one_solution_comes_first_then_its_next(make_catalog: Any, tmp_path: Path) -> None:
+    import random
+    from types import SimpleNamespace
+
+    from benchmarks.pressure_jobs import in_turns
+
+    found = [
+        SimpleNamespace(definition=SimpleNamespace(name=name), number=number)
+        for name in "abc"
+        for number in range(3 if name != "c" else 1)
+    ]
+    order = in_turns(found, random.Random(1))
+    laps = [[next(order) for _ in range(3)] for _ in range(3)]
+    assert all({one.definition.name for one in lap} == set("abc") for lap in laps)
+    assert len({(one.definition.name, one.number) for lap in laps for one in lap}) == 7
+    assert list(in_turns([], random.Random(1))) == []
+
+
+def test_a_round_that_still_runs_at_the_end_counts_for_nothing(
+    make_catalog: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_catalog(tmp_path / "slow", {"slow": f"import time\n{HONEST}    time.sleep(60)\n"}, (TINY,))
+    status, lines = press(tmp_path / "slow", tmp_path / "log.jsonl", "--end", "8", "--workers", "2")
+    assert (status, lines) == (1, [])
+    assert capsys.readouterr().out.splitlines()[-1].startswith("0 of 1 operators and 0 of 2 Solutions")

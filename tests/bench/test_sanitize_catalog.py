@@ -99,6 +99,35 @@ def test_processes_side_by_side_have_ports_of_their_own(pool) -> None:
     assert commands[0][-2:] == ["--tool", "memcheck"]
 
 
+def test_processes_are_spread_over_the_devices_that_are_visible(pool) -> None:
+    assert [pool.device_of(slot, 2, "") for slot in range(4)] == ["0", "1", "0", "1"]
+    assert [pool.device_of(slot, 2, "2, 3") for slot in range(4)] == ["2", "3", "2", "3"]
+    assert [pool.device_of(slot, 4, "GPU-a,GPU-b") for slot in range(3)] == ["GPU-a", "GPU-b", "GPU-a"]
+
+
+def test_both_planted_mistakes_run_before_any_kernel_is_compiled(
+    sweeping, pool, chosen, tmp_path: Path, catalog
+) -> None:
+    from benchmarks.sanitize_order import unchecked_first
+
+    tools = ("memcheck", "racecheck")
+    mistakes = sweeping.planted(RunSetup(H200, catalog, Path()), 2)
+    controls = [pool.Batch(name, [item], is_control=True) for item in mistakes.values() for name in tools]
+    kernels = sweeping.batches_of(chosen, ["triton"], 1, tools)
+    ran = tmp_path / "ran"
+    program = tool(tmp_path, f'for word in "$@"; do last=$word; done; cat $last >> {ran}; echo >> {ran}')
+    for rank in (None, unchecked_first(tools, frozenset())):
+        ran.write_text("")
+        sweep = sweep_of(pool, program, [], order=("plain", *tools), rank=rank)
+        sweep.jobs = 1
+        sweep.run([*kernels, *controls])
+        names = [item.files.name for item in mistakes.values()]
+        lines = ran.read_text().splitlines()[:4]
+        assert [next(name for name in names if name in line) for line in lines] == [
+            name for name in names for _ in tools
+        ]
+
+
 def test_a_clean_kernel_and_one_that_no_time_was_left_for(sweeping, pool, chosen, tmp_path: Path) -> None:
     first = chosen[0]
     program = tool(tmp_path, f"cat <<'END'\n========= COMPUTE-SANITIZER\n{done(first.files.name)}\n{END}\nEND")
