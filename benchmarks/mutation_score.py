@@ -4,16 +4,22 @@
     PYTHONPATH=tests python benchmarks/mutation_score.py rms_norm --most 40
     PYTHONPATH=tests python benchmarks/mutation_score.py --most 12 --references --seconds 300
     PYTHONPATH=tests python benchmarks/mutation_score.py --device cuda:0 --kernels --total 300 --jobs 14 --deadline 210
+    PYTHONPATH=tests CUDA_VISIBLE_DEVICES=3 python benchmarks/mutation_score.py --device cuda:0 --kernels --most 6 --jobs 24 \
+        --deadline 300 --part 1/2 --out part-1.jsonl     # beside one with 0/2 on another GPU
+    PYTHONPATH=tests python benchmarks/mutation_score.py --merge part-0.jsonl part-1.jsonl
 
 Sources are the reference and each Solution in Triton, which runs in the interpreter on a CPU; ``--most`` mutants of each, drawn
 over all kinds. A mutant that no call gets to is not counted, nor is one that ``equivalent_mutants.toml`` explains.
 ``--seconds`` gives up a source that takes longer, and says so; what was judged until then counts. ``--deadline`` ends the whole
-run: sources come in a random order then, and what is still being judged is ended and not counted.
+run: sources come in a random order then, and what is still being judged is ended and not counted. ``--part`` takes one of
+several equal parts of the sources, for a process on each GPU; ``--out`` has every verdict as it comes, and ``--merge`` adds such
+files up.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import random
 import threading
@@ -25,6 +31,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from exploits.mutant_judge import REFERENCE, Judge, Target, targets_of
@@ -93,22 +100,36 @@ class Deadline:
 class Score:
     """What became of the mutants of each Definition."""
 
-    def __init__(self) -> None:
-        """Nothing yet."""
+    def __init__(self, out: TextIO | None = None) -> None:
+        """Nothing yet; ``out`` gets a line for each mutant."""
         self.counts: dict[str, Counter[str]] = defaultdict(Counter)
         self.kinds: dict[str, Counter[str]] = defaultdict(Counter)
         self.survivors: list[str] = []
+        self._out = out
         self._lock = threading.Lock()
 
     def add(self, target: Target, mutant: Mutant, outcome: str, note: str = "") -> None:
         """Count one, and name it where it survived."""
+        source = {"definition": target.definition.name, "solution": target.name, "language": target.language}
+        line = source | {"kind": mutant.kind, "place": mutant.place, "outcome": outcome, "note": note}
         with self._lock:
-            for counted in (self.counts[f"{target.definition.name} | {target.language}"], self.kinds[mutant.kind]):
-                counted[outcome] += 1
-            if outcome in ("survived", "equivalent"):
-                text = f"{outcome}: {target.definition.name}/{target.name}: {mutant.kind}: {mutant.place}"
-                self.survivors.append(f"{text}{f' ({note})' if note else ''}")
-                print(self.survivors[-1], flush=True)
+            if self._out is not None:
+                self._out.write(json.dumps(line) + "\n")
+                self._out.flush()
+            survivor = self.count(line)
+            if survivor:
+                print(survivor, flush=True)
+
+    def count(self, line: dict[str, str]) -> str:
+        """Take in a line; what it says of a mutant that passed, or nothing. Not safe to use from several threads."""
+        outcome, note = line["outcome"], line["note"]
+        for counted in (self.counts[f"{line['definition']} | {line['language']}"], self.kinds[line["kind"]]):
+            counted[outcome] += 1
+        if outcome not in ("survived", "equivalent"):
+            return ""
+        text = f"{outcome}: {line['definition']}/{line['solution']}: {line['kind']}: {line['place']}"
+        self.survivors.append(f"{text}{f' ({note})' if note else ''}")
+        return self.survivors[-1]
 
     def table(self, counts: dict[str, Counter[str]], head: str) -> str:
         """One row per source, or per kind."""
@@ -199,12 +220,18 @@ def run(
     kernels: bool = True,
     seconds: float = math.inf,
     deadline: float = math.inf,
+    part: tuple[int, int] = (0, 1),
+    out: TextIO | None = None,
 ) -> Score:
-    """The score of these Definitions, or of all; of sources in a random order where there is a deadline."""
-    score, end = Score(), Deadline(deadline)
+    """The score of these Definitions, or of all; of sources in a random order where there is a deadline.
+
+    ``part`` is the number of a part, from 0 on, and of how many.
+    """
+    score, end = Score(out), Deadline(deadline)
     targets = sources(catalog, names, references=references, kernels=kernels)
     if deadline < math.inf:
         random.Random(SEED).shuffle(targets)
+    targets = targets[part[0] :: part[1]]
     with scratch_folder() as scratch, ThreadPoolExecutor(max_workers=jobs) as pool:
         running = [
             pool.submit(score_target, catalog, target, device, most, kinds, score, scratch / str(number), seconds, end)
@@ -213,6 +240,14 @@ def run(
         for task in running:
             task.result()
     return score
+
+
+def part_of(text: str) -> tuple[int, int]:
+    """``0/2``: the first half."""
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
+        raise argparse.ArgumentTypeError(f"{text}: the number of a part, from 0 on, and of how many, as 0/2")
+    return int(number), int(count)
 
 
 def main() -> None:
@@ -229,7 +264,23 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf, help="when to give up one source")
     parser.add_argument("--deadline", type=float, default=math.inf, help="seconds after which the whole run ends")
     parser.add_argument("--jobs", type=int, default=1, help="sources at a time")
+    parser.add_argument("--part", type=part_of, default=(0, 1), help="only this part of the sources, as 0/2")
+    parser.add_argument("--out", type=Path, help="verdicts as JSON lines, written as they come")
+    parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="run nothing: the tables of such files")
     options = parser.parse_args()
+    if options.merge:
+        score = Score()
+        for path in options.merge:
+            for line in path.read_text().splitlines():
+                score.count(json.loads(line))
+    else:
+        score = run_as(options)
+    print(f"\n{score.table(score.counts, 'definition | source')}\n\n{score.table(score.kinds, 'kind')}\n")
+    print("\n".join(sorted(score.survivors)))
+
+
+def run_as(options: argparse.Namespace) -> Score:
+    """The score that the options ask for."""
     if options.device == "cpu":
         torch.set_num_threads(1)
     catalog = Catalog.default()
@@ -237,10 +288,9 @@ def main() -> None:
     count = len(sources(catalog, options.names, **which_ones))
     most = options.most if options.total is None else -(-options.total // max(count, 1))
     kinds = tuple(REWRITES) if options.places else KINDS
-    limits = {"seconds": options.seconds, "deadline": options.deadline}
-    score = run(catalog, options.names, options.device, most, options.jobs, kinds, **which_ones, **limits)
-    print(f"\n{score.table(score.counts, 'definition | source')}\n\n{score.table(score.kinds, 'kind')}\n")
-    print("\n".join(sorted(score.survivors)))
+    out = options.out.open("w", encoding="utf-8") if options.out else None
+    limits = {"seconds": options.seconds, "deadline": options.deadline, "part": options.part, "out": out}
+    return run(catalog, options.names, options.device, most, options.jobs, kinds, **which_ones, **limits)
 
 
 if __name__ == "__main__":

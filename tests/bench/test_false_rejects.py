@@ -1,4 +1,4 @@
-"""``benchmarks/false_rejects.py``: which kernels come first where there is no time for all; an end in the middle keeps verdicts."""
+"""``benchmarks/false_rejects.py``: which kernels come first where there is no time for all, and what an end keeps."""
 
 from __future__ import annotations
 
