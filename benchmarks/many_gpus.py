@@ -2,13 +2,18 @@
 
 Prints a table of three runs (one device, all of them, all of them with ``kill -9`` of one supervisor), then where the time of
 each supervisor went, and writes ``many_gpus.json`` with every verdict and time. Exit status 1 where a verdict differs, or a pair
-is missing or there twice.
+is missing or there twice. One device alone has all processors of the host; the run ``share`` gives it as many as it has beside
+the others. Ctrl-C ends with the runs that are done.
 
     python benchmarks/many_gpus.py --gpus all --output /tmp/figures
+    python benchmarks/many_gpus.py --gpus all --several --limit 16 --calibrated --runs one,all,kill
+    python benchmarks/many_gpus.py --several --limit 16 --dry-run   # without a GPU: how the plan would be divided for --gpus 4
     python benchmarks/many_gpus.py --slots 2 --warm --workload cpu --limit 2 rms_norm   # the machinery, without a GPU
 
 A plan of few pairs says nothing of the rate: each supervisor starts, calibrates, starts workers and compiles once whatever it is
-given, and that takes as long on one device as on several. ``--limit 24 --language ''`` gives minutes of work on a GPU.
+given, and that takes as long on one device as on several. ``--limit 24 --language ''`` gives minutes of work on a GPU. A plan of
+eight operators makes one piece for each of four devices; one of 24 and more (``--several``) is divided into pieces of three
+sizes, so that all devices end at about the same time.
 """
 
 from __future__ import annotations
@@ -19,18 +24,24 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tilegym_db.bench.bench_report import BenchReport
 from tilegym_db.bench.benchmark import benchmark, promote
 from tilegym_db.bench.gpus.devices import MeasuringDevice, cpu_slots, devices_of, share_processors
+from tilegym_db.bench.gpus.work import divide
+from tilegym_db.bench.machine import cpu_machine
 from tilegym_db.bench.phases import AT_WORK, IDLE, PREPARE, PROCESSORS, SIDE_BY_SIDE, START, TIME, VERIFY, WAIT
+from tilegym_db.bench.plan import Options
+from tilegym_db.bench.planning import make_plan
 from tilegym_db.bench.run_setup import Observer
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
@@ -46,6 +57,43 @@ NAMES = (
     "gelu_tanh_and_mul",
     "gemm",
 )
+SEVERAL = (
+    *(
+        "aux_fi",
+        "cast_back",
+        "expand_to_fused",
+        "fused_add_rms_norm",
+        "gelu_tanh_and_mul",
+        "greedy_argmax",
+        "group_count",
+    ),
+    *(
+        "mask_indices_by_tp",
+        "moe_offsets",
+        "normalize_weight",
+        "per_row_cast",
+        "per_token_cast",
+        "qk_rms_norm",
+        "reduce_fused",
+    ),
+    *("rms_norm_backward", "rms_norm_backward_x", "rms_norm_fp32", "rope_neox", "rope_neox_backward", "rope_partial"),
+    *("shared_expert_add", "shared_expert_gate", "silu_and_mul", "softmax", "swiglu_backward", "topk_gate"),
+    *("topk_softmax", "topk_then_softmax"),
+)
+"""Many workloads each, and nothing under torch.compile, which alone decides how long a batch is verified."""
+RUNS = ("one", "share", "all", "kill")
+KILLED_AFTER = 0.3
+"""Share of the pairs."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One of :data:`RUNS`; after a share of its pairs, ``kill_after``, a supervisor is killed."""
+
+    name: str
+    devices: list[MeasuringDevice]
+    processors: tuple[int, ...]
+    kill_after: float | None = None
 
 
 class Watch:
@@ -95,32 +143,53 @@ def limited_catalog(root: Path, names: Sequence[str], pattern_tag: str | None, l
     for name in names:
         definition = shipped.definition(name)
         found = [w for w in shipped.workloads_for(name) if pattern_tag is None or pattern_tag in w.tags]
-        chosen = [found[round(i * (len(found) - 1) / max(limit - 1, 1))] for i in range(min(limit, len(found)))]
+        count = min(limit, len(found))
+        chosen = [found[round(i * (len(found) - 1) / max(count - 1, 1))] for i in range(count)]
         path = root / "workloads" / definition.op_type / f"{name}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(workload.to_json() + "\n" for workload in {w.uuid: w for w in chosen}.values()))
     return Catalog((root,))
 
 
-def measure(
-    options: argparse.Namespace, catalog: Catalog, devices: list[MeasuringDevice], kill_after: float | None
-) -> dict[str, Any]:
+def measure(options: argparse.Namespace, catalog: Catalog, peaks: Path | None, run: Run) -> dict[str, Any]:
     """One run in a store of its own, with empty caches."""
-    with tempfile.TemporaryDirectory() as folder:
+    devices = run.devices
+    with tempfile.TemporaryDirectory() as folder, on_processors(run.processors):
         if not options.warm:
             os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"
-        watch = Watch(kill_after)
-        run = promote if options.tier == "promotion" else benchmark
-        report = run(
+        if peaks is not None:
+            shutil.copytree(peaks, folder, dirs_exist_ok=True)
+        watch = Watch(run.kill_after)
+        tier = promote if options.tier == "promotion" else benchmark
+        report = tier(
             tuple(options.names), gpu=devices[0].gpu, language=options.language, gpus=devices, catalog=catalog,
             store_home=Path(folder), observer=watch.observer(),
         )  # fmt: skip
-        return record(report, devices, watch)
+        return record(report, run, watch)
 
 
-def record(report: BenchReport, devices: list[MeasuringDevice], watch: Watch) -> dict[str, Any]:
-    """What is kept of one run."""
-    seconds = time.perf_counter() - watch.begun
+@contextlib.contextmanager
+def on_processors(processors: Sequence[int]) -> Iterator[None]:
+    """Whatever is started meanwhile has these."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, processors)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def calibrated(folder: Path) -> Path:
+    """A home folder with the peaks of this host's GPUs, which are of one kind."""
+    command = [sys.executable, "-m", "tilegym_db", "calibrate"]
+    subprocess.run(command, env={**os.environ, "TILEGYM_DB_HOME": str(folder)}, check=True, stdout=sys.stderr)
+    return folder
+
+
+def record(report: BenchReport, run: Run, watch: Watch) -> dict[str, Any]:
+    """What is kept of one run. ``working_pairs_a_minute`` counts from when the first device began with its work."""
+    seconds, devices = time.perf_counter() - watch.begun, run.devices
+    working = seconds - min(watch.first_work_s.values(), default=0.0)
     pairs = Counter(key(trace) for trace in report.traces)
     return {
         "devices": [device.label for device in devices],
@@ -129,10 +198,11 @@ def record(report: BenchReport, devices: list[MeasuringDevice], watch: Watch) ->
         "seconds": round(seconds, 2),
         "pairs": len(report.traces),
         "pairs_a_minute": round(60 * len(report.traces) / seconds, 1),
+        "working_pairs_a_minute": round(60 * len(report.traces) / working, 1),
         "planned_s": watch.planned_s,
         "first_work_s": watch.first_work_s,
         "phases": {label: {name: round(s, 2) for name, s in found.items()} for label, found in report.seconds.items()},
-        "processors": [len(block) for block in share_processors(sorted(os.sched_getaffinity(0)), len(devices))],
+        "processors": [len(block) for block in share_processors(run.processors, len(devices))],
         "traces_of_each": dict(report.devices),
         "counts": dict(report.counts),
         "twice": [name for name, times in pairs.items() if times > 1],
@@ -142,7 +212,7 @@ def record(report: BenchReport, devices: list[MeasuringDevice], watch: Watch) ->
         "gpu_uuids": dict(Counter(trace.gpu_uuid for trace in report.traces)),
         "killed": watch.killed,
         "notes": report.notes,
-        "unfinished": report.unfinished,
+        "unfinished": [*report.unfinished, *(["it was interrupted"] if report.interrupted else [])],
     }
 
 
@@ -152,25 +222,26 @@ def key(trace: Trace) -> str:
 
 
 def judge(runs: dict[str, dict[str, Any]]) -> list[str]:
-    """What differs from the run on one device, and what is missing or there twice."""
+    """What differs from the first run, which is on one device, and what is missing or there twice."""
     problems = []
-    one = runs["one"]["verdicts"]
+    one = next(iter(runs.values()))["verdicts"]
     for name, run in runs.items():
         problems += [f"{name}: twice: {pair}" for pair in run["twice"]]
         problems += [f"{name}: not finished: {reason}" for reason in run["unfinished"]]
         problems += [f"{name}: missing: {pair}" for pair in sorted(set(one) - set(run["verdicts"]))]
         problems += [
-            f"{name}: {pair}: {status}, and {one.get(pair)} on one device"
+            f"{name}: {pair}: {status}, and {one.get(pair)} in the first run"
             for pair, status in run["verdicts"].items()
             if status != one.get(pair)
         ]
     return problems
 
 
-def main() -> int:
-    """Returns 1 where something is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", default=list(NAMES), help="Definitions")
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="Definitions; some by default")
+    parser.add_argument("--several", action="store_true", help=f"{len(SEVERAL)} Definitions in place of {len(NAMES)}")
     parser.add_argument("--gpus", default="all")
     parser.add_argument("--slots", type=int, help="so many slots of the CPU in place of GPUs")
     parser.add_argument("--tier", choices=("screen", "promotion"), default="screen")
@@ -178,30 +249,68 @@ def main() -> int:
     parser.add_argument("--workload", help="only workloads with this tag")
     parser.add_argument("--limit", type=int, default=3, help="workloads of each Definition")
     parser.add_argument("--warm", action="store_true", help="begin with this user's caches, not with empty ones")
-    parser.add_argument("--skip", default="", help="runs to leave out: kill")
+    parser.add_argument("--calibrated", action="store_true", help="calibrate before the first run, not in each")
+    parser.add_argument("--runs", default="one,all,kill", help=f"with commas, of {', '.join(RUNS)}")
     parser.add_argument("--output", type=Path, default=Path(), help="folder for many_gpus.json")
-    options = parser.parse_args()
+    parser.add_argument("--dry-run", action="store_true", help="say how the plan would be divided on an H200 host")
+    options = parser.parse_args(arguments)
+    options.names = options.names or list(SEVERAL if options.several else NAMES)
     options.language = (options.language if options.slots is None else "python") or None
-    devices = cpu_slots(options.slots) if options.slots else devices_of(options.gpus, "auto")
+    options.runs = options.runs.split(",")
+    unknown = sorted(set(options.runs) - set(RUNS))
+    if unknown:
+        parser.error(f"--runs: unknown: {', '.join(unknown)}. Known: {', '.join(RUNS)}")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 1 where something is wrong."""
+    options = parsed(arguments)
     runs: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        catalog = limited_catalog(Path(folder), options.names, options.workload, options.limit)
-        for name, chosen, kill_after in plan(devices, options.skip):
-            runs[name] = measure(options, catalog, chosen, kill_after)
-            save(options, runs)  # what is there, should a later run be cut off
-            print(f"{name}: {runs[name]['pairs']} pairs in {runs[name]['seconds']} s", file=sys.stderr, flush=True)
+        catalog = limited_catalog(Path(folder) / "catalog", options.names, options.workload, options.limit)
+        if options.dry_run:
+            return print_division(options, catalog)
+        devices = cpu_slots(options.slots) if options.slots else devices_of(options.gpus, "auto")
+        peaks = calibrated(Path(folder) / "home") if options.calibrated and not options.slots else None
+        with contextlib.suppress(KeyboardInterrupt):
+            for run in plan(devices, options.runs):
+                found = runs[run.name] = measure(options, catalog, peaks, run)
+                save(options, runs)  # what is there, should a later run be cut off
+                print(f"{run.name}: {found['pairs']} pairs in {found['seconds']} s", file=sys.stderr, flush=True)
+                if "it was interrupted" in found["unfinished"]:
+                    break
+    if not runs:
+        print("no run came to its end", file=sys.stderr)
+        return 1
     print_table(runs, judge(runs))
     print_phases(runs)
     return 1 if judge(runs) else 0
 
 
-def plan(devices: list[MeasuringDevice], skip: str) -> list[tuple[str, list[MeasuringDevice], float | None]]:
-    """Name, devices, and the share of pairs after which a supervisor is killed, of each run."""
-    runs: list[tuple[str, list[MeasuringDevice], float | None]] = [
-        ("one", devices[:1], None),
-        (str(len(devices)), devices, None),
-    ]
-    return runs if "kill" in skip else [*runs, (f"{len(devices)}, one killed", devices, 0.3)]
+def plan(devices: list[MeasuringDevice], asked: Sequence[str]) -> list[Run]:
+    """The runs that are asked for, those on one device first."""
+    processors, count = tuple(sorted(os.sched_getaffinity(0))), str(len(devices))
+    runs = {
+        "one": Run("one", devices[:1], processors),
+        "share": Run("one, its share", devices[:1], share_processors(processors, len(devices))[0]),
+        "all": Run(count, devices, processors),
+        "kill": Run(f"{count}, one killed", devices, processors, KILLED_AFTER),
+    }
+    return [run for name, run in runs.items() if name in asked]
+
+
+def print_division(options: argparse.Namespace, catalog: Catalog) -> int:
+    """Pairs of the plan, and the pieces that it makes for so many devices as ``--gpus`` says."""
+    machine = replace(cpu_machine(), gpu="h200", sm="sm_90", device="cuda:0")
+    asked = Options(tuple(options.names), options.language, None, False, False, options.tier)
+    made = make_plan(catalog, machine, asked, set())
+    words = options.gpus.split(",")
+    count = len(words) if len(words) > 1 else int(words[0]) if words[0].isdecimal() else 4
+    print(f"{len(made.definitions)} operators, {made.pair_count} pairs; pieces for {count} devices:")
+    for item in divide(made.definitions, count):
+        print(f"  {len(item.plans)} operators, {replace(made, definitions=list(item.plans)).pair_count} pairs")
+    return 0
 
 
 def save(options: argparse.Namespace, runs: dict[str, dict[str, Any]]) -> None:
@@ -219,14 +328,17 @@ def save(options: argparse.Namespace, runs: dict[str, dict[str, Any]]) -> None:
 
 def print_table(runs: dict[str, dict[str, Any]], problems: list[str]) -> None:
     """One row a run, then what is wrong."""
-    base = runs["one"]["pairs_a_minute"]
+    base = next(iter(runs.values()))
     print(
-        f"{'devices':<14} {'pairs':>6} {'seconds':>8} {'pairs/min':>10} {'of one':>7}  first work, traces of each, verdicts"
+        f"{'devices':<14} {'pairs':>6} {'seconds':>8} {'pairs/min':>10} {'of one':>7} {'at work':>8} {'of one':>7}  "
+        "first work, traces of each, verdicts"
     )
     for name, run in runs.items():
-        ratio = run["pairs_a_minute"] / base if base else 0.0
+        figures = [f"{run['pairs']:>6} {run['seconds']:>8}"]
+        for rate, width in (("pairs_a_minute", 10), ("working_pairs_a_minute", 8)):
+            figures.append(f"{run[rate]:>{width}} {run[rate] / base[rate] if base[rate] else 0.0:>6.2f}x")
         rest = f"{run['first_work_s']} {run['traces_of_each']} {run['counts']}"
-        print(f"{name:<14} {run['pairs']:>6} {run['seconds']:>8} {run['pairs_a_minute']:>10} {ratio:>6.2f}x  {rest}")
+        print(f"{name:<14} {' '.join(figures)}  {rest}")
         for note in run["notes"]:
             print(f"  {note}")
     print("\n".join(problems) or "same verdicts, nothing lost, nothing twice")
