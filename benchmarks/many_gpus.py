@@ -266,6 +266,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 1 where something is wrong."""
     options = parsed(arguments)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts programs of its background without it
     runs: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         catalog = limited_catalog(Path(folder) / "catalog", options.names, options.workload, options.limit)

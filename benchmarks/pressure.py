@@ -11,7 +11,7 @@ is cold: it first runs among the others, so that it is compiled by several threa
     python -m benchmarks.pressure --gpu cpu --seconds 30 rms_norm swiglu     # stock code, and Triton's interpreter
     python -m benchmarks.pressure --gpu 2,3 --workers 12 --seconds 270 --end 300 --log pressure.jsonl
     python -m benchmarks.pressure --gpu auto --again pressure.jsonl          # what went wrong there, once more
-    python -m benchmarks.pressure --summary pressure.jsonl                   # of a run that was cut off
+    python -m benchmarks.pressure --summary pressure.jsonl other.jsonl       # of runs that were cut off, or side by side
 
 Kernels of a round share one worker process, confined as those of verification are. A round compiles most of what it calls, one
 after the other, so that a device is given many operators in little time only by several workers (``--workers``). Solutions take
@@ -134,6 +134,12 @@ class Device:
             self._worker = None
 
 
+def end_all(devices: Sequence[Device]) -> None:
+    """End the workers of all of them for good."""
+    for device in devices:
+        device.end()
+
+
 def failed(why: str) -> dict[str, Any]:
     """The answer for a job that gave none."""
     return {"calls": 0, "excused": "", "mismatches": 0, "errors": 1, "told": [why]}
@@ -229,7 +235,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--again", type=Path, metavar="FILE", help="run the rounds of such a log in which something went wrong"
     )
-    parser.add_argument("--summary", type=Path, metavar="FILE", help="run nothing: the table of such a log")
+    parser.add_argument("--summary", type=Path, nargs="+", metavar="FILE", help="run nothing: the table of such logs")
     parser.add_argument(
         "--catalog", type=Path, action="append", help="root folder of records; by default those that ship"
     )
@@ -243,27 +249,27 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run; print what came of it. 1 where something is wrong, or nothing ran."""
     options = parsed(arguments)
-    if options.summary:
-        record = Record(None)
-        for line in lines_of(options.summary):
-            record.count(line)
-        return told(record, set())
     try:
         catalog = Catalog(tuple(options.catalog)) if options.catalog else Catalog.default()
         found = devices(options.gpu)
         sm = found[0][1]  # of all: devices are chosen of one kind
-        turns = Turns(
-            catalog, candidates(catalog, sm, options.names, options.language), sm, options.shapes, options.seed
-        )
+        chosen = candidates(catalog, sm, options.names, options.language)
     except TilegymDBError as error:
         print(error, file=sys.stderr)
         return 1
+    expected = set() if options.again else {one.key for one in chosen}
+    if options.summary:
+        record = Record(None)
+        for line in (line for file in options.summary for line in lines_of(file)):
+            record.count(line)
+        return told(record, expected)
+    turns = Turns(catalog, chosen, sm, options.shapes, options.seed)
     log = options.log.open("a", encoding="utf-8") if options.log else None
     record, until = Record(log), time.monotonic() + options.seconds
     names = [name for name, _ in found for _ in range(1 if options.again else options.workers)]
     with scratch_folder() as folder, ThreadPoolExecutor(len(names)) as pool:
         workers = [Device(name, catalog, folder / str(n), load_of(options)) for n, name in enumerate(names)]
-        timer = threading.Timer(min(options.end, threading.TIMEOUT_MAX), lambda: [one.end() for one in workers])
+        timer = threading.Timer(min(options.end, threading.TIMEOUT_MAX), end_all, [workers])
         timer.daemon = True
         timer.start()
         running = [
@@ -272,13 +278,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             else pool.submit(press, one, turns, options, record, until)
             for one in workers
         ]
-        lost = [error for done in running if (error := done.exception()) is not None]
+        lost = [why for done in running if (why := done.exception()) is not None]
         timer.cancel()
     if log is not None:
         log.close()
-    for error in lost:
-        print(f"a worker was given up: {error!r}", file=sys.stderr)
-    return told(record, set() if options.again else {one.key for one in turns.candidates}) or int(bool(lost))
+    for why in lost:
+        print(f"a worker was given up: {why!r}", file=sys.stderr)
+    return told(record, expected) or int(bool(lost))
 
 
 def told(record: Record, expected: set[tuple[str, str]]) -> int:

@@ -147,7 +147,6 @@ class Turns:
 
     def __init__(self, catalog: Catalog, found: Sequence[Candidate], sm: str, shapes: int, seed: int) -> None:
         """``shapes`` is how many different ones are drawn for each Solution."""
-        self.candidates = found
         self._catalog, self._rows, self._shapes = catalog, rows_on(sm), shapes
         self._draw = random.Random(seed)
         self._order, self._lock = in_turns(found, self._draw), threading.Lock()

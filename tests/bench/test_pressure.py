@@ -98,7 +98,7 @@ def test_workers_share_the_turns_and_take_every_operator_before_any_comes_again(
 
     from benchmarks.pressure import main
 
-    assert main(["--summary", str(log)]) == 0
+    assert main(["--gpu", "cpu", "--catalog", str(tmp_path / "honest"), "--summary", str(log)]) == 0
     assert capsys.readouterr().out == told
 
 
