@@ -37,8 +37,7 @@ MAY_PASS_NEXT = ("TIMEOUT", "RUNTIME_ERROR", "COMPILE_ERROR", "UNSUPPORTED")
 """The machine's trouble or the source's: fuzz cases that ended so are tried again with the next workload."""
 IN_MODEL_CALL = 3
 """Which of the calls on a workload's first contents is made as a model makes it; screens make fewer."""
-MAX_FUZZ_WORKERS = 16
-"""Of one Solution. What all together may have is bounded by the processors; the last kernels of a batch have them to themselves."""
+MAX_FUZZ_WORKERS = 6
 CASES_A_WORKER = {"tilelang": 1, "cutile": 2}
 """Fuzz cases that take about as long to compile as one more worker takes to start, which is a second or two, and longer the
 more of them start at once: the driver makes one CUDA context at a time."""
