@@ -15,6 +15,7 @@ refused.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -161,8 +162,6 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Repeat, print the table and every false reject."""
     options = parsed(arguments)
-    if options.workloads:
-        planning.QUICK_WORKLOADS = options.workloads
     if options.turns:
         repeats = in_turns(Catalog.default(), options.names)
     else:
@@ -175,13 +174,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = options.out.open("w", encoding="utf-8") if options.out else None
     tally = Tally(out)
     try:
-        repeat_all(options, islice(repeats, options.repeats), tally)
+        with workloads_each(options.workloads):
+            repeat_all(options, islice(repeats, options.repeats), tally)
     except (KeyboardInterrupt, RuntimeError) as error:  # between two promotions; DuckDB raises the other one for it
         if isinstance(error, RuntimeError) and not due.is_set():
             raise
         print("ended", file=sys.stderr)
     show(tally)
     return 1 if tally.refused or not tally.judged else 0
+
+
+@contextlib.contextmanager
+def workloads_each(count: int | None) -> Iterator[None]:
+    """So many workloads of each kind in a quick run, and as many as before afterwards."""
+    before = planning.QUICK_WORKLOADS
+    planning.QUICK_WORKLOADS = count or before
+    try:
+        yield
+    finally:
+        planning.QUICK_WORKLOADS = before
 
 
 def repeat_all(options: argparse.Namespace, repeats: Iterator[Repeat], tally: Tally) -> None:
