@@ -18,6 +18,7 @@ __all__ = ["quantise_and_patch"]
 
 PART = "fp8_linear"
 UNSERVED = "no kernel serves it at the sizes of the run, and PyTorch operations are slower than its own weight"
+REASONS = 3
 READ = "the model's code reads its weight outside of the layer, and would take codes for numbers"
 
 Module = torch.nn.Module
@@ -45,7 +46,7 @@ def quantise_and_patch(model: Module, way: str, inputs: ModelInputs | None, patc
         handle = patch(False)
         _check_served(handle, way)
         proofs = _proved(quantisation, recorded, handle, way)
-        _check_left(proofs, way)
+        _check_left(proofs, way, handle)
         handle.unpatch()
         quantisation.undo([proof.name for proof in proofs if proof.reason])
         handle = patch(False)
@@ -93,12 +94,22 @@ def _proved(quantisation: Quantisation, recorded: Recorded, handle: Handle, way:
     return tuple(proofs)
 
 
-def _check_left(proofs: Sequence[LayerProof], way: str) -> None:
+def _check_left(proofs: Sequence[LayerProof], way: str, handle: Handle) -> None:
     if all(proof.reason for proof in proofs):
-        told = "; ".join(dict.fromkeys(proof.reason for proof in proofs))
         unserved = any(proof.reason == UNSERVED for proof in proofs)
+        told = "; ".join(
+            dict.fromkeys((*(proof.reason for proof in proofs), *(_why_stock(handle) if unserved else ())))
+        )
         step = f" Try: tilegym-db fit, or {FP8_REFERENCE!r}, to look at the numbers alone." if unserved else ""
         raise UsageError(f"quantise={way!r} is refused: it would leave no layer quantised ({told}).{step}")
+
+
+def _why_stock(handle: Handle) -> tuple[str, ...]:
+    """What the calls of quantised layers were told that ran without a kernel, a few of them: all sizes would fill a page."""
+    sites = [site for site in handle.report().sites if site.kind == PART]
+    told = [key.reason for site in sites for counts in site.all_counts for key in counts.keys if key.solution is None]
+    bypassed = [reason for site in sites for reason in site.bypassed]
+    return tuple(dict.fromkeys((*bypassed, *told)))[:REASONS]
 
 
 def _bytes(model: Module) -> int:
