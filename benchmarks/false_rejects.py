@@ -50,13 +50,13 @@ class Tally:
     statuses: Counter[str] = field(default_factory=Counter)
     by_solution: dict[str, Counter[str]] = field(default_factory=dict)
     refused: list[Trace] = field(default_factory=list)
-    definitions: dict[str, Counter[str]] = field(default_factory=dict)
+    definitions: set[str] = field(default_factory=set)
 
     def add(self, trace: Trace) -> None:
         """Count one verdict."""
         self.statuses[trace.status] += 1
         self.by_solution.setdefault(trace.solution, Counter())[trace.status] += 1
-        self.definitions.setdefault(trace.definition, Counter())[trace.status] += 1
+        self.definitions.add(trace.definition)
         if trace.status not in ("PASSED", "UNSUPPORTED"):
             self.refused.append(trace)
         if self.out is not None:
