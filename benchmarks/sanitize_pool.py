@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from tilegym_db.bench.gpus.devices import VISIBLE
 from tilegym_db.bench.instruments.chosen import Chosen
 from tilegym_db.bench.instruments.process import ENVIRONMENT
 from tilegym_db.bench.instruments.requests import mark_of, write_request
@@ -40,7 +41,6 @@ STALL_S = 100.0
 ATTEMPTS = 3
 NO_TIME = "not run: no time was left"
 SAID_CHARACTERS = 3000
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 _CACHES = {
     "TRITON_CACHE_DIR": "triton",
     "TILELANG_CACHE_DIR": "tilelang",
