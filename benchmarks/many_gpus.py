@@ -7,6 +7,7 @@ the others. Ctrl-C ends with the runs that are done.
 
     python benchmarks/many_gpus.py --gpus all --output /tmp/figures
     python benchmarks/many_gpus.py --gpus all --several --limit 16 --calibrated --runs one,all,kill
+    python benchmarks/many_gpus.py --gpus all --only uuids.txt --tier promotion --language '' --homes /tmp/homes rms_norm
     python benchmarks/many_gpus.py --several --limit 16 --dry-run   # without a GPU: how the plan would be divided for --gpus 4
     python benchmarks/many_gpus.py --slots 2 --warm --workload cpu --limit 2 rms_norm   # the machinery, without a GPU
 
@@ -135,14 +136,21 @@ def supervisors() -> list[int]:
     return sorted(found)
 
 
-def limited_catalog(root: Path, names: Sequence[str], pattern_tag: str | None, limit: int) -> Catalog:
-    """The shipped records, with so many workloads of each Definition at most, spread over its list."""
+def limited_catalog(
+    root: Path, names: Sequence[str], pattern_tag: str | None, limit: int, only: frozenset[str] | None = None
+) -> Catalog:
+    """The shipped records, with so many workloads of each Definition at most, spread over its list; ``only`` these where given.
+
+    ``names`` are of Definitions or of Solutions.
+    """
     for folder in ("definitions", "solutions"):
         shutil.copytree(shipped_root() / folder, root / folder)
     shipped = Catalog((shipped_root(),))
-    for name in names:
+    for name in sorted({shipped.solutions[n].record.definition if n in shipped.solutions else n for n in names}):
         definition = shipped.definition(name)
         found = [w for w in shipped.workloads_for(name) if pattern_tag is None or pattern_tag in w.tags]
+        if only is not None:
+            found = [w for w in found if w.uuid in only]
         count = min(limit, len(found))
         chosen = [found[round(i * (len(found) - 1) / max(count - 1, 1))] for i in range(count)]
         path = root / "workloads" / definition.op_type / f"{name}.jsonl"
@@ -152,11 +160,13 @@ def limited_catalog(root: Path, names: Sequence[str], pattern_tag: str | None, l
 
 
 def measure(options: argparse.Namespace, catalog: Catalog, peaks: Path | None, run: Run) -> dict[str, Any]:
-    """One run in a store of its own, with empty caches."""
+    """One run in a store of its own, with empty caches; it stays where ``--homes`` asks for it."""
     devices = run.devices
-    with tempfile.TemporaryDirectory() as folder, on_processors(run.processors):
+    with tempfile.TemporaryDirectory() as scratch, on_processors(run.processors):
         if not options.warm:
-            os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"
+            os.environ["XDG_CACHE_HOME"] = f"{scratch}/cache"
+        folder = str(options.homes / run.name.replace(" ", "-")) if options.homes else f"{scratch}/home"
+        Path(folder).mkdir(parents=True, exist_ok=True)
         if peaks is not None:
             shutil.copytree(peaks, folder, dirs_exist_ok=True)
         watch = Watch(run.kill_after)
@@ -248,6 +258,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--language", default="triton", help="besides stock code; '' for all")
     parser.add_argument("--workload", help="only workloads with this tag")
     parser.add_argument("--limit", type=int, default=3, help="workloads of each Definition")
+    parser.add_argument("--only", type=Path, help="a file of workload UUIDs, one a line; no others")
+    parser.add_argument("--homes", type=Path, help="a folder for the store of each run, which is kept there")
     parser.add_argument("--warm", action="store_true", help="begin with this user's caches, not with empty ones")
     parser.add_argument("--calibrated", action="store_true", help="calibrate before the first run, not in each")
     parser.add_argument("--runs", default="one,all,kill", help=f"with commas, of {', '.join(RUNS)}")
@@ -269,7 +281,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts programs of its background without it
     runs: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        catalog = limited_catalog(Path(folder) / "catalog", options.names, options.workload, options.limit)
+        only = frozenset(options.only.read_text().split()) if options.only else None
+        limit = options.limit if only is None else len(only)
+        catalog = limited_catalog(Path(folder) / "catalog", options.names, options.workload, limit, only)
         if options.dry_run:
             return print_division(options, catalog)
         devices = cpu_slots(options.slots) if options.slots else devices_of(options.gpus, "auto")

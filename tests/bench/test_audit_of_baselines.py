@@ -10,6 +10,7 @@ import pytest
 from tilegym_db.bench import audit
 from tilegym_db.bench.audit import GPU_CLOCK_ATTEMPTS, audit_clock
 from tilegym_db.bench.contents import ExpectedCache, WorkloadContents
+from tilegym_db.bench.verification import Verification
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Workload
 from tilegym_db.verify.expected import Expected
@@ -86,16 +87,39 @@ def eight_contents() -> list[Expected]:
     return list(contents.fresh(0, 8))
 
 
+class Stock:
+    """Stock code that the comparison with the oracle refuses on some of the contents."""
+
+    def __init__(self, wrong_on: list[Expected]) -> None:
+        self.wrong_on = wrong_on
+
+    def fails(self, expected: Expected) -> bool:
+        return any(expected is other for other in self.wrong_on)
+
+
 @pytest.mark.parametrize(
-    ("provides", "wrong_at", "refused"),
-    [("stock", [2, 5], False), ("stock", [1, 2, 5], True), ("other", [5], True), ("stock", [], False)],
+    ("provides", "wrong_at", "stock_wrong_at", "refused"),
+    [
+        ("stock", [2, 5], [], False),
+        ("stock", [1, 2, 5], [], True),
+        ("stock", [], [], False),
+        ("other", [5], [], True),
+        ("other", [5], [4], True),
+        ("other", [2, 5], [2, 5], False),
+        ("other", [2, 5], [2], True),
+        ("other", [1, 2, 5], [1, 2, 5], True),
+    ],
 )
-def test_unseen_contents_that_stock_code_rounds_to_zero_prove_nothing_against_it(
-    provides: str, wrong_at: list[int], refused: bool, eight_contents: list[Expected]
+def test_unseen_contents_that_stock_code_rounds_to_zero_prove_nothing_against_it_or_a_kernel(
+    provides: str, wrong_at: list[int], stock_wrong_at: list[int], refused: bool, eight_contents: list[Expected]
 ):
     definition = Catalog.default().definitions["silu_and_mul"]
-    record = SimpleNamespace(spec=SimpleNamespace(provides=provides, math="ieee"))
-    runner: Any = SimpleNamespace(definition=definition, solution=SimpleNamespace(record=record))
+    solution = SimpleNamespace(record=SimpleNamespace(spec=SimpleNamespace(provides=provides, math="ieee")))
+    stock: Any = Stock([eight_contents[number] for number in stock_wrong_at])
+    handle: Any = SimpleNamespace(solution=solution)
+    runner: Any = SimpleNamespace(
+        definition=definition, solution=solution, verification=Verification(handle, witness=stock)
+    )
     found = [
         {name: (truth * (number not in wrong_at)).half() for name, truth in expected.outputs.items()}
         for number, expected in enumerate(eight_contents)

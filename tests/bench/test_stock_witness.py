@@ -106,3 +106,17 @@ def test_without_stock_code_nothing_is_excused(make: Any) -> None:
     outcome = verified(subject)
     assert isinstance(outcome, Failure)
     assert outcome.gate == "nan_inf_mask"
+
+
+def test_what_stock_code_said_of_other_contents_of_the_same_case_is_not_taken_for_these(make: Any) -> None:
+    """A first seed at which it fails, and another of the same shape and kind of contents at which it does not."""
+    wrong_once = "def run(x, weight, out):\n    out.copy_(x * weight * (0.3 if x.sum() > 0 else 3.0))\n"
+    stock = make("scaled_stock", wrong_once, role="baseline", provides="stock")
+    cache = ExpectedCache(Definition.from_dict(SCALED), "cpu")
+    case = WorkloadContents.draw(stock.handle.definition, Workload.from_dict(WORKLOAD), SEED, cache).sets[0].case
+    drawn = [cache.get(replace(case, seed=seed)) for seed in range(12)]
+    witness = StockWitness(lambda: stock)
+    said = {witness.fails(expected): expected for expected in drawn if expected is not None}
+    assert set(said) == {True, False}
+    assert str(said[True].case) == str(said[False].case)
+    witness.close()

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
+
 from tilegym_db.bench.worker_handle import WorkerHandle
 from tilegym_db.verify.expected import Expected
 from tilegym_db.verify.verifier import Failure, Verdict
@@ -47,7 +49,7 @@ class StockWitness:
     def fails(self, expected: Expected) -> bool:
         """True where the comparison with the oracle refuses the stock code's result too."""
         with self._lock:
-            key = str(expected.case)
+            key = f"{expected.case} {expected.case.seed}"
             if key not in self._asked:
                 self._asked[key] = self._run(expected)
             return self._asked[key]
@@ -63,5 +65,8 @@ class StockWitness:
         self._stock = self._stock or self.make()
         if self._stock is None or self._stock.handle.excludes(expected.case) is not None:
             return False
-        outcome = self._stock.case_alone(expected)
+        try:
+            outcome = self._stock.case_alone(expected)
+        except torch.OutOfMemoryError:  # beside what is being timed: nothing is known of stock code then
+            return False
         return isinstance(outcome, Failure) and outcome.verdict is not None
