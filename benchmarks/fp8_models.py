@@ -91,7 +91,7 @@ def built(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Handle
     handles = {"patched": patch(models["patched"])}
     if not options.fp8_model:
         models["fp8"] = twin_of(stock)
-        handles["fp8"] = patch(models["fp8"], quantise=options.way)
+        handles["fp8"] = patch(models["fp8"], quantise=options.way, inputs=ids)
     return models, handles, ids
 
 

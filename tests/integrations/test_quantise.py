@@ -24,10 +24,11 @@ from tilegym_db.integrations.transformers.blockwise_linear import (
     dequantised,
     quantised,
 )
+from tilegym_db.integrations.transformers.capture import PROMPT_TOKENS
 from tilegym_db.integrations.transformers.giving_up import NEVER_MATCHED
 from tilegym_db.integrations.transformers.handle import PATIENCE
 from tilegym_db.integrations.transformers.quantise import TELLS_DTYPE, Quantisation, choose, why_no_products
-from tilegym_db.integrations.transformers.quantise_proof import LARGEST_ERROR, NOT_CALLED
+from tilegym_db.integrations.transformers.quantise_proof import LARGEST_ERROR, NOT_CALLED, LayerInput, prove_layer
 from tilegym_db.integrations.transformers.quantised_patch import READ
 from tilegym_db.integrations.transformers.rebind import subclass
 from tilegym_db.paths import shipped_root
@@ -362,6 +363,35 @@ def test_a_layer_that_no_kernel_serves_keeps_its_weight_where_speed_is_asked_for
     ):
         patch(model, quantise="fp8", catalog=catalog, inputs={"x": tokens(3)})
     assert type(model.first) is torch.nn.Linear
+
+
+def test_a_layer_is_proved_with_as_many_rows_as_its_calls_have(shop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantise, "why_no_products", lambda device, capability: "")
+    model, rows = Layers(), PROMPT_TOKENS + 72
+    catalog = shop.offer(rounding="reference", ops=(CAST, PRODUCT), smallest=rows)  # fewer are served by nothing
+    with patched(model, quantise="fp8", catalog=catalog, inputs={"x": tokens(rows)}) as handle:
+        report = handle.report().quantised
+    assert report is not None
+    assert report.quantised == ("first", "last")
+    proof = report.layers[0]
+    assert proof.tokens == PROMPT_TOKENS
+    assert proof.fp8_error is not None
+    assert proof.fp8_error < LARGEST_ERROR
+
+
+def test_a_row_that_is_wrong_in_any_repetition_is_an_error_of_the_layer() -> None:
+    weight, x = torch.randn(64, 32), torch.randn(4, 32)
+
+    class LastRowsWrong(torch.nn.Linear):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            out = super().forward(rows)
+            out[8:] = 0
+            return out
+
+    layer = LastRowsWrong(32, 64, bias=False)
+    layer.weight = torch.nn.Parameter(weight)
+    assert prove_layer("a", layer, weight, LayerInput(x, 8)).reason == ""
+    assert "off by 1;" in prove_layer("a", layer, weight, LayerInput(x, 9)).reason
 
 
 def test_calls_that_no_kernel_serves_are_counted_in_the_reason_of_both_operators(shop: Any) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,7 @@ from tilegym_db.verify.lifting import Lifted
 __all__ = [
     "LARGEST_ERROR",
     "LARGEST_LOGITS_ERROR",
+    "LayerInput",
     "LayerProof",
     "LogitsProof",
     "Recorded",
@@ -82,6 +83,13 @@ class LogitsProof:
         return f"the logits are off by {off:.3g} against {against}; at most {LARGEST_LOGITS_ERROR:g} is taken"
 
 
+class LayerInput(NamedTuple):
+    """What a model gave a layer at its first call: some of the rows, [at most 128, K], and how many there were."""
+
+    x: torch.Tensor
+    rows: int
+
+
 @dataclass(frozen=True)
 class Recorded:
     """A run of a model as it is.
@@ -91,7 +99,7 @@ class Recorded:
     """
 
     given: Mapping[str, Any]
-    of_layers: Mapping[str, torch.Tensor]
+    of_layers: Mapping[str, LayerInput]
     read: frozenset[str]
     logits: torch.Tensor
     exact: torch.Tensor | str
@@ -102,7 +110,7 @@ def record(model: Module, layers: Mapping[str, Module], inputs: ModelInputs | No
 
     Args:
         model: in eval mode.
-        layers: whose inputs to keep, of at most 128 tokens each.
+        layers: whose inputs to keep, 128 rows of each at most.
         inputs: what to run; random token ids by default.
 
     Raises:
@@ -111,17 +119,18 @@ def record(model: Module, layers: Mapping[str, Module], inputs: ModelInputs | No
     """
     first = random_prompt(model, 1, PROMPT_TOKENS) if inputs is None else inputs
     given = {"input_ids": first} if isinstance(first, torch.Tensor) else dict(first)
-    kept: dict[str, torch.Tensor] = {}
+    kept: dict[str, LayerInput] = {}
     with _keeping(layers, kept), noticed_reads(layers) as read:
         logits = _logits(model, given)
     return Recorded(given, kept, frozenset(read), logits, _exact_logits(model, given))
 
 
 @contextlib.contextmanager
-def _keeping(layers: Mapping[str, Module], kept: dict[str, torch.Tensor]) -> Iterator[None]:
+def _keeping(layers: Mapping[str, Module], kept: dict[str, LayerInput]) -> Iterator[None]:
     def keep(name: str, module: Module, args: tuple[Any, ...]) -> None:
         if name not in kept and args and isinstance(args[0], torch.Tensor) and args[0].numel():
-            kept[name] = args[0].detach().reshape(-1, args[0].shape[-1])[:PROMPT_TOKENS].clone()
+            rows = args[0].detach().reshape(-1, args[0].shape[-1])
+            kept[name] = LayerInput(rows[:PROMPT_TOKENS].clone(), rows.shape[0])
 
     with contextlib.ExitStack() as undo:
         for name, module in layers.items():
@@ -171,22 +180,28 @@ def _exact_logits(model: Module, given: Mapping[str, Any]) -> torch.Tensor | str
         return f"it does not run in fp64: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def prove_layer(name: str, module: Module, original: torch.Tensor, x: torch.Tensor | None) -> LayerProof:
+def prove_layer(name: str, module: Module, original: torch.Tensor, given: LayerInput | None) -> LayerProof:
     """The errors of a quantised layer as it is served, and of the layer as it was.
+
+    The layer runs on as many rows as the model gave it, since how many there are decides what serves it: those that were kept,
+    over and over. Of the errors of each repetition the largest counts.
 
     Args:
         name: of the layer.
         module: quantised, and patched as it will be.
         original: the weight [N, K] that it had.
-        x: what the model gave it, [tokens, K]; None where the run did not call it.
+        given: what the model gave it; None where the run did not call it.
     """
     shape = (original.shape[0], original.shape[1])
-    if x is None:
+    if given is None:
         return LayerProof(name, shape, 0, None, None, NOT_CALLED)
+    x = given.x
     weight, bias = original.detach().to(x.device), module._parameters.get("bias")
     with torch.no_grad():
         exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
-        fp8, bf16 = _error(module(x), exact), _error(torch.nn.functional.linear(x, weight, bias), exact)
+        found = module(x.repeat(-(-given.rows // len(x)), 1)[: given.rows])
+        fp8 = max(_error(part, exact[: len(part)]) for part in found.split(len(x)))
+        bf16 = _error(torch.nn.functional.linear(x, weight, bias), exact)
     reason = "" if fp8 <= LARGEST_ERROR else f"its output is off by {fp8:.3g}; at most {LARGEST_ERROR:g} is taken"
     return LayerProof(name, shape, x.shape[0], fp8, bf16, reason)
 

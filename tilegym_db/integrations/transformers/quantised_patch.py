@@ -100,7 +100,11 @@ def _check_left(proofs: Sequence[LayerProof], way: str, handle: Handle) -> None:
         told = "; ".join(
             dict.fromkeys((*(proof.reason for proof in proofs), *(_why_stock(handle) if unserved else ())))
         )
-        step = f" Try: tilegym-db fit, or {FP8_REFERENCE!r}, to look at the numbers alone." if unserved else ""
+        step = (
+            f" Try: inputs= with as many tokens as your calls have; tilegym-db fit; or {FP8_REFERENCE!r}, to look at the numbers "
+            "alone."
+        )
+        step = step if unserved else ""
         raise UsageError(f"quantise={way!r} is refused: it would leave no layer quantised ({told}).{step}")
 
 
