@@ -41,6 +41,23 @@ def test_every_shipped_trace_is_valid_and_encodes_to_the_same_text(path: Path) -
     assert encode_traces(traces, parsed.provides) == path.read_text()
 
 
+def test_a_set_of_version_2_is_still_read() -> None:
+    """It had notes, dropped cases and the GPU among the facts of a setup."""
+    traces = shipped(shipped_root() / "traces/h200/moe/moe_experts.jsonl")
+    first, *lines = encode_traces(traces, {}).splitlines()
+    header = json.loads(first)
+    facts, setups = [], []
+    for run, solution, config, said, alternatives, gpu, notes, dropped in header["setups"]:
+        other = dict(zip(("gpu_uuid", "host"), header["gpus"][gpu], strict=True))
+        lists = {name: found for name, found in (("notes", notes), ("dropped", dropped)) if found}
+        facts.append({**header["facts"][said], **lists, "other": other})
+        setups.append([run, solution, config, len(facts) - 1, alternatives])
+    del header["gpus"]
+    older = json.dumps({**header, "schema_version": 2, "facts": facts, "setups": setups}, separators=(",", ":"))
+    parsed = TraceSet.parse("\n".join([older, *lines]).encode())
+    assert list(parsed.traces()) == traces
+
+
 # Whatever the columns were not made for stands beside them. Each is a change of a trace that passed; two of them on one trace
 # need not make a valid one.
 ODD: list[dict[str, Any]] = [
@@ -114,7 +131,7 @@ def test_duckdb_reads_a_set_without_this_package() -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda text: text.replace('"schema_version":2', '"schema_version":3', 1), "written by a newer tilegym-db"),
+        (lambda text: text.replace('"schema_version":3', '"schema_version":4', 1), "written by a newer tilegym-db"),
         (lambda text: text.replace('"hosts"', '"hosst"', 1), "unknown key 'hosst'"),
         (lambda text: text.split("\n", 1)[0] + '\n["x"]\n', "not a valid trace set"),
         (lambda text: text.replace("[[0,", "[[999,", 1), "not a valid trace set"),

@@ -310,9 +310,9 @@ def with_set(team: Team, edit: Callable[[str], str]) -> None:
 
 def test_a_set_of_a_newer_version_is_named(team, on):
     team.share("ada", on())
-    with_set(team, lambda text: text.replace('{"schema_version":2', '{"schema_version":3', 1))
+    with_set(team, lambda text: text.replace('{"schema_version":3', '{"schema_version":4', 1))
     (problem,) = team.sync("bob", trust=True).problems
-    assert "norm/scale.jsonl: schema_version 3 was written by a newer tilegym-db" in problem
+    assert "norm/scale.jsonl: schema_version 4 was written by a newer tilegym-db" in problem
 
 
 def test_an_edited_table_is_foreign_even_to_its_writer_and_its_figures_are_judged(team, root, trace):

@@ -39,6 +39,7 @@ class Pieces(NamedTuple):
     solution: Sequence[Any]
     config: Mapping[str, Any]
     facts: Mapping[str, Any]
+    gpu: Sequence[str | None]
     alternatives: Sequence[Sequence[Any]]
     clock: Sequence[Any]
     kernels: Sequence[str]
@@ -104,6 +105,8 @@ def shared_fields(header: Any, pieces: Pieces) -> dict[str, Any]:
         driver=driver or None,
         cuda=cuda or None,
         libs=dict(libs) or None,
+        gpu_uuid=pieces.gpu[0],
+        host=pieces.gpu[1],
         tier=facts["tier"],
         attempt=facts.get("attempt"),
         sandbox_level=facts.get("sandbox_level"),

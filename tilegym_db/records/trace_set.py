@@ -37,8 +37,8 @@ __all__ = [
     "is_trace_set",
 ]
 
-SCHEMA_VERSION = 2
-"""Version of the layout; 1 was one whole trace a line, which has no header and is still read."""
+SCHEMA_VERSION = 3
+"""Version of the layout. 2 had notes, dropped cases and the GPU among the facts, and 1 was one whole trace a line, without a header; both are still read."""
 
 DIGEST_DIGITS = 8
 POINT_COLUMNS: tuple[str, ...] = ("workload_uuid", "axes", "dtypes", "scalars", "layouts", "sol_us", "rows")
@@ -52,7 +52,7 @@ ROW_COLUMNS: tuple[str, ...] = (
 are how far the ends of the latency's interval lie from it. After the last named column come the comparisons with the setup's
 alternatives: ratio, and how far its interval reaches below and above. One 0 stands for all three where the row has said them
 already of the same alternative, or else where they are the inverse of what its row of the same run and point says."""
-SETUP_COLUMNS = ("run", "solution", "config", "facts", "alternatives")
+SETUP_COLUMNS = ("run", "solution", "config", "facts", "alternatives", "gpu", "notes", "dropped")
 
 _DAMAGE = (ValueError, TypeError, LookupError, OverflowError)
 
@@ -60,12 +60,17 @@ MARK = b'{"schema_version":'
 """What a set's first line starts with; a trace of its own starts with another key."""
 
 
+_Indices = tuple[Int64, ...]
+_SetupOfVersion2 = tuple[Int64, Int64, Int64, Int64, _Indices]
+_Setup = tuple[Int64, Int64, Int64, Int64, _Indices, Int64, _Indices, _Indices]
+
+
 class TraceSetHeader(Record):
     """The first line of a trace set."""
 
     kind: ClassVar[str] = "trace_set"
 
-    schema_version: Literal[2] = 2
+    schema_version: Literal[2, 3] = 3
     record: Literal["trace set"] = "trace set"
     gpu: str = Field(pattern=NAME_PATTERN)
     definition: str = Field(pattern=NAME_PATTERN)
@@ -88,10 +93,12 @@ class TraceSetHeader(Record):
     configs: tuple[dict[str, Any], ...] = ()
     alternatives: tuple[tuple[str, str | None], ...] = ()
     """Name and what it stands for, of all that some trace is compared with."""
-    setups: tuple[tuple[Int64, Int64, Int64, Int64, tuple[Int64, ...]], ...] = ()
-    """Run, Solution, config, facts, and alternatives."""
+    gpus: tuple[tuple[str | None, str | None], ...] = ()
+    """The very GPU, by the driver's UUID, and the name of its host; several of a host measure in one run."""
+    setups: tuple[_Setup | _SetupOfVersion2, ...] = ()
+    """Run, Solution, config, facts, alternatives, GPU, notes, and dropped fuzz cases."""
     facts: tuple[dict[str, Any], ...] = ()
-    """Fields of a trace that few differ in, by name; ``notes`` and ``dropped`` are indices; ``other`` replaces whole fields."""
+    """Fields of a trace that few differ in, by name; ``other`` replaces whole fields."""
     clocks: tuple[tuple[Int64 | None, Int64 | None], ...] = ()
     """SM clock in MHz, and samples."""
     notes: tuple[str, ...] = ()
@@ -207,19 +214,21 @@ class TraceSet:
         """What the traces of a setup share: fields, and pieces without those of the row."""
         if index not in self._setups:
             header = self.header
-            run, solution, config, facts, alternatives = header.setups[index]
+            run, solution, config, facts, alternatives, *more = header.setups[index]
             said = header.facts[facts]
+            gpu, notes, dropped = more or (None, said.get("notes", ()), said.get("dropped", ()))
             pieces = Pieces(
                 run=header.runs[run],
                 host=header.hosts[header.runs[run][1]],
                 solution=header.solutions[solution],
                 config=header.configs[config],
                 facts=said,
+                gpu=(None, None) if gpu is None else header.gpus[gpu],
                 alternatives=[header.alternatives[index] for index in alternatives],
                 clock=(),
                 kernels=(),
-                notes=[header.notes[index] for index in said.get("notes", ())],
-                dropped=[header.dropped[index] for index in said.get("dropped", ())],
+                notes=[header.notes[index] for index in notes],
+                dropped=[header.dropped[index] for index in dropped],
                 row=(),
                 time=header.runs[run][2],
                 comparisons=(),

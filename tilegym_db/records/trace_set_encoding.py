@@ -37,8 +37,8 @@ from tilegym_db.records.trace_set import POINT_COLUMNS, ROW_COLUMNS, SCHEMA_VERS
 __all__ = ["encode_traces", "rounded"]
 
 _TABLES = (
-    "dtypes", "scalars", "layouts", "hosts", "runs", "solutions", "configs", "alternatives", "setups", "facts", "clocks", "notes",
-    "dropped", "launches",
+    "dtypes", "scalars", "layouts", "hosts", "runs", "solutions", "configs", "alternatives", "gpus", "setups", "facts", "clocks",
+    "notes", "dropped", "launches",
 )  # fmt: skip
 _SHARED = ("gpu", "definition", "definition_version", "definition_digest", "op_type")
 # What many names of C++ kernels start with: return type, namespaces, and a wrapper's first template argument.
@@ -179,9 +179,6 @@ class _Encoder:
         ranges = (trace.get("envelope") or {}).get("scalars")
         if ranges:
             facts["scalars"] = ranges
-        for name, values in (("notes", notes), ("dropped", dropped)):
-            if values:
-                facts[name] = [self.tables[name].index(value) for value in values]
         comparisons = performance.get("comparisons", [])
         run = self.runs[trace["run_id"]]
         return Pieces(
@@ -190,6 +187,7 @@ class _Encoder:
             solution=self._solution(trace),
             config=trace.get("config", {}),
             facts=facts,
+            gpu=_gpu_of(trace),
             alternatives=[(item["with"], item.get("provides")) for item in comparisons],
             clock=clock,
             kernels=audit.get("kernels", ()),
@@ -212,6 +210,9 @@ class _Encoder:
                 tables["configs"].index(trace.get("config", {})),
                 tables["facts"].index(facts),
                 [tables["alternatives"].index([item["with"], item.get("provides")]) for item in comparisons],
+                tables["gpus"].index(_gpu_of(trace)),
+                [tables["notes"].index(note) for note in (trace.get("audit") or {}).get("notes", ())],
+                [tables["dropped"].index(case) for case in (trace.get("envelope") or {}).get("dropped", ())],
             ]
         )
 
@@ -276,6 +277,10 @@ def _runs(traces: Iterable[Mapping[str, Any]]) -> dict[str, _Run]:
         seed = (known.seed if known else None) or (trace.get("envelope") or {}).get("seed")
         found[trace["run_id"]] = _Run(min(known.start, time) if known else time, seed)
     return found
+
+
+def _gpu_of(trace: Mapping[str, Any]) -> list[str | None]:
+    return [trace.get("gpu_uuid"), trace.get("host")]
 
 
 def _facts(trace: Mapping[str, Any]) -> dict[str, Any]:

@@ -183,7 +183,7 @@ def _candidate(
     parsed: TraceSet, point: Point, row: list[Any], known: dict[tuple[str, str], list[Any]], origin: str
 ) -> Candidate:
     header = parsed.header
-    run, solution, config_index, facts, alternatives = header.setups[row[0]]
+    run, solution, config_index, facts, alternatives, *_ = header.setups[row[0]]
     name, digest, language, role, provides = header.solutions[solution]
     said, config = header.facts[facts], header.configs[config_index]
     latency, below, above, host = row[2:6]
