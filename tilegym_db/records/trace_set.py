@@ -38,7 +38,8 @@ __all__ = [
 ]
 
 SCHEMA_VERSION = 3
-"""Version of the layout. 2 had notes, dropped cases and the GPU among the facts, and 1 was one whole trace a line, without a header; both are still read."""
+"""Version of the layout. 2 had notes, dropped cases and the GPU among the facts, and 1 was one whole trace a line, without a
+header; both are still read."""
 
 DIGEST_DIGITS = 8
 POINT_COLUMNS: tuple[str, ...] = ("workload_uuid", "axes", "dtypes", "scalars", "layouts", "sol_us", "rows")
