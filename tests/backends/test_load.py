@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 
@@ -133,3 +135,26 @@ def test_a_dependency_out_of_range_is_named(write_solution: WriteSolution) -> No
 
     with pytest.raises(ToolchainError, match=rf"needs packaging>=9999, but {version} is installed"):
         load_entry(solution)
+
+
+@pytest.mark.parametrize(
+    ("before", "variable", "printed"),
+    [("", None, "False"), ("", "1", "True"), ("import tilelang", None, "True")],
+    ids=["nobody asked", "the variable asks", "the program uses TileLang"],
+)
+def test_tilelang_says_on_stdout_what_it_compiles_only_to_who_asks(
+    before: str, variable: str | None, printed: str
+) -> None:
+    program = f"""
+{before}
+from tilegym_db.backends.load import load_entry
+from tilegym_db.catalog import Catalog
+load_entry(Catalog.default().solution("silu_and_mul_tilelang"))
+from tilelang import env
+print(env.is_print_on_compilation_enabled())
+"""
+    name = "TILELANG_PRINT_ON_COMPILATION"
+    environment = {key: value for key, value in os.environ.items() if key != name}
+    environment |= {} if variable is None else {name: variable}
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=120)
+    assert found.stdout.splitlines()[-1:] == [printed], found.stderr[-2000:]

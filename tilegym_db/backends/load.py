@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import os
 import sys
 import threading
 import traceback
@@ -74,11 +75,21 @@ def clipped_traceback(error: BaseException, folder: Path) -> str:
     return clip_log("".join(lines).strip())
 
 
+def _keep_tilelang_off_stdout() -> None:
+    """Whose output that is does not ask for a line about each kernel, and may print JSON there. A program that uses TileLang
+    itself, or sets the variable, has its lines.
+    """
+    if "tilelang" not in sys.modules:
+        os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
+
+
 def _import(solution: SolutionFiles, name: str) -> ModuleType:
     spec = solution.record.spec
     require_toolchain(spec.language)
     check_dependencies(spec.dependencies, solution.name)
     _check_unchanged(solution)
+    if spec.language == "tilelang":
+        _keep_tilelang_off_stdout()
     package = ModuleType(_package_name(solution))
     package.__path__ = []  # found by the finder alone: the folder may hold files that the digest does not cover
     sys.modules[package.__name__] = package
