@@ -180,6 +180,10 @@ def _prompt(batch: int = 1, length: int = 9, seed: int = 0) -> torch.Tensor:
     return torch.randint(1, 96, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
+TABLES: dict[str, tuple[dict[str, str], ...]] = {"rope_half_tables": ({}, {"cos": "strided", "sin": "strided"})}
+"""The layouts of tables that are not always contiguous: gpt-oss makes them as a product that transformers 5.17 transposes."""
+
+
 def _layouts(definition: Definition) -> list[dict[str, str]]:
     """The layouts in which models pass these tensors, in any combination; all others are contiguous.
 
@@ -190,8 +194,9 @@ def _layouts(definition: Definition) -> list[dict[str, str]]:
     if definition.serving is not None and definition.serving.part == "norm":
         varying = definition.tensor_inputs[:1]
     return [
-        {name: "row_contiguous" for name, strided in zip(varying, chosen, strict=True) if strided}
+        {**{name: "row_contiguous" for name, strided in zip(varying, chosen, strict=True) if strided}, **tables}
         for chosen in itertools.product((False, True), repeat=len(varying))
+        for tables in TABLES.get(definition.name, ({},))
     ]
 
 

@@ -138,6 +138,15 @@ def operations(model: Any, logits: Any, ids: torch.Tensor) -> Counter[tuple[str,
     return found
 
 
+def copies_of_tables(model: Any, ids: torch.Tensor) -> Counter[tuple[str, Any]]:
+    """What makes an operator's table of a complex one, where its views do not: transformers 5.17 transposes DeepSeek-V2's."""
+    table = model.model.rotary_emb(model.model.embed_tokens(ids), torch.arange(ids.shape[1])[None])
+    if not isinstance(table, torch.Tensor) or table.is_contiguous():
+        return Counter()
+    pairs = torch.view_as_real(table)
+    return Counter([("aten.clone.default", pairs.shape), ("aten._unsafe_view.default", pairs.flatten(-2).shape)])
+
+
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("length", [1, 9])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "deepseek_v2"])  # phi3's rope promises another layout: a copy more
@@ -149,7 +158,8 @@ def test_where_no_kernel_pays_a_graph_has_the_operations_of_the_unpatched_model(
     with patched(model, catalog=shop.offer(smallest=128)):  # measured for longer prompts
         found = operations(model, logits, ids)
     assert not stock - found
-    assert {operation for operation, _ in found - stock} <= VIEWS.get(name, set())
+    besides = found - stock - copies_of_tables(model, ids)
+    assert {operation for operation, _ in besides} <= VIEWS.get(name, set())
 
 
 def test_a_norm_of_heads_behind_tokens_adds_transpositions_alone(

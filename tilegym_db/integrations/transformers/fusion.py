@@ -25,9 +25,11 @@ from tilegym_db.integrations.transformers.fingerprint import once_per_function
 __all__ = ["ADD_NORM", "fused_norms", "is_owned", "parsed", "plain_forward", "recompiled", "rewritten"]
 
 _uses_of_storage: Callable[[int], int] = torch._C._storage_Use_Count
+_callback_of_dynamo: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+_is_compiling = torch.compiler.is_compiling
 
 ADD_NORM = "_tilegym_db_add_norm"
-"""What the rewritten forward calls: ``normed, total = ADD_NORM(self, norm, residual, hidden)``."""
+"""What the rewritten forward calls: ``normed, total = ADD_NORM(self, norm, residual, (hidden,))``; see :func:`is_owned`."""
 
 
 def plain_forward(cls: type[torch.nn.Module]) -> FunctionType | None:
@@ -112,7 +114,7 @@ def _fused(body: list[ast.stmt], norm: str) -> list[ast.stmt]:
             index += 1
             continue
         residual, hidden, _ = match
-        (call,) = ast.parse(f"{hidden}, {residual} = {ADD_NORM}(self, self.{norm}, {residual}, {hidden})").body
+        (call,) = ast.parse(f"{hidden}, {residual} = {ADD_NORM}(self, self.{norm}, {residual}, ({hidden},))").body
         for node in ast.walk(call):
             ast.copy_location(node, body[index])
         statements.append(call)
@@ -148,38 +150,45 @@ def _match(statements: list[ast.stmt]) -> tuple[str, str, str] | None:
 # -- whose memory it is -----------------------------------------------------------------------------------------------
 
 
-def is_owned(hidden: torch.Tensor) -> bool:
+def is_owned(box: tuple[torch.Tensor]) -> bool:
     """Whether the tensor that a rewritten forward passes on is held by that forward alone: object, tensor and memory.
 
-    To be asked in a function that the forward calls with it: the references that are on the way there are counted once, with
-    a tensor that nobody else can know.
+    To be asked in a function that the forward calls with the tensor in a tuple, and that has it in one variable: these
+    references are counted once, with tensors that nobody else can know. Passed as it is, a call of a Python function would hold
+    it once or twice: CPython moves arguments into a call only while no other evaluator of frames is installed, and
+    torch.compile installs one while any thread is under it, and for the rest of the process after a compilation that failed.
+
+    Under torch.compile nothing is owned: the bytecode that it makes drops a variable that is not read again, so that whoever
+    else holds the tensor would make up for it.
     """
-    return _holders(hidden) == _own_holders()
+    if _is_compiling() or _callback_of_dynamo() is not None:
+        return False
+    return _holders(box) in _own_holders()
 
 
-def _holders(hidden: Any) -> tuple[int, int, int]:
-    memory = _uses_of_storage(hidden.untyped_storage()._cdata)
-    return sys.getrefcount(hidden), hidden._use_count(), memory
+def _holders(box: Any) -> tuple[int, ...]:
+    memory = _uses_of_storage(box[0].untyped_storage()._cdata)
+    found = sys.getrefcount(box[0]), box[0]._use_count(), memory
+    base = box[0]._base
+    return found if base is None else (*found, sys.getrefcount(base), base._use_count())
 
 
 @cache
-def _own_holders() -> tuple[int, int, int]:
-    found: tuple[int, int, int] = _counted()
-    return found
+def _own_holders() -> tuple[tuple[int, ...], ...]:
+    """Of a tensor, and of a view whose base nobody else has: PyTorch 2.11 returns one from a linear layer with a bias."""
+    with torch.inference_mode(False):  # inside that mode no view knows its base
+        return _counted(lambda: torch.empty(1)), _counted(lambda: torch.empty(1).view(1))
 
 
-def _counted() -> Any:
-    """As a rewritten forward would: a local variable, passed on to a function, which asks."""
+def _counted(made: Callable[[], torch.Tensor]) -> Any:
+    """As a rewritten forward would: a local variable, passed on in a tuple to a function, which asks."""
 
-    def passed_on(owner: Any, norm: Any, residual: Any, hidden: torch.Tensor) -> tuple[int, int, int]:
-        return asked(hidden)
+    def asked(box: tuple[torch.Tensor]) -> tuple[int, ...]:
+        (_hidden,) = box
+        return _holders(box)
 
-    def asked(hidden: torch.Tensor) -> tuple[int, int, int]:
-        return _holders(hidden)
+    def forward() -> tuple[int, ...]:
+        hidden = made()
+        return asked((hidden,))
 
-    def forward(owner: Any, residual: Any) -> Any:
-        hidden: Any = torch.empty(1)
-        hidden, _ = passed_on(owner, owner, residual, hidden), None
-        return hidden
-
-    return forward(None, None)
+    return forward()

@@ -10,13 +10,14 @@ Raw library operators, not ``torch.library.custom_op``: a call costs a seventh.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
 import re
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -238,11 +239,26 @@ def _differentiate(operator: Any, *args: Any) -> Any:
     """
     *inputs, name = args
     if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and any(map(_requires_grad, inputs))):
-        return _call_sites[name].run_stock(*inputs)
+        with _compiling():
+            return _call_sites[name].run_stock(*inputs)
     if type(inputs[0]) is torch.Tensor and not _dispatch_modes() and not _functorch_level():
         return _call_sites[name].compute(*inputs)  # nobody is looking: spare it the way through the dispatcher
     with torch._C._AutoDispatchBelowAutograd():
         return operator(*args)
+
+
+@contextlib.contextmanager
+def _compiling() -> Iterator[None]:
+    """Code within is told that it is being compiled.
+
+    Models ask, since compilers do not support all of what runs, such as grouped products of float32. PyTorch says so throughout
+    a compilation only since after 2.11, which says so to what Dynamo reads alone.
+    """
+    before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 def _requires_grad(value: Any) -> bool:
@@ -256,6 +272,6 @@ def _trace(operator: Any, mode: ProxyTorchDispatchMode, *args: Any) -> Any:
     if not impl.is_left_to_stock(*inputs):
         return mode.__torch_dispatch__(operator, (), args, {})
     run = functools.partial(impl.run_stock, as_matrices=not impl.takes_leading_axes(*inputs))
-    with mode:
+    with mode, _compiling():
         # What is traced here was rid of mutations before, and stock code may write into tensors that it made.
         return dispatch_functionalize(run, FunctionalTensorMode())(*inputs)

@@ -130,7 +130,7 @@ def layer_forward(stock: Callable[..., Any], fused: Callable[..., Any], site: Ca
 
 
 def add_norm_function(site: CallSite, attributes: Sequence[str], norm_class: type) -> Callable[..., Any]:
-    """``add_norm(layer, norm, residual, hidden) -> (normed, total)`` for what a rewritten forward passes.
+    """``add_norm(layer, norm, residual, (hidden,)) -> (normed, total)`` for what a rewritten forward passes.
 
     ``residual`` is only read. ``hidden`` may become the sum, since the layer's code drops it there and
     :func:`~tilegym_db.integrations.transformers.fusion.is_owned` makes sure that nobody else has it.
@@ -153,11 +153,12 @@ def add_norm_function(site: CallSite, attributes: Sequence[str], norm_class: typ
             return None
         return out.view(hidden.shape)
 
-    def add_norm(layer: Any, norm: Any, residual: torch.Tensor, hidden: torch.Tensor) -> Any:
+    def add_norm(layer: Any, norm: Any, residual: torch.Tensor, box: tuple[torch.Tensor]) -> Any:
+        (hidden,) = box
         if unpatched_class(norm) is not norm_class or has_hooks(norm) or any(_hooks_of_all_modules):
             site.bypass(HAS_HOOKS)
         elif not site.must_run_stock(norm.training, hidden, residual, norm.weight):
-            if type(residual) is not torch.Tensor or not is_owned(hidden):
+            if type(residual) is not torch.Tensor or not is_owned(box):
                 site.bypass(HELD)
             else:
                 out = fused(norm, residual, hidden)
