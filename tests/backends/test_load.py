@@ -156,5 +156,7 @@ print(env.is_print_on_compilation_enabled())
     name = "TILELANG_PRINT_ON_COMPILATION"
     environment = {key: value for key, value in os.environ.items() if key != name}
     environment |= {} if variable is None else {name: variable}
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=120)
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=120
+    )
     assert found.stdout.splitlines()[-1:] == [printed], found.stderr[-2000:]
