@@ -12,7 +12,7 @@ report prints them), and the digest of an `envelope` its first eight.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
@@ -53,7 +53,6 @@ ROW_COLUMNS: tuple[str, ...] = (
 are how far the ends of the latency's interval lie from it. After the last named column come the comparisons with the setup's
 alternatives: ratio, and how far its interval reaches below and above. One 0 stands for all three where the row has said them
 already of the same alternative, or else where they are the inverse of what its row of the same run and point says."""
-SETUP_COLUMNS = ("run", "solution", "config", "facts", "alternatives", "gpu", "notes", "dropped")
 
 _DAMAGE = (ValueError, TypeError, LookupError, OverflowError)
 
@@ -215,9 +214,10 @@ class TraceSet:
         """What the traces of a setup share: fields, and pieces without those of the row."""
         if index not in self._setups:
             header = self.header
-            run, solution, config, facts, alternatives, *more = header.setups[index]
+            setup = header.setups[index]
+            run, solution, config, facts, alternatives = setup[:5]
             said = header.facts[facts]
-            gpu, notes, dropped = more or (None, said.get("notes", ()), said.get("dropped", ()))
+            gpu, notes, dropped = _of_version_2(said) if len(setup) == 5 else setup[5:]
             pieces = Pieces(
                 run=header.runs[run],
                 host=header.hosts[header.runs[run][1]],
@@ -278,6 +278,10 @@ class TraceSet:
             if triple is not None and name == solution:
                 return inverse(triple)
         raise ValueError(f"no row states the comparison with {solution}")
+
+
+def _of_version_2(facts: Mapping[str, Any]) -> tuple[None, Sequence[int], Sequence[int]]:
+    return None, facts.get("notes", ()), facts.get("dropped", ())
 
 
 def damaged(source: str | Path, error: Exception) -> RecordError:
