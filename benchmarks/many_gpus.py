@@ -165,7 +165,9 @@ def measure(options: argparse.Namespace, catalog: Catalog, peaks: Path | None, r
     with tempfile.TemporaryDirectory() as scratch, on_processors(run.processors):
         if not options.warm:
             os.environ["XDG_CACHE_HOME"] = f"{scratch}/cache"
-        folder = str(options.homes / run.name.replace(" ", "-")) if options.homes else f"{scratch}/home"
+        folder = (
+            str(options.homes / run.name.replace(", ", "-").replace(" ", "-")) if options.homes else f"{scratch}/home"
+        )
         Path(folder).mkdir(parents=True, exist_ok=True)
         if peaks is not None:
             shutil.copytree(peaks, folder, dirs_exist_ok=True)
@@ -258,7 +260,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--language", default="triton", help="besides stock code; '' for all")
     parser.add_argument("--workload", help="only workloads with this tag")
     parser.add_argument("--limit", type=int, default=3, help="workloads of each Definition")
-    parser.add_argument("--only", type=Path, help="a file of workload UUIDs, one a line; no others")
+    parser.add_argument("--only", type=Path, help="a file of workload UUIDs, one a line; no others, and no --limit")
     parser.add_argument("--homes", type=Path, help="a folder for the store of each run, which is kept there")
     parser.add_argument("--warm", action="store_true", help="begin with this user's caches, not with empty ones")
     parser.add_argument("--calibrated", action="store_true", help="calibrate before the first run, not in each")
@@ -270,6 +272,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.language = (options.language if options.slots is None else "python") or None
     options.runs = options.runs.split(",")
     unknown = sorted(set(options.runs) - set(RUNS))
+    if options.homes and any(options.homes.glob("*/runs/*.jsonl")):
+        parser.error(f"--homes: {options.homes} has measurements of an earlier run, which would not be made again")
     if unknown:
         parser.error(f"--runs: unknown: {', '.join(unknown)}. Known: {', '.join(RUNS)}")
     return options
@@ -282,8 +286,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         only = frozenset(options.only.read_text().split()) if options.only else None
-        limit = options.limit if only is None else len(only)
-        catalog = limited_catalog(Path(folder) / "catalog", options.names, options.workload, limit, only)
+        options.limit = options.limit if only is None else len(only)
+        catalog = limited_catalog(Path(folder) / "catalog", options.names, options.workload, options.limit, only)
         if options.dry_run:
             return print_division(options, catalog)
         devices = cpu_slots(options.slots) if options.slots else devices_of(options.gpus, "auto")

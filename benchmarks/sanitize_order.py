@@ -59,8 +59,8 @@ def unchecked_first(tools: Sequence[str], before: Checks) -> Callable[[Batch], t
         tool = batch.then[0] if batch.tool == PLAIN else batch.tool
         known = all((item.files.digest, tool) in before for item in batch.solutions)
         language = batch.solutions[0].files.record.spec.language
-        stage = 0 if tool == tools[0] else 1 + (language != FIRST_LANGUAGE)
-        return (known, stage, tools.index(tool), batch.tool == PLAIN)
+        turn = 0 if tool == tools[0] else 1 + (language != FIRST_LANGUAGE)
+        return (known, turn, tools.index(tool), batch.tool == PLAIN)
 
     return rank
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tilegym_db.bench import audit
 from tilegym_db.bench.audit import GPU_CLOCK_ATTEMPTS, audit_clock
 from tilegym_db.bench.contents import ExpectedCache, WorkloadContents
+from tilegym_db.bench.unseen import wrong_on_unseen
 from tilegym_db.bench.verification import Verification
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Workload
@@ -88,34 +91,43 @@ def eight_contents() -> list[Expected]:
 
 
 class Stock:
-    """Stock code that the comparison with the oracle refuses on some of the contents."""
+    """Stock code that gives the oracle's outputs, but for some contents; there it gives ``wrong``."""
 
-    def __init__(self, wrong_on: list[Expected]) -> None:
-        self.wrong_on = wrong_on
+    def __init__(self, wrong_on: list[Expected], wrong: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.wrong_on, self.wrong, self.asked = wrong_on, wrong, 0
 
-    def fails(self, expected: Expected) -> bool:
-        return any(expected is other for other in self.wrong_on)
+    def outputs(self, expected: Expected) -> dict[str, torch.Tensor]:
+        self.asked += 1
+        is_wrong = any(expected is other for other in self.wrong_on)
+        return {name: (self.wrong(truth) if is_wrong else truth).half() for name, truth in expected.outputs.items()}
 
 
 @pytest.mark.parametrize(
-    ("provides", "wrong_at", "stock_wrong_at", "refused"),
+    ("provides", "wrong_at", "stock_wrong_at", "stock_gives", "refused", "asked"),
     [
-        ("stock", [2, 5], [], False),
-        ("stock", [1, 2, 5], [], True),
-        ("stock", [], [], False),
-        ("other", [5], [], True),
-        ("other", [5], [4], True),
-        ("other", [2, 5], [2, 5], False),
-        ("other", [2, 5], [2], True),
-        ("other", [1, 2, 5], [1, 2, 5], True),
+        ("stock", [2, 5], [], 0.0, False, 0),
+        ("stock", [1, 2, 5], [], 0.0, True, 0),
+        ("stock", [], [], 0.0, False, 0),
+        ("other", [5], [], 0.0, True, 1),
+        ("other", [5], [4], 0.0, True, 1),
+        ("other", [2, 5], [2, 5], 0.0, False, 2),
+        ("other", [2, 5], [2, 5], 0.5, True, 1),  # as wrong, and otherwise
+        ("other", [2, 5], [2], 0.0, True, 2),
+        ("other", [1, 2, 5], [1, 2, 5], 0.0, True, 0),
     ],
 )
 def test_unseen_contents_that_stock_code_rounds_to_zero_prove_nothing_against_it_or_a_kernel(
-    provides: str, wrong_at: list[int], stock_wrong_at: list[int], refused: bool, eight_contents: list[Expected]
+    provides: str,
+    wrong_at: list[int],
+    stock_wrong_at: list[int],
+    stock_gives: float,
+    refused: bool,
+    asked: int,
+    eight_contents: list[Expected],
 ):
     definition = Catalog.default().definitions["silu_and_mul"]
     solution = SimpleNamespace(record=SimpleNamespace(spec=SimpleNamespace(provides=provides, math="ieee")))
-    stock: Any = Stock([eight_contents[number] for number in stock_wrong_at])
+    stock: Any = Stock([eight_contents[number] for number in stock_wrong_at], lambda truth: truth * stock_gives)
     handle: Any = SimpleNamespace(solution=solution)
     runner: Any = SimpleNamespace(
         definition=definition, solution=solution, verification=Verification(handle, witness=stock)
@@ -124,7 +136,8 @@ def test_unseen_contents_that_stock_code_rounds_to_zero_prove_nothing_against_it
         {name: (truth * (number not in wrong_at)).half() for name, truth in expected.outputs.items()}
         for number, expected in enumerate(eight_contents)
     ]
-    outcome = audit._wrong(runner, eight_contents, found)
+    outcome = wrong_on_unseen(runner, eight_contents, found)
     assert (outcome is not None) == refused
+    assert stock.asked == asked
     if outcome is not None:
         assert (outcome.status, outcome.gate) == ("REJECTED", "fresh contents")

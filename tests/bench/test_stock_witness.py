@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tilegym_db.bench.contents import ExpectedCache, WorkloadContents
 from tilegym_db.bench.stock_witness import StockWitness
@@ -120,3 +121,16 @@ def test_what_stock_code_said_of_other_contents_of_the_same_case_is_not_taken_fo
     assert set(said) == {True, False}
     assert str(said[True].case) == str(said[False].case)
     witness.close()
+
+
+def test_stock_code_is_asked_what_it_gives_whether_that_is_right_or_not(make: Any) -> None:
+    stock = make("scaled_stock", RIGHT.replace("0.3", "3.0"), role="baseline", provides="stock")
+    cache = ExpectedCache(Definition.from_dict(SCALED), "cpu")
+    expected = WorkloadContents.draw(stock.handle.definition, Workload.from_dict(WORKLOAD), SEED, cache).sets[0]
+    witness = StockWitness(lambda: stock)
+    given = witness.outputs(expected)
+    assert given is not None
+    assert torch.allclose(given["out"].double(), expected.outputs["out"] * 10, rtol=1e-5)
+    assert witness.fails(expected)
+    witness.close()
+    assert StockWitness(lambda: None).outputs(expected) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +13,9 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
 
+import tilegym_db
 from tilegym_db import Catalog, patch, patched
+from tilegym_db.integrations.transformers import operators
 from tilegym_db.integrations.transformers.operators import make_site
 from tilegym_db.paths import shipped_root
 
@@ -337,3 +340,29 @@ def test_while_a_graph_is_captured_known_calls_run_kernels_and_new_ones_stock_co
         assert handle.report().hits() == {op: 2 * count for op, count in served.items()}
         assert {one.definition: one.capture_misses for one in counts} == SERVED["qwen3"]
         assert tables == [dict(site.dispatcher._keys) for _, site in handle._sites if site]
+
+
+def test_a_thread_that_traces_leaves_the_word_of_others_as_it_was() -> None:
+    """Two that begin one after the other, and end in that order."""
+    assert not torch.compiler.is_compiling()
+    with contextlib.ExitStack() as first, contextlib.ExitStack() as second:
+        first.enter_context(operators._compiling())
+        second.enter_context(operators._compiling())
+        first.close()
+        assert torch.compiler.is_compiling()
+        second.close()
+        assert not torch.compiler.is_compiling()
+
+
+def test_while_another_thread_traces_a_derivative_is_what_it_is() -> None:
+    x, weight = torch.randn(3, 16), torch.randn(16)
+
+    def norm(value: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = tilegym_db.ops.rms_norm(value, weight, 1e-6)
+        return out
+
+    alone = torch.func.jvp(norm, (x,), (torch.ones_like(x),))[1]
+    with operators._compiling():
+        beside = torch.func.jvp(norm, (x,), (torch.ones_like(x),))[1]
+    assert alone.abs().max() > 0
+    assert torch.equal(alone, beside)

@@ -356,3 +356,17 @@ def test_nothing_is_owned_in_code_that_was_compiled() -> None:
     torch.compile(keeping, backend="eager")(torch.ones(3))
     torch.compiler.reset()
     assert ANSWERS == [False]
+
+
+def test_a_tensor_whose_elements_share_memory_is_not_owned() -> None:
+    def asked(box: tuple[torch.Tensor]) -> bool:
+        (_hidden,) = box
+        return fusion.is_owned(box)
+
+    def forward() -> bool:
+        hidden = torch.zeros(1, 1, 8).expand(2, 1, 8)
+        return asked((hidden,))
+
+    assert not forward()
+    with torch.inference_mode():
+        assert not forward()

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from tilegym_db.bench.buffer_pool import BufferPool
 from tilegym_db.bench.contents import WorkloadContents
 from tilegym_db.bench.runner import Runner
-from tilegym_db.bench.stock_witness import MOST_DROPPED
+from tilegym_db.bench.unseen import wrong_on_unseen
 from tilegym_db.records.hardware import CPU
 from tilegym_db.records.trace import Performance
-from tilegym_db.verify.expected import Expected
 from tilegym_db.verify.ownership import Ownership, judge_ownership
-from tilegym_db.verify.verifier import Failure, judge, read_outputs
+from tilegym_db.verify.verifier import Failure, read_outputs
 from tilegym_db.verify.wall_clock import Elapsed, WallRun, alone_us, host_may_be_why, judge_latency
 from tilegym_db.verify.worker.environment import processors
 from tilegym_db.verify.worker.process import WorkerProcess
@@ -225,7 +223,7 @@ def _run(
         found = [read_outputs(pool.buffers, slot, runner.definition) for slot in part]
         if isinstance(outcome, Failure):
             return outcome
-        wrong = _wrong(runner, [fresh[slot] for slot in part], found)
+        wrong = wrong_on_unseen(runner, [fresh[slot] for slot in part], found)
         if wrong is not None:
             return wrong
         elapsed.append(outcome)
@@ -244,26 +242,6 @@ def _run(
         alone_us=alone_us(long, null_us, 3 * slots.calls, processors()) if on_cpu else None,
         unstolen_us=alone_us(long.unstolen, null_us, 3 * slots.calls, processors()) if on_cpu else None,
     )
-
-
-def _wrong(runner: Runner, contents: Sequence[Expected], found: Sequence[Mapping[str, Any]]) -> Failure | None:
-    """Why the outputs on contents that a Solution had not seen before refute it, or None.
-
-    Stock code rounds more often than its Definition does, and so fails a few contents: where everything is tiny, or where an
-    output is the small difference of large terms. As in fuzz cases, those prove nothing about anybody, unless they are more
-    than such contents are drawn.
-    """
-    failures = []
-    for expected, outputs in zip(contents, found, strict=True):
-        judged = judge(runner.definition, runner.solution.record, expected, outputs)
-        if isinstance(judged, Failure):
-            failures.append(runner.verification.excused(judged, expected))
-    refuted = [failure for failure in failures if not failure.excused]
-    if not refuted and len(failures) <= MOST_DROPPED * len(contents):
-        return None
-    worst = (refuted or failures)[0]
-    reason = f"wrong on contents that it had not seen before: {worst.reason}"
-    return Failure("REJECTED", reason, "", "fresh contents", None, worst.case, worst.output, worst.verdict)
 
 
 def _copying_us(runner: Runner, pool: BufferPool) -> float:

@@ -43,11 +43,9 @@ def benchmark(
             :func:`~tilegym_db.bench.of_function.benchmark_function`.
         definition: the operator that a function implements; for a function only.
         gpu: ``auto``, ``cpu``, or the slug or family of the GPU in this machine.
-        language: only Solutions in this language. Stock code always comes along, to compare with, and so do the verified
-            Solutions that may be the fastest, wherever another is measured.
+        language: only Solutions in this language; stock code and verified Solutions that may be the fastest come along.
         workload: glob over uuid, tags and axes key, such as ``stage:decode`` or ``M=1,*``; or several, of which one has to match.
-        quick: few workloads and few samples.
-        again: measure pairs anew that have a trace already.
+        quick, again: few workloads and few samples; measure pairs anew that have a trace already.
         promote: afterwards run the promotion tier on what passed, as :func:`promote` does; its traces are in the report.
         allow_unsandboxed: promote anything on a machine that cannot confine a worker; the traces say so and are never published.
             Without it, what the package ships is promoted there, for the user of that machine, and nothing else.
@@ -56,8 +54,7 @@ def benchmark(
         executor: ``ray`` or ``ray:HOST:PORT`` for the devices of a Ray cluster in place of those of this host; ``gpus`` is
             then how many of them at most. ``gpu="cpu"`` takes the processors of its nodes.
         catalog: the records; the shipped ones and the user's overlay by default.
-        store_home: folder of the store; ``$TILEGYM_DB_HOME`` or the user data folder by default.
-        observer: callbacks for progress.
+        store_home, observer: folder of the store, ``$TILEGYM_DB_HOME`` or the user data folder by default; callbacks.
 
     Raises:
         HardwareError: the GPU asked for is not the one in this machine; or it cannot confine a worker; or no cluster answers.

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from tilegym_db.bench.phases import ORACLE, Phases
 from tilegym_db.records import Definition, Workload
-from tilegym_db.records.base import canonical_json
 from tilegym_db.verify.blobs import BlobReader
 from tilegym_db.verify.distributions import RANGES, VARIED
 from tilegym_db.verify.expected import Expected, expect
@@ -60,12 +59,10 @@ class ExpectedCache:
 
     def get(self, case: Case) -> Expected | None:
         """The case with its oracle, or None where the reference itself does not pass it."""
-        files = {name: spec.model_dump(mode="json") for name, spec in case.files.items()}
-        key = f"{case} {case.seed} {canonical_json([case.layouts, case.scalars, case.scales, files])}"
         with self._phases(ORACLE), self._lock:
-            if key not in self._known:
-                self._known[key] = expect(self._definition, case, self.device, self._blobs)
-            return self._known[key]
+            if case.key not in self._known:
+                self._known[case.key] = expect(self._definition, case, self.device, self._blobs)
+            return self._known[case.key]
 
     def once(self, case: Case) -> Expected | None:
         """As :meth:`get`, for a case that is used once, and not kept."""

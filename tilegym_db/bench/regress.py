@@ -17,13 +17,12 @@ from tilegym_db.bench.gpus.messages import Concluded, Session
 from tilegym_db.bench.gpus.places import open_pool
 from tilegym_db.bench.gpus.pool import Callbacks, DevicePool
 from tilegym_db.bench.interleaved import TimedCandidate, TimingBudget
-from tilegym_db.bench.machine import Machine
 from tilegym_db.bench.plan import Options, Plan
 from tilegym_db.bench.regression import (
-    FINDINGS,
     Bars,
     Change,
     Control,
+    RegressionReport,
     RegressionRow,
     RowVerdict,
     bars_for,
@@ -44,24 +43,6 @@ __all__ = ["RegressionReport", "regress"]
 
 BEFORE, CONTROL = ".before", ".control"
 """Suffixes of the names under which an old version, and the control's second self, take part."""
-
-
-@dataclass
-class RegressionReport:
-    """What ``against`` and today's versions came to. Where ``void`` says why, no time in it can be believed."""
-
-    against: str
-    machine: Machine
-    rows: list[RegressionRow] = field(default_factory=list)
-    void: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    """What was lost on the way, where several devices measured."""
-
-    @property
-    def findings(self) -> list[RegressionRow]:
-        """The rows that are a reason to stop: what fails now, and, where times can be believed, what takes longer."""
-        counted = ("broken",) if self.void else FINDINGS
-        return [row for row in self.rows if row.verdict in counted]
 
 
 def regress(

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from tilegym_db.bench.machine import Machine
 from tilegym_db.bench.statistics import Interval, median, paired_ratio, verdict_of
 from tilegym_db.records.hardware import CPU
 
@@ -19,6 +20,7 @@ __all__ = [
     "Bars",
     "Change",
     "Control",
+    "RegressionReport",
     "RegressionRow",
     "RowVerdict",
     "bars_for",
@@ -97,6 +99,24 @@ class RegressionRow:
     workload: str = ""
     commit: str = ""
     change: Change | None = None
+
+
+@dataclass
+class RegressionReport:
+    """What ``against`` and today's versions came to. Where ``void`` says why, no time in it can be believed."""
+
+    against: str
+    machine: Machine
+    rows: list[RegressionRow] = field(default_factory=list)
+    void: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What was lost on the way, where several devices measured."""
+
+    @property
+    def findings(self) -> list[RegressionRow]:
+        """The rows that are a reason to stop: what fails now, and, where times can be believed, what takes longer."""
+        counted = ("broken",) if self.void else FINDINGS
+        return [row for row in self.rows if row.verdict in counted]
 
 
 def compare_control(one: Sequence[float], other: Sequence[float]) -> Control:

@@ -7,7 +7,7 @@ worse than what it replaces.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -32,6 +32,10 @@ class CaseVerifier(Protocol):
         """Every gate on one case, and nothing else."""
         ...
 
+    def outputs_of(self, expected: Expected) -> Mapping[str, torch.Tensor] | Failure:
+        """What one call on these contents leaves, whatever that is."""
+        ...
+
 
 @dataclass
 class StockWitness:
@@ -49,7 +53,7 @@ class StockWitness:
     def fails(self, expected: Expected) -> bool:
         """True where the comparison with the oracle refuses the stock code's result too."""
         with self._lock:
-            key = f"{expected.case} {expected.case.seed}"
+            key = expected.case.key
             if key not in self._asked:
                 self._asked[key] = self._run(expected)
             return self._asked[key]
@@ -61,12 +65,28 @@ class StockWitness:
                 self._stock.handle.close()
                 self._stock = None
 
+    def outputs(self, expected: Expected) -> Mapping[str, torch.Tensor] | None:
+        """What the stock code gives on these contents, or None where nobody can say: there is none, or no memory for it."""
+        with self._lock:
+            stock = self._started(expected)
+            if stock is None:
+                return None
+            try:
+                found = stock.outputs_of(expected)
+            except torch.OutOfMemoryError:
+                return None
+            return None if isinstance(found, Failure) else found
+
     def _run(self, expected: Expected) -> bool:
+        stock = self._started(expected)
+        if stock is None:
+            return False
+        outcome = stock.case_alone(expected)
+        return isinstance(outcome, Failure) and outcome.verdict is not None
+
+    def _started(self, expected: Expected) -> CaseVerifier | None:
+        """The verification of the stock code, where it takes such calls."""
         self._stock = self._stock or self.make()
         if self._stock is None or self._stock.handle.excludes(expected.case) is not None:
-            return False
-        try:
-            outcome = self._stock.case_alone(expected)
-        except torch.OutOfMemoryError:  # beside what is being timed: nothing is known of stock code then
-            return False
-        return isinstance(outcome, Failure) and outcome.verdict is not None
+            return None
+        return self._stock

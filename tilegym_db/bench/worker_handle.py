@@ -19,7 +19,7 @@ from tilegym_db.records.omitted import narrowed
 from tilegym_db.verify.expected import Expected
 from tilegym_db.verify.gates import OutputVerdict
 from tilegym_db.verify.inputs import Case
-from tilegym_db.verify.verifier import Failure, call_again, verify_slot
+from tilegym_db.verify.verifier import Failure, call_again, one_call, verify_slot
 from tilegym_db.verify.worker.interpreters import INTERPRETERS
 from tilegym_db.verify.worker.loading import load_request
 from tilegym_db.verify.worker.losses import WorkerDied, WorkerHasNoMemory, WorkerTimeout
@@ -222,6 +222,12 @@ class WorkerHandle:
         if isinstance(outcome, Failure):
             self._note_spoilt(outcome.log)
         return outcome
+
+    def one_call(self, buffers: SharedBuffers, expected: Expected) -> dict[str, torch.Tensor] | Failure:
+        """What one call on the first slot of attached memory leaves, whatever that is."""
+        assert self.worker is not None
+        timeout_s = self.limits.first_call_s
+        return one_call(self.worker, buffers, 0, self.definition, expected, None, timeout_s)
 
     def call_in_turn(
         self, buffers: SharedBuffers, expected: Expected, other: Expected, first: Mapping[str, torch.Tensor]

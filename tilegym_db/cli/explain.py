@@ -60,7 +60,6 @@ def command(
     form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)
     catalog = Catalog.default(trust_foreign=trust)
     slug, target = _device(gpu)
-    here = target is not None
     request = make_request(
         catalog.definition(name),
         axes=parse_axes("--axes", axes),
@@ -70,7 +69,7 @@ def command(
         gpu=slug,
         sm=target,
         mode=mode,
-        unavailable=unavailable_languages(catalog.solutions_for(name)) if here else None,
+        unavailable=unavailable_languages(catalog.solutions_for(name)) if target else None,
     )
     decision, solutions = decide_request(request, catalog)
     stock = stock_of(solutions.values())

@@ -55,14 +55,8 @@ def command(
             observer=progress.observer(),
         )
     if as_json:
-        print_json(
-            {
-                "against": report.against,
-                "gpu": report.machine.gpu,
-                "void": report.void,
-                "rows": [dataclasses.asdict(row) for row in report.rows],
-            }
-        )
+        rows = [dataclasses.asdict(row) for row in report.rows]
+        print_json({"against": report.against, "gpu": report.machine.gpu, "void": report.void, "rows": rows})
     else:
         print_report(report)
     if report.findings:

@@ -116,13 +116,16 @@ class CatalogOperator:
             for index in self._tensors:  # at every call: a generator would take as long again
                 if getattr(inputs[index], "requires_grad", False):
                     return True
-        # A compiler has no level to tell; the operator that it is given asks again where it runs.
-        return not torch.compiler.is_compiling() and (forward_ad._current_level >= 0 or _functorch_level() is not None)
+        # Dynamo cannot read the levels; the operator that it is given asks again where it runs. What says that some thread is
+        # compiling, as is_compiling() may, is no reason to miss a derivative here.
+        return not torch.compiler.is_dynamo_compiling() and (
+            forward_ad._current_level >= 0 or _functorch_level() is not None
+        )
 
     def by_reference(self, inputs: tuple[Any, ...]) -> Any:
         """What a call returns, by the operations of the reference; autograd and transforms see through them."""
         outputs = self._by_reference(inputs)
-        if torch.compiler.is_compiling() or _functorch_level() is None:
+        if torch.compiler.is_dynamo_compiling() or _functorch_level() is None:
             outputs = self._laid_out(inputs, outputs)
         return self.returned(inputs, outputs[0] if len(outputs) == 1 else outputs)
 

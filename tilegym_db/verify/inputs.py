@@ -10,6 +10,7 @@ import torch
 
 from tilegym_db.records import Definition, Workload, axes_key
 from tilegym_db.records.backward import forward_of
+from tilegym_db.records.base import canonical_json
 from tilegym_db.records.definition_parts import InputGenerator
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.expressions import evaluate
@@ -76,6 +77,12 @@ class Case:
         offset = f" offset={self.offset}" if self.offset else ""
         read = "".join(f" {name}={(spec.sha256 or '')[:12]}" for name, spec in self.files.items())
         return f"{axes_key(self.axes)} {dtypes}{layouts}{offset} contents={self.contents}{read}"
+
+    @property
+    def key(self) -> str:
+        """What tells one draw from every other."""
+        files = {name: spec.model_dump(mode="json") for name, spec in self.files.items()}
+        return f"{self} {self.seed} {canonical_json([self.layouts, self.scalars, self.scales, files])}"
 
     @property
     def contents(self) -> str:

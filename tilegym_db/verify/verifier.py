@@ -31,6 +31,7 @@ __all__ = [
     "check_memory",
     "fill_slot",
     "judge",
+    "one_call",
     "read_outputs",
     "same_bytes",
     "verify_slot",
@@ -75,7 +76,7 @@ def verify_slot(
     Returns:
         The verdict and the (contiguous) value of every output, or the failure.
     """
-    first = _one_call(worker, buffers, index, definition, expected, POISON_NAN, timeout_s)
+    first = one_call(worker, buffers, index, definition, expected, POISON_NAN, timeout_s)
     if isinstance(first, Failure):
         return first
     judged = judge(definition, solution, expected, first)
@@ -84,7 +85,7 @@ def verify_slot(
     for number in range(1, calls):
         poison = None if number == 1 else POISON_NAN
         alike = number == in_model
-        again = _one_call(worker, buffers, index, definition, expected, poison, timeout_s, as_in_model=alike)
+        again = one_call(worker, buffers, index, definition, expected, poison, timeout_s, as_in_model=alike)
         failure = (
             again if isinstance(again, Failure) else _check_repeat(definition, solution, expected, first, again, number)
         )
@@ -94,7 +95,7 @@ def verify_slot(
         definition,
         expected,
         first,
-        lambda other: _one_call(worker, buffers, index, definition, other, POISON_NAN, timeout_s),
+        lambda other: one_call(worker, buffers, index, definition, other, POISON_NAN, timeout_s),
         draws,
         deterministic=solution.spec.deterministic,
     )
@@ -112,7 +113,7 @@ def call_again(
     timeout_s: float,
 ) -> Failure | None:
     """A call that was made before must give the same bytes after one on other inputs of its shape, and without gradients."""
-    again = _one_call(worker, buffers, 0, definition, expected, None, timeout_s, without_gradients=True)
+    again = one_call(worker, buffers, 0, definition, expected, None, timeout_s, without_gradients=True)
     if isinstance(again, Failure):
         return again
     if not solution.spec.deterministic:
@@ -169,7 +170,7 @@ def _check_spread(
     return None
 
 
-def _one_call(
+def one_call(
     worker: WorkerProcess,
     buffers: SharedBuffers,
     index: int,
@@ -179,6 +180,7 @@ def _one_call(
     timeout_s: float,
     **mode: bool,
 ) -> dict[str, torch.Tensor] | Failure:
+    """Make one call on a slot, which is filled before, and give back what it left, whatever that is."""
     fill_slot(buffers, index, definition, expected, poison)
     before = buffers.slot(index).clone()
     buffers.settle()

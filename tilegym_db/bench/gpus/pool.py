@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from tilegym_db.bench.gpus.devices import MeasuringDevice
 from tilegym_db.bench.gpus.messages import Concluded, Done, Failed, Order, Peaks, Ready, Session, Starting, Told, Traced
-from tilegym_db.bench.gpus.process import Supervisor, SupervisorLost
+from tilegym_db.bench.gpus.process import DeviceSupervisor, SupervisorLost
 from tilegym_db.bench.gpus.site import Site
 from tilegym_db.bench.gpus.work import WorkItem, WorkQueue, divide
 from tilegym_db.bench.phases import AT_WORK, IDLE, START, added
@@ -76,7 +76,7 @@ class DevicePool:
     def __init__(
         self,
         devices: Sequence[MeasuringDevice],
-        start: Callable[[MeasuringDevice], Supervisor],
+        start: Callable[[MeasuringDevice], DeviceSupervisor],
         arrivals: Arrivals = no_arrivals,
         site: Site | None = None,
         least_pieces: int = 0,
@@ -91,7 +91,7 @@ class DevicePool:
             least_pieces: of a plan, for devices that may come later.
         """
         self.devices = list(devices)
-        self.processes: dict[str, Supervisor] = {}
+        self.processes: dict[str, DeviceSupervisor] = {}
         self.site = site
         self._start_on = start
         self._arrivals = arrivals
@@ -184,7 +184,7 @@ class DevicePool:
             callbacks.starting(device.label, JOINED)
 
     def _handle(
-        self, process: Supervisor, message: Any, work: WorkQueue, callbacks: Callbacks, report: PoolReport
+        self, process: DeviceSupervisor, message: Any, work: WorkQueue, callbacks: Callbacks, report: PoolReport
     ) -> None:
         label = process.device.label
         match message:
@@ -221,7 +221,7 @@ class DevicePool:
 
     def _lose(
         self,
-        process: Supervisor,
+        process: DeviceSupervisor,
         reason: str,
         work: WorkQueue,
         callbacks: Callbacks,

@@ -20,7 +20,7 @@ from tilegym_db.bench.gpus.messages import Order
 from tilegym_db.bench.gpus.work import WorkItem
 from tilegym_db.confinement.bounds import HOST_SHARE
 
-__all__ = ["DeviceProcess", "Supervisor", "SupervisorLost"]
+__all__ = ["DeviceProcess", "DeviceSupervisor", "SupervisorLost"]
 
 TAIL_BYTES = 2000
 
@@ -29,7 +29,7 @@ class SupervisorLost(Exception):
     """The supervisor of a device is gone; the message says how."""
 
 
-class Supervisor(Protocol):
+class DeviceSupervisor(Protocol):
     """What a pool asks of the other end of a supervisor, wherever that runs; :class:`DeviceProcess` says what each is."""
 
     device: MeasuringDevice

@@ -99,8 +99,7 @@ def tune(
         quick: few workloads, few rounds, and a small budget unless one is given.
         again: forget what earlier runs tried.
         catalog: the records; the shipped ones and the user's overlay by default.
-        store_home: folder of the store; ``$TILEGYM_DB_HOME`` or the user data folder by default.
-        observer: callbacks for progress.
+        store_home, observer: folder of the store, ``$TILEGYM_DB_HOME`` or the user data folder by default; callbacks.
         gpus, executor: as for :func:`~tilegym_db.benchmark`.
 
     Raises:

@@ -161,8 +161,8 @@ def is_owned(box: tuple[torch.Tensor]) -> bool:
     Under torch.compile nothing is owned: the bytecode that it makes drops a variable that is not read again, so that whoever
     else holds the tensor would make up for it.
     """
-    if _is_compiling() or _callback_of_dynamo() is not None:
-        return False
+    if _is_compiling() or _callback_of_dynamo() is not None or not box[0].is_contiguous():
+        return False  # elements of a tensor that is not contiguous may share memory
     return _holders(box) in _own_holders()
 
 

@@ -45,6 +45,10 @@ NAMESPACE = "tilegym_db"
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 
+_tracing = threading.Lock()
+_depth: list[None] = []
+_said_before = False
+
 
 @dataclass(frozen=True, eq=False)
 class OperatorImpl:
@@ -239,7 +243,7 @@ def _differentiate(operator: Any, *args: Any) -> Any:
     """
     *inputs, name = args
     if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and any(map(_requires_grad, inputs))):
-        with _compiling():
+        with _compiling() if _dispatch_modes() else contextlib.nullcontext():
             return _call_sites[name].run_stock(*inputs)
     if type(inputs[0]) is torch.Tensor and not _dispatch_modes() and not _functorch_level():
         return _call_sites[name].compute(*inputs)  # nobody is looking: spare it the way through the dispatcher
@@ -252,13 +256,21 @@ def _compiling() -> Iterator[None]:
     """Code within is told that it is being compiled.
 
     Models ask, since compilers do not support all of what runs, such as grouped products of float32. PyTorch says so throughout
-    a compilation only since after 2.11, which says so to what Dynamo reads alone.
+    a compilation only since after 2.11, which says so to what Dynamo reads alone. It says so to every thread; the first of ours
+    that traces sets it, and the last gives back what it was.
     """
-    before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True
+    global _said_before
+    with _tracing:
+        _depth.append(None)
+        if len(_depth) == 1:
+            _said_before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True
     try:
         yield
     finally:
-        torch.compiler._is_compiling_flag = before
+        with _tracing:
+            _depth.pop()
+            if not _depth:
+                torch.compiler._is_compiling_flag = _said_before
 
 
 def _requires_grad(value: Any) -> bool:
