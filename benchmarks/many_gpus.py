@@ -165,17 +165,17 @@ def measure(options: argparse.Namespace, catalog: Catalog, peaks: Path | None, r
     with tempfile.TemporaryDirectory() as scratch, on_processors(run.processors):
         if not options.warm:
             os.environ["XDG_CACHE_HOME"] = f"{scratch}/cache"
-        folder = (
-            str(options.homes / run.name.replace(", ", "-").replace(" ", "-")) if options.homes else f"{scratch}/home"
+        home = (
+            options.homes / run.name.replace(", ", "-").replace(" ", "-") if options.homes else Path(scratch) / "home"
         )
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        home.mkdir(parents=True, exist_ok=True)
         if peaks is not None:
-            shutil.copytree(peaks, folder, dirs_exist_ok=True)
+            shutil.copytree(peaks, home, dirs_exist_ok=True)
         watch = Watch(run.kill_after)
         tier = promote if options.tier == "promotion" else benchmark
         report = tier(
             tuple(options.names), gpu=devices[0].gpu, language=options.language, gpus=devices, catalog=catalog,
-            store_home=Path(folder), observer=watch.observer(),
+            store_home=home, observer=watch.observer(),
         )  # fmt: skip
         return record(report, run, watch)
 
@@ -272,10 +272,12 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.language = (options.language if options.slots is None else "python") or None
     options.runs = options.runs.split(",")
     unknown = sorted(set(options.runs) - set(RUNS))
-    if options.homes and any(options.homes.glob("*/runs/*.jsonl")):
-        parser.error(f"--homes: {options.homes} has measurements of an earlier run, which would not be made again")
     if unknown:
         parser.error(f"--runs: unknown: {', '.join(unknown)}. Known: {', '.join(RUNS)}")
+    if options.homes and any(options.homes.glob("*/runs/*.jsonl")):
+        parser.error(
+            f"--homes: {options.homes} has what an earlier run measured, which no run repeats. Name another folder"
+        )
     return options
 
 

@@ -158,11 +158,11 @@ def is_owned(box: tuple[torch.Tensor]) -> bool:
     it once or twice: CPython moves arguments into a call only while no other evaluator of frames is installed, and
     torch.compile installs one while any thread is under it, and for the rest of the process after a compilation that failed.
 
-    Under torch.compile nothing is owned: the bytecode that it makes drops a variable that is not read again, so that whoever
-    else holds the tensor would make up for it.
+    Under torch.compile nothing is owned: the bytecode that it makes drops a variable that is not read again, so that the count
+    is one too low, and one other holder would go unseen. Nor is a tensor that is not contiguous, whose elements may share memory.
     """
     if _is_compiling() or _callback_of_dynamo() is not None or not box[0].is_contiguous():
-        return False  # elements of a tensor that is not contiguous may share memory
+        return False
     return _holders(box) in _own_holders()
 
 

@@ -46,8 +46,9 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 
 _tracing = threading.Lock()
-_depth: list[None] = []
-_said_before = False
+_tracers = 0
+"""How many threads are in :func:`_compiling`."""
+_flag_before = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,22 +256,22 @@ def _differentiate(operator: Any, *args: Any) -> Any:
 def _compiling() -> Iterator[None]:
     """Code within is told that it is being compiled.
 
-    Models ask, since compilers do not support all of what runs, such as grouped products of float32. PyTorch says so throughout
-    a compilation only since after 2.11, which says so to what Dynamo reads alone. It says so to every thread; the first of ours
-    that traces sets it, and the last gives back what it was.
+    Models ask, since compilers do not support all of what runs, such as grouped products of float32. PyTorch 2.11 answers yes
+    to what Dynamo reads alone; newer versions do so during the whole compilation. The flag is one for all threads: the first
+    that comes here sets it, and the last that leaves puts it back.
     """
-    global _said_before
+    global _tracers, _flag_before
     with _tracing:
-        _depth.append(None)
-        if len(_depth) == 1:
-            _said_before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True
+        _tracers += 1
+        if _tracers == 1:
+            _flag_before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True
     try:
         yield
     finally:
         with _tracing:
-            _depth.pop()
-            if not _depth:
-                torch.compiler._is_compiling_flag = _said_before
+            _tracers -= 1
+            if not _tracers:
+                torch.compiler._is_compiling_flag = _flag_before
 
 
 def _requires_grad(value: Any) -> bool:

@@ -97,14 +97,14 @@ def _proved(quantisation: Quantisation, recorded: Recorded, handle: Handle, way:
 def _check_left(proofs: Sequence[LayerProof], way: str, handle: Handle) -> None:
     if all(proof.reason for proof in proofs):
         unserved = any(proof.reason == UNSERVED for proof in proofs)
-        told = "; ".join(
-            dict.fromkeys((*(proof.reason for proof in proofs), *(_why_stock(handle) if unserved else ())))
-        )
-        step = (
-            f" Try: inputs= with as many tokens as your calls have; tilegym-db fit; or {FP8_REFERENCE!r}, to look at the numbers "
-            "alone."
-        )
-        step = step if unserved else ""
+        reasons, step = [proof.reason for proof in proofs], ""
+        if unserved:
+            reasons += _why_stock(handle)
+            step = (
+                " Try: inputs= with as many tokens as your calls have; tilegym-db fit; or "
+                f"{FP8_REFERENCE!r}, to look at the numbers alone."
+            )
+        told = "; ".join(dict.fromkeys(reasons))
         raise UsageError(f"quantise={way!r} is refused: it would leave no layer quantised ({told}).{step}")
 
 
