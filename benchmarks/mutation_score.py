@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
-from exploits.mutant_judge import REFERENCE, Judge, Target, targets_of
+from exploits.mutant_judge import REFERENCE, Judge, Target, UnfitSourceError, targets_of
 from exploits.mutants import KINDS, REWRITES, Mutant, mutants_of
 
 from tilegym_db.catalog import Catalog
@@ -170,11 +170,7 @@ def score_target(
             print(f"{target.definition.name}/{target.name}: not begun by the deadline", flush=True)
             return
         if unfit is not None:
-            print(
-                f"{target.definition.name}/{target.name} itself is refused: {unfit.reason} {unfit.log[-500:]}",
-                flush=True,
-            )
-            return
+            raise UnfitSourceError(unfit)
         made = (mutant for mutant in mutants_of(target.source, target.entry) if mutant.kind in kinds)
         mutants = chosen(made, most, zlib.crc32(target.source.encode()) ^ SEED)
         for number, mutant in enumerate(mutants):
@@ -192,6 +188,11 @@ def score_target(
             else:
                 reached = judge.is_reached(mutant)
                 score.add(target, mutant, "survived" if reached or deadline.passed else "not reached")
+    except UnfitSourceError as error:
+        if not deadline.passed:
+            log = error.failure.log[-500:]
+            print(f"{target.definition.name}/{target.name} itself is refused: {error} {log}", flush=True)
+        return
     finally:
         judge.close()
     took = time.monotonic() - start
