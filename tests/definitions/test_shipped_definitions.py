@@ -15,6 +15,7 @@ from tilegym_db.store.input_files import shipped_traces
 from tilegym_db.verify.comparison import base_errors, check_lifted, check_outputs
 from tilegym_db.verify.ranking import followed
 from tilegym_db.verify.reference import Lifted, oracle, run_reference
+from tilegym_db.verify.self_test import self_test, tiny_workloads
 from tilegym_db.verify.torch_dtypes import storage_dtype
 
 Draw = Callable[[Definition, Workload], dict[str, Any]]
@@ -64,6 +65,11 @@ def test_every_planted_error_changes_the_reference(definition: Definition) -> No
     changed = {definition.reference.replace(error.find, error.replace) for error in definition.self_test.planted_errors}
     assert len(changed) == len(definition.self_test.planted_errors)
     assert definition.reference not in changed
+
+
+def test_the_self_test_finds_nothing(definition: Definition, catalog: Catalog) -> None:
+    workloads = tiny_workloads(definition, catalog.workloads_for(definition.name))
+    assert [str(finding) for finding in self_test(definition, workloads)] == []
 
 
 def test_reference_gives_the_declared_shapes_and_dtypes(tiny: Tiny, drawn: Draw) -> None:

@@ -57,6 +57,23 @@ def test_a_planted_error_that_makes_no_difference_is_a_finding(changed_test, fin
     assert [text.split(": is accepted")[0] for text in found] == ["row_scale: planted error (the planted one)"]
 
 
+def test_a_planted_error_that_only_other_contents_show_is_no_finding(changed_test, findings):
+    cut = planted("x.float()", "x.float().clamp(-60, 60)")  # nothing of a normal draw is that large
+    assert findings(changed_test(planted_errors=[*changed_test().self_test.model_dump()["planted_errors"], cut])) == []
+
+
+def test_a_planted_error_may_change_nothing_in_one_dtype_but_not_in_all(changed_test, workload_record):
+    rounded = planted("x.float()", "x.bfloat16().float()")
+    definition = changed_test(planted_errors=[*changed_test().self_test.model_dump()["planted_errors"], rounded])
+    half, single = (
+        Workload.from_dict(workload_record(axes={"M": 16, "N": 128}, dtypes={"T": dtype}))
+        for dtype in ("bfloat16", "float32")
+    )
+    assert self_test(definition, [half, single]) == []
+    (finding,) = self_test(definition, [half])
+    assert str(finding).startswith("row_scale: planted error (the planted one): is accepted by the comparison at M=16,")
+
+
 def test_a_planted_error_that_raises_is_a_finding(changed_test, findings):
     errors = [planted("x.float()", "unknown"), planted("* factor", "/ factor"), planted("* factor", "- factor")]
     found = findings(changed_test(planted_errors=errors))

@@ -76,8 +76,9 @@ def clipped_traceback(error: BaseException, folder: Path) -> str:
 
 
 def _keep_tilelang_off_stdout() -> None:
-    """Whose output that is does not ask for a line about each kernel, and may print JSON there. A program that imported TileLang
-    itself before, or that sets the variable, has its lines.
+    """TileLang prints a line about each kernel, and a program whose output this is may print JSON there.
+
+    A program that imported TileLang itself before, or that sets the variable, has its lines.
     """
     if "tilelang" not in sys.modules:
         os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")

@@ -60,9 +60,10 @@ class ExpectedCache:
     def get(self, case: Case) -> Expected | None:
         """The case with its oracle, or None where the reference itself does not pass it."""
         with self._phases(ORACLE), self._lock:
-            if case.key not in self._known:
-                self._known[case.key] = expect(self._definition, case, self.device, self._blobs)
-            return self._known[case.key]
+            key = case.key
+            if key not in self._known:
+                self._known[key] = expect(self._definition, case, self.device, self._blobs)
+            return self._known[key]
 
     def once(self, case: Case) -> Expected | None:
         """As :meth:`get`, for a case that is used once, and not kept."""

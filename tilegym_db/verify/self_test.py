@@ -10,14 +10,16 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition, Workload
-from tilegym_db.records.definition_parts import SelfTest
+from tilegym_db.records.definition_parts import PlantedError, SelfTest
 from tilegym_db.records.tolerance import limits_for
 from tilegym_db.verify.comparison import check_lifted, check_outputs
+from tilegym_db.verify.distributions import DISTRIBUTIONS, RANGES
 from tilegym_db.verify.drawing import judge_draws
 from tilegym_db.verify.expected import Expected, broken_constraint, expect
 from tilegym_db.verify.gates import MIN_ELEMENTS_FOR_NORMS
@@ -38,6 +40,8 @@ _COARSER: dict[torch.dtype, torch.dtype] = {
 }
 
 DRAW_SO = "say how they are drawn in 'input_generators' or 'joint_inputs'"
+
+_OTHER_CONTENTS = tuple(name for name in (*DISTRIBUTIONS, *RANGES) if name != "normal")
 
 Outputs = Mapping[str, torch.Tensor]
 
@@ -68,13 +72,20 @@ def self_test(definition: Definition, workloads: list[Workload]) -> list[SelfTes
         findings.append(SelfTestFinding(definition.name, "self_test", missing))
     if not workloads:
         findings.append(SelfTestFinding(definition.name, "self_test", "it has no workload tagged 'tiny' to run on"))
+    harmless: list[dict[str, SelfTestFinding]] = []
     for workload in workloads:
         # Contents are drawn, also where a file holds them: the test needs two calls that differ.
         case = replace(Case.of_workload(definition, workload, distribution="normal", seed=SEEDS[0]), files={})
         try:
-            findings += _test_case(definition, case)
+            found, without_effect = _test_case(definition, case)
         except RecordError as error:
             findings.append(SelfTestFinding(definition.name, f"at {case}", _in_one_line(error)))
+        else:
+            findings += found
+            harmless.append(without_effect)
+    # A rounding that is left out is no mistake in the dtype that it rounds to, but it must be one in another.
+    for label in set.intersection(*map(set, harmless)) if harmless else ():
+        findings.append(harmless[0][label])
     return findings
 
 
@@ -86,34 +97,65 @@ def _in_one_line(error: RecordError) -> str:
     return str(error) if len(lines) == 1 else f"{lines[0]}{place} {lines[-1]}"
 
 
-def _test_case(definition: Definition, case: Case) -> list[SelfTestFinding]:
+def _test_case(definition: Definition, case: Case) -> tuple[list[SelfTestFinding], dict[str, SelfTestFinding]]:
+    """What is wrong at a case; and by its label what to say of a planted error that changes nothing here."""
     expected = expect(definition, case, "cpu")
     if expected is None and (broken := broken_constraint(definition, case.axes, draw_inputs(definition, case, "cpu"))):
-        return [
-            SelfTestFinding(definition.name, "content_constraints", f"drawn inputs break {broken} at {case}; {DRAW_SO}")
-        ]
+        what = f"drawn inputs break {broken} at {case}; {DRAW_SO}"
+        return [SelfTestFinding(definition.name, "content_constraints", what)], {}
     if expected is None:
-        return [
-            SelfTestFinding(definition.name, "reference", f"in its own dtype it fails its own comparison at {case}")
-        ]
+        what = f"in its own dtype it fails its own comparison at {case}"
+        return [SelfTestFinding(definition.name, "reference", what)], {}
     if definition.self_test is None:
-        return []
+        return [], {}
     findings = _must_agree(definition, definition.self_test, case, expected)
-    wrong = _made_wrong(definition, case, expected)
+    for check, outputs in _made_wrong(definition, case, expected):
+        if _accepted(definition, case, expected, outputs):
+            findings.append(_is_accepted(definition, check, case))
+    without_effect = {}
     for planted in definition.self_test.planted_errors:
         label = f"planted error ({planted.why})"
-        source = definition.reference.replace(planted.find, planted.replace)
         try:
-            found = run_reference(definition, expected.inputs, source=source, label=label)
-            if _drawn_rightly(definition, expected, found, source, label):
-                wrong.append((label, found))
+            effect = _effect_of(definition, planted, label, expected)
         except RecordError as error:
             fault = f"does not run, so it proves nothing: {_in_one_line(error)}"
             findings.append(SelfTestFinding(definition.name, label, f"{fault} at {case}"))
-    for check, outputs in wrong:
-        if _accepted(definition, case, expected, outputs):
-            findings.append(SelfTestFinding(definition.name, check, f"is accepted by the comparison at {case}"))
-    return findings
+            continue
+        if effect == "none":
+            without_effect[label] = _is_accepted(definition, label, case)
+        elif effect == "accepted":
+            findings.append(_is_accepted(definition, label, case))
+    return findings, without_effect
+
+
+def _is_accepted(definition: Definition, check: str, case: Case) -> SelfTestFinding:
+    return SelfTestFinding(definition.name, check, f"is accepted by the comparison at {case}")
+
+
+def _effect_of(
+    definition: Definition, planted: PlantedError, label: str, expected: Expected
+) -> Literal["refused", "accepted", "none"]:
+    """What becomes of a planted error at a case, and, where that accepts it, with the other contents that fuzzing draws."""
+    source = definition.reference.replace(planted.find, planted.replace)
+    changes_something = False
+    for contents in (expected.case.distribution, *_OTHER_CONTENTS):
+        given = expected
+        if contents != expected.case.distribution:
+            drawn = expect(definition, replace(expected.case, distribution=contents), "cpu")
+            if drawn is None:  # contents at which the reference itself may fail
+                continue
+            given = drawn
+        found = run_reference(definition, given.inputs, source=source, label=label)
+        drawn_rightly = _drawn_rightly(definition, given, found, source, label)
+        if not drawn_rightly or not _accepted(definition, given.case, given, found):
+            return "refused"
+        right = run_reference(definition, given.inputs)
+        changes_something |= any(not _same_bytes(value, right[name]) for name, value in found.items())
+    return "accepted" if changes_something else "none"
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
 
 
 INDEPENDENT = "independent formulation"
