@@ -4,7 +4,11 @@ The plain ones are the references of the Definitions, through which autograd goe
 All ways have the same parameters and inputs and take turns; ratios are of times in the same round, with 99% intervals. Each
 gradient is held against that in fp64 first.
 
+Of layers this small the host is slower than the GPU. With ``--graphs`` every way is recorded as a CUDA graph too, and timed as
+one, which is what the GPU itself takes.
+
     python -m benchmarks.training_layers --tokens 4096 --out layers.json
+    python -m benchmarks.training_layers --tokens 4096 --graphs
     python -m benchmarks.training_layers pipeline --tokens 4096 --profile     # what the GPU does in a step
     python -m benchmarks.training_layers --device cpu --tokens 8 --hidden 32 --rounds 3
 """
@@ -118,6 +122,28 @@ def steps(name: str, tokens: int, options: argparse.Namespace, compiles: bool = 
     return found
 
 
+GRAPH = "_graph"
+
+
+def graphed(step: Step) -> Step:
+    """A step as one CUDA graph, which leaves the gradients of its last replay where they were when it was recorded."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):  # autograd remembers the stream of the forward, which must not be the default one
+        for _ in range(WARM_UP_ROUNDS):
+            step()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = step()
+
+    def replay() -> list[torch.Tensor]:
+        graph.replay()
+        return held
+
+    return replay
+
+
 def errors(name: str, options: argparse.Namespace) -> dict[str, float]:
     """Way -> the largest relative error of a gradient against fp64."""
     tokens = min(options.tokens, ERROR_TOKENS)
@@ -161,6 +187,9 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Errors, times, ratios and, where asked for, the kernels of one layer."""
     wrong = errors(name, options)
     ways = steps(name, options.tokens, options)
+    profiles = {way: profiled(step, options.device) for way, step in ways.items()} if options.profile else None
+    if options.graphs:
+        ways |= {f"{way}{GRAPH}": graphed(step) for way, step in ways.items()}
     times: dict[str, list[float]] = {way: [] for way in ways}
     orders = balanced_orders(list(ways))
     for number in range(WARM_UP_ROUNDS + options.rounds):
@@ -169,8 +198,9 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
             if number >= WARM_UP_ROUNDS:
                 times[way].append(spent)
     ratios = {}
-    for way in ("ours", "ours_compiled"):
-        for other in ("reference_compiled", "reference"):
+    pairs = [(way, other) for way in ("ours", "ours_compiled") for other in ("reference_compiled", "reference")]
+    for kind in ("", GRAPH) if options.graphs else ("",):
+        for way, other in ((f"{way}{kind}", f"{other}{kind}") for way, other in pairs):
             ratio = paired_ratio(times[way], times[other])
             ratios[f"{way} over {other}"] = [ratio.median, ratio.low, ratio.high]
     return {
@@ -180,7 +210,7 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "error against fp64": wrong,
         "ms": {way: sorted(values)[len(values) // 2] for way, values in times.items()},
         "speedup, low, high": ratios,
-        "kernels": {way: profiled(ways[way], options.device) for way in ways} if options.profile else None,
+        "kernels": profiles,
     }
 
 
@@ -195,6 +225,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--calls", type=int, default=5, help="steps in a row that are timed together")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--graphs", action="store_true", help="each way as a CUDA graph too")
     parser.add_argument("--out", type=Path)
     return parser.parse_args(arguments)
 

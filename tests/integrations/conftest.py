@@ -180,10 +180,6 @@ def _prompt(batch: int = 1, length: int = 9, seed: int = 0) -> torch.Tensor:
     return torch.randint(1, 96, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-TABLES: dict[str, tuple[dict[str, str], ...]] = {"rope_half_tables": ({}, {"cos": "strided", "sin": "strided"})}
-"""The layouts of tables that are not always contiguous: gpt-oss makes them as a product that transformers 5.17 transposes."""
-
-
 def _layouts(definition: Definition) -> list[dict[str, str]]:
     """The layouts in which models pass these tensors, in any combination; all others are contiguous.
 
@@ -194,9 +190,8 @@ def _layouts(definition: Definition) -> list[dict[str, str]]:
     if definition.serving is not None and definition.serving.part == "norm":
         varying = definition.tensor_inputs[:1]
     return [
-        {**{name: "row_contiguous" for name, strided in zip(varying, chosen, strict=True) if strided}, **tables}
+        {name: "row_contiguous" for name, strided in zip(varying, chosen, strict=True) if strided}
         for chosen in itertools.product((False, True), repeat=len(varying))
-        for tables in TABLES.get(definition.name, ({},))
     ]
 
 
@@ -253,6 +248,7 @@ class Shop:
         returning: tuple[str, ...] = (),
         device: tuple[str, str] = ("cpu", "cpu"),
         smallest: int = 1,
+        smallest_of: tuple[tuple[str, int], ...] = (),
     ) -> Catalog:
         """Publish one kernel per operator. Returns the catalog with them.
 
@@ -265,8 +261,9 @@ class Shop:
                 is the shipped Triton kernel, for a process in which the interpreter runs it.
             device: the GPU and target that they are published for.
             smallest: the smallest size of an axis that they were measured at; a call of fewer tokens is left to stock.
+            smallest_of: the same for some operators alone.
         """
-        asked = (body, rounding, without, ops, returning, device, smallest)
+        asked = (body, rounding, without, ops, returning, device, smallest, smallest_of)
         is_first = not self.root.exists()
         if is_first and asked in OFFERED:
             files, table = OFFERED[asked]
@@ -276,7 +273,7 @@ class Shop:
         else:
             for op in (op for op in ops if op not in without):
                 self._write(op, body, rounding, returns=op in returning)
-            table = self._table(without, device, smallest)
+            table = self._table(without, device, smallest, dict(smallest_of))
         if is_first and asked not in OFFERED:
             written = [file for file in self.root.rglob("*") if file.is_file()]
             OFFERED[asked] = {str(file.relative_to(self.root)): file.read_bytes() for file in written}, table
@@ -285,12 +282,14 @@ class Shop:
         self.republish(path, table)
         return Catalog((shipped_root(), self.root))
 
-    def _table(self, without: tuple[str, ...], device: tuple[str, str], smallest: int) -> str:
+    def _table(
+        self, without: tuple[str, ...], device: tuple[str, str], smallest: int, smallest_of: Mapping[str, int]
+    ) -> str:
         """What is published of every kernel that was written, as JSON."""
         entries: list[dict[str, Any]] = []
         catalog = Catalog((shipped_root(), self.root))
         for op in (op for op in (*OPS, *BACKWARDS) if op not in without and self._folder(op).is_dir()):
-            entries += self._entries(catalog, op, smallest)
+            entries += self._entries(catalog, op, smallest_of.get(op, smallest))
         table = {
             "schema_version": 1,
             "gpu": device[0],

@@ -26,8 +26,8 @@ from tilegym_db.integrations.transformers.call_site import AUTOCAST, IN_TRAINING
 from tilegym_db.integrations.transformers.parts.fp8_linear import OTHER_DTYPE, STATIC
 from tilegym_db.paths import shipped_root
 
-CAST, PRODUCT = "per_token_cast", "gemm_fp8_blockwise"
-OTHER_BITS = f"probed, it does not give the bits of {PRODUCT}"
+CAST, PRODUCT, FUSED = "per_token_cast", "gemm_fp8_blockwise", "gemm_fp8_blockwise_dynamic"
+OTHER_BITS = "probed, it does not give the bits of {}"
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
 LAYERS = 14
 """Seven linear layers in each of two decoder layers."""
@@ -98,6 +98,13 @@ def quantised_model(build: Any, name: str = "qwen3") -> Any:
 
 def values(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+@pytest.fixture
+def kernels(shop: Any) -> Catalog:
+    """The cast and the product, and no kernel that does both."""
+    catalog: Catalog = shop.offer(ops=(CAST, PRODUCT))
+    return catalog
 
 
 def sites(module: torch.nn.Module, catalog: Catalog, **options: Any) -> dict[str, str]:
@@ -176,7 +183,7 @@ def test_a_layer_runs_on_the_triton_kernels_themselves(shop: Any) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(1, 256), (2, 3, 256), (300, 256)])
 def test_a_call_gives_the_bits_of_stock(shape: tuple[int, ...], bias: bool, shop: Any) -> None:
-    module, x, catalog = layer(bias=bias), values(*shape), shop.offer(rounding="reference")
+    module, x, catalog = layer(bias=bias), values(*shape), shop.offer(rounding="reference", ops=(CAST, PRODUCT))
     with torch.no_grad():
         stock = module(x)
         with patched(torch.nn.ModuleList([module]), catalog=catalog) as handle:
@@ -223,11 +230,11 @@ def test_under_autocast_stock_code_runs(poison: Catalog) -> None:
 
 @pytest.mark.parametrize("without", [CAST, PRODUCT])
 def test_without_a_kernel_for_both_the_layer_is_left_as_it_is(without: str, shop: Any) -> None:
-    module, catalog = layer(), shop.offer(without=(without,))
+    module, catalog = layer(), shop.offer(without=(without, FUSED))
     with patched(torch.nn.ModuleList([module]), catalog=catalog) as handle:
         assert type(module) is fp8.FP8Linear
-    (site,) = handle.report().sites
-    assert site.reason == f"{without} was not measured on cpu"
+    reasons = {site.definition: site.reason for site in handle.report().sites}
+    assert reasons == {name: f"{missing} was not measured on cpu" for name, missing in ((FUSED, FUSED), (PRODUCT, without))}
 
 
 def test_a_product_that_fails_leaves_the_whole_call_to_stock(shop: Any) -> None:
@@ -245,8 +252,10 @@ def test_a_machine_that_cannot_run_the_models_own_code_serves_nothing(
 ) -> None:
     monkeypatch.setattr(fp8, "_FINEGRAINED_FP8", None)
     monkeypatch.setattr(fp8, "is_kernels_available", lambda: False)
-    (reason,) = sites(layer(), kernels).values()
-    assert reason.startswith("it cannot be probed: ImportError: finegrained-fp8 kernel unavailable")
+    reasons = sites(layer(), kernels)
+    assert set(reasons) == {FUSED, PRODUCT}
+    for reason in reasons.values():
+        assert reason.startswith("it cannot be probed: ImportError: finegrained-fp8 kernel unavailable")
 
 
 @pytest.mark.parametrize("error", [PermissionError("no cache"), CorruptedCacheException("bad"), HTTPError("no route")])
@@ -259,8 +268,8 @@ def test_a_hub_that_gives_no_kernel_is_told_of(
     monkeypatch.setattr(fp8, "_FINEGRAINED_FP8", None)
     monkeypatch.setattr(fp8, "is_kernels_available", lambda: True)
     monkeypatch.setattr(fp8, "lazy_load_kernel", load)
-    (reason,) = sites(layer(), kernels).values()
-    assert reason == f"it cannot be probed: {type(error).__name__}: {error}"
+    told = f"it cannot be probed: {type(error).__name__}: {error}"
+    assert sites(layer(), kernels) == dict.fromkeys((FUSED, PRODUCT), told)
 
 
 OTHER_CODE: dict[str, Callable[..., torch.Tensor]] = {
@@ -279,17 +288,17 @@ def test_code_that_computes_something_else_is_left_alone(
     name: str, kernels: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fp8, "_FINEGRAINED_FP8", hub(OTHER_CODE[name]))
-    assert sites(layer(), kernels) == {PRODUCT: OTHER_BITS}
+    assert sites(layer(), kernels) == {name: OTHER_BITS.format(name) for name in (FUSED, PRODUCT)}
 
 
 def test_layers_that_no_definition_describes_say_why(kernels: Catalog) -> None:
-    assert sites(layer(activation_scheme="static"), kernels) == {PRODUCT: STATIC}
+    assert sites(layer(activation_scheme="static"), kernels) == {FUSED: STATIC, PRODUCT: STATIC}
     packed = layer()
     packed.weight_scale_inv.data = packed.weight_scale_inv.data.to(torch.float8_e8m0fnu)
-    (reason,) = sites(packed, kernels).values()
-    assert reason == f"its weight_scale_inv is a Tensor of torch.float8_e8m0fnu; {PRODUCT} takes float32"
+    told = "its weight_scale_inv is a Tensor of torch.float8_e8m0fnu; {} takes float32"
+    assert sites(packed, kernels) == {name: told.format(name) for name in (FUSED, PRODUCT)}
     grouped = fp8.FP8GroupedLinear(256, 256, 2, block_size=(128, 128))
-    (reason,) = sites(grouped, kernels).values()
+    (reason,) = set(sites(grouped, kernels).values())
     assert "its FP8 forward is no variant that is known (fingerprint" in reason
 
 
@@ -298,100 +307,23 @@ def test_what_the_forward_calls_is_compared_too(kernels: Catalog, monkeypatch: p
         return blockwise(*args[:3])
 
     monkeypatch.setattr(fp8, "fp8_linear", fp8_linear)
-    (reason,) = sites(layer(), kernels).values()
+    (reason,) = set(sites(layer(), kernels).values())
     assert reason == "its FP8 forward relies on a fp8_linear that is not the one known with it"
 
 
 # -- by table ---------------------------------------------------------------------------------------------------------
 
 
-FUSED = "linear_with_a_cast"
-FUSED_SOURCE = """\
-# Source: https://github.com/nobody/nothing/blob/0000000000000000000000000000000000000000/model.py#L1-L9
-import torch
-
-from cast import run as cast
-from product import run as product
-
-
-def run(x, w, w_scale):
-    codes, scale = cast(x, False)
-    return product(codes, w, scale, w_scale)
-
-
-def write(x, w, w_scale, out):
-    out.copy_(run(x, w, w_scale))
-"""
-
-
-def with_a_fused_definition(shop: Any, smallest: int) -> Catalog:
-    """The user's own Definition of the whole layer with a kernel, measured for so many tokens and more, and all others."""
-    pair = SHIPPED.definition(PRODUCT)
-    codes = pair.serving.code if pair.serving is not None else ()
-    tensors = {"x": (["M", "K"], "bfloat16"), "w": (["N", "K"], "float8_e4m3fn")}
-    tensors["w_scale"] = (["ceil_div(N, G)", "ceil_div(K, G)"], "float32")
-    record = {
-        "name": FUSED,
-        "version": "1.0.0",
-        "op_type": "gemm",
-        "axes": {
-            "M": {"type": "var"},
-            "N": {"type": "var"},
-            "K": {"type": "var"},
-            "G": {"type": "const", "value": 128},
-        },
-        "inputs": {name: {"shape": shape, "dtype": dtype} for name, (shape, dtype) in tensors.items()},
-        "outputs": {"out": {"shape": ["M", "N"], "dtype": "bfloat16"}},
-        "reference": FUSED_SOURCE.replace("from cast import run as cast\nfrom product import run as product\n", ""),
-        "serving": {
-            "part": "fp8_linear",
-            "code": [
-                {"fingerprint": code.fingerprint, "attributes": {"w": "weight", "w_scale": "weight_scale_inv"}}
-                for code in codes
-            ],
-            "rows": "M",
-        },
-    }
-    definitions = shop.root / "definitions" / "gemm"
-    definitions.mkdir(parents=True)
-    (definitions / f"{FUSED}.json").write_text(json.dumps(record))
-    for name, entry, changes in (
-        (f"{FUSED}_stock", "run", {"role": "baseline", "provides": "stock"}),
-        (f"{FUSED}_cpu", "write", {}),
-    ):
-        folder = shop.root / "solutions" / "gemm" / FUSED / name
-        folder.mkdir(parents=True)
-        files = {"kernel.py": FUSED_SOURCE}
-        files |= {
-            f"{module}.py": SHIPPED.definition(op).reference for module, op in (("cast", CAST), ("product", PRODUCT))
-        }
-        for file, text in files.items():
-            (folder / file).write_text(text)
-        spec = {
-            "language": "python",
-            "entry_point": f"kernel.py::{entry}",
-            "layouts": dict.fromkeys([*tensors, "out"], "strided"),
-        }
-        solution = {"name": name, "definition": FUSED, "author": "tests", "sources": [{"path": file} for file in files]}
-        solution["spec"] = {**spec, **changes, "destination_passing_style": entry == "write"}
-        (folder / "solution.json").write_text(json.dumps(solution))
-    catalog: Catalog = shop.offer(rounding="reference")
-    path: Path = shop.home / "published" / "cpu" / "resolver.json"
-    table = json.loads(path.read_text())
-    kernel, definition = catalog.solution(f"{FUSED}_cpu"), catalog.definition(FUSED)
-    (like, *_) = [entry for entry in table["entries"] if entry["definition"] == PRODUCT]
-    stated = {"definition": FUSED, "definition_version": "1.0.0", "definition_digest": definition.digest}
-    candidate = {**like["candidates"][0], "solution": kernel.name, "solution_digest": kernel.digest}
-    table["entries"] += [
-        {**like, **stated, "axes": {"M": tokens, "N": 384, "K": 256}, "candidates": [candidate]}
-        for tokens in (smallest, 4096)
-    ]
-    shop.republish(path, json.dumps(table))
-    return Catalog((shipped_root(), shop.root))
+def fused_from(shop: Any, smallest: int) -> Catalog:
+    """The Definition of the whole layer with a kernel for so many tokens and more, and the pair for any number."""
+    catalog: Catalog = shop.offer(
+        rounding="reference", ops=(CAST, PRODUCT, FUSED), smallest_of=((FUSED, smallest),)
+    )
+    return catalog
 
 
 def test_a_fused_definition_is_asked_first_and_the_pair_for_what_it_does_not_serve(shop: Any) -> None:
-    module, catalog = layer(), with_a_fused_definition(shop, smallest=64)
+    module, catalog = layer(), fused_from(shop, smallest=64)
     with torch.no_grad(), patched(torch.nn.ModuleList([module]), catalog=catalog) as handle:
         for tokens in (64, 3):
             x = values(tokens, 256)
@@ -402,7 +334,7 @@ def test_a_fused_definition_is_asked_first_and_the_pair_for_what_it_does_not_ser
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_fused_definition_is_served_in_compiled_code_and_the_models_own_code_elsewhere(bias: bool, shop: Any) -> None:
-    module, catalog = layer(bias=bias), with_a_fused_definition(shop, smallest=64)
+    module, catalog = layer(bias=bias), fused_from(shop, smallest=64)
     with torch.no_grad(), patched(torch.nn.ModuleList([module]), catalog=catalog) as handle:
         torch.compiler.reset()
         compiled = torch.compile(module, backend="aot_eager", dynamic=False, fullgraph=True)

@@ -94,3 +94,19 @@ def test_a_complex_table_reaches_a_kernel_as_it_lies_in_memory() -> None:
     assert seen[0].data_ptr() == table.data_ptr()
     assert torch.equal(seen[0][..., 0::2], table.real)
     assert torch.equal(seen[0][..., 1::2], table.imag)
+
+
+def test_tables_that_are_read_across_reach_a_kernel_in_rows() -> None:
+    seen: list[tuple[torch.Tensor, ...]] = []
+
+    def serve(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(inputs)
+        return inputs[0], inputs[1]
+
+    q, across, rows = torch.randn(1, 2, 3, 8), torch.randn(1, 4, 3).transpose(1, 2), torch.randn(1, 3, 4)
+    rope.rope_function(rotate_by_half_tables, CallSite(serve), 4, tables=(2, 3))(q, q, across, rows)
+    ((first, _, cos, sin),) = seen
+    assert first is q
+    assert sin is rows
+    assert cos.is_contiguous()
+    assert torch.equal(cos, across)

@@ -103,7 +103,9 @@ def _rope_function_of(stock: Callable[..., Any], found: Found, site: CallSite, t
     definition = found.nominee.definition
     tables = _complex_tables(definition)
     places = tuple(index for index, name in enumerate(definition.inputs) if name in tables)
-    return rope_function(stock, site, len(definition.inputs), training=training, complex_tables=places)
+    turned = [spec.shape for spec in definition.outputs.values()]
+    kept = tuple(index for index, spec in enumerate(definition.inputs.values()) if spec.shape not in turned)
+    return rope_function(stock, site, len(definition.inputs), training=training, complex_tables=places, tables=kept)
 
 
 def _complex_tables(definition: Definition) -> set[str]:
@@ -125,6 +127,19 @@ def _as_real(given: tuple[Any, ...], places: Iterable[int]) -> tuple[Any, ...]:
     )
 
 
+def _in_rows(given: tuple[Any, ...], places: Iterable[int]) -> tuple[Any, ...]:
+    """The arguments with tables whose rows lie in one piece.
+
+    gpt-oss multiplies frequencies with positions and transposes what it gets, so that its tables are read across. They are small
+    beside what is turned: a copy is less than the stock code that would run otherwise.
+    """
+    for index in places:  # at every call: a generator would take longer
+        table = given[index]
+        if isinstance(table, torch.Tensor) and table.dim() and table.stride(-1) > 1:
+            given = (*given[:index], table.contiguous(), *given[index + 1 :])
+    return given
+
+
 def rope_function(
     stock: Callable[..., Any],
     site: CallSite,
@@ -132,6 +147,7 @@ def rope_function(
     *,
     training: bool = False,
     complex_tables: tuple[int, ...] = (),
+    tables: tuple[int, ...] = (),
 ) -> Callable[..., Any]:
     """A rotary function, such as ``(q [B, Hq, S, D], k [B, Hkv, S, D], cos, sin [B or 1, S, R]) -> (q, k)``.
 
@@ -141,6 +157,7 @@ def rope_function(
         inputs: how many of its arguments are inputs of the Definition.
         training: the flag of the modules whose forward calls it.
         complex_tables: which of the inputs are complex in the model.
+        tables: which of them say how to turn the others.
     """
     parameters = list(inspect.signature(stock).parameters.values())[inputs:]
     defaults = {parameter.name: parameter.default for parameter in parameters}
@@ -153,11 +170,12 @@ def rope_function(
         ):
             pass
         elif _is_compiling():
+            given = _in_rows(given, tables)
             operator = site.traced(training, *given)
             if operator is not None:
                 served = operator.call(*given, operator.name)
         elif not site.must_run_stock(training, *given):
-            served = site.ask(training, *given)
+            served = site.ask(training, *_in_rows(given, tables))
         return stock(*args, **kwargs) if served is None else served
 
     return apply_rotary
