@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -132,3 +134,26 @@ def test_devices_that_never_work_are_named_with_their_reason(catalog, home):
     broken = [replace(slot, environment=NO_PYTHON) for slot in cpu_slots(2)]
     with pytest.raises(HardwareError, match=r"no device is left.*slot [01] is used no more.*slot [01]"):
         benchmark(("row_scale",), gpu="cpu", catalog=catalog, store_home=home, gpus=broken)
+
+
+SWALLOWS = """
+import os, queue, socket, threading, time
+from multiprocessing.connection import Connection
+from tilegym_db.bench.gpus import supervisor
+
+supervisor.GRACE_S = 0.3
+ours, theirs = socket.socketpair()
+heard = (Connection(os.dup(theirs.fileno())), queue.SimpleQueue())
+threading.Thread(target=supervisor._listen, args=heard, daemon=True).start()
+ours.close()
+theirs.close()
+while True:
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        pass
+"""
+
+
+def test_a_supervisor_whose_orders_end_ends_although_its_code_catches_the_interrupt():
+    assert subprocess.run([sys.executable, "-c", SWALLOWS], timeout=20).returncode == 1

@@ -23,6 +23,9 @@ from tilegym_db.records.hardware import CPU
 
 __all__ = ["main"]
 
+GRACE_S = 20.0
+"""Code that is interrupted has so long to end. It may be in the middle of a call of a library that catches what is raised."""
+
 
 def main() -> None:
     """Carry out orders until there are no more."""
@@ -53,6 +56,8 @@ def _listen(connection: Connection, orders: queue.SimpleQueue[Any]) -> None:
             orders.put(connection.recv())
     except (EOFError, OSError):
         os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(GRACE_S)
+    os._exit(1)  # its device must not stay taken by a process that nobody gives orders; its workers end with it
 
 
 def _serve(connection: Connection, orders: queue.SimpleQueue[Any], began: float) -> None:
