@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -234,7 +233,9 @@ def test_without_a_kernel_for_both_the_layer_is_left_as_it_is(without: str, shop
     with patched(torch.nn.ModuleList([module]), catalog=catalog) as handle:
         assert type(module) is fp8.FP8Linear
     reasons = {site.definition: site.reason for site in handle.report().sites}
-    assert reasons == {name: f"{missing} was not measured on cpu" for name, missing in ((FUSED, FUSED), (PRODUCT, without))}
+    assert reasons == {
+        name: f"{missing} was not measured on cpu" for name, missing in ((FUSED, FUSED), (PRODUCT, without))
+    }
 
 
 def test_a_product_that_fails_leaves_the_whole_call_to_stock(shop: Any) -> None:
@@ -270,6 +271,24 @@ def test_a_hub_that_gives_no_kernel_is_told_of(
     monkeypatch.setattr(fp8, "lazy_load_kernel", load)
     told = f"it cannot be probed: {type(error).__name__}: {error}"
     assert sites(layer(), kernels) == dict.fromkeys((FUSED, PRODUCT), told)
+
+
+def divided_roughly(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """As a kernel that divides by 448 with an error of a unit in the last place."""
+    of_x, scale_of_x = reference(CAST)(x.reshape(-1, x.shape[-1]), False)
+    upwards = (
+        scale_of_x.view(torch.int32)
+        + torch.tensor([1, -1], dtype=torch.int32).repeat(scale_of_x.shape[1])[: scale_of_x.shape[1]]
+    )
+    out: torch.Tensor = reference(PRODUCT)(of_x, codes, upwards.view(torch.float32), scale)
+    return out.view(*x.shape[:-1], codes.shape[0]).to(x.dtype)
+
+
+def test_code_that_divides_with_an_error_of_a_last_place_is_known(
+    kernels: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fp8, "_FINEGRAINED_FP8", hub(divided_roughly))
+    assert sites(layer(), kernels)[PRODUCT] == ""
 
 
 OTHER_CODE: dict[str, Callable[..., torch.Tensor]] = {
@@ -316,9 +335,7 @@ def test_what_the_forward_calls_is_compared_too(kernels: Catalog, monkeypatch: p
 
 def fused_from(shop: Any, smallest: int) -> Catalog:
     """The Definition of the whole layer with a kernel for so many tokens and more, and the pair for any number."""
-    catalog: Catalog = shop.offer(
-        rounding="reference", ops=(CAST, PRODUCT, FUSED), smallest_of=((FUSED, smallest),)
-    )
+    catalog: Catalog = shop.offer(rounding="reference", ops=(CAST, PRODUCT, FUSED), smallest_of=((FUSED, smallest),))
     return catalog
 
 

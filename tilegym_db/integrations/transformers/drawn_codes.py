@@ -1,7 +1,8 @@
 """Random values for probing code that casts to FP8 and multiplies codes.
 
 No order of adding, and no way to divide, changes a bit of what is computed of them: a kernel of the hub and PyTorch operations
-give the same.
+give the same. A kernel may divide by 448 with an error of a unit in the last place, and its scale has that error then. So each
+output is one product of few bits that bfloat16 holds exactly: whatever is that near to it is rounded to it.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ import torch
 
 from tilegym_db.integrations.transformers.probe import Draw
 
-__all__ = ["CODES", "WEIGHTS", "WEIGHT_SCALES", "activation", "choice"]
+__all__ = ["CODES", "WEIGHTS", "WEIGHT_SCALES", "activation", "choice", "single"]
 
 CODES = torch.float8_e4m3fn
 MANTISSA_BITS = 3
 LARGEST, SMALLEST = 448.0, 16.0
-"""Magnitudes of codes. Two products of such codes are added without rounding even by sums of 14 bits."""
-ACTIVATION_SCALES = (0.5, 0.75, 1.0, 1.25)
+"""Magnitudes of codes, of four bits."""
+ACTIVATION_SCALES = (0.5, 0.75, 1.0, 1.5)
 WEIGHT_SCALES = (0.5, 0.75, 1.5, 1.0)
-WEIGHTS = (1.0, 1.5, 2.0, 3.0)
-"""Factors of few bits, so that every sum of codes times scales is exact in each way to compute it."""
+WEIGHTS = (1.0, 2.0, 4.0)
+"""Factors of two bits, two bits and one, which make eight bits with a code."""
 
 
 def activation(draw: Draw, rows: int, columns: int, width: int) -> torch.Tensor:
@@ -41,3 +42,11 @@ def choice(draw: Draw, values: Sequence[float], *shape: int) -> torch.Tensor:
     """One of some values everywhere, bf16."""
     order = draw(*shape).float().flatten().argsort() % len(values)
     return torch.tensor(values, dtype=torch.bfloat16, device=order.device)[order].view(shape)
+
+
+def single(draw: Draw, rows: int, columns: int) -> torch.Tensor:
+    """A matrix with one entry of -1 or 1 in each row."""
+    matrix = torch.zeros_like(draw(rows, columns))
+    places = draw(rows).float().argsort() % columns
+    matrix[torch.arange(rows, device=matrix.device), places] = draw(rows).sign()
+    return matrix

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from tilegym_db.integrations.transformers.drawn_codes import CODES, WEIGHT_SCALES, WEIGHTS, activation, choice
+from tilegym_db.integrations.transformers.drawn_codes import CODES, WEIGHT_SCALES, WEIGHTS, activation, choice, single
 from tilegym_db.integrations.transformers.probe import Draw
 from tilegym_db.records import Definition
 
@@ -74,22 +74,14 @@ def _matrices(
 def _codes(
     definition: Definition, names: Sequence[str], sizes: Mapping[str, int], draw: Draw
 ) -> dict[str, torch.Tensor]:
-    """Codes with scales: those of the first product mix two columns, and those of the second take one each."""
+    """Codes with scales, of which each output takes one."""
     found, is_first = {}, True
     for name in names:
         shape = definition.shape_of(name, sizes)
         if _is_code(definition, name):
-            matrices = [draw.mixing(*shape[1:]) if is_first else _single(draw, *shape[1:]) for _ in range(shape[0])]
+            matrices = [single(draw, *shape[1:]) for _ in range(shape[0])]
             found[name] = (torch.stack(matrices) * choice(draw, WEIGHTS, *shape)).to(CODES)
             scales, is_first = ([FIRST_SCALE * value for value in WEIGHT_SCALES] if is_first else LAST_SCALES), False
         else:
             found[name] = choice(draw, scales, *shape).float()
     return found
-
-
-def _single(draw: Draw, rows: int, columns: int) -> torch.Tensor:
-    """A matrix with one entry of -1 or 1 in each row."""
-    matrix = torch.zeros_like(draw(rows, columns))
-    places = draw(rows).float().argsort() % columns
-    matrix[torch.arange(rows, device=matrix.device), places] = draw(rows).sign()
-    return matrix

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tilegym_db.integrations.transformers.call_site import AUTOCAST, NOT_ROWS, CallSite
-from tilegym_db.integrations.transformers.drawn_codes import CODES, WEIGHT_SCALES, WEIGHTS, activation, choice
+from tilegym_db.integrations.transformers.drawn_codes import CODES, WEIGHT_SCALES, WEIGHTS, activation, choice, single
 from tilegym_db.integrations.transformers.foreign_errors import of_models
 from tilegym_db.integrations.transformers.found import (
     Before,
@@ -99,7 +99,7 @@ def variants(found: Found, known: KnownCode) -> Variants | str:
 
 
 def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
-    """Run the module's code with weights and activations whose products no order of adding, and no division, rounds."""
+    """Run the module's code with weights and activations whose products no order of adding, and no way to divide, changes."""
     reason = _why_not(module, nominee)
     if reason:
         return reason
@@ -173,7 +173,7 @@ def _drawn(nominee: Nominee, layer: Layer, draw: Draw) -> tuple[torch.Tensor, di
     for name, attribute in nominee.code.attributes.items():
         shape = definition.shape_of(name, sizes)
         if definition.inputs[name].dtype == str(CODES).removeprefix("torch."):
-            kept[attribute] = (draw.mixing(*shape) * choice(draw, WEIGHTS, *shape)).to(CODES)
+            kept[attribute] = (single(draw, *shape) * choice(draw, WEIGHTS, *shape)).to(CODES)
         else:
             kept[attribute] = choice(draw, WEIGHT_SCALES, *shape).float()
             blocks = shape[-1]
