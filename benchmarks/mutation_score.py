@@ -12,8 +12,8 @@ Sources are the reference and each Solution in Triton, which runs in the interpr
 over all kinds. A mutant that no call gets to is not counted, nor is one that ``equivalent_mutants.toml`` explains.
 ``--seconds`` gives up a source that takes longer, and says so; what was judged until then counts. ``--deadline`` ends the whole
 run: sources come in a random order then, and what is still being judged is ended and not counted. ``--part`` takes one of
-several equal parts of the sources, for a process on each GPU; ``--out`` has every verdict as it comes, and ``--merge`` adds such
-files up.
+several equal parts of the sources, for a process on each GPU; ``--out`` has every verdict as it comes, ``--merge`` adds such
+files up, and ``--skip`` leaves out the sources that they name.
 """
 
 from __future__ import annotations
@@ -222,14 +222,16 @@ def run(
     seconds: float = math.inf,
     deadline: float = math.inf,
     part: tuple[int, int] = (0, 1),
+    skipped: frozenset[tuple[str, str]] = frozenset(),
     out: TextIO | None = None,
 ) -> Score:
     """The score of these Definitions, or of all; of sources in a random order where there is a deadline.
 
-    ``part`` is the number of a part, from 0 on, and of how many.
+    ``part`` is the number of a part, from 0 on, and of how many; ``skipped`` has sources by Definition and name.
     """
     score, end = Score(out), Deadline(deadline)
-    targets = sources(catalog, names, references=references, kernels=kernels)
+    found = sources(catalog, names, references=references, kernels=kernels)
+    targets = [target for target in found if (target.definition.name, target.name) not in skipped]
     if deadline < math.inf:
         random.Random(SEED).shuffle(targets)
     targets = targets[part[0] :: part[1]]
@@ -267,6 +269,9 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="sources at a time")
     parser.add_argument("--part", type=part_of, default=(0, 1), help="only this part of the sources, as 0/2")
     parser.add_argument("--out", type=Path, help="verdicts as JSON lines, written as they come")
+    parser.add_argument(
+        "--skip", type=Path, nargs="+", default=[], metavar="FILE", help="no source that such files have"
+    )
     parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="run nothing: the tables of such files")
     options = parser.parse_args()
     if options.merge:
@@ -290,7 +295,15 @@ def run_as(options: argparse.Namespace) -> Score:
     most = options.most if options.total is None else -(-options.total // max(count, 1))
     kinds = tuple(REWRITES) if options.places else KINDS
     out = options.out.open("w", encoding="utf-8") if options.out else None
-    limits = {"seconds": options.seconds, "deadline": options.deadline, "part": options.part, "out": out}
+    lines = [json.loads(line) for path in options.skip for line in path.read_text().splitlines()]
+    skipped = frozenset((line["definition"], line["solution"]) for line in lines)
+    limits = {
+        "seconds": options.seconds,
+        "deadline": options.deadline,
+        "part": options.part,
+        "skipped": skipped,
+        "out": out,
+    }
     return run(catalog, options.names, options.device, most, options.jobs, kinds, **which_ones, **limits)
 
 
