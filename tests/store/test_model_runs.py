@@ -13,13 +13,14 @@ from tilegym_db.errors import RecordError
 from tilegym_db.records.loop import Experiment
 from tilegym_db.records.model_run import ModelRun
 from tilegym_db.store.ingest import ingest, rebuild
-from tilegym_db.store.input_files import LOCK_NAME, MODELS_NAME
+from tilegym_db.store.input_files import LOCK_NAME, MODELS_SUFFIX, OLD_MODELS_NAME
 from tilegym_db.store.loading import IngestReport
 from tilegym_db.store.loop_journals import append
 from tilegym_db.store.model_runs import read_model_run, save_model_run
 from tilegym_db.store.publish import PublishReport, publish
 from tilegym_db.store.snapshot import lock_folder
 
+TINY = f"tiny{MODELS_SUFFIX}"
 SPEEDUPS = "SELECT run_id, speedup, patched_tpot_ms, stock_peak_memory_bytes FROM model_runs ORDER BY run_id"
 
 
@@ -178,7 +179,7 @@ def published(opened: Any, write_traces: Any, trace: Any, shipped: Path) -> Call
 
 
 def ids(report: PublishReport) -> list[str]:
-    return [json.loads(line)["run_id"] for line in (report.folder / MODELS_NAME).read_text().splitlines()]
+    return [json.loads(line)["run_id"] for line in (report.folder / TINY).read_text().splitlines()]
 
 
 def test_the_newest_run_of_each_model_and_call_is_published(published: Any, home: Path) -> None:
@@ -194,7 +195,23 @@ def test_the_newest_run_of_each_model_and_call_is_published(published: Any, home
     assert sorted(ids(report)) == ["larger-batch", "newer", "with-a-peer"]
     assert report.model_runs == 3
     assert report.left_out == {}
-    assert MODELS_NAME in json.loads((report.folder / LOCK_NAME).read_text())["files"]
+    assert TINY in json.loads((report.folder / LOCK_NAME).read_text())["files"]
+
+
+def test_each_model_has_a_file_and_the_one_of_all_models_is_still_read(
+    published: Any, opened: Any, home: Path, tmp_path: Path
+) -> None:
+    report = published(model_run(), model_run(run_id="two", model="Some One/Model-8B", batch=2), home=home)
+    assert {path.name for path in report.folder.glob(f"*{MODELS_SUFFIX}")} == {
+        TINY,
+        f"Some-One-Model-8B{MODELS_SUFFIX}",
+    }
+    (report.folder / TINY).rename(report.folder / OLD_MODELS_NAME)
+    assert report.folder / OLD_MODELS_NAME in published(home=home).leftover
+    (report.folder / TINY).unlink()
+    lock_folder(report.folder, home, gpu="h200", sm="sm_90", published="2026")
+    home.rename(tmp_path / "elsewhere")
+    assert sorted(row["run_id"] for row in rows(opened, ORIGINS)) == ["one", "two"]
 
 
 def test_a_run_that_says_nothing_is_left_out_with_the_reason(published: Any, home: Path) -> None:
@@ -236,7 +253,7 @@ def test_published_runs_fill_a_fresh_store_and_one_is_one_row_wherever_it_lies(
     assert rows(opened, ORIGINS) == [{"run_id": "one", "origin": "shipped", "trusted": False}]
     assert [row["way"] for row in rows(opened, WAYS)] == ["stock", "liger", "patched"]
     assert published(model_run(run_id="two", batch=2), home=home).model_runs == 2
-    (report.folder / MODELS_NAME).unlink()
+    (report.folder / TINY).unlink()
     assert [row["run_id"] for row in rows(opened, ORIGINS)] == ["two"]  # it is in this home
 
 
@@ -250,7 +267,7 @@ def test_published_runs_fill_a_fresh_store_and_one_is_one_row_wherever_it_lies(
 def test_a_published_file_that_is_not_what_the_lock_says_is_not_used(
     published: Any, opened: Any, home: Path, tmp_path: Path, caplog: Any, edit: tuple[str, str] | None, said: str
 ) -> None:
-    path = published(*([model_run()] if edit else []), home=home).folder / MODELS_NAME
+    path = published(*([model_run()] if edit else []), home=home).folder / TINY
     path.write_text(path.read_text().replace(*edit) if edit else model_run().to_json() + "\n")
     home.rename(tmp_path / "elsewhere")
     assert rows(opened, ORIGINS) == []
@@ -263,12 +280,12 @@ def test_a_line_of_a_published_file_that_is_no_run_of_its_gpu_is_named_and_left_
     folder = published(model_run(), home=home).folder
     home.rename(tmp_path / "elsewhere")
     lines = [model_run().to_json(), model_run(run_id="l4", gpu="l4").to_json(), "{}", ""]
-    (folder / MODELS_NAME).write_text("\n".join(lines))
+    (folder / TINY).write_text("\n".join(lines))
     lock_folder(folder, home, gpu="h200", sm="sm_90", published="2026")
     assert [row["run_id"] for row in rows(opened, ORIGINS)] == ["one"]
     said = "".join(record.getMessage() for record in caplog.records)
-    assert f"{MODELS_NAME}:2: not used: it is a run on 'l4'" in said
-    assert f"{MODELS_NAME}:3: not a valid model_run" in said
+    assert f"{TINY}:2: not used: it is a run on 'l4'" in said
+    assert f"{TINY}:3: not a valid model_run" in said
 
 
 def test_the_users_own_folder_holds_no_runs_since_its_home_does(
@@ -281,7 +298,7 @@ def test_the_users_own_folder_holds_no_runs_since_its_home_does(
         ingest(store)
         report = publish(store, "h200", own=True)
     assert (report.model_runs, report.folder) == (0, home / "published" / "h200")
-    assert not (report.folder / MODELS_NAME).exists()
+    assert not (report.folder / TINY).exists()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LOCK_NAME",
-    "MODELS_NAME",
+    "MODELS_SUFFIX",
+    "OLD_MODELS_NAME",
     "OLD_TABLE_NAME",
     "OLD_TUNING_NAME",
     "PEAKS_NAME",
@@ -25,6 +26,7 @@ __all__ = [
     "is_trace_file",
     "loop_files",
     "loop_folder",
+    "model_files",
     "own_peaks_files",
     "own_tuning_files",
     "pattern_files",
@@ -45,8 +47,11 @@ OLD_TABLE_NAME = "resolver.json"
 PEAKS_NAME = "peaks.json"
 """Name of the file of a GPU's published peaks, beside its resolver table."""
 
-MODELS_NAME = "models.jsonl"
-"""Name of the file of published runs of whole models on a GPU, one a line."""
+MODELS_SUFFIX = ".models.jsonl"
+"""Published runs of whole models on a GPU, one a line, lie in ``<model>.models.jsonl``."""
+
+OLD_MODELS_NAME = "models.jsonl"
+"""One file for all models, as it was published before that; still read."""
 
 TUNING_SUFFIX = ".tuning.jsonl"
 """Published steps of searches lie beside the traces of their Definition, in ``<definition>.tuning.jsonl``."""
@@ -102,8 +107,13 @@ def published_peaks_files(catalog: Catalog) -> list[Path]:
 
 
 def published_model_files(catalog: Catalog) -> list[Path]:
-    """The runs of whole models that come with a catalog, one file a GPU."""
-    return [path for folder in published_folders(catalog) for path in regular_files(folder, MODELS_NAME)]
+    """The runs of whole models that come with a catalog, one file a model and GPU."""
+    return [path for folder in published_folders(catalog) for path in model_files(folder)]
+
+
+def model_files(folder: Path) -> list[Path]:
+    """The files of runs of whole models in one GPU's published folder."""
+    return [path for name in (OLD_MODELS_NAME, f"*{MODELS_SUFFIX}") for path in regular_files(folder, name)]
 
 
 def published_tuning_files(catalog: Catalog) -> list[Path]:

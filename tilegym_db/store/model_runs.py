@@ -1,9 +1,10 @@
-"""Runs of whole models: one signed file each under the home folder, ``traces/<gpu>/models.jsonl`` with those that are published,
-and a table that is derived from both."""
+"""Runs of whole models: one signed file each under the home folder, those that are published in ``traces/<gpu>``, and a table
+that is derived from both."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from tilegym_db.records.base import canonical_json
 from tilegym_db.records.model_run import ModelRun
 from tilegym_db.records.parsing import parse_object
 from tilegym_db.store import statements
-from tilegym_db.store.input_files import published_model_files
+from tilegym_db.store.input_files import MODELS_SUFFIX, published_model_files
 from tilegym_db.store.installation import Origin, is_signed, signature
 from tilegym_db.store.journal import RejectedLine, numbered_lines
 from tilegym_db.store.loading import IngestReport
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "load_model_runs",
-    "models_text",
+    "model_texts",
     "published_model_rows",
     "read_model_run",
     "save_model_run",
@@ -106,9 +107,13 @@ def load_model_runs(store: Store, home: Path, *, trust: bool = False) -> IngestR
 # -- published --------------------------------------------------------------------------------------------------------
 
 
-def models_text(runs: Iterable[ModelRun]) -> str:
-    """The content of a file of published runs: one a line."""
-    return "".join(run.to_json() + "\n" for run in runs)
+def model_texts(runs: Iterable[ModelRun]) -> dict[str, str]:
+    """The files of published runs by name, one a model: a run a line."""
+    texts: dict[str, str] = {}
+    for run in runs:
+        name = re.sub(r"[^\w.-]", "-", run.model) + MODELS_SUFFIX
+        texts[name] = texts.get(name, "") + run.to_json() + "\n"
+    return texts
 
 
 def published_model_rows(catalog: Catalog, home: Path, refused: list[str]) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 ``traces/<gpu>/<op_type>/<definition>.jsonl`` holds the best promoted trace per solution and shape, as a trace set, which is
 what the resolver reads as well; ``<definition>.tuning.jsonl`` beside it what the searches tried that found its configs, or
 nothing better than the defaults; ``traces/<gpu>/peaks.json`` what the GPU was calibrated to do, which speed-of-light ratios
-were taken against; ``traces/<gpu>/models.jsonl`` the newest run of each whole model. Beside the passes lie the failures that
+were taken against; ``traces/<gpu>/<model>.models.jsonl`` the newest runs of a model. Beside the passes lie the failures that
 took others back, since a store that has an older snapshot would go on believing it. ``traces/<gpu>/traces.lock.json`` states
 the digest of every file. Everything is put together before the first file is written, and the lock is written last, so that it
 never vouches for what is not there.
@@ -31,13 +31,13 @@ from tilegym_db.store import queries
 from tilegym_db.store.database import Store
 from tilegym_db.store.input_files import (
     LOCK_NAME,
-    MODELS_NAME,
     OLD_TABLE_NAME,
     OLD_TUNING_NAME,
     PEAKS_NAME,
     TUNING_SUFFIX,
+    model_files,
 )
-from tilegym_db.store.model_runs import models_text
+from tilegym_db.store.model_runs import model_texts
 from tilegym_db.store.peaks_files import peaks_text
 from tilegym_db.store.shipped_sources import shipped_keys
 from tilegym_db.store.snapshot import lock_text, open_snapshot, read_published, sha256
@@ -125,8 +125,7 @@ def publish(
     if folder != users:
         runs = queries.publishable_model_runs(store, gpu)
         left_out |= _runs_left_out(store, gpu)
-    if runs:
-        contents[folder / MODELS_NAME] = models_text(runs)
+    contents |= {folder / name: text for name, text in model_texts(runs).items()}
     sm = [*rows, *failures][0]["sm"]
     with writing(folder.parents[1]):
         changed = _write(store, gpu, sm, folder, contents)
@@ -211,7 +210,8 @@ def _is_locked(folder: Path, home: Path, files: Mapping[str, str]) -> bool:
 
 
 def _top_files(folder: Path) -> list[Path]:
-    return [path for name in (OLD_TABLE_NAME, OLD_TUNING_NAME, MODELS_NAME) if (path := folder / name).is_file()]
+    old = [path for name in (OLD_TABLE_NAME, OLD_TUNING_NAME) if (path := folder / name).is_file()]
+    return [*old, *model_files(folder)]
 
 
 def _shipped_unconfined(store: Store, gpu: str) -> frozenset[str]:
