@@ -245,6 +245,11 @@ def run(
     return score
 
 
+def judged_in(paths: Iterable[Path]) -> list[dict[str, str]]:
+    """The verdicts of files that ``--out`` wrote."""
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
 def part_of(text: str) -> tuple[int, int]:
     """``0/2``: the first half."""
     number, _, count = text.partition("/")
@@ -270,15 +275,14 @@ def main() -> None:
     parser.add_argument("--part", type=part_of, default=(0, 1), help="only this part of the sources, as 0/2")
     parser.add_argument("--out", type=Path, help="verdicts as JSON lines, written as they come")
     parser.add_argument(
-        "--skip", type=Path, nargs="+", default=[], metavar="FILE", help="no source that such files have"
+        "--skip", type=Path, nargs="+", default=[], metavar="FILE", help="leave out the sources that such files have"
     )
     parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="run nothing: the tables of such files")
     options = parser.parse_args()
     if options.merge:
         score = Score()
-        for path in options.merge:
-            for line in path.read_text().splitlines():
-                score.count(json.loads(line))
+        for line in judged_in(options.merge):
+            score.count(line)
     else:
         score = run_as(options)
     print(f"\n{score.table(score.counts, 'definition | source')}\n\n{score.table(score.kinds, 'kind')}\n")
@@ -295,8 +299,7 @@ def run_as(options: argparse.Namespace) -> Score:
     most = options.most if options.total is None else -(-options.total // max(count, 1))
     kinds = tuple(REWRITES) if options.places else KINDS
     out = options.out.open("w", encoding="utf-8") if options.out else None
-    lines = [json.loads(line) for path in options.skip for line in path.read_text().splitlines()]
-    skipped = frozenset((line["definition"], line["solution"]) for line in lines)
+    skipped = frozenset((line["definition"], line["solution"]) for line in judged_in(options.skip))
     limits = {
         "seconds": options.seconds,
         "deadline": options.deadline,

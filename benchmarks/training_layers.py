@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
+import itertools
 import json
 import sys
 import time
@@ -123,6 +124,7 @@ def steps(name: str, tokens: int, options: argparse.Namespace, compiles: bool = 
 
 
 GRAPH = "_graph"
+"""What the name of a way ends in where it is recorded as a CUDA graph."""
 
 
 def graphed(step: Step) -> Step:
@@ -198,11 +200,11 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
             if number >= WARM_UP_ROUNDS:
                 times[way].append(spent)
     ratios = {}
-    pairs = [(way, other) for way in ("ours", "ours_compiled") for other in ("reference_compiled", "reference")]
-    for kind in ("", GRAPH) if options.graphs else ("",):
-        for way, other in ((f"{way}{kind}", f"{other}{kind}") for way, other in pairs):
-            ratio = paired_ratio(times[way], times[other])
-            ratios[f"{way} over {other}"] = [ratio.median, ratio.low, ratio.high]
+    kinds = ("", GRAPH) if options.graphs else ("",)
+    for kind, ours, theirs in itertools.product(kinds, ("ours", "ours_compiled"), ("reference_compiled", "reference")):
+        way, other = f"{ours}{kind}", f"{theirs}{kind}"
+        ratio = paired_ratio(times[way], times[other])
+        ratios[f"{way} over {other}"] = [ratio.median, ratio.low, ratio.high]
     return {
         "layer": name,
         "device": torch.cuda.get_device_name() if options.device.startswith("cuda") else options.device,

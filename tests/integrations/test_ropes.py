@@ -96,7 +96,7 @@ def test_a_complex_table_reaches_a_kernel_as_it_lies_in_memory() -> None:
     assert torch.equal(seen[0][..., 1::2], table.imag)
 
 
-def test_tables_that_are_read_across_reach_a_kernel_in_rows() -> None:
+def test_transposed_tables_reach_a_kernel_as_contiguous_copies() -> None:
     seen: list[tuple[torch.Tensor, ...]] = []
 
     def serve(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

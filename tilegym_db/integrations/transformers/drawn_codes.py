@@ -1,8 +1,8 @@
 """Random values for probing code that casts to FP8 and multiplies codes.
 
 No order of adding, and no way to divide, changes a bit of what is computed of them: a kernel of the hub and PyTorch operations
-give the same. A kernel may divide by 448 with an error of a unit in the last place, and its scale has that error then. So each
-output is one product of few bits that bfloat16 holds exactly: whatever is that near to it is rounded to it.
+give the same. A kernel may divide by 448 with an error of a unit in the last place, and then its scale has that error. So each
+output is one product that bfloat16 holds exactly: with such an error it is rounded to the same number.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LARGEST, SMALLEST = 448.0, 16.0
 ACTIVATION_SCALES = (0.5, 0.75, 1.0, 1.5)
 WEIGHT_SCALES = (0.5, 0.75, 1.5, 1.0)
 WEIGHTS = (1.0, 2.0, 4.0)
-"""Factors of two bits, two bits and one, which make eight bits with a code."""
+"""A scale has two significant bits and a weight is a power of two, so that a product with a code of four has eight at most."""
 
 
 def activation(draw: Draw, rows: int, columns: int, width: int) -> torch.Tensor:

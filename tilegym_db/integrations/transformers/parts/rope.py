@@ -128,10 +128,10 @@ def _as_real(given: tuple[Any, ...], places: Iterable[int]) -> tuple[Any, ...]:
 
 
 def _in_rows(given: tuple[Any, ...], places: Iterable[int]) -> tuple[Any, ...]:
-    """The arguments with tables whose rows lie in one piece.
+    """The arguments, with a copy of each table that is transposed in memory, which no kernel takes.
 
-    gpt-oss multiplies frequencies with positions and transposes what it gets, so that its tables are read across. They are small
-    beside what is turned: a copy is less than the stock code that would run otherwise.
+    gpt-oss makes such tables: a transposed product of frequencies and positions. They are small beside the queries and keys, so
+    that the copy costs less than the stock code that would run otherwise.
     """
     for index in places:  # at every call: a generator would take longer
         table = given[index]
@@ -157,7 +157,7 @@ def rope_function(
         inputs: how many of its arguments are inputs of the Definition.
         training: the flag of the modules whose forward calls it.
         complex_tables: which of the inputs are complex in the model.
-        tables: which of them say how to turn the others.
+        tables: which of them are tables of cosines, sines or complex turns.
     """
     parameters = list(inspect.signature(stock).parameters.values())[inputs:]
     defaults = {parameter.name: parameter.default for parameter in parameters}
