@@ -28,7 +28,7 @@ EAGER = [
     "attention_prefill_math", "attention_decode_math", "topk_softmax_stock", "topk_then_softmax_stock",
     "topk_sigmoid_bias_groups_stock", "topk_softmax_groups_stock", "topk_sqrtsoftplus_bias_stock", "table_router_stock",
     "rope_half_tables_stock", "rope_pairs_stock", "rope_pairs_to_halves_stock", "rope_complex_pairs_stock",
-    "rope_tail_pairs_stock",
+    "rope_tail_pairs_stock", "attention_sink_prefill_stock", "attention_sink_decode_stock",
 ]  # fmt: skip
 
 

@@ -175,6 +175,8 @@ def test_no_tokens_give_an_empty_output(definition: Definition, catalog: Catalog
         ("mhc_sinkhorn", {"M": 4, "C": 0}),
         ("attention_prefill", {"B": 1, "Hq": 6, "Hkv": 4, "S": 3, "D": 8}),
         ("attention_decode", {"B": 1, "Hq": 4, "Hkv": 2, "L": 0, "D": 8}),
+        *(("attention_sink_prefill", {"B": 1, "Hq": h, "Hkv": 4, "S": 3, "D": 8, "W": w}) for h, w in ((6, 3), (4, 0))),
+        ("attention_sink_decode", {"B": 1, "Hq": 4, "Hkv": 2, "L": 0, "D": 8}),
     ],
 )
 def test_a_size_that_means_nothing_is_refused(name: str, axes: dict[str, int], catalog: Catalog) -> None:
@@ -652,6 +654,45 @@ def test_attention_reads_a_part_of_a_longer_cache(dtype: torch.dtype, agree: Agr
     k, v = (kept[:, :, :5] for kept in cache)
     views = agree("attention_prefill", q, k, v, SCALE)["out"]
     assert torch.equal(views, agree("attention_prefill", q, k.contiguous(), v.contiguous(), SCALE)["out"])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("length", "window"), [(1, 1), (7, 1), (7, 3), (129, 128)])
+def test_a_window_with_a_sink_is_what_steps_over_its_last_keys_give(
+    length: int, window: int, dtype: torch.dtype, agree: Agree
+) -> None:
+    q, sinks = heads(2, 6, length, 16, dtype, 0), random(6, dtype=dtype, seed=3)
+    k, v = (heads(2, 3, length, 16, dtype, seed) for seed in (1, 2))
+    whole = agree("attention_sink_prefill", q, k, v, sinks, window, SCALE)["out"]
+    for last in {0, length // 2, length - 1}:
+        seen = slice(max(0, last + 1 - window), last + 1)
+        step = agree("attention_sink_decode", q[:, :, last : last + 1], k[:, :, seen], v[:, :, seen], sinks, SCALE)[
+            "out"
+        ]
+        torch.testing.assert_close(whole[:, :, last : last + 1], step, rtol=2e-2, atol=1e-2)
+
+
+def test_a_window_of_the_whole_sequence_or_more_is_none(agree: Agree) -> None:
+    q, k, v = (heads(1, count, 6, 8, torch.float32, count) for count in (4, 2, 2))
+    none = torch.full((4,), -INF)
+    plain = agree("attention_prefill", q, k, v, SCALE)["out"]
+    for window in (6, 7, 2**40):
+        out = agree("attention_sink_prefill", q, k, v, none, window, SCALE)["out"]
+        torch.testing.assert_close(out, plain)  # nor is a sink of -inf one
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_sink_takes_its_share_of_the_weight_and_a_very_large_one_all_of_it(dtype: torch.dtype, agree: Agree) -> None:
+    q, k, v = (
+        torch.ones(1, 3, 1, 8, dtype=dtype),
+        torch.zeros(1, 1, 3, 8, dtype=dtype),
+        torch.ones(1, 1, 3, 8, dtype=dtype),
+    )
+    sinks = torch.tensor([-INF, 0.0, 1e4], dtype=dtype)  # beside three scores of zero
+    out = agree("attention_sink_decode", q, k, v, sinks, SCALE)["out"]
+    assert out[0, :, 0, 0].tolist() == pytest.approx([1.0, 0.75, 0.0], rel=4e-3)
+    out = agree("attention_sink_prefill", q.expand(1, 3, 3, 8), k, v, sinks, 2, SCALE)["out"]
+    assert out[0, 1, :, 0].tolist() == pytest.approx([1 / 2, 2 / 3, 2 / 3], rel=4e-3)
 
 
 # -- softmax and products --------------------------------------------------------------------------------------------------

@@ -16,7 +16,10 @@ MODELS = {
     "table_router": 1,
     "engram_gate_hf": 1,
 }  # what no other model does so
-ONE_STAGE = {"attention_prefill": "stage:prefill", "attention_decode": "stage:decode"}
+ONE_STAGE = {
+    **dict.fromkeys(("attention_prefill", "attention_sink_prefill"), "stage:prefill"),
+    **dict.fromkeys(("attention_decode", "attention_sink_decode"), "stage:decode"),
+}
 
 
 def test_no_workload_is_listed_twice(definition: Definition, catalog: Catalog) -> None:

@@ -56,7 +56,7 @@ class Serving(RecordPart):
     """What the resolver and a model integration need to know to serve the Definition."""
 
     part: Identifier | None = None
-    """The kind of part of a model that it computes: norm, mlp, rope, attention, add_norm, experts, router,
+    """The kind of part of a model that it computes: norm, mlp, rope, attention, attention_sink, add_norm, experts, router,
     hyper_connection, hyper_post, engram_gate or fp8_linear."""
     code: tuple[ModelCode, ...] = ()
     """The code that is known to compute it; a probe confirms it bit for bit."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -25,6 +25,7 @@ from tilegym_db.verify.expected import Expected, broken_constraint, expect
 from tilegym_db.verify.gates import MIN_ELEMENTS_FOR_NORMS
 from tilegym_db.verify.inputs import Case, draw_inputs
 from tilegym_db.verify.reference import run_lifted, run_reference
+from tilegym_db.verify.verifier import same_bytes
 
 __all__ = ["SelfTestFinding", "self_test", "tiny_workloads"]
 
@@ -139,24 +140,24 @@ def _effect_of(
     """What becomes of a planted error at a case, and, where that accepts it, with the other contents that fuzzing draws."""
     source = definition.reference.replace(planted.find, planted.replace)
     changes_something = False
-    for contents in (expected.case.distribution, *_OTHER_CONTENTS):
-        given = expected
-        if contents != expected.case.distribution:
-            drawn = expect(definition, replace(expected.case, distribution=contents), "cpu")
-            if drawn is None:  # contents at which the reference itself may fail
-                continue
-            given = drawn
+    for given in _and_with_other_contents(definition, expected):
         found = run_reference(definition, given.inputs, source=source, label=label)
         drawn_rightly = _drawn_rightly(definition, given, found, source, label)
         if not drawn_rightly or not _accepted(definition, given.case, given, found):
             return "refused"
         right = run_reference(definition, given.inputs)
-        changes_something |= any(not _same_bytes(value, right[name]) for name, value in found.items())
+        changes_something |= any(not same_bytes(value, right[name]) for name, value in found.items())
     return "accepted" if changes_something else "none"
 
 
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
+def _and_with_other_contents(definition: Definition, expected: Expected) -> Iterator[Expected]:
+    """What is expected at a case, then with each of the other contents at which the reference passes itself."""
+    yield expected
+    for contents in _OTHER_CONTENTS:
+        if contents != expected.case.distribution:
+            drawn = expect(definition, replace(expected.case, distribution=contents), "cpu")
+            if drawn is not None:
+                yield drawn
 
 
 INDEPENDENT = "independent formulation"

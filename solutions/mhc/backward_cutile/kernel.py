@@ -463,8 +463,9 @@ def _norm_backward(
 ):
     """A tile of columns of a run of `tiles` tiles of tokens: their gradient, and a sum of that of the projection.
 
-    bfloat16 streams meet the gradients of the products, float32, as sums of three bfloat16 numbers: nothing is lost. Where
-    the result is rounded to bfloat16, two of each factor do. residual [M, K]; partial [runs, J, K].
+    bfloat16 streams meet the gradients of the products, float32, as sums of three bfloat16 numbers: nothing is lost. Both
+    factors of the streams' own gradient take all three parts as well, though it is rounded to bfloat16: with two of each, a row
+    whose terms cancel is off by more than that. residual [M, K]; partial [runs, J, K].
     """
     m, width = residual.shape
     blocks = ct.cdiv(width, TILE_K)
@@ -479,17 +480,13 @@ def _norm_backward(
         factor = ct.gather(rstd, token, mask=token < m, padding_value=0.0, check_bounds=False)
         along = ct.sum(grad * values, axis=1, keepdims=True) * factor * factor * per_value
         grad = grad * factor
+        grad_x = _products(grad, factors, TILE_M, TILE_K)
         if residual.dtype == ct.bfloat16:
             high, middle, low = _in_three(grad)
-            first, second, _ = _in_three(factors)
-            grad_x = ct.mma(middle, first, ct.zeros((TILE_M, TILE_K), dtype=ct.float32))
-            grad_x = ct.mma(high, second, grad_x)
-            grad_x = ct.mma(high, first, grad_x)
             added = ct.mma(ct.transpose(low), x, ct.zeros((WIDTH, TILE_K), dtype=ct.float32))
             added = ct.mma(ct.transpose(middle), x, added)
             added = ct.mma(ct.transpose(high), x, added)
         else:
-            grad_x = _products(grad, factors, TILE_M, TILE_K)
             added = _products(ct.transpose(grad), x, WIDTH, TILE_K)
         grad_fn = grad_fn + added
         grad_x = grad_x - x.astype(ct.float32) * along

@@ -36,7 +36,8 @@ from tilegym_db.records import Definition
 AFTER = ("rope",)
 """A forward calls its rotary function first."""
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"
-SDPA = "sdpa"
+SDPA, EAGER = "sdpa", "eager"
+EAGER_FUNCTION = "eager_attention_forward"
 SIZES = {"B": 2, "Hq": 4, "Hkv": 2, "S": ROWS, "L": ROWS}
 SCALE = 0.3
 """Of the probe: the last positions of a few, with two query heads to a key head."""
@@ -60,9 +61,9 @@ Module = torch.nn.Module
 
 def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[Found]:
     """Modules whose forward asks the registry of attention functions, once for each Definition of some of its calls."""
-    asks = of_class(lambda cls: REGISTRY in names_in_code(cls.forward))
+    asks = of_class(lambda cls: REGISTRY in names_in_code(cls.forward) and not has_sinks(cls.forward))
     definitions = sorted(
-        known.definitions("attention"), key=lambda definition: (_is_decode(definition), definition.name)
+        known.definitions("attention"), key=lambda definition: (is_decode(definition), definition.name)
     )
     return grouped(
         "attention",
@@ -77,7 +78,19 @@ def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[F
     )
 
 
-def _is_decode(definition: Definition) -> bool:
+def has_sinks(forward: Any) -> bool:
+    """Whether the eager function that an attention forward names reads sinks: such a model has no other attention."""
+    return "sinks" in names_in_code(eager_function(undecorated(forward)))
+
+
+def eager_function(forward: Any) -> Any:
+    """The eager attention function that an attention forward names; None where it names none."""
+    if EAGER_FUNCTION not in names_in_code(forward):
+        return None
+    return getattr(forward, "__globals__", {}).get(EAGER_FUNCTION)
+
+
+def is_decode(definition: Definition) -> bool:
     """Whether a Definition is of single positions: its queries [B, Hq, 1, D] say so."""
     return (next(iter(definition.inputs.values())).shape or ())[-2:-1] == (1,)
 
@@ -109,13 +122,13 @@ def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
 
 def forward(stock: Any, calls: Sequence[PartCall]) -> Globals:
     """The registry of attention functions that an attention forward is to see instead of its own."""
-    sites = {_is_decode(_definition(found)): site for found, site in calls}
+    sites = {is_decode(_definition(found)): site for found, site in calls}
     own = undecorated(stock)
     sdpa = sdpa_function(own)
     served = attention_function(sdpa, sites.get(False), sites.get(True))
-    interfaces = Interfaces(own.__globals__[REGISTRY], sdpa, served, next(iter(sites.values())).bypass)
+    interfaces = Interfaces(own.__globals__[REGISTRY], SDPA, sdpa, served, next(iter(sites.values())).bypass)
     # What trains is whole sequences.
-    return Globals({REGISTRY: interfaces}, {}, [site for is_decode, site in sites.items() if not is_decode])
+    return Globals({REGISTRY: interfaces}, {}, [site for is_step, site in sites.items() if not is_step])
 
 
 def _definition(found: Found) -> Definition:
@@ -137,16 +150,20 @@ class Interfaces:
     While code is compiled, and for every other attention than the one that was probed, it is the registry.
     """
 
-    def __init__(self, registry: Any, stock: Function, served: Function, bypass: Callable[[str], None]) -> None:
+    def __init__(
+        self, registry: Any, name: str, stock: Function, served: Function, bypass: Callable[[str], None]
+    ) -> None:
         """Wrap a registry.
 
         Args:
             registry: the one that the forward names.
+            name: what a config calls the function.
             stock: the function that was probed.
             served: stands in for it.
             bypass: is told why another function runs.
         """
         self._registry = registry
+        self._name = name
         self._stock = stock
         self._served = served
         self._bypass = bypass
@@ -159,7 +176,7 @@ class Interfaces:
         if found is self._stock:
             return self._served
         self._bypass(
-            f"the model's attention is {attn_implementation!r}; only {SDPA!r} is known to compute a definition"
+            f"the model's attention is {attn_implementation!r}; only {self._name!r} is known to compute a definition"
         )
         return found
 
@@ -203,15 +220,19 @@ def attention_function(stock: Function, prefill: CallSite | None, decode: CallSi
 
     @functools.wraps(stock)
     def attention(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        # The mask comes fourth or by its name; whoever passes more than that by position means another function.
-        if len(args) <= 1:
-            mask = {"attention_mask": args[0]} if args else {}
-            out = serve(module, query, key, value, {**mask, **kwargs})
-            if out is not None:
-                return out, None
-        return stock(module, query, key, value, *args, **kwargs)
+        options = options_of(args, kwargs)
+        out = None if options is None else serve(module, query, key, value, options)
+        return stock(module, query, key, value, *args, **kwargs) if out is None else (out, None)
 
     return attention
+
+
+def options_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What an attention function is given behind its values, by name: the mask comes first or by its name.
+
+    None where more comes without a name: whoever does that means another function.
+    """
+    return None if len(args) > 1 else {**({"attention_mask": args[0]} if args else {}), **kwargs}
 
 
 def why_stock(module: Any, query: torch.Tensor, key: torch.Tensor, options: Mapping[str, Any]) -> str:
