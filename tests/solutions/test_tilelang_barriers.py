@@ -68,6 +68,16 @@ KERNELS = {
         "second_product_kernel",
         (BF16, True, True, True, 16, 128, 128, 6, 8, 132),
     ),
+    "attention with sinks": (
+        "attention_sink_prefill_tilelang",
+        "sink_prefill_kernel",
+        (64, BF16, 192, 128, 64, 3, 1, 132),
+    ),
+    "attention with sinks, a step": (
+        "attention_sink_decode_tilelang",
+        "sink_decode_kernel",
+        (64, BF16, 16, 128, 64, 3, True),
+    ),
 }
 """Every kernel with a pipeline: the Solution, the factory and its arguments at a size of production."""
 TILELANG = [files for files in Catalog.default().solutions.values() if files.record.spec.language == "tilelang"]
