@@ -97,7 +97,9 @@ def _may_overflow(definition: Definition, case: Case, inputs: Mapping[str, Any],
         return not all(map(_is_finite, written.values()))
     of_one_sign = {name: value.abs() if _has_signs(value) else value for name, value in inputs.items()}
     sums = as_written(definition, of_one_sign)
-    return any(_is_finite(value) and not _is_finite(sums[name]) for name, value in written.items())
+    return any(
+        bool((value.isfinite() & ~sums[name].isfinite()).any()) for name, value in written.items() if _has_signs(value)
+    )
 
 
 def _has_signs(value: Any) -> bool:
