@@ -89,8 +89,8 @@ OTHER: dict[str, tuple[dict[str, int], dict[tuple[str, str], str]]] = {
     ),
 }
 ALL = {**DENSE, **OTHER}
-# Layers whose prompt of nine tokens needs no mask; six is the window of those that have one. Those of gpt-oss have sinks, and a mask
-# that is plain.
+# Layers whose prompt of nine tokens needs no mask; six is the window of those that have one. Those of gpt-oss have sinks, and a
+# mask that is plain.
 UNMASKED = {
     **dict.fromkeys(ALL, 2), "mistral": 0, "phi3": 0, "olmo3": 1, "gemma3": 1, "qwen3_next": 1, "qwen3_5": 1,
 }  # fmt: skip
