@@ -665,11 +665,9 @@ def test_a_window_with_a_sink_is_what_steps_over_its_last_keys_give(
     k, v = (heads(2, 3, length, 16, dtype, seed) for seed in (1, 2))
     whole = agree("attention_sink_prefill", q, k, v, sinks, window, SCALE)["out"]
     for last in {0, length // 2, length - 1}:
-        seen = slice(max(0, last + 1 - window), last + 1)
-        step = agree("attention_sink_decode", q[:, :, last : last + 1], k[:, :, seen], v[:, :, seen], sinks, SCALE)[
-            "out"
-        ]
-        torch.testing.assert_close(whole[:, :, last : last + 1], step, rtol=2e-2, atol=1e-2)
+        newest, seen = slice(last, last + 1), slice(max(0, last + 1 - window), last + 1)
+        step = agree("attention_sink_decode", q[:, :, newest], k[:, :, seen], v[:, :, seen], sinks, SCALE)["out"]
+        torch.testing.assert_close(whole[:, :, newest], step, rtol=2e-2, atol=1e-2)
 
 
 def test_a_window_of_the_whole_sequence_or_more_is_none(agree: Agree) -> None:

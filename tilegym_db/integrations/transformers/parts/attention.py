@@ -61,16 +61,17 @@ Module = torch.nn.Module
 
 def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[Found]:
     """Modules whose forward asks the registry of attention functions, once for each Definition of some of its calls."""
-    asks = of_class(lambda cls: REGISTRY in names_in_code(cls.forward) and not has_sinks(cls.forward))
-    definitions = sorted(
-        known.definitions("attention"), key=lambda definition: (is_decode(definition), definition.name)
-    )
+    return attention_modules("attention", model, known, lambda forward: not has_sinks(forward))
+
+
+def attention_modules(part: str, model: Module, known: KnownCode, is_of_part: Callable[[Any], bool]) -> Iterable[Found]:
+    """Modules whose forward asks the registry and is one of the part, once for each Definition of the part, steps last."""
+    asks = of_class(lambda cls: REGISTRY in names_in_code(cls.forward) and is_of_part(cls.forward))
+    definitions = sorted(known.definitions(part), key=lambda definition: (is_decode(definition), definition.name))
     return grouped(
-        "attention",
+        part,
         [
-            ModuleOfPart(
-                module, definition.name, detail=next((parameter.device for parameter in module.parameters()), None)
-            )
+            ModuleOfPart(module, definition.name, detail=next((one.device for one in module.parameters()), None))
             for module in model.modules()
             if asks(module)
             for definition in definitions
@@ -100,13 +101,16 @@ def variants(found: Found, known: KnownCode) -> Variants | str:
     forward: Any = undecorated(found.module_class.forward)
     if hasattr(forward, "__wrapped__"):
         return WRAPPED
-    sdpa = sdpa_function(forward)
-    callees = getattr(sdpa, "__globals__", {})
-    nominees = known.look_up("attention", sdpa, callees, "the sdpa attention in its registry", {})
+    return nominated(found, known, sdpa_function(forward), "the sdpa attention in its registry")
+
+
+def nominated(found: Found, known: KnownCode, function: Any, what: str) -> Variants | str:
+    """Whether a function, named ``what``, is known to compute the Definition that the site was found for."""
+    nominees = known.look_up(found.kind, function, getattr(function, "__globals__", {}), what, {})
     if isinstance(nominees, str):
         return nominees
     this = [nominee for nominee in nominees if nominee.definition.name == found.function]
-    return Variants(this) if this else f"the sdpa attention in its registry is not known to compute {found.function}"
+    return Variants(this) if this else f"{what} is not known to compute {found.function}"
 
 
 def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
@@ -122,11 +126,21 @@ def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
 
 def forward(stock: Any, calls: Sequence[PartCall]) -> Globals:
     """The registry of attention functions that an attention forward is to see instead of its own."""
+    return seen_registry(stock, calls, SDPA, sdpa_function(undecorated(stock)), attention_function)
+
+
+def seen_registry(
+    stock: Any,
+    calls: Sequence[PartCall],
+    name: str,
+    function: Function,
+    serving: Callable[[Function, CallSite | None, CallSite | None], Function],
+) -> Globals:
+    """A registry with ``serving(function, prefill, decode)`` in the place of a function, which a config calls by ``name``."""
     sites = {is_decode(_definition(found)): site for found, site in calls}
-    own = undecorated(stock)
-    sdpa = sdpa_function(own)
-    served = attention_function(sdpa, sites.get(False), sites.get(True))
-    interfaces = Interfaces(own.__globals__[REGISTRY], SDPA, sdpa, served, next(iter(sites.values())).bypass)
+    served = serving(function, sites.get(False), sites.get(True))
+    registry = undecorated(stock).__globals__[REGISTRY]
+    interfaces = Interfaces(registry, name, function, served, next(iter(sites.values())).bypass)
     # What trains is whole sequences.
     return Globals({REGISTRY: interfaces}, {}, [site for is_step, site in sites.items() if not is_step])
 
@@ -212,27 +226,35 @@ def attention_function(stock: Function, prefill: CallSite | None, decode: CallSi
             # A static cache with nothing in it yet: causal from its start, so that stock cuts the rest off as well.
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         scaling = options.get("scaling")
-        out = site.serve(query, key, value, 1.0 / math.sqrt(query.shape[3]) if scaling is None else scaling)
-        if out is None:
-            site.unserved()
-            return None
-        return out.transpose(1, 2).contiguous()
+        return answer(site, query, key, value, 1.0 / math.sqrt(query.shape[3]) if scaling is None else scaling)
+
+    return served_or_stock(stock, serve)
+
+
+def answer(site: CallSite, *inputs: Any) -> torch.Tensor | None:
+    """What a kernel gives, as a model goes on with it: [B, Sq, Hq, D]; None where none serves."""
+    out = site.serve(*inputs)
+    if out is None:
+        site.unserved()
+        return None
+    laid_out: torch.Tensor = out.transpose(1, 2).contiguous()
+    return laid_out
+
+
+def served_or_stock(stock: Function, serve: Function) -> Function:
+    """An attention function: ``serve(module, query, key, value, options)`` without weights, or ``stock`` where that is None."""
 
     @functools.wraps(stock)
     def attention(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        options = options_of(args, kwargs)
-        out = None if options is None else serve(module, query, key, value, options)
-        return stock(module, query, key, value, *args, **kwargs) if out is None else (out, None)
+        # The mask comes fourth or by its name; whoever passes more than that by position means another function.
+        if len(args) <= 1:
+            mask = {"attention_mask": args[0]} if args else {}
+            out = serve(module, query, key, value, {**mask, **kwargs})
+            if out is not None:
+                return out, None
+        return stock(module, query, key, value, *args, **kwargs)
 
     return attention
-
-
-def options_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What an attention function is given behind its values, by name: the mask comes first or by its name.
-
-    None where more comes without a name: whoever does that means another function.
-    """
-    return None if len(args) > 1 else {**({"attention_mask": args[0]} if args else {}), **kwargs}
 
 
 def why_stock(module: Any, query: torch.Tensor, key: torch.Tensor, options: Mapping[str, Any]) -> str:

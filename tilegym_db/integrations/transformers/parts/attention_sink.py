@@ -7,7 +7,6 @@ So the mask is read, once for all layers that share it, which waits for the GPU;
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -22,13 +21,9 @@ from tilegym_db.integrations.transformers.found import (
     Found,
     Globals,
     KnownCode,
-    ModuleOfPart,
     Nominee,
     PartCall,
     Variants,
-    grouped,
-    names_in_code,
-    of_class,
 )
 from tilegym_db.integrations.transformers.parts.attention import (
     EAGER,
@@ -36,22 +31,23 @@ from tilegym_db.integrations.transformers.parts.attention import (
     NO_HEADS,
     OTHER_HEADS,
     OTHER_VALUES,
-    REGISTRY,
     SCALE,
     SCALE_IS_NO_NUMBER,
     SIZES,
     WEIGHTS,
-    Interfaces,
+    answer,
+    attention_modules,
     eager_function,
     has_sinks,
     is_decode,
-    options_of,
+    nominated,
+    seen_registry,
+    served_or_stock,
 )
 from tilegym_db.integrations.transformers.probe import Probe, device_of, drawn_inputs
-from tilegym_db.records import Definition
 
-AFTER = ("rope", "attention")
-"""A forward calls its rotary function first; the attention without sinks comes before, as it looks for the same registry."""
+AFTER = ("rope",)
+"""A forward calls its rotary function first."""
 WINDOW = 3
 """Of the probe: less than its positions."""
 
@@ -65,19 +61,7 @@ Function = Callable[..., Any]
 
 def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[Found]:
     """Modules whose forward asks the registry and has an eager function with sinks, once for each Definition of its calls."""
-    asks = of_class(lambda cls: REGISTRY in names_in_code(cls.forward) and has_sinks(cls.forward))
-    definitions = sorted(
-        known.definitions("attention_sink"), key=lambda definition: (is_decode(definition), definition.name)
-    )
-    return grouped(
-        "attention_sink",
-        [
-            ModuleOfPart(module, definition.name, detail=next((one.device for one in module.parameters()), None))
-            for module in model.modules()
-            if asks(module)
-            for definition in definitions
-        ],
-    )
+    return attention_modules("attention_sink", model, known, has_sinks)
 
 
 def variants(found: Found, known: KnownCode) -> Variants | str:
@@ -85,12 +69,7 @@ def variants(found: Found, known: KnownCode) -> Variants | str:
     forward: Any = undecorated(found.module_class.forward)
     if hasattr(forward, "__wrapped__"):
         return WRAPPED
-    eager = eager_function(forward)
-    nominees = known.look_up("attention_sink", eager, eager.__globals__, "its eager attention", {})
-    if isinstance(nominees, str):
-        return nominees
-    this = [nominee for nominee in nominees if nominee.definition.name == found.function]
-    return Variants(this) if this else f"its eager attention is not known to compute {found.function}"
+    return nominated(found, known, eager_function(forward), "its eager attention")
 
 
 def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
@@ -111,17 +90,7 @@ def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
 
 def forward(stock: Any, calls: Sequence[PartCall]) -> Globals:
     """The registry of attention functions that an attention forward is to see instead of its own."""
-    sites = {is_decode(_definition(found)): site for found, site in calls}
-    own = undecorated(stock)
-    eager = eager_function(own)
-    served = attention_function(eager, sites.get(False), sites.get(True))
-    interfaces = Interfaces(own.__globals__[REGISTRY], EAGER, eager, served, next(iter(sites.values())).bypass)
-    return Globals({REGISTRY: interfaces}, {}, [site for is_step, site in sites.items() if not is_step])
-
-
-def _definition(found: Found) -> Definition:
-    assert found.nominee is not None, "only what is confirmed is patched"
-    return found.nominee.definition
+    return seen_registry(stock, calls, EAGER, eager_function(undecorated(stock)), attention_function)
 
 
 def attention_function(stock: Function, prefill: CallSite | None, decode: CallSite | None) -> Function:
@@ -146,20 +115,10 @@ def attention_function(stock: Function, prefill: CallSite | None, decode: CallSi
         if reason:
             site.bypass(reason)
             return None
-        window_and_scale = (options["scaling"],) if is_one else (window, options["scaling"])
-        out = site.serve(query, key, value, module.sinks, *window_and_scale)
-        if out is None:
-            site.unserved()
-            return None
-        return out.transpose(1, 2).contiguous()
+        scalars = (options["scaling"],) if is_one else (window, options["scaling"])
+        return answer(site, query, key, value, module.sinks, *scalars)
 
-    @functools.wraps(stock)
-    def attention(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        options = options_of(args, kwargs)
-        out = None if options is None else serve(module, query, key, value, options)
-        return stock(module, query, key, value, *args, **kwargs) if out is None else (out, None)
-
-    return attention
+    return served_or_stock(stock, serve)
 
 
 def _window(query: torch.Tensor, options: Mapping[str, Any]) -> int:
