@@ -19,12 +19,14 @@ from tilegym_db.records import Definition, Workload
 from tilegym_db.records.definition_parts import PlantedError, SelfTest
 from tilegym_db.records.tolerance import limits_for
 from tilegym_db.verify.comparison import check_lifted, check_outputs
+from tilegym_db.verify.conditioning import without_uncertain
 from tilegym_db.verify.distributions import DISTRIBUTIONS, RANGES
 from tilegym_db.verify.drawing import judge_draws
 from tilegym_db.verify.expected import Expected, broken_constraint, expect
 from tilegym_db.verify.gates import MIN_ELEMENTS_FOR_NORMS
 from tilegym_db.verify.inputs import Case, draw_inputs
 from tilegym_db.verify.reference import run_lifted, run_reference
+from tilegym_db.verify.verdicts import OutputVerdict
 from tilegym_db.verify.verifier import same_bytes
 
 __all__ = ["SelfTestFinding", "self_test", "tiny_workloads"]
@@ -217,7 +219,11 @@ def _made_wrong(definition: Definition, case: Case, expected: Expected) -> list[
 def _accepted(definition: Definition, case: Case, expected: Expected, outputs: Outputs) -> bool:
     if any(value.shape != expected.outputs[name].shape for name, value in outputs.items()):
         return False
-    verdicts = check_outputs(definition, case.dtypes, expected.inputs, expected.outputs, outputs, expected.e_base)
+
+    def check(outputs: Mapping[str, torch.Tensor]) -> dict[str, OutputVerdict]:
+        return check_outputs(definition, case.dtypes, expected.inputs, expected.outputs, outputs, expected.e_base)
+
+    verdicts = without_uncertain(definition, expected.inputs, expected.outputs, outputs, check)
     return all(verdict.passed for verdict in verdicts.values())
 
 

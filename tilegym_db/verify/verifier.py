@@ -15,6 +15,7 @@ import torch
 from tilegym_db.records import Definition, Solution
 from tilegym_db.records.tolerance import limits_for
 from tilegym_db.verify.comparison import check_outputs
+from tilegym_db.verify.conditioning import without_uncertain
 from tilegym_db.verify.drawing import judge_draws
 from tilegym_db.verify.expected import Expected
 from tilegym_db.verify.gates import OutputVerdict, relative_error
@@ -245,10 +246,13 @@ def judge(
     expected: Expected,
     outputs: Mapping[str, torch.Tensor],
 ) -> dict[str, OutputVerdict] | Failure:
-    """Compare the outputs of one call with the oracle: a verdict for each, or the failure."""
-    large = any(value.numel() > SMALL_ELEMENTS for value in outputs.values())
-    with _comparing if large else contextlib.nullcontext():
-        verdicts = check_outputs(
+    """Compare the outputs of one call with the oracle: a verdict for each, or the failure.
+
+    An element that no arithmetic in float32 gives any better refutes nobody (:mod:`tilegym_db.verify.conditioning`).
+    """
+
+    def check(outputs: Mapping[str, torch.Tensor]) -> dict[str, OutputVerdict]:
+        return check_outputs(
             definition,
             expected.case.dtypes,
             expected.inputs,
@@ -259,6 +263,10 @@ def judge(
             exact=expected.exact,
             conditioned=expected.conditioned,
         )
+
+    large = any(value.numel() > SMALL_ELEMENTS for value in outputs.values())
+    with _comparing if large else contextlib.nullcontext():
+        verdicts = without_uncertain(definition, expected.inputs, expected.outputs, outputs, check)
     for name, verdict in verdicts.items():
         if verdict.gate is not None:
             return incorrect(verdict.gate, f"{verdict.reason} at {expected.case}", expected.case, name, verdicts)

@@ -1,0 +1,131 @@
+"""An element that is a small difference of large terms is known no better than these terms are; every other one is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tilegym_db.catalog import Catalog
+from tilegym_db.records import Definition
+from tilegym_db.verify.conditioning import STEP, known_to, without_uncertain
+from tilegym_db.verify.expected import Expected
+from tilegym_db.verify.inputs import Case
+from tilegym_db.verify.reference import oracle, run_reference
+from tilegym_db.verify.verdicts import PASSED, OutputVerdict
+from tilegym_db.verify.verifier import Failure, judge
+
+GRADIENTS = Catalog.default().definition("mhc_head_compute_mix_backward")
+KERNEL = Catalog.default().solution("mhc_head_compute_mix_backward_triton").record
+TOKENS, STREAMS = 512, 4
+ONE_WRONG = OutputVerdict("elementwise", "out: 1 of 1000 elements", 1e-6, 1e-6, 1e-6, 0.999)
+Make = Callable[..., Definition]
+
+
+def cancelling(remainder: float) -> Expected:
+    """Tokens in pairs whose parts of the gradient of the scale cancel but for a share of one of them."""
+    drawn = torch.Generator().manual_seed(3)
+    mix, grad_out = (torch.randn(TOKENS // 2, STREAMS, generator=drawn) for _ in range(2))
+    mix = torch.cat((mix, -mix))
+    mix[0] *= 1.0 + remainder
+    inputs = {
+        "mix": mix,
+        "scale": torch.tensor([0.5]),
+        "base": torch.zeros(STREAMS),
+        "grad_out": torch.cat((grad_out, grad_out)),
+    }
+    axes = GRADIENTS.bind_axes({"M": TOKENS, "C": STREAMS})
+    truth = oracle(GRADIENTS, inputs)
+    return Expected(Case(axes, {}, {}), inputs, truth, dict.fromkeys(truth, 0.0))
+
+
+def by_terms(inputs: dict[str, Any], terms: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The gradients in float32, block by block, as a kernel adds them up."""
+    gate = torch.sigmoid(inputs["mix"] * inputs["scale"] + inputs["base"])
+    grad = inputs["grad_out"] * gate * (1 - gate)
+    blocks = terms(grad * inputs["mix"]).flatten().split(96)
+    total = sum((block.sum() for block in blocks), start=torch.zeros(()))
+    return {"grad_mix": grad * inputs["scale"], "grad_scale": total.reshape(1), "grad_base": grad.sum(0)}
+
+
+def of_tensor_cores(terms: torch.Tensor) -> torch.Tensor:
+    """Rounded to the ten bits of TF32."""
+    return ((terms.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+@pytest.mark.parametrize("remainder", [1e-4, 1e-5])
+def test_last_digits_of_the_terms_refute_no_sum_of_them(remainder: float) -> None:
+    expected = cancelling(remainder)
+    honest = by_terms(dict(expected.inputs), lambda terms: terms)
+    error = (honest["grad_scale"].double() - expected.outputs["grad_scale"]).abs() / expected.outputs[
+        "grad_scale"
+    ].abs()
+    assert float(error) > 1e-3, "this sum is not the difference that the test is about"
+    assert not isinstance(judge(GRADIENTS, KERNEL, expected, honest), Failure)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        pytest.param(of_tensor_cores, id="terms in TF32"),
+        pytest.param(lambda terms: terms.bfloat16().float(), id="terms in bfloat16"),
+        pytest.param(lambda terms: terms[:-1], id="the last token left out"),
+        pytest.param(torch.zeros_like, id="nothing added up"),
+    ],
+)
+def test_a_sum_of_other_terms_is_refused_on_the_same_contents(spoil: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    expected = cancelling(1e-3)
+    wrong = judge(GRADIENTS, KERNEL, expected, by_terms(dict(expected.inputs), spoil))
+    assert isinstance(wrong, Failure)
+    assert wrong.output == "grad_scale"
+
+
+def test_a_number_whose_terms_do_not_cancel_is_known_to_its_last_digits() -> None:
+    expected = cancelling(1e-3)
+    outputs = by_terms(dict(expected.inputs), lambda terms: terms)
+    outputs["grad_mix"][7, 2] *= 1.001
+    wrong = judge(GRADIENTS, KERNEL, expected, outputs)
+    assert isinstance(wrong, Failure)
+    assert wrong.output == "grad_mix"
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        pytest.param("return torch.where(x >= 1, weight, 0 * weight).to(x.dtype)", id="one jump an element"),
+        pytest.param("return ((x >= 1).sum(1, keepdim=True) * weight).to(x.dtype)", id="a sum of many jumps"),
+    ],
+)
+def test_a_jump_is_no_uncertainty(operator: Make, reference: str) -> None:
+    """On which side of a limit a number is that equals it is known exactly, however little must be added to change that."""
+    inputs = {"x": torch.ones(4, 64), "weight": torch.full((64,), 3.0), "factor": 1.0}
+    definition = operator(reference, self_test=None)
+    distances = known_to(definition, inputs, oracle(definition, inputs))
+    assert distances
+    assert all(float(distance.max()) <= 64 * 3.0 * STEP for distance in distances.values())
+
+
+def test_nothing_is_said_of_what_a_reference_makes_of_bits(operator: Make) -> None:
+    halved = operator("return (x.view(torch.int32) >> 1).view(torch.float32).to(x.dtype)", self_test=None)
+    inputs = {"x": torch.ones(4, 8), "weight": torch.ones(8), "factor": 1.0}
+    assert known_to(halved, inputs, run_reference(halved, inputs)) == {}
+
+
+@pytest.mark.parametrize(
+    ("verdict", "name"),
+    [
+        pytest.param(ONE_WRONG, "topk_softmax", id="weights of a choice, which may change"),
+        pytest.param(OutputVerdict("elementwise", "", 0, 0, 0, 0.9), "rms_norm", id="a tenth of the elements"),
+        pytest.param(OutputVerdict("nan_inf_mask", "", 0, 0, 0, 0.999), "rms_norm", id="NaN"),
+    ],
+)
+def test_what_is_never_asked(verdict: OutputVerdict, name: str) -> None:
+    definition = Catalog.default().definition(name)
+    output = next(iter(definition.outputs))
+    outputs = {output: torch.zeros(1000)}
+
+    once = iter([{output: verdict, "other": PASSED}])
+    found = without_uncertain(definition, {}, outputs, outputs, lambda outputs: next(once))
+    assert found == {output: verdict, "other": PASSED}

@@ -1,0 +1,155 @@
+"""Tells an element that nobody's arithmetic gives any better, a small difference of large terms, from one that is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tilegym_db.errors import RecordError
+from tilegym_db.records import Definition
+from tilegym_db.verify.gates import relative_error
+from tilegym_db.verify.lifting import LIFTED_DTYPES
+from tilegym_db.verify.reference import lift, run_lifted
+from tilegym_db.verify.slicing import ORACLE_BYTES, sliced
+from tilegym_db.verify.verdicts import OutputVerdict
+
+__all__ = ["STEP", "known_to", "without_uncertain"]
+
+Outputs = Mapping[str, torch.Tensor]
+
+STEP = 2.0**-19
+"""How far inputs are moved, relative to each. A kernel that computes in float32 rounds each term a few times by up to 2**-24; by
+half of the moves an element moves as far as ten such errors of its terms. Products of bfloat16 parts that leave one out are off
+by 2**-17, those of TF32 by 2**-11."""
+DRAWS = 4
+SLACK_OF_ONE_DRAW = 8.0
+"""What one draw moves an element by says little; where not even so much explains an error, more draws will not."""
+LEAST_SYMMETRIC = 0.25
+"""Where moving inputs back does not move an element back, to this share, it jumps: which side it is on is known exactly."""
+MOST_UNCERTAIN = 0.01
+"""Share of an output's elements that may be excused, or one: a kernel that is off in more of them is wrong."""
+_GATES = frozenset({"rel_fro", "worst_row", "elementwise"})
+MOST_ELEMENTS = 1 << 27
+SAME_IN_FP64 = 0.01
+SEED = 20_261_127
+
+
+def without_uncertain(
+    definition: Definition,
+    inputs: Mapping[str, Any],
+    truth: Outputs,
+    outputs: Outputs,
+    check: Callable[[Outputs], Mapping[str, OutputVerdict]],
+) -> dict[str, OutputVerdict]:
+    """What the gates say of outputs; those pass, with the figures that they have, that fail by elements alone which nobody can
+    know any better.
+
+    Args:
+        definition: the operator.
+        inputs: what the call was given.
+        truth: the oracle's outputs.
+        outputs: the call's.
+        check: puts outputs through the gates.
+    """
+    verdicts = check(outputs)
+    refused = [name for name, verdict in verdicts.items() if not verdict.passed]
+    if not refused or not all(_may_be_uncertain(definition, inputs, outputs[name], verdicts[name]) for name in refused):
+        return dict(verdicts)
+    for draws, factor in ((1, SLACK_OF_ONE_DRAW), (DRAWS, 1.0)):
+        distances = known_to(definition, inputs, truth, draws)
+        known = {
+            name: _settled(outputs[name], truth[name], factor * distances[name])
+            for name in refused
+            if name in distances
+        }
+        if not all(verdict.passed for verdict in check({**outputs, **known}).values()):
+            return dict(verdicts)
+    return {name: replace(verdict, gate=None, reason="") for name, verdict in verdicts.items()}
+
+
+def _may_be_uncertain(
+    definition: Definition, inputs: Mapping[str, Any], output: torch.Tensor, verdict: OutputVerdict
+) -> bool:
+    """Whether it makes sense to ask: only a few numbers are off, and evaluating the oracle some more times takes no gigabytes.
+
+    What points into something, or follows from such a choice, changes with the choice and is never excused.
+    """
+    if definition.gathers or definition.follows or definition.sampled or output.dtype not in LIFTED_DTYPES:
+        return False
+    elements = output.numel()
+    wrong = round((1.0 - verdict.matched_ratio) * elements)
+    moved = sum(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor))
+    return (
+        verdict.gate in _GATES and wrong <= max(1, int(MOST_UNCERTAIN * elements)) and moved + elements <= MOST_ELEMENTS
+    )
+
+
+def known_to(
+    definition: Definition, inputs: Mapping[str, Any], truth: Outputs, draws: int = DRAWS
+) -> dict[str, torch.Tensor]:
+    """How far each element of each output moves, in fp64, where every number that goes in moves by up to ``STEP`` of itself.
+
+    Of several draws the lower median, so that a jump which one of them meets counts for nothing. Inputs that the oracle takes
+    one slice at a time stay as they are.
+
+    Args:
+        definition: the operator.
+        inputs: what a call was given.
+        truth: the oracle's outputs.
+        draws: how many moves, each forth and back.
+
+    Returns:
+        Output name -> absolute distance, in the output's shape. An output is absent where the reference says something else in
+        fp64 than the oracle does: codes, their scales, and what comes of the bits of a float32.
+    """
+    lifted = lift({name: value for name, value in inputs.items() if name not in definition.sliced_inputs})
+    moves = [name for name in lifted if _is_number_to_move(inputs[name])]
+    distances: list[dict[str, torch.Tensor]] = []
+    try:
+        start = _evaluated(definition, inputs)
+        judged = [
+            name
+            for name, value in start.items()
+            if truth[name].is_floating_point() and relative_error(value, truth[name]) <= SAME_IN_FP64
+        ]
+        for draw in range(draws):
+            forth, back = (
+                _evaluated(definition, {**inputs, **{name: _moved(lifted[name], SEED + draw, way) for name in moves}})
+                for way in (1.0, -1.0)
+            )
+            distances.append({name: _distance(start[name], forth[name], back[name]) for name in judged})
+    except (RecordError, torch.OutOfMemoryError):  # such as a reference that reads the bits of a float32
+        return {}
+    middle = (draws - 1) // 2
+    return {name: torch.stack([each[name] for each in distances]).sort(dim=0).values[middle] for name in judged}
+
+
+def _settled(output: torch.Tensor, truth: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
+    """The output with the oracle's value for each element that is no further from it than that."""
+    near = (output.double() - truth.double()).abs() <= distance
+    return torch.where(near, truth.to(output.dtype), output)
+
+
+def _evaluated(definition: Definition, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return sliced(definition, inputs, run_lifted, budget_bytes=ORACLE_BYTES)
+
+
+def _is_number_to_move(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in LIFTED_DTYPES
+
+
+def _moved(value: torch.Tensor, seed: int, way: float) -> torch.Tensor:
+    generator = torch.Generator(value.device).manual_seed(seed)
+    step = torch.rand(value.shape, generator=generator, dtype=torch.float64, device=value.device) * 2 - 1
+    return value * (1.0 + way * STEP * step)
+
+
+def _distance(start: torch.Tensor, forth: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+    """Half of the way from one end to the other, where the start is about in its middle; else zero."""
+    start, forth, back = start.double(), forth.double(), back.double()
+    way = (forth - back).abs()
+    distance = torch.where((forth + back - 2 * start).abs() <= LEAST_SYMMETRIC * way, way / 2, 0.0)
+    return torch.nan_to_num(distance, nan=0.0, posinf=0.0, neginf=0.0)
