@@ -533,7 +533,7 @@ def norm_backward_kernel(J, K, dtype, width, block_m, block_k, tiles, vec, fn_ve
     """Compile for a run of `tiles` tiles of tokens and a block of columns: their gradient, and a sum of that of the projection.
 
     float32 factors are sums of three bfloat16 numbers, so that tensor cores lose nothing: of two such factors the products below
-    the last bit are left out, and where the result is rounded to bfloat16 all but three. `width` is J, rounded up.
+    the last bit are left out, also where the result is rounded to bfloat16, since terms may cancel. `width` is J, rounded up.
     """
     M, runs = T.dynamic("M runs")
     wide = str(dtype) == "torch.float32"
@@ -543,8 +543,8 @@ def norm_backward_kernel(J, K, dtype, width, block_m, block_k, tiles, vec, fn_ve
     rows, fn_rows = threads // lanes, threads // fn_lanes  # rows at once
     passes, fn_passes = -(-block_m // rows), -(-width // fn_rows)
     # Pairs of parts whose products are added, the smallest first: of the gradient and fn, then of the gradient and the streams.
-    of_streams = ((2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0)) if wide else ((1, 0), (0, 1), (0, 0))
-    of_fn = ((2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0)) if wide else ((2, 0), (1, 0), (0, 0))
+    of_streams = (2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0)
+    of_fn = of_streams if wide else ((2, 0), (1, 0), (0, 0))
 
     @T.macro
     def store_parts(tiles_of, row, column, values, p, count, pieces, rest):

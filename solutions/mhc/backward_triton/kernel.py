@@ -445,8 +445,9 @@ def _norm_backward(
 ):
     """A block of columns of a run of tokens: their gradient, and a partial sum of that of the projection.
 
-    bfloat16 streams meet the gradients of the products, float32, as sums of three bfloat16 numbers: nothing is lost. Where
-    the result is rounded to bfloat16, two of each factor do.
+    bfloat16 streams meet the gradients of the products, float32, as sums of three bfloat16 numbers: nothing is lost. Both
+    factors of the streams' own gradient take all three parts as well, though it is rounded to bfloat16: with two of each, a
+    row whose terms cancel is off by more than that.
     """
     dtype = grad_residual_ptr.dtype.element_ty
     blocks: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -468,10 +469,12 @@ def _norm_backward(
         grad = grad * rstd[:, None]
         if x.dtype == tl.bfloat16:
             high, middle, low = _in_three(grad)
-            fn_high = fn.to(tl.bfloat16)
-            fn_low = (fn - fn_high.to(tl.float32)).to(tl.bfloat16)
-            grad_x = tl.dot(middle, fn_high)
+            fn_high, fn_middle, fn_low = _in_three(fn)
+            grad_x = tl.dot(low, fn_high)
+            grad_x = tl.dot(middle, fn_middle, grad_x)
             grad_x = tl.dot(high, fn_low, grad_x)
+            grad_x = tl.dot(middle, fn_high, grad_x)
+            grad_x = tl.dot(high, fn_middle, grad_x)
             grad_x = tl.dot(high, fn_high, grad_x)
             block = tl.dot(tl.trans(x), low)
             block = tl.dot(tl.trans(x), middle, block)
