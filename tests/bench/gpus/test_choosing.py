@@ -120,6 +120,16 @@ def test_one_operator_is_divided_evenly_and_many_are_kept_whole(plans):
     assert len(divide(plans(24, 24), 1)) == 1
 
 
+def test_an_operator_is_divided_only_where_all_devices_end_earlier_for_it(plans):
+    """Starting its candidates once more costs twelve pairs here: too much for operators of three workloads."""
+    few = divide(plans(*(3,) * 6), 4)
+    assert sum(len(item.plans) for item in few) == 6
+    uneven = divide(plans(40, 6, 6, 6, 6), 4)
+    parts = Counter(plan.definition.name for item in uneven for plan in item.plans)
+    assert parts.pop("scale_0") > 1
+    assert set(parts.values()) == {1}
+
+
 def test_lost_work_is_done_again_then_one_by_one_and_then_given_up(plans):
     queue = WorkQueue.of(divide(plans(3), 1))
     item = queue.take()
