@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,8 +43,7 @@ def without_uncertain(
     outputs: Outputs,
     check: Callable[[Outputs], Mapping[str, OutputVerdict]],
 ) -> dict[str, OutputVerdict]:
-    """What the gates say of outputs; those pass, with the figures that they have, that fail by elements alone which nobody can
-    know any better.
+    """What the gates say of outputs, without the elements that nobody can know any better where they alone fail.
 
     Args:
         definition: the operator.
@@ -53,11 +51,15 @@ def without_uncertain(
         truth: the oracle's outputs.
         outputs: the call's.
         check: puts outputs through the gates.
+
+    Returns:
+        A verdict for each output. Its figures leave out what was excused, so that they are within the bounds of what passes.
     """
-    verdicts = check(outputs)
+    verdicts = dict(check(outputs))
     refused = [name for name, verdict in verdicts.items() if not verdict.passed]
     if not refused or not all(_may_be_uncertain(definition, inputs, outputs[name], verdicts[name]) for name in refused):
-        return dict(verdicts)
+        return verdicts
+    excused = verdicts
     for draws, factor in ((1, SLACK_OF_ONE_DRAW), (DRAWS, 1.0)):
         distances = known_to(definition, inputs, truth, draws)
         known = {
@@ -65,9 +67,10 @@ def without_uncertain(
             for name in refused
             if name in distances
         }
-        if not all(verdict.passed for verdict in check({**outputs, **known}).values()):
-            return dict(verdicts)
-    return {name: replace(verdict, gate=None, reason="") for name, verdict in verdicts.items()}
+        excused = dict(check({**outputs, **known}))
+        if not all(verdict.passed for verdict in excused.values()):
+            return verdicts
+    return excused
 
 
 def _may_be_uncertain(
