@@ -145,10 +145,9 @@ supervisor.GRACE_S = 0.3
 ours, theirs = socket.socketpair()
 heard = (Connection(os.dup(theirs.fileno())), queue.SimpleQueue())
 threading.Thread(target=supervisor._listen, args=heard, daemon=True).start()
-ours.close()
-theirs.close()
 while True:
     try:
+        ours.close(), theirs.close()  # the interrupt comes after it, and so where it is caught
         time.sleep(60)
     except KeyboardInterrupt:
         pass
