@@ -154,9 +154,7 @@ def report(make_catalog, folder) -> Iterator[BenchReport]:
     workloads = ({"axes": {"M": 40, "N": 32}, "tags": ["tiny"]}, {"axes": {"M": 24, "N": 48}})
     catalog = make_catalog(folder / "catalog", solutions, workloads)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "tilegym_db.bench.executor.local.RunnerLimits", functools.partial(RunnerLimits, first_call_s=6.0)
-        )
+        patch.setattr("tilegym_db.bench.executor.local.RunnerLimits", functools.partial(RunnerLimits, first_call_s=6.0))
         patch.setattr("tilegym_db.verify.scan.scan_sources", lambda solution, sources: ())
         yield benchmark(gpu="cpu", catalog=catalog, store_home=folder / "home", quick=True)
 

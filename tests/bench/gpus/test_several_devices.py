@@ -147,7 +147,8 @@ heard = (Connection(os.dup(theirs.fileno())), queue.SimpleQueue())
 threading.Thread(target=supervisor._listen, args=heard, daemon=True).start()
 while True:
     try:
-        ours.close(), theirs.close()  # the interrupt comes after it, and so where it is caught
+        ours.close()
+        theirs.close()  # the last end of the connection: the interrupt follows, here, where it is caught
         time.sleep(60)
     except KeyboardInterrupt:
         pass
