@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -11,8 +12,7 @@ from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition
 from tilegym_db.verify.gates import relative_error
 from tilegym_db.verify.lifting import LIFTED_DTYPES
-from tilegym_db.verify.reference import lift, run_lifted
-from tilegym_db.verify.slicing import ORACLE_BYTES, sliced
+from tilegym_db.verify.reference import in_fp64, lift
 from tilegym_db.verify.verdicts import OutputVerdict
 
 __all__ = ["STEP", "known_to", "without_uncertain"]
@@ -20,9 +20,9 @@ __all__ = ["STEP", "known_to", "without_uncertain"]
 Outputs = Mapping[str, torch.Tensor]
 
 STEP = 2.0**-19
-"""How far inputs are moved, relative to each. A kernel that computes in float32 rounds each term a few times by up to 2**-24; by
-half of the moves an element moves as far as ten such errors of its terms. Products of bfloat16 parts that leave one out are off
-by 2**-17, those of TF32 by 2**-11."""
+"""Inputs are multiplied by 1 plus or minus at most this. A kernel that computes in float32 rounds each term a few times by up to
+2**-24; by half of the moves an element moves as far as ten such errors of its terms. Products of bfloat16 parts that leave one
+out are off by 2**-17, those of TF32 by 2**-11."""
 DRAWS = 4
 SLACK_OF_ONE_DRAW = 8.0
 """What one draw moves an element by says little; where not even so much explains an error, more draws will not."""
@@ -32,7 +32,9 @@ MOST_UNCERTAIN = 0.01
 """Share of an output's elements that may be excused, or one: a kernel that is off in more of them is wrong."""
 _GATES = frozenset({"rel_fro", "worst_row", "elementwise"})
 MOST_ELEMENTS = 1 << 27
+"""Numbers in the inputs and an output, up to which evaluating the oracle eight more times takes neither minutes nor gigabytes."""
 SAME_IN_FP64 = 0.01
+"""How far the reference in fp64 may be off its oracle, as a whole, for moves of the one to tell what is known of the other."""
 SEED = 20_261_127
 
 
@@ -59,13 +61,14 @@ def without_uncertain(
     refused = [name for name, verdict in verdicts.items() if not verdict.passed]
     if not refused or not all(_may_be_uncertain(definition, inputs, outputs[name], verdicts[name]) for name in refused):
         return verdicts
-    excused = verdicts
+    excused, distances = verdicts, list[dict[str, torch.Tensor]]()
+    moved = _distances(definition, inputs, truth)
     for draws, factor in ((1, SLACK_OF_ONE_DRAW), (DRAWS, 1.0)):
-        distances = known_to(definition, inputs, truth, draws)
+        distances.extend(islice(moved, draws - len(distances)))
         known = {
-            name: _settled(outputs[name], truth[name], factor * distances[name])
-            for name in refused
-            if name in distances
+            name: _settled(outputs[name], truth[name], factor * distance)
+            for name, distance in _typical(distances).items()
+            if name in refused
         }
         excused = dict(check({**outputs, **known}))
         if not all(verdict.passed for verdict in excused.values()):
@@ -90,9 +93,7 @@ def _may_be_uncertain(
     )
 
 
-def known_to(
-    definition: Definition, inputs: Mapping[str, Any], truth: Outputs, draws: int = DRAWS
-) -> dict[str, torch.Tensor]:
+def known_to(definition: Definition, inputs: Mapping[str, Any], truth: Outputs) -> dict[str, torch.Tensor]:
     """How far each element of each output moves, in fp64, where every number that goes in moves by up to ``STEP`` of itself.
 
     Of several draws the lower median, so that a jump which one of them meets counts for nothing. Inputs that the oracle takes
@@ -102,42 +103,48 @@ def known_to(
         definition: the operator.
         inputs: what a call was given.
         truth: the oracle's outputs.
-        draws: how many moves, each forth and back.
 
     Returns:
         Output name -> absolute distance, in the output's shape. An output is absent where the reference says something else in
         fp64 than the oracle does: codes, their scales, and what comes of the bits of a float32.
     """
+    return _typical(list(islice(_distances(definition, inputs, truth), DRAWS)))
+
+
+def _distances(definition: Definition, inputs: Mapping[str, Any], truth: Outputs) -> Iterator[dict[str, torch.Tensor]]:
+    """Draw after draw, each forth and back; none where the reference cannot be evaluated in fp64 or there is no memory for it."""
     lifted = lift({name: value for name, value in inputs.items() if name not in definition.sliced_inputs})
     moves = [name for name in lifted if _is_number_to_move(inputs[name])]
-    distances: list[dict[str, torch.Tensor]] = []
     try:
-        start = _evaluated(definition, inputs)
+        start = truth if definition.oracle == "lifted" else in_fp64(definition, inputs)
         judged = [
             name
             for name, value in start.items()
             if truth[name].is_floating_point() and relative_error(value, truth[name]) <= SAME_IN_FP64
         ]
-        for draw in range(draws):
+        seed = SEED
+        while True:
             forth, back = (
-                _evaluated(definition, {**inputs, **{name: _moved(lifted[name], SEED + draw, way) for name in moves}})
+                in_fp64(definition, {**inputs, **{name: _moved(lifted[name], seed, way) for name in moves}})
                 for way in (1.0, -1.0)
             )
-            distances.append({name: _distance(start[name], forth[name], back[name]) for name in judged})
+            yield {name: _distance(start[name], forth[name], back[name]) for name in judged}
+            seed += 1
     except (RecordError, torch.OutOfMemoryError):  # such as a reference that reads the bits of a float32
-        return {}
-    middle = (draws - 1) // 2
-    return {name: torch.stack([each[name] for each in distances]).sort(dim=0).values[middle] for name in judged}
+        return
+
+
+def _typical(distances: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Of each element the lower median."""
+    middle = (len(distances) - 1) // 2
+    names = distances[0] if distances else ()
+    return {name: torch.stack([each[name] for each in distances]).sort(dim=0).values[middle] for name in names}
 
 
 def _settled(output: torch.Tensor, truth: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
     """The output with the oracle's value for each element that is no further from it than that."""
     near = (output.double() - truth.double()).abs() <= distance
     return torch.where(near, truth.to(output.dtype), output)
-
-
-def _evaluated(definition: Definition, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return sliced(definition, inputs, run_lifted, budget_bytes=ORACLE_BYTES)
 
 
 def _is_number_to_move(value: Any) -> bool:

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tilegym_db.bench.plan import DefinitionPlan
-from tilegym_db.records import Workload
 
 __all__ = ["MAX_LOSSES", "WorkItem", "WorkQueue", "divide"]
 
@@ -101,8 +100,7 @@ def divide(plans: Sequence[DefinitionPlan], devices: int) -> list[WorkItem]:
     The candidates of a Definition are started, compiled and fuzzed once more in every piece that has a part of it. So one is
     divided only where all devices together end earlier for it.
     """
-    whole = [_Part(plan, {w.uuid: _pairs(plan, w) for w in plan.workloads if plan.is_wanted(w)}) for plan in plans]
-    whole = [part for part in whole if part.pairs]
+    whole = [part for part in map(_Part.of, plans) if part.pairs]
     if not whole:
         return []
     if devices == 1:
@@ -130,14 +128,24 @@ def divide(plans: Sequence[DefinitionPlan], devices: int) -> list[WorkItem]:
 
 @dataclass(frozen=True)
 class _Part:
-    """Some workloads of a Definition: uuid -> how many pairs are planned for it."""
+    """Some workloads of a Definition: uuid -> how many pairs are planned for it.
+
+    ``fixed``: what its candidates cost wherever a part of it is measured, in pairs.
+    """
 
     plan: DefinitionPlan
     pairs: Mapping[str, int]
+    fixed: float
 
-    @property
-    def fixed(self) -> float:
-        return FIXED_PAIRS * len(self.plan.candidates())
+    @classmethod
+    def of(cls, plan: DefinitionPlan) -> _Part:
+        candidates = plan.candidates()
+        pairs = {
+            workload.uuid: sum(plan.takes_part(solution, workload, config) for solution, config in candidates)
+            for workload in plan.workloads
+            if plan.is_wanted(workload)
+        }
+        return cls(plan, pairs, FIXED_PAIRS * len(candidates))
 
     @property
     def timed(self) -> int:
@@ -150,7 +158,7 @@ class _Part:
     def split(self, count: int) -> list[_Part]:
         """Workloads that stand next to each other are of like size: dealt in turn, each part has small and large ones."""
         uuids = list(self.pairs)
-        return [_Part(self.plan, {uuid: self.pairs[uuid] for uuid in uuids[n::count]}) for n in range(count)]
+        return [replace(self, pairs={uuid: self.pairs[uuid] for uuid in uuids[n::count]}) for n in range(count)]
 
 
 def _packed(parts: Sequence[_Part], shares: Sequence[float]) -> list[list[_Part]]:
@@ -184,7 +192,3 @@ def _item(bag: Sequence[_Part]) -> WorkItem:
     for part in bag:
         uuids.setdefault(id(part.plan), (part.plan, set()))[1].update(part.pairs)
     return WorkItem(tuple(plan.restricted_to(chosen) for plan, chosen in uuids.values()))
-
-
-def _pairs(plan: DefinitionPlan, workload: Workload) -> int:
-    return sum(plan.takes_part(solution, workload, config) for solution, config in plan.candidates())
