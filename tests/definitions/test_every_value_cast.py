@@ -16,6 +16,7 @@ import torch
 from tilegym_db.backends.load import load_entry
 from tilegym_db.catalog import Catalog
 from tilegym_db.verify.comparison import check_outputs
+from tilegym_db.verify.distance import EXACTLY
 from tilegym_db.verify.reference import run_reference
 
 E4M3_FLOOR = float(np.float32(1e-4))
@@ -212,5 +213,5 @@ def test_every_mistake_of_rounding_is_refused(name: str, mistake: str, catalog: 
     assert source != definition.reference
     truth = run_reference(definition, inputs)
     found = run_reference(definition, inputs, source=source)
-    verdicts = check_outputs(definition, {"T": "bfloat16"}, inputs, truth, found, dict.fromkeys(truth, 0.0))
+    verdicts = check_outputs(definition, {"T": "bfloat16"}, inputs, truth, found, dict.fromkeys(truth, EXACTLY))
     assert not all(verdict.passed for verdict in verdicts.values())

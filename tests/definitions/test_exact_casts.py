@@ -11,6 +11,7 @@ from tilegym_db.backends.load import load_entry
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Definition
 from tilegym_db.verify.comparison import check_outputs
+from tilegym_db.verify.distance import EXACTLY
 from tilegym_db.verify.reference import run_reference
 
 pytestmark = pytest.mark.records("name")  # where a test has one
@@ -32,7 +33,7 @@ def given(definition: Definition, x: torch.Tensor, round_scale: bool = True) -> 
 
 def accepted(definition: Definition, inputs: dict[str, Any], outputs: dict[str, torch.Tensor]) -> dict[str, bool]:
     truth, dtypes = run_reference(definition, inputs), {"T": "bfloat16"}
-    found = check_outputs(definition, dtypes, inputs, truth, outputs, dict.fromkeys(truth, 0.0))
+    found = check_outputs(definition, dtypes, inputs, truth, outputs, dict.fromkeys(truth, EXACTLY))
     return {name: verdict.passed for name, verdict in found.items()}
 
 

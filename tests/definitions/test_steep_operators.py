@@ -10,6 +10,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
 from tilegym_db.verify.comparison import check_outputs
+from tilegym_db.verify.distance import EXACTLY
 from tilegym_db.verify.distributions import CONTENTS, DISTRIBUTIONS, RANGES
 from tilegym_db.verify.expected import Expected, expect
 from tilegym_db.verify.inputs import Case, draw_inputs
@@ -37,7 +38,7 @@ def gate_of_experts(definition: Definition, axes: dict[str, int], contents: str,
     case = Case(definition.bind_axes(axes), {"W": "bfloat16"}, {}, distribution=contents, seed=seed)
     inputs = draw_inputs(definition, case, "cpu")
     truth, found = run_reference(definition, inputs), run_reference(definition, inputs, source=source)
-    return check_outputs(definition, case.dtypes, inputs, truth, found, {"out": 0.0})["out"].gate
+    return check_outputs(definition, case.dtypes, inputs, truth, found, {"out": EXACTLY})["out"].gate
 
 
 @pytest.mark.parametrize("axes", [FEW_CHANNELS, LIKE_A_MODEL])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -11,7 +11,8 @@ import torch
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Definition
 from tilegym_db.verify.conditioning import STEP, known_to, without_uncertain
-from tilegym_db.verify.expected import Expected
+from tilegym_db.verify.distance import EXACTLY
+from tilegym_db.verify.expected import Expected, expect
 from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.reference import oracle, run_reference
 from tilegym_db.verify.verdicts import PASSED, OutputVerdict
@@ -38,7 +39,7 @@ def cancelling(remainder: float) -> Expected:
     }
     axes = GRADIENTS.bind_axes({"M": TOKENS, "C": STREAMS})
     truth = oracle(GRADIENTS, inputs)
-    return Expected(Case(axes, {}, {}), inputs, truth, dict.fromkeys(truth, 0.0))
+    return Expected(Case(axes, {}, {}), inputs, truth, dict.fromkeys(truth, EXACTLY))
 
 
 def by_terms(inputs: dict[str, Any], terms: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -91,6 +92,36 @@ def test_a_number_whose_terms_do_not_cancel_is_known_to_its_last_digits() -> Non
     wrong = judge(GRADIENTS, KERNEL, expected, outputs)
     assert isinstance(wrong, Failure)
     assert wrong.output == "grad_mix"
+
+
+SINKS = Catalog.default().definition("attention_sink_decode")
+SHAPE = SINKS.bind_axes({"B": 1, "Hq": 30, "Hkv": 5, "L": 17, "D": 56})
+
+
+def with_weights_of(bits: int, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Attention in float32 but for the weights, which tensor cores take in bfloat16: eight bits."""
+    group = SHAPE["Hq"] // SHAPE["Hkv"]
+    query, sinks = inputs["q"].float(), inputs["sinks"].float()[None, :, None, None]
+    keys, values = (inputs[name].float().repeat_interleave(group, dim=1) for name in ("k", "v"))
+    scores = query @ keys.mT * inputs["scale"]
+    most = torch.maximum(scores.amax(-1, keepdim=True), sinks)
+    weights = torch.exp(scores - most)
+    total = weights.sum(-1, keepdim=True) + torch.exp(sinks - most)
+    mantissa, exponent = torch.frexp(weights)
+    rounded = torch.ldexp((mantissa * 2**bits).round() / 2**bits, exponent)
+    return {"out": (rounded @ values / total).to(inputs["v"].dtype)}
+
+
+@pytest.mark.parametrize("seed", [66, 168, 310, 354])
+@pytest.mark.parametrize(("bits", "right"), [(8, True), (4, False)])
+def test_weights_in_half_precision_refute_no_sum_of_values_that_cancel(seed: int, bits: int, right: bool) -> None:
+    """The reference rounds its weights as well, each of them otherwise; on these contents it is luckier than a kernel."""
+    case = Case(SHAPE, {"T": "bfloat16"}, {"scale": 0.125}, distribution="channels", seed=seed)
+    expected = expect(SINKS, case, "cpu")
+    assert expected is not None
+    kernel = Catalog.default().solution("attention_sink_decode_triton").record
+    found = judge(SINKS, kernel, expected, with_weights_of(bits, expected.inputs))
+    assert isinstance(found, Failure) is not right
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from tilegym_db.records import Definition
 from tilegym_db.records.binding import TensorInfo, solve_axes
 from tilegym_db.records.tolerance import limits_for
 from tilegym_db.verify.comparison import check_outputs
+from tilegym_db.verify.distance import EXACTLY
 from tilegym_db.verify.expected import expect
 from tilegym_db.verify.inputs import Case, draw_inputs
 from tilegym_db.verify.reference import as_written
@@ -44,7 +45,7 @@ def gate(definition: Definition, rounded: bool, change: Any) -> str | None:
     truth = as_written(definition, inputs)
     outputs = {name: value.clone() for name, value in truth.items()}
     change(outputs["out"].view(torch.uint8))
-    return check_outputs(definition, case.dtypes, inputs, truth, outputs, {"out": 0.0})["out"].gate
+    return check_outputs(definition, case.dtypes, inputs, truth, outputs, {"out": EXACTLY})["out"].gate
 
 
 @pytest.mark.parametrize(("contents", "is_tried"), [("normal", True), ("max_quarter", False), ("small_integers", True)])
@@ -77,7 +78,7 @@ def test_the_sign_of_a_zero_is_part_of_an_exact_code(cast):
     inputs = {"x": torch.zeros(64, 64), "rounded": True}
     truth = as_written(definition, inputs)
     negative = torch.full((64, 64), 0x80, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    verdict = check_outputs(definition, {"T": "float32"}, inputs, truth, {"out": negative}, {"out": 0.0})["out"]
+    verdict = check_outputs(definition, {"T": "float32"}, inputs, truth, {"out": negative}, {"out": EXACTLY})["out"]
     assert verdict.gate == "codes"
     assert "4096 of 4096 codes differ, 0.00% are equal (all must be)" in verdict.reason
 
@@ -91,7 +92,7 @@ def test_zeros_of_either_sign_are_one_code_where_codes_are_not_exact(cast):
     for exact, gate in ((None, None), ("exact", "codes"), ("exact when rounded", "codes")):
         definition = cast(exact)
         truth = as_written(definition, inputs)
-        verdict = check_outputs(definition, {"T": "float32"}, inputs, truth, negative, {"out": 0.0})["out"]
+        verdict = check_outputs(definition, {"T": "float32"}, inputs, truth, negative, {"out": EXACTLY})["out"]
         assert verdict.gate == gate, exact
 
 
@@ -103,7 +104,7 @@ def test_steps_between_codes_are_counted_across_zero_as_if_it_had_no_sign(code, 
     codes = torch.zeros(64, 64, dtype=torch.uint8)
     codes[3, 5] = code
     given = {"out": codes.view(torch.float8_e4m3fn)}
-    verdict = check_outputs(definition, {"T": "float32"}, inputs, truth, given, {"out": 0.0})["out"]
+    verdict = check_outputs(definition, {"T": "float32"}, inputs, truth, given, {"out": EXACTLY})["out"]
     assert verdict.gate == (None if steps <= 1 else "codes")
     assert verdict.matched_ratio == (1.0 if steps == 0 else 1 - 1 / 4096)
 
@@ -117,7 +118,7 @@ def test_sums_whose_products_keep_their_sign_as_they_underflow_are_accepted():
     codes = truth["out"].view(torch.uint8)
     fused = {"out": torch.where(codes == 0, 0x80, codes).to(torch.uint8).view(torch.float8_e4m3fn)}
     assert int((codes == 0).sum()) > 0.01 * codes.numel()
-    assert check_outputs(definition, case.dtypes, inputs, truth, fused, {"out": 0.0})["out"].gate is None
+    assert check_outputs(definition, case.dtypes, inputs, truth, fused, {"out": EXACTLY})["out"].gate is None
 
 
 @pytest.mark.parametrize(
@@ -196,12 +197,12 @@ def test_nibbles_are_compared_one_by_one_and_twelve_bit_codes_as_bytes(cast):
     few = {"out": truth["out"].clone()}
     few["out"][7, 9] = 0x42  # the next code in the high half
     inputs = {"rounded": True}
-    assert check_outputs(nibbles, {}, inputs, truth, few, {"out": 0.0})["out"].gate is None
+    assert check_outputs(nibbles, {}, inputs, truth, few, {"out": EXACTLY})["out"].gate is None
     exact = cast("exact", outputs={"out": NIBBLES}, constraints=["N % 2 == 0"])
-    found = check_outputs(exact, {}, inputs, truth, few, {"out": 0.0})["out"]
+    found = check_outputs(exact, {}, inputs, truth, few, {"out": EXACTLY})["out"]
     assert (found.gate, found.index) == ("codes", (7, 19))
     bytes_ = cast(None, outputs={"out": TWELVE_BITS}, constraints=["N % 8 == 0"])
-    assert check_outputs(bytes_, {}, inputs, truth, few, {"out": 0.0})["out"].gate == "exact"
+    assert check_outputs(bytes_, {}, inputs, truth, few, {"out": EXACTLY})["out"].gate == "exact"
 
 
 def test_a_scale_beside_packed_bytes_is_equal_bit_for_bit(cast):
@@ -227,4 +228,4 @@ def test_equal_codes_pass_whatever_their_number_where_a_mean_of_ones_is_not_one(
     case = Case({"M": 5, "N": columns}, {"T": "float32"}, {"rounded": True}, seed=3)
     inputs = draw_inputs(definition, case, "cuda:0")
     truth = as_written(definition, inputs)
-    assert check_outputs(definition, case.dtypes, inputs, truth, truth, {"out": 0.0})["out"].gate is None
+    assert check_outputs(definition, case.dtypes, inputs, truth, truth, {"out": EXACTLY})["out"].gate is None

@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from tilegym_db.records.tolerance import LIMITS
-from tilegym_db.verify.gates import OutputVerdict, check_output, is_well_conditioned, must_be_exact, relative_error
+from tilegym_db.verify.distance import BaseError, base_error, relative_error
+from tilegym_db.verify.gates import OutputVerdict, check_output, is_well_conditioned, must_be_exact
 
 
 def judge(
     actual: torch.Tensor, oracle: torch.Tensor, dtype: str | None = None, e_base: float = 0.0, *, exact: bool = False
 ) -> OutputVerdict:
     name = dtype or str(actual.dtype).removeprefix("torch.")
-    return check_output("out", actual, oracle, LIMITS.get(name), e_base, exact=exact)
+    return check_output("out", actual, oracle, LIMITS.get(name), BaseError(e_base), exact=exact)
 
 
 def honest(dtype: torch.dtype, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,6 +94,70 @@ def test_a_nan_or_infinity_that_differs_from_the_oracle_fails(wrong, right):
     verdict = judge(actual, exact)
     assert verdict.gate == "nan_inf_mask"
     assert "first at [3, 5]" in verdict.reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [1.0, 300.0])
+def test_a_weight_that_hardware_flushes_is_no_error_whatever_it_is_multiplied_by(dtype, value):
+    """In attention a sink of 88 more than every score leaves weights of 1e-38, times values."""
+    exact = torch.full((64, 64), 2.0**-127 * value, dtype=torch.float64)
+    assert judge(torch.zeros(64, 64, dtype=dtype), exact).passed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_small_numbers_that_nothing_flushes_are_missed(dtype):
+    exact = torch.full((64, 64), 1e-30, dtype=torch.float64)
+    assert judge(torch.zeros(64, 64, dtype=dtype), exact).gate == "rel_fro"
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "gate"),
+    [
+        pytest.param(0.0, 1.02, "elementwise", id="beside a reference that is exact"),
+        pytest.param(0.3, 1.02, "elementwise", id="beside a reference with room to spare"),
+        pytest.param(0.9, 1.02, None, id="beside a reference that is as far off"),
+        pytest.param(0.9, 1.7, None, id="less than twice as far off as the reference"),
+        pytest.param(0.9, 1.9, "elementwise", id="more than twice as far off as the reference"),
+        pytest.param(5.0, 2.1, "elementwise", id="never more than twice the bound"),
+    ],
+)
+def test_an_element_may_be_off_by_twice_what_the_reference_is(own, other, gate):
+    """Where the reference passes by a hair, others that are as right would pass or fail by chance."""
+    exact = torch.ones(64, 64, dtype=torch.float64)
+    limits = LIMITS["bfloat16"]
+    bound = limits.rtol + limits.a
+
+    def off(share):
+        value = exact.float()
+        value[3, 5] += share * bound
+        return value
+
+    written = base_error(off(own), exact, limits)
+    assert written.element == pytest.approx(own, rel=1e-3)
+    assert check_output("out", off(other), exact, limits, written).gate == gate
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "gate"),
+    [
+        pytest.param(0.0, 1.2, "worst_row", id="beside a reference that is exact"),
+        pytest.param(0.9, 1.2, None, id="beside a reference that is as far off"),
+        pytest.param(0.9, 1.9, "worst_row", id="more than twice as far off as the reference"),
+    ],
+)
+def test_a_row_may_be_off_by_twice_what_the_reference_is(own, other, gate):
+    exact = torch.ones(64, 64, dtype=torch.float64)
+    limits = LIMITS["bfloat16"]
+    most = 3 * limits.tau
+
+    def off(share):
+        value = exact.float()
+        value[3] += share * most
+        return value
+
+    written = base_error(off(own), exact, limits)
+    assert written.row == pytest.approx(own * most, rel=1e-3)
+    assert check_output("out", off(other), exact, limits, written).gate == gate
 
 
 @pytest.mark.parametrize("special", [math.nan, math.inf, -math.inf])

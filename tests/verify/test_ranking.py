@@ -13,6 +13,7 @@ from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
 from tilegym_db.verify.comparison import base_errors, check_outputs
+from tilegym_db.verify.distance import EXACTLY
 from tilegym_db.verify.ranking import followed
 from tilegym_db.verify.reference import oracle, run_reference
 from tilegym_db.verify.shapes import fuzz_cases, sibling_of
@@ -157,7 +158,7 @@ def test_a_function_that_does_not_rank_a_row_for_each_row_of_indices_is_named(fi
         {**record, "reference": record["reference"].replace(find, replace), "self_test": None}
     )
     with pytest.raises(RecordError, match=message):
-        check_outputs(changed, {"T": "float32"}, inputs, truth, truth, dict.fromkeys(truth, 0.0))
+        check_outputs(changed, {"T": "float32"}, inputs, truth, truth, dict.fromkeys(truth, EXACTLY))
 
 
 def test_fuzz_cases_vary_a_size_that_a_scalar_states_and_the_scalar_follows():

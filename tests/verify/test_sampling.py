@@ -14,6 +14,7 @@ from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
 from tilegym_db.verify.comparison import check_outputs
+from tilegym_db.verify.distance import EXACTLY
 from tilegym_db.verify.drawing import SMALL_ELEMENTS, calls_for, judge_draws
 from tilegym_db.verify.expected import Expected
 from tilegym_db.verify.inputs import Case, draw_inputs
@@ -49,7 +50,7 @@ Sampler = Callable[[Inputs], torch.Tensor]
 def expected(definition: Definition, contents: str, rows: int = 512, columns: int = 24, seed: int = 0) -> Expected:
     case = Case({"B": rows, "V": columns}, {}, {}, distribution=CONTENTS[contents], seed=seed)
     inputs = draw_inputs(definition, case, "cpu")
-    return Expected(case, inputs, run_reference(definition, inputs), {"samples": 0.0})
+    return Expected(case, inputs, run_reference(definition, inputs), {"samples": EXACTLY})
 
 
 def verdict(definition: Definition, case: Expected, sampler: Sampler, draws: int = 8192) -> Failure | None:
@@ -276,7 +277,7 @@ def test_a_border_may_lie_as_far_away_as_sums_in_float32_round(moved: float, gat
     if gate is not None:  # a border that lies elsewhere for sure
         inputs["top_p"] = inputs["top_p"] - moved
         index[0] = 2
-    verdicts = check_outputs(TOP_P, {}, inputs, truth, {"samples": index}, {"samples": 0.0})
+    verdicts = check_outputs(TOP_P, {}, inputs, truth, {"samples": index}, {"samples": EXACTLY})
     assert verdicts["samples"].gate == gate
 
 
@@ -286,9 +287,9 @@ def test_a_row_whose_law_hangs_on_rounding_is_judged_by_membership_alone() -> No
     inputs = {"probs": probs, "top_p": torch.full((512,), 0.5), "uniform": torch.rand(512)}
     for drawn in (0, 1):  # 0.5000001 and 0.5: whether the second is kept is beyond float32
         outputs = {"samples": torch.full((512,), drawn)}
-        assert check_outputs(TOP_P, {}, inputs, outputs, outputs, {"samples": 0.0})["samples"].passed
+        assert check_outputs(TOP_P, {}, inputs, outputs, outputs, {"samples": EXACTLY})["samples"].passed
     outputs = {"samples": torch.full((512,), 2)}
-    assert check_outputs(TOP_P, {}, inputs, outputs, outputs, {"samples": 0.0})["samples"].gate == "support"
+    assert check_outputs(TOP_P, {}, inputs, outputs, outputs, {"samples": EXACTLY})["samples"].gate == "support"
 
 
 def test_laws_are_evaluated_in_groups_of_rows_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:

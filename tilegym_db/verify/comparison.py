@@ -11,13 +11,14 @@ import torch
 from tilegym_db.records import Definition
 from tilegym_db.records.quantised import codes_are_exact
 from tilegym_db.records.tolerance import limits_for
-from tilegym_db.verify.gates import check_output, is_well_conditioned, must_be_exact, relative_error
+from tilegym_db.verify.distance import EXACTLY, BaseError, base_error
+from tilegym_db.verify.gates import check_output, is_well_conditioned, must_be_exact
 from tilegym_db.verify.indices import check_gathered
 from tilegym_db.verify.laws import check_sampled_outputs
 from tilegym_db.verify.ranking import check_ranked_outputs, followed
 from tilegym_db.verify.verdicts import OutputVerdict
 
-__all__ = ["base_errors", "check_lifted", "check_outputs", "conditioned_outputs", "exact_outputs"]
+__all__ = ["base_errors", "check_lifted", "check_outputs", "check_reference", "conditioned_outputs", "exact_outputs"]
 
 Outputs = Mapping[str, torch.Tensor]
 
@@ -28,7 +29,7 @@ def check_outputs(
     inputs: Mapping[str, Any],
     truth: Outputs,
     outputs: Outputs,
-    e_base: Mapping[str, float],
+    e_base: Mapping[str, BaseError],
     *,
     math: str = "ieee",
     exact: Collection[str] = (),
@@ -42,7 +43,7 @@ def check_outputs(
         inputs: what the call was given (not what it left there).
         truth: the oracle's outputs.
         outputs: the call's, in the same shapes and the declared dtypes.
-        e_base: the reference's own relative error per output.
+        e_base: what the reference itself is off by, per output.
         math: ``tf32`` where the Solution declares it.
         exact: outputs in which every element must have the oracle's value (see :func:`exact_outputs`).
         conditioned: outputs whose every element is judged by its own size (see :func:`conditioned_outputs`).
@@ -59,11 +60,24 @@ def check_outputs(
                 value,
                 truth[name],
                 limits,
-                e_base[name],
+                e_base[name] if math == "ieee" else e_base[name]._replace(row=0.0, element=0.0),
                 exact=name in exact,
                 conditioned=name in conditioned,
             )
     return {name: verdicts[name] for name in outputs}
+
+
+def check_reference(
+    definition: Definition,
+    dtypes: Mapping[str, str],
+    inputs: Mapping[str, Any],
+    truth: Outputs,
+    as_written: Outputs,
+    e_base: Mapping[str, BaseError],
+) -> dict[str, OutputVerdict]:
+    """As :func:`check_outputs`, for the reference as written: its own worst row and element widen no bound for it."""
+    plain = {name: error._replace(row=0.0, element=0.0) for name, error in e_base.items()}
+    return check_outputs(definition, dtypes, inputs, truth, as_written, plain)
 
 
 def check_lifted(
@@ -107,12 +121,15 @@ def _check_indices(
 
 def base_errors(
     definition: Definition, dtypes: Mapping[str, str], as_written: Outputs, truth: Outputs
-) -> dict[str, float]:
-    """The relative error that the reference as written makes itself, per output; 0 where equality or codes are compared."""
+) -> dict[str, BaseError]:
+    """What the reference as written is off by itself, per output; nothing where equality or codes are compared."""
     errors = {}
     for name, value in as_written.items():
         limits = limits_for(definition, definition.dtype_of(name, dtypes))
-        errors[name] = relative_error(value, truth[name]) if limits is not None and not limits.codes else 0.0
+        if limits is None or limits.codes:
+            errors[name] = EXACTLY
+        else:
+            errors[name] = base_error(value, truth[name], limits)
     return errors
 
 

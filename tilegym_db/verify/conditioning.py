@@ -10,7 +10,7 @@ import torch
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition
-from tilegym_db.verify.gates import relative_error
+from tilegym_db.verify.distance import relative_error
 from tilegym_db.verify.lifting import LIFTED_DTYPES
 from tilegym_db.verify.reference import in_fp64, lift
 from tilegym_db.verify.verdicts import OutputVerdict
@@ -96,8 +96,9 @@ def _may_be_uncertain(
 def known_to(definition: Definition, inputs: Mapping[str, Any], truth: Outputs) -> dict[str, torch.Tensor]:
     """How far each element of each output moves, in fp64, where every number that goes in moves by up to ``STEP`` of itself.
 
-    Of several draws the lower median, so that a jump which one of them meets counts for nothing. Inputs that the oracle takes
-    one slice at a time stay as they are.
+    To that adds how far each input of half precision moves it alone, by what its dtype rounds: kernels and the reference alike
+    round weights to it before they multiply them with such an input. Of several draws the lower median, so that a jump which
+    one of them meets counts for nothing. Inputs that the oracle takes one slice at a time stay as they are.
 
     Args:
         definition: the operator.
@@ -122,13 +123,18 @@ def _distances(definition: Definition, inputs: Mapping[str, Any], truth: Outputs
             for name, value in start.items()
             if truth[name].is_floating_point() and relative_error(value, truth[name]) <= SAME_IN_FP64
         ]
+        together = [(moves, STEP), *(([name], rounds) for name, rounds in _half_precision(inputs, moves))]
         seed = SEED
         while True:
-            forth, back = (
-                in_fp64(definition, {**inputs, **{name: _moved(lifted[name], seed, way) for name in moves}})
-                for way in (1.0, -1.0)
-            )
-            yield {name: _distance(start[name], forth[name], back[name]) for name in judged}
+            found = {name: torch.zeros_like(start[name], dtype=torch.float64) for name in judged}
+            for names, step in together:
+                forth, back = (
+                    in_fp64(definition, {**inputs, **{name: _moved(lifted[name], seed, way * step) for name in names}})
+                    for way in (1.0, -1.0)
+                )
+                for name in judged:
+                    found[name] += _distance(start[name], forth[name], back[name])
+            yield found
             seed += 1
     except (RecordError, torch.OutOfMemoryError):  # such as a reference that reads the bits of a float32
         return
@@ -151,10 +157,16 @@ def _is_number_to_move(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in LIFTED_DTYPES
 
 
-def _moved(value: torch.Tensor, seed: int, way: float) -> torch.Tensor:
+def _half_precision(inputs: Mapping[str, Any], names: Sequence[str]) -> list[tuple[str, float]]:
+    """Of these inputs those that a number on the way may be rounded like, and by how much that is."""
+    rounds = {name: torch.finfo(inputs[name].dtype).eps / 2 for name in names}
+    return [(name, step) for name, step in rounds.items() if step > STEP]
+
+
+def _moved(value: torch.Tensor, seed: int, most: float) -> torch.Tensor:
     generator = torch.Generator(value.device).manual_seed(seed)
     step = torch.rand(value.shape, generator=generator, dtype=torch.float64, device=value.device) * 2 - 1
-    return value * (1.0 + way * STEP * step)
+    return value * (1.0 + most * step)
 
 
 def _distance(start: torch.Tensor, forth: torch.Tensor, back: torch.Tensor) -> torch.Tensor:

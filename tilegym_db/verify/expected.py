@@ -12,7 +12,8 @@ from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition
 from tilegym_db.records.content_constraints import Unknown, holds
 from tilegym_db.verify.blobs import BlobReader
-from tilegym_db.verify.comparison import base_errors, check_outputs, conditioned_outputs, exact_outputs
+from tilegym_db.verify.comparison import base_errors, check_reference, conditioned_outputs, exact_outputs
+from tilegym_db.verify.distance import BaseError
 from tilegym_db.verify.distributions import REFERENCE_MAY_FAIL
 from tilegym_db.verify.inputs import Case, draw_inputs, draws_noise
 from tilegym_db.verify.ranking import followed
@@ -24,12 +25,12 @@ __all__ = ["Expected", "broken_constraint", "expect"]
 
 @dataclass(frozen=True)
 class Expected:
-    """What a case must give: its inputs, the oracle's outputs and the reference's own error per output."""
+    """What a case must give: its inputs, the oracle's outputs and what the reference itself is off by per output."""
 
     case: Case
     inputs: Mapping[str, Any]
     outputs: Mapping[str, torch.Tensor]
-    e_base: Mapping[str, float]
+    e_base: Mapping[str, BaseError]
     exact: frozenset[str] = frozenset()
     """Outputs that leave no room for rounding: they must equal the oracle's, rounded to their dtype."""
     conditioned: frozenset[str] = frozenset()
@@ -62,7 +63,7 @@ def expect(definition: Definition, case: Case, device: str, blobs: BlobReader | 
     # Beside the choice that the reference made: of equal values, another is as right.
     own = followed(definition, inputs, truth, written)
     e_base = base_errors(definition, case.dtypes, written, own)
-    verdicts = check_outputs(definition, case.dtypes, inputs, truth, written, e_base)
+    verdicts = check_reference(definition, case.dtypes, inputs, truth, written, e_base)
     if not all(verdict.passed for verdict in verdicts.values()) or _may_overflow(definition, case, inputs, written):
         return None
     exact = exact_outputs(written, own) if case.exact and not draws_noise(definition) else frozenset()
