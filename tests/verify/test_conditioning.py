@@ -10,11 +10,12 @@ import torch
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Definition
+from tilegym_db.verify import conditioning
 from tilegym_db.verify.conditioning import STEP, known_to, without_uncertain
 from tilegym_db.verify.distance import EXACTLY
 from tilegym_db.verify.expected import Expected, expect
 from tilegym_db.verify.inputs import Case
-from tilegym_db.verify.reference import oracle, run_reference
+from tilegym_db.verify.reference import in_fp64, oracle, run_reference
 from tilegym_db.verify.verdicts import PASSED, OutputVerdict
 from tilegym_db.verify.verifier import Failure, judge
 
@@ -92,6 +93,22 @@ def test_a_number_whose_terms_do_not_cancel_is_known_to_its_last_digits() -> Non
     wrong = judge(GRADIENTS, KERNEL, expected, outputs)
     assert isinstance(wrong, Failure)
     assert wrong.output == "grad_mix"
+
+
+@pytest.mark.parametrize("evaluations", [1, 3])
+def test_where_memory_ends_before_it_is_known_the_refusal_stands(monkeypatch, evaluations: int) -> None:
+    left = iter(range(evaluations))
+
+    def until_memory_ends(*given: Any) -> dict[str, torch.Tensor]:
+        if next(left, None) is None:
+            raise torch.OutOfMemoryError
+        return in_fp64(*given)
+
+    monkeypatch.setattr(conditioning, "in_fp64", until_memory_ends)
+    expected = cancelling(1e-4)
+    refused = judge(GRADIENTS, KERNEL, expected, by_terms(dict(expected.inputs), lambda terms: terms))
+    assert isinstance(refused, Failure)
+    assert next(left, None) is None, "it was not asked"
 
 
 SINKS = Catalog.default().definition("attention_sink_decode")

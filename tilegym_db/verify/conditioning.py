@@ -65,6 +65,8 @@ def without_uncertain(
     moved = _distances(definition, inputs, truth)
     for draws, factor in ((1, SLACK_OF_ONE_DRAW), (DRAWS, 1.0)):
         distances.extend(islice(moved, draws - len(distances)))
+        if len(distances) < draws:
+            return verdicts
         known = {
             name: _settled(outputs[name], truth[name], factor * distance)
             for name, distance in _typical(distances).items()
