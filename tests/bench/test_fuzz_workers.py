@@ -85,6 +85,19 @@ def test_processors_go_to_runners_first_and_to_helpers_by_equal_shares():
     assert processors.take(1)
 
 
+def test_where_several_gpus_of_a_host_are_at_work_each_kernel_has_fewer_workers():
+    assert [verification.most_fuzz_workers(gpus) for gpus in (1, 2, 4, 8)] == [6, 4, 3, 2]
+
+
+def test_processors_of_runners_that_never_ask_for_a_helper_are_not_shared_out():
+    processors = Processors(16, runners=8, alone=4)  # twelve for the other four
+    assert [processors.take(workers) for workers in (1, 2, 3)] == [True, True, False]
+    for _ in range(4):
+        processors.done(alone=True)
+    assert processors.take(3)
+    assert not processors.take(4)
+
+
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Any]:
     """A verification of a source by so many workers at most."""

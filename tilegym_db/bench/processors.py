@@ -13,9 +13,9 @@ class Processors:
     Safe to ask from several threads.
     """
 
-    def __init__(self, total: int, runners: int = 1) -> None:
-        """``runners`` are those that are, or wait to be, verified."""
-        self._total, self._runners, self._helpers = total, runners, 0
+    def __init__(self, total: int, runners: int = 1, alone: int = 0) -> None:
+        """``runners`` are those that are, or wait to be, verified; ``alone`` are those of them that never ask for a helper."""
+        self._total, self._runners, self._alone, self._helpers = total, runners, alone, 0
         self._lock = threading.Lock()
 
     def take(self, workers: int) -> bool:
@@ -24,7 +24,7 @@ class Processors:
         Not where that were more than its share: those who ask later would find none.
         """
         with self._lock:
-            share = -(-self._total // max(self._runners, 1))
+            share = -(-(self._total - self._alone) // max(self._runners - self._alone, 1))
             if self._runners + self._helpers >= self._total or workers >= share:
                 return False
             self._helpers += 1
@@ -35,7 +35,8 @@ class Processors:
         with self._lock:
             self._helpers -= 1
 
-    def done(self) -> None:
+    def done(self, *, alone: bool = False) -> None:
         """A runner has been verified, and leaves its processor to the others."""
         with self._lock:
             self._runners -= 1
+            self._alone -= alone

@@ -97,8 +97,9 @@ def record_promotions(
         rows = promotion_rows(store)
         known = _known(rows, {trace.definition for trace in traces}, home)
         standing = {row["id"] for row in rows if row["status"] == "standing"}
+        baselines = verified_baselines(store, {trace.definition_digest for trace in traces})
         for trace in sorted(traces, key=lambda item: (_prefix(item), item.solution_digest, item.trace_id)):
-            verified = verified_baselines(store, trace.definition_digest, trace.workload_uuid, trace.gpu)
+            verified = baselines.get((trace.definition_digest, trace.workload_uuid, trace.gpu), {})
             is_shipped = source_key(trace.definition_digest, trace.solution_digest) in shipped
             claim = claim_of(trace, verified, min_speedup, is_shipped=is_shipped)
             if claim.baseline is None:

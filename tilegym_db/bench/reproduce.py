@@ -99,7 +99,9 @@ def _verify(
 ) -> Reproduction:
     interpret = interpreted_here(files.record.spec.language, on_gpu=machine.is_gpu)
     with scratch_folder() as folder:
-        handle = WorkerHandle(definition, files, machine.device, folder, PROMOTION, config, interpret=interpret)
+        handle = WorkerHandle(
+            definition, files, machine.device, folder, PROMOTION, config, interpret=interpret, profiled=False
+        )
         with contextlib.closing(handle):
             outcome = Verification(handle).case_alone(expected)
     if isinstance(outcome, Failure):

@@ -12,11 +12,11 @@ import torch
 from tilegym_db.bench.case_queue import CaseQueue, Pair
 from tilegym_db.bench.contents import ExpectedCache, WorkloadContents
 from tilegym_db.bench.fuzz_outcome import FuzzOutcome, conclude_fuzz
+from tilegym_db.bench.own_shape import CANNOT_VERIFY, ShapesAhead, cannot_verify, check_own_shape
 from tilegym_db.bench.processors import Processors
 from tilegym_db.bench.stock_witness import StockWitness
 from tilegym_db.bench.worker_handle import WorkerHandle
 from tilegym_db.confinement.bounds import available_processors
-from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.records import Workload
 from tilegym_db.records.base import canonical_json
 from tilegym_db.records.binding import is_code_selecting
@@ -29,25 +29,18 @@ from tilegym_db.verify.verifier import Failure, Verdict
 from tilegym_db.verify.worker.losses import WorkerDied
 from tilegym_db.verify.worker.shared_buffers import SharedBuffers, plan_slot
 
-__all__ = ["CANNOT_VERIFY", "MAX_FUZZ_WORKERS", "Verification", "Verified", "cannot_verify"]
+__all__ = ["Verification", "Verified", "most_fuzz_workers"]
 
-CANNOT_VERIFY = (RecordError, StoreError, torch.OutOfMemoryError)
-"""A workload without an oracle, or without memory for it here: that workload's trouble, not the run's."""
 MAY_PASS_NEXT = ("TIMEOUT", "RUNTIME_ERROR", "COMPILE_ERROR", "UNSUPPORTED")
 """The machine's trouble or the source's: fuzz cases that ended so are tried again with the next workload."""
-IN_MODEL_CALL = 3
-"""Which of the calls on a workload's first contents is made as a model makes it; screens make fewer."""
 MAX_FUZZ_WORKERS = 6
+MORE_ON_SHARED_HOST = 4
+"""A host makes one CUDA context after the other, 0.3 s each, whichever GPU it is for. So beside two workers of every kernel, so
+many are shared out among the GPUs at work."""
 CASES_A_WORKER = {"tilelang": 1, "cutile": 2}
-"""Fuzz cases that take about as long to compile as one more worker takes to start, which is a second or two, and longer the
-more of them start at once: the driver makes one CUDA context at a time."""
-OTHER_CASES_A_WORKER = 6
-
-
-def cannot_verify(error: BaseException) -> Failure:
-    """What one of :data:`CANNOT_VERIFY` means for a workload."""
-    no_memory = isinstance(error, torch.OutOfMemoryError)
-    return Failure("UNSUPPORTED", f"cannot be verified on this machine: {error}", no_memory=no_memory)
+"""Fuzz cases that take about as long as one more worker takes to start: on an H100 half a second, and two more to import
+TileLang."""
+OTHER_CASES_A_WORKER = 4
 
 
 @dataclass
@@ -71,6 +64,8 @@ class Verification:
     witness: StockWitness | None = None
     fuzz_outcomes: dict[str, FuzzOutcome | Failure] = field(default_factory=dict)
     processors: Processors = field(default_factory=lambda: Processors(available_processors()))
+    ahead: ShapesAhead = field(default_factory=ShapesAhead)
+    """What else this is verified at: while helpers take fuzz cases, the worker of the handle begins with it."""
     _helpers: list[WorkerHandle] = field(default_factory=list)
 
     def verify(
@@ -185,16 +180,30 @@ class Verification:
             reason = "no shape beside the measured one can be verified: its constraints, or the reference, exclude all"
             return Failure("UNSUPPORTED", reason, gate="envelope")
         queue, helping = CaseQueue(proving), list[Future[None]]()
+        own = iter(queue)
         try:
             with ThreadPoolExecutor(max_workers=max(1, self.handle.limits.fuzz_workers)) as pool, closing(queue):
-                for number, pair in queue:
+                while queue.left:
                     self._start_helpers(queue, pool, helping)
-                    self._check_pair(self.handle, queue, number, pair)
+                    if _at_work(helping) and self._check_ahead(queue):
+                        continue
+                    taken = next(own, None)
+                    if taken is not None:
+                        self._check_pair(self.handle, queue, *taken)
             for help_given in helping:
                 help_given.result()
         finally:
             self._helpers = []
         return conclude_fuzz(fuzz, proving, queue.failures)
+
+    def _check_ahead(self, queue: CaseQueue) -> bool:
+        """Verify another shape that is to come; false where there is none, and the next fuzz case is this worker's."""
+        checked = self.ahead.check_next(self.handle)
+        if not checked and not self.handle.usable:
+            not_loaded = self.handle.load()
+            if not_loaded is not None:
+                queue.fail(not_loaded)
+        return checked
 
     def _check_pair(self, handle: WorkerHandle, queue: CaseQueue, number: int, pair: Pair) -> None:
         outcome = _check_case(handle, pair[0], 2, pair[1])
@@ -213,7 +222,7 @@ class Verification:
     def _start_helpers(self, queue: CaseQueue, pool: ThreadPoolExecutor, helping: list[Future[None]]) -> None:
         """As many as there is work and room for at this moment; those that have ended count no more."""
         while True:
-            workers = 1 + sum(not help_given.done() for help_given in helping)
+            workers = 1 + _at_work(helping)
             if workers >= self.handle.limits.fuzz_workers or queue.left < workers * self._cases_a_worker():
                 return
             if not self.processors.take(workers):
@@ -240,6 +249,12 @@ class Verification:
         finally:
             self.processors.give_back()
 
+    @property
+    def may_have_helpers(self) -> bool:
+        """Whether there are more fuzz cases than its own worker is done with before another has started."""
+        cases = self.handle.policy.fuzz_cases_of(self.handle.solution.record)
+        return self.handle.limits.fuzz_workers > 1 and cases >= self._cases_a_worker()
+
     def _cases_a_worker(self) -> int:
         if self.handle.device == CPU:
             return 1  # a worker starts in no time there
@@ -248,31 +263,21 @@ class Verification:
     # -- the workload's own shape -------------------------------------------------------------------------------------
 
     def _check_shape(self, contents: WorkloadContents, fuzz: FuzzOutcome) -> Verified | Failure:
-        handle = self.handle
-        verdict = Verdict(deterministic=handle.solution.record.spec.deterministic)
-        outputs: list[Mapping[str, torch.Tensor]] = []
-        case = contents.sets[0].case
-        with SharedBuffers(plan_slot(handle.definition, case), 1, handle.device) as buffers:
-            failure = handle.attach(buffers, case)
-            for number, expected in enumerate(contents.verified):
-                if failure is not None:
-                    break
-                calls = handle.policy.calls if number == 0 else 2
-                outcome = handle.verify_slot(buffers, expected, calls, in_model=IN_MODEL_CALL)
-                if isinstance(outcome, Failure):
-                    failure = outcome
-                else:
-                    verdict.add(outcome[0])
-                    outputs += [outcome[1]] if number < len(contents.sets) else []
-            if failure is None and contents.other is not None:
-                failure = handle.call_in_turn(buffers, contents.sets[0], contents.other, outputs[0])
-            handle.detach()
-        if failure is None and handle.policy.in_turn:
-            failure = handle.check_state()
-        if failure is not None:
-            return failure
-        verdict.cases += len(fuzz.passed)
-        return Verified(outputs, verdict, fuzz)
+        found = self.ahead.take(self.handle, contents) or check_own_shape(self.handle, contents)
+        if isinstance(found, Failure):
+            return found
+        found.verdict.cases += len(fuzz.passed)
+        return Verified(found.outputs, found.verdict, fuzz)
+
+
+def most_fuzz_workers(host_share: int) -> int:
+    """Workers of one kernel where so many GPUs of a host are at work."""
+    return MAX_FUZZ_WORKERS - MORE_ON_SHARED_HOST + MORE_ON_SHARED_HOST // host_share
+
+
+def _at_work(helping: Sequence[Future[None]]) -> int:
+    """How many helpers have not ended yet."""
+    return sum(not help_given.done() for help_given in helping)
 
 
 def _check_case(

@@ -49,6 +49,7 @@ class WorkerHandle:
     """One Solution under one config, and the process that runs it: none yet, one that lives, or one that was lost.
 
     ``broken`` says why the Solution is given up on, ``spoilt`` that every later CUDA call of the process would fail.
+    ``profiled``: the profiler is going to look at its calls; setting it up takes four seconds, before a source is loaded.
     """
 
     definition: Definition
@@ -58,6 +59,7 @@ class WorkerHandle:
     policy: TierPolicy = SCREEN
     config: Config = field(default_factory=dict)
     interpret: bool = False
+    profiled: bool = True
     limits: RunnerLimits = field(default_factory=RunnerLimits)
     worker: WorkerProcess | None = None
     broken: Failure | None = None
@@ -95,12 +97,12 @@ class WorkerHandle:
         return self.solution.record.unsupported(case.axes, case.dtypes, classes)
 
     def another(self) -> WorkerHandle:
-        """A handle of the same with a worker of its own, which has started.
+        """A handle of the same with a worker of its own, which has started, to verify cases and no more.
 
         Raises:
             WorkerDied: no worker could be started.
         """
-        other = replace(self, worker=None, broken=None, deaths=0, spoilt=False, _loaded=False)
+        other = replace(self, worker=None, broken=None, deaths=0, spoilt=False, profiled=False, _loaded=False)
         other.worker = other.start()
         return other
 
@@ -170,7 +172,7 @@ class WorkerHandle:
     def _load(self, worker: WorkerProcess) -> Failure | None:
         """Everything before the Solution's first call. What its source does at import happens here."""
         timeout_s = self.limits.first_call_s
-        failure = self.order("prepare", timeout_s, profile=self.policy.audited)
+        failure = self.order("prepare", timeout_s, profile=self.policy.audited and self.profiled)
         if failure is not None:
             return failure
         try:

@@ -6,7 +6,15 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["HOST_SHARE", "ResourceBounds", "Usage", "available_memory", "available_processors", "violation"]
+__all__ = [
+    "HOST_SHARE",
+    "ResourceBounds",
+    "Usage",
+    "available_memory",
+    "available_processors",
+    "host_share",
+    "violation",
+]
 
 _MIB = 1 << 20
 HOST_SHARE = "TILEGYM_DB_HOST_SHARE"
@@ -69,7 +77,7 @@ def available_memory() -> int:
 
     Of one of several harnesses on this host, its part.
     """
-    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_container_limits()]) // _host_share()
+    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_container_limits()]) // host_share()
 
 
 def available_processors(root: Path = Path("/")) -> int:
@@ -80,7 +88,8 @@ def available_processors(root: Path = Path("/")) -> int:
     return max(1, min(len(os.sched_getaffinity(0)), *_quotas(root)))
 
 
-def _host_share() -> int:
+def host_share() -> int:
+    """How many harnesses, each with a GPU of its own, share this host by word of whoever started them; one where nobody did."""
     text = os.environ.get(HOST_SHARE, "")
     return max(1, int(text)) if text.isdecimal() else 1
 
@@ -95,7 +104,7 @@ def _quotas(root: Path) -> list[int]:
         except (OSError, ValueError):
             continue
         if quota.isdecimal() and period.isdecimal() and int(period):
-            found.append(int(quota) // int(period) // _host_share())
+            found.append(int(quota) // int(period) // host_share())
     return found
 
 

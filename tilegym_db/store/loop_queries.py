@@ -27,8 +27,8 @@ VERIFIED_ON = """
     ORDER BY workload_uuid, latency_us, trace_id
 """
 VERIFIED_BASELINES = """
-    SELECT solution, latency_us FROM best_per_solution
-    WHERE gpu = $gpu AND definition_digest = $definition_digest AND workload_uuid = $workload_uuid AND role = 'baseline'
+    SELECT definition_digest, workload_uuid, gpu, solution, latency_us FROM best_per_solution
+    WHERE role = 'baseline' AND list_contains($digests::VARCHAR[], definition_digest)
 """
 PROMOTIONS = """
     FROM promotions
@@ -74,10 +74,15 @@ def verified_on(store: Store, definition: str, gpu: str, uuids: list[str]) -> li
     return store.rows(VERIFIED_ON, {"definition": definition, "gpu": gpu, "uuids": uuids})
 
 
-def verified_baselines(store: Store, definition_digest: str, workload_uuid: str, gpu: str) -> dict[str, float]:
-    """Baseline -> its verified latency in microseconds on one Workload."""
-    parameters = {"definition_digest": definition_digest, "workload_uuid": workload_uuid, "gpu": gpu}
-    return {row["solution"]: row["latency_us"] for row in store.rows(VERIFIED_BASELINES, parameters)}
+def verified_baselines(
+    store: Store, definition_digests: Collection[str]
+) -> dict[tuple[str, str, str], dict[str, float]]:
+    """Of some Definitions: digest, Workload and GPU -> baseline -> its verified latency in microseconds there."""
+    found: dict[tuple[str, str, str], dict[str, float]] = {}
+    for row in store.rows(VERIFIED_BASELINES, {"digests": [*definition_digests]}):
+        case = row["definition_digest"], row["workload_uuid"], row["gpu"]
+        found.setdefault(case, {})[row["solution"]] = row["latency_us"]
+    return found
 
 
 def promotion_rows(store: Store, definition: str | None = None, gpus: list[str] | None = None) -> list[dict[str, Any]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
-from typing import Any
+from itertools import count, islice
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,7 +15,7 @@ from tilegym_db.verify.lifting import LIFTED_DTYPES
 from tilegym_db.verify.reference import in_fp64, lift
 from tilegym_db.verify.verdicts import OutputVerdict
 
-__all__ = ["STEP", "known_to", "without_uncertain"]
+__all__ = ["STEP", "without_uncertain"]
 
 Outputs = Mapping[str, torch.Tensor]
 
@@ -24,8 +24,11 @@ STEP = 2.0**-19
 2**-24; by half of the moves an element moves as far as ten such errors of its terms. Products of bfloat16 parts that leave one
 out are off by 2**-17, those of TF32 by 2**-11."""
 DRAWS = 4
-SLACK_OF_ONE_DRAW = 8.0
+SLACK_OF_ONE_DRAW = 16.0
 """What one draw moves an element by says little; where not even so much explains an error, more draws will not."""
+SPREAD = 3.0
+"""Roundings of half precision add up to a normal distribution, and draws show its standard deviation: an honest error is up to
+three times that. ``STEP`` needs no such factor, since it is many roundings of float32."""
 LEAST_SYMMETRIC = 0.25
 """Where moving inputs back does not move an element back, to this share, it jumps: which side it is on is known exactly."""
 MOST_UNCERTAIN = 0.01
@@ -61,16 +64,16 @@ def without_uncertain(
     refused = [name for name, verdict in verdicts.items() if not verdict.passed]
     if not refused or not all(_may_be_uncertain(definition, inputs, outputs[name], verdicts[name]) for name in refused):
         return verdicts
-    excused, distances = verdicts, list[dict[str, torch.Tensor]]()
-    moved = _distances(definition, inputs, truth)
+    excused, found = verdicts, list[dict[str, _Moved]]()
+    moves = _moves(definition, inputs, truth)
     for draws, factor in ((1, SLACK_OF_ONE_DRAW), (DRAWS, 1.0)):
-        distances.extend(islice(moved, draws - len(distances)))
-        if len(distances) < draws:
+        found.extend(islice(moves, draws - len(found)))
+        if len(found) < draws:
             return verdicts
         known = {
-            name: _settled(outputs[name], truth[name], factor * distance)
-            for name, distance in _typical(distances).items()
-            if name in refused
+            name: _settled(outputs[name], truth[name], factor * _uncertainty([each[name] for each in found]))
+            for name in refused
+            if name in found[0]
         }
         excused = dict(check({**outputs, **known}))
         if not all(verdict.passed for verdict in excused.values()):
@@ -95,29 +98,27 @@ def _may_be_uncertain(
     )
 
 
-def known_to(definition: Definition, inputs: Mapping[str, Any], truth: Outputs) -> dict[str, torch.Tensor]:
-    """How far each element of each output moves, in fp64, where every number that goes in moves by up to ``STEP`` of itself.
+class _Moved(NamedTuple):
+    """How far a draw moves the elements of an output: with all inputs together, and the squares with those of half precision."""
 
-    To that adds how far each input of half precision moves it alone, by what its dtype rounds: kernels and the reference alike
-    round weights to it before they multiply them with such an input. Of several draws the lower median, so that a jump which
-    one of them meets counts for nothing. Inputs that the oracle takes one slice at a time stay as they are.
+    together: torch.Tensor
+    half_precision: torch.Tensor
 
-    Args:
-        definition: the operator.
-        inputs: what a call was given.
-        truth: the oracle's outputs.
 
-    Returns:
-        Output name -> absolute distance, in the output's shape. An output is absent where the reference says something else in
-        fp64 than the oracle does: codes, their scales, and what comes of the bits of a float32.
+def _moves(definition: Definition, inputs: Mapping[str, Any], truth: Outputs) -> Iterator[dict[str, _Moved]]:
+    """Draw after draw, how far each element of an output moves where every number that goes in moves by up to ``STEP`` of itself;
+    and where each input of half precision moves alone, by what its dtype rounds: kernels and the reference alike round weights to
+    it before they multiply them with such an input.
+
+    Each draw is evaluated in fp64, forth and back. Inputs that the oracle takes one slice at a time stay as they are.
+
+    Yields:
+        Output name -> absolute distances, in the output's shape. An output is absent where the reference says something else in
+        fp64 than the oracle does: codes, their scales, and what comes of the bits of a float32. There are no draws where the
+        reference cannot be evaluated in fp64 or there is no memory for it.
     """
-    return _typical(list(islice(_distances(definition, inputs, truth), DRAWS)))
-
-
-def _distances(definition: Definition, inputs: Mapping[str, Any], truth: Outputs) -> Iterator[dict[str, torch.Tensor]]:
-    """Draw after draw, each forth and back; none where the reference cannot be evaluated in fp64 or there is no memory for it."""
     lifted = lift({name: value for name, value in inputs.items() if name not in definition.sliced_inputs})
-    moves = [name for name in lifted if _is_number_to_move(inputs[name])]
+    numbers = [name for name in lifted if _is_number_to_move(inputs[name])]
     try:
         start = truth if definition.oracle == "lifted" else in_fp64(definition, inputs)
         judged = [
@@ -125,28 +126,30 @@ def _distances(definition: Definition, inputs: Mapping[str, Any], truth: Outputs
             for name, value in start.items()
             if truth[name].is_floating_point() and relative_error(value, truth[name]) <= SAME_IN_FP64
         ]
-        together = [(moves, STEP), *(([name], rounds) for name, rounds in _half_precision(inputs, moves))]
-        seed = SEED
-        while True:
-            found = {name: torch.zeros_like(start[name], dtype=torch.float64) for name in judged}
-            for names, step in together:
-                forth, back = (
-                    in_fp64(definition, {**inputs, **{name: _moved(lifted[name], seed, way * step) for name in names}})
-                    for way in (1.0, -1.0)
-                )
-                for name in judged:
-                    found[name] += _distance(start[name], forth[name], back[name])
-            yield found
-            seed += 1
+
+        def distances(names: Sequence[str], step: float, seed: int) -> dict[str, torch.Tensor]:
+            forth, back = (
+                in_fp64(definition, {**inputs, **{name: _moved(lifted[name], seed, way * step) for name in names}})
+                for way in (1.0, -1.0)
+            )
+            return {name: _distance(start[name], forth[name], back[name]) for name in judged}
+
+        for seed in count(SEED):
+            together = distances(numbers, STEP, seed)
+            squares = {name: torch.zeros_like(value) for name, value in together.items()}
+            for alone, rounds in _half_precision(inputs, numbers):
+                for name, value in distances([alone], rounds, seed).items():
+                    squares[name] += value.square()
+            yield {name: _Moved(together[name], squares[name]) for name in judged}
     except (RecordError, torch.OutOfMemoryError):  # such as a reference that reads the bits of a float32
         return
 
 
-def _typical(distances: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Of each element the lower median."""
-    middle = (len(distances) - 1) // 2
-    names = distances[0] if distances else ()
-    return {name: torch.stack([each[name] for each in distances]).sort(dim=0).values[middle] for name in names}
+def _uncertainty(draws: Sequence[_Moved]) -> torch.Tensor:
+    """What nobody knows an element any better than: the lower median of the draws, so that a jump which one of them meets counts
+    for nothing, and :data:`SPREAD` times the rms of what half precision moves it by."""
+    together = torch.stack([each.together for each in draws]).sort(dim=0).values[(len(draws) - 1) // 2]
+    return together + SPREAD * torch.stack([each.half_precision for each in draws]).mean(dim=0).sqrt()
 
 
 def _settled(output: torch.Tensor, truth: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,9 @@ SHORT_ROW = 32
 """Rows with fewer elements have no meaningful rms of their own; the median over all rows stands in."""
 NEAR_ZERO_ROW = 1e-4
 FLUSHED = 2.0**24
-"""A number on the way that is subnormal in float32 may be flushed to zero; what it is multiplied by and added to, inputs of up to
-thousands and as many terms, makes that the larger error of a result."""
+"""Hardware may flush an intermediate that is subnormal in float32 to zero, and it may then be multiplied by inputs of up to
+thousands and summed over as many terms. The error of a result may therefore be this many times float32's smallest normal number,
+1.2e-38: up to 2e-31."""
 
 
 class BaseError(NamedTuple):
@@ -31,6 +32,11 @@ class BaseError(NamedTuple):
     row: float = 0.0
     element: float = 0.0
 
+    @property
+    def plain(self) -> BaseError:
+        """The error as a whole alone: the worst row and element widen no bound."""
+        return BaseError(self.rel_fro)
+
 
 EXACTLY = BaseError()
 """Of a reference that rounds nothing."""
@@ -41,7 +47,7 @@ class Rows:
     """A result beside the oracle's as rows of their last axis, ``[rows, columns]``, fp64; zero where either is not finite.
 
     ``scale``: the norm of each row that its error is measured by, ``[rows]``; ``rms`` the same for an element, ``[rows, 1]``.
-    ``bound``: what each element may be off by.
+    ``bound``: what each element may be off by. ``finite``: where both are finite in the output dtype, in the output's shape.
     """
 
     want: torch.Tensor
@@ -49,6 +55,7 @@ class Rows:
     scale: torch.Tensor
     rms: torch.Tensor
     bound: torch.Tensor
+    finite: torch.Tensor
 
     @property
     def relative(self) -> torch.Tensor:
@@ -64,17 +71,16 @@ def compare_rows(actual: torch.Tensor, oracle: torch.Tensor, limits: Limits) -> 
         oracle: the oracle's, same shape.
         limits: bounds of the output dtype.
     """
-    got = actual.double()
-    finite = torch.isfinite(oracle.to(actual.dtype).double()) & torch.isfinite(got)
+    finite = torch.isfinite(oracle.to(actual.dtype)) & torch.isfinite(actual)
     want = torch.where(finite, oracle.double(), 0.0)
     columns = actual.shape[-1] if actual.dim() else 1
     want_rows = want.reshape(-1, columns)
-    error_rows = absolute_error(got, want, finite, actual.dtype, limits.atol).reshape(-1, columns)
+    error_rows = absolute_error(actual.double(), want, finite, actual.dtype, limits.atol).reshape(-1, columns)
     row_norm = torch.linalg.vector_norm(want_rows, dim=1)
     median = row_norm.median()
     scale = torch.maximum(row_norm, median if columns < SHORT_ROW else median * NEAR_ZERO_ROW)
     rms = (scale / math.sqrt(columns))[:, None]
-    return Rows(want_rows, error_rows, scale, rms, limits.rtol * want_rows.abs() + limits.a * rms)
+    return Rows(want_rows, error_rows, scale, rms, limits.rtol * want_rows.abs() + limits.a * rms, finite)
 
 
 def base_error(as_written: torch.Tensor, truth: torch.Tensor, limits: Limits) -> BaseError:

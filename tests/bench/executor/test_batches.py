@@ -15,8 +15,10 @@ import torch
 
 from tilegym_db.bench import contents
 from tilegym_db.bench.buffer_pool import BufferPool
+from tilegym_db.bench.executor import verify_batch
 from tilegym_db.bench.executor.batches import (
     BATCH_WORKLOADS,
+    COMPILED_WORKLOADS,
     GPU_RUNNER_BYTES,
     SUPERVISOR_BYTES,
     Capacity,
@@ -106,6 +108,35 @@ def test_workers_under_configs_want_room_as_well(plans, configs):
     assert (
         len(make_definition_groups([one, other], Capacity(runners=3 + more, contents_bytes=1 << 30, workloads=3))) == 2
     )
+
+
+def test_where_torch_compile_takes_part_a_batch_has_fewer_workloads(make_catalog, tmp_path):
+    many = tuple({"axes": {"M": rows, "N": 8}} for rows in range(3, 3 + BATCH_WORKLOADS + 1))
+    make_catalog(tmp_path / "catalog", {"row_scale_kernel": COPY}, many)
+    compiled = "import torch\n\n\n@torch.compile\n" + COPY
+    make_catalog(tmp_path / "catalog", {"row_times_kernel": compiled}, many, {"name": "row_times"})
+    plans = make_plan(Catalog((tmp_path / "catalog",)), cpu_machine(), Options(), ()).definitions
+    capacity = Capacity(runners=16, contents_bytes=1 << 30, workloads=BATCH_WORKLOADS)
+    (group,) = make_definition_groups(plans, capacity)
+    sizes = [Counter(plan.definition.name for plan, _ in batch) for batch in group.batches]
+    assert sizes == [
+        {"row_scale": BATCH_WORKLOADS, "row_times": COMPILED_WORKLOADS},
+        {"row_scale": 1, "row_times": COMPILED_WORKLOADS},
+        {"row_times": BATCH_WORKLOADS + 1 - 2 * COMPILED_WORKLOADS},
+    ]
+
+
+def test_nobody_waits_for_all_contents_of_another_operator(plans, tmp_path, monkeypatch):
+    drawn: list[str] = []
+    draw = verify_batch._draw
+
+    def watched(workload_run, context):
+        drawn.append(workload_run.plan.definition.name)
+        return draw(workload_run, context)
+
+    monkeypatch.setattr(verify_batch, "_draw", watched)
+    run(plans(), tmp_path / "scratch", WIDE)
+    assert drawn == ["row_scale", "row_times"] * 4
 
 
 def test_contents_that_would_not_fit_wait_for_the_next_batch_and_one_always_fits(plans):

@@ -143,7 +143,8 @@ from tilegym_db.bench.gpus import supervisor
 
 supervisor.GRACE_S = 0.3
 ours, theirs = socket.socketpair()
-heard = (Connection(os.dup(theirs.fileno())), queue.SimpleQueue())
+heard = (Connection(os.dup(theirs.fileno())), queue.Queue())
+heard[1].put("an order")
 threading.Thread(target=supervisor._listen, args=heard, daemon=True).start()
 while True:
     try:
@@ -153,6 +154,24 @@ while True:
     except KeyboardInterrupt:
         pass
 """
+
+
+WAITS = """
+import os, queue, signal, socket, sys, threading
+from multiprocessing.connection import Connection
+from tilegym_db.bench.gpus import supervisor
+
+ours, theirs = socket.socketpair()
+orders = queue.Queue()
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # no signal wakes it
+threading.Thread(target=supervisor._listen, args=(Connection(theirs.detach()), orders), daemon=True).start()
+ours.close()
+sys.exit(7 if orders.get(timeout=10) is None else 1)
+"""
+
+
+def test_a_supervisor_that_waits_for_orders_ends_with_them_and_needs_no_signal():
+    assert subprocess.run([sys.executable, "-c", WAITS], timeout=30).returncode == 7
 
 
 def test_a_supervisor_whose_orders_end_ends_although_its_code_catches_the_interrupt():

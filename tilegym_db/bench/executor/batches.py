@@ -13,11 +13,15 @@ from tilegym_db.records import Workload
 from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.worker.shared_buffers import plan_slot
 
-__all__ = ["Batch", "Capacity", "DefinitionGroup", "make_definition_groups"]
+__all__ = ["BATCH_WORKLOADS", "COMPILED_WORKLOADS", "Batch", "Capacity", "DefinitionGroup", "make_definition_groups"]
 
-BATCH_WORKLOADS = 6
-"""Of one Definition in one batch. torch.compile keeps eight graphs of a function: in a screen of one dtype, those of the fuzz
-cases and of so many workloads, so that what is compiled while verifying is still there when it is timed."""
+BATCH_WORKLOADS = 12
+"""Of one Definition in one batch. The last kernel of a batch compiles alone, so that a few large batches end before many small
+ones; but nothing is known of a workload before its batch has been verified."""
+COMPILED_WORKLOADS = 6
+"""The same where torch.compile takes part. It keeps eight graphs of a function: in a screen of one dtype, those of the fuzz cases
+and of so many workloads, so that what is compiled while verifying is still there when it is timed. And where workers live under
+the configs of workloads, of which there are as many."""
 GPU_RUNNER_BYTES, HOST_RUNNER_BYTES = 2 << 30, 3 << 30
 """What a worker holds while it waits: its CUDA context, its kernels and what its compiler has imported."""
 SUPERVISOR_BYTES = 6 << 30
@@ -90,7 +94,7 @@ def _batches(plans: Sequence[DefinitionPlan], capacity: Capacity) -> Iterator[Ba
         taken_bytes = 0
         for plan in plans:
             waiting = left[id(plan)]
-            for _ in range(min(capacity.workloads, len(waiting))):
+            for _ in range(min(_at_a_time(plan, capacity), len(waiting))):
                 wanted_bytes = _contents_bytes(plan, waiting[0])
                 if batch and taken_bytes + wanted_bytes > capacity.contents_bytes:
                     break
@@ -101,8 +105,17 @@ def _batches(plans: Sequence[DefinitionPlan], capacity: Capacity) -> Iterator[Ba
 
 def _workers(plan: DefinitionPlan, capacity: Capacity) -> int:
     """How many live at a time: one for each Solution, and those under a config of one batch."""
-    configured = max(map(plan.configured, plan.workloads), default=0)
-    return len(plan.timed) + len(plan.interpreted) + capacity.workloads * configured
+    return len(plan.timed) + len(plan.interpreted) + _at_a_time(plan, capacity) * _configured(plan)
+
+
+def _at_a_time(plan: DefinitionPlan, capacity: Capacity) -> int:
+    """How many of its workloads go into one batch at most."""
+    compiled = any(solution.uses_torch_compile for solution in plan.timed)
+    return min(capacity.workloads, COMPILED_WORKLOADS) if compiled or _configured(plan) else capacity.workloads
+
+
+def _configured(plan: DefinitionPlan) -> int:
+    return max(map(plan.configured, plan.workloads), default=0)
 
 
 def _contents_bytes(plan: DefinitionPlan, workload: Workload) -> int:

@@ -24,10 +24,10 @@ from tilegym_db.bench.runner import Runner
 from tilegym_db.bench.stock_witness import StockWitness
 from tilegym_db.bench.tier_policy import INTERPRETER, UNTIMED, TierPolicy
 from tilegym_db.bench.tracing import RunContext
-from tilegym_db.bench.verification import MAX_FUZZ_WORKERS, Verification
+from tilegym_db.bench.verification import Verification, most_fuzz_workers
 from tilegym_db.bench.worker_handle import RunnerLimits, WorkerHandle
 from tilegym_db.catalog import SolutionFiles, stock_of
-from tilegym_db.confinement.bounds import available_memory
+from tilegym_db.confinement.bounds import available_memory, host_share
 from tilegym_db.records import Config, Definition, Workload
 from tilegym_db.records.peaks import GpuPeaks
 from tilegym_db.verify import scan
@@ -107,7 +107,11 @@ class LocalExecutor:
 
     def _make_stock(self, plan: DefinitionPlan, solutions: Sequence[SolutionFiles]) -> Verification | None:
         stock = stock_of(solutions)
-        return None if stock is None else self.make_runner(plan.definition, stock, {}).verification
+        if stock is None:
+            return None
+        runner = self.make_runner(plan.definition, stock, {})
+        runner.handle.profiled = False
+        return runner.verification
 
     def _run_batch(
         self, batch: Batch, groups: dict[str, SolutionGroup], timing: WorkloadTiming, *, alone: bool = False
@@ -182,7 +186,7 @@ class LocalExecutor:
             interpret=interpret,
             limits=RunnerLimits(
                 buffer_bytes=pool_bytes(machine),
-                fuzz_workers=MAX_FUZZ_WORKERS if machine.is_gpu or compiles else 1,
+                fuzz_workers=most_fuzz_workers(host_share()) if machine.is_gpu or compiles else 1,
             ),
             broken=Failure("REJECTED", f"the static scan: {'; '.join(hard)}", gate="scan") if hard else None,
         )

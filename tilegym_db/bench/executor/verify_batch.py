@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from operator import itemgetter
 
 from tilegym_db.bench.contents import ExpectedCache, WorkloadContents
 from tilegym_db.bench.executor.workload_run import WorkloadRun
 from tilegym_db.bench.machine import require_healthy
+from tilegym_db.bench.own_shape import CANNOT_VERIFY, ShapesAhead, cannot_verify
 from tilegym_db.bench.phases import COMPILE, DRAW
 from tilegym_db.bench.processors import Processors
 from tilegym_db.bench.runner import Runner
 from tilegym_db.bench.tracing import RunContext
-from tilegym_db.bench.verification import CANNOT_VERIFY, Verified, cannot_verify
+from tilegym_db.bench.verification import Verified
 from tilegym_db.confinement.bounds import available_processors
 from tilegym_db.verify.verifier import Failure
 
@@ -34,14 +37,16 @@ def verify_batch(workload_runs: Sequence[WorkloadRun], context: RunContext) -> N
             tasks.setdefault(id(runner), (runner, []))[1].append(workload_run)
     longest_first = sorted(tasks.values(), key=lambda task: _expected_length(task[0]))
     cores = available_processors()
-    processors = Processors(cores, len(tasks))
+    processors = Processors(
+        cores, len(tasks), sum(not runner.verification.may_have_helpers for runner, _ in longest_first)
+    )
     for runner, _ in longest_first:
         runner.verification.processors = processors
     with (
         ThreadPoolExecutor(max_workers=1) as drawing,
         ThreadPoolExecutor(max_workers=max(1, min(len(tasks), cores))) as verifying,
     ):
-        for workload_run in workload_runs:
+        for workload_run in _in_turn(workload_runs):
             workload_run.contents = drawing.submit(_draw, workload_run, context)
         running = [
             verifying.submit(_verify_runner, runner, entered, context, processors) for runner, entered in longest_first
@@ -63,6 +68,9 @@ def _verify_runner(
 ) -> bool:
     """The outcome of every workload into its workload run; true where a worker was lost on the way."""
     lost = False
+    verification = runner.verification
+    supported = [entered for entered in workload_runs if runner.unsupported(entered.workload) is None]
+    verification.ahead = ShapesAhead.of(entered.contents for entered in supported)
     try:
         for workload_run in workload_runs:
             outcome = _verify_workload(runner, workload_run, context)
@@ -70,7 +78,8 @@ def _verify_runner(
             if isinstance(outcome, Failure) and runner.handle.after_failure(outcome):
                 lost = True
     finally:
-        processors.done()
+        verification.ahead = ShapesAhead()  # contents are given back when they have been timed
+        processors.done(alone=not verification.may_have_helpers)
     return lost
 
 
@@ -89,6 +98,16 @@ def _verify_workload(runner: Runner, workload_run: WorkloadRun, context: RunCont
     if isinstance(contents, Failure):
         return contents
     return runner.verification.verify(contents, workload_run.plan.workloads, context.seed, workload_run.cache)
+
+
+def _in_turn(workload_runs: Sequence[WorkloadRun]) -> list[WorkloadRun]:
+    """The first workload of every Definition, then the second: nobody waits for all contents of another."""
+    seen: Counter[str] = Counter()
+    places = []
+    for workload_run in workload_runs:
+        seen[workload_run.plan.definition.name] += 1
+        places.append(seen[workload_run.plan.definition.name])
+    return [workload_run for _, workload_run in sorted(zip(places, workload_runs, strict=True), key=itemgetter(0))]
 
 
 def _draw(workload_run: WorkloadRun, context: RunContext) -> WorkloadContents | Failure:

@@ -33,7 +33,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs us in its background ignores it
     os.sched_setaffinity(0, map(int, sys.argv[1].split(",")))
     connection = _take_socket()
-    orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    orders = queue.Queue[Any]()
     threading.Thread(target=_listen, args=(connection, orders), daemon=True).start()
     try:
         with _telling_failures(connection):
@@ -50,17 +50,24 @@ def _take_socket() -> Connection:
     return connection
 
 
-def _listen(connection: Connection, orders: queue.SimpleQueue[Any]) -> None:
+def _listen(connection: Connection, orders: queue.Queue[Any]) -> None:
+    """Pass orders on; at the end of all, end the main thread, by a signal only where it does not wait for an order.
+
+    On hosts of H200s a waiting one was not woken by a signal to its process, and was killed after 15 s.
+    """
     try:
         while True:
             orders.put(connection.recv())
     except (EOFError, OSError):
-        os.kill(os.getpid(), signal.SIGINT)
+        is_at_work = orders.unfinished_tasks > 0
+    orders.put(None)
+    if is_at_work:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
     time.sleep(GRACE_S)
     os._exit(1)  # its device must not stay taken by a process that nobody gives orders; its workers end with it
 
 
-def _serve(connection: Connection, orders: queue.SimpleQueue[Any], began: float) -> None:
+def _serve(connection: Connection, orders: queue.Queue[Any], began: float) -> None:
     from tilegym_db.verify.worker.process import prepare_workers
 
     gpu = sys.argv[2]
@@ -72,8 +79,9 @@ def _serve(connection: Connection, orders: queue.SimpleQueue[Any], began: float)
     jobs = DeviceJobs.open(gpu, connection.send)
     threading.Thread(target=_find_sandbox, args=(device,), daemon=True).start()
     connection.send(Ready(time.monotonic() - began, jobs.machine))
-    while True:
-        jobs.carry_out(orders.get())
+    while (order := orders.get()) is not None:
+        jobs.carry_out(order)
+        orders.task_done()
 
 
 def _find_sandbox(device: str) -> None:

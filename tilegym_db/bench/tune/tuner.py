@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from tilegym_db.bench.buffer_pool import BufferPool
 from tilegym_db.bench.contents import ExpectedCache, WorkloadContents
 from tilegym_db.bench.executor.local import LocalExecutor
+from tilegym_db.bench.own_shape import CANNOT_VERIFY, cannot_verify
 from tilegym_db.bench.plan import DefinitionPlan, PairKey
 from tilegym_db.bench.runner import Runner
 from tilegym_db.bench.tier_policy import SCREEN
@@ -20,7 +21,6 @@ from tilegym_db.bench.tune.candidates import ConfigCandidate, SearchHistory, can
 from tilegym_db.bench.tune.compile_ahead import CompileAhead
 from tilegym_db.bench.tune.known import Known
 from tilegym_db.bench.tune.search import Search, SearchBudget, Step
-from tilegym_db.bench.verification import CANNOT_VERIFY, cannot_verify
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.records import Config, Definition, Trace, Workload
 from tilegym_db.records.solution import config_id
