@@ -19,7 +19,7 @@ from tilegym_db.bench.case_queue import CaseQueue
 from tilegym_db.bench.contents import ExpectedCache, WorkloadContents
 from tilegym_db.bench.executor.verify_batch import _expected_length
 from tilegym_db.bench.processors import Processors
-from tilegym_db.bench.tier_policy import SCREEN
+from tilegym_db.bench.tier_policy import PROMOTION, SCREEN
 from tilegym_db.bench.verification import Verification, Verified
 from tilegym_db.bench.worker_handle import RunnerLimits, WorkerHandle
 from tilegym_db.catalog import SolutionFiles
@@ -216,6 +216,22 @@ def test_a_helper_that_does_not_load_fails_the_solution_as_its_cases_would(make:
     outcome = verified(subject)
     assert isinstance(outcome, Failure)
     assert outcome.reason == "the source does not load"
+
+
+@pytest.mark.parametrize(
+    ("language", "role", "asks"),
+    [
+        ("tilelang", "kernel", True),
+        ("cutile", "kernel", True),
+        ("triton", "kernel", True),
+        ("python", "baseline", False),
+    ],
+)
+def test_who_has_few_cases_that_compile_fast_never_asks_for_a_helper_on_a_gpu(make: Any, language, role, asks):
+    handle = replace(make(KERNEL, 3).handle, device="cuda:0", policy=PROMOTION)
+    spec = handle.solution.record.spec.model_copy(update={"language": language, "role": role})
+    handle.solution = replace(handle.solution, record=handle.solution.record.model_copy(update={"spec": spec}))
+    assert Verification(handle).may_have_helpers is asks
 
 
 def test_those_that_compile_for_long_are_verified_first():

@@ -40,7 +40,7 @@ many are shared out among the GPUs at work."""
 CASES_A_WORKER = {"tilelang": 1, "cutile": 2}
 """Fuzz cases that take about as long as one more worker takes to start: on an H100 half a second, and two more to import
 TileLang."""
-OTHER_CASES_A_WORKER = 4
+OTHER_CASES_A_WORKER = 6
 
 
 @dataclass
