@@ -62,7 +62,7 @@ def _listen(connection: Connection, orders: queue.Queue[Any]) -> None:
         is_at_work = orders.unfinished_tasks > 0
     orders.put(None)
     if is_at_work:
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
     time.sleep(GRACE_S)
     os._exit(1)  # its device must not stay taken by a process that nobody gives orders; its workers end with it
 
