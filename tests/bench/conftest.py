@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tilegym_db.catalog import Catalog
+from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.records import Definition, Workload
 
 ROW_SCALE: dict[str, Any] = {
@@ -52,15 +52,7 @@ def make_catalog() -> Callable[..., Catalog]:
         write(root / "definitions" / f"{folder}.json", record.to_json())
         for name, given in {f"{record.name}_stock": (HONEST, STOCK), **(solutions or {})}.items():
             source, changes = (given, {}) if isinstance(given, str) else given
-            write(root / "solutions" / folder / name / "kernel.py", source)
-            solution = {
-                "name": name,
-                "definition": record.name,
-                "author": "tests",
-                "spec": {"language": "python", "entry_point": "kernel.py::run", **changes},
-                "sources": [{"path": "kernel.py"}],
-            }
-            write(root / "solutions" / folder / name / "solution.json", json.dumps(solution))
+            write_python_solution(root / "solutions" / folder / name, record.name, source, **changes)
         lines = []
         for changes in workloads:
             scalar = {"factor": {"type": "scalar", "value": 0.5}}
@@ -78,6 +70,26 @@ def make_catalog() -> Callable[..., Catalog]:
         return Catalog((root,))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def write_solution() -> Callable[..., SolutionFiles]:
+    """:func:`write_python_solution`, for tests that need no catalog around it."""
+    return write_python_solution
+
+
+def write_python_solution(folder: Path, definition: str, source: str, **spec: Any) -> SolutionFiles:
+    """A Solution in Python, named like its folder; ``spec`` adds to its spec or changes it."""
+    record = {
+        "name": folder.name,
+        "definition": definition,
+        "author": "tests",
+        "spec": {"language": "python", "entry_point": "kernel.py::run", **spec},
+        "sources": [{"path": "kernel.py"}],
+    }
+    write(folder / "kernel.py", source)
+    write(folder / "solution.json", json.dumps(record))
+    return SolutionFiles.read(folder)
 
 
 def write(path: Path, text: str) -> None:

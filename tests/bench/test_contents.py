@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -97,20 +97,22 @@ def run(x, w, offs):
 """
 
 
-def test_a_solution_that_is_wrong_at_its_own_shape_when_one_group_has_all_rows_is_refused(tmp_path: Path) -> None:
+def test_a_solution_that_is_wrong_at_its_own_shape_when_one_group_has_all_rows_is_refused(
+    tmp_path: Path, write_solution: Callable[..., SolutionFiles]
+) -> None:
     contents = grouped_gemm(seed=7)
     for source, gate in (
         (WRONG_FOR_ONE_GROUP, "rel_fro"),
         (WRONG_FOR_ONE_GROUP.replace("return out\n    for", "pass\n    for"), None),
     ):
-        folder = tmp_path / ("planted" if gate else "honest")
-        folder.mkdir()
-        spec = {"language": "python", "entry_point": "kernel.py::run", "destination_passing_style": False}
-        record = {"name": folder.name, "definition": "moe_grouped_gemm", "author": "tests", "spec": spec}
-        (folder / "solution.json").write_text(json.dumps({**record, "sources": [{"path": "kernel.py"}]}))
-        (folder / "kernel.py").write_text(source.replace("ROWS", str(ROWS)))
+        solution = write_solution(
+            tmp_path / ("planted" if gate else "honest"),
+            "moe_grouped_gemm",
+            source.replace("ROWS", str(ROWS)),
+            destination_passing_style=False,
+        )
         policy = replace(PROMOTION, fuzz_cases=1, calls=2, audited=False)
-        handle = WorkerHandle(contents.definition, SolutionFiles.read(folder), "cpu", tmp_path / "w", policy=policy)
+        handle = WorkerHandle(contents.definition, solution, "cpu", tmp_path / "w", policy=policy)
         with closing(handle):
             outcome = Verification(handle).verify(contents, [contents.workload], 7, contents.cache)
         if gate is None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -99,20 +98,14 @@ def test_processors_of_runners_that_never_ask_for_a_helper_are_not_shared_out():
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Any]:
+def make(tmp_path: Path, write_solution: Callable[..., SolutionFiles]) -> Iterator[Any]:
     """A verification of a source by so many workers at most."""
     with ExitStack() as stack:
 
         def subject(source: str, workers: int) -> Verification:
-            folder = tmp_path / "solutions" / f"scaled_{workers}"
-            folder.mkdir(parents=True)
-            spec = {"language": "python", "entry_point": "kernel.py::run"}
-            record = {"name": folder.name, "definition": "row_scale", "author": "tests", "spec": spec}
-            (folder / "solution.json").write_text(json.dumps(record))
-            (folder / "kernel.py").write_text(source)
             handle = WorkerHandle(
                 Definition.from_dict(DEFINITION),
-                SolutionFiles.read(folder),
+                write_solution(tmp_path / "solutions" / f"scaled_{workers}", "row_scale", source),
                 "cpu",
                 tmp_path / "workers",
                 policy=POLICY,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -37,22 +36,16 @@ WAITS_AT = "    if tuple(x.shape) == (24, 33):\n        while True:\n           
 class Subject:
     """One Solution of ``row_scale`` for which so many workers may start, and its workloads of :data:`ROWS`."""
 
-    def __init__(self, folder: Path, source: str, workers: int, limits: RunnerLimits) -> None:
-        place = folder / "solutions" / f"scaled_{workers}"
-        place.mkdir(parents=True)
-        spec = {"language": "python", "entry_point": "kernel.py::run"}
-        record = {"name": place.name, "definition": "row_scale", "author": "tests", "spec": spec}
-        (place / "solution.json").write_text(json.dumps(record))
-        (place / "kernel.py").write_text(source)
+    def __init__(self, solution: SolutionFiles, folder: Path, workers: int, limits: RunnerLimits) -> None:
         self.definition = Definition.from_dict(DEFINITION)
         self.workloads = [self._workload(rows) for rows in ROWS]
         self.cache = ExpectedCache(self.definition, "cpu")
         self.contents = [WorkloadContents.draw(self.definition, one, SEED, self.cache) for one in self.workloads]
         handle = WorkerHandle(
             self.definition,
-            SolutionFiles.read(place),
+            solution,
             "cpu",
-            folder / "workers",
+            folder,
             policy=POLICY,
             limits=replace(limits, fuzz_workers=workers),
         )
@@ -87,11 +80,12 @@ def future(contents: WorkloadContents | Failure, *, done: bool = True) -> Future
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., Subject]]:
+def make(tmp_path: Path, write_solution: Callable[..., SolutionFiles]) -> Iterator[Callable[..., Subject]]:
     with ExitStack() as stack:
 
         def subject(source: str = KERNEL, workers: int = 3, limits: RunnerLimits | None = None) -> Subject:
-            made = Subject(tmp_path / f"{workers}", source, workers, limits or RunnerLimits())
+            solution = write_solution(tmp_path / "solutions" / f"scaled_{workers}", "row_scale", source)
+            made = Subject(solution, tmp_path / f"workers_{workers}", workers, limits or RunnerLimits())
             stack.callback(made.verification.handle.close)
             return made
 

@@ -5,8 +5,7 @@ PyTorch's own linear layer in bfloat16 gives NaN for a row of -inf on some CPUs 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -46,24 +45,14 @@ SEED = 20_261_122
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Any]:
+def make(tmp_path: Path, write_solution: Callable[..., SolutionFiles]) -> Iterator[Any]:
     """A verification of a source, in a worker of its own."""
     with ExitStack() as stack:
 
         def verification(name: str, source: str, **spec: Any) -> Verification:
-            folder = tmp_path / "solutions" / name
-            folder.mkdir(parents=True)
-            record = {
-                "name": name,
-                "definition": "scaled",
-                "author": "tests",
-                "spec": {"language": "python", "entry_point": "kernel.py::run", **spec},
-                "sources": [{"path": "kernel.py"}],
-            }
-            (folder / "solution.json").write_text(json.dumps(record))
-            (folder / "kernel.py").write_text(source)
+            solution = write_solution(tmp_path / "solutions" / name, "scaled", source, **spec)
             definition = Definition.from_dict(SCALED)
-            handle = WorkerHandle(definition, SolutionFiles.read(folder), "cpu", tmp_path / "workers", policy=POLICY)
+            handle = WorkerHandle(definition, solution, "cpu", tmp_path / "workers", policy=POLICY)
             stack.callback(handle.close)
             return Verification(handle)
 
