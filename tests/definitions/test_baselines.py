@@ -13,7 +13,7 @@ from tilegym_db.backends.load import load_entry, unload_entry
 from tilegym_db.catalog import Catalog, stock_of
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.tolerance import limits_for
-from tilegym_db.verify.comparison import base_errors, check_outputs
+from tilegym_db.verify.comparison import check_outputs, reference_errors
 from tilegym_db.verify.gates import check_output
 from tilegym_db.verify.inputs import DISTRIBUTIONS, Case, draw_inputs
 from tilegym_db.verify.ranking import followed
@@ -115,7 +115,7 @@ def _check(definition: Definition, workload: Workload, run: Callable[..., Any], 
     as_written, truth = run_reference(definition, inputs), oracle(definition, inputs)
     dtypes = definition.bind_dtypes(workload.dtypes)
     if definition.gathers or definition.sampled:
-        e_base = base_errors(definition, dtypes, as_written, followed(definition, inputs, truth, as_written))
+        e_base, _ = reference_errors(definition, dtypes, as_written, followed(definition, inputs, truth, as_written))
         for verdict in check_outputs(definition, dtypes, inputs, truth, found, e_base).values():
             assert verdict.passed, f"{workload.dtypes} {verdict.reason}"
         return

@@ -21,7 +21,7 @@ from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
 from tilegym_db.records.binding import solve_axes, solve_dtypes
-from tilegym_db.verify.comparison import base_errors, check_outputs
+from tilegym_db.verify.comparison import check_outputs, reference_errors
 from tilegym_db.verify.inputs import Case, draw_inputs
 from tilegym_db.verify.ranking import followed
 from tilegym_db.verify.reference import name_outputs, oracle, run_reference
@@ -76,7 +76,7 @@ def agree(catalog: Catalog) -> Agree:
         if independent:
             source = definition.self_test.independent
             found["the independent formulation"] = run_reference(definition, inputs, source=source)
-        e_base = base_errors(definition, dtypes, written, followed(definition, inputs, truth, written))
+        e_base, _ = reference_errors(definition, dtypes, written, followed(definition, inputs, truth, written))
         for who, outputs in found.items():
             shapes = {key: tuple(value.shape) for key, value in outputs.items()}
             assert shapes == {key: definition.shape_of(key, axes) for key in definition.outputs}, who

@@ -11,7 +11,7 @@ import torch
 
 from tilegym_db.backends.load import load_entry
 from tilegym_db.catalog import Catalog
-from tilegym_db.verify.comparison import base_errors, check_outputs
+from tilegym_db.verify.comparison import check_outputs, reference_errors
 from tilegym_db.verify.reference import name_outputs, oracle, run_reference
 
 INF, NAN = math.inf, math.nan
@@ -32,7 +32,7 @@ def run(catalog: Catalog) -> Run:
         stock = load_entry(catalog.solution(f"{name}_stock"))
         copies = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in given.items()}
         found["stock"] = name_outputs(definition, stock(*copies.values()), copies, name)
-        e_base = base_errors(definition, dtypes, written, truth)
+        e_base, _ = reference_errors(definition, dtypes, written, truth)
         for who, outputs in {"reference": written, **found}.items():
             for verdict in check_outputs(definition, dtypes, given, truth, outputs, e_base).values():
                 assert verdict.passed, f"{who}: {verdict.reason}"

@@ -12,7 +12,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.trace_set import TraceSet
 from tilegym_db.store.input_files import shipped_traces
-from tilegym_db.verify.comparison import base_errors, check_lifted, check_outputs
+from tilegym_db.verify.comparison import check_lifted, check_outputs, reference_errors
 from tilegym_db.verify.ranking import followed
 from tilegym_db.verify.reference import Lifted, oracle, run_reference
 from tilegym_db.verify.self_test import self_test, tiny_workloads
@@ -84,7 +84,7 @@ def test_independent_formulation_agrees_in_the_dtype(tiny: Tiny, drawn: Draw) ->
     definition, workload = tiny
     inputs, dtypes = drawn(definition, workload), definition.bind_dtypes(workload.dtypes)
     truth = oracle(definition, inputs)
-    e_base = base_errors(definition, dtypes, run_reference(definition, inputs), truth)
+    e_base, _ = reference_errors(definition, dtypes, run_reference(definition, inputs), truth)
     assert definition.self_test is not None
     found = run_reference(definition, inputs, source=definition.self_test.independent)
     for verdict in check_outputs(definition, dtypes, inputs, truth, found, e_base).values():

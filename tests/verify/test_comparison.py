@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tilegym_db.records import Definition
-from tilegym_db.verify.comparison import base_errors, check_outputs, exact_outputs
+from tilegym_db.verify.comparison import check_outputs, exact_outputs, reference_errors
 from tilegym_db.verify.inputs import Case, draw_inputs
 from tilegym_db.verify.reference import as_written, oracle
 from tilegym_db.verify.verdicts import OutputVerdict
@@ -21,7 +21,7 @@ def verdicts(
     case = Case({"M": 32, "N": 64}, {"T": dtype}, {"factor": 2.0}, distribution=contents, seed=3)
     inputs = draw_inputs(definition, case, "cpu")
     written, truth = as_written(definition, inputs), oracle(definition, inputs)
-    e_base = base_errors(definition, case.dtypes, written, truth)
+    e_base, _ = reference_errors(definition, case.dtypes, written, truth)
     exact = exact_outputs(written, truth) if case.exact else frozenset()
     outputs = {name: changed.get(name, lambda value: value)(value.clone()) for name, value in written.items()}
     return check_outputs(definition, case.dtypes, inputs, truth, outputs, e_base, exact=exact)

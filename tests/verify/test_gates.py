@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tilegym_db.records.tolerance import LIMITS
-from tilegym_db.verify.distance import BaseError, base_error, relative_error
+from tilegym_db.verify.distance import BaseError, compare_rows, relative_error
 from tilegym_db.verify.gates import OutputVerdict, check_output, is_well_conditioned, must_be_exact
 
 
@@ -132,7 +132,7 @@ def test_an_element_may_be_off_by_twice_what_the_reference_is(own, other, gate):
         value[3, 5] += share * bound
         return value
 
-    written = base_error(off(own), exact, limits)
+    written = compare_rows(off(own), exact, limits).base_error
     assert written.element == pytest.approx(own, rel=1e-3)
     assert check_output("out", off(other), exact, limits, written).gate == gate
 
@@ -155,7 +155,7 @@ def test_a_row_may_be_off_by_twice_what_the_reference_is(own, other, gate):
         value[3] += share * most
         return value
 
-    written = base_error(off(own), exact, limits)
+    written = compare_rows(off(own), exact, limits).base_error
     assert written.row == pytest.approx(own * most, rel=1e-3)
     assert check_output("out", off(other), exact, limits, written).gate == gate
 
@@ -292,6 +292,31 @@ def test_scales_must_be_equal_bit_for_bit():
     scales = torch.tensor([0x00, 0x7F, 0x80, 0xFF], dtype=torch.uint8).view(torch.float8_e8m0fnu)
     assert judge(scales.clone(), scales).passed
     assert judge(neighbours(scales, 1, 1), scales).gate == "exact"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan])
+def test_figures_are_the_same_beside_a_row_that_is_rightly_not_finite(dtype, special):
+    exact = torch.randn(64, 96, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    rounded, limits = (exact * 1.00001).to(dtype), LIMITS[str(dtype).removeprefix("torch.")]
+    row = torch.full((1, 96), special, dtype=torch.float64)
+    more, more_rounded = torch.cat([exact, row]), torch.cat([rounded, row.to(dtype)])
+    assert relative_error(more_rounded, more) == pytest.approx(relative_error(rounded, exact), rel=1e-12)
+    alone, beside = compare_rows(rounded, exact, limits), compare_rows(more_rounded, more, limits)
+    assert alone.finite is None
+    assert beside.finite is not None
+    assert int((~beside.finite).sum()) == 96
+    assert beside.base_error == pytest.approx(alone.base_error, rel=1e-12)
+    assert torch.equal(beside.error[:-1], alone.error)
+    assert not beside.error[-1].any()
+
+
+def test_a_number_that_only_overflows_when_it_is_rounded_is_expected_to_be_infinite():
+    exact = torch.ones(8, 64, dtype=torch.float64)
+    exact[3, 5] = 7e4  # float16 ends at 65,504
+    rounded = exact.half()
+    assert judge(rounded, exact).passed
+    assert judge(rounded.nan_to_num(posinf=65504.0), exact).gate == "nan_inf_mask"
 
 
 def test_the_relative_error_of_something_against_nothing_is_infinite():
@@ -497,7 +522,7 @@ def test_small_probabilities_that_are_cut_to_zero_are_seen_where_no_norm_sees_th
     truth, limits = probabilities(), LIMITS[str(dtype).removeprefix("torch.")]
     right = truth.to(dtype)
     cut = torch.where(right < 1e-3 * right.amax(), 0, right) if dtype == torch.bfloat16 else right * 1.0002
-    conditioned = is_well_conditioned(right, truth, limits)
+    conditioned = is_well_conditioned(right, truth, limits, compare_rows(right, truth, limits))
     assert conditioned
     assert check_output("out", right, truth, limits, conditioned=conditioned).passed
     if dtype == torch.bfloat16:
@@ -518,4 +543,5 @@ def test_elements_of_any_operator_that_are_cut_to_zero_are_counted():
 def test_a_sum_that_cancels_is_not_judged_by_the_size_of_what_is_left():
     a, b = (torch.randn(64, 256, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
     truth = a.double() @ b.double().T
-    assert not is_well_conditioned(a @ b.T, truth, LIMITS["float32"])
+    right, limits = a @ b.T, LIMITS["float32"]
+    assert not is_well_conditioned(right, truth, limits, compare_rows(right, truth, limits))

@@ -12,7 +12,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
-from tilegym_db.verify.comparison import base_errors, check_outputs
+from tilegym_db.verify.comparison import check_outputs, reference_errors
 from tilegym_db.verify.distance import EXACTLY
 from tilegym_db.verify.ranking import followed
 from tilegym_db.verify.reference import oracle, run_reference
@@ -31,7 +31,7 @@ def judged(
     """Output -> the gate that refuses it, of the reference's own outputs with a change."""
     written, truth = run_reference(definition, inputs), oracle(definition, inputs)
     dtypes = {"T": dtype} if definition.dtypes else {}
-    e_base = base_errors(definition, dtypes, written, followed(definition, inputs, truth, written))
+    e_base, _ = reference_errors(definition, dtypes, written, followed(definition, inputs, truth, written))
     outputs = change({name: value.clone() for name, value in written.items()})
     verdicts = check_outputs(definition, dtypes, inputs, truth, outputs, e_base)
     return {name: verdict.gate for name, verdict in verdicts.items()}

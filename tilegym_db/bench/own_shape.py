@@ -11,23 +11,14 @@ import torch
 
 from tilegym_db.bench.contents import WorkloadContents
 from tilegym_db.bench.worker_handle import WorkerHandle
-from tilegym_db.errors import RecordError, StoreError
-from tilegym_db.verify.verifier import Failure, Verdict
+from tilegym_db.verify.outcome import CANNOT_VERIFY, Failure, Verdict, cannot_verify
 from tilegym_db.verify.worker.process import WorkerProcess
 from tilegym_db.verify.worker.shared_buffers import SharedBuffers, plan_slot
 
-__all__ = ["CANNOT_VERIFY", "OwnShape", "ShapesAhead", "cannot_verify", "check_own_shape"]
+__all__ = ["OwnShape", "ShapesAhead", "check_own_shape"]
 
-CANNOT_VERIFY = (RecordError, StoreError, torch.OutOfMemoryError)
-"""A workload without an oracle, or without memory for it here: that workload's trouble, not the run's."""
 IN_MODEL_CALL = 3
 """Which of the calls on a workload's first contents is made as a model makes it; screens make fewer."""
-
-
-def cannot_verify(error: BaseException) -> Failure:
-    """What one of :data:`CANNOT_VERIFY` means for a workload."""
-    no_memory = isinstance(error, torch.OutOfMemoryError)
-    return Failure("UNSUPPORTED", f"cannot be verified on this machine: {error}", no_memory=no_memory)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from tilegym_db.bench.case_queue import CaseQueue, Pair
 from tilegym_db.bench.contents import ExpectedCache, WorkloadContents
 from tilegym_db.bench.fuzz_outcome import FuzzOutcome, conclude_fuzz
-from tilegym_db.bench.own_shape import CANNOT_VERIFY, ShapesAhead, cannot_verify, check_own_shape
+from tilegym_db.bench.own_shape import OwnShape, ShapesAhead, check_own_shape
 from tilegym_db.bench.processors import Processors
 from tilegym_db.bench.stock_witness import StockWitness
 from tilegym_db.bench.worker_handle import WorkerHandle
@@ -24,8 +24,8 @@ from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.hardware import CPU
 from tilegym_db.verify.expected import Expected
 from tilegym_db.verify.inputs import Case
+from tilegym_db.verify.outcome import CANNOT_VERIFY, Failure, Verdict, cannot_verify
 from tilegym_db.verify.shapes import fuzz_cases, sibling_of
-from tilegym_db.verify.verifier import Failure, Verdict
 from tilegym_db.verify.worker.losses import WorkerDied
 from tilegym_db.verify.worker.shared_buffers import SharedBuffers, plan_slot
 
@@ -43,12 +43,10 @@ TileLang."""
 OTHER_CASES_A_WORKER = 6
 
 
-@dataclass
-class Verified:
-    """A runner that passed one workload: what it wrote for each content set, and how it was verified."""
+@dataclass(frozen=True)
+class Verified(OwnShape):
+    """A runner that passed one workload: its own shape, and the fuzz cases."""
 
-    outputs: list[Mapping[str, torch.Tensor]]
-    verdict: Verdict
     fuzz: FuzzOutcome
 
 
@@ -267,7 +265,7 @@ class Verification:
         if isinstance(found, Failure):
             return found
         found.verdict.cases += len(fuzz.passed)
-        return Verified(found.outputs, found.verdict, fuzz)
+        return Verified(found.verdict, found.outputs, fuzz)
 
 
 def most_fuzz_workers(host_share: int) -> int:

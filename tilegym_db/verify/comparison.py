@@ -11,14 +11,14 @@ import torch
 from tilegym_db.records import Definition
 from tilegym_db.records.quantised import codes_are_exact
 from tilegym_db.records.tolerance import limits_for
-from tilegym_db.verify.distance import EXACTLY, BaseError, base_error
+from tilegym_db.verify.distance import EXACTLY, BaseError, compare_rows
 from tilegym_db.verify.gates import check_output, is_well_conditioned, must_be_exact
 from tilegym_db.verify.indices import check_gathered
 from tilegym_db.verify.laws import check_sampled_outputs
 from tilegym_db.verify.ranking import check_ranked_outputs, followed
 from tilegym_db.verify.verdicts import OutputVerdict
 
-__all__ = ["base_errors", "check_lifted", "check_outputs", "check_reference", "conditioned_outputs", "exact_outputs"]
+__all__ = ["check_lifted", "check_outputs", "check_reference", "exact_outputs", "reference_errors"]
 
 Outputs = Mapping[str, torch.Tensor]
 
@@ -46,7 +46,7 @@ def check_outputs(
         e_base: what the reference itself is off by, per output.
         math: ``tf32`` where the Solution declares it.
         exact: outputs in which every element must have the oracle's value (see :func:`exact_outputs`).
-        conditioned: outputs whose every element is judged by its own size (see :func:`conditioned_outputs`).
+        conditioned: outputs whose every element is judged by its own size (see :func:`reference_errors`).
     """
     verdicts = _check_indices(definition, dtypes, inputs, truth, outputs, math)
     truth = followed(definition, inputs, truth, outputs, [name for name, found in verdicts.items() if not found.passed])
@@ -119,32 +119,25 @@ def _check_indices(
     return verdicts
 
 
-def base_errors(
+def reference_errors(
     definition: Definition, dtypes: Mapping[str, str], as_written: Outputs, truth: Outputs
-) -> dict[str, BaseError]:
-    """What the reference as written is off by itself, per output; nothing where equality or codes are compared."""
-    errors = {}
+) -> tuple[dict[str, BaseError], frozenset[str]]:
+    """What the reference as written is off by itself, per output; nothing where equality or codes are compared.
+
+    Also the outputs of which it gives every element, however small, to a relative error of its own: so must every Solution.
+    """
+    errors, conditioned = dict.fromkeys(as_written, EXACTLY), set()
     for name, value in as_written.items():
         limits = limits_for(definition, definition.dtype_of(name, dtypes))
-        if limits is None or limits.codes:
-            errors[name] = EXACTLY
-        else:
-            errors[name] = base_error(value, truth[name], limits)
-    return errors
+        if limits is None or limits.codes or not value.numel():
+            continue
+        rows = compare_rows(value, truth[name], limits)
+        errors[name] = rows.base_error
+        if name not in definition.gathers and is_well_conditioned(value, truth[name], limits, rows):
+            conditioned.add(name)
+    return errors, frozenset(conditioned)
 
 
 def exact_outputs(as_written: Outputs, truth: Outputs) -> frozenset[str]:
     """The outputs that every Solution must give exactly, on contents whose sums and products round nowhere."""
     return frozenset(name for name, value in as_written.items() if must_be_exact(value, truth[name]))
-
-
-def conditioned_outputs(
-    definition: Definition, dtypes: Mapping[str, str], as_written: Outputs, truth: Outputs
-) -> frozenset[str]:
-    """The outputs of which every Solution must give every element, however small, to a relative error of its own."""
-    return frozenset(
-        name
-        for name, value in as_written.items()
-        if name not in definition.gathers
-        and is_well_conditioned(value, truth[name], limits_for(definition, definition.dtype_of(name, dtypes)))
-    )

@@ -10,7 +10,7 @@ import torch
 
 from tilegym_db.records.tolerance import Limits
 
-__all__ = ["EXACTLY", "BaseError", "Rows", "absolute_error", "base_error", "compare_rows", "relative_error"]
+__all__ = ["EXACTLY", "BaseError", "Rows", "absolute_error", "compare_rows", "relative_error"]
 
 SHORT_ROW = 32
 """Rows with fewer elements have no meaningful rms of their own; the median over all rows stands in."""
@@ -47,7 +47,8 @@ class Rows:
     """A result beside the oracle's as rows of their last axis, ``[rows, columns]``, fp64; zero where either is not finite.
 
     ``scale``: the norm of each row that its error is measured by, ``[rows]``; ``rms`` the same for an element, ``[rows, 1]``.
-    ``bound``: what each element may be off by. ``finite``: where both are finite in the output dtype, in the output's shape.
+    ``bound``: what each element may be off by. ``finite``: where both are finite in the output dtype, in the output's shape;
+    None where that is everywhere.
     """
 
     want: torch.Tensor
@@ -55,41 +56,43 @@ class Rows:
     scale: torch.Tensor
     rms: torch.Tensor
     bound: torch.Tensor
-    finite: torch.Tensor
+    finite: torch.Tensor | None
 
     @property
     def relative(self) -> torch.Tensor:
         """Of each row, ``[rows]``."""
         return torch.where(self.scale > 0, torch.linalg.vector_norm(self.error, dim=1) / self.scale, 0.0)
 
+    @property
+    def rel_fro(self) -> float:
+        """Relative Frobenius error of all rows; inf where the oracle is zero and the result is not."""
+        return _ratio_of_norms(self.error, self.want)
+
+    @property
+    def base_error(self) -> BaseError:
+        """What the result is off by, where it is the reference's."""
+        of_bound = (self.error / self.bound).nan_to_num_(nan=0.0, posinf=math.inf)  # no error of no bound is none
+        return BaseError(self.rel_fro, float(self.relative.max()), float(of_bound.max()))
+
 
 def compare_rows(actual: torch.Tensor, oracle: torch.Tensor, limits: Limits) -> Rows:
     """Every element's error and bound.
 
     Args:
-        actual: a result in the output dtype, any strides.
+        actual: a result in the output dtype, any strides; one element at least.
         oracle: the oracle's, same shape.
         limits: bounds of the output dtype.
     """
-    finite = torch.isfinite(oracle.to(actual.dtype)) & torch.isfinite(actual)
-    want = torch.where(finite, oracle.double(), 0.0)
+    finite = _finite_in_both(actual, oracle, torch.finfo(actual.dtype).max)
     columns = actual.shape[-1] if actual.dim() else 1
-    want_rows = want.reshape(-1, columns)
-    error_rows = absolute_error(actual.double(), want, finite, actual.dtype, limits.atol).reshape(-1, columns)
-    row_norm = torch.linalg.vector_norm(want_rows, dim=1)
+    want = oracle.double() if finite is None else torch.where(finite, oracle.double(), 0.0)
+    error = absolute_error(actual, want, finite, limits.atol).reshape(-1, columns)
+    want = want.reshape(-1, columns)
+    row_norm = torch.linalg.vector_norm(want, dim=1)
     median = row_norm.median()
     scale = torch.maximum(row_norm, median if columns < SHORT_ROW else median * NEAR_ZERO_ROW)
     rms = (scale / math.sqrt(columns))[:, None]
-    return Rows(want_rows, error_rows, scale, rms, limits.rtol * want_rows.abs() + limits.a * rms, finite)
-
-
-def base_error(as_written: torch.Tensor, truth: torch.Tensor, limits: Limits) -> BaseError:
-    """What a result of the reference is off by."""
-    if not as_written.numel():
-        return EXACTLY
-    rows = compare_rows(as_written, truth, limits)
-    of_bound = torch.where(rows.error > 0, rows.error / rows.bound, 0.0)
-    return BaseError(relative_error(as_written, truth), float(rows.relative.max()), float(of_bound.max()))
+    return Rows(want, error, scale, rms, want.abs().mul_(limits.rtol).add_(limits.a * rms), finite)
 
 
 def relative_error(actual: torch.Tensor, oracle: torch.Tensor, atol: float = 0.0) -> float:
@@ -97,21 +100,57 @@ def relative_error(actual: torch.Tensor, oracle: torch.Tensor, atol: float = 0.0
 
     What hardware may flush to zero in the dtype of ``actual`` is no error, nor is what is at most ``atol``.
     """
-    expected, got = oracle.double(), actual.double()
-    finite = torch.isfinite(expected) & torch.isfinite(got)
-    scale = float(torch.linalg.vector_norm(torch.where(finite, expected, 0.0)))
-    norm = float(torch.linalg.vector_norm(absolute_error(got, expected, finite, actual.dtype, atol)))
+    finite = _finite_in_both(actual, oracle)
+    want = oracle.double() if finite is None else torch.where(finite, oracle.double(), 0.0)
+    return _ratio_of_norms(absolute_error(actual, want, finite, atol), want)
+
+
+def _ratio_of_norms(error: torch.Tensor, want: torch.Tensor) -> float:
+    norm, scale = (float(torch.linalg.vector_norm(value)) for value in (error, want))
     if scale == 0.0:
         return 0.0 if norm == 0.0 else math.inf
     return norm / scale
 
 
+def _finite_in_both(actual: torch.Tensor, oracle: torch.Tensor, most: float = math.inf) -> torch.Tensor | None:
+    """Where both are finite and the oracle, rounded to the dtype of ``actual``, is; None where that is everywhere.
+
+    The largest number of each mostly says so at once: masks of everything are most of what a comparison costs on a CPU.
+
+    Args:
+        actual: a result.
+        oracle: the oracle's.
+        most: an oracle up to here is finite when it is rounded.
+    """
+    if not actual.numel() or (
+        _largest(actual) < math.inf and _largest(oracle) <= min(most, torch.finfo(torch.float64).max)
+    ):
+        return None
+    finite = torch.isfinite(actual) & torch.isfinite(oracle)
+    return finite if most == math.inf else finite & torch.isfinite(oracle.to(actual.dtype))
+
+
+def _largest(value: torch.Tensor) -> float:
+    """Of the absolute values; NaN where one is NaN."""
+    low, high = torch.aminmax(value)
+    return float(torch.maximum(low.abs(), high.abs()))
+
+
 def absolute_error(
-    got: torch.Tensor, want: torch.Tensor, finite: torch.Tensor, dtype: torch.dtype, atol: float
+    actual: torch.Tensor, want: torch.Tensor, finite: torch.Tensor | None, atol: float = 0.0
 ) -> torch.Tensor:
-    """Absolute error where both are finite, less what no honest kernel can be blamed for."""
-    error = torch.where(finite, got - want, 0.0).abs()
-    return torch.where(error <= max(_smallest_honest_error(dtype), atol), 0.0, error)
+    """Absolute error where both are finite, in fp64, less what no honest kernel can be blamed for.
+
+    Args:
+        actual: a result in the output dtype.
+        want: the oracle's in fp64.
+        finite: where both are finite; None for everywhere.
+        atol: up to which an error is none.
+    """
+    error = actual.to(torch.float64, copy=True).sub_(want)  # one block of memory: a new one for each step takes longer
+    if finite is not None:
+        error = torch.where(finite, error, 0.0)
+    return torch.threshold_(error.abs_(), max(_smallest_honest_error(actual.dtype), atol), 0.0)
 
 
 def _smallest_honest_error(dtype: torch.dtype) -> float:

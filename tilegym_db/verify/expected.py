@@ -12,7 +12,7 @@ from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition
 from tilegym_db.records.content_constraints import Unknown, holds
 from tilegym_db.verify.blobs import BlobReader
-from tilegym_db.verify.comparison import base_errors, check_reference, conditioned_outputs, exact_outputs
+from tilegym_db.verify.comparison import check_reference, exact_outputs, reference_errors
 from tilegym_db.verify.distance import BaseError
 from tilegym_db.verify.distributions import REFERENCE_MAY_FAIL
 from tilegym_db.verify.inputs import Case, draw_inputs, draws_noise
@@ -62,12 +62,11 @@ def expect(definition: Definition, case: Case, device: str, blobs: BlobReader | 
     truth = written if definition.oracle == "as_written" else oracle(definition, inputs)
     # Beside the choice that the reference made: of equal values, another is as right.
     own = followed(definition, inputs, truth, written)
-    e_base = base_errors(definition, case.dtypes, written, own)
+    e_base, conditioned = reference_errors(definition, case.dtypes, written, own)
     verdicts = check_reference(definition, case.dtypes, inputs, truth, written, e_base)
     if not all(verdict.passed for verdict in verdicts.values()) or _may_overflow(definition, case, inputs, written):
         return None
     exact = exact_outputs(written, own) if case.exact and not draws_noise(definition) else frozenset()
-    conditioned = conditioned_outputs(definition, case.dtypes, written, own)
     return Expected(case, inputs, truth, e_base, exact, conditioned)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from tilegym_db.records.tolerance import MIN_ELEMENTS_FOR_NORMS, TAU_CAP, WORST_ROW_FACTOR, Limits
 from tilegym_db.verify.codes import code_values, ordered_codes
-from tilegym_db.verify.distance import EXACTLY, BaseError, absolute_error, compare_rows, relative_error
+from tilegym_db.verify.distance import EXACTLY, BaseError, Rows, compare_rows, relative_error
 from tilegym_db.verify.share import share_problem
 from tilegym_db.verify.verdicts import PASSED, OutputVerdict, failed, row_of_most
 
@@ -54,7 +54,7 @@ def must_be_exact(as_written: torch.Tensor, truth: torch.Tensor) -> bool:
     return torch.equal(as_written, truth.to(as_written.dtype))
 
 
-def is_well_conditioned(as_written: torch.Tensor, truth: torch.Tensor, limits: Limits | None) -> bool:
+def is_well_conditioned(as_written: torch.Tensor, truth: torch.Tensor, limits: Limits, rows: Rows) -> bool:
     """True where the reference as written gives every element to a relative error of its own, however small it is.
 
     Then a Solution has no excuse for cutting small ones to zero: a probability of a thousandth of the largest, say, which no norm
@@ -64,37 +64,32 @@ def is_well_conditioned(as_written: torch.Tensor, truth: torch.Tensor, limits: L
     Args:
         as_written: the reference's output in the output dtype.
         truth: the same output of the fp64 oracle.
-        limits: bounds of the output dtype; what is compared for equality or as codes is never judged so.
+        limits: bounds of the output dtype.
+        rows: the two, compared.
     """
-    if limits is None or limits.codes or truth.dtype != torch.float64 or as_written.dtype not in _ROUNDING_DTYPES:
+    if truth.dtype != torch.float64 or as_written.dtype not in _ROUNDING_DTYPES:
         return False
     if truth.numel() < MIN_ELEMENTS_FOR_EXACT:
         return False
-    want, error, judged, _ = _by_size(as_written, truth, limits)
-    return bool(judged.any()) and not bool((judged & (error > RELATIVE_OF_REFERENCE * limits.rtol * want)).any())
+    size, judged, _ = _by_size(rows, as_written.dtype)
+    return bool(judged.any()) and not bool(
+        (judged & (rows.error > size.mul_(RELATIVE_OF_REFERENCE * limits.rtol))).any()
+    )
 
 
-def _by_size(
-    actual: torch.Tensor, oracle: torch.Tensor, limits: Limits
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(size of each element, its error, whether it is large enough to count, whether it is a probability)."""
-    want, got = oracle.double(), actual.double()
-    finite = torch.isfinite(want.to(actual.dtype).double()) & torch.isfinite(got) & torch.isfinite(want)
-    known = torch.where(finite, want, 0.0)
-    columns = actual.shape[-1] if actual.dim() else 1
-    rows = known.reshape(-1, columns)
-    probable = _are_probabilities(rows)
-    smallest = NEGLIGIBLE * torch.linalg.vector_norm(rows, dim=1, keepdim=True) / math.sqrt(columns)
-    smallest = torch.where(probable, NEGLIGIBLE_PROBABILITY, smallest).expand_as(rows).reshape(known.shape)
-    judged = finite & (known.abs() > smallest) & (known.abs() > torch.finfo(actual.dtype).tiny)
-    error = absolute_error(got, known, finite, actual.dtype, limits.atol)
-    return known.abs(), error, judged, probable.expand_as(rows).reshape(known.shape)
+def _by_size(rows: Rows, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(size of each element, whether it is large enough to count, whether its row are probabilities, ``[rows, 1]``)."""
+    probable = _are_probabilities(rows.want)
+    norms = torch.linalg.vector_norm(rows.want, dim=1, keepdim=True)
+    smallest = torch.where(probable, NEGLIGIBLE_PROBABILITY, NEGLIGIBLE * norms / math.sqrt(rows.want.shape[1]))
+    size = rows.want.abs()
+    return size, size > smallest.clamp_min_(torch.finfo(dtype).tiny), probable
 
 
 def _are_probabilities(rows: torch.Tensor) -> torch.Tensor:
     """True for each row of numbers that are not negative and sum to one; ``[rows, 1]``."""
     sums = rows.sum(dim=1, keepdim=True)
-    return ((sums - 1).abs() < PROBABILITIES_SUM_TO) & (rows >= 0).all(dim=1, keepdim=True) & (rows.shape[1] > 1)
+    return ((sums - 1).abs() < PROBABILITIES_SUM_TO) & (rows.amin(dim=1, keepdim=True) >= 0) & (rows.shape[1] > 1)
 
 
 def check_output(
@@ -127,18 +122,19 @@ def check_output(
         return _check_exact(name, actual, oracle.to(actual.dtype), bitwise=False)
     if limits.codes:
         return _check_codes(name, actual, oracle, limits)
-    close = _check_close(name, actual, oracle, limits, e_base)
+    rows = compare_rows(actual, oracle, limits)
+    close = _check_close(name, actual, oracle, limits, e_base, rows)
     if not conditioned or not close.passed:
         return close
-    return _check_relative(name, actual, oracle, limits, close)
+    return _check_relative(name, actual, oracle, limits, close, rows)
 
 
 def _check_relative(
-    name: str, actual: torch.Tensor, oracle: torch.Tensor, limits: Limits, close: OutputVerdict
+    name: str, actual: torch.Tensor, oracle: torch.Tensor, limits: Limits, close: OutputVerdict, rows: Rows
 ) -> OutputVerdict:
-    size, error, judged, probable = _by_size(actual, oracle, limits)
-    cut = judged & (actual == 0) & (error > 0)
-    off = judged & probable & (error > RELATIVE_OF_SOLUTION * limits.rtol * size)
+    size, judged, probable = _by_size(rows, actual.dtype)
+    cut = judged & (actual.reshape(size.shape) == 0) & (rows.error > 0)
+    off = judged & probable & (rows.error > size.mul_(RELATIVE_OF_SOLUTION * limits.rtol))
     counted = max(int(judged.sum()), 1)
     if bool(off.any()):
         wrong = off
@@ -147,25 +143,27 @@ def _check_relative(
         wrong, what = cut, f"of {counted} elements are zero, which the reference gives to their last digits"
     else:
         return close
-    count = int(wrong.sum())
+    count, wrong = int(wrong.sum()), wrong.reshape(actual.shape)
     figures = (close.rel_fro, close.worst_row_rel, close.max_abs, 1.0 - count / actual.numel())
     return failed("relative", f"{name}: {count} {what}", figures, wrong, actual, oracle, row_of_most(wrong))
 
 
 def _check_close(
-    name: str, actual: torch.Tensor, oracle: torch.Tensor, limits: Limits, e_base: BaseError
+    name: str, actual: torch.Tensor, oracle: torch.Tensor, limits: Limits, e_base: BaseError, rows: Rows
 ) -> OutputVerdict:
-    rows = compare_rows(actual, oracle, limits)
-    all_finite = bool(rows.finite.all())
-    # Rounded to the output dtype first, so that a value that overflows there is expected to be infinite.
-    mask_wrong = torch.zeros_like(rows.finite) if all_finite else _mask_mismatch(actual, oracle.to(actual.dtype))
     row_rel = rows.relative
     # Where the reference passes by a hair, others that are as right would pass or fail by chance: twice its error passes too.
     slack = min(max(1.0, E_BASE_FACTOR * e_base.element), E_BASE_FACTOR) if limits.share == 1 else 1.0
-    bound = slack * rows.bound
-    wrong = (rows.error > bound).reshape(actual.shape) | mask_wrong
+    bound = rows.bound if slack == 1.0 else slack * rows.bound
+    wrong = (rows.error > bound).reshape(actual.shape)
+    mask_wrong = None
+    if rows.finite is not None:
+        # Rounded to the output dtype first, so that a value that overflows there is expected to be infinite.
+        mask_wrong = _mask_mismatch(actual, oracle.to(actual.dtype))
+        wrong |= mask_wrong
+    count = int(wrong.sum()) if bool(wrong.any()) else 0
 
-    rel_fro, worst_row = relative_error(actual, oracle, limits.atol), int(row_rel.argmax())
+    rel_fro, worst_row = rows.rel_fro, int(row_rel.argmax())
     allowed, cap = E_BASE_FACTOR * e_base.rel_fro, TAU_CAP * limits.tau
     limit = min(max(limits.tau, allowed), cap)
     most = WORST_ROW_FACTOR * min(max(limits.row_tau or limits.tau, allowed), cap)
@@ -175,11 +173,11 @@ def _check_close(
         WORST_ROW_FACTOR * max(cap, TAU_CAP * limits.row_tau),
     )
     worst_row_rel = float(row_rel[worst_row])
-    figures = (rel_fro, worst_row_rel, float(rows.error.max()), 1.0 - float(wrong.double().mean()))
+    figures = (rel_fro, worst_row_rel, float(rows.error.max()), 1.0 - count / actual.numel())
 
     shown: torch.Tensor | None = None
     gate, what = None, ""
-    if bool(mask_wrong.any()):
+    if mask_wrong is not None and bool(mask_wrong.any()):
         gate, what = "nan_inf_mask", _mask_text(mask_wrong, "elements")
         worst_row = row_of_most(mask_wrong)
     elif actual.numel() >= MIN_ELEMENTS_FOR_NORMS and rel_fro > limit:
@@ -190,13 +188,13 @@ def _check_close(
         problem = share_problem(rows.error, bound, rows.want.abs(), rows.rms, limits.share)
         if problem is not None:
             gate, what, shown = problem
-    elif bool(wrong.any()):
+    elif count:
         rule = f"rtol {slack * limits.rtol:.3g} and {slack * limits.a:.3g} of the row's rms"
-        gate, what = "elementwise", f"{int(wrong.sum())} of {actual.numel()} elements exceed {rule}"
+        gate, what = "elementwise", f"{count} of {actual.numel()} elements exceed {rule}"
     if gate is None:
         return OutputVerdict(None, "", *figures, worst_row=worst_row)
     if shown is None:
-        shown = wrong if bool(wrong.any()) else _whole_row(worst_row, actual)
+        shown = wrong if count else _whole_row(worst_row, actual)
     return failed(gate, f"{name}: {what}", figures, shown.reshape(actual.shape), actual, oracle, worst_row)
 
 

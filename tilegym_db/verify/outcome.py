@@ -6,11 +6,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
+from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.records.trace import Correctness, Status
 from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.verdicts import OutputVerdict
 
-__all__ = ["Failure", "Verdict", "incorrect"]
+__all__ = ["CANNOT_VERIFY", "Failure", "Verdict", "cannot_verify", "incorrect"]
+
+CANNOT_VERIFY = (RecordError, StoreError, torch.OutOfMemoryError)
+"""A workload without an oracle, or without memory for it here: that workload's trouble, not the run's."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,12 @@ def incorrect(
         )
     verdict = verdicts[output] if verdicts and output else None
     return Failure("INCORRECT_NUMERICAL", reason, "", gate, correctness, case, output, verdict)
+
+
+def cannot_verify(error: BaseException) -> Failure:
+    """What one of :data:`CANNOT_VERIFY` means for a workload."""
+    no_memory = isinstance(error, torch.OutOfMemoryError)
+    return Failure("UNSUPPORTED", f"cannot be verified on this machine: {error}", no_memory=no_memory)
 
 
 def _finite(value: float) -> float | None:

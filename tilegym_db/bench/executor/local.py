@@ -109,9 +109,7 @@ class LocalExecutor:
         stock = stock_of(solutions)
         if stock is None:
             return None
-        runner = self.make_runner(plan.definition, stock, {})
-        runner.handle.profiled = False
-        return runner.verification
+        return self.make_runner(plan.definition, stock, {}, profiled=False).verification
 
     def _run_batch(
         self, batch: Batch, groups: dict[str, SolutionGroup], timing: WorkloadTiming, *, alone: bool = False
@@ -163,6 +161,7 @@ class LocalExecutor:
         config: Config,
         *,
         interpret: bool = False,
+        profiled: bool = True,
     ) -> Runner:
         """A runner of this machine, not started yet; broken where the static scan refuses its source.
 
@@ -171,6 +170,7 @@ class LocalExecutor:
             solution: its source.
             config: a value per tunable; empty for the source's own defaults.
             interpret: run it in its language's interpreter.
+            profiled: whether its time may be audited.
         """
         machine = self.context.machine
         findings = scan.scan_sources(solution.record, solution.sources)
@@ -184,6 +184,7 @@ class LocalExecutor:
             policy=INTERPRETER if interpret else UNTIMED if solution.record.spec.omits else self.policy,
             config=config,
             interpret=interpret,
+            profiled=profiled,
             limits=RunnerLimits(
                 buffer_bytes=pool_bytes(machine),
                 fuzz_workers=most_fuzz_workers(host_share()) if machine.is_gpu or compiles else 1,

@@ -16,7 +16,6 @@ from tilegym_db.bench.executor.workload_run import WorkloadRun
 from tilegym_db.bench.interleaved import TimedCandidate, TimingBudget, time_interleaved
 from tilegym_db.bench.long_run import audit_long_run
 from tilegym_db.bench.machine import require_healthy
-from tilegym_db.bench.own_shape import CANNOT_VERIFY
 from tilegym_db.bench.phases import TIME, WAIT
 from tilegym_db.bench.physics import judge_time
 from tilegym_db.bench.runner import Runner
@@ -24,9 +23,9 @@ from tilegym_db.bench.tracing import RunContext, fuzz_cases_of
 from tilegym_db.records import Trace, Workload
 from tilegym_db.records.peaks import GpuPeaks
 from tilegym_db.records.trace import UNTIMED_TIERS, Audit, Performance
+from tilegym_db.verify.outcome import CANNOT_VERIFY, Failure
 from tilegym_db.verify.ownership import Ownership
 from tilegym_db.verify.variation import scalar_ranges
-from tilegym_db.verify.verifier import Failure
 
 __all__ = ["AfterTiming", "Emit", "WorkloadTiming"]
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from operator import itemgetter
+from itertools import zip_longest
 
 from tilegym_db.bench.contents import ExpectedCache, WorkloadContents
 from tilegym_db.bench.executor.workload_run import WorkloadRun
 from tilegym_db.bench.machine import require_healthy
-from tilegym_db.bench.own_shape import CANNOT_VERIFY, ShapesAhead, cannot_verify
+from tilegym_db.bench.own_shape import ShapesAhead
 from tilegym_db.bench.phases import COMPILE, DRAW
 from tilegym_db.bench.processors import Processors
 from tilegym_db.bench.runner import Runner
 from tilegym_db.bench.tracing import RunContext
 from tilegym_db.bench.verification import Verified
 from tilegym_db.confinement.bounds import available_processors
-from tilegym_db.verify.verifier import Failure
+from tilegym_db.verify.outcome import CANNOT_VERIFY, Failure, cannot_verify
 
 __all__ = ["verify_batch"]
 
@@ -102,12 +101,10 @@ def _verify_workload(runner: Runner, workload_run: WorkloadRun, context: RunCont
 
 def _in_turn(workload_runs: Sequence[WorkloadRun]) -> list[WorkloadRun]:
     """The first workload of every Definition, then the second: nobody waits for all contents of another."""
-    seen: Counter[str] = Counter()
-    places = []
+    by_definition: dict[str, list[WorkloadRun]] = {}
     for workload_run in workload_runs:
-        seen[workload_run.plan.definition.name] += 1
-        places.append(seen[workload_run.plan.definition.name])
-    return [workload_run for _, workload_run in sorted(zip(places, workload_runs, strict=True), key=itemgetter(0))]
+        by_definition.setdefault(workload_run.plan.definition.name, []).append(workload_run)
+    return [workload_run for turn in zip_longest(*by_definition.values()) for workload_run in turn if workload_run]
 
 
 def _draw(workload_run: WorkloadRun, context: RunContext) -> WorkloadContents | Failure:

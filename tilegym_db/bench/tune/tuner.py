@@ -12,7 +12,6 @@ from datetime import UTC, datetime
 from tilegym_db.bench.buffer_pool import BufferPool
 from tilegym_db.bench.contents import ExpectedCache, WorkloadContents
 from tilegym_db.bench.executor.local import LocalExecutor
-from tilegym_db.bench.own_shape import CANNOT_VERIFY, cannot_verify
 from tilegym_db.bench.plan import DefinitionPlan, PairKey
 from tilegym_db.bench.runner import Runner
 from tilegym_db.bench.tier_policy import SCREEN
@@ -25,7 +24,7 @@ from tilegym_db.catalog import SolutionFiles
 from tilegym_db.records import Config, Definition, Trace, Workload
 from tilegym_db.records.solution import config_id
 from tilegym_db.store.tuning import TuningStep
-from tilegym_db.verify.verifier import Failure
+from tilegym_db.verify.outcome import CANNOT_VERIFY, Failure, cannot_verify
 
 __all__ = ["Tuned", "Tuner"]
 

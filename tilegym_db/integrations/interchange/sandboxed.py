@@ -16,7 +16,7 @@ from tilegym_db.catalog import SolutionFiles
 from tilegym_db.integrations.interchange.adapt import REFERENCE, AdaptedSolution
 from tilegym_db.records import Definition, Solution
 from tilegym_db.records.dtypes import FLOAT_DTYPES, Scalar
-from tilegym_db.verify.comparison import base_errors, check_reference
+from tilegym_db.verify.comparison import check_reference, reference_errors
 from tilegym_db.verify.distance import EXACTLY
 from tilegym_db.verify.expected import Expected
 from tilegym_db.verify.inputs import Case
@@ -204,7 +204,7 @@ def expected_by_reference(
         return written
     truth = outputs_of(definition, case, inputs, device, folder / "lifted", lifted=True)
     if not isinstance(truth, Failure):
-        e_base = base_errors(definition, case.dtypes, written, truth)
+        e_base, _ = reference_errors(definition, case.dtypes, written, truth)
         verdicts = check_reference(definition, case.dtypes, inputs, truth, written, e_base)
         if all(verdict.passed for verdict in verdicts.values()):
             return Expected(case, inputs, truth, e_base), written, "fp64"
