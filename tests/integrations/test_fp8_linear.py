@@ -146,6 +146,17 @@ def test_a_kernel_that_is_further_off_than_stock_is_left_out(shop: Any, build: A
     assert {proof.kernel.split()[0] for proof in handle.report().failed_proofs if proof.kernel} == {f"{PRODUCT}_cpu"}
 
 
+def test_a_kernel_whose_codes_are_others_is_left_out(shop: Any, build: Any, prompt: Any) -> None:
+    body = "    codes, factors = stock.run({inputs})\n    out.copy_((codes.float() * 1.2).to(out.dtype))\n"
+    shop.offer(body + "    scale.copy_(factors)\n", ops=(CAST,))
+    catalog = shop.offer(ops=(PRODUCT,))
+    with patched(quantised_model(build), catalog=catalog, ops=[PRODUCT], verify=True, inputs=prompt(1, 5)) as handle:
+        pass
+    reasons = [proof.reason for proof in handle.report().failed_proofs if proof.kernel == f"{CAST}_cpu"]
+    assert reasons
+    assert all("codes differ" in reason for reason in reasons), reasons
+
+
 INTERPRETED = """
 import json, torch, tilegym_db
 from tilegym_db.integrations.transformers.blockwise_linear import BlockwiseLinear, blockwise_product, quantised

@@ -319,6 +319,17 @@ def test_a_number_that_only_overflows_when_it_is_rounded_is_expected_to_be_infin
     assert judge(rounded.nan_to_num(posinf=65504.0), exact).gate == "nan_inf_mask"
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_numbers_of_eight_bits_have_an_error_too(dtype):
+    exact = torch.randn(64, 96, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    right, wrong = exact.to(dtype), (2 * exact).to(dtype)
+    assert relative_error(right, exact) == pytest.approx(
+        float((right.double() - exact).norm() / exact.norm()), rel=1e-3
+    )
+    assert relative_error(wrong, exact) == pytest.approx(1.0, rel=0.01)
+    assert relative_error(right, right) == 0
+
+
 def test_the_relative_error_of_something_against_nothing_is_infinite():
     zero = torch.zeros(4, 4, dtype=torch.float64)
     assert relative_error(zero.float(), zero) == 0

@@ -173,8 +173,10 @@ class WorkerHandle:
         """Everything before the Solution's first call. What its source does at import happens here."""
         timeout_s = self.limits.first_call_s
         failure = self.order("prepare", timeout_s, profile=self.policy.audited and self.profiled)
-        if failure is not None:
-            return failure
+        if failure is not None:  # nothing of the Solution has run yet
+            return replace(
+                failure, status="UNSUPPORTED", reason=f"this machine could not set up a worker: {failure.reason}"
+            )
         try:
             request = load_request(self.definition, self.solution, interpret=self.interpret)
             reply = worker.request("load", timeout_s=timeout_s, **request)

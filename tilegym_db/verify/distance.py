@@ -10,7 +10,7 @@ import torch
 
 from tilegym_db.records.tolerance import Limits
 
-__all__ = ["EXACTLY", "BaseError", "Rows", "absolute_error", "compare_rows", "relative_error"]
+__all__ = ["EXACTLY", "BaseError", "Rows", "compare_rows", "relative_error"]
 
 SHORT_ROW = 32
 """Rows with fewer elements have no meaningful rms of their own; the median over all rows stands in."""
@@ -19,6 +19,8 @@ FLUSHED = 2.0**24
 """Hardware may flush an intermediate that is subnormal in float32 to zero, and it may then be multiplied by inputs of up to
 thousands and summed over as many terms. The error of a result may therefore be this many times float32's smallest normal number,
 1.2e-38: up to 2e-31."""
+SHORT_RANGE = 1e6
+"""Dtypes that end below it keep their subnormals: float16 and numbers of 8 bits."""
 
 
 class BaseError(NamedTuple):
@@ -83,10 +85,10 @@ def compare_rows(actual: torch.Tensor, oracle: torch.Tensor, limits: Limits) -> 
         oracle: the oracle's, same shape.
         limits: bounds of the output dtype.
     """
-    finite = _finite_in_both(actual, oracle, torch.finfo(actual.dtype).max)
+    finite = _finite_in_both(actual, oracle, rounded=True)
     columns = actual.shape[-1] if actual.dim() else 1
     want = oracle.double() if finite is None else torch.where(finite, oracle.double(), 0.0)
-    error = absolute_error(actual, want, finite, limits.atol).reshape(-1, columns)
+    error = _absolute_error(actual, want, finite, limits.atol).reshape(-1, columns)
     want = want.reshape(-1, columns)
     row_norm = torch.linalg.vector_norm(want, dim=1)
     median = row_norm.median()
@@ -95,14 +97,14 @@ def compare_rows(actual: torch.Tensor, oracle: torch.Tensor, limits: Limits) -> 
     return Rows(want, error, scale, rms, want.abs().mul_(limits.rtol).add_(limits.a * rms), finite)
 
 
-def relative_error(actual: torch.Tensor, oracle: torch.Tensor, atol: float = 0.0) -> float:
+def relative_error(actual: torch.Tensor, oracle: torch.Tensor) -> float:
     """Relative Frobenius error over the elements that are finite in both; inf where the oracle is zero and actual is not.
 
-    What hardware may flush to zero in the dtype of ``actual`` is no error, nor is what is at most ``atol``.
+    What hardware may flush to zero in the dtype of ``actual`` is no error.
     """
     finite = _finite_in_both(actual, oracle)
     want = oracle.double() if finite is None else torch.where(finite, oracle.double(), 0.0)
-    return _ratio_of_norms(absolute_error(actual, want, finite, atol), want)
+    return _ratio_of_norms(_absolute_error(actual, want, finite), want)
 
 
 def _ratio_of_norms(error: torch.Tensor, want: torch.Tensor) -> float:
@@ -112,31 +114,27 @@ def _ratio_of_norms(error: torch.Tensor, want: torch.Tensor) -> float:
     return norm / scale
 
 
-def _finite_in_both(actual: torch.Tensor, oracle: torch.Tensor, most: float = math.inf) -> torch.Tensor | None:
-    """Where both are finite and the oracle, rounded to the dtype of ``actual``, is; None where that is everywhere.
+def _finite_in_both(actual: torch.Tensor, oracle: torch.Tensor, *, rounded: bool = False) -> torch.Tensor | None:
+    """Where both are finite, and with ``rounded`` the oracle in the dtype of ``actual`` too; None where that is everywhere.
 
-    The largest number of each mostly says so at once: masks of everything are most of what a comparison costs on a CPU.
-
-    Args:
-        actual: a result.
-        oracle: the oracle's.
-        most: an oracle up to here is finite when it is rounded.
+    The largest number of each mostly says so at once: on a CPU, masks of everything take longer than all else in a comparison.
     """
-    if not actual.numel() or (
-        _largest(actual) < math.inf and _largest(oracle) <= min(most, torch.finfo(torch.float64).max)
-    ):
+    most = torch.finfo(actual.dtype if rounded else torch.float64).max
+    if not actual.numel() or (_largest(actual) < math.inf and _largest(oracle) <= most):
         return None
     finite = torch.isfinite(actual) & torch.isfinite(oracle)
-    return finite if most == math.inf else finite & torch.isfinite(oracle.to(actual.dtype))
+    return finite & torch.isfinite(oracle.to(actual.dtype)) if rounded else finite
 
 
 def _largest(value: torch.Tensor) -> float:
     """Of the absolute values; NaN where one is NaN."""
-    low, high = torch.aminmax(value)
+    low, high = torch.aminmax(
+        value if value.element_size() > 1 else value.float()
+    )  # there is none for numbers of 8 bits
     return float(torch.maximum(low.abs(), high.abs()))
 
 
-def absolute_error(
+def _absolute_error(
     actual: torch.Tensor, want: torch.Tensor, finite: torch.Tensor | None, atol: float = 0.0
 ) -> torch.Tensor:
     """Absolute error where both are finite, in fp64, less what no honest kernel can be blamed for.
@@ -157,8 +155,8 @@ def _smallest_honest_error(dtype: torch.dtype) -> float:
     """What an element may be off by where the bound itself is next to nothing: the row is zero, or close to it.
 
     Hardware may flush what is subnormal in float32 (and so in bfloat16) to zero, and so may a kernel's terms be. It keeps the
-    subnormals of float16, which start at 6e-5, where probabilities over a vocabulary lie: there only a step of their grid is
-    allowed.
+    subnormals of shorter dtypes, which start at 6e-5 in float16, where probabilities over a vocabulary lie: there only a step of
+    their grid is allowed.
     """
     finfo = torch.finfo(dtype)
-    return finfo.tiny * (finfo.eps if dtype == torch.float16 else FLUSHED)
+    return finfo.tiny * (finfo.eps if finfo.max < SHORT_RANGE else FLUSHED)
