@@ -211,6 +211,25 @@ def test_a_helper_that_does_not_load_fails_the_solution_as_its_cases_would(make:
     assert outcome.reason == "the source does not load"
 
 
+def test_a_helper_that_the_machine_cannot_set_up_leaves_its_cases_to_the_others(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+):
+    subject = make(KERNEL, 3)
+    another, helpers = WorkerHandle.another, []
+
+    def late(handle: WorkerHandle) -> WorkerHandle:
+        helpers.append(another(handle))
+        helpers[-1].limits = replace(helpers[-1].limits, first_call_s=1e-4)
+        return helpers[-1]
+
+    monkeypatch.setattr(WorkerHandle, "another", late)
+    outcome = verified(subject)
+    assert helpers
+    assert isinstance(outcome, Verified), outcome
+    assert len(outcome.fuzz.passed) + len(outcome.fuzz.dropped) == POLICY.fuzz_cases
+    assert subject.processors.take(1)
+
+
 @pytest.mark.parametrize(
     ("language", "role", "asks"),
     [

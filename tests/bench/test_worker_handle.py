@@ -15,6 +15,20 @@ from tilegym_db.catalog import Catalog
 RAISES = "raise ValueError(7)\n\n\ndef run(x, weight, factor, out):\n    pass\n"
 
 
+def test_a_source_that_did_not_load_gets_another_process(tmp_path: Path, make_catalog: Callable[..., Catalog]) -> None:
+    catalog = make_catalog(tmp_path / "catalog", {"raises": RAISES})
+    (files,) = (one for one in catalog.solutions_for("row_scale") if one.name == "raises")
+    with closing(WorkerHandle(catalog.definitions["row_scale"], files, "cpu", tmp_path / "workers")) as handle:
+        first, worker = handle.load(), handle.worker
+        again = handle.load()
+        assert first is not None
+        assert again is not None
+        assert again.status == first.status
+        assert worker is not None
+        assert not worker.alive
+        assert handle.worker is not worker
+
+
 @pytest.mark.parametrize(
     ("limit_s", "status", "says"),
     [

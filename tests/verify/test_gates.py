@@ -319,6 +319,33 @@ def test_a_number_that_only_overflows_when_it_is_rounded_is_expected_to_be_infin
     assert judge(rounded.nan_to_num(posinf=65504.0), exact).gate == "nan_inf_mask"
 
 
+def test_what_a_definition_forgives_is_no_error_of_its_reference_either():
+    exact = torch.randn(64, 96, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    off, limits = (exact + 5e-7).float(), LIMITS["float32"]
+    assert compare_rows(off, exact, limits).base_error.rel_fro > 1e-7
+    assert compare_rows(off, exact, replace(limits, atol=1e-6)).base_error == BaseError()
+
+
+def test_a_comparison_changes_neither_side():
+    exact = torch.softmax(torch.randn(64, 96, generator=torch.Generator().manual_seed(5), dtype=torch.float64), dim=-1)
+    actual = (exact * 1.0001).clone()
+    before = actual.clone(), exact.clone()
+    for value in (actual, actual.float()):
+        rows = compare_rows(value, exact, LIMITS["float32"])
+        is_well_conditioned(value, exact, LIMITS["float32"], rows)
+        check_output("out", value, exact, LIMITS["float32"], conditioned=True)
+        relative_error(value, exact)
+        assert rows.base_error.rel_fro > 0
+    assert torch.equal(actual, before[0])
+    assert torch.equal(exact, before[1])
+
+
+def test_a_norm_that_overflows_proves_nothing_right():
+    exact = torch.full((64, 96), 1.5e308, dtype=torch.float64)
+    assert check_output("out", exact.clone(), exact, LIMITS["float64"]).passed
+    assert not check_output("out", -exact, exact, LIMITS["float64"]).passed
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_numbers_of_eight_bits_have_an_error_too(dtype):
     exact = torch.randn(64, 96, generator=torch.Generator().manual_seed(5), dtype=torch.float64)

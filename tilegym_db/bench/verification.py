@@ -238,12 +238,15 @@ class Verification:
     def _help(self, helper: WorkerHandle, queue: CaseQueue) -> None:
         """Take cases in a worker of its own until there are none left."""
         try:
-            with closing(queue), closing(helper):
+            with closing(helper):
                 not_loaded = helper.load()
+                if not_loaded is not None and not_loaded.status == "UNSUPPORTED":
+                    return  # as many helpers as can be had
                 if not_loaded is not None:
                     queue.fail(not_loaded)
-                for number, pair in queue:
-                    self._check_pair(helper, queue, number, pair)
+                with closing(queue):
+                    for number, pair in queue:
+                        self._check_pair(helper, queue, number, pair)
         finally:
             self.processors.give_back()
 

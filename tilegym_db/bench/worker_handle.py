@@ -19,7 +19,8 @@ from tilegym_db.records.omitted import narrowed
 from tilegym_db.verify.expected import Expected
 from tilegym_db.verify.gates import OutputVerdict
 from tilegym_db.verify.inputs import Case
-from tilegym_db.verify.verifier import Failure, call_again, one_call, verify_slot
+from tilegym_db.verify.outcome import Failure, not_set_up
+from tilegym_db.verify.verifier import call_again, one_call, verify_slot
 from tilegym_db.verify.worker.interpreters import INTERPRETERS
 from tilegym_db.verify.worker.loading import load_request
 from tilegym_db.verify.worker.losses import WorkerDied, WorkerHasNoMemory, WorkerTimeout
@@ -67,6 +68,7 @@ class WorkerHandle:
     spoilt: bool = False
     aborted: bool = False
     _loaded: bool = False
+    _load_failed: bool = False
 
     def __post_init__(self) -> None:
         """What the Solution omits, it is neither given a buffer for nor judged by."""
@@ -102,7 +104,9 @@ class WorkerHandle:
         Raises:
             WorkerDied: no worker could be started.
         """
-        other = replace(self, worker=None, broken=None, deaths=0, spoilt=False, profiled=False, _loaded=False)
+        other = replace(
+            self, worker=None, broken=None, deaths=0, spoilt=False, profiled=False, _loaded=False, _load_failed=False
+        )
         other.worker = other.start()
         return other
 
@@ -152,19 +156,19 @@ class WorkerHandle:
 
     def load(self) -> Failure | None:
         """A worker with the source loaded: the one there is, or a fresh one where it was lost. Nothing is called yet."""
-        if self.worker is not None and not self.usable:
-            self.close()
+        if self.worker is not None and (not self.usable or self._load_failed):
+            self.close()  # what a source did before it raised is in no later attempt
         if self.worker is None:
             try:
                 self.worker = self.start()
-            except WorkerDied as error:
-                return Failure("RUNTIME_ERROR", "no worker could be started", str(error))
-            self._loaded = False
+            except (WorkerDied, WorkerTimeout) as error:
+                return not_set_up(Failure("RUNTIME_ERROR", "no process could be started", str(error)))
+            self._loaded = self._load_failed = False
         if self._loaded:
             return None
         self.spoilt = False
         failure = self._load(self.worker)
-        self._loaded = failure is None
+        self._loaded, self._load_failed = failure is None, failure is not None
         if failure is not None and not failure.no_memory:
             self.broken = self.broken or failure
         return failure
@@ -173,10 +177,8 @@ class WorkerHandle:
         """Everything before the Solution's first call. What its source does at import happens here."""
         timeout_s = self.limits.first_call_s
         failure = self.order("prepare", timeout_s, profile=self.policy.audited and self.profiled)
-        if failure is not None:  # nothing of the Solution has run yet
-            return replace(
-                failure, status="UNSUPPORTED", reason=f"this machine could not set up a worker: {failure.reason}"
-            )
+        if failure is not None:
+            return not_set_up(failure)
         try:
             request = load_request(self.definition, self.solution, interpret=self.interpret)
             reply = worker.request("load", timeout_s=timeout_s, **request)

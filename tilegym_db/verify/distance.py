@@ -20,7 +20,7 @@ FLUSHED = 2.0**24
 thousands and summed over as many terms. The error of a result may therefore be this many times float32's smallest normal number,
 1.2e-38: up to 2e-31."""
 SHORT_RANGE = 1e6
-"""Dtypes that end below it keep their subnormals: float16 and numbers of 8 bits."""
+"""Dtypes that end below it keep their subnormals: float16, e4m3 and e5m2."""
 
 
 class BaseError(NamedTuple):
@@ -50,7 +50,7 @@ class Rows:
 
     ``scale``: the norm of each row that its error is measured by, ``[rows]``; ``rms`` the same for an element, ``[rows, 1]``.
     ``bound``: what each element may be off by. ``finite``: where both are finite in the output dtype, in the output's shape;
-    None where that is everywhere.
+    None where that is everywhere. ``want`` may be the oracle's own memory: nobody may write to it.
     """
 
     want: torch.Tensor
@@ -63,7 +63,8 @@ class Rows:
     @property
     def relative(self) -> torch.Tensor:
         """Of each row, ``[rows]``."""
-        return torch.where(self.scale > 0, torch.linalg.vector_norm(self.error, dim=1) / self.scale, 0.0)
+        share = torch.linalg.vector_norm(self.error, dim=1) / self.scale
+        return torch.where(self.scale > 0, share, 0.0).nan_to_num_(nan=math.inf, posinf=math.inf)
 
     @property
     def rel_fro(self) -> float:
@@ -109,7 +110,7 @@ def relative_error(actual: torch.Tensor, oracle: torch.Tensor) -> float:
 
 def _ratio_of_norms(error: torch.Tensor, want: torch.Tensor) -> float:
     norm, scale = (float(torch.linalg.vector_norm(value)) for value in (error, want))
-    if scale == 0.0:
+    if scale == 0.0 or not math.isfinite(norm):
         return 0.0 if norm == 0.0 else math.inf
     return norm / scale
 
@@ -122,15 +123,13 @@ def _finite_in_both(actual: torch.Tensor, oracle: torch.Tensor, *, rounded: bool
     most = torch.finfo(actual.dtype if rounded else torch.float64).max
     if not actual.numel() or (_largest(actual) < math.inf and _largest(oracle) <= most):
         return None
-    finite = torch.isfinite(actual) & torch.isfinite(oracle)
-    return finite & torch.isfinite(oracle.to(actual.dtype)) if rounded else finite
+    return torch.isfinite(actual) & torch.isfinite(oracle.to(actual.dtype) if rounded else oracle)
 
 
 def _largest(value: torch.Tensor) -> float:
     """Of the absolute values; NaN where one is NaN."""
-    low, high = torch.aminmax(
-        value if value.element_size() > 1 else value.float()
-    )  # there is none for numbers of 8 bits
+    # PyTorch has no aminmax of 8-bit floats.
+    low, high = torch.aminmax(value if value.element_size() > 1 else value.float())
     return float(torch.maximum(low.abs(), high.abs()))
 
 

@@ -78,7 +78,7 @@ def is_well_conditioned(as_written: torch.Tensor, truth: torch.Tensor, limits: L
 
 
 def _by_size(rows: Rows, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(size of each element, whether it is large enough to count, whether its row are probabilities, ``[rows, 1]``)."""
+    """(size of each element, whether it is large enough to count, whether its row is one of probabilities, ``[rows, 1]``)."""
     probable = _are_probabilities(rows.want)
     norms = torch.linalg.vector_norm(rows.want, dim=1, keepdim=True)
     smallest = torch.where(probable, NEGLIGIBLE_PROBABILITY, NEGLIGIBLE * norms / math.sqrt(rows.want.shape[1]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,7 +13,7 @@ from tilegym_db.records.trace import Correctness, Status
 from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.verdicts import OutputVerdict
 
-__all__ = ["CANNOT_VERIFY", "Failure", "Verdict", "cannot_verify", "incorrect"]
+__all__ = ["CANNOT_VERIFY", "Failure", "Verdict", "cannot_verify", "incorrect", "not_set_up"]
 
 CANNOT_VERIFY = (RecordError, StoreError, torch.OutOfMemoryError)
 """A workload without an oracle, or without memory for it here: that workload's trouble, not the run's."""
@@ -100,6 +100,11 @@ def cannot_verify(error: BaseException) -> Failure:
     """What one of :data:`CANNOT_VERIFY` means for a workload."""
     no_memory = isinstance(error, torch.OutOfMemoryError)
     return Failure("UNSUPPORTED", f"cannot be verified on this machine: {error}", no_memory=no_memory)
+
+
+def not_set_up(failure: Failure) -> Failure:
+    """What it means that a worker was late, lost or in error before it was given a source: that Solution is not to blame."""
+    return replace(failure, status="UNSUPPORTED", reason=f"this machine could not set up a worker: {failure.reason}")
 
 
 def _finite(value: float) -> float | None:

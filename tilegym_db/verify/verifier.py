@@ -16,7 +16,7 @@ from tilegym_db.records import Definition, Solution
 from tilegym_db.records.tolerance import limits_for
 from tilegym_db.verify.comparison import check_outputs
 from tilegym_db.verify.conditioning import without_uncertain
-from tilegym_db.verify.distance import relative_error
+from tilegym_db.verify.distance import compare_rows
 from tilegym_db.verify.drawing import judge_draws
 from tilegym_db.verify.expected import Expected
 from tilegym_db.verify.gates import OutputVerdict
@@ -165,7 +165,8 @@ def _check_spread(
         limits = limits_for(definition, definition.dtype_of(name, expected.case.dtypes), solution.spec.math)
         if limits is None or limits.codes:
             continue  # the gates leave no room there
-        spread, allowed = relative_error(second[name], value), max(limits.tau / 10, expected.e_base[name].rel_fro)
+        spread = compare_rows(second[name], value, limits).rel_fro if value.numel() else 0.0
+        allowed = max(limits.tau / 10, expected.e_base[name].rel_fro)
         if spread > allowed:
             what = f"{name}: two calls on the same inputs lie {spread:.3g} apart, more than {allowed:.3g}"
             return incorrect("spread", f"{what} at {expected.case}", expected.case)

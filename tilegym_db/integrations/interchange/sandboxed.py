@@ -20,8 +20,9 @@ from tilegym_db.verify.comparison import check_reference, reference_errors
 from tilegym_db.verify.distance import EXACTLY
 from tilegym_db.verify.expected import Expected
 from tilegym_db.verify.inputs import Case
+from tilegym_db.verify.outcome import Failure, not_set_up
 from tilegym_db.verify.reference import Lifted
-from tilegym_db.verify.verifier import Failure, fill_slot, read_outputs, verify_slot
+from tilegym_db.verify.verifier import fill_slot, read_outputs, verify_slot
 from tilegym_db.verify.worker.interpreters import INTERPRETERS
 from tilegym_db.verify.worker.loading import load_request
 from tilegym_db.verify.worker.losses import WorkerDied, WorkerTimeout
@@ -66,9 +67,10 @@ class Confined:
     def load(self) -> Failure | None:
         """Import the source."""
         reply = self._ask("prepare", profile=False)
-        if isinstance(reply, Reply):
-            reply = self._ask("load", **load_request(self.definition, self.files, interpret=self.interpret))
-        return None if isinstance(reply, Reply) else reply
+        if isinstance(reply, Failure):
+            return not_set_up(reply)
+        reply = self._ask("load", **load_request(self.definition, self.files, interpret=self.interpret))
+        return reply if isinstance(reply, Failure) else None
 
     def call(self, expected: Expected) -> Outputs | Failure:
         """One call on the inputs of a case: what it wrote or returned, unjudged."""

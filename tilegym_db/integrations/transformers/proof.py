@@ -149,7 +149,7 @@ def _compared(
     exact = followed(definition, inputs, truth, outputs, wrong)
     reason, worst = "", (0.0, 0.0, 0.0)
     for name, value in outputs.items():
-        if not _has_error(value):
+        if not _is_measured(value):
             continue
         found = _error(value, exact[name])
         allowed = allowed_error(errors[name], _error(exact[name].to(value.dtype), exact[name]), value.dtype)
@@ -166,11 +166,11 @@ def _compared(
 
 
 def _error(value: torch.Tensor, truth: torch.Tensor) -> float:
-    """Of an output of 8 bits or of indices none: whether its codes are right, the gates say."""
-    return relative_error(value, truth) if _has_error(value) else 0.0
+    """0 for outputs of 8 bits and of indices: the gates say whether their codes are right."""
+    return relative_error(value, truth) if _is_measured(value) else 0.0
 
 
-def _has_error(value: torch.Tensor) -> bool:
+def _is_measured(value: torch.Tensor) -> bool:
     return value.is_floating_point() and value.element_size() > 1
 
 
