@@ -355,6 +355,9 @@ def test_numbers_of_eight_bits_have_an_error_too(dtype):
     )
     assert relative_error(wrong, exact) == pytest.approx(1.0, rel=0.01)
     assert relative_error(right, right) == 0
+    lacking = right.clone()
+    lacking[0, 0] = math.nan
+    assert relative_error(lacking, exact) == pytest.approx(relative_error(right, exact), rel=0.1)
 
 
 def test_the_relative_error_of_something_against_nothing_is_infinite():

@@ -123,14 +123,18 @@ def _finite_in_both(actual: torch.Tensor, oracle: torch.Tensor, *, rounded: bool
     most = torch.finfo(actual.dtype if rounded else torch.float64).max
     if not actual.numel() or (_largest(actual) < math.inf and _largest(oracle) <= most):
         return None
-    return torch.isfinite(actual) & torch.isfinite(oracle.to(actual.dtype) if rounded else oracle)
+    return torch.isfinite(_wide(actual)) & torch.isfinite(_wide(oracle.to(actual.dtype) if rounded else oracle))
 
 
 def _largest(value: torch.Tensor) -> float:
     """Of the absolute values; NaN where one is NaN."""
-    # PyTorch has no aminmax of 8-bit floats.
-    low, high = torch.aminmax(value if value.element_size() > 1 else value.float())
+    low, high = torch.aminmax(_wide(value))
     return float(torch.maximum(low.abs(), high.abs()))
+
+
+def _wide(value: torch.Tensor) -> torch.Tensor:
+    """In a dtype that PyTorch has these operations for, which 8-bit floats are not."""
+    return value if value.element_size() > 1 else value.float()
 
 
 def _absolute_error(
