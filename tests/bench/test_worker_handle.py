@@ -1,32 +1,46 @@
-"""What is said of a Solution whose worker cannot be set up."""
+"""What is said of a Solution whose worker cannot be set up, or whose source does not load."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from conftest import DEFINITION
 
-from tilegym_db.bench.tier_policy import SCREEN
 from tilegym_db.bench.worker_handle import RunnerLimits, WorkerHandle
-from tilegym_db.catalog import Catalog
+from tilegym_db.catalog import SolutionFiles
+from tilegym_db.records import Definition
 
 RAISES = "raise ValueError(7)\n\n\ndef run(x, weight, factor, out):\n    pass\n"
 
 
-def test_a_source_that_did_not_load_gets_another_process(tmp_path: Path, make_catalog: Callable[..., Catalog]) -> None:
-    catalog = make_catalog(tmp_path / "catalog", {"raises": RAISES})
-    (files,) = (one for one in catalog.solutions_for("row_scale") if one.name == "raises")
-    with closing(WorkerHandle(catalog.definitions["row_scale"], files, "cpu", tmp_path / "workers")) as handle:
-        first, worker = handle.load(), handle.worker
-        again = handle.load()
-        assert first is not None
-        assert again is not None
-        assert again.status == first.status
-        assert worker is not None
-        assert not worker.alive
-        assert handle.worker is not worker
+@pytest.fixture
+def make(tmp_path: Path, write_solution: Callable[..., SolutionFiles]) -> Iterator[Callable[..., WorkerHandle]]:
+    """A handle of a source that raises when it is loaded, with so many seconds for that."""
+    with ExitStack() as stack:
+
+        def handle(limit_s: float = 60.0) -> WorkerHandle:
+            solution = write_solution(tmp_path / "solutions" / "raises", "row_scale", RAISES)
+            limits = RunnerLimits(first_call_s=limit_s)
+            made = WorkerHandle(Definition.from_dict(DEFINITION), solution, "cpu", tmp_path / "workers", limits=limits)
+            stack.callback(made.close)
+            return made
+
+        yield handle
+
+
+def test_a_source_that_did_not_load_gets_another_process(make: Callable[..., WorkerHandle]) -> None:
+    handle = make()
+    first, worker = handle.load(), handle.worker
+    again = handle.load()
+    assert first is not None
+    assert again is not None
+    assert again.status == first.status
+    assert worker is not None
+    assert not worker.alive
+    assert handle.worker is not worker
 
 
 @pytest.mark.parametrize(
@@ -37,13 +51,8 @@ def test_a_source_that_did_not_load_gets_another_process(tmp_path: Path, make_ca
     ],
 )
 def test_only_what_its_own_source_does_is_held_against_a_solution(
-    limit_s: float, status: str, says: str, tmp_path: Path, make_catalog: Callable[..., Catalog]
+    limit_s: float, status: str, says: str, make: Callable[..., WorkerHandle]
 ) -> None:
-    catalog = make_catalog(tmp_path / "catalog", {"raises": RAISES})
-    (files,) = (one for one in catalog.solutions_for("row_scale") if one.name == "raises")
-    definition = catalog.definitions["row_scale"]
-    limits = RunnerLimits(first_call_s=limit_s)
-    with closing(WorkerHandle(definition, files, "cpu", tmp_path / "workers", policy=SCREEN, limits=limits)) as handle:
-        failure = handle.load()
+    failure = make(limit_s).load()
     assert failure is not None
     assert (failure.status, failure.reason) == (status, says)
