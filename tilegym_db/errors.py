@@ -66,27 +66,55 @@ REQUIRED = {
 class TilegymDBError(Exception):
     """Base of every error of this package.
 
-    ``exit_code`` is what the command line exits with: 1 a finding, 2 wrong usage, 3 no verified solution.
+    ``exit_code`` is the exit status of the command line: 1 a finding, 2 wrong usage, 3 no verified solution.
+    ``code`` names the cause (``axis_undeclared``). Programs and tests compare it; wording may change, codes do not.
     """
 
     exit_code = 1
+    code = "error"
+
+    def __init__(self, *arguments: object, code: str = "") -> None:
+        super().__init__(*arguments)
+        if code:
+            self.code = code
 
 
 class RecordError(TilegymDBError, ValueError):
-    """A Definition, Solution, Workload or Trace is not valid; names the file and the key."""
+    """A Definition, Solution, Workload or Trace is not valid; names the file and the key.
 
+    ``problems`` has every fault of a record that was read whole, and ``codes`` their codes in the same order. The message
+    shows the first ones; ``code`` is the first code.
+    """
+
+    code = "record_invalid"
     problems: tuple[str, ...] = ()
-    """Every fault of the record on its own, where it was read whole; the message has the first five."""
+    codes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, faults: Iterable[RecordError]) -> RecordError:
+        """Return one error for several faults of a record."""
+        each = [(text, code) for fault in faults for text, code in fault.each()]
+        error = cls("; ".join(text for text, _ in each), code=each[0][1] if each else "")
+        error.problems = tuple(text for text, _ in each)
+        error.codes = tuple(code for _, code in each)
+        return error
+
+    def each(self) -> list[tuple[str, str]]:
+        """Return the text and the code of every fault."""
+        return list(zip(self.problems, self.codes, strict=True)) or [(str(self), self.code)]
 
 
 class ConflictError(TilegymDBError):
     """A record clashes with one that exists: duplicate name, or a semantic change without a version bump."""
+
+    code = "conflict"
 
 
 class NotFoundError(TilegymDBError, KeyError):
     """No record of that name; the message suggests the nearest ones."""
 
     exit_code = 2
+    code = "not_found"
 
     def __str__(self) -> str:  # KeyError would print repr(message)
         return str(self.args[0]) if self.args else ""
@@ -96,54 +124,70 @@ class UsageError(TilegymDBError):
     """The request itself makes no sense: a missing axis, an option that does not apply."""
 
     exit_code = 2
+    code = "usage"
 
 
 class HardwareError(UsageError):
     """The GPU asked for is unknown or not the one in this machine, or its driver refuses what measuring takes."""
 
+    code = "hardware"
+
 
 class ToolchainError(TilegymDBError):
     """A compiler or library that a Solution needs is missing or too old; names the pip extra to install."""
+
+    code = "toolchain"
 
 
 class MissingPackageError(ToolchainError):
     """What was asked for needs a package of an extra that is not installed; names the extra and the command."""
 
     exit_code = 2
+    code = "package_missing"
 
 
 class CompileError(TilegymDBError):
     """A Solution's source did not compile for a target; carries the compiler's own message, clipped."""
 
+    code = "compile_failed"
+
 
 class SolutionError(TilegymDBError):
     """A Solution's source failed to load or raised while it ran."""
+
+    code = "solution_failed"
 
 
 class StoreError(TilegymDBError):
     """The database or its folder cannot be used: locked, read-only, full, or written by a newer version."""
 
+    code = "store"
+
 
 class QueryError(UsageError):
     """The SQL given is not a single read-only statement, or DuckDB refused it."""
+
+    code = "query"
 
 
 class QueryTimeoutError(QueryError):
     """A query took longer than it was given, and was stopped."""
 
     exit_code = 1
+    code = "query_timeout"
 
 
 class NoSolutionError(TilegymDBError):
     """Nothing verified can serve the request, and there is no stock code to fall back on."""
 
     exit_code = 3
+    code = "no_solution"
 
 
 def check_kind(value: object, kind: type | tuple[type, ...], what: str) -> None:
     """Raise :class:`UsageError` for an argument of another type; ``what`` says what it is ("gpu is the name of a GPU")."""
     if not isinstance(value, kind):
-        raise UsageError(f"{what}, not {type(value).__name__}.")
+        raise UsageError(f"{what}, not {type(value).__name__}.", code="argument_type")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

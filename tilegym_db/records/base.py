@@ -22,7 +22,6 @@ __all__ = [
     "Real",
     "Record",
     "RecordPart",
-    "SeveralProblems",
     "canonical_json",
     "length_prefixed_digest",
     "problems_of",
@@ -31,6 +30,12 @@ __all__ = [
 NAME_PATTERN = r"^[a-z0-9][a-z0-9_.-]{0,127}$"
 MAX_CULPRITS = 20
 MAX_KEY = 80
+PYDANTIC_CODES = {
+    "string_type": "value_type",
+    "int_type": "value_type",
+    "float_type": "value_type",
+    "bool_type": "value_type",
+}
 
 
 _CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
@@ -90,8 +95,9 @@ class Record(RecordPart):
             return cls.model_validate(value)
         except ValidationError as error:
             problems, more = _problems(error, cls)
-            refusal = RecordError(f"{source}: not a valid {cls.kind}: {'; '.join(problems)}{more}.")
-            refusal.problems = tuple(problems)
+            texts, codes = zip(*problems, strict=True)
+            refusal = RecordError(f"{source}: not a valid {cls.kind}: {'; '.join(texts)}{more}.", code=codes[0])
+            refusal.problems, refusal.codes = texts, codes
             raise refusal from None
         except UnicodeEncodeError as error:  # half of a surrogate pair, in what pydantic would quote in its message
             raise RecordError(f"{source}: not a valid {cls.kind}: {error}.") from None
@@ -108,16 +114,8 @@ class Record(RecordPart):
         return json.dumps(content, indent=indent, ensure_ascii=False, allow_nan=False)
 
 
-class SeveralProblems(ValueError):
-    """What a record's own rules found, all of it."""
-
-    def __init__(self, problems: Iterable[str]) -> None:
-        self.problems = tuple(problems)
-        super().__init__("; ".join(self.problems))
-
-
-def _problems(error: ValidationError, model: type[BaseModel]) -> tuple[list[str], str]:
-    """Every culprit, and what to say of those that are too many.
+def _problems(error: ValidationError, model: type[BaseModel]) -> tuple[list[tuple[str, str]], str]:
+    """Return text and code of every culprit, and a remark about those that are too many to list.
 
     Unknown keys come first: they are what a typing mistake looks like, and often explain the others.
     """
@@ -133,15 +131,18 @@ def _problems(error: ValidationError, model: type[BaseModel]) -> tuple[list[str]
             else:
                 hint = "" if known_told or len(item["loc"]) != 1 else f" (known: {', '.join(model.model_fields)})"
                 known_told = known_told or len(item["loc"]) == 1
-            parts.append(f"unknown key '{where}'{hint}")
+            parts.append((f"unknown key '{where}'{hint}", "key_unknown"))
         elif item["type"] == "missing":
-            parts.append(f"missing key '{where}'")
+            parts.append((f"missing key '{where}'", "key_missing"))
         else:
             cause = item.get("ctx", {}).get("error")
-            texts = (
-                cause.problems if isinstance(cause, SeveralProblems) else (item["msg"].removeprefix("Value error, "),)
+            text = item["msg"].removeprefix("Value error, ")
+            faults = (
+                cause.each()
+                if isinstance(cause, RecordError)
+                else [(text, PYDANTIC_CODES.get(item["type"], "value_invalid"))]
             )
-            parts += [f"{where}: {shown(text, 600)}" if where else shown(text, 600) for text in texts]
+            parts += [(f"{where}: {shown(text, 600)}" if where else shown(text, 600), code) for text, code in faults]
     more = len(items) - MAX_CULPRITS
     return parts, f"; and {more} more" if more > 0 else ""
 
@@ -171,12 +172,12 @@ def length_prefixed_digest(parts: Iterable[bytes]) -> str:
     return digest.hexdigest()
 
 
-def problems_of(check: Callable[[], None]) -> tuple[str, ...]:
-    """What one rule finds; the others look all the same, so that all of a record's faults are named at once."""
+def problems_of(check: Callable[[], None]) -> tuple[RecordError, ...]:
+    """Return the faults that one rule finds, so that all rules of a record are tried and all faults are named at once."""
     try:
         check()
-    except SeveralProblems as error:
-        return error.problems
+    except RecordError as error:
+        return (error,)
     except ValueError as error:
-        return (str(error),)
+        return (RecordError(str(error), code="value_invalid"),)
     return ()

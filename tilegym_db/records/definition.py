@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from tilegym_db.errors import RecordError
-from tilegym_db.records.base import NAME_PATTERN, Record, SeveralProblems, canonical_json, problems_of
+from tilegym_db.records.base import NAME_PATTERN, Record, canonical_json, problems_of
 from tilegym_db.records.base import length_prefixed_digest as digest_of
 from tilegym_db.records.content_constraints import check_content_constraints
 from tilegym_db.records.definition_parts import (
@@ -151,9 +151,9 @@ class Definition(Record):
             lambda: check_packed({**self.inputs, **self.outputs}, self.dtypes, self.axes, self.constraints),
             self._check_serving,
         )
-        problems = [problem for check in checks for problem in problems_of(check)]
+        problems = [fault for check in checks for fault in problems_of(check)]
         if problems:
-            raise SeveralProblems(problems)
+            raise RecordError.of(problems)
         return self
 
     def _check_indices(self) -> None:
