@@ -4,7 +4,7 @@
     python tools/messages.py --write    # write tests/messages.txt, which a test compares
 
 A line is ``code`` and the message; an expression inside a message stands as ``{...}``. The list is read from the sources: a call
-with ``code="..."`` whose first argument is a text. After a change of wording write the file; its diff shows the message before and after.
+with ``code="..."`` whose first argument is a text. After a change of wording write the file: its diff shows both wordings.
 """
 
 from __future__ import annotations
