@@ -45,10 +45,11 @@ from tilegym_db.bench.statistics import median, median_interval, paired_ratio
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import TilegymDBError
 from tilegym_db.records import Definition, axes_key
+from tilegym_db.records.case import Case
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.solution import TILE_LANGUAGES
 from tilegym_db.records.tolerance import limits_for
-from tilegym_db.verify.inputs import Case, draw_inputs
+from tilegym_db.verify.inputs import draw_inputs
 from tilegym_db.verify.reference import name_outputs, oracle
 from tilegym_db.verify.torch_dtypes import storage_dtype
 from tilegym_db.verify.worker.timing import BlockTimer

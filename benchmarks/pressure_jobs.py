@@ -14,10 +14,10 @@ from typing import Any, TextIO
 
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.records import Definition
+from tilegym_db.records.case import Case
 from tilegym_db.records.hardware import CPU
 from tilegym_db.records.solution import TILE_LANGUAGES
 from tilegym_db.resolver.resolve import unavailable_languages
-from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.shapes import MAX_ROWS, fuzz_cases
 
 CASES_AT_A_TIME = 8

@@ -26,8 +26,8 @@ from tilegym_db.backends.toolchains import prepare_environment
 from tilegym_db.catalog import Catalog, SolutionFiles, stock_of
 from tilegym_db.errors import SolutionError, TilegymDBError, ToolchainError
 from tilegym_db.records import Definition
+from tilegym_db.records.case import Case
 from tilegym_db.verify.expected import Expected, expect
-from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.verifier import POISON_NAN, Failure, check_memory, fill_slot, judge, read_outputs, same_bytes
 from tilegym_db.verify.worker.answers import copy_returned
 from tilegym_db.verify.worker.protocol import Channel

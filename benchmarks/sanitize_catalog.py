@@ -39,7 +39,7 @@ from tilegym_db.bench.run_setup import RunSetup
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import home, shipped_root
 from tilegym_db.records import TILE_LANGUAGES, Workload
-from tilegym_db.verify.inputs import Case
+from tilegym_db.records.case import Case
 
 PLANTED = {"out_of_bounds": ("memcheck", "Invalid __global__ write"), "shared_race": ("racecheck", "Race")}
 """Folder under ``tests/bench/planted`` -> the tool that has to find its mistake, and how the finding begins."""

@@ -39,8 +39,8 @@ from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.cli.profile import print_kernels
 from tilegym_db.errors import NotFoundError, SolutionError, ToolchainError
 from tilegym_db.paths import shipped_root
+from tilegym_db.records.case import Case
 from tilegym_db.store.connection import open_store
-from tilegym_db.verify.inputs import Case
 
 HERE = Path(__file__).parent
 H200 = replace(cpu_machine(), gpu="h200", sm="sm_90", device="cuda:0")

@@ -13,7 +13,7 @@ import torch
 from tilegym_db.bench.machine import cpu_machine
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
-from tilegym_db.verify.inputs import Case
+from tilegym_db.records.case import Case
 
 
 @pytest.fixture(autouse=True)

@@ -14,13 +14,13 @@ from tilegym_db.bench.reproduce import reproduce
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import TilegymDBError, UsageError
 from tilegym_db.records import Trace
+from tilegym_db.records.case import Case
 from tilegym_db.records.omitted import narrowed
 from tilegym_db.records.trace import Performance
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.ingest import ingest_journals
 from tilegym_db.store.journal import Journal
 from tilegym_db.store.publish import publish
-from tilegym_db.verify.inputs import Case
 
 WITH_PEAK: dict[str, Any] = {
     "name": "row_peak",

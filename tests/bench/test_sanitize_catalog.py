@@ -18,7 +18,7 @@ from tilegym_db.bench.machine import cpu_machine
 from tilegym_db.bench.run_setup import RunSetup
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
-from tilegym_db.verify.inputs import Case
+from tilegym_db.records.case import Case
 
 H200 = replace(cpu_machine(), gpu="h200", sm="sm_90", device="cuda:0")
 MARK = "tilegym-db-call "

@@ -14,7 +14,7 @@ from tilegym_db.bench.instruments.chosen import Chosen, choose_solutions
 from tilegym_db.bench.machine import cpu_machine
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
-from tilegym_db.verify.inputs import Case
+from tilegym_db.records.case import Case
 
 H200 = replace(cpu_machine(), gpu="h200", sm="sm_90", device="cuda:0")
 TOOLS = ("memcheck", "racecheck", "synccheck")

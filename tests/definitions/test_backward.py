@@ -12,9 +12,10 @@ from tilegym_db.backends.load import load_entry
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.backward import backward_problem, differentiated
+from tilegym_db.records.case import Case
 from tilegym_db.records.definition import GRADIENT
 from tilegym_db.resolver.loader import load_verified
-from tilegym_db.verify.inputs import Case, draw_inputs
+from tilegym_db.verify.inputs import draw_inputs
 from tilegym_db.verify.reference import Lifted, load_function, name_outputs, run_lifted
 
 BACKWARDS = ["rms_norm_backward", "rms_norm_backward_x", "swiglu_backward", "rope_neox_backward"]

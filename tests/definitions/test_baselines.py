@@ -12,10 +12,11 @@ import torch
 from tilegym_db.backends.load import load_entry, unload_entry
 from tilegym_db.catalog import Catalog, stock_of
 from tilegym_db.records import Definition, Workload
+from tilegym_db.records.case import Case
 from tilegym_db.records.tolerance import limits_for
 from tilegym_db.verify.comparison import check_outputs, reference_errors
 from tilegym_db.verify.gates import check_output
-from tilegym_db.verify.inputs import DISTRIBUTIONS, Case, draw_inputs
+from tilegym_db.verify.inputs import DISTRIBUTIONS, draw_inputs
 from tilegym_db.verify.ranking import followed
 from tilegym_db.verify.reference import name_outputs, oracle, run_reference
 

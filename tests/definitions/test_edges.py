@@ -21,8 +21,9 @@ from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
 from tilegym_db.records.binding import solve_axes, solve_dtypes
+from tilegym_db.records.case import Case
 from tilegym_db.verify.comparison import check_outputs, reference_errors
-from tilegym_db.verify.inputs import Case, draw_inputs
+from tilegym_db.verify.inputs import draw_inputs
 from tilegym_db.verify.ranking import followed
 from tilegym_db.verify.reference import name_outputs, oracle, run_reference
 from tilegym_db.verify.torch_dtypes import dtype_name

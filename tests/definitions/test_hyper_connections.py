@@ -11,8 +11,9 @@ from tilegym_db.backends.load import load_entry
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Definition
 from tilegym_db.records.backward import differentiated
+from tilegym_db.records.case import Case
 from tilegym_db.records.definition import GRADIENT
-from tilegym_db.verify.inputs import Case, draw_inputs
+from tilegym_db.verify.inputs import draw_inputs
 from tilegym_db.verify.reference import Lifted, load_function, name_outputs, run_lifted, run_reference
 
 BACKWARDS = [

@@ -41,8 +41,9 @@ from tilegym_db.integrations.interchange.flashinfer_export import Export, build_
 from tilegym_db.integrations.interchange.importing import import_data_set
 from tilegym_db.integrations.interchange.writing import folder_beside, imported_files, write_tree
 from tilegym_db.records import Definition, Workload
+from tilegym_db.records.case import Case
 from tilegym_db.store.imported import DataSet, data_set
-from tilegym_db.verify.inputs import Case, draw_inputs
+from tilegym_db.verify.inputs import draw_inputs
 
 KIB = 1024
 BLOB = "blob/workloads/scale/scale_n8/scale_n8_w-1.safetensors"

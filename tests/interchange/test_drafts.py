@@ -29,10 +29,11 @@ from tilegym_db.integrations.interchange.drafts import draft_of
 from tilegym_db.integrations.interchange.importing import import_data_set
 from tilegym_db.integrations.interchange.writing import write_tree
 from tilegym_db.records import Definition, Trace, Workload
+from tilegym_db.records.case import Case
 from tilegym_db.scaffold import read_definition_file
 from tilegym_db.store.imported import DataSet, object_path
 from tilegym_db.verify.expected import broken_constraint
-from tilegym_db.verify.inputs import Case, draw_inputs
+from tilegym_db.verify.inputs import draw_inputs
 
 DRAWN = {"op_type": "sampling", "outputs": {"samples": {"shape": ["M"], "dtype": "int64"}}}
 

@@ -20,7 +20,8 @@ from tilegym_db.ops.function import operator_function
 from tilegym_db.ops.in_graph import define
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
-from tilegym_db.verify.inputs import Case, draw_inputs
+from tilegym_db.records.case import Case
+from tilegym_db.verify.inputs import draw_inputs
 from tilegym_db.verify.reference import run_reference
 from tilegym_db.verify.torch_dtypes import storage_dtype
 

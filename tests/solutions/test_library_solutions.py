@@ -14,9 +14,9 @@ from tilegym_db.bench.plan import Options
 from tilegym_db.bench.run_setup import RunSetup
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Definition
+from tilegym_db.records.case import Case
 from tilegym_db.verify.drawing import judge_draws
 from tilegym_db.verify.expected import Expected, expect
-from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.outcome import Failure
 from tilegym_db.verify.scan.scan import scan_sources
 from tilegym_db.verify.scan.tables import LIBRARIES, MEMBERS

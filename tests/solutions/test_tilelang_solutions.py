@@ -17,8 +17,8 @@ from tilegym_db.backends.tilelang_interpreter import interpreting
 from tilegym_db.bench.tier_policy import INTERPRETER
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.records import Definition
+from tilegym_db.records.case import Case
 from tilegym_db.verify.expected import Expected, expect
-from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.self_test import tiny_workloads
 from tilegym_db.verify.shapes import fuzz_cases
 from tilegym_db.verify.verifier import Failure, verify_slot

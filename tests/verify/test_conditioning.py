@@ -10,11 +10,11 @@ import torch
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Definition
+from tilegym_db.records.case import Case
 from tilegym_db.verify import conditioning
 from tilegym_db.verify.conditioning import STEP, without_uncertain
 from tilegym_db.verify.distance import EXACTLY
 from tilegym_db.verify.expected import Expected, expect
-from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.reference import in_fp64, oracle, run_reference
 from tilegym_db.verify.variation import vary_scalars
 from tilegym_db.verify.verdicts import PASSED, OutputVerdict

@@ -9,10 +9,10 @@ import pytest
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
+from tilegym_db.records.case import Case
 from tilegym_db.records.dtypes import STORED_BYTES
 from tilegym_db.verify.distributions import REFERENCE_MAY_FAIL
 from tilegym_db.verify.fuzz_layouts import ROWS_ALIGNED, ROWS_OFF, draw_layouts, ragged_rows
-from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.shapes import MANY_ROWS, fuzz_cases
 
 CATALOG = Catalog((shipped_root(),))

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from tilegym_db.records import Workload
+from tilegym_db.records.case import Case
 from tilegym_db.verify.distributions import STEPS
-from tilegym_db.verify.inputs import CONTENTS, DISTRIBUTIONS, PLANTED, Case, draw_inputs
+from tilegym_db.verify.inputs import CONTENTS, DISTRIBUTIONS, PLANTED, draw_inputs
 from tilegym_db.verify.variation import styles_of, vary_scalars
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tilegym_db.catalog import Catalog
+from tilegym_db.records.case import Case
 from tilegym_db.verify.expected import expect
-from tilegym_db.verify.inputs import Case
 
 DEFINITION = Catalog.default().definition("mhc_expand_backward")
 SEEDS = range(12)

@@ -7,21 +7,12 @@ from typing import Any
 import pytest
 
 from tilegym_db.records import Solution
-from tilegym_db.verify.ownership import (
-    CLIPPED,
-    MAX_KINDS,
-    MAX_NAME,
-    OTHERS,
-    KernelUse,
-    judge_ownership,
-    kernel_names,
-    own_kernel,
-    sum_uses,
-)
+from tilegym_db.verify.ownership import CLIPPED, judge_ownership, kernel_names, own_kernel
 from tilegym_db.verify.worker import profiling
 from tilegym_db.verify.worker.profiling import KernelProfiler
 from tilegym_db.verify.worker.program import Worker
 from tilegym_db.verify.worker.protocol import MAX_LINE, decode, encode
+from tilegym_db.verify.worker.reply import MAX_KINDS, MAX_NAME, OTHERS, KernelUse, sum_uses
 
 SOURCE = {
     "kernel.py": b"@triton.jit(debug=True)\ndef _norm(): pass\n@tilelang.jit\ndef norm():\n    @T.prim_func\n"

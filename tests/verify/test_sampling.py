@@ -13,11 +13,12 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
+from tilegym_db.records.case import Case
 from tilegym_db.verify.comparison import check_outputs
 from tilegym_db.verify.distance import EXACTLY
 from tilegym_db.verify.drawing import SMALL_ELEMENTS, calls_for, judge_draws
 from tilegym_db.verify.expected import Expected
-from tilegym_db.verify.inputs import Case, draw_inputs
+from tilegym_db.verify.inputs import draw_inputs
 from tilegym_db.verify.laws import check_sampled_outputs
 from tilegym_db.verify.outcome import Failure
 from tilegym_db.verify.reference import run_reference

@@ -14,8 +14,9 @@ from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.backward import backward_problem, bind_forward, differentiated
+from tilegym_db.records.case import Case
 from tilegym_db.verify.expected import expect
-from tilegym_db.verify.inputs import CONTENTS, Case, draw_inputs, draws_noise
+from tilegym_db.verify.inputs import CONTENTS, draw_inputs, draws_noise
 from tilegym_db.verify.reference import Lifted, load_function, run_lifted, run_reference
 
 CATALOG = Catalog((shipped_root(),))

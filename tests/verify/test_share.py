@@ -10,11 +10,11 @@ import torch
 from verify.low_precision import LAYER, RECORD, SOURCE, TENSOR_CORE, TOLERANCE
 
 from tilegym_db.records import Definition, Workload
+from tilegym_db.records.case import Case
 from tilegym_db.records.tolerance import LIMITS, Limits, limits_for
 from tilegym_db.verify.comparison import check_lifted, check_outputs
 from tilegym_db.verify.expected import Expected, expect
 from tilegym_db.verify.gates import check_output
-from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.reference import run_reference
 from tilegym_db.verify.self_test import self_test
 from tilegym_db.verify.share import CAP

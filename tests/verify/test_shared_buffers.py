@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tilegym_db.errors import StoreError
-from tilegym_db.verify.inputs import Case
+from tilegym_db.records.case import Case
 from tilegym_db.verify.worker.shared_buffers import (
     ALIGNMENT,
     GUARD_BYTES,

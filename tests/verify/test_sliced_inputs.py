@@ -13,7 +13,8 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
-from tilegym_db.verify.inputs import Case, draw_inputs
+from tilegym_db.records.case import Case
+from tilegym_db.verify.inputs import draw_inputs
 from tilegym_db.verify.reference import oracle
 from tilegym_db.verify.slicing import ORACLE_BYTES
 

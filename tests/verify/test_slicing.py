@@ -8,8 +8,9 @@ import torch
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
+from tilegym_db.records.case import Case
 from tilegym_db.verify.gates import check_output
-from tilegym_db.verify.inputs import Case, draw_inputs
+from tilegym_db.verify.inputs import draw_inputs
 from tilegym_db.verify.reference import as_written, oracle, run_lifted, run_reference
 from tilegym_db.verify.slicing import ORACLE_BYTES, sliced
 

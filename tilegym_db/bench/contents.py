@@ -9,10 +9,11 @@ from pathlib import Path
 
 from tilegym_db.bench.phases import ORACLE, Phases
 from tilegym_db.records import Definition, Workload
+from tilegym_db.records.case import Case
 from tilegym_db.verify.blobs import BlobReader
 from tilegym_db.verify.distributions import RANGES, VARIED
 from tilegym_db.verify.expected import Expected, expect
-from tilegym_db.verify.inputs import Case, draws_noise, draws_spread, spreads_otherwise
+from tilegym_db.verify.inputs import draws_noise, draws_spread, spreads_otherwise
 from tilegym_db.verify.variation import vary_scalars
 from tilegym_db.verify.worker.shared_buffers import plan_slot
 

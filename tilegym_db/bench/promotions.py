@@ -12,13 +12,12 @@ from typing import Any
 from tilegym_db.records import Trace
 from tilegym_db.records.loop import MIN_SPEEDUP, Promotion
 from tilegym_db.records.solution import config_id
-from tilegym_db.records.trace import Comparison
+from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL, Comparison
 from tilegym_db.store.confinement_rule import source_key, why_not_believed
 from tilegym_db.store.database import Store
 from tilegym_db.store.loop_journals import append, journaled, loop_lock
 from tilegym_db.store.loop_queries import promotion_rows, verified_baselines
 from tilegym_db.store.shipped_sources import shipped_keys
-from tilegym_db.store.statements import PUBLISHED_SANDBOX_LEVEL
 
 __all__ = ["PromotionClaim", "claim_of", "record_promotions"]
 

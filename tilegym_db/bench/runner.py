@@ -14,9 +14,9 @@ from tilegym_db.confinement.processes import stolen_us
 from tilegym_db.records import Config, Definition, Workload
 from tilegym_db.records.hardware import CPU
 from tilegym_db.records.solution import name_with_config
-from tilegym_db.verify.ownership import KernelUse
 from tilegym_db.verify.verifier import Failure, judge, read_outputs, same_bytes
 from tilegym_db.verify.wall_clock import Elapsed
+from tilegym_db.verify.worker.reply import KernelUse
 
 __all__ = ["Runner"]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tilegym_db.records import Solution
-from tilegym_db.records.trace import Tier
-from tilegym_db.store.statements import PUBLISHED_SANDBOX_LEVEL
+from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL, Tier
 from tilegym_db.verify.shapes import MAX_ROWS
 
 __all__ = ["INTERPRETER", "MIN_SANDBOX_LEVEL", "PROMOTION", "SCREEN", "UNTIMED", "TierPolicy"]

@@ -14,6 +14,7 @@ from tilegym_db.bench.phases import Phases
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.records import Config, Definition, Trace, Workload
 from tilegym_db.records.base import canonical_json
+from tilegym_db.records.case import Case
 from tilegym_db.records.trace import (
     Audit,
     Correctness,
@@ -24,7 +25,6 @@ from tilegym_db.records.trace import (
     clip_log,
     new_trace_id,
 )
-from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.verifier import Failure
 
 __all__ = ["RunContext", "attempts_of", "fuzz_cases_of", "reproduce_command"]

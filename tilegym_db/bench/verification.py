@@ -20,10 +20,10 @@ from tilegym_db.confinement.bounds import available_processors
 from tilegym_db.records import Workload
 from tilegym_db.records.base import canonical_json
 from tilegym_db.records.binding import is_code_selecting
+from tilegym_db.records.case import Case
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.hardware import CPU
 from tilegym_db.verify.expected import Expected
-from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.outcome import CANNOT_VERIFY, Failure, Verdict, cannot_verify
 from tilegym_db.verify.shapes import fuzz_cases, sibling_of
 from tilegym_db.verify.worker.losses import WorkerDied

@@ -13,12 +13,12 @@ from tilegym_db.backends.compile_cache import compile_cache_folder
 from tilegym_db.bench.tier_policy import SCREEN, TierPolicy
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.records import Config, Definition
+from tilegym_db.records.case import Case
 from tilegym_db.records.hardware import CPU
 from tilegym_db.records.layouts import layout_class
 from tilegym_db.records.omitted import narrowed
 from tilegym_db.verify.expected import Expected
 from tilegym_db.verify.gates import OutputVerdict
-from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.outcome import Failure, not_set_up
 from tilegym_db.verify.verifier import call_again, one_call, verify_slot
 from tilegym_db.verify.worker.interpreters import INTERPRETERS

@@ -10,7 +10,7 @@ from tilegym_db.cli.doctor_check import Check
 
 if TYPE_CHECKING:
     from tilegym_db.store.broken_files import BrokenFiles
-    from tilegym_db.store.journal import RejectedLine
+    from tilegym_db.store.installation import RejectedLine
 
 FILES_NAMED = 3
 

@@ -75,7 +75,7 @@ def describe(row: dict[str, Any]) -> list[str]:
 
 
 def _measurement(row: dict[str, Any]) -> dict[str, str]:
-    from tilegym_db.store.statements import PUBLISHED_SANDBOX_LEVEL
+    from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL
 
     weak = row["sandbox_level"] < PUBLISHED_SANDBOX_LEVEL and row["tier"] == "promotion"
     level = f"sandbox level {row['sandbox_level']}{UNCONFINED if weak else ''}"

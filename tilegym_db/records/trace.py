@@ -280,3 +280,7 @@ def _lines_naming_an_error(text: str, allowance: int) -> str:
                 break
             found.append(line)
     return "\n".join(found)
+
+
+PUBLISHED_SANDBOX_LEVEL = 2
+"""A worker confined less than this could have reached what judges it, so its pass never leaves the machine it was made on."""

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 from tilegym_db.errors import RecordError
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.solution import Config, name_with_config
-from tilegym_db.records.trace import new_trace_id
+from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL, new_trace_id
 from tilegym_db.records.trace_pieces import NANO, RATIO, Point
 from tilegym_db.records.trace_set import TraceSet, is_trace_set
 from tilegym_db.store.confinement_rule import source_key
 from tilegym_db.store.shipped_sources import shipped_keys
-from tilegym_db.store.statements import PUBLISHED_SANDBOX_LEVEL
 
 __all__ = ["Candidate", "DtypesKey", "Entry", "MeasuredEntries", "dtypes_key", "entries_of", "scalar_hull"]
 

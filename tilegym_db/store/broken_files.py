@@ -12,7 +12,8 @@ from tilegym_db.files import read_bytes
 from tilegym_db.records.base import Record
 from tilegym_db.records.peaks import GpuPeaks
 from tilegym_db.store.input_files import loop_folder
-from tilegym_db.store.journal import CUT_OFF, RejectedLine, read_journal
+from tilegym_db.store.installation import RejectedLine
+from tilegym_db.store.journal import CUT_OFF, read_journal
 from tilegym_db.store.loop_journals import loop_journals, rejected_lines
 from tilegym_db.store.model_runs import FOLDER, read_model_run
 

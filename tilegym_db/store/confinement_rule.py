@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from tilegym_db.store.statements import PUBLISHED_SANDBOX_LEVEL
+from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL
 
 __all__ = ["Audience", "source_key", "why_not_believed"]
 

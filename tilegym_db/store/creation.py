@@ -11,7 +11,8 @@ from tilegym_db.errors import StoreError
 from tilegym_db.store import statements
 from tilegym_db.store.database import Store, attach, connect, remove_database, write_ahead_log
 from tilegym_db.store.fingerprints import fingerprints
-from tilegym_db.store.journal import RejectedLine, journal_files
+from tilegym_db.store.installation import RejectedLine
+from tilegym_db.store.journal import journal_files
 from tilegym_db.store.loading import IngestReport, combined, load_journals
 from tilegym_db.store.model_runs import load_model_runs
 from tilegym_db.store.newest import mark_newest

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tilegym_db.records.trace import UNTIMED_TIERS, Trace
+from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL, UNTIMED_TIERS, Trace
 from tilegym_db.store.database import Store
 from tilegym_db.store.queries import read_traces
 from tilegym_db.store.queries.fastest import slugs
-from tilegym_db.store.statements import PUBLISHED_SANDBOX_LEVEL, VERIFIED_TIERS, listed
+from tilegym_db.store.statements import VERIFIED_TIERS, listed
 
 __all__ = ["own_traces", "told_traces", "unverified_counts"]
 

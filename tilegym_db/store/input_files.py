@@ -158,3 +158,6 @@ def imported_folder(home: Path) -> Path:
 def imported_manifests(home: Path) -> list[Path]:
     """The manifests of all imported data sets, by path."""
     return regular_files(imported_folder(home), "*/*/manifest.json")
+
+
+FOLDER = "shared"

@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import tempfile
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -115,3 +116,15 @@ def _make_key(home: Path) -> bytes:
     if key is None:
         raise StoreError(f"the key of this installation, {path}, went away while it was made. Run the command again.")
     return key
+
+
+@dataclass(frozen=True)
+class RejectedLine:
+    """A journal line that is no trace. ``line`` counts from 1."""
+
+    path: Path
+    line: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.reason}"

@@ -24,13 +24,12 @@ from tilegym_db.files import read_bytes, regular_files, sync_folder
 from tilegym_db.paths import home as default_home
 from tilegym_db.records import Trace
 from tilegym_db.records.trace_set import TraceSet, is_trace_set
-from tilegym_db.store.installation import signed_line, split_line
+from tilegym_db.store.installation import RejectedLine, signed_line, split_line
 
 __all__ = [
     "CUT_OFF",
     "Journal",
     "JournalContent",
-    "RejectedLine",
     "RunFile",
     "is_cut_off",
     "journal_files",
@@ -42,18 +41,6 @@ CUT_OFF = "cut off in mid write"
 """How the reason begins where a line's writer was killed: what it held is lost, and nothing is wrong with the file."""
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
-
-
-@dataclass(frozen=True)
-class RejectedLine:
-    """A journal line that is no trace. ``line`` counts from 1."""
-
-    path: Path
-    line: int
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.path}:{self.line}: {self.reason}"
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from tilegym_db.errors import StoreError
 from tilegym_db.store import statements, trace_statements
 from tilegym_db.store.doubts import judge_passes
-from tilegym_db.store.journal import RejectedLine, read_journal
+from tilegym_db.store.installation import RejectedLine
+from tilegym_db.store.journal import read_journal
 from tilegym_db.store.newest import mark_newest
 from tilegym_db.store.trace_origins import Batch, Sorted, sorted_files, sorted_snapshots
 

@@ -23,7 +23,8 @@ from tilegym_db.records.base import Record
 from tilegym_db.records.loop import Attempt, Experiment, Promotion, Task
 from tilegym_db.store import statements
 from tilegym_db.store.input_files import loop_folder
-from tilegym_db.store.journal import CUT_OFF, RejectedLine, RunFile, is_cut_off, numbered_lines
+from tilegym_db.store.installation import RejectedLine
+from tilegym_db.store.journal import CUT_OFF, RunFile, is_cut_off, numbered_lines
 from tilegym_db.store.pattern_pages import read_patterns
 
 if TYPE_CHECKING:

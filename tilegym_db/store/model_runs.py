@@ -19,8 +19,8 @@ from tilegym_db.records.model_run import ModelRun
 from tilegym_db.records.parsing import parse_object
 from tilegym_db.store import statements
 from tilegym_db.store.input_files import MODELS_SUFFIX, published_model_files
-from tilegym_db.store.installation import Origin, is_signed, signature
-from tilegym_db.store.journal import RejectedLine, numbered_lines
+from tilegym_db.store.installation import Origin, RejectedLine, is_signed, signature
+from tilegym_db.store.journal import numbered_lines
 from tilegym_db.store.loading import IngestReport
 from tilegym_db.store.snapshot import open_snapshot, read_published
 

@@ -26,6 +26,7 @@ from tilegym_db.paths import home, shipped_root
 from tilegym_db.records.hardware import gpus_meant
 from tilegym_db.records.model_run import ModelRun
 from tilegym_db.records.peaks import GpuPeaks
+from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL
 from tilegym_db.records.trace_set_encoding import encode_traces
 from tilegym_db.store import queries
 from tilegym_db.store.database import Store
@@ -41,7 +42,6 @@ from tilegym_db.store.model_runs import model_texts
 from tilegym_db.store.peaks_files import peaks_text
 from tilegym_db.store.shipped_sources import shipped_keys
 from tilegym_db.store.snapshot import lock_text, open_snapshot, read_published, sha256
-from tilegym_db.store.statements import PUBLISHED_SANDBOX_LEVEL
 from tilegym_db.store.tuning_set import encode_steps
 
 __all__ = ["PublishReport", "publish", "publish_all", "published_folder", "trace_set_texts"]

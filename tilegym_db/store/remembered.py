@@ -16,10 +16,10 @@ from tilegym_db.files import read_bytes, write_atomically
 from tilegym_db.folder_locks import writing
 from tilegym_db.store import statements
 from tilegym_db.store.data_set import DataFile
+from tilegym_db.store.input_files import FOLDER
 
-__all__ = ["FOLDER", "read_own_traces", "remember_own_traces", "store_folder"]
+__all__ = ["read_own_traces", "remember_own_traces", "store_folder"]
 
-FOLDER = "shared"
 LARGEST = 1 << 30
 
 OwnTraces = Mapping[tuple[str, int], Sequence[str]]

@@ -18,9 +18,8 @@ from pathlib import Path
 from tilegym_db.errors import RecordError
 from tilegym_db.files import read_bytes, write_atomically
 from tilegym_db.scratch import remove_tree
-from tilegym_db.store.input_files import LOCK_NAME
+from tilegym_db.store.input_files import FOLDER, LOCK_NAME
 from tilegym_db.store.installation import is_signed, signature
-from tilegym_db.store.remembered import FOLDER
 from tilegym_db.store.snapshot import Snapshot, open_snapshot
 
 __all__ = [

@@ -10,9 +10,9 @@ from string import Template
 
 from tilegym_db.records.bars import MIN_SPEEDUP
 from tilegym_db.records.hardware import GPU_SLUGS, gpu_family
+from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL
 
 __all__ = [
-    "PUBLISHED_SANDBOX_LEVEL",
     "SCHEMA_VERSION",
     "VERIFIED_TIERS",
     "imported_sql",
@@ -27,9 +27,6 @@ SCHEMA_VERSION = 9
 
 VERIFIED_TIERS: tuple[str, ...] = ("promotion",)
 """Tiers whose passes count as verified. Never ``interpreter``: it runs no GPU code."""
-
-PUBLISHED_SANDBOX_LEVEL = 2
-"""A worker confined less than this could have reached what judges it, so its pass never leaves the machine it was made on."""
 
 
 def listed(values: tuple[str, ...]) -> str:

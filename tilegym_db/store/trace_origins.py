@@ -12,8 +12,7 @@ from pydantic_core import to_json
 from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.records.trace_set import TraceSet, is_trace_set
 from tilegym_db.store.input_files import trace_files
-from tilegym_db.store.installation import Origin, is_signed, split_line
-from tilegym_db.store.journal import RejectedLine
+from tilegym_db.store.installation import Origin, RejectedLine, is_signed, split_line
 from tilegym_db.store.snapshot import Snapshot, open_snapshot
 
 __all__ = ["Batch", "Sorted", "sorted_files", "sorted_snapshots"]

@@ -20,11 +20,12 @@ from tilegym_db.catalog.locked import read_lock
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition, Workload
+from tilegym_db.records.case import Case
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.sizes import scalars_with_axes
 from tilegym_db.verify.apart import run_apart
 from tilegym_db.verify.expected import broken_constraint
-from tilegym_db.verify.inputs import Case, draw_inputs
+from tilegym_db.verify.inputs import draw_inputs
 from tilegym_db.verify.reference import run_reference
 from tilegym_db.verify.self_test import DRAW_SO, self_test
 from tilegym_db.verify.torch_dtypes import storage_dtype

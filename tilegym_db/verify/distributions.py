@@ -7,11 +7,12 @@ from collections.abc import Callable
 
 import torch
 
+from tilegym_db.records.case import EXACT
+
 __all__ = [
     "CONTENTS",
     "DEMANDING",
     "DISTRIBUTIONS",
-    "EXACT",
     "LOUD",
     "PLANTED",
     "QUIET",
@@ -27,7 +28,6 @@ Shape = tuple[int, ...]
 Draw = Callable[[torch.Generator, Shape, torch.dtype], torch.Tensor]
 
 PLANTED = "planted_special_values"
-EXACT = "small_integers"
 STEPS = "code_steps"
 """Of operators that give codes: groups whose largest value is a code times a power of two, and values between two codes."""
 VARIED = "varied"

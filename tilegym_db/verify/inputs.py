@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
-from tilegym_db.records import Definition, Workload, axes_key
+from tilegym_db.records import Definition
 from tilegym_db.records.backward import forward_of
-from tilegym_db.records.base import canonical_json
+from tilegym_db.records.case import Case
 from tilegym_db.records.definition_parts import InputGenerator
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.expressions import evaluate
-from tilegym_db.records.workload import RandomInput, SafetensorsInput
 from tilegym_db.verify.blobs import BlobReader
-from tilegym_db.verify.distributions import CONTENTS, DISTRIBUTIONS, EXACT, PLANTED, STYLES, plant
+from tilegym_db.verify.distributions import CONTENTS, DISTRIBUTIONS, PLANTED, STYLES, plant
 from tilegym_db.verify.generators import KINDS, contents_among, draw_codes, draw_jointly, spread_contents
 from tilegym_db.verify.reference import as_written
 from tilegym_db.verify.rotary import rotary_table
@@ -27,8 +26,6 @@ __all__ = [
     "CONTENTS",
     "DISTRIBUTIONS",
     "PLANTED",
-    "TYPICAL",
-    "Case",
     "draw_inputs",
     "draws_noise",
     "draws_spread",
@@ -39,73 +36,7 @@ _INTEGERS = {torch.bool: (0, 2), torch.uint8: (0, 256)}
 """Dtype -> the first number and the one after the last, where it says which there are."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """One call to verify: sizes, dtypes, scalars, layouts, and how the contents are drawn."""
-
-    axes: dict[str, int]
-    dtypes: dict[str, str]
-    scalars: dict[str, Scalar]
-    layouts: dict[str, str] = field(default_factory=dict)
-    distribution: str = "normal"
-    seed: int = 0
-    offset: int = 0
-    """Elements by which every tensor's address is moved off its alignment."""
-    typical: bool = False
-    """Ids, lengths and inputs that are drawn together are spread as they mostly are in a model, whatever the distribution."""
-    files: dict[str, SafetensorsInput] = field(default_factory=dict)
-    scales: dict[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def of_workload(cls, definition: Definition, workload: Workload, *, distribution: str, seed: int) -> Case:
-        """The Workload's own shape, with fresh contents."""
-        return cls(
-            axes=definition.bind_axes(workload.axes),
-            dtypes=definition.bind_dtypes(workload.dtypes),
-            scalars=workload.scalars(),
-            layouts=dict(workload.layouts),
-            distribution=distribution,
-            seed=seed,
-            files=workload.files(),
-            scales={name: spec.scale for name, spec in workload.inputs.items() if isinstance(spec, RandomInput)},
-        )
-
-    def __str__(self) -> str:
-        """Short form for reasons: sizes, dtypes, contents."""
-        dtypes = ",".join(self.dtypes.values())
-        layouts = " strided" if self.layouts else ""
-        offset = f" offset={self.offset}" if self.offset else ""
-        read = "".join(f" {name}={(spec.sha256 or '')[:12]}" for name, spec in self.files.items())
-        return f"{axes_key(self.axes)} {dtypes}{layouts}{offset} contents={self.contents}{read}"
-
-    @property
-    def key(self) -> str:
-        """What tells one draw from every other."""
-        files = {name: spec.model_dump(mode="json") for name, spec in self.files.items()}
-        return f"{self} {self.seed} {canonical_json([self.layouts, self.scalars, self.scales, files])}"
-
-    @property
-    def contents(self) -> str:
-        """How the contents are drawn, as ``reproduce --contents`` takes it: ``outliers``, or ``outliers:typical``."""
-        return self.distribution + TYPICAL * self.typical
-
-    @property
-    def spread(self) -> str:
-        """The distribution that decides how ids, lengths and inputs drawn together are spread."""
-        return "normal" if self.typical else self.distribution
-
-    @property
-    def exact(self) -> bool:
-        """True where sums and products of the contents round nowhere, so that an exact operator must give exact bits."""
-        return self.distribution == EXACT and not self.files
-
-    def strides(self, definition: Definition, name: str) -> tuple[int, ...]:
-        """Strides in elements of one tensor of this case."""
-        return definition.strides_of(name, self.axes, self.layouts.get(name))
-
-
 Shape = tuple[int, ...]
-TYPICAL = ":typical"
 NOISE = frozenset({"normal", "uniform", "positive", "probabilities", "log_decay", "unit_rows"})
 Inputs = dict[str, torch.Tensor | Scalar]
 

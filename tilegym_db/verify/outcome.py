@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from tilegym_db.errors import RecordError, StoreError
+from tilegym_db.records.case import Case
 from tilegym_db.records.trace import Correctness, Status
-from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.verdicts import OutputVerdict
 
 __all__ = ["CANNOT_VERIFY", "Failure", "Verdict", "cannot_verify", "incorrect", "not_set_up"]

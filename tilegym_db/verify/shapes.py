@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition, Solution
+from tilegym_db.records.case import Case
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.expressions import evaluate_int
 from tilegym_db.records.sizes import scalars_with_axes
 from tilegym_db.verify.distributions import DISTRIBUTIONS, PLANTED, RANGES, REFERENCE_MAY_FAIL, STEPS
 from tilegym_db.verify.fuzz_layouts import CONTIGUOUS, ROWS_ALIGNED, ROWS_OFF, draw_layouts, layout_choices, ragged_rows
-from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.repair import repaired
 from tilegym_db.verify.variation import vary_scalars
 

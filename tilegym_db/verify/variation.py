@@ -13,8 +13,9 @@ from collections.abc import Mapping
 
 from tilegym_db.records import Definition
 from tilegym_db.records.binding import is_code_selecting
+from tilegym_db.records.case import EXACT
 from tilegym_db.records.dtypes import Scalar
-from tilegym_db.verify.distributions import DEMANDING, EXACT, LOUD, PLANTED, QUIET, STEPS, VARIED
+from tilegym_db.verify.distributions import DEMANDING, LOUD, PLANTED, QUIET, STEPS, VARIED
 
 __all__ = ["ScalarRange", "scalar_ranges", "styles_of", "vary_scalars"]
 

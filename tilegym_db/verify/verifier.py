@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tilegym_db.records import Definition, Solution
+from tilegym_db.records.case import Case
 from tilegym_db.records.tolerance import limits_for
 from tilegym_db.verify.comparison import check_outputs
 from tilegym_db.verify.conditioning import without_uncertain
@@ -20,7 +21,6 @@ from tilegym_db.verify.distance import compare_rows
 from tilegym_db.verify.drawing import judge_draws
 from tilegym_db.verify.expected import Expected
 from tilegym_db.verify.gates import OutputVerdict
-from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.outcome import Failure, Verdict, incorrect
 from tilegym_db.verify.worker.losses import WorkerDied, WorkerTimeout
 from tilegym_db.verify.worker.process import WorkerProcess

@@ -36,10 +36,10 @@ from tilegym_db.bench.verification import Verification
 from tilegym_db.bench.worker_handle import WorkerHandle
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Definition, Trace
+from tilegym_db.records.case import Case
 from tilegym_db.verify import scan
 from tilegym_db.verify.blobs import BlobReader
 from tilegym_db.verify.expected import Expected
-from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.verifier import Failure
 from tilegym_db.verify.worker.losses import WorkerHasNoMemory
 from tilegym_db.verify.worker.process import WorkerProcess

@@ -10,7 +10,7 @@ from tilegym_db.bench.contents import CONTENT_SETS, unusual_distributions
 from tilegym_db.bench.machine import Machine
 from tilegym_db.bench.plan import DefinitionPlan
 from tilegym_db.records import Workload
-from tilegym_db.verify.inputs import Case
+from tilegym_db.records.case import Case
 from tilegym_db.verify.worker.shared_buffers import plan_slot
 
 __all__ = ["BATCH_WORKLOADS", "COMPILED_WORKLOADS", "Batch", "Capacity", "DefinitionGroup", "make_definition_groups"]

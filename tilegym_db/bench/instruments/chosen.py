@@ -14,7 +14,7 @@ from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import NotFoundError, SolutionError, did_you_mean
 from tilegym_db.records import TILE_LANGUAGES, Definition, Workload
 from tilegym_db.records.base import canonical_json
-from tilegym_db.verify.inputs import Case
+from tilegym_db.records.case import Case
 from tilegym_db.verify.scan import hard_findings, scan_sources
 from tilegym_db.verify.shapes import fuzz_cases
 

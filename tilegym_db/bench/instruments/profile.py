@@ -24,8 +24,8 @@ from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import HardwareError, UsageError
 from tilegym_db.files import write_atomically
 from tilegym_db.records import Config, Definition, Workload, axes_key
+from tilegym_db.records.case import Case
 from tilegym_db.scratch import scratch_folder
-from tilegym_db.verify.inputs import Case
 
 __all__ = ["CallProfile", "profile", "profile_path", "profiler_command"]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tilegym_db.records import Config
+from tilegym_db.records.case import Case
 from tilegym_db.records.workload import SafetensorsInput
-from tilegym_db.verify.inputs import Case
 
 __all__ = ["MARK", "SolutionCalls", "mark_of", "marked_line", "read_request", "write_request"]
 

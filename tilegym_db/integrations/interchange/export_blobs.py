@@ -177,8 +177,9 @@ def drawn_together(blob: Blob, roots: Sequence[Path]) -> dict[str, torch.Tensor]
     Raises:
         RecordError: a function of the Definition raises, a file is not there, or there is no memory for it.
     """
+    from tilegym_db.records.case import Case
     from tilegym_db.verify.blobs import BlobReader
-    from tilegym_db.verify.inputs import Case, draw_inputs
+    from tilegym_db.verify.inputs import draw_inputs
 
     source, workload = blob.definition, blob.workload
     case = Case.of_workload(source, workload, distribution="normal", seed=blob_seed(workload))

@@ -27,12 +27,12 @@ from tilegym_db.integrations.interchange.foreign_rules import ForeignRule, rule_
 from tilegym_db.integrations.interchange.judgements import NOT_RUN, Judgement
 from tilegym_db.integrations.interchange.sandboxed import Confined, expected_by_reference, prepare_solution
 from tilegym_db.records import Definition
+from tilegym_db.records.case import Case
 from tilegym_db.records.content_constraints import Unknown, holds
 from tilegym_db.records.omitted import narrowed
 from tilegym_db.scratch import scratch_folder
 from tilegym_db.store.imported import DataSet, StoredRecord
 from tilegym_db.verify.expected import Expected
-from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.scan import hard_findings, scan_sources
 from tilegym_db.verify.verifier import Failure
 from tilegym_db.verify.worker.interpreters import interpreted_here

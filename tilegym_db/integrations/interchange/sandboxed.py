@@ -15,11 +15,11 @@ import torch
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.integrations.interchange.adapt import REFERENCE, AdaptedSolution
 from tilegym_db.records import Definition, Solution
+from tilegym_db.records.case import Case
 from tilegym_db.records.dtypes import FLOAT_DTYPES, Scalar
 from tilegym_db.verify.comparison import check_reference, reference_errors
 from tilegym_db.verify.distance import EXACTLY
 from tilegym_db.verify.expected import Expected
-from tilegym_db.verify.inputs import Case
 from tilegym_db.verify.outcome import Failure, not_set_up
 from tilegym_db.verify.reference import Lifted
 from tilegym_db.verify.verifier import fill_slot, read_outputs, verify_slot

@@ -6,8 +6,8 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from tilegym_db.records.model_run import ModelRun
+from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL
 from tilegym_db.store.queries.json_columns import parsed
-from tilegym_db.store.statements import PUBLISHED_SANDBOX_LEVEL
 from tilegym_db.store.tuning import TuningStep
 
 if TYPE_CHECKING:

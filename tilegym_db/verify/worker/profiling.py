@@ -14,7 +14,7 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from tilegym_db.verify.ownership import KernelUse, sum_uses
+from tilegym_db.verify.worker.reply import KernelUse, sum_uses
 
 __all__ = ["KernelProfiler"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,3 +57,54 @@ class Reply:
 def storable(text: object) -> str:
     """Text without what JSON, a database or a terminal must not be given: lone surrogates, NUL, escape sequences."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in str(text))
+
+
+MAX_KINDS, MAX_NAME = 500, 2000
+"""Names that a profile tells apart, and characters of each: so many escaped ones still fit in a message."""
+
+
+OTHERS, CLIPPED = "(other kernels)", "..."
+"""What the rest is called, and what a shortened name ends with. No kernel of a Solution's own is called so
+(:func:`own_kernel`), so that what was left out never counts as its own."""
+
+
+@dataclass(frozen=True)
+class KernelUse:
+    """Device activities of one name on one stream: microseconds of all of them together, and how many they were."""
+
+    name: str
+    us: float
+    stream: int
+    count: int = 1
+
+    @classmethod
+    def from_message(cls, message: object) -> KernelUse | None:
+        """What a worker reported, or None where it is not one of these."""
+        if not isinstance(message, dict):
+            return None
+        name, us, stream, count = (message.get(key) for key in ("name", "us", "stream", "count"))
+        if not isinstance(name, str) or any(isinstance(number, bool) for number in (us, stream, count)):
+            return None
+        if not isinstance(us, float | int) or not 0 <= us < 1e12 or not isinstance(stream, int):
+            return None
+        if not isinstance(count, int) or not 0 < count < 1e9:
+            return None
+        return cls(storable(name), float(us), stream, count)
+
+
+def sum_uses(activities: Iterable[tuple[str, float, int]]) -> list[KernelUse]:
+    """Add up (name, microseconds, stream) by name and stream, in the order in which each came first.
+
+    What a worker reports of a profile grows with the kinds of kernels that ran, not with their launches. Names beyond the first
+    :data:`MAX_KINDS` are added up as :data:`OTHERS`, by stream too: work on a second stream stays in sight.
+    """
+    sums: dict[tuple[str, int], tuple[float, int]] = {}
+    names: dict[str, str] = {}
+    for full, us, stream in activities:
+        name = names.get(full)
+        if name is None and len(names) < MAX_KINDS:
+            name = names[full] = full if len(full) <= MAX_NAME else full[:MAX_NAME] + CLIPPED
+        key = name or OTHERS, stream
+        total_us, count = sums.get(key, (0.0, 0))
+        sums[key] = total_us + us, count + 1
+    return [KernelUse(name, us, stream, count) for (name, stream), (us, count) in sums.items()]

@@ -18,7 +18,7 @@ import torch
 
 from tilegym_db.errors import StoreError
 from tilegym_db.records import Definition
-from tilegym_db.verify.inputs import Case
+from tilegym_db.records.case import Case
 from tilegym_db.verify.torch_dtypes import storage_dtype
 from tilegym_db.verify.worker.shared_cuda import export_memory, import_memory
 
