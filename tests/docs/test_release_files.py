@@ -61,3 +61,23 @@ def test_links_between_pages_lead_somewhere():
         if not (page.parent / target).exists()
     ]
     assert broken == []
+
+
+def test_numbers_of_decisions_in_code_and_pages_name_a_section():
+    pages = [path for path in (ROOT / "docs/decisions").glob("*.md") if path.name != "README.md"]
+    sections = {number for page in pages for number in re.findall(r"^## (\d{4}) ", page.read_text(), re.MULTILINE)}
+    listed = set(re.findall(r"\b\d{4}\b", (ROOT / "docs/decisions/README.md").read_text()))
+    files = [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("tilegym_db/**/*.py"),
+        *ROOT.glob("benchmarks/*.py"),
+    ]
+    cited = {
+        (str(path.relative_to(ROOT)), number)
+        for path in files
+        for number in re.findall(r"decisions?(?:/[\w-]+\.md``,)?\s\[?(\d{4})\b", path.read_text())
+    }
+    assert len(cited) >= 20
+    assert [one for one in sorted(cited) if one[1] not in sections] == []
+    assert sections <= listed

@@ -96,13 +96,13 @@ def test_a_page_of_the_root_keeps_its_links():
     )
 
 
-def test_a_pattern_keeps_its_evidence():
-    page = as_pattern_page(
-        '+++\nevidence = ["trace:1", "search:2"]\nversions = { triton = ">=3.6" }\n+++\n# Title\n\nText.\n'
-    )
-    assert page.startswith("# Title\n")
-    assert "| evidence | trace:1, search:2 |" in page
-    assert "| versions | triton >=3.6 |" in page
+def test_a_pattern_shows_its_evidence_below_its_advice():
+    section = '## Title\n\n```toml\nevidence = ["trace:1", "search:2"]\nversions = { triton = ">=3.6" }\n```\n\nText.\n'
+    page = as_pattern_page(f"# Page\n\n{section}\n{section.replace('Text', 'More')}")
+    assert page.startswith("# Page\n\n## Title\n\nText.\n\n| | |\n")
+    assert page.count("| evidence | trace:1, search:2 |") == 2
+    assert page.endswith("More.\n\n| | |\n|---|---|\n| evidence | trace:1, search:2 |\n| versions | triton >=3.6 |\n\n")
+    assert "```" not in page
 
 
 def row(language: str, size: float, latency_us: float, dtypes: str = "T=bfloat16") -> dict[str, object]:

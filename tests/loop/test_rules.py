@@ -217,8 +217,9 @@ def test_the_loop_stops_after_five_discards_in_a_row_or_when_the_budget_is_spent
 # -- patterns and architecture ----------------------------------------------------------------------------------------
 
 PAGE = (
-    '+++\nlanguage = "triton"\napplies_to = ["{of}"]\nevidence = ["{evidence}"]\n'
-    'versions = {{ triton = "{version}" }}\n+++\n# A\n\nText.\n'
+    "# Patterns\n\n## A\n\n```toml\n"
+    'name = "a"\napplies_to = ["{of}"]\nevidence = ["{evidence}"]\nversions = {{ triton = "{version}" }}\n'
+    "```\n\nText.\n"
 )
 
 
@@ -238,7 +239,7 @@ PAGE = (
 def test_a_pattern_whose_evidence_is_gone_is_found(
     row_scale: Path, changes: dict[str, str], reason: str | None
 ) -> None:
-    page = row_scale / "docs" / "patterns" / "triton" / "a.md"
+    page = row_scale / "docs" / "patterns" / "triton.md"
     page.parent.mkdir(parents=True)
     page.write_text(PAGE.format(**{"of": "row_scale", "evidence": "unmeasured", "version": ">=3.4", **changes}))
     (row_scale / "constraints.txt").write_text("triton==3.9.0\n")
@@ -248,6 +249,43 @@ def test_a_pattern_whose_evidence_is_gone_is_found(
     assert reason is None or reason in found[0]
 
 
+@pytest.mark.parametrize(
+    ("page", "reason"),
+    [
+        ("# Patterns\n", "triton.md: a page of patterns has a section '## TITLE'"),
+        ("## B\n\nText.\n", "triton.md:1: a pattern begins with '## TITLE'"),
+        ('## B\n\n```toml\nname = "b\n```\n', "triton.md:1: its keys are not valid TOML"),
+        ('## B\n\n```toml\nname = "b"\nlanguage = "triton"\n```\n', "triton.md:1: 'language' follows from the page"),
+        ('## B\n\n```toml\nname = "b"\nevidence = ["unmeasured"]\n```\n\nText.\n', "applies_to"),
+        (PAGE.format(of="*", evidence="unmeasured", version=">=3.4"), "the page has a pattern triton/a already"),
+    ],
+)
+def test_a_broken_section_leaves_the_other_patterns(row_scale: Path, page: str, reason: str) -> None:
+    patterns = row_scale / "docs" / "patterns"
+    patterns.mkdir(parents=True)
+    whole = PAGE.format(of="*", evidence="unmeasured", version=">=3.4")
+    (patterns / "triton.md").write_text(page if page == "# Patterns\n" else f"{page}\n{whole}")
+    (patterns / "any.md").write_text(whole)
+    found, refused = read_patterns(Catalog((row_scale,)))
+    assert {item.id for item in found} == {"any/a"} | ({"triton/a"} if page != "# Patterns\n" else set())
+    assert len(refused) == 1
+    assert reason in refused[0]
+
+
+def test_a_section_is_a_pattern_of_the_language_of_its_page(row_scale: Path) -> None:
+    page = row_scale / "docs" / "patterns" / "cutile.md"
+    page.parent.mkdir(parents=True)
+    section = PAGE.format(of="row_scale", evidence="unmeasured", version=">=3.4").partition("\n\n")[2]
+    code = "\n```python\n## a comment\n```\n"
+    other = section.replace("## A", "## B").replace('"a"', '"b"')
+    page.write_text(f"# Patterns\n\n{section}{code}\n{other}")
+    (first, second), refused = read_patterns(Catalog((row_scale,)))
+    assert refused == []
+    assert (first.id, first.title, first.language, first.text) == ("cutile/a", "A", "cutile", f"Text.\n{code.rstrip()}")
+    assert (second.id, second.title, second.text) == ("cutile/b", "B", "Text.")
+    assert first.digest != second.digest
+
+
 @pytest.mark.parametrize("cites", ["trace:{0.trace_id}", "trace:{0.gpu}/{0.solution}/{axes}"])
 def test_evidence_that_a_later_failure_took_back_is_found(
     cites: str, make_trace: MakeTrace, row_scale: Path, home: Path
@@ -255,7 +293,7 @@ def test_evidence_that_a_later_failure_took_back_is_found(
     trace = make_trace(0)
     promoted(trace, home=home)
     cited = cites.format(trace, axes=axes_key(trace.axes))
-    page = row_scale / "docs" / "patterns" / "triton" / "a.md"
+    page = row_scale / "docs" / "patterns" / "triton.md"
     page.parent.mkdir(parents=True)
     page.write_text(PAGE.format(of="row_scale", evidence=cited, version=">=3.4"))
     with open_store(read_only=True) as store:
@@ -269,6 +307,8 @@ def test_evidence_that_a_later_failure_took_back_is_found(
 def test_the_shipped_patterns_cite_cases_which_another_measurement_does_not_break() -> None:
     patterns, refused = read_patterns(Catalog((shipped_root(),)))
     assert refused == []
+    assert {item.language for item in patterns} == {"any", "triton", "tilelang", "cutile"}
+    assert len({item.id for item in patterns}) == len(patterns) >= 36
     cited = [text.removeprefix("trace:") for one in patterns for text in one.evidence if text.startswith("trace:")]
     assert len(cited) >= 40
     assert [text for text in cited if text.count("/") != 2] == []

@@ -1,7 +1,7 @@
 """The shared memory in which all Solutions of one workload are timed, each in its turn.
 
 They all work on the very same bytes: where a block of memory lies decides up to a tenth of what a memory-bound kernel takes,
-so kernels that are compared must not lie in different places (``docs/decisions/0007-shared-buffers.md``).
+so kernels that are compared must not lie in different places (``docs/decisions/timing.md``, 0007).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The rates are timed with the clock that Solutions are timed with, and behind the same flush of the L2, so that whatever
 either adds is on both sides of a speed-of-light ratio. Each is the best of several calls, sizes and places in memory
-(where a block lies decides up to a tenth, ``docs/decisions/0007-shared-buffers.md``): a peak is not a typical value.
+(where a block lies decides up to a tenth, ``docs/decisions/timing.md``, 0007): a peak is not a typical value.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class WorkloadContents:
     reference itself does not pass. ``fresh`` draws more, which a Solution sees once.
 
     Where ids or lengths decide how much there is to do, they are spread in all of these as they mostly are in a model, so that
-    all are one call's time (``docs/decisions/0035-contents-that-are-timed.md``). ``unusual`` are verified and never timed.
+    all are one call's time (``docs/decisions/inputs.md``, 0035). ``unusual`` are verified and never timed.
 
     Inputs that a file holds are the same in all ``sets``, and are drawn in all that is verified and not timed.
     """

@@ -1,7 +1,7 @@
 """Whether the two clocks of a promotion agree: CUDA events, which decide, and CUPTI, which listens. Pure.
 
 Events enclose the launch as well, so that a call of one kernel takes them as much longer as an empty kernel takes at all: 3 to
-4 us, by the host (``docs/decisions/0022-two-clocks.md``). Nothing is compared where a call launches several kernels, since
+4 us, by the host (``docs/decisions/timing.md``, 0022). Nothing is compared where a call launches several kernels, since
 events count the gaps between them.
 """
 

@@ -2,7 +2,7 @@
 
 The interval of a median comes from order statistics: with n samples, the k-th smallest and k-th largest enclose the median
 with probability 1 - 2 P(Binomial(n, 1/2) < k). Unlike a bootstrap it needs no random numbers and is exact for any
-distribution (``docs/decisions/0002-order-statistics.md``).
+distribution (``docs/decisions/timing.md``, 0002).
 """
 
 from __future__ import annotations

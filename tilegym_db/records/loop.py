@@ -249,7 +249,7 @@ class Pattern(Record):
 
     schema_version: Literal[1] = 1
     id: str = Field(pattern=r"^[a-z]+/[a-z0-9][a-z0-9_-]*$")
-    """``<language>/<name>``, the path of its page."""
+    """``<language>/<name>``: the page, and the name in its section."""
     title: Line
     language: Literal["any", "python", "triton", "tilelang", "cutile"]
     versions: dict[str, str] = {}

@@ -93,7 +93,7 @@ class Comparison(RecordPart):
 
 PROCESS_NOISE_US = 0.3
 """What the difference between two kernels may change by from one pair of processes to the next, however short both are
-(``docs/decisions/0017-ties-and-launches.md``). No interval within one run knows of it."""
+(``docs/decisions/timing.md``, 0017). No interval within one run knows of it."""
 
 
 class Performance(RecordPart):

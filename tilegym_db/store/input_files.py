@@ -123,8 +123,8 @@ def published_tuning_files(catalog: Catalog) -> list[Path]:
 
 
 def pattern_files(catalog: Catalog) -> list[Path]:
-    """Every page of patterns, by name; pages of the user's own lie in the overlay."""
-    return [path for root in catalog.roots for path in regular_files(root / "docs" / "patterns", "*/*.md")]
+    """List the pages of patterns, one a language and root; a user's pages lie in the overlay."""
+    return [path for root in catalog.roots for path in regular_files(root / "docs" / "patterns", "*.md")]
 
 
 # -- of a home folder -------------------------------------------------------------------------------------------------

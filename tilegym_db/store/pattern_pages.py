@@ -1,12 +1,13 @@
-"""The pattern base: pages ``docs/patterns/<language>/<name>.md`` of the catalog's roots, each with its front matter in TOML.
+"""The pattern base: the pages ``docs/patterns/<language>.md`` of the catalog's roots, one section a pattern.
 
-A page begins with ``+++``, the keys of :class:`~tilegym_db.records.loop.Pattern` that are not its text, and ``+++``; the title
-is its first heading.
+A section begins with its title as a heading of the second level. A block of TOML follows, with the ``name`` of the pattern and
+the keys of :class:`~tilegym_db.records.loop.Pattern`. The advice comes after it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 import tomllib
 from pathlib import Path
 
@@ -16,50 +17,88 @@ from tilegym_db.files import decode, read_bytes
 from tilegym_db.records.loop import Pattern
 from tilegym_db.store.input_files import pattern_files
 
-__all__ = ["read_pattern", "read_patterns"]
+__all__ = ["read_patterns"]
 
-FENCE = "+++\n"
+_SECTION = re.compile(
+    r"\A## (?P<title>[^\n]+)\n\s*```toml\n(?P<keys>.*?)^```\n(?P<text>.*)\Z", re.DOTALL | re.MULTILINE
+)
+_LINE = re.compile(r"^(?:(?P<fence>```)|(?P<heading>## ))", re.MULTILINE)
 
 
 def read_patterns(catalog: Catalog) -> tuple[list[Pattern], list[str]]:
-    """The patterns, by id, and why each page that is none is left out."""
+    """Read the patterns, sorted by id, and the reason for each section or page that is left out.
+
+    If two pages have a pattern of the same id, that of the first root counts.
+    """
     found: dict[str, Pattern] = {}
     refused: list[str] = []
     for path in pattern_files(catalog):
         try:
-            pattern = read_pattern(path)
-            found.setdefault(pattern.id, pattern)
+            sections = _sections(path)
         except RecordError as error:
             refused.append(str(error))
+            continue
+        names: set[str] = set()
+        for line, section in sections:
+            try:
+                pattern = _pattern(section, path.stem, f"{path}:{line}")
+                if pattern.id in names:
+                    raise RecordError(
+                        f"{path}:{line}: the page has a pattern {pattern.id} already. Choose another name."
+                    )
+            except RecordError as error:
+                refused.append(str(error))
+            else:
+                names.add(pattern.id)
+                found.setdefault(pattern.id, pattern)
     return [found[name] for name in sorted(found)], refused
 
 
-def read_pattern(path: Path) -> Pattern:
-    """The pattern of a page.
+def _sections(path: Path) -> list[tuple[int, str]]:
+    """Cut a page at its headings of the second level: line number and text of each section.
 
     Raises:
-        RecordError: it has no front matter, no heading, or the record is not valid; names the file.
+        RecordError: the page cannot be read, or has no section; names the file.
     """
-    content = read_bytes(path, "pattern")
-    text = decode(content, path)
-    parts = text.split(FENCE, 2)
-    if len(parts) != 3 or parts[0]:
-        raise RecordError(f"{path}: a pattern begins with +++, its keys in TOML, and +++.")
+    text = decode(read_bytes(path, "pattern"), path)
+    starts, fenced = [], False
+    for match in _LINE.finditer(text):
+        if match["fence"]:
+            fenced = not fenced
+        elif not fenced:
+            starts.append(match.start())
+    if not starts:
+        raise RecordError(
+            f"{path}: a page of patterns has a section '## TITLE' for each of them; this one has no section."
+        )
+    ends = [*starts[1:], len(text)]
+    return [(text.count("\n", 0, start) + 1, text[start:end]) for start, end in zip(starts, ends, strict=True)]
+
+
+def _pattern(section: str, language: str, place: str) -> Pattern:
+    """Make the pattern of a section.
+
+    Raises:
+        RecordError: the section has no block of TOML, or the record is not valid; names the file and the line.
+    """
+    parts = _SECTION.match(section.rstrip() + "\n")
+    if parts is None:
+        raise RecordError(f"{place}: a pattern begins with '## TITLE', a block ```toml with its keys, and ```.")
     try:
-        keys = tomllib.loads(parts[1])
+        keys = tomllib.loads(parts["keys"])
     except tomllib.TOMLDecodeError as error:
-        raise RecordError(f"{path}: its front matter is no TOML: {error}.") from None
-    body = parts[2].strip()
-    heading, _, rest = body.partition("\n")
-    if not heading.startswith("# "):
-        raise RecordError(f"{path}: the first line after the front matter is a heading, '# ...'.")
+        raise RecordError(f"{place}: its keys are not valid TOML: {error}.") from None
+    taken = sorted(keys.keys() & {"digest", "id", "language", "text", "title"})
+    if taken:
+        raise RecordError(f"{place}: {taken[0]!r} follows from the page. Leave it out of the keys.")
     return Pattern.from_dict(
         {
-            **keys,
-            "id": f"{path.parent.name}/{path.stem}",
-            "title": heading.removeprefix("# ").strip(),
-            "digest": hashlib.sha256(content).hexdigest(),
-            "text": rest.strip(),
+            **{key: value for key, value in keys.items() if key != "name"},
+            "id": f"{language}/{keys.get('name', '')}",
+            "language": language,
+            "title": parts["title"].strip(),
+            "digest": hashlib.sha256(section.strip().encode()).hexdigest(),
+            "text": parts["text"].strip(),
         },
-        path,
+        place,
     )

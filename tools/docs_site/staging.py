@@ -17,6 +17,7 @@ __all__ = ["stage"]
 
 ROOT_PAGES = {"README.md": "start.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 INDEX = Path(__file__).parent / "index.md"
+_KEYS_AND_TEXT = re.compile(r"^```toml\n(?P<keys>.*?)^```\n(?P<text>.*?)(?=^## |\Z)", re.DOTALL | re.MULTILINE)
 
 
 def stage(folder: Path) -> None:
@@ -45,14 +46,17 @@ def as_page_of_docs(text: str) -> str:
 
 
 def as_pattern_page(text: str) -> str:
-    """A pattern with its front matter as a table below its text: the reader of the site wants the advice first."""
-    _, front, body = text.split("+++\n", 2)
+    """Turn the keys of each pattern into a table below its text: the reader of the site wants the advice first."""
+    return _KEYS_AND_TEXT.sub(lambda match: f"{match['text'].strip()}\n\n{_key_table(match['keys'])}\n", text)
+
+
+def _key_table(keys: str) -> str:
     rows = []
-    for key, value in tomllib.loads(front).items():
+    for key, value in tomllib.loads(keys).items():
         listed = [f"{name} {item}" for name, item in value.items()] if isinstance(value, dict) else value
         shown = ", ".join(map(str, listed)) if isinstance(listed, list) else str(listed)
         rows.append(f"| {key.replace('_', ' ')} | {shown} |")
-    return "\n".join([body.strip(), "", "| | |", "|---|---|", *rows, ""])
+    return "\n".join(["| | |", "|---|---|", *rows, ""])
 
 
 def import_table() -> str:

@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 LIKELY_FASTEST_US, LIKELY_FASTEST_MARGIN = 2.0, 0.02
-"""How far from the fastest a verified Solution may be the fastest on another host (``docs/decisions/0021-current-best.md``)."""
+"""How far from the fastest a verified Solution may be the fastest on another host (``docs/decisions/timing.md``, 0021)."""
 
 DONE = """
     SELECT solution_digest, definition_digest, workload_uuid, any_value(config) AS config FROM trace_records
@@ -119,7 +119,7 @@ def likely_fastest_of(
 
     Times of different runs may differ by what lies between two hosts of one kind (``LIKELY_FASTEST_US`` and
     ``LIKELY_FASTEST_MARGIN``). Of the Definitions in ``whole`` it may be whatever is verified at a shape: what they were timed on
-    has changed (``docs/decisions/0035-contents-that-are-timed.md``).
+    has changed (``docs/decisions/inputs.md``, 0035).
     """
     found: dict[tuple[str, str], list[tuple[str, Config]]] = {}
     margins = {"margin_us": LIKELY_FASTEST_US, "margin": LIKELY_FASTEST_MARGIN}

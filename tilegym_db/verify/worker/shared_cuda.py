@@ -2,7 +2,7 @@
 
 The driver's virtual memory API is used, not CUDA IPC: a descriptor gives access to this one allocation and nothing beside
 it, the memory lives as long as anyone maps it, whatever the other process does, and each process maps it like its own
-(``docs/decisions/0007-shared-buffers.md`` has the measurements).
+(``docs/decisions/timing.md``, 0007 has the measurements).
 """
 
 from __future__ import annotations

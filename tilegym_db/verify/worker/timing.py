@@ -129,7 +129,7 @@ class BlockTimer:
         """Wait for the device; then lines that were loaded or stored as ``evict_last`` are lines like any other.
 
         Writing to memory does not evict them: a kernel that asks for them again would find them, and look faster than it
-        is (``docs/decisions/0023-lines-that-stay.md``).
+        is (``docs/decisions/timing.md``, 0023).
         """
         _synchronize()
         code = self._reset_persisting()
