@@ -102,32 +102,40 @@ _RETURNED: set[str] = set()
 def _run_reference_once(record: Definition, file: Path) -> None:
     axes = smallest_axes(record)
     if axes is None:
-        raise RecordError(f"{file}: constraints: no sizes among {TRIAL_SIZES} satisfy all of them. Relax them.")
+        raise RecordError(
+            f"{file}: constraints: no sizes among {TRIAL_SIZES} satisfy all of them. Relax them.",
+            code="constraints_unsatisfiable",
+        )
     dtypes = {name: choices[0] for name, choices in record.dtypes.items()}
     case = Case(axes, dtypes, scalars_with_axes(record, trial_scalars(record), axes))
     try:
         work = record.cost_of(axes, dtypes)
     except RecordError as error:
-        raise RecordError(f"{file}: cost: at {case}: {error}") from None
+        raise RecordError(f"{file}: cost: at {case}: {error}", code="cost_failed") from None
     if min(work) < 0:
         raise RecordError(
-            f"{file}: cost: at {case}: {min(work):g} is no amount of work; flops and bytes are not negative."
+            f"{file}: cost: at {case}: {min(work):g} is no amount of work; flops and bytes are not negative.",
+            code="cost_negative",
         )
     try:
         inputs = draw_inputs(record, case, "cpu")
         broken = broken_constraint(record, axes, inputs)
         outputs = run_reference(record, inputs) if broken is None else {}
     except RecordError as error:
-        raise RecordError(f"{file}: reference: at {case}: {error}") from None
+        raise RecordError(f"{file}: reference: at {case}: {error}", code=error.code) from None
     if broken is not None:
-        raise RecordError(f"{file}: content_constraints: drawn inputs break {broken} at {case}; {DRAW_SO}.")
+        raise RecordError(
+            f"{file}: content_constraints: drawn inputs break {broken} at {case}; {DRAW_SO}.",
+            code="content_constraint_broken",
+        )
     for name, value in outputs.items():
         found = (tuple(value.shape), value.dtype)
         declared = (record.shape_of(name, axes), storage_dtype(record.dtype_of(name, dtypes)))
         if found != declared:
             raise RecordError(
                 f"{file}: reference: at {case}: '{name}' has shape {found[0]} and dtype {found[1]}, "
-                f"but outputs.{name} declares {declared[0]} and {declared[1]}."
+                f"but outputs.{name} declares {declared[0]} and {declared[1]}.",
+                code="output_differs",
             )
 
 

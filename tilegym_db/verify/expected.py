@@ -55,7 +55,10 @@ def expect(definition: Definition, case: Case, device: str, blobs: BlobReader | 
     broken = broken_constraint(definition, case.axes, inputs)
     if broken is not None:
         if case.files:
-            raise RecordError(f"{definition.name} requires {broken}, which the contents break at {case}.")
+            raise RecordError(
+                f"{definition.name} requires {broken}, which the contents break at {case}.",
+                code="content_constraint_broken",
+            )
         return None
     written = as_written(definition, inputs)
     _check_declared(definition, case, written)
@@ -81,7 +84,9 @@ def broken_constraint(definition: Definition, axes: Mapping[str, int], inputs: M
             if not holds(text, {**axes, **inputs}):
                 return text
         except Unknown as error:
-            raise RecordError(f"{definition.name}: content_constraints: {error}.") from None
+            raise RecordError(
+                f"{definition.name}: content_constraints: {error}.", code="content_constraint_failed"
+            ) from None
     return None
 
 
@@ -120,5 +125,6 @@ def _check_declared(definition: Definition, case: Case, outputs: Mapping[str, to
         if found != declared:
             raise RecordError(
                 f"{definition.name}: reference: '{name}' has shape {found[0]} and dtype {found[1]} at {case}, "
-                f"but outputs.{name} declares {declared[0]} and {declared[1]}."
+                f"but outputs.{name} declares {declared[0]} and {declared[1]}.",
+                code="output_differs",
             )

@@ -89,7 +89,8 @@ def _laws(definition: Definition, name: str, inputs: Inputs) -> tuple[torch.Tens
         if not isinstance(value, torch.Tensor) or value.shape[:-1] != shape or not value.dtype.is_floating_point:
             what = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             raise RecordError(
-                f"{definition.name}: {function} gives {what}, not a row of weights for each of {list(shape)}."
+                f"{definition.name}: {function} gives {what}, not a row of weights for each of {list(shape)}.",
+                code="law_shape_differs",
             )
         found.append(value.double())
     return found[0], found[1], found[2]
