@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from raising import raises
 
 from tilegym_db.backends.aot import CompileJob, CompileResult, compile_many, compile_solution
 from tilegym_db.catalog import SolutionFiles
@@ -365,5 +366,5 @@ def test_a_queued_source_that_changed_is_not_compiled_as_the_old_one(
     line = job.to_json()
     write_solution("triton", "def run(x, factor, out): ...\n")
 
-    with pytest.raises(SolutionError, match="the source changed while it was queued"):
+    with raises(SolutionError, "source_changed", str(job.solution.path)):
         CompileJob.from_json(line)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch.autograd import DeviceType
 
 from tilegym_db.records import Solution
 from tilegym_db.verify.ownership import (
@@ -18,8 +19,7 @@ from tilegym_db.verify.ownership import (
     own_kernel,
     sum_uses,
 )
-from tilegym_db.verify.worker import profiling
-from tilegym_db.verify.worker.profiling import KernelProfiler
+from tilegym_db.verify.worker.profiling import KernelProfiler, uses_of_events
 from tilegym_db.verify.worker.program import Worker
 from tilegym_db.verify.worker.protocol import MAX_LINE, decode, encode
 
@@ -118,28 +118,20 @@ class Event:
         self.name, self.duration_ns, self.device_resource_id = (lambda: name), (lambda: ns), (lambda: stream)
 
     def device_type(self) -> object:
-        return profiling.DeviceType.CUDA
+        return DeviceType.CUDA
 
 
-def profiled(events: list[Event], monkeypatch: pytest.MonkeyPatch) -> bytes:
+def profiled(events: list[Event]) -> bytes:
     """The worker's answer to a request for a profile, where these ran on the device."""
 
-    class Session:
-        def __init__(self, activities: object) -> None:
-            self.profiler, self.kineto_results = self, self
+    class Profiler(KernelProfiler):
+        def __init__(self) -> None: ...
 
-        def __enter__(self) -> Session:
-            return self
+        def activities(self, calls: object) -> list[KernelUse]:
+            return uses_of_events(events)
 
-        def __exit__(self, *exception: object) -> None: ...
-
-        def events(self) -> list[Event]:
-            return events
-
-    monkeypatch.setattr(profiling, "_profile", Session)
-    monkeypatch.setattr(profiling, "_synchronize", lambda: None)
     worker = Worker("cpu")
-    worker.profiler = KernelProfiler.__new__(KernelProfiler)
+    worker.profiler = Profiler()
     return encode(worker.serve({"id": 1, "op": "profile", "slots": []}))
 
 
@@ -149,10 +141,10 @@ def believed(line: bytes) -> list[KernelUse]:
     return [use for use in used if use is not None]
 
 
-def test_a_profile_of_a_hundred_thousand_launches_is_as_short_as_that_of_a_hundred(monkeypatch):
+def test_a_profile_of_a_hundred_thousand_launches_is_as_short_as_that_of_a_hundred():
     names = [f"void at::native::kernel_{number}<{'int, ' * 300}>" for number in range(100)]
     events = [Event(names[number % 100], 1500, 7) for number in range(100_000)]
-    lines = [profiled(events[:number], monkeypatch) for number in (100, 100_000)]
+    lines = [profiled(events[:number]) for number in (100, 100_000)]
     assert len(lines[1]) < len(lines[0]) + 100 * 10 < MAX_LINE // 10
     found = judge_ownership(solution("python"), SOURCE, believed(lines[1]))
     assert found.problem is None
@@ -161,18 +153,18 @@ def test_a_profile_of_a_hundred_thousand_launches_is_as_short_as_that_of_a_hundr
     assert max(map(len, found.kernels)) == 120
 
 
-def test_the_longest_profile_of_one_stream_fits_in_a_message(monkeypatch):
+def test_the_longest_profile_of_one_stream_fits_in_a_message():
     events = [Event(f"\N{SNOWMAN}{number}" * MAX_NAME, 1000, 7) for number in range(3 * MAX_KINDS)]
-    line = profiled(events, monkeypatch)
+    line = profiled(events)
     assert len(line) < MAX_LINE
     used = believed(line)
     assert used[-1] == KernelUse(OTHERS, 2.0 * MAX_KINDS, 7, 2 * MAX_KINDS)
     assert judge_ownership(solution("triton"), SOURCE, used).share == 0
 
 
-def test_a_kernel_is_judged_by_all_its_launches(monkeypatch):
+def test_a_kernel_is_judged_by_all_its_launches():
     own, foreign = [Event("_norm", 90, 7)] * 1000, [Event(ATEN, 11, 7)] * 1000
-    found = judge_ownership(solution("triton"), SOURCE, believed(profiled([*own, *foreign], monkeypatch)))
+    found = judge_ownership(solution("triton"), SOURCE, believed(profiled([*own, *foreign])))
     assert found.problem is not None
     assert found.share == pytest.approx(90 / 101)
     assert found.problem.endswith(f"the rest: {ATEN}")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from raising import raises
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError
@@ -292,15 +294,15 @@ def test_a_row_whose_law_hangs_on_rounding_is_judged_by_membership_alone() -> No
     assert check_outputs(TOP_P, {}, inputs, outputs, outputs, {"samples": EXACTLY})["samples"].gate == "support"
 
 
-def test_laws_are_evaluated_in_groups_of_rows_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_laws_are_evaluated_in_groups_of_rows_with_the_same_result() -> None:
     case = expected(MIN_P, "one_law", rows=70)
     outputs = [dict(case.outputs), {"samples": case.outputs["samples"].roll(1)}]
     whole = check_sampled_outputs(MIN_P, case.inputs, case.outputs, outputs)
-    monkeypatch.setattr("tilegym_db.verify.laws.ELEMENTS_AT_ONCE", 24 * 16)
-    assert check_sampled_outputs(MIN_P, case.inputs, case.outputs, outputs) == whole
+    in_groups = functools.partial(check_sampled_outputs, elements_at_once=24 * 16)
+    assert in_groups(MIN_P, case.inputs, case.outputs, outputs) == whole
     wrong = case.outputs["samples"].clone()
     wrong[69] = case.inputs["probs"][69].argmin()
-    found = check_sampled_outputs(MIN_P, case.inputs, case.outputs, [{"samples": wrong}])["samples"]
+    found = in_groups(MIN_P, case.inputs, case.outputs, [{"samples": wrong}])["samples"]
     assert (found.gate, found.index) == ("support", (69,))
 
 
@@ -308,7 +310,7 @@ def test_a_law_that_gives_no_row_of_weights_is_named() -> None:
     source = TOP_K.reference.replace("    return largest(probs.double(), top_k)", "    return top_k")
     broken = TOP_K.model_copy(update={"reference": source})
     case = expected(TOP_K, "typical", rows=4)
-    with pytest.raises(RecordError, match=r"law gives \[4\], not a row of weights for each of \[4\]"):
+    with raises(RecordError, "law_shape_differs", "law", "[4]"):
         check_sampled_outputs(broken, case.inputs, case.outputs, [case.outputs])
 
 

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import math
 import os
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -63,12 +64,19 @@ def run_reference_once(record: Definition, file: Path, *, limit_s: float | None 
     run_apart(_run_reference_once, (record, file), f"{file}: reference: it", limit_s or TRIAL_LIMIT_S)
 
 
-def require_returning_reference(catalog: Catalog, record: Definition) -> None:
+def require_returning_reference(
+    catalog: Catalog, record: Definition, *, run: Callable[[Definition, Path], None] = run_reference_once
+) -> None:
     """Before this process computes with a reference that did not come with the package: run it apart, once per digest.
 
     Nobody has to add a Definition through ``add-definition``: its file may have been written or changed by hand. Of a checkout,
     those came with it whose digest its lock states. That a reference returned is remembered in the user's cache folder, since a
     process with PyTorch takes seconds to start.
+
+    Args:
+        catalog: has the file of the Definition.
+        record: the Definition.
+        run: runs the reference apart.
 
     Raises:
         RecordError: as :func:`run_reference_once`.
@@ -82,7 +90,7 @@ def require_returning_reference(catalog: Catalog, record: Definition) -> None:
     known = Path(platformdirs.user_cache_dir("tilegym-db")) / "references" / f"{record.digest}-{version('torch')}"
     if record.digest in _RETURNED or os.path.exists(known):
         return
-    run_reference_once(record, path)
+    run(record, path)
     _RETURNED.add(record.digest)
     with contextlib.suppress(OSError):  # a cache folder that cannot be written to costs the next command a few seconds
         known.parent.mkdir(parents=True, exist_ok=True)

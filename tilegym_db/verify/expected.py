@@ -37,7 +37,14 @@ class Expected:
     """Outputs that the reference gives to their last digits, small elements included: so must everybody."""
 
 
-def expect(definition: Definition, case: Case, device: str, blobs: BlobReader | None = None) -> Expected | None:
+def expect(
+    definition: Definition,
+    case: Case,
+    device: str,
+    blobs: BlobReader | None = None,
+    *,
+    inputs: Mapping[str, Any] | None = None,
+) -> Expected | None:
     """Draw a case and evaluate the oracle; None where it proves nothing: its contents are none that the operator is called
     with, or the reference as written fails it.
 
@@ -46,12 +53,14 @@ def expect(definition: Definition, case: Case, device: str, blobs: BlobReader | 
         case: sizes and contents.
         device: where inputs are drawn and the oracle runs.
         blobs: reads what the case has in files.
+        inputs: take the place of what would be drawn, by name.
 
     Raises:
         RecordError: the reference raises, or returns another shape or dtype than the Definition declares; or what the case has
             in files cannot be had, or is nothing that the operator is called with.
     """
-    inputs = draw_inputs(definition, case, device, blobs=blobs)
+    if inputs is None:
+        inputs = draw_inputs(definition, case, device, blobs=blobs)
     broken = broken_constraint(definition, case.axes, inputs)
     if broken is not None:
         if case.files:

@@ -123,6 +123,16 @@ class WorkerProcess:
             raise WorkerDied(str(error), code="fork_server_lost") from None
 
     @property
+    def supervisor_pid(self) -> int:
+        """The process id of the supervisor, which is the worker's parent."""
+        return self._supervisor.pid
+
+    @property
+    def fork_server_pid(self) -> int:
+        """The process id of the fork server that the supervisor stems from."""
+        return self._supervisor.fork_server
+
+    @property
     def alive(self) -> bool:
         """True while the process runs."""
         return self._ending is None and not self._supervisor.has_ended()
