@@ -35,9 +35,8 @@ def test_what_a_reference_does_to_its_process_is_said_of_its_record(
     body: str, code: str, fact: str, definition_record: Callable[..., dict[str, Any]]
 ):
     record = Definition.from_dict(definition_record(reference=HEAD + body + "\n    return x\n"))
-    with raises(RecordError, code, fact) as raised:
+    with raises(RecordError, code, "draft.json: reference", fact):
         run_reference_once(record, Path("draft.json"), limit_s=1.0)
-    assert str(raised.value).startswith("draft.json: reference: ")
 
 
 def test_a_self_test_that_never_ends_is_one_finding(
@@ -48,7 +47,7 @@ def test_a_self_test_that_never_ends_is_one_finding(
     record = Definition.from_dict(definition_record(self_test=test))
     begun = time.monotonic()
     (finding,) = run_self_test(record, [Workload.from_dict(workload_record())], limit_s=1.0)
-    assert finding.startswith("row_scale: the reference, or a formulation of its self_test,")
+    assert all(fact in finding for fact in ("row_scale", "self_test", "1 s"))
     assert time.monotonic() - begun < 180
 
 

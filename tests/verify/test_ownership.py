@@ -75,8 +75,8 @@ def test_a_library_that_does_the_work_is_named():
     used = [KernelUse("_norm", 1.0, 7), KernelUse("nvjet_hsh_128x128", 30.0, 7)]
     found = judge_ownership(solution("triton"), SOURCE, used)
     assert found.problem is not None
-    assert "only 3% of the device time" in found.problem
-    assert found.problem.endswith("the rest: nvjet_hsh_128x128")
+    assert "3%" in found.problem
+    assert "nvjet_hsh_128x128" in found.problem
 
 
 def test_nothing_on_the_device_is_no_work():
@@ -86,7 +86,8 @@ def test_nothing_on_the_device_is_no_work():
 def test_python_solutions_may_call_what_they_like_but_only_on_their_stream():
     assert judge_ownership(solution("python"), SOURCE, [KernelUse(ATEN, 5.0, 7)]).problem is None
     found = judge_ownership(solution("python"), SOURCE, [KernelUse(ATEN, 5.0, 7), KernelUse(ATEN, 5.0, 23)])
-    assert found.problem == "work ran on 2 streams, not only on the one it was called on"
+    assert found.problem is not None
+    assert "2 streams" in found.problem
 
 
 @pytest.mark.parametrize(
@@ -167,7 +168,7 @@ def test_a_kernel_is_judged_by_all_its_launches():
     found = judge_ownership(solution("triton"), SOURCE, believed(profiled([*own, *foreign])))
     assert found.problem is not None
     assert found.share == pytest.approx(90 / 101)
-    assert found.problem.endswith(f"the rest: {ATEN}")
+    assert ATEN in found.problem
 
 
 def test_what_was_left_out_of_a_profile_is_nobodys_own_and_keeps_its_stream():
@@ -175,7 +176,8 @@ def test_what_was_left_out_of_a_profile_is_nobodys_own_and_keeps_its_stream():
     used = sum_uses([*many, ("_norm", 5.0, 7), ("_norm", 5.0, 23), ("_norm", 5.0, 7)])
     assert used[MAX_KINDS:] == [KernelUse(OTHERS, 10.0, 7, 2), KernelUse(OTHERS, 5.0, 23, 1)]
     found = judge_ownership(solution("triton"), SOURCE, used)
-    assert found.problem == "work ran on 2 streams, not only on the one it was called on"
+    assert found.problem is not None
+    assert "2 streams" in found.problem
     assert judge_ownership(solution("triton"), SOURCE, used[:-1]).share == pytest.approx(500 / 510)
 
 

@@ -198,7 +198,7 @@ def test_neighbours_that_share_a_random_number_are_refused_in_a_small_batch_as_w
 
     found = verdict(TOP_K, expected(TOP_K, "typical", rows=rows, columns=1024), sampler)
     assert isinstance(found, Failure)
-    assert found.reason.startswith("samples: neighbouring rows of one call do not have random numbers of their own")
+    assert "samples: neighbouring rows" in found.reason
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -262,11 +262,12 @@ def test_a_sampler_that_takes_the_sum_of_a_row_for_one_is_refused() -> None:
 def test_what_was_found_is_said_with_figures_and_the_chance_of_a_false_alarm() -> None:
     found = verdict(TOP_K, expected(TOP_K, "typical"), PLANTED["always the largest"][1])
     assert isinstance(found, Failure)
-    assert "draws are not distributed as their rows' laws" in found.reason
+    assert found.gate == "distribution"
     assert f"false alarm {FALSE_ALARM:g}" in found.reason
     outside = verdict(TOP_K, expected(TOP_K, "typical"), lambda x: torch.full_like(honest(x), -1))
     assert isinstance(outside, Failure)
-    assert "draws are of indices that their row's law excludes; first at [0]" in outside.reason
+    assert outside.gate == "support"
+    assert "first at [0]" in outside.reason
 
 
 @pytest.mark.parametrize(("moved", "gate"), [(0.0, None), (4e-6, None), (-4e-6, None), (2e-3, "support")])
@@ -371,4 +372,5 @@ def test_a_temperature_is_seen_in_a_single_row() -> None:
     assert verdict(TOP_K, case, honest, 16384) is None
     found = verdict(TOP_K, case, lambda x: pick(kept_by_rank(x) ** 1.3, x["uniform"]), 16384)
     assert isinstance(found, Failure)
-    assert found.reason.startswith("samples: 1025 draws are not distributed as their rows' laws")
+    assert found.gate == "distribution"
+    assert "samples: 1025 draws" in found.reason
