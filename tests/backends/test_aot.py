@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from raising import raises
 
 from tilegym_db.backends.aot import CompileJob, CompileResult, compile_many, compile_solution
 from tilegym_db.catalog import SolutionFiles
@@ -142,7 +143,7 @@ def test_what_a_job_does_to_its_process_costs_that_job_only(
     results = dict(zip(bodies, compile_many(jobs, processes=1), strict=True))
 
     assert [result.status for result in results.values()] == ["failed"] * 4 + ["compiled"]
-    assert results["hangs"].log.startswith("timed out after 2 s")
+    assert "after 2 s" in results["hangs"].log
     assert re.search(r'hangs/kernel.py", line [34] in run', results["hangs"].log)
     assert "(signal SIGSEGV)" in results["crashes"].log
     assert "SystemExit: 3" in results["exits"].log
@@ -296,13 +297,8 @@ def test_what_a_solution_does_not_promise_is_unsupported(
     results = compile_many(jobs)
 
     assert {result.status for result in results} == {"unsupported"}
-    assert [result.log for result in results] == [
-        "a python solution has nothing to compile ahead of time",
-        "it is not declared for sm_80",
-        "dtype T=bfloat16 is not among float16",
-        "its constraint N <= 256 excludes this shape",
-        "it reads x as contiguous, not row_contiguous",
-    ]
+    facts = ("python", "sm_80", "T=bfloat16", "N <= 256", "row_contiguous")
+    assert [fact for fact, result in zip(facts, results, strict=True) if fact not in result.log] == []
 
 
 def test_a_missing_toolchain_is_a_result_with_the_extra_to_install(
@@ -314,7 +310,8 @@ def test_a_missing_toolchain_is_a_result_with_the_extra_to_install(
     result = compile_solution(definition, write_solution("cutile"), workload(), "sm_90")
 
     assert result.status == "toolchain-missing"
-    assert result.log == "cutile: the Python package 'cuda-tile' is missing. Fix: pip install 'tilegym-db[cutile]'"
+    assert "'cuda-tile'" in result.log
+    assert "pip install 'tilegym-db[cutile]'" in result.log
 
 
 @pytest.mark.slow
@@ -365,5 +362,5 @@ def test_a_queued_source_that_changed_is_not_compiled_as_the_old_one(
     line = job.to_json()
     write_solution("triton", "def run(x, factor, out): ...\n")
 
-    with pytest.raises(SolutionError, match="the source changed while it was queued"):
+    with raises(SolutionError, "source_changed", str(job.solution.path)):
         CompileJob.from_json(line)

@@ -25,7 +25,7 @@ def test_what_is_installed_here_fits_together() -> None:
 
 def test_a_tileiras_that_cannot_compile_for_hopper_is_named_with_its_fix() -> None:
     (misfit,) = misfits(TOGETHER | dict.fromkeys(tuple(TOGETHER)[:4], "13.2.86"))
-    assert "13.2.86 cannot compile for Hopper (sm_90); 13.3 and newer can" in misfit.detail
+    assert all(fact in misfit.detail for fact in ("13.2.86", "sm_90", "13.3"))
     assert misfit.fix == "pip install -U nvidia-cuda-tileiras nvidia-nvvm nvidia-cuda-nvcc nvidia-cuda-crt"
 
 
@@ -44,7 +44,7 @@ def test_without_cutile_the_parts_of_nvcc_are_held_against_nvcc() -> None:
 
 def test_a_triton_that_this_pytorch_was_not_built_for_is_named() -> None:
     (misfit,) = misfits(TOGETHER | {"triton": "3.6.0"}, PINNED)
-    assert misfit.detail == "torch 2.15.0+cu132 asks for triton==3.9.0, and 3.6.0 is here"
+    assert all(fact in misfit.detail for fact in ("torch 2.15.0+cu132", "triton==3.9.0", "3.6.0"))
     assert misfit.fix == "pip install 'triton==3.9.0'"
 
 

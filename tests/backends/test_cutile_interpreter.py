@@ -12,6 +12,8 @@ import torch
 
 ct = pytest.importorskip("cuda.tile")
 
+from raising import raises  # noqa: E402
+
 from tilegym_db.backends.cutile_interpreter import interpreting, numerics, writer  # noqa: E402
 from tilegym_db.errors import SolutionError  # noqa: E402
 
@@ -338,7 +340,7 @@ def test_what_is_not_interpreted_is_refused_by_name():
         view = array.tiled_view((16,))
         view.atomic_store_add((0,), view.load((0,)))
 
-    with pytest.raises(SolutionError, match="tile_atomic_red_view"):
+    with raises(SolutionError, "not_interpreted", "tile_atomic_red_view"):
         run(kernel, torch.zeros(16, dtype=torch.int32))
 
 
@@ -364,5 +366,5 @@ def test_an_assertion_of_the_kernel_fails_the_launch():
         ct.assert_(ct.gather(array, 0) > 0, "positive")  # noqa: PT009 - the kernel's
 
     run(kernel, torch.ones(1))
-    with pytest.raises(SolutionError, match="positive"):
+    with raises(SolutionError, "assertion_failed", "positive"):
         run(kernel, torch.zeros(1))

@@ -7,6 +7,8 @@ import torch
 
 ct = pytest.importorskip("cuda.tile")
 
+from raising import raises  # noqa: E402
+
 from tilegym_db.backends.cutile_interpreter import interpreting  # noqa: E402
 from tilegym_db.errors import SolutionError  # noqa: E402
 
@@ -83,7 +85,7 @@ def test_a_tile_that_the_array_ends_in_is_padded_and_what_is_undetermined_shows(
 
 
 def test_a_tile_outside_of_the_array_has_no_defined_result():
-    with pytest.raises(SolutionError, match="outside"):
+    with raises(SolutionError, "tile_outside"):
         run(_tiled, torch.zeros(5, 3), torch.zeros(4, 6), 0, grid=(4, 1))
 
 
@@ -131,7 +133,7 @@ def test_blocks_that_write_different_values_to_one_element_are_an_error():
     out = torch.full((1,), 7, dtype=torch.int32)
     run(_same_place, out, grid=(2,))  # both write 0
     assert out.tolist() == [0]
-    with pytest.raises(SolutionError, match="same element"):
+    with raises(SolutionError, "blocks_race"):
         run(_same_place, out, grid=(3,))
 
 
@@ -144,7 +146,7 @@ def _shifted(x, STEP: Size):
 @pytest.mark.parametrize("step", [1, -1])
 def test_a_block_that_reads_what_another_one_writes_is_an_error(step):
     run(_shifted, torch.arange(4), 0, grid=(4,))
-    with pytest.raises(SolutionError, match="same"):
+    with raises(SolutionError, "blocks_race"):
         run(_shifted, torch.arange(4), step, grid=(4,))
 
 
@@ -155,7 +157,7 @@ def _twice(out, SIZE: Size):
 
 
 def test_one_scatter_of_different_values_to_one_element_is_an_error():
-    with pytest.raises(SolutionError, match="One store"):
+    with raises(SolutionError, "store_conflict"):
         run(_twice, torch.zeros(4, dtype=torch.int32), 8)
 
 
@@ -165,5 +167,5 @@ def _unchecked(x, out, AT: Size):
 
 
 def test_an_unchecked_index_outside_of_the_memory_is_an_error():
-    with pytest.raises(SolutionError, match="outside of the memory"):
+    with raises(SolutionError, "index_outside"):
         run(_unchecked, torch.zeros(4), torch.zeros(1), 4)

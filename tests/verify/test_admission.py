@@ -9,36 +9,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from raising import raises
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition, Workload
-from tilegym_db.verify import admission
 from tilegym_db.verify.admission import require_returning_reference, run_reference_once, run_self_test
 from tilegym_db.verify.apart import run_apart
 
 HEAD = "# Source: https://example.org/row_scale.py#L1\nimport os, sys, time\ndef run(x, weight, factor):\n    "
 BAD = {
-    "ends its process": ("os._exit(0)", "ended its process with exit status 0"),
-    "ends its process by a signal": ("os.kill(os.getpid(), 11)", "ended its process by SIGSEGV"),
-    "leaves": ("sys.exit(0)", "SystemExit: 0"),
-    "never ends": ("while True: pass", "did not finish within 1 s and was ended"),
-    "sleeps": ("time.sleep(1000)", "did not finish within 1 s and was ended"),
-    "closes every file": ("os.closerange(0, 4096)", "instead of returning"),
-    "raises": ("raise ArithmeticError('no')", "ArithmeticError: no"),
+    "ends its process": ("os._exit(0)", "process_ended", "exit status 0"),
+    "ends its process by a signal": ("os.kill(os.getpid(), 11)", "process_ended", "SIGSEGV"),
+    "leaves": ("sys.exit(0)", "reference_raises", "SystemExit: 0"),
+    "never ends": ("while True: pass", "time_limit_exceeded", "1 s"),
+    "sleeps": ("time.sleep(1000)", "time_limit_exceeded", "1 s"),
+    "closes every file": ("os.closerange(0, 4096)", "process_ended", "draft.json"),
+    "raises": ("raise ArithmeticError('no')", "reference_raises", "ArithmeticError: no"),
 }
 
 
-@pytest.mark.parametrize(("body", "message"), BAD.values(), ids=BAD.keys())
+@pytest.mark.parametrize(("body", "code", "fact"), BAD.values(), ids=BAD.keys())
 def test_what_a_reference_does_to_its_process_is_said_of_its_record(
-    body: str, message: str, definition_record: Callable[..., dict[str, Any]]
+    body: str, code: str, fact: str, definition_record: Callable[..., dict[str, Any]]
 ):
     record = Definition.from_dict(definition_record(reference=HEAD + body + "\n    return x\n"))
-    with pytest.raises(RecordError) as raised:
+    with raises(RecordError, code, "draft.json: reference", fact):
         run_reference_once(record, Path("draft.json"), limit_s=1.0)
-    assert str(raised.value).startswith("draft.json: reference: ")
-    assert message in str(raised.value)
 
 
 def test_a_self_test_that_never_ends_is_one_finding(
@@ -49,7 +47,7 @@ def test_a_self_test_that_never_ends_is_one_finding(
     record = Definition.from_dict(definition_record(self_test=test))
     begun = time.monotonic()
     (finding,) = run_self_test(record, [Workload.from_dict(workload_record())], limit_s=1.0)
-    assert finding.startswith("row_scale: the reference, or a formulation of its self_test, did not finish within 1 s")
+    assert all(fact in finding for fact in ("row_scale", "self_test", "1 s"))
     assert time.monotonic() - begun < 180
 
 
@@ -70,25 +68,30 @@ def test_what_a_reference_started_ends_with_it():
 
 
 @pytest.mark.parametrize(
-    ("flops", "message"), [("-1", "-1 is no amount of work"), ("M // (N - N)", "cost: at M=2,N=4")], ids=str
+    ("flops", "code", "fact"), [("-1", "cost_negative", "-1"), ("M // (N - N)", "cost_failed", "M=2,N=4")], ids=str
 )
-def test_a_cost_is_an_amount_of_work(flops: str, message: str, definition_record: Callable[..., dict[str, Any]]):
+def test_a_cost_is_an_amount_of_work(
+    flops: str, code: str, fact: str, definition_record: Callable[..., dict[str, Any]]
+):
     record = Definition.from_dict(definition_record(cost={"flops": flops, "bytes": "M * N"}))
-    with pytest.raises(RecordError, match=message):
+    with raises(RecordError, code, "cost", fact):
         run_reference_once(record, Path("draft.json"))
 
 
 def test_a_reference_that_came_with_the_checkout_need_not_be_tried_and_one_changed_by_hand_must(monkeypatch, tmp_path):
     """Eighty processes with PyTorch, one after the other, took a minute of a promotion's start."""
     tried: list[str] = []
-    monkeypatch.setattr(admission, "run_reference_once", lambda record, path: tried.append(record.name))
-    monkeypatch.setattr("platformdirs.user_cache_dir", lambda name: str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def run(record: Definition, path: Path) -> None:
+        tried.append(record.name)
+
     catalog = Catalog.default()
     assert catalog.write_root == shipped_root()
     for record in catalog.definitions.values():
-        require_returning_reference(catalog, record)
+        require_returning_reference(catalog, record, run=run)
     assert tried == []
     content = catalog.definition("rms_norm").to_dict()
     changed = Definition.from_dict(content | {"reference": content["reference"] + "\nwhile True: pass\n"})
-    require_returning_reference(catalog, changed)
+    require_returning_reference(catalog, changed, run=run)
     assert tried == ["rms_norm"]

@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from raising import raises
 
 from tilegym_db.errors import HardwareError
 from tilegym_db.verify.worker.timing import BlockTimer
@@ -61,5 +62,5 @@ def test_what_a_block_kept_is_not_left_to_the_next_one(read):
 def test_a_driver_that_refuses_to_release_them_is_an_error(read):
     timer = BlockTimer("cuda:0")
     timer._reset_persisting = lambda: 201
-    with pytest.raises(HardwareError, match="CUDA error 201; the L2 stays warm"):
+    with raises(HardwareError, "cuda_call_failed", "201"):
         timed(timer, lambda: read(""))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tilegym_db.backends import compile_cache
 from tilegym_db.backends.compile_cache import compile_cache_folder, use_compile_cache
 from tilegym_db.catalog import Catalog
 from tilegym_db.verify.worker.process import WorkerProcess
@@ -79,7 +79,7 @@ def test_a_worker_cannot_write_to_its_compile_cache(start, folder, offered_level
 def test_a_process_that_workers_are_forked_from_has_no_more_threads_for_its_compile_cache(start, folder):
     def threads(worker: WorkerProcess) -> int:
         worker.wait_until_ready()
-        return len(os.listdir(f"/proc/{worker._supervisor.fork_server}/task"))
+        return len(os.listdir(f"/proc/{worker.fork_server_pid}/task"))
 
     assert threads(start(compile_cache=folder)) == threads(start())
 
@@ -117,7 +117,7 @@ def test_a_pytorch_that_keeps_its_headers_otherwise_gives_no_compile_cache(folde
     codecache = type(sys)("codecache")
     monkeypatch.setitem(sys.modules, "torch._inductor.codecache", codecache)
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.setattr(compile_cache.tempfile, "tempdir", None)  # it leaves its own behind when it fails
+    monkeypatch.setattr(tempfile, "tempdir", None)  # it leaves its own behind when it fails
     with pytest.raises(RuntimeError, match="keeps no _HEADER_DIR"):
         use_compile_cache(folder, tmp_path)
 

@@ -81,7 +81,7 @@ def test_the_sign_of_a_zero_is_part_of_an_exact_code(cast):
     negative = torch.full((64, 64), 0x80, dtype=torch.uint8).view(torch.float8_e4m3fn)
     verdict = check_outputs(definition, {"T": "float32"}, inputs, truth, {"out": negative}, {"out": EXACTLY})["out"]
     assert verdict.gate == "codes"
-    assert "4096 of 4096 codes differ, 0.00% are equal (all must be)" in verdict.reason
+    assert "4096 of 4096" in verdict.reason
 
 
 def test_zeros_of_either_sign_are_one_code_where_codes_are_not_exact(cast):

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from raising import raises
 
 from tilegym_db.verify.worker import supervisor_process
 from tilegym_db.verify.worker.losses import WorkerDied
@@ -24,7 +25,7 @@ supervisor = os.getppid()
 
 
 def fork_server_of(worker: WorkerProcess) -> int:
-    return worker._supervisor.fork_server
+    return worker.fork_server_pid
 
 
 def test_workers_with_the_same_libraries_come_from_one_process_and_share_nothing_of_their_own(peer):
@@ -86,7 +87,7 @@ def test_a_fork_server_that_cannot_start_says_why(tmp_path, monkeypatch):
     broken.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(broken))
     monkeypatch.setenv("LANG", "of a test")  # an environment that no fork_server has yet
-    with pytest.raises(WorkerDied, match="no interpreter today"):
+    with raises(WorkerDied, "fork_server_lost", "no interpreter today"):
         WorkerProcess("cpu", tmp_path / "worker", level=1)
 
 

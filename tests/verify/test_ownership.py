@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch.autograd import DeviceType
 
 from tilegym_db.records import Solution
 from tilegym_db.verify.ownership import CLIPPED, judge_ownership, kernel_names, own_kernel
-from tilegym_db.verify.worker import profiling
-from tilegym_db.verify.worker.profiling import KernelProfiler
+from tilegym_db.verify.worker.profiling import KernelProfiler, uses_of_events
 from tilegym_db.verify.worker.program import Worker
 from tilegym_db.verify.worker.protocol import MAX_LINE, decode, encode
 from tilegym_db.verify.worker.reply import MAX_KINDS, MAX_NAME, OTHERS, KernelUse, sum_uses
@@ -66,8 +66,8 @@ def test_a_library_that_does_the_work_is_named():
     used = [KernelUse("_norm", 1.0, 7), KernelUse("nvjet_hsh_128x128", 30.0, 7)]
     found = judge_ownership(solution("triton"), SOURCE, used)
     assert found.problem is not None
-    assert "only 3% of the device time" in found.problem
-    assert found.problem.endswith("the rest: nvjet_hsh_128x128")
+    assert "3%" in found.problem
+    assert "nvjet_hsh_128x128" in found.problem
 
 
 def test_nothing_on_the_device_is_no_work():
@@ -77,7 +77,8 @@ def test_nothing_on_the_device_is_no_work():
 def test_python_solutions_may_call_what_they_like_but_only_on_their_stream():
     assert judge_ownership(solution("python"), SOURCE, [KernelUse(ATEN, 5.0, 7)]).problem is None
     found = judge_ownership(solution("python"), SOURCE, [KernelUse(ATEN, 5.0, 7), KernelUse(ATEN, 5.0, 23)])
-    assert found.problem == "work ran on 2 streams, not only on the one it was called on"
+    assert found.problem is not None
+    assert "2 streams" in found.problem
 
 
 @pytest.mark.parametrize(
@@ -109,28 +110,20 @@ class Event:
         self.name, self.duration_ns, self.device_resource_id = (lambda: name), (lambda: ns), (lambda: stream)
 
     def device_type(self) -> object:
-        return profiling.DeviceType.CUDA
+        return DeviceType.CUDA
 
 
-def profiled(events: list[Event], monkeypatch: pytest.MonkeyPatch) -> bytes:
+def profiled(events: list[Event]) -> bytes:
     """The worker's answer to a request for a profile, where these ran on the device."""
 
-    class Session:
-        def __init__(self, activities: object) -> None:
-            self.profiler, self.kineto_results = self, self
+    class Profiler(KernelProfiler):
+        def __init__(self) -> None: ...
 
-        def __enter__(self) -> Session:
-            return self
+        def activities(self, calls: object) -> list[KernelUse]:
+            return uses_of_events(events)
 
-        def __exit__(self, *exception: object) -> None: ...
-
-        def events(self) -> list[Event]:
-            return events
-
-    monkeypatch.setattr(profiling, "_profile", Session)
-    monkeypatch.setattr(profiling, "_synchronize", lambda: None)
     worker = Worker("cpu")
-    worker.profiler = KernelProfiler.__new__(KernelProfiler)
+    worker.profiler = Profiler()
     return encode(worker.serve({"id": 1, "op": "profile", "slots": []}))
 
 
@@ -140,10 +133,10 @@ def believed(line: bytes) -> list[KernelUse]:
     return [use for use in used if use is not None]
 
 
-def test_a_profile_of_a_hundred_thousand_launches_is_as_short_as_that_of_a_hundred(monkeypatch):
+def test_a_profile_of_a_hundred_thousand_launches_is_as_short_as_that_of_a_hundred():
     names = [f"void at::native::kernel_{number}<{'int, ' * 300}>" for number in range(100)]
     events = [Event(names[number % 100], 1500, 7) for number in range(100_000)]
-    lines = [profiled(events[:number], monkeypatch) for number in (100, 100_000)]
+    lines = [profiled(events[:number]) for number in (100, 100_000)]
     assert len(lines[1]) < len(lines[0]) + 100 * 10 < MAX_LINE // 10
     found = judge_ownership(solution("python"), SOURCE, believed(lines[1]))
     assert found.problem is None
@@ -152,21 +145,21 @@ def test_a_profile_of_a_hundred_thousand_launches_is_as_short_as_that_of_a_hundr
     assert max(map(len, found.kernels)) == 120
 
 
-def test_the_longest_profile_of_one_stream_fits_in_a_message(monkeypatch):
+def test_the_longest_profile_of_one_stream_fits_in_a_message():
     events = [Event(f"\N{SNOWMAN}{number}" * MAX_NAME, 1000, 7) for number in range(3 * MAX_KINDS)]
-    line = profiled(events, monkeypatch)
+    line = profiled(events)
     assert len(line) < MAX_LINE
     used = believed(line)
     assert used[-1] == KernelUse(OTHERS, 2.0 * MAX_KINDS, 7, 2 * MAX_KINDS)
     assert judge_ownership(solution("triton"), SOURCE, used).share == 0
 
 
-def test_a_kernel_is_judged_by_all_its_launches(monkeypatch):
+def test_a_kernel_is_judged_by_all_its_launches():
     own, foreign = [Event("_norm", 90, 7)] * 1000, [Event(ATEN, 11, 7)] * 1000
-    found = judge_ownership(solution("triton"), SOURCE, believed(profiled([*own, *foreign], monkeypatch)))
+    found = judge_ownership(solution("triton"), SOURCE, believed(profiled([*own, *foreign])))
     assert found.problem is not None
     assert found.share == pytest.approx(90 / 101)
-    assert found.problem.endswith(f"the rest: {ATEN}")
+    assert ATEN in found.problem
 
 
 def test_what_was_left_out_of_a_profile_is_nobodys_own_and_keeps_its_stream():
@@ -174,7 +167,8 @@ def test_what_was_left_out_of_a_profile_is_nobodys_own_and_keeps_its_stream():
     used = sum_uses([*many, ("_norm", 5.0, 7), ("_norm", 5.0, 23), ("_norm", 5.0, 7)])
     assert used[MAX_KINDS:] == [KernelUse(OTHERS, 10.0, 7, 2), KernelUse(OTHERS, 5.0, 23, 1)]
     found = judge_ownership(solution("triton"), SOURCE, used)
-    assert found.problem == "work ran on 2 streams, not only on the one it was called on"
+    assert found.problem is not None
+    assert "2 streams" in found.problem
     assert judge_ownership(solution("triton"), SOURCE, used[:-1]).share == pytest.approx(500 / 510)
 
 

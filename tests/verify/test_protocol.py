@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from raising import raises
 
 from tilegym_db.verify.worker.protocol import MAX_LINE, Channel, ProtocolError, decode, encode
 
@@ -31,21 +32,21 @@ def test_garbage_is_refused_or_a_message_and_nothing_else(line):
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "code"),
     [
-        (b"hello", "not JSON"),
-        (b"\xff\xfe", "not JSON"),
-        (b"[" * 100_000, "not JSON"),
-        (b'{"id": ' + b"9" * 5000 + b"}", "not JSON"),
-        (b"[1]", "not a message with an id"),
-        (b"{}", "not a message with an id"),
-        (b'{"id": true}', "not a message with an id"),
-        (b'{"id": "1"}', "not a message with an id"),
-        (b'{"id": 1, "x": "' + b"x" * MAX_LINE + b'"}', f"a message of {MAX_LINE + 18} bytes"),
+        (b"hello", "message_not_json"),
+        (b"\xff\xfe", "message_not_json"),
+        (b"[" * 100_000, "message_not_json"),
+        (b'{"id": ' + b"9" * 5000 + b"}", "message_not_json"),
+        (b"[1]", "message_without_id"),
+        (b"{}", "message_without_id"),
+        (b'{"id": true}', "message_without_id"),
+        (b'{"id": "1"}', "message_without_id"),
+        (b'{"id": 1, "x": "' + b"x" * MAX_LINE + b'"}', "message_too_long"),
     ],
 )
-def test_a_line_that_is_no_message_says_why(line, message):
-    with pytest.raises(ProtocolError, match=message):
+def test_a_line_that_is_no_message_says_why(line, code):
+    with raises(ProtocolError, code):
         decode(line)
 
 

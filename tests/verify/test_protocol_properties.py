@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from raising import raises
 
 from tilegym_db.records import Trace
 from tilegym_db.records.trace import clip_log
@@ -73,7 +74,7 @@ def test_any_bytes_are_refused_or_a_message(line):
     "line", [b'{"id":1,"x":' + b"[" * 50_000, b'{"a":' * 10_000, b'{"id":1,"x":' + b"9" * 100_000 + b"}"]
 )
 def test_a_message_made_to_break_the_parser_is_refused(line):
-    with pytest.raises(ProtocolError):
+    with raises(ProtocolError, "message_not_json"):
         decode(line)
 
 

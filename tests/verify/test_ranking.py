@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from raising import raises
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError
@@ -143,21 +144,21 @@ def test_ids_of_another_width_are_read_alike(name):
 
 
 @pytest.mark.parametrize(
-    ("find", "replace", "message"),
+    ("find", "replace", "code", "fact"),
     [
-        ("dtype=torch.float32)\n", "dtype=torch.float32)[:1]\n", "ranked gives .*, not a row of values for each"),
-        ("dtype=torch.float32)\n", "dtype=torch.float32)[:, :2]\n", "ranks 2 values, fewer than 'ids' chooses"),
-        ("return torch.softmax", "raise ValueError('no')\n    return torch.softmax", "ranked of the reference raises"),
+        ("dtype=torch.float32)\n", "dtype=torch.float32)[:1]\n", "ranking_shape_differs", "ranked"),
+        ("dtype=torch.float32)\n", "dtype=torch.float32)[:, :2]\n", "ranking_too_short", "'ids'"),
+        ("return torch.softmax", "raise ValueError('no')\n    return torch.softmax", "reference_raises", "ranked"),
     ],
 )
-def test_a_function_that_does_not_rank_a_row_for_each_row_of_indices_is_named(find, replace, message):
+def test_a_function_that_does_not_rank_a_row_for_each_row_of_indices_is_named(find, replace, code, fact):
     inputs = inputs_of(SOFTMAX, rows(), 3, True)
     truth = oracle(SOFTMAX, inputs)
     record = SOFTMAX.to_dict()
     changed = Definition.from_dict(
         {**record, "reference": record["reference"].replace(find, replace), "self_test": None}
     )
-    with pytest.raises(RecordError, match=message):
+    with raises(RecordError, code, fact):
         check_outputs(changed, {"T": "float32"}, inputs, truth, truth, dict.fromkeys(truth, EXACTLY))
 
 

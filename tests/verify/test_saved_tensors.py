@@ -115,7 +115,8 @@ def test_of_a_saved_output_no_gradient_is_needed(definition_record):
     assert backward_problem(forward, backward) == ""
     assert differentiated(backward) == ("x",)
     unsaved = backward_problem(forward, backward.model_copy(update={"saved": ()}))
-    assert unsaved == "inputs.rstd belongs to no tensor of scaled"
+    assert "inputs.rstd" in unsaved
+    assert "scaled" in unsaved
 
 
 @pytest.mark.parametrize(

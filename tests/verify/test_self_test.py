@@ -71,7 +71,7 @@ def test_a_planted_error_may_change_nothing_in_one_dtype_but_not_in_all(changed_
     )
     assert self_test(definition, [half, single]) == []
     (finding,) = self_test(definition, [half])
-    assert str(finding).startswith("row_scale: planted error (the planted one): is accepted by the comparison at M=16,")
+    assert all(fact in str(finding) for fact in ("row_scale", "(the planted one)", "accepted", "M=16,"))
 
 
 def test_a_planted_error_that_raises_is_a_finding(changed_test, findings):

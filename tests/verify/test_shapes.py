@@ -186,7 +186,7 @@ def test_a_solution_for_shapes_that_cannot_be_tried_gets_a_reason(operator):
     assert fuzz(operator(), "M == 12345", "N == 54321") == []
     assert fuzz(operator(), "N < 1") == []
     reason = why_no_case(operator(), solution("M == 12345", "N == 54321"))
-    assert "meets the constraints (N >= 1 and M == 12345 and N == 54321)" in reason
+    assert "(N >= 1 and M == 12345 and N == 54321)" in reason
 
 
 def test_an_operator_without_free_axes_still_varies_in_its_contents(operator):

@@ -193,7 +193,7 @@ def test_half_a_tile_may_lie_beyond_the_bound_and_no_more():
     assert off(flat(), (slice(0, 16), slice(16, 24)), 0.1).passed
     verdict = off(flat(), (slice(0, 16), slice(16, 25)), 0.1)
     assert verdict.gate == "share"
-    assert "144 of the 256 from row 0 and column 16 on are not" in verdict.reason
+    assert all(fact in verdict.reason for fact in ("144 of the 256", "row 0", "column 16"))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 20])

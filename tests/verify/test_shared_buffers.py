@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from raising import raises
 
 from tilegym_db.errors import StoreError
 from tilegym_db.records.case import Case
@@ -97,7 +98,7 @@ def test_too_little_memory_is_an_error_and_not_a_crash_at_the_first_write(operat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("os.posix_fallocate", full)
-    with pytest.raises(StoreError, match=r"cannot allocate .* bytes of shared memory: .*No space left on device"):
+    with raises(StoreError, "shared_memory_full", "No space left on device"):
         SharedBuffers(plan_slot(operator(), case()), 1, "cpu")
 
 

@@ -44,7 +44,8 @@ def check_shared_memory(kernel: str, shared_bytes: int, target: str) -> None:
     if shared_bytes > limit:
         raise SolutionError(
             f"{kernel} asks for {shared_bytes} bytes of shared memory a block; {target} has {limit}. "
-            "Use smaller tiles or fewer stages there, or leave the target out of spec.target_hardware."
+            "Use smaller tiles or fewer stages there, or leave the target out of spec.target_hardware.",
+            code="shared_memory_exceeded",
         )
 
 
@@ -53,10 +54,12 @@ def check_grid(kernel: str, grid: object) -> None:
     sizes = tuple(grid) if isinstance(grid, tuple | list) else (grid,)
     whole = all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
     if not 1 <= len(sizes) <= 3 or not whole:
-        raise SolutionError(f"{kernel}: the grid {grid!r} is not 1 to 3 whole numbers.")
+        raise SolutionError(f"{kernel}: the grid {grid!r} is not 1 to 3 whole numbers.", code="grid_invalid")
     for axis, (size, limit) in enumerate(zip(sizes, _MAX_BLOCKS, strict=False)):
         if not 0 < size <= limit:
-            raise SolutionError(f"{kernel}: axis {axis} of the grid {grid!r} must be between 1 and {limit}.")
+            raise SolutionError(
+                f"{kernel}: axis {axis} of the grid {grid!r} must be between 1 and {limit}.", code="grid_out_of_range"
+            )
 
 
 @contextmanager

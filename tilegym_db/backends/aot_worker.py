@@ -78,7 +78,9 @@ def compile_job(job: CompileJob, interception: Interception) -> CompileResult:
     seconds = time.perf_counter() - start
     if not recorder.launches and _writes_something(job):
         language = job.solution.record.spec.language
-        raise SolutionError(f"{job.solution.name}: run returned without launching a {language} kernel.")
+        raise SolutionError(
+            f"{job.solution.name}: run returned without launching a {language} kernel.", code="kernel_not_launched"
+        )
     return CompileResult("compiled", seconds, recorder.artifacts)
 
 

@@ -97,7 +97,10 @@ class CompileJob:
         value: dict[str, Any] = json.loads(text)
         solution = SolutionFiles.read(Path(value["record"]))
         if solution.digest != value["digest"]:
-            raise SolutionError(f"{solution.path}: the source changed while it was queued to compile. Run it again.")
+            raise SolutionError(
+                f"{solution.path}: the source changed while it was queued to compile. Run it again.",
+                code="source_changed",
+            )
         return cls(
             definition=Definition.model_validate(value["definition"]),
             solution=solution,

@@ -41,7 +41,7 @@ def recording(target: str, identity: str = "") -> Iterator[Recorder]:
 
     def export(stream: object, grid: object, kernel: Any, kernel_args: tuple[Any, ...], /, **options: Any) -> None:
         if not isinstance(kernel, ct.kernel):
-            raise SolutionError(f"cuda.tile.launch takes a kernel, not {type(kernel).__name__}.")
+            raise SolutionError(f"cuda.tile.launch takes a kernel, not {type(kernel).__name__}.", code="kernel_type")
         check_grid(kernel._pyfunc.__name__, grid)
         recorder.add(_export(recorder, kernel, kernel_args))
 

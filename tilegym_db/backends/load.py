@@ -47,7 +47,9 @@ def load_entry(solution: SolutionFiles) -> Callable[..., Any]:
         function = getattr(module, solution.record.spec.entry_function, None)
         if not callable(function):
             where = solution.record.spec.entry_point
-            raise SolutionError(f"{solution.name}: entry_point {where} names no function of that file.")
+            raise SolutionError(
+                f"{solution.name}: entry_point {where} names no function of that file.", code="entry_point_absent"
+            )
         return function  # type: ignore[no-any-return]
 
 
@@ -105,10 +107,13 @@ def _import(solution: SolutionFiles, name: str) -> ModuleType:
             toolchain = TOOLCHAINS[spec.language]
             raise ToolchainError(
                 f"{spec.language} is installed but does not import: {error}. "
-                f"Fix: pip install --force-reinstall 'tilegym-db[{toolchain.extra}]'"
+                f"Fix: pip install --force-reinstall 'tilegym-db[{toolchain.extra}]'",
+                code="language_broken",
             ) from error
         trace = clipped_traceback(error, solution.folder)
-        raise SolutionError(f"{solution.name}: {spec.entry_path} failed to import.\n{trace}") from error
+        raise SolutionError(
+            f"{solution.name}: {spec.entry_path} failed to import.\n{trace}", code="import_failed"
+        ) from error
 
 
 def _is_the_language(module: str | None, language: str) -> bool:
@@ -122,9 +127,13 @@ def _check_unchanged(solution: SolutionFiles) -> None:
         try:
             same = (solution.folder / path).read_bytes() == content
         except OSError as error:
-            raise SolutionError(f"{solution.name}: cannot read {solution.folder / path}: {error.strerror}.") from error
+            raise SolutionError(
+                f"{solution.name}: cannot read {solution.folder / path}: {error.strerror}.", code="source_unreadable"
+            ) from error
         if not same:
-            raise SolutionError(f"{solution.folder / path} changed after it was read. Run the command again.")
+            raise SolutionError(
+                f"{solution.folder / path} changed after it was read. Run the command again.", code="source_changed"
+            )
 
 
 def _package_name(solution: SolutionFiles) -> str:

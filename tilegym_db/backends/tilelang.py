@@ -65,7 +65,9 @@ def _name(kernel: Any) -> str:
 def _check_target(kernel: Any, arch: str) -> None:
     found = str(kernel.target.attrs["arch"])
     if found != arch:
-        raise SolutionError(f"{_name(kernel)} is compiled for {found}, not {arch}: name no target in the source.")
+        raise SolutionError(
+            f"{_name(kernel)} is compiled for {found}, not {arch}: name no target in the source.", code="target_fixed"
+        )
 
 
 def _check_arguments(kernel: Any, args: Sequence[Any], named: dict[str, Any]) -> None:
@@ -73,7 +75,9 @@ def _check_arguments(kernel: Any, args: Sequence[Any], named: dict[str, Any]) ->
     parameters = [parameter for index, parameter in enumerate(kernel.params) if index not in (kernel.out_idx or ())]
     if len(args) != len(parameters) or named:
         given = f"{len(args)} and {len(named)} named ones"
-        raise SolutionError(f"{_name(kernel)} takes {len(parameters)} positional arguments, got {given}.")
+        raise SolutionError(
+            f"{_name(kernel)} takes {len(parameters)} positional arguments, got {given}.", code="argument_count"
+        )
     for index, (parameter, value) in enumerate(zip(parameters, args, strict=True)):
         if not isinstance(value, torch.Tensor):
             continue
@@ -87,7 +91,8 @@ def _check_arguments(kernel: Any, args: Sequence[Any], named: dict[str, Any]) ->
         ):
             shape = ", ".join("?" if size is None else str(size) for size in sizes)
             raise SolutionError(
-                f"{_name(kernel)}: argument {index} is {value.dtype} {list(value.shape)}, not {want} [{shape}]."
+                f"{_name(kernel)}: argument {index} is {value.dtype} {list(value.shape)}, not {want} [{shape}].",
+                code="argument_differs",
             )
 
 

@@ -120,7 +120,9 @@ def require_toolchain(language: str) -> None:
     """
     status = toolchain_status(language)
     if not status.available:
-        raise ToolchainError(f"{language} cannot be used here: {status.detail}. Fix: {status.fix}")
+        raise ToolchainError(
+            f"{language} cannot be used here: {status.detail}. Fix: {status.fix}", code="toolchain_unusable"
+        )
 
 
 def check_dependencies(dependencies: tuple[str, ...], needed_by: str) -> None:
@@ -131,7 +133,7 @@ def check_dependencies(dependencies: tuple[str, ...], needed_by: str) -> None:
     """
     lacking = lacking_dependency(dependencies)
     if lacking is not None:
-        raise ToolchainError(f"{needed_by} needs {lacking}")
+        raise ToolchainError(f"{needed_by} needs {lacking}", code="dependency_unmet")
 
 
 def lacking_dependency(dependencies: tuple[str, ...]) -> str | None:

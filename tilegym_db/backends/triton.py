@@ -48,7 +48,8 @@ class _CompileOnlyDriver:
 
     def get_benchmarker(self) -> Any:
         raise SolutionError(
-            "triton.autotune measures at run time, which no Solution may do. Declare the search space as spec.tunables."
+            "triton.autotune measures at run time, which no Solution may do. Declare the search space as spec.tunables.",
+            code="autotune_forbidden",
         )
 
 

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import math
 import os
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -64,12 +65,19 @@ def run_reference_once(record: Definition, file: Path, *, limit_s: float | None 
     run_apart(_run_reference_once, (record, file), f"{file}: reference: it", limit_s or TRIAL_LIMIT_S)
 
 
-def require_returning_reference(catalog: Catalog, record: Definition) -> None:
+def require_returning_reference(
+    catalog: Catalog, record: Definition, *, run: Callable[[Definition, Path], None] = run_reference_once
+) -> None:
     """Before this process computes with a reference that did not come with the package: run it apart, once per digest.
 
     Nobody has to add a Definition through ``add-definition``: its file may have been written or changed by hand. Of a checkout,
     those came with it whose digest its lock states. That a reference returned is remembered in the user's cache folder, since a
     process with PyTorch takes seconds to start.
+
+    Args:
+        catalog: has the file of the Definition.
+        record: the Definition.
+        run: runs the reference apart.
 
     Raises:
         RecordError: as :func:`run_reference_once`.
@@ -83,7 +91,7 @@ def require_returning_reference(catalog: Catalog, record: Definition) -> None:
     known = Path(platformdirs.user_cache_dir("tilegym-db")) / "references" / f"{record.digest}-{version('torch')}"
     if record.digest in _RETURNED or os.path.exists(known):
         return
-    run_reference_once(record, path)
+    run(record, path)
     _RETURNED.add(record.digest)
     with contextlib.suppress(OSError):  # a cache folder that cannot be written to costs the next command a few seconds
         known.parent.mkdir(parents=True, exist_ok=True)
@@ -103,32 +111,40 @@ _RETURNED: set[str] = set()
 def _run_reference_once(record: Definition, file: Path) -> None:
     axes = smallest_axes(record)
     if axes is None:
-        raise RecordError(f"{file}: constraints: no sizes among {TRIAL_SIZES} satisfy all of them. Relax them.")
+        raise RecordError(
+            f"{file}: constraints: no sizes among {TRIAL_SIZES} satisfy all of them. Relax them.",
+            code="constraints_unsatisfiable",
+        )
     dtypes = {name: choices[0] for name, choices in record.dtypes.items()}
     case = Case(axes, dtypes, scalars_with_axes(record, trial_scalars(record), axes))
     try:
         work = record.cost_of(axes, dtypes)
     except RecordError as error:
-        raise RecordError(f"{file}: cost: at {case}: {error}") from None
+        raise RecordError(f"{file}: cost: at {case}: {error}", code="cost_failed") from None
     if min(work) < 0:
         raise RecordError(
-            f"{file}: cost: at {case}: {min(work):g} is no amount of work; flops and bytes are not negative."
+            f"{file}: cost: at {case}: {min(work):g} is no amount of work; flops and bytes are not negative.",
+            code="cost_negative",
         )
     try:
         inputs = draw_inputs(record, case, "cpu")
         broken = broken_constraint(record, axes, inputs)
         outputs = run_reference(record, inputs) if broken is None else {}
     except RecordError as error:
-        raise RecordError(f"{file}: reference: at {case}: {error}") from None
+        raise RecordError(f"{file}: reference: at {case}: {error}", code=error.code) from None
     if broken is not None:
-        raise RecordError(f"{file}: content_constraints: drawn inputs break {broken} at {case}; {DRAW_SO}.")
+        raise RecordError(
+            f"{file}: content_constraints: drawn inputs break {broken} at {case}; {DRAW_SO}.",
+            code="content_constraint_broken",
+        )
     for name, value in outputs.items():
         found = (tuple(value.shape), value.dtype)
         declared = (record.shape_of(name, axes), storage_dtype(record.dtype_of(name, dtypes)))
         if found != declared:
             raise RecordError(
                 f"{file}: reference: at {case}: '{name}' has shape {found[0]} and dtype {found[1]}, "
-                f"but outputs.{name} declares {declared[0]} and {declared[1]}."
+                f"but outputs.{name} declares {declared[0]} and {declared[1]}.",
+                code="output_differs",
             )
 
 

@@ -54,13 +54,15 @@ def run_apart(function: Callable[..., Any], arguments: tuple[Any, ...], what: st
         _receive(receiver, process, START_TIMEOUT_S, what)
         kind, value = _receive(receiver, process, limit_s, what)
     except OSError as error:
-        raise SolutionError(f"{what}: cannot start a process for it: {error.strerror or error}.") from None
+        raise SolutionError(
+            f"{what}: cannot start a process for it: {error.strerror or error}.", code="process_not_started"
+        ) from None
     finally:
         _end(process)
         receiver.close()
     if kind == "returned":
         return value
-    raise RecordError(value)
+    raise RecordError(value["message"], code=value["code"])
 
 
 @functools.cache
@@ -73,7 +75,7 @@ def _context() -> ForkServerContext:
 def _receive(receiver: Connection, process: BaseProcess, limit_s: float, what: str) -> tuple[str, Any]:
     begun = time.monotonic()
     if not receiver.poll(limit_s):
-        raise RecordError(f"{what} did not finish within {limit_s:g} s and was ended.")
+        raise RecordError(f"{what} did not finish within {limit_s:g} s and was ended.", code="time_limit_exceeded")
     try:
         kind, value = json.loads(receiver.recv_bytes(MAX_ANSWER_BYTES))
     except (EOFError, ConnectionError):
@@ -81,9 +83,11 @@ def _receive(receiver: Connection, process: BaseProcess, limit_s: float, what: s
         code = process.exitcode
         how = f"with exit status {code}" if code is None or code >= 0 else f"by {signal.Signals(-code).name}"
         seconds = time.monotonic() - begun
-        raise RecordError(f"{what} ended its process {how} after {seconds:.1f} s instead of returning.") from None
+        raise RecordError(
+            f"{what} ended its process {how} after {seconds:.1f} s instead of returning.", code="process_ended"
+        ) from None
     except ValueError:
-        raise RecordError(f"{what} wrote to the channel that its result goes through.") from None
+        raise RecordError(f"{what} wrote to the channel that its result goes through.", code="channel_broken") from None
     return str(kind), value
 
 
@@ -106,10 +110,15 @@ def _answer(sender: Connection, function: Callable[..., Any], arguments: tuple[A
         try:
             answer = "returned", function(*arguments)
         except RecordError as error:
-            answer = "refused", str(error)
+            answer = "refused", _fault(error)
         except BaseException as error:  # the boundary of the process: SystemExit is an answer too
-            answer = "refused", f"{what} raises {type(error).__name__}: {error}"
+            raised = RecordError(f"{what} raises {type(error).__name__}: {error}", code="call_raises")
+            answer = "refused", _fault(raised)
     _send(sender, *answer)
+
+
+def _fault(error: RecordError) -> dict[str, str]:
+    return {"message": str(error), "code": error.code}
 
 
 @contextlib.contextmanager

@@ -34,15 +34,17 @@ class BlobReader:
             self._files[spec.sha256] = _tensors(find_blob(self.roots, name, spec)[1], name, spec.path)
         held = self._files[spec.sha256]
         if spec.tensor_key not in held:
-            raise RecordError(f"inputs.{name}: {spec.path} has no tensor '{spec.tensor_key}'.")
+            raise RecordError(f"inputs.{name}: {spec.path} has no tensor '{spec.tensor_key}'.", code="tensor_absent")
         found = held[spec.tensor_key]
         if tuple(found.shape) != shape:
             raise RecordError(
-                f"inputs.{name}: {spec.path} holds shape {tuple(found.shape)}, the workload says {shape}."
+                f"inputs.{name}: {spec.path} holds shape {tuple(found.shape)}, the workload says {shape}.",
+                code="tensor_shape_differs",
             )
         if found.dtype != storage_dtype(dtype):
             raise RecordError(
-                f"inputs.{name}: {spec.path} holds {found.dtype}, the workload says {storage_dtype(dtype)}."
+                f"inputs.{name}: {spec.path} holds {found.dtype}, the workload says {storage_dtype(dtype)}.",
+                code="tensor_dtype_differs",
             )
         return found
 
@@ -56,11 +58,13 @@ def _tensors(content: bytes, name: str, path: str) -> dict[str, torch.Tensor]:
         from safetensors import SafetensorError
         from safetensors.torch import load
     except ImportError:
-        raise RecordError(f"inputs.{name}: reading {path} needs safetensors: pip install safetensors.") from None
+        raise RecordError(
+            f"inputs.{name}: reading {path} needs safetensors: pip install safetensors.", code="package_missing"
+        ) from None
     try:
         return {key: value.contiguous() for key, value in load(content).items()}
     except (SafetensorError, KeyError) as error:  # KeyError: a dtype that safetensors has no tensor for
-        raise RecordError(f"inputs.{name}: {path} cannot be read: {error}.") from None
+        raise RecordError(f"inputs.{name}: {path} cannot be read: {error}.", code="blob_unreadable") from None
 
 
 def blob_problems(definition: Definition, workloads: Sequence[Workload], roots: Sequence[Path]) -> list[str]:

@@ -38,7 +38,14 @@ class Expected:
     """Outputs that the reference gives to their last digits, small elements included: so must everybody."""
 
 
-def expect(definition: Definition, case: Case, device: str, blobs: BlobReader | None = None) -> Expected | None:
+def expect(
+    definition: Definition,
+    case: Case,
+    device: str,
+    blobs: BlobReader | None = None,
+    *,
+    inputs: Mapping[str, Any] | None = None,
+) -> Expected | None:
     """Draw a case and evaluate the oracle; None where it proves nothing: its contents are none that the operator is called
     with, or the reference as written fails it.
 
@@ -47,16 +54,21 @@ def expect(definition: Definition, case: Case, device: str, blobs: BlobReader | 
         case: sizes and contents.
         device: where inputs are drawn and the oracle runs.
         blobs: reads what the case has in files.
+        inputs: take the place of what would be drawn, by name.
 
     Raises:
         RecordError: the reference raises, or returns another shape or dtype than the Definition declares; or what the case has
             in files cannot be had, or is nothing that the operator is called with.
     """
-    inputs = draw_inputs(definition, case, device, blobs=blobs)
+    if inputs is None:
+        inputs = draw_inputs(definition, case, device, blobs=blobs)
     broken = broken_constraint(definition, case.axes, inputs)
     if broken is not None:
         if case.files:
-            raise RecordError(f"{definition.name} requires {broken}, which the contents break at {case}.")
+            raise RecordError(
+                f"{definition.name} requires {broken}, which the contents break at {case}.",
+                code="content_constraint_broken",
+            )
         return None
     written = as_written(definition, inputs)
     _check_declared(definition, case, written)
@@ -82,7 +94,9 @@ def broken_constraint(definition: Definition, axes: Mapping[str, int], inputs: M
             if not holds(text, {**axes, **inputs}):
                 return text
         except Unknown as error:
-            raise RecordError(f"{definition.name}: content_constraints: {error}.") from None
+            raise RecordError(
+                f"{definition.name}: content_constraints: {error}.", code="content_constraint_failed"
+            ) from None
     return None
 
 
@@ -121,5 +135,6 @@ def _check_declared(definition: Definition, case: Case, outputs: Mapping[str, to
         if found != declared:
             raise RecordError(
                 f"{definition.name}: reference: '{name}' has shape {found[0]} and dtype {found[1]} at {case}, "
-                f"but outputs.{name} declares {declared[0]} and {declared[1]}."
+                f"but outputs.{name} declares {declared[0]} and {declared[1]}.",
+                code="output_differs",
             )

@@ -69,7 +69,8 @@ def _distinct_ids(
     low, high = _whole(spec.low, axes), _whole(spec.high, axes)
     if shape[-1] > high - low:
         raise RecordError(
-            f"distinct_ids: a row of {shape[-1]} different ids does not fit below {spec.high} = {high} (from {low} up)."
+            f"distinct_ids: a row of {shape[-1]} different ids does not fit below {spec.high} = {high} (from {low} up).",
+            code="ids_too_many",
         )
     if 0 in shape:
         return torch.zeros(shape, dtype=torch.int64, device=generator.device)
@@ -94,7 +95,10 @@ def _offsets(
     low, high = _whole(spec.low, axes), _whole(spec.high, axes)
     count = shape[-1] - int(spec.leading)
     if high < low or (count < 1 and high > low):
-        raise RecordError(f"offsets: {max(count, 0)} lengths cannot add up to {spec.high} = {high} from {low} up.")
+        raise RecordError(
+            f"offsets: {max(count, 0)} lengths cannot add up to {spec.high} = {high} from {low} up.",
+            code="offsets_impossible",
+        )
     if count < 1:
         return torch.full(shape, low, device=generator.device)
     contents = contents_among(LENGTH_CONTENTS, distribution)
@@ -244,12 +248,13 @@ def draw_jointly(
             drawn = draw(dict(axes), dict(scalars), wanted, generator, contents)
     except (Exception, SystemExit):
         raise RecordError(
-            f"{where}: draw raises with contents '{contents}':\n{traceback.format_exc(limit=-3)}"
+            f"{where}: draw raises with contents '{contents}':\n{traceback.format_exc(limit=-3)}", code="draw_raises"
         ) from None
     if not isinstance(drawn, dict) or set(drawn) != set(joint.inputs):
         found = ", ".join(map(str, drawn)) if isinstance(drawn, dict) else type(drawn).__name__
         raise RecordError(
-            f"{where}: draw returns {found or 'nothing'}; it must return {', '.join(joint.inputs)} by name."
+            f"{where}: draw returns {found or 'nothing'}; it must return {', '.join(joint.inputs)} by name.",
+            code="draw_names_differ",
         )
     for name, value in drawn.items():
         _check_drawn(where, name, value, (definition.shape_of(name, axes), wanted[name], generator.device.type))
@@ -259,10 +264,13 @@ def draw_jointly(
 def _check_drawn(where: str, name: str, value: object, declared: tuple[tuple[int, ...], torch.dtype, str]) -> None:
     """Raise :class:`RecordError` for anything but a tensor of the declared shape, dtype and kind of device."""
     if not isinstance(value, torch.Tensor):
-        raise RecordError(f"{where}: draw returns a {type(value).__name__} for '{name}', not a tensor.")
+        raise RecordError(
+            f"{where}: draw returns a {type(value).__name__} for '{name}', not a tensor.", code="draw_not_tensor"
+        )
     got = tuple(value.shape), value.dtype, value.device.type
     if got != declared:
         raise RecordError(
             f"{where}: draw returns '{name}' with shape {got[0]}, {got[1]} on {got[2]}; "
-            f"inputs.{name} declares {declared[0]}, {declared[1]}, and the generator is on {declared[2]}."
+            f"inputs.{name} declares {declared[0]}, {declared[1]}, and the generator is on {declared[2]}.",
+            code="draw_differs",
         )

@@ -29,7 +29,12 @@ Outputs = Mapping[str, torch.Tensor]
 
 
 def check_sampled_outputs(
-    definition: Definition, inputs: Inputs, truth: Outputs, calls: Sequence[Outputs]
+    definition: Definition,
+    inputs: Inputs,
+    truth: Outputs,
+    calls: Sequence[Outputs],
+    *,
+    elements_at_once: int = ELEMENTS_AT_ONCE,
 ) -> dict[str, OutputVerdict]:
     """A verdict for each output that is drawn at random.
 
@@ -38,39 +43,42 @@ def check_sampled_outputs(
         inputs: what the calls were given, but for their random numbers.
         truth: the reference's outputs for the first call.
         calls: the outputs of calls that differ in their random numbers alone.
+        elements_at_once: the elements of the inputs of the rows that are judged together.
 
     Raises:
         RecordError: a law raises, or gives something other than a row of weights for each draw.
     """
     return {
-        name: _check(definition, name, inputs, truth[name], torch.stack([call[name] for call in calls]))
+        name: _check(
+            definition, name, inputs, truth[name], torch.stack([call[name] for call in calls]), elements_at_once
+        )
         for name in definition.sampled
         if name in calls[0]
     }
 
 
 def _check(
-    definition: Definition, name: str, inputs: Inputs, truth: torch.Tensor, drawn: torch.Tensor
+    definition: Definition, name: str, inputs: Inputs, truth: torch.Tensor, drawn: torch.Tensor, at_once: int
 ) -> OutputVerdict:
     if drawn.numel() == 0:
         return PASSED
     parts, keys, start = [], [], 0
-    for given in _parts(definition, name, inputs):
+    for given in _parts(definition, name, inputs, at_once):
         law, widest, narrowest = _laws(definition, name, given)
         parts.append(place(drawn[:, start : start + len(law)], law, widest, narrowest))
         keys.append(_keys(law))
         start += len(law)
     draws = Draws.together(parts)
-    same, law_of_same = _most_alike(definition, name, inputs, torch.cat(keys), draws.judged[0])
+    same, law_of_same = _most_alike(definition, name, inputs, torch.cat(keys), draws.judged[0], at_once)
     return check_drawn(name, drawn, draws, truth, same, law_of_same)
 
 
-def _parts(definition: Definition, name: str, inputs: Inputs) -> Iterator[Inputs]:
+def _parts(definition: Definition, name: str, inputs: Inputs, at_once: int) -> Iterator[Inputs]:
     """The inputs in groups of rows; all at once where some input has the rows in another place than first."""
     axis, shapes = definition.outputs[name].shape, {key: spec.shape or () for key, spec in definition.inputs.items()}
     rows = len(inputs[definition.sampled[name].uniforms])
     of_rows = {key: inputs[key] for key, shape in shapes.items() if shape[:1] == axis}
-    step = max(1, ELEMENTS_AT_ONCE // max(value[:1].numel() for value in of_rows.values()))
+    step = max(1, at_once // max(value[:1].numel() for value in of_rows.values()))
     if any(entry == axis for shape in shapes.values() for entry in (shape[i : i + 1] for i in range(1, len(shape)))):
         step = rows
     for start in range(0, rows, step):
@@ -89,7 +97,8 @@ def _laws(definition: Definition, name: str, inputs: Inputs) -> tuple[torch.Tens
         if not isinstance(value, torch.Tensor) or value.shape[:-1] != shape or not value.dtype.is_floating_point:
             what = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             raise RecordError(
-                f"{definition.name}: {function} gives {what}, not a row of weights for each of {list(shape)}."
+                f"{definition.name}: {function} gives {what}, not a row of weights for each of {list(shape)}.",
+                code="law_shape_differs",
             )
         found.append(value.double())
     return found[0], found[1], found[2]
@@ -103,7 +112,7 @@ def _keys(law: torch.Tensor) -> torch.Tensor:
 
 
 def _most_alike(
-    definition: Definition, name: str, inputs: Inputs, keys: torch.Tensor, judged: torch.Tensor
+    definition: Definition, name: str, inputs: Inputs, keys: torch.Tensor, judged: torch.Tensor, at_once: int
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The rows of the law that most rows have, and this law; of a single row where no two are alike."""
     if not bool(judged.any()):
@@ -111,7 +120,7 @@ def _most_alike(
     values, counts = torch.unique(keys[judged], return_counts=True)
     same = (keys == values[counts.argmax()]) & judged
     row = int(same.nonzero()[0])
-    for given in _parts(definition, name, inputs):
+    for given in _parts(definition, name, inputs, at_once):
         rows = len(given[definition.sampled[name].uniforms])
         if row < rows:
             law = _laws(definition, name, given)[0][row]

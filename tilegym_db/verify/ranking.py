@@ -84,7 +84,10 @@ def followed(
             with _lifted():
                 value = evaluate_function(definition, function, lift(inputs), indices | {ROUNDING: rounding})
         if not isinstance(value, torch.Tensor) or value.shape != truth[name].shape:
-            raise RecordError(f"{definition.name}: {function} does not give '{name}' in the shape that run gives it.")
+            raise RecordError(
+                f"{definition.name}: {function} does not give '{name}' in the shape that run gives it.",
+                code="follows_shape_differs",
+            )
         found[name] = value
     return found
 
@@ -101,7 +104,13 @@ def _ranked(
     rows = index.shape[:-1]
     if not isinstance(value, torch.Tensor) or value.shape[:-1] != rows or not value.dtype.is_floating_point:
         found = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-        raise RecordError(f"{definition.name}: {function} gives {found}, not a row of values for each of {list(rows)}.")
+        raise RecordError(
+            f"{definition.name}: {function} gives {found}, not a row of values for each of {list(rows)}.",
+            code="ranking_shape_differs",
+        )
     if value.shape[-1] < index.shape[-1]:
-        raise RecordError(f"{definition.name}: {function} ranks {value.shape[-1]} values, fewer than '{name}' chooses.")
+        raise RecordError(
+            f"{definition.name}: {function} ranks {value.shape[-1]} values, fewer than '{name}' chooses.",
+            code="ranking_too_short",
+        )
     return value

@@ -43,7 +43,9 @@ def load_function(source: str, where: str, name: str = "run") -> Callable[..., A
         # Definitions are reviewed records, admitted by the self-test; a Solution's source never takes this road.
         exec(compile(source, where, "exec"), scope)
     except (Exception, SystemExit) as error:
-        raise RecordError(f"{where}: the reference raises when it is loaded: {error!r}.") from None
+        raise RecordError(
+            f"{where}: the reference raises when it is loaded: {error!r}.", code="reference_load_failed"
+        ) from None
     function: Callable[..., Any] = scope[name]
     return function
 
@@ -70,7 +72,7 @@ def run_reference(definition: Definition, inputs: Inputs, *, source: str | None 
         with torch.no_grad():
             returned = function(*(given[name] for name in definition.inputs))
     except (Exception, SystemExit):
-        raise RecordError(f"{where} raises:\n{traceback.format_exc(limit=-3)}") from None
+        raise RecordError(f"{where} raises:\n{traceback.format_exc(limit=-3)}", code="reference_raises") from None
     return name_outputs(definition, returned, given, where)
 
 
@@ -93,7 +95,7 @@ def evaluate_function(definition: Definition, name: str, inputs: Inputs, known: 
         with torch.no_grad():
             return function(*(inputs[given] for given in definition.inputs), **{key: known[key] for key in more})
     except (Exception, SystemExit):
-        raise RecordError(f"{where} raises:\n{traceback.format_exc(limit=-3)}") from None
+        raise RecordError(f"{where} raises:\n{traceback.format_exc(limit=-3)}", code="reference_raises") from None
 
 
 def name_outputs(definition: Definition, returned: Any, given: Inputs, where: str) -> Outputs:
@@ -110,14 +112,17 @@ def name_outputs(definition: Definition, returned: Any, given: Inputs, where: st
         names = definition.written_outputs
     else:
         raise RecordError(
-            f"{where} returns {len(values)} values; {definition.name} has outputs {', '.join(definition.outputs)}."
+            f"{where} returns {len(values)} values; {definition.name} has outputs {', '.join(definition.outputs)}.",
+            code="output_count_differs",
         )
     outputs = dict(zip(names, values, strict=True))
     for target, source in replaced.items():
         outputs.setdefault(target, given[source])
     for name, value in outputs.items():
         if not isinstance(value, torch.Tensor):
-            raise RecordError(f"{where} returns a {type(value).__name__} for '{name}', not a tensor.")
+            raise RecordError(
+                f"{where} returns a {type(value).__name__} for '{name}', not a tensor.", code="output_not_tensor"
+            )
     return {name: outputs[name] for name in definition.outputs}
 
 

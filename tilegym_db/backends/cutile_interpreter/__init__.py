@@ -39,7 +39,7 @@ def interpreting() -> Iterator[None]:
 
     def launch(stream: object, grid: object, kernel: Any, kernel_args: tuple[Any, ...], /, **options: Any) -> None:
         if not isinstance(kernel, ct.kernel):
-            raise SolutionError(f"cuda.tile.launch takes a kernel, not {type(kernel).__name__}.")
+            raise SolutionError(f"cuda.tile.launch takes a kernel, not {type(kernel).__name__}.", code="kernel_type")
         run(grid, kernel, kernel_args)
 
     install_driver()

@@ -38,7 +38,7 @@ def _each(memory: ArrayMemory, offset: Any, mask: Any, shape: Shape, host: Any, 
     for at in np.flatnonzero(counts):
         place = int(flat[at])
         if not 0 <= place < memory.data.size:
-            raise SolutionError(f"An index lies outside of the memory of {memory.name}.")
+            raise SolutionError(f"An index lies outside of the memory of {memory.name}.", code="index_outside")
         value = memory.data[place]
         old[at] = value if memory.decode is None else memory.decode(value)
         new = step(int(at), old[at])

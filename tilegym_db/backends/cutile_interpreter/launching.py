@@ -18,6 +18,7 @@ from tilegym_db.backends.cutile_interpreter import control_ops, memory_ops, nume
 from tilegym_db.backends.cutile_interpreter.memory import ArrayMemory, Launch
 from tilegym_db.backends.cutile_interpreter.writer import Writer
 from tilegym_db.backends.cutile_stand_ins import as_cuda
+from tilegym_db.errors import SolutionError
 
 __all__ = ["TranslatedKernel", "compile_program", "run"]
 
@@ -151,4 +152,7 @@ def _constraints(constraints: Any) -> Iterator[Any]:
         elif kind in ("ScalarConstraint", "ArrayConstraint"):
             yield constraint
         elif kind != "ConstantConstraint":
-            raise NotImplementedError(f"The cuTile interpreter has no argument like {kind.removesuffix('Constraint')}.")
+            raise SolutionError(
+                f"The cuTile interpreter has no argument like {kind.removesuffix('Constraint')}.",
+                code="not_interpreted",
+            )

@@ -63,7 +63,9 @@ class ArrayMemory:
         """A read of elements, given what their writers and readers are now."""
         block = self.launch.block
         if ((marked != 0) & (marked != block)).any():
-            raise SolutionError(f"A block reads what another block writes in the same launch: {self.name}.")
+            raise SolutionError(
+                f"A block reads what another block writes in the same launch: {self.name}.", code="blocks_race"
+            )
         read[...] = block
 
     def check_write(self, readers: Any, writers: Any, old: Any, new: Any) -> None:
@@ -72,7 +74,8 @@ class ArrayMemory:
         others = ((writers != 0) & (writers != block)) | ((readers != 0) & (readers != block))
         if others.any() and (_bits(old) != _bits(new))[others].any():
             raise SolutionError(
-                f"Blocks of one launch read and write, or write differently, the same element of {self.name}."
+                f"Blocks of one launch read and write, or write differently, the same element of {self.name}.",
+                code="blocks_race",
             )
 
 
@@ -85,7 +88,7 @@ def _bits(values: Any) -> Any:
 
 def _check(memory: ArrayMemory, index: Any) -> None:
     if index.size and (index.min() < 0 or index.max() >= memory.data.size):
-        raise SolutionError(f"An index lies outside of the memory of {memory.name}.")
+        raise SolutionError(f"An index lies outside of the memory of {memory.name}.", code="index_outside")
 
 
 def load(memory: ArrayMemory, offset: Any, mask: Any, padding: Any, shape: Shape) -> Any:
@@ -121,7 +124,9 @@ def _note_load(memory: ArrayMemory, index: Any, mask: Any) -> None:
     block = memory.launch.block
     marked = memory.writers[index]
     if ((marked != 0) & (marked != block)).any():
-        raise SolutionError(f"A block reads what another block writes in the same launch: {memory.name}.")
+        raise SolutionError(
+            f"A block reads what another block writes in the same launch: {memory.name}.", code="blocks_race"
+        )
     memory.readers[index] = block
 
 
@@ -139,7 +144,9 @@ def store(memory: ArrayMemory, offset: Any, value: Any, mask: Any, shape: Shape)
     memory.check_write(memory.readers[index], memory.writers[index], np.asarray(memory.data[index]), value)
     memory.data[index] = value
     if (_bits(np.asarray(memory.data[index])) != _bits(value)).any():
-        raise SolutionError(f"One store writes different values to the same element of {memory.name}.")
+        raise SolutionError(
+            f"One store writes different values to the same element of {memory.name}.", code="store_conflict"
+        )
     memory.writers[index] = memory.launch.block
 
 
@@ -155,7 +162,8 @@ class _TileView:
         if any(start < 0 or start >= whole for start, whole in zip(starts, shape, strict=True)):
             raise SolutionError(
                 f"A tile at {tuple(map(int, index))} lies outside of {memory.name}, of shape {shape}; "
-                "cuTile does not say what happens."
+                "cuTile does not say what happens.",
+                code="tile_outside",
             )
         self.sizes = tuple(
             min(int(whole) - start, size) for whole, start, size in zip(shape, starts, tile, strict=True)

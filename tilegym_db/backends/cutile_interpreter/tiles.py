@@ -50,7 +50,7 @@ def bits_as(tile: Any, dtype: Any) -> Any:
 def require(condition: Any, message: str) -> None:
     """The kernel's own assertion."""
     if not np.all(condition):
-        raise SolutionError(f"The kernel's assertion fails: {message}")
+        raise SolutionError(f"The kernel's assertion fails: {message}", code="assertion_failed")
 
 
 # -- arithmetic ------------------------------------------------------------------------------------------------------
@@ -89,7 +89,9 @@ def _part(shape: Shape, part: Shape, index: tuple[Any, ...]) -> tuple[slice, ...
     for whole, size, at in zip(shape, part, index, strict=True):
         start = int(at) * size
         if not 0 <= start <= whole - size:
-            raise SolutionError(f"Part {tuple(map(int, index))} of shape {part} lies outside of a tile {shape}.")
+            raise SolutionError(
+                f"Part {tuple(map(int, index))} of shape {part} lies outside of a tile {shape}.", code="part_outside"
+            )
         chosen.append(slice(start, start + size))
     return tuple(chosen)
 

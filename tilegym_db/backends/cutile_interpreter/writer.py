@@ -37,7 +37,7 @@ def emits(*opcodes: str, once: bool = False) -> Callable[[Emit], Emit]:
 def refuse(op: Any, what: str = "") -> SolutionError:
     """The error for what the interpreter cannot do: better none than a wrong answer."""
     detail = f" with {what}" if what else ""
-    return SolutionError(f"The cuTile interpreter has no '{op.op}'{detail} ({op.loc}).")
+    return SolutionError(f"The cuTile interpreter has no '{op.op}'{detail} ({op.loc}).", code="not_interpreted")
 
 
 @dataclass
@@ -198,7 +198,9 @@ class Writer:
             self.line(f"return ({', '.join(self.of(var) for var in kept)},)")
             return
         if region.pointers and tuple(self.memories.get(var.name) for var in kept) != region.pointers:
-            raise SolutionError("The cuTile interpreter has no loop that changes what an array lies in.")
+            raise SolutionError(
+                "The cuTile interpreter has no loop that changes what an array lies in.", code="not_interpreted"
+            )
         self._assign(region.targets, kept)
         if word:
             self.line(word)

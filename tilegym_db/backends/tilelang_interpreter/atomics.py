@@ -23,9 +23,11 @@ ATOMICS = {f"atomic_{name}{kind}_elem_op": name for name in _OPERATIONS for kind
 def atomic(state: State, short: str, memory: Memory, indices: Sequence[Array], value: Array) -> Array:
     """Change elements once for each active lane; gives what each of them found."""
     if isinstance(memory, LaneMemory):
-        raise NotInterpreted(f"{short} on registers")
+        raise NotInterpreted(f"{short} on registers", code="not_interpreted")
     if state.collapsed and state.mask is not None and state.mask.shape[-1] > 1:
-        raise NotInterpreted(f"{short} under a condition on the thread inside of a loop that threads share out")
+        raise NotInterpreted(
+            f"{short} under a condition on the thread inside of a loop that threads share out", code="not_interpreted"
+        )
     operation = _OPERATIONS[ATOMICS[short]]
     address = memory.address(memory.linear(state, indices, f"{short} on"))
     threads = (1 if state.collapsed else state.threads,)

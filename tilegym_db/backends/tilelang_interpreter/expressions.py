@@ -44,7 +44,7 @@ class Expressions:
             return self._binary(kind, node)
         method = getattr(self, f"_{kind.lower()}", None)
         if method is None:
-            raise NotInterpreted(f"no rule for an expression of the kind {kind}")
+            raise NotInterpreted(f"no rule for an expression of the kind {kind}", code="not_interpreted")
         return method(node)  # type: ignore[no-any-return]
 
     def many(self, nodes: Any) -> list[Value]:
@@ -74,7 +74,7 @@ class Expressions:
 
     def _bufferload(self, node: Any) -> Value:
         if node.predicate is not None:
-            raise NotInterpreted("no rule for a load with a predicate")
+            raise NotInterpreted("no rule for a load with a predicate", code="not_interpreted")
         slot, indices = self.slots.buffer(node.buffer), self.many(node.indices)
         if len(indices) == 1:
             (only,) = indices
@@ -105,7 +105,7 @@ class Expressions:
             zero = by == 0
             if np.any(zero):
                 if np.any(zero if state.mask is None else zero & state.mask):
-                    raise KernelFault("divides an integer by zero")
+                    raise KernelFault("divides an integer by zero", code="division_by_zero")
                 by = np.where(zero, by.dtype.type(1), by)
             return function(dividend, by)
 
@@ -197,10 +197,10 @@ class Expressions:
     def _function(self, name: str, short: str, node: Any, dtype: Any) -> Value:
         function = FUNCTIONS.get(short)
         if function is None:
-            raise NotInterpreted(f"no rule for {name}")
+            raise NotInterpreted(f"no rule for {name}", code="not_interpreted")
         arguments = list(node.args)
         if short.startswith("ieee_") and type(arguments[-1]).__name__ == "StringImm" and arguments.pop().value != "rn":
-            raise NotInterpreted(f"no rule for {name} but to the nearest")
+            raise NotInterpreted(f"no rule for {name} but to the nearest", code="not_interpreted")
         values = self.many(arguments)
         if len(values) == 1:
             (only,) = values
@@ -233,7 +233,7 @@ class Expressions:
     def _atomic(self, short: str, node: Any) -> Value:
         target = node.args[0]
         if operation_of(target) != "tl.access_ptr":
-            raise NotInterpreted(f"no rule for {short} on {operation_of(target)}")
+            raise NotInterpreted(f"no rule for {short} on {operation_of(target)}", code="not_interpreted")
         load = target.args[0]
         slot, indices, value = self.slots.buffer(load.buffer), self.many(load.indices), self.compile(node.args[1])
 

@@ -10,6 +10,10 @@ __all__ = ["KernelFault", "NotInterpreted"]
 class KernelFault(SolutionError):
     """A kernel did what is undefined on a device, such as an access outside of a buffer."""
 
+    code = "kernel_fault"
+
 
 class NotInterpreted(SolutionError):
     """A part of TileLang that the interpreter has no rule for."""
+
+    code = "not_interpreted"

@@ -32,7 +32,9 @@ class InterpretedKernel:
         self.prim_func = function
         self.name = str(function.attrs["global_symbol"])
         if out_idx is not None and out_idx != []:
-            raise NotInterpreted(f"{self.name}: no rule for out_idx; outputs are arguments here")
+            raise NotInterpreted(
+                f"{self.name}: no rule for out_idx; outputs are arguments here", code="not_interpreted"
+            )
         self.params = list(function.params)
         self.buffers = {param: function.buffer_map[param] for param in self.params if param in function.buffer_map}
         self.program = self._named(lambda: Program(function))
@@ -68,7 +70,7 @@ class InterpretedKernel:
         try:
             return action()
         except (KernelFault, NotInterpreted) as error:
-            raise type(error)(f"{self.name}: {error}") from error
+            raise type(error)(f"{self.name}: {error}", code=error.code) from error
 
     def _scalar(self, param: Any, value: Any) -> Any:
         dtype = dtype_of(param.dtype)
@@ -85,7 +87,7 @@ class InterpretedKernel:
         name = str(buffer.dtype)
         want = _TORCH.get(name) or getattr(torch, name, None)
         if want is None:
-            raise NotInterpreted(f"{self.name}: no rule for a tensor of {name}")
+            raise NotInterpreted(f"{self.name}: no rule for a tensor of {name}", code="not_interpreted")
         if value.dtype != want:
             raise RuntimeError(f"{where} dtype is {value.dtype}, expected {name}")
         if value.ndim != len(buffer.shape):

@@ -55,7 +55,7 @@ class Memory:
         """
         wrong = self.outside(indices, state.mask)
         if wrong is not None:
-            raise KernelFault(self._complaint(indices, wrong, what))
+            raise KernelFault(self._complaint(indices, wrong, what), code="index_outside")
         place: Any = 0
         for index, stride in zip(indices, self.strides, strict=True):
             if stride:
@@ -89,7 +89,9 @@ class Memory:
             address, value = address[chosen], value[chosen]
         self.flat[address] = value
         if address.size > 1 and not np.array_equal(bits(self.flat[address]), bits(value)):
-            raise KernelFault(f"lanes write different values to one element of {self.name} in one statement")
+            raise KernelFault(
+                f"lanes write different values to one element of {self.name} in one statement", code="store_conflict"
+            )
 
 
 class GlobalMemory(Memory):
@@ -142,7 +144,8 @@ class LaneMemory(Memory):
         """Write the registers of active lanes."""
         if state.collapsed:
             raise NotInterpreted(
-                f"{self.name}, which each thread has for itself, is written where threads share out the work"
+                f"{self.name}, which each thread has for itself, is written where threads share out the work",
+                code="not_interpreted",
             )
         place = self.linear(state, indices, "writes")
         mask = state.mask

@@ -40,7 +40,7 @@ def dtype_of(name: Any) -> Any:
     """The NumPy dtype of a scalar dtype of TileLang."""
     found = _DTYPES.get(str(name))
     if found is None:
-        raise NotInterpreted(f"no rule for the dtype {name}")
+        raise NotInterpreted(f"no rule for the dtype {name}", code="not_interpreted")
     return found
 
 
@@ -86,7 +86,7 @@ def _to_integer(value: Array, target: Any) -> Array:
 def reinterpret(value: Array, target: Any) -> Array:
     """The same bits as another dtype of the same size."""
     if value.dtype.itemsize != target.itemsize:
-        raise NotInterpreted(f"no rule for reinterpreting {value.dtype} as {target}")
+        raise NotInterpreted(f"no rule for reinterpreting {value.dtype} as {target}", code="not_interpreted")
     return np.array(value, order="C").view(target)
 
 

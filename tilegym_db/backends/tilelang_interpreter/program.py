@@ -62,7 +62,7 @@ class Program:
         while type(loop).__name__ == "For" and int(loop.kind) == 4:
             tag = str(loop.thread_binding.thread_tag)
             if tag not in _AXES:
-                raise NotInterpreted(f"no rule for a loop bound to {tag}")
+                raise NotInterpreted(f"no rule for a loop bound to {tag}", code="not_interpreted")
             axes.append((_AXES[tag], self.slots.variable(loop.loop_var), self.expressions.compile(loop.extent)))
             loop = loop.body
         body = self.statements.compile(loop)
@@ -145,9 +145,11 @@ def _uses_threads(node: Any) -> bool:
 
 def _check_launch(sizes: Sequence[int], threads: Sequence[int]) -> None:
     if 0 in sizes or any(size < 0 or size > most for size, most in zip(sizes, MOST_BLOCKS, strict=True)):
-        raise KernelFault(f"is launched with a grid of {sizes}, which a device refuses")
+        raise KernelFault(f"is launched with a grid of {sizes}, which a device refuses", code="grid_out_of_range")
     if threads[0] * threads[1] * threads[2] > MOST_THREADS:
-        raise KernelFault(f"is launched with {list(threads)} threads a block, more than {MOST_THREADS}")
+        raise KernelFault(
+            f"is launched with {list(threads)} threads a block, more than {MOST_THREADS}", code="block_too_large"
+        )
 
 
 def _blocks_at_once(allocated: Sequence[Any], threads: Sequence[int], cluster: int) -> int:
@@ -167,10 +169,12 @@ def _elements(buffer: Any) -> int:
 def _allocate(buffer: Any, blocks: int, threads: int) -> Array:
     scope, dtype = str(buffer.scope()), dtype_of(buffer.dtype)
     if any(type(size).__name__ != "IntImm" for size in buffer.shape):
-        raise NotInterpreted(f"no rule for {buffer.name}, whose size is not known before the launch")
+        raise NotInterpreted(
+            f"no rule for {buffer.name}, whose size is not known before the launch", code="not_interpreted"
+        )
     shape = [int(size) for size in buffer.shape]
     if scope in ("local", "local.var"):
         return LaneMemory(str(buffer.name), shape, dtype, blocks, threads, zero=scope == "local.var")
     if scope in ("shared", "shared.dyn", "local.fragment"):
         return BlockMemory(str(buffer.name), shape, dtype, blocks)
-    raise NotInterpreted(f"no rule for memory of the scope {scope}")
+    raise NotInterpreted(f"no rule for memory of the scope {scope}", code="not_interpreted")

@@ -79,5 +79,5 @@ def uniform_over_threads(value: Array, mask: Any, complaint: str) -> Array:
     if mask is not None:
         differs = differs & mask
     if differs.any():
-        raise KernelFault(complaint)
+        raise KernelFault(complaint, code="threads_differ")
     return first

@@ -52,7 +52,7 @@ class Statements:
         """
         method = getattr(self, f"_{type(node).__name__.lower()}", None)
         if method is None:
-            raise NotInterpreted(f"no rule for a statement of the kind {type(node).__name__}")
+            raise NotInterpreted(f"no rule for a statement of the kind {type(node).__name__}", code="not_interpreted")
         return method(node)  # type: ignore[no-any-return]
 
     def _seqstmt(self, node: Any) -> Action:
@@ -67,12 +67,12 @@ class Statements:
     def _sblockrealize(self, node: Any) -> Action:
         block = node.block
         if len(block.iter_vars) or len(block.match_buffers) or block.init is not None:
-            raise NotInterpreted("no rule for a block with axes of its own")
+            raise NotInterpreted("no rule for a block with axes of its own", code="not_interpreted")
         return self.compile(block.body)
 
     def _attrstmt(self, node: Any) -> Action:
         if str(node.attr_key) not in _ATTRIBUTES:
-            raise NotInterpreted(f"no rule for the attribute {node.attr_key}")
+            raise NotInterpreted(f"no rule for the attribute {node.attr_key}", code="not_interpreted")
         return self.compile(node.body)
 
     def _bind(self, node: Any) -> Action:
@@ -95,7 +95,7 @@ class Statements:
 
     def _bufferstore(self, node: Any) -> Action:
         if node.predicate is not None:
-            raise NotInterpreted("no rule for a store with a predicate")
+            raise NotInterpreted("no rule for a store with a predicate", code="not_interpreted")
         slot, indices = self.slots.buffer(node.buffer), self.expressions.many(node.indices)
         value = self.expressions.compile(node.value)
 
@@ -200,7 +200,7 @@ class Statements:
         def check(state: State) -> None:
             wrong = np.logical_not(condition(state))
             if np.any(wrong if state.mask is None else wrong & state.mask):
-                raise KernelFault(f"T.assume({text}) does not hold")
+                raise KernelFault(f"T.assume({text}) does not hold", code="assumption_failed")
 
         return check
 
@@ -210,7 +210,7 @@ class Statements:
         starts = [self.expressions.many(load.indices) for load in loads]
         count = self.expressions.compile(call.args[2])
         if len(call.args) > 3:
-            raise NotInterpreted("no rule for cp.async with a predicate")
+            raise NotInterpreted("no rule for cp.async with a predicate", code="not_interpreted")
 
         def copy(state: State) -> None:
             steps = np.arange(int(count(state)), dtype=np.int64).reshape(-1, *[1] * state.depth, 1, 1)
@@ -228,7 +228,9 @@ def _at_once(slot: int, least: Any, extent: Any, body: Action, dtype: Any, *, sh
     def run(state: State) -> None:
         first, count = least(state), extent(state)
         if np.ndim(count):
-            raise NotInterpreted("no rule for a parallel loop whose length differs between lanes")
+            raise NotInterpreted(
+                "no rule for a parallel loop whose length differs between lanes", code="not_interpreted"
+            )
         if int(count) <= 0:
             return
         mask, collapsed = state.mask, state.collapsed

@@ -24,7 +24,7 @@ class Region:
     def __init__(self, expressions: Expressions, node: Any) -> None:
         """Compile a ``tl.region``."""
         if type(node).__name__ != "Call" or operation_of(node) != "tl.region":
-            raise NotInterpreted(f"no rule for a tile operator on a {type(node).__name__}")
+            raise NotInterpreted(f"no rule for a tile operator on a {type(node).__name__}", code="not_interpreted")
         load = node.args[0]
         self.slot = expressions.slots.buffer(load.buffer)
         self.starts, self.extents = expressions.many(load.indices), expressions.many(node.args[2:])
@@ -33,7 +33,7 @@ class Region:
         """How far it reaches along each axis of the buffer."""
         sizes = [extent(state) for extent in self.extents]
         if any(np.ndim(size) for size in sizes):
-            raise NotInterpreted("no rule for a tile whose size differs between blocks")
+            raise NotInterpreted("no rule for a tile whose size differs between blocks", code="not_interpreted")
         return tuple(int(size) for size in sizes)
 
     def indices(self, state: State, *, squeezed: bool) -> list[Array]:
@@ -79,7 +79,10 @@ class Region:
     def _memory(self, state: State) -> Any:
         memory = state.memories[self.slot]
         if isinstance(memory, LaneMemory):
-            raise NotInterpreted(f"no rule for a tile operator on {memory.name}, which each thread has for itself")
+            raise NotInterpreted(
+                f"no rule for a tile operator on {memory.name}, which each thread has for itself",
+                code="not_interpreted",
+            )
         return memory
 
 
@@ -88,7 +91,7 @@ def _together(action: Action, name: str) -> Action:
 
     def run(state: State) -> None:
         if state.depth:
-            raise NotInterpreted(f"no rule for {name} inside of a parallel loop")
+            raise NotInterpreted(f"no rule for {name} inside of a parallel loop", code="not_interpreted")
         mask, collapsed = state.mask, state.collapsed
         state.mask, state.collapsed = state.block_mask(name), True
         action(state)
@@ -103,7 +106,7 @@ def _copy(expressions: Expressions, arguments: Any) -> Action:
     def copy(state: State) -> None:
         sizes = [[size for size in region.shape(state) if size != 1] for region in (source, target)]
         if sizes[0] != sizes[1]:
-            raise NotInterpreted(f"no rule for a copy of a tile {sizes[0]} to one {sizes[1]}")
+            raise NotInterpreted(f"no rule for a copy of a tile {sizes[0]} to one {sizes[1]}", code="not_interpreted")
         target.write(state, source.read(state, squeezed=True), squeezed=True)
 
     return copy
@@ -123,7 +126,7 @@ def _gemm(expressions: Expressions, arguments: Any) -> Action:
         left, right = (_matrix(region.read(state)) for region in (one, two))
         left, right = (np.swapaxes(x, -1, -2) if t else x for x, t in zip((left, right), turned, strict=True))
         if left.dtype == np.float32 or right.dtype == np.float32:
-            raise NotInterpreted("no rule for T.gemm on float32, which a device rounds to tf32")
+            raise NotInterpreted("no rule for T.gemm on float32, which a device rounds to tf32", code="not_interpreted")
         before = total.read(state)
         accumulated = before.dtype
         wider = np.float32 if is_float(left.dtype) else np.int32

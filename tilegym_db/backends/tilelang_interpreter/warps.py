@@ -57,7 +57,7 @@ def reduce_warp(state: State, name: str, value: Array) -> Array:
 
 def _together(state: State, name: str) -> None:
     if state.collapsed:
-        raise NotInterpreted(f"{name} inside of a loop that threads share out")
+        raise NotInterpreted(f"{name} inside of a loop that threads share out", code="not_interpreted")
 
 
 def _exchanged(state: State, name: str, value: Array, source: Array) -> Array:
@@ -69,7 +69,7 @@ def _exchanged(state: State, name: str, value: Array, source: Array) -> Array:
         lanes = np.broadcast_to(state.mask, (*state.mask.shape[:-1], state.threads))
         missing = missing | (lanes & ~_taken(lanes, source))
     if missing.any():
-        raise KernelFault(f"{name} reads from a lane that does not take part in it")
+        raise KernelFault(f"{name} reads from a lane that does not take part in it", code="lane_absent")
     if np.ndim(value) == 0 or value.shape[-1] == 1:
         return value
     return _taken(value, source)

@@ -120,7 +120,17 @@ class WorkerProcess:
         try:
             return start_supervisor(environment, common, self.folder, channel, compile_cache)
         except ForkServerLost as error:
-            raise WorkerDied(str(error)) from None
+            raise WorkerDied(str(error), code="fork_server_lost") from None
+
+    @property
+    def supervisor_pid(self) -> int:
+        """The process id of the supervisor, which is the worker's parent."""
+        return self._supervisor.pid
+
+    @property
+    def fork_server_pid(self) -> int:
+        """The process id of the fork server that the supervisor stems from."""
+        return self._supervisor.fork_server
 
     @property
     def alive(self) -> bool:
@@ -154,7 +164,7 @@ class WorkerProcess:
         if self._sandbox is None:
             self._sandbox = self._receive(0, time.monotonic() + START_TIMEOUT_S, START_TIMEOUT_S).get("sandbox")
             if self._sandbox is None:
-                raise self._died("did not say how it is confined")
+                raise self._died("did not say how it is confined", "confinement_unknown")
         return self._sandbox
 
     def wait_until_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
@@ -164,7 +174,7 @@ class WorkerProcess:
             begun = self._receive(0, time.monotonic() + timeout_s, timeout_s)
             if Reply(bool(begun.get("ok")), begun).no_memory:
                 self.kill()
-                raise WorkerHasNoMemory("the GPU had no memory left for the worker to start")
+                raise WorkerHasNoMemory("the GPU had no memory left for the worker to start", code="gpu_memory_full")
             self._ready = True
 
     def request(self, op: str, *, timeout_s: float, descriptors: Sequence[int] = (), **content: Any) -> Reply:
@@ -204,21 +214,21 @@ class WorkerProcess:
         except ChannelTimeout:
             raise self._timed_out(timeout_s) from None
         except ChannelBroken as error:
-            raise self._died(str(error)) from None
+            raise self._died(str(error), error.code) from None
 
     def _timed_out(self, timeout_s: float) -> WorkerTimeout:
         tail = self._end().tail
-        return WorkerTimeout(f"no answer within {timeout_s:g} s{tail}")
+        return WorkerTimeout(f"no answer within {timeout_s:g} s{tail}", code="worker_timeout")
 
-    def _died(self, how: str) -> WorkerDied:
+    def _died(self, how: str, code: str) -> WorkerDied:
         # Its channel closes a moment before the supervisor has seen its end.
         if how == "ended" and not self._supervisor.has_ended(1.0):
-            how = "closed its channel"
+            how, code = "closed its channel", "channel_closed"
         ending = self._end()
         if ending.reason:
-            return WorkerDied(f"the worker was ended: {ending.reason}{ending.tail}")
+            return WorkerDied(f"the worker was ended: {ending.reason}{ending.tail}", code="worker_was_ended")
         by = ending.signalled if how == "ended" else ""
-        return WorkerDied(f"the worker {how}{by} (exit status {ending.code}){ending.tail}")
+        return WorkerDied(f"the worker {how}{by} (exit status {ending.code}){ending.tail}", code=code)
 
     def kill(self) -> None:
         """End the worker and every process that it started, whatever they do. Safe to call from any thread, and twice."""

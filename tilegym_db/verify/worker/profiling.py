@@ -7,7 +7,7 @@ Solution but is not the only thing that acquits it (``docs/trust.md``).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tilegym_db.verify.worker.reply import KernelUse, sum_uses
 
-__all__ = ["KernelProfiler"]
+__all__ = ["KernelProfiler", "uses_of_events"]
 
 _profile: Any = profile
 _synchronize = torch.cuda.synchronize
@@ -42,9 +42,14 @@ class KernelProfiler:
             _synchronize()
             _sleep(LINGER_S)
             _synchronize()
-        on_device = DeviceType.CUDA
-        return sum_uses(
-            (event.name(), event.duration_ns() / 1e3, event.device_resource_id())
-            for event in session.profiler.kineto_results.events()
-            if event.device_type() == on_device
-        )
+        return uses_of_events(session.profiler.kineto_results.events())
+
+
+def uses_of_events(events: Iterable[Any]) -> list[KernelUse]:
+    """Add up the events of the device in a profile; events of the host are left out."""
+    on_device = DeviceType.CUDA
+    return sum_uses(
+        (event.name(), event.duration_ns() / 1e3, event.device_resource_id())
+        for event in events
+        if event.device_type() == on_device
+    )

@@ -69,13 +69,16 @@ class Worker:
         from tilegym_db.backends.load import load_entry
         from tilegym_db.backends.toolchains import TOOLCHAINS, prepare_environment
         from tilegym_db.catalog import SolutionFiles
+        from tilegym_db.errors import SolutionError
         from tilegym_db.verify.worker.interpreters import INTERPRETERS
 
         if self.device != "cpu":
             torch.cuda.set_device(self.device)
         files = SolutionFiles.read(Path(request["record"]))
         if files.digest != request["digest"]:
-            raise RuntimeError(f"the source of {files.name} changed on disk while it was being measured")
+            raise SolutionError(
+                f"the source of {files.name} changed on disk while it was being measured", code="source_changed"
+            )
         prepare_environment(files.record.spec.language)
         use_own_folders()
         if request.get("interpret"):

@@ -12,6 +12,8 @@ import os
 import socket
 from typing import Any
 
+from tilegym_db.errors import TilegymDBError
+
 __all__ = ["MAX_DESCRIPTORS", "MAX_LINE", "Channel", "ProtocolError", "decode", "encode"]
 
 MAX_LINE = 1 << 23
@@ -21,8 +23,10 @@ MAX_DESCRIPTORS = 16
 Message = dict[str, Any]
 
 
-class ProtocolError(Exception):
-    """The other side sent something that is no message."""
+class ProtocolError(TilegymDBError):
+    """The other side sent something that is not a message."""
+
+    code = "protocol_broken"
 
 
 def encode(message: Message) -> bytes:
@@ -33,13 +37,13 @@ def encode(message: Message) -> bytes:
 def decode(line: bytes) -> Message:
     """The message of one line; :class:`ProtocolError` for anything that is not an object with an integer id."""
     if len(line) > MAX_LINE:
-        raise ProtocolError(f"a message of {len(line)} bytes (at most {MAX_LINE})")
+        raise ProtocolError(f"a message of {len(line)} bytes (at most {MAX_LINE})", code="message_too_long")
     try:
         message = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"not JSON: {error}: {line[:80]!r}") from None
+        raise ProtocolError(f"not JSON: {error}: {line[:80]!r}", code="message_not_json") from None
     if not isinstance(message, dict) or isinstance(message.get("id"), bool) or not isinstance(message.get("id"), int):
-        raise ProtocolError(f"not a message with an id: {line[:80]!r}")
+        raise ProtocolError(f"not a message with an id: {line[:80]!r}", code="message_without_id")
     return message
 
 

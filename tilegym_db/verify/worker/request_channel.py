@@ -8,13 +8,16 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from tilegym_db.errors import TilegymDBError
 from tilegym_db.verify.worker import protocol
 
 __all__ = ["ChannelBroken", "ChannelTimeout", "RequestChannel"]
 
 
-class ChannelBroken(Exception):
+class ChannelBroken(TilegymDBError):
     """The other end is gone or says what it should not; the message completes "the worker ..."."""
+
+    code = "channel_broken"
 
 
 class ChannelTimeout(Exception):
@@ -47,7 +50,7 @@ class RequestChannel:
             ChannelTimeout: it did not take the request in time.
         """
         if self._buffer or self._says_something():
-            raise ChannelBroken("sent something that it was not asked for")
+            raise ChannelBroken("sent something that it was not asked for", code="message_unasked")
         rest = memoryview(line)
         with selectors.DefaultSelector() as selector:
             selector.register(self._socket, selectors.EVENT_WRITE)
@@ -59,7 +62,7 @@ class RequestChannel:
                 except BlockingIOError:
                     continue
                 except OSError:
-                    raise ChannelBroken("is gone") from None
+                    raise ChannelBroken("is gone", code="worker_gone") from None
                 rest, descriptors = rest[sent:], ()
 
     def receive(self, expected: int, deadline: float) -> dict[str, Any]:
@@ -80,17 +83,17 @@ class RequestChannel:
                 except OSError:
                     piece = b""
                 if not piece:
-                    raise ChannelBroken("ended")
+                    raise ChannelBroken("ended", code="worker_ended")
                 self._buffer += piece
                 if len(self._buffer) > 2 * protocol.MAX_LINE:
-                    raise ChannelBroken("sent an endless message")
+                    raise ChannelBroken("sent an endless message", code="message_too_long")
         line, _, self._buffer = self._buffer.partition(b"\n")
         try:
             message = protocol.decode(line)
         except protocol.ProtocolError as error:
-            raise ChannelBroken(f"broke the protocol: {error}") from None
+            raise ChannelBroken(f"broke the protocol: {error}", code=error.code) from None
         if message["id"] != expected:
-            raise ChannelBroken("answered another request than the one that it was asked")
+            raise ChannelBroken("answered another request than the one that it was asked", code="answer_mismatched")
         return message
 
     def _says_something(self) -> bool:

@@ -210,7 +210,9 @@ def _export_host_memory(size: int, device: str) -> tuple[torch.Tensor, int, Call
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
         os.close(descriptor)
-        raise StoreError(f"cannot allocate {size} bytes of shared memory: {error}.") from None
+        raise StoreError(
+            f"cannot allocate {size} bytes of shared memory: {error}.", code="shared_memory_full"
+        ) from None
     # A worker that shrank it would end the harness with SIGBUS.
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     return _map_host_memory(descriptor, size), descriptor, lambda: os.close(descriptor)

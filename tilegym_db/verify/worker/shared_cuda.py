@@ -76,7 +76,7 @@ def _driver() -> ctypes.CDLL:
 def _call(function: str, *arguments: Any) -> None:
     code = getattr(_driver(), function)(*arguments)
     if code != 0:
-        raise StoreError(f"{function} failed with CUDA driver error {code}.")
+        raise StoreError(f"{function} failed with CUDA driver error {code}.", code="cuda_call_failed")
 
 
 def _properties(index: int) -> _AllocationProperties:

@@ -134,4 +134,7 @@ class BlockTimer:
         _synchronize()
         code = self._reset_persisting()
         if code not in (0, _NOT_SUPPORTED):
-            raise HardwareError(f"cuCtxResetPersistingL2Cache failed with CUDA error {code}; the L2 stays warm.")
+            raise HardwareError(
+                f"cuCtxResetPersistingL2Cache failed with CUDA error {code}; the L2 stays warm.",
+                code="cuda_call_failed",
+            )
