@@ -73,7 +73,7 @@ def select_machine(asked: str, index: int = 0) -> Machine:
     if wanted is None:
         return found or cpu_machine()
     if found is None:
-        raise HardwareError(_NO_GPU.format(asked=asked))
+        raise HardwareError(_NO_GPU.format(asked=asked), code="gpu_absent")
     _refuse_other(asked, wanted, (found.gpu_name,))
     return found
 
@@ -110,7 +110,7 @@ def refuse_absent_gpu(asked: str, gpus: str | None = None, executor: str | None 
     if wanted is None or wanted == CPU:
         return
     if not driver_files():
-        raise HardwareError(_NO_GPU.format(asked=asked))
+        raise HardwareError(_NO_GPU.format(asked=asked), code="gpu_absent")
     _refuse_other(asked, wanted, driver_gpu_names())
 
 
@@ -120,7 +120,8 @@ def _refuse_other(asked: str, wanted: str, names: Sequence[str]) -> None:
     if slugs and not any(same_gpu(wanted, slug) for slug in slugs):
         raise HardwareError(
             f"--gpu {asked}: the GPU here is {names[0]} ({slugs[0]}), and a trace is never labelled with another. "
-            f"Use --gpu {slugs[0]} or --gpu auto."
+            f"Use --gpu {slugs[0]} or --gpu auto.",
+            code="gpu_other",
         )
 
 
@@ -175,10 +176,13 @@ def require_healthy(machine: Machine) -> None:
     try:
         total = int(torch.arange(count, device=machine.device, dtype=torch.int64).sum())
     except RuntimeError as error:
-        raise HardwareError(f"{machine.gpu_name} no longer works after a worker was lost: {error}") from None
+        raise HardwareError(
+            f"{machine.gpu_name} no longer works after a worker was lost: {error}", code="gpu_broken"
+        ) from None
     if total != count * (count - 1) // 2:
         raise HardwareError(
-            f"{machine.gpu_name} computes wrongly after a worker was lost: sum of 0..{count - 1} = {total}."
+            f"{machine.gpu_name} computes wrongly after a worker was lost: sum of 0..{count - 1} = {total}.",
+            code="gpu_broken",
         )
 
 

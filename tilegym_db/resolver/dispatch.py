@@ -158,7 +158,8 @@ class Dispatcher:
         """Run the stock code that the call site was given; raises as calling the dispatcher does."""
         if self._stock is None:
             raise NoSolutionError(
-                f"no verified kernel serves this call of {self.definition.name}, and the call site has no stock code."
+                f"no verified kernel serves this call of {self.definition.name}, and the call site has no stock code.",
+                code="no_kernel",
             )
         self._stock(*args)
 
@@ -288,7 +289,8 @@ class Dispatcher:
         if not bound.undoes:
             raise SolutionError(
                 f"{failure.summary}. It may have overwritten {', '.join(self.definition.in_place)} before, so that "
-                "stock code cannot repeat this call: run the step again from fresh inputs."
+                "stock code cannot repeat this call: run the step again from fresh inputs.",
+                code="in_place_failed",
             ) from error
 
     def _quarantine(self, key: Any, solution: str, axes: dict[str, int], error: Exception) -> KernelFailure:

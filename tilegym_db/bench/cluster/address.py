@@ -49,7 +49,8 @@ def parse_executor(text: str) -> str:
     if not text.startswith(f"{RAY}:") or _host_and_port(address) is None:
         raise UsageError(
             f"--executor {text}: neither 'local', nor 'ray' (the cluster that RAY_ADDRESS names, or that runs here), nor an "
-            "address of one: ray:HOST:6379, or ray://HOST:10001 for Ray's client."
+            "address of one: ray:HOST:6379, or ray://HOST:10001 for Ray's client.",
+            code="executor_invalid",
         )
     return address
 
@@ -69,7 +70,10 @@ def most_devices(gpus: str | None) -> int | None:
         return None
     choice = parse_gpus(gpus)
     if choice.indices is not None:
-        raise UsageError(f"--gpus {gpus}: the GPUs of a cluster have no indices. Name a number of them, or 'all'.")
+        raise UsageError(
+            f"--gpus {gpus}: the GPUs of a cluster have no indices. Name a number of them, or 'all'.",
+            code="gpu_indices_refused",
+        )
     return choice.count
 
 
@@ -110,7 +114,7 @@ def _require_listener(address: str, place: tuple[str, int]) -> None:
     try:
         socket.create_connection(place, timeout=REACH_S).close()
     except OSError as error:
-        raise HardwareError(_no_answer(address, error.strerror or str(error))) from None
+        raise HardwareError(_no_answer(address, error.strerror or str(error)), code="cluster_silent") from None
 
 
 def _where(address: str) -> str:
@@ -144,13 +148,18 @@ def _connect(address: str) -> None:
     try:
         error = outcome.get(timeout=patience_s)
     except queue.Empty:
-        raise HardwareError(_no_answer(address, f"nothing within {patience_s:.0f} s that Ray understands")) from None
+        raise HardwareError(
+            _no_answer(address, f"nothing within {patience_s:.0f} s that Ray understands"), code="cluster_silent"
+        ) from None
     if error is None:
         return
     reason = " ".join(str(error).split())[:REASON_CHARACTERS].rstrip(".")
     if isinstance(error, OSError):
-        raise HardwareError(_no_answer(address, reason))
-    raise HardwareError(f"--executor ray: the Ray cluster {_where(address)} cannot be used from here: {reason}.")
+        raise HardwareError(_no_answer(address, reason), code="cluster_silent")
+    raise HardwareError(
+        f"--executor ray: the Ray cluster {_where(address)} cannot be used from here: {reason}.",
+        code="cluster_unusable",
+    )
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ def find_program(name: str, environ: Mapping[str, str] | None = None) -> Path:
     for path in _places(name, environ):
         if path.is_file() and os.access(path, os.X_OK):
             return path
-    raise ToolchainError(f"{name} is not installed, or not on PATH. Fix: {FIXES[name]}.")
+    raise ToolchainError(f"{name} is not installed, or not on PATH. Fix: {FIXES[name]}.", code="program_absent")
 
 
 def _places(name: str, environ: Mapping[str, str]) -> Iterator[Path]:

@@ -87,12 +87,14 @@ class BlockwiseLinear(torch.nn.Linear):
         if self.weight.dtype != CODES:
             raise UsageError(
                 f"the codes of a quantised layer were cast to {self.weight.dtype}. Call unpatch() on the handle, then cast "
-                "the model, then patch it again."
+                "the model, then patch it again.",
+                code="quantised_cast",
             )
         if input.dtype.itemsize == 1:
             raise UsageError(
                 f"a quantised layer was given {input.dtype}, which is no activation: the model's code casts to the dtype of a "
-                "weight that is codes now. Call unpatch() on the handle, and run this model without quantise."
+                "weight that is codes now. Call unpatch() on the handle, and run this model without quantise.",
+                code="quantised_input_dtype",
             )
         if torch.is_grad_enabled() and input.requires_grad:
             out: torch.Tensor = _Product.apply(input, self.weight, self.weight_scale_inv)
@@ -122,4 +124,7 @@ class BlockwiseLinear(torch.nn.Linear):
 
 
 def _held(what: str) -> UsageError:
-    return UsageError(f"a layer of codes, made by patch(quantise=...), cannot be {what}: unpatch() the model first.")
+    return UsageError(
+        f"a layer of codes, made by patch(quantise=...), cannot be {what}: unpatch() the model first.",
+        code="quantised_held",
+    )

@@ -139,7 +139,8 @@ class Handle:
             names = ", ".join(sorted({type(module).__name__ for module, _ in left}))
             raise UsageError(
                 f"{len(left)} modules were given another class after they were patched ({names}): a wrapper such as FSDP or a "
-                "parametrization. They run their own code again; remove the wrapper and call unpatch() once more."
+                "parametrization. They run their own code again; remove the wrapper and call unpatch() once more.",
+                code="modules_wrapped",
             )
         if self._undo is not None:
             self._undo()
