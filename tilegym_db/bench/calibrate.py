@@ -66,7 +66,7 @@ def calibrate(machine: Machine) -> GpuPeaks:
     """
     if not machine.is_gpu:
         raise HardwareError(
-            f"peaks are measured on a GPU, and '{machine.gpu}' ({machine.gpu_name}) is none; traces of a CPU have no "
+            f"peaks are measured on a GPU, and '{machine.gpu}' ({machine.gpu_name}) is not a GPU; traces of a CPU have no "
             "speed of light. Run tilegym-db calibrate on a machine with an NVIDIA GPU.",
             code="gpu_absent",
         )

@@ -117,7 +117,7 @@ def _blob_limits(total: str | None, largest: str | None) -> tuple[int, int] | st
     if total == "none":
         if largest is not None:
             raise UsageError(
-                "--largest-blob says how large a blob may be, and --blobs none that there are none.",
+                "--largest-blob says how large a blob may be, and --blobs none leaves blobs out: give one of them.",
                 code="options_clash",
             )
         return ""
