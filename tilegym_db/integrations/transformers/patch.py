@@ -164,7 +164,7 @@ def _check_model(model: Any) -> None:
         raise UsageError(
             f"patch takes a model, a torch.nn.Module, not {type(model).__name__}. "
             "Try: patch(AutoModelForCausalLM.from_pretrained(...))",
-            code="model_type",
+            code="model_kind",
         )
     if any(is_patched(module) for module in model.modules()):
         raise UsageError(

@@ -48,7 +48,7 @@ def load_config(path: Path, layers: int | None = None) -> Any:
         if content.get("auto_map"):
             what += "; its code comes with the model, and only code of transformers is run"
         raise UsageError(
-            f"{file} is no config of a model: {what}.{did_you_mean(spelled, CONFIG_MAPPING)}", code="config_invalid"
+            f"{file} is no config of a model: {what}.{did_you_mean(spelled, CONFIG_MAPPING)}", code="model_type_unknown"
         )
     check_config_sizes(content, file)
     from huggingface_hub.errors import StrictDataclassError
