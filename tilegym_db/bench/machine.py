@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,12 +56,13 @@ def library_versions() -> dict[str, str]:
     return versions
 
 
-def select_machine(asked: str, index: int = 0) -> Machine:
+def select_machine(asked: str, index: int = 0, find: Callable[[int], Machine | None] | None = None) -> Machine:
     """The device that ``--gpu`` names.
 
     Args:
         asked: ``auto`` (the GPU if there is one, else the CPU), ``cpu``, or a GPU slug or family.
         index: which CUDA device.
+        find: returns the GPU of an index, or None; asks PyTorch by default.
 
     Raises:
         HardwareError: the GPU asked for is unknown, or is not the one that the driver reports.
@@ -69,7 +70,7 @@ def select_machine(asked: str, index: int = 0) -> Machine:
     wanted = None if asked == "auto" else parse_gpu(asked)
     if wanted == CPU:
         return cpu_machine()
-    found = _cuda_machine(index)
+    found = (find or _cuda_machine)(index)
     if wanted is None:
         return found or cpu_machine()
     if found is None:

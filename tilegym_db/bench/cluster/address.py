@@ -87,7 +87,7 @@ def require_ray() -> None:
 
 
 @contextlib.contextmanager
-def connected(address: str) -> Iterator[None]:
+def connected(address: str, patience_s: float | None = None) -> Iterator[None]:
     """This process as a driver of the cluster; one that is connected already stays so.
 
     Raises:
@@ -103,7 +103,7 @@ def connected(address: str) -> Iterator[None]:
     if place is not None:
         _require_listener(address, place)
     with _kept_off_stdout():
-        _connect(address)
+        _connect(address, patience_s or (CLIENT_CONNECT_S if address.startswith(CLIENT) else CONNECT_S))
         try:
             yield
         finally:
@@ -128,7 +128,7 @@ def _no_answer(address: str, reason: str) -> str:
     )
 
 
-def _connect(address: str) -> None:
+def _connect(address: str, patience_s: float) -> None:
     """In a thread, because Ray itself waits for a minute, and then ends the process, where a port answers that is not its."""
     import ray
     from ray.exceptions import RayError
@@ -144,7 +144,6 @@ def _connect(address: str) -> None:
             outcome.put(error)
 
     threading.Thread(target=connect, daemon=True).start()
-    patience_s = CLIENT_CONNECT_S if address.startswith(CLIENT) else CONNECT_S
     try:
         error = outcome.get(timeout=patience_s)
     except queue.Empty:

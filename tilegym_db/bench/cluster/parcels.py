@@ -115,13 +115,13 @@ class ParcelStore:
         if parcel.key != key:
             raise RecordError(
                 f"a {parcel.kind} came as something else than it was sent as: {parcel.key[:12]}..., {key[:12]}...",
-                code="parcel_differs",
+                code="parcel_key_differs",
             )
         record, digest = self._checked(key, parcel)
         if digest != parcel.digest:
             raise RecordError(
                 f"a {parcel.kind} has the digest {digest[:12]}... here, and was sent as {parcel.digest[:12]}....",
-                code="parcel_differs",
+                code="parcel_digest_differs",
             )
         self._records[key] = record
 
