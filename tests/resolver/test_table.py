@@ -74,7 +74,7 @@ def test_a_table_is_read_again_when_it_changes(shop: Any) -> None:
         ("{", "table_unreadable", ""),
         ("[]", "table_invalid", ""),
         ('{"schema_version": 1}', "table_invalid", "'gpu'"),
-        ('{"schema_version": 3}', "schema_newer", "Upgrade tilegym-db"),
+        ('{"schema_version": 3}', "version_newer", "Upgrade tilegym-db"),
     ],
 )
 def test_a_file_that_is_no_table_is_named(shop: Any, text: str, code: str, name: str) -> None:

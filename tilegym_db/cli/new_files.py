@@ -55,5 +55,5 @@ def _encoded(text: str) -> bytes:
     except UnicodeEncodeError as error:
         near = text[max(0, error.start - 20) : error.start]
         raise UsageError(
-            f"an argument is not UTF-8, after {near!r}. Write it in UTF-8; nothing was written.", code="text_not_utf8"
+            f"an argument is not UTF-8, after {near!r}. Write it in UTF-8; nothing was written.", code="text_encoding"
         ) from None

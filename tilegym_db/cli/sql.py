@@ -87,5 +87,5 @@ def read_statement() -> str:
         if len(content) == most:  # cut within a character; it is too long in any case
             return str(content.decode(errors="replace"))
         raise QueryError(
-            "the statement on standard input is not UTF-8. Convert it: iconv -t UTF-8", code="text_not_utf8"
+            "the statement on standard input is not UTF-8. Convert it: iconv -t UTF-8", code="text_encoding"
         ) from None

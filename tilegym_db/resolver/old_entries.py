@@ -35,7 +35,7 @@ def parts_of_old(text: bytes, path: Path) -> tuple[str, str, str, list[dict[str,
         raise RecordError(
             f"{path}: schema_version {version} was written by a newer tilegym-db (this one reads {VERSION}). "
             "Upgrade tilegym-db, or publish again with this version.",
-            code="schema_newer",
+            code="version_newer",
         )
     try:
         return content["gpu"], content["sm"], content["published"], content["entries"]
