@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from raising import raises
 
 from tilegym_db.bench.bench_report import BenchReport
 from tilegym_db.bench.benchmark import benchmark, promote
@@ -188,7 +189,7 @@ def test_bench_can_promote_what_passed_in_one_go(catalog, tmp_path):
 def test_promotion_is_refused_where_workers_cannot_be_confined(catalog, tmp_path, monkeypatch):
     weak = SimpleNamespace(level=1, description="", reasons=("this kernel has no Landlock",))
     monkeypatch.setattr("tilegym_db.bench.confined.best_level", lambda device: weak)
-    with pytest.raises(HardwareError, match=r"reaches 1: this kernel has no Landlock\. With --allow-unsandboxed"):
+    with raises(HardwareError, "sandbox_too_weak", "this kernel has no Landlock", "--allow-unsandboxed"):
         promote(gpu="cpu", catalog=catalog, store_home=tmp_path)
 
 

@@ -54,7 +54,6 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ctypes.CDLL]:
         library = ctypes.CDLL(name)
         monkeypatch.setattr(pynvml, "nvmlLib", library)
         monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
-        monkeypatch.setattr(clocks, "_uuid_of", lambda device: UUID)
         return library
 
     return loaded
@@ -103,10 +102,9 @@ def test_heat_and_power_delivery_throttle(bit):
 def test_without_a_driver_nothing_is_read(monkeypatch):
     monkeypatch.setattr(pynvml, "nvmlLib", None)
     monkeypatch.setattr(pynvml, "CDLL", lambda name: ctypes.CDLL(f"{name}.that-is-not-here"))
-    monkeypatch.setattr(clocks, "_uuid_of", lambda device: UUID)
     assert Nvml.open() is None
     assert (driver_version(), driver_gpus()) == ("", ())
-    with ClockWatch("cuda:0") as watch:
+    with ClockWatch("cuda:0", uuid=UUID) as watch:
         pass
     assert watch.reading() == ClockReading(None, None, ())
 
@@ -130,7 +128,7 @@ def test_a_cpu_has_no_clocks_to_read():
 
 
 def test_the_clocks_are_sampled_when_the_block_begins_meanwhile_and_when_it_ends(library):
-    with ClockWatch("cuda:0", interval_s=0.01) as watch:
+    with ClockWatch("cuda:0", interval_s=0.01, uuid=UUID) as watch:
         deadline = time.monotonic() + 10
         while not watch.reading().throttled and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -142,13 +140,13 @@ def test_the_clocks_are_sampled_when_the_block_begins_meanwhile_and_when_it_ends
 
 
 def test_a_short_block_is_sampled_twice(library):
-    with ClockWatch("cuda:0", interval_s=60) as watch:
+    with ClockWatch("cuda:0", interval_s=60, uuid=UUID) as watch:
         pass
     assert watch.reading().sm_mhz == round((1980 + 1755) / 2)
 
 
 def test_what_is_shorter_than_the_interval_is_seen_by_looking(library):
-    with ClockWatch("cuda:0", interval_s=60) as watch:
+    with ClockWatch("cuda:0", interval_s=60, uuid=UUID) as watch:
         begun = time.monotonic()
         assert not watch.reading().throttled
         watch.look()
@@ -163,15 +161,14 @@ def test_looking_at_a_cpu_sees_nothing():
 
 
 def test_a_reading_can_leave_out_what_was_before(library):
-    with ClockWatch("cuda:0", interval_s=60) as watch:
+    with ClockWatch("cuda:0", interval_s=60, uuid=UUID) as watch:
         assert watch.reading() == ClockReading(1980, False, ("software power cap",))
         later = time.monotonic()
     assert watch.reading(since=later).sm_mhz == 1755
 
 
-def test_a_device_that_the_library_does_not_know_is_not_read(library, monkeypatch):
-    monkeypatch.setattr(clocks, "_uuid_of", lambda device: "0000")
-    with ClockWatch("cuda:0") as watch:
+def test_a_device_that_the_library_does_not_know_is_not_read(library):
+    with ClockWatch("cuda:0", uuid="0000") as watch:
         pass
     assert watch.reading() == ClockReading(None, None, ())
 

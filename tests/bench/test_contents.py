@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from raising import raises
 
 from tilegym_db.bench.contents import CONTENT_SETS, ExpectedCache, WorkloadContents, unusual_distributions
 from tilegym_db.bench.reproduce import reproduce
@@ -17,24 +18,31 @@ from tilegym_db.bench.verification import Verification, Verified
 from tilegym_db.bench.worker_handle import WorkerHandle
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import UsageError
-from tilegym_db.records import Workload
+from tilegym_db.records import Definition, Workload
 from tilegym_db.verify.inputs import draws_spread, spreads_otherwise
 from tilegym_db.verify.verifier import Failure
 
 ROWS, GROUPS = 248, 4
 
 
-def contents_of(name: str, axes: dict[str, int], seed: int, **scalars: float) -> WorkloadContents:
+def workload_of(name: str, axes: dict[str, int], **scalars: float) -> tuple[Definition, Workload]:
     definition = Catalog.default().definition(name)
     dtypes = {variable: choices[0] for variable, choices in definition.dtypes.items()}
     inputs = {scalar: {"type": "scalar", "value": value} for scalar, value in scalars.items()}
     record = {"definition": name, "axes": axes, "dtypes": dtypes, "inputs": inputs}
-    workload = Workload.from_dict(record, "a test")
+    return definition, Workload.from_dict(record, "a test")
+
+
+def contents_of(name: str, axes: dict[str, int], seed: int, **scalars: float) -> WorkloadContents:
+    definition, workload = workload_of(name, axes, **scalars)
     return WorkloadContents.draw(definition, workload, seed, ExpectedCache(definition, "cpu"))
 
 
+GROUPED_GEMM = "moe_grouped_gemm", {"S": ROWS, "K": 24, "N": 40, "E": GROUPS}
+
+
 def grouped_gemm(seed: int) -> WorkloadContents:
-    return contents_of("moe_grouped_gemm", {"S": ROWS, "K": 24, "N": 40, "E": GROUPS}, seed)
+    return contents_of(*GROUPED_GEMM, seed)
 
 
 def lengths(offs: torch.Tensor) -> list[int]:
@@ -64,11 +72,9 @@ def test_other_spreads_are_verified_at_the_same_shape_and_never_timed() -> None:
     assert min(few) == 0
 
 
-def test_of_large_shapes_one_other_spread_is_verified_which_changes_with_the_seed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("tilegym_db.bench.contents.UNUSUAL_BYTES", 1)
-    chosen = [tuple(item.case.contents for item in grouped_gemm(seed).unusual) for seed in range(3)]
+def test_of_large_shapes_one_other_spread_is_verified_which_changes_with_the_seed() -> None:
+    definition, workload = workload_of(*GROUPED_GEMM)
+    chosen = [unusual_distributions(definition, workload, seed, max_bytes=1) for seed in range(3)]
     assert sorted(chosen) == sorted((name,) for name in CONTENT_SETS[1:])
 
 
@@ -151,5 +157,5 @@ def test_a_case_whose_ids_are_typical_is_reproduced_by_what_it_is_called() -> No
     call = {"axes": case.axes, "dtypes": case.dtypes, "scalars": {}, "layouts": {}, "gpu": "cpu"}
     found = reproduce("moe_grouped_gemm_stock", contents=case.contents, seed=case.seed, **call)
     assert (found.case, found.failure) == (case, None)
-    with pytest.raises(UsageError, match="unknown contents 'outliers:often'"):
+    with raises(UsageError, "contents_unknown", "'outliers:often'"):
         reproduce("moe_grouped_gemm_stock", contents="outliers:often", seed=1, **call)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from raising import raises
 
 import tilegym_db
 from tilegym_db.errors import UsageError
@@ -51,13 +52,13 @@ def test_what_cannot_be_written_out_is_named():
     def closing(x: Any) -> Any:
         return x * local
 
-    with pytest.raises(UsageError, match="'closing' uses local of the function around it"):
+    with pytest.raises(UsageError, match="'closing' uses local"):
         function_source(closing)
-    with pytest.raises(UsageError, match="'TABLE' is a list, which cannot be written"):
+    with pytest.raises(UsageError, match="'TABLE'"):
         function_source(of_a_list)
-    with pytest.raises(UsageError, match="no function defined with 'def'"):
+    with pytest.raises(UsageError, match="'def'"):
         function_source(lambda x: x)
-    with pytest.raises(UsageError, match="no function defined with 'def'"):
+    with pytest.raises(UsageError, match="'def'"):
         function_source(len)
 
 
@@ -76,13 +77,13 @@ def test_a_right_function_passes_the_screen_and_a_wrong_one_does_not(row_scale: 
 
 
 def test_a_function_is_not_promoted_and_must_take_the_definitions_arguments(row_scale: Path):
-    with pytest.raises(UsageError, match="a function is only screened"):
+    with raises(UsageError, "function_not_promoted", "tilegym-db add-solution"):
         tilegym_db.benchmark_function(scaled, "row_scale", promote=True)
-    with pytest.raises(UsageError, match=r"'doubled': doubled\(x\) does not fit"):
+    with raises(UsageError, "signature_differs", "doubled(x)"):
         tilegym_db.benchmark_function(doubled, "row_scale")
-    with pytest.raises(UsageError, match="a function is only screened"):
+    with raises(UsageError, "function_not_promoted", "tilegym-db add-solution"):
         tilegym_db.benchmark(scaled, definition="row_scale", promote=True)
-    with pytest.raises(UsageError, match="a function implements an operator"):
+    with raises(UsageError, "definition_missing", "definition="):
         tilegym_db.benchmark(scaled)
-    with pytest.raises(UsageError, match="goes with a function"):
+    with raises(UsageError, "definition_without_function", "definition="):
         tilegym_db.benchmark("row_scale_stock", definition="row_scale")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from raising import raises
 
 from tilegym_db.bench.machine import Machine
 from tilegym_db.bench.plan import Options, Plan, names_of
@@ -135,7 +136,7 @@ def test_a_workload_that_is_asked_for_runs_on_a_processor_however_large(plan):
 
 @pytest.mark.parametrize("machine", [HERE, H200])
 def test_a_glob_that_selects_nothing_is_wrong_usage(machine, plan):
-    with pytest.raises(UsageError, match="no workload matches 'stage:decoding'"):
+    with raises(UsageError, "workload_unmatched", "'stage:decoding'"):
         plan(machine=machine, workload="stage:decoding")
 
 
@@ -216,14 +217,14 @@ def test_a_language_without_its_toolchain_is_left_out_with_the_fix(plan):
 
 
 def test_an_unknown_name_suggests_the_nearest(plan):
-    with pytest.raises(NotFoundError, match=r"'row_scal' is no definition and no solution\. Did you mean 'row_scale'"):
+    with raises(NotFoundError, "name_unknown", "'row_scal'", "'row_scale'"):
         plan("row_scal")
-    with pytest.raises(NotFoundError, match="Did you mean 'row_scale_triton'"):
+    with raises(NotFoundError, "name_unknown", "'row_scale_triton'"):
         plan("row_scale_tritom")
 
 
 def test_an_unknown_language_lists_the_known_ones(plan):
-    with pytest.raises(UsageError, match="unknown language 'cuda'; known: python, triton, tilelang, cutile"):
+    with raises(UsageError, "language_unknown", "'cuda'", "python, triton, tilelang, cutile"):
         plan(language="cuda")
 
 
@@ -232,7 +233,7 @@ def test_an_operator_without_solutions_is_nothing_to_run(make_catalog, tmp_path)
 
     made = make_catalog(tmp_path / "open")
     shutil.rmtree(tmp_path / "open" / "solutions")
-    with pytest.raises(UsageError, match="nothing matches"):
+    with raises(UsageError, "nothing_selected"):
         make_plan(Catalog(made.roots), HERE, Options(("row_scale",)), ())
 
 

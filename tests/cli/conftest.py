@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ class Result:
     code: int
     out: str
     err: str
+    cause: str = ""
+    """The code of the error that ended the command."""
 
     def json(self) -> Any:
         return json.loads(self.out)
@@ -30,13 +33,16 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         monkeypatch.setattr("sys.argv", ["tilegym-db", *map(str, arguments)])
         if stdin is not None:
             monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+        monkeypatch.setattr(sys, "last_value", None, raising=False)
         capsys.readouterr()
         with pytest.raises(SystemExit) as stopped:
             main()
         captured = capsys.readouterr()
         code = stopped.value.code
         assert code is None or isinstance(code, int)
-        return Result(code or 0, captured.out, captured.err)
+        cause = str(getattr(sys.last_value, "code", ""))
+        sys.last_value = None  # it holds the frames of the command
+        return Result(code or 0, captured.out, captured.err, cause)
 
     return run
 

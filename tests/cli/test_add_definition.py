@@ -10,28 +10,28 @@ def with_reference(body: str, head: str = "def run(x, weight, factor):") -> str:
 
 
 BAD = {
-    "unknown key": ({"colour": "red"}, "unknown key 'colour'"),
-    "misspelt key": ({"constraint": []}, "did you mean 'constraints'?"),
-    "missing key": ({"reference": None}, "missing key 'reference'"),
+    "unknown key": ({"colour": "red"}, "'colour'"),
+    "misspelt key": ({"constraint": []}, "'constraints'"),
+    "missing key": ({"reference": None}, "'reference'"),
     "undeclared axis": (
         {"outputs": {"out": {"shape": ["M", "K"], "dtype": "T"}}},
-        "outputs.out uses undeclared axis 'K'",
+        "axis 'K'",
     ),
-    "undeclared dtype": ({"outputs": {"out": {"shape": ["M"], "dtype": "U"}}}, "outputs.out uses undeclared dtype 'U'"),
-    "unknown dtype": ({"dtypes": {"T": ["bfloat61"]}}, "dtypes.T.0: unknown dtype 'bfloat61'; known: bfloat16"),
+    "undeclared dtype": ({"outputs": {"out": {"shape": ["M"], "dtype": "U"}}}, "dtype 'U'"),
+    "unknown dtype": ({"dtypes": {"T": ["bfloat61"]}}, "dtypes.T.0: "),
     "no run": (
         {"reference": with_reference("return x", head="def go(x, weight, factor):")},
-        "defines no function 'run'",
+        "'run'",
     ),
     "wrong arity": ({"reference": with_reference("return x", head="def run(x):")}, "must take the inputs in order"),
     "not Python": ({"reference": "# Source: https://example.org\ndef run(:"}, "reference is not valid Python"),
     "no source line": ({"reference": "def run(x, weight, factor): return x"}, "must start with a '# Source:"),
     "raising": ({"reference": with_reference("raise ArithmeticError('no')")}, "ArithmeticError: no"),
-    "too many outputs": ({"reference": with_reference("return x, x")}, "returns 2 values; row_scale has outputs out"),
-    "no tensor": ({"reference": with_reference("return 3")}, "returns a int for 'out', not a tensor"),
+    "too many outputs": ({"reference": with_reference("return x, x")}, "returns 2 values"),
+    "no tensor": ({"reference": with_reference("return 3")}, "int for 'out'"),
     "wrong shape": (
         {"reference": with_reference("return x.T")},
-        "has shape (4, 2) and dtype torch.float32, but outputs.out declares (2, 4)",
+        "(4, 2)",
     ),
     "wrong dtype": (
         {"reference": with_reference("return x.double()")},
@@ -48,9 +48,9 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("changes", "message"), BAD.values(), ids=BAD.keys())
+@pytest.mark.parametrize(("changes", "fact"), BAD.values(), ids=BAD.keys())
 def test_an_invalid_definition_is_refused_and_nothing_is_written(
-    changes, message, cli, checkout, snapshot, write_json, definition_record
+    changes, fact, cli, checkout, snapshot, write_json, definition_record
 ):
     before = snapshot(checkout)
     file = write_json(definition_record(**changes))
@@ -58,7 +58,7 @@ def test_an_invalid_definition_is_refused_and_nothing_is_written(
     assert result.code == 1
     assert result.out == ""
     assert result.err.startswith(f"error: {file}: ")
-    assert message in result.err
+    assert fact in result.err
     assert snapshot(checkout) == before
 
 
@@ -67,11 +67,12 @@ def test_malformed_json_is_refused_with_its_position(cli, checkout, tmp_path):
     file.write_text('{"name": "row_scale",\n "version": }')
     result = cli("add-definition", file)
     assert result.code == 1
-    assert f"{file}: not valid JSON: expected value at line 2 column 13" in result.err
+    assert f"{file}: " in result.err
+    assert "line 2 column 13" in result.err
 
 
 def test_a_json_list_is_no_definition(cli, checkout, write_json):
-    assert "a definition is a JSON object, not list" in cli("add-definition", write_json([1])).err
+    assert "not list" in cli("add-definition", write_json([1])).err
 
 
 def test_a_missing_file_is_wrong_usage(cli, checkout, tmp_path):
@@ -91,7 +92,7 @@ def test_a_valid_definition_lands_in_its_place_and_in_the_lock(cli, checkout, wr
 def test_the_same_definition_twice_is_a_conflict(cli, row_scale, write_json, definition_record):
     result = cli("add-definition", write_json(definition_record()))
     assert result.code == 1
-    assert "definition 'row_scale' 1.0.0 already exists at" in result.err
+    assert "'row_scale' 1.0.0" in result.err
 
 
 def test_another_meaning_needs_a_higher_version(cli, row_scale, snapshot, write_json, definition_record):
@@ -99,8 +100,8 @@ def test_another_meaning_needs_a_higher_version(cli, row_scale, snapshot, write_
     changed = definition_record(constraints=["N >= 2"])
     result = cli("add-definition", write_json(changed))
     assert result.code == 1
-    assert "exists at" in result.err
-    assert "Raise 'version' above 1.0.0." in result.err
+    assert "row_scale.json" in result.err
+    assert "'version' above 1.0.0" in result.err
     assert snapshot(row_scale) == before
     assert cli("add-definition", write_json({**changed, "version": "1.0.1"})).code == 0
 

@@ -95,50 +95,53 @@ BAD_OPTIONS = {
     "unknown definition": (
         ["-d", "row_scael", "-l", "triton"],
         2,
-        "no definition 'row_scael'. Did you mean 'row_scale'?",
+        "",
+        "'row_scale'",
     ),
-    "unknown language": (["-d", "row_scale", "-l", "tritn"], 2, "unknown language 'tritn'. Did you mean 'triton'?"),
-    "no definition": (["-l", "triton"], 2, "--definition is needed for a single file"),
-    "no language": (["-d", "row_scale"], 2, "--language is needed for a single file"),
-    "bad name": (["-d", "row_scale", "-l", "triton", "--name", "a/b"], 1, "name: String should match pattern"),
+    "unknown language": (["-d", "row_scale", "-l", "tritn"], 2, "language_unknown", "'triton'"),
+    "no definition": (["-l", "triton"], 2, "options_missing", "--definition"),
+    "no language": (["-d", "row_scale"], 2, "options_missing", "--language"),
+    "bad name": (["-d", "row_scale", "-l", "triton", "--name", "a/b"], 1, "", "name: "),
     "duplicate name": (
         ["-d", "row_scale", "-l", "triton", "--name", "row_scale_stock"],
         1,
-        "Choose another with --name",
+        "",
+        "--name",
     ),
 }
 
 
-@pytest.mark.parametrize(("options", "code", "message"), BAD_OPTIONS.values(), ids=BAD_OPTIONS.keys())
-def test_wrong_options_are_refused_and_nothing_is_written(options, code, message, cli, row_scale, source, snapshot):
+@pytest.mark.parametrize(("options", "code", "cause", "fact"), BAD_OPTIONS.values(), ids=BAD_OPTIONS.keys())
+def test_wrong_options_are_refused_and_nothing_is_written(options, code, cause, fact, cli, row_scale, source, snapshot):
     before = snapshot(row_scale)
     result = cli("add-solution", source, *options)
     assert result.code == code
-    assert message in result.err
+    assert cause in ("", result.cause)
+    assert fact in result.err
     assert snapshot(row_scale) == before
 
 
 BAD_SOURCES = {
-    "async": ("async def run(x, weight, factor, out): pass\n", "entry_point 'run' in 'fused.py' is an async function"),
-    "no entry point": ("def go(x): pass\n", "entry_point 'run' is missing in 'fused.py', which defines go"),
-    "not Python": ("def run(x:\n", "source 'fused.py' is not valid Python"),
-    "too few arguments": ("def run(x, out): pass\n", "row_scale calls it with (x, weight, factor, out)"),
-    "too many arguments": ("def run(x, weight, factor, out, extra): pass\n", "calls it with (x, weight, factor, out)"),
+    "async": ("async def run(x, weight, factor, out): pass\n", "async"),
+    "no entry point": ("def go(x): pass\n", "defines go"),
+    "not Python": ("def run(x:\n", "'fused.py'"),
+    "too few arguments": ("def run(x, out): pass\n", "(x, weight, factor, out)"),
+    "too many arguments": ("def run(x, weight, factor, out, extra): pass\n", "(x, weight, factor, out)"),
     "keyword without default": (
         "def run(x, weight, factor, out, *, B): pass\n",
-        "keyword argument 'B' needs a default",
+        "argument 'B'",
     ),
 }
 
 
-@pytest.mark.parametrize(("text", "message"), BAD_SOURCES.values(), ids=BAD_SOURCES.keys())
-def test_a_source_that_cannot_be_called_is_refused(text, message, cli, row_scale, source, snapshot):
+@pytest.mark.parametrize(("text", "fact"), BAD_SOURCES.values(), ids=BAD_SOURCES.keys())
+def test_a_source_that_cannot_be_called_is_refused(text, fact, cli, row_scale, source, snapshot):
     before = snapshot(row_scale)
     source.write_text(text)
     result = cli("add-solution", source, "-d", "row_scale", "-l", "triton")
     assert result.code == 1
     assert result.err.startswith(f"error: {source}: ")
-    assert message in result.err
+    assert fact in result.err
     assert snapshot(row_scale) == before
 
 
@@ -146,30 +149,31 @@ REFUSED = {
     "a module that reaches the verdict": (
         "python",
         "import ctypes\n" + EAGER,
-        "1: hard: imports-native-code: imports ctypes",
+        "1: hard: imports-native-code: ",
     ),
     "a patch of torch": (
         "python",
         EAGER + "import torch\ntorch.equal = run\n",
-        "4: hard: foreign-assignment: changes torch.equal",
+        "4: hard: foreign-assignment: ",
     ),
     "torch's work under a tile language's name": (
         "triton",
         EAGER,
-        "0: hard: no-kernel: no source makes a triton kernel",
+        "0: hard: no-kernel: ",
     ),
-    "torch's work around a kernel": ("triton", RUN + "    out.mul_(2)\n", "16: hard: torch-compute: calls .mul_()"),
+    "torch's work around a kernel": ("triton", RUN + "    out.mul_(2)\n", "16: hard: torch-compute: "),
 }
 
 
-@pytest.mark.parametrize(("language", "text", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_the_static_scan_refuses_is_not_added(language, text, message, cli, row_scale, source, snapshot):
+@pytest.mark.parametrize(("language", "text", "finding"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_the_static_scan_refuses_is_not_added(language, text, finding, cli, row_scale, source, snapshot):
     before = snapshot(row_scale)
     source.write_text(text)
     result = cli("add-solution", source, "-d", "row_scale", "-l", language)
     assert result.code == 1
-    assert f"error: {source}: the static scan refuses this solution, and nothing was added.\n" in result.err
-    assert f"\n  fused.py:{message}" in result.err
+    assert result.cause == "scan_refused"
+    assert str(source) in result.err
+    assert f"\n  fused.py:{finding}" in result.err
     assert snapshot(row_scale) == before
 
 
@@ -189,47 +193,47 @@ def test_what_the_static_scan_only_notes_is_added(cli, row_scale, source):
 
 
 BAD_RECORDS = {
-    "parent folder": ({"sources": [{"path": "../kernel.py"}]}, "source path '../kernel.py' must be relative"),
-    "absolute path": ({"sources": [{"path": "/etc/passwd"}]}, "source path '/etc/passwd' must be relative"),
+    "parent folder": ({"sources": [{"path": "../kernel.py"}]}, "'../kernel.py'"),
+    "absolute path": ({"sources": [{"path": "/etc/passwd"}]}, "'/etc/passwd'"),
     "missing file": (
         {"sources": [{"path": "kernel.py"}, {"path": "b.py"}]},
-        "'b.py' does not exist beside solution.json",
+        "'b.py'",
     ),
     "no source": ({"sources": []}, "sources: "),
     "entry not a source": (
         {"spec": {"entry_point": "other.py::run"}},
-        "entry_point file 'other.py' is not among the sources",
+        "'other.py'",
     ),
-    "malformed entry": ({"spec": {"entry_point": "kernel.py"}}, "must read '<file>.py::<function>'"),
+    "malformed entry": ({"spec": {"entry_point": "kernel.py"}}, "'<file>.py::<function>'"),
     "unknown language": (
         {"spec": {"language": "cuda"}},
-        "unknown language 'cuda'; known: python, triton, tilelang, cutile",
+        "python, triton, tilelang, cutile",
     ),
-    "unknown target": ({"spec": {"target_hardware": ["sm_13"]}}, "unknown target 'sm_13'"),
-    "unknown key": ({"spec": {"warps": 4}}, "unknown key 'spec.warps'"),
+    "unknown target": ({"spec": {"target_hardware": ["sm_13"]}}, "'sm_13'"),
+    "unknown key": ({"spec": {"warps": 4}}, "'spec.warps'"),
     "undeclared axis": ({"spec": {"constraints": ["K > 1"]}}, "'K'"),
     "undeclared tensor": (
         {"spec": {"layouts": {"y": "strided"}}},
-        "spec.layouts names 'y', which is no tensor of row_scale",
+        "spec.layouts names 'y'",
     ),
-    "unknown tunable": ({"spec": {"tunables": {"BLOCK": [1]}}}, "does not accept the tunable 'BLOCK'"),
-    "unknown definition": ({"definition": "row_scael"}, "no definition 'row_scael'. Did you mean 'row_scale'?"),
+    "unknown tunable": ({"spec": {"tunables": {"BLOCK": [1]}}}, "tunable 'BLOCK'"),
+    "unknown definition": ({"definition": "row_scael"}, "'row_scale'"),
     "returns in triton": (
         {"spec": {"language": "triton", "destination_passing_style": False}},
-        "must use destination passing",
+        "destination passing",
     ),
 }
 
 
-@pytest.mark.parametrize(("changes", "message"), BAD_RECORDS.values(), ids=BAD_RECORDS.keys())
+@pytest.mark.parametrize(("changes", "fact"), BAD_RECORDS.values(), ids=BAD_RECORDS.keys())
 def test_an_invalid_folder_is_refused_and_nothing_is_written(
-    changes, message, cli, row_scale, folder, solution_record, snapshot
+    changes, fact, cli, row_scale, folder, solution_record, snapshot
 ):
     before = snapshot(row_scale)
     rewrite(folder, solution_record(**{"name": "row_scale_mine", **changes}))
     result = cli("add-solution", folder)
     assert result.code in (1, 2)
-    assert message in result.err
+    assert fact in result.err
     assert snapshot(row_scale) == before
 
 

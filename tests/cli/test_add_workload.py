@@ -7,27 +7,27 @@ import time
 import pytest
 
 BAD = {
-    "unknown key": ({"axis": {}}, "unknown key 'axis' (did you mean 'axes'?)"),
-    "missing axis": ({"axes": {"M": 4}}, "row_scale needs a size for axis 'N'"),
-    "unknown axis": ({"axes": {"M": 4, "N": 8, "K": 1}}, "row_scale has no axis 'K'; its axes are M, N"),
-    "negative axis": ({"axes": {"M": -4, "N": 8}}, "axis 'M' of row_scale must be a whole number >= 0, not -4"),
+    "unknown key": ({"axis": {}}, "'axes'"),
+    "missing axis": ({"axes": {"M": 4}}, "axis 'N'"),
+    "unknown axis": ({"axes": {"M": 4, "N": 8, "K": 1}}, "axis 'K'"),
+    "negative axis": ({"axes": {"M": -4, "N": 8}}, "axis 'M'"),
     "fractional axis": ({"axes": {"M": 4.5, "N": 8}}, "axes.M: "),
-    "broken constraint": ({"axes": {"M": 4, "N": 0}}, "row_scale requires N >= 1, which M=4, N=0 breaks"),
+    "broken constraint": ({"axes": {"M": 4, "N": 0}}, "N >= 1"),
     "dtype outside the set": (
         {"dtypes": {"T": "float16"}},
-        "dtype 'float16' is not in row_scale's set for 'T': float32, bfloat16",
+        "'float16'",
     ),
-    "unknown dtype": ({"dtypes": {"T": "half"}}, "dtypes.T: unknown dtype 'half'"),
-    "no dtype": ({"dtypes": {}}, "row_scale needs a dtype for 'T': one of float32, bfloat16"),
-    "no scalar": ({"inputs": {}}, "inputs.factor: row_scale needs a scalar value here"),
+    "unknown dtype": ({"dtypes": {"T": "half"}}, "dtypes.T: "),
+    "no dtype": ({"dtypes": {}}, "float32, bfloat16"),
+    "no scalar": ({"inputs": {}}, "inputs.factor: "),
     "scalar tensor": (
         {"inputs": {"x": {"type": "scalar", "value": 1}}},
-        "inputs.x is a tensor of row_scale, not a scalar",
+        "inputs.x ",
     ),
-    "unknown input": ({"inputs": {"y": {"type": "random"}}}, "inputs.y: row_scale has no such input"),
+    "unknown input": ({"inputs": {"y": {"type": "random"}}}, "inputs.y: "),
     "outside the dataset": (
         {"inputs": {"x": {"type": "safetensors", "path": "../x", "tensor_key": "x"}}},
-        "safetensors path '../x' must be relative",
+        "'../x'",
     ),
     "unknown layout": (
         {"layouts": {"x": "padded"}},
@@ -49,15 +49,15 @@ def lines(tmp_path):
     return write
 
 
-@pytest.mark.parametrize(("changes", "message"), BAD.values(), ids=BAD.keys())
-def test_one_wrong_line_refuses_the_whole_file(changes, message, cli, row_scale, workload_record, lines, snapshot):
+@pytest.mark.parametrize(("changes", "fact"), BAD.values(), ids=BAD.keys())
+def test_one_wrong_line_refuses_the_whole_file(changes, fact, cli, row_scale, workload_record, lines, snapshot):
     before = snapshot(row_scale)
     good = workload_record(axes={"M": 5, "N": 5})
     file = lines(good, workload_record(**changes))
     result = cli("add-workload", file)
     assert result.code in (1, 2)
     assert f"{file}:2: " in result.err
-    assert message in result.err
+    assert fact in result.err
     assert snapshot(row_scale) == before
 
 
@@ -89,7 +89,7 @@ def test_malformed_json_names_the_line(cli, row_scale, tmp_path):
 
 def test_an_empty_file_is_refused(cli, row_scale, tmp_path):
     (tmp_path / "w.jsonl").touch()
-    assert "holds no workload" in cli("add-workload", tmp_path / "w.jsonl").err
+    assert cli("add-workload", tmp_path / "w.jsonl").cause == "workload_missing"
 
 
 def test_two_thousand_workloads_take_seconds(cli, row_scale, workload_record, lines):
@@ -116,5 +116,5 @@ def test_a_scalar_that_its_name_excludes_is_refused_with_file_line_and_name(cli,
     )
     result = cli("add-workload", file)
     assert result.code == 1
-    assert "inputs.eps: -1e-06 is negative, and 'eps' of rms_norm is not" in result.err
+    assert "inputs.eps: -1e-06" in result.err
     assert "workloads.jsonl" in result.err

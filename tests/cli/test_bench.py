@@ -70,8 +70,8 @@ def spoil(row_scale, monkeypatch):
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("os._exit(0)", "ended its process with exit status 0"),
-        ("while True: pass", "did not finish within 1 s and was ended"),
+        ("os._exit(0)", "exit status 0"),
+        ("while True: pass", "1 s"),
         ("sys.exit(0)", "raises"),
     ],
 )
@@ -90,17 +90,18 @@ def test_a_reference_that_does_not_return_is_a_finding_and_ends_nothing(body, me
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "cause", "fact"),
     [
-        (["--gpu", "h100"], "--gpu h100: this machine has no usable GPU. Use --gpu cpu or --gpu auto here"),
-        (["--gpu", "h20"], "unknown GPU 'h20'. Did you mean"),
-        (["row_scal"], "'row_scal' is no definition and no solution. Did you mean 'row_scale'"),
-        (["--language", "cuda"], "unknown language 'cuda'; known: python, triton, tilelang, cutile"),
-        (["--workload", "M=5,*"], "no workload matches 'M=5,*'"),
+        (["--gpu", "h100"], "gpu_absent", "--gpu auto"),
+        (["--gpu", "h20"], "", "'h20'"),
+        (["row_scal"], "name_unknown", "'row_scale'"),
+        (["--language", "cuda"], "language_unknown", "python, triton, tilelang, cutile"),
+        (["--workload", "M=5,*"], "workload_unmatched", "'M=5,*'"),
     ],
 )
-def test_what_cannot_be_run_is_wrong_usage_and_says_what_can(arguments, message, cli, row_scale, home):
+def test_what_cannot_be_run_is_wrong_usage_and_says_what_can(arguments, cause, fact, cli, row_scale, home):
     result = cli("bench", *arguments)
     assert (result.code, result.out) == (2, "")
-    assert message in result.err
+    assert cause in ("", result.cause)
+    assert fact in result.err
     assert not (home / "runs").exists()

@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 
 from tilegym_db.records.trace_set import TraceSet
-from tilegym_db.store import statements
 
 
 @pytest.fixture
@@ -13,9 +12,8 @@ def measured(cli, journal_traces):
 
 
 @pytest.fixture
-def screened(cli, journal_traces, monkeypatch):
+def screened(cli, journal_traces):
     """A screen pass and nothing else, in a store that only takes promotions for verified."""
-    monkeypatch.setattr(statements.views_sql, "__defaults__", (("promotion",),))
     journal_traces(5.0, tier="screen")
     assert cli("ingest").code == 0
 
@@ -30,18 +28,18 @@ def test_best_is_the_newest_verified_trace_of_the_fastest_solution(cli, measured
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "message"),
+    ("arguments", "code", "fact"),
     [
-        (["--gpu", "b200"], 3, "no verified solution for any definition on b200; GPUs with verified traces: h200"),
-        (["--op-type", "norm"], 2, "no op_type 'norm'; there are elementwise"),
-        (["row_scal"], 2, "Did you mean 'row_scale'?"),
-        (["--gpu", "h300"], 2, "unknown GPU 'h300'. Did you mean 'h200'"),
+        (["--gpu", "b200"], 3, "h200"),
+        (["--op-type", "norm"], 2, "elementwise"),
+        (["row_scal"], 2, "'row_scale'"),
+        (["--gpu", "h300"], 2, "'h200'"),
     ],
 )
-def test_best_says_what_there_is_instead(arguments, code, message, cli, measured):
+def test_best_says_what_there_is_instead(arguments, code, fact, cli, measured):
     result = cli("best", *arguments)
     assert (result.code, result.out) == (code, "")
-    assert message in result.err
+    assert fact in result.err
 
 
 def test_a_changed_source_is_no_longer_best(cli, measured, row_scale):
@@ -79,17 +77,15 @@ def test_leaderboard_counts_shapes_and_wins(cli, measured):
     assert row["geomean_speedup"] == pytest.approx(1.5)
     assert "row_scale_stock" in cli("leaderboard", "row_scale", "--gpu", "h200").out
     none = cli("leaderboard", "--gpu", "b200")
-    assert none.code == 3
-    assert "no verified solution for any definition on b200; GPUs with verified traces: h200" in " ".join(
-        none.err.split()
-    )
+    assert (none.code, none.cause) == (3, "no_solution")
+    assert "h200" in none.err
 
 
 @pytest.mark.parametrize("command", ["best", "leaderboard"])
 def test_a_family_that_is_none_or_another_one_is_no_empty_answer(command, cli, measured):
     unknown = cli(command, "--op-type", "nosuch")
-    assert unknown.code == 2
-    assert "no op_type 'nosuch'; there are elementwise" in unknown.err
+    assert (unknown.code, unknown.cause) == (2, "op_type_unknown")
+    assert "elementwise" in unknown.err
     assert cli(command, "--op-type", "").code == 2
     assert cli(command, "row_scale", "--op-type", "elementwise").code == 0
 
@@ -150,7 +146,8 @@ def test_publish_says_what_it_leaves_out_and_why(cli, measured, journal_traces):
 def test_publish_refuses_a_gpu_without_verified_traces(cli, measured):
     result = cli("publish", "--gpu", "b200")
     assert result.code == 2
-    assert "no verified trace on 'b200' (GPUs with one: h200)" in result.err
+    assert "'b200'" in result.err
+    assert "h200" in result.err
 
 
 def test_a_family_name_works_wherever_a_gpu_is_named(cli, journal_traces, row_scale, tmp_path):

@@ -208,5 +208,5 @@ def test_a_journal_of_the_loop_that_cannot_be_read_stops_only_what_is_about_the_
     assert cli("leaderboard", "row_scale").code == 0
     assert cli("sql", "SELECT count(*) FROM traces").code == 0
     assert cli("task", "create", "row_scale", "--gpu", "h200", "--language", "python").code == 0
-    with pytest.raises(StoreError, match=r"attempts.jsonl: cannot read this journal: it is a FIFO"):
+    with pytest.raises(StoreError, match=r"attempts\.jsonl.*FIFO"):
         journaled(Attempt, home)  # who numbers attempts must know all of them

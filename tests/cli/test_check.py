@@ -134,7 +134,7 @@ def test_a_definition_that_is_not_valid_is_an_error(cli, sound, edit):
 def test_an_unknown_name_suggests_the_nearest(cli, sound):
     result = cli("check", "row_scal")
     assert result.code == 2
-    assert "no definition 'row_scal'. Did you mean 'row_scale'" in result.err
+    assert "'row_scale'" in result.err
 
 
 def test_a_backward_that_fits_no_forward_is_found(cli, sound, edit, row_scale):

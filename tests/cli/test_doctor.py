@@ -49,7 +49,7 @@ def test_a_store_that_cannot_be_written_is_a_problem(cli, row_scale, home):
     home.write_text("a file where the folder should be")
     result = cli("doctor")
     assert result.code == 2
-    assert "is no folder. Set it to an absolute path of a folder" in result.err
+    assert "absolute path" in result.err
 
 
 def test_a_broken_record_is_a_problem(cli, row_scale):

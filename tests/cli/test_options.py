@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from raising import raises
 
 from tilegym_db.cli.app import COMMANDS
 from tilegym_db.cli.completion import complete_definition, complete_gpu, complete_language, complete_statement
@@ -33,16 +34,33 @@ def test_a_comma_within_brackets_is_part_of_a_value():
 
 
 @pytest.mark.parametrize(
-    "text", ['M="4"', "M=true", f"M={1 << 63}", "M=1e3", "M=1_000", "M=\N{ARABIC-INDIC DIGIT FOUR}", "M="]
+    ("text", "code"),
+    [
+        ('M="4"', "number_not_whole"),
+        ("M=true", "number_not_whole"),
+        (f"M={1 << 63}", "number_too_large"),
+        ("M=1e3", "number_not_whole"),
+        ("M=1_000", "number_not_whole"),
+        ("M=\N{ARABIC-INDIC DIGIT FOUR}", "number_not_whole"),
+        ("M=", "number_not_whole"),
+    ],
 )
-def test_what_is_no_size_is_refused(text):
-    with pytest.raises(UsageError, match="--axes"):
+def test_what_is_no_size_is_refused(text, code):
+    with raises(UsageError, code, "--axes"):
         parse_axes("--axes", [text])
 
 
-@pytest.mark.parametrize("text", ["eps=nan", "eps=inf", "eps=-inf", f"eps={1 << 70}"])
-def test_a_scalar_that_no_kernel_can_be_given_is_refused(text):
-    with pytest.raises(UsageError, match="--scalar: eps"):
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("eps=nan", "number_not_finite"),
+        ("eps=inf", "number_not_finite"),
+        ("eps=-inf", "number_not_finite"),
+        (f"eps={1 << 70}", "number_too_large"),
+    ],
+)
+def test_a_scalar_that_no_kernel_can_be_given_is_refused(text, code):
+    with raises(UsageError, code, "--scalar: eps"):
         parse_scalars("--scalar", [text])
 
 
@@ -89,8 +107,7 @@ def test_a_result_goes_into_a_file_in_every_format(cli, row_scale, tmp_path):
 @pytest.mark.parametrize("place", ["/dev/full", "/dev/null", "."])
 def test_what_is_no_file_is_never_replaced(cli, row_scale, place):
     result = cli("list", "--json", "-o", place)
-    assert result.code == 2
-    assert "no regular file" in result.err
+    assert (result.code, result.cause) == (2, "output_not_file")
 
 
 def test_no_command_prints_wider_than_80_columns(cli, row_scale, monkeypatch):
@@ -175,15 +192,15 @@ def test_a_number_that_cannot_be_meant_is_refused_by_its_option(cli, row_scale, 
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "fact"),
     [
-        (b"", "cannot read this config"),
-        (b"[]", "is no config of a model: it states no model_type"),
-        (b'{"model_type": ""}', "is no config of a model: it states no model_type"),
-        (b"\xff\xfe{", "this is UTF-16"),
+        (b"", "config.json"),
+        (b"[]", "model_type"),
+        (b'{"model_type": ""}', "model_type"),
+        (b"\xff\xfe{", "UTF-16"),
     ],
 )
-def test_a_config_that_is_none_is_refused_before_anything_large_is_imported(content, message, tmp_path):
+def test_a_config_that_is_none_is_refused_before_anything_large_is_imported(content, fact, tmp_path):
     file = tmp_path / "config.json"
     file.write_bytes(content)
     program = """
@@ -198,5 +215,5 @@ for words in (["recommend", sys.argv[1], "--gpu", "h200"], ["fit", sys.argv[1]],
 print({"torch", "transformers"} & set(sys.modules))
 """
     found = subprocess.run([sys.executable, "-c", program, str(file)], capture_output=True, text=True, check=True)
-    assert found.stdout.count(message) == 3
+    assert sum(fact in line for line in found.stdout.splitlines()) == 3
     assert found.stdout.endswith("set()\n")

@@ -30,13 +30,13 @@ def test_a_command_whose_program_is_not_installed_ends_with_the_status_of_a_miss
     words, cli, row_scale, nowhere
 ):
     result = cli(*words)
-    assert result.code == 2
-    assert "is not installed, or not on PATH. Fix:" in result.err
+    assert (result.code, result.cause) == (2, "program_absent")
+    assert "Fix:" in result.err
 
 
 def test_what_is_asked_wrongly_is_named_before_the_program_that_is_missing(cli, row_scale, nowhere):
     result = cli("sanitize", "row_scale_stock", "--tool", "nocheck")
-    assert (result.code, "no tool 'nocheck'" in result.err) == (2, True)
+    assert (result.code, result.cause, "'nocheck'" in result.err) == (2, "tool_unknown", True)
 
 
 def test_a_program_that_is_there_and_fails_is_a_failure(tmp_path, monkeypatch):

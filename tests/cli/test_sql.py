@@ -25,21 +25,21 @@ def test_a_statement_is_read_from_standard_input(cli, row_scale):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "fact"),
     [
-        ("DROP TABLE meta", "sql only reads"),
+        ("DROP TABLE meta", "only reads"),
         ("SELECT 1; SELECT 2", "2 statements"),
-        ("", "no statement"),
+        ("", "statement"),
         ("SELEC 1", "syntax error"),
         ("SELECT * FROM tracs", "Views: definitions"),
-        ("COPY definitions TO 'out.csv'", "sql only reads"),
-        ("SELECT * FROM read_csv('/etc/passwd')", "reads the database and no files"),
+        ("COPY definitions TO 'out.csv'", "only reads"),
+        ("SELECT * FROM read_csv('/etc/passwd')", "no files"),
     ],
 )
-def test_anything_but_one_read_is_wrong_usage(text, message, cli, row_scale):
+def test_anything_but_one_read_is_wrong_usage(text, fact, cli, row_scale):
     result = cli("sql", text)
     assert (result.code, result.out) == (2, "")
-    assert message in result.err
+    assert fact in result.err
 
 
 def test_two_formats_are_one_too_many(cli, row_scale):
@@ -51,7 +51,7 @@ def test_a_query_that_takes_too_long_is_stopped_and_says_so(cli, row_scale):
     slow = "SELECT sum(a.range * b.range) FROM range(1000000) a, range(1000000) b"
     result = cli("sql", slow, "--timeout", "0.5")
     assert (result.code, result.out) == (1, "")
-    assert "stopped after 0.5 s" in result.err
+    assert "0.5 s" in result.err
     assert cli("sql", "SELECT 1 AS one", "--timeout", "30", "--csv").out == "one\n1\n"
 
 
@@ -64,6 +64,5 @@ def test_a_limit_that_is_no_time_is_refused(cli, row_scale, seconds):
 def test_a_value_that_parquet_has_no_type_for_is_refused(value, cli, row_scale, tmp_path):
     file = tmp_path / "out.parquet"
     result = cli("sql", f"SELECT {value} AS a", "--parquet", "-o", file)
-    assert result.code == 2
-    assert "Parquet cannot hold this" in result.err
+    assert (result.code, result.cause) == (2, "column_not_writable")
     assert not file.exists()

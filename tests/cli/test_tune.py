@@ -58,16 +58,17 @@ def test_a_config_that_is_wrong_is_a_finding_and_json_says_which(cli, add_blocke
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "cause", "fact"),
     [
-        (["--gpu", "h100"], "--gpu h100: this machine has no usable GPU. Use --gpu cpu or --gpu auto here"),
-        (["row_scal"], "'row_scal' is no definition and no solution. Did you mean 'row_scale'"),
-        (["--budget", "-1"], "a number of seconds above 0, not -1."),
-        (["--workload", "M=5,*"], "no workload matches 'M=5,*'"),
+        (["--gpu", "h100"], "gpu_absent", "--gpu auto"),
+        (["row_scal"], "name_unknown", "'row_scale'"),
+        (["--budget", "-1"], "", "-1"),
+        (["--workload", "M=5,*"], "workload_unmatched", "'M=5,*'"),
     ],
 )
-def test_what_cannot_be_tuned_is_wrong_usage(arguments, message, cli, row_scale, home):
+def test_what_cannot_be_tuned_is_wrong_usage(arguments, cause, fact, cli, row_scale, home):
     result = cli("tune", *arguments)
     assert (result.code, result.out) == (2, "")
-    assert message in result.err
+    assert cause in ("", result.cause)
+    assert fact in result.err
     assert not (home / "tuning").exists()

@@ -322,7 +322,7 @@ def test_an_operator_that_no_model_has_is_resolved_from_the_catalog(desk: Desk) 
 def test_a_new_kind_of_part_is_one_file(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     desk.add(CAP, CAP_BODY, CAP_SERVING)
     model, x = Block(Softcap).eval(), torch.randn(2, 3, 64)
-    with pytest.warns(RuntimeWarning, match=r"tanh_cap cannot be served: serving.part is 'softcap', and the parts are"):
+    with pytest.warns(RuntimeWarning, match=r"tanh_cap.*serving\.part.*'softcap'"):
         before = patch(torch.nn.Sequential(model, MeanAbsNormed()), catalog=desk.catalog, dry_run=True).report()
     assert "softcap" not in {site.kind for site in before.sites}
     (tmp_path / "softcap.py").write_text(CAP_PART)

@@ -24,7 +24,6 @@ import transformers
 from transformers.models.llama import modeling_llama
 
 from tilegym_db import Catalog, patch, patched
-from tilegym_db.integrations.transformers import handle as patch_handle
 from tilegym_db.integrations.transformers.decorators import undecorated
 from tilegym_db.integrations.transformers.parts import attention as part
 from tilegym_db.integrations.transformers.parts.attention import why_stock
@@ -151,13 +150,14 @@ def test_packed_sequences_run_stock(kernels: Catalog, logits: Any, build: Any, p
 
 
 def test_a_growing_cache_is_asked_about_once_a_doubling_where_no_kernel_serves_it(
-    shop: Any, build: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
+    shop: Any, build: Any, prompt: Any
 ) -> None:
-    monkeypatch.setattr(patch_handle, "PATIENCE", 1000)
     model, inputs = build(), {"input_ids": prompt(2)}
     options = {"max_new_tokens": 64, "do_sample": False}
     stock = model.generate(**inputs, **options).tolist()
     with patched(model, catalog=shop.offer(smallest=128), ops=OPS) as handle:
+        for _, site in handle.sites:
+            site.patience = 1000
         assert model.generate(**inputs, **options).tolist() == stock
     (decode,) = [site for site in handle.report().sites if site.definition == DECODE]
     assert decode.counts.misses == len({length.bit_length() for length in range(10, 73)}) == 4

@@ -321,6 +321,12 @@ def test_the_operators_say_truly_what_they_return(kernels: Catalog) -> None:
     torch.library.opcheck(site.operator.call, (q, k, table, table, site.operator.name), test_utils=checks)
 
 
+def kernels_of(handle: Any) -> list[tuple[Any, ...]]:
+    """Return what each call site remembers: the axes of each call, and what serves it."""
+    keys = [key for _, site in handle.sites for key in site.dispatcher.report().keys]
+    return [(key.axes, key.solution, key.reason) for key in keys]
+
+
 def test_while_a_graph_is_captured_known_calls_run_kernels_and_new_ones_stock_code(
     kernels: Catalog, logits: Any, build: Any, prompt: Any
 ) -> None:
@@ -329,25 +335,24 @@ def test_while_a_graph_is_captured_known_calls_run_kernels_and_new_ones_stock_co
     with patched(model, catalog=kernels) as handle:
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
         logits(compiled, known)  # the warm-up that whoever captures makes first
-        served, tables = handle.report().hits(), [dict(site.dispatcher._keys) for _, site in handle._sites if site]
-        for _, site in handle._sites:
-            if site is not None:
-                site.dispatcher._is_capturing = lambda: True
+        served, tables = handle.report().hits(), kernels_of(handle)
+        for _, site in handle.sites:
+            site.dispatcher.is_capturing = lambda: True
         assert torch.equal(logits(compiled, known), stock[known])
         assert handle.report().hits() == {op: 2 * count for op, count in served.items()}
         assert torch.equal(logits(compiled, new), stock[new])
         counts = [site.counts for site in handle.report().sites if site.counts is not None]
         assert handle.report().hits() == {op: 2 * count for op, count in served.items()}
         assert {one.definition: one.capture_misses for one in counts} == SERVED["qwen3"]
-        assert tables == [dict(site.dispatcher._keys) for _, site in handle._sites if site]
+        assert tables == kernels_of(handle)
 
 
 def test_a_thread_that_traces_leaves_the_word_of_others_as_it_was() -> None:
     """Two that begin one after the other, and end in that order."""
     assert not torch.compiler.is_compiling()
     with contextlib.ExitStack() as first, contextlib.ExitStack() as second:
-        first.enter_context(operators._compiling())
-        second.enter_context(operators._compiling())
+        first.enter_context(operators.compiling())
+        second.enter_context(operators.compiling())
         first.close()
         assert torch.compiler.is_compiling()
         second.close()
@@ -362,7 +367,7 @@ def test_while_another_thread_traces_a_derivative_is_what_it_is() -> None:
         return out
 
     alone = torch.func.jvp(norm, (x,), (torch.ones_like(x),))[1]
-    with operators._compiling():
+    with operators.compiling():
         beside = torch.func.jvp(norm, (x,), (torch.ones_like(x),))[1]
     assert alone.abs().max() > 0
     assert torch.equal(alone, beside)

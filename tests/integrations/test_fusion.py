@@ -324,7 +324,7 @@ def test_memory_is_owned_where_nobody_else_has_it(holder: str, sub_layer: str) -
 @pytest.mark.parametrize("asked", WAYS_TO_CALL)
 @pytest.mark.parametrize("counted", WAYS_TO_CALL)
 def test_who_owns_memory_does_not_depend_on_how_python_calls_functions(counted: str, asked: str, holder: str) -> None:
-    fusion._own_holders.cache_clear()
+    fusion.own_holders.cache_clear()
     with WAYS_TO_CALL[counted]():
         assert owned(SUB_LAYERS["a tensor"], HOLDERS["nobody"])
     with WAYS_TO_CALL[asked]():
@@ -352,7 +352,7 @@ def keeping(residual: torch.Tensor) -> torch.Tensor:
 
 def test_nothing_is_owned_in_code_that_was_compiled() -> None:
     """Its frames drop a variable that is not read again, so that whoever else holds the tensor would make up for the frame."""
-    fusion._own_holders()  # as code that is not compiled has it
+    fusion.own_holders()  # as code that is not compiled has it
     torch.compile(keeping, backend="eager")(torch.ones(3))
     torch.compiler.reset()
     assert ANSWERS == [False]

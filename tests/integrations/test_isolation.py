@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from raising import raises
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama import modeling_llama
 
-from tilegym_db import Catalog, TilegymDBError, patch, patched, patched_init
+from tilegym_db import Catalog, patch, patched, patched_init
+from tilegym_db.errors import UsageError
 from tilegym_db.integrations.transformers import handle
 from tilegym_db.integrations.transformers.operators import make_site
 
@@ -153,7 +155,7 @@ def test_a_dropped_model_takes_its_patch_along(kernels: Catalog, logits: Any, bu
 def test_a_patched_part_is_not_patched_again(part: str, kernels: Catalog, build: Any) -> None:
     model = build()
     handle = patch(model.get_submodule(part), catalog=kernels)
-    with pytest.raises(TilegymDBError, match="is patched already; call unpatch"):
+    with raises(UsageError, "model_patched_already", "unpatch()"):
         patch(model, catalog=kernels)
     handle.unpatch()
     patch(model, catalog=kernels).unpatch()
@@ -168,7 +170,7 @@ def test_a_class_changed_after_the_patch_is_not_overwritten(
     norm = model.model.norm
     ours = type(norm)
     norm.__class__ = type("Wrapped", (ours,), {})
-    with pytest.raises(TilegymDBError, match=r"1 modules were given another class .*\(Wrapped\)"):
+    with raises(UsageError, "modules_wrapped", "Wrapped", "unpatch()"):
         handle.unpatch()
     assert torch.equal(logits(model, ids), stock)
     norm.__class__ = ours

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+from raising import raises
 from torch._dynamo.utils import counters
 from transformers.models.deepseek_v4 import modeling_deepseek_v4
 from typer.testing import CliRunner, Result
@@ -129,39 +130,39 @@ def test_norms_that_pass_float32_on_are_narrowed_so_that_the_model_runs(
 
 def test_only_the_first_layers_are_kept_where_that_is_asked(config: Path) -> None:
     assert len(build_model(load_config(config, 1), "cpu", "float32").model.layers) == 1
-    with pytest.raises(UsageError, match="has 2 layers; keep 1 to so many of them, not 3"):
+    with raises(UsageError, "layers_out_of_range", "2 layers", "3"):
         load_config(config, 3)
 
 
 @pytest.mark.parametrize(
-    ("content", "reason"),
+    ("content", "fact"),
     [
-        ("{", "cannot read this config"),
-        ("[]", "states no model_type"),
-        ('{"model_type": "lama"}', "model_type 'lama' is unknown to transformers.*did you mean|llama"),
-        ('{"model_type": ["llama"]}', "its model_type is no text"),
-        ('{"model_type": {"name": "llama"}}', "its model_type is no text"),
-        ('\N{ZERO WIDTH NO-BREAK SPACE}{"model_type": "llama"}', "UTF-8 with a byte order mark"),
+        ("{", "config"),
+        ("[]", "model_type"),
+        ('{"model_type": "lama"}', "model_type 'lama'"),
+        ('{"model_type": ["llama"]}', "model_type"),
+        ('{"model_type": {"name": "llama"}}', "model_type"),
+        ('\N{ZERO WIDTH NO-BREAK SPACE}{"model_type": "llama"}', "byte order mark"),
     ],
 )
-def test_what_is_no_config_is_refused_with_the_file(content: str, reason: str, tmp_path: Path) -> None:
+def test_what_is_no_config_is_refused_with_the_file(content: str, fact: str, tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text(content)
-    with pytest.raises(UsageError, match=reason) as refused:
+    with pytest.raises(UsageError, match=fact) as refused:
         load_config(path)
     assert str(path) in str(refused.value)
 
 
 def test_a_config_that_is_no_regular_file_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")
-    with pytest.raises(UsageError, match="cannot read this config: it is a FIFO"):
+    with pytest.raises(UsageError, match="FIFO"):
         load_config(tmp_path)
 
 
 def test_a_model_that_generates_no_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "vision.json"
     path.write_text('{"model_type": "clip_vision_model"}')
-    with pytest.raises(UsageError, match="clip_vision_model is no causal language model"):
+    with raises(UsageError, "model_not_causal", "clip_vision_model"):
         build_model(load_config(path), "cpu", "float32")
 
 
@@ -447,11 +448,11 @@ def test_a_library_runs_in_its_own_process_on_the_same_weights(kernels: Catalog,
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        (LIGER.replace("_to_llama", "_to_other"), "liger-kernel has no kernels for the model type 'llama'."),
-        (LIGER.replace("llama.LlamaRMSNorm = ", "other = "), "liger-kernel changed no module of LlamaForCausalLM."),
+        (LIGER.replace("_to_llama", "_to_other"), "model type 'llama'"),
+        (LIGER.replace("llama.LlamaRMSNorm = ", "other = "), "LlamaForCausalLM"),
         ("raise ImportError('needs a GPU')", "ImportError: needs a GPU."),
-        ("import os; os._exit(7)", "the process of liger ended (exit code 7)."),
-        (LIGER + "    LlamaNormOfAnother.forward = None", "it failed in round 1: TypeError: 'NoneType' object"),
+        ("import os; os._exit(7)", "exit code 7"),
+        (LIGER + "    LlamaNormOfAnother.forward = None", "TypeError: 'NoneType' object"),
     ],
 )
 def test_a_library_that_cannot_be_had_says_why(
@@ -461,13 +462,13 @@ def test_a_library_that_cannot_be_had_says_why(
     options = ModelBenchOptions(dtype="float32", prompt=4, new=2, rounds=1, layers=1, beside=["liger"])
     run, _ = run_model_bench(config, select_machine("cpu"), options)
     assert set(run.ways) == {"stock_again"}
-    assert run.absent["liger"].startswith(reason)
+    assert reason in run.absent["liger"]
 
 
 def test_a_library_that_is_not_known_is_wrong_usage(config: Path) -> None:
     result = invoke(model_bench.command, config, *BRIEF, "--beside", "tigerkernel")
-    assert isinstance(result.exception, UsageError)
-    assert "beside must be one of liger, tilegym, not 'tigerkernel'" in str(result.exception)
+    with raises(UsageError, "peer_unknown", "liger", "tilegym", "'tigerkernel'"):
+        raise result.exception or AssertionError
 
 
 def test_a_profile_on_a_cpu_says_that_there_is_no_gpu(kernels: Catalog, config: Path) -> None:

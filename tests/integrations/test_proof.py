@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from raising import raises
 
-from tilegym_db import Catalog, Definition, TilegymDBError, patch, patched
+from tilegym_db import Catalog, Definition, patch, patched
 from tilegym_db.errors import UsageError
 from tilegym_db.integrations.transformers.call_site import HELD
 from tilegym_db.integrations.transformers.capture import CapturedCall, captured_calls, copied
@@ -148,7 +149,7 @@ def test_a_kernel_that_keeps_the_rotary_tables_of_the_first_position_is_left_out
 def test_two_batches_and_two_positions_of_each_are_captured(kernels: Catalog, build: Any, prompt: Any) -> None:
     model = build("llama", torch.float32)
     handle = patch(model, catalog=kernels, ops=["rope_neox", "rms_norm"])
-    sites = [site for _, site in handle._sites if site is not None]
+    sites = [site for _, site in handle.sites]
     for site, calls in zip(sites, captured_calls(model, sites, prompt(2, 5)), strict=True):
         kept = {call.stage: call.all_inputs for call in calls}
         if site.dispatcher is not None:
@@ -196,16 +197,15 @@ def test_a_compiled_model_runs_no_kernel_that_failed(shop: Any, logits: Any, bui
 def test_proving_needs_a_model_that_can_run_and_undoes_the_patch_where_it_cannot(kernels: Catalog, build: Any) -> None:
     model = build()
     classes = [type(module) for module in model.modules()]
-    for arguments, reason in (
-        ({"dry_run": True}, "a dry run patches nothing"),
-        ({"inputs": torch.ones(1, 2)}, "Expected tensor for argument"),  # no token ids
-    ):
-        with pytest.raises((UsageError, RuntimeError), match=reason):
-            patch(model, catalog=kernels, verify=True, **arguments)
-        assert [type(module) for module in model.modules()] == classes
-    with pytest.raises(UsageError, match="inputs are what verify=True runs"):
+    with raises(UsageError, "options_clash", "dry_run"):
+        patch(model, catalog=kernels, verify=True, dry_run=True)
+    assert [type(module) for module in model.modules()] == classes
+    with pytest.raises(RuntimeError, match="Expected tensor for argument"):  # no token ids
+        patch(model, catalog=kernels, verify=True, inputs=torch.ones(1, 2))
+    assert [type(module) for module in model.modules()] == classes
+    with raises(UsageError, "options_clash", "inputs", "verify=True"):
         patch(model, catalog=kernels, inputs=torch.ones(1, 2, dtype=torch.long))
-    with pytest.raises(TilegymDBError, match=r"model\.eval\(\) first"):
+    with raises(UsageError, "model_in_training", "model.eval()"):
         patch(model.train(), catalog=kernels, verify=True)
     assert [type(module) for module in model.modules()] == classes
 
@@ -258,7 +258,7 @@ def test_the_model_runs_stock_code_while_it_is_captured_and_keeps_no_hook(
     model, ids = build(), prompt()
     stock = logits(model, ids)
     handle = patch(model, catalog=poison)
-    sites = [site for _, site in handle._sites if site is not None]
+    sites = [site for _, site in handle.sites]
     calls = captured_calls(model, sites, ids)
     assert not model._forward_pre_hooks
     assert all(value.isfinite().all() for kept in calls for call in kept for value in call.inputs if _is_tensor(value))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -69,10 +68,7 @@ def test_a_candidate_is_rejected_for(shop: Any, kernel: Any, changes: dict[str, 
     assert reason in reasons(decision)["scale_rows_kernel"]
 
 
-def test_a_pass_of_the_screen_is_no_verified_measurement(
-    shop: Any, kernel: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(importlib.import_module("tilegym_db.resolver.eligibility"), "VERIFIED_TIERS", ("promotion",))
+def test_a_pass_of_the_screen_is_no_verified_measurement(shop: Any, kernel: Any) -> None:
     publish(shop, [shop.candidate(kernel, tier="screen")])
     decision = decide_in(shop, ask(shop))
     assert decision.solution is None
@@ -327,22 +323,22 @@ def test_a_scalar_that_selects_code_must_match(shop: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "facts"),
     [
-        ({"axes": {"M": 4}}, "scale_rows needs a size for axis 'N'"),
-        ({"axes": {"M": -4, "N": 8}}, "axis 'M' of scale_rows must be a whole number >= 0, not -4"),
-        ({"axes": {"M": 4, "N": 8, "K": 1}}, "scale_rows has no axis 'K'"),
-        ({"dtypes": {}}, "needs a dtype for 'T'"),
-        ({"dtypes": {"T": "int8"}}, "dtype 'int8' is not in scale_rows's set"),
-        ({"layouts": {"y": "strided"}}, "scale_rows has no tensor 'y'"),
-        ({"layouts": {"x": "diagonal"}}, "layout of 'x' must be one of contiguous"),
-        ({"scalars": {"epz": 1.0}}, "scale_rows has no scalar 'epz' .*did you mean 'eps'"),
-        ({"mode": "serving"}, "mode must be inference or training"),
-        ({"definition": "halves", "axes": {"M": 1, "I": 1}}, "halves needs the scalar 'swap'"),
+        ({"axes": {"M": 4}}, "'N'"),
+        ({"axes": {"M": -4, "N": 8}}, "'M'.*-4"),
+        ({"axes": {"M": 4, "N": 8, "K": 1}}, "no axis 'K'"),
+        ({"dtypes": {}}, "dtype for 'T'"),
+        ({"dtypes": {"T": "int8"}}, "'int8'"),
+        ({"layouts": {"y": "strided"}}, "no tensor 'y'"),
+        ({"layouts": {"x": "diagonal"}}, "'x'.*contiguous.*'diagonal'"),
+        ({"scalars": {"epz": 1.0}}, "no scalar 'epz' .*'eps'"),
+        ({"mode": "serving"}, "inference or training"),
+        ({"definition": "halves", "axes": {"M": 1, "I": 1}}, "scalar 'swap'"),
     ],
 )
-def test_a_request_that_does_not_fit_is_refused(shop: Any, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=f"(?i){message}"):
+def test_a_request_that_does_not_fit_is_refused(shop: Any, changes: dict[str, Any], facts: str) -> None:
+    with pytest.raises(UsageError, match=facts):
         ask(shop, **changes)
 
 

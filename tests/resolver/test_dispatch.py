@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from raising import raises
 
 from tilegym_db.errors import NoSolutionError, SolutionError
 from tilegym_db.resolver import call_site
@@ -101,7 +102,7 @@ def test_attempt_leaves_the_call_to_the_caller(site: Dispatcher) -> None:
 
 
 def test_without_kernel_and_stock_the_call_is_refused(shop: Any) -> None:
-    with pytest.raises(NoSolutionError, match="scale_rows"):
+    with raises(NoSolutionError, "no_kernel", "scale_rows"):
         call_site(shop.definition("scale_rows"), shop.catalog)(*args())
 
 
@@ -129,7 +130,7 @@ def failing_site(shop: Any) -> Dispatcher:
 
 
 def test_a_failing_kernel_is_quarantined_for_its_key_and_stock_runs(failing_site: Dispatcher) -> None:
-    with pytest.warns(RuntimeWarning, match="fails_at_five failed for scale_rows at M=5,N=8 .* ValueError: boom"):
+    with pytest.warns(RuntimeWarning, match="fails_at_five.*scale_rows.*M=5,N=8.*ValueError: boom"):
         assert not kernel_ran(failing_site, args(5))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -155,7 +156,7 @@ def test_a_source_edited_after_its_measurement_is_quarantined(shop: Any) -> None
     shop.publish([shop.entry("scale_rows", {"M": 4, "N": 8}, [shop.candidate(files)], dtypes={"T": "float32"})])
     site = call_site(shop.definition("scale_rows"), shop.catalog, stock=plain_stock)
     (files.folder / "kernel.py").write_text(source.replace("2.5", "3.5"))
-    with pytest.warns(RuntimeWarning, match="differs from the verified one"):
+    with pytest.warns(RuntimeWarning, match="edited"):
         assert not kernel_ran(site, args())
 
 
@@ -200,7 +201,7 @@ def test_a_later_failure_after_an_in_place_write_is_an_error_and_not_a_wrong_res
 ) -> None:
     site = in_place_site(2)
     site(torch.ones(3), torch.ones(3), torch.zeros(3))
-    with pytest.warns(RuntimeWarning, match="boom"), pytest.raises(SolutionError, match="may have overwritten total"):
+    with pytest.warns(RuntimeWarning, match="boom"), raises(SolutionError, "in_place_failed", "total"):
         site(torch.ones(3), torch.ones(3), torch.zeros(3))
     total = torch.ones(3)
     site(torch.ones(3), total, torch.zeros(3))
@@ -211,7 +212,7 @@ def test_a_later_failure_after_an_in_place_write_is_an_error_and_not_a_wrong_res
 
 
 def captured_site(site: Dispatcher, capturing: list[bool]) -> Dispatcher:
-    return Dispatcher(site.definition, site._choose, stock=plain_stock, is_capturing=lambda: capturing[0])
+    return Dispatcher(site.definition, site.choose, stock=plain_stock, is_capturing=lambda: capturing[0])
 
 
 def test_during_a_capture_only_known_keys_run_kernels(site: Dispatcher) -> None:
@@ -228,7 +229,7 @@ def test_during_a_capture_only_known_keys_run_kernels(site: Dispatcher) -> None:
 
 
 def test_the_oldest_key_is_forgotten_but_its_calls_are_counted(site: Dispatcher) -> None:
-    small = Dispatcher(site.definition, site._choose, stock=plain_stock, max_keys=2)
+    small = Dispatcher(site.definition, site.choose, stock=plain_stock, max_keys=2)
     for m in (4, 5, 6):
         assert kernel_ran(small, args(m))
     report = small.report()

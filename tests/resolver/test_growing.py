@@ -61,7 +61,7 @@ def who(out: torch.Tensor | None) -> str | None:
 def decided(site: Any, *args: torch.Tensor) -> str | None:
     """What a decision about this very call says."""
     binding = bind_call(site.definition, (*args, torch.empty_like(args[0])))
-    decision = site._choose(binding, torch.device("cpu"), None)
+    decision = site.choose(binding, torch.device("cpu"), None)
     return None if decision.solution is None else decision.solution.name
 
 
@@ -175,12 +175,10 @@ def test_a_kernel_that_raises_is_not_asked_again_at_the_next_size(attend: Any) -
     assert len(site.report().failures) == 1
 
 
-def test_a_forgotten_span_is_decided_again_and_its_calls_are_counted(
-    attend: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forgotten_span_is_decided_again_and_its_calls_are_counted(attend: Any) -> None:
     publish(attend, (8, add(attend, "first"), {}), (1000, add(attend, "first"), {}))
     site = call_site(attend.definition("attend"), attend.catalog)
-    monkeypatch.setattr(site, "_max_keys", 2)
+    site.max_keys = 2
     serve = site.serving(like_q, growing="L")
     for length in (10, 20, 40, 10, 11):
         assert serve(*inputs(length)) is not None
@@ -207,7 +205,7 @@ def test_an_axis_of_an_output_cannot_be_left_out_of_the_key(attend: Any) -> None
 def test_a_size_that_comes_up_during_a_capture_runs_stock(attend: Any) -> None:
     publish(attend, (8, add(attend, "first"), {}), (100, add(attend, "first"), {}))
     site, capturing = call_site(attend.definition("attend"), attend.catalog), [False]
-    site._is_capturing = lambda: capturing[0]
+    site.is_capturing = lambda: capturing[0]
     serve = site.serving(like_q, growing="L")
     assert serve(*inputs(20)) is not None
     capturing[0] = True

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from raising import raises
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tilegym_db
@@ -97,38 +98,38 @@ def test_the_page_of_operators_is_current() -> None:
 
 
 def test_a_name_that_is_no_operator_is_no_attribute() -> None:
-    with pytest.raises(AttributeError, match=r"no definition 'rms_nrom'\. Did you mean 'rms_norm'"):
+    with pytest.raises(AttributeError, match=r"'rms_nrom'.*'rms_norm'"):
         _ = tilegym_db.ops.rms_nrom
     assert not hasattr(tilegym_db.ops, "__wrapped__")
 
 
 BAD_CALLS = {
-    "dimensions": ((X[0], WEIGHT, 0.5), "'x' of scale_rows has 2 dimensions"),
-    "size": ((X, WEIGHT[:2], 0.5), "dimension 0 of 'weight' has size 2, but must be N = 3"),
-    "dtype": ((X, WEIGHT.double(), 0.5), "'weight' of scale_rows must be float32, not float64"),
-    "no tensor": ((None, WEIGHT, 0.5), "'x' of scale_rows is a tensor, not NoneType"),
-    "no number": ((X, WEIGHT, "half"), "'eps' of scale_rows is a number of type float, not str"),
-    "a list": ((X, WEIGHT, [0.5]), "'eps' of scale_rows is a number of type float, not list"),
-    "a flag": ((X, WEIGHT, True), "'eps' of scale_rows is a number of type float, not bool"),
-    "a tensor": ((X, WEIGHT, X), "'eps' of scale_rows is a number of type float, not Tensor"),
+    "dimensions": ((X[0], WEIGHT, 0.5), "'x' of scale_rows"),
+    "size": ((X, WEIGHT[:2], 0.5), "'weight' has size 2.*N = 3"),
+    "dtype": ((X, WEIGHT.double(), 0.5), "'weight'.*float32.*float64"),
+    "no tensor": ((None, WEIGHT, 0.5), "'x'.*NoneType"),
+    "no number": ((X, WEIGHT, "half"), "'eps'.*float.*str"),
+    "a list": ((X, WEIGHT, [0.5]), "'eps'.*float.*list"),
+    "a flag": ((X, WEIGHT, True), "'eps'.*float.*bool"),
+    "a tensor": ((X, WEIGHT, X), "'eps'.*float.*Tensor"),
 }
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("call", BAD_CALLS)
 def test_an_argument_that_does_not_fit_is_named(shop: Shop, published: None, call: str, backend: str) -> None:
-    arguments, message = BAD_CALLS[call]
-    with pytest.raises(UsageError, match=message.replace("(", r"\(")):
+    arguments, facts = BAD_CALLS[call]
+    with pytest.raises(UsageError, match=facts):
         function_of("scale_rows", shop.catalog)(*arguments, backend=backend)
 
 
 def test_a_size_that_is_a_scalar_binds_its_axis() -> None:
     scores = torch.randn(3, 8)
     assert tilegym_db.ops.topk_gate(scores, 2).shape == (3, 2)
-    for wrong, message in ((-1, "'top_k' of topk_gate is the size of axis 'K'"), (9, "topk_gate requires E >= K")):
-        with pytest.raises(UsageError, match=message):
+    for wrong, facts in ((-1, "'top_k' of topk_gate.*'K'"), (9, "E >= K")):
+        with pytest.raises(UsageError, match=facts):
             tilegym_db.ops.topk_gate(scores, wrong)
-    with pytest.raises(UsageError, match="'top_k' of topk_gate is a number of type int, not float"):
+    with raises(UsageError, "scalar_type", "'top_k'", "int", "float"):
         tilegym_db.ops.topk_gate(scores, 2.0)
 
 
@@ -167,12 +168,12 @@ def test_a_backend_by_name_is_that_solution_or_an_error(shop: Shop, published: S
     function = function_of("scale_rows", shop.catalog)
     assert function(X, WEIGHT, 0.5, backend=published.name).eq(10).all()
     for name, value in ((published.name, X.repeat(8, 1)), (other.name, X)):
-        with pytest.raises(NoSolutionError, match=f"{name} cannot serve this call of scale_rows: "):
+        with raises(NoSolutionError, "call_unsupported", name, "scale_rows"):
             function(value, WEIGHT, 0.5, backend=name)
-    with pytest.raises(NotFoundError, match=r"no solution 'scale_rows_nin'\. Did you mean 'scale_rows_nine'"):
+    with pytest.raises(NotFoundError, match=r"'scale_rows_nin'.*'scale_rows_nine'"):
         function(X, WEIGHT, 0.5, backend="scale_rows_nin")
     elsewhere = shop.add("halves", "halves_own", "def run(x, swap, out): ...\n")
-    with pytest.raises(UsageError, match=f"{elsewhere.name} is a solution of halves, not of scale_rows"):
+    with raises(UsageError, "solution_of_other_definition", elsewhere.name, "halves"):
         function_of("scale_rows", shop.catalog)(X, WEIGHT, 0.5, backend=elsewhere.name)
 
 
@@ -180,7 +181,7 @@ def test_a_kernel_whose_source_changed_is_not_run(shop: Shop, published: Solutio
     shop.add("scale_rows", published.name, NINE + "# changed\n")
     function = function_of("scale_rows", shop.catalog)
     assert torch.equal(function(X, WEIGHT, 0.5), X * WEIGHT + 0.5)
-    with pytest.raises(NoSolutionError, match="cannot serve"):
+    with raises(NoSolutionError, "call_unsupported"):
         function(X, WEIGHT, 0.5, backend=published.name)
 
 
@@ -239,7 +240,7 @@ def test_a_call_that_a_derivative_may_be_asked_of_runs_the_reference(shop: Shop,
     assert torch.equal(weight.grad, X.sum(0))
     with torch.no_grad():
         assert function(X, weight, 0.5).eq(10).all()
-    with pytest.raises(NoSolutionError, match="scale_rows_nine has no derivative"):
+    with raises(NoSolutionError, "derivative_missing", "scale_rows_nine"):
         function(X, weight, 0.5, backend=published.name)
     derivative = torch.func.grad(lambda value: function(X, value, 0.5).sum())(WEIGHT)
     assert torch.equal(derivative, X.sum(0))
@@ -350,5 +351,5 @@ def test_an_input_that_is_called_as_the_option_is_refused(shop: Shop) -> None:
         outputs={"out": {"shape": ["M"], "dtype": "float32"}},
         reference="def run(backend):\n    return backend + 1\n",
     )
-    with pytest.raises(UsageError, match="an input of odd is called 'backend'"):
+    with raises(UsageError, "input_name_reserved", "'backend'"):
         function_of("odd", shop.catalog)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from raising import raises
 
 from tilegym_db.errors import HardwareError, NoSolutionError, NotFoundError, UsageError
 from tilegym_db.resolver import call_site, resolve
@@ -55,7 +57,7 @@ def test_the_answer_for_another_gpu_never_runs_here(shop: Any, publish_kernel: A
 
 
 def test_without_kernel_and_stock_the_reasons_are_given(shop: Any, kernel: Any) -> None:
-    with pytest.raises(NoSolutionError, match=r"nothing is published for b200.*scale_rows_kernel") as caught:
+    with raises(NoSolutionError, "no_solution", "b200", "scale_rows_kernel") as caught:
         resolve("scale_rows", axes={"M": 4, "N": 8}, gpu="b200", catalog=shop.catalog, **FLOAT32)
     assert caught.value.exit_code == 3
 
@@ -67,20 +69,20 @@ def test_training_resolves_to_stock(shop: Any, publish_kernel: Callable[..., Non
 
 
 @pytest.mark.parametrize(
-    ("name", "request_changes", "error", "message"),
+    ("name", "request_changes", "error", "fact"),
     [
-        ("scale_row", {}, NotFoundError, "did you mean 'scale_rows'"),
-        ("scale_rows", {"gpu": "h2000"}, HardwareError, "unknown GPU 'h2000'"),
-        ("scale_rows", {"like": (torch.ones(1),)}, UsageError, "not both"),
-        ("scale_rows", {"axes": None, "dtypes": None, "like": (1, 2, 3)}, UsageError, "'x' of scale_rows is a tensor"),
-        (None, {}, UsageError, "by its name or as a record, not as NoneType"),
+        ("scale_row", {}, NotFoundError, "'scale_rows'"),
+        ("scale_rows", {"gpu": "h2000"}, HardwareError, "'h2000'"),
+        ("scale_rows", {"like": (torch.ones(1),)}, UsageError, "like="),
+        ("scale_rows", {"axes": None, "dtypes": None, "like": (1, 2, 3)}, UsageError, "'x' of scale_rows"),
+        (None, {}, UsageError, "NoneType"),
     ],
 )
 def test_a_wrong_request_is_refused(
-    shop: Any, stock: Any, name: str, request_changes: dict[str, Any], error: type[Exception], message: str
+    shop: Any, stock: Any, name: str, request_changes: dict[str, Any], error: type[Exception], fact: str
 ) -> None:
     request = {"axes": {"M": 4, "N": 8}, **FLOAT32, **request_changes}
-    with pytest.raises(error, match=f"(?i){message}"):
+    with pytest.raises(error, match=re.escape(fact)):
         resolve(name, catalog=shop.catalog, **request)
 
 

@@ -59,7 +59,7 @@ def test_a_call_left_to_stock_allocates_nothing(site: Dispatcher, change: dict[s
 
 def test_a_new_call_during_a_capture_allocates_nothing_and_is_not_remembered(site: Dispatcher) -> None:
     allocate, capturing = Allocations(), [True]
-    site._is_capturing = lambda: capturing[0]
+    site.is_capturing = lambda: capturing[0]
     serve = site.serving(allocate)
     assert serve(*inputs()) is None
     assert (allocate.devices, site.report().capture_misses) == ([], 1)

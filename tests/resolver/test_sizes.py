@@ -72,13 +72,13 @@ def test_each_size_is_a_call_of_its_own_at_a_call_site(published):
         out = torch.zeros(8, size)
         resolved(z, size, out)
         assert torch.equal(out, z.topk(size).values)
-    with pytest.raises(UsageError, match="dimension 1 of 'out' has size 3, but must be K = 4"):
+    with pytest.raises(UsageError, match=r"'out' has size 3.*K = 4"):
         resolve("best", like=(z, 4, torch.zeros(8, 3)), gpu="cpu", catalog=published.catalog)
 
 
 def test_a_request_that_contradicts_itself_is_refused(published):
     definition = published.definition("best")
-    with pytest.raises(UsageError, match="axis K=4 of best is the scalar 'top_k', which is 2"):
+    with pytest.raises(UsageError, match=r"K=4.*'top_k'"):
         make_request(definition, axes={"M": 8, "E": 16, "K": 4}, scalars={"top_k": 2}, gpu="cpu")
 
 

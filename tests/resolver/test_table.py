@@ -7,6 +7,7 @@ import shutil
 from typing import Any
 
 import pytest
+from raising import raises
 
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
@@ -68,28 +69,27 @@ def test_a_table_is_read_again_when_it_changes(shop: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "code", "name"),
     [
-        ("{", "cannot read this resolver table"),
-        ("[]", "not a resolver table"),
-        ('{"schema_version": 1}', "not a resolver table: 'gpu' is missing"),
-        ('{"schema_version": 3}', "written by a newer tilegym-db"),
+        ("{", "table_unreadable", ""),
+        ("[]", "table_invalid", ""),
+        ('{"schema_version": 1}', "table_invalid", "'gpu'"),
+        ('{"schema_version": 3}', "version_newer", "Upgrade tilegym-db"),
     ],
 )
-def test_a_file_that_is_no_table_is_named(shop: Any, text: str, message: str) -> None:
+def test_a_file_that_is_no_table_is_named(shop: Any, text: str, code: str, name: str) -> None:
     path = shop.publish([], gpu="h200")
     path.write_text(text)
     shop.sign(path)
-    with pytest.raises(RecordError, match=message) as caught:
+    with raises(RecordError, code, str(path), name):
         load_table("h200")
-    assert str(path) in str(caught.value)
 
 
 def test_an_entry_with_an_unknown_key_is_refused(shop: Any) -> None:
     shop.publish([shop.entry("halves", {"M": 1, "I": 1}, [], surprise=1)], gpu="h200")
     table = load_table("h200")
     assert table is not None
-    with pytest.raises(RecordError, match=r"an entry of halves is not valid: .*surprise"):
+    with raises(RecordError, "table_entry_invalid", "halves", "surprise"):
         table.entries("halves", {})
 
 

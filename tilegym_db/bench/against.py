@@ -46,7 +46,7 @@ def pairs_of_revision(revision: str, chosen: Sequence[SolutionFiles]) -> Pairs:
             history = histories.of(solution)
             commit = history.commit(revision)
             if commit is None:
-                raise UsageError(f"{history.root} has no revision '{revision}'")
+                raise UsageError(f"{history.root} has no revision '{revision}'", code="revision_unknown")
         except UsageError as error:
             pairs.leave_out(solution, "not comparable", str(error))
             unknown.append(str(error))
@@ -65,7 +65,8 @@ def pairs_of_revision(revision: str, chosen: Sequence[SolutionFiles]) -> Pairs:
     if unknown and len(unknown) == len(chosen):
         raise NotFoundError(
             f"'{revision}' is no run of the store, and {'; '.join(sorted(set(unknown)))}. Runs that there are: "
-            'tilegym-db sql "SELECT DISTINCT run_id FROM traces"'
+            'tilegym-db sql "SELECT DISTINCT run_id FROM traces"',
+            code="run_unknown",
         )
     return pairs
 
@@ -79,7 +80,10 @@ def pairs_of_run(run_id: str, measured: Mapping[str, str], chosen: Sequence[Solu
     histories, pairs = _Histories(), Pairs()
     concerned = [solution for solution in chosen if solution.name in measured]
     if not concerned:
-        raise NotFoundError(f"run {run_id} measured none of the solutions asked for, but: {', '.join(measured)}.")
+        raise NotFoundError(
+            f"run {run_id} measured none of the solutions asked for, but: {', '.join(measured)}.",
+            code="run_without_solutions",
+        )
     for solution in concerned:
         digest = measured[solution.name]
         if digest == solution.digest:

@@ -108,12 +108,17 @@ def _candidates(
     """The names to screen, and the catalog that has them; a function has a name for as long as it is measured."""
     if not callable(names):
         if definition is not None:
-            raise UsageError("definition= goes with a function; an operator is named first: benchmark('...').")
+            raise UsageError(
+                "definition= goes with a function; an operator is named first: benchmark('...').",
+                code="definition_without_function",
+            )
         yield names_of(names), catalog
         return
     if definition is None:
-        raise UsageError("a function implements an operator: benchmark(function, definition='...').")
+        raise UsageError(
+            "a function implements an operator: benchmark(function, definition='...').", code="definition_missing"
+        )
     if promote:
-        raise UsageError(ONLY_SCREENED)
+        raise UsageError(ONLY_SCREENED, code="function_not_promoted")
     with catalog_with_function(names, definition, catalog) as (name, records):
         yield (name,), records

@@ -66,8 +66,9 @@ def calibrate(machine: Machine) -> GpuPeaks:
     """
     if not machine.is_gpu:
         raise HardwareError(
-            f"peaks are measured on a GPU, and '{machine.gpu}' ({machine.gpu_name}) is none; traces of a CPU have no "
-            "speed of light. Run tilegym-db calibrate on a machine with an NVIDIA GPU."
+            f"peaks are measured on a GPU, and '{machine.gpu}' ({machine.gpu_name}) is not a GPU; traces of a CPU have no "
+            "speed of light. Run tilegym-db calibrate on a machine with an NVIDIA GPU.",
+            code="gpu_absent",
         )
     import torch
 
@@ -77,13 +78,15 @@ def calibrate(machine: Machine) -> GpuPeaks:
             measured = _measure(machine)
     except torch.OutOfMemoryError as error:
         raise HardwareError(
-            f"{machine.gpu_name} has too little free memory to be calibrated: {error}. End what else runs on it."
+            f"{machine.gpu_name} has too little free memory to be calibrated: {error}. End what else runs on it.",
+            code="gpu_memory_short",
         ) from None
     reading = clocks.reading()
     if reading.throttled:
         raise HardwareError(
             f"{machine.gpu_name} slowed down while it was calibrated ({', '.join(reading.reasons)}); nothing was stored. "
-            "Try again when it has cooled down."
+            "Try again when it has cooled down.",
+            code="gpu_slowed_down",
         )
     measured |= {
         "gpu": machine.gpu,
@@ -251,6 +254,9 @@ def _driver_facts(index: int) -> dict[str, Any]:
     for name, (attribute, factor) in _ATTRIBUTES.items():
         value = ctypes.c_int()
         if driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, index) != 0 or value.value <= 0:
-            raise HardwareError(f"the driver does not state {name} of GPU {index}; its peaks cannot be judged.")
+            raise HardwareError(
+                f"the driver does not state {name} of GPU {index}; its peaks cannot be judged.",
+                code="gpu_limits_unknown",
+            )
         facts[name] = value.value * factor
     return facts

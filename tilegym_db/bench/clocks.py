@@ -118,9 +118,9 @@ class ClockWatch:
     calls that are measured. On a CPU, or where no driver answers, every reading is empty.
     """
 
-    def __init__(self, device: str, interval_s: float = 0.1) -> None:
-        """``device`` is torch's name of it: ``cuda:0``, or ``cpu``."""
-        self._uuid = _uuid_of(device)
+    def __init__(self, device: str, interval_s: float = 0.1, uuid: str | None = None) -> None:
+        """``device`` is torch's name of it: ``cuda:0``, or ``cpu``; PyTorch says its ``uuid`` if it is not given."""
+        self._uuid = uuid or _uuid_of(device)
         self._interval_s = interval_s
         self._nvml: Nvml | None = None
         self._handle: Any = None

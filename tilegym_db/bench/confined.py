@@ -89,5 +89,6 @@ def _too_weak(sandbox: Sandbox, of: str) -> HardwareError:
     return HardwareError(
         f"promotion needs workers confined at level {MIN_SANDBOX_LEVEL} or better, and this machine reaches "
         f"{sandbox.level}: {'; '.join(sandbox.reasons)}. With --allow-unsandboxed the traces are recorded as such "
-        f"and never published.{of}"
+        f"and never published.{of}",
+        code="sandbox_too_weak",
     )

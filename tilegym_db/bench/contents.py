@@ -29,14 +29,16 @@ UNUSUAL_BYTES = 4 << 30
 """What the unusual sets of one workload may take together; of larger ones there is one, which differs from run to run."""
 
 
-def unusual_distributions(definition: Definition, workload: Workload, seed: int) -> tuple[str, ...]:
+def unusual_distributions(
+    definition: Definition, workload: Workload, seed: int, max_bytes: int = UNUSUAL_BYTES
+) -> tuple[str, ...]:
     """The content sets that are verified beside those that are timed: whose ids or lengths are spread otherwise than they mostly
     are, which are none where there are no such inputs; and all, where a file holds inputs of what is timed."""
     others = tuple(name for name in CONTENT_SETS if workload.files() or spreads_otherwise(definition, name))
     if not others:
         return ()
     case = Case.of_workload(definition, workload, distribution=others[0], seed=0)
-    if len(others) * plan_slot(definition, case).size <= UNUSUAL_BYTES:
+    if len(others) * plan_slot(definition, case).size <= max_bytes:
         return others
     return (others[(seed + int(workload.uuid.replace("-", ""), 16)) % len(others)],)
 

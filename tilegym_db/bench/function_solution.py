@@ -66,5 +66,5 @@ def _solution_of(
     )
     problem = signature_problem(solution, source, definition)
     if problem is not None:
-        raise UsageError(f"'{function.__name__}': {problem}.")
+        raise UsageError(f"'{function.__name__}': {problem}.", code="signature_differs")
     return solution

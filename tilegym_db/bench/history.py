@@ -69,7 +69,7 @@ class SourceHistory:
         for source in record.sources:
             content = self._blob(commit, f"{place}/{source.path}")
             if content is None:
-                raise RecordError(f"{where}: its source '{source.path}' is not in that commit.")
+                raise RecordError(f"{where}: its source '{source.path}' is not in that commit.", code="source_missing")
             sources[source.path] = content
         return Version(record, sources, commit)
 
@@ -99,7 +99,7 @@ class SourceHistory:
     def _git(self, *arguments: str, why: str) -> bytes:
         answer = self._run(*arguments)
         if answer.returncode != 0:
-            raise UsageError(f"{why}: {answer.stderr.decode(errors='replace').strip()}")
+            raise UsageError(f"{why}: {answer.stderr.decode(errors='replace').strip()}", code="git_failed")
         return answer.stdout
 
     def _run(self, *arguments: str) -> subprocess.CompletedProcess[bytes]:
@@ -109,9 +109,11 @@ class SourceHistory:
         try:
             return subprocess.run(command, capture_output=True, env=environment, timeout=TIMEOUT_S, check=False)
         except FileNotFoundError:
-            raise UsageError("old versions are read from git, and git is not installed.") from None
+            raise UsageError("old versions are read from git, and git is not installed.", code="git_absent") from None
         except subprocess.TimeoutExpired:
-            raise UsageError(f"git did not answer within {TIMEOUT_S} s: {' '.join(command)}") from None
+            raise UsageError(
+                f"git did not answer within {TIMEOUT_S} s: {' '.join(command)}", code="git_timeout"
+            ) from None
 
 
 def _places(solution: SolutionFiles) -> list[tuple[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,12 +56,13 @@ def library_versions() -> dict[str, str]:
     return versions
 
 
-def select_machine(asked: str, index: int = 0) -> Machine:
+def select_machine(asked: str, index: int = 0, find: Callable[[int], Machine | None] | None = None) -> Machine:
     """The device that ``--gpu`` names.
 
     Args:
         asked: ``auto`` (the GPU if there is one, else the CPU), ``cpu``, or a GPU slug or family.
         index: which CUDA device.
+        find: returns the GPU of an index, or None; asks PyTorch by default.
 
     Raises:
         HardwareError: the GPU asked for is unknown, or is not the one that the driver reports.
@@ -69,11 +70,11 @@ def select_machine(asked: str, index: int = 0) -> Machine:
     wanted = None if asked == "auto" else parse_gpu(asked)
     if wanted == CPU:
         return cpu_machine()
-    found = _cuda_machine(index)
+    found = (find or _cuda_machine)(index)
     if wanted is None:
         return found or cpu_machine()
     if found is None:
-        raise HardwareError(_NO_GPU.format(asked=asked))
+        raise HardwareError(_NO_GPU.format(asked=asked), code="gpu_absent")
     _refuse_other(asked, wanted, (found.gpu_name,))
     return found
 
@@ -110,7 +111,7 @@ def refuse_absent_gpu(asked: str, gpus: str | None = None, executor: str | None 
     if wanted is None or wanted == CPU:
         return
     if not driver_files():
-        raise HardwareError(_NO_GPU.format(asked=asked))
+        raise HardwareError(_NO_GPU.format(asked=asked), code="gpu_absent")
     _refuse_other(asked, wanted, driver_gpu_names())
 
 
@@ -120,7 +121,8 @@ def _refuse_other(asked: str, wanted: str, names: Sequence[str]) -> None:
     if slugs and not any(same_gpu(wanted, slug) for slug in slugs):
         raise HardwareError(
             f"--gpu {asked}: the GPU here is {names[0]} ({slugs[0]}), and a trace is never labelled with another. "
-            f"Use --gpu {slugs[0]} or --gpu auto."
+            f"Use --gpu {slugs[0]} or --gpu auto.",
+            code="gpu_other",
         )
 
 
@@ -175,10 +177,13 @@ def require_healthy(machine: Machine) -> None:
     try:
         total = int(torch.arange(count, device=machine.device, dtype=torch.int64).sum())
     except RuntimeError as error:
-        raise HardwareError(f"{machine.gpu_name} no longer works after a worker was lost: {error}") from None
+        raise HardwareError(
+            f"{machine.gpu_name} no longer works after a worker was lost: {error}", code="gpu_broken"
+        ) from None
     if total != count * (count - 1) // 2:
         raise HardwareError(
-            f"{machine.gpu_name} computes wrongly after a worker was lost: sum of 0..{count - 1} = {total}."
+            f"{machine.gpu_name} computes wrongly after a worker was lost: sum of 0..{count - 1} = {total}.",
+            code="gpu_broken",
         )
 
 

@@ -44,6 +44,6 @@ def benchmark_function(
         RecordError: ``dtypes`` or ``layouts`` are none of the Definition's.
     """
     if "promote" in options:
-        raise UsageError(ONLY_SCREENED)
+        raise UsageError(ONLY_SCREENED, code="function_not_promoted")
     with catalog_with_function(function, definition, catalog, dtypes, layouts) as (name, records):
         return benchmark((name,), catalog=records, **options)

@@ -70,7 +70,9 @@ def make_plan(
         UsageError: an unknown language, a glob that fits no workload, or nothing at all to run.
     """
     if options.language is not None and options.language not in LANGUAGES:
-        raise UsageError(f"unknown language {options.language!r}; known: {', '.join(LANGUAGES)}.")
+        raise UsageError(
+            f"unknown language {options.language!r}; known: {', '.join(LANGUAGES)}.", code="language_unknown"
+        )
     plan = Plan()
     lacks = Lacks(unusable or {}, unmet or {})
     matched = False
@@ -96,14 +98,20 @@ def refuse_omitting(catalog: Catalog, names: Sequence[str]) -> None:
         found = catalog.solutions.get(name)
         reason = why_not_timed(name, found.record.spec.omits) if found is not None else None
         if reason is not None:
-            raise UsageError(f"{reason}. Its verdict: tilegym-db bench {name}")
+            raise UsageError(f"{reason}. Its verdict: tilegym-db bench {name}", code="solution_not_timed")
 
 
 def _require_something(plan: Plan, options: Options, matched: bool) -> None:
     if options.workload is not None and not matched:
-        raise UsageError(f"no workload matches {options.workload!r}: it is a glob over tags, axes (M=1,*) and uuid.")
+        raise UsageError(
+            f"no workload matches {options.workload!r}: it is a glob over tags, axes (M=1,*) and uuid.",
+            code="workload_unmatched",
+        )
     if not plan.definitions and not plan.skipped:
-        raise UsageError("nothing matches: no solution or no workload is selected. Try: tilegym-db list --solutions")
+        raise UsageError(
+            "nothing matches: no solution or no workload is selected. Try: tilegym-db list --solutions",
+            code="nothing_selected",
+        )
 
 
 def _selected(catalog: Catalog, options: Options) -> list[tuple[Definition, list[SolutionFiles]]]:
@@ -120,7 +128,9 @@ def _selected(catalog: Catalog, options: Options) -> list[tuple[Definition, list
         else:
             catalog.refuse_broken(name)
             hint = did_you_mean(name, [*definitions, *solutions])
-            raise NotFoundError(f"'{name}' is no definition and no solution.{hint} Try: tilegym-db list")
+            raise NotFoundError(
+                f"'{name}' is no definition and no solution.{hint} Try: tilegym-db list", code="name_unknown"
+            )
     selected = []
     for name, names in sorted(chosen.items()):
         found = [solutions[s] for s in sorted(names)]

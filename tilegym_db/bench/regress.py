@@ -114,7 +114,9 @@ def _chosen(catalog: Catalog, names: Sequence[str]) -> list[SolutionFiles]:
         if name not in known:
             catalog.refuse_broken(name)
             hint = did_you_mean(name, known)
-            raise NotFoundError(f"'{name}' is no definition and no solution.{hint} Try: tilegym-db list")
+            raise NotFoundError(
+                f"'{name}' is no definition and no solution.{hint} Try: tilegym-db list", code="name_unknown"
+            )
     return [s for s in catalog.solutions.values() if not names or {s.name, s.record.definition} & set(names)]
 
 
@@ -141,7 +143,7 @@ class _Comparison:
             return
         plan = replace(self.setup, catalog=Catalog((root,))).plan(options)
         if plan.refused:
-            raise RecordError(plan.refused[0])
+            raise RecordError(plan.refused[0], code="plan_refused")
         self.observer.planned(plan, self.setup.machine)
         if self.pool is not None:
             self._measure_on(self.pool, plan, timing_budget(options))
@@ -268,7 +270,8 @@ def _control(catalog: Catalog, definition: str) -> SolutionFiles:
     plain = [s for s in solutions if s.record.spec.language == "python"]
     if stock is None and not plain:
         raise UsageError(
-            f"{definition} has no stock code and no other PyTorch code, so there is nothing to control with."
+            f"{definition} has no stock code and no other PyTorch code, so there is nothing to control with.",
+            code="control_missing",
         )
     return stock or plain[0]
 

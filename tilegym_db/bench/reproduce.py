@@ -113,14 +113,17 @@ def _verify(
 def _check_contents(definition: Definition, contents: str, scalars: Mapping[str, Scalar]) -> None:
     if contents not in CONTENTS:
         hint = did_you_mean(contents, CONTENTS)
-        raise UsageError(f"unknown contents '{contents}'.{hint} Known: {', '.join(CONTENTS)}.")
+        raise UsageError(f"unknown contents '{contents}'.{hint} Known: {', '.join(CONTENTS)}.", code="contents_unknown")
     missing = [name for name, spec in definition.inputs.items() if spec.is_scalar and name not in scalars]
     if missing:
-        raise UsageError(f"{definition.name} needs a value for scalar '{missing[0]}'. Try: --scalar {missing[0]}=1e-5")
+        raise UsageError(
+            f"{definition.name} needs a value for scalar '{missing[0]}'. Try: --scalar {missing[0]}=1e-5",
+            code="scalar_missing",
+        )
 
 
 def _check_layouts(definition: Definition, case: Case) -> None:
     for name, layout in case.layouts.items():
         if name not in (*definition.tensor_inputs, *definition.outputs):
-            raise UsageError(f"{definition.name} has no tensor '{name}'.")
+            raise UsageError(f"{definition.name} has no tensor '{name}'.", code="tensor_unknown")
         layout_strides(layout, definition.shape_of(name, case.axes), case.axes)

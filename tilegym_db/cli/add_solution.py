@@ -45,6 +45,7 @@ def command(
     """Validate a solution and copy it into the catalog in one step: it appears whole or not at all."""
     from tilegym_db.catalog import Catalog
     from tilegym_db.errors import RecordError
+    from tilegym_db.records.base import problems_of
 
     catalog = Catalog.default()
     if path.is_dir() or path.suffix == ".json":
@@ -54,10 +55,9 @@ def command(
             path, catalog, definition, language, name, login_name() if author is None else author.strip(), description
         )
     operator = catalog.definition(record.definition)
-    try:
-        record.check_against(operator)
-    except ValueError as error:
-        raise RecordError(f"{path}: {error}.") from None
+    problems = problems_of(lambda: record.check_against(operator))
+    if problems:
+        raise RecordError(f"{path}: {problems[0]}.", code=problems[0].code)
     check_callable(record, sources, operator, path)
     noted = check_source(record, sources, path)
     folder = catalog.add_solution(record, sources)
@@ -96,7 +96,10 @@ def from_record(
         ("--language", normalise_language(language), record.spec.language),
     ):
         if given is not None and given != written:
-            raise UsageError(f"{option} {given}: {files.path} says '{written}'. Leave the option out or edit the file.")
+            raise UsageError(
+                f"{option} {given}: {files.path} says '{written}'. Leave the option out or edit the file.",
+                code="option_contradicts_file",
+            )
     if name is not None:
         record = Solution.from_dict({**record.to_dict(), "name": name}, "--name")
     return record, dict(files.sources)
@@ -125,10 +128,14 @@ def from_file(
     from tilegym_db.scaffold.solution_draft import DEPENDENCIES
 
     if file.suffix != ".py":
-        raise UsageError(f"{file}: give a .py file that defines run(), or the folder or .json of a solution.")
+        raise UsageError(
+            f"{file}: give a .py file that defines run(), or the folder or .json of a solution.", code="file_kind"
+        )
     if definition is None or language is None:
         missing = f"{'--definition' if definition is None else '--language'} is needed for a single file"
-        raise UsageError(f"{file}: {missing}. Try: tilegym-db add-solution {file} -d NAME -l triton")
+        raise UsageError(
+            f"{file}: {missing}. Try: tilegym-db add-solution {file} -d NAME -l triton", code="options_missing"
+        )
     operator = catalog.definition(definition)
     language = normalise_language(language)
     assert language is not None
@@ -168,7 +175,8 @@ def normalise_language(language: str | None) -> str | None:
     if language in ("cuda-tile", "cuTile"):
         return "cutile"
     raise UsageError(
-        f"unknown language {language!r}.{did_you_mean(language.lower(), LANGUAGES)} Known: {', '.join(LANGUAGES)}."
+        f"unknown language {language!r}.{did_you_mean(language.lower(), LANGUAGES)} Known: {', '.join(LANGUAGES)}.",
+        code="language_unknown",
     )
 
 
@@ -192,7 +200,7 @@ def check_callable(record: Solution, sources: dict[str, bytes], definition: Defi
 
     problem = signature_problem(record, sources[record.spec.entry_path], definition)
     if problem is not None:
-        raise RecordError(f"{where}: entry_point {problem}.")
+        raise RecordError(f"{where}: entry_point {problem}.", code="signature_differs")
 
 
 def check_source(record: Solution, sources: dict[str, bytes], where: Path) -> int:
@@ -208,7 +216,9 @@ def check_source(record: Solution, sources: dict[str, bytes], where: Path) -> in
     refused = hard_findings(findings)
     if refused:
         lines = "\n".join(f"  {finding}" for finding in refused)
-        raise RecordError(f"{where}: the static scan refuses this solution, and nothing was added.\n{lines}")
+        raise RecordError(
+            f"{where}: the static scan refuses this solution, and nothing was added.\n{lines}", code="scan_refused"
+        )
     return len(findings)
 
 

@@ -73,12 +73,12 @@ def read_workloads(file: Path, catalog: Catalog, draft: Definition | None = None
             operator = draft if draft is not None and is_draft else catalog.definition(workload.definition)
             check_call(operator, workload)
         except NotFoundError as error:
-            raise NotFoundError(f"{where}: {error}") from None
+            raise NotFoundError(f"{where}: {error}", code=error.code) from None
         except RecordError as error:
-            raise RecordError(f"{where}: {error}") from None
+            raise RecordError(f"{where}: {error}", code=error.code) from None
         workloads.append(workload)
     if not workloads:
-        raise RecordError(f"{file}: holds no workload. Write one JSON object a line.")
+        raise RecordError(f"{file}: holds no workload. Write one JSON object a line.", code="workload_missing")
     return workloads
 
 

@@ -108,8 +108,8 @@ def parse_duration(text: str) -> float:
 
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smh])", text.strip())
     if match is None:
-        raise UsageError(f"--budget {text!r} must read 90s, 30m or 2h.")
+        raise UsageError(f"--budget {text!r} must read 90s, 30m or 2h.", code="budget_invalid")
     seconds = float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
     if seconds > MOST_BUDGET_S:
-        raise UsageError(f"--budget {text} is more than 30 days; at most 720h.")
+        raise UsageError(f"--budget {text} is more than 30 days; at most 720h.", code="budget_too_large")
     return seconds

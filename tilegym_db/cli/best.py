@@ -75,7 +75,8 @@ def none_verified(
     what = name or (f"op_type {op_type}" if op_type else "any definition")
     return NoSolutionError(
         f"no verified solution for {what}{where}; GPUs with verified traces: {', '.join(measured) or 'none'}. "
-        + (unverified or f"Try: tilegym-db bench --promote {name or ''}".rstrip())
+        + (unverified or f"Try: tilegym-db bench --promote {name or ''}".rstrip()),
+        code="no_solution",
     )
 
 

@@ -113,6 +113,7 @@ def _told(error: Exception) -> int | None:
     from tilegym_db.cli.output import printable_lines
     from tilegym_db.errors import TilegymDBError, missing_package
 
+    sys.last_value = error  # as Python itself leaves an error that ended a program, for a debugger
     if isinstance(error, TilegymDBError):
         return _say(str(error), error.exit_code)
     if isinstance(error, TyperException):

@@ -92,11 +92,12 @@ def refuse_what_cannot_be_compared(catalog: Catalog, a: str, b: str) -> None:
 
     definitions = [catalog.solution(name).record.definition for name in (a, b)]
     if a == b:
-        raise UsageError(f"'{a}' is given twice: compare takes two solutions.")
+        raise UsageError(f"'{a}' is given twice: compare takes two solutions.", code="solution_repeated")
     if definitions[0] != definitions[1]:
         raise UsageError(
             f"'{a}' computes {definitions[0]} and '{b}' computes {definitions[1]}: only solutions of one definition can be "
-            f"compared. Try: tilegym-db leaderboard {definitions[0]}"
+            f"compared. Try: tilegym-db leaderboard {definitions[0]}",
+            code="definitions_differ",
         )
 
 
@@ -108,5 +109,6 @@ def nothing_in_common(store: Store, a: str, b: str, gpu: str | None) -> Exceptio
     where = f" on {gpu}" if gpu else ""
     return NoSolutionError(
         f"'{a}' and '{b}' are verified at no size in common{where}; GPUs with verified traces: "
-        f"{', '.join(measured_gpus(store)) or 'none'}. Try: tilegym-db bench {a} {b} --promote"
+        f"{', '.join(measured_gpus(store)) or 'none'}. Try: tilegym-db bench {a} {b} --promote",
+        code="sizes_disjoint",
     )

@@ -90,7 +90,8 @@ def _checked_names(found: DataSet, names: list[str]) -> list[str]:
         if name not in known:
             raise NotFoundError(
                 f"{found.origin} has no definition or solution '{name}'.{did_you_mean(name, known)} "
-                f"Try: tilegym-db list --origin {found.origin}"
+                f"Try: tilegym-db list --origin {found.origin}",
+                code="name_unknown",
             )
     return names
 

@@ -127,7 +127,10 @@ def select_jobs(
                 excluded = f" {solution.name} has no workload that it declares to support."
             jobs += [CompileJob(definition, solution, item, target) for item in chosen]
     if not jobs:
-        raise UsageError(f"nothing to compile: no tile solution matches.{excluded} Try: tilegym-db list --solutions")
+        raise UsageError(
+            f"nothing to compile: no tile solution matches.{excluded} Try: tilegym-db list --solutions",
+            code="nothing_selected",
+        )
     return jobs
 
 
@@ -144,7 +147,9 @@ def named_solutions(catalog: Catalog, names: Sequence[str]) -> list[SolutionFile
         else:
             catalog.refuse_broken(name)
             hint = did_you_mean(name, [*catalog.definitions, *catalog.solutions])
-            raise NotFoundError(f"'{name}' is no definition and no solution.{hint} Try: tilegym-db list")
+            raise NotFoundError(
+                f"'{name}' is no definition and no solution.{hint} Try: tilegym-db list", code="name_unknown"
+            )
     return [item for _, item in sorted(chosen.items())]
 
 

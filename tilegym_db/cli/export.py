@@ -68,10 +68,11 @@ def command(
     from tilegym_db.integrations.interchange.writing import refuse_taken
 
     if form not in FORMATS:
-        raise UsageError(f"unknown format '{form}'; known: {', '.join(FORMATS)}.")
+        raise UsageError(f"unknown format '{form}'; known: {', '.join(FORMATS)}.", code="format_unknown")
     if (form != "flashinfer" or origin is not None) and (blobs is not None or largest_blob is not None):
         raise UsageError(
-            "--blobs and --largest-blob are about the catalog's own workloads: give them with 'flashinfer' alone."
+            "--blobs and --largest-blob are about the catalog's own workloads: give them with 'flashinfer' alone.",
+            code="option_unfit",
         )
     refuse_taken(folder)
     is_here = _is_here(folder)
@@ -81,7 +82,8 @@ def command(
         _export_imported(form, folder, origin, op_type)
     elif form == "original":
         raise UsageError(
-            "'original' writes an imported data set: give it with --origin. Try: tilegym-db list --origin all"
+            "'original' writes an imported data set: give it with --origin. Try: tilegym-db list --origin all",
+            code="option_missing",
         )
     else:
         _print(_export_catalog(folder, gpu, op_type, _blob_limits(blobs, largest_blob)), folder, as_json)
@@ -114,7 +116,10 @@ def _blob_limits(total: str | None, largest: str | None) -> tuple[int, int] | st
 
     if total == "none":
         if largest is not None:
-            raise UsageError("--largest-blob says how large a blob may be, and --blobs none that there are none.")
+            raise UsageError(
+                "--largest-blob says how large a blob may be, and --blobs none leaves blobs out: give one of them.",
+                code="options_clash",
+            )
         return ""
     limits = (
         int(_mib("--blobs", total, TOTAL_MIB, " or 'none'") * MIB),
@@ -125,7 +130,7 @@ def _blob_limits(total: str | None, largest: str | None) -> tuple[int, int] | st
         return limits
     reason = f"drawing blobs needs {' and '.join(missing)}: pip install {' '.join(missing)}"
     if total is not None or largest is not None:
-        raise UsageError(f"{reason}; or leave their workloads out with --blobs none.")
+        raise UsageError(f"{reason}; or leave their workloads out with --blobs none.", code="blob_refused")
     return reason
 
 
@@ -137,7 +142,9 @@ def _mib(option: str, text: str | None, default: float, other: str = "") -> floa
     except ValueError:
         value = math.nan
     if not 0 < value <= MOST_MIB:
-        raise UsageError(f"{option} takes a number of MiB above 0 and at most {MOST_MIB}{other}, not '{text}'.")
+        raise UsageError(
+            f"{option} takes a number of MiB above 0 and at most {MOST_MIB}{other}, not '{text}'.", code="size_invalid"
+        )
     return value
 
 
@@ -179,11 +186,12 @@ def _export_imported(form: str, folder: Path, origin: str, op_type: str | None) 
     found = data_set(home(), origin)
     if form == "flashinfer" and found.dialect != DIALECT:
         raise UsageError(
-            f"{found.origin} is no FlashInfer-Trace data set. Try: tilegym-db export original DIR --origin {origin}"
+            f"{found.origin} is no FlashInfer-Trace data set. Try: tilegym-db export original DIR --origin {origin}",
+            code="data_set_dialect",
         )
     files = imported_files(found, op_type)
     if not files:
-        raise UsageError(f"{found.origin} has nothing of op_type '{op_type}'.")
+        raise UsageError(f"{found.origin} has nothing of op_type '{op_type}'.", code="data_set_empty")
     write_tree(folder, files)
     note(f"wrote {len(files)} files of {found.origin} to {folder}, byte for byte.")
 
@@ -196,7 +204,10 @@ def _export_draft(folder: Path, origin: str | None, name: str | None) -> None:
     from tilegym_db.store.imported import data_set
 
     if origin is None or name is None:
-        raise UsageError("'draft' writes one definition of an imported data set: give --origin and --definition.")
+        raise UsageError(
+            "'draft' writes one definition of an imported data set: give --origin and --definition.",
+            code="option_missing",
+        )
     draft = draft_of(data_set(home(), origin), name)
     write_tree(folder, draft.files, draft.copies)
     for what, reason in draft.left_out:

@@ -60,7 +60,9 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
 
     words = [word.strip() for word in text.split(",")]
     if not all(re.fullmatch(r"0*[1-9][0-9]{0,11}", word) for word in words):
-        raise UsageError(f"{option} {text}: numbers of at least 1, separated by commas, such as 1,8.")
+        raise UsageError(
+            f"{option} {text}: numbers of at least 1, separated by commas, such as 1,8.", code="numbers_invalid"
+        )
     return tuple(dict.fromkeys(map(int, words)))
 
 

@@ -100,15 +100,20 @@ def chosen_form(
     given: dict[Kind, bool] = {"json": as_json, "csv": as_csv, "parquet": as_parquet, "arrow": as_arrow}
     kinds = [kind for kind, asked in given.items() if asked]
     if len(kinds) > 1:
-        raise UsageError(f"--{' and --'.join(kinds)} are several formats; give one of them.")
+        raise UsageError(f"--{' and --'.join(kinds)} are several formats; give one of them.", code="options_clash")
     kind: Kind = kinds[0] if kinds else "table"
     if output is not None:
         if kind == "table":
-            raise UsageError("-o needs a format: --json, --csv, --parquet or --arrow.")
+            raise UsageError("-o needs a format: --json, --csv, --parquet or --arrow.", code="format_missing")
         if output.exists() and not output.is_file():
-            raise UsageError(f"-o {output}: this is no regular file. To print to stdout, leave -o out.")
+            raise UsageError(
+                f"-o {output}: this is no regular file. To print to stdout, leave -o out.", code="output_not_file"
+            )
     elif kind in ("parquet", "arrow") and sys.stdout.isatty():
-        raise UsageError(f"--{kind} writes bytes that no terminal can show. Give a file: -o FILE, or pipe it on.")
+        raise UsageError(
+            f"--{kind} writes bytes that no terminal can show. Give a file: -o FILE, or pipe it on.",
+            code="output_is_terminal",
+        )
     return Form(kind, output, wide)
 
 
@@ -155,7 +160,10 @@ def write_arrow(form: Form, table: Callable[[], Any]) -> None:
         try:
             pyarrow.parquet.write_table(content, sink)
         except pa.ArrowNotImplementedError as error:
-            raise UsageError(f"Parquet cannot hold this: {error}. Cast the column in SQL, or use --arrow.") from None
+            raise UsageError(
+                f"Parquet cannot hold this: {error}. Cast the column in SQL, or use --arrow.",
+                code="column_not_writable",
+            ) from None
     else:
         with pa.ipc.new_stream(sink, content.schema) as writer:
             writer.write_table(content)

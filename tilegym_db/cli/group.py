@@ -64,7 +64,9 @@ class CommandTable(TyperGroup):
 
         known = self.list_commands(ctx)
         if args and args[0] not in known and not args[0].startswith("-"):
-            raise UsageError(f"no command '{args[0]}'.{did_you_mean(args[0], known)} Try: tilegym-db --help")
+            raise UsageError(
+                f"no command '{args[0]}'.{did_you_mean(args[0], known)} Try: tilegym-db --help", code="command_unknown"
+            )
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:

@@ -37,9 +37,11 @@ def command(
     from tilegym_db.store.connection import open_store
 
     if rebuild and files:
-        raise UsageError("--rebuild reads every journal of the store; give no files with it.")
+        raise UsageError("--rebuild reads every journal of the store; give no files with it.", code="options_clash")
     if rebuild and trust:
-        raise UsageError("--rebuild keeps what was trusted before; run: tilegym-db ingest --trust [FILES]")
+        raise UsageError(
+            "--rebuild keeps what was trusted before; run: tilegym-db ingest --trust [FILES]", code="options_clash"
+        )
     if rebuild:
         report = ingest.rebuild()
     else:

@@ -27,6 +27,10 @@ def refuse_unknown_names(names: Sequence[str]) -> None:
         if name not in known:
             catalog.refuse_broken(name)
             if name in OTHER_NAMES:
-                raise NotFoundError(f"{OTHER_NAMES[name].said(name)}. Try: tilegym-db show {name}")
+                raise NotFoundError(
+                    f"{OTHER_NAMES[name].said(name)}. Try: tilegym-db show {name}", code="name_of_others"
+                )
             hint = did_you_mean(name, known)
-            raise NotFoundError(f"'{name}' is no definition and no solution.{hint} Try: tilegym-db list")
+            raise NotFoundError(
+                f"'{name}' is no definition and no solution.{hint} Try: tilegym-db list", code="name_unknown"
+            )

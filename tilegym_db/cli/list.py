@@ -46,7 +46,9 @@ def command(
 
     form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)
     if solutions + workloads + promoted > 1:
-        raise UsageError("--solutions, --workloads and --promoted list different things; give one of them.")
+        raise UsageError(
+            "--solutions, --workloads and --promoted list different things; give one of them.", code="options_clash"
+        )
     if origin is not None:
         rows = imported_rows(origin, "solution" if solutions else "workload" if workloads else "definition", op_type)
         print_imported(rows, form)

@@ -48,10 +48,14 @@ def new_definition(
 
     check_name(name, "NAME")
     if not description.isprintable():
-        raise UsageError("--description is one line of text, without line breaks and control characters.")
+        raise UsageError(
+            "--description is one line of text, without line breaks and control characters.", code="description_invalid"
+        )
     existing = Catalog.default().definition_paths.get(name)
     if existing is not None:
-        raise ConflictError(f"definition '{name}' exists already, at {existing}. Use another name.")
+        raise ConflictError(
+            f"definition '{name}' exists already, at {existing}. Use another name.", code="definition_exists"
+        )
     files = draft_definition(
         name, op_type, parse_tensors("--inputs", inputs), parse_tensors("--outputs", outputs), description
     )
@@ -99,10 +103,15 @@ def new_solution(
     catalog = Catalog.default()
     operator = catalog.definition(definition)
     if stock == (language is not None):
-        raise UsageError("give --language for a draft of a kernel, or --stock for the stock code, and not both.")
+        raise UsageError(
+            "give --language for a draft of a kernel, or --stock for the stock code, and not both.",
+            code="options_clash",
+        )
     if stock:
         if folder is not None:
-            raise UsageError("--stock adds to the catalog and writes no folder; leave out --output.")
+            raise UsageError(
+                "--stock adds to the catalog and writes no folder; leave out --output.", code="options_clash"
+            )
         record, sources = stock_solution_files(operator, login_name(), name)
         path = catalog.add_solution(record, sources)
         print_json({"solution": record.name, "definition": definition, "path": str(path)}) if as_json else typer.echo(
@@ -157,7 +166,10 @@ def new_workload(
     content = read_model_config(config)
     tag = model_name(content, config) if model is None else model
     if not tag.strip():
-        raise UsageError("--model '' is no name for the tag model:NAME. Leave it out, and the config's own is taken.")
+        raise UsageError(
+            "--model '' is no name for the tag model:NAME. Leave it out, and the config's own is taken.",
+            code="name_empty",
+        )
     found = workloads_from_config(
         Catalog.default().definition(definition),
         content,
@@ -170,7 +182,7 @@ def new_workload(
     if not as_json:
         print_mapping(found)
     if not found.workloads:
-        raise RecordError(f"no workload was written: {_why_none(found)}.")
+        raise RecordError(f"no workload was written: {_why_none(found)}.", code="workload_missing")
     if add:
         add_to_catalog(found, definition, as_json)
         return
@@ -196,7 +208,8 @@ def check_name(name: str, option: str) -> None:
 
     if re.fullmatch(NAME_PATTERN, name) is None:
         raise UsageError(
-            f"{option} {name!r} is no name: 1 to 128 of a-z, 0-9, '_', '.' and '-', beginning with a letter or a digit."
+            f"{option} {name!r} is no name: 1 to 128 of a-z, 0-9, '_', '.' and '-', beginning with a letter or a digit.",
+            code="name_invalid",
         )
 
 
@@ -245,7 +258,7 @@ def parse_counts(text: str) -> list[int]:
 
     parts = [part.strip() for part in text.split(",")]
     if not all(re.fullmatch(r"[0-9]{1,12}", part) for part in parts):
-        raise UsageError(f"--tokens: {text!r} must be whole numbers, as in 1,512,4096.")
+        raise UsageError(f"--tokens: {text!r} must be whole numbers, as in 1,512,4096.", code="tokens_invalid")
     return list(dict.fromkeys(int(part) for part in parts))
 
 

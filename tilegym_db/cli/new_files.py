@@ -18,7 +18,10 @@ def write_new(folder: Path, files: Mapping[str, str]) -> None:
     from tilegym_db.files import write_exclusively, write_folder
 
     if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConflictError(f"{folder} exists already, and nothing was written. Choose another folder with --output.")
+        raise ConflictError(
+            f"{folder} exists already, and nothing was written. Choose another folder with --output.",
+            code="folder_exists",
+        )
     contents = {name: _encoded(text) for name, text in files.items()}
     if not os.path.lexists(folder):
         write_folder(folder, contents)  # whole, or not at all
@@ -51,4 +54,6 @@ def _encoded(text: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError as error:
         near = text[max(0, error.start - 20) : error.start]
-        raise UsageError(f"an argument is not UTF-8, after {near!r}. Write it in UTF-8; nothing was written.") from None
+        raise UsageError(
+            f"an argument is not UTF-8, after {near!r}. Write it in UTF-8; nothing was written.", code="text_encoding"
+        ) from None

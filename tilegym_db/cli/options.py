@@ -125,7 +125,9 @@ def check_op_type(op_type: str | None, name: str | None = None) -> None:
         return
     select_definitions(Catalog.default(), op_type, None)
     if name is not None and (found := Catalog.default().definition(name).op_type) != op_type:
-        raise UsageError(f"{name} is of op_type {found}, not {op_type}; leave one of the two out.")
+        raise UsageError(
+            f"{name} is of op_type {found}, not {op_type}; leave one of the two out.", code="op_type_differs"
+        )
 
 
 def regular_file(path: Path) -> Path:

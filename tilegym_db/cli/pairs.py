@@ -25,9 +25,9 @@ def parse_pairs(option: str, texts: Sequence[str] | None) -> dict[str, str]:
     for part in (part.strip() for text in texts or () for part in _parts(text)):
         key, separator, value = (piece.strip() for piece in part.partition("="))
         if not (separator and key and value):
-            raise UsageError(f"{option}: {part!r} must read name=value, as in M=4096.")
+            raise UsageError(f"{option}: {part!r} must read name=value, as in M=4096.", code="pair_invalid")
         if key in found:
-            raise UsageError(f"{option}: '{key}' is given twice.")
+            raise UsageError(f"{option}: '{key}' is given twice.", code="pair_repeated")
         found[key] = value
     return found
 
@@ -50,9 +50,9 @@ def parse_scalars(option: str, texts: Sequence[str] | None) -> dict[str, Scalar]
     scalars = {name: parse_scalar(text) for name, text in parse_pairs(option, texts).items()}
     for name, value in scalars.items():
         if isinstance(value, float) and not math.isfinite(value):
-            raise UsageError(f"{option}: {name} must be a finite number, not {value}.")
+            raise UsageError(f"{option}: {name} must be a finite number, not {value}.", code="number_not_finite")
         if isinstance(value, int) and not -LARGEST_SIZE <= value <= LARGEST_SIZE:
-            raise UsageError(f"{option}: {name} does not fit in 64 bits.")
+            raise UsageError(f"{option}: {name} does not fit in 64 bits.", code="number_too_large")
     return scalars
 
 
@@ -92,9 +92,9 @@ def _size(option: str, axis: str, text: str) -> int:
 
     digits = text.removeprefix("-")
     if not (digits.isascii() and digits.isdigit()):
-        raise UsageError(f"{option}: {axis} must be a whole number, not {text[:40]!r}.")
+        raise UsageError(f"{option}: {axis} must be a whole number, not {text[:40]!r}.", code="number_not_whole")
     if len(digits) > 19 or abs(int(text)) > LARGEST_SIZE:
-        raise UsageError(f"{option}: {axis} does not fit in 64 bits.")
+        raise UsageError(f"{option}: {axis} does not fit in 64 bits.", code="number_too_large")
     return int(text)
 
 

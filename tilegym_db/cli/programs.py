@@ -24,5 +24,5 @@ def needing_program(name: str) -> Iterator[None]:
         try:
             find_program(name)
         except ToolchainError as absent:
-            raise MissingPackageError(str(absent)) from None
+            raise MissingPackageError(str(absent), code=absent.code) from None
         raise

@@ -87,7 +87,7 @@ def _check_values(
         check_scalar_values(definition, scalars)
         check_layouts(definition, axes, layouts)
     except RecordError as error:
-        raise UsageError(str(error)) from None
+        raise UsageError(str(error), code=error.code) from None
 
 
 def describe(result: Reproduction) -> dict[str, Any]:

@@ -31,9 +31,14 @@ def of_kind(items: list[T], kinds: list[tuple[str, str]], op_type: str | None, s
 
     families, statuses = sorted({kind[0] for kind in kinds}), sorted({kind[1] for kind in kinds})
     if op_type is not None and op_type not in families:
-        raise NotFoundError(f"no op_type '{op_type}'; there are {', '.join(families) or 'none'}.")
+        raise NotFoundError(
+            f"no op_type '{op_type}'; there are {', '.join(families) or 'none'}.", code="op_type_unknown"
+        )
     if status is not None and status not in statuses:
-        raise NotFoundError(f"no definition has the status '{status}'; there are {', '.join(statuses) or 'none'}.")
+        raise NotFoundError(
+            f"no definition has the status '{status}'; there are {', '.join(statuses) or 'none'}.",
+            code="status_unknown",
+        )
     wanted = (op_type, status)
     return [
         item

@@ -67,7 +67,9 @@ def command(
     elif not show_trace(name, form):
         catalog.refuse_broken(name)
         hint = did_you_mean(name, [*catalog.definitions, *catalog.solutions])
-        raise NotFoundError(f"'{name}' is no definition, no solution and no trace.{hint} Try: tilegym-db list")
+        raise NotFoundError(
+            f"'{name}' is no definition, no solution and no trace.{hint} Try: tilegym-db list", code="name_unknown"
+        )
 
 
 def show_other_name(catalog: Catalog, name: str, form: Form, spark: bool | None = None) -> None:
@@ -84,7 +86,7 @@ def show_other_name(catalog: Catalog, name: str, form: Form, spark: bool | None 
         note(said)
         show_definition(catalog, catalog.definition(other.definitions[0]), form, spark)
     elif not form.is_table:
-        raise UsageError(f"{said}. Show what you want of it by its own name.")
+        raise UsageError(f"{said}. Show what you want of it by its own name.", code="name_of_others")
     else:
         print_line(said)
         for definition in other.definitions:

@@ -34,7 +34,10 @@ def show_trace(trace_id: str, form: Form) -> bool:
         found = find_traces(store, trace_id.lower(), most=4)
     if len(found) > 1:
         ids = ", ".join(row["trace_id"] for row in found[:3])
-        raise UsageError(f"several traces have an id that starts with '{trace_id}': {ids}, ... Give more of it.")
+        raise UsageError(
+            f"several traces have an id that starts with '{trace_id}': {ids}, ... Give more of it.",
+            code="trace_ambiguous",
+        )
     if not found:
         return False
     if form.kind == "json":

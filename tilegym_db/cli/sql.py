@@ -86,4 +86,6 @@ def read_statement() -> str:
     except UnicodeDecodeError:
         if len(content) == most:  # cut within a character; it is too long in any case
             return str(content.decode(errors="replace"))
-        raise QueryError("the statement on standard input is not UTF-8. Convert it: iconv -t UTF-8") from None
+        raise QueryError(
+            "the statement on standard input is not UTF-8. Convert it: iconv -t UTF-8", code="text_encoding"
+        ) from None

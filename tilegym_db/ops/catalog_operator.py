@@ -68,7 +68,8 @@ class CatalogOperator:
             self._check(inputs)
             if backend not in (AUTO, REFERENCE):
                 raise NoSolutionError(
-                    f"{backend} has no derivative. Leave 'backend' out, or call it under torch.no_grad()."
+                    f"{backend} has no derivative. Leave 'backend' out, or call it under torch.no_grad().",
+                    code="derivative_missing",
                 )
             return self.by_reference(inputs)
         return self.returned(inputs, self.written(inputs, backend))
@@ -87,7 +88,9 @@ class CatalogOperator:
         self._check(inputs)
         if backend != AUTO:
             reason = dispatcher.preview(inputs, self.allocate).reason
-            raise NoSolutionError(f"{backend} cannot serve this call of {self.definition.name}: {reason}.")
+            raise NoSolutionError(
+                f"{backend} cannot serve this call of {self.definition.name}: {reason}.", code="call_unsupported"
+            )
         return self.written_by_reference(inputs)
 
     def _tell_autograd(self, inputs: Sequence[Any]) -> None:
@@ -166,7 +169,10 @@ class CatalogOperator:
             return None
         files = self._catalog.solution(backend)
         if files.record.definition != self.definition.name:
-            raise UsageError(f"{backend} is a solution of {files.record.definition}, not of {self.definition.name}.")
+            raise UsageError(
+                f"{backend} is a solution of {files.record.definition}, not of {self.definition.name}.",
+                code="solution_of_other_definition",
+            )
         return backend
 
     def _serve(self, dispatcher: Dispatcher) -> Serve:
@@ -194,7 +200,8 @@ class CatalogOperator:
             wanted = scalar_type(spec.dtype) if spec.is_scalar else None
             if wanted is not None and not _is_a(value, wanted):
                 raise UsageError(
-                    f"'{name}' of {self.definition.name} is a number of type {wanted.__name__}, not {type(value).__name__}."
+                    f"'{name}' of {self.definition.name} is a number of type {wanted.__name__}, not {type(value).__name__}.",
+                    code="scalar_type",
                 )
         bind_call(self.definition, inputs)
 

@@ -34,7 +34,10 @@ def operator_function(definition: Definition, catalog: Catalog) -> Callable[...,
         UsageError: the shape of an output does not follow from the inputs, or an input is called ``backend``.
     """
     if "backend" in definition.inputs:
-        raise UsageError(f"an input of {definition.name} is called 'backend', as the option of its function is.")
+        raise UsageError(
+            f"an input of {definition.name} is called 'backend', as the option of its function is.",
+            code="input_name_reserved",
+        )
     operator = CatalogOperator(definition, catalog)
     in_graph = define(operator)
 

@@ -89,7 +89,10 @@ def _strided(definition: Definition, serving: Serving, name: str) -> str:
     """An output whose strides the Definition says; gaps between its elements are memory that nobody writes to."""
     spec, text = definition.outputs[name], definition.layouts[name]
     if serving.rows is not None and serving.rows in (spec.shape or ()):
-        raise UsageError(f"'{name}' of {definition.name} has the layout {text}, which no leading axes can stand in.")
+        raise UsageError(
+            f"'{name}' of {definition.name} has the layout {text}, which no leading axes can stand in.",
+            code="output_layout_unfit",
+        )
     base, dtype = _base(definition, spec)
     sizes, strides = (
         "".join(f"{_size(definition, entry, name)}, " for entry in entries)
@@ -108,7 +111,9 @@ def _base(definition: Definition, spec: TensorSpec) -> tuple[str, str]:
         if definition.inputs[name].dtype == spec.dtype:
             return name, ""
     if spec.dtype in definition.dtypes or not definition.tensor_inputs:
-        raise UsageError(f"no input of {definition.name} says the dtype or the device of an output.")
+        raise UsageError(
+            f"no input of {definition.name} says the dtype or the device of an output.", code="output_dtype_unknown"
+        )
     return definition.tensor_inputs[0], f", dtype=_dtype({spec.dtype!r})"
 
 
@@ -157,7 +162,8 @@ def _axis(definition: Definition, axis: str, name: str) -> str:
         if packed and (row := _PACKED.match(str(shape[-1]))) and axis == row.group(1):
             return f"({given}.shape[-1] * {row.group(2)})"
     raise UsageError(
-        f"the size of {axis} in '{name}' of {definition.name} does not follow from the shapes of its inputs."
+        f"the size of {axis} in '{name}' of {definition.name} does not follow from the shapes of its inputs.",
+        code="output_size_unknown",
     )
 
 

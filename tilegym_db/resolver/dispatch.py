@@ -45,7 +45,7 @@ class Dispatcher:
 
     ``attempt(*inputs, *written_outputs)`` runs a verified kernel and returns True, or returns False with nothing done:
     the caller then runs its own stock code. Calling the dispatcher does both, with the ``stock`` it was given.
-    :meth:`serving` makes the same for a caller that has no outputs yet.
+    :meth:`serving` makes the same for a caller that has no outputs yet. ``is_capturing`` and ``max_keys`` may be set later.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class Dispatcher:
             max_keys: how many keys to remember.
         """
         self.definition = definition
-        self._choose = choose
+        self.choose = choose
         self._stock = stock
-        self._is_capturing = is_capturing
-        self._max_keys = max_keys
+        self.is_capturing = is_capturing
+        self.max_keys = max_keys
         self._keys: dict[Any, Bound] = {}
         self._spans: list[Spans] = []
         self._quarantined: dict[Any, KernelFailure] = {}
@@ -121,7 +121,7 @@ class Dispatcher:
             bound = spans.find(kind, size)
             if bound is None:
                 bound = self._miss((kind, size), bind)
-            elif bound.launch is not None and self._is_capturing():
+            elif bound.launch is not None and self.is_capturing():
                 return self._frozen()  # a kernel may compile for a size that it has not had yet
             bound.seen.add(size)
             return bound
@@ -135,7 +135,7 @@ class Dispatcher:
         """
         try:
             binding = bind_call(self.definition, with_outputs(inputs, allocate))
-            decision = self._choose(binding, where, self._serving)
+            decision = self.choose(binding, where, self._serving)
         except TilegymDBError:
             return False
         if decision.solution is None or str(decision.evidence.candidate) in self._refused:
@@ -158,7 +158,8 @@ class Dispatcher:
         """Run the stock code that the call site was given; raises as calling the dispatcher does."""
         if self._stock is None:
             raise NoSolutionError(
-                f"no verified kernel serves this call of {self.definition.name}, and the call site has no stock code."
+                f"no verified kernel serves this call of {self.definition.name}, and the call site has no stock code.",
+                code="no_kernel",
             )
         self._stock(*args)
 
@@ -183,14 +184,14 @@ class Dispatcher:
         return self._miss(key, lambda: self._bind(key, args))
 
     def _miss(self, key: Any, bind: Callable[[], Bound]) -> Bound:
-        if self._is_capturing():
+        if self.is_capturing():
             return self._frozen()
         self._misses += 1
         with self._binding_a_key:
             bound = self._keys.get(key)
             if bound is None:
                 bound = bind()
-                while len(self._keys) >= self._max_keys:
+                while len(self._keys) >= self.max_keys:
                     self._forget_oldest()
                 self._keys[key] = bound
         return bound
@@ -231,7 +232,7 @@ class Dispatcher:
         given = args if allocate is None else with_outputs(args, allocate)
         try:
             binding = bind_call(self.definition, given)
-            decision = self._choose(binding, where, self._serving)
+            decision = self.choose(binding, where, self._serving)
         except TilegymDBError as error:  # not a call that the database knows; stock code may well serve it
             bound = Bound(None, str(error))
             if growing is not None:
@@ -241,7 +242,7 @@ class Dispatcher:
         bound = self._load(key, where, binding, decision, promised)
         if growing is not None:
             bound.low, bound.high = alike_span(
-                growing[0], binding, decision, self.definition, lambda other: self._choose(other, where, self._serving)
+                growing[0], binding, decision, self.definition, lambda other: self.choose(other, where, self._serving)
             )
         return bound
 
@@ -288,7 +289,8 @@ class Dispatcher:
         if not bound.undoes:
             raise SolutionError(
                 f"{failure.summary}. It may have overwritten {', '.join(self.definition.in_place)} before, so that "
-                "stock code cannot repeat this call: run the step again from fresh inputs."
+                "stock code cannot repeat this call: run the step again from fresh inputs.",
+                code="in_place_failed",
             ) from error
 
     def _quarantine(self, key: Any, solution: str, axes: dict[str, int], error: Exception) -> KernelFailure:

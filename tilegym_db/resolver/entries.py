@@ -103,7 +103,10 @@ def entries_of(content: bytes, path: Path, origin: str) -> MeasuredEntries:
         RecordError: not a trace set, or damaged.
     """
     if not is_trace_set(content):
-        raise RecordError(f"{path}: not a trace set. Try: python -m tilegym_db.store.migrate {path.parent.parent}")
+        raise RecordError(
+            f"{path}: not a trace set. Try: python -m tilegym_db.store.migrate {path.parent.parent}",
+            code="trace_set_invalid",
+        )
     parsed = TraceSet.parse(content, path)
     grouped: dict[DtypesKey, _Rows] = {}
     for point, rows in parsed.rows():

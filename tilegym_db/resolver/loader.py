@@ -49,7 +49,8 @@ def load_verified(solution: SolutionFiles, verified_digest: str) -> Callable[...
             if current.digest != verified_digest:
                 raise SolutionError(
                     f"{solution.path}: the source differs from the verified one ({current.digest[:12]}, verified "
-                    f"{verified_digest[:12]}). Restore it, or bench and publish it again."
+                    f"{verified_digest[:12]}). Restore it, or bench and publish it again.",
+                    code="source_differs",
                 )
             entry = _LOADED[verified_digest] = load_entry(_private_copy(current))
     return entry
@@ -107,7 +108,10 @@ class _Promise:
             SolutionError: it has another shape or dtype.
         """
         if value.shape != self.shape or value.dtype != self.dtype:
-            raise SolutionError(f"it returned {value.dtype} {list(value.shape)}, not {self.dtype} {list(self.shape)}")
+            raise SolutionError(
+                f"it returned {value.dtype} {list(value.shape)}, not {self.dtype} {list(self.shape)}",
+                code="output_differs",
+            )
         if self._is_laid_out(value.stride()) and not _shares_memory(value, inputs):
             return value
         return value.new_empty_strided(self.shape, self.strides).copy_(value)

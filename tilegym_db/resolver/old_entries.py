@@ -27,17 +27,22 @@ def parts_of_old(text: bytes, path: Path) -> tuple[str, str, str, list[dict[str,
     try:
         content = from_json(text, cache_strings="all")
     except ValueError as error:
-        raise RecordError(f"{path}: cannot read this resolver table: {error}. {WRITE_ANEW}") from None
+        raise RecordError(
+            f"{path}: cannot read this resolver table: {error}. {WRITE_ANEW}", code="table_unreadable"
+        ) from None
     version = content.get("schema_version") if isinstance(content, dict) else None
     if isinstance(version, int) and version > VERSION:
         raise RecordError(
             f"{path}: schema_version {version} was written by a newer tilegym-db (this one reads {VERSION}). "
-            "Upgrade tilegym-db, or publish again with this version."
+            "Upgrade tilegym-db, or publish again with this version.",
+            code="version_newer",
         )
     try:
         return content["gpu"], content["sm"], content["published"], content["entries"]
     except (TypeError, KeyError) as error:
-        raise RecordError(f"{path}: not a resolver table: {error} is missing or wrong. {WRITE_ANEW}") from None
+        raise RecordError(
+            f"{path}: not a resolver table: {error} is missing or wrong. {WRITE_ANEW}", code="table_invalid"
+        ) from None
 
 
 def measured_of_old(raws: list[dict[str, Any]], source: str, origin: str) -> MeasuredEntries:
@@ -65,4 +70,4 @@ def _old_entry(raw: dict[str, Any], source: str, origin: str) -> Entry:
         return Entry(**{**raw, "candidates": candidates})
     except (TypeError, KeyError) as error:
         what = f"an entry of {raw.get('definition')} is not valid: {error}"
-        raise RecordError(f"{source}: {what}. {WRITE_ANEW}") from None
+        raise RecordError(f"{source}: {what}. {WRITE_ANEW}", code="table_entry_invalid") from None

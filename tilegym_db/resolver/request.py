@@ -59,12 +59,12 @@ def make_request(
         UsageError: an axis, dtype, layout or scalar is missing, unknown or not allowed; the message names it.
     """
     if mode not in MODES:
-        raise UsageError(f"mode must be {' or '.join(MODES)}, not {mode!r}.")
+        raise UsageError(f"mode must be {' or '.join(MODES)}, not {mode!r}.", code="mode_unknown")
     axes = axes_with_scalars(definition, axes, scalars or {})
     try:
         bound_axes, bound_dtypes = definition.bind_axes(axes), definition.bind_dtypes(dtypes or {})
     except RecordError as error:
-        raise UsageError(str(error)) from None
+        raise UsageError(str(error), code=error.code) from None
     _check_layouts(definition, layouts or {})
     _check_scalars(definition, scalars or {})
     return Request(
@@ -92,9 +92,13 @@ def _check_layouts(definition: Definition, layouts: Mapping[str, str]) -> None:
     tensors = (*definition.tensor_inputs, *definition.outputs)
     for name, layout in layouts.items():
         if name not in tensors:
-            raise UsageError(f"{definition.name} has no tensor '{name}'.{did_you_mean(name, tensors)}")
+            raise UsageError(
+                f"{definition.name} has no tensor '{name}'.{did_you_mean(name, tensors)}", code="tensor_unknown"
+            )
         if layout not in LAYOUT_CLASSES:
-            raise UsageError(f"layout of '{name}' must be one of {', '.join(LAYOUT_CLASSES)}, not {layout!r}.")
+            raise UsageError(
+                f"layout of '{name}' must be one of {', '.join(LAYOUT_CLASSES)}, not {layout!r}.", code="layout_unknown"
+            )
 
 
 def _check_scalars(definition: Definition, scalars: Mapping[str, Scalar]) -> None:
@@ -103,8 +107,12 @@ def _check_scalars(definition: Definition, scalars: Mapping[str, Scalar]) -> Non
         if name not in known:
             raise UsageError(
                 f"{definition.name} has no scalar '{name}' (its scalars: {', '.join(known) or 'none'})."
-                f"{did_you_mean(name, known)}"
+                f"{did_you_mean(name, known)}",
+                code="scalar_unknown",
             )
     for name in known:
         if name not in scalars and is_code_selecting(definition, name):
-            raise UsageError(f"{definition.name} needs the scalar '{name}': its value selects which code runs.")
+            raise UsageError(
+                f"{definition.name} needs the scalar '{name}': its value selects which code runs.",
+                code="scalar_missing",
+            )

@@ -105,7 +105,7 @@ def resolve(
     stock = stock_of(solutions.values())
     chosen = decision.solution or stock
     if chosen is None:
-        raise NoSolutionError(_why_nothing(request, decision))
+        raise NoSolutionError(_why_nothing(request, decision), code="no_solution")
     dispatcher = call_site(record, catalog, mode=mode, stock=stock_launcher(record, stock) if stock else None)
     return Resolved(request, chosen, decision.config, decision.evidence, decision.rejected, dispatcher)
 
@@ -117,7 +117,9 @@ def _binding(record: Definition, like: Sequence[Any] | None, **given: Mapping[st
             check_kind(values or {}, Mapping, f"{name} is a mapping of names to values")
         return Binding(**{name: dict(values or {}) for name, values in given.items()})
     if any(given.values()):
-        raise UsageError("give either like=(real arguments) or axes, dtypes, layouts and scalars, not both.")
+        raise UsageError(
+            "give either like=(real arguments) or axes, dtypes, layouts and scalars, not both.", code="options_clash"
+        )
     return bind_call(record, like)
 
 
@@ -125,7 +127,10 @@ def _record(definition: str | Definition, catalog: Catalog) -> Definition:
     if isinstance(definition, str):
         return catalog.definition(definition)
     if not isinstance(definition, Definition):
-        raise UsageError(f"a Definition is given by its name or as a record, not as {type(definition).__name__}.")
+        raise UsageError(
+            f"a Definition is given by its name or as a record, not as {type(definition).__name__}.",
+            code="argument_type",
+        )
     return definition
 
 
@@ -278,7 +283,9 @@ def _gpu(asked: str | None, like: Sequence[Any] | None) -> tuple[str, str]:
         return default_gpu()
     device = common_device(like)
     if isinstance(device, str):
-        raise UsageError(f"cannot tell the device from like: {device}. Pass gpu=, or tensors of one device.")
+        raise UsageError(
+            f"cannot tell the device from like: {device}. Pass gpu=, or tensors of one device.", code="device_unclear"
+        )
     return device_gpu(device)
 
 

@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from raising import raises
 
 from tilegym_db.bench.benchmark import benchmark
 from tilegym_db.bench.cluster import address
@@ -33,19 +34,19 @@ def test_an_executor_names_a_cluster(monkeypatch, text, variable, found):
     "text", ["", "slurm", "ray:", "ray:head", "ray:head:port", "ray:head:99999", "head:6379", "Ray"]
 )
 def test_what_names_none_is_refused_with_how_to_name_one(text):
-    with pytest.raises(UsageError, match="ray:HOST:6379"):
+    with raises(UsageError, "executor_invalid", "ray:HOST:6379"):
         parse_executor(text)
 
 
 def test_gpus_of_a_cluster_are_counted_and_not_named():
     assert (most_devices(None), most_devices("all"), most_devices("3")) == (None, None, 3)
-    with pytest.raises(UsageError, match="no indices"):
+    with raises(UsageError, "gpu_indices_refused", "0,2"):
         most_devices("0,2")
 
 
 def test_without_ray_the_extra_is_named(monkeypatch, home):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingPackageError, match=r"pip install 'tilegym-db\[ray\]'"):
+    with pytest.raises(MissingPackageError, match=r"tilegym-db\[ray\]"):
         benchmark(("rms_norm",), gpu="cpu", executor="ray:127.0.0.1:6379")
 
 
@@ -62,7 +63,7 @@ def test_an_address_that_does_not_answer_is_refused_within_seconds_in_a_sentence
     command += ["--executor", f"ray:127.0.0.1:{free_port()}"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert answer.returncode == 2
-    assert "no Ray cluster answers at 127.0.0.1:" in answer.stderr
+    assert "127.0.0.1:" in answer.stderr
     assert "ray start --head" in answer.stderr
     assert "Traceback" not in answer.stderr
     assert time.monotonic() - began < 30  # most of it is PyTorch
@@ -76,28 +77,30 @@ def test_a_port_that_answers_and_is_not_rays_is_refused_in_a_fresh_process(monke
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         script = (
-            "from tilegym_db.bench.cluster import address\naddress.CONNECT_S = 2.0\n"
-            f"with address.connected('127.0.0.1:{listener.getsockname()[1]}'): pass\n"
+            "from tilegym_db.bench.cluster import address\n"
+            f"with address.connected('127.0.0.1:{listener.getsockname()[1]}', patience_s=2.0): pass\n"
         )
         answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert answer.returncode == 1
-    assert "nothing within 2 s that Ray understands" in answer.stderr
+    assert "nothing within 2 s" in answer.stderr
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "code", "fact"),
     [
         (
             ConnectionError("Could not find any running Ray instance."),
-            "no Ray cluster answers on this machine: Could not find any",
+            "cluster_silent",
+            "Could not find any",
         ),
         (
             RuntimeError("Version mismatch:\n  Ray: 2.49.0"),
-            "on this machine cannot be used from here: Version mismatch: Ray: 2.49.0.",
+            "cluster_unusable",
+            "Version mismatch: Ray: 2.49.0.",
         ),
     ],
 )
-def test_what_ray_says_is_told_in_a_sentence(monkeypatch, error, said):
+def test_what_ray_says_is_told_in_a_sentence(monkeypatch, error, code, fact):
     pytest.importorskip("ray")
 
     def refuse(*_arguments: object, **_options: object) -> None:
@@ -105,5 +108,5 @@ def test_what_ray_says_is_told_in_a_sentence(monkeypatch, error, said):
 
     monkeypatch.setattr("ray.init", refuse)
     monkeypatch.setattr("ray.is_initialized", lambda: False)
-    with pytest.raises(HardwareError, match=said), connected(address.AUTO):
+    with raises(HardwareError, code, fact), connected(address.AUTO):
         pass

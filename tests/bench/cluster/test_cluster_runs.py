@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import time
 from collections import Counter
@@ -12,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from raising import raises
 
 from tilegym_db.bench.benchmark import benchmark, promote
 from tilegym_db.bench.cluster.pool import _Cluster
@@ -159,22 +159,16 @@ def test_nodes_that_cannot_take_part_are_refused_with_the_reason(cluster, catalo
     for folder in ("other", "none"):
         cluster.add_node(**NODE, num_gpus=1, env_vars={"PYTHONPATH": str(tmp_path / folder)})
     arguments = {"catalog": catalog, "store_home": home, "executor": f"ray:{cluster.address}"}
-    with pytest.raises(HardwareError) as refused:
+    with raises(HardwareError, "cluster_nodes_unusable", "tilegym-db 0.0.1", "there is nothing here", "pip install"):
         benchmark(("row_scale",), gpu="auto", **arguments)
-    reasons = str(refused.value)
-    assert "no node of the cluster can be used" in reasons
-    assert re.search(r"is not used: it has tilegym-db 0\.0\.1, and this is ", reasons)
-    assert re.search(r"is not used: tilegym-db cannot be imported by .*there is nothing here.*pip install", reasons)
 
 
 def test_a_cluster_without_a_gpu_and_a_node_whose_gpu_does_not_answer(cluster, catalog, home):
     arguments = {"catalog": catalog, "store_home": home, "executor": f"ray:{cluster.address}"}
-    with pytest.raises(HardwareError, match=r"no node of the cluster has a GPU that Ray knows of\. '--gpu cpu'"):
+    with raises(HardwareError, "cluster_device_absent", "'--gpu cpu'"):
         benchmark(("row_scale",), gpu="auto", **arguments)
     cluster.add_node(**NODE, num_gpus=1)  # Ray believes what it is told
-    with pytest.raises(
-        HardwareError, match=r"no device of the cluster works.*GPU 0: Ray gave it a GPU, and PyTorch finds none"
-    ):
+    with raises(HardwareError, "devices_lost", "GPU 0", "PyTorch"):
         benchmark(("row_scale",), gpu="auto", **arguments)
 
 

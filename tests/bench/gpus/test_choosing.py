@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from raising import raises
 
 from tilegym_db.bench.gpus.devices import MeasuringDevice, choose_gpus, parse_gpus, share_processors
 from tilegym_db.bench.gpus.work import MAX_LOSSES, WorkQueue, divide
@@ -24,36 +25,36 @@ def test_all_a_number_and_indices_choose_gpus(text, indices):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "code"),
     [
-        ("x", "neither 'all'"),
-        ("", "neither 'all'"),
-        ("-1", "neither 'all'"),
-        ("1.5", "neither 'all'"),
-        ("0,,2", "neither 'all'"),
-        ("0,0", "names GPU 0 twice"),
-        ("0", "asks for no GPU"),
+        ("x", "gpus_invalid"),
+        ("", "gpus_invalid"),
+        ("-1", "gpus_invalid"),
+        ("1.5", "gpus_invalid"),
+        ("0,,2", "gpus_invalid"),
+        ("0,0", "gpus_repeated"),
+        ("0", "gpus_zero"),
     ],
 )
-def test_what_names_no_gpus_is_wrong_usage(text, said):
-    with pytest.raises(UsageError, match=said):
+def test_what_names_no_gpus_is_wrong_usage(text, code):
+    with raises(UsageError, code, text):
         parse_gpus(text)
 
 
 @pytest.mark.parametrize(
-    ("text", "found", "gpu", "said"),
+    ("text", "found", "gpu", "code", "facts"),
     [
-        ("9", FOUR, "auto", "has 4, not 9.*0: NVIDIA H200"),
-        ("0,7", FOUR, "auto", "no GPU 7 here"),
-        ("all", MIXED, "auto", "several kinds.*h200 or l4"),
-        ("3", MIXED, "h200", "has 2 of kind h200, not 3"),
-        ("1,2", MIXED, "h200", "not 2"),
-        ("all", [], "auto", "no usable GPU"),
-        ("all", FOUR, "cpu", "--gpu cpu"),
+        ("9", FOUR, "auto", "gpus_too_few", ("4", "9", "0: NVIDIA H200")),
+        ("0,7", FOUR, "auto", "gpu_index_unknown", ("GPU 7",)),
+        ("all", MIXED, "auto", "gpu_kinds_mixed", ("h200 or l4",)),
+        ("3", MIXED, "h200", "gpus_too_few", ("2 of kind h200", "3")),
+        ("1,2", MIXED, "h200", "gpus_too_few", ("2",)),
+        ("all", [], "auto", "gpus_without_gpu", ("--gpus all",)),
+        ("all", FOUR, "cpu", "gpus_without_gpu", ("--gpu cpu",)),
     ],
 )
-def test_gpus_that_are_not_here_are_refused_with_what_is(text, found, gpu, said):
-    with pytest.raises(HardwareError, match=said):
+def test_gpus_that_are_not_here_are_refused_with_what_is(text, found, gpu, code, facts):
+    with raises(HardwareError, code, *facts):
         choose_gpus(parse_gpus(text), found, gpu)
 
 
@@ -62,7 +63,7 @@ def test_one_kind_of_several_is_chosen_by_name():
 
 
 def test_a_cpu_is_refused_before_anything_is_loaded():
-    with pytest.raises(HardwareError, match="A CPU is measured by one process"):
+    with raises(HardwareError, "gpus_without_gpu", "--gpus"):
         refuse_absent_gpu("cpu", "2")
 
 

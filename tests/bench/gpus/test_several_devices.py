@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from raising import raises
 
 from tilegym_db.bench.benchmark import benchmark, promote
 from tilegym_db.bench.gpus.devices import cpu_slots
@@ -132,7 +133,7 @@ def test_searches_on_two_slots_find_the_same_winner_and_a_second_run_tries_nothi
 
 def test_devices_that_never_work_are_named_with_their_reason(catalog, home):
     broken = [replace(slot, environment=NO_PYTHON) for slot in cpu_slots(2)]
-    with pytest.raises(HardwareError, match=r"no device is left.*slot [01] is used no more.*slot [01]"):
+    with raises(HardwareError, "devices_lost", "slot 0", "slot 1"):
         benchmark(("row_scale",), gpu="cpu", catalog=catalog, store_home=home, gpus=broken)
 
 
@@ -145,7 +146,7 @@ supervisor.GRACE_S = 0.3
 ours, theirs = socket.socketpair()
 heard = (Connection(os.dup(theirs.fileno())), queue.Queue())
 heard[1].put("an order")
-threading.Thread(target=supervisor._listen, args=heard, daemon=True).start()
+threading.Thread(target=supervisor.listen, args=heard, daemon=True).start()
 while True:
     try:
         ours.close()
@@ -164,7 +165,7 @@ from tilegym_db.bench.gpus import supervisor
 ours, theirs = socket.socketpair()
 orders = queue.Queue()
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # no signal wakes it
-threading.Thread(target=supervisor._listen, args=(Connection(theirs.detach()), orders), daemon=True).start()
+threading.Thread(target=supervisor.listen, args=(Connection(theirs.detach()), orders), daemon=True).start()
 ours.close()
 sys.exit(7 if orders.get(timeout=10) is None else 1)
 """

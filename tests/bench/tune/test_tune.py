@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from raising import raises
 
 from tilegym_db.bench.bench_report import BenchReport
 from tilegym_db.bench.benchmark import promote
@@ -260,7 +261,7 @@ def test_a_config_that_does_not_compile_or_takes_the_worker_down_costs_itself_on
 
 
 def test_a_budget_must_be_some_time(catalog, folder):
-    with pytest.raises(UsageError, match="--budget is a number of seconds above 0, not 0"):
+    with raises(UsageError, "budget_invalid", "--budget", "0"):
         tune(gpu="cpu", budget_s=0, catalog=catalog, store_home=folder / "home")
 
 

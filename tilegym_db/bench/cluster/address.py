@@ -49,7 +49,8 @@ def parse_executor(text: str) -> str:
     if not text.startswith(f"{RAY}:") or _host_and_port(address) is None:
         raise UsageError(
             f"--executor {text}: neither 'local', nor 'ray' (the cluster that RAY_ADDRESS names, or that runs here), nor an "
-            "address of one: ray:HOST:6379, or ray://HOST:10001 for Ray's client."
+            "address of one: ray:HOST:6379, or ray://HOST:10001 for Ray's client.",
+            code="executor_invalid",
         )
     return address
 
@@ -69,7 +70,10 @@ def most_devices(gpus: str | None) -> int | None:
         return None
     choice = parse_gpus(gpus)
     if choice.indices is not None:
-        raise UsageError(f"--gpus {gpus}: the GPUs of a cluster have no indices. Name a number of them, or 'all'.")
+        raise UsageError(
+            f"--gpus {gpus}: the GPUs of a cluster have no indices. Name a number of them, or 'all'.",
+            code="gpu_indices_refused",
+        )
     return choice.count
 
 
@@ -83,7 +87,7 @@ def require_ray() -> None:
 
 
 @contextlib.contextmanager
-def connected(address: str) -> Iterator[None]:
+def connected(address: str, patience_s: float | None = None) -> Iterator[None]:
     """This process as a driver of the cluster; one that is connected already stays so.
 
     Raises:
@@ -99,7 +103,7 @@ def connected(address: str) -> Iterator[None]:
     if place is not None:
         _require_listener(address, place)
     with _kept_off_stdout():
-        _connect(address)
+        _connect(address, patience_s or (CLIENT_CONNECT_S if address.startswith(CLIENT) else CONNECT_S))
         try:
             yield
         finally:
@@ -110,7 +114,7 @@ def _require_listener(address: str, place: tuple[str, int]) -> None:
     try:
         socket.create_connection(place, timeout=REACH_S).close()
     except OSError as error:
-        raise HardwareError(_no_answer(address, error.strerror or str(error))) from None
+        raise HardwareError(_no_answer(address, error.strerror or str(error)), code="cluster_silent") from None
 
 
 def _where(address: str) -> str:
@@ -124,7 +128,7 @@ def _no_answer(address: str, reason: str) -> str:
     )
 
 
-def _connect(address: str) -> None:
+def _connect(address: str, patience_s: float) -> None:
     """In a thread, because Ray itself waits for a minute, and then ends the process, where a port answers that is not its."""
     import ray
     from ray.exceptions import RayError
@@ -140,17 +144,21 @@ def _connect(address: str) -> None:
             outcome.put(error)
 
     threading.Thread(target=connect, daemon=True).start()
-    patience_s = CLIENT_CONNECT_S if address.startswith(CLIENT) else CONNECT_S
     try:
         error = outcome.get(timeout=patience_s)
     except queue.Empty:
-        raise HardwareError(_no_answer(address, f"nothing within {patience_s:.0f} s that Ray understands")) from None
+        raise HardwareError(
+            _no_answer(address, f"nothing within {patience_s:.0f} s that Ray understands"), code="cluster_silent"
+        ) from None
     if error is None:
         return
     reason = " ".join(str(error).split())[:REASON_CHARACTERS].rstrip(".")
     if isinstance(error, OSError):
-        raise HardwareError(_no_answer(address, reason))
-    raise HardwareError(f"--executor ray: the Ray cluster {_where(address)} cannot be used from here: {reason}.")
+        raise HardwareError(_no_answer(address, reason), code="cluster_silent")
+    raise HardwareError(
+        f"--executor ray: the Ray cluster {_where(address)} cannot be used from here: {reason}.",
+        code="cluster_unusable",
+    )
 
 
 @contextlib.contextmanager

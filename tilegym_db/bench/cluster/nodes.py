@@ -78,7 +78,8 @@ def chosen_kind(gpu: str, found: Collection[str]) -> str:
     if len(kinds) > 1:
         raise HardwareError(
             f"--executor ray: the cluster has GPUs of several kinds ({', '.join(kinds)}), and times of two kinds are never "
-            f"compared. Name one with --gpu: {' or '.join(kinds)}."
+            f"compared. Name one with --gpu: {' or '.join(kinds)}.",
+            code="gpu_kinds_mixed",
         )
     return kinds[0]
 

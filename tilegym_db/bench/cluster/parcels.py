@@ -114,12 +114,14 @@ class ParcelStore:
         """
         if parcel.key != key:
             raise RecordError(
-                f"a {parcel.kind} came as something else than it was sent as: {parcel.key[:12]}..., {key[:12]}..."
+                f"a {parcel.kind} came as something else than it was sent as: {parcel.key[:12]}..., {key[:12]}...",
+                code="parcel_key_differs",
             )
         record, digest = self._checked(key, parcel)
         if digest != parcel.digest:
             raise RecordError(
-                f"a {parcel.kind} has the digest {digest[:12]}... here, and was sent as {parcel.digest[:12]}...."
+                f"a {parcel.kind} has the digest {digest[:12]}... here, and was sent as {parcel.digest[:12]}....",
+                code="parcel_digest_differs",
             )
         self._records[key] = record
 
@@ -152,7 +154,7 @@ class ParcelStore:
     def _write(folder: Path, path: str, content: bytes) -> None:
         target = folder / path
         if not target.resolve().is_relative_to(folder.resolve()):
-            raise RecordError(f"a file of the order leads out of its folder: {path}.")
+            raise RecordError(f"a file of the order leads out of its folder: {path}.", code="path_outside")
         write_atomically(target, content)
 
     def unpack(self, body: bytes) -> Order:

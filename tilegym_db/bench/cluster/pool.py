@@ -91,8 +91,14 @@ class _Cluster:
         if not nodes:
             what = "CPU" if self.gpu == CPU else "GPU"
             hint = "" if self.gpu == CPU else " '--gpu cpu' measures on its processors."
-            raise HardwareError(f"--executor ray: no node of the cluster has a {what} that Ray knows of.{hint}")
-        raise HardwareError(f"--executor ray: no node of the cluster can be used. {' '.join(_drained(self._remarks))}")
+            raise HardwareError(
+                f"--executor ray: no node of the cluster has a {what} that Ray knows of.{hint}",
+                code="cluster_device_absent",
+            )
+        raise HardwareError(
+            f"--executor ray: no node of the cluster can be used. {' '.join(_drained(self._remarks))}",
+            code="cluster_nodes_unusable",
+        )
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
@@ -207,7 +213,9 @@ class _Cluster:
                     return process.machine
             reasons = [f"{process.device.label}: {process.failure}" for process in processes if process.failure]
             if len(reasons) == len(processes):
-                raise HardwareError(f"--executor ray: no device of the cluster works. {' '.join(reasons)}")
+                raise HardwareError(
+                    f"--executor ray: no device of the cluster works. {' '.join(reasons)}", code="devices_lost"
+                )
             time.sleep(POLL_S)
 
     def missing(self, solutions: Iterable[SolutionFiles]) -> Missing:
@@ -225,7 +233,8 @@ class _Cluster:
             found: Missing = ray.get(self._ready.actor.missing.remote(needed))
         except RayError as error:
             raise HardwareError(
-                f"{self._ready.device.label} was lost before anything was planned: {error}. Run the command again."
+                f"{self._ready.device.label} was lost before anything was planned: {error}. Run the command again.",
+                code="device_lost",
             ) from None
         return found
 

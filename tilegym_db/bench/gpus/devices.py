@@ -60,15 +60,19 @@ def parse_gpus(text: str) -> GpuChoice:
     if words == ["all"]:
         return GpuChoice(text)
     if not all(word.isascii() and word.isdigit() for word in words):
-        raise UsageError(f"--gpus {text}: neither 'all', nor a number of GPUs (2), nor their indices (0,2).")
+        raise UsageError(
+            f"--gpus {text}: neither 'all', nor a number of GPUs (2), nor their indices (0,2).", code="gpus_invalid"
+        )
     numbers = tuple(map(int, words))
     if "," not in text:
         if numbers[0] == 0:
-            raise UsageError("--gpus 0 asks for no GPU at all. GPU 0 alone is '--gpus 0,'; a CPU needs no --gpus.")
+            raise UsageError(
+                "--gpus 0 asks for no GPU at all. GPU 0 alone is '--gpus 0,'; a CPU needs no --gpus.", code="gpus_zero"
+            )
         return GpuChoice(text, count=numbers[0])
     twice = sorted(number for number, times in Counter(numbers).items() if times > 1)
     if twice:
-        raise UsageError(f"--gpus {text} names GPU {twice[0]} twice.")
+        raise UsageError(f"--gpus {text} names GPU {twice[0]} twice.", code="gpus_repeated")
     return GpuChoice(text, indices=numbers)
 
 
@@ -84,25 +88,31 @@ def choose_gpus(choice: GpuChoice, found: Sequence[MeasuringDevice], gpu: str = 
         why = "--gpu cpu asks for none" if gpu == CPU else "this machine has no usable GPU"
         raise HardwareError(
             f"--gpus {choice.text}: {why}. A CPU is measured by one process: several would disturb each other's times. "
-            "Leave --gpus out."
+            "Leave --gpus out.",
+            code="gpus_without_gpu",
         )
     if choice.indices is not None:
         missing = sorted(set(choice.indices) - {device.index for device in found})
         if missing:
-            raise HardwareError(f"--gpus {choice.text}: there is no GPU {missing[0]} here. This machine has {here}.")
+            raise HardwareError(
+                f"--gpus {choice.text}: there is no GPU {missing[0]} here. This machine has {here}.",
+                code="gpu_index_unknown",
+            )
         meant = [device for device in meant if device.index in choice.indices]
     wanted = choice.count or len(choice.indices or meant) or 1
     if wanted > len(meant):
         of_kind = "" if gpu == "auto" else f" of kind {gpu}"
         raise HardwareError(
-            f"--gpus {choice.text}: this machine has {len(meant)}{of_kind}, not {wanted}. It has {here}. Try: --gpus all"
+            f"--gpus {choice.text}: this machine has {len(meant)}{of_kind}, not {wanted}. It has {here}. Try: --gpus all",
+            code="gpus_too_few",
         )
     chosen = meant[:wanted]
     kinds = sorted({device.gpu for device in chosen})
     if len(kinds) > 1:
         raise HardwareError(
             f"--gpus {choice.text}: GPUs of several kinds ({here}), and times of two kinds are never compared. "
-            f"Name one with --gpu: {' or '.join(kinds)}."
+            f"Name one with --gpu: {' or '.join(kinds)}.",
+            code="gpu_kinds_mixed",
         )
     return chosen
 

@@ -39,7 +39,8 @@ def open_pool(
 
         if gpus is not None and not isinstance(gpus, str):
             raise UsageError(
-                "devices of this host cannot be given to another executor; name a number of GPUs, or none."
+                "devices of this host cannot be given to another executor; name a number of GPUs, or leave them out.",
+                code="devices_of_executor",
             )
         with cluster_pool(executor, gpus, gpu, waiting) as pool:
             yield pool

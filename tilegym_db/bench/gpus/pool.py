@@ -148,7 +148,7 @@ class DevicePool:
             report.unfinished.append(f"{item.label} was given up: {'; '.join(item.losses)}")
         if work.waiting and not report.interrupted:
             if not report.traces:
-                raise HardwareError(f"no device is left to measure on. {' '.join(self._gone)}")
+                raise HardwareError(f"no device is left to measure on. {' '.join(self._gone)}", code="devices_lost")
             left = ", ".join(item.label for item in work.waiting)
             report.unfinished.append(f"{left}: no device is left to measure on")
         return report

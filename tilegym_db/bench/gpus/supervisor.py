@@ -34,7 +34,7 @@ def main() -> None:
     os.sched_setaffinity(0, map(int, sys.argv[1].split(",")))
     connection = _take_socket()
     orders = queue.Queue[Any]()
-    threading.Thread(target=_listen, args=(connection, orders), daemon=True).start()
+    threading.Thread(target=listen, args=(connection, orders), daemon=True).start()
     try:
         with _telling_failures(connection):
             _serve(connection, orders, began)
@@ -50,7 +50,7 @@ def _take_socket() -> Connection:
     return connection
 
 
-def _listen(connection: Connection, orders: queue.Queue[Any]) -> None:
+def listen(connection: Connection, orders: queue.Queue[Any]) -> None:
     """Pass orders on; at the end of all, end the main thread, by a signal only where it does not wait for an order.
 
     On hosts of H200s a waiting one was not woken by a signal to its process, and was killed after 15 s.

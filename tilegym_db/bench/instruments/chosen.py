@@ -68,7 +68,9 @@ def _named(catalog: Catalog, name: str | None, machine: Machine) -> list[Chosen]
         return [Chosen(files, catalog.definition(files.record.definition))]
     if name is not None and name not in catalog.definitions:
         hint = did_you_mean(name, [*catalog.solutions, *catalog.definitions])
-        raise NotFoundError(f"'{name}' is no solution, no definition and no folder.{hint} Try: tilegym-db list")
+        raise NotFoundError(
+            f"'{name}' is no solution, no definition and no folder.{hint} Try: tilegym-db list", code="name_unknown"
+        )
     wanted = catalog.solutions.values() if name is None else catalog.solutions_for(name)
     return [
         Chosen(files, catalog.definition(files.record.definition))
@@ -84,7 +86,8 @@ def require_clean_source(files: SolutionFiles) -> None:
     found = hard_findings(scan_sources(files.record, files.sources))
     if found:
         raise SolutionError(
-            f"{files.name} is not run: a tool attaches to a process outside of the sandbox, and the scan refuses {found[0]}"
+            f"{files.name} is not run: a tool attaches to a process outside of the sandbox, and the scan refuses {found[0]}",
+            code="scan_refused",
         )
 
 

@@ -89,7 +89,7 @@ def profile(
     program = find_program("ncu")
     setup = RunSetup.of(gpu, catalog, home)
     if not setup.machine.is_gpu:
-        raise HardwareError("profile measures kernels on an NVIDIA GPU, and this machine has none.")
+        raise HardwareError("profile measures kernels on an NVIDIA GPU, and this machine has none.", code="gpu_absent")
     files = setup.catalog.solution(solution)
     require_clean_source(files)
     definition = setup.catalog.definition(files.record.definition)
@@ -146,7 +146,8 @@ def _workload(catalog: Catalog, definition: Definition, files: SolutionFiles, pa
     ]
     if not supported:
         raise UsageError(
-            f"no workload of {definition.name} that {files.name} supports fits {pattern!r}. Try: tilegym-db list --workloads"
+            f"no workload of {definition.name} that {files.name} supports fits {pattern!r}. Try: tilegym-db list --workloads",
+            code="workload_unmatched",
         )
     return max(supported, key=lambda item: (_bytes(definition, item), item.uuid))
 

@@ -114,7 +114,7 @@ def sanitize(
     program = find_program("compute-sanitizer")
     setup = RunSetup.of(gpu, catalog, home)
     if not setup.machine.is_gpu:
-        raise HardwareError("sanitize watches kernels on an NVIDIA GPU, and this machine has none.")
+        raise HardwareError("sanitize watches kernels on an NVIDIA GPU, and this machine has none.", code="gpu_absent")
     records, seed = setup.catalog, secrets.randbits(62)
     chosen = [
         with_cases(item, records.workloads_for(item.definition.name), cases, seed)
@@ -135,9 +135,11 @@ def sanitize(
 def _check_tools(tools: Sequence[str]) -> None:
     unknown = [tool for tool in tools if tool not in TOOLS]
     if unknown:
-        raise UsageError(f"compute-sanitizer has no tool '{unknown[0]}'. Known: {', '.join(TOOLS)}.")
+        raise UsageError(
+            f"compute-sanitizer has no tool '{unknown[0]}'. Known: {', '.join(TOOLS)}.", code="tool_unknown"
+        )
     if not tools:
-        raise UsageError(f"no tool to run: nothing would be watched. Known: {', '.join(TOOLS)}.")
+        raise UsageError(f"no tool to run: nothing would be watched. Known: {', '.join(TOOLS)}.", code="tool_missing")
 
 
 def sanitizer_command(program: Path, tool: str, request: Path) -> list[str]:

@@ -111,7 +111,7 @@ def tune(
     if budget_s is None:
         budget_s = QUICK_BUDGET_S if quick else DEFAULT_BUDGET_S
     if not budget_s > 0:
-        raise UsageError(f"--budget is a number of seconds above 0, not {budget_s:g}.")
+        raise UsageError(f"--budget is a number of seconds above 0, not {budget_s:g}.", code="budget_invalid")
     # The tier at which only what can be timed here takes part: an interpreter's times would choose the wrong config.
     options = Options(names_of(names), language, workload, quick, again=True, tier="promotion")
     watch = observer or TuneObserver()

@@ -84,16 +84,7 @@ class BlockwiseLinear(torch.nn.Linear):
         Raises:
             UsageError: the codes were cast to another dtype, as ``model.to(dtype)`` does, or x has values of one byte.
         """
-        if self.weight.dtype != CODES:
-            raise UsageError(
-                f"the codes of a quantised layer were cast to {self.weight.dtype}. Call unpatch() on the handle, then cast "
-                "the model, then patch it again."
-            )
-        if input.dtype.itemsize == 1:
-            raise UsageError(
-                f"a quantised layer was given {input.dtype}, which is no activation: the model's code casts to the dtype of a "
-                "weight that is codes now. Call unpatch() on the handle, and run this model without quantise."
-            )
+        refuse_casts(self.weight.dtype, input.dtype)
         if torch.is_grad_enabled() and input.requires_grad:
             out: torch.Tensor = _Product.apply(input, self.weight, self.weight_scale_inv)
         else:
@@ -121,5 +112,27 @@ class BlockwiseLinear(torch.nn.Linear):
         raise _held("loaded into (load_state_dict, which may have changed modules before this one)")
 
 
+def refuse_casts(weight: torch.dtype, activation: torch.dtype) -> None:
+    """Raise :class:`UsageError` if the codes were cast, or if an activation has values of one byte.
+
+    It is apart from the forward, whose fingerprint the catalog has: a message may change without it.
+    """
+    if weight != CODES:
+        raise UsageError(
+            f"the codes of a quantised layer were cast to {weight}. Call unpatch() on the handle, then cast the model, then "
+            "patch it again.",
+            code="quantised_cast",
+        )
+    if activation.itemsize == 1:
+        raise UsageError(
+            f"a quantised layer was given {activation}, which is no activation: the model's code casts to the dtype of a "
+            "weight that is codes now. Call unpatch() on the handle, and run this model without quantise.",
+            code="quantised_input_dtype",
+        )
+
+
 def _held(what: str) -> UsageError:
-    return UsageError(f"a layer of codes, made by patch(quantise=...), cannot be {what}: unpatch() the model first.")
+    return UsageError(
+        f"a layer of codes, made by patch(quantise=...), cannot be {what}: unpatch() the model first.",
+        code="quantised_held",
+    )

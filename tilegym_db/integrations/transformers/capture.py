@@ -60,7 +60,10 @@ def captured_calls(
         UsageError: the model is in training mode, or has no vocabulary to draw random token ids from.
     """
     if model.training:
-        raise UsageError("a patch is proved on a run of the model, which is in training mode: call model.eval() first.")
+        raise UsageError(
+            "a patch is proved on a run of the model, which is in training mode: call model.eval() first.",
+            code="model_in_training",
+        )
     first = random_prompt(model, 1, PROMPT_TOKENS) if inputs is None else inputs
     given = {"input_ids": first} if isinstance(first, torch.Tensor) else first
     recorders = [_Recorder() for _ in sites]
@@ -94,7 +97,10 @@ def random_prompt(model: torch.nn.Module, batch: int, tokens: int) -> torch.Tens
     """
     size = _vocabulary(model)
     if size is None:
-        raise UsageError(f"{type(model).__name__} states no vocabulary; pass inputs= with what its forward takes.")
+        raise UsageError(
+            f"{type(model).__name__} states no vocabulary; pass inputs= with what its forward takes.",
+            code="vocabulary_unknown",
+        )
     generator = torch.Generator().manual_seed(SEED)
     ids = torch.randint(1, size, (batch, tokens), generator=generator)
     return ids.to(next(model.parameters()).device)
@@ -131,7 +137,8 @@ def own_inputs(given: Mapping[str, Any]) -> dict[str, Any]:
         except (RuntimeError, TypeError, ValueError) as error:
             raise UsageError(
                 f"inputs[{name!r}], a {type(value).__name__}, is run more than once and cannot be copied: {error}. Leave it "
-                "out, or make it under torch.no_grad()."
+                "out, or make it under torch.no_grad().",
+                code="inputs_not_copyable",
             ) from error
     return copies
 

@@ -163,7 +163,7 @@ def is_owned(box: tuple[torch.Tensor]) -> bool:
     """
     if _is_compiling() or _callback_of_dynamo() is not None or not box[0].is_contiguous():
         return False
-    return _holders(box) in _own_holders()
+    return _holders(box) in own_holders()
 
 
 def _holders(box: Any) -> tuple[int, ...]:
@@ -174,7 +174,7 @@ def _holders(box: Any) -> tuple[int, ...]:
 
 
 @cache
-def _own_holders() -> tuple[tuple[int, ...], ...]:
+def own_holders() -> tuple[tuple[int, ...], ...]:
     """Of a tensor, and of a view whose base nobody else has: PyTorch 2.11 returns one from a linear layer with a bias."""
     with torch.inference_mode(False):  # inside that mode no view knows its base
         return _counted(lambda: torch.empty(1)), _counted(lambda: torch.empty(1).view(1))

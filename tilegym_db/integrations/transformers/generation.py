@@ -67,7 +67,9 @@ def static_cache(model: Any, ids: torch.Tensor, new: int, backend: str = "induct
     try:
         cache: Any = StaticCache(config=model.config.get_text_config(), max_cache_len=ids.shape[1] + new)
     except (KeyError, NotImplementedError) as error:  # a mapping of transformers that lacks the kind of a layer
-        raise UsageError(f"transformers has no cache of fixed size for this model: {error}.") from None
+        raise UsageError(
+            f"transformers has no cache of fixed size for this model: {error}.", code="static_cache_absent"
+        ) from None
     generate = _generator(
         model, ids, new, {_name_of_cache(model): cache, "compile_config": config}, lambda: _held_by(cache)
     )

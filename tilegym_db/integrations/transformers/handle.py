@@ -79,17 +79,16 @@ class Handle:
             call: runs the patched model, for instance ``lambda: model.generate(...)``. It is run twice, the second time
                 under PyTorch's profiler; not at all where there is no GPU, which the result then says.
         """
-        sites = [(described.definition, site) for described, site in self._sites if site is not None]
-        self._gpu_time = profiled(call, sites)
+        self._gpu_time = profiled(call, self.sites)
         return self._gpu_time
 
     def cpu_share(self, call: Callable[[], Any]) -> float:
         """Share of a call's CPU time in verified kernels; it stands for GPU time where there is no GPU."""
-        return cpu_share(call, [site for _, site in self._sites if site is not None])
+        return cpu_share(call, [site for _, site in self.sites])
 
     def kernel_calls(self, kind: str) -> int:
         """Calls that a kernel served at the sites of one kind, without those at sites that only come before one."""
-        first = {site.before for _, site in self._sites if site is not None}
+        first = {site.before for _, site in self.sites}
         own = [one for described, one in self._sites if one is not None and described.kind == kind and one not in first]
         return sum(site.dispatcher.report().kernel_calls for site in own if site.dispatcher is not None)
 
@@ -117,6 +116,11 @@ class Handle:
         )
 
     @property
+    def sites(self) -> list[tuple[str, CallSite]]:
+        """The name of the Definition and the call site of every part that kernels may serve, in the order of the report."""
+        return [(described.definition, site) for described, site in self._sites if site is not None]
+
+    @property
     def workloads(self) -> tuple[Workload, ...]:
         """The kinds of calls that were captured to prove the patch, as Workloads tagged with their stage."""
         return tuple(self._workloads.values())
@@ -128,18 +132,18 @@ class Handle:
             UsageError: something else changed the class of a module after the patch. Those modules run their own code but
                 keep their class; all others are restored.
         """
-        for _, site in self._sites:
-            if site is not None:
-                site.close()
-                while site.shadows:
-                    site.shadows.pop()()
+        for _, site in self.sites:
+            site.close()
+            while site.shadows:
+                site.shadows.pop()()
         left = [(module, ours) for module, ours in self._changed if not _restore(module, ours)]
         self._changed = left
         if left:
             names = ", ".join(sorted({type(module).__name__ for module, _ in left}))
             raise UsageError(
                 f"{len(left)} modules were given another class after they were patched ({names}): a wrapper such as FSDP or a "
-                "parametrization. They run their own code again; remove the wrapper and call unpatch() once more."
+                "parametrization. They run their own code again; remove the wrapper and call unpatch() once more.",
+                code="modules_wrapped",
             )
         if self._undo is not None:
             self._undo()
@@ -187,9 +191,7 @@ class Handle:
 
     def prove(self, model: Module, inputs: ModelInputs | None) -> None:
         """Try every kernel on the model's own calls, and take those out that fail."""
-        patched = [
-            (site, site.dispatcher) for _, site in self._sites if site is not None and site.dispatcher is not None
-        ]
+        patched = [(site, site.dispatcher) for _, site in self.sites if site.dispatcher is not None]
         waited = [site.patience for site, _ in patched]
         captured = captured_calls(model, [site for site, _ in patched], inputs)
         for (site, dispatcher), calls, patience in zip(patched, captured, waited, strict=True):

@@ -73,16 +73,18 @@ class ModelBenchOptions:
     def check(self) -> None:
         """Raise :class:`UsageError` where a value is none that can be run."""
         if self.dtype not in DTYPES:
-            raise UsageError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}.")
+            raise UsageError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}.", code="dtype_unknown")
         if min(self.batch, self.prompt, self.rounds) < 1 or self.new < 0:
             given = f"{self.batch}, {self.prompt}, {self.rounds}, {self.new}"
-            raise UsageError(f"batch, prompt and rounds are at least 1 and new at least 0, not {given}.")
+            raise UsageError(
+                f"batch, prompt and rounds are at least 1 and new at least 0, not {given}.", code="counts_invalid"
+            )
         unknown = sorted(set(self.beside) - set(PEERS))
         if unknown:
-            raise UsageError(f"beside must be one of {', '.join(PEERS)}, not {unknown[0]!r}.")
+            raise UsageError(f"beside must be one of {', '.join(PEERS)}, not {unknown[0]!r}.", code="peer_unknown")
         unknown = sorted(set(self.experts) - set(KNOWN))
         if unknown:
-            raise UsageError(f"experts must be one of {', '.join(KNOWN)}, not {unknown[0]!r}.")
+            raise UsageError(f"experts must be one of {', '.join(KNOWN)}, not {unknown[0]!r}.", code="experts_unknown")
 
 
 def model_bench(

@@ -48,7 +48,8 @@ def _check_bytes(needed: int, device: str, what: str, fix: str) -> None:
     free = available_bytes(device)
     if needed > free:
         raise UsageError(
-            f"{what} take {needed / 1e9:,.1f} GB at least, and {device} has {free / 1e9:,.1f} GB free. {fix}"
+            f"{what} take {needed / 1e9:,.1f} GB at least, and {device} has {free / 1e9:,.1f} GB free. {fix}",
+            code="memory_short",
         )
 
 

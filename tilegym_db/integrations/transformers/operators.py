@@ -38,7 +38,7 @@ from tilegym_db.resolver.allocate import Allocate, allocate_of
 from tilegym_db.resolver.dispatch import Dispatcher
 from tilegym_db.resolver.resolve import call_site, stock_launcher
 
-__all__ = ["make_site"]
+__all__ = ["compiling", "make_site"]
 
 NAMESPACE = "tilegym_db"
 
@@ -47,7 +47,7 @@ _functorch_level = torch._C._functorch.peek_interpreter_stack
 
 _tracing = threading.Lock()
 _tracers = 0
-"""How many threads are in :func:`_compiling`."""
+"""How many threads are in :func:`compiling`."""
 _flag_before = False
 
 
@@ -244,7 +244,7 @@ def _differentiate(operator: Any, *args: Any) -> Any:
     """
     *inputs, name = args
     if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and any(map(_requires_grad, inputs))):
-        with _compiling() if _dispatch_modes() else contextlib.nullcontext():
+        with compiling() if _dispatch_modes() else contextlib.nullcontext():
             return _call_sites[name].run_stock(*inputs)
     if type(inputs[0]) is torch.Tensor and not _dispatch_modes() and not _functorch_level():
         return _call_sites[name].compute(*inputs)  # nobody is looking: spare it the way through the dispatcher
@@ -253,7 +253,7 @@ def _differentiate(operator: Any, *args: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _compiling() -> Iterator[None]:
+def compiling() -> Iterator[None]:
     """Code within is told that it is being compiled.
 
     Models ask, since compilers do not support all of what runs, such as grouped products of float32. PyTorch 2.11 answers yes
@@ -285,6 +285,6 @@ def _trace(operator: Any, mode: ProxyTorchDispatchMode, *args: Any) -> Any:
     if not impl.is_left_to_stock(*inputs):
         return mode.__torch_dispatch__(operator, (), args, {})
     run = functools.partial(impl.run_stock, as_matrices=not impl.takes_leading_axes(*inputs))
-    with mode, _compiling():
+    with mode, compiling():
         # What is traced here was rid of mutations before, and stock code may write into tensors that it made.
         return dispatch_functionalize(run, FunctionalTensorMode())(*inputs)

@@ -73,7 +73,8 @@ def patch(
     if not handle.report().sites:
         raise UsageError(
             f"nothing in this {type(model).__name__} is a part that can be served ({', '.join(sorted(PARTS))}). "
-            "Pass the whole model, or a part of it that holds such modules."
+            "Pass the whole model, or a part of it that holds such modules.",
+            code="nothing_to_patch",
         )
     return handle
 
@@ -94,18 +95,25 @@ def patch_what_fits(
     """As :func:`patch`, also of a model that has nothing to patch."""
     _check_model(model)
     if mode not in MODES or policy not in POLICIES:
-        raise UsageError(f"mode must be one of {MODES} and policy one of {POLICIES}, not {mode!r} and {policy!r}.")
+        raise UsageError(
+            f"mode must be one of {MODES} and policy one of {POLICIES}, not {mode!r} and {policy!r}.",
+            code="mode_unknown",
+        )
     if dry_run and (verify or quantise):
         option = "verify" if verify else "quantise"
-        raise UsageError(f"a dry run patches nothing that could be proved; leave out dry_run or {option}.")
+        raise UsageError(
+            f"a dry run patches nothing that could be proved; leave out dry_run or {option}.", code="options_clash"
+        )
     if inputs is not None and not (verify or quantise):
-        raise UsageError("inputs are what verify=True runs; give both or none.")
+        raise UsageError("inputs are what verify=True runs; give both or none.", code="options_clash")
     check_kind(ops if ops is not None else (), Iterable, "ops are names of definitions")
     ops = (ops,) if isinstance(ops, str) else ops
     records = (catalog or current_catalog()).trusting(trust)
     unknown = sorted(set(ops or ()) - set(records.definitions))
     if unknown:
-        raise UsageError(f"ops names {unknown[0]!r}, which is no definition. Try: tilegym-db list")
+        raise UsageError(
+            f"ops names {unknown[0]!r}, which is no definition. Try: tilegym-db list", code="definition_unknown"
+        )
     if quantise is not None:
         return quantise_and_patch(
             model,
@@ -155,10 +163,14 @@ def _check_model(model: Any) -> None:
     if not isinstance(model, torch.nn.Module):
         raise UsageError(
             f"patch takes a model, a torch.nn.Module, not {type(model).__name__}. "
-            "Try: patch(AutoModelForCausalLM.from_pretrained(...))"
+            "Try: patch(AutoModelForCausalLM.from_pretrained(...))",
+            code="model_kind",
         )
     if any(is_patched(module) for module in model.modules()):
-        raise UsageError("this model, or a part of it, is patched already; call unpatch() on its handle first.")
+        raise UsageError(
+            "this model, or a part of it, is patched already; call unpatch() on its handle first.",
+            code="model_patched_already",
+        )
 
 
 def _sharing_a_forward(found: Sequence[Found]) -> list[list[Found]]:

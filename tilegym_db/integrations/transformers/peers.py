@@ -105,19 +105,21 @@ class Peer:
         try:
             self._connection.send("generate")
         except OSError:
-            raise ToolchainError(self._how_it_ended()) from None
+            raise ToolchainError(self._how_it_ended(), code="peer_ended") from None
         ttft_ms, tpot_ms, total_ms, tokens, peak_bytes = self._answer(CALL_TIMEOUT_S)
         return Generation(ttft_ms, tpot_ms, total_ms, torch.tensor(tokens), peak_bytes)
 
     def _answer(self, limit_s: float) -> Any:
         if not wait([self._connection, self._process.sentinel], limit_s):
-            raise ToolchainError(f"the process of {self.job.peer} did not answer within {limit_s:g} s.")
+            raise ToolchainError(
+                f"the process of {self.job.peer} did not answer within {limit_s:g} s.", code="peer_timeout"
+            )
         try:
             failed, content = self._connection.recv()
         except (EOFError, OSError):
-            raise ToolchainError(self._how_it_ended()) from None
+            raise ToolchainError(self._how_it_ended(), code="peer_ended") from None
         if failed:
-            raise ToolchainError(content)
+            raise ToolchainError(content, code="peer_failed")
         return content
 
     def _how_it_ended(self) -> str:
@@ -160,14 +162,18 @@ def _reason(error: Exception) -> str:
 def _prepare(job: Job) -> tuple[Callable[[], Generation], str]:
     library = PEERS[job.peer]
     if importlib.util.find_spec(library.package) is None:
-        raise ToolchainError(f"it is not installed. Try: pip install --no-deps {library.distribution}")
+        raise ToolchainError(
+            f"it is not installed. Try: pip install --no-deps {library.distribution}", code="peer_absent"
+        )
     config = load_config(job.path, job.layers)
     weights = unchecked_model(config, job.device, job.dtype).state_dict()
     _patching(library, config.model_type)(**library.options)
     # Unchecked: where it does not run now, that is the library's doing and not the config's.
     model = unchecked_model(config, job.device, job.dtype)
     if not any(type(module).__module__.partition(".")[0] == library.package for module in model.modules()):
-        raise ToolchainError(f"{library.distribution} changed no module of {type(model).__name__}.")
+        raise ToolchainError(
+            f"{library.distribution} changed no module of {type(model).__name__}.", code="peer_changed_nothing"
+        )
     model.load_state_dict(weights)  # the same bits, whatever its modules draw when they are made
     del weights
     if job.device.startswith("cuda"):
@@ -184,4 +190,6 @@ def _patching(library: Library, model_type: str) -> Callable[..., Any]:
         found: Callable[..., Any] | None = getattr(module, library.prefix + name, None)
         if found is not None:
             return found
-    raise ToolchainError(f"{library.distribution} has no kernels for the model type {model_type!r}.")
+    raise ToolchainError(
+        f"{library.distribution} has no kernels for the model type {model_type!r}.", code="peer_without_model"
+    )

@@ -57,17 +57,22 @@ def refuse(model: Module, way: str) -> None:
             or the model is in training mode.
     """
     if way not in WAYS:
-        raise UsageError(f"quantise must be one of {WAYS} or None, not {way!r}.")
+        raise UsageError(f"quantise must be one of {WAYS} or None, not {way!r}.", code="quantise_unknown")
     if model.training:
-        raise UsageError("a quantised model gives no gradients to its weights: call model.eval() first.")
+        raise UsageError(
+            "a quantised model gives no gradients to its weights: call model.eval() first.", code="model_in_training"
+        )
     for device in {parameter.device for parameter in model.parameters()}:
         is_cuda = device.type == "cuda"
         reason = why_no_products(device.type, torch.cuda.get_device_capability(device) if is_cuda else None)
         if device.type == "meta":
-            raise UsageError(f"quantise={way!r} is refused: the weights of the model are not in memory.")
+            raise UsageError(
+                f"quantise={way!r} is refused: the weights of the model are not in memory.", code="weights_absent"
+            )
         if reason and way == FP8:
             raise UsageError(
-                f"quantise={way!r} is refused: {reason}. {FP8_REFERENCE!r} computes the same slowly anywhere."
+                f"quantise={way!r} is refused: {reason}. {FP8_REFERENCE!r} computes the same slowly anywhere.",
+                code="fp8_unsupported",
             )
 
 
@@ -202,7 +207,8 @@ class Quantisation:
         if left:
             raise UsageError(
                 f"{len(left)} quantised layers were given another class ({left[0]}, ...): a wrapper such as a parametrization. "
-                "Remove it and call unpatch() once more."
+                "Remove it and call unpatch() once more.",
+                code="modules_wrapped",
             )
 
     @property

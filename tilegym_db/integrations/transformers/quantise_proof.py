@@ -154,7 +154,8 @@ def _logits(model: Module, given: Mapping[str, Any]) -> torch.Tensor:
     if not isinstance(found, torch.Tensor) or not found.is_floating_point() or not found.dim():
         raise UsageError(
             f"{type(model).__name__} returns a {type(out).__name__} without logits, whose first value is no tensor of numbers: "
-            "there is nothing to hold FP8 against. Pass a model that returns a tensor first."
+            "there is nothing to hold FP8 against. Pass a model that returns a tensor first.",
+            code="logits_absent",
         )
     return found.detach().clone()
 

@@ -52,7 +52,10 @@ def quantise_and_patch(model: Module, way: str, inputs: ModelInputs | None, patc
         handle = patch(False)
         logits = prove_logits(model, recorded)
         if logits.why_refused:
-            raise UsageError(f"quantise={way!r} is refused: {logits.why_refused}. The model is as it was.")
+            raise UsageError(
+                f"quantise={way!r} is refused: {logits.why_refused}. The model is as it was.",
+                code="quantise_too_inexact",
+            )
         handle.unpatch()  # with what it counted: reports are about the model's own calls
         handle = patch(True)
         report = QuantisationReport(way, proofs, skipped, logits, before, _bytes(model), quantisation.held_bytes)
@@ -68,7 +71,9 @@ def quantise_and_patch(model: Module, way: str, inputs: ModelInputs | None, patc
 def _check_any(model: Module, layers: Mapping[str, Module], skipped: Mapping[str, str]) -> None:
     if not layers:
         told = "; ".join(dict.fromkeys(skipped.values())) or "it has none"
-        raise UsageError(f"no linear layer of this {type(model).__name__} can be quantised: {told}.")
+        raise UsageError(
+            f"no linear layer of this {type(model).__name__} can be quantised: {told}.", code="nothing_to_quantise"
+        )
 
 
 def _check_served(handle: Handle, way: str) -> None:
@@ -78,7 +83,8 @@ def _check_served(handle: Handle, way: str) -> None:
         raise UsageError(
             f"quantise={way!r} is refused: no kernel would serve the products, and PyTorch operations are slower than the model "
             f"as it is ({told}). Try: tilegym-db fit, which measures and publishes for this GPU; or {FP8_REFERENCE!r}, to look "
-            "at the numbers alone."
+            "at the numbers alone.",
+            code="quantise_unserved",
         )
 
 
@@ -105,7 +111,10 @@ def _check_left(proofs: Sequence[LayerProof], way: str, handle: Handle) -> None:
                 f"{FP8_REFERENCE!r}, to look at the numbers alone."
             )
         told = "; ".join(dict.fromkeys(reasons))
-        raise UsageError(f"quantise={way!r} is refused: it would leave no layer quantised ({told}).{step}")
+        raise UsageError(
+            f"quantise={way!r} is refused: it would leave no layer quantised ({told}).{step}",
+            code="quantise_leaves_nothing",
+        )
 
 
 def _why_stock(handle: Handle) -> tuple[str, ...]:

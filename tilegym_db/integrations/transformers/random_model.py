@@ -37,7 +37,9 @@ def load_config(path: Path, layers: int | None = None) -> Any:
     try:
         from transformers import CONFIG_MAPPING
     except ImportError:
-        raise MissingPackageError("models need transformers. Try: pip install 'tilegym-db[transformers]'") from None
+        raise MissingPackageError(
+            "models need transformers. Try: pip install 'tilegym-db[transformers]'", code="package_absent"
+        ) from None
     file, content = typed_config(path)
     model_type = content["model_type"]
     if model_type not in CONFIG_MAPPING:
@@ -45,7 +47,9 @@ def load_config(path: Path, layers: int | None = None) -> Any:
         what = f"model_type '{spelled}' is unknown to transformers"
         if content.get("auto_map"):
             what += "; its code comes with the model, and only code of transformers is run"
-        raise UsageError(f"{file} is no config of a model: {what}.{did_you_mean(spelled, CONFIG_MAPPING)}")
+        raise UsageError(
+            f"{file} is no config of a model: {what}.{did_you_mean(spelled, CONFIG_MAPPING)}", code="model_type_unknown"
+        )
     check_config_sizes(content, file)
     from huggingface_hub.errors import StrictDataclassError
 
@@ -55,7 +59,9 @@ def load_config(path: Path, layers: int | None = None) -> Any:
         StrictDataclassError,
         *_REFUSALS,
     ) as error:  # what the many config classes raise for a value that they do not take
-        raise UsageError(f"{file}: transformers refuses this config: {_last_line(error)}.") from None
+        raise UsageError(
+            f"{file}: transformers refuses this config: {_last_line(error)}.", code="config_refused"
+        ) from None
     if layers is not None:
         _keep_layers(config, layers, file)
     return config
@@ -74,7 +80,10 @@ def _last_line(error: Exception) -> str:
 def _keep_layers(config: Any, layers: int, file: Path) -> None:
     text = config.get_text_config()
     if not 1 <= layers <= text.num_hidden_layers:
-        raise UsageError(f"{file} has {text.num_hidden_layers} layers; keep 1 to so many of them, not {layers}.")
+        raise UsageError(
+            f"{file} has {text.num_hidden_layers} layers; keep 1 to so many of them, not {layers}.",
+            code="layers_out_of_range",
+        )
     text.num_hidden_layers = layers
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:layers]
@@ -111,8 +120,12 @@ def unchecked_model(config: Any, device: str, dtype: str) -> Any:
         raise
     except _REFUSALS as error:
         if "Unrecognized configuration class" in str(error):
-            raise UsageError(f"{config.model_type} is no causal language model of transformers.") from None
-        raise UsageError(f"transformers builds no model from this config: {_last_line(error)}.") from None
+            raise UsageError(
+                f"{config.model_type} is no causal language model of transformers.", code="model_not_causal"
+            ) from None
+        raise UsageError(
+            f"transformers builds no model from this config: {_last_line(error)}.", code="model_not_built"
+        ) from None
     with torch.random.fork_rng(devices), torch.device(device):
         torch.manual_seed(SEED)
         model = factory.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False).eval()
@@ -159,4 +172,6 @@ def _check_runs(model: Any, device: str) -> None:
     except torch.OutOfMemoryError:
         raise
     except _REFUSALS as error:
-        raise UsageError(f"the model of this config does not run: {_last_line(error)}.") from None
+        raise UsageError(
+            f"the model of this config does not run: {_last_line(error)}.", code="model_does_not_run"
+        ) from None

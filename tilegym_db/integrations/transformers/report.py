@@ -146,7 +146,9 @@ class PatchReport:
 
         time = self.gpu_time
         if time is None:
-            raise UsageError("no call was profiled. Try: handle.report(profile=lambda: model.generate(...))")
+            raise UsageError(
+                "no call was profiled. Try: handle.report(profile=lambda: model.generate(...))", code="nothing_profiled"
+            )
         if time.share is None:
             unknown = Table("GPU time of the call that was profiled")
             unknown.add_row(time.reason)

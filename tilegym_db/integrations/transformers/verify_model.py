@@ -44,9 +44,9 @@ def verify_model(
         UsageError: the config, the dtype or a size is none that can be run.
     """
     if dtype not in DTYPES:
-        raise UsageError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}.")
+        raise UsageError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}.", code="dtype_unknown")
     if batch < 1 or prompt < 1:
-        raise UsageError(f"batch and prompt are at least 1, not {batch} and {prompt}.")
+        raise UsageError(f"batch and prompt are at least 1, not {batch} and {prompt}.", code="counts_invalid")
     config = load_config(path, layers)
     check_run_fits(config, device, dtype, batch, prompt)
     model = build_model(config, device, dtype)
