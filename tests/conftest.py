@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import importlib
 import json
 import os
 import signal
@@ -33,6 +33,8 @@ from full_run import (
     record_digests,
     records_of,
 )
+
+from tilegym_db.paths import use_root
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell that starts the tests in its background has them and all their children ignore Ctrl-C.
@@ -212,24 +214,20 @@ def workload_record() -> Callable[..., dict[str, Any]]:
 
 
 @pytest.fixture
-def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def ship() -> Iterator[Callable[[Path], Path]]:
+    """Take a folder for the one that the package ships, until the test ends: ``ship(tmp_path)``."""
+    with contextlib.ExitStack() as stack:
+        yield lambda root: stack.enter_context(use_root(root))
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, ship: Callable[[Path], Path]) -> Path:
     """An empty, writable checkout in place of the shipped catalog."""
     root = tmp_path / "checkout"
     for folder in ("definitions", "solutions", "workloads", "traces"):
         (root / folder).mkdir(parents=True)
     (root / "pyproject.toml").touch()
-    modules = (
-        "tilegym_db.paths",
-        "tilegym_db.catalog",
-        "tilegym_db.store.publish",
-        "tilegym_db.store.snapshot",
-        "tilegym_db.resolver.table",
-    )
-    for module in modules:  # all of them first: one that is imported after the patch would keep it for good
-        importlib.import_module(module)
-    for module in modules:
-        monkeypatch.setattr(f"{module}.shipped_root", lambda: root)
-    return root
+    return ship(root)
 
 
 @pytest.fixture

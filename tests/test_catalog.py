@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from raising import raises
 
 from tilegym_db.catalog import Catalog, write_atomically
 from tilegym_db.errors import ConflictError, NotFoundError, RecordError, StoreError
@@ -30,11 +31,9 @@ def test_records_are_read_from_their_folders(row_scale: Path):
 
 
 def test_names_that_do_not_exist_get_suggestions(row_scale: Path):
-    with pytest.raises(
-        NotFoundError, match=r"no definition 'row_scael'\. Did you mean 'row_scale'\? Try: tilegym-db list"
-    ):
+    with raises(NotFoundError, "definition_unknown", "'row_scael'", "'row_scale'", "tilegym-db list"):
         Catalog.default().definition("row_scael")
-    with pytest.raises(NotFoundError, match=r"no solution 'row_scale_stok'\. Did you mean 'row_scale_stock'"):
+    with raises(NotFoundError, "solution_unknown", "'row_scale_stok'", "'row_scale_stock'"):
         Catalog.default().solution("row_scale_stok")
 
 
@@ -62,7 +61,7 @@ def test_the_overlays_workloads_follow_the_shipped_ones(row_scale: Path, home: P
     ("text", "message"),
     [
         ("{", ":2: not valid JSON"),
-        ('{"definition": "other", "axes": {}}', ":2: definition is 'other', but the file is row_scale.jsonl"),
+        ('{"definition": "other", "axes": {}}', ":2: definition is 'other'"),
         (
             '{"definition": "row_scale", "axes": {"M": 1}, "dtypes": {"T": "float32"}}',
             ":2: row_scale needs a size for axis 'N'",
@@ -80,20 +79,20 @@ def test_a_wrong_workload_names_file_and_line(row_scale: Path, text: str, messag
 
 def test_a_solution_of_a_definition_that_is_gone_names_its_file(row_scale: Path):
     (row_scale / DEFINITION_FILE).unlink()
-    with pytest.raises(RecordError, match=r"solution\.json: no definition 'row_scale'"):
+    with raises(RecordError, "definition_unknown", "solution.json: ", "'row_scale'"):
         Catalog.default().solution("row_scale_stock")
     assert Catalog.default().solutions == {}
 
 
 def test_a_solution_that_cannot_be_called_is_refused_when_read(row_scale: Path):
     (row_scale / SOLUTION_FOLDER / "kernel.py").write_text("def run(x): ...\n")
-    with pytest.raises(RecordError, match=r"solution.json: entry_point run\(x\) does not fit"):
+    with raises(RecordError, "signature_differs", "solution.json: ", "run(x)"):
         Catalog.default().solution("row_scale_stock")
 
 
 def test_a_solution_in_the_wrong_folder_is_refused(row_scale: Path):
     (row_scale / SOLUTION_FOLDER).rename(row_scale / SOLUTION_FOLDER.replace("stock", "moved"))
-    with pytest.raises(RecordError, match="belongs in solutions/<op_type>/row_scale/row_scale_stock/"):
+    with raises(RecordError, "record_misplaced", "solutions/<op_type>/row_scale/row_scale_stock/"):
         Catalog.default().solution("row_scale_moved")
     assert Catalog.default().solutions == {}
 
@@ -110,7 +109,8 @@ def test_the_lock_finds_a_changed_meaning_under_an_old_version(row_scale: Path, 
     changed = Definition.from_dict(definition_record(constraints=["N >= 2"]))
     (row_scale / DEFINITION_FILE).write_text(changed.to_json())
     (finding,) = Catalog.default().lock_findings()
-    assert finding.startswith(f"{row_scale / DEFINITION_FILE}: its meaning changed but its version is still 1.0.0.")
+    assert finding.startswith(f"{row_scale / DEFINITION_FILE}: ")
+    assert "1.0.0" in finding
     assert Catalog.default().update_lock(row_scale) == []
     assert Catalog.default().lock_findings() == [finding]
 
@@ -118,7 +118,9 @@ def test_the_lock_finds_a_changed_meaning_under_an_old_version(row_scale: Path, 
 def test_the_lock_finds_and_takes_a_new_version(row_scale: Path, definition_record: Record):
     newer = Definition.from_dict(definition_record(version="1.1.0", constraints=["N >= 2"]))
     (row_scale / DEFINITION_FILE).write_text(newer.to_json())
-    assert "version 1.1.0 is not in definitions.lock.json" in Catalog.default().lock_findings()[0]
+    (finding,) = Catalog.default().lock_findings()
+    assert "1.1.0" in finding
+    assert "definitions.lock.json" in finding
     assert Catalog.default().update_lock(row_scale) == ["row_scale 1.1.0"]
     assert Catalog.default().lock_findings() == []
     lock = json.loads((row_scale / "definitions" / "definitions.lock.json").read_text())
@@ -128,19 +130,19 @@ def test_the_lock_finds_and_takes_a_new_version(row_scale: Path, definition_reco
 def test_a_damaged_lock_is_named(row_scale: Path):
     (row_scale / "definitions" / "definitions.lock.json").write_text("{")
     (finding,) = Catalog.default().lock_findings()
-    assert "definitions.lock.json: the lock cannot be read" in finding
-    with pytest.raises(RecordError, match=r"definitions.lock.json: the lock cannot be read"):
+    assert "definitions.lock.json: " in finding
+    with raises(RecordError, "lock_damaged", "definitions.lock.json: "):
         Catalog.default().update_lock(row_scale)
 
 
 def test_an_older_version_never_replaces_a_newer_one(row_scale: Path, definition_record: Record):
     Catalog.default().add_definition(Definition.from_dict(definition_record(version="1.10.0", constraints=[])))
-    with pytest.raises(ConflictError, match=r"Raise 'version' above 1\.10\.0"):
+    with raises(ConflictError, "version_not_raised", "'version'", "1.10.0"):
         Catalog.default().add_definition(Definition.from_dict(definition_record(version="1.9.0")))
 
 
 def test_a_new_version_stays_in_its_family(row_scale: Path, definition_record: Record):
-    with pytest.raises(ConflictError, match="with op_type 'elementwise', and a new version keeps it"):
+    with raises(ConflictError, "op_type_differs", "'elementwise'"):
         Catalog.default().add_definition(Definition.from_dict(definition_record(version="2.0.0", op_type="norm")))
     assert list(Catalog.default().definitions) == ["row_scale"]
 
@@ -153,7 +155,7 @@ def test_a_full_disk_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(StoreError, match=r"cannot write .*record.json: No space left on device. Nothing was changed"):
+    with raises(StoreError, "write_failed", "record.json: ", os.strerror(errno.ENOSPC)):
         write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
@@ -166,7 +168,7 @@ def test_a_full_disk_adds_no_half_solution(row_scale: Path, monkeypatch: pytest.
     before = sorted(row_scale.rglob("*"))
     record = Solution.from_dict(solution_record(name="another"))
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(StoreError, match=r"No space left on device\. Nothing was added"):
+    with raises(StoreError, "write_failed", os.strerror(errno.ENOSPC)):
         Catalog.default().add_solution(record, {"kernel.py": b"def run(x, weight, factor, out): ..."})
     assert sorted(row_scale.rglob("*")) == before
 

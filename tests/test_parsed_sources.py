@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from raising import raises
 
-from tilegym_db.catalog import Catalog, parsed_sources
+from tilegym_db.catalog import Catalog
 from tilegym_db.catalog.parsed_sources import ANY_PARSER, FILE_NAME, keeping_parsed_sources, shipped_file
+from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
-from tilegym_db.records import python_source
-from tilegym_db.records.python_source import parse_source
+from tilegym_db.records.python_source import (
+    LARGE,
+    forget_sources,
+    headers_of_large_sources,
+    parse_source,
+    recall_headers,
+)
 
-FILLER = "# " + "x" * python_source.LARGE + "\n"
+FILLER = "# " + "x" * LARGE + "\n"
 HEADERS = (
     "def run(x, /, out, *more, BLOCK=4, **rest):\n    return x\n",
     "def run(x,\n        out): return x\n",
@@ -26,16 +33,12 @@ HEADERS = (
 
 
 @pytest.fixture(autouse=True)
-def another_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(python_source, "_headers", {})
-    parse_source.cache_clear()
+def another_process() -> Iterator[None]:
+    known = headers_of_large_sources()
+    forget_sources()
     yield
-    parse_source.cache_clear()
-
-
-def forget() -> None:
-    python_source._headers.clear()
-    parse_source.cache_clear()
+    forget_sources()
+    recall_headers(known)
 
 
 def signatures(source: bytes) -> list[str]:
@@ -44,15 +47,15 @@ def signatures(source: bytes) -> list[str]:
 
 @pytest.mark.parametrize("text", HEADERS)
 def test_a_source_that_was_parsed_before_has_the_same_functions(
-    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, text: str, ship: Callable[[Path], Path]
 ) -> None:
-    monkeypatch.setattr(parsed_sources, "shipped_file", lambda: tmp_path / "none.json")
+    ship(tmp_path / "nothing")
     source = (FILLER + text).encode()
     with keeping_parsed_sources(tmp_path):
         first = signatures(source)
-    forget()
+    forget_sources()
     with keeping_parsed_sources(tmp_path):
-        parsed = next(iter(python_source._headers.values()))
+        parsed = next(iter(headers_of_large_sources().values()))
         assert "xxx" not in parsed
         assert signatures(source) == first != []
 
@@ -60,9 +63,9 @@ def test_a_source_that_was_parsed_before_has_the_same_functions(
 def test_a_source_that_changed_is_parsed_again(tmp_path: Path) -> None:
     with keeping_parsed_sources(tmp_path):
         signatures((FILLER + "def run(x): pass\n").encode())
-    forget()
+    forget_sources()
     with keeping_parsed_sources(tmp_path):
-        with pytest.raises(ValueError, match="line 2"):
+        with raises(RecordError, "python_syntax", "line 2"):
             signatures((FILLER + "def run(x) pass\n").encode())
         assert "y" in signatures((FILLER + "def run(y): pass\n").encode())[0]
 
@@ -84,7 +87,7 @@ def test_a_header_that_was_damaged_is_parsed_from_the_source(tmp_path: Path) -> 
     content = json.loads((tmp_path / FILE_NAME).read_bytes())
     content["headers"] = dict.fromkeys(content["headers"], "def run(x")
     (tmp_path / FILE_NAME).write_text(json.dumps(content))
-    forget()
+    forget_sources()
     with keeping_parsed_sources(tmp_path):
         assert signatures(source) == first
 
@@ -104,7 +107,7 @@ def test_what_comes_with_the_package_is_what_parsing_finds_and_nearly_all_of_it(
     shipped = content["headers"]
     assert content["parser"] == ANY_PARSER
     _ = Catalog((shipped_root(),)).solutions  # parses all, since nothing was recalled
-    found = python_source.headers_of_large_sources()
+    found = headers_of_large_sources()
     known = found.keys() & shipped.keys()
     assert {key: found[key] for key in known} == {key: shipped[key] for key in known}
     assert len(known) > 0.75 * len(found), "run: python tools/write_parsed_sources.py"
@@ -113,6 +116,6 @@ def test_what_comes_with_the_package_is_what_parsing_finds_and_nearly_all_of_it(
 def test_a_new_home_parses_no_shipped_source_and_keeps_only_its_own(tmp_path: Path) -> None:
     own = (FILLER + "def run(x): pass\n").encode()
     with keeping_parsed_sources(tmp_path):
-        assert len(python_source._headers) == len(json.loads(shipped_file().read_bytes())["headers"])
+        assert len(headers_of_large_sources()) == len(json.loads(shipped_file().read_bytes())["headers"])
         signatures(own)
     assert len(json.loads((tmp_path / FILE_NAME).read_bytes())["headers"]) == 1

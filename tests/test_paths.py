@@ -3,39 +3,40 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from raising import raises
 
 from tilegym_db.errors import UsageError
 from tilegym_db.paths import home
 
 
 @pytest.mark.parametrize(
-    ("value", "problem"),
+    ("value", "code"),
     [
-        ("", "it is empty"),
-        ("  ", "it is empty"),
-        ("relative/folder", "it is relative"),
-        (".", "it is relative"),
-        ("/tmp/a\nb", "it holds a character that cannot be printed"),
-        ("/tmp/\x1b[31m", "it holds a character that cannot be printed"),
-        ("/tmp/" + "x" * 5000, "File name too long"),
-        ("~no-user-of-this-name/x", "Could not determine home directory"),
-        ("{}/file", "it is no folder"),
-        ("{}/file/below", "Not a directory"),
-        ("{}/loop", "Too many levels of symbolic links"),
-        ("{}/loop/below", "Too many levels of symbolic links"),
-        ("/dev/null", "it is no folder"),
-        ("{}/dangling", "is a link to 'nowhere', which does not exist"),
-        ("{}/dangling/below", "is a link to 'nowhere', which does not exist"),
+        ("", "home_empty"),
+        ("  ", "home_empty"),
+        ("relative/folder", "home_relative"),
+        (".", "home_relative"),
+        ("/tmp/a\nb", "home_unprintable"),
+        ("/tmp/\x1b[31m", "home_unprintable"),
+        ("/tmp/" + "x" * 5000, "home_unreachable"),
+        ("~no-user-of-this-name/x", "home_user_unknown"),
+        ("{}/file", "home_not_folder"),
+        ("{}/file/below", "home_unreachable"),
+        ("{}/loop", "home_unreachable"),
+        ("{}/loop/below", "home_unreachable"),
+        ("/dev/null", "home_not_folder"),
+        ("{}/dangling", "home_dangling"),
+        ("{}/dangling/below", "home_dangling"),
     ],
 )
 def test_a_home_that_cannot_be_one_is_one_clear_error(
-    value: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    value: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "dangling").symlink_to("nowhere")
     monkeypatch.setenv("TILEGYM_DB_HOME", value.format(tmp_path))
-    with pytest.raises(UsageError, match=problem) as raised:
+    with raises(UsageError, code) as raised:
         home()
     assert str(raised.value).startswith("TILEGYM_DB_HOME=")
     assert len(str(raised.value)) < 600

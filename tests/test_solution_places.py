@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
-import re
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from raising import raises
 
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.catalog.solution_places import record_paths
@@ -46,11 +48,11 @@ def write(family: Path) -> Write:
     return make
 
 
-def refusal(name: str) -> str:
-    with pytest.raises(RecordError) as caught:
+def refused(name: str, code: str, *facts: str) -> None:
+    """Check that a Solution of the family is refused; the message has the path of its record and the facts."""
+    with raises(RecordError, code, f"{name}.json: ", *facts):
         Catalog.default().solution(name)
     assert name not in Catalog.default().solutions
-    return str(caught.value)
 
 
 def test_solutions_of_a_family_share_a_file_and_differ_in_their_entry_function(family: Path, write: Write):
@@ -90,30 +92,25 @@ def test_a_family_may_keep_further_sources_in_a_folder(family: Path, write: Writ
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "code", "name"),
     [
-        ({"name": "other"}, "scale.json: its name is 'other'; this record belongs at .*_python/other.json"),
-        (
-            {"spec": {"language": "triton"}},
-            "scale.json: op_type and language do not .* in solutions/elementwise/<family>_triton/",
-        ),
-        ({"sources": [{"path": "../kernel.py"}]}, "scale.json: .*inside the solution's folder"),
-        (
-            {"sources": [{"path": "kernel.py"}, {"path": "gone.py"}]},
-            "scale.json: sources: 'gone.py' does not exist beside scale.json",
-        ),
+        ({"name": "other"}, "record_misplaced", "solutions/elementwise/<family>_python/other.json"),
+        ({"spec": {"language": "triton"}}, "record_misplaced", "solutions/elementwise/<family>_triton/"),
+        ({"sources": [{"path": "../kernel.py"}]}, "source_path_outside", "../kernel.py"),
+        ({"sources": [{"path": "kernel.py"}, {"path": "gone.py"}]}, "source_missing", "'gone.py'"),
         (
             {"spec": {"language": "python", "entry_point": "kernel.py::run_fast"}},
-            "scale.json: entry_point 'run_fast' is missing .* which defines run, run_reversed",
+            "entry_point_missing",
+            "run, run_reversed",
         ),
-        ({"definition": "gone"}, "scale.json: no definition 'gone'"),
+        ({"definition": "gone"}, "definition_unknown", "'gone'"),
     ],
     ids=["name", "language", "outside", "missing", "function", "definition"],
 )
-def test_what_does_not_fit_names_its_record(write: Write, changes: dict[str, Any], message: str):
+def test_what_does_not_fit_names_its_record(write: Write, changes: dict[str, Any], code: str, name: str):
     write("fine")
     write("scale", **changes)
-    assert re.search(message, refusal("scale"))
+    refused("scale", code, name)
     assert Catalog.default().solution("fine").name == "fine"
 
 
@@ -121,7 +118,7 @@ def test_a_source_that_is_a_link_out_of_the_family_is_refused(family: Path, writ
     (tmp_path / "elsewhere.py").write_text("")
     (family / "linked.py").symlink_to(tmp_path / "elsewhere.py")
     write("scale", sources=[{"path": "kernel.py"}, {"path": "linked.py"}])
-    assert "scale.json: sources: 'linked.py' is a link out of the folder" in refusal("scale")
+    refused("scale", "link_outside", "'linked.py'")
 
 
 def test_a_family_of_another_op_type_is_named(family: Path, write: Write, row_scale: Path):
@@ -129,7 +126,7 @@ def test_a_family_of_another_op_type_is_named(family: Path, write: Write, row_sc
     family.rename(row_scale / "solutions" / "moved_python")
     (row_scale / "solutions" / "norm").mkdir()
     (row_scale / "solutions" / "moved_python").rename(row_scale / "solutions" / "norm" / "scales_python")
-    assert "this record belongs in solutions/elementwise/<family>_python/" in refusal("scale")
+    refused("scale", "record_misplaced", "solutions/elementwise/<family>_python/")
 
 
 def test_json_beside_a_kernel_that_is_no_record_is_named_and_stops_nothing_else(family: Path, write: Write):
@@ -138,13 +135,15 @@ def test_json_beside_a_kernel_that_is_no_record_is_named_and_stops_nothing_else(
     catalog = Catalog.default()
     assert [files.name for files in catalog.solutions_for("row_scale")] == ["row_scale_stock", "scale"]
     (broken,) = catalog.broken()
-    assert broken.reason.startswith(f"{family / 'sizes.json'}: not a valid solution: unknown key 'sizes'")
-    assert broken.reason.endswith("Every .json beside a kernel is the record of a solution.")
+    assert broken.reason.startswith(f"{family / 'sizes.json'}: ")
+    assert "'sizes'" in broken.reason
+    assert "Every .json beside a kernel" in broken.reason
 
 
 def test_a_kernel_without_a_record_is_named(family: Path):
     (broken,) = Catalog.default().broken()
-    assert broken.reason == f"{family / 'scales_python.json'}: cannot read this solution: No such file or directory."
+    assert broken.reason.startswith(f"{family / 'scales_python.json'}: ")
+    assert os.strerror(errno.ENOENT) in broken.reason
 
 
 @pytest.mark.parametrize("left", [None, "__pycache__/kernel.cpython-311.pyc"])
@@ -166,7 +165,8 @@ def test_a_name_lives_in_one_of_the_layouts(family: Path, write: Write, row_scal
     catalog = Catalog.default()
     assert catalog.solution("row_scale_stock").path == own
     (broken,) = catalog.broken(("row_scale",))
-    assert broken.reason.startswith(f"{path}: 'row_scale_stock' exists twice: {own} and {path}.")
+    assert broken.reason.startswith(f"{path}: 'row_scale_stock' ")
+    assert str(own) in broken.reason
 
 
 def test_a_record_above_the_folders_of_solutions_stops_none_of_them(row_scale: Path):
@@ -176,7 +176,7 @@ def test_a_record_above_the_folders_of_solutions_stops_none_of_them(row_scale: P
     catalog = Catalog.default()
     assert list(catalog.solutions) == ["row_scale_stock"]
     (broken,) = catalog.broken()
-    assert "belongs in solutions/<op_type>/row_scale/row_scale_stock/" in broken.reason
+    assert "solutions/<op_type>/row_scale/row_scale_stock/" in broken.reason
 
 
 @pytest.mark.parametrize("target", ["/", "..", "../..", "loop"])

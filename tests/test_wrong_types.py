@@ -8,29 +8,29 @@ from typing import Any
 
 import pytest
 import torch
+from raising import raises
 
 from tilegym_db.bench.plan import names_of
 from tilegym_db.catalog import Catalog
-from tilegym_db.errors import UsageError
+from tilegym_db.errors import QueryError, UsageError
 from tilegym_db.loop.fit import fit
 from tilegym_db.resolver.resolve import resolve
 from tilegym_db.scaffold.function_source import function_source
 from tilegym_db.store.connection import open_store
 
-WRONG: dict[str, tuple[Callable[[Catalog], object], str]] = {
-    "definition": (lambda catalog: catalog.definition(5), "by its name, a text, not int"),  # type: ignore[arg-type]
-    "solution": (lambda catalog: catalog.solution(["x"]), "by its name, a text, not list"),  # type: ignore[arg-type]
-    "workloads_for": (lambda catalog: catalog.workloads_for(None), "not NoneType"),  # type: ignore[arg-type]
-    "add_definition": (lambda catalog: catalog.add_definition({}), "takes a Definition, not dict"),  # type: ignore[arg-type]
-    "add_solution": (lambda catalog: catalog.add_solution("x", {}), "takes a Solution, not str"),  # type: ignore[arg-type]
-    "add_workloads": (lambda catalog: catalog.add_workloads(5), "takes several Workloads, not int"),  # type: ignore[arg-type]
-    "a workload": (lambda catalog: catalog.add_workloads(["x"]), "takes Workloads, not str"),  # type: ignore[list-item]
-    "axes": (lambda catalog: asked(catalog, axes=5), "axes is a mapping of names to values, not int"),
-    "an axis": (lambda catalog: asked(catalog, axes={5: 4}), "has no axis '5'"),
-    "dtypes": (lambda catalog: asked(catalog, dtypes="float32"), "dtypes is a mapping of names to values, not str"),
-    "gpu": (lambda catalog: asked(catalog, gpu=5), "gpu is the name of a GPU, a text, not int"),
-    "names": (lambda catalog: names_of(5), "a text, or several, not int"),  # type: ignore[arg-type]
-    "function": (lambda catalog: function_source("x"), "a function of Python is needed.* not str"),  # type: ignore[arg-type]
+WRONG: dict[str, tuple[Callable[[Catalog], object], str, str]] = {
+    "definition": (lambda catalog: catalog.definition(5), "argument_type", "not int"),  # type: ignore[arg-type]
+    "solution": (lambda catalog: catalog.solution(["x"]), "argument_type", "not list"),  # type: ignore[arg-type]
+    "workloads_for": (lambda catalog: catalog.workloads_for(None), "argument_type", "not NoneType"),  # type: ignore[arg-type]
+    "add_definition": (lambda catalog: catalog.add_definition({}), "argument_type", "not dict"),  # type: ignore[arg-type]
+    "add_solution": (lambda catalog: catalog.add_solution("x", {}), "argument_type", "not str"),  # type: ignore[arg-type]
+    "add_workloads": (lambda catalog: catalog.add_workloads(5), "argument_type", "not int"),  # type: ignore[arg-type]
+    "a workload": (lambda catalog: catalog.add_workloads(["x"]), "argument_type", "not str"),  # type: ignore[list-item]
+    "axes": (lambda catalog: asked(catalog, axes=5), "argument_type", "axes"),
+    "dtypes": (lambda catalog: asked(catalog, dtypes="float32"), "argument_type", "dtypes"),
+    "gpu": (lambda catalog: asked(catalog, gpu=5), "argument_type", "gpu"),
+    "names": (lambda catalog: names_of(5), "argument_type", "not int"),  # type: ignore[arg-type]
+    "function": (lambda catalog: function_source("x"), "function_expected", "not str"),  # type: ignore[arg-type]
 }
 
 
@@ -46,29 +46,37 @@ def catalog(row_scale: object) -> Catalog:
 
 @pytest.mark.parametrize("case", WRONG)
 def test_an_argument_of_another_type_is_named(case: str, catalog: Catalog) -> None:
-    call, message = WRONG[case]
-    with pytest.raises(UsageError, match=message):
+    call, code, name = WRONG[case]
+    with raises(UsageError, code, name):
         call(catalog)
+
+
+def test_an_axis_that_is_no_name_is_named(catalog: Catalog) -> None:
+    with pytest.raises(UsageError) as refused:
+        asked(catalog, axes={5: 4})
+    assert "'5'" in str(refused.value)
 
 
 @pytest.mark.parametrize("statement", [None, 5, b"SELECT 1", ["SELECT 1"]])
 def test_a_statement_is_a_text(statement: Any, tmp_path: Path, catalog: Catalog) -> None:
     with (
         open_store(tmp_path, catalog=catalog) as store,
-        pytest.raises(UsageError, match=f"a statement is a text, not {type(statement).__name__}"),
+        pytest.raises(QueryError) as refused,
     ):
         store.sql(statement)
+    assert f"not {type(statement).__name__}" in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("inputs", "rounds", "message"),
+    ("inputs", "rounds", "name"),
     [
-        ("x", 1, "token ids, a torch.Tensor, not str"),
-        (torch.zeros(1, 4), 1, "not \\[1, 4\\] of float32 and 1"),
-        (torch.zeros(1, 0, dtype=torch.int64), 1, "not \\[1, 0\\] of int64 and 1"),
-        (torch.zeros(1, 4, dtype=torch.int64), 0, "at least 1 round, not .* and 0"),
+        ("x", 1, "not str"),
+        (torch.zeros(1, 4), 1, "[1, 4] of float32"),
+        (torch.zeros(1, 0, dtype=torch.int64), 1, "[1, 0] of int64"),
+        (torch.zeros(1, 4, dtype=torch.int64), 0, "and 0"),
     ],
 )
-def test_fit_measures_nothing_for_inputs_that_are_no_token_ids(inputs: Any, rounds: int, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+def test_fit_measures_nothing_for_inputs_that_are_no_token_ids(inputs: Any, rounds: int, name: str) -> None:
+    with pytest.raises(UsageError) as refused:
         fit(torch.nn.Linear(2, 2), inputs, rounds=rounds)
+    assert name in str(refused.value)

@@ -356,19 +356,18 @@ def _child(
     sender: Any, start: float, name: str, place: Place, key: str, kill_at: int | None, kill_after_s: float | None
 ) -> None:
     import tilegym_db.bench.machine
-    import tilegym_db.catalog
-    import tilegym_db.paths
     from tilegym_db.errors import TilegymDBError
+    from tilegym_db.paths import use_root
 
     os.environ["TILEGYM_DB_HOME"] = str(place.home)
-    tilegym_db.paths.shipped_root = tilegym_db.catalog.shipped_root = lambda: place.root
     tilegym_db.bench.machine._cuda_machine = lambda index: None  # nothing is measured, wherever this runs
     time.sleep(max(0.0, start - time.time()))
     if kill_after_s is not None:
         threading.Timer(kill_after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
     steps, begun = Steps(kill_at), time.monotonic()
     try:
-        WRITERS[name](place, key)
+        with use_root(place.root):
+            WRITERS[name](place, key)
     except TilegymDBError as error:
         answer = "refused", str(error), steps.count, time.monotonic() - begun
     else:

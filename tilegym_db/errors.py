@@ -204,11 +204,13 @@ def missing_package(module: str) -> MissingPackageError | None:
     if top in PACKAGES:
         package, extra = PACKAGES[top]
         return MissingPackageError(
-            f"this needs {package}, which is not installed here. Try: pip install 'tilegym-db[{extra}]'"
+            f"this needs {package}, which is not installed here. Try: pip install 'tilegym-db[{extra}]'",
+            code="package_absent",
         )
     if top in REQUIRED:
         return MissingPackageError(
-            f"the package {REQUIRED[top]} is missing, which tilegym-db always needs. Try: pip install {REQUIRED[top]}"
+            f"the package {REQUIRED[top]} is missing, which tilegym-db always needs. Try: pip install {REQUIRED[top]}",
+            code="package_absent",
         )
     return None
 
@@ -229,5 +231,6 @@ def broken_package(error: BaseException) -> MissingPackageError | None:
     reason = (str(error).splitlines() or [""])[0][:300]
     return MissingPackageError(
         f"{package} is installed here and cannot be imported: {type(error).__name__}: {reason}. Try: pip install "
-        f"--force-reinstall {wanted}"
+        f"--force-reinstall {wanted}",
+        code="package_broken",
     )

@@ -72,7 +72,8 @@ def read_bytes(path: Path, what: str, limit: int | None = RECORD_BYTES) -> bytes
         mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
             raise RecordError(
-                f"{path}: cannot read this {what}: it is {_kind_of(mode)}. Give the path of a regular file."
+                f"{path}: cannot read this {what}: it is {_kind_of(mode)}. Give the path of a regular file.",
+                code="file_irregular",
             )
         with os.fdopen(descriptor, "rb", closefd=False) as file:
             content = file.read() if limit is None else file.read(limit + 1)
@@ -83,7 +84,10 @@ def read_bytes(path: Path, what: str, limit: int | None = RECORD_BYTES) -> bytes
     finally:
         os.close(descriptor)
     if limit is not None and len(content) > limit:
-        raise RecordError(f"{path}: this {what} holds more than {limit / MiB:g} MiB, which is the most that is read.")
+        raise RecordError(
+            f"{path}: this {what} holds more than {limit / MiB:g} MiB, which is the most that is read.",
+            code="file_too_large",
+        )
     return content
 
 
@@ -93,7 +97,7 @@ def _kind_of(mode: int) -> str:
 
 def _unreadable(path: Path, what: str, error: OSError | ValueError) -> RecordError:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-    return RecordError(f"{path}: cannot read this {what}: {reason}.")
+    return RecordError(f"{path}: cannot read this {what}: {reason}.", code="file_unreadable")
 
 
 def decode(content: bytes, where: str | Path) -> str:
@@ -104,15 +108,20 @@ def decode(content: bytes, where: str | Path) -> str:
     """
     for mark, encoding in _MARKS:
         if content.startswith(mark):
-            raise RecordError(f"{where}: line 1, column 1: this is {encoding}. {_SAVE}")
+            raise RecordError(f"{where}: line 1, column 1: this is {encoding}. {_SAVE}", code="text_encoding")
     nul = content.find(b"\0")
     if nul >= 0:
-        raise RecordError(f"{where}: {_position(content, nul)}: a NUL byte, as in a binary file or UTF-16. {_SAVE}")
+        raise RecordError(
+            f"{where}: {_position(content, nul)}: a NUL byte, as in a binary file or UTF-16. {_SAVE}",
+            code="text_nul",
+        )
     try:
         return content.decode()
     except UnicodeDecodeError as error:
         place, byte = _position(content, error.start), content[error.start]
-        raise RecordError(f"{where}: {place}: byte 0x{byte:02x} is not valid UTF-8. {_SAVE}") from None
+        raise RecordError(
+            f"{where}: {place}: byte 0x{byte:02x} is not valid UTF-8. {_SAVE}", code="text_not_utf8"
+        ) from None
 
 
 def _position(content: bytes, index: int) -> str:
@@ -151,8 +160,14 @@ def write_atomically(path: Path, content: bytes) -> None:
         os.replace(staged, path)
         staged = None
         sync_folder(path.parent)
+    except FileExistsError as error:
+        raise StoreError(
+            f"cannot write {path}: {reason_of(error)}. Nothing was changed.", code="file_irregular"
+        ) from None
     except (OSError, ValueError) as error:
-        raise StoreError(f"cannot write {path}: {reason_of(error)}. Nothing was changed.") from None
+        raise StoreError(
+            f"cannot write {path}: {reason_of(error)}. Nothing was changed.", code="write_failed"
+        ) from None
     finally:
         if staged is not None:
             with contextlib.suppress(OSError):
@@ -176,9 +191,11 @@ def write_exclusively(path: Path, content: bytes) -> None:
         os.link(staged, path)
         sync_folder(path.parent)
     except FileExistsError:
-        raise ConflictError(f"{path} exists already, and is left as it is. Choose another with --output.") from None
+        raise ConflictError(
+            f"{path} exists already, and is left as it is. Choose another with --output.", code="file_exists"
+        ) from None
     except (OSError, ValueError) as error:
-        raise StoreError(f"cannot write {path}: {reason_of(error)}. Nothing was added.") from None
+        raise StoreError(f"cannot write {path}: {reason_of(error)}. Nothing was added.", code="write_failed") from None
     finally:
         if staged is not None:
             with contextlib.suppress(OSError):
@@ -217,8 +234,14 @@ def write_folder(
             raise FileExistsError(0, "it exists already") from None
         staged = None
         sync_folder(folder.parent)
+    except FileExistsError as error:
+        raise StoreError(
+            f"cannot write {folder}: {reason_of(error)}. Nothing was added.", code="folder_exists"
+        ) from None
     except (OSError, ValueError) as error:
-        raise StoreError(f"cannot write {folder}: {reason_of(error)}. Nothing was added.") from None
+        raise StoreError(
+            f"cannot write {folder}: {reason_of(error)}. Nothing was added.", code="write_failed"
+        ) from None
     finally:
         if staged is not None:
             shutil.rmtree(staged, ignore_errors=True)

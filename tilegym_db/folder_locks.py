@@ -53,12 +53,14 @@ def hold_lock(path: Path, what: Path, timeout_s: float, consequence: str) -> Ite
     except Timeout:
         raise StoreError(
             f"{what} is locked: {_holder(path)} is writing it. Wait for that to finish or stop it, and try again. "
-            f"{consequence}"
+            f"{consequence}",
+            code="store_locked",
         ) from None
     except (OSError, ValueError) as error:
         raise StoreError(
             f"cannot write the folder {path.parent}: {reason_of(error)}. {consequence} Make it writable, "
-            "or set TILEGYM_DB_HOME to a folder on a local disk that is."
+            "or set TILEGYM_DB_HOME to a folder on a local disk that is.",
+            code="folder_unwritable",
         ) from None
     try:
         yield

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import platformdirs
 
 from tilegym_db.errors import UsageError
 
-__all__ = ["home", "shipped_root"]
+__all__ = ["home", "shipped_root", "use_root"]
 
 HOME_VARIABLE = "TILEGYM_DB_HOME"
 
@@ -26,45 +28,64 @@ def home() -> Path:
     if chosen is None:
         return Path(platformdirs.user_data_dir("tilegym-db"))
     try:
-        path, problem = Path(chosen).expanduser(), ""
+        path, problem, code = Path(chosen).expanduser(), "", ""
     except RuntimeError as error:  # ~nobody-of-that-name
-        path, problem = Path(chosen), str(error)
-    problem = problem or _problem(chosen, path)
+        path, problem, code = Path(chosen), str(error), "home_user_unknown"
+    if not problem:
+        problem, code = _problem(chosen, path)
     if problem:
         shown = repr(chosen) if len(chosen) <= 120 else f"{chosen[:120]!r}... ({len(chosen)} characters)"
         raise UsageError(
             f"{HOME_VARIABLE}={shown} cannot be used: {problem}. Set it to an absolute path of a folder, "
-            f"or unset it for the default ({platformdirs.user_data_dir('tilegym-db')})."
+            f"or unset it for the default ({platformdirs.user_data_dir('tilegym-db')}).",
+            code=code,
         )
     return path
 
 
-def _problem(text: str, path: Path) -> str:
+def _problem(text: str, path: Path) -> tuple[str, str]:
+    """Return why a path cannot be the home folder, and the code of that; two empty texts if it can."""
     if not text.strip():
-        return "it is empty"
+        return "it is empty", "home_empty"
     if not text.isprintable():
-        return "it holds a character that cannot be printed"
+        return "it holds a character that cannot be printed", "home_unprintable"
     if not path.is_absolute():
-        return "it is relative, and would name another folder in each working directory"
+        return "it is relative, and would name another folder in each working directory", "home_relative"
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
-        return _dangling(path)
+        dangling = _dangling(path)
+        return dangling, "home_dangling" if dangling else ""
     except OSError as error:  # a loop of links, a name too long, a file on the way, a folder that may not be entered
-        return error.strerror or str(error)
-    return "" if stat.S_ISDIR(mode) else "it is no folder"
+        return error.strerror or str(error), "home_unreachable"
+    return ("", "") if stat.S_ISDIR(mode) else ("it is no folder", "home_not_folder")
 
 
 def _dangling(path: Path) -> str:
-    """What is wrong with a path that does not exist: nothing, or that it goes through a link to nowhere."""
+    """Return an empty text, or why a path that does not exist cannot be made: it goes through a link to nowhere."""
     for place in (path, *path.parents):
         if place.is_symlink():
             return "" if place.exists() else f"{place} is a link to {os.readlink(place)!r}, which does not exist"
     return ""
 
 
+_chosen: list[Path] = []
+
+
+@contextlib.contextmanager
+def use_root(root: Path) -> Iterator[Path]:
+    """Let :func:`shipped_root` return ``root`` in this process until the block ends. Blocks may be nested."""
+    _chosen.append(root)
+    try:
+        yield root
+    finally:
+        _chosen.pop()
+
+
 def shipped_root() -> Path:
     """The folder that holds ``definitions/ solutions/ workloads/ traces/ schema/``: the checkout, or package data."""
+    if _chosen:
+        return _chosen[-1]
     package = Path(__file__).resolve().parent
     checkout = package.parent
     if (checkout / "definitions").is_dir() and (checkout / "pyproject.toml").is_file():

@@ -34,11 +34,12 @@ POINT = {"axes": {"M": 64, "N": 64}, "dtypes": {"T": "float32"}, "scalars": {"fa
 
 # Promotes, publishes for the user, shares, resolves and asks the doctor; everything that is said of it, as JSON.
 PROGRAM = """
-import importlib, json, os, sys
+import contextlib, json, os, sys
 from pathlib import Path
 root, home, wheel, names = Path(sys.argv[1]), Path(os.environ["TILEGYM_DB_HOME"]), Path(sys.argv[2]), sys.argv[3:]
-for module in ("paths", "catalog", "store.publish", "store.snapshot", "store.checked", "resolver.table"):
-    importlib.import_module(f"tilegym_db.{module}").shipped_root = lambda: root
+from tilegym_db.paths import use_root
+stack = contextlib.ExitStack()
+stack.enter_context(use_root(root))
 from tilegym_db.bench.benchmark import promote
 from tilegym_db.bench.gpus.devices import cpu_slots
 from tilegym_db.catalog import Catalog
@@ -80,7 +81,7 @@ print(json.dumps(said))
 
 
 @pytest.fixture
-def package(make_catalog: Callable[..., Catalog], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def package(make_catalog: Callable[..., Catalog], tmp_path: Path, ship: Callable[[Path], Path]) -> Path:
     """A package that ships an operator with stock code and a fast kernel; the user's overlay has another kernel for it."""
     from write_checked_records import judged
 
@@ -90,8 +91,7 @@ def package(make_catalog: Callable[..., Catalog], tmp_path: Path, monkeypatch: p
     catalog = make_catalog(
         root, {"row_scale_stock": (SLOW, STOCK), "row_scale_fast": FAST}, ({"axes": {"M": 64, "N": 64}},)
     )
-    for module in ("tilegym_db.store.checked", "write_checked_records"):
-        monkeypatch.setattr(f"{module}.shipped_root", lambda: root)
+    ship(root)
     checked_file().write_text(json.dumps(judged(catalog, set())))
     mine = tmp_path / "overlay" / "solutions" / "elementwise" / "row_scale" / "row_scale_mine"
     mine.mkdir(parents=True)

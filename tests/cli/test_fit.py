@@ -168,8 +168,6 @@ def test_what_is_no_list_of_numbers_is_wrong_usage(config: Path, cli: Any, text:
 def test_without_confinement_a_model_gets_what_the_package_ships(
     config: Path, home: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("tilegym_db.store.checked", "write_checked_records"):
-        monkeypatch.setattr(f"{module}.shipped_root", lambda: checkout)
     weak = Sandbox(Confinement(1), "level 1: a session of its own", ("level 2 is not available: no Landlock",))
     monkeypatch.setitem(process._sandboxes, "cpu", weak)
     with pytest.raises(HardwareError, match="rms_norm_in_place"):

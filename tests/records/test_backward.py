@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from raising import raises
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition
@@ -68,19 +69,19 @@ def test_an_operator_that_overwrites_an_input_has_no_backward(definition_record:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "code"),
     [
-        ({"backward_of": "row_scale_backward"}, "backward_of names the definition itself"),
-        ({"inputs": {"weight": COLUMNS, "x": ROWS}}, "needs an input 'grad_<output of row_scale>'"),
-        ({"outputs": {"out": ROWS}}, "must be named 'grad_<input of row_scale>'"),
+        ({"backward_of": "row_scale_backward"}, "backward_of_itself"),
+        ({"inputs": {"weight": COLUMNS, "x": ROWS}}, "gradient_missing"),
+        ({"outputs": {"out": ROWS}}, "gradient_name"),
         (
             {"inputs": {"grad_out": ROWS, "x": ROWS}, "in_place": {"x": "grad_x"}},
-            "a backward overwrites none of its inputs",
+            "backward_in_place",
         ),
     ],
 )
-def test_a_record_that_can_be_no_backward_is_refused(backward: Any, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(RecordError, match=message):
+def test_a_record_that_can_be_no_backward_is_refused(backward: Any, changes: dict[str, Any], code: str) -> None:
+    with raises(RecordError, code):
         backward(**changes)
 
 

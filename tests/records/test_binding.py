@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from raising import raises
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import UsageError
@@ -70,49 +71,47 @@ def test_an_expression_that_cannot_be_undone_waits_for_another_tensor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "code", "name"),
     [
-        ({"weight": tensor(7)}, "dimension 0 of 'weight' has size 7, but must be N = 8"),
-        ({"weight": tensor(8, 1)}, r"'weight' of op has 1 dimensions \[N\], not 2"),
-        ({"weight": tensor(8, dtype="float32")}, "'weight' of op must be bfloat16, not float32"),
-        ({"x": tensor(4, 8, dtype="int8"), "weight": tensor(8, dtype="int8")}, "dtype 'int8' is not in op's set"),
-        ({"eps": tensor(1)}, "'eps' of op is a Python number"),
-        ({"x": 3.0}, "'x' of op is a tensor, not float"),
-        ({"eps": [1]}, "'eps' of op is a Python number, not list"),
+        ({"weight": tensor(7)}, "size_differs", "dimension 0 of 'weight'"),
+        ({"weight": tensor(8, 1)}, "rank_differs", "'weight' of op"),
+        ({"weight": tensor(8, dtype="float32")}, "dtype_differs", "'weight' of op"),
+        ({"x": tensor(4, 8, dtype="int8"), "weight": tensor(8, dtype="int8")}, "dtype_not_allowed", "'int8'"),
+        ({"eps": tensor(1)}, "scalar_expected", "'eps' of op"),
+        ({"x": 3.0}, "tensor_expected", "'x' of op"),
+        ({"eps": [1]}, "scalar_expected", "'eps' of op"),
     ],
 )
-def test_arguments_that_do_not_fit_are_named(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+def test_arguments_that_do_not_fit_are_named(change: dict[str, Any], code: str, name: str) -> None:
+    with raises(UsageError, code, name):
         bind_arguments(NORM, {"x": tensor(4, 8), "weight": tensor(8), "eps": 1e-5, **change})
 
 
 def test_a_missing_argument_and_a_wrong_count_are_named() -> None:
-    with pytest.raises(UsageError, match="needs the argument 'weight'"):
+    with raises(UsageError, "argument_missing", "'weight'"):
         bind_arguments(NORM, {"x": tensor(4, 8), "eps": 1e-5})
-    with pytest.raises(
-        UsageError, match=r"takes \(x, weight, eps\), optionally followed by its outputs \(out\); got 2"
-    ):
+    with raises(UsageError, "argument_count", "(x, weight, eps)", "(out)"):
         bind_call(NORM, (1, 2))
 
 
 def test_a_size_that_no_axis_gives_is_refused() -> None:
     op = define({"x": (["M", "2*I"], "T")}, {"out": (["M", "I"], "T")}, axes="M I")
-    with pytest.raises(UsageError, match=r"dimension 1 of 'x' has size 7, but must be 2\*I = 6"):
+    with raises(UsageError, "size_differs", "dimension 1 of 'x'", "2*I = 6"):
         solve_axes(op, {"x": (5, 7)})
 
 
 def test_an_axis_that_no_shape_tells_is_refused() -> None:
     op = define({"x": (["M", "N // 2"], "T")}, {"out": (["M"], "T")})
-    with pytest.raises(UsageError, match=r"cannot tell the axes of op apart: .* size 7 = N // 2"):
+    with raises(UsageError, "axis_ambiguous", "size 7 = N // 2"):
         solve_axes(op, {"x": (5, 7)})
 
 
 def test_constraints_and_const_axes_are_checked() -> None:
     axes = {"M": {"type": "var"}, "N": {"type": "const", "value": 8}}
     op = Definition.from_dict({**NORM.to_dict(), "axes": axes, "constraints": ["M <= 4"]})
-    with pytest.raises(UsageError, match="requires M <= 4"):
+    with raises(UsageError, "constraint_broken", "M <= 4"):
         solve_axes(op, {"x": (5, 8), "weight": (8,)})
-    with pytest.raises(UsageError, match="has size 9, but must be N = 8"):
+    with raises(UsageError, "size_differs", "N = 8"):
         solve_axes(op, {"x": (4, 9), "weight": (9,)})
 
 

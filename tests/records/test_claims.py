@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import pytest
+from raising import raises
 
+from tilegym_db.errors import RecordError
 from tilegym_db.records.claims import MIN_ROUNDS, claim_of
 from tilegym_db.records.model_run import Estimate
 
@@ -39,7 +41,7 @@ def test_too_little_evidence_claims_nothing_and_says_why(speedup, changes, verdi
 
 
 def test_an_interval_has_two_ends_or_none():
-    with pytest.raises(ValueError, match="two ends"):
+    with raises(RecordError, "interval_open"):
         Estimate(median=1.0, ci_low=0.9)
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from raising import raises
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition
@@ -11,11 +12,10 @@ def make(definition_record):
     return lambda **changes: Definition.from_dict(definition_record(**changes), "row_scale.json")
 
 
-def refused(make, message, **changes):
-    with pytest.raises(RecordError) as raised:
+def refused(make, code, *names, **changes):
+    with raises(RecordError, code, *names) as raised:
         make(**changes)
-    assert str(raised.value).startswith("row_scale.json: not a valid definition: ")
-    assert message in str(raised.value)
+    assert str(raised.value).startswith("row_scale.json: ")
 
 
 def test_axes_are_bound_in_the_definitions_order(make):
@@ -26,21 +26,21 @@ def test_a_const_axis_need_not_be_given_and_cannot_be_changed(make):
     record = make(axes={"M": {"type": "var"}, "N": {"type": "const", "value": 64}})
     assert record.bind_axes({"M": 1}) == {"M": 1, "N": 64}
     assert record.var_axes == ("M",)
-    with pytest.raises(RecordError, match="axis 'N' of row_scale is fixed at 64, not 65"):
+    with raises(RecordError, "axis_fixed", "'N'", "64"):
         record.bind_axes({"M": 1, "N": 65})
 
 
 @pytest.mark.parametrize("size", [-1, True, 1.5, "4"])
 def test_an_axis_size_is_a_whole_number(make, size):
-    with pytest.raises(RecordError, match="must be a whole number >= 0"):
+    with raises(RecordError, "axis_size_invalid", "'M'"):
         make().bind_axes({"M": size, "N": 4})
 
 
 def test_a_single_dtype_need_not_be_given(make):
     assert make(dtypes={"T": ["float16"]}).bind_dtypes({}) == {"T": "float16"}
-    with pytest.raises(RecordError, match="needs a dtype for 'T'"):
+    with raises(RecordError, "dtype_missing", "'T'"):
         make().bind_dtypes({})
-    with pytest.raises(RecordError, match="has no dtype variable 'U'"):
+    with raises(RecordError, "dtype_variable_unknown", "'U'"):
         make().bind_dtypes({"T": "float32", "U": "float32"})
 
 
@@ -54,9 +54,9 @@ def test_shapes_and_cost_follow_the_binding(make):
 def test_in_place_outputs_are_not_arguments(make):
     both = {"out": {"shape": ["M", "N"], "dtype": "T"}, "x_out": {"shape": ["M", "N"], "dtype": "T"}}
     assert make(outputs=both, in_place={"x": "x_out"}).written_outputs == ("out",)
-    refused(make, "must map an input to an output", in_place={"x": "gone"})
-    refused(make, "differ in shape or dtype", outputs=both, in_place={"weight": "x_out"})
-    refused(make, "is both an input and an output", outputs={"x": {"shape": ["M", "N"], "dtype": "T"}})
+    refused(make, "in_place_unknown", "'gone'", in_place={"x": "gone"})
+    refused(make, "in_place_differs", "'weight'", "'x_out'", outputs=both, in_place={"weight": "x_out"})
+    refused(make, "name_clash", "'x'", outputs={"x": {"shape": ["M", "N"], "dtype": "T"}})
 
 
 SEMANTIC = {
@@ -100,23 +100,19 @@ def test_the_record_survives_a_round_trip(make):
 
 
 def test_a_const_axis_has_a_value_and_a_var_axis_has_none(make):
-    refused(make, "a const axis needs 'value'", axes={"M": {"type": "const"}, "N": {"type": "var"}})
-    refused(make, "a const axis needs 'value'", axes={"M": {"type": "var", "value": 3}, "N": {"type": "var"}})
-    refused(
-        make, "'value' must not be negative, not -3", axes={"M": {"type": "const", "value": -3}, "N": {"type": "var"}}
-    )
+    refused(make, "axis_value_mismatch", "axes.M", axes={"M": {"type": "const"}, "N": {"type": "var"}})
+    refused(make, "axis_value_mismatch", "axes.M", axes={"M": {"type": "var", "value": 3}, "N": {"type": "var"}})
+    refused(make, "axis_size_invalid", "axes.M", axes={"M": {"type": "const", "value": -3}, "N": {"type": "var"}})
 
 
 def test_names_that_refer_to_nothing_are_refused(make):
-    refused(make, "input_generators names the undeclared input 'y'", input_generators={"y": {"kind": "normal"}})
-    refused(make, "independent_axes names the undeclared axis 'K'", independent_axes=["K"])
-    refused(make, "tolerance names the undeclared dtype 'half'", tolerance={"half": {"reason": "because it is"}})
-    refused(make, "cost.bytes uses undeclared dtype variable 'U'", cost={"flops": "M", "bytes": "sizeof(U)"})
-    refused(
-        make, "'x-y' is not an identifier", axes={"M": {"type": "var"}, "N": {"type": "var"}, "x-y": {"type": "var"}}
-    )
-    refused(make, "dtype variable 'T' lists no dtype", dtypes={"T": []})
-    refused(make, "out has no shape", outputs={"out": {"shape": None, "dtype": "T"}})
+    refused(make, "name_undeclared", "input_generators", "'y'", input_generators={"y": {"kind": "normal"}})
+    refused(make, "name_undeclared", "independent_axes", "'K'", independent_axes=["K"])
+    refused(make, "dtype_undeclared", "tolerance", "'half'", tolerance={"half": {"reason": "because it is"}})
+    refused(make, "dtype_variable_undeclared", "cost.bytes", "'U'", cost={"flops": "M", "bytes": "sizeof(U)"})
+    refused(make, "name_invalid", "'x-y'", axes={"M": {"type": "var"}, "N": {"type": "var"}, "x-y": {"type": "var"}})
+    refused(make, "dtype_variable_empty", "'T'", dtypes={"T": []})
+    refused(make, "output_without_shape", "out", outputs={"out": {"shape": None, "dtype": "T"}})
 
 
 def test_indices_gather_from_a_tensor_with_their_own_rows(make):
@@ -124,12 +120,12 @@ def test_indices_gather_from_a_tensor_with_their_own_rows(make):
     outputs = {"index": index, "out": {"shape": ["M", "N"], "dtype": "T"}}
     assert make(outputs=outputs, gathers={"index": "x"}).gathers == {"index": "x"}
     assert make(outputs=outputs, gathers={"index": "out"}).digest != make(outputs=outputs).digest
-    refused(make, "gathers 'choice': no such output", outputs=outputs, gathers={"choice": "x"})
-    refused(make, "indices are integers", outputs=outputs, gathers={"out": "x"})
-    refused(make, "'scores' must be an input or another output", outputs=outputs, gathers={"index": "scores"})
-    refused(make, "'index' must be an input or another output", outputs=outputs, gathers={"index": "index"})
+    refused(make, "gathers_output_unknown", "'choice'", outputs=outputs, gathers={"choice": "x"})
+    refused(make, "gathers_not_integer", "'out'", outputs=outputs, gathers={"out": "x"})
+    refused(make, "gathers_source_unknown", "'scores'", outputs=outputs, gathers={"index": "scores"})
+    refused(make, "gathers_source_unknown", "'index'", outputs=outputs, gathers={"index": "index"})
     for source in ("weight", "factor"):
-        refused(make, f"'{source}' must have its shape but for the last", outputs=outputs, gathers={"index": source})
+        refused(make, "gathers_shape_differs", f"'{source}'", outputs=outputs, gathers={"index": source})
 
 
 def test_a_planted_error_must_occur_in_the_reference(make):
@@ -137,46 +133,52 @@ def test_a_planted_error_must_occur_in_the_reference(make):
     independent = "def run(x, weight, factor):\n    return x\n"
     refused(
         make,
-        "self_test.planted_errors[2]: 'sqrt' does not occur in the reference",
+        "planted_error_absent",
+        "self_test.planted_errors[2]: 'sqrt'",
         self_test={"independent": independent, "planted_errors": planted},
     )
-    refused(make, "self_test.planted_errors", self_test={"independent": independent, "planted_errors": planted[:2]})
+    refused(
+        make,
+        "list_too_short",
+        "self_test.planted_errors",
+        self_test={"independent": independent, "planted_errors": planted[:2]},
+    )
 
 
 def test_many_mistakes_are_counted_not_poured_out():
-    with pytest.raises(
-        RecordError, match=r"unknown key 'key2'; missing key 'name'.*missing key 'reference'\.$"
-    ) as raised:
+    with raises(RecordError, "key_missing", "'key2'", "'name'", "'reference'") as raised:
         Definition.from_dict({f"key{index}": 1 for index in range(3)}, "x.json")
+    assert raised.value.code == "key_unknown"
     assert str(raised.value).count("known: ") == 1
-    with pytest.raises(RecordError, match=r"unknown key 'key19'.*; and 87 more"):
+    with raises(RecordError, "key_unknown", "'key19'", "87"):
         Definition.from_dict({f"key{index}": 1 for index in range(100)}, "x.json")
 
 
 def test_an_unknown_key_is_named_before_all_that_is_missing(definition_record):
     record = definition_record(op_type=None, version=None, op_tpye="norm", axes={"M": {"type": "var", "value": "4"}})
-    with pytest.raises(RecordError, match=r"definition: unknown key 'op_tpye' \(did you mean 'op_type'\?\); missing"):
+    with raises(RecordError, "key_missing", "'op_tpye'", "'op_type'") as raised:
         Definition.from_dict(record, "x.json")
+    assert raised.value.codes[0] == "key_unknown"
+    assert "'op_tpye'" in raised.value.problems[0]
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"),
+    ("text", "name"),
     [
-        ("M == K", "uses 'K', which is no axis and no input"),
-        ("x.__class__ == 1", "uses '.__class__', which is not known here"),
-        ("x.item == 1", "uses '.item', which is not known here"),
-        ("x.max(dim=0) == 1", "is not known here"),
-        ("[x for x in x] == 1", "is no comparison of sizes and contents"),
-        ("x @ x == 1", "is not known here"),
-        ("open('x') == 1", "uses 'open', which is no axis and no input"),
-        ("(lambda: 1)() == 1", "is not known here"),
-        ("M ==", "is no expression"),
+        ("M == K", "'K'"),
+        ("x.__class__ == 1", "'.__class__'"),
+        ("x.item == 1", "'.item'"),
+        ("x.max(dim=0) == 1", "'x.max(dim=0)'"),
+        ("[x for x in x] == 1", "'[x for x in x] == 1'"),
+        ("x @ x == 1", "'x @ x'"),
+        ("open('x') == 1", "'open'"),
+        ("(lambda: 1)() == 1", "lambda: 1"),
+        ("M ==", "'M =='"),
     ],
 )
-def test_a_rule_about_contents_that_nobody_could_evaluate_is_refused(definition_record, text, problem):
-    with pytest.raises(RecordError, match=r"content_constraints\[0\]: ") as caught:
+def test_a_rule_about_contents_that_nobody_could_evaluate_is_refused(definition_record, text, name):
+    with raises(RecordError, "content_constraint", "content_constraints[0]: ", name):
         Definition.from_dict(definition_record(content_constraints=[text]))
-    assert problem in str(caught.value)
 
 
 def test_a_rule_about_contents_is_part_of_what_the_operator_is(definition_record):

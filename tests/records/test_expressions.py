@@ -6,6 +6,7 @@ import contextlib
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from raising import raises
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records.expressions import evaluate, evaluate_bool, evaluate_int, names_in, parse_expression
@@ -52,7 +53,7 @@ def test_arithmetic_means_what_it_means_in_python(text):
     try:
         expected = pythons_answer(text)
     except ZeroDivisionError:
-        with pytest.raises(RecordError, match="divides by zero"):
+        with raises(RecordError, "division_by_zero"):
             evaluate(text, AXES)
     else:
         assert evaluate(text, AXES) == expected
@@ -103,7 +104,7 @@ def test_any_text_is_either_arithmetic_or_refused(text):
     ],
 )
 def test_whatever_is_not_arithmetic_is_refused(text):
-    with pytest.raises(RecordError, match="is not arithmetic over axes"):
+    with raises(RecordError, "expression_syntax"):
         parse_expression(text)
 
 
@@ -126,27 +127,27 @@ def test_the_forms_that_records_use(text, value):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "code", "name"),
     [
-        ("10 ** 10 ** 10", "out of range"),
-        ("(" + " * ".join(["N"] * 40) + ")", "out of range"),
-        ("1e999", "out of range"),
-        ("1e999 - 1e999", "out of range"),
-        ("M // (K - 3)", "divides by zero at K=3, M=7, N=4096"),
-        ("H", "uses the axis 'H', which has no value"),
-        ("sizeof(U)", r"uses sizeof\(U\), which has no value"),
-        ("M " + "+ M " * 200, "too long"),
+        ("10 ** 10 ** 10", "number_out_of_range", "10 ** 10 ** 10"),
+        ("(" + " * ".join(["N"] * 40) + ")", "number_out_of_range", "K=3, M=7, N=4096"),
+        ("1e999", "number_out_of_range", "1e999"),
+        ("1e999 - 1e999", "number_out_of_range", "1e999"),
+        ("M // (K - 3)", "division_by_zero", "K=3, M=7, N=4096"),
+        ("H", "name_without_value", "'H'"),
+        ("sizeof(U)", "name_without_value", "sizeof(U)"),
+        ("M " + "+ M " * 200, "expression_too_long", "400"),
     ],
 )
-def test_what_has_no_value_names_the_text_and_the_sizes(text, message):
-    with pytest.raises(RecordError, match=message):
+def test_what_has_no_value_names_the_text_and_the_sizes(text, code, name):
+    with raises(RecordError, code, name):
         evaluate(text, AXES)
 
 
 def test_a_shape_must_be_a_whole_number():
     assert evaluate_int("N // 128", AXES) == 32
     assert evaluate_int(5, AXES) == 5
-    with pytest.raises(RecordError, match=r"must be a whole number but is 3\.5"):
+    with raises(RecordError, "number_not_whole", "3.5"):
         evaluate_int("M / 2", AXES)
 
 

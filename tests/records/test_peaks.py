@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from raising import raises
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records.peaks import GpuPeaks
@@ -45,20 +46,20 @@ def test_the_memory_bus_moves_two_words_a_clock():
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "code", "name"),
     [
-        ({"gpu": "cpu"}, "gpu: peaks are calibrated for GPUs"),
-        ({"sm": ""}, "sm: "),
-        ({"timestamp": "2026-11-21T05:00:00"}, "timestamp: needs a time zone"),
-        ({"flops": {"int8": measured(1e15)}}, "unknown product dtype 'int8'"),
-        ({"flops": {"bfloat16": measured(0)}}, "flops.bfloat16.value"),
-        ({"copy_bytes_per_s": measured(6e12)}, "copy_bytes_per_s: 6e.12 is more than the memory bus can carry"),
-        ({"read_bytes_per_s": measured(6e12)}, "read_bytes_per_s: 6e.12 is more than"),
-        ({"launch_us": measured(0.8)}, r"launch_us: an empty kernel \(0.8 us\) must take longer"),
-        ({"l2_bytes": 0}, "l2_bytes"),
-        ({"l2_byte": 1}, "unknown key 'l2_byte' .did you mean 'l2_bytes'"),
+        ({"gpu": "cpu"}, "gpu_is_cpu", "gpu: "),
+        ({"sm": ""}, "text_pattern", "sm: "),
+        ({"timestamp": "2026-11-21T05:00:00"}, "time_zone_missing", "timestamp: "),
+        ({"flops": {"int8": measured(1e15)}}, "dtype_unknown", "'int8'"),
+        ({"flops": {"bfloat16": measured(0)}}, "value_range", "flops.bfloat16.value"),
+        ({"copy_bytes_per_s": measured(6e12)}, "peak_implausible", "copy_bytes_per_s: "),
+        ({"read_bytes_per_s": measured(6e12)}, "peak_implausible", "read_bytes_per_s: "),
+        ({"launch_us": measured(0.8)}, "launch_too_short", "launch_us: "),
+        ({"l2_bytes": 0}, "value_range", "l2_bytes"),
+        ({"l2_byte": 1}, "key_unknown", "'l2_bytes'"),
     ],
 )
-def test_an_implausible_record_is_refused_and_names_the_key(changes, message):
-    with pytest.raises(RecordError, match=message):
+def test_an_implausible_record_is_refused_and_names_the_key(changes, code, name):
+    with raises(RecordError, code, name):
         GpuPeaks.from_dict(H200 | changes, "peaks.json")

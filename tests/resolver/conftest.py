@@ -142,14 +142,13 @@ class Shop:
 
 
 @pytest.fixture
-def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shop:
+def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ship: Callable[[Path], Path]) -> Shop:
     """A catalog with three Definitions, no Solutions, and nothing published."""
     shop = Shop(tmp_path / "shipped", tmp_path / "home")
     for name, content in DEFINITIONS.items():
         shop.define(name, **content)
     monkeypatch.setenv("TILEGYM_DB_HOME", str(shop.home))
-    for module in ("tilegym_db.catalog", "tilegym_db.resolver.table"):
-        monkeypatch.setattr(f"{module}.shipped_root", lambda: shop.root)
+    ship(shop.root)
     return shop
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from raising import raises
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError, UsageError
@@ -64,7 +65,7 @@ def test_given_sizes_and_scalars_win_over_the_config():
     ]
     assert [workload.tags[-1] for workload in found.workloads] == ["stage:decode", "stage:prefill"]
     assert mapped("rms_norm", LLAMA, scalars={"eps": 1e-6}).workloads[0].scalars() == {"eps": 1e-6}
-    with pytest.raises(UsageError, match="'Q' is unknown"):
+    with raises(UsageError, "name_unknown", "'Q'"):
         mapped("gemm", LLAMA, axes={"Q": 1})
 
 
@@ -92,7 +93,7 @@ def test_the_text_model_of_a_config_with_several_is_the_one_that_counts(tmp_path
     path.write_text(json.dumps({"model_type": "both", "text_config": LLAMA, "vision_config": {"hidden_size": 1}}))
     assert read_model_config(path)["hidden_size"] == 2048
     path.write_text("[]")
-    with pytest.raises(RecordError, match="a model's config is a JSON object, not list"):
+    with raises(RecordError, "object_expected", str(path), "list"):
         read_model_config(path)
 
 

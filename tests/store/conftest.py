@@ -21,7 +21,6 @@ from disk_limit import full_disk
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.records import Definition, Solution, Trace, Workload
 from tilegym_db.records.trace import new_trace_id
-from tilegym_db.store import snapshot
 from tilegym_db.store.connection import Store, open_store
 from tilegym_db.store.installation import signed_line
 from tilegym_db.store.journal import Journal
@@ -99,10 +98,9 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def shipped(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def shipped(root: Path, ship: Callable[[Path], Path]) -> Path:
     """The catalog's folder, taken for the one that the package came with: its lock needs no signature."""
-    monkeypatch.setattr(snapshot, "shipped_root", lambda: root)
-    return root
+    return ship(root)
 
 
 @pytest.fixture

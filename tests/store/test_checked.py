@@ -49,7 +49,7 @@ def rows_of(catalog: Catalog) -> list[list[dict[str, Any]]]:
 
 
 @pytest.fixture
-def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def shipped(tmp_path: Path, ship: Callable[[Path], Path]) -> Path:
     """A package that ships one operator, all of it on the list."""
     root = tmp_path / "shipped"
     for path, content in (
@@ -60,8 +60,7 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ):
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_text(content)
-    for module in ("tilegym_db.store.checked", "write_checked_records"):
-        monkeypatch.setattr(f"{module}.shipped_root", lambda: root)
+    ship(root)
     checked_file().write_text(json.dumps(judged(Catalog((root,)), set())))
     return root
 

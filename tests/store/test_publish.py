@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tilegym_db.errors import NotFoundError, StoreError
-from tilegym_db.resolver import table as module_of_tables
 from tilegym_db.resolver.table import ResolverTable, load_table
 from tilegym_db.store.ingest import ingest
 from tilegym_db.store.input_files import LOCK_NAME
@@ -59,20 +58,19 @@ def test_what_is_named_is_left_out_and_published_again_when_it_is_not(opened, wr
     assert traces["prefill"] in read_journal(folder / "norm" / "scale.jsonl").traces
 
 
-def table_of(root: Path, monkeypatch) -> ResolverTable:
-    """What the resolver reads of a folder that was published to."""
-    monkeypatch.setattr(module_of_tables, "home", lambda: root / "home")
-    monkeypatch.setattr(module_of_tables, "shipped_root", lambda: root)
+def table_of(root: Path, ship) -> ResolverTable:
+    """Return what the resolver reads of a folder that was published to."""
+    ship(root)
     table = load_table("h200")
     assert table is not None
     return table
 
 
-def test_the_resolver_table_lists_candidates_by_latency(opened, write_traces, traces, catalog, tmp_path, monkeypatch):
+def test_the_resolver_table_lists_candidates_by_latency(opened, write_traces, traces, catalog, tmp_path, ship):
     with opened() as store:
         ingest(store, [write_traces(*traces.values())])
         publish(store, "h200", tmp_path)
-    table = table_of(tmp_path, monkeypatch)
+    table = table_of(tmp_path, ship)
     assert table.published.endswith("Z")
     assert (table.gpu, table.sm) == ("h200", "sm_90")
     entries = [asdict(entry) for entry in table]
@@ -117,7 +115,7 @@ def test_the_resolver_table_lists_candidates_by_latency(opened, write_traces, tr
         "trace_id": traces["decode"].trace_id,
         "envelope_cases": 0,
         "scalar_ranges": None,
-        "origin": "local",
+        "origin": "shipped",
         "shipped_source": False,
     }
     assert [(item["solution"], item["role"], item["provides"]) for item in prefill["candidates"]] == [
@@ -162,9 +160,7 @@ def test_a_file_with_nothing_verified_any_more_is_reported_and_kept(opened, writ
     assert leftover.is_file()
 
 
-def test_what_a_later_failure_took_back_is_published_no_more(
-    opened, write_traces, traces, trace, tmp_path, monkeypatch
-):
+def test_what_a_later_failure_took_back_is_published_no_more(opened, write_traces, traces, trace, tmp_path, ship):
     with opened() as store:
         ingest(store, [write_traces(*traces.values())])
         publish(store, "h200", tmp_path)
@@ -174,7 +170,7 @@ def test_what_a_later_failure_took_back_is_published_no_more(
     folder = tmp_path / "traces" / "h200"
     assert report.left_out["a later failure took the pass back"] == 1
     assert (report.entries, report.revocations, report.leftover) == (2, 1, ())
-    assert {entry.definition for entry in table_of(tmp_path, monkeypatch)} == {"scale"}
+    assert {entry.definition for entry in table_of(tmp_path, ship)} == {"scale"}
     assert read_journal(folder / "activation" / "shift.jsonl").traces == (failure,)
 
 
@@ -198,13 +194,13 @@ def test_a_store_that_has_the_older_snapshot_learns_what_was_taken_back(
         assert elsewhere.rows(ids) == []
 
 
-def test_a_table_whose_last_pass_was_taken_back_is_emptied(opened, write_traces, trace, tmp_path, monkeypatch):
+def test_a_table_whose_last_pass_was_taken_back_is_emptied(opened, write_traces, trace, tmp_path, ship):
     with opened() as store:
         ingest(store, [write_traces(trace())])
         publish(store, "h200", tmp_path)
         ingest(store, [write_traces(trace(status="INCORRECT_NUMERICAL"))])
         publish(store, "h200", tmp_path)
-        table = table_of(tmp_path, monkeypatch)
+        table = table_of(tmp_path, ship)
         assert (table.gpu, table.sm, list(table)) == ("h200", "sm_90", [])
         assert publish(store, "h200", tmp_path).written == ()
 
@@ -258,10 +254,8 @@ def test_a_failed_publish_keeps_the_table_that_was_there(
     assert not [path for path in tmp_path.glob("traces/**/.*") if path.is_file()]
 
 
-def test_without_a_checkout_the_users_folder_is_published_to(monkeypatch, tmp_path):
-    from tilegym_db.store import publish as module
-
+def test_without_a_checkout_the_users_folder_is_published_to(ship, monkeypatch, tmp_path):
     monkeypatch.setenv("TILEGYM_DB_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(module, "shipped_root", lambda: tmp_path / "installed" / "_data")
+    ship(tmp_path / "installed" / "_data")
     assert published_folder("h200") == tmp_path / "home" / "published" / "h200"
     assert published_folder("h200", tmp_path) == tmp_path / "traces" / "h200"

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.paths import shipped_root
+from tilegym_db.paths import shipped_root, use_root
 from tilegym_db.resolver import table as tables
 from tilegym_db.resolver.table import load_table
-from tilegym_db.store import snapshot as snapshots
 from tilegym_db.store.input_files import TUNING_SUFFIX, shipped_traces, trace_files
 from tilegym_db.store.snapshot import lock_folder
 
@@ -73,7 +72,7 @@ def test_the_wheel_holds_the_traces_with_their_locks_and_is_small(tmp_path: Path
     assert wheel.stat().st_size < 15 * MB
 
 
-def test_loading_one_definition_takes_as_long_however_many_there_are(tmp_path, monkeypatch) -> None:
+def test_loading_one_definition_takes_as_long_however_many_there_are(tmp_path) -> None:
     shipped = ROOT / "traces" / "h200"
     for count in (1, DEFINITIONS):
         folder = tmp_path / str(count) / "traces" / "h200" / "norm"
@@ -81,19 +80,17 @@ def test_loading_one_definition_takes_as_long_however_many_there_are(tmp_path, m
         for number in range(count):
             name = "rms_norm" if number == 0 else f"rms_norm_{number}"
             (folder / f"{name}.jsonl").write_bytes((shipped / "norm" / "rms_norm.jsonl").read_bytes())
-        monkeypatch.setattr(snapshots, "shipped_root", lambda count=count: tmp_path / str(count))
-        lock_folder(folder.parent, tmp_path, gpu="h200", sm="sm_90", published="2026")
+        with use_root(tmp_path / str(count)):
+            lock_folder(folder.parent, tmp_path, gpu="h200", sm="sm_90", published="2026")
 
     def seconds(count: int) -> float:
-        monkeypatch.setattr(snapshots, "shipped_root", lambda: tmp_path / str(count))
-        monkeypatch.setattr(tables, "shipped_root", lambda: tmp_path / str(count))
-        monkeypatch.setattr(tables, "home", lambda: tmp_path / "home")
         tables._cached_table.cache_clear()
-        start = time.process_time()
-        table = load_table("h200")
-        assert table is not None
-        assert table.entries("rms_norm", {"T": "bfloat16"})
-        return time.process_time() - start
+        with use_root(tmp_path / str(count)):
+            start = time.process_time()
+            table = load_table("h200")
+            assert table is not None
+            assert table.entries("rms_norm", {"T": "bfloat16"})
+            return time.process_time() - start
 
     alone, among_many = (min(seconds(count) for _ in range(7)) for count in (1, DEFINITIONS))
     assert among_many < 2 * alone + 0.005

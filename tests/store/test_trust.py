@@ -14,7 +14,6 @@ from tilegym_db.errors import NotFoundError
 from tilegym_db.records import Trace
 from tilegym_db.resolver import table as tables
 from tilegym_db.resolver.table import load_table
-from tilegym_db.store import snapshot as snapshots
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.ingest import ingest, rebuild
 from tilegym_db.store.input_files import LOCK_NAME
@@ -139,10 +138,10 @@ def test_a_set_that_no_lock_lists_is_not_used(published, opened, caplog):
 
 
 def test_the_resolver_reads_a_set_when_it_is_asked_for_and_refuses_one_that_was_edited(
-    published, monkeypatch, tmp_path
+    published, ship, monkeypatch, tmp_path
 ):
     monkeypatch.setenv("TILEGYM_DB_HOME", str(tmp_path / "empty"))
-    monkeypatch.setattr(tables, "shipped_root", lambda: published.parent.parent)
+    ship(published.parent.parent)
     (published / "activation" / "shift.jsonl").write_text("{}")
     table = load_table("h200")
     assert table is not None
@@ -153,10 +152,9 @@ def test_the_resolver_reads_a_set_when_it_is_asked_for_and_refuses_one_that_was_
 
 
 def test_a_published_folder_from_elsewhere_is_served_only_when_trusted(
-    published, opened, monkeypatch, tmp_path, caplog
+    published, opened, ship, monkeypatch, tmp_path, caplog
 ):
-    monkeypatch.setattr(snapshots, "shipped_root", lambda: tmp_path / "nothing")
-    monkeypatch.setattr(tables, "shipped_root", lambda: tmp_path / "nothing")
+    ship(tmp_path / "nothing")
     monkeypatch.setenv("TILEGYM_DB_HOME", str(tmp_path / "mine"))
     target = tmp_path / "mine" / "published" / "h200"
     shutil.copytree(published, target)

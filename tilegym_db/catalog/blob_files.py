@@ -26,18 +26,19 @@ def find_blob(roots: Sequence[Path], name: str, spec: SafetensorsInput) -> tuple
     root = next((root for root in roots if (root / spec.path).is_file()), None)
     if root is None:
         where = " or ".join(map(str, roots)) or "no folder: none is known here"
-        raise RecordError(f"inputs.{name}: {spec.path} does not exist in {where}.")
+        raise RecordError(f"inputs.{name}: {spec.path} does not exist in {where}.", code="blob_missing")
     path = root / spec.path
     if not path.resolve().is_relative_to(root.resolve()):
-        raise RecordError(f"inputs.{name}: {path} is a link out of {root}.")
+        raise RecordError(f"inputs.{name}: {path} is a link out of {root}.", code="link_outside")
     content = read_bytes(path, "blob", limit=None)
     found = hashlib.sha256(content).hexdigest()
     if spec.sha256 is None:
-        raise RecordError(f'inputs.{name}: state what {spec.path} holds: "sha256": "{found}".')
+        raise RecordError(f'inputs.{name}: state what {spec.path} holds: "sha256": "{found}".', code="digest_missing")
     if found != spec.sha256:
         raise RecordError(
             f"inputs.{name}: {path} is not what it was: its sha256 is {found[:12]}..., and the workload says "
-            f"{spec.sha256[:12]}...."
+            f"{spec.sha256[:12]}....",
+            code="digest_differs",
         )
     return path, content
 
@@ -73,10 +74,14 @@ def _named(workloads: Iterable[Workload]) -> dict[str, tuple[str, SafetensorsInp
         for name, spec in workload.files().items():
             place = PurePosixPath(spec.path)
             if place.parts[:1] != (FOLDER,) or len(place.parts) < 2 or place.suffix != SUFFIX:
-                raise RecordError(f"inputs.{name}: {spec.path} does not lie in {FOLDER}/, or is no {SUFFIX} file.")
+                raise RecordError(
+                    f"inputs.{name}: {spec.path} does not lie in {FOLDER}/, or is no {SUFFIX} file.", code="blob_place"
+                )
             _, known = named.setdefault(place.as_posix(), (name, spec))
             if known.sha256 != spec.sha256:
-                raise RecordError(f"inputs.{name}: two workloads name {spec.path}, each with another sha256.")
+                raise RecordError(
+                    f"inputs.{name}: two workloads name {spec.path}, each with another sha256.", code="blob_clash"
+                )
     return named
 
 
@@ -84,4 +89,6 @@ def _refuse_other(name: str, spec: SafetensorsInput, root: Path) -> None:
     try:
         find_blob((root,), name, spec)
     except RecordError as error:
-        raise ConflictError(f"{str(error).rstrip('.')}. Give the file another name, or remove that one.") from None
+        raise ConflictError(
+            f"{str(error).rstrip('.')}. Give the file another name, or remove that one.", code="blob_exists"
+        ) from None

@@ -35,10 +35,15 @@ def check_scalar_values(definition: Definition, scalars: Mapping[str, Scalar]) -
     for name, value in scalars.items():
         spec = definition.inputs.get(name)
         if spec is not None and isinstance(value, bool) and spec.dtype != "bool":
-            raise RecordError(f"inputs.{name}: {str(value).lower()} is not a number ({spec.dtype}).")
+            raise RecordError(
+                f"inputs.{name}: {str(value).lower()} is not a number ({spec.dtype}).", code="scalar_not_number"
+            )
         why = next((reason for pattern, reason in NOT_NEGATIVE if re.search(pattern, name)), None)
         if why is not None and isinstance(value, int | float) and value < 0:
-            raise RecordError(f"inputs.{name}: {value!r} is negative, and '{name}' of {definition.name} is not: {why}.")
+            raise RecordError(
+                f"inputs.{name}: {value!r} is negative, and '{name}' of {definition.name} is not: {why}.",
+                code="scalar_negative",
+            )
 
 
 def check_layouts(definition: Definition, axes: Mapping[str, int], layouts: Mapping[str, str]) -> None:
@@ -50,6 +55,6 @@ def check_layouts(definition: Definition, axes: Mapping[str, int], layouts: Mapp
             try:
                 shared = overlap_words(text, shape, definition.strides_of(name, sizes, text))
             except RecordError as error:
-                raise RecordError(f"layouts.{name}: {str(error).rstrip('.')}.") from None
+                raise RecordError(f"layouts.{name}: {str(error).rstrip('.')}.", code=error.code) from None
             if shared is not None:
-                raise RecordError(f"layouts.{name}: {shared}.")
+                raise RecordError(f"layouts.{name}: {shared}.", code="layout_overlap")

@@ -35,12 +35,16 @@ def read_lock(root: Path) -> Locked:
     try:
         content = parse_object(read_bytes(path, "lock"), "lock", path)
     except RecordError as error:
-        raise RecordError(f"{path}: the lock cannot be read: {str(error).removeprefix(f'{path}: ')}") from None
+        raise RecordError(
+            f"{path}: the lock cannot be read: {str(error).removeprefix(f'{path}: ')}", code="lock_damaged"
+        ) from None
     if not isinstance(content, dict):
-        raise RecordError(f"{path}: the lock cannot be read: it is no JSON object of names.")
+        raise RecordError(f"{path}: the lock cannot be read: it is no JSON object of names.", code="lock_damaged")
     for name, versions in content.items():
         if not isinstance(versions, dict) or not all(isinstance(digest, str) for digest in versions.values()):
-            raise RecordError(f"{path}: the lock cannot be read: {name!r} must map versions to digests.")
+            raise RecordError(
+                f"{path}: the lock cannot be read: {name!r} must map versions to digests.", code="lock_damaged"
+            )
     return content
 
 

@@ -88,7 +88,7 @@ class CatalogReader:
         path = self.definition_paths.get(name)
         if path is None:
             hint = did_you_mean(name, self.definition_paths)
-            raise NotFoundError(f"no definition '{name}'.{hint} Try: tilegym-db list")
+            raise NotFoundError(f"no definition '{name}'.{hint} Try: tilegym-db list", code="definition_unknown")
         return self.read_definition(path)
 
     def solution(self, name: str) -> SolutionFiles:
@@ -97,7 +97,9 @@ class CatalogReader:
         path = self.solution_paths.get(name)
         if path is None:
             hint = did_you_mean(name, self.solution_paths)
-            raise NotFoundError(f"no solution '{name}'.{hint} Try: tilegym-db list --solutions")
+            raise NotFoundError(
+                f"no solution '{name}'.{hint} Try: tilegym-db list --solutions", code="solution_unknown"
+            )
         return self.read_solution(path)
 
     @cached_property
@@ -176,7 +178,10 @@ class CatalogReader:
             cached = Definition.from_json(read_bytes(path, "definition"), path)
             if (cached.name, cached.op_type) != (path.stem, path.parent.name):
                 want = f"definitions/{cached.op_type}/{cached.name}.json"
-                raise RecordError(f"{path}: name and op_type do not match the path; this record belongs at {want}.")
+                raise RecordError(
+                    f"{path}: name and op_type do not match the path; this record belongs at {want}.",
+                    code="record_misplaced",
+                )
             self._cache[path] = self.with_forward(cached, path)
         assert isinstance(cached, Definition)
         return cached
@@ -194,7 +199,7 @@ class CatalogReader:
         try:
             return bind_forward(record, self.definition(str(record.backward_of)))
         except (NotFoundError, RecordError) as error:
-            raise RecordError(f"{path}: backward_of: {error}") from None
+            raise RecordError(f"{path}: backward_of: {error}", code=error.code) from None
 
     def read_solution(self, path: Path) -> SolutionFiles:
         """The Solution of a record of this catalog; :class:`RecordError` where it is broken."""
@@ -206,19 +211,20 @@ class CatalogReader:
             cached = SolutionFiles.read(path)
             try:
                 definition = self.definition(cached.record.definition)
-                where = misplaced(path, cached.record, definition.op_type)
-                if where is not None:
-                    raise ValueError(where)
-                cached.record.check_against(definition)
             except NotFoundError as error:
-                raise RecordError(f"{path}: {error}") from None
+                raise RecordError(f"{path}: {error}", code=error.code) from None
             except RecordError as error:
-                raise RecordError(f"{path}: {DEFINITION_BROKEN}: {error}") from None
-            except ValueError as error:
-                raise RecordError(f"{path}: {error}.") from None
+                raise RecordError(f"{path}: {DEFINITION_BROKEN}: {error}", code="definition_broken") from None
+            where = misplaced(path, cached.record, definition.op_type)
+            if where is not None:
+                raise RecordError(f"{path}: {where}.", code="record_misplaced")
+            try:
+                cached.record.check_against(definition)
+            except RecordError as error:
+                raise RecordError(f"{path}: {error}.", code=error.code) from None
             problem = signature_problem(cached.record, cached.sources[cached.record.spec.entry_path], definition)
             if problem is not None:
-                raise RecordError(f"{path}: entry_point {problem}.")
+                raise RecordError(f"{path}: entry_point {problem}.", code="signature_differs")
             self._cache[path] = cached
         assert isinstance(cached, SolutionFiles)
         return cached

@@ -67,7 +67,9 @@ class SolutionFiles:
             record = Solution.from_json(content, path)
         except RecordError as error:
             if in_family(path):
-                raise RecordError(f"{error} Every .json beside a kernel is the record of a solution.") from None
+                raise RecordError(
+                    f"{error} Every .json beside a kernel is the record of a solution.", code=error.code
+                ) from None
             raise
         sources = {source.path: read_source(path, source.path) for source in record.sources}
         check_entry_point(record, sources, path)
@@ -88,11 +90,14 @@ def read_source(record_path: Path, name: str) -> bytes:
     folder = record_path.parent
     path = folder / name
     if not path.exists():
-        raise RecordError(f"{record_path}: sources: '{name}' does not exist beside {record_path.name}.")
+        raise RecordError(
+            f"{record_path}: sources: '{name}' does not exist beside {record_path.name}.", code="source_missing"
+        )
     # a plain name that is no link lies in the folder, whatever leads there
     if ("/" in name or path.is_symlink()) and not path.resolve().is_relative_to(folder.resolve()):
         raise RecordError(
-            f"{record_path}: sources: '{name}' is a link out of the folder ({path.resolve()}). Copy the file."
+            f"{record_path}: sources: '{name}' is a link out of the folder ({path.resolve()}). Copy the file.",
+            code="link_outside",
         )
     return read_bytes(path, "source")
 
@@ -105,13 +110,17 @@ def check_entry_point(record: Solution, sources: Mapping[str, bytes], where: Pat
     path, function = record.spec.entry_path, record.spec.entry_function
     try:
         tree = parse_source(sources[path])
-    except ValueError as error:
-        raise RecordError(f"{where}: source '{path}' is not valid Python: {error}.") from None
+    except RecordError as error:
+        raise RecordError(f"{where}: source '{path}' is not valid Python: {error}.", code="python_syntax") from None
     names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
     if any(isinstance(node, ast.AsyncFunctionDef) and node.name == function for node in tree.body):
         raise RecordError(
-            f"{where}: entry_point '{function}' in '{path}' is an async function. Write it without 'async'."
+            f"{where}: entry_point '{function}' in '{path}' is an async function. Write it without 'async'.",
+            code="entry_point_async",
         )
     if function not in names:
         found = ", ".join(names) or "no function"
-        raise RecordError(f"{where}: entry_point '{function}' is missing in '{path}', which defines {found}.")
+        raise RecordError(
+            f"{where}: entry_point '{function}' is missing in '{path}', which defines {found}.",
+            code="entry_point_missing",
+        )

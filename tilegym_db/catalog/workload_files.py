@@ -49,10 +49,12 @@ def read_workloads(path: Path, definition: Definition) -> Iterator[Workload | Br
             workload = Workload.from_json(line, where)
             try:
                 if workload.definition != definition.name:
-                    raise RecordError(f"definition is '{workload.definition}', but the file is {path.name}.")
+                    raise RecordError(
+                        f"definition is '{workload.definition}', but the file is {path.name}.", code="record_misplaced"
+                    )
                 workload.check_against(definition)
             except RecordError as error:
-                raise RecordError(f"{where}: {error}") from None
+                raise RecordError(f"{where}: {error}", code=error.code) from None
             yield workload
         except RecordError as error:
             yield Broken(path, "", definition.name, str(error))

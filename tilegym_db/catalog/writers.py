@@ -43,7 +43,8 @@ def _check_new_definition(now: CatalogReader, record: Definition, root: Path) ->
     if known not in (None, record.digest):
         raise ConflictError(
             f"definition '{record.name}' {record.version} is locked with another meaning in {root / 'definitions'}. "
-            "Raise 'version'."
+            "Raise 'version'.",
+            code="lock_differs",
         )
     return locked
 
@@ -52,27 +53,33 @@ def _check_successor(now: CatalogReader, record: Definition, path: Path, root: P
     """Raise :class:`ConflictError` unless a record may take the place of the one of its name."""
     if not path.is_relative_to(root):
         raise ConflictError(
-            f"definition '{record.name}' is shipped in {path} and cannot be shadowed. Use another name."
+            f"definition '{record.name}' is shipped in {path} and cannot be shadowed. Use another name.",
+            code="definition_shipped",
         )
     try:
         existing = now.read_definition(path)
     except RecordError as error:
         raise ConflictError(
-            f"definition '{record.name}' exists, but is broken: {error} Mend or remove that file first."
+            f"definition '{record.name}' exists, but is broken: {error} Mend or remove that file first.",
+            code="definition_broken",
         ) from None
     if existing.digest == record.digest:
         if is_locked:  # else a process was killed between the two files, and this finishes its work
-            raise ConflictError(f"definition '{record.name}' {existing.version} already exists at {path}.")
+            raise ConflictError(
+                f"definition '{record.name}' {existing.version} already exists at {path}.", code="definition_exists"
+            )
         return
     if existing.op_type != record.op_type:
         raise ConflictError(
             f"definition '{record.name}' exists at {path} with op_type '{existing.op_type}', and a new version "
-            f"keeps it. Use another name, or move the file and its solutions and workloads first."
+            f"keeps it. Use another name, or move the file and its solutions and workloads first.",
+            code="op_type_differs",
         )
     if version_tuple(record.version) <= version_tuple(existing.version):
         raise ConflictError(
             f"definition '{record.name}' {existing.version} exists at {path} with another meaning. "
-            f"Raise 'version' above {existing.version}."
+            f"Raise 'version' above {existing.version}.",
+            code="version_not_raised",
         )
 
 
@@ -97,13 +104,15 @@ def _folder_for(now: CatalogReader, record: Solution, root: Path) -> Path:
     existing = now.solution_paths.get(record.name)
     if existing is not None and os.path.lexists(existing):
         raise ConflictError(
-            f"solution '{record.name}' already exists at {existing.parent}. Choose another with --name."
+            f"solution '{record.name}' already exists at {existing.parent}. Choose another with --name.",
+            code="solution_exists",
         )
     if existing is not None or os.path.lexists(folder):
         taken = existing.parent if existing is not None else folder
         raise ConflictError(
             f"{taken} exists and holds no {RECORD_NAME}. It was left as it is. Nothing was added. "
-            "Choose another name with --name, or move it away."
+            "Choose another name with --name, or move it away.",
+            code="folder_occupied",
         )
     return folder
 

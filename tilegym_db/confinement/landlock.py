@@ -79,7 +79,9 @@ def restrict_files(grants: Iterable[Grant]) -> None:
     version = landlock_version()
     if version < MINIMAL_VERSION:
         has = f"has only version {version}" if version else "has none"
-        raise SandboxError(f"Landlock of version {MINIMAL_VERSION} is needed (Linux 6.2); this kernel {has}")
+        raise SandboxError(
+            f"Landlock of version {MINIMAL_VERSION} is needed (Linux 6.2); this kernel {has}", code="landlock_absent"
+        )
     handled = _EXECUTE | _WRITE_FILE | _READ_FILE | _READ_FOLDER | _REMOVE | _MAKE | _MAKE_DEVICE | _REFER | _TRUNCATE
     handled |= _DEVICE_CONTROL if version >= 5 else 0
     rules = _Ruleset(handled, _TCP if version >= 4 else 0, _SCOPES if version >= SIGNAL_SCOPE_VERSION else 0)

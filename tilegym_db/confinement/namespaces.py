@@ -39,7 +39,7 @@ def new_process_namespace() -> None:
     try:
         unshare(_NEW_PROCESSES)
     except SandboxError as error:
-        raise SandboxError(f"a process namespace of its own takes root: {error}") from None
+        raise SandboxError(f"a process namespace of its own takes root: {error}", code="namespace_refused") from None
 
 
 def isolate_view(folder: Path, visible: Iterable[Path], bounds: ResourceBounds, *, reveal: bool, shm: bool) -> None:
@@ -130,4 +130,4 @@ def become_user(user: int) -> None:
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
     except OSError as error:
-        raise SandboxError(f"cannot become user {user}: {error}") from None
+        raise SandboxError(f"cannot become user {user}: {error}", code="user_refused") from None

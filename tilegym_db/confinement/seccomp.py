@@ -158,4 +158,4 @@ def install_filter(options: FilterOptions) -> None:
     try:
         invoke("seccomp", _SET_FILTER, 0, ctypes.byref(_Program(len(program), instructions)))
     except SandboxError as error:
-        raise SandboxError(f"the system call filter cannot be installed: {error}") from None
+        raise SandboxError(f"the system call filter cannot be installed: {error}", code="seccomp_refused") from None

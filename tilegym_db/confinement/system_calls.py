@@ -11,6 +11,8 @@ import platform
 from dataclasses import dataclass
 from typing import Any
 
+from tilegym_db.errors import TilegymDBError
+
 __all__ = [
     "NUMBERS",
     "PROCESSORS",
@@ -29,8 +31,10 @@ __all__ = [
 ]
 
 
-class SandboxError(Exception):
+class SandboxError(TilegymDBError):
     """A part of the sandbox cannot be had here; says which and why."""
+
+    code = "sandbox"
 
 
 @dataclass(frozen=True)
@@ -168,7 +172,7 @@ def this_processor() -> Processor:
     """The processor that this process runs on."""
     name = platform.machine()
     if name not in PROCESSORS:
-        raise SandboxError(f"no system call numbers are known for {name}")
+        raise SandboxError(f"no system call numbers are known for {name}", code="processor_unknown")
     return PROCESSORS[name]
 
 
@@ -241,5 +245,5 @@ def drop_capabilities() -> None:
 
 def _checked(what: str, result: int) -> int:
     if result < 0:
-        raise SandboxError(f"{what}: {os.strerror(ctypes.get_errno())}")
+        raise SandboxError(f"{what}: {os.strerror(ctypes.get_errno())}", code="system_call_refused")
     return result

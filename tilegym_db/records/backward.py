@@ -25,7 +25,9 @@ def bind_forward(backward: Definition, forward: Definition) -> Definition:
     """
     problem = backward_problem(forward, backward)
     if problem:
-        raise RecordError(f"{backward.name} cannot be the backward of {forward.name}: {problem}.")
+        raise RecordError(
+            f"{backward.name} cannot be the backward of {forward.name}: {problem}.", code="backward_differs"
+        )
     backward._forward = forward
     return backward
 
@@ -39,7 +41,8 @@ def forward_of(backward: Definition) -> Definition:
     if backward._forward is None:
         raise RecordError(
             f"{backward.name}: saved: '{backward.saved[0]}' is computed by '{backward.backward_of}', which is in no catalog that "
-            "this was read from. Add it first (tilegym-db add-definition)."
+            "this was read from. Add it first (tilegym-db add-definition).",
+            code="forward_unknown",
         )
     return backward._forward
 

@@ -35,6 +35,19 @@ PYDANTIC_CODES = {
     "int_type": "value_type",
     "float_type": "value_type",
     "bool_type": "value_type",
+    "dict_type": "value_type",
+    "tuple_type": "value_type",
+    "list_type": "value_type",
+    "int_from_float": "value_type",
+    "string_pattern_mismatch": "text_pattern",
+    "literal_error": "value_unknown",
+    "too_short": "list_too_short",
+    "too_long": "list_too_long",
+    "finite_number": "number_not_finite",
+    "greater_than": "value_range",
+    "greater_than_equal": "value_range",
+    "less_than": "value_range",
+    "less_than_equal": "value_range",
 }
 
 
@@ -74,7 +87,9 @@ class Record(RecordPart):
         try:
             record.to_json().encode()
         except ValueError as error:
-            raise RecordError(f"{source}: not a valid {cls.kind}: JSON cannot hold it: {error}.") from None
+            raise RecordError(
+                f"{source}: not a valid {cls.kind}: JSON cannot hold it: {error}.", code="json_unholdable"
+            ) from None
         return record
 
     @classmethod
@@ -85,11 +100,14 @@ class Record(RecordPart):
     @classmethod
     def _validated(cls, value: Any, source: str | Path, *, bounded: bool = False) -> Self:
         if not isinstance(value, dict):
-            raise RecordError(f"{source}: a {cls.kind} is a JSON object, not {type(value).__name__}.")
+            raise RecordError(
+                f"{source}: a {cls.kind} is a JSON object, not {type(value).__name__}.", code="object_expected"
+            )
         where, size = ("", 0) if bounded else longest_text(value)
         if size > MAX_TEXT:
             raise RecordError(
-                f"{source}: not a valid {cls.kind}: {where}: a text of {size} characters; at most {MAX_TEXT} are allowed."
+                f"{source}: not a valid {cls.kind}: {where}: a text of {size} characters; at most {MAX_TEXT} are allowed.",
+                code="text_too_long",
             )
         try:
             return cls.model_validate(value)
@@ -100,7 +118,7 @@ class Record(RecordPart):
             refusal.problems, refusal.codes = texts, codes
             raise refusal from None
         except UnicodeEncodeError as error:  # half of a surrogate pair, in what pydantic would quote in its message
-            raise RecordError(f"{source}: not a valid {cls.kind}: {error}.") from None
+            raise RecordError(f"{source}: not a valid {cls.kind}: {error}.", code="text_surrogate") from None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready content without the keys that hold their default."""

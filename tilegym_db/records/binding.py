@@ -64,7 +64,8 @@ def bind_call(definition: Definition, values: Sequence[Any]) -> Binding:
     if len(values) not in (len(definition.inputs), len(names)):
         raise UsageError(
             f"{definition.name} takes ({', '.join(definition.inputs)}), optionally followed by its outputs "
-            f"({', '.join(definition.written_outputs) or 'none'}); got {len(values)} arguments."
+            f"({', '.join(definition.written_outputs) or 'none'}); got {len(values)} arguments.",
+            code="argument_count",
         )
     given = {
         name: TensorInfo.of(value) if hasattr(value, "stride") and hasattr(value, "dtype") else value
@@ -89,17 +90,23 @@ def bind_arguments(definition: Definition, arguments: Mapping[str, TensorInfo | 
     for name, spec in {**definition.inputs, **definition.outputs}.items():
         if name not in arguments:
             if name in definition.inputs:
-                raise UsageError(f"{definition.name} needs the argument '{name}'.")
+                raise UsageError(f"{definition.name} needs the argument '{name}'.", code="argument_missing")
             continue
         value = arguments[name]
         if isinstance(value, TensorInfo):
             if spec.is_scalar:
-                raise UsageError(f"'{name}' of {definition.name} is a Python number, not a tensor.")
+                raise UsageError(
+                    f"'{name}' of {definition.name} is a Python number, not a tensor.", code="scalar_expected"
+                )
             tensors[name] = value
         elif not spec.is_scalar:
-            raise UsageError(f"'{name}' of {definition.name} is a tensor, not {type(value).__name__}.")
+            raise UsageError(
+                f"'{name}' of {definition.name} is a tensor, not {type(value).__name__}.", code="tensor_expected"
+            )
         elif value is not None and not isinstance(value, bool | int | float | str):
-            raise UsageError(f"'{name}' of {definition.name} is a Python number, not {type(value).__name__}.")
+            raise UsageError(
+                f"'{name}' of {definition.name} is a Python number, not {type(value).__name__}.", code="scalar_expected"
+            )
         else:
             scalars[name] = value
     axes = solve_axes(definition, {name: tensor.shape for name, tensor in tensors.items()}, scalars)
@@ -117,7 +124,10 @@ def _check_strides(definition: Definition, name: str, tensor: TensorInfo, axes: 
         size > 1 and found != step for size, found, step in zip(tensor.shape, tensor.strides, want, strict=True)
     ):
         text = definition.layouts[name]
-        raise UsageError(f"'{name}' of {definition.name} must have the strides {want} ({text}), not {tensor.strides}.")
+        raise UsageError(
+            f"'{name}' of {definition.name} must have the strides {want} ({text}), not {tensor.strides}.",
+            code="strides_differ",
+        )
 
 
 def is_code_selecting(definition: Definition, scalar: str) -> bool:
@@ -141,11 +151,11 @@ def solve_dtypes(definition: Definition, dtypes: Mapping[str, str]) -> dict[str,
         else:
             want = declared
         if found != want and found not in _STORED_AS.get(want, ()):
-            raise UsageError(f"'{name}' of {definition.name} must be {want}, not {found}.")
+            raise UsageError(f"'{name}' of {definition.name} must be {want}, not {found}.", code="dtype_differs")
     try:
         return definition.bind_dtypes(bound)
     except RecordError as error:
-        raise UsageError(str(error)) from None
+        raise UsageError(str(error), code=error.code) from None
 
 
 def _record_dtype(found: str, choices: Sequence[str]) -> str:
@@ -174,12 +184,15 @@ def solve_axes(
                 left.append((entry, size, where, packed))
         if len(left) == len(pending) and not any(_settle(*item[:3], axes, packed=True) for item in left if item[3]):
             entry, size, where, _ = left[0]
-            raise UsageError(f"cannot tell the axes of {definition.name} apart: {where} has size {size} = {entry}.")
+            raise UsageError(
+                f"cannot tell the axes of {definition.name} apart: {where} has size {size} = {entry}.",
+                code="axis_ambiguous",
+            )
         pending = left
     try:
         return definition.bind_axes(axes)
     except RecordError as error:
-        raise UsageError(str(error)) from None
+        raise UsageError(str(error), code=error.code) from None
 
 
 def _dimensions(
@@ -194,7 +207,8 @@ def _dimensions(
             spelled = ", ".join(str(entry) for entry in entries)
             raise UsageError(
                 f"'{name}' of {definition.name} has {len(entries)} dimensions [{spelled}], not {len(shape)} "
-                f"(its shape is {list(shape)})."
+                f"(its shape is {list(shape)}).",
+                code="rank_differs",
             )
         for index, (entry, size) in enumerate(zip(entries, shape, strict=True)):
             is_row = packed and index == len(entries) - 1
@@ -215,7 +229,7 @@ def _settle(entry: str | int, size: int, where: str, axes: dict[str, int], *, pa
     want = evaluate_int(entry, axes)
     if want != size:
         spelled = f"{entry} = {want}" if str(entry) != str(want) else str(want)
-        raise UsageError(f"{where} has size {size}, but must be {spelled}.")
+        raise UsageError(f"{where} has size {size}, but must be {spelled}.", code="size_differs")
     return True
 
 

@@ -7,6 +7,8 @@ import operator
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from tilegym_db.errors import RecordError
+
 __all__ = ["Unknown", "check_content_constraints", "constraint_problem", "holds"]
 
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
@@ -73,7 +75,7 @@ def check_content_constraints(texts: Collection[str], axes: Collection[str], inp
     for number, text in enumerate(texts):
         problem = constraint_problem(text, {*axes, *inputs})
         if problem is not None:
-            raise ValueError(f"content_constraints[{number}]: {problem}")
+            raise RecordError(f"content_constraints[{number}]: {problem}", code="content_constraint")
 
 
 def _value(node: ast.expr, values: Mapping[str, Any], depth: int) -> Any:

@@ -117,21 +117,27 @@ class Definition(Record):
     def _dtype_variables_have_values(cls, value: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
         for variable, choices in value.items():
             if not choices:
-                raise ValueError(f"dtype variable '{variable}' lists no dtype")
+                raise RecordError(f"dtype variable '{variable}' lists no dtype", code="dtype_variable_empty")
             if variable in DTYPE_BYTES or not _IDENTIFIER.fullmatch(variable):
-                raise ValueError(f"'{variable}' cannot name a dtype variable")
+                raise RecordError(f"'{variable}' cannot name a dtype variable", code="dtype_variable_name")
         return value
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         for name in (*self.axes, *self.inputs, *self.outputs):
             if not _IDENTIFIER.fullmatch(name):
-                raise ValueError(f"'{shown(name)}' is not an identifier of at most 64 characters")
+                raise RecordError(f"'{shown(name)}' is not an identifier of at most 64 characters", code="name_invalid")
             if keyword.iskeyword(name):
-                raise ValueError(f"'{name}' is a word of Python's own, which no expression or parameter can be called")
+                raise RecordError(
+                    f"'{name}' is a word of Python's own, which no expression or parameter can be called",
+                    code="name_reserved",
+                )
         clash = set(self.inputs) & set(self.outputs)
         if clash:
-            raise ValueError(f"'{min(clash)}' is both an input and an output; state an in-place output in 'in_place'")
+            raise RecordError(
+                f"'{min(clash)}' is both an input and an output; state an in-place output in 'in_place'",
+                code="name_clash",
+            )
         checks = (
             lambda: check_tensors(self.axes, self.dtypes, self.inputs, self.outputs),
             lambda: check_sizes(self.axes, self.dtypes, self.inputs),
@@ -172,17 +178,20 @@ class Definition(Record):
         for key, known, what in (("input_generators", self.inputs, "input"), ("independent_axes", self.axes, "axis")):
             for name in getattr(self, key):
                 if name not in known:
-                    raise ValueError(f"{key} names the undeclared {what} '{name}'")
+                    raise RecordError(f"{key} names the undeclared {what} '{name}'", code="name_undeclared")
 
     def _check_reference(self) -> None:
         check_function(self.reference, "reference", tuple(self.inputs))
         if not self.reference.lstrip().startswith("# Source:"):
-            raise ValueError("reference must start with a '# Source: <permalink>' line: where its maths is from")
+            raise RecordError(
+                "reference must start with a '# Source: <permalink>' line: where its maths is from",
+                code="source_missing",
+            )
 
     def _check_serving(self) -> None:
         problem = serving_problem(self)
         if problem is not None:
-            raise ValueError(problem)
+            raise problem
 
     # -- questions the rest of the package asks -----------------------------------------------------------------------
 
@@ -235,21 +244,32 @@ class Definition(Record):
         bound = {name: axis.value for name, axis in self.axes.items() if axis.value is not None}
         for name, size in axes.items():
             if name not in self.axes:
-                raise RecordError(f"{self.name} has no axis '{shown(str(name))}'; its axes are {', '.join(self.axes)}.")
+                raise RecordError(
+                    f"{self.name} has no axis '{shown(str(name))}'; its axes are {', '.join(self.axes)}.",
+                    code="axis_unknown",
+                )
             if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-                raise RecordError(f"axis '{name}' of {self.name} must be a whole number >= 0, not {size!r}.")
+                raise RecordError(
+                    f"axis '{name}' of {self.name} must be a whole number >= 0, not {size!r}.", code="axis_size_invalid"
+                )
             if size > MAX_AXIS:
-                raise RecordError(f"axis '{name}' of {self.name} is {size}; no axis is larger than {MAX_AXIS}.")
+                raise RecordError(
+                    f"axis '{name}' of {self.name} is {size}; no axis is larger than {MAX_AXIS}.", code="axis_too_large"
+                )
             if name in bound and bound[name] != size:
-                raise RecordError(f"axis '{name}' of {self.name} is fixed at {bound[name]}, not {size}.")
+                raise RecordError(
+                    f"axis '{name}' of {self.name} is fixed at {bound[name]}, not {size}.", code="axis_fixed"
+                )
             bound[name] = size
         missing = [name for name in self.axes if name not in bound]
         if missing:
-            raise RecordError(f"{self.name} needs a size for axis {', '.join(repr(name) for name in missing)}.")
+            raise RecordError(
+                f"{self.name} needs a size for axis {', '.join(repr(name) for name in missing)}.", code="axis_missing"
+            )
         for text in self.constraints:
             if not evaluate_bool(text, bound):
                 sizes = ", ".join(f"{name}={size}" for name, size in bound.items())
-                raise RecordError(f"{self.name} requires {text}, which {sizes} breaks.")
+                raise RecordError(f"{self.name} requires {text}, which {sizes} breaks.", code="constraint_broken")
         return {name: bound[name] for name in self.axes}
 
     def bind_dtypes(self, dtypes: Mapping[str, str]) -> dict[str, str]:
@@ -262,13 +282,21 @@ class Definition(Record):
         for name in dtypes:
             if name not in self.dtypes:
                 known = ", ".join(self.dtypes) or "none"
-                raise RecordError(f"{self.name} has no dtype variable '{name}' (its variables: {known}).")
+                raise RecordError(
+                    f"{self.name} has no dtype variable '{name}' (its variables: {known}).",
+                    code="dtype_variable_unknown",
+                )
         for name, choices in self.dtypes.items():
             value = dtypes.get(name, choices[0] if len(choices) == 1 else None)
             if value is None:
-                raise RecordError(f"{self.name} needs a dtype for '{name}': one of {', '.join(choices)}.")
+                raise RecordError(
+                    f"{self.name} needs a dtype for '{name}': one of {', '.join(choices)}.", code="dtype_missing"
+                )
             if value not in choices:
-                raise RecordError(f"dtype '{value}' is not in {self.name}'s set for '{name}': {', '.join(choices)}.")
+                raise RecordError(
+                    f"dtype '{value}' is not in {self.name}'s set for '{name}': {', '.join(choices)}.",
+                    code="dtype_not_allowed",
+                )
             bound[name] = value
         return bound
 
@@ -285,7 +313,7 @@ class Definition(Record):
         """
         spec = self.inputs.get(name) or self.outputs.get(name)
         if spec is None:
-            raise RecordError(f"{self.name} has no tensor '{shown(name)}'.")
+            raise RecordError(f"{self.name} has no tensor '{shown(name)}'.", code="tensor_unknown")
         return tuple(evaluate_int(entry, axes) for entry in spec.shape or ())
 
     def strides_of(self, name: str, axes: Mapping[str, int], layout: str | None = None) -> tuple[int, ...]:

@@ -26,10 +26,7 @@ __all__ = [
 
 
 def _arithmetic(text: str) -> str:
-    try:
-        parse_expression(text)
-    except RecordError as error:
-        raise ValueError(str(error)) from None
+    parse_expression(text)
     return text
 
 
@@ -49,13 +46,18 @@ class Axis(RecordPart):
     @model_validator(mode="after")
     def _const_has_value(self) -> Self:
         if (self.type == "const") != (self.value is not None):
-            raise ValueError("a const axis needs 'value', a var axis has none")
+            raise RecordError("a const axis needs 'value', a var axis has none", code="axis_value_mismatch")
         if self.type == "const" and self.scalar is not None:
-            raise ValueError(f"a const axis has the size in the record, not that of a scalar ('{self.scalar}')")
+            raise RecordError(
+                f"a const axis has the size in the record, not that of a scalar ('{self.scalar}')",
+                code="axis_scalar_const",
+            )
         if self.value is not None and self.value < 0:
-            raise ValueError(f"'value' must not be negative, not {self.value}")
+            raise RecordError(f"'value' must not be negative, not {self.value}", code="axis_size_invalid")
         if self.value is not None and self.value > MAX_AXIS:
-            raise ValueError(f"'value' {self.value} is more than {MAX_AXIS}, the largest size of an axis")
+            raise RecordError(
+                f"'value' {self.value} is more than {MAX_AXIS}, the largest size of an axis", code="axis_too_large"
+            )
         return self
 
 

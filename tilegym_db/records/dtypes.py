@@ -6,6 +6,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
+from tilegym_db.errors import RecordError
+
 __all__ = [
     "CODE_DTYPES",
     "DTYPE_BYTES",
@@ -53,7 +55,7 @@ _SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3
 
 def _known(name: str) -> str:
     if name not in RECORD_DTYPES:
-        raise ValueError(f"unknown dtype {name!r}; known: {', '.join(sorted(RECORD_DTYPES))}")
+        raise RecordError(f"unknown dtype {name!r}; known: {', '.join(sorted(RECORD_DTYPES))}", code="dtype_unknown")
     return name
 
 

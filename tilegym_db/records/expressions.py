@@ -58,15 +58,21 @@ _CALLS: dict[str, Callable[..., Any]] = {
 def parse_expression(text: str) -> ast.expr:
     """The checked syntax tree of ``text``; raises :class:`RecordError` for anything but arithmetic."""
     if len(text) > MAX_LENGTH:
-        raise RecordError(f"expression of {len(text)} characters is too long (at most {MAX_LENGTH}): {text[:60]!r}...")
+        raise RecordError(
+            f"expression of {len(text)} characters is too long (at most {MAX_LENGTH}): {text[:60]!r}...",
+            code="expression_too_long",
+        )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "1 is not a function", before it is refused
             tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise RecordError(f"{text!r} is not arithmetic over axes: {error}") from None
+        raise RecordError(f"{text!r} is not arithmetic over axes: {error}", code="expression_syntax") from None
     if _depth(tree) > MAX_DEPTH:
-        raise RecordError(f"{text[:60]!r}... is not arithmetic over axes: it is nested more than {MAX_DEPTH} deep")
+        raise RecordError(
+            f"{text[:60]!r}... is not arithmetic over axes: it is nested more than {MAX_DEPTH} deep",
+            code="expression_too_deep",
+        )
     _check(tree, text)
     _check_constants(tree, text)
     return tree
@@ -90,11 +96,14 @@ def _check_constants(node: ast.expr, text: str) -> bool:
     try:
         value = _evaluate(node, {}, {})
     except ZeroDivisionError:
-        raise RecordError(f"{text!r} is not arithmetic over axes: {_segment(text, node)!r} divides by zero") from None
+        raise RecordError(
+            f"{text!r} is not arithmetic over axes: {_segment(text, node)!r} divides by zero", code="division_by_zero"
+        ) from None
     except OverflowError:
         raise RecordError(
             f"{text!r} is not arithmetic over axes: {_segment(text, node)!r} is out of range "
-            f"(exponents up to {MAX_EXPONENT}, numbers up to 2**256)"
+            f"(exponents up to {MAX_EXPONENT}, numbers up to 2**256)",
+            code="number_out_of_range",
         ) from None
     return value is not None
 
@@ -128,11 +137,13 @@ def evaluate(text: str, axes: Mapping[str, int], dtypes: Mapping[str, str] | Non
         value: int | float | bool = _evaluate(parse_expression(text), axes, dtypes or {})
         return value
     except ZeroDivisionError:
-        raise RecordError(f"{text!r} divides by zero at {_spelled(axes)}") from None
+        raise RecordError(f"{text!r} divides by zero at {_spelled(axes)}", code="division_by_zero") from None
     except (OverflowError, RecursionError):
-        raise RecordError(f"{text!r} is out of range at {_spelled(axes)}") from None
+        raise RecordError(f"{text!r} is out of range at {_spelled(axes)}", code="number_out_of_range") from None
     except LookupError as error:
-        raise RecordError(f"{text!r} uses {error.args[0]}, which has no value at {_spelled(axes)}") from None
+        raise RecordError(
+            f"{text!r} uses {error.args[0]}, which has no value at {_spelled(axes)}", code="name_without_value"
+        ) from None
 
 
 def evaluate_int(text: str | int, axes: Mapping[str, int], dtypes: Mapping[str, str] | None = None) -> int:
@@ -143,7 +154,9 @@ def evaluate_int(text: str | int, axes: Mapping[str, int], dtypes: Mapping[str, 
         return axes[text]
     value = evaluate(text, axes, dtypes)
     if isinstance(value, bool) or value != int(value):
-        raise RecordError(f"{text!r} must be a whole number but is {value} at {_spelled(axes)}")
+        raise RecordError(
+            f"{text!r} must be a whole number but is {value} at {_spelled(axes)}", code="number_not_whole"
+        )
     return int(value)
 
 
@@ -159,7 +172,8 @@ def _spelled(axes: Mapping[str, int]) -> str:
 def _refuse(text: str, node: ast.expr) -> RecordError:
     return RecordError(
         f"{text!r} is not arithmetic over axes: {_segment(text, node)!r} is not allowed "
-        "(numbers, axis names, + - * / // % **, comparisons, and/or/not, min, max, ceil_div, sizeof)"
+        "(numbers, axis names, + - * / // % **, comparisons, and/or/not, min, max, ceil_div, sizeof)",
+        code="expression_syntax",
     )
 
 

@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Strict
 
+from tilegym_db.errors import RecordError
+
 __all__ = ["MAX_AXIS", "MAX_TEXT", "Flag", "Int64", "Line", "Prose", "Real", "longest_text", "shown"]
 
 MAX_TEXT = 200_000
@@ -24,19 +26,23 @@ MAX_AXIS = 1 << 40
 
 def _in_64_bits(value: int) -> int:
     if not -(1 << 63) <= value < 1 << 63:
-        raise ValueError("this whole number does not fit in 64 bits")
+        raise RecordError("this whole number does not fit in 64 bits", code="number_out_of_range")
     return value
 
 
 def _text(most: int, allowed: str) -> Callable[[str], str]:
     def check(value: str) -> str:
         if len(value) > most:
-            raise ValueError(f"a text of {len(value)} characters; at most {most} are allowed here")
+            raise RecordError(
+                f"a text of {len(value)} characters; at most {most} are allowed here", code="text_too_long"
+            )
         if value.isprintable():  # nearly every text, at once; what is printable is none of those
             return value
         for index, character in enumerate(value):
             if unicodedata.category(character) in _CONTROL and character not in allowed:
-                raise ValueError(f"the character {character!r} at position {index} is not allowed here")
+                raise RecordError(
+                    f"the character {character!r} at position {index} is not allowed here", code="character_not_allowed"
+                )
         return value
 
     return check

@@ -119,7 +119,9 @@ def parse_gpu(text: str) -> str:
     name = text.strip().lower()
     known = sorted({*GPU_SLUGS, *(gpu_family(slug) for slug in GPU_SLUGS)})
     if name not in known:
-        raise HardwareError(f"unknown GPU {text!r}.{did_you_mean(name, known)} Known: {', '.join(known)}, auto.")
+        raise HardwareError(
+            f"unknown GPU {text!r}.{did_you_mean(name, known)} Known: {', '.join(known)}, auto.", code="gpu_unknown"
+        )
     return name
 
 
@@ -128,5 +130,5 @@ def normalise_target(text: str) -> str:
     match = re.fullmatch(r"(?:sm_?)?(\d{2,3})[af]?", text.strip().lower())
     target = f"sm_{match.group(1)}" if match else text
     if target not in TARGETS:
-        raise HardwareError(f"unknown compile target {text!r}; known: {', '.join(TARGETS)}.")
+        raise HardwareError(f"unknown compile target {text!r}; known: {', '.join(TARGETS)}.", code="target_unknown")
     return target

@@ -1,12 +1,13 @@
 """What outputs of indices point into, what other outputs follow from them, and which of them are drawn at random.
 
-Each rule raises :class:`ValueError` with the culprit's key.
+Each rule raises :class:`RecordError` with the culprit's key.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from tilegym_db.errors import RecordError
 from tilegym_db.records.definition_parts import InputGenerator, SampledOutput, TensorSpec
 from tilegym_db.records.dtypes import INTEGER_DTYPES
 from tilegym_db.records.python_source import function_parameters
@@ -30,25 +31,35 @@ def check_gathers(
     """An output of indices is of integers, and has the shape of what they point into but for the last axis."""
     for output, source in gathers.items():
         if output not in outputs:
-            raise ValueError(f"gathers '{output}': no such output")
+            raise RecordError(f"gathers '{output}': no such output", code="gathers_output_unknown")
         indices, values = outputs[output], {**inputs, **outputs}.get(source)
         choices = dtypes.get(indices.dtype, (indices.dtype,))
         if not INTEGER_DTYPES.issuperset(choices):
-            raise ValueError(f"gathers '{output}': its dtype is {', '.join(choices)}, and indices are integers")
+            raise RecordError(
+                f"gathers '{output}': its dtype is {', '.join(choices)}, and indices are integers",
+                code="gathers_not_integer",
+            )
         if values is None and source.isidentifier() and function_parameters(reference, source) is not None:
             if not indices.shape:
-                raise ValueError(f"gathers '{output}': it has no axis of choices")
+                raise RecordError(f"gathers '{output}': it has no axis of choices", code="gathers_no_choices")
             _check_function(f"gathers '{output}'", source, reference, tuple(inputs), (output,))
             continue
         if values is None or source == output:
-            raise ValueError(
-                f"gathers '{output}': '{source}' must be an input or another output, or a function of the reference"
+            raise RecordError(
+                f"gathers '{output}': '{source}' must be an input or another output, or a function of the reference",
+                code="gathers_source_unknown",
             )
         if not indices.shape or not values.shape or indices.shape[:-1] != values.shape[:-1]:
-            raise ValueError(f"gathers '{output}': '{source}' must have its shape but for the last axis")
+            raise RecordError(
+                f"gathers '{output}': '{source}' must have its shape but for the last axis",
+                code="gathers_shape_differs",
+            )
     for output in unordered:
         if output not in gathers or gathers[output] in {**inputs, **outputs}:
-            raise ValueError(f"unordered names '{output}', which gathers no values of a function of the reference")
+            raise RecordError(
+                f"unordered names '{output}', which gathers no values of a function of the reference",
+                code="unordered_not_gathered",
+            )
 
 
 def check_follows(
@@ -57,9 +68,13 @@ def check_follows(
     """An output that follows from indices is given by a function of the inputs and the indices."""
     for output, function in follows.items():
         if output not in outputs or output in gathers:
-            raise ValueError(f"follows '{output}': it must be an output that is no output of indices")
+            raise RecordError(
+                f"follows '{output}': it must be an output that is no output of indices", code="follows_not_plain"
+            )
         if not gathers:
-            raise ValueError(f"follows '{output}': no output of indices is named in 'gathers'")
+            raise RecordError(
+                f"follows '{output}': no output of indices is named in 'gathers'", code="follows_without_gathers"
+            )
         _check_function(f"follows '{output}'", function, reference, tuple(inputs), tuple(gathers))
 
 
@@ -84,15 +99,25 @@ def check_sampled(
     for output, stated in sampled.items():
         where, spec, numbers = f"sampled '{output}'", outputs.get(output), inputs.get(stated.uniforms)
         if spec is None or output in taken:
-            raise ValueError(f"{where}: it must be an output that 'gathers' and 'in_place' do not name")
+            raise RecordError(
+                f"{where}: it must be an output that 'gathers' and 'in_place' do not name", code="sampled_not_plain"
+            )
         if spec.shape is None or len(spec.shape) != 1:
-            raise ValueError(f"{where}: it must have one index a row, and so one axis")
+            raise RecordError(f"{where}: it must have one index a row, and so one axis", code="sampled_rank")
         if spec.dtype not in ("int32", "int64"):
-            raise ValueError(f"{where}: its dtype is {spec.dtype}; indices that are drawn are int32 or int64")
+            raise RecordError(
+                f"{where}: its dtype is {spec.dtype}; indices that are drawn are int32 or int64", code="sampled_dtype"
+            )
         if numbers is None or numbers.shape != spec.shape or numbers.dtype != "float32":
-            raise ValueError(f"{where}: '{stated.uniforms}' must be a float32 input of its shape, {list(spec.shape)}")
+            raise RecordError(
+                f"{where}: '{stated.uniforms}' must be a float32 input of its shape, {list(spec.shape)}",
+                code="sampled_uniform_input",
+            )
         if generators.get(stated.uniforms) != InputGenerator(kind="uniform"):
-            raise ValueError(f'{where}: input_generators.{stated.uniforms} must be {{"kind": "uniform"}}, from 0 to 1')
+            raise RecordError(
+                f'{where}: input_generators.{stated.uniforms} must be {{"kind": "uniform"}}, from 0 to 1',
+                code="sampled_uniform_range",
+            )
         _check_function(where, stated.law, reference, tuple(inputs), ())
 
 
@@ -101,10 +126,11 @@ def _check_function(
 ) -> None:
     found = function_parameters(reference, function)
     if found is None:
-        raise ValueError(f"{where}: the reference defines no function '{function}'")
+        raise RecordError(f"{where}: the reference defines no function '{function}'", code="reference_function_missing")
     allowed = (*indices, ROUNDING)
     if found[: len(inputs)] != inputs or not set(found[len(inputs) :]) <= set(allowed):
-        raise ValueError(
+        raise RecordError(
             f"{where}: {function}({', '.join(found)}) must take the inputs in order ({', '.join(inputs)}), and then "
-            f"none, some or all of {', '.join(allowed)}"
+            f"none, some or all of {', '.join(allowed)}",
+            code="reference_function_parameters",
         )

@@ -1,6 +1,6 @@
 """How inputs may be drawn: which options each kind of generator has, and what a function for several inputs looks like.
 
-Each rule raises :class:`ValueError` with the culprit's key.
+Each rule raises :class:`RecordError` with the culprit's key.
 """
 
 from __future__ import annotations
@@ -59,9 +59,13 @@ def check_generators(
         _check_bounds(where, generator, axes)
         choices = dtypes.get(spec.dtype, (spec.dtype,))
         if spec.is_scalar:
-            raise ValueError(f"{where}: a scalar has the value that a workload states, and is not drawn")
+            raise RecordError(
+                f"{where}: a scalar has the value that a workload states, and is not drawn", code="generator_of_scalar"
+            )
         if generator.kind in _BY_ROWS and not spec.shape:
-            raise ValueError(f"{where}: '{generator.kind}' fills rows, and this input has no axis")
+            raise RecordError(
+                f"{where}: '{generator.kind}' fills rows, and this input has no axis", code="generator_without_axis"
+            )
         for dtype in choices:
             _check_dtype(where, generator, dtype)
 
@@ -72,36 +76,49 @@ def _check_options(where: str, generator: InputGenerator) -> None:
     stated = {name for name, field in type(generator).model_fields.items() if getattr(generator, name) != field.default}
     for option in sorted(stated - known - {"kind"}):
         options = ", ".join(sorted(known)) or "none"
-        raise ValueError(f"{where}: '{generator.kind}' has no option '{option}' (its options: {options})")
+        raise RecordError(
+            f"{where}: '{generator.kind}' has no option '{option}' (its options: {options})",
+            code="generator_option_unknown",
+        )
 
 
 def _check_bounds(where: str, generator: InputGenerator, axes: Mapping[str, Axis]) -> None:
     for option in ("low", "high"):
         for axis in sorted(_axes_in(f"{where}.{option}", getattr(generator, option)) - set(axes)):
-            raise ValueError(f"{where}.{option} uses undeclared axis '{axis}'")
+            raise RecordError(f"{where}.{option} uses undeclared axis '{axis}'", code="axis_undeclared")
     why = _OVER_AXES.get(generator.kind)
     if why is not None and not _axes_in(f"{where}.high", generator.high):
-        raise ValueError(f"{where}: '{generator.kind}' needs 'high', an expression over axes such as 'E': {why}")
+        raise RecordError(
+            f"{where}: '{generator.kind}' needs 'high', an expression over axes such as 'E': {why}",
+            code="generator_bound_missing",
+        )
     if generator.kind == "log_decay" and isinstance(generator.low, float) and generator.low > 0:
-        raise ValueError(f"{where}: 'low' of a log_decay is at most 0, not {generator.low:g}")
+        raise RecordError(
+            f"{where}: 'low' of a log_decay is at most 0, not {generator.low:g}", code="generator_bound_sign"
+        )
 
 
 def _axes_in(where: str, bound: float | str) -> frozenset[str]:
     try:
         return names_in(str(bound))[0]
     except RecordError as error:
-        raise ValueError(f"{where}: {error}") from None
+        raise RecordError(f"{where}: {error}", code=error.code) from None
 
 
 def _check_dtype(where: str, generator: InputGenerator, dtype: str) -> None:
     kind = generator.kind
     if kind in _WHOLE and dtype not in INTEGER_DTYPES:
-        raise ValueError(f"{where}: '{kind}' are whole numbers, and this input is {dtype}")
+        raise RecordError(
+            f"{where}: '{kind}' are whole numbers, and this input is {dtype}", code="generator_needs_integers"
+        )
     if kind in _FLOATING and dtype not in FLOAT_DTYPES - {"float4_e2m1"}:
-        raise ValueError(f"{where}: '{kind}' are no whole numbers, and this input is {dtype}")
+        raise RecordError(
+            f"{where}: '{kind}' are no whole numbers, and this input is {dtype}", code="generator_needs_floats"
+        )
     if kind == "codes" and (DTYPE_BYTES[dtype] > 1 or dtype == "bool"):
-        raise ValueError(
-            f"{where}: 'codes' are those of an 8-bit dtype or of packed 4-bit ones, and this input is {dtype}"
+        raise RecordError(
+            f"{where}: 'codes' are those of an 8-bit dtype or of packed 4-bit ones, and this input is {dtype}",
+            code="generator_needs_codes",
         )
 
 
@@ -111,17 +128,21 @@ def check_joint_inputs(joint: JointInputs | None, generators: Mapping[str, Input
         return
     for name in joint.inputs:
         if name not in inputs or inputs[name].is_scalar:
-            raise ValueError(f"joint_inputs names '{shown(name)}', which is no tensor among the inputs")
+            raise RecordError(
+                f"joint_inputs names '{shown(name)}', which is no tensor among the inputs", code="joint_input_unknown"
+            )
         if name in generators:
-            raise ValueError(f"joint_inputs and input_generators both draw '{name}'")
+            raise RecordError(f"joint_inputs and input_generators both draw '{name}'", code="joint_input_drawn_twice")
     for what, names in (("inputs", joint.inputs), ("contents", joint.contents)):
         if len(set(names)) != len(names):
-            raise ValueError(f"joint_inputs.{what} names something twice")
+            raise RecordError(f"joint_inputs.{what} names something twice", code="joint_input_repeated")
     try:
         found = function_parameters(joint.source, "draw")
-    except ValueError as error:
-        raise ValueError(f"joint_inputs.source is not valid Python: {error}") from None
+    except RecordError as error:
+        raise RecordError(f"joint_inputs.source is not valid Python: {error}", code="python_syntax") from None
     if found is None:
-        raise ValueError("joint_inputs.source defines no function 'draw'")
+        raise RecordError("joint_inputs.source defines no function 'draw'", code="function_missing")
     if found != DRAW:
-        raise ValueError(f"joint_inputs.source: draw({', '.join(found)}) must be draw({', '.join(DRAW)})")
+        raise RecordError(
+            f"joint_inputs.source: draw({', '.join(found)}) must be draw({', '.join(DRAW)})", code="parameters_differ"
+        )

@@ -37,18 +37,18 @@ _STRIDED = re.compile(r"^strided\((.*)\)$", re.DOTALL)
 
 
 def parse_layout(text: str) -> tuple[str, ...] | None:
-    """None for ``contiguous``, else the stride expressions of ``strided(...)``; ``ValueError`` for anything else."""
+    """None for ``contiguous``, else the stride expressions of ``strided(...)``; :class:`RecordError` for anything else."""
     if text == "contiguous":
         return None
     match = _STRIDED.match(text)
     if not match:
-        raise ValueError(f"layout {text!r} must be 'contiguous' or 'strided(<stride>, ...)'")
+        raise RecordError(f"layout {text!r} must be 'contiguous' or 'strided(<stride>, ...)'", code="layout_syntax")
     entries = tuple(part.strip() for part in _split(match.group(1)))
     for entry in entries:
         try:
             parse_expression(entry)
         except RecordError as error:
-            raise ValueError(f"layout {text!r}: {error}") from None
+            raise RecordError(f"layout {text!r}: {error}", code=error.code) from None
     return entries
 
 
@@ -80,17 +80,14 @@ def layout_strides(text: str, shape: Sequence[int], axes: Mapping[str, int]) -> 
     Raises:
         RecordError: it is no layout, or has not as many strides as dimensions, or a negative one.
     """
-    try:
-        entries = parse_layout(text)
-    except ValueError as error:
-        raise RecordError(str(error)) from None
+    entries = parse_layout(text)
     if entries is None:
         return contiguous_strides(shape)
     if len(entries) != len(shape):
-        raise RecordError(f"layout {text!r} has {len(entries)} strides for {len(shape)} dimensions")
+        raise RecordError(f"layout {text!r} has {len(entries)} strides for {len(shape)} dimensions", code="layout_rank")
     strides = tuple(evaluate_int(entry, axes) for entry in entries)
     if any(stride < 0 for stride in strides):
-        raise RecordError(f"layout {text!r} gives a negative stride: {strides}")
+        raise RecordError(f"layout {text!r} gives a negative stride: {strides}", code="stride_negative")
     return strides
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from tilegym_db.errors import RecordError
 from tilegym_db.records.bars import MIN_SPEEDUP
 from tilegym_db.records.base import NAME_PATTERN, Int64, Real, Record, RecordPart, canonical_json
 from tilegym_db.records.fields import Line, Prose
@@ -46,7 +47,7 @@ _DIGEST = r"^[0-9a-f]{64}$"
 
 def _in_utc(value: datetime) -> datetime:
     if value.tzinfo is None:
-        raise ValueError("a time needs a time zone")
+        raise RecordError("a time needs a time zone", code="time_zone_missing")
     return value.astimezone(UTC)
 
 
@@ -116,7 +117,7 @@ class Task(Record):
         if not self.id:
             object.__setattr__(self, "id", expected)
         elif self.id != expected:
-            raise ValueError(f"id {self.id!r} does not match the content, whose id is {expected!r}")
+            raise RecordError(f"id {self.id!r} does not match the content, whose id is {expected!r}", code="id_differs")
         return self
 
     def _identity(self) -> str:
@@ -154,11 +155,14 @@ class Attempt(Record):
     @model_validator(mode="after")
     def _says_why(self) -> Self:
         if self.verdict in ("refused", "no_gpu") and not self.reason:
-            raise ValueError(f"an attempt with the verdict {self.verdict} needs a reason")
+            raise RecordError(f"an attempt with the verdict {self.verdict} needs a reason", code="reason_missing")
         if (self.verdict == "promoted") != bool(self.promotions) or (self.verdict == "promoted") != (
             self.stage == "promoted"
         ):
-            raise ValueError("an attempt is promoted with the ids of its promotions, and in the stage 'promoted'")
+            raise RecordError(
+                "an attempt is promoted with the ids of its promotions, and in the stage 'promoted'",
+                code="promotion_incomplete",
+            )
         return self
 
 
@@ -210,7 +214,9 @@ class Coverage(RecordPart):
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         if not self.low <= self.median <= self.high:
-            raise ValueError(f"the median {self.median} must lie between {self.low} and {self.high}")
+            raise RecordError(
+                f"the median {self.median} must lie between {self.low} and {self.high}", code="median_outside"
+            )
         return self
 
 
@@ -265,10 +271,12 @@ class Pattern(Record):
     @model_validator(mode="after")
     def _cites(self) -> Self:
         if UNMEASURED in self.evidence and len(self.evidence) > 1:
-            raise ValueError("evidence is 'unmeasured' alone, or what was measured")
+            raise RecordError("evidence is 'unmeasured' alone, or what was measured", code="evidence_mixed")
         wrong = [item for item in self.evidence if item != UNMEASURED and not item.startswith(("trace:", "search:"))]
         if wrong:
-            raise ValueError(f"evidence {wrong[0]!r} must read trace:ID, search:GPU/SOLUTION or 'unmeasured'")
+            raise RecordError(
+                f"evidence {wrong[0]!r} must read trace:ID, search:GPU/SOLUTION or 'unmeasured'", code="evidence_syntax"
+            )
         return self
 
     def fits(self, definition: str, op_type: str, language: str) -> bool:

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from tilegym_db.errors import RecordError
 from tilegym_db.records.base import NAME_PATTERN, Flag, Int64, Real, Record, RecordPart
 
 __all__ = ["Estimate", "ModelRun", "ModelTiming", "Speedups", "Way"]
@@ -23,9 +24,12 @@ class Estimate(RecordPart):
     def _ordered(self) -> Self:
         if self.ci_low is None or self.ci_high is None:
             if self.ci_low is not None or self.ci_high is not None:
-                raise ValueError("an interval has two ends")
+                raise RecordError("an interval has two ends", code="interval_open")
         elif not self.ci_low <= self.median <= self.ci_high:
-            raise ValueError(f"the median {self.median} must lie in its interval {self.ci_low}..{self.ci_high}")
+            raise RecordError(
+                f"the median {self.median} must lie in its interval {self.ci_low}..{self.ci_high}",
+                code="median_outside",
+            )
         return self
 
 
@@ -138,15 +142,16 @@ class ModelRun(Record):
     @classmethod
     def _in_utc(cls, value: datetime) -> datetime:
         if value.tzinfo is None:
-            raise ValueError("timestamp needs a time zone")
+            raise RecordError("timestamp needs a time zone", code="time_zone_missing")
         return value.astimezone(UTC)
 
     @model_validator(mode="after")
     def _counts_fit(self) -> Self:
         for name, equal in [("", self.equal_tokens), *((name, way.equal_tokens) for name, way in self.ways.items())]:
             if equal > self.compared_tokens:
-                raise ValueError(
-                    f"equal_tokens {equal} {f'of {name} ' if name else ''}are more than batch * new_tokens"
+                raise RecordError(
+                    f"equal_tokens {equal} {f'of {name} ' if name else ''}are more than batch * new_tokens",
+                    code="tokens_too_many",
                 )
         return self
 
@@ -154,7 +159,7 @@ class ModelRun(Record):
     def _shares_are_of_one_whole(self) -> Self:
         shares = (self.gpu_shares or {}).values()
         if any(share < 0 for share in shares) or sum(shares) > 1.0001:  # each is rounded
-            raise ValueError(f"gpu_shares {self.gpu_shares} are no parts of one time")
+            raise RecordError(f"gpu_shares {self.gpu_shares} are no parts of one time", code="gpu_shares_invalid")
         return self
 
     @model_validator(mode="after")
@@ -163,16 +168,23 @@ class ModelRun(Record):
         timings |= {name: way.timing for name, way in self.ways.items()}
         for name, timing in timings.items():
             if (timing.tpot_ms is not None) != (self.new_tokens >= 2):
-                raise ValueError(f"{name}.tpot_ms is there from two new tokens on, and new_tokens is {self.new_tokens}")
+                raise RecordError(
+                    f"{name}.tpot_ms is there from two new tokens on, and new_tokens is {self.new_tokens}",
+                    code="figure_unexpected",
+                )
             if (timing.tokens_per_s is not None) != (self.new_tokens >= 1):
-                raise ValueError(
-                    f"{name}.tokens_per_s is there from one new token on, and new_tokens is {self.new_tokens}"
+                raise RecordError(
+                    f"{name}.tokens_per_s is there from one new token on, and new_tokens is {self.new_tokens}",
+                    code="figure_unexpected",
                 )
         speedups = {"tpot_speedup": self.tpot_speedup}
         speedups |= {f"ways.{n}.against.{o}.tpot": s.tpot for n, w in self.ways.items() for o, s in w.against.items()}
         for name, speedup in speedups.items():
             if (speedup is not None) != (self.new_tokens >= 2):
-                raise ValueError(f"{name} is there from two new tokens on, and new_tokens is {self.new_tokens}")
+                raise RecordError(
+                    f"{name} is there from two new tokens on, and new_tokens is {self.new_tokens}",
+                    code="figure_unexpected",
+                )
         return self
 
     @model_validator(mode="after")
@@ -180,8 +192,12 @@ class ModelRun(Record):
         names = {"stock", "patched", *self.ways}
         for name, way in self.ways.items():
             if name in ("stock", "patched") or name in self.absent:
-                raise ValueError(f"ways.{name} is one of the two that every run has, or absent as well")
+                raise RecordError(
+                    f"ways.{name} is one of the two that every run has, or absent as well", code="ways_incomplete"
+                )
             unknown = sorted(set(way.against) - (names - {name}))
             if unknown:
-                raise ValueError(f"ways.{name}.against names {unknown[0]!r}, which is no other way of this run")
+                raise RecordError(
+                    f"ways.{name}.against names {unknown[0]!r}, which is no other way of this run", code="way_unknown"
+                )
         return self

@@ -4,29 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from tilegym_db.errors import RecordError
 from tilegym_db.records.definition import Definition
 
 __all__ = ["check_omits", "narrowed", "why_not_timed"]
 
 
 def check_omits(omits: Sequence[str], definition: Definition, *, role: str, layouts: Collection[str]) -> None:
-    """Raise ``ValueError`` unless a Solution omits the last optional outputs of its Definition, in order."""
+    """Raise :class:`RecordError` unless a Solution omits the last optional outputs of its Definition, in order."""
     if not omits:
         return
     optional = definition.optional_outputs
     for name in omits:
         if name not in optional:
             known = ", ".join(optional) or "none"
-            raise ValueError(
-                f"spec.omits names '{name}', which is no optional output of {definition.name} (optional: {known})"
+            raise RecordError(
+                f"spec.omits names '{name}', which is no optional output of {definition.name} (optional: {known})",
+                code="omits_not_optional",
             )
     if tuple(optional[-len(omits) :]) != tuple(omits):
-        raise ValueError(f"spec.omits must be the last optional outputs, in order ({', '.join(optional)})")
+        raise RecordError(
+            f"spec.omits must be the last optional outputs, in order ({', '.join(optional)})", code="omits_order"
+        )
     if role == "baseline":
-        raise ValueError("spec.omits: a baseline omits nothing, since it serves whoever finds nothing else")
+        raise RecordError(
+            "spec.omits: a baseline omits nothing, since it serves whoever finds nothing else", code="omits_of_baseline"
+        )
     for name in omits:
         if name in layouts:
-            raise ValueError(f"spec.layouts names '{name}', which the solution omits")
+            raise RecordError(f"spec.layouts names '{name}', which the solution omits", code="layout_of_omitted")
 
 
 def narrowed(definition: Definition, omits: Sequence[str]) -> Definition:

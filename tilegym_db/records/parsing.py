@@ -36,12 +36,15 @@ def parse_object(text: str | bytes, kind: str, source: str | Path) -> Any:
         # Stricter than the json module: no NaN, no half of a surrogate pair, no number that takes forever to read.
         value = from_json(text, allow_inf_nan=False)
     except (ValueError, TypeError) as error:  # TypeError: a str that no encoding can hold
-        raise RecordError(f"{source}: not valid JSON: {error}. Fix the file and run the command again.") from None
+        raise RecordError(
+            f"{source}: not valid JSON: {error}. Fix the file and run the command again.", code="json_syntax"
+        ) from None
     try:
         json.loads(text, object_pairs_hook=_distinct, parse_int=len, parse_float=len)
     except _RepeatedKeyError as repeated:
         raise RecordError(
-            f"{source}: not a valid {kind}: the key '{repeated}' occurs twice in one object. Remove one of them."
+            f"{source}: not a valid {kind}: the key '{repeated}' occurs twice in one object. Remove one of them.",
+            code="key_repeated",
         ) from None
     return value
 

@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from tilegym_db.errors import RecordError
 from tilegym_db.records.base import NAME_PATTERN, Int64, Real, Record, RecordPart
 from tilegym_db.records.hardware import CPU
 
@@ -24,7 +25,7 @@ IMPLAUSIBLE = 1.05
 
 def _product(name: str) -> str:
     if name not in PRODUCT_DTYPES:
-        raise ValueError(f"unknown product dtype {name!r}; known: {', '.join(PRODUCT_DTYPES)}")
+        raise RecordError(f"unknown product dtype {name!r}; known: {', '.join(PRODUCT_DTYPES)}", code="dtype_unknown")
     return name
 
 
@@ -84,18 +85,20 @@ class GpuPeaks(Record):
     @model_validator(mode="after")
     def _plausible(self) -> Self:
         if self.gpu == CPU:
-            raise ValueError("gpu: peaks are calibrated for GPUs, not for a CPU")
+            raise RecordError("gpu: peaks are calibrated for GPUs, not for a CPU", code="gpu_is_cpu")
         if self.timestamp.tzinfo is None:
-            raise ValueError("timestamp: needs a time zone")
+            raise RecordError("timestamp: needs a time zone", code="time_zone_missing")
         if self.no_launch_us.value >= self.launch_us.value:
-            raise ValueError(
+            raise RecordError(
                 f"launch_us: an empty kernel ({self.launch_us.value} us) must take longer than no kernel at all "
-                f"(no_launch_us: {self.no_launch_us.value} us)"
+                f"(no_launch_us: {self.no_launch_us.value} us)",
+                code="launch_too_short",
             )
         ceiling = self.memory_ceiling_bytes_per_s
         for name, rate in (("copy_bytes_per_s", self.copy_bytes_per_s), ("read_bytes_per_s", self.read_bytes_per_s)):
             if rate is not None and rate.value > IMPLAUSIBLE * ceiling:
-                raise ValueError(
-                    f"{name}: {rate.value:.3g} is more than the memory bus can carry ({ceiling:.3g} bytes/s)"
+                raise RecordError(
+                    f"{name}: {rate.value:.3g} is more than the memory bus can carry ({ceiling:.3g} bytes/s)",
+                    code="peak_implausible",
                 )
         return self

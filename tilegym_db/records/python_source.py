@@ -9,7 +9,16 @@ import hashlib
 import warnings
 from collections.abc import Mapping
 
-__all__ = ["check_function", "function_parameters", "headers_of_large_sources", "parse_source", "recall_headers"]
+from tilegym_db.errors import RecordError
+
+__all__ = [
+    "check_function",
+    "forget_sources",
+    "function_parameters",
+    "headers_of_large_sources",
+    "parse_source",
+    "recall_headers",
+]
 
 LARGE = 400
 """Bytes of a source whose headers are worth keeping from one process to the next."""
@@ -27,20 +36,26 @@ def headers_of_large_sources() -> dict[str, str]:
     return dict(_headers)
 
 
+def forget_sources() -> None:
+    """Forget every source that this process parsed or recalled, as if it had just begun."""
+    _headers.clear()
+    parse_source.cache_clear()
+
+
 # Parsing is a third of what reading a catalog takes, and one process reads the same sources many times over.
 @functools.lru_cache(maxsize=2048)
 def parse_source(source: str | bytes) -> ast.Module:
     """The functions at the top level of a source text, without their bodies; to be read only.
 
     Raises:
-        ValueError: it is not valid Python, or nested too deeply for the parser; says what and in which line.
+        RecordError: it is not valid Python, or nested too deeply for the parser; says what and in which line.
     """
     content = source.encode() if isinstance(source, str) and source.isascii() else source
     if not isinstance(content, bytes) or len(content) < LARGE or not content.isascii():
         return _functions(source)
     key = hashlib.sha256(content).hexdigest()
     if key in _headers:
-        with contextlib.suppress(ValueError):  # a file of headers that was changed
+        with contextlib.suppress(RecordError):  # a file of headers that was changed
             return _functions(_headers[key])
     return _functions(content, key)
 
@@ -52,9 +67,11 @@ def _functions(source: str | bytes, key: str = "") -> ast.Module:
             tree = ast.parse(source)
     except SyntaxError as error:
         where = f" (line {error.lineno})" if error.lineno else ""
-        raise ValueError(f"{error.msg}{where}") from None
+        raise RecordError(f"{error.msg}{where}", code="python_syntax") from None
+    except ValueError as error:  # a NUL byte, in Python 3.11
+        raise RecordError(str(error), code="python_syntax") from None
     except (RecursionError, MemoryError):
-        raise ValueError("it is nested too deeply") from None
+        raise RecordError("it is nested too deeply", code="python_syntax") from None
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     if key and isinstance(source, bytes):
         lines = source.splitlines()
@@ -77,16 +94,17 @@ def _header(function: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[bytes]
 
 
 def check_function(source: str, where: str, parameters: tuple[str, ...]) -> None:
-    """Raise ``ValueError`` unless ``source`` is Python that defines ``run`` with exactly these parameters, in order."""
+    """Raise :class:`RecordError` unless ``source`` is Python that defines ``run`` with exactly these parameters, in order."""
     try:
         found = function_parameters(source, "run")
-    except ValueError as error:
-        raise ValueError(f"{where} is not valid Python: {error}") from None
+    except RecordError as error:
+        raise RecordError(f"{where} is not valid Python: {error}", code="python_syntax") from None
     if found is None:
-        raise ValueError(f"{where} defines no function 'run'")
+        raise RecordError(f"{where} defines no function 'run'", code="function_missing")
     if found != parameters:
-        raise ValueError(
-            f"{where}: run({', '.join(found)}) must take the inputs in order: run({', '.join(parameters)})"
+        raise RecordError(
+            f"{where}: run({', '.join(found)}) must take the inputs in order: run({', '.join(parameters)})",
+            code="parameters_differ",
         )
 
 
@@ -96,7 +114,7 @@ def function_parameters(source: str, name: str) -> tuple[str, ...] | None:
     Those that no positional argument can fill are spelled with their stars.
 
     Raises:
-        ValueError: the source is not valid Python.
+        RecordError: the source is not valid Python.
     """
     tree = parse_source(source)
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]

@@ -1,7 +1,7 @@
 """Quantised tensors: how codes lie in bytes, and where a Solution must give every one of them.
 
 A packed tensor's shape counts bytes: two codes of ``float4_e2m1`` a byte (``[M, H // 2]``), two of 12 bits in three bytes of
-``uint8`` (``[M, 3 * H // 2]``). Each rule raises :class:`ValueError` with the culprit's key.
+``uint8`` (``[M, 3 * H // 2]``). Each rule raises :class:`RecordError` with the culprit's key.
 """
 
 from __future__ import annotations
@@ -36,23 +36,28 @@ def check_codes(
     for name, text in codes.items():
         spec, match = outputs.get(name), _EXACT.fullmatch(text)
         if spec is None:
-            raise ValueError(f"codes names the undeclared output '{name}'")
+            raise RecordError(f"codes names the undeclared output '{name}'", code="output_undeclared")
         if match is None:
-            raise ValueError(f"codes.{name} must be 'exact' or 'exact when <flag>', not {text!r}")
+            raise RecordError(
+                f"codes.{name} must be 'exact' or 'exact when <flag>', not {text!r}", code="codes_rule_unknown"
+            )
         choices = dtypes.get(spec.dtype, (spec.dtype,))
         if not CODE_DTYPES.issuperset(choices):
             known = ", ".join(sorted(CODE_DTYPES))
-            raise ValueError(
-                f"codes.{name}: its dtype is {', '.join(choices)}, and not of {known}; integers are always exact"
+            raise RecordError(
+                f"codes.{name}: its dtype is {', '.join(choices)}, and not of {known}; integers are always exact",
+                code="codes_dtype",
             )
         if oracle != "as_written":
-            raise ValueError(
-                f"codes.{name}: exact codes are those of the reference as written; set 'oracle': 'as_written'"
+            raise RecordError(
+                f"codes.{name}: exact codes are those of the reference as written; set 'oracle': 'as_written'",
+                code="codes_oracle",
             )
         flag = inputs.get(match[1]) if match[1] else None
         if match[1] and (flag is None or not flag.is_scalar or flag.dtype != "bool"):
-            raise ValueError(
-                f"codes.{name}: '{match[1]}' must be an input that is a Python bool (shape null, dtype bool)"
+            raise RecordError(
+                f"codes.{name}: '{match[1]}' must be an input that is a Python bool (shape null, dtype bool)",
+                code="codes_flag",
             )
 
 
@@ -80,7 +85,7 @@ def check_packed(
         if is_packed(spec, dtypes) and isinstance(entry, str) and not names_in(entry)[0] - set(axes):
             problem = _partial_byte(entry, fixed, tuple(constraints))
             if problem:
-                raise ValueError(f"{where}: {problem}")
+                raise RecordError(f"{where}: {problem}", code="packed_row_partial")
 
 
 @lru_cache(maxsize=256)

@@ -11,6 +11,7 @@ from typing import Annotated, Protocol, Self
 
 from pydantic import Field, model_validator
 
+from tilegym_db.errors import RecordError
 from tilegym_db.records.base import Flag, Int64, Real, RecordPart
 from tilegym_db.records.definition_parts import Cost, TensorSpec
 
@@ -31,9 +32,11 @@ class OutputLayout(RecordPart):
     @model_validator(mode="after")
     def _is_one_of_them(self) -> Self:
         if (self.like is None) == (self.order is None):
-            raise ValueError("an output layout states either 'like' or 'order'")
+            raise RecordError("an output layout states either 'like' or 'order'", code="output_layout_ambiguous")
         if self.order is not None and sorted(self.order) != list(range(len(self.order))):
-            raise ValueError(f"'order' must name every dimension once, from 0, not {list(self.order)}")
+            raise RecordError(
+                f"'order' must name every dimension once, from 0, not {list(self.order)}", code="output_layout_order"
+            )
         return self
 
 
@@ -100,8 +103,8 @@ class ServedDefinition(Protocol):
     def cost(self) -> Cost | None: ...
 
 
-def serving_problem(definition: ServedDefinition) -> str | None:
-    """What in ``serving`` does not fit its Definition, named by its key; None where all does."""
+def serving_problem(definition: ServedDefinition) -> RecordError | None:
+    """Return what in ``serving`` does not fit its Definition, named by its key; None if all fits."""
     serving = definition.serving
     if serving is None:
         return None
@@ -113,71 +116,98 @@ def serving_problem(definition: ServedDefinition) -> str | None:
     )
 
 
-def _part_problem(definition: ServedDefinition, serving: Serving) -> str | None:
+def _part_problem(definition: ServedDefinition, serving: Serving) -> RecordError | None:
     if serving.part is None:
         for key in ("code", "includes", "after"):
             if getattr(serving, key):
-                return f"serving.{key} is about a part of a model; name it in 'serving.part'"
+                return RecordError(
+                    f"serving.{key} is about a part of a model; name it in 'serving.part'", code="serving_without_part"
+                )
     elif definition.backward_of is not None:
-        return f"serving.part: a backward is served with '{definition.backward_of}', and is no part by itself"
+        return RecordError(
+            f"serving.part: a backward is served with '{definition.backward_of}', and is no part by itself",
+            code="serving_of_backward",
+        )
     for key in ("includes", "after"):
         if getattr(serving, key) == definition.name:
-            return f"serving.{key} names the definition itself, '{definition.name}'"
+            return RecordError(
+                f"serving.{key} names the definition itself, '{definition.name}'", code="serving_of_itself"
+            )
     known: set[str] = set()
     for index, code in enumerate(serving.code):
         if code.fingerprint in known:
-            return f"serving.code.{index}.fingerprint {code.fingerprint} is stated twice"
+            return RecordError(
+                f"serving.code.{index}.fingerprint {code.fingerprint} is stated twice", code="serving_code_repeated"
+            )
         known.add(code.fingerprint)
     return None
 
 
-def _axes_problem(definition: ServedDefinition, serving: Serving) -> str | None:
+def _axes_problem(definition: ServedDefinition, serving: Serving) -> RecordError | None:
     tensors = {**{name: definition.inputs[name] for name in definition.tensor_inputs}, **definition.outputs}
     for key in ("rows", "growing"):
         axis = getattr(serving, key)
         if axis is not None and axis not in definition.var_axes:
-            return f"serving.{key} names '{axis}', which is no var axis"
+            return RecordError(f"serving.{key} names '{axis}', which is no var axis", code="serving_axis_unknown")
     if serving.rows is not None:
         having = [name for name, spec in tensors.items() if serving.rows in (spec.shape or ())]
         misplaced = [name for name in having if tensors[name].shape[0] != serving.rows or len(tensors[name].shape) != 2]  # type: ignore[arg-type,index]
         if misplaced or definition.tensor_inputs[0] not in having:
             culprit = misplaced[0] if misplaced else definition.tensor_inputs[0]
-            return f"serving.rows: '{culprit}' must have two dimensions, and '{serving.rows}' as the first"
+            return RecordError(
+                f"serving.rows: '{culprit}' must have two dimensions, and '{serving.rows}' as the first",
+                code="serving_rows",
+            )
     if serving.growing is not None:
         if any(serving.growing in (definition.outputs[name].shape or ()) for name in definition.outputs):
-            return f"serving.growing: '{serving.growing}' is an axis of an output too"
+            return RecordError(
+                f"serving.growing: '{serving.growing}' is an axis of an output too", code="growing_in_output"
+            )
         if not any(serving.growing in (definition.inputs[name].shape or ()) for name in definition.tensor_inputs):
-            return f"serving.growing: no input has the axis '{serving.growing}' itself"
+            return RecordError(
+                f"serving.growing: no input has the axis '{serving.growing}' itself", code="growing_in_no_input"
+            )
     return None
 
 
-def _independent_problem(definition: ServedDefinition, serving: Serving) -> str | None:
+def _independent_problem(definition: ServedDefinition, serving: Serving) -> RecordError | None:
     if serving.independent and definition.cost is None:
-        return "serving.independent: the definition states no 'cost', by which amounts of work are compared"
+        return RecordError(
+            "serving.independent: the definition states no 'cost', by which amounts of work are compared",
+            code="cost_missing",
+        )
     known: set[str] = set()
     for number, group in enumerate(serving.independent):
         where = f"serving.independent.{number}"
         for axis in group:
             if axis not in definition.var_axes:
-                return f"{where} names '{axis}', which is no var axis"
+                return RecordError(f"{where} names '{axis}', which is no var axis", code="serving_axis_unknown")
             if axis in known:
-                return f"{where} names '{axis}', which is stated twice"
+                return RecordError(f"{where} names '{axis}', which is stated twice", code="serving_axis_repeated")
             known.add(axis)
         if not any(axis in (output.shape or ()) for axis in group for output in definition.outputs.values()):
-            return f"{where}: no output has one of these axes itself, so that more of it is not more of the same"
+            return RecordError(
+                f"{where}: no output has one of these axes itself, so that more of it is not more of the same",
+                code="serving_axis_in_no_output",
+            )
     return None
 
 
-def _layout_problem(definition: ServedDefinition, serving: Serving) -> str | None:
+def _layout_problem(definition: ServedDefinition, serving: Serving) -> RecordError | None:
     for name, layout in serving.outputs.items():
         where = f"serving.outputs.{name}"
         if name not in definition.written_outputs:
-            return f"{where}: no such output that is written"
+            return RecordError(f"{where}: no such output that is written", code="output_unknown")
         output = definition.outputs[name]
         if layout.order is not None and len(layout.order) != len(output.shape or ()):
-            return f"{where}: 'order' has {len(layout.order)} dimensions, the output {len(output.shape or ())}"
+            return RecordError(
+                f"{where}: 'order' has {len(layout.order)} dimensions, the output {len(output.shape or ())}",
+                code="output_layout_rank",
+            )
         if layout.like is not None and not _same(output, definition.inputs.get(layout.like)):
-            return f"{where}: '{layout.like}' must be an input of the same shape and dtype"
+            return RecordError(
+                f"{where}: '{layout.like}' must be an input of the same shape and dtype", code="output_layout_like"
+            )
     return None
 
 

@@ -28,7 +28,8 @@ def sizes_of_scalars(definition: Definition, scalars: Mapping[str, Scalar]) -> d
         value = scalars[scalar]
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise UsageError(
-                f"'{scalar}' of {definition.name} is the size of axis '{axis}': a whole number, not {value!r}."
+                f"'{scalar}' of {definition.name} is the size of axis '{axis}': a whole number, not {value!r}.",
+                code="size_scalar_invalid",
             )
         sizes[axis] = value
     return sizes
@@ -45,7 +46,8 @@ def axes_with_scalars(definition: Definition, axes: Mapping[str, int], scalars: 
         if axes.get(axis, size) != size:
             scalar = definition.axes[axis].scalar
             raise UsageError(
-                f"axis {axis}={axes[axis]} of {definition.name} is the scalar '{scalar}', which is {size}."
+                f"axis {axis}={axes[axis]} of {definition.name} is the scalar '{scalar}', which is {size}.",
+                code="size_scalar_differs",
             )
     return {**axes, **sizes}
 

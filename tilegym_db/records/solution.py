@@ -69,12 +69,18 @@ class Source(RecordPart):
     def _stays_inside(cls, value: str) -> str:
         path = PurePosixPath(value)
         if len(value) > MAX_PATH or not value.isprintable():
-            raise ValueError(f"source path {shown(value)!r} must be of at most {MAX_PATH} printable characters")
+            raise RecordError(
+                f"source path {shown(value)!r} must be of at most {MAX_PATH} printable characters",
+                code="source_path_invalid",
+            )
         if value == "solution.json":
-            raise ValueError("source path 'solution.json' is the record itself, not a source")
+            raise RecordError(
+                "source path 'solution.json' is the record itself, not a source", code="source_path_reserved"
+            )
         if not path.parts or "\\" in value or path.is_absolute() or ".." in path.parts or str(path) != value:
-            raise ValueError(
-                f"source path {value!r} must be relative, plain and inside the solution's folder (no '..')"
+            raise RecordError(
+                f"source path {value!r} must be relative, plain and inside the solution's folder (no '..')",
+                code="source_path_outside",
             )
         return value
 
@@ -90,9 +96,14 @@ def _check_requirement(text: str) -> None:
         requirement = Requirement(text)
     except InvalidRequirement as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"{text!r} is no requirement such as 'triton>=3.4': {reason}") from None
+        raise RecordError(
+            f"{text!r} is no requirement such as 'triton>=3.4': {reason}", code="requirement_syntax"
+        ) from None
     if requirement.url is not None:
-        raise ValueError(f"{text!r} names an address; give a package and its versions, such as 'triton>=3.4'")
+        raise RecordError(
+            f"{text!r} names an address; give a package and its versions, such as 'triton>=3.4'",
+            code="requirement_address",
+        )
 
 
 class SolutionSpec(RecordPart):
@@ -122,7 +133,7 @@ class SolutionSpec(RecordPart):
         if value == "cuda-tile":
             return "cutile"
         if value not in LANGUAGES:
-            raise ValueError(f"unknown language {value!r}; known: {', '.join(LANGUAGES)}")
+            raise RecordError(f"unknown language {value!r}; known: {', '.join(LANGUAGES)}", code="language_unknown")
         return value
 
     @field_validator("dependencies")
@@ -138,7 +149,9 @@ class SolutionSpec(RecordPart):
     def _known_targets(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for target in value:
             if target not in TARGETS and target != "cpu":
-                raise ValueError(f"unknown target {target!r}; known: {', '.join((*TARGETS, 'cpu'))}")
+                raise RecordError(
+                    f"unknown target {target!r}; known: {', '.join((*TARGETS, 'cpu'))}", code="target_unknown"
+                )
         return value
 
     @field_validator("entry_point")
@@ -146,25 +159,30 @@ class SolutionSpec(RecordPart):
     def _file_and_function(cls, value: str) -> str:
         path, separator, function = value.partition("::")
         if not separator or not path.endswith(".py") or not function.isidentifier():
-            raise ValueError(f"entry_point {value!r} must read '<file>.py::<function>'")
+            raise RecordError(f"entry_point {value!r} must read '<file>.py::<function>'", code="entry_point_syntax")
         return value
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.language in TILE_LANGUAGES and not self.destination_passing_style:
-            raise ValueError(
-                f"a {self.language} solution must use destination passing, so that its outputs can be guarded"
+            raise RecordError(
+                f"a {self.language} solution must use destination passing, so that its outputs can be guarded",
+                code="destination_passing_needed",
             )
         for name, values in self.tunables.items():
             if not values or not name.isidentifier():
-                raise ValueError(f"tunable {name!r} needs an identifier and at least one value")
+                raise RecordError(f"tunable {name!r} needs an identifier and at least one value", code="tunable_empty")
         points = math.prod(len(values) for values in self.tunables.values())
         if points > MAX_CONFIGS:
-            raise ValueError(f"tunables span {points:.3g} configs; at most {MAX_CONFIGS} can be searched")
+            raise RecordError(
+                f"tunables span {points:.3g} configs; at most {MAX_CONFIGS} can be searched", code="tunables_too_many"
+            )
         if self.provides == "compile" and self.role != "baseline":
-            raise ValueError("torch.compile compiles at run time, so it can only be a baseline")
+            raise RecordError(
+                "torch.compile compiles at run time, so it can only be a baseline", code="compile_not_baseline"
+            )
         if self.language in TILE_LANGUAGES and self.provides is not None:
-            raise ValueError("'provides' is for python solutions")
+            raise RecordError("'provides' is for python solutions", code="provides_not_python")
         return self
 
     def runs_on(self, target: str) -> bool:
@@ -199,9 +217,12 @@ class Solution(Record):
     def _entry_is_a_source(self) -> Self:
         paths = [source.path for source in self.sources]
         if len(set(paths)) != len(paths):
-            raise ValueError("sources: a path is listed twice")
+            raise RecordError("sources: a path is listed twice", code="source_repeated")
         if self.spec.entry_path not in paths:
-            raise ValueError(f"entry_point file '{self.spec.entry_path}' is not among the sources ({', '.join(paths)})")
+            raise RecordError(
+                f"entry_point file '{self.spec.entry_path}' is not among the sources ({', '.join(paths)})",
+                code="entry_file_missing",
+            )
         return self
 
     def digest(self, sources: Mapping[str, bytes]) -> str:
@@ -218,22 +239,33 @@ class Solution(Record):
         return length_prefixed_digest(parts)
 
     def check_against(self, definition: Definition) -> None:
-        """Raise ``ValueError`` where the spec names an axis, tensor or dtype that the Definition does not have."""
+        """Raise :class:`RecordError` if the spec names an axis, tensor or dtype that the Definition does not have."""
         tensors = {*definition.tensor_inputs, *definition.outputs}
         for name in self.spec.layouts:
             if name not in tensors:
-                raise ValueError(f"spec.layouts names '{name}', which is no tensor of {definition.name}")
+                raise RecordError(
+                    f"spec.layouts names '{name}', which is no tensor of {definition.name}", code="tensor_unknown"
+                )
         for text in self.spec.constraints:
             axes, variables = names_in(text)
             unknown = sorted(axes - set(definition.axes)) or sorted(variables - set(definition.dtypes))
             if unknown:
-                raise ValueError(f"spec.constraints {text!r} uses '{unknown[0]}', unknown to {definition.name}")
+                raise RecordError(
+                    f"spec.constraints {text!r} uses '{unknown[0]}', unknown to {definition.name}",
+                    code="name_undeclared",
+                )
         for variable, choices in self.spec.dtypes.items():
             if variable not in definition.dtypes:
-                raise ValueError(f"spec.dtypes names '{variable}', which is no dtype variable of {definition.name}")
+                raise RecordError(
+                    f"spec.dtypes names '{variable}', which is no dtype variable of {definition.name}",
+                    code="dtype_variable_unknown",
+                )
             outside = [choice for choice in choices if choice not in definition.dtypes[variable]]
             if outside or not choices:
-                raise ValueError(f"spec.dtypes.{variable}: {outside or 'nothing'} is not in {definition.name}'s set")
+                raise RecordError(
+                    f"spec.dtypes.{variable}: {outside or 'nothing'} is not in {definition.name}'s set",
+                    code="dtype_not_allowed",
+                )
         check_omits(self.spec.omits, definition, role=self.spec.role, layouts=self.spec.layouts)
 
     def unsupported(

@@ -1,12 +1,13 @@
 """What a Definition's ``tolerance`` may say: known dtypes, and strays only where low-precision formats are multiplied.
 
-Each rule raises :class:`ValueError` with the culprit's key.
+Each rule raises :class:`RecordError` with the culprit's key.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from tilegym_db.errors import RecordError
 from tilegym_db.records.definition_parts import TensorSpec, Tolerance
 from tilegym_db.records.dtypes import CODE_DTYPES, DTYPE_BYTES, FLOAT_DTYPES
 
@@ -24,19 +25,21 @@ def check_tolerance(tolerance: Mapping[str, Tolerance], inputs: Specs, outputs: 
     """Raise for an unknown dtype, and for a ``share`` on what is no float output of low-precision inputs."""
     for dtype, given in tolerance.items():
         if dtype not in DTYPE_BYTES:
-            raise ValueError(f"tolerance names the undeclared dtype '{dtype}'")
+            raise RecordError(f"tolerance names the undeclared dtype '{dtype}'", code="dtype_undeclared")
         if given.share is None:
             continue
         if dtype not in _ROUNDED or dtype not in _dtypes_of(outputs.values(), dtypes):
-            raise ValueError(
+            raise RecordError(
                 f"tolerance.{dtype}.share: no output is a float of that dtype, compared element by element; "
-                "codes and integers have rules of their own"
+                "codes and integers have rules of their own",
+                code="share_without_output",
             )
         tensors = (spec for spec in inputs.values() if not spec.is_scalar)
         if _LOW_PRECISION.isdisjoint(_dtypes_of(tensors, dtypes)):
             known = ", ".join(sorted(_LOW_PRECISION))
-            raise ValueError(
-                f"tolerance.{dtype}.share: only products of low-precision formats have strays, and no input is of {known}"
+            raise RecordError(
+                f"tolerance.{dtype}.share: only products of low-precision formats have strays, and no input is of {known}",
+                code="share_without_input",
             )
 
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from tilegym_db.errors import RecordError
 from tilegym_db.records.base import NAME_PATTERN, Flag, Int64, Real, Record, RecordPart, canonical_json
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.solution import Tunable
@@ -223,7 +224,7 @@ class Trace(Record):
         try:
             return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
         except OverflowError:
-            raise ValueError(f"{value} is no time in UTC") from None
+            raise RecordError(f"{value} is no time in UTC", code="time_out_of_range") from None
 
     @model_validator(mode="after")
     def _metrics_match_status(self) -> Self:
@@ -233,11 +234,16 @@ class Trace(Record):
             ("correctness", wants_correctness, self.correctness),
             ("performance", wants_performance, self.performance),
         ):
-            if wanted != (value is not None):
-                verb = "needs" if wanted else "must not have"
-                raise ValueError(f"a {self.tier} trace with status {self.status} {verb} '{name}'")
+            if wanted and value is None:
+                raise RecordError(
+                    f"a {self.tier} trace with status {self.status} needs '{name}'", code="figures_missing"
+                )
+            if value is not None and not wanted:
+                raise RecordError(
+                    f"a {self.tier} trace with status {self.status} must not have '{name}'", code="figures_unexpected"
+                )
         if self.status not in ("PASSED",) and not (self.reason or self.log):
-            raise ValueError(f"a trace with status {self.status} needs a reason")
+            raise RecordError(f"a trace with status {self.status} needs a reason", code="reason_missing")
         return self
 
 

@@ -140,7 +140,8 @@ class TraceSet:
             if isinstance(version, int) and version > SCHEMA_VERSION:
                 raise RecordError(
                     f"{source}: schema_version {version} was written by a newer tilegym-db (this one reads "
-                    f"{SCHEMA_VERSION}). Try: pip install --upgrade tilegym-db"
+                    f"{SCHEMA_VERSION}). Try: pip install --upgrade tilegym-db",
+                    code="version_newer",
                 )
             header = TraceSetHeader.from_json(first, f"{source}:1")
             points = tuple(from_json(line, cache_strings="all") for line in lines)
@@ -285,4 +286,6 @@ def _of_version_2(facts: Mapping[str, Any]) -> tuple[None, Sequence[int], Sequen
 
 
 def damaged(source: str | Path, error: Exception) -> RecordError:
-    return RecordError(f"{source}: not a valid trace set: {type(error).__name__}: {error}. Publish it again.")
+    return RecordError(
+        f"{source}: not a valid trace set: {type(error).__name__}: {error}. Publish it again.", code="trace_set_damaged"
+    )

@@ -41,9 +41,12 @@ class ScalarInput(RecordPart):
     @classmethod
     def _holdable(cls, value: Scalar) -> Scalar:
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
-            raise ValueError("this whole number does not fit in 64 bits")
+            raise RecordError("this whole number does not fit in 64 bits", code="number_out_of_range")
         if isinstance(value, str) and (len(value) > MAX_SCALAR_TEXT or not value.isprintable()):
-            raise ValueError(f"{shown(value)!r} is no line of at most {MAX_SCALAR_TEXT} printable characters")
+            raise RecordError(
+                f"{shown(value)!r} is no line of at most {MAX_SCALAR_TEXT} printable characters",
+                code="scalar_text_invalid",
+            )
         return value
 
 
@@ -64,7 +67,9 @@ class SafetensorsInput(RecordPart):
     def _stays_inside(cls, value: str) -> str:
         path = PurePosixPath(value)
         if path.is_absolute() or ".." in path.parts:
-            raise ValueError(f"safetensors path {value!r} must be relative and inside the dataset")
+            raise RecordError(
+                f"safetensors path {value!r} must be relative and inside the dataset", code="path_outside"
+            )
         return value
 
 
@@ -100,8 +105,9 @@ class Workload(Record):
         if not self.uuid:
             object.__setattr__(self, "uuid", expected)
         elif self.uuid != expected:
-            raise ValueError(
-                f"uuid {self.uuid} is not that of the content ({expected}); leave the key out to fill it in"
+            raise RecordError(
+                f"uuid {self.uuid} is not that of the content ({expected}); leave the key out to fill it in",
+                code="uuid_differs",
             )
         return self
 
@@ -111,40 +117,53 @@ class Workload(Record):
         dtypes = definition.bind_dtypes(self.dtypes)
         for name in self.inputs:
             if name not in definition.inputs:
-                raise RecordError(f"inputs.{name}: {definition.name} has no such input.")
+                raise RecordError(f"inputs.{name}: {definition.name} has no such input.", code="input_unknown")
             if name in definition.saved:
-                raise RecordError(f"inputs.{name}: {definition.backward_of} computes it from the other inputs.")
+                raise RecordError(
+                    f"inputs.{name}: {definition.backward_of} computes it from the other inputs.", code="input_computed"
+                )
         for name, spec in definition.inputs.items():
             given = self.inputs.get(name)
             if spec.is_scalar and not isinstance(given, ScalarInput):
-                raise RecordError(f"inputs.{name}: {definition.name} needs a scalar value here.")
+                raise RecordError(
+                    f"inputs.{name}: {definition.name} needs a scalar value here.", code="scalar_expected"
+                )
             if not spec.is_scalar and isinstance(given, ScalarInput):
-                raise RecordError(f"inputs.{name} is a tensor of {definition.name}, not a scalar.")
+                raise RecordError(
+                    f"inputs.{name} is a tensor of {definition.name}, not a scalar.", code="tensor_expected"
+                )
             axis = definition.size_scalars.get(name)
             if axis is not None and isinstance(given, ScalarInput) and given.value != axes[axis]:
                 raise RecordError(
-                    f"inputs.{name} is {given.value!r}, but it is the size of axis '{axis}', {axes[axis]}."
+                    f"inputs.{name} is {given.value!r}, but it is the size of axis '{axis}', {axes[axis]}.",
+                    code="size_scalar_differs",
                 )
             if isinstance(given, ScalarInput):
                 _check_scalar(name, given.value, definition.dtype_of(name, dtypes))
         _check_sizes(definition, axes, dtypes)
         for name in self.layouts:
             if name not in definition.tensor_inputs and name not in definition.outputs:
-                raise RecordError(f"layouts.{name}: {definition.name} has no such tensor.")
+                raise RecordError(f"layouts.{name}: {definition.name} has no such tensor.", code="tensor_unknown")
             if name in definition.optional_outputs:
-                raise RecordError(f"layouts.{name}: an optional output of {definition.name}, which is contiguous.")
+                raise RecordError(
+                    f"layouts.{name}: an optional output of {definition.name}, which is contiguous.",
+                    code="layout_of_optional",
+                )
             if name in definition.layouts:
-                raise RecordError(f"layouts.{name}: {definition.name} says it itself: {definition.layouts[name]}.")
+                raise RecordError(
+                    f"layouts.{name}: {definition.name} says it itself: {definition.layouts[name]}.",
+                    code="layout_of_definition",
+                )
         for name in (*self.layouts, *definition.layouts):
             shape = definition.shape_of(name, axes)
             strides = definition.strides_of(name, axes, self.layouts.get(name))
             text = self.layouts.get(name) or definition.layouts[name]
             span = 1 + sum((size - 1) * abs(stride) for size, stride in zip(shape, strides, strict=True) if size > 1)
             if span > MAX_TENSOR_BYTES:
-                raise RecordError(f"layouts.{name}: {text} reaches over {span:.3g} elements.")
+                raise RecordError(f"layouts.{name}: {text} reaches over {span:.3g} elements.", code="layout_too_wide")
             shared = overlap_words(text, shape, strides) if name in definition.outputs else None
             if shared is not None:
-                raise RecordError(f"layouts.{name}: {shared} to be written to.")
+                raise RecordError(f"layouts.{name}: {shared} to be written to.", code="layout_overlap")
 
     def scalars(self) -> dict[str, Scalar]:
         """The scalar inputs by name."""
@@ -173,19 +192,22 @@ def _check_scalar(name: str, value: Scalar, dtype: str) -> None:
         isinstance(value, bool) if dtype == "bool" else isinstance(value, int | float) and not isinstance(value, bool)
     )
     if not fits or (kind == "a whole number" and isinstance(value, float)):
-        raise RecordError(f"inputs.{name}: {shown(json.dumps(value))} is not {kind} ({dtype}).")
+        raise RecordError(f"inputs.{name}: {shown(json.dumps(value))} is not {kind} ({dtype}).", code="scalar_kind")
 
 
 def _check_sizes(definition: Definition, axes: dict[str, int], dtypes: dict[str, str]) -> None:
     for name in (*definition.tensor_inputs, *definition.outputs):
         shape = definition.shape_of(name, axes)
         if any(size < 0 for size in shape):
-            raise RecordError(f"'{name}' of {definition.name} would have the negative shape {list(shape)}.")
+            raise RecordError(
+                f"'{name}' of {definition.name} would have the negative shape {list(shape)}.", code="shape_negative"
+            )
         size = math.prod(shape) * STORED_BYTES[definition.dtype_of(name, dtypes)]
         if size > MAX_TENSOR_BYTES:
             raise RecordError(
                 f"'{name}' of {definition.name} would have the shape {list(shape)} and {size:.3g} bytes; "
-                f"at most {MAX_TENSOR_BYTES:.3g} bytes a tensor are allowed."
+                f"at most {MAX_TENSOR_BYTES:.3g} bytes a tensor are allowed.",
+                code="tensor_too_large",
             )
 
 
@@ -195,7 +217,7 @@ def content_uuid(value: dict[str, Any]) -> str:
     try:
         text = canonical_json(content)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"not plain JSON: {error}") from None
+        raise RecordError(f"not plain JSON: {error}", code="json_unholdable") from None
     return str(uuid.uuid5(NAMESPACE, text))
 
 

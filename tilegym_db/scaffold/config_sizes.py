@@ -39,7 +39,10 @@ def check_config_sizes(content: Mapping[str, Any], file: Path) -> None:
         if most is None or value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            raise UsageError(f"{file}: {key} must be a whole number from 1 to {most}, not {json.dumps(value)[:40]}.")
+            raise UsageError(
+                f"{file}: {key} must be a whole number from 1 to {most}, not {json.dumps(value)[:40]}.",
+                code="config_size_invalid",
+            )
 
 
 def _entries(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

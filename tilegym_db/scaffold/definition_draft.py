@@ -44,13 +44,15 @@ def read_definition_file(path: Path) -> Definition:
     if not path.is_dir():
         return Definition.from_json(read_bytes(path, "definition"), path)
     if not is_draft(path):
-        raise RecordError(f"{path}: has no {RECORD_FILE}. Try: tilegym-db new definition NAME")
+        raise RecordError(f"{path}: has no {RECORD_FILE}. Try: tilegym-db new definition NAME", code="draft_incomplete")
     content = _json(path / RECORD_FILE)
     if not isinstance(content, dict):
-        raise RecordError(f"{path / RECORD_FILE}: a definition is a JSON object.")
+        raise RecordError(f"{path / RECORD_FILE}: a definition is a JSON object.", code="object_expected")
     for key in ("reference", "self_test"):
         if key in content:
-            raise RecordError(f"{path / RECORD_FILE}: '{key}' lies in a file of its own in a draft; remove the key.")
+            raise RecordError(
+                f"{path / RECORD_FILE}: '{key}' lies in a file of its own in a draft; remove the key.", code="draft_key"
+            )
     test = {
         "independent": read_bytes(path / INDEPENDENT_FILE, "formulation").decode(errors="replace"),
         "planted_errors": _json(path / ERRORS_FILE),
@@ -82,7 +84,7 @@ def _json(path: Path) -> Any:
     try:
         return json.loads(content)
     except ValueError as error:
-        raise RecordError(f"{path}: not valid JSON: {error}.") from None
+        raise RecordError(f"{path}: not valid JSON: {error}.", code="json_syntax") from None
 
 
 def draft_definition(
@@ -106,7 +108,10 @@ def draft_definition(
     """
     scalars = [key for key, spec in outputs.items() if spec["shape"] is None]
     if scalars:
-        raise UsageError(f"--outputs: a kernel writes tensors, and '{scalars[0]}' is a number. Try: {scalars[0]}[1]")
+        raise UsageError(
+            f"--outputs: a kernel writes tensors, and '{scalars[0]}' is a number. Try: {scalars[0]}[1]",
+            code="output_not_tensor",
+        )
     record = _record(name, op_type, inputs, outputs, description)
     files = {
         RECORD_FILE: json.dumps(record, indent=2) + "\n",

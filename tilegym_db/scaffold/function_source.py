@@ -32,7 +32,10 @@ def function_source(function: Callable[..., Any]) -> str:
         UsageError: its source is not known, or it uses something that cannot be written into a file; names it.
     """
     if not callable(function) or not hasattr(function, "__name__"):
-        raise UsageError(f"a function of Python is needed, defined with def, not {type(function).__name__}.")
+        raise UsageError(
+            f"a function of Python is needed, defined with def, not {type(function).__name__}.",
+            code="function_expected",
+        )
     found = _Collected()
     found.take(_plain(function), function.__name__)
     parts = [*sorted(found.imports), *found.values, *found.functions]
@@ -68,7 +71,8 @@ class _Collected:
         if function.__closure__:
             inner = ", ".join(function.__code__.co_freevars)
             raise UsageError(
-                f"'{name}' uses {inner} of the function around it. Pass it as an argument, or define it outside."
+                f"'{name}' uses {inner} of the function around it. Pass it as an argument, or define it outside.",
+                code="closure_variable",
             )
         self._seen[name] = function
         for used in _names(tree, function.__globals__):
@@ -95,7 +99,8 @@ class _Collected:
         if home in (None, "__main__", "builtins") or not str(known_as).isidentifier():
             raise UsageError(
                 f"'{name}' is a {type(value).__name__}, which cannot be written into a file of its own. Make it a "
-                "number, a text, a function or an argument."
+                "number, a text, a function or an argument.",
+                code="global_unwritable",
             )
         self.imports.add(f"from {home} import {known_as}" + (f" as {name}" if known_as != name else ""))
 
@@ -108,12 +113,13 @@ def _plain(value: Any) -> Any:
 
 def _parsed(function: Any, name: str) -> tuple[str, ast.Module]:
     if not isinstance(function, FunctionType) or function.__name__ == "<lambda>":
-        raise UsageError(f"{name!r} is no function defined with 'def'.")
+        raise UsageError(f"{name!r} is no function defined with 'def'.", code="function_expected")
     try:
         text = textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError):
         raise UsageError(
-            f"the source of '{name}' is not known. Define it in a file or in a cell of a notebook."
+            f"the source of '{name}' is not known. Define it in a file or in a cell of a notebook.",
+            code="source_unknown",
         ) from None
     return text, ast.parse(text)
 

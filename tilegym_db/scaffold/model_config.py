@@ -47,15 +47,16 @@ def typed_config(path: Path) -> tuple[Path, dict[str, Any]]:
     try:
         content = json.loads(decode(read_bytes(file, "config"), file))
     except RecordError as error:
-        raise UsageError(str(error)) from None
+        raise UsageError(str(error), code=error.code) from None
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{file}: cannot read this config: {error}.") from None
+        raise UsageError(f"{file}: cannot read this config: {error}.", code="config_unreadable") from None
     model_type = content.get("model_type") if isinstance(content, dict) else None
     if not model_type:
-        raise UsageError(f"{file} is no config of a model: it states no model_type.")
+        raise UsageError(f"{file} is no config of a model: it states no model_type.", code="model_type_missing")
     if not isinstance(model_type, str):
         raise UsageError(
-            f"{file} is no config of a model: its model_type is no text, but {json.dumps(model_type)[:40]}."
+            f"{file} is no config of a model: its model_type is no text, but {json.dumps(model_type)[:40]}.",
+            code="model_type_missing",
         )
     return file, content
 
@@ -71,9 +72,11 @@ def read_model_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(content)
     except ValueError as error:
-        raise RecordError(f"{path}: not valid JSON: {error}.") from None
+        raise RecordError(f"{path}: not valid JSON: {error}.", code="json_syntax") from None
     if not isinstance(config, dict):
-        raise RecordError(f"{path}: a model's config is a JSON object, not {type(config).__name__}.")
+        raise RecordError(
+            f"{path}: a model's config is a JSON object, not {type(config).__name__}.", code="object_expected"
+        )
     check_config_sizes(config, path)
     nested = config.get("text_config") or config.get("llm_config")
     return {**config, **nested} if isinstance(nested, dict) else config
@@ -220,7 +223,7 @@ def _make(definition: Definition, content: dict[str, Any], where: str, found: tu
 def _check_known(option: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
     for name in given:
         if name not in known:
-            raise UsageError(f"{option}: '{name}' is unknown; known: {', '.join(known)}.")
+            raise UsageError(f"{option}: '{name}' is unknown; known: {', '.join(known)}.", code="name_unknown")
 
 
 _Found = tuple[dict[str, int], list[str], dict[str, str], dict[str, str]]
@@ -274,7 +277,8 @@ def _map_scalars(
         elif not isinstance(value, int | float) or not math.isfinite(value):
             raise UsageError(
                 f"the config says {json.dumps(value)[:40]} where '{name}' needs a finite number. "
-                f"Mend it, or give one with --scalar {name}=NUMBER."
+                f"Mend it, or give one with --scalar {name}=NUMBER.",
+                code="config_scalar_invalid",
             )
         else:
             values[name], mapped[name] = value, "the config"

@@ -27,29 +27,33 @@ def parse_tensors(option: str, text: str) -> dict[str, dict[str, Any]]:
     while position < len(text.rstrip()):
         match = _ITEM.match(text, position)
         if match is None:
-            raise UsageError(f"{option}: cannot read {text[position:].strip()!r}. {_SPELLING}")
+            raise UsageError(f"{option}: cannot read {text[position:].strip()!r}. {_SPELLING}", code="tensor_syntax")
         name, shape = match["name"], match["shape"]
         dtype = match["dtype"] or ("float32" if shape is None else "T")
         if name in found:
-            raise UsageError(f"{option}: '{name}' is given twice.")
+            raise UsageError(f"{option}: '{name}' is given twice.", code="tensor_repeated")
         if dtype != "T" and dtype not in RECORD_DTYPES:
             raise UsageError(
-                f"{option}: unknown dtype '{dtype}' of '{name}'; known: T, {', '.join(sorted(RECORD_DTYPES))}."
+                f"{option}: unknown dtype '{dtype}' of '{name}'; known: T, {', '.join(sorted(RECORD_DTYPES))}.",
+                code="dtype_unknown",
             )
         if shape is not None and not shape.strip():
-            raise UsageError(f"{option}: '{name}[]' has no axis. {_SPELLING}")
+            raise UsageError(f"{option}: '{name}[]' has no axis. {_SPELLING}", code="axis_empty")
         if shape is not None and not all(part.strip() for part in shape.split(",")):
-            raise UsageError(f"{option}: '{name}[{shape}]' lacks an axis beside a comma. {_SPELLING}")
+            raise UsageError(
+                f"{option}: '{name}[{shape}]' lacks an axis beside a comma. {_SPELLING}", code="axis_empty"
+            )
         entries = None if shape is None else _entries(shape)
         for entry in entries or ():
             if entry == 0 or (isinstance(entry, str) and not re.search("[A-Za-z_]", entry)):
                 raise UsageError(
-                    f"{option}: '{entry}' of '{name}' is no size: a whole number from 1, or an axis. {_SPELLING}"
+                    f"{option}: '{entry}' of '{name}' is no size: a whole number from 1, or an axis. {_SPELLING}",
+                    code="tensor_size",
                 )
         found[name] = {"shape": entries, "dtype": dtype}
         position = match.end()
     if not found:
-        raise UsageError(f"{option}: names no tensor. {_SPELLING}")
+        raise UsageError(f"{option}: names no tensor. {_SPELLING}", code="tensor_missing")
     return found
 
 
