@@ -85,7 +85,7 @@ format: install ## format the sources and fix what can be fixed
 	$(BIN)/ruff check --fix .
 
 schema: install ## write schema/*.schema.json from the records
-	$(BIN)/python -m tilegym_db.records.schema schema
+	$(BIN)/python -m tilegym_db.published.schema schema
 
 clean: ## remove .venv and caches
 	rm -rf $(VENV) .venv-oldest .venv-newest build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -29,11 +29,11 @@ from typing import Any
 import torch
 
 from tilegym_db.catalog import SolutionFiles
+from tilegym_db.published.entries import Candidate
 from tilegym_db.records import Definition
 from tilegym_db.resolver.decide import Decision, Evidence
 from tilegym_db.resolver.dispatch import Dispatcher
 from tilegym_db.resolver.loader import load_launcher
-from tilegym_db.resolver.table import Candidate
 
 # Input name -> shape; None is a Python number.
 CASES: dict[str, dict[str, list[str] | None]] = {

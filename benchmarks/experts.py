@@ -32,9 +32,9 @@ from benchmarks.race_candidates import Arguments, Call, catalog_call, interprets
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.records import Definition
 from tilegym_db.records.solution import TILE_LANGUAGES, Config, name_with_config
-from tilegym_db.verify.reference import load_function
-from tilegym_db.verify.worker.timing import BlockTimer
-from tilegym_db.verify.worker.triton_interpreter import repair_interpreter
+from tilegym_db.sandbox.interpreters import repair_interpreter
+from tilegym_db.sandbox.timing import BlockTimer
+from tilegym_db.verify.oracle import load_function
 
 SHAPES: dict[str, tuple[str, dict[str, int]]] = {
     "qwen3-30b": ("moe_experts", {"H": 2048, "I": 768, "E": 128, "K": 8}),

@@ -32,7 +32,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TextIO
 
-from tilegym_db.bench import planning
+from tilegym_db.bench import plan
 from tilegym_db.bench.benchmark import promote
 from tilegym_db.bench.run_setup import Observer
 from tilegym_db.catalog import Catalog
@@ -187,12 +187,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 @contextlib.contextmanager
 def workloads_each(count: int | None) -> Iterator[None]:
     """So many workloads of each kind in a quick run, and as many as before afterwards."""
-    before = planning.QUICK_WORKLOADS
-    planning.QUICK_WORKLOADS = count or before
+    before = plan.QUICK_WORKLOADS
+    plan.QUICK_WORKLOADS = count or before
     try:
         yield
     finally:
-        planning.QUICK_WORKLOADS = before
+        plan.QUICK_WORKLOADS = before
 
 
 def repeat_all(options: argparse.Namespace, repeats: Iterator[Repeat], tally: Tally) -> None:

@@ -22,15 +22,14 @@ from typing import Any
 
 import torch
 
-from tilegym_db.bench.statistics import paired_ratio
-from tilegym_db.integrations.transformers import Handle, patch
-from tilegym_db.integrations.transformers.blockwise_linear import BLOCK, quantised
-from tilegym_db.integrations.transformers.capture import random_prompt
-from tilegym_db.integrations.transformers.experts_wrapper import wrapper_of
-from tilegym_db.integrations.transformers.generation import Generate, dynamic_cache, prefill, static_cache
-from tilegym_db.integrations.transformers.quantise import choose
-from tilegym_db.integrations.transformers.race import compare
-from tilegym_db.integrations.transformers.random_model import build_model, load_config
+from tilegym_db.bench.timing import paired_ratio
+from tilegym_db.models import Handle, patch
+from tilegym_db.models.bench.generation import Generate, dynamic_cache, prefill, static_cache
+from tilegym_db.models.bench.model_bench import compare
+from tilegym_db.models.capture import random_prompt
+from tilegym_db.models.quantise import BLOCK, choose, quantised
+from tilegym_db.models.random_model import build_model, load_config
+from tilegym_db.models.upstream_code import wrapper_of
 
 
 def twin_of(model: Any) -> Any:

@@ -39,9 +39,9 @@ from benchmarks.race_candidates import (
     library_racer,
     our_racers,
 )
-from tilegym_db.bench.device_lock import timing_lock
-from tilegym_db.bench.machine import Machine, select_machine
-from tilegym_db.bench.statistics import median, median_interval, paired_ratio
+from tilegym_db.backends.torch_dtypes import storage_dtype
+from tilegym_db.bench.machine import Machine, select_machine, timing_lock
+from tilegym_db.bench.timing import median, median_interval, paired_ratio
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import TilegymDBError
 from tilegym_db.records import Definition, axes_key
@@ -49,11 +49,10 @@ from tilegym_db.records.case import Case
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.solution import TILE_LANGUAGES
 from tilegym_db.records.tolerance import limits_for
+from tilegym_db.sandbox.interpreters import repair_interpreter
+from tilegym_db.sandbox.timing import BlockTimer
 from tilegym_db.verify.inputs import draw_inputs
-from tilegym_db.verify.reference import name_outputs, oracle
-from tilegym_db.verify.torch_dtypes import storage_dtype
-from tilegym_db.verify.worker.timing import BlockTimer
-from tilegym_db.verify.worker.triton_interpreter import repair_interpreter
+from tilegym_db.verify.oracle import name_outputs, oracle
 
 SLOTS = 4
 """Sets of contents and addresses."""

@@ -33,7 +33,7 @@ from typing import Any
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.paths import shipped_root
 from tilegym_db.records.loop import Attempt, Experiment
-from tilegym_db.store.loop_journals import journaled, latest
+from tilegym_db.store.loop import journaled, latest
 
 QWEN3_MOE = {
     "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 4,

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from tilegym_db.integrations.transformers import Handle, patch
+from tilegym_db.models import Handle, patch
 
 LLAMA_1B: dict[str, Any] = {
     "vocab_size": 128256,

@@ -38,7 +38,7 @@ from exploits.mutant_judge import REFERENCE, Judge, Target, UnfitSourceError, ta
 from exploits.mutants import KINDS, REWRITES, Mutant, mutants_of
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.scratch import scratch_folder
+from tilegym_db.paths import scratch_folder
 
 SEED = 20_261_122
 EXPLAINED = Path(__file__).with_name("equivalent_mutants.toml")

@@ -1,6 +1,6 @@
 """The confined end of ``pressure.py``: loads kernels and calls them from several threads on several streams at once.
 
-It runs in place of the program of a worker (:mod:`tilegym_db.verify.worker.process`). Unlike verification it compares in the
+It runs in place of the program of a worker (:mod:`tilegym_db.sandbox.worker`). Unlike verification it compares in the
 process in which the kernels run: what is looked for are kernels that disturb each other, not kernels that cheat.
 """
 
@@ -27,12 +27,12 @@ from tilegym_db.catalog import Catalog, SolutionFiles, stock_of
 from tilegym_db.errors import SolutionError, TilegymDBError, ToolchainError
 from tilegym_db.records import Definition
 from tilegym_db.records.case import Case
+from tilegym_db.sandbox.interpreters import repair_interpreter
+from tilegym_db.sandbox.program import copy_returned
+from tilegym_db.sandbox.protocol import Channel
+from tilegym_db.sandbox.shared_buffers import SharedBuffers, SlotPlan, plan_slot, tensor_of_its_own, tensor_view
 from tilegym_db.verify.expected import Expected, expect
 from tilegym_db.verify.verifier import POISON_NAN, Failure, check_memory, fill_slot, judge, read_outputs, same_bytes
-from tilegym_db.verify.worker.answers import copy_returned
-from tilegym_db.verify.worker.protocol import Channel
-from tilegym_db.verify.worker.shared_buffers import SharedBuffers, SlotPlan, plan_slot, tensor_of_its_own, tensor_view
-from tilegym_db.verify.worker.triton_interpreter import repair_interpreter
 
 FILLS = (POISON_NAN, None)
 """What outputs hold before a call: bytes that read as NaN, or random ones."""

@@ -15,12 +15,13 @@ from tilegym_db.backends.load import load_entry
 from tilegym_db.backends.toolchains import toolchain_status
 from tilegym_db.bench.machine import Machine
 from tilegym_db.catalog import Catalog, SolutionFiles, stock_of
+from tilegym_db.published.entries import Candidate
+from tilegym_db.published.table import ResolverTable, load_table
 from tilegym_db.records import Definition
 from tilegym_db.records.case import Case
 from tilegym_db.records.layouts import layout_class
 from tilegym_db.records.solution import TILE_LANGUAGES, Config, name_with_config
-from tilegym_db.resolver.measured_points import layouts_match
-from tilegym_db.resolver.table import Candidate, ResolverTable, load_table
+from tilegym_db.resolver.decide import layouts_match
 from tilegym_db.store.statements import VERIFIED_TIERS
 
 Arguments = dict[str, Any]

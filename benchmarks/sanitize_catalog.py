@@ -30,11 +30,9 @@ from typing import Any, TextIO
 
 from benchmarks.sanitize_order import RECORD, Checks, chain_of, clean_before, read_lines, unchecked_first
 from benchmarks.sanitize_pool import PLAIN, STALL_S, Batch, Outcome, Sweep
-from tilegym_db.bench.device_lock import timing_lock
-from tilegym_db.bench.instruments.chosen import Chosen, choose_solutions, with_cases
-from tilegym_db.bench.instruments.programs import find_program
+from tilegym_db.bench.instruments.requests import Chosen, choose_solutions, find_program, with_cases
 from tilegym_db.bench.instruments.sanitize import NO_CASE, TOOLS, Sanitized
-from tilegym_db.bench.machine import cpu_machine
+from tilegym_db.bench.machine import cpu_machine, timing_lock
 from tilegym_db.bench.run_setup import RunSetup
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import home, shipped_root

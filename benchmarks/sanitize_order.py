@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.sanitize_pool import PLAIN, Batch
-from tilegym_db.bench.instruments.chosen import Chosen, choose_solutions
+from tilegym_db.bench.instruments.requests import Chosen, choose_solutions
 from tilegym_db.bench.instruments.sanitize import TOOLS
 from tilegym_db.bench.machine import cpu_machine
 from tilegym_db.catalog import Catalog

@@ -21,12 +21,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tilegym_db.bench.gpus.devices import VISIBLE
-from tilegym_db.bench.instruments.chosen import Chosen
-from tilegym_db.bench.instruments.process import ENVIRONMENT
-from tilegym_db.bench.instruments.requests import mark_of, write_request
-from tilegym_db.bench.instruments.sanitize import Sanitized, sanitizer_command, verdicts_of
-from tilegym_db.bench.instruments.sanitizer_report import PREFIX, parse_report
+from tilegym_db.bench.devices.devices import VISIBLE
+from tilegym_db.bench.instruments.requests import ENVIRONMENT, Chosen, mark_of, write_request
+from tilegym_db.bench.instruments.sanitize import PREFIX, Sanitized, parse_report, sanitizer_command, verdicts_of
 
 __all__ = ["NO_TIME", "PLAIN", "Batch", "Outcome", "Sweep", "device_of", "with_port"]
 

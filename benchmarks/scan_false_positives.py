@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tilegym_db.records import Solution
-from tilegym_db.verify.scan import RULES, Finding, hard_findings, scan_sources
+from tilegym_db.sandbox.scan import RULES, Finding, hard_findings, scan_sources
 
 LANGUAGES = {"triton": "triton", "tilelang": "tilelang", "cutile": "cuda.tile"}
 MAKERS = {"triton": ("jit",), "tilelang": ("jit", "prim_func"), "cutile": ("kernel",)}

@@ -52,12 +52,12 @@ def run_plain(pairs: list[dict[str, Any]], device: str) -> None:
 
     from tilegym_db.backends.load import load_entry
     from tilegym_db.backends.toolchains import prepare_environment
+    from tilegym_db.backends.torch_dtypes import storage_dtype
     from tilegym_db.catalog import Catalog
     from tilegym_db.records import Workload
     from tilegym_db.records.case import Case
+    from tilegym_db.sandbox.timing import BlockTimer
     from tilegym_db.verify.inputs import draw_inputs
-    from tilegym_db.verify.torch_dtypes import storage_dtype
-    from tilegym_db.verify.worker.timing import BlockTimer
 
     catalog, timer = Catalog.default(), BlockTimer(device)
     for pair in pairs:

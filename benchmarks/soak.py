@@ -41,7 +41,7 @@ import torch
 from model_hits import LLAMA_1B, TINY, build, say, twin_of
 
 from tilegym_db.bench.machine import select_machine
-from tilegym_db.integrations.transformers import Handle, patch
+from tilegym_db.models import Handle, patch
 
 MARGIN_FACTOR = 4.0
 ERROR_FACTOR = 1.25

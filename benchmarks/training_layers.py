@@ -28,11 +28,11 @@ from typing import Any
 
 import torch
 
-from tilegym_db.bench.statistics import paired_ratio
+from tilegym_db.bench.timing import paired_ratio
 from tilegym_db.catalog import Catalog
-from tilegym_db.integrations.transformers.race import balanced_orders
 from tilegym_db.layers import engram, hyper_connections
-from tilegym_db.verify.reference import load_function
+from tilegym_db.models.bench.model_bench import balanced_orders
+from tilegym_db.verify.oracle import load_function
 
 REFERENCES = {
     hyper_connections.__name__: {

@@ -28,7 +28,7 @@ import pytest
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
-from tilegym_db.store.input_files import shipped_traces
+from tilegym_db.published.input_files import shipped_traces
 
 ROOT = Path(__file__).resolve().parents[1]
 STATE = Path(__file__).with_suffix(".json")

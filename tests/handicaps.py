@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 NO_CAPABILITIES = """
-from tilegym_db.confinement.system_calls import drop_capabilities, forgo_capabilities
+from tilegym_db.sandbox.system_calls import drop_capabilities, forgo_capabilities
 import contextlib
 with contextlib.suppress(Exception):
     forgo_capabilities()
@@ -15,8 +15,8 @@ drop_capabilities()
 """
 NO_LANDLOCK = """
 import errno
-from tilegym_db.confinement import seccomp
-from tilegym_db.confinement.system_calls import prctl
+from tilegym_db.sandbox import seccomp
+from tilegym_db.sandbox.system_calls import prctl
 seccomp._plain_rules = lambda options: [(("landlock_create_ruleset",), errno.ENOSYS)]
 prctl(38, 1)
 seccomp.install_filter(seccomp.FilterOptions(shared_processes=False))

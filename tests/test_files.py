@@ -12,8 +12,7 @@ import pytest
 from raising import raises
 
 from tilegym_db.errors import ConflictError, RecordError, StoreError
-from tilegym_db.files import decode, read_bytes, write_atomically, write_exclusively, write_folder
-from tilegym_db.folder_locks import writing
+from tilegym_db.files import decode, read_bytes, write_atomically, write_exclusively, write_folder, writing
 
 
 def test_a_link_is_followed_and_a_mode_is_kept(tmp_path: Path):

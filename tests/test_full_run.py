@@ -205,7 +205,7 @@ def test_a_whole_run_with_failures_remembers_the_rest() -> None:
     assert found.records.keys() == {"solution:kernel_1"}
 
 
-@pytest.mark.parametrize("place", [*JUDGES, "verify/scan/allowed"])
+@pytest.mark.parametrize("place", [*JUDGES, "sandbox/scan/allowed"])
 @pytest.mark.parametrize("suffix", [".py", ".txt", ".toml"])
 def test_a_change_of_what_judges_changes_its_digest(place: str, suffix: str, tmp_path: Path) -> None:
     (tmp_path / "constraints.txt").write_text("torch==1\n")

@@ -11,7 +11,7 @@ import pytest
 from raising import raises
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.catalog.parsed_sources import ANY_PARSER, FILE_NAME, keeping_parsed_sources, shipped_file
+from tilegym_db.catalog.record_files import ANY_PARSER, FILE_NAME, keeping_parsed_sources, shipped_file
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
 from tilegym_db.records.python_source import (

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tilegym_db.scratch import remove_tree, scratch_folder, sweep
+from tilegym_db.paths import remove_tree, scratch_folder, sweep
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from tilegym_db.scratch import scratch_folder
+from tilegym_db.paths import scratch_folder
 with scratch_folder(Path(sys.argv[1])) as folder:
     (folder / "file").write_text("content")
     print(folder, flush=True)

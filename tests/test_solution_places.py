@@ -14,10 +14,10 @@ import pytest
 from raising import raises
 
 from tilegym_db.catalog import Catalog, SolutionFiles
-from tilegym_db.catalog.solution_places import record_paths
+from tilegym_db.catalog.record_files import record_paths
 from tilegym_db.errors import RecordError
+from tilegym_db.published.input_files import record_files
 from tilegym_db.store.fingerprints import fingerprint
-from tilegym_db.store.input_files import record_files
 
 KERNEL = """
 def run(x, weight, factor, out): out.copy_(x * weight * factor)

@@ -11,18 +11,18 @@ from full_run import commit
 from writing import BY_TIME, WRITERS, Place
 
 from tilegym_db.catalog import Catalog, SolutionFiles
-from tilegym_db.catalog.locked import read_lock
-from tilegym_db.loop.handed_in import attempts_at
-from tilegym_db.loop.received import folder_digest
+from tilegym_db.catalog.writers import read_lock
+from tilegym_db.loop.status import attempts_at
+from tilegym_db.loop.submit import folder_digest
 from tilegym_db.records.loop import Attempt
-from tilegym_db.records.peaks import GpuPeaks
+from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.store.connection import open_store
-from tilegym_db.store.data_set import SharedDataSet
 from tilegym_db.store.imported import data_sets
 from tilegym_db.store.journal import read_journal
-from tilegym_db.store.loop_journals import journaled
+from tilegym_db.store.loop import journaled
 from tilegym_db.store.model_runs import read_model_run
 from tilegym_db.store.queries import count_traces
+from tilegym_db.store.sharing import SharedDataSet
 from tilegym_db.store.tuning import TuningStep
 
 MOMENTS = 20

@@ -25,8 +25,8 @@ from loop_authors import GOOD
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["writing", "duckdb", "tilegym_db.store.publish", "tilegym_db.store.ingest", "filelock", "tilegym_db.store.sharing",
-     "tilegym_db.integrations.interchange.importing", "tilegym_db.integrations.interchange.flashinfer_export",
+    ["writing", "duckdb", "tilegym_db.store.publish", "tilegym_db.store.connection", "filelock", "tilegym_db.store.sharing",
+     "tilegym_db.interchange.importing", "tilegym_db.interchange.flashinfer_export",
      "tilegym_db.loop.submit", "tilegym_db.loop.tasks", "pyarrow.parquet", "pyarrow.dataset"]
 )  # fmt: skip
 
@@ -126,7 +126,7 @@ def search(place: Place, key: str) -> None:
 
 
 def peaks(place: Place, key: str) -> None:
-    from tilegym_db.records.peaks import GpuPeaks
+    from tilegym_db.records.roofline import GpuPeaks
     from tilegym_db.store.peaks_files import save_peaks
 
     measured = {"value": 4e12, "spread": 0.01, "rounds": 5, "how": "a copy of 1 GiB"}
@@ -155,8 +155,8 @@ def model_run(place: Place, key: str) -> None:
 
 
 def ingest(place: Place, key: str) -> None:
+    from tilegym_db.store.connection import ingest as bring_in
     from tilegym_db.store.connection import open_store
-    from tilegym_db.store.ingest import ingest as bring_in
 
     journal(place, key)
     with open_store(place.home, lock_timeout_s=WAIT_S) as store:
@@ -172,21 +172,21 @@ def publish(place: Place, key: str) -> None:
 
 
 def rebuild(place: Place, key: str) -> None:
-    from tilegym_db.store.ingest import rebuild as make_anew
+    from tilegym_db.store.connection import rebuild as make_anew
 
     make_anew(place.home, lock_timeout_s=WAIT_S)
 
 
 def import_set(place: Place, key: str) -> None:
-    from tilegym_db.integrations.interchange.importing import import_data_set
+    from tilegym_db.interchange.importing import import_data_set
 
     import_data_set(place.beside / "foreign" / key, home=place.home)
 
 
 def export(place: Place, key: str) -> None:
     from tilegym_db.catalog import Catalog
-    from tilegym_db.integrations.interchange.flashinfer_export import build_export
-    from tilegym_db.integrations.interchange.writing import write_tree
+    from tilegym_db.interchange.flashinfer_export import build_export
+    from tilegym_db.interchange.writing import write_tree
 
     told = build_export(Catalog.default(), [trace_of(place, key, 0)])
     write_tree(place.beside / "exports" / key, told.files, told.blobs)
@@ -194,18 +194,16 @@ def export(place: Place, key: str) -> None:
 
 def sync(place: Place, key: str) -> None:
     from tilegym_db.store.connection import open_store
-    from tilegym_db.store.data_set import SharedDataSet
-    from tilegym_db.store.sharing import sync_traces
+    from tilegym_db.store.sharing import SharedDataSet, sync_traces
 
     with open_store(place.home, lock_timeout_s=WAIT_S) as store:
         sync_traces(store, SharedDataSet(str(place.beside / "others" / key)))
 
 
 def share(place: Place, key: str) -> None:
+    from tilegym_db.store.connection import ingest as bring_in
     from tilegym_db.store.connection import open_store
-    from tilegym_db.store.data_set import SharedDataSet
-    from tilegym_db.store.ingest import ingest as bring_in
-    from tilegym_db.store.sharing import share_traces
+    from tilegym_db.store.sharing import SharedDataSet, share_traces
 
     with open_store(place.home, lock_timeout_s=WAIT_S) as store:
         bring_in(store)
@@ -255,7 +253,7 @@ def foreign_set(place: Place, key: str) -> None:
 
 def others_traces(place: Place, key: str) -> None:
     """A shared data set with four traces that another installation measured."""
-    from tilegym_db.store.data_set import Row, SharedDataSet
+    from tilegym_db.store.sharing import Row, SharedDataSet
 
     rows = [Row(trace_of(place, f"others-{key}", attempt).to_json()) for attempt in range(4)]
     SharedDataSet(str(place.beside / "others" / key)).add(rows, "h200")
@@ -289,7 +287,7 @@ def bar_of(key: str) -> float:
 def tasks_at(place: Place, bar: float) -> list[Any]:
     """Every line of the journal that is a task with this bar."""
     from tilegym_db.records.loop import Task
-    from tilegym_db.store.loop_journals import journaled
+    from tilegym_db.store.loop import journaled
 
     return [task for task in journaled(Task, place.home) if abs(task.min_speedup - bar) < 1e-9]
 

@@ -13,12 +13,11 @@ TYPE_CHECKING = False  # typing's own would take the longest of all that runs be
 
 if TYPE_CHECKING:
     from tilegym_db import ops
-    from tilegym_db.bench.benchmark import benchmark
-    from tilegym_db.bench.of_function import benchmark_function
+    from tilegym_db.bench.benchmark import benchmark, benchmark_function
     from tilegym_db.catalog import Catalog
     from tilegym_db.errors import TilegymDBError
-    from tilegym_db.integrations.transformers import patch, patched, patched_init
     from tilegym_db.loop.fit import fit
+    from tilegym_db.models import patch, patched, patched_init
     from tilegym_db.records import Definition, Solution, Trace, Workload
     from tilegym_db.resolver.resolve import resolve
     from tilegym_db.store.connection import open_store
@@ -50,13 +49,13 @@ _HOMES = {
     "Trace": "tilegym_db.records",
     "Workload": "tilegym_db.records",
     "benchmark": "tilegym_db.bench.benchmark",
-    "benchmark_function": "tilegym_db.bench.of_function",
+    "benchmark_function": "tilegym_db.bench.benchmark",
     "fit": "tilegym_db.loop.fit",
     "open_store": "tilegym_db.store.connection",
     "ops": "tilegym_db.ops",
-    "patch": "tilegym_db.integrations.transformers",
-    "patched": "tilegym_db.integrations.transformers",
-    "patched_init": "tilegym_db.integrations.transformers",
+    "patch": "tilegym_db.models",
+    "patched": "tilegym_db.models",
+    "patched_init": "tilegym_db.models",
     "resolve": "tilegym_db.resolver.resolve",
 }
 __getattr__ = loader(__name__, _HOMES)

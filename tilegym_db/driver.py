@@ -9,8 +9,6 @@ import re
 from pathlib import Path
 from types import ModuleType
 
-__all__ = ["driver_files", "driver_gpu_names", "driver_gpus", "driver_version", "started_library"]
-
 # Where one of these is, a CUDA program may find a device: a desktop or server, Windows' subsystem for Linux, a Jetson.
 _SIGNS = ("dev/nvidiactl", "dev/nvidia0", "proc/driver/nvidia", "dev/dxg", "dev/nvmap", "dev/nvhost-ctrl")
 _MODEL = re.compile(r"^Model:\s*(.+?)\s*$", re.MULTILINE)

@@ -9,27 +9,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = [
-    "CompileError",
-    "ConflictError",
-    "HardwareError",
-    "MissingPackageError",
-    "NoSolutionError",
-    "NotFoundError",
-    "QueryError",
-    "QueryTimeoutError",
-    "RecordError",
-    "SolutionError",
-    "StoreError",
-    "TilegymDBError",
-    "ToolchainError",
-    "UsageError",
-    "broken_package",
-    "check_kind",
-    "did_you_mean",
-    "missing_package",
-]
-
 # Top-level module -> the package that has it and the extra that brings it.
 PACKAGES: dict[str, tuple[str, str]] = {
     "torch": ("PyTorch", "torch"),

@@ -6,8 +6,6 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping
 
-__all__ = ["loader"]
-
 
 def loader(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
     """The ``__getattr__`` of a package.

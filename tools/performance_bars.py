@@ -11,8 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tilegym_db.records.claims import claims_of
-from tilegym_db.records.model_run import ModelRun
+from tilegym_db.records.model_run import ModelRun, claims_of
 
 LANGUAGES = {"triton": "Triton", "tilelang": "TileLang", "cutile": "cuTile"}
 LIGHT, LATENCY, RATE, BASELINE = "light", "us", "TFLOP/s", "x baseline"

@@ -15,8 +15,7 @@ from typing import Any
 import performance_bars
 from marked_blocks import ROOT, shipped_store, with_block, write_or_check
 
-from tilegym_db.records.claims import CONTROL, claims_of
-from tilegym_db.records.model_run import Estimate, ModelRun
+from tilegym_db.records.model_run import CONTROL, Estimate, ModelRun, claims_of
 
 PAGE = ROOT / "docs" / "performance" / "kernels.md"
 FAMILIES, GPUS, MODELS, BARS = (PAGE.with_name(f"{name}.md") for name in ("families", "gpus", "models", "bars"))

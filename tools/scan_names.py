@@ -1,4 +1,4 @@
-"""Writes the names that a Solution may use: ``tilegym_db/verify/scan/allowed/*.txt``, from the modules installed here.
+"""Writes the names that a Solution may use: ``tilegym_db/sandbox/scan/allowed/*.txt``, from the modules installed here.
 
 Run it as ``python tools/scan_names.py`` in each environment whose names count: it adds to the files what this one has, and
 drops what ``refused.txt`` names. ``--fresh`` forgets the names of other environments. Review the difference before you commit it.
@@ -24,7 +24,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from tilegym_db.verify.scan.tables import SCAN_DATA, read_sections, refusal, words
+from tilegym_db.sandbox.scan.tables import SCAN_DATA, read_sections, refusal, words
 
 SHORT: dict[str, str] = {
     "__future__": "annotations division generator_stop",

@@ -2,7 +2,7 @@
 first answer.
 
 Run it where records, kernels, Workloads or traces changed; until then those that did are judged as a user's own are, which takes
-longer (:mod:`tilegym_db.store.checked`).
+longer (:mod:`tilegym_db.published.checked`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.catalog.solution_places import visible
+from tilegym_db.catalog.record_files import visible
 from tilegym_db.files import read_bytes, write_atomically
 from tilegym_db.paths import shipped_root
-from tilegym_db.store.checked import Checked, checked_file
+from tilegym_db.published.checked import Checked, checked_file
 
 
 def judged(catalog: Catalog, doubted: set[str]) -> dict[str, dict[str, Any]]:

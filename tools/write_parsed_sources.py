@@ -1,6 +1,6 @@
 """Writes ``solutions/parsed-sources.json``: the headers of the functions in the shipped sources, which a new home need not parse.
 
-Run it where kernels changed; until then those are parsed, which takes longer (:mod:`tilegym_db.catalog.parsed_sources`).
+Run it where kernels changed; until then those are parsed, which takes longer (:mod:`tilegym_db.catalog.record_files`).
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.catalog.parsed_sources import ANY_PARSER, shipped_file
+from tilegym_db.catalog.record_files import ANY_PARSER, shipped_file
 from tilegym_db.files import write_atomically
 from tilegym_db.paths import shipped_root
 from tilegym_db.records.python_source import headers_of_large_sources

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tilegym_db.backends.compatibility import installed_versions, misfits, torch_requirements
+from tilegym_db.backends.toolchains import installed_versions, misfits, torch_requirements
 
 TOGETHER = {
     "nvidia-cuda-tileiras": "13.4.92",

@@ -14,7 +14,7 @@ ct = pytest.importorskip("cuda.tile")
 
 from raising import raises  # noqa: E402
 
-from tilegym_db.backends.cutile_interpreter import interpreting, numerics, writer  # noqa: E402
+from tilegym_db.backends.cutile_interpreter import interpreting, tiles, writer  # noqa: E402
 from tilegym_db.errors import SolutionError  # noqa: E402
 
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -32,7 +32,7 @@ def _interpreted(monkeypatch):
         result(self, op, text)
         kind = op.result_var.get_type()
         if hasattr(kind, "shape") and not kind.dtype.name.startswith("pointer") and len(self._regions) == 0:
-            wanted = np.dtype(numerics.host_dtype(kind.dtype.name))
+            wanted = np.dtype(tiles.host_dtype(kind.dtype.name))
 
             def check(value):
                 assert value.dtype == wanted, (op.op, getattr(op, "fn", ""), value.dtype, wanted)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from raising import raises
 
-from tilegym_db.backends import cuda_tools
-from tilegym_db.backends.cuda_tools import ANY_MINOR_RELEASE
+from tilegym_db.backends import toolchains
 from tilegym_db.backends.toolchains import (
+    ANY_MINOR_RELEASE,
     TOOLCHAINS,
     environment_changes,
     prepare_environment,
@@ -41,8 +41,8 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty ``nvidia`` package folder in place of the installed one, and no default toolkit."""
     root = tmp_path / "site" / "nvidia"
     root.mkdir(parents=True)
-    monkeypatch.setattr(cuda_tools, "package_folders", lambda: sorted(tmp_path.glob("*site/nvidia")))
-    monkeypatch.setattr(cuda_tools, "DEFAULT_TOOLKIT", tmp_path / "no-toolkit")
+    monkeypatch.setattr(toolchains, "package_folders", lambda: sorted(tmp_path.glob("*site/nvidia")))
+    monkeypatch.setattr(toolchains, "DEFAULT_TOOLKIT", tmp_path / "no-toolkit")
     return root
 
 

@@ -31,7 +31,7 @@ def run(x, weight, factor, out):
 """
 OF_A_LIAR = """
 import os, time
-import tilegym_db.verify.worker.timing as timing
+import tilegym_db.sandbox.timing as timing
 FILE = os.path.join(os.path.dirname(__file__), "slow")
 clock, lost = timing._now_ns, 0
 timing._now_ns = lambda: clock() - lost
@@ -69,7 +69,7 @@ def promoted(
         original = audit._run
         monkeypatch.setattr(audit, "_run", run_attempt)
         monkeypatch.setattr(audit, "PAUSE_S", 0.01)
-        monkeypatch.setattr("tilegym_db.verify.scan.scan_sources", lambda solution, sources: ())
+        monkeypatch.setattr("tilegym_db.sandbox.scan.scan_sources", lambda solution, sources: ())
         report = promote(gpu="cpu", catalog=catalog, store_home=root / "home", quick=True)
         (trace,) = (trace for trace in report.traces if trace.solution == "of_this_machine")
         return trace, attempts

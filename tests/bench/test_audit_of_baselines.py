@@ -10,15 +10,14 @@ import pytest
 import torch
 
 from tilegym_db.bench import audit
-from tilegym_db.bench.audit import GPU_CLOCK_ATTEMPTS, audit_clock
-from tilegym_db.bench.contents import ExpectedCache, WorkloadContents
-from tilegym_db.bench.unseen import wrong_on_unseen
-from tilegym_db.bench.verification import Verification
+from tilegym_db.bench.audit import GPU_CLOCK_ATTEMPTS, audit_clock, wrong_on_unseen
+from tilegym_db.bench.runner import WallRun
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Workload
+from tilegym_db.verify.contents import ExpectedCache, WorkloadContents
 from tilegym_db.verify.expected import Expected
+from tilegym_db.verify.session import Verification
 from tilegym_db.verify.verifier import Failure
-from tilegym_db.verify.wall_clock import WallRun
 
 CLAIMED_US, UNSEEN_US = 11_060.0, 28_100.0
 

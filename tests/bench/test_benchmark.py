@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 from raising import raises
 
-from tilegym_db.bench.bench_report import BenchReport
 from tilegym_db.bench.benchmark import benchmark, promote
+from tilegym_db.bench.plan import BenchReport
 from tilegym_db.bench.run_setup import Observer
-from tilegym_db.bench.tier_policy import MIN_SANDBOX_LEVEL
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import HardwareError
 from tilegym_db.records import Trace
 from tilegym_db.store.connection import open_store
+from tilegym_db.verify.worker_handle import MIN_SANDBOX_LEVEL
 
 TRITON = """
 import triton
@@ -188,7 +188,7 @@ def test_bench_can_promote_what_passed_in_one_go(catalog, tmp_path):
 
 def test_promotion_is_refused_where_workers_cannot_be_confined(catalog, tmp_path, monkeypatch):
     weak = SimpleNamespace(level=1, description="", reasons=("this kernel has no Landlock",))
-    monkeypatch.setattr("tilegym_db.bench.confined.best_level", lambda device: weak)
+    monkeypatch.setattr("tilegym_db.bench.promotions.best_level", lambda device: weak)
     with raises(HardwareError, "sandbox_too_weak", "this kernel has no Landlock", "--allow-unsandboxed"):
         promote(gpu="cpu", catalog=catalog, store_home=tmp_path)
 

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 from tilegym_db.bench.benchmark import benchmark
-from tilegym_db.bench.contents import CONTENT_SETS, ExpectedCache, WorkloadContents
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Trace, Workload
+from tilegym_db.verify.contents import CONTENT_SETS, ExpectedCache, WorkloadContents
 
 M, N = 12, 16
 SCALAR = {"factor": {"type": "scalar", "value": 0.5}}

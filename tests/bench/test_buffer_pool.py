@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tilegym_db.bench.buffer_pool import MAX_SLOTS_ON_CPU, MIN_SLOTS, BufferPool
-from tilegym_db.bench.contents import ExpectedCache, WorkloadContents
+from tilegym_db.bench.runner import MAX_SLOTS_ON_CPU, MIN_SLOTS, BufferPool
 from tilegym_db.records import Definition
+from tilegym_db.verify.contents import ExpectedCache, WorkloadContents
 from tilegym_db.verify.verifier import same_bytes
 
 

@@ -10,18 +10,21 @@ import torch
 from raising import raises
 
 from tilegym_db.bench import calibrate as module
-from tilegym_db.bench.calibrate import StopWatch, best_rate, calibrate, current_peaks
-from tilegym_db.bench.machine import Machine, cpu_machine, select_machine
-from tilegym_db.bench.peak_calls import (
+from tilegym_db.bench.calibrate import (
     PeakCall,
+    StopWatch,
+    best_rate,
+    calibrate,
     copy_candidates,
+    current_peaks,
     float32_precision,
     product_candidates,
     read_candidates,
 )
+from tilegym_db.bench.machine import Machine, cpu_machine, select_machine
 from tilegym_db.errors import HardwareError
-from tilegym_db.records.peaks import PRODUCT_DTYPES, GpuPeaks, Measured
-from tilegym_db.store.input_files import own_peaks_files
+from tilegym_db.published.input_files import own_peaks_files
+from tilegym_db.records.roofline import PRODUCT_DTYPES, GpuPeaks, Measured
 
 
 def wall(call: Callable[[], Any], calls: int) -> list[float]:

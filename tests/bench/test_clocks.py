@@ -10,9 +10,9 @@ from pathlib import Path
 import pynvml
 import pytest
 
-from tilegym_db.bench import clocks
+from tilegym_db.bench import timing
 from tilegym_db.bench.benchmark import benchmark
-from tilegym_db.bench.clocks import ClockReading, ClockSample, ClockWatch, Nvml, summarise_clocks
+from tilegym_db.bench.timing import ClockReading, ClockSample, ClockWatch, Nvml, summarise_clocks
 from tilegym_db.driver import driver_gpus, driver_version
 
 # The management library as its header declares it, for a GPU that is at 1980 MHz, then hot, then idle.
@@ -94,7 +94,7 @@ def test_samples_make_one_reading(samples, reading):
     assert summarise_clocks(samples) == reading
 
 
-@pytest.mark.parametrize("bit", [bit for bit, (_, slows) in clocks.EVENT_REASONS.items() if slows])
+@pytest.mark.parametrize("bit", [bit for bit, (_, slows) in timing.EVENT_REASONS.items() if slows])
 def test_heat_and_power_delivery_throttle(bit):
     assert summarise_clocks([sample(1000, bit)]).throttled is True
 
@@ -195,7 +195,7 @@ class SteadyDriver:
 def test_a_run_writes_the_clock_on_its_traces_and_believes_no_time_of_a_hot_device(
     reasons, status, said, make_catalog, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(clocks, "_uuid_of", lambda device: UUID)
+    monkeypatch.setattr(timing, "_uuid_of", lambda device: UUID)
     monkeypatch.setattr(Nvml, "open", lambda: SteadyDriver(reasons))
     report = benchmark(gpu="cpu", quick=True, catalog=make_catalog(tmp_path), store_home=tmp_path / "home")
     (trace,) = report.traces

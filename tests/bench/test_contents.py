@@ -11,16 +11,15 @@ import pytest
 import torch
 from raising import raises
 
-from tilegym_db.bench.contents import CONTENT_SETS, ExpectedCache, WorkloadContents, unusual_distributions
 from tilegym_db.bench.reproduce import reproduce
-from tilegym_db.bench.tier_policy import PROMOTION
-from tilegym_db.bench.verification import Verification, Verified
-from tilegym_db.bench.worker_handle import WorkerHandle
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import UsageError
 from tilegym_db.records import Definition, Workload
+from tilegym_db.verify.contents import CONTENT_SETS, ExpectedCache, WorkloadContents, unusual_distributions
 from tilegym_db.verify.inputs import draws_spread, spreads_otherwise
+from tilegym_db.verify.session import Verification, Verified
 from tilegym_db.verify.verifier import Failure
+from tilegym_db.verify.worker_handle import PROMOTION, WorkerHandle
 
 ROWS, GROUPS = 248, 4
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from tilegym_db.bench.cross_check import cross_check
+from tilegym_db.bench.benchmark import cross_check
 from tilegym_db.records import Trace
-from tilegym_db.records.peaks import GpuPeaks, Measured
+from tilegym_db.records.roofline import GpuPeaks, Measured
 from tilegym_db.records.trace import Audit, Performance
 
 LAUNCH_US = 4.0

@@ -3,7 +3,7 @@ from __future__ import annotations
 import tempfile
 import threading
 
-from tilegym_db.bench.device_lock import timing_lock
+from tilegym_db.bench.machine import timing_lock
 
 
 def test_one_timing_at_a_time(tmp_path, monkeypatch):

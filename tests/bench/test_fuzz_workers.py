@@ -13,18 +13,15 @@ from typing import Any
 import pytest
 from conftest import DEFINITION, KERNEL
 
-from tilegym_db.bench import verification
-from tilegym_db.bench.case_queue import CaseQueue
-from tilegym_db.bench.contents import ExpectedCache, WorkloadContents
-from tilegym_db.bench.executor.verify_batch import _expected_length
-from tilegym_db.bench.processors import Processors
-from tilegym_db.bench.tier_policy import PROMOTION, SCREEN
-from tilegym_db.bench.verification import Verification, Verified
-from tilegym_db.bench.worker_handle import RunnerLimits, WorkerHandle
+from tilegym_db.bench.local_executor import _expected_length
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.records import Definition, Workload
+from tilegym_db.sandbox.worker import WorkerDied
+from tilegym_db.verify import session
+from tilegym_db.verify.contents import ExpectedCache, WorkloadContents
+from tilegym_db.verify.session import CaseQueue, Processors, Verification, Verified
 from tilegym_db.verify.verifier import Failure
-from tilegym_db.verify.worker.losses import WorkerDied
+from tilegym_db.verify.worker_handle import PROMOTION, SCREEN, RunnerLimits, WorkerHandle
 
 SEED = 20_261_123
 WORKLOAD = {
@@ -85,7 +82,7 @@ def test_processors_go_to_runners_first_and_to_helpers_by_equal_shares():
 
 
 def test_where_several_gpus_of_a_host_are_at_work_each_kernel_has_fewer_workers():
-    assert [verification.most_fuzz_workers(gpus) for gpus in (1, 2, 4, 8)] == [6, 4, 3, 2]
+    assert [session.most_fuzz_workers(gpus) for gpus in (1, 2, 4, 8)] == [6, 4, 3, 2]
 
 
 def test_processors_of_runners_that_never_ask_for_a_helper_are_not_shared_out():
@@ -129,7 +126,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[WorkerHandle]:
     """Whose worker each case was checked in. Cases take no time on a CPU, so a worker waits for its helpers after the first."""
     handles: list[WorkerHandle] = []
     helped = threading.Event()
-    check = verification._check_case
+    check = session._check_case
 
     def checked(handle: WorkerHandle, *arguments: Any) -> Any:
         handles.append(handle)
@@ -139,7 +136,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[WorkerHandle]:
             helped.wait(60)
         return check(handle, *arguments)
 
-    monkeypatch.setattr(verification, "_check_case", checked)
+    monkeypatch.setattr(session, "_check_case", checked)
     return handles
 
 

@@ -18,26 +18,32 @@ import pytest
 from raising import raises
 
 from tilegym_db.bench.instruments.calls import arguments_of
-from tilegym_db.bench.instruments.chosen import Chosen, choose_solutions, with_cases
-from tilegym_db.bench.instruments.process import output_of
-from tilegym_db.bench.instruments.profile import CallProfile, profile_path, profiler_command
-from tilegym_db.bench.instruments.profiler_report import parse_profile
-from tilegym_db.bench.instruments.programs import find_program
-from tilegym_db.bench.instruments.requests import SolutionCalls, read_request, write_request
+from tilegym_db.bench.instruments.profile import CallProfile, parse_profile, profile_path, profiler_command
+from tilegym_db.bench.instruments.requests import (
+    Chosen,
+    SolutionCalls,
+    choose_solutions,
+    find_program,
+    output_of,
+    read_request,
+    with_cases,
+    write_request,
+)
 from tilegym_db.bench.instruments.sanitize import (
     TOOLS,
     Run,
     Sanitized,
+    SanitizerFinding,
+    parse_report,
     record_failures,
     sanitize,
     sanitizer_command,
     verdicts_of,
 )
-from tilegym_db.bench.instruments.sanitizer_report import SanitizerFinding, parse_report
 from tilegym_db.bench.machine import cpu_machine
 from tilegym_db.bench.run_setup import RunSetup
 from tilegym_db.catalog import Catalog, SolutionFiles
-from tilegym_db.cli.profile import print_kernels
+from tilegym_db.cli.instruments import print_kernels
 from tilegym_db.errors import NotFoundError, SolutionError, ToolchainError
 from tilegym_db.paths import shipped_root
 from tilegym_db.records.case import Case

@@ -13,9 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilegym_db.bench.clocks import ClockReading
-from tilegym_db.bench.interleaved import Block, TimedCandidate, TimingBudget, time_interleaved
-from tilegym_db.bench.statistics import median_interval
+from tilegym_db.bench.timing import Block, ClockReading, TimedCandidate, TimingBudget, median_interval, time_interleaved
 from tilegym_db.verify.verifier import Failure
 
 SLOTS = 8

@@ -17,8 +17,7 @@ import pytest
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Trace
-from tilegym_db.store.connection import open_store
-from tilegym_db.store.ingest import ingest_journals
+from tilegym_db.store.connection import ingest_journals, open_store
 from tilegym_db.store.journal import journal_files, read_journal
 
 HANGS = """def run(x, weight, factor, out):
@@ -30,7 +29,7 @@ TWO_SIZES = ({"axes": {"M": 40, "N": 32}}, {"axes": {"M": 24, "N": 48}})
 
 # Imports once what every run imports, then makes each run of the command line a process of its own.
 LAUNCHER = """import os, sys
-import tilegym_db.bench.benchmark, tilegym_db.cli.bench_progress
+import tilegym_db.bench.benchmark, tilegym_db.cli.kit.bench_progress
 from tilegym_db.cli.app import main
 for line in sys.stdin:
     process = os.fork()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilegym_db.bench.long_run import LONG_RUN_CALLS, LONG_RUN_S, long_run_calls
+from tilegym_db.bench.time_workload import LONG_RUN_CALLS, LONG_RUN_S, long_run_calls
 from tilegym_db.records.trace import Performance
 
 

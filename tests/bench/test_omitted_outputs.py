@@ -16,10 +16,9 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.errors import TilegymDBError, UsageError
 from tilegym_db.records import Trace
 from tilegym_db.records.case import Case
-from tilegym_db.records.omitted import narrowed
+from tilegym_db.records.solution import narrowed
 from tilegym_db.records.trace import Performance
-from tilegym_db.store.connection import open_store
-from tilegym_db.store.ingest import ingest_journals
+from tilegym_db.store.connection import ingest_journals, open_store
 from tilegym_db.store.journal import Journal
 from tilegym_db.store.publish import publish
 

@@ -13,17 +13,13 @@ from typing import Any
 import pytest
 from conftest import DEFINITION, KERNEL
 
-from tilegym_db.bench import own_shape, verification
-from tilegym_db.bench.case_queue import CaseQueue
-from tilegym_db.bench.contents import ExpectedCache, WorkloadContents
-from tilegym_db.bench.own_shape import OwnShape, ShapesAhead
-from tilegym_db.bench.processors import Processors
-from tilegym_db.bench.tier_policy import SCREEN
-from tilegym_db.bench.verification import Verification, Verified
-from tilegym_db.bench.worker_handle import RunnerLimits, WorkerHandle
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.records import Definition, Workload
+from tilegym_db.verify import session
+from tilegym_db.verify.contents import ExpectedCache, WorkloadContents
+from tilegym_db.verify.session import CaseQueue, OwnShape, Processors, ShapesAhead, Verification, Verified
 from tilegym_db.verify.verifier import Failure
+from tilegym_db.verify.worker_handle import SCREEN, RunnerLimits, WorkerHandle
 
 SEED = 20_261_127
 ROWS = (16, 24, 40)
@@ -97,7 +93,7 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, WorkerHandle]]:
     """Rows and worker of every shape that is verified. Helpers wait at their first case until one of them was, or tried to be."""
     checked: list[tuple[int, WorkerHandle]] = []
     begun = threading.Event()
-    check, check_pair = own_shape.check_own_shape, Verification._check_pair
+    check, check_pair = session.check_own_shape, Verification._check_pair
 
     def checking(handle: WorkerHandle, contents: WorkloadContents) -> OwnShape | Failure:
         checked.append((contents.workload.axes["M"], handle))
@@ -112,8 +108,8 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, WorkerHandle]]:
             begun.wait(60)
         check_pair(of, handle, queue, number, pair)
 
-    monkeypatch.setattr(own_shape, "check_own_shape", checking)
-    monkeypatch.setattr(verification, "check_own_shape", checking)
+    monkeypatch.setattr(session, "check_own_shape", checking)
+    monkeypatch.setattr(session, "check_own_shape", checking)
     monkeypatch.setattr(Verification, "_check_pair", checked_pair)
     return checked
 
@@ -141,13 +137,13 @@ def test_where_no_helper_is_at_work_the_fuzz_cases_come_first(make, shapes, monk
     subject = make(workers=1)
     subject.look_ahead()
     order: list[str] = []
-    check = verification._check_case
+    check = session._check_case
 
     def checked(*arguments: Any) -> Any:
         order.append(f"case {len(shapes)}")
         return check(*arguments)
 
-    monkeypatch.setattr(verification, "_check_case", checked)
+    monkeypatch.setattr(session, "_check_case", checked)
     assert all(isinstance(outcome, Verified) for outcome in subject.verdicts())
     assert set(order) == {"case 0"}
     assert [rows for rows, _ in shapes] == list(ROWS)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from tilegym_db.bench.phases import TIME, VERIFY, Phases, processor_seconds
+from tilegym_db.verify.phases import TIME, VERIFY, Phases, processor_seconds
 
 
 def test_what_threads_take_is_added_up_and_taken_once():

@@ -7,20 +7,17 @@ from typing import Any
 
 import pytest
 
-from tilegym_db.bench.bench_report import BenchReport
-from tilegym_db.bench.benchmark import benchmark
-from tilegym_db.bench.interleaved import TimingBudget
+from tilegym_db.bench.benchmark import benchmark, run_plan
 from tilegym_db.bench.machine import cpu_machine
-from tilegym_db.bench.physics import judge_time
-from tilegym_db.bench.plan import Options
-from tilegym_db.bench.planning import make_plan
+from tilegym_db.bench.plan import BenchReport, Options, make_plan
 from tilegym_db.bench.run_setup import Observer
-from tilegym_db.bench.tier_policy import SCREEN
-from tilegym_db.bench.tier_run import run_plan
+from tilegym_db.bench.time_workload import judge_time
+from tilegym_db.bench.timing import TimingBudget
 from tilegym_db.errors import HardwareError
-from tilegym_db.records.peaks import GpuPeaks
+from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.records.trace import Performance
 from tilegym_db.verify.verifier import Failure
+from tilegym_db.verify.worker_handle import SCREEN
 
 
 def measured(value: float) -> dict[str, Any]:

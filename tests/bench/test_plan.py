@@ -8,12 +8,11 @@ import pytest
 from raising import raises
 
 from tilegym_db.bench.machine import Machine
-from tilegym_db.bench.plan import Options, Plan, names_of
-from tilegym_db.bench.planning import make_plan
+from tilegym_db.bench.plan import Options, Plan, make_plan, names_of
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import NotFoundError, UsageError
 from tilegym_db.records.solution import config_id
-from tilegym_db.verify.worker.interpreters import INTERPRETERS
+from tilegym_db.sandbox.interpreters import INTERPRETERS
 
 HERE = Machine("cpu", "cpu", "a processor")
 H200 = Machine("cuda:0", "h200", "NVIDIA H200", "sm_90")

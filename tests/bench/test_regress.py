@@ -10,10 +10,8 @@ import pytest
 from raising import raises
 
 from tilegym_db.bench.benchmark import benchmark
-from tilegym_db.bench.gpus.devices import cpu_slots
-from tilegym_db.bench.history import SourceHistory
-from tilegym_db.bench.regress import RegressionReport, regress
-from tilegym_db.bench.regression import Bars
+from tilegym_db.bench.devices.devices import cpu_slots
+from tilegym_db.bench.regress import Bars, RegressionReport, SourceHistory, regress
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import NotFoundError
 

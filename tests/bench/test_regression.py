@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilegym_db.bench.regression import Bars, Control, bars_for, compare_control, compare_versions, voiding
+from tilegym_db.bench.regress import Bars, Control, bars_for, compare_control, compare_versions, voiding
 
 ROUNDS = 20
 

@@ -9,11 +9,10 @@ import pytest
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
+from tilegym_db.published.input_files import trace_files
+from tilegym_db.published.trace_set import TraceSet
 from tilegym_db.records import Definition
-from tilegym_db.records.peaks import GpuPeaks, Measured
-from tilegym_db.records.roofline import below_floor, product_ceiling, sol_ratio, speed_of_light
-from tilegym_db.records.trace_set import TraceSet
-from tilegym_db.store.input_files import trace_files
+from tilegym_db.records.roofline import GpuPeaks, Measured, below_floor, product_ceiling, sol_ratio, speed_of_light
 
 L2 = 60 << 20
 BUS = 2 * 3201e6 * 6144 / 8

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from tilegym_db.bench.bench_report import BenchReport
 from tilegym_db.bench.benchmark import benchmark
+from tilegym_db.bench.plan import BenchReport
 from tilegym_db.bench.runner import Runner
-from tilegym_db.bench.worker_handle import RunnerLimits, WorkerHandle
 from tilegym_db.catalog import Catalog
-from tilegym_db.catalog.parsed_sources import FILE_NAME as PARSED_SOURCES
+from tilegym_db.catalog.record_files import FILE_NAME as PARSED_SOURCES
 from tilegym_db.records import Trace
+from tilegym_db.sandbox.worker import best_level
 from tilegym_db.store.connection import open_store
-from tilegym_db.verify.worker.process import best_level
+from tilegym_db.verify.worker_handle import RunnerLimits, WorkerHandle
 
 RETURNS = {"destination_passing_style": False}
 HEAD = "import os, time, torch\ndef run(x, weight, factor, out):\n    right = x * weight * factor\n    "
@@ -154,8 +154,8 @@ def report(make_catalog, folder) -> Iterator[BenchReport]:
     workloads = ({"axes": {"M": 40, "N": 32}, "tags": ["tiny"]}, {"axes": {"M": 24, "N": 48}})
     catalog = make_catalog(folder / "catalog", solutions, workloads)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tilegym_db.bench.executor.local.RunnerLimits", functools.partial(RunnerLimits, first_call_s=6.0))
-        patch.setattr("tilegym_db.verify.scan.scan_sources", lambda solution, sources: ())
+        patch.setattr("tilegym_db.bench.local_executor.RunnerLimits", functools.partial(RunnerLimits, first_call_s=6.0))
+        patch.setattr("tilegym_db.sandbox.scan.scan_sources", lambda solution, sources: ())
         yield benchmark(gpu="cpu", catalog=catalog, store_home=folder / "home", quick=True)
 
 

@@ -11,9 +11,8 @@ from types import ModuleType
 
 import pytest
 
-from tilegym_db.bench.instruments.chosen import Chosen, choose_solutions
-from tilegym_db.bench.instruments.sanitize import Sanitized
-from tilegym_db.bench.instruments.sanitizer_report import SanitizerFinding
+from tilegym_db.bench.instruments.requests import Chosen, choose_solutions
+from tilegym_db.bench.instruments.sanitize import Sanitized, SanitizerFinding
 from tilegym_db.bench.machine import cpu_machine
 from tilegym_db.bench.run_setup import RunSetup
 from tilegym_db.catalog import Catalog

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from tilegym_db.bench.instruments.chosen import Chosen, choose_solutions
+from tilegym_db.bench.instruments.requests import Chosen, choose_solutions
 from tilegym_db.bench.machine import cpu_machine
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root

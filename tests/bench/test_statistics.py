@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilegym_db.bench.statistics import Interval, median, median_interval, paired_ratio
+from tilegym_db.bench.timing import Interval, median, median_interval, paired_ratio
 
 times = st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=60)
 

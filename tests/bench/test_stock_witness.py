@@ -14,14 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from tilegym_db.bench.contents import ExpectedCache, WorkloadContents
-from tilegym_db.bench.stock_witness import StockWitness
-from tilegym_db.bench.tier_policy import PROMOTION
-from tilegym_db.bench.verification import Verification, Verified
-from tilegym_db.bench.worker_handle import WorkerHandle
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.records import Definition, Workload
+from tilegym_db.verify.contents import ExpectedCache, WorkloadContents
+from tilegym_db.verify.session import StockWitness, Verification, Verified
 from tilegym_db.verify.verifier import Failure
+from tilegym_db.verify.worker_handle import PROMOTION, WorkerHandle
 
 SCALED: dict[str, Any] = {
     "name": "scaled",

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tilegym_db.bench.summary import SummaryRow, summarise
+from tilegym_db.bench.plan import SummaryRow, summarise
 from tilegym_db.records import Trace
 from tilegym_db.records.trace import Comparison, Correctness, Performance
 

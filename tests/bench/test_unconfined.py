@@ -18,9 +18,9 @@ from handicaps import NO_CAPABILITIES, NO_LANDLOCK, keep_a_containers_capabiliti
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.cli.doctor import sandbox_check
-from tilegym_db.confinement.landlock import MINIMAL_VERSION, landlock_version
-from tilegym_db.confinement.levels import Sandbox
-from tilegym_db.confinement.spec import Confinement
+from tilegym_db.sandbox.confine import Sandbox
+from tilegym_db.sandbox.landlock import MINIMAL_VERSION, landlock_version
+from tilegym_db.sandbox.limits import Confinement
 
 NEEDS_LANDLOCK = pytest.mark.skipif(
     landlock_version() < MINIMAL_VERSION, reason="the kernel has no Landlock to take away"
@@ -41,17 +41,17 @@ from tilegym_db.paths import use_root
 stack = contextlib.ExitStack()
 stack.enter_context(use_root(root))
 from tilegym_db.bench.benchmark import promote
-from tilegym_db.bench.gpus.devices import cpu_slots
+from tilegym_db.bench.devices.devices import cpu_slots
 from tilegym_db.catalog import Catalog
 from tilegym_db.cli.doctor import check_sandbox
 from tilegym_db.errors import TilegymDBError
 from tilegym_db.resolver.resolve import resolve
 from tilegym_db.store.connection import open_store
-from tilegym_db.store.data_set import SharedDataSet
+from tilegym_db.store.sharing import SharedDataSet
 from tilegym_db.store.publish import publish
 from tilegym_db.store.sharing import share_traces
 from tilegym_db.store.table_exchange import share_tables
-from tilegym_db.verify.worker.process import best_level
+from tilegym_db.sandbox.worker import best_level
 catalog, said = Catalog((root, wheel / "overlay")), {}
 said["level"], said["doctor"] = best_level("cpu").level, [check.state for check in check_sandbox()]
 try:
@@ -85,7 +85,7 @@ def package(make_catalog: Callable[..., Catalog], tmp_path: Path, ship: Callable
     """A package that ships an operator with stock code and a fast kernel; the user's overlay has another kernel for it."""
     from write_checked_records import judged
 
-    from tilegym_db.store.checked import checked_file
+    from tilegym_db.published.checked import checked_file
 
     root = tmp_path / "shipped"
     catalog = make_catalog(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilegym_db.bench.statistics import Interval, median_interval, paired_ratio, verdict_of
+from tilegym_db.bench.timing import Interval, median_interval, paired_ratio, verdict_of
 
 REPEATS = 600
 FEW_MISSES = 20

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from conftest import DEFINITION
 
-from tilegym_db.bench.worker_handle import RunnerLimits, WorkerHandle
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.records import Definition
+from tilegym_db.verify.worker_handle import RunnerLimits, WorkerHandle
 
 RAISES = "raise ValueError(7)\n\n\ndef run(x, weight, factor, out):\n    pass\n"
 

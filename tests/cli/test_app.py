@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tilegym_db.cli.app import COMMANDS
+from tilegym_db.cli.commands import COMMANDS
 from tilegym_db.errors import NoSolutionError, NotFoundError, StoreError, TilegymDBError, UsageError
 
 EVERY_COMMAND = [name for panel in COMMANDS.values() for name in panel]

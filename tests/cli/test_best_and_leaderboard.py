@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tilegym_db.records.trace_set import TraceSet
+from tilegym_db.published.trace_set import TraceSet
 
 
 @pytest.fixture

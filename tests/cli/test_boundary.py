@@ -276,8 +276,7 @@ def test_an_odd_home_is_an_error_or_works(environment, tmp_path, place):
 
 
 def test_the_table_of_commands_says_what_the_commands_say():
-    from tilegym_db.cli.app import COMMANDS
-    from tilegym_db.cli.group import load_command
+    from tilegym_db.cli.commands import COMMANDS, load_command
 
     for panel in COMMANDS.values():
         for name, summary in panel.items():

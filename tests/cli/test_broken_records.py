@@ -201,7 +201,7 @@ def test_a_journal_of_the_loop_that_cannot_be_read_stops_only_what_is_about_the_
     journal_traces(3.0)
     from tilegym_db.errors import StoreError
     from tilegym_db.records.loop import Attempt
-    from tilegym_db.store.loop_journals import journaled
+    from tilegym_db.store.loop import journaled
 
     (home / "loop").mkdir()
     os.mkfifo(home / "loop" / "attempts.jsonl")

@@ -10,10 +10,10 @@ from typer.testing import CliRunner, Result
 
 from tilegym_db.bench import machine
 from tilegym_db.bench.machine import Machine
-from tilegym_db.cli import calibrate
+from tilegym_db.cli import doctor
 from tilegym_db.errors import HardwareError
-from tilegym_db.records.peaks import GpuPeaks
-from tilegym_db.store.input_files import own_peaks_files
+from tilegym_db.published.input_files import own_peaks_files
+from tilegym_db.records.roofline import GpuPeaks
 
 H200 = Machine("cuda:0", "h200", "NVIDIA H200", "sm_90")
 
@@ -45,7 +45,7 @@ PEAKS = GpuPeaks.from_dict(
 
 def invoke(*arguments: str) -> Result:
     app = typer.Typer()
-    app.command()(calibrate.command)
+    app.command()(doctor.calibrate_command)
     return CliRunner().invoke(app, list(arguments))
 
 

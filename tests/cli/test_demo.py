@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from tilegym_db.cli import demo, demo_kernel, demo_model
+from tilegym_db.cli import demo
 
 
 def test_something_is_said_every_few_seconds_and_nothing_once_the_work_is_done(capsys):
@@ -20,7 +20,7 @@ def test_something_is_said_every_few_seconds_and_nothing_once_the_work_is_done(c
 def test_the_shipped_table_has_every_operator_once_and_its_columns_hold_together(home):
     from tilegym_db.store.sql import run_user_query
 
-    answer = run_user_query(demo.SHIPPED, {"gpu": demo_model.REFERENCE_GPU, "names": list(demo.OPERATORS)})
+    answer = run_user_query(demo.SHIPPED, {"gpu": demo.REFERENCE_GPU, "names": list(demo.OPERATORS)})
     assert [row[0] for row in answer.rows] == sorted(demo.OPERATORS)
     for *_, us, stock_us, speedup in answer.rows:
         assert stock_us / us == pytest.approx(speedup, rel=0.02)
@@ -32,16 +32,16 @@ def test_the_kernel_for_a_cpu_is_admitted_and_right():
 
     from tilegym_db.catalog import Catalog
     from tilegym_db.records import Solution
-    from tilegym_db.records.signature import signature_problem
-    from tilegym_db.verify.scan import hard_findings, scan_sources
+    from tilegym_db.records.solution import signature_problem
+    from tilegym_db.sandbox.scan import hard_findings, scan_sources
 
     definition = Catalog.default().definition("rms_norm")
-    record = Solution.from_dict(demo_kernel.KERNEL_RECORD)
+    record = Solution.from_dict(demo.KERNEL_RECORD)
     record.check_against(definition)
-    assert signature_problem(record, demo_kernel.KERNEL, definition) is None
-    assert not hard_findings(scan_sources(record, {"kernel.py": demo_kernel.KERNEL.encode()}))
+    assert signature_problem(record, demo.KERNEL, definition) is None
+    assert not hard_findings(scan_sources(record, {"kernel.py": demo.KERNEL.encode()}))
     scope: dict[str, object] = {}
-    exec(demo_kernel.KERNEL, scope)
+    exec(demo.KERNEL, scope)
     x, weight = torch.randn(4, 64), torch.randn(64)
     out = torch.empty_like(x)
     scope["run"](x, weight, 1e-6, out)  # type: ignore[operator]
@@ -52,7 +52,7 @@ def test_the_demo_writes_into_its_own_home_only(home, monkeypatch):
     monkeypatch.setenv("TILEGYM_DB_HOME", str(home))  # own_home changes it for the rest of the process
     folder = demo.own_home()
     assert folder == home / "demo"
-    demo_kernel.add_demo_kernel(folder / "catalog", tokens=16)
+    demo.add_demo_kernel(folder / "catalog", tokens=16)
     from tilegym_db.catalog import Catalog
 
     catalog = Catalog.default()
@@ -63,6 +63,6 @@ def test_the_demo_writes_into_its_own_home_only(home, monkeypatch):
 def test_every_call_of_the_model_has_a_kernel_on_the_reference_gpu(home):
     from tilegym_db.catalog import Catalog
 
-    rows = demo_model.explain_sites(demo_model.build_config(), Catalog.default(), tokens=4096)
+    rows = demo.explain_sites(demo.build_config(), Catalog.default(), tokens=4096)
     assert [row[0] for row in rows] == list(demo.OPERATORS) * 2
     assert all(row[2] != "stock" for row in rows)

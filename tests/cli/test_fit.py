@@ -15,16 +15,16 @@ from tilegym_db import fit
 from tilegym_db.bench.machine import cpu_machine
 from tilegym_db.bench.run_setup import Observer
 from tilegym_db.catalog import Catalog
-from tilegym_db.confinement.levels import Sandbox
-from tilegym_db.confinement.spec import Confinement
 from tilegym_db.errors import HardwareError, UsageError
-from tilegym_db.integrations.transformers.random_model import build_model, load_config
 from tilegym_db.loop.fit import FitOptions, fit_config, runnable_kernels
+from tilegym_db.models.random_model import build_model, load_config
+from tilegym_db.published.checked import checked_file
+from tilegym_db.published.table import load_table
 from tilegym_db.records import Trace
-from tilegym_db.resolver.table import load_table
-from tilegym_db.store.checked import checked_file
+from tilegym_db.sandbox import worker
+from tilegym_db.sandbox.confine import Sandbox
+from tilegym_db.sandbox.limits import Confinement
 from tilegym_db.store.connection import open_store
-from tilegym_db.verify.worker import process
 
 REAL = Path(__file__).resolve().parents[2]
 CONFIG = {
@@ -169,7 +169,7 @@ def test_without_confinement_a_model_gets_what_the_package_ships(
     config: Path, home: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weak = Sandbox(Confinement(1), "level 1: a session of its own", ("level 2 is not available: no Landlock",))
-    monkeypatch.setitem(process._sandboxes, "cpu", weak)
+    monkeypatch.setitem(worker._sandboxes, "cpu", weak)
     with pytest.raises(HardwareError, match="rms_norm_in_place"):
         fit_config(config, "cpu", OPTIONS)
 

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tilegym_db.cli.app import main
-from tilegym_db.cli.group import every_command
+from tilegym_db.cli.commands import every_command
 
 STATUSES = {0, 1, 2, 3, 4, 130}
 LIMIT_S = 10

@@ -192,7 +192,7 @@ def test_listing_goes_on_past_a_data_set_that_cannot_be_read(
 def test_a_folder_that_is_not_empty_is_refused_before_an_export_is_put_together(
     form, cli, row_scale, tmp_path, monkeypatch
 ):
-    from tilegym_db.integrations.interchange import flashinfer_export
+    from tilegym_db.interchange import flashinfer_export
 
     def built(*_: object) -> None:
         raise AssertionError("the export was put together")

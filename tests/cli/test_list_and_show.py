@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tilegym_db.catalog import Catalog, broken
-from tilegym_db.store.listed import FILE_NAME
+from tilegym_db.catalog import Catalog, record_files
+from tilegym_db.store.fingerprints import FILE_NAME
 
 
 def test_list_has_one_row_per_definition(cli, row_scale):
@@ -67,7 +67,7 @@ def test_a_broken_record_is_named_by_every_list(cli, row_scale, home, monkeypatc
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("{")
     for _ in range(2):
-        monkeypatch.setattr(broken, "_named", set())
+        monkeypatch.setattr(record_files, "_named", set())
         caplog.clear()
         assert cli("list").code == 0
         assert "draft.json" in caplog.text

@@ -7,13 +7,19 @@ import sys
 import pytest
 from raising import raises
 
-from tilegym_db.cli.app import COMMANDS
-from tilegym_db.cli.completion import complete_definition, complete_gpu, complete_language, complete_statement
-from tilegym_db.cli.group import every_command, load_command
-from tilegym_db.cli.next_step import next_step
-from tilegym_db.cli.pairs import parse_axes, parse_pairs, parse_scalars
+from tilegym_db.cli.commands import COMMANDS, every_command, load_command
+from tilegym_db.cli.explain import next_step
+from tilegym_db.cli.kit.options import (
+    complete_definition,
+    complete_gpu,
+    complete_language,
+    complete_statement,
+    parse_axes,
+    parse_pairs,
+    parse_scalars,
+)
 from tilegym_db.errors import UsageError
-from tilegym_db.store.views import INTERNAL_VIEWS, public_views
+from tilegym_db.store.asking import INTERNAL_VIEWS, public_views
 
 READERS = ("list", "show", "best", "leaderboard", "compare", "explain", "sql", "doctor", "version", "task status")
 NO_RECORDS = ("report", "report weekly", "task prompt", "mcp", "demo")

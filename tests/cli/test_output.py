@@ -6,8 +6,8 @@ from datetime import datetime
 
 import pytest
 
-from tilegym_db.cli.formats import Form, csv_text, write_bytes
-from tilegym_db.cli.output import note, print_json, print_line, print_table, spelled_number
+from tilegym_db.cli.kit.formats import Form, csv_text, write_bytes
+from tilegym_db.cli.kit.output import note, print_json, print_line, print_table, spelled_number
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tilegym_db.bench.instruments import programs
-from tilegym_db.cli.programs import needing_program
+from tilegym_db.bench.instruments import requests
+from tilegym_db.cli.kit.options import needing_program
 from tilegym_db.errors import ToolchainError
 
 COMMANDS = [("sanitize", "row_scale_stock"), ("profile", "row_scale_stock", "--workload", "*")]
@@ -21,8 +21,8 @@ def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("DEFAULT_TOOLKIT", "NSIGHT_FOLDER"):
-        monkeypatch.setattr(programs, name, tmp_path / "none")
-    monkeypatch.setattr(programs, "package_folders", lambda: [])
+        monkeypatch.setattr(requests, name, tmp_path / "none")
+    monkeypatch.setattr(requests, "package_folders", lambda: [])
 
 
 @pytest.mark.parametrize("words", COMMANDS)

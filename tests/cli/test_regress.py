@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tilegym_db.bench import machine, regression
-from tilegym_db.bench.regression import Bars
+from tilegym_db.bench import machine, regress
+from tilegym_db.bench.regress import Bars
 
 SLOW = (
     "def run(x, weight, factor, out):\n"
@@ -27,7 +27,7 @@ def slower(row_scale: Path, monkeypatch) -> Path:
         identity = ["-c", "user.name=tests", "-c", "user.email=tests@example.org"]
         subprocess.run(["git", "-C", str(row_scale), *identity, *arguments], check=True)
     (row_scale / "solutions/elementwise/row_scale/row_scale_stock/kernel.py").write_text(SLOW)
-    monkeypatch.setitem(regression._BARS, "cpu", Bars(control_shift=0.5))  # the tests' machine may be busy
+    monkeypatch.setitem(regress._BARS, "cpu", Bars(control_shift=0.5))  # the tests' machine may be busy
     return row_scale
 
 
@@ -43,7 +43,7 @@ def test_a_regression_is_a_table_and_exit_status_1(cli, slower):
 
 
 def test_a_void_session_has_an_exit_status_of_its_own(cli, slower, monkeypatch):
-    monkeypatch.setitem(regression._BARS, "cpu", Bars(control_shift=-1.0, floor_us=-1.0))
+    monkeypatch.setitem(regress._BARS, "cpu", Bars(control_shift=-1.0, floor_us=-1.0))
     result = cli("regress", "--against", "HEAD", "--gpu", "cpu", "--json")
     assert result.code == 4
     (reason,) = result.json()["void"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tilegym_db.cli.spark import ASCII, BLOCKS, by_size, spark_line
+from tilegym_db.cli.kit.output import ASCII, BLOCKS, by_size, spark_line
 
 
 def row(solution: str, *latencies_us: float) -> dict[str, object]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilegym_db.cli.table import cut, lay_out, text_width
+from tilegym_db.cli.kit.output import cut, lay_out, text_width
 
 COLUMNS = ("definition", "language", "solution", "us")
 ROWS = [("fused_add_rms_norm", "triton", "fused_add_rms_norm_triton_row_fast_for_hopper", "12.5")]

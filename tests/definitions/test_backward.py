@@ -13,10 +13,10 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.backward import backward_problem, differentiated
 from tilegym_db.records.case import Case
-from tilegym_db.records.definition import GRADIENT
+from tilegym_db.records.definition_rules import GRADIENT
 from tilegym_db.resolver.loader import load_verified
 from tilegym_db.verify.inputs import draw_inputs
-from tilegym_db.verify.reference import Lifted, load_function, name_outputs, run_lifted
+from tilegym_db.verify.oracle import Lifted, load_function, name_outputs, run_lifted
 
 BACKWARDS = ["rms_norm_backward", "rms_norm_backward_x", "swiglu_backward", "rope_neox_backward"]
 WITH_SAVED_TENSORS = ["softmax_backward"]  # tests/verify/test_saved_tensors.py

@@ -17,17 +17,16 @@ import torch
 from raising import raises
 
 from tilegym_db.backends.load import load_entry
+from tilegym_db.backends.torch_dtypes import dtype_name
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
-from tilegym_db.records.binding import solve_axes, solve_dtypes
+from tilegym_db.records.call import solve_axes, solve_dtypes
 from tilegym_db.records.case import Case
-from tilegym_db.verify.comparison import check_outputs, reference_errors
+from tilegym_db.verify.comparison import check_outputs, followed, reference_errors
 from tilegym_db.verify.inputs import draw_inputs
-from tilegym_db.verify.ranking import followed
-from tilegym_db.verify.reference import name_outputs, oracle, run_reference
-from tilegym_db.verify.torch_dtypes import dtype_name
+from tilegym_db.verify.oracle import name_outputs, oracle, run_reference
 
 pytestmark = pytest.mark.records("name")  # where a test has one
 

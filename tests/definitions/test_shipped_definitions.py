@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 
+from tilegym_db.backends.torch_dtypes import storage_dtype
 from tilegym_db.catalog import Catalog
+from tilegym_db.published.input_files import shipped_traces
+from tilegym_db.published.trace_set import TraceSet
 from tilegym_db.records import Definition, Workload
-from tilegym_db.records.trace_set import TraceSet
-from tilegym_db.store.input_files import shipped_traces
-from tilegym_db.verify.comparison import check_lifted, check_outputs, reference_errors
-from tilegym_db.verify.ranking import followed
-from tilegym_db.verify.reference import Lifted, oracle, run_reference
+from tilegym_db.verify.comparison import check_lifted, check_outputs, followed, reference_errors
+from tilegym_db.verify.oracle import Lifted, oracle, run_reference
 from tilegym_db.verify.self_test import self_test, tiny_workloads
-from tilegym_db.verify.torch_dtypes import storage_dtype
 
 Draw = Callable[[Definition, Workload], dict[str, Any]]
 Tiny = tuple[Definition, Workload]

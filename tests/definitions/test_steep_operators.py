@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tilegym_db.bench.contents import CONTENT_SETS, ExpectedCache, WorkloadContents
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
 from tilegym_db.records.case import Case
 from tilegym_db.verify.comparison import check_outputs
-from tilegym_db.verify.distance import EXACTLY
+from tilegym_db.verify.contents import CONTENT_SETS, ExpectedCache, WorkloadContents
 from tilegym_db.verify.distributions import CONTENTS, DISTRIBUTIONS, RANGES
 from tilegym_db.verify.expected import Expected, expect
+from tilegym_db.verify.gates import EXACTLY
 from tilegym_db.verify.inputs import draw_inputs
-from tilegym_db.verify.reference import run_reference
+from tilegym_db.verify.oracle import run_reference
 
 CATALOG = Catalog((shipped_root(),))
 SEED = 41

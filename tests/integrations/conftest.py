@@ -21,9 +21,9 @@ import transformers
 
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.paths import shipped_root
+from tilegym_db.published.snapshot import lock_folder
 from tilegym_db.records import Definition
-from tilegym_db.records.binding import is_code_selecting
-from tilegym_db.store.snapshot import lock_folder
+from tilegym_db.records.call import is_code_selecting
 
 SHIPPED = Catalog((shipped_root(),))
 SERVED = [record for record in SHIPPED.definitions.values() if record.serving is not None and record.serving.part]

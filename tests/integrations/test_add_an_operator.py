@@ -18,12 +18,12 @@ import torch
 
 import tilegym_db
 from tilegym_db import Catalog, patch, patched
-from tilegym_db.integrations.transformers import parts
-from tilegym_db.integrations.transformers.fingerprint import fingerprint
+from tilegym_db.models import parts
+from tilegym_db.models.upstream_code import fingerprint
 from tilegym_db.paths import shipped_root
+from tilegym_db.published.snapshot import lock_folder
 from tilegym_db.records import Definition
 from tilegym_db.resolver import resolve
-from tilegym_db.store.snapshot import lock_folder
 
 SOURCE = "# Source: https://github.com/nobody/nothing/blob/0000000000000000000000000000000000000000/model.py#L1-L9\n"
 DTYPES = {"T": ["bfloat16", "float16", "float32"]}
@@ -114,8 +114,8 @@ import functools
 
 import torch
 
-from tilegym_db.integrations.transformers.found import ModuleOfPart, Variants, grouped, methods
-from tilegym_db.integrations.transformers.rows import are_rows, rows
+from tilegym_db.models.found import ModuleOfPart, Variants, grouped, methods
+from tilegym_db.models.call_site import are_rows, rows
 
 
 def find(model, known, others):

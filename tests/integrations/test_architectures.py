@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tilegym_db import Catalog, Definition, patched
-from tilegym_db.resolver.allocate import allocate_of
+from tilegym_db.resolver.hot_path import allocate_of
 
 pytestmark = pytest.mark.slow
 
@@ -209,7 +209,7 @@ def test_a_training_step_on_a_patched_model_is_that_of_stock(
 def test_a_call_left_to_stock_allocates_no_output(
     shop: Any, build: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tilegym_db.integrations.transformers import operators
+    from tilegym_db.models import operators
 
     devices: list[str] = []
 

@@ -24,9 +24,9 @@ import transformers
 from transformers.models.llama import modeling_llama
 
 from tilegym_db import Catalog, patch, patched
-from tilegym_db.integrations.transformers.decorators import undecorated
-from tilegym_db.integrations.transformers.parts import attention as part
-from tilegym_db.integrations.transformers.parts.attention import why_stock
+from tilegym_db.models.parts import attention as part
+from tilegym_db.models.parts.attention import why_stock
+from tilegym_db.models.upstream_code import undecorated
 
 OPS = PREFILL, DECODE = ("attention_prefill", "attention_decode")
 STEPS = 4
@@ -390,7 +390,7 @@ def test_the_probe_must_give_the_bits_of_the_definition(
         out, weights = sdpa(module, q, k, v, mask, **options)
         return 2 * out, weights
 
-    from tilegym_db.integrations.transformers.fingerprint import fingerprint
+    from tilegym_db.models.upstream_code import fingerprint
 
     registry = transformers.AttentionInterface()
     sdpa = registry["sdpa"]

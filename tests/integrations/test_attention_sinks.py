@@ -15,9 +15,9 @@ import transformers
 from transformers.models.gpt_oss import modeling_gpt_oss
 
 from tilegym_db import Catalog, patch, patched
-from tilegym_db.integrations.transformers.call_site import AUTOCAST, IN_TRAINING, NEEDS_GRAD
-from tilegym_db.integrations.transformers.parts import attention, attention_sink
-from tilegym_db.integrations.transformers.parts.attention_sink import Masks, plain_mask, why_stock
+from tilegym_db.models.call_site import AUTOCAST, IN_TRAINING, NEEDS_GRAD
+from tilegym_db.models.parts import attention, attention_sink
+from tilegym_db.models.parts.attention_sink import Masks, plain_mask, why_stock
 
 OPS = PREFILL, DECODE = ("attention_sink_prefill", "attention_sink_decode")
 STEPS = 4
@@ -265,7 +265,7 @@ def test_a_mask_that_was_written_to_is_read_again() -> None:
 def test_the_probe_must_give_the_bits_of_the_definition(
     restated: Any, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tilegym_db.integrations.transformers.fingerprint import fingerprint
+    from tilegym_db.models.upstream_code import fingerprint
 
     eager = modeling_gpt_oss.eager_attention_forward
 

@@ -15,8 +15,8 @@ from torch._dynamo.testing import CompileCounter
 
 import tilegym_db
 from tilegym_db import Catalog, patch, patched
-from tilegym_db.integrations.transformers import operators
-from tilegym_db.integrations.transformers.operators import make_site
+from tilegym_db.models import operators
+from tilegym_db.models.operators import make_site
 from tilegym_db.paths import shipped_root
 
 pytestmark = pytest.mark.slow

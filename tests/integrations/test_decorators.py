@@ -14,14 +14,9 @@ from transformers.models.llama import modeling_llama
 from transformers.utils.deprecation import deprecate_kwarg
 
 from tilegym_db import Catalog, patched
-from tilegym_db.integrations.transformers.decorators import (
-    decorated_alike,
-    is_renaming,
-    undecorated,
-    without_checkpointing,
-)
-from tilegym_db.integrations.transformers.found import WRAPPED
-from tilegym_db.integrations.transformers.fusion import fused_norms, parsed, plain_forward
+from tilegym_db.models.found import WRAPPED
+from tilegym_db.models.rewrite import fused_norms, parsed, plain_forward
+from tilegym_db.models.upstream_code import decorated_alike, is_renaming, undecorated, without_checkpointing
 
 renamed = deprecate_kwarg("states", "99.0.0", new_name="hidden_states")
 

@@ -15,8 +15,8 @@ from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from tilegym_db import Catalog, patch, patched
-from tilegym_db.integrations.transformers.call_site import AUTOCAST, IN_TRAINING, NEEDS_GRAD, OTHER_ACTIVATION
-from tilegym_db.integrations.transformers.parts.experts import NO_CONFIG, NOT_CALLED_SO, OWN_GATE, SHARDED
+from tilegym_db.models.call_site import AUTOCAST, IN_TRAINING, NEEDS_GRAD, OTHER_ACTIVATION
+from tilegym_db.models.parts.experts import NO_CONFIG, NOT_CALLED_SO, OWN_GATE, SHARDED
 
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 OTHER_BITS = "probed, it does not give the bits of moe_experts"

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from tilegym_db.integrations.transformers.fingerprint import fingerprint, source_fingerprint
+from tilegym_db.models.upstream_code import fingerprint, source_fingerprint
 
 CODE = """\
 def forward(self, x, scale=2):

@@ -18,8 +18,8 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from tilegym_db import Catalog, patch, patched
-from tilegym_db.integrations.transformers.call_site import AUTOCAST, IN_TRAINING, NEEDS_GRAD
-from tilegym_db.integrations.transformers.parts.experts import SHARDED
+from tilegym_db.models.call_site import AUTOCAST, IN_TRAINING, NEEDS_GRAD
+from tilegym_db.models.parts.experts import SHARDED
 from tilegym_db.paths import shipped_root
 
 NAME = "moe_experts_fp8"

@@ -21,8 +21,8 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from tilegym_db import Catalog, patch, patched
-from tilegym_db.integrations.transformers.call_site import AUTOCAST, IN_TRAINING, NEEDS_GRAD, NOT_ROWS
-from tilegym_db.integrations.transformers.parts.fp8_linear import OTHER_DTYPE, STATIC
+from tilegym_db.models.call_site import AUTOCAST, IN_TRAINING, NEEDS_GRAD, NOT_ROWS
+from tilegym_db.models.parts.fp8_linear import OTHER_DTYPE, STATIC
 from tilegym_db.paths import shipped_root
 
 CAST, PRODUCT, FUSED = "per_token_cast", "gemm_fp8_blockwise", "gemm_fp8_blockwise_dynamic"
@@ -159,8 +159,8 @@ def test_a_kernel_whose_codes_are_others_is_left_out(shop: Any, build: Any, prom
 
 INTERPRETED = """
 import json, torch, tilegym_db
-from tilegym_db.integrations.transformers.blockwise_linear import BlockwiseLinear, blockwise_product, quantised
-from tilegym_db.verify.worker.triton_interpreter import repair_interpreter
+from tilegym_db.models.quantise import BlockwiseLinear, blockwise_product, quantised
+from tilegym_db.sandbox.interpreters import repair_interpreter
 
 repair_interpreter()
 torch.manual_seed(0)

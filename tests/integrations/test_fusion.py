@@ -18,9 +18,9 @@ from transformers.models.phi3.modeling_phi3 import Phi3DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from tilegym_db import Catalog, patched
-from tilegym_db.integrations.transformers import fusion
-from tilegym_db.integrations.transformers.call_site import HAS_HOOKS, HELD
-from tilegym_db.integrations.transformers.fusion import ADD_NORM, fused_norms, is_owned, plain_forward, rewritten
+from tilegym_db.models import rewrite
+from tilegym_db.models.call_site import HAS_HOOKS, HELD
+from tilegym_db.models.rewrite import ADD_NORM, fused_norms, is_owned, plain_forward, rewritten
 
 FUSED = "fused_add_rms_norm"
 
@@ -324,7 +324,7 @@ def test_memory_is_owned_where_nobody_else_has_it(holder: str, sub_layer: str) -
 @pytest.mark.parametrize("asked", WAYS_TO_CALL)
 @pytest.mark.parametrize("counted", WAYS_TO_CALL)
 def test_who_owns_memory_does_not_depend_on_how_python_calls_functions(counted: str, asked: str, holder: str) -> None:
-    fusion.own_holders.cache_clear()
+    rewrite.own_holders.cache_clear()
     with WAYS_TO_CALL[counted]():
         assert owned(SUB_LAYERS["a tensor"], HOLDERS["nobody"])
     with WAYS_TO_CALL[asked]():
@@ -352,7 +352,7 @@ def keeping(residual: torch.Tensor) -> torch.Tensor:
 
 def test_nothing_is_owned_in_code_that_was_compiled() -> None:
     """Its frames drop a variable that is not read again, so that whoever else holds the tensor would make up for the frame."""
-    fusion.own_holders()  # as code that is not compiled has it
+    rewrite.own_holders()  # as code that is not compiled has it
     torch.compile(keeping, backend="eager")(torch.ones(3))
     torch.compiler.reset()
     assert ANSWERS == [False]
@@ -361,7 +361,7 @@ def test_nothing_is_owned_in_code_that_was_compiled() -> None:
 def test_a_tensor_whose_elements_share_memory_is_not_owned() -> None:
     def asked(box: tuple[torch.Tensor]) -> bool:
         (_hidden,) = box
-        return fusion.is_owned(box)
+        return rewrite.is_owned(box)
 
     def forward() -> bool:
         hidden = torch.zeros(1, 1, 8).expand(2, 1, 8)

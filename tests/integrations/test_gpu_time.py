@@ -11,18 +11,9 @@ from raising import raises
 
 from tilegym_db import Catalog, patched
 from tilegym_db.errors import UsageError
-from tilegym_db.integrations.transformers.generation import static_cache
-from tilegym_db.integrations.transformers.gpu_time import (
-    MARK,
-    NO_GPU,
-    NO_MATCH,
-    NO_WORK,
-    GpuTime,
-    attributed,
-    exported,
-    marked,
-)
-from tilegym_db.integrations.transformers.report import PatchReport
+from tilegym_db.models.bench.generation import static_cache
+from tilegym_db.models.gpu_time import MARK, NO_GPU, NO_MATCH, NO_WORK, GpuTime, attributed, exported, marked
+from tilegym_db.models.report import PatchReport
 from tilegym_db.resolver.device import device_gpu
 
 MAIN, OTHER = 41, 42

@@ -13,7 +13,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Hyper
 from transformers.models.hy_v4.modeling_hy_v4 import HYV4HyperConnection
 
 from tilegym_db import Catalog, patch, patched
-from tilegym_db.integrations.transformers.call_site import AUTOCAST, HAS_HOOKS, IN_TRAINING, NEEDS_GRAD, NOT_ROWS
+from tilegym_db.models.call_site import AUTOCAST, HAS_HOOKS, IN_TRAINING, NEEDS_GRAD, NOT_ROWS
 
 STREAMS, HIDDEN = 4, 64
 CONNECTIONS = ("mhc_pre_fused", "mhc_post_hf")

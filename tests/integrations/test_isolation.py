@@ -19,8 +19,8 @@ from transformers.models.llama import modeling_llama
 
 from tilegym_db import Catalog, patch, patched, patched_init
 from tilegym_db.errors import UsageError
-from tilegym_db.integrations.transformers import handle
-from tilegym_db.integrations.transformers.operators import make_site
+from tilegym_db.models import handle
+from tilegym_db.models.operators import make_site
 
 
 def transformers_state() -> dict[str, Any]:

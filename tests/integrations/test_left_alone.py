@@ -13,8 +13,8 @@ from raising import raises
 
 from tilegym_db import Catalog, patch, patched, patched_init
 from tilegym_db.errors import UsageError
-from tilegym_db.integrations.transformers import handle as patch_handle
-from tilegym_db.integrations.transformers.rebind import is_patched
+from tilegym_db.models import handle as patch_handle
+from tilegym_db.models.call_site import is_patched
 from tilegym_db.resolver import device
 
 OUT_OF_RANGE = 128  # the smallest size that was measured; the tiny models are smaller

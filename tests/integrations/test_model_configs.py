@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tilegym_db.integrations.transformers.experts_wrapper import wrapper_of
-from tilegym_db.integrations.transformers.random_model import load_config
+from tilegym_db.models.random_model import load_config
+from tilegym_db.models.upstream_code import wrapper_of
 from tilegym_db.paths import shipped_root
 
 CONFIGS = sorted((shipped_root() / "benchmarks" / "configs").glob("*.json"))

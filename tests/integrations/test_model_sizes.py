@@ -9,8 +9,7 @@ from raising import raises
 from transformers import LlamaConfig
 
 from tilegym_db.errors import UsageError
-from tilegym_db.integrations.transformers.model_sizes import check_run_fits
-from tilegym_db.integrations.transformers.random_model import build_model, load_config
+from tilegym_db.models.random_model import build_model, check_run_fits, load_config
 
 TINY = {
     "model_type": "llama",

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from tilegym_db import Catalog
-from tilegym_db.integrations.transformers.call_site import CallSite
-from tilegym_db.integrations.transformers.parts.norm import norm_forward
-from tilegym_db.integrations.transformers.parts.rope import rope_function
+from tilegym_db.models.call_site import CallSite
+from tilegym_db.models.parts.norm import norm_forward
+from tilegym_db.models.parts.rope import rope_function
 from tilegym_db.paths import shipped_root
-from tilegym_db.resolver.allocate import allocate_of
+from tilegym_db.resolver.hot_path import allocate_of
 
 DEFINITIONS = Catalog((shipped_root(),)).definitions
 KEPT = (["weight", "eps"], ["weight"])

@@ -18,9 +18,9 @@ from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as rotate_a_part
 
 from tilegym_db import Catalog
-from tilegym_db.integrations.transformers.found import Found, KnownCode, Nominee
-from tilegym_db.integrations.transformers.parts import mlp, norm, rope
-from tilegym_db.integrations.transformers.probe import Probe, matches
+from tilegym_db.models.found import Found, KnownCode, Nominee
+from tilegym_db.models.parts import mlp, norm, rope
+from tilegym_db.models.probe import Probe, matches
 from tilegym_db.paths import shipped_root
 
 CPU = torch.device("cpu")

@@ -12,14 +12,13 @@ from raising import raises
 
 from tilegym_db import Catalog, Definition, patch, patched
 from tilegym_db.errors import UsageError
-from tilegym_db.integrations.transformers.call_site import HELD
-from tilegym_db.integrations.transformers.capture import CapturedCall, captured_calls, copied
-from tilegym_db.integrations.transformers.proof import allowed_error
-from tilegym_db.integrations.transformers.workloads import new_workloads, workload_of
+from tilegym_db.models.call_site import HELD
+from tilegym_db.models.capture import CapturedCall, captured_calls, copied, new_workloads, workload_of
+from tilegym_db.models.proof import allowed_error
 from tilegym_db.records import Workload
 from tilegym_db.records.layouts import layout_strides
 from tilegym_db.records.tolerance import LIMITS
-from tilegym_db.resolver.allocate import allocate_of
+from tilegym_db.resolver.hot_path import allocate_of
 
 OF_STOCK = """\
     computed = stock.run({inputs})

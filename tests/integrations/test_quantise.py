@@ -18,20 +18,22 @@ from triton.runtime.errors import OutOfResources
 
 from tilegym_db import Catalog, patch, patched
 from tilegym_db.errors import UsageError
-from tilegym_db.integrations.transformers import quantise
-from tilegym_db.integrations.transformers.blockwise_linear import (
+from tilegym_db.models import quantise
+from tilegym_db.models.call_site import subclass
+from tilegym_db.models.capture import PROMPT_TOKENS
+from tilegym_db.models.handle import NEVER_MATCHED, PATIENCE
+from tilegym_db.models.quantise import (
+    READ,
+    TELLS_DTYPE,
     BlockwiseLinear,
+    Quantisation,
     blockwise_product,
+    choose,
     dequantised,
     quantised,
+    why_no_products,
 )
-from tilegym_db.integrations.transformers.capture import PROMPT_TOKENS
-from tilegym_db.integrations.transformers.giving_up import NEVER_MATCHED
-from tilegym_db.integrations.transformers.handle import PATIENCE
-from tilegym_db.integrations.transformers.quantise import TELLS_DTYPE, Quantisation, choose, why_no_products
-from tilegym_db.integrations.transformers.quantise_proof import LARGEST_ERROR, NOT_CALLED, LayerInput, prove_layer
-from tilegym_db.integrations.transformers.quantised_patch import READ
-from tilegym_db.integrations.transformers.rebind import subclass
+from tilegym_db.models.quantise_proof import LARGEST_ERROR, NOT_CALLED, LayerInput, prove_layer
 from tilegym_db.paths import shipped_root
 
 CAST, PRODUCT = "per_token_cast", "gemm_fp8_blockwise"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tilegym_db import patched
-from tilegym_db.integrations.transformers.race import Entries, balanced_orders
+from tilegym_db.models.bench.model_bench import Entries, balanced_orders
 
 
 @pytest.mark.parametrize("count", range(2, 8))

@@ -13,10 +13,10 @@ from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb as rotat
 from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb as rotate_by_half_tables
 
 from tilegym_db import Catalog, patched
-from tilegym_db.integrations.transformers.call_site import CallSite
-from tilegym_db.integrations.transformers.found import KnownCode
-from tilegym_db.integrations.transformers.parts import rope
-from tilegym_db.integrations.transformers.probe import matches
+from tilegym_db.models.call_site import CallSite
+from tilegym_db.models.found import KnownCode
+from tilegym_db.models.parts import rope
+from tilegym_db.models.probe import matches
 from tilegym_db.paths import shipped_root
 
 CATALOG = Catalog((shipped_root(),))

@@ -16,7 +16,7 @@ from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from tilegym_db import Catalog, patch, patched
-from tilegym_db.integrations.transformers.call_site import AUTOCAST, IN_TRAINING, NEEDS_GRAD, NOT_PLAIN
+from tilegym_db.models.call_site import AUTOCAST, IN_TRAINING, NEEDS_GRAD, NOT_PLAIN
 
 EXPERTS, HIDDEN, WORDS = 8, 64, 30
 

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from tilegym_db import Catalog, patched
-from tilegym_db.integrations.transformers.patch import Handle
+from tilegym_db.models.handle import Handle
 
 
 def bypassed(handle: Handle) -> dict[str, set[str]]:

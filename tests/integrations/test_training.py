@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tilegym_db import Catalog, patched
-from tilegym_db.integrations.transformers.patch import Handle
+from tilegym_db.models.handle import Handle
 
 pytestmark = pytest.mark.slow
 

@@ -22,10 +22,10 @@ from foreign_sets import (
 )
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.integrations.interchange.flashinfer_export import Export, build_export
+from tilegym_db.interchange.flashinfer_export import Export, build_export
 from tilegym_db.paths import shipped_root
+from tilegym_db.published.input_files import shipped_traces
 from tilegym_db.records import Trace
-from tilegym_db.store.input_files import shipped_traces
 from tilegym_db.store.journal import read_journal
 
 # Not a test that is skipped: where the package is not installed there is nothing to hold the export against.

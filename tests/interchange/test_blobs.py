@@ -27,19 +27,11 @@ from safetensors.torch import load, load_file, save
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError, StoreError, UsageError
-from tilegym_db.integrations.interchange.export_blobs import (
-    MIB,
-    SIDE_FILE,
-    Blob,
-    BlobFolder,
-    blob_of,
-    blob_seed,
-    drawn_together,
-    why_drawn,
-)
-from tilegym_db.integrations.interchange.flashinfer_export import Export, build_export
-from tilegym_db.integrations.interchange.importing import import_data_set
-from tilegym_db.integrations.interchange.writing import folder_beside, imported_files, write_tree
+from tilegym_db.interchange.collecting import SIDE_FILE
+from tilegym_db.interchange.export_blobs import MIB, Blob, BlobFolder, blob_of, blob_seed, drawn_together, why_drawn
+from tilegym_db.interchange.flashinfer_export import Export, build_export
+from tilegym_db.interchange.importing import import_data_set
+from tilegym_db.interchange.writing import folder_beside, imported_files, write_tree
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.case import Case
 from tilegym_db.store.imported import DataSet, data_set
@@ -301,8 +293,8 @@ def first_with_a_blob(found: DataSet, name: str) -> Any:
 
 
 def test_imported_blobs_are_what_is_computed_on(family: Path, home: Path, shipped: Catalog) -> None:
-    from tilegym_db.integrations.interchange.adapt import Adapted, adapted_definition
-    from tilegym_db.integrations.interchange.foreign_inputs import draw_contents
+    from tilegym_db.interchange.adapt import Adapted, adapted_definition
+    from tilegym_db.judging.judging import draw_contents
 
     found = import_data_set(family).data_set
     item = first_with_a_blob(found, "engram_hash")
@@ -326,7 +318,7 @@ def test_imported_blobs_are_what_is_computed_on(family: Path, home: Path, shippe
 def test_our_kernels_pass_on_imported_blobs(family: Path, home: Path) -> None:
     """A gather out of its table by a drawn id would not, and a cuTile kernel, which is told as Python, runs as one of cuTile."""
     from tilegym_db.bench.machine import select_machine
-    from tilegym_db.integrations.interchange.judging import judge_data_set
+    from tilegym_db.judging.judging import judge_data_set
 
     found = import_data_set(family).data_set
     item = first_with_a_blob(found, "engram_hash")
@@ -398,9 +390,8 @@ def test_a_blob_of_a_problem_is_held_against_its_definition(new_tree: Callable[[
 
 
 def test_a_blob_that_was_changed_is_not_computed_on_through_a_trace_either(tree: Tree, home: Path) -> None:
-    from tilegym_db.integrations.interchange.adapt import Adapted, adapted_definition
-    from tilegym_db.integrations.interchange.foreign_inputs import draw_contents
-    from tilegym_db.integrations.interchange.judging import workloads_of
+    from tilegym_db.interchange.adapt import Adapted, adapted_definition
+    from tilegym_db.judging.judging import draw_contents, workloads_of
 
     given = workload(x={"type": "safetensors", "path": BLOB, "tensor_key": "x"})
     tree.write(BLOB, CHANGED).write(SIDE_FILE, declared(GOOD)).write(WORKLOADS, lines(of_workload(given)))

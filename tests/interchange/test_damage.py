@@ -23,7 +23,7 @@ from foreign_sets import (
 )
 
 from tilegym_db.errors import RecordError, StoreError, TilegymDBError, UsageError
-from tilegym_db.integrations.interchange.importing import import_data_set
+from tilegym_db.interchange.importing import import_data_set
 from tilegym_db.store.imported import data_set, data_sets, forget_data_set, import_lock
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from foreign_sets import Tree, definition, lines, solution, trace, workload
 
-from tilegym_db.integrations.interchange.importing import import_data_set, recognise
+from tilegym_db.interchange.importing import import_data_set, recognise
 from tilegym_db.store.imported import counted
 
 NewTree = Callable[[str], Tree]
@@ -170,7 +170,7 @@ def test_each_dialect_is_told_from_its_files(tree: Tree, dumps: Tree, problems: 
 
 @pytest.mark.parametrize("fixture", ["dumps", "problems"])
 def test_every_dialect_comes_out_byte_for_byte(fixture: str, home: Path, request: pytest.FixtureRequest) -> None:
-    from tilegym_db.integrations.interchange.writing import imported_files
+    from tilegym_db.interchange.writing import imported_files
 
     given: Tree = request.getfixturevalue(fixture)
     found = import_data_set(given.root).data_set

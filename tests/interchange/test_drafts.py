@@ -24,10 +24,10 @@ from safetensors.torch import save
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import NotFoundError, UsageError
-from tilegym_db.integrations.interchange.comparing import compared, promoted_pairs, summary
-from tilegym_db.integrations.interchange.drafts import draft_of
-from tilegym_db.integrations.interchange.importing import import_data_set
-from tilegym_db.integrations.interchange.writing import write_tree
+from tilegym_db.interchange.drafts import draft_of
+from tilegym_db.interchange.importing import import_data_set
+from tilegym_db.interchange.writing import write_tree
+from tilegym_db.judging.judging import compared, promoted_pairs, summary
 from tilegym_db.records import Definition, Trace, Workload
 from tilegym_db.records.case import Case
 from tilegym_db.scaffold import read_definition_file

@@ -14,14 +14,13 @@ import torch
 from tilegym_db.backends.toolchains import lacking_dependency
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import UsageError
-from tilegym_db.integrations.interchange.checks import check_definition, check_solution, check_trace
-from tilegym_db.integrations.interchange.flashinfer_export import Export, build_export
-from tilegym_db.integrations.interchange.flashinfer_trace import RULES
-from tilegym_db.integrations.interchange.importing import import_data_set
-from tilegym_db.integrations.interchange.specialise import constant_axes
-from tilegym_db.integrations.interchange.writing import write_tree
+from tilegym_db.interchange.checks import check_definition, check_solution, check_trace
+from tilegym_db.interchange.flashinfer_export import Export, build_export, constant_axes
+from tilegym_db.interchange.flashinfer_trace import RULES
+from tilegym_db.interchange.importing import import_data_set
+from tilegym_db.interchange.writing import write_tree
 from tilegym_db.records import Trace
-from tilegym_db.records.signature import find_function
+from tilegym_db.records.solution import find_function
 from tilegym_db.records.trace import Comparison, Correctness, Performance
 
 FOLDERS = ("definitions", "solutions", "workloads", "traces")

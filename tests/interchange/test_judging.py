@@ -24,11 +24,10 @@ from foreign_sets import (
 from safetensors.torch import save_file
 
 from tilegym_db.errors import RecordError
-from tilegym_db.integrations.interchange.adapt import Adapted, adapted_definition, adapted_solution, native_name
-from tilegym_db.integrations.interchange.comparing import compared, summary
-from tilegym_db.integrations.interchange.foreign_rules import ForeignRule, rule_for
-from tilegym_db.integrations.interchange.importing import import_data_set
-from tilegym_db.records.content_constraints import Unknown, holds
+from tilegym_db.interchange.adapt import Adapted, adapted_definition, adapted_solution, native_name
+from tilegym_db.interchange.importing import import_data_set
+from tilegym_db.judging.judging import ForeignRule, compared, rule_for, summary
+from tilegym_db.records.expressions import Unknown, holds
 from tilegym_db.store.imported import DataSet, StoredRecord
 
 TRITON = """import torch, triton
@@ -52,8 +51,7 @@ def run(x, w, eps):
 def test_foreign_solutions_get_our_verdict_beside_theirs(tree: Tree, home: Path) -> None:
     """Python and returning Triton code, on a safetensors input under a constraint on contents, and CUDA that is not run."""
     from tilegym_db.bench.machine import select_machine
-    from tilegym_db.integrations.interchange.judgements import keep_judgements, kept_judgements
-    from tilegym_db.integrations.interchange.judging import judge_data_set
+    from tilegym_db.judging.judging import judge_data_set, keep_judgements, kept_judgements
 
     constrained = definition(constraints=["M >= 1", "x[0, 0].item() == 2"])
     tree.write("definitions/scale/scale_n8.json", constrained)
@@ -96,8 +94,7 @@ def test_foreign_solutions_get_our_verdict_beside_theirs(tree: Tree, home: Path)
 
 def test_a_solution_without_its_entry_function_stops_none_of_the_others(tree: Tree, home: Path) -> None:
     from tilegym_db.bench.machine import select_machine
-    from tilegym_db.integrations.interchange.judgements import keep_judgements, kept_judgements
-    from tilegym_db.integrations.interchange.judging import judge_data_set
+    from tilegym_db.judging.judging import judge_data_set, keep_judgements, kept_judgements
 
     bad = SOLUTION.replace("scale_torch", "bad")
     tree.write(bad, solution("bad", "def other(x, w, eps):\n    return x\n"))
@@ -115,7 +112,7 @@ def test_a_solution_without_its_entry_function_stops_none_of_the_others(tree: Tr
 
 
 def test_an_input_that_cannot_be_allocated_is_named(tree: Tree, home: Path) -> None:
-    from tilegym_db.integrations.interchange.foreign_inputs import draw_contents
+    from tilegym_db.judging.judging import draw_contents
 
     inputs = {**definition()["inputs"], "x": {"shape": ["M", "M"], "dtype": "float32"}}
     tree.write("definitions/scale/scale_n8.json", definition(inputs=inputs))
@@ -126,7 +123,7 @@ def test_an_input_that_cannot_be_allocated_is_named(tree: Tree, home: Path) -> N
 
 
 def test_a_judgement_whose_reason_holds_a_line_separator_is_kept(tree: Tree, home: Path) -> None:
-    from tilegym_db.integrations.interchange.judgements import Judgement, keep_judgements, kept_judgements
+    from tilegym_db.judging.judging import Judgement, keep_judgements, kept_judgements
 
     found = import_data_set(tree.root).data_set
     judgement = Judgement("scale_n8", "scale_torch", "w-1", "cpu", "RUNTIME_ERROR", "first\u2028second\x85third")
@@ -139,7 +136,7 @@ SAMPLER = "import torch\n\ndef run(probs, top_k):\n    return torch.multinomial(
 
 def test_honest_samplers_are_not_run_rather_than_failed(tree: Tree, home: Path) -> None:
     from tilegym_db.bench.machine import select_machine
-    from tilegym_db.integrations.interchange.judging import judge_data_set
+    from tilegym_db.judging.judging import judge_data_set
 
     record = definition(
         name="top_k_sampling_from_probs_v8",

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from foreign_sets import DEFINITION, SOLUTION, WORKLOADS, Tree, definition, lines, of_workload, solution, workload
 
-from tilegym_db.integrations.interchange.adapt import Adapted, adapted_definition
-from tilegym_db.integrations.interchange.drafts import draft_of
-from tilegym_db.integrations.interchange.importing import import_data_set
+from tilegym_db.interchange.adapt import Adapted, adapted_definition
+from tilegym_db.interchange.drafts import draft_of
+from tilegym_db.interchange.importing import import_data_set
 from tilegym_db.store.imported import DataSet
 
 BOTH = "import torch\n\ndef run(x, w, eps):\n    return x * w + eps, x.sum(-1)\n"
@@ -76,8 +76,7 @@ def fill(tree: Tree, record: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_what_a_solution_gives_is_judged_and_what_it_need_not_give_is_not(tree: Tree, home: Path) -> None:
     from tilegym_db.bench.machine import select_machine
-    from tilegym_db.integrations.interchange.judgements import keep_judgements, kept_judgements
-    from tilegym_db.integrations.interchange.judging import judge_data_set
+    from tilegym_db.judging.judging import judge_data_set, keep_judgements, kept_judgements
 
     fill(tree, two_outputs(optional=True))
     found = imported(tree)
@@ -100,7 +99,7 @@ def test_what_a_solution_gives_is_judged_and_what_it_need_not_give_is_not(tree: 
 @pytest.mark.slow
 def test_an_output_that_is_not_optional_may_not_be_missing(tree: Tree, home: Path) -> None:
     from tilegym_db.bench.machine import select_machine
-    from tilegym_db.integrations.interchange.judging import judge_data_set
+    from tilegym_db.judging.judging import judge_data_set
 
     fill(tree, two_outputs())
     found = {item.solution: item.status for item in judge_data_set(imported(tree), select_machine("cpu"))}

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from tilegym_db.bench.machine import cpu_machine
-from tilegym_db.loop import model_state, rules
+from tilegym_db.loop import model_state
 from tilegym_db.loop.auto import Kernelizer, auto_kernelize
 from tilegym_db.loop.model_state import ModelState
 from tilegym_db.loop.status import attempts_of
 from tilegym_db.records.loop import Experiment, Task
 from tilegym_db.store.connection import open_store
-from tilegym_db.store.loop_journals import journaled
+from tilegym_db.store.loop import journaled
 
 REAL = Path(__file__).resolve().parents[2]
 CONFIG = {
@@ -75,8 +75,8 @@ def state(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mo
         shutil.copy(REAL / f"definitions/norm/{name}.json", checkout / "definitions/norm")
     (tmp_path / "Tiny-MoE").mkdir()
     (tmp_path / "Tiny-MoE" / "config.json").write_text(json.dumps(CONFIG))
-    monkeypatch.setattr(rules, "LEAST_TOTAL", 0.2)
-    monkeypatch.setattr(rules, "LEAST_SHARE", 0.0)  # one operator's share is about 1%, now below and now above
+    monkeypatch.setattr(model_state, "LEAST_TOTAL", 0.2)
+    monkeypatch.setattr(model_state, "LEAST_SHARE", 0.0)  # one operator's share is about 1%, now below and now above
     return ModelState(tmp_path / "Tiny-MoE", cpu_machine(), dtype="float32", prompt=1024, rounds=8)
 
 

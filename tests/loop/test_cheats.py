@@ -14,14 +14,14 @@ from loop_authors import GOOD
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import ConflictError, HardwareError, UsageError
-from tilegym_db.integrations.transformers.call_site import CallSite
-from tilegym_db.integrations.transformers.piece_time import cpu_share, launched_us
 from tilegym_db.loop import submit as submit_module
-from tilegym_db.loop.author import run_author
+from tilegym_db.loop.auto import run_author
 from tilegym_db.loop.submit import submit
 from tilegym_db.loop.tasks import create_task
+from tilegym_db.models.call_site import CallSite
+from tilegym_db.models.gpu_time import cpu_share, launched_us
 from tilegym_db.records.loop import Attempt, Task
-from tilegym_db.store.loop_journals import journaled
+from tilegym_db.store.loop import journaled
 
 HandIn = Callable[..., Path]
 
@@ -49,7 +49,7 @@ def test_an_own_reference_or_bench_is_refused_by_name(name: str, task: Task, han
 @pytest.mark.parametrize(
     ("source", "rule"),
     [
-        ("import tilegym_db.bench.interleaved as b\nb.median = min\n" + GOOD, "scan"),
+        ("import tilegym_db.bench.timing as b\nb.median = min\n" + GOOD, "scan"),
         ("import time\ntime.perf_counter = lambda: 0.0\n" + GOOD, "scan"),
         ("open('/tmp/edited', 'w')\n" + GOOD, "scan"),
     ],

@@ -15,20 +15,18 @@ from writing import trace_of
 from tilegym_db.bench.machine import cpu_machine
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.loop import auto as auto_module
-from tilegym_db.loop import trial as trial_module
-from tilegym_db.loop.auto import auto_kernelize
+from tilegym_db.loop import auto as trial_module
+from tilegym_db.loop.auto import Trial, auto_kernelize
 from tilegym_db.loop.from_model import ModelPieces, Piece
-from tilegym_db.loop.handed_in import discarded
-from tilegym_db.loop.rules import coverage_of
+from tilegym_db.loop.model_state import coverage_of
+from tilegym_db.loop.status import discarded
 from tilegym_db.loop.submission_catalog import candidate_root, enter, leave
 from tilegym_db.loop.submit import submit
-from tilegym_db.loop.trial import Trial
 from tilegym_db.records.loop import Attempt, Coverage, Experiment, Task
 from tilegym_db.records.model_run import Estimate
-from tilegym_db.store.connection import open_store
-from tilegym_db.store.ingest import ingest_journals
+from tilegym_db.store.connection import ingest_journals, open_store
 from tilegym_db.store.journal import Journal
-from tilegym_db.store.loop_journals import append, journaled, loop_lock
+from tilegym_db.store.loop import append, journaled, loop_lock
 from tilegym_db.store.publish import publish
 
 HandIn = Callable[..., Path]

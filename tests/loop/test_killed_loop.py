@@ -18,15 +18,14 @@ from tilegym_db.bench.machine import cpu_machine
 from tilegym_db.catalog import Catalog
 from tilegym_db.loop import auto as auto_module
 from tilegym_db.loop import submit as submit_module
-from tilegym_db.loop.auto import auto_kernelize
+from tilegym_db.loop.auto import Trial, auto_kernelize
 from tilegym_db.loop.from_model import ModelPieces, Piece
-from tilegym_db.loop.rules import coverage_of
+from tilegym_db.loop.model_state import coverage_of
 from tilegym_db.loop.submit import submit
-from tilegym_db.loop.trial import Trial
+from tilegym_db.published.input_files import loop_folder
 from tilegym_db.records.loop import Attempt, Coverage, Experiment, Promotion, Task
 from tilegym_db.records.model_run import Estimate
-from tilegym_db.store.input_files import loop_folder
-from tilegym_db.store.loop_journals import append, journaled, loop_lock
+from tilegym_db.store.loop import append, journaled, loop_lock
 
 HandIn = Callable[..., Path]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tilegym_db.cli.task import _print_attempt
-from tilegym_db.loop.submission_verdicts import promotion_refusal
+from tilegym_db.loop.submit import promotion_refusal
 from tilegym_db.loop.tasks import create_task, find_task
 from tilegym_db.records.loop import Attempt, Task
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.integrations.transformers import random_model
-from tilegym_db.loop.author import run_author
+from tilegym_db.loop.auto import run_author
 from tilegym_db.loop.from_model import tasks_from_model
+from tilegym_db.models import random_model
 
 Say = Callable[..., tuple[int, str, str]]
 CONFIG = {

@@ -13,15 +13,15 @@ from killed_process import killed
 from loop_authors import GOOD
 
 from tilegym_db.errors import HardwareError, StoreError
-from tilegym_db.folder_locks import hold_lock
+from tilegym_db.files import hold_lock
 from tilegym_db.loop import submit as submit_module
 from tilegym_db.loop.status import tasks_table
 from tilegym_db.loop.submit import submit
+from tilegym_db.published.input_files import loop_folder
 from tilegym_db.records.loop import Attempt, Task
-from tilegym_db.store import loop_journals
+from tilegym_db.store import loop
 from tilegym_db.store.connection import open_store
-from tilegym_db.store.input_files import loop_folder
-from tilegym_db.store.loop_journals import append, journaled, loop_lock
+from tilegym_db.store.loop import append, journaled, loop_lock
 
 HandIn = Callable[..., Path]
 
@@ -69,7 +69,7 @@ def test_what_was_screened_is_not_screened_again(
         with pytest.raises(KeyboardInterrupt):
             submit(task, folder)
     assert len(screened) == 1
-    (newest,) = loop_journals.latest(journaled(Attempt, home)).values()
+    (newest,) = loop.latest(journaled(Attempt, home)).values()
     assert (newest.number, newest.stage, newest.verdict) == (1, "screened", "pending")
 
 

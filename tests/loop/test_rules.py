@@ -14,19 +14,16 @@ from tilegym_db.bench.promotions import claim_of, record_promotions
 from tilegym_db.catalog import Catalog
 from tilegym_db.loop.architecture import definition_findings, pattern_findings, shared_tokens
 from tilegym_db.loop.from_model import Piece
-from tilegym_db.loop.rules import coverage_of, decide, next_piece, why_stop
+from tilegym_db.loop.model_state import coverage_of, decide, next_piece, why_stop
 from tilegym_db.paths import shipped_root
+from tilegym_db.published.input_files import loop_folder
 from tilegym_db.records import Solution, Trace, Workload, axes_key
 from tilegym_db.records.loop import Experiment, Promotion
 from tilegym_db.records.model_run import Estimate
 from tilegym_db.records.trace import new_trace_id
-from tilegym_db.store.connection import open_store
-from tilegym_db.store.ingest import ingest_journals
-from tilegym_db.store.input_files import loop_folder
+from tilegym_db.store.connection import ingest_journals, open_store
 from tilegym_db.store.journal import Journal
-from tilegym_db.store.loop_journals import journaled
-from tilegym_db.store.loop_queries import promotion_rows
-from tilegym_db.store.pattern_pages import read_patterns
+from tilegym_db.store.loop import journaled, promotion_rows, read_patterns
 
 MakeTrace = Callable[..., Trace]
 

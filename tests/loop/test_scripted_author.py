@@ -20,7 +20,7 @@ from tilegym_db.loop.tasks import create_task
 from tilegym_db.records.loop import Task
 from tilegym_db.report.weekly import weekly
 from tilegym_db.store.connection import open_store
-from tilegym_db.store.loop_queries import promotion_rows
+from tilegym_db.store.loop import promotion_rows
 
 HandIn = Callable[..., Path]
 

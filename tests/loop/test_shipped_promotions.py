@@ -13,8 +13,7 @@ from tilegym_db.records import Trace
 from tilegym_db.records.loop import Promotion
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.database import Store
-from tilegym_db.store.loop_journals import journaled
-from tilegym_db.store.loop_queries import promotion_rows, verified_baselines
+from tilegym_db.store.loop import journaled, promotion_rows, verified_baselines
 
 KERNELS = """
     SELECT trace_id FROM verified WHERE origin = 'shipped' AND role = 'kernel' AND definition IN ('attention_decode', 'softmax')

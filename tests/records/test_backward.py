@@ -10,7 +10,7 @@ from raising import raises
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition
 from tilegym_db.records.backward import backward_binding, backward_problem, differentiated
-from tilegym_db.records.binding import Binding
+from tilegym_db.records.call import Binding
 
 ROWS = {"shape": ["M", "N"], "dtype": "T"}
 COLUMNS = {"shape": ["N"], "dtype": "T"}

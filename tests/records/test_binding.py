@@ -11,7 +11,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.errors import UsageError
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
-from tilegym_db.records.binding import TensorInfo, bind_arguments, bind_call, is_code_selecting, solve_axes
+from tilegym_db.records.call import TensorInfo, bind_arguments, bind_call, is_code_selecting, solve_axes
 from tilegym_db.records.layouts import contiguous_strides
 
 

@@ -4,8 +4,7 @@ import pytest
 from raising import raises
 
 from tilegym_db.errors import RecordError
-from tilegym_db.records.claims import MIN_ROUNDS, claim_of
-from tilegym_db.records.model_run import Estimate
+from tilegym_db.records.model_run import MIN_ROUNDS, Estimate, claim_of
 
 
 def between(low: float, high: float) -> Estimate:

@@ -18,16 +18,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tilegym_db.catalog import Catalog, SolutionFiles
-from tilegym_db.catalog.locked import read_lock
+from tilegym_db.catalog.writers import read_lock
 from tilegym_db.errors import TilegymDBError
 from tilegym_db.files import read_bytes
 from tilegym_db.paths import shipped_root
+from tilegym_db.published.tuning_set import decode_steps
 from tilegym_db.records import Definition, Trace, Workload
 from tilegym_db.records.model_run import ModelRun
-from tilegym_db.records.peaks import GpuPeaks
+from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.store.journal import read_journal
 from tilegym_db.store.tuning import TuningStep
-from tilegym_db.store.tuning_set import decode_steps
 
 EXAMPLES = 400
 LIMIT_S = 5.0

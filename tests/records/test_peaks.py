@@ -7,7 +7,7 @@ import pytest
 from raising import raises
 
 from tilegym_db.errors import RecordError
-from tilegym_db.records.peaks import GpuPeaks
+from tilegym_db.records.roofline import GpuPeaks
 
 
 def measured(value: float) -> dict[str, Any]:

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
+from tilegym_db.published.trace_set import TraceSet
 from tilegym_db.records import Definition, Solution, Trace, Workload, axes_key
 from tilegym_db.records.base import Record
 from tilegym_db.records.expressions import evaluate, names_in
 from tilegym_db.records.layouts import layout_class, layout_strides, parse_layout
-from tilegym_db.records.trace_set import TraceSet
 
 # Python's own parser remarks on texts such as '0or 1'; a record with one is refused or means what it says.
 pytestmark = pytest.mark.filterwarnings("ignore::SyntaxWarning", "ignore::DeprecationWarning")

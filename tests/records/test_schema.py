@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tilegym_db.paths import shipped_root
-from tilegym_db.records.schema import schema_files
+from tilegym_db.published.schema import schema_files
 
 
 @pytest.mark.parametrize("name", schema_files())
@@ -25,7 +25,7 @@ def test_unknown_keys_and_dtypes_are_errors_in_the_schema_too():
 
 def test_check_fails_on_a_stale_file_and_writing_mends_it(tmp_path: Path):
     def run(*arguments: str) -> int:
-        command = [sys.executable, "-m", "tilegym_db.records.schema", *arguments, str(tmp_path)]
+        command = [sys.executable, "-m", "tilegym_db.published.schema", *arguments, str(tmp_path)]
         return subprocess.run(command, capture_output=True, check=False).returncode
 
     assert run("--check") == 1

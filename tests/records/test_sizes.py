@@ -7,9 +7,8 @@ from raising import raises
 
 from tilegym_db.errors import RecordError, UsageError
 from tilegym_db.records import Definition, Workload
-from tilegym_db.records.binding import TensorInfo as Info
-from tilegym_db.records.binding import bind_arguments, is_code_selecting
-from tilegym_db.records.sizes import axes_with_scalars, scalars_with_axes
+from tilegym_db.records.call import TensorInfo as Info
+from tilegym_db.records.call import axes_with_scalars, bind_arguments, is_code_selecting, scalars_with_axes
 
 AXES = {"M": {"type": "var"}, "E": {"type": "var"}, "K": {"type": "var", "scalar": "top_k"}}
 INPUTS = {

@@ -5,7 +5,7 @@ from raising import raises
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition, Solution
-from tilegym_db.records.signature import signature_problem
+from tilegym_db.records.solution import signature_problem
 
 
 @pytest.fixture

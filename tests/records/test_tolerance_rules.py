@@ -10,8 +10,8 @@ from raising import raises
 from verify.low_precision import RECORD, TOLERANCE
 
 from tilegym_db.errors import RecordError
+from tilegym_db.published.plausible import bounds_of, why_implausible
 from tilegym_db.records import Definition
-from tilegym_db.records.plausible import bounds_of, why_implausible
 from tilegym_db.records.tolerance import limits_for
 
 AXES = {"M": 64, "K": 64, "I": 64, "N": 64}

@@ -15,9 +15,9 @@ from raising import raises
 
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
+from tilegym_db.published.trace_set import ROW_COLUMNS, TraceSet, is_trace_set
+from tilegym_db.published.trace_set_writer import encode_traces, rounded
 from tilegym_db.records import Trace
-from tilegym_db.records.trace_set import ROW_COLUMNS, TraceSet, is_trace_set
-from tilegym_db.records.trace_set_encoding import encode_traces, rounded
 
 SETS = sorted(path for path in shipped_root().glob("traces/*/*/*.jsonl") if not path.name.endswith(".tuning.jsonl"))
 NORM = shipped_root() / "traces/h200/norm/rms_norm.jsonl"

@@ -8,7 +8,7 @@ import pytest
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
-from tilegym_db.report.data import ReportData, read_report
+from tilegym_db.report.page import ReportData, read_report
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.database import Store
 

@@ -12,8 +12,7 @@ from browser_page import HOSTILE, chromium_page, needs_chromium
 from model_runs import LIGER, model_run, speedups, timing
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.report.data import ReportData
-from tilegym_db.report.page import page
+from tilegym_db.report.page import ReportData, page
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.database import Store
 from tilegym_db.store.model_runs import save_model_run

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from browser_page import HOSTILE
 
-from tilegym_db.report.data import ReportData
-from tilegym_db.report.page import page
+from tilegym_db.report.page import ReportData, page
 
 ROOT = Path(__file__).resolve().parents[2]
 VOID = {"meta", "link", "input", "br", "img"}

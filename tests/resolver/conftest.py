@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tilegym_db.catalog import Catalog, SolutionFiles
+from tilegym_db.published.snapshot import lock_folder
 from tilegym_db.records import Definition
-from tilegym_db.store.snapshot import lock_folder
 
 SOURCE_LINE = "# Source: https://example.org/op.py#L1\n"
 

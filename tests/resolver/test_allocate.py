@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from tilegym_db.backends.torch_dtypes import storage_dtype
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
-from tilegym_db.resolver.allocate import allocate_of
-from tilegym_db.verify.torch_dtypes import storage_dtype
+from tilegym_db.resolver.hot_path import allocate_of
 
 CATALOG = Catalog((shipped_root(),))
 DEFINITIONS = list(CATALOG.definitions.values())

@@ -11,7 +11,8 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from tilegym_db.cli import explain, pairs
+from tilegym_db.cli import explain
+from tilegym_db.cli.kit import options
 from tilegym_db.errors import TilegymDBError
 
 POINT = ["scale_rows", "--axes", "M=4,N=8", "--dtype", "T=float32", "--gpu", "cpu"]
@@ -154,5 +155,5 @@ def test_an_unknown_definition_suggests_the_nearest(shop: Any) -> None:
     [("true", True), ("False", False), ("none", None), ("3", 3), ("1e-5", 1e-5), ("relu", "relu")],
 )
 def test_a_scalar_is_read_as_what_it_looks_like(text: str, value: object) -> None:
-    assert pairs.parse_scalar(text) == value
-    assert type(pairs.parse_scalar(text)) is type(value)
+    assert options.parse_scalar(text) == value
+    assert type(options.parse_scalar(text)) is type(value)

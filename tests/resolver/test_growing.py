@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tilegym_db.records.binding import bind_call
+from tilegym_db.records.call import bind_call
 from tilegym_db.resolver import call_site
-from tilegym_db.resolver.growing import octave, span_around
+from tilegym_db.resolver.dispatch import octave, span_around
 from tilegym_db.resolver.hot_path import size_of
 
 KERNEL = "def run(q, k, out):\n    out.copy_({sign}q * k.sum(1))\n"

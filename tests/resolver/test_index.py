@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.errors import UsageError
+from tilegym_db.published.table import ResolverTable
 from tilegym_db.records import Definition, Solution
 from tilegym_db.resolver import Decision, decide, make_request
-from tilegym_db.resolver.index import PointIndex, index_of
-from tilegym_db.resolver.measured_points import outside_scalars
-from tilegym_db.resolver.table import ResolverTable
+from tilegym_db.resolver.decide import outside_scalars
+from tilegym_db.resolver.resolve import PointIndex, index_of
 
 DEFINITION = Definition.from_dict(
     {

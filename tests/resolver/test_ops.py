@@ -13,18 +13,16 @@ from raising import raises
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tilegym_db
+from tilegym_db.backends.torch_dtypes import storage_dtype
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import NoSolutionError, NotFoundError, UsageError
 from tilegym_db.ops import operator_page
-from tilegym_db.ops.catalog_operator import CatalogOperator
-from tilegym_db.ops.function import operator_function
-from tilegym_db.ops.in_graph import define
+from tilegym_db.ops.function import CatalogOperator, define, operator_function
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
 from tilegym_db.records.case import Case
 from tilegym_db.verify.inputs import draw_inputs
-from tilegym_db.verify.reference import run_reference
-from tilegym_db.verify.torch_dtypes import storage_dtype
+from tilegym_db.verify.oracle import run_reference
 
 CATALOG = Catalog((shipped_root(),))
 Shop = Any

@@ -10,7 +10,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
 from tilegym_db.resolver import Decision, decide, load_table, make_request
-from tilegym_db.resolver.reach import axes_beyond
+from tilegym_db.resolver.decide import axes_beyond
 
 SHIPPED = Catalog((shipped_root(),))
 HEADS: dict[str, Any] = {

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tilegym_db.integrations.transformers.training import training_of
+from tilegym_db.models.training import training_of
 
 ROWS, FACTORS = {"shape": ["M", "N"], "dtype": "float32"}, {"shape": ["M"], "dtype": "float32"}
 AXES = {"M": {"type": "var"}, "N": {"type": "var"}}

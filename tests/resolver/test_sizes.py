@@ -7,7 +7,7 @@ import torch
 
 from tilegym_db.errors import UsageError
 from tilegym_db.resolver import make_request
-from tilegym_db.resolver.allocate import allocate_of
+from tilegym_db.resolver.hot_path import allocate_of
 from tilegym_db.resolver.resolve import resolve
 
 BEST = {

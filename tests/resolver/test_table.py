@@ -11,9 +11,9 @@ from raising import raises
 
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
-from tilegym_db.resolver.entries import Entry
-from tilegym_db.resolver.table import load_table
-from tilegym_db.store.input_files import LOCK_NAME
+from tilegym_db.published.entries import Entry
+from tilegym_db.published.input_files import LOCK_NAME
+from tilegym_db.published.table import load_table
 
 
 def test_nothing_published_is_no_table(shop: Any) -> None:

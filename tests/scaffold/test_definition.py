@@ -8,8 +8,7 @@ from raising import raises
 from tilegym_db.errors import RecordError, UsageError
 from tilegym_db.records import Definition
 from tilegym_db.scaffold import draft_definition, read_definition_file
-from tilegym_db.scaffold.definition_draft import open_places
-from tilegym_db.scaffold.tensors import parse_tensors
+from tilegym_db.scaffold.definition_draft import open_places, parse_tensors
 
 SIGNATURES = {
     "a norm": ("x[M, N], weight[N], bias[N], eps", "out[M, N]"),

@@ -6,10 +6,10 @@ import pytest
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import LANGUAGES, TILE_LANGUAGES, Solution
-from tilegym_db.records.signature import signature_problem
-from tilegym_db.records.sizes import scalars_with_axes
+from tilegym_db.records.call import scalars_with_axes
+from tilegym_db.records.solution import signature_problem
+from tilegym_db.sandbox.scan import hard_findings, scan_sources
 from tilegym_db.scaffold import draft_solution, stock_solution_files
-from tilegym_db.verify.scan import hard_findings, scan_sources
 
 DEFINITIONS = sorted(Catalog.default().definitions)
 
@@ -34,7 +34,7 @@ def test_the_stock_code_made_from_a_reference_is_right(name):
     from tilegym_db.records.case import Case
     from tilegym_db.verify.admission import smallest_axes, trial_scalars
     from tilegym_db.verify.inputs import draw_inputs
-    from tilegym_db.verify.reference import name_outputs, run_reference
+    from tilegym_db.verify.oracle import name_outputs, run_reference
 
     definition = Catalog.default().definition(name)
     record, sources = stock_solution_files(definition, "me")

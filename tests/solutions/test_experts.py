@@ -78,7 +78,7 @@ def error_of(ids: torch.Tensor, tile_rows: int | None) -> float:
     """Relative to the largest element that is expected, or absolute where nothing is."""
     from tilegym_db.backends.load import load_entry
     from tilegym_db.catalog import Catalog
-    from tilegym_db.verify.reference import load_function
+    from tilegym_db.verify.oracle import load_function
 
     catalog = Catalog.default()
     generator = torch.Generator().manual_seed(1)
@@ -97,7 +97,7 @@ def fp8_error_of(ids: torch.Tensor, tile_rows: int | None) -> float:
     """Relative to the largest element that is expected, or absolute where nothing is."""
     from tilegym_db.backends.load import load_entry
     from tilegym_db.catalog import Catalog
-    from tilegym_db.verify.reference import load_function
+    from tilegym_db.verify.oracle import load_function
 
     catalog = Catalog.default()
     generator = torch.Generator().manual_seed(1)
@@ -115,7 +115,7 @@ def fp8_error_of(ids: torch.Tensor, tile_rows: int | None) -> float:
 
 
 if __name__ == "__main__":
-    from tilegym_db.verify.worker.triton_interpreter import repair_interpreter
+    from tilegym_db.sandbox.interpreters import repair_interpreter
 
     repair_interpreter()  # as the gates do: Triton's own one rounds casts to bfloat16 and FP8 otherwise
     routing, is_fp8 = routings(), sys.argv[1] == FP8_KERNEL

@@ -15,11 +15,11 @@ from tilegym_db.backends.load import load_entry
 from tilegym_db.catalog import Catalog
 from tilegym_db.records.case import Case
 from tilegym_db.records.tolerance import limits_for
-from tilegym_db.verify.distance import relative_error
+from tilegym_db.sandbox.shared_buffers import SharedBuffers, plan_slot, tensor_of_its_own, tensor_view
+from tilegym_db.verify.cases import fuzz_cases
+from tilegym_db.verify.gates import relative_error
 from tilegym_db.verify.inputs import draw_inputs
-from tilegym_db.verify.reference import load_function
-from tilegym_db.verify.shapes import fuzz_cases
-from tilegym_db.verify.worker.shared_buffers import SharedBuffers, plan_slot, tensor_of_its_own, tensor_view
+from tilegym_db.verify.oracle import load_function
 
 Entries = dict[str, Callable[..., torch.Tensor]]
 NAMES = ["gemm_fp8_blockwise_cublas", "gemm_fp8_blockwise_dynamic_cublas"]

@@ -59,7 +59,7 @@ def error_of(solution: str, *inputs: torch.Tensor, **config: int) -> float:
     """The largest element's, relative to the largest expected one, or 1 where anything was not written."""
     from tilegym_db.backends.load import load_entry
     from tilegym_db.catalog import Catalog
-    from tilegym_db.verify.reference import load_function
+    from tilegym_db.verify.oracle import load_function
 
     catalog = Catalog.default()
     files = catalog.solutions[solution]
@@ -96,7 +96,7 @@ def errors_of(kernel: str) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    from tilegym_db.verify.worker.triton_interpreter import repair_interpreter
+    from tilegym_db.sandbox.interpreters import repair_interpreter
 
     repair_interpreter()
     print(json.dumps({case: error for kernel in sys.argv[1:] for case, error in errors_of(kernel).items()}))

@@ -15,13 +15,11 @@ from tilegym_db.bench.run_setup import RunSetup
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Definition
 from tilegym_db.records.case import Case
-from tilegym_db.verify.drawing import judge_draws
+from tilegym_db.sandbox.scan.scan import scan_sources
+from tilegym_db.sandbox.scan.tables import LIBRARIES, MEMBERS
+from tilegym_db.verify.cases import fuzz_cases
 from tilegym_db.verify.expected import Expected, expect
-from tilegym_db.verify.outcome import Failure
-from tilegym_db.verify.scan.scan import scan_sources
-from tilegym_db.verify.scan.tables import LIBRARIES, MEMBERS
-from tilegym_db.verify.shapes import fuzz_cases
-from tilegym_db.verify.verifier import judge, same_bytes
+from tilegym_db.verify.verifier import Failure, judge, judge_draws, same_bytes
 
 CATALOG = Catalog.default()
 LIBRARY_SOLUTIONS = sorted(name for name in CATALOG.solutions if name.endswith(("_flashinfer", "_liger")))

@@ -43,7 +43,7 @@ def answer(rows: int, tokens: int) -> dict[str, int]:
 
     from tilegym_db.backends.load import load_entry
     from tilegym_db.catalog import Catalog
-    from tilegym_db.verify.reference import run_reference
+    from tilegym_db.verify.oracle import run_reference
 
     catalog, inputs = Catalog.default(), backward_inputs(rows, tokens)
     wanted = run_reference(catalog.definition(NAME), inputs)
@@ -56,7 +56,7 @@ def answer(rows: int, tokens: int) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    from tilegym_db.verify.worker.triton_interpreter import repair_interpreter
+    from tilegym_db.sandbox.interpreters import repair_interpreter
 
     repair_interpreter()
     print(json.dumps({case: answer(*sizes) for case, sizes in CASES.items()}))

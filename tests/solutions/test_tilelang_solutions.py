@@ -14,16 +14,16 @@ import torch
 
 from tilegym_db.backends.load import load_entry
 from tilegym_db.backends.tilelang_interpreter import interpreting
-from tilegym_db.bench.tier_policy import INTERPRETER
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.records import Definition
 from tilegym_db.records.case import Case
+from tilegym_db.sandbox.protocol import Reply
+from tilegym_db.sandbox.shared_buffers import SharedBuffers, plan_slot
+from tilegym_db.verify.cases import fuzz_cases
 from tilegym_db.verify.expected import Expected, expect
 from tilegym_db.verify.self_test import tiny_workloads
-from tilegym_db.verify.shapes import fuzz_cases
 from tilegym_db.verify.verifier import Failure, verify_slot
-from tilegym_db.verify.worker.reply import Reply
-from tilegym_db.verify.worker.shared_buffers import SharedBuffers, plan_slot
+from tilegym_db.verify.worker_handle import INTERPRETER
 
 CATALOG = Catalog.default()
 KERNELS = sorted(name for name, files in CATALOG.solutions.items() if files.record.spec.language == "tilelang")

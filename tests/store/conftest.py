@@ -19,10 +19,11 @@ import pytest
 from disk_limit import full_disk
 
 from tilegym_db.catalog import Catalog, SolutionFiles
+from tilegym_db.published.installation import signed_line
 from tilegym_db.records import Definition, Solution, Trace, Workload
 from tilegym_db.records.trace import new_trace_id
-from tilegym_db.store.connection import Store, open_store
-from tilegym_db.store.installation import signed_line
+from tilegym_db.store.connection import open_store
+from tilegym_db.store.database import Store
 from tilegym_db.store.journal import Journal
 
 START = datetime(2026, 1, 1, tzinfo=UTC)

@@ -15,11 +15,10 @@ from write_checked_records import judged
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
+from tilegym_db.published import checked
+from tilegym_db.published.checked import Checked, checked_file
 from tilegym_db.records import Workload
-from tilegym_db.store import checked
-from tilegym_db.store.catalog_rows import definition_rows, solution_rows, workload_rows
-from tilegym_db.store.checked import Checked, checked_file
-from tilegym_db.store.connection import open_store
+from tilegym_db.store.connection import definition_rows, open_store, solution_rows, workload_rows
 
 KERNEL = "def run(x, weight, factor, out):\n    out.copy_(x)\n"
 SOLUTION = {
@@ -106,7 +105,7 @@ def test_what_is_on_the_list_is_not_judged_again(shipped: Path, monkeypatch: pyt
         raise AssertionError("judged")
 
     monkeypatch.setattr(Workload, "check_against", refuse)
-    monkeypatch.setattr("tilegym_db.catalog.solution_files.check_entry_point", refuse)
+    monkeypatch.setattr("tilegym_db.catalog.record_files.check_entry_point", refuse)
     assert [len(rows) for rows in rows_of(Catalog((shipped,)))] == [1, 1, 1]
 
 

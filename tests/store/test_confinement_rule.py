@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tilegym_db.store.confinement_rule import why_not_believed
+from tilegym_db.published.checked import why_not_believed
 
 NOT_SHIPPED, ONLY_HERE = "its source is not one that the package ships", "and nobody else"
 

@@ -12,12 +12,11 @@ import duckdb
 import pytest
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.catalog.parsed_sources import FILE_NAME as PARSED_SOURCES
+from tilegym_db.catalog.record_files import FILE_NAME as PARSED_SOURCES
 from tilegym_db.errors import StoreError
 from tilegym_db.store import database
-from tilegym_db.store.connection import open_store
+from tilegym_db.store.connection import ingest, open_store, rebuild
 from tilegym_db.store.database import ROW_GROUP_SIZE
-from tilegym_db.store.ingest import ingest, rebuild
 from tilegym_db.store.journal import Journal
 from tilegym_db.store.queries import count_traces, definition_by_digest, read_traces
 from tilegym_db.store.statements import SCHEMA_VERSION
@@ -355,7 +354,7 @@ def test_a_store_is_not_used_across_a_fork(opened):
 def test_importing_the_store_loads_no_engine_and_no_torch():
     code = (
         "import sys, tilegym_db.store; early = set(sys.modules)\n"
-        "import tilegym_db.store.connection, tilegym_db.store.ingest, tilegym_db.store.publish, tilegym_db.store.sql\n"
+        "import tilegym_db.store.connection, tilegym_db.store.connection, tilegym_db.store.publish, tilegym_db.store.sql\n"
         "late = set(sys.modules)\n"
         "assert not early & {'duckdb', 'pydantic', 'torch'}, early\n"
         "assert not late & {'duckdb', 'torch', 'triton', 'pyarrow', 'numpy'}, late\n"

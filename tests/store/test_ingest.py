@@ -13,7 +13,7 @@ import pytest
 from tilegym_db.errors import StoreError
 from tilegym_db.records.workload import axes_key
 from tilegym_db.store import loading
-from tilegym_db.store.ingest import ingest, ingest_journals, rebuild
+from tilegym_db.store.connection import ingest, ingest_journals, rebuild
 from tilegym_db.store.journal import Journal
 from tilegym_db.store.queries import count_traces, definition_by_digest, read_traces
 
@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 from tilegym_db.catalog import Catalog
 from tilegym_db.store.connection import open_store
-from tilegym_db.store.ingest import ingest
+from tilegym_db.store.connection import ingest
 
 home, root, file = map(Path, sys.argv[1:])
 sys.stdin.readline()

@@ -10,15 +10,15 @@ from model_runs import LIGER, model_run, speedups, timing, without_steps
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError
+from tilegym_db.published.input_files import LOCK_NAME, MODELS_SUFFIX, OLD_MODELS_NAME
+from tilegym_db.published.snapshot import lock_folder
 from tilegym_db.records.loop import Experiment
 from tilegym_db.records.model_run import ModelRun
-from tilegym_db.store.ingest import ingest, rebuild
-from tilegym_db.store.input_files import LOCK_NAME, MODELS_SUFFIX, OLD_MODELS_NAME
+from tilegym_db.store.connection import ingest, rebuild
 from tilegym_db.store.loading import IngestReport
-from tilegym_db.store.loop_journals import append
+from tilegym_db.store.loop import append
 from tilegym_db.store.model_runs import read_model_run, save_model_run
 from tilegym_db.store.publish import PublishReport, publish
-from tilegym_db.store.snapshot import lock_folder
 
 TINY = f"tiny{MODELS_SUFFIX}"
 SPEEDUPS = "SELECT run_id, speedup, patched_tpot_ms, stock_peak_memory_bytes FROM model_runs ORDER BY run_id"

@@ -9,7 +9,7 @@ import pytest
 
 from tilegym_db.records import Trace
 from tilegym_db.records.trace import new_trace_id
-from tilegym_db.store.ingest import ingest, rebuild
+from tilegym_db.store.connection import ingest, rebuild
 from tilegym_db.store.queries import best_rows
 from tilegym_db.store.statements import TRUST_FOREIGN
 
@@ -106,7 +106,7 @@ def test_when_a_foreign_trace_gives_way_what_it_superseded_is_the_newest_again(o
 
 def test_a_pass_that_is_doubted_later_gives_its_mark_to_the_one_before(opened, root, home, write_traces, trace):
     from tilegym_db.paths import shipped_root
-    from tilegym_db.records.peaks import GpuPeaks
+    from tilegym_db.records.roofline import GpuPeaks
     from tilegym_db.store.peaks_files import save_peaks
 
     path = root / "definitions" / "norm" / "scale.json"

@@ -11,15 +11,14 @@ import pytest
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import StoreError
+from tilegym_db.published.input_files import imported_manifests, own_tuning_files
+from tilegym_db.published.installation import KEY_NAME, signature
 from tilegym_db.records.loop import Task
 from tilegym_db.store import connection
-from tilegym_db.store.connection import DATABASE_NAME, database_path, open_store
-from tilegym_db.store.ingest import rebuild
-from tilegym_db.store.input_files import imported_manifests, own_tuning_files
-from tilegym_db.store.installation import KEY_NAME, signature
+from tilegym_db.store.connection import DATABASE_NAME, database_path, open_store, rebuild
+from tilegym_db.store.database import writer_lock
 from tilegym_db.store.journal import read_journal
-from tilegym_db.store.lock import writer_lock
-from tilegym_db.store.loop_journals import journaled
+from tilegym_db.store.loop import journaled
 
 PLACES: dict[str, Callable[[Path], object]] = {
     KEY_NAME: lambda home: signature(home, "trace", b"{}"),

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 
 from tilegym_db.records.solution import config_id
-from tilegym_db.store.ingest import ingest
+from tilegym_db.store.connection import ingest
 from tilegym_db.store.queries import (
     Promotable,
     best_rows,

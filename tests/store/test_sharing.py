@@ -20,19 +20,17 @@ from pathlib import Path
 import pytest
 
 from tilegym_db.errors import StoreError, UsageError
-from tilegym_db.store.connection import open_store
-from tilegym_db.store.data_set import Row, SharedDataSet, digest_of
-from tilegym_db.store.ingest import ingest
+from tilegym_db.published.shared_place import hidden
+from tilegym_db.store.connection import ingest, open_store
 from tilegym_db.store.queries import best_rows
-from tilegym_db.store.shared_place import hidden
-from tilegym_db.store.sharing import query_data_set, share_traces, sync_traces
+from tilegym_db.store.sharing import Row, SharedDataSet, digest_of, query_data_set, share_traces, sync_traces
 
 BATCHES, ROWS = 16, 20
 
 # Makes each line of its input a process of its own, forked where pyarrow is imported but nothing of it has begun.
 WRITER = """import json, os, sys
 import pyarrow, pyarrow.parquet, pyarrow.dataset
-from tilegym_db.store.data_set import SharedDataSet, Row
+from tilegym_db.store.sharing import SharedDataSet, Row
 for line in sys.stdin:
     process = os.fork()
     if process == 0:
@@ -80,7 +78,7 @@ def publish(opened, write_traces, shared):
 
 
 def test_a_folder_that_is_something_else_is_refused_before_it_is_listed_to_its_end(tmp_path, monkeypatch):
-    monkeypatch.setattr("tilegym_db.store.data_set.MAX_OTHERS", 20)
+    monkeypatch.setattr("tilegym_db.store.sharing.MAX_OTHERS", 20)
     for number in range(30):
         (tmp_path / f"folder{number}").mkdir()
         (tmp_path / f"folder{number}" / "file.txt").touch()

@@ -13,10 +13,10 @@ import pytest
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root, use_root
-from tilegym_db.resolver import table as tables
-from tilegym_db.resolver.table import load_table
-from tilegym_db.store.input_files import TUNING_SUFFIX, shipped_traces, trace_files
-from tilegym_db.store.snapshot import lock_folder
+from tilegym_db.published import table as tables
+from tilegym_db.published.input_files import TUNING_SUFFIX, shipped_traces, trace_files
+from tilegym_db.published.snapshot import lock_folder
+from tilegym_db.published.table import load_table
 
 ROOT = shipped_root()
 KB, MB = 1000, 1000 * 1000

@@ -5,7 +5,8 @@ from functools import partial
 import pytest
 
 from tilegym_db.errors import QueryError
-from tilegym_db.store.sql import VIEWS, run_user_query
+from tilegym_db.store.asking import VIEWS
+from tilegym_db.store.sql import run_user_query
 
 
 @pytest.fixture

@@ -11,18 +11,17 @@ import pytest
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import NotFoundError
+from tilegym_db.published import table as tables
+from tilegym_db.published.input_files import LOCK_NAME
+from tilegym_db.published.installation import KEY_NAME, signed_line
+from tilegym_db.published.snapshot import open_snapshot
+from tilegym_db.published.table import load_table
 from tilegym_db.records import Trace
-from tilegym_db.resolver import table as tables
-from tilegym_db.resolver.table import load_table
-from tilegym_db.store.connection import open_store
-from tilegym_db.store.ingest import ingest, rebuild
-from tilegym_db.store.input_files import LOCK_NAME
-from tilegym_db.store.installation import KEY_NAME, signed_line
+from tilegym_db.store.connection import ingest, open_store, rebuild
 from tilegym_db.store.journal import Journal, read_journal
 from tilegym_db.store.migrate import migrate_folder
 from tilegym_db.store.publish import publish
 from tilegym_db.store.queries import best_rows, publishable_rows
-from tilegym_db.store.snapshot import open_snapshot
 
 ORIGINS = "SELECT origin, trusted, count(*) AS n FROM traces GROUP BY ALL ORDER BY ALL"
 
@@ -202,7 +201,7 @@ def test_figures_that_cannot_be_true_do_not_count_even_where_trusted(
 def calibrated(root, home):
     """Peaks of an H200 measured here, and an operator that states what it must move."""
     from tilegym_db.paths import shipped_root
-    from tilegym_db.records.peaks import GpuPeaks
+    from tilegym_db.records.roofline import GpuPeaks
     from tilegym_db.store.peaks_files import save_peaks
 
     save_peaks(GpuPeaks.from_json((shipped_root() / "traces" / "h200" / "peaks.json").read_bytes()), home)

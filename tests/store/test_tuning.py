@@ -10,11 +10,11 @@ import pytest
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import StoreError, UsageError
-from tilegym_db.store.ingest import ingest
+from tilegym_db.published.snapshot import lock_folder
+from tilegym_db.published.tuning_set import decode_steps
+from tilegym_db.store.connection import ingest
 from tilegym_db.store.publish import publish
-from tilegym_db.store.snapshot import lock_folder
 from tilegym_db.store.tuning import TuningLog, TuningStep, read_tuning_steps
-from tilegym_db.store.tuning_set import decode_steps
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 

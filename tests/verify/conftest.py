@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tilegym_db.records import Definition
-from tilegym_db.verify.worker.process import WorkerProcess
+from tilegym_db.sandbox.worker import WorkerProcess
 
 SELF_TEST: dict[str, Any] = {
     "independent": "def run(x, weight, factor):\n"

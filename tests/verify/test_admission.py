@@ -15,8 +15,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition, Workload
-from tilegym_db.verify.admission import require_returning_reference, run_reference_once, run_self_test
-from tilegym_db.verify.apart import run_apart
+from tilegym_db.verify.admission import require_returning_reference, run_apart, run_reference_once, run_self_test
 
 HEAD = "# Source: https://example.org/row_scale.py#L1\nimport os, sys, time\ndef run(x, weight, factor):\n    "
 BAD = {

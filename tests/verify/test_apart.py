@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from tilegym_db.errors import RecordError
-from tilegym_db.verify.apart import MAX_PRINTED_BYTES, run_apart
+from tilegym_db.verify.admission import MAX_PRINTED_BYTES, run_apart
 
 
 def says_something() -> int:

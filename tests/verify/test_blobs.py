@@ -15,9 +15,8 @@ from safetensors.torch import save_file
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.case import Case
-from tilegym_db.verify.blobs import BlobReader, blob_problems
 from tilegym_db.verify.expected import expect
-from tilegym_db.verify.inputs import draw_inputs
+from tilegym_db.verify.inputs import BlobReader, blob_problems, draw_inputs
 
 X = torch.arange(32.0).reshape(4, 8)
 Stored = Callable[..., Workload]

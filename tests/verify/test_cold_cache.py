@@ -12,7 +12,7 @@ import triton.language as tl
 from raising import raises
 
 from tilegym_db.errors import HardwareError
-from tilegym_db.verify.worker.timing import BlockTimer
+from tilegym_db.sandbox.timing import BlockTimer
 
 pytestmark = pytest.mark.gpu
 

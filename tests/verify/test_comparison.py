@@ -8,9 +8,9 @@ import torch
 from tilegym_db.records import Definition
 from tilegym_db.records.case import Case
 from tilegym_db.verify.comparison import check_outputs, exact_outputs, reference_errors
+from tilegym_db.verify.gates import OutputVerdict
 from tilegym_db.verify.inputs import draw_inputs
-from tilegym_db.verify.reference import as_written, oracle
-from tilegym_db.verify.verdicts import OutputVerdict
+from tilegym_db.verify.oracle import as_written, oracle
 
 ROW = {"shape": ["M", "N"], "dtype": "T"}
 

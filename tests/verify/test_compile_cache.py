@@ -13,7 +13,7 @@ import pytest
 
 from tilegym_db.backends.compile_cache import compile_cache_folder, use_compile_cache
 from tilegym_db.catalog import Catalog
-from tilegym_db.verify.worker.process import WorkerProcess
+from tilegym_db.sandbox.worker import WorkerProcess
 
 pytestmark = pytest.mark.slow
 

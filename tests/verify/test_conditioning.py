@@ -13,11 +13,10 @@ from tilegym_db.records import Definition
 from tilegym_db.records.case import Case
 from tilegym_db.verify import conditioning
 from tilegym_db.verify.conditioning import STEP, without_uncertain
-from tilegym_db.verify.distance import EXACTLY
+from tilegym_db.verify.distributions import vary_scalars
 from tilegym_db.verify.expected import Expected, expect
-from tilegym_db.verify.reference import in_fp64, oracle, run_reference
-from tilegym_db.verify.variation import vary_scalars
-from tilegym_db.verify.verdicts import PASSED, OutputVerdict
+from tilegym_db.verify.gates import EXACTLY, PASSED, OutputVerdict
+from tilegym_db.verify.oracle import in_fp64, oracle, run_reference
 from tilegym_db.verify.verifier import Failure, judge
 
 GRADIENTS = Catalog.default().definition("mhc_head_compute_mix_backward")

@@ -11,14 +11,14 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
-from tilegym_db.records.binding import TensorInfo, solve_axes
+from tilegym_db.records.call import TensorInfo, solve_axes
 from tilegym_db.records.case import Case
 from tilegym_db.records.tolerance import limits_for
 from tilegym_db.verify.comparison import check_outputs
-from tilegym_db.verify.distance import EXACTLY
 from tilegym_db.verify.expected import expect
+from tilegym_db.verify.gates import EXACTLY
 from tilegym_db.verify.inputs import draw_inputs
-from tilegym_db.verify.reference import as_written
+from tilegym_db.verify.oracle import as_written
 
 CODES = {"shape": ["M", "N"], "dtype": "float8_e4m3fn"}
 INPUTS = {"x": {"shape": ["M", "N"], "dtype": "T"}, "rounded": {"shape": None, "dtype": "bool"}}

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 from raising import raises
 
-from tilegym_db.verify.worker import supervisor_process
-from tilegym_db.verify.worker.losses import WorkerDied
-from tilegym_db.verify.worker.process import WorkerProcess
+from tilegym_db.sandbox import supervisor_process
+from tilegym_db.sandbox.worker import WorkerDied, WorkerProcess
 
 # What a worker finds out about the processes above it: at level 2, its supervisor and the fork server are visible.
 ANCESTORS = """

@@ -11,9 +11,8 @@ from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
 from tilegym_db.records.case import Case
 from tilegym_db.records.dtypes import STORED_BYTES
+from tilegym_db.verify.cases import MANY_ROWS, ROWS_ALIGNED, ROWS_OFF, draw_layouts, fuzz_cases, ragged_rows
 from tilegym_db.verify.distributions import REFERENCE_MAY_FAIL
-from tilegym_db.verify.fuzz_layouts import ROWS_ALIGNED, ROWS_OFF, draw_layouts, ragged_rows
-from tilegym_db.verify.shapes import MANY_ROWS, fuzz_cases
 
 CATALOG = Catalog((shipped_root(),))
 LANGUAGES = ("triton", "tilelang", "cutile", "stock")

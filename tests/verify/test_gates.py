@@ -9,8 +9,15 @@ import pytest
 import torch
 
 from tilegym_db.records.tolerance import LIMITS
-from tilegym_db.verify.distance import BaseError, compare_rows, relative_error
-from tilegym_db.verify.gates import OutputVerdict, check_output, is_well_conditioned, must_be_exact
+from tilegym_db.verify.gates import (
+    BaseError,
+    OutputVerdict,
+    check_output,
+    compare_rows,
+    is_well_conditioned,
+    must_be_exact,
+    relative_error,
+)
 
 
 def judge(

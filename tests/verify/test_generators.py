@@ -12,8 +12,7 @@ from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition
 from tilegym_db.records.case import Case
 from tilegym_db.verify.distributions import CONTENTS
-from tilegym_db.verify.generators import ID_CONTENTS, contents_among
-from tilegym_db.verify.inputs import draw_inputs, draws_noise
+from tilegym_db.verify.inputs import ID_CONTENTS, contents_among, draw_inputs, draws_noise
 
 # Distribution of a case -> contents of ids in it.
 BY_CONTENTS = {contents_among(ID_CONTENTS, name): name for name in reversed(CONTENTS)}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tilegym_db.records.tolerance import LIMITS
-from tilegym_db.verify.indices import check_gathered
+from tilegym_db.verify.comparison import check_gathered
 
 SCORES = torch.tensor([[5.0, 9.0, 5.0, 1.0, 9.0, 0.0], [1.0, 1.0, 1.0, 1.0, 1.0, 2.0]])
 CHOSEN = torch.tensor([[1, 4, 0], [5, 0, 1]])

@@ -8,9 +8,8 @@ import torch
 
 from tilegym_db.records import Workload
 from tilegym_db.records.case import Case
-from tilegym_db.verify.distributions import STEPS
-from tilegym_db.verify.inputs import CONTENTS, DISTRIBUTIONS, PLANTED, draw_inputs
-from tilegym_db.verify.variation import styles_of, vary_scalars
+from tilegym_db.verify.distributions import CONTENTS, DISTRIBUTIONS, PLANTED, STEPS, styles_of, vary_scalars
+from tilegym_db.verify.inputs import draw_inputs
 
 
 def case(distribution: str = "normal", seed: int = 1, dtype: str = "float32", **axes: int) -> Case:

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from tilegym_db.backends.arguments import call_arguments
+from tilegym_db.backends.aot_worker import call_arguments
 from tilegym_db.errors import RecordError, UsageError
 from tilegym_db.records import Definition, Solution, Workload
-from tilegym_db.records.binding import bind_call
+from tilegym_db.records.call import bind_call
 from tilegym_db.records.case import Case
 from tilegym_db.records.layouts import overlap
-from tilegym_db.resolver.allocate import allocate_of
-from tilegym_db.verify.shapes import fuzz_cases
+from tilegym_db.resolver.hot_path import allocate_of
+from tilegym_db.sandbox.shared_buffers import SharedBuffers, plan_slot
+from tilegym_db.verify.cases import fuzz_cases
 from tilegym_db.verify.verifier import check_memory, read_outputs
-from tilegym_db.verify.worker.shared_buffers import SharedBuffers, plan_slot
 
 COLUMNS = "strided(1, ceil_div(M, 4) * 4)"
 SCALARS = {"factor": {"type": "scalar", "value": 2.0}}

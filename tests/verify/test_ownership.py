@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 from torch.autograd import DeviceType
 
+from tilegym_db.bench.audit import CLIPPED, judge_ownership, kernel_names, own_kernel
 from tilegym_db.records import Solution
-from tilegym_db.verify.ownership import CLIPPED, judge_ownership, kernel_names, own_kernel
-from tilegym_db.verify.worker.profiling import KernelProfiler, uses_of_events
-from tilegym_db.verify.worker.program import Worker
-from tilegym_db.verify.worker.protocol import MAX_LINE, decode, encode
-from tilegym_db.verify.worker.reply import MAX_KINDS, MAX_NAME, OTHERS, KernelUse, sum_uses
+from tilegym_db.sandbox.program import KernelProfiler, Worker, uses_of_events
+from tilegym_db.sandbox.protocol import MAX_KINDS, MAX_LINE, MAX_NAME, OTHERS, KernelUse, decode, encode, sum_uses
 
 SOURCE = {
     "kernel.py": b"@triton.jit(debug=True)\ndef _norm(): pass\n@tilelang.jit\ndef norm():\n    @T.prim_func\n"

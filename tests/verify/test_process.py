@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 from raising import raises
 
-from tilegym_db.confinement.processes import stolen_us
-from tilegym_db.verify.worker.losses import WorkerDied, WorkerHasNoMemory, WorkerTimeout
-from tilegym_db.verify.worker.process import WorkerProcess
-from tilegym_db.verify.worker.protocol import MAX_LINE
+from tilegym_db.sandbox.processes import stolen_us
+from tilegym_db.sandbox.protocol import MAX_LINE
+from tilegym_db.sandbox.worker import WorkerDied, WorkerHasNoMemory, WorkerProcess, WorkerTimeout
 
 
 def test_an_answer_with_the_right_id_is_believed(peer):

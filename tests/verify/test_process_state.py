@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilegym_db.verify.scan.tables import reviewed_libraries
-from tilegym_db.verify.worker.process_state import StateWatch
+from tilegym_db.sandbox.program import StateWatch
+from tilegym_db.sandbox.scan.tables import reviewed_libraries
 
 
 @pytest.fixture(autouse=True)

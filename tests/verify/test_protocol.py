@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from raising import raises
 
-from tilegym_db.verify.worker.protocol import MAX_LINE, Channel, ProtocolError, decode, encode
+from tilegym_db.sandbox.protocol import MAX_LINE, Channel, ProtocolError, decode, encode
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 values = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10)

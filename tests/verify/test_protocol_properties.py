@@ -13,8 +13,7 @@ from raising import raises
 
 from tilegym_db.records import Trace
 from tilegym_db.records.trace import clip_log
-from tilegym_db.verify.worker.protocol import ProtocolError, decode, encode
-from tilegym_db.verify.worker.reply import Reply, storable
+from tilegym_db.sandbox.protocol import ProtocolError, Reply, decode, encode, storable
 
 EXAMPLES = settings(max_examples=150)
 

@@ -13,11 +13,10 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
-from tilegym_db.verify.comparison import check_outputs, reference_errors
-from tilegym_db.verify.distance import EXACTLY
-from tilegym_db.verify.ranking import followed
-from tilegym_db.verify.reference import oracle, run_reference
-from tilegym_db.verify.shapes import fuzz_cases, sibling_of
+from tilegym_db.verify.cases import fuzz_cases, sibling_of
+from tilegym_db.verify.comparison import check_outputs, followed, reference_errors
+from tilegym_db.verify.gates import EXACTLY
+from tilegym_db.verify.oracle import oracle, run_reference
 
 CATALOG = Catalog((shipped_root(),))
 GROUPS = CATALOG.definition("topk_sigmoid_bias_groups")

@@ -5,7 +5,7 @@ import torch
 from raising import raises
 
 from tilegym_db.errors import RecordError
-from tilegym_db.verify.reference import load_function, oracle, run_lifted, run_reference
+from tilegym_db.verify.oracle import load_function, oracle, run_lifted, run_reference
 
 X = {"x": {"shape": ["M", "N"], "dtype": "T"}}
 

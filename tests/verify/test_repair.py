@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tilegym_db.records.expressions import evaluate_bool
-from tilegym_db.verify.repair import repaired
+from tilegym_db.verify.cases import repaired
 
 AXES = {"M": 77, "N": 131, "D": 13}
 

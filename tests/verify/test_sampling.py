@@ -17,21 +17,20 @@ from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
 from tilegym_db.records.case import Case
 from tilegym_db.verify.comparison import check_outputs
-from tilegym_db.verify.distance import EXACTLY
-from tilegym_db.verify.drawing import SMALL_ELEMENTS, calls_for, judge_draws
 from tilegym_db.verify.expected import Expected
+from tilegym_db.verify.gates import EXACTLY
 from tilegym_db.verify.inputs import draw_inputs
-from tilegym_db.verify.laws import check_sampled_outputs
-from tilegym_db.verify.outcome import Failure
-from tilegym_db.verify.reference import run_reference
+from tilegym_db.verify.oracle import run_reference
 from tilegym_db.verify.sampling import (
     FALSE_ALARM,
     agreement_bound,
+    check_sampled_outputs,
     distance_bound,
     distinct_bound,
     expected_distinct,
     share_bound,
 )
+from tilegym_db.verify.verifier import MAX_DRAWN_AT_ONCE, Failure, calls_for, judge_draws
 
 CATALOG = Catalog((shipped_root(),))
 TOP_K, TOP_P, MIN_P = (CATALOG.definition(f"{name}_sampling_from_probs") for name in ("top_k", "top_p", "min_p"))
@@ -351,10 +350,10 @@ def test_the_distance_of_honest_draws_stays_below_a_bound_of_one_in_a_hundred_ab
 @pytest.mark.parametrize(
     ("rows", "draws", "elements", "calls"),
     [
-        (1, 16384, SMALL_ELEMENTS, 1024),
-        (3, 16384, SMALL_ELEMENTS, 342),
-        (8, 16384, SMALL_ELEMENTS, 256),
-        (1, 16384, SMALL_ELEMENTS + 1, 256),
+        (1, 16384, MAX_DRAWN_AT_ONCE, 1024),
+        (3, 16384, MAX_DRAWN_AT_ONCE, 342),
+        (8, 16384, MAX_DRAWN_AT_ONCE, 256),
+        (1, 16384, MAX_DRAWN_AT_ONCE + 1, 256),
         (256, 16384, 256, 64),
         (100_000, 16384, 1 << 20, 1),
         (1, 192, 3, 12),

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from raising import raises
 
-from tilegym_db.confinement.bounds import HOST_SHARE, ResourceBounds, Usage, available_processors, violation
-from tilegym_db.verify.worker.losses import WorkerDied, WorkerTimeout
+from tilegym_db.sandbox.limits import HOST_SHARE, ResourceBounds, Usage, available_processors, violation
+from tilegym_db.sandbox.worker import WorkerDied, WorkerTimeout
 
 pytestmark = pytest.mark.slow
 
@@ -232,8 +232,8 @@ def test_signals_to_its_own_group_reach_nobody_else(peer, confining_level):
 HARNESS = """
 import sys, time
 from pathlib import Path
-from tilegym_db.verify.worker.process import WorkerProcess
-from tilegym_db.scratch import scratch_folder
+from tilegym_db.sandbox.worker import WorkerProcess
+from tilegym_db.paths import scratch_folder
 with scratch_folder(Path(sys.argv[1])) as folder:
     script, level = Path(sys.argv[2]), int(sys.argv[3])
     workers = [WorkerProcess("cpu", folder / str(number), level=level, script=script) for number in range(2)]

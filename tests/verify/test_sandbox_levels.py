@@ -12,12 +12,11 @@ import pytest
 from handicaps import NO_CAPABILITIES, NO_LANDLOCK
 from raising import raises
 
-from tilegym_db.confinement.spec import Confinement, WorkerSpec
-from tilegym_db.verify.worker.losses import WorkerDied
-from tilegym_db.verify.worker.process import WorkerProcess, best_level
+from tilegym_db.sandbox.limits import Confinement, WorkerSpec
+from tilegym_db.sandbox.worker import WorkerDied, WorkerProcess, best_level
 
 REPORT = """
-from tilegym_db.verify.worker.process import best_level
+from tilegym_db.sandbox.worker import best_level
 sandbox = best_level("cpu")
 print(sandbox.level, sandbox.description, *sandbox.reasons, sep="\\n")
 """
@@ -101,7 +100,7 @@ def test_where_a_level_is_refused_the_next_is_taken_and_the_reason_given(handica
 
 
 def test_what_the_harness_asks_survives_the_pipe():
-    from tilegym_db.confinement.bounds import ResourceBounds
+    from tilegym_db.sandbox.limits import ResourceBounds
 
     spec = WorkerSpec(
         Confinement(3, own_user=False, proc_writes="none", unix_sockets=True),

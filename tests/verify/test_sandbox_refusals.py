@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 
-from tilegym_db.confinement.grants import PACKAGE
-from tilegym_db.confinement.seccomp import FilterOptions, build_filter
-from tilegym_db.confinement.spec import Confinement
-from tilegym_db.confinement.system_calls import NUMBERS, PROCESSORS, this_processor
 from tilegym_db.paths import shipped_root
-from tilegym_db.verify.worker.process import WorkerProcess
+from tilegym_db.sandbox.confine import FilterOptions, build_filter
+from tilegym_db.sandbox.landlock import PACKAGE
+from tilegym_db.sandbox.limits import Confinement
+from tilegym_db.sandbox.system_calls import NUMBERS, PROCESSORS, this_processor
+from tilegym_db.sandbox.worker import WorkerProcess
 
 # Evaluates expressions one by one and answers with what each raised, or with what it gave.
 EVALUATOR = """
@@ -48,9 +48,9 @@ while True:
 CONFINE_ONESELF = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-from tilegym_db.confinement.bounds import ResourceBounds
-from tilegym_db.confinement.confine import confine
-from tilegym_db.confinement.spec import Confinement, WorkerSpec
+from tilegym_db.sandbox.limits import ResourceBounds
+from tilegym_db.sandbox.confine import confine
+from tilegym_db.sandbox.limits import Confinement, WorkerSpec
 spec = WorkerSpec(Confinement(2), ResourceBounds.of_machine(), "cpu", sys.argv[2], 0)
 print(confine(spec, os.environ, None)["level"], os.getuid())
 try:

@@ -15,9 +15,10 @@ from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.backward import backward_problem, bind_forward, differentiated
 from tilegym_db.records.case import Case
+from tilegym_db.verify.distributions import CONTENTS
 from tilegym_db.verify.expected import expect
-from tilegym_db.verify.inputs import CONTENTS, draw_inputs, draws_noise
-from tilegym_db.verify.reference import Lifted, load_function, run_lifted, run_reference
+from tilegym_db.verify.inputs import draw_inputs, draws_noise
+from tilegym_db.verify.oracle import Lifted, load_function, run_lifted, run_reference
 
 CATALOG = Catalog((shipped_root(),))
 BACKWARD, FORWARD = CATALOG.definition("softmax_backward"), CATALOG.definition("softmax")

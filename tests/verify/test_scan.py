@@ -11,7 +11,7 @@ import pytest
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Solution
-from tilegym_db.verify.scan import RULES, Finding, Severity, hard_findings, rule_table, scan_sources
+from tilegym_db.sandbox.scan import RULES, Finding, Severity, hard_findings, rule_table, scan_sources
 
 KERNEL = {
     "python": "",

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from tilegym_db.records import Solution
-from tilegym_db.verify.scan import hard_findings, scan_sources
-from tilegym_db.verify.scan.tables import MEMBERS, VALUES, refusal
+from tilegym_db.sandbox.scan import hard_findings, scan_sources
+from tilegym_db.sandbox.scan.tables import MEMBERS, VALUES, refusal
 
 
 def refused(text: str, *, language: str = "python", dependencies: tuple[str, ...] = ()) -> list[str]:

@@ -13,9 +13,9 @@ from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition, Solution
 from tilegym_db.records.case import Case
 from tilegym_db.records.layouts import layout_class
+from tilegym_db.verify.cases import MAX_ELEMENTS, MAX_ROWS, SIZES, fuzz_cases, why_no_case
 from tilegym_db.verify.distributions import DISTRIBUTIONS, PLANTED, REFERENCE_MAY_FAIL, STEPS
 from tilegym_db.verify.expected import expect
-from tilegym_db.verify.shapes import MAX_ELEMENTS, MAX_ROWS, SIZES, fuzz_cases, why_no_case
 
 ANCHORS = ({"M": 1000, "N": 4096}, {"M": 48, "N": 1536})
 PADDED = {"x": "row_contiguous", "out": "row_contiguous"}

@@ -14,11 +14,9 @@ from tilegym_db.records.case import Case
 from tilegym_db.records.tolerance import LIMITS, Limits, limits_for
 from tilegym_db.verify.comparison import check_lifted, check_outputs
 from tilegym_db.verify.expected import Expected, expect
-from tilegym_db.verify.gates import check_output
-from tilegym_db.verify.reference import run_reference
+from tilegym_db.verify.gates import CAP, OutputVerdict, check_output
+from tilegym_db.verify.oracle import run_reference
 from tilegym_db.verify.self_test import self_test
-from tilegym_db.verify.share import CAP
-from tilegym_db.verify.verdicts import OutputVerdict
 
 DEFINITION = Definition.from_dict(RECORD)
 STRICT = Definition.from_dict(
@@ -247,14 +245,14 @@ def test_another_formulation_in_fp64_may_have_no_strays():
 
 
 def test_without_its_windows_a_wrong_tile_passes_as_strays(monkeypatch):
-    monkeypatch.setattr("tilegym_db.verify.share.WINDOWS", ())
+    monkeypatch.setattr("tilegym_db.verify.gates.WINDOWS", ())
     assert off(flat(), (slice(0, 32), slice(0, 16)), 0.1).passed
     monkeypatch.undo()
     assert off(flat(), (slice(0, 32), slice(0, 16)), 0.1).gate == "share"
 
 
 def test_without_its_cap_an_element_of_the_wrong_size_passes_as_a_stray(monkeypatch):
-    monkeypatch.setattr("tilegym_db.verify.share.CAP", 1e9)
+    monkeypatch.setattr("tilegym_db.verify.gates.CAP", 1e9)
     assert off(flat(128, 4096), (3, 5), 0.7).passed
     monkeypatch.undo()
     assert off(flat(128, 4096), (3, 5), 0.7).gate == "elementwise"

@@ -11,7 +11,7 @@ from raising import raises
 
 from tilegym_db.errors import StoreError
 from tilegym_db.records.case import Case
-from tilegym_db.verify.worker.shared_buffers import (
+from tilegym_db.sandbox.shared_buffers import (
     ALIGNMENT,
     GUARD_BYTES,
     SharedBuffers,

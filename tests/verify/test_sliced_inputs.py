@@ -16,8 +16,7 @@ from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
 from tilegym_db.records.case import Case
 from tilegym_db.verify.inputs import draw_inputs
-from tilegym_db.verify.reference import oracle
-from tilegym_db.verify.slicing import ORACLE_BYTES
+from tilegym_db.verify.oracle import ORACLE_BYTES, oracle
 
 EXPERTS = Catalog((shipped_root(),)).definition("moe_experts")
 WHOLE = EXPERTS.model_copy(update={"sliced_inputs": {}})
@@ -63,7 +62,7 @@ def test_the_oracle_of_many_experts_takes_memory_for_one():
 
 
 def test_the_budget_counts_one_slice_so_that_tokens_are_not_taken_one_by_one():
-    from tilegym_db.verify.slicing import sliced
+    from tilegym_db.verify.oracle import sliced
 
     given, evaluations = inputs({"M": 64, "H": 64, "I": 32, "E": 64, "K": 2}), []
 

@@ -11,8 +11,7 @@ from tilegym_db.records import Definition
 from tilegym_db.records.case import Case
 from tilegym_db.verify.gates import check_output
 from tilegym_db.verify.inputs import draw_inputs
-from tilegym_db.verify.reference import as_written, oracle, run_lifted, run_reference
-from tilegym_db.verify.slicing import ORACLE_BYTES, sliced
+from tilegym_db.verify.oracle import ORACLE_BYTES, as_written, oracle, run_lifted, run_reference, sliced
 
 CATALOG = Catalog((shipped_root(),))
 SLICED = [name for name, record in CATALOG.definitions.items() if record.independent_axes]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tilegym_db.verify.wall_clock import Elapsed, WallRun, alone_us, host_may_be_why, judge_latency
+from tilegym_db.bench.runner import Elapsed, WallRun, alone_us, host_may_be_why, judge_latency
 
 NULL = 120.0
 

@@ -21,14 +21,15 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, TextIO, cast
 
+import torch
+
 from tilegym_db.backends.compile_jobs import CompileJob, CompileResult, CompileStatus
 from tilegym_db.backends.load import clipped_traceback, load_entry, unload_entry
 from tilegym_db.backends.toolchains import prepare_environment
 from tilegym_db.errors import SolutionError, ToolchainError
-from tilegym_db.records.omitted import narrowed
+from tilegym_db.records import Definition, Workload
+from tilegym_db.records.solution import narrowed
 from tilegym_db.records.trace import clip_log
-
-__all__ = ["compile_job", "main"]
 
 
 class Interception(Protocol):
@@ -65,8 +66,7 @@ def compile_job(job: CompileJob, interception: Interception) -> CompileResult:
         SolutionError: the source does not import, or launches nothing.
         Exception: whatever the compiler, or ``run`` itself, raises.
     """
-    from tilegym_db.backends.absent_device import pretend_device
-    from tilegym_db.backends.arguments import call_arguments
+    from tilegym_db.backends.stand_ins import pretend_device
 
     arguments = call_arguments(narrowed(job.definition, job.solution.record.spec.omits), job.workload)
     start = time.perf_counter()
@@ -140,6 +140,39 @@ def _take_channels() -> tuple[TextIO, TextIO]:
     os.close(nothing)
     os.dup2(2, 1)
     return jobs, results
+
+
+# ---- arguments ------------------------------------------------------------------------------------
+# The arguments of one call, as CPU tensors that nobody reads: right sizes, dtypes and strides, no contents.
+
+
+def call_arguments(definition: Definition, workload: Workload) -> list[Any]:
+    """Inputs in order, scalars included, then the outputs that are written through arguments.
+
+    Memory is reserved but never touched, so a tensor of many gigabytes costs nothing.
+
+    Raises:
+        RecordError: the Workload does not bind every axis and dtype of the Definition.
+    """
+    axes = definition.bind_axes(workload.axes)
+    dtypes = definition.bind_dtypes(workload.dtypes)
+    scalars = workload.scalars()
+    arguments: list[Any] = []
+    for name in (*definition.inputs, *definition.written_outputs):
+        if name in definition.inputs and definition.inputs[name].is_scalar:
+            arguments.append(scalars[name])
+            continue
+        shape = definition.shape_of(name, axes)
+        strides = definition.strides_of(name, axes, workload.layouts.get(name))
+        arguments.append(torch.empty_strided(shape, strides, dtype=_storage_dtype(definition.dtype_of(name, dtypes))))
+    return arguments
+
+
+def _storage_dtype(name: str) -> torch.dtype:
+    # Two packed 4-bit codes are stored in a byte.
+    found = torch.uint8 if name == "float4_e2m1" else getattr(torch, name)
+    assert isinstance(found, torch.dtype)
+    return found
 
 
 if __name__ == "__main__":

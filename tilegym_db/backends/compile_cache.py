@@ -3,7 +3,7 @@
 Without a cache inductor builds and loads a program for each instruction set that the processor has, precompiles a header and
 imports thousands of lines: 20 seconds on two cores, where a kernel takes one. Workers may not share a cache, or one
 Solution could leave code for the next; but they may begin with what no Solution has touched. So the process that workers are
-forked from (:mod:`tilegym_db.verify.worker.fork_server`) compiles a function of this package's own first. The precompiled header
+forked from (:mod:`tilegym_db.sandbox.fork_server`) compiles a function of this package's own first. The precompiled header
 and the answer about instruction sets are kept in the user's cache folder, which workers can read; they appear there whole, by
 renaming, when ``python -m tilegym_db.backends.compile_cache FOLDER`` has made them.
 """
@@ -30,12 +30,10 @@ from typing import TYPE_CHECKING
 
 import platformdirs
 
-from tilegym_db.scratch import scratch_folder
+from tilegym_db.paths import scratch_folder
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["compile_cache_folder", "forget_compile_cache", "use_compile_cache", "use_own_folders"]
 
 BUILD_TIMEOUT_S = 120.0
 _HEADERS = "precompiled_headers"

@@ -14,8 +14,6 @@ from tilegym_db.records import Definition, Workload
 from tilegym_db.records.solution import Tunable
 from tilegym_db.records.trace import clip_log
 
-__all__ = ["Artifact", "CompileJob", "CompileResult", "CompileStatus"]
-
 CompileStatus = Literal["compiled", "refused", "failed", "unsupported", "toolchain-missing"]
 """``refused``: the toolchain cannot compile for this target at all (not even a one-line copy), so nothing is said about
 the Solution. ``failed``: the Solution does not compile, or its compiler hung or crashed. ``unsupported``: the Solution
@@ -109,3 +107,28 @@ class CompileJob:
             config=value["config"],
             timeout_s=value["timeout_s"],
         )
+
+
+# ---- recorder -------------------------------------------------------------------------------------
+# Collects what a Solution launches while its language is intercepted.
+
+
+@dataclass
+class Recorder:
+    """The launches of one call of ``run`` for one target. Equal specialisations are kept once."""
+
+    target: str
+    identity: str = ""
+    """Digest of the source, for keys of languages that do not hash a kernel's source themselves."""
+    launches: int = 0
+    _artifacts: dict[str, Artifact] = field(default_factory=dict)
+
+    def add(self, artifact: Artifact) -> None:
+        """Count a launch and keep its machine code's description."""
+        self.launches += 1
+        self._artifacts.setdefault(artifact.key, artifact)
+
+    @property
+    def artifacts(self) -> tuple[Artifact, ...]:
+        """Distinct specialisations in the order of their first launch."""
+        return tuple(self._artifacts.values())

@@ -17,14 +17,10 @@ import cuda.tile as ct
 import torch
 from cuda.tile.compilation import CallingConvention, KernelSignature, export_kernel
 
-from tilegym_db.backends.absent_device import check_grid
-from tilegym_db.backends.compile_jobs import Artifact
-from tilegym_db.backends.cutile_stand_ins import as_cuda, install_driver
-from tilegym_db.backends.recorder import Recorder
+from tilegym_db.backends.compile_jobs import Artifact, Recorder
+from tilegym_db.backends.stand_ins import as_cuda, check_grid, install_driver
 from tilegym_db.backends.toolchains import TOOLCHAINS
 from tilegym_db.errors import SolutionError
-
-__all__ = ["compile_probe", "recording"]
 
 _exported: dict[str, int] = {}  # key -> size of the cubin, as cuTile's own launch compiles a specialisation once
 

@@ -26,8 +26,6 @@ from tilegym_db.catalog import SolutionFiles
 from tilegym_db.errors import SolutionError, ToolchainError
 from tilegym_db.records.trace import clip_log
 
-__all__ = ["clipped_traceback", "load_entry", "unload_entry"]
-
 PACKAGE_PREFIX = "_tilegym_db_solution_"
 
 _lock = threading.RLock()  # the import of one Solution must not see the siblings of another

@@ -21,13 +21,10 @@ import tilelang.language as T
 import torch
 from tilelang.jit.kernel import JITKernel
 
-from tilegym_db.backends.absent_device import check_shared_memory
-from tilegym_db.backends.compile_jobs import Artifact
-from tilegym_db.backends.recorder import Recorder
+from tilegym_db.backends.compile_jobs import Artifact, Recorder
+from tilegym_db.backends.stand_ins import check_shared_memory
 from tilegym_db.backends.toolchains import TOOLCHAINS
 from tilegym_db.errors import SolutionError
-
-__all__ = ["compile_probe", "dynamic_shared_bytes", "recording"]
 
 TARGET_VARIABLE = "TILELANG_DEFAULT_TARGET"
 ELF_MACHINE_CUDA = 190

@@ -10,27 +10,214 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
-from collections.abc import Callable, Mapping, MutableMapping
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
+from packaging.version import InvalidVersion, Version
 
-from tilegym_db.backends import cuda_tools
-from tilegym_db.backends.cuda_tools import Environment, EnvironmentChanges, Findings
 from tilegym_db.errors import ToolchainError
 from tilegym_db.records.hardware import TARGETS
 
-__all__ = [
-    "TOOLCHAINS",
-    "Toolchain",
-    "ToolchainStatus",
-    "check_dependencies",
-    "environment_changes",
-    "lacking_dependency",
-    "prepare_environment",
-    "require_toolchain",
-    "toolchain_status",
-]
+# ---- cuda tools -----------------------------------------------------------------------------------
+# Where nvcc, tileiras and their companions lie: a CUDA toolkit, ``PATH``, or the ``nvidia`` Python packages.
+#
+# Read-only: looks at the file system and at a mapping of environment variables, and returns what it found.
+
+Environment = Mapping[str, str]
+EnvironmentChanges = dict[str, str | None]
+"""Variable -> its new value, or None to remove it."""
+
+TOOLKIT_VARIABLES = ("CUDA_HOME", "CUDA_PATH")
+DEFAULT_TOOLKIT = Path("/usr/local/cuda")
+INSTALL_NVCC = "pip install 'tilegym-db[tilelang]'"
+ANY_MINOR_RELEASE = "-DCCCL_DISABLE_CTK_COMPATIBILITY_CHECK"
+"""PyTorch pins the runtime's headers (13.2 for 2.15), cuTile needs a newer compiler (13.4), and packages share one folder.
+Releases of one major version work together, but CCCL's headers refuse any that are not the same unless told so."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What was found (``detail``), or what is missing (``problem``) and how to get it (``fix``)."""
+
+    detail: str = ""
+    problem: str = ""
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Nvcc:
+    """An nvcc, how it was found, and the extra header folder it needs."""
+
+    path: Path
+    source: str
+    """``toolkit`` (named by CUDA_HOME or CUDA_PATH), ``path``, ``default`` or ``packages``."""
+    headers: Path | None = None
+    """The include folder with the CCCL headers (``nv/``, ``cccl/``), where that is not nvcc's own."""
+
+    @property
+    def root(self) -> Path:
+        """The toolkit's root, which holds ``bin/nvcc``."""
+        return self.path.parent.parent
+
+
+def nothing_to_find(environ: Environment) -> Findings:
+    """For a language that needs no native tool beyond its package."""
+    return Findings()
+
+
+def nothing_to_change(environ: Environment) -> EnvironmentChanges:
+    """For a language that finds its tools by itself."""
+    return {}
+
+
+# -- Triton ----------------------------------------------------------------------------------------------------------
+
+
+def inspect_triton(environ: Environment) -> Findings:
+    """Triton brings its own ptxas; a variable may point it elsewhere."""
+    chosen = environ.get("TRITON_PTXAS_PATH")
+    if chosen and not _is_executable(Path(chosen)):
+        return Findings(problem=f"TRITON_PTXAS_PATH names {chosen}, which is no program", fix="unset TRITON_PTXAS_PATH")
+    return Findings(f"ptxas: {chosen or 'the one in the package'}")
+
+
+# -- TileLang --------------------------------------------------------------------------------------------------------
+
+
+def find_nvcc(environ: Environment) -> Nvcc | None:
+    """The nvcc for TileLang: a toolkit that the user names, ``PATH``, the default toolkit, then the Python packages."""
+    packaged = _packaged_nvcc()
+    for variable in TOOLKIT_VARIABLES:
+        if environ.get(variable) and _is_executable(path := Path(environ[variable]) / "bin" / "nvcc"):
+            return packaged if packaged is not None and path == packaged.path else Nvcc(path, "toolkit")
+    on_path = shutil.which("nvcc", path=environ.get("PATH", ""))
+    if on_path:
+        return Nvcc(Path(on_path), "path")
+    if _is_executable(path := DEFAULT_TOOLKIT / "bin" / "nvcc"):
+        return Nvcc(path, "default")
+    return packaged
+
+
+def _packaged_nvcc() -> Nvcc | None:
+    path = _in_packages("bin/nvcc")
+    if path is None or not _is_executable(path):
+        return None
+    headers = _in_packages("include/nv/target")
+    own = path.parent.parent / "include"
+    outside = headers.parent.parent if headers is not None and headers.parent.parent != own else None
+    return Nvcc(path, "packages", outside)
+
+
+def inspect_nvcc(environ: Environment) -> Findings:
+    """TileLang emits CUDA C++: it needs nvcc with the CCCL headers, and a C++ compiler for nvcc to drive."""
+    nvcc = find_nvcc(environ)
+    if nvcc is None:
+        problem = "no nvcc: neither a CUDA toolkit nor the Python package nvidia-cuda-nvcc"
+        return Findings(problem=problem, fix=INSTALL_NVCC)
+    if nvcc.source == "packages" and _in_packages("include/nv/target") is None:
+        problem = f"{nvcc.path} lacks its C++ headers (nv/target, of the Python package nvidia-cuda-cccl)"
+        return Findings(problem=problem, fix=INSTALL_NVCC)
+    search = environ.get("PATH", "")
+    if not any(shutil.which(name, path=search) for name in ("g++", "c++", "clang++")):
+        return Findings(problem="nvcc needs a C++ compiler and there is none on PATH", fix="apt install g++")
+    return Findings(f"nvcc: {nvcc.path}")
+
+
+def tilelang_environment(environ: Environment) -> EnvironmentChanges:
+    """Make TileLang use what :func:`find_nvcc` found.
+
+    TileLang takes ``CUDA_HOME`` on trust, even where no nvcc is in it, and prefers the Python packages to the default
+    toolkit even where their headers are missing.
+    """
+    nvcc = find_nvcc(environ)
+    if nvcc is None or nvcc.source == "toolkit":
+        return {}
+    changes: EnvironmentChanges = {name: None for name in TOOLKIT_VARIABLES if name in environ}
+    if nvcc.source != "path":
+        changes["CUDA_HOME"] = str(nvcc.root)
+        if environ.get("CUDA_HOME") == str(nvcc.root):
+            del changes["CUDA_HOME"]
+    own = [f"-I{nvcc.headers}", f"-I{nvcc.headers / 'cccl'}"] if nvcc.headers is not None else []
+    if nvcc.source == "packages":
+        own.append(ANY_MINOR_RELEASE)
+    flags = environ.get("NVCC_PREPEND_FLAGS", "")
+    if own and " ".join(own) not in flags:
+        changes["NVCC_PREPEND_FLAGS"] = f"{' '.join(own)} {flags}".strip()
+    return changes
+
+
+# -- cuTile ----------------------------------------------------------------------------------------------------------
+
+
+def find_tileiras(environ: Environment) -> Path | None:
+    """The tileiras for cuTile: that of the Python packages, on ``PATH``, or of the toolkit that the user names."""
+    packaged = _in_packages("bin/tileiras")
+    if packaged is not None and _is_executable(packaged):
+        return packaged
+    on_path = shutil.which("tileiras", path=environ.get("PATH", ""))
+    if on_path:
+        return Path(on_path)
+    roots = [Path(environ[name]) for name in TOOLKIT_VARIABLES if environ.get(name)]
+    found = (root / "bin" / "tileiras" for root in [*roots, DEFAULT_TOOLKIT])
+    return next((path for path in found if _is_executable(path)), None)
+
+
+def inspect_tileiras(environ: Environment) -> Findings:
+    """cuTile needs tileiras, the compiler of its intermediate language."""
+    tileiras = find_tileiras(environ)
+    if tileiras is None:
+        return Findings(problem="no tileiras, cuTile's compiler", fix="pip install 'tilegym-db[cutile]'")
+    return Findings(f"tileiras: {tileiras}")
+
+
+def cutile_environment(environ: Environment) -> EnvironmentChanges:
+    """Keep tileiras from an older toolkit.
+
+    tileiras needs libnvvm and ptxas of its own release but looks under ``CUDA_HOME`` first; an older toolkit there
+    makes every kernel fail with "failed to compile Tile IR program". A toolkit stays named only if its tileiras is the
+    one in use. One from the Python packages goes on ``PATH`` too, since cuTile passes it over where the versions of
+    the packages around it differ.
+    """
+    tileiras = find_tileiras(environ)
+    if tileiras is None:
+        return {}
+    changes: EnvironmentChanges = {}
+    for variable in TOOLKIT_VARIABLES:
+        if environ.get(variable) and tileiras.parent != Path(environ[variable]) / "bin":
+            changes[variable] = None
+    search = environ.get("PATH", "")
+    if shutil.which("tileiras", path=search) != str(tileiras):
+        changes["PATH"] = os.pathsep.join(part for part in (str(tileiras.parent), search) if part)
+    return changes
+
+
+# -- looking ---------------------------------------------------------------------------------------------------------
+
+
+def _in_packages(relative: str) -> Path | None:
+    """A file of the ``nvidia/cu<major>`` folders, which wheels of several names share, newest CUDA first."""
+    found = [
+        (int(root.name.removeprefix("cu")), root / relative)
+        for folder in package_folders()
+        for root in folder.glob("cu[0-9]*")
+        if root.name.removeprefix("cu").isdigit() and (root / relative).exists()
+    ]
+    return max(found, key=lambda item: item[0])[1] if found else None
+
+
+def package_folders() -> list[Path]:
+    """Every ``nvidia`` folder that Python packages were installed into, in the order of ``sys.path``."""
+    folders = (Path(entry) / "nvidia" for entry in sys.path if entry)
+    return [folder for folder in folders if folder.is_dir()]
+
+
+def _is_executable(path: Path) -> bool:
+    return path.is_file() and os.access(path, os.X_OK)
+
 
 _SAME_NAME = {target: target for target in TARGETS}
 
@@ -48,17 +235,15 @@ class Toolchain:
     """The extra of tilegym-db that installs it."""
     targets: Mapping[str, str]
     """Target of the records -> what this compiler calls it; empty where nothing is compiled ahead of time."""
-    inspect: Callable[[Environment], Findings] = cuda_tools.nothing_to_find
+    inspect: Callable[[Environment], Findings] = nothing_to_find
     """Looks for the native tools that the package drives."""
-    environment: Callable[[Environment], EnvironmentChanges] = cuda_tools.nothing_to_change
+    environment: Callable[[Environment], EnvironmentChanges] = nothing_to_change
     """The variables to set (or, with None, to remove) before the package is imported."""
 
 
 TOOLCHAINS: dict[str, Toolchain] = {
     "python": Toolchain("python", "torch", ("torch",), "torch", {}),
-    "triton": Toolchain(
-        "triton", "triton", ("triton", "pytorch-triton"), "triton", _SAME_NAME, inspect=cuda_tools.inspect_triton
-    ),
+    "triton": Toolchain("triton", "triton", ("triton", "pytorch-triton"), "triton", _SAME_NAME, inspect=inspect_triton),
     # TileLang emits the tensor-memory and register-reconfiguration instructions that only the "a" variants have.
     "tilelang": Toolchain(
         "tilelang",
@@ -66,8 +251,8 @@ TOOLCHAINS: dict[str, Toolchain] = {
         ("tilelang",),
         "tilelang",
         _SAME_NAME | {"sm_90": "sm_90a", "sm_100": "sm_100a", "sm_120": "sm_120a"},
-        inspect=cuda_tools.inspect_nvcc,
-        environment=cuda_tools.tilelang_environment,
+        inspect=inspect_nvcc,
+        environment=tilelang_environment,
     ),
     "cutile": Toolchain(
         "cutile",
@@ -75,8 +260,8 @@ TOOLCHAINS: dict[str, Toolchain] = {
         ("cuda-tile",),
         "cutile",
         _SAME_NAME,
-        inspect=cuda_tools.inspect_tileiras,
-        environment=cuda_tools.cutile_environment,
+        inspect=inspect_tileiras,
+        environment=cutile_environment,
     ),
 }
 
@@ -200,3 +385,89 @@ def _version(distributions: tuple[str, ...]) -> str:
         except importlib.metadata.PackageNotFoundError:
             continue
     return ""
+
+
+# ---- compatibility --------------------------------------------------------------------------------
+# Which installed packages do not fit together, from their metadata alone: nothing is imported.
+
+TILEIRAS = "nvidia-cuda-tileiras"
+COMPILER_PARTS = ("nvidia-nvvm", "nvidia-cuda-nvcc", "nvidia-cuda-crt")
+"""What tileiras and nvcc call; of one release (13.4, say) they fit, of several they may not."""
+HOPPER_RELEASE = Version("13.3")
+"""The first release of tileiras that compiles for sm_90."""
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """Packages that are installed and do not fit together: what follows, and the command that mends it."""
+
+    packages: tuple[str, ...]
+    detail: str
+    fix: str
+
+
+def installed_versions() -> dict[str, str]:
+    """Version by distribution, of what this module looks at; absent where it is not installed."""
+    versions = {}
+    for name in (TILEIRAS, *COMPILER_PARTS, "torch", "triton"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def torch_requirements() -> tuple[str, ...]:
+    """What the installed PyTorch requires, as its metadata says it; empty where there is none."""
+    try:
+        return tuple(importlib.metadata.requires("torch") or ())
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+
+
+def misfits(versions: Mapping[str, str], required_by_torch: tuple[str, ...] = ()) -> list[Misfit]:
+    """Say what does not fit together.
+
+    Args:
+        versions: version by distribution name, as :func:`installed_versions` returns.
+        required_by_torch: requirements of the installed PyTorch (``triton==3.9.0; platform_system == "Linux"``).
+    """
+    return [*_compiler_misfits(versions), *_triton_misfits(versions, required_by_torch)]
+
+
+def _compiler_misfits(versions: Mapping[str, str]) -> Iterator[Misfit]:
+    release = _release(versions.get(TILEIRAS, ""))
+    if release is not None and release < HOPPER_RELEASE:
+        detail = f"{TILEIRAS} {versions[TILEIRAS]} cannot compile for Hopper (sm_90); {HOPPER_RELEASE} and newer can"
+        yield Misfit((TILEIRAS,), detail, f"pip install -U {TILEIRAS} {' '.join(COMPILER_PARTS)}")
+    leader = TILEIRAS if release is not None else "nvidia-cuda-nvcc"
+    leading = _release(versions.get(leader, ""))
+    others = [name for name in COMPILER_PARTS if name != leader and _release(versions.get(name, "")) is not None]
+    apart = tuple(name for name in others if _release(versions[name]) != leading)
+    if leading is not None and apart:
+        named = ", ".join(f"{name} {versions[name]}" for name in (leader, *apart))
+        pins = " ".join(f"'{name}=={leading}.*'" for name in (leader, *others))
+        yield Misfit((leader, *apart), f"compilers of several releases: {named}", f"pip install {pins}")
+
+
+def _triton_misfits(versions: Mapping[str, str], required_by_torch: tuple[str, ...]) -> Iterator[Misfit]:
+    if "triton" not in versions or "torch" not in versions:
+        return
+    for text in required_by_torch:
+        requirement = Requirement(text)
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        fits = requirement.specifier.contains(versions["triton"], prereleases=True)
+        if requirement.name == "triton" and applies and not fits:
+            detail = (
+                f"torch {versions['torch']} asks for triton{requirement.specifier}, and {versions['triton']} is here"
+            )
+            yield Misfit(("torch", "triton"), detail, f"pip install 'triton{requirement.specifier}'")
+
+
+def _release(version: str) -> Version | None:
+    """13.4.92 -> 13.4; None where there is no version or it is not one."""
+    try:
+        parsed = Version(version)
+    except InvalidVersion:
+        return None
+    return Version(f"{parsed.major}.{parsed.minor}")

@@ -16,12 +16,9 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from tilegym_db.backends.absent_device import DEVICES, check_grid, check_shared_memory
-from tilegym_db.backends.compile_jobs import Artifact
-from tilegym_db.backends.recorder import Recorder
+from tilegym_db.backends.compile_jobs import Artifact, Recorder
+from tilegym_db.backends.stand_ins import DEVICES, check_grid, check_shared_memory
 from tilegym_db.errors import SolutionError
-
-__all__ = ["compile_probe", "recording"]
 
 
 class _CompileOnlyDriver:

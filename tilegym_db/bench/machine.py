@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import platform
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tilegym_db.bench.cluster.address import most_devices, names_cluster, parse_executor, require_ray
-from tilegym_db.bench.gpus.devices import choose_gpus, parse_gpus
+from filelock import FileLock
+
+from tilegym_db.bench.devices.devices import choose_gpus, parse_gpus
+from tilegym_db.bench.devices.ray_address import most_devices, names_cluster, parse_executor, require_ray
+from tilegym_db.catalog import SolutionFiles
 from tilegym_db.driver import driver_files, driver_gpu_names, driver_version
 from tilegym_db.errors import HardwareError
 from tilegym_db.records.hardware import CPU, gpu_slug, parse_gpu, same_gpu
-
-__all__ = ["Machine", "leaving_processors", "refuse_absent_gpu", "require_healthy", "select_machine"]
 
 LIBRARIES = (
     *("torch", "triton", "tilelang", "cuda-tile", "nvidia-cuda-tileiras", "transformers"),
@@ -199,3 +202,46 @@ def leaving_processors(machine: Machine) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+# ---- device lock ----------------------------------------------------------------------------------
+# One timing at a time per device, across processes: a lock file named after the GPU's UUID.
+
+ANYBODY = 0o666
+"""Mode of the lock file: the users of a machine share its GPUs."""
+
+
+@contextlib.contextmanager
+def timing_lock(device: str) -> Iterator[None]:
+    """Hold the device for timing; waits for whoever holds it. The lock dies with its process."""
+    path = Path(tempfile.gettempdir()) / f"tilegym-db-timing-{_identity(device)}.lock"
+    with FileLock(path, mode=ANYBODY, thread_local=False):
+        yield
+
+
+def _identity(device: str) -> str:
+    if device == "cpu":
+        return "cpu"
+    import torch
+
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+# ---- site -----------------------------------------------------------------------------------------
+# Where the devices of a pool are, as far as planning has to know it.
+
+
+@dataclass(frozen=True)
+class Missing:
+    """What cannot be used somewhere, and why: languages, and Solutions (by name) that declare a package."""
+
+    languages: Mapping[str, str]
+    solutions: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Site:
+    """Devices of other hosts: one of them, whose kind and libraries all have, and what is missing there for Solutions."""
+
+    machine: Machine
+    missing: Callable[[Iterable[SolutionFiles]], Missing]

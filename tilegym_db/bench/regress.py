@@ -6,40 +6,33 @@ and timed beside the new one, and beside a control (stock code, entered twice) t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import os
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
-from tilegym_db.bench.against import Pair, pairs_of_revision, pairs_of_run
-from tilegym_db.bench.executor.local import LocalExecutor
-from tilegym_db.bench.gpus.devices import MeasuringDevice
-from tilegym_db.bench.gpus.messages import Concluded, Session
-from tilegym_db.bench.gpus.places import open_pool
-from tilegym_db.bench.gpus.pool import Callbacks, DevicePool
-from tilegym_db.bench.interleaved import TimedCandidate, TimingBudget
+from tilegym_db.bench.devices.devices import MeasuringDevice
+from tilegym_db.bench.devices.messages import Concluded, Session
+from tilegym_db.bench.devices.places import open_pool
+from tilegym_db.bench.devices.pool import Callbacks, DevicePool
+from tilegym_db.bench.local_executor import LocalExecutor
+from tilegym_db.bench.machine import Machine
 from tilegym_db.bench.plan import Options, Plan
-from tilegym_db.bench.regression import (
-    Bars,
-    Change,
-    Control,
-    RegressionReport,
-    RegressionRow,
-    RowVerdict,
-    bars_for,
-    compare_control,
-    compare_versions,
-    voiding,
-)
 from tilegym_db.bench.run_setup import Observer, RunSetup, timing_budget
 from tilegym_db.bench.runner import Runner
-from tilegym_db.bench.tier_policy import SCREEN
+from tilegym_db.bench.timing import Interval, TimedCandidate, TimingBudget, median, paired_ratio, verdict_of
 from tilegym_db.catalog import Catalog, SolutionFiles, stock_of
+from tilegym_db.catalog.record_files import RECORD_NAME
 from tilegym_db.errors import NotFoundError, RecordError, UsageError, did_you_mean
+from tilegym_db.paths import scratch_folder
 from tilegym_db.records import Definition, Solution, Trace, Workload, axes_key
-from tilegym_db.scratch import scratch_folder
+from tilegym_db.records.hardware import CPU
 from tilegym_db.store.queries import solutions_of_run
-
-__all__ = ["RegressionReport", "regress"]
+from tilegym_db.verify.worker_handle import SCREEN
 
 BEFORE, CONTROL = ".before", ".control"
 """Suffixes of the names under which an old version, and the control's second self, take part."""
@@ -293,3 +286,362 @@ def _write_solution(
 def _write(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
+
+
+# ---- regression -----------------------------------------------------------------------------------
+# Whether a new version of a Solution is slower than the old one, from rounds in which both were timed. Pure.
+#
+# A control, one and the same source entered twice, is timed in the same rounds. Its two times should agree: how much
+# they scatter is what a difference must exceed, and where they differ by more than a little, nothing of the session
+# counts.
+
+ChangeVerdict = Literal["regression", "improvement", "same"]
+RowVerdict = Literal[ChangeVerdict, "broken", "unchanged", "not comparable"]
+FINDINGS: tuple[RowVerdict, ...] = ("regression", "broken")
+"""What is a reason to stop."""
+
+
+@dataclass(frozen=True)
+class Bars:
+    """What counts. Shares have no unit.
+
+    ``threshold``: a smaller change is none. ``control_mads``: nor is one within so many median absolute deviations of the
+    control's ratios. ``floor_us``: nor is one of fewer microseconds. ``control_shift``: a control that differs from itself
+    by more voids the session.
+    """
+
+    threshold: float = 0.03
+    control_mads: float = 3.0
+    floor_us: float = 0.5
+    control_shift: float = 0.02
+
+
+# Processes on one CPU differ by some percent for good: where their memory lies, which core they are on.
+_BARS = {CPU: Bars(threshold=0.1, control_shift=0.1)}
+
+
+def bars_for(gpu: str) -> Bars:
+    """The bars for a device, by its slug."""
+    return _BARS.get(gpu, Bars())
+
+
+@dataclass(frozen=True)
+class Control:
+    """How one source compares with itself: its ratio (1 in a perfect world), the scatter of it, and microseconds apart."""
+
+    ratio: Interval
+    mad: float
+    apart_us: float
+
+    @property
+    def shift(self) -> float:
+        """By how much one of the two was slower; no unit."""
+        return max(self.ratio.median, 1 / self.ratio.median) - 1
+
+
+@dataclass(frozen=True)
+class Change:
+    """What became of a Solution. ``change`` is the share by which it takes longer now (below 0: less)."""
+
+    verdict: ChangeVerdict
+    old_us: float
+    new_us: float
+    change: float
+    threshold: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class RegressionRow:
+    """One Solution on one Workload, or on none where its versions were not timed.
+
+    ``broken``: the old version passes here and the new one does not. ``commit``: where the old one is from.
+    """
+
+    solution: str
+    verdict: RowVerdict
+    reason: str
+    definition: str = ""
+    workload: str = ""
+    commit: str = ""
+    change: Change | None = None
+
+
+@dataclass
+class RegressionReport:
+    """What ``against`` and today's versions came to. Where ``void`` says why, no time in it can be believed."""
+
+    against: str
+    machine: Machine
+    rows: list[RegressionRow] = field(default_factory=list)
+    void: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What was lost on the way, where several devices measured."""
+
+    @property
+    def findings(self) -> list[RegressionRow]:
+        """The rows that are a reason to stop: what fails now, and, where times can be believed, what takes longer."""
+        counted = ("broken",) if self.void else FINDINGS
+        return [row for row in self.rows if row.verdict in counted]
+
+
+def compare_control(one: Sequence[float], other: Sequence[float]) -> Control:
+    """A control from the block medians, in microseconds, of its two candidates in the same rounds."""
+    logs = [math.log(b / a) for a, b in zip(one, other, strict=True)]
+    middle = median(logs)
+    mad = median([abs(value - middle) for value in logs])
+    return Control(paired_ratio(one, other), mad, abs(median(one) - median(other)))
+
+
+def voiding(control: Control, bars: Bars) -> str | None:
+    """Why a control says that this session cannot be believed, or None."""
+    if control.shift <= bars.control_shift or control.apart_us <= bars.floor_us:
+        return None
+    return (
+        f"took {control.shift:.1%} longer the one time than the other ({control.apart_us:.3g} us), "
+        f"where at most {bars.control_shift:.0%} is allowed"
+    )
+
+
+def compare_versions(old: Sequence[float], new: Sequence[float], control: Control, bars: Bars) -> Change:
+    """Decide on one Solution and one Workload.
+
+    Args:
+        old: block medians of the old version, one a round, microseconds.
+        new: of the new version, in the same rounds.
+        control: of the same rounds.
+        bars: what counts.
+    """
+    ratio = paired_ratio(new, old)
+    old_us, new_us = median(old), median(new)
+    change = 1 / ratio.median - 1
+    size = max(ratio.median, 1 / ratio.median) - 1
+    threshold = max(bars.threshold, bars.control_mads * control.mad)
+    proved = verdict_of(ratio)
+    verdict: ChangeVerdict = "same"
+    if size <= threshold:
+        reason = f"{size:.1%} is not above {threshold:.1%}, the noise of this session"
+    elif abs(new_us - old_us) <= bars.floor_us:
+        reason = f"{abs(new_us - old_us):.2g} us is not above {bars.floor_us} us"
+    elif proved == "tie":
+        reason = "the rounds do not agree on which is faster"
+    else:
+        verdict = "regression" if proved == "slower" else "improvement"
+        reason = f"{size:.1%} is above {threshold:.1%}, and the rounds agree"
+    return Change(verdict, old_us, new_us, change, threshold, reason)
+
+
+# ---- against --------------------------------------------------------------------------------------
+# Which earlier version each Solution is measured against: that of a git revision, or that of a run of the store.
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A Solution of today and what it is measured against."""
+
+    new: SolutionFiles
+    old: Version
+
+
+@dataclass
+class Pairs:
+    """What is to be measured, and a row with the reason for each Solution that is not."""
+
+    changed: list[Pair] = field(default_factory=list)
+    others: list[RegressionRow] = field(default_factory=list)
+
+    def leave_out(self, solution: SolutionFiles, verdict: RowVerdict, reason: str) -> None:
+        """Add a row without a measurement."""
+        self.others.append(RegressionRow(solution.name, verdict, reason, solution.record.definition))
+
+
+def pairs_of_revision(revision: str, chosen: Sequence[SolutionFiles]) -> Pairs:
+    """What changed since a git revision.
+
+    Raises:
+        NotFoundError: no catalog of the chosen Solutions has such a revision.
+    """
+    histories, pairs, unknown = _Histories(), Pairs(), []
+    for solution in chosen:
+        try:
+            history = histories.of(solution)
+            commit = history.commit(revision)
+            if commit is None:
+                raise UsageError(f"{history.root} has no revision '{revision}'", code="revision_unknown")
+        except UsageError as error:
+            pairs.leave_out(solution, "not comparable", str(error))
+            unknown.append(str(error))
+            continue
+        try:
+            old = history.at(commit, solution)
+        except RecordError as error:
+            pairs.leave_out(solution, "not comparable", str(error))
+            continue
+        if old is None:
+            pairs.leave_out(solution, "not comparable", f"did not exist at {revision}")
+        elif old.digest == solution.digest:
+            pairs.leave_out(solution, "unchanged", f"the same source and spec as at {revision}")
+        else:
+            pairs.changed.append(Pair(solution, old))
+    if unknown and len(unknown) == len(chosen):
+        raise NotFoundError(
+            f"'{revision}' is no run of the store, and {'; '.join(sorted(set(unknown)))}. Runs that there are: "
+            'tilegym-db sql "SELECT DISTINCT run_id FROM traces"',
+            code="run_unknown",
+        )
+    return pairs
+
+
+def pairs_of_run(run_id: str, measured: Mapping[str, str], chosen: Sequence[SolutionFiles]) -> Pairs:
+    """What changed since a run that measured these Solutions (name -> digest).
+
+    Raises:
+        NotFoundError: the run measured none of the chosen ones.
+    """
+    histories, pairs = _Histories(), Pairs()
+    concerned = [solution for solution in chosen if solution.name in measured]
+    if not concerned:
+        raise NotFoundError(
+            f"run {run_id} measured none of the solutions asked for, but: {', '.join(measured)}.",
+            code="run_without_solutions",
+        )
+    for solution in concerned:
+        digest = measured[solution.name]
+        if digest == solution.digest:
+            pairs.leave_out(solution, "unchanged", f"the same source and spec as in run {run_id}")
+            continue
+        try:
+            old = histories.of(solution).with_digest(solution, digest)
+        except UsageError as error:
+            pairs.leave_out(solution, "not comparable", str(error))
+            continue
+        if old is None:
+            reason = f"the source of that run (digest {digest[:12]}) is in no commit, so it cannot be measured again"
+            pairs.leave_out(solution, "not comparable", reason)
+        else:
+            pairs.changed.append(Pair(solution, old))
+    return pairs
+
+
+class _Histories:
+    """One :class:`SourceHistory` for each root of the catalog."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, SourceHistory] = {}
+
+    def of(self, solution: SolutionFiles) -> SourceHistory:
+        root = solution.root
+        if root not in self._known:
+            self._known[root] = SourceHistory(root)
+        return self._known[root]
+
+
+# ---- history --------------------------------------------------------------------------------------
+# Earlier versions of a Solution, from the git history of the catalog that holds it. Read-only.
+
+TIMEOUT_S = 60
+
+
+@dataclass(frozen=True)
+class Version:
+    """A Solution as a commit has it."""
+
+    record: Solution
+    sources: Mapping[str, bytes] = field(repr=False)
+    commit: str
+
+    @cached_property
+    def digest(self) -> str:
+        """As :attr:`tilegym_db.catalog.SolutionFiles.digest`."""
+        return self.record.digest(self.sources)
+
+
+class SourceHistory:
+    """The git repository around one root of the catalog."""
+
+    def __init__(self, root: Path) -> None:
+        """``root`` holds ``solutions/``; it may be any folder of its repository.
+
+        Raises:
+            UsageError: git is not installed, or the folder is in no repository.
+        """
+        self.root = root
+        self._git("rev-parse", "--git-dir", why=f"{root} has no history to compare with")
+
+    def commit(self, revision: str) -> str | None:
+        """The id of the commit that a revision (a branch, a tag, ``HEAD~3``, ...) names, or None."""
+        found = self._try("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
+        return None if found is None else found.decode().strip()
+
+    def at(self, commit: str, solution: SolutionFiles) -> Version | None:
+        """The version that a commit has, or None where it has no Solution of that name and Definition.
+
+        Raises:
+            RecordError: it has one that today's package cannot read; says why.
+        """
+        for place, name in _places(solution):
+            text = self._blob(commit, f"{place}/{name}")
+            if text is not None:
+                return self._read(commit, place, name, text)
+        return None
+
+    def _read(self, commit: str, place: str, name: str, text: bytes) -> Version:
+        where = f"{place}/{name} at {commit[:10]}"
+        record = Solution.from_json(text, where)
+        sources = {}
+        for source in record.sources:
+            content = self._blob(commit, f"{place}/{source.path}")
+            if content is None:
+                raise RecordError(f"{where}: its source '{source.path}' is not in that commit.", code="source_missing")
+            sources[source.path] = content
+        return Version(record, sources, commit)
+
+    def with_digest(self, solution: SolutionFiles, digest: str) -> Version | None:
+        """The version whose digest it is, newest commit first; None where no commit has it: it was never committed."""
+        for commit in self._commits(solution):
+            try:
+                version = self.at(commit, solution)
+            except RecordError:
+                continue  # what today's package cannot read has no digest that it could have recorded
+            if version is not None and version.digest == digest:
+                return version
+        return None
+
+    def _commits(self, solution: SolutionFiles) -> Iterator[str]:
+        places = (place for place, _ in _places(solution))
+        listed = self._try("log", "--all", "--full-history", "--format=%H", "--", *places)
+        yield from (listed or b"").decode().split()
+
+    def _blob(self, commit: str, path: str) -> bytes | None:
+        return self._try("cat-file", "blob", f"{commit}:./{path}")
+
+    def _try(self, *arguments: str) -> bytes | None:
+        answer = self._run(*arguments)
+        return answer.stdout if answer.returncode == 0 else None
+
+    def _git(self, *arguments: str, why: str) -> bytes:
+        answer = self._run(*arguments)
+        if answer.returncode != 0:
+            raise UsageError(f"{why}: {answer.stderr.decode(errors='replace').strip()}", code="git_failed")
+        return answer.stdout
+
+    def _run(self, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+        # Inside a git hook, variables name another repository than the one around the folder.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+        command = ["git", "-C", str(self.root), *arguments]
+        try:
+            return subprocess.run(command, capture_output=True, env=environment, timeout=TIMEOUT_S, check=False)
+        except FileNotFoundError:
+            raise UsageError("old versions are read from git, and git is not installed.", code="git_absent") from None
+        except subprocess.TimeoutExpired:
+            raise UsageError(
+                f"git did not answer within {TIMEOUT_S} s: {' '.join(command)}", code="git_timeout"
+            ) from None
+
+
+def _places(solution: SolutionFiles) -> list[tuple[str, str]]:
+    """Folder and file of its record, below the root: where it is, and the folder of its own that it had before its family's."""
+    folder = solution.folder.resolve().relative_to(solution.root).as_posix()
+    record = solution.record
+    own = f"{'/'.join(folder.split('/')[:2])}/{record.definition}/{record.name}"
+    return list(dict.fromkeys([(folder, solution.path.name), (own, RECORD_NAME)]))

@@ -6,26 +6,23 @@ import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from tilegym_db.bench.contents import ExpectedCache
 from tilegym_db.bench.machine import Machine, select_machine
-from tilegym_db.bench.tier_policy import PROMOTION
-from tilegym_db.bench.verification import Verification
-from tilegym_db.bench.worker_handle import WorkerHandle
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import UsageError, did_you_mean
+from tilegym_db.paths import scratch_folder
 from tilegym_db.records import Config, Definition
+from tilegym_db.records.call import scalars_with_axes
 from tilegym_db.records.case import TYPICAL, Case
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.layouts import layout_strides
-from tilegym_db.records.sizes import scalars_with_axes
-from tilegym_db.scratch import scratch_folder
+from tilegym_db.sandbox.interpreters import interpreted_here
 from tilegym_db.verify.admission import require_returning_reference
+from tilegym_db.verify.contents import ExpectedCache
+from tilegym_db.verify.distributions import CONTENTS
 from tilegym_db.verify.expected import Expected
-from tilegym_db.verify.inputs import CONTENTS
+from tilegym_db.verify.session import Verification
 from tilegym_db.verify.verifier import Failure, Verdict
-from tilegym_db.verify.worker.interpreters import interpreted_here
-
-__all__ = ["Reproduction", "reproduce"]
+from tilegym_db.verify.worker_handle import PROMOTION, WorkerHandle
 
 
 @dataclass(frozen=True)

@@ -12,23 +12,23 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tilegym_db.catalog.broken import Broken
 from tilegym_db.catalog.reader import CatalogReader
+from tilegym_db.catalog.record_files import Broken
 from tilegym_db.files import read_bytes, write_atomically
 from tilegym_db.lazy import loader
 from tilegym_db.paths import home, shipped_root
 
 if TYPE_CHECKING:
-    from tilegym_db.catalog.solution_files import SolutionFiles, check_entry_point, stock_of
+    from tilegym_db.catalog.record_files import SolutionFiles, check_entry_point, stock_of
     from tilegym_db.records import Definition, Solution, Workload
 
 __all__ = ["Broken", "Catalog", "SolutionFiles", "check_entry_point", "read_bytes", "stock_of", "write_atomically"]
 
 # What reads and writes records loads them, which takes as long as all else of a command that only asks for the roots.
 _HOMES = {
-    "SolutionFiles": "tilegym_db.catalog.solution_files",
-    "check_entry_point": "tilegym_db.catalog.solution_files",
-    "stock_of": "tilegym_db.catalog.solution_files",
+    "SolutionFiles": "tilegym_db.catalog.record_files",
+    "check_entry_point": "tilegym_db.catalog.record_files",
+    "stock_of": "tilegym_db.catalog.record_files",
 }
 __getattr__ = loader(__name__, _HOMES)
 
@@ -46,9 +46,9 @@ class Catalog(CatalogReader):
 
     def lock_findings(self) -> list[str]:
         """What disagrees between the Definitions and ``definitions.lock.json``; empty where all is well."""
-        from tilegym_db.catalog import locked
+        from tilegym_db.catalog import writers
 
-        return locked.findings(self)
+        return writers.findings(self)
 
     def update_lock(self, root: Path) -> list[str]:
         """Add the versions that the lock does not know yet; never changes a locked digest. Returns what was added.
@@ -57,9 +57,9 @@ class Catalog(CatalogReader):
             RecordError: the lock is damaged.
             StoreError: it cannot be written.
         """
-        from tilegym_db.catalog import locked
+        from tilegym_db.catalog import writers
 
-        return locked.update(self, root)
+        return writers.update(self, root)
 
     # -- adding -------------------------------------------------------------------------------------------------------
 

@@ -8,16 +8,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from tilegym_db.catalog.broken import DEFINITION_BROKEN, Broken, name_once
-from tilegym_db.catalog.solution_places import definition_at, in_family, misplaced, name_at, record_paths, visible
+from tilegym_db.catalog.record_files import (
+    DEFINITION_BROKEN,
+    Broken,
+    definition_at,
+    in_family,
+    misplaced,
+    name_at,
+    name_once,
+    record_paths,
+    visible,
+)
 from tilegym_db.errors import NotFoundError, RecordError, check_kind, did_you_mean
 from tilegym_db.files import read_bytes
 
 if TYPE_CHECKING:
-    from tilegym_db.catalog.solution_files import SolutionFiles
+    from tilegym_db.catalog.record_files import SolutionFiles
     from tilegym_db.records import Definition, Workload
-
-__all__ = ["CatalogReader"]
 
 T = TypeVar("T")
 
@@ -127,7 +134,7 @@ class CatalogReader:
             NotFoundError: no such Definition.
             RecordError: it is broken.
         """
-        from tilegym_db.catalog.workload_files import read_workloads
+        from tilegym_db.catalog.record_files import read_workloads
 
         record = self.definition(definition)
         found: dict[str, Workload] = {}
@@ -142,7 +149,7 @@ class CatalogReader:
 
     def count_workloads(self, definition: str) -> int:
         """How many Workloads the files of one Definition state, broken ones among them."""
-        from tilegym_db.catalog.workload_files import workloads_stated
+        from tilegym_db.catalog.record_files import workloads_stated
 
         files = (path for root in self.roots for path in visible(root / "workloads", f"*/{definition}.jsonl"))
         return len({one for path in files for one in workloads_stated(path)})
@@ -203,8 +210,8 @@ class CatalogReader:
 
     def read_solution(self, path: Path) -> SolutionFiles:
         """The Solution of a record of this catalog; :class:`RecordError` where it is broken."""
-        from tilegym_db.catalog.solution_files import SolutionFiles
-        from tilegym_db.records.signature import signature_problem
+        from tilegym_db.catalog.record_files import SolutionFiles
+        from tilegym_db.records.solution import signature_problem
 
         cached = self._cache.get(path)
         if cached is None:

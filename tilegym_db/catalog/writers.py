@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from tilegym_db.catalog.blob_files import add_blobs
-from tilegym_db.catalog.broken import RECORD_NAME
-from tilegym_db.catalog.call_rules import check_call
-from tilegym_db.catalog.locked import read_lock, write_lock
+from tilegym_db.catalog.blobs import add_blobs
 from tilegym_db.catalog.reader import CatalogReader
-from tilegym_db.catalog.workload_files import WORKLOAD_BYTES
+from tilegym_db.catalog.record_files import RECORD_NAME, WORKLOAD_BYTES
 from tilegym_db.errors import ConflictError, RecordError, check_kind
-from tilegym_db.files import read_bytes, write_atomically, write_folder
-from tilegym_db.folder_locks import writing
+from tilegym_db.files import read_bytes, write_atomically, write_folder, writing
 from tilegym_db.records import Definition, Solution, Workload
-
-__all__ = ["add_definition", "add_solution", "add_workloads"]
+from tilegym_db.records.base import parse_object
+from tilegym_db.records.dtypes import Scalar
+from tilegym_db.records.layouts import overlap_words
 
 
 def add_definition(catalog: CatalogReader, record: Definition, root: Path) -> Path:
@@ -150,3 +149,136 @@ def add_workloads(
 def version_tuple(version: str) -> tuple[int, ...]:
     """``1.10.0`` -> (1, 10, 0), to compare."""
     return tuple(int(part) for part in version.split("."))
+
+
+# ---- locked ---------------------------------------------------------------------------------------
+# ``definitions.lock.json``: name -> version -> digest, so that no meaning changes under an old version.
+
+LOCK_FILE = "definitions.lock.json"
+
+Locked = dict[str, dict[str, str]]
+
+
+def _path(root: Path) -> Path:
+    """The lock of one root."""
+    return root / "definitions" / LOCK_FILE
+
+
+def read_lock(root: Path) -> Locked:
+    """name -> version -> digest of one root; empty where it has no lock.
+
+    Raises:
+        RecordError: the file is damaged; it is then never written over.
+    """
+    path = _path(root)
+    if not path.exists():
+        return {}
+    try:
+        content = parse_object(read_bytes(path, "lock"), "lock", path)
+    except RecordError as error:
+        raise RecordError(
+            f"{path}: the lock cannot be read: {str(error).removeprefix(f'{path}: ')}", code="lock_damaged"
+        ) from None
+    if not isinstance(content, dict):
+        raise RecordError(f"{path}: the lock cannot be read: it is no JSON object of names.", code="lock_damaged")
+    for name, versions in content.items():
+        if not isinstance(versions, dict) or not all(isinstance(digest, str) for digest in versions.values()):
+            raise RecordError(
+                f"{path}: the lock cannot be read: {name!r} must map versions to digests.", code="lock_damaged"
+            )
+    return content
+
+
+def findings(catalog: CatalogReader) -> list[str]:
+    """What disagrees between the valid Definitions of a catalog and the locks of its roots."""
+    found = []
+    for root in catalog.roots:
+        try:
+            locked = read_lock(root)
+        except RecordError as error:
+            found.append(str(error))
+            continue
+        for name, record in catalog.definitions.items():
+            path = catalog.definition_paths[name]
+            if not path.is_relative_to(root):
+                continue
+            known = locked.get(name, {})
+            if record.version not in known:
+                found.append(
+                    f"{path}: version {record.version} is not in {LOCK_FILE}. Try: tilegym-db check --update-lock"
+                )
+            elif known[record.version] != record.digest:
+                found.append(
+                    f"{path}: its meaning changed but its version is still {record.version}. "
+                    "Raise 'version' (a semantic change needs a new one), or restore the content."
+                )
+    return found
+
+
+def update(catalog: CatalogReader, root: Path) -> list[str]:
+    """Add the versions that the lock of a root does not know yet, and return them as ``name version``."""
+    with writing(root):
+        locked = read_lock(root)
+        added = []
+        for name, record in catalog.definitions.items():
+            if catalog.definition_paths[name].is_relative_to(root) and record.version not in locked.get(name, {}):
+                locked.setdefault(name, {})[record.version] = record.digest
+                added.append(f"{name} {record.version}")
+        if added:
+            write_lock(root, locked)
+    return added
+
+
+def write_lock(root: Path, locked: Locked) -> None:
+    """Replace the lock of a root, whose folder lock the caller holds."""
+    write_atomically(_path(root), (json.dumps(locked, indent=2, sort_keys=True) + "\n").encode())
+
+
+# ---- call rules -----------------------------------------------------------------------------------
+# What the names of scalars and the places of inputs say, which no record of an operator states.
+#
+# A record bounds axes alone: a negative eps or count fits its dtype, and the results of it are NaN, or none. Contents
+# cannot be drawn for an input of which two elements have one address, nor can an output be written.
+
+# Pattern over the name of a scalar -> why it is not negative.
+NOT_NEGATIVE: tuple[tuple[str, str], ...] = (
+    (r"(^|_)eps(ilon)?$", "it keeps a divisor or a root above zero"),
+    (r"^(num|block)_|^(top_k|group|groups|kept_groups|block|alignment|streams|repeat|shifts)$", "it counts something"),
+)
+
+
+def check_call(definition: Definition, workload: Workload) -> None:
+    """Raise :class:`RecordError` where a Workload does not fit its Definition, or has a scalar or a layout that makes no call."""
+    workload.check_against(definition)
+    check_scalar_values(definition, workload.scalars())
+    check_layouts(definition, workload.axes, workload.layouts)
+
+
+def check_scalar_values(definition: Definition, scalars: Mapping[str, Scalar]) -> None:
+    """Raise :class:`RecordError` for a scalar whose value its name excludes, or that is a flag where a number is due."""
+    for name, value in scalars.items():
+        spec = definition.inputs.get(name)
+        if spec is not None and isinstance(value, bool) and spec.dtype != "bool":
+            raise RecordError(
+                f"inputs.{name}: {str(value).lower()} is not a number ({spec.dtype}).", code="scalar_not_number"
+            )
+        why = next((reason for pattern, reason in NOT_NEGATIVE if re.search(pattern, name)), None)
+        if why is not None and isinstance(value, int | float) and value < 0:
+            raise RecordError(
+                f"inputs.{name}: {value!r} is negative, and '{name}' of {definition.name} is not: {why}.",
+                code="scalar_negative",
+            )
+
+
+def check_layouts(definition: Definition, axes: Mapping[str, int], layouts: Mapping[str, str]) -> None:
+    """Raise :class:`RecordError` for a layout that is none, or that gives two elements of a tensor one address."""
+    sizes = definition.bind_axes(dict(axes)) if layouts else {}
+    for name, text in layouts.items():
+        if name in definition.tensor_inputs or name in definition.outputs:
+            shape = definition.shape_of(name, sizes)
+            try:
+                shared = overlap_words(text, shape, definition.strides_of(name, sizes, text))
+            except RecordError as error:
+                raise RecordError(f"layouts.{name}: {str(error).rstrip('.')}.", code=error.code) from None
+            if shared is not None:
+                raise RecordError(f"layouts.{name}: {shared}.", code="layout_overlap")

@@ -12,10 +12,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from tilegym_db.cli.commands import COMMANDS
-
-__all__ = ["COMMANDS", "app", "main"]
-
 ALLOCATIONS_A_COLLECTION = 50_000
 MUST_BE_COLLECTED = frozenset(("duckdb", "torch"))
 """Packages that complain when the process ends, or leave devices as they are, where their objects were not collected."""
@@ -23,7 +19,7 @@ MUST_BE_COLLECTED = frozenset(("duckdb", "torch"))
 
 def app(arguments: Sequence[str] | None = None) -> int:
     """Run one command without the boundary of :func:`main`; returns its exit status."""
-    from tilegym_db.cli.group import root_command
+    from tilegym_db.cli.commands import root_command
 
     status = root_command().main(args=arguments, prog_name="tilegym-db", standalone_mode=False)
     return status if isinstance(status, int) else 0
@@ -35,7 +31,7 @@ def main() -> None:
     try:
         with _leaving_on_interrupt():
             from tilegym_db.cli.boundary import run
-            from tilegym_db.cli.group import root_command
+            from tilegym_db.cli.commands import root_command
 
             root_command()
         status = run(app)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilegym_db.cli.options import Executor, Gpus, MachineGpu, Names, WorkloadGlob
-from tilegym_db.cli.output import note
+from tilegym_db.cli.kit.options import Executor, Gpus, Language, MachineGpu, Names, WorkloadGlob, finite_seconds
+from tilegym_db.cli.kit.output import note, print_json, print_table
 
 if TYPE_CHECKING:
-    from tilegym_db.bench.bench_report import BenchReport
-    from tilegym_db.bench.summary import SummaryRow
+    from tilegym_db.bench.plan import BenchReport, SummaryRow
+    from tilegym_db.bench.regress import RegressionReport
+    from tilegym_db.bench.tune.tune import TuneReport
+    from tilegym_db.bench.tune.tuner import Tuned
 
 
-def command(
+def bench_command(
     names: Names = None,
     language: Annotated[
         str | None, typer.Option(help="Only solutions in this language, and those that they are compared with.")
@@ -39,12 +42,12 @@ def command(
     what was measured is kept, and the next run goes on from there.
     """
     from tilegym_db.bench.machine import refuse_absent_gpu
-    from tilegym_db.cli.known_names import refuse_unknown_names
+    from tilegym_db.cli.kit.names import refuse_unknown_names
 
     refuse_absent_gpu(gpu, gpus, executor)
     refuse_unknown_names(names or ())
     from tilegym_db.bench.benchmark import benchmark
-    from tilegym_db.cli.bench_progress import Progress
+    from tilegym_db.cli.kit.bench_progress import Progress
 
     with Progress(quiet=as_json and not sys.stderr.isatty()) as progress:
         report = benchmark(
@@ -90,8 +93,8 @@ def print_summary(report: BenchReport) -> None:
     from rich.console import Console
     from rich.markup import escape
 
-    from tilegym_db.bench.summary import summarise
-    from tilegym_db.cli.output import print_table
+    from tilegym_db.bench.plan import summarise
+    from tilegym_db.cli.kit.output import print_table
 
     console = Console()
     rows = summarise(report.traces)
@@ -118,3 +121,245 @@ def _summary_cells(row: SummaryRow) -> tuple[str, ...]:
     note = row.note if len(row.note) <= 200 else row.note[:197] + "..."
     light = "" if row.sol_ratio is None else f"{row.sol_ratio:.0%}"
     return row.solution, row.language, f"{row.passed}/{row.total}", speedup, over_best, light, note
+
+
+# ---- promote --------------------------------------------------------------------------------------
+# ``tilegym-db promote``: verify solutions for good.
+
+
+def promote_command(
+    names: Names = None,
+    language: Annotated[
+        str | None, typer.Option(help="Only solutions in this language, and those that they are compared with.")
+    ] = None,
+    gpu: MachineGpu = "auto",
+    gpus: Gpus = None,
+    executor: Executor = None,
+    workload: WorkloadGlob = None,
+    quick: Annotated[bool, typer.Option(help="Few workloads and samples.")] = False,
+    again: Annotated[bool, typer.Option(help="Promote anew what has a verdict already.")] = False,
+    allow_unsandboxed: Annotated[
+        bool, typer.Option(help="Promote where workers cannot be confined; such traces are never published.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the traces as JSON lines.")] = False,
+) -> None:
+    """Run the promotion tier: only what passes it is verified, and used by best, the resolver and patched models.
+
+    Fresh confined processes, fresh secrets, all fuzz cases, five runs bit for bit, ownership of the device time,
+    and a time that the harness's own clock agrees with.
+    """
+    from tilegym_db.bench.machine import refuse_absent_gpu
+    from tilegym_db.cli.kit.names import refuse_unknown_names
+
+    refuse_absent_gpu(gpu, gpus, executor)
+    refuse_unknown_names(names or ())
+    from tilegym_db.bench.benchmark import promote
+    from tilegym_db.cli.kit.bench_progress import Progress
+
+    with Progress(quiet=as_json and not sys.stderr.isatty()) as progress:
+        report = promote(
+            tuple(names or ()),
+            gpu=gpu,
+            gpus=gpus,
+            executor=executor,
+            language=language,
+            workload=workload,
+            quick=quick,
+            again=again,
+            allow_unsandboxed=allow_unsandboxed,
+            observer=progress.observer(),
+        )
+    finish(report, as_json=as_json)
+
+
+# ---- tune -----------------------------------------------------------------------------------------
+# ``tilegym-db tune``: search the tunables of Solutions on this machine.
+
+Budget = Annotated[
+    float | None,
+    typer.Option(
+        help="Seconds of search for each solution and workload; default 60, quick 10.", callback=finite_seconds
+    ),
+]
+
+
+def tune_command(
+    names: Names = None,
+    language: Language = None,
+    gpu: MachineGpu = "auto",
+    gpus: Gpus = None,
+    executor: Executor = None,
+    workload: WorkloadGlob = None,
+    budget: Budget = None,
+    quick: Annotated[bool, typer.Option(help="Few workloads and rounds.")] = False,
+    again: Annotated[bool, typer.Option(help="Forget what earlier runs tried.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print results and every config tried as JSON.")] = False,
+) -> None:
+    """Find the fastest config of each solution per workload; it is verified as that config and becomes a trace.
+
+    What is searched are the tunables that a solution declares, and nothing is ever tuned at run time. Interrupt it at any
+    time: configs that were given up are not tried again. Exit status 1 where a declared config gives a wrong result.
+    """
+    from tilegym_db.bench.machine import refuse_absent_gpu
+    from tilegym_db.cli.kit.names import refuse_unknown_names
+
+    refuse_absent_gpu(gpu, gpus, executor)
+    refuse_unknown_names(names or ())
+    from tilegym_db.bench.tune.tune import tune
+    from tilegym_db.cli.kit.bench_progress import Progress
+    from tilegym_db.cli.kit.output import note, print_json
+
+    with Progress(quiet=as_json and not sys.stderr.isatty()) as progress:
+        report = tune(
+            tuple(names or ()),
+            gpu=gpu,
+            gpus=gpus,
+            executor=executor,
+            language=language,
+            workload=workload,
+            budget_s=budget,
+            quick=quick,
+            again=again,
+            observer=progress.tune_observer(),
+        )
+    if as_json:
+        print_json(report_record(report))
+    else:
+        print_report(report)
+    for remark in report.notes:
+        note(remark)
+    if report.interrupted:
+        raise typer.Exit(130)
+    if report.unfinished or report.outcomes["failed"] or any(result.config is None for result in report.results):
+        raise typer.Exit(1)
+
+
+COLUMNS = ("solution", "axes", "dtypes", "config", "vs defaults", "tried", "left", "why")
+
+
+def print_report(report: TuneReport) -> None:
+    """One row per pair, what was left out and why, and the next step."""
+    from tilegym_db.cli.kit.output import note, print_table
+
+    if report.results:
+        print_table(COLUMNS, [_cells(result) for result in report.results], prose=("why",), least=("left", "dtypes"))
+    skipped: dict[str, int] = {}
+    for item in report.skipped:
+        skipped[item.reason] = skipped.get(item.reason, 0) + 1
+    for reason, count in skipped.items():
+        note(f"{count} not tuned: {reason}")
+    spelled = ", ".join(f"{count} {outcome}" for outcome, count in sorted(report.outcomes.items())) or "nothing new"
+    note(f"configs given up: {spelled}. Next: tilegym-db promote --gpu {report.machine.gpu}")
+
+
+def _cells(result: Tuned) -> tuple[Any, ...]:
+    from tilegym_db.cli.kit.output import spelled_map
+    from tilegym_db.records.solution import spell_config
+
+    return (
+        result.solution,
+        spelled_map(result.axes),
+        ", ".join(result.dtypes.values()),
+        "none" if result.config is None else spell_config(result.config),
+        None if result.gain is None else f"{result.gain:.2f}x",
+        result.tried,
+        result.left,
+        result.reason,
+    )
+
+
+def report_record(report: TuneReport) -> dict[str, Any]:
+    """A run as JSON: what won, every config that was judged, and what was left out."""
+    return {
+        "run_id": report.run_id,
+        "gpu": report.machine.gpu,
+        "interrupted": report.interrupted,
+        "results": [vars(result) for result in report.results],
+        "steps": [step.to_dict() for step in report.steps],
+        "skipped": [vars(item) for item in report.skipped],
+    }
+
+
+# ---- regress --------------------------------------------------------------------------------------
+# ``tilegym-db regress``: is anything slower than it was?
+
+VOID = 4
+"""Exit status of a session whose times cannot be believed."""
+
+
+def regress_command(
+    against: Annotated[
+        str, typer.Option(help="A git revision of the catalog (HEAD~1, main, v0.1), or the id of a run.")
+    ],
+    names: Names = None,
+    gpu: MachineGpu = "auto",
+    gpus: Gpus = None,
+    executor: Executor = None,
+    workload: WorkloadGlob = None,
+    quick: Annotated[bool, typer.Option(help="Few workloads and samples.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Time every solution that changed since then, old and new version interleaved on this machine.
+
+    Exit status 1 where a new version is slower by more than noise, or fails where the old one passes; 4 where a control,
+    one source timed against itself, shows that the session cannot be believed. Nothing is stored.
+    """
+    from tilegym_db.bench.machine import refuse_absent_gpu
+    from tilegym_db.cli.kit.names import refuse_unknown_names
+
+    refuse_absent_gpu(gpu, gpus, executor)
+    refuse_unknown_names(names or ())
+    from tilegym_db.bench.regress import regress
+    from tilegym_db.cli.kit.bench_progress import Progress
+
+    with Progress(quiet=as_json and not sys.stderr.isatty()) as progress:
+        report = regress(
+            against,
+            tuple(names or ()),
+            gpu=gpu,
+            gpus=gpus,
+            executor=executor,
+            workload=workload,
+            quick=quick,
+            observer=progress.observer(),
+        )
+    if as_json:
+        rows = [dataclasses.asdict(row) for row in report.rows]
+        print_json({"against": report.against, "gpu": report.machine.gpu, "void": report.void, "rows": rows})
+    else:
+        print_regressions(report)
+    if report.findings:
+        raise typer.Exit(1)
+    if report.void:
+        raise typer.Exit(VOID)
+
+
+def print_regressions(report: RegressionReport) -> None:
+    """One row per solution and workload; on stderr what follows from them."""
+    columns = ("solution", "workload", "verdict", "old_us", "new_us", "change", "noise", "why")
+    rows = [
+        (
+            row.solution,
+            row.workload or None,
+            row.verdict,
+            row.change and row.change.old_us,
+            row.change and row.change.new_us,
+            row.change and f"{row.change.change:+.1%}",
+            row.change and f"{row.change.threshold:.1%}",
+            row.reason,
+        )
+        for row in report.rows
+        if row.verdict != "unchanged"
+    ]
+    if rows:
+        print_table(columns, rows, prose=("why",), least=("noise", "workload"))
+    unchanged = sum(row.verdict == "unchanged" for row in report.rows)
+    if unchanged:
+        note(f"{unchanged} solutions are the same as in {report.against}")
+    for remark in report.notes:
+        note(remark)
+    for reason in report.void:
+        note(f"void: {reason}")
+    if report.void:
+        note("no time of this session counts: something else used the device, or its clocks moved. Repeat it")
+    note(f"{len(report.findings)} regressions against {report.against} on {report.machine.gpu_name}")

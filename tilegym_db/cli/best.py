@@ -7,19 +7,38 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilegym_db.cli.formats import AsArrow, AsCsv, AsJson, AsParquet, OutputFile, Wide, chosen_form, write_records
-from tilegym_db.cli.options import Axes, DefinitionName, Gpu, Language, OpType, Trust, check_op_type
-from tilegym_db.cli.output import note, print_table, spelled_call, spelled_map
-from tilegym_db.cli.spark import Spark, print_by_size, spark_wanted
+from tilegym_db.cli.kit.formats import AsArrow, AsCsv, AsJson, AsParquet, OutputFile, Wide, chosen_form, write_records
+from tilegym_db.cli.kit.options import (
+    Axes,
+    DefinitionName,
+    Gpu,
+    Language,
+    OpType,
+    Trust,
+    check_op_type,
+    complete_solution,
+)
+from tilegym_db.cli.kit.output import (
+    Spark,
+    by_size,
+    note,
+    print_by_size,
+    print_table,
+    spark_wanted,
+    spelled_call,
+    spelled_map,
+)
 
 if TYPE_CHECKING:
+    from tilegym_db.catalog import Catalog
     from tilegym_db.errors import NoSolutionError
+    from tilegym_db.store.database import Store
 
 
 MOST_ROWS = 1 << 31
 
 
-def command(
+def best_command(
     name: DefinitionName = None,
     op_type: OpType = None,
     gpu: Gpu = None,
@@ -37,9 +56,9 @@ def command(
 ) -> None:
     """Print the fastest verified solution per operator, shape and GPU. Exit status 3 where there is none."""
     from tilegym_db.catalog import Catalog
-    from tilegym_db.cli.add_solution import normalise_language
-    from tilegym_db.cli.pairs import parse_axes
-    from tilegym_db.cli.reader import open_reader, unverified_note
+    from tilegym_db.cli.add import normalise_language
+    from tilegym_db.cli.kit.options import parse_axes
+    from tilegym_db.cli.kit.reader import open_reader, unverified_note
     from tilegym_db.store.queries import best_rows, measured_gpus, size_rows
 
     form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)
@@ -59,7 +78,7 @@ def command(
     if not form.is_table:
         write_records(form, rows)
     else:
-        print_table(COLUMNS, [best_cells(row) for row in rows], wide=wide, least=LEAST)
+        print_table(BEST_COLUMNS, [best_cells(row) for row in rows], wide=wide, least=BEST_DROPPED_FIRST)
         print_by_size(_of_fastest(sized, rows), "{solution} on {gpu}, {dtypes_key}")
         note("speedup: against the model's own code. Why this one: tilegym-db explain NAME")
         if unverified:
@@ -94,7 +113,7 @@ def _where(gpu: str | None, sizes: Mapping[str, int], language: str | None) -> s
     return where + (f" in {language}" if language else "")
 
 
-COLUMNS = (
+BEST_COLUMNS = (
     "definition",
     "gpu",
     "axes",
@@ -110,7 +129,7 @@ COLUMNS = (
     "workload_uuid",
     "origin",
 )
-LEAST = ("origin", "workload_uuid", "config", "sol_ratio", "layouts", "scalars", "language", "dtypes")
+BEST_DROPPED_FIRST = ("origin", "workload_uuid", "config", "sol_ratio", "layouts", "scalars", "language", "dtypes")
 
 
 def best_cells(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -148,3 +167,174 @@ def chosen_gpu(gpu: str | None) -> str | None:
 
         return select_machine("auto").gpu
     return parse_gpu(gpu)
+
+
+# ---- leaderboard ----------------------------------------------------------------------------------
+# ``tilegym-db leaderboard``: how every solution fares over all shapes of its operator.
+
+
+def leaderboard_command(
+    name: DefinitionName = None,
+    op_type: OpType = None,
+    gpu: Gpu = None,
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
+    as_parquet: AsParquet = False,
+    as_arrow: AsArrow = False,
+    output: OutputFile = None,
+    wide: Wide = False,
+    trust: Trust = False,
+    spark: Spark = None,
+) -> None:
+    """Rank solutions per operator and GPU: shapes measured, shapes won, geometric means.
+
+    Exit status 3 where nothing is verified.
+    """
+    from tilegym_db.catalog import Catalog
+    from tilegym_db.cli.kit.reader import open_reader, unverified_note
+    from tilegym_db.store.queries import leaderboard_rows, measured_gpus, size_rows
+
+    form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)
+    if name is not None:
+        Catalog.default().definition(name)
+    check_op_type(op_type, name)
+    chosen = chosen_gpu(gpu)
+    with open_reader(trust=trust) as store:
+        rows = leaderboard_rows(store, definition=name, op_type=op_type, gpu=chosen)
+        sized = size_rows(store, name, op_type, chosen) if form.is_table and spark_wanted(spark) else []
+        unverified = unverified_note(store, definition=name, op_type=op_type, gpu=chosen)
+        measured = measured_gpus(store)
+    if not rows:
+        raise none_verified(name, op_type, f" on {chosen}" if chosen else "", measured, unverified)
+    if not form.is_table:
+        write_records(form, rows, KEYS)
+        return
+    print_leaderboard(rows, sized, wide=wide)
+    note("speedup: against the model's own code; sol: share of the speed of light; both geometric means over shapes.")
+    if unverified:
+        note(unverified)
+
+
+KEYS = (
+    "definition", "gpu", "solution", "language", "role", "shapes", "wins", "geomean_speedup", "geomean_sol_ratio",
+    "origin",
+)  # fmt: skip
+COLUMNS = ("definition", "gpu", "solution", "language", "role", "shapes", "wins", "speedup", "sol", "origin")
+BY_SIZE = "by size"
+LEADERBOARD_DROPPED_FIRST = ("origin", "role", "language", "sol", BY_SIZE)
+
+
+def print_leaderboard(
+    rows: list[dict[str, Any]], sized: Sequence[Mapping[str, Any]] = (), *, wide: bool = False
+) -> None:
+    """The table of the rows of the view ``leaderboard``; with latencies by size, a line of them in a last column."""
+    lines = by_size(sized)
+    columns = (*COLUMNS, BY_SIZE) if lines else COLUMNS
+    cells = [tuple(row[key] for key in KEYS) for row in rows]
+    if lines:
+        cells = [
+            (*cell, lines.get((row["definition"], row["gpu"], row["solution"])))
+            for cell, row in zip(cells, rows, strict=True)
+        ]
+        note(f"{BY_SIZE}: latency from the smallest size to the largest, on one scale for each operator and GPU")
+    print_table(columns, cells, wide=wide, least=LEADERBOARD_DROPPED_FIRST)
+
+
+# ---- compare --------------------------------------------------------------------------------------
+# ``tilegym-db compare``: two solutions of one operator, size by size.
+
+SolutionName = Annotated[str, typer.Argument(help="A solution.", autocompletion=complete_solution)]
+
+
+def compare_command(
+    a: SolutionName,
+    b: SolutionName,
+    gpu: Gpu = None,
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
+    as_parquet: AsParquet = False,
+    as_arrow: AsArrow = False,
+    output: OutputFile = None,
+    wide: Wide = False,
+    trust: Trust = False,
+) -> None:
+    """Set two solutions of one operator side by side, wherever both are verified. Exit status 3 where that is nowhere."""
+    from tilegym_db.catalog import Catalog
+    from tilegym_db.cli.kit.reader import open_reader
+    from tilegym_db.store.queries.fastest import rows_of_both, winner
+
+    form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)
+    refuse_what_cannot_be_compared(Catalog.default(), a, b)
+    chosen = chosen_gpu(gpu)
+    with open_reader(trust=trust) as store:
+        rows = rows_of_both(store, a, b, chosen)
+        if not rows:
+            raise nothing_in_common(store, a, b, chosen)
+    for row in rows:
+        which, row["why"] = winner(row)
+        row["faster"] = {"a": a, "b": b, "neither": None}[which]
+    if not form.is_table:
+        write_records(form, rows)
+        return
+    print_table(COMPARE_COLUMNS, [cells(row) for row in rows], wide=wide, least=COMPARE_DROPPED_FIRST)
+    for text in summary(rows, a, b):
+        note(text)
+
+
+COMPARE_COLUMNS = ("gpu", "axes", "dtypes", "scalars", "layouts", "a us", "b us", "b / a", "faster", "why")
+COMPARE_DROPPED_FIRST = ("layouts", "scalars", "dtypes", "why")
+
+
+def cells(row: dict[str, Any]) -> tuple[Any, ...]:
+    """The cells of one row under :data:`COLUMNS`."""
+    keys = ("dtypes_key", "scalars_key", "layouts_key", "a_us", "b_us", "ratio", "faster", "why")
+    return (row["gpu"], spelled_call(row) or None, *(row[key] or None for key in keys))
+
+
+def summary(rows: list[dict[str, Any]], a: str, b: str) -> list[str]:
+    """One line per GPU: how often each is known to be faster, and the geometric mean of the ratios."""
+    from statistics import geometric_mean
+
+    lines = []
+    for gpu in sorted({row["gpu"] for row in rows}):
+        here = [row for row in rows if row["gpu"] == gpu]
+        wins = {name: sum(row["faster"] == name for row in here) for name in (a, b)}
+        mean = geometric_mean(row["ratio"] for row in here)
+        lines.append(
+            f"{gpu}: a = {a} is faster at {wins[a]} of {len(here)} sizes, b = {b} at {wins[b]}; at "
+            f"{len(here) - wins[a] - wins[b]} it is not known which. Time of b over time of a, geometric mean: {mean:.3f}"
+        )
+    return lines
+
+
+def refuse_what_cannot_be_compared(catalog: Catalog, a: str, b: str) -> None:
+    """Refuse the same solution twice, and solutions of different operators.
+
+    Raises:
+        NotFoundError: no such solution.
+        UsageError: they cannot be compared.
+    """
+    from tilegym_db.errors import UsageError
+
+    definitions = [catalog.solution(name).record.definition for name in (a, b)]
+    if a == b:
+        raise UsageError(f"'{a}' is given twice: compare takes two solutions.", code="solution_repeated")
+    if definitions[0] != definitions[1]:
+        raise UsageError(
+            f"'{a}' computes {definitions[0]} and '{b}' computes {definitions[1]}: only solutions of one definition can be "
+            f"compared. Try: tilegym-db leaderboard {definitions[0]}",
+            code="definitions_differ",
+        )
+
+
+def nothing_in_common(store: Store, a: str, b: str, gpu: str | None) -> Exception:
+    """What to say where no size has a verified trace of both."""
+    from tilegym_db.errors import NoSolutionError
+    from tilegym_db.store.queries import measured_gpus
+
+    where = f" on {gpu}" if gpu else ""
+    return NoSolutionError(
+        f"'{a}' and '{b}' are verified at no size in common{where}; GPUs with verified traces: "
+        f"{', '.join(measured_gpus(store)) or 'none'}. Try: tilegym-db bench {a} {b} --promote",
+        code="sizes_disjoint",
+    )

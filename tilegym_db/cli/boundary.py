@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-__all__ = ["INTERRUPTED", "run"]
-
 INTERRUPTED = 130
 FAILED = 1
 QUERY_THREAD = "tilegym-db-query"
@@ -110,7 +108,7 @@ def _told(error: Exception) -> int | None:
     import typer
     from typer.exceptions import TyperException
 
-    from tilegym_db.cli.output import printable_lines
+    from tilegym_db.cli.kit.output import printable_lines
     from tilegym_db.errors import TilegymDBError, missing_package
 
     sys.last_value = error  # as Python itself leaves an error that ended a program, for a debugger
@@ -142,7 +140,7 @@ def _told_broken(error: Exception) -> int | None:
 def _say(text: str, status: int) -> int:
     with suppress(OSError, ValueError):  # nobody reads it, and the status still tells
         _flush()
-    from tilegym_db.cli.output import printable_lines
+    from tilegym_db.cli.kit.output import printable_lines
 
     with suppress(OSError, ValueError):
         print(f"error: {_readable(printable_lines(text))}", file=sys.stderr, flush=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tilegym_db.cli.output import note, print_line
+from tilegym_db.cli.kit.output import note, print_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -108,7 +108,7 @@ def check_catalog(
         if name not in catalog.solution_paths and name not in catalog.definition_paths:
             catalog.definition(name)  # says that there is none, before anything takes long
     from tilegym_db.verify.admission import run_self_test
-    from tilegym_db.verify.blobs import blob_problems
+    from tilegym_db.verify.inputs import blob_problems
     from tilegym_db.verify.self_test import tiny_workloads
 
     findings = [*catalog.lock_findings(), *(broken.reason for broken in catalog.broken(names))]
@@ -141,8 +141,8 @@ def check_catalog(
 def check_patterns(catalog: Catalog) -> list[str]:
     """Patterns whose evidence is gone, was taken back, or is of other versions than are pinned."""
     from tilegym_db.loop.architecture import pattern_findings
+    from tilegym_db.published.input_files import pattern_files
     from tilegym_db.store.connection import open_store
-    from tilegym_db.store.input_files import pattern_files
 
     if not pattern_files(catalog):
         return []
@@ -164,7 +164,7 @@ def check_draft(path: Path, catalog: Catalog) -> list[str]:
     from tilegym_db.scaffold import read_definition_file
     from tilegym_db.scaffold.definition_draft import WORKLOADS_FILE, open_places
     from tilegym_db.verify.admission import run_reference_once, run_self_test
-    from tilegym_db.verify.blobs import blob_problems
+    from tilegym_db.verify.inputs import blob_problems
     from tilegym_db.verify.self_test import tiny_workloads
 
     findings = open_places(path)
@@ -226,7 +226,7 @@ def backward_findings(catalog: Catalog, definition: Definition) -> list[str]:
 
 def scan_findings(solution: SolutionFiles, on_note: Callable[[str], None] | None) -> list[str]:
     """What the static scan refuses in one Solution."""
-    from tilegym_db.verify.scan import hard_findings, scan_sources, soft_findings
+    from tilegym_db.sandbox.scan import hard_findings, scan_sources, soft_findings
 
     found = scan_sources(solution.record, solution.sources)
     if on_note is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilegym_db.cli.output import note, print_json, print_table
+from tilegym_db.cli.kit.output import note, print_json, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,7 +73,7 @@ def compile_catalog(
 def scan_refusals(jobs: Sequence[CompileJob]) -> dict[str, CompileResult]:
     """Solution -> why it is not built, for each one that the static scan refuses: a build runs its code."""
     from tilegym_db.backends.compile_jobs import CompileResult
-    from tilegym_db.verify.scan import hard_findings, scan_sources
+    from tilegym_db.sandbox.scan import hard_findings, scan_sources
 
     refused = {}
     for solution in {job.solution.name: job.solution for job in jobs}.values():
@@ -107,7 +107,7 @@ def select_jobs(
         UsageError: unknown language, or nothing is left to compile; says why.
     """
     from tilegym_db.backends.compile_jobs import CompileJob
-    from tilegym_db.cli.add_solution import normalise_language
+    from tilegym_db.cli.add import normalise_language
     from tilegym_db.errors import UsageError
     from tilegym_db.records import TILE_LANGUAGES
 

@@ -5,20 +5,23 @@ Its results go into a home of its own, so that it can be run again and changes n
 
 from __future__ import annotations
 
+import json
 import os
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilegym_db.cli.demo_kernel import add_demo_kernel, publish_here
-from tilegym_db.cli.demo_model import REFERENCE_GPU, foresee, patch_a_model
-from tilegym_db.cli.demo_output import heartbeat, say, step
-from tilegym_db.cli.output import print_table
+from tilegym_db.cli.kit.output import print_table, table_width
 
 if TYPE_CHECKING:
     from tilegym_db.bench.machine import Machine
+    from tilegym_db.catalog import Catalog
+
 
 TOKENS = 16
 OPERATORS = ("rms_norm", "fused_add_rms_norm", "swiglu", "rope_neox")
@@ -129,11 +132,11 @@ def compile_for_hopper() -> int:
 def measure(machine: Machine, folder: Path, tokens: int) -> int:
     """4. A verdict on this machine, published for the resolver."""
     from tilegym_db.bench.benchmark import benchmark
-    from tilegym_db.bench.tier_policy import MIN_SANDBOX_LEVEL
     from tilegym_db.catalog import Catalog
     from tilegym_db.cli.bench import print_summary
-    from tilegym_db.cli.bench_progress import Progress
-    from tilegym_db.verify.worker.process import best_level
+    from tilegym_db.cli.kit.bench_progress import Progress
+    from tilegym_db.sandbox.worker import best_level
+    from tilegym_db.verify.worker_handle import MIN_SANDBOX_LEVEL
 
     if machine.is_gpu:
         step(
@@ -165,3 +168,221 @@ def measure(machine: Machine, folder: Path, tokens: int) -> int:
     print_summary(report)
     publish_here(machine, folder)
     return sum(count for status, count in report.counts.items() if status not in ("PASSED", "UNSUPPORTED"))
+
+
+# ---- demo model -----------------------------------------------------------------------------------
+# The demo's model: patched on this machine, and as an H200 would run it.
+
+REFERENCE_GPU = "h200"
+
+
+def patch_a_model(machine: Machine, tokens: int) -> int:
+    """5. One line: the model runs verified kernels where they are faster."""
+    import torch
+
+    from tilegym_db.catalog import Catalog
+
+    step(
+        "5. patch a model",
+        "A Llama of two layers with random weights. tilegym_db.patch(model) lets verified\n"
+        "kernels serve its calls. What is not verified or not faster on this machine stays\n"
+        "the model's own code, and the report says why.",
+    )
+    with heartbeat("loading transformers and building the model"):
+        from tilegym_db.models import patched
+
+        dtype = torch.bfloat16 if machine.is_gpu else torch.float32
+        model = build_llama().to(device=machine.device, dtype=dtype)
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, model.config.vocab_size, (1, tokens), generator=generator).to(machine.device)
+    ops = None if machine.is_gpu else ("rms_norm",)
+    with heartbeat("running the model, stock and patched"), torch.no_grad():
+        stock = model(ids).logits
+        with patched(model, catalog=Catalog.default(), ops=ops) as handle:
+            logits = model(ids).logits
+            report = handle.report()
+        again = model(ids).logits
+    say(report.text(table_width()))
+    error = float((logits.float() - stock.float()).norm() / stock.float().norm())
+    say(
+        f"{report.kernel_calls} calls ran a verified kernel. Patched logits against stock: relative difference {error:.1e}."
+    )
+    say(f"After unpatching, the model gives its own logits bit for bit: {torch.equal(stock, again)}.")
+    if not report.kernel_calls:
+        say("None was faster than the model's own code by more than the noise of this machine, so none was used.")
+    return 0 if torch.equal(stock, again) else 1
+
+
+def foresee(tokens: int) -> None:
+    """6. The same model on an H200, from the shipped measurements."""
+    from tilegym_db.catalog import Catalog
+
+    step(
+        "6. the same model on an H200",
+        "What each call of that model runs on an H200 in bfloat16, by the shipped\n"
+        "measurements: time of the kernel, and speedup over the model's own code. A call of\n"
+        "one token is a step of decoding.",
+    )
+    with heartbeat("asking the resolver"):
+        rows = explain_sites(build_config(), Catalog.default(), tokens=4096)
+    print_table(("definition", "call", "runs", "us", "speedup"), rows)
+
+
+def build_config(layers: int = 2) -> Any:
+    """The sizes of Llama-3.2-1B, cut to a few layers and a small vocabulary."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=4096,
+        hidden_size=HIDDEN,
+        intermediate_size=8192,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+    )
+
+
+def build_llama(layers: int = 2) -> Any:
+    """A Llama of :func:`build_config` with random weights."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model: Any = LlamaForCausalLM(build_config(layers))
+    return model.eval()
+
+
+def explain_sites(config: Any, catalog: Catalog, *, tokens: int) -> list[tuple[Any, ...]]:
+    """What the resolver gives each call site of such a model, for one prompt and for one new token: rows of a table."""
+    from tilegym_db.resolver import decide_request, make_request
+
+    heads = {"Hq": config.num_attention_heads, "Hkv": config.num_key_value_heads, "D": config.head_dim}
+    transposed = {name: "row_contiguous" for name in ("q", "k", "q_out", "k_out")}
+    rows: list[tuple[Any, ...]] = []
+    for count in (tokens, 1):
+        sites: list[tuple[str, dict[str, int], dict[str, str]]] = [
+            ("rms_norm", {"M": count, "N": config.hidden_size}, {}),
+            ("fused_add_rms_norm", {"M": count, "N": config.hidden_size}, {}),
+            ("swiglu", {"M": count, "I": config.intermediate_size}, {}),
+            ("rope_neox", {"B": 1, "Bc": 1, "S": count, **heads}, transposed if count > 1 else {}),
+        ]
+        for name, axes, layouts in sites:
+            definition = catalog.definition(name)
+            request = make_request(definition, axes=axes, dtypes={"T": "bfloat16"}, layouts=layouts, gpu=REFERENCE_GPU)
+            decision, _ = decide_request(request, catalog)
+            chosen = "stock" if decision.solution is None else decision.solution.name
+            found = decision.evidence.candidate
+            measured = (None, None) if found is None else (found.latency_us, found.speedup)
+            rows.append((name, f"{count} token" + ("s" if count > 1 else ""), chosen, *measured))
+    return rows
+
+
+# ---- demo kernel ----------------------------------------------------------------------------------
+# The demo's own kernel for a CPU, and the table of what was verified.
+
+KERNEL = '''"""RMSNorm in float32 without temporaries: the norm of each row at once, and two products in place."""
+
+import torch
+
+
+def run(x, weight, eps, out):
+    """x, out [M, N], weight [N]."""
+    scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    torch.mul(x, scale, out=out)
+    out.mul_(weight)
+'''
+
+KERNEL_RECORD = {
+    "schema_version": 1,
+    "name": "rms_norm_demo",
+    "definition": "rms_norm",
+    "author": "tilegym-db demo",
+    "description": "PyTorch on a CPU, in place.",
+    "spec": {
+        "language": "python",
+        "entry_point": "kernel.py::run",
+        "destination_passing_style": True,
+        "dependencies": ["torch>=2.8"],
+        "dtypes": {"T": ["float32"]},
+        "layouts": {"x": "row_contiguous", "out": "row_contiguous"},
+    },
+    "sources": [{"path": "kernel.py"}],
+}
+
+HIDDEN = 2048
+
+
+def add_demo_kernel(catalog: Path, tokens: int) -> None:
+    """The kernel for a CPU and the sizes of the model below, into the demo's own catalog."""
+    from tilegym_db.catalog import Catalog
+    from tilegym_db.files import write_atomically
+    from tilegym_db.records import Workload
+
+    folder = catalog / "solutions" / "norm" / "rms_norm" / "rms_norm_demo"
+    write_atomically(folder / "kernel.py", KERNEL.encode())
+    write_atomically(folder / "solution.json", (json.dumps(KERNEL_RECORD, indent=2) + "\n").encode())
+    sizes = [
+        Workload.from_dict(
+            {
+                "definition": "rms_norm",
+                "axes": {"M": tokens, "N": HIDDEN},
+                "dtypes": {"T": "float32"},
+                "inputs": {"eps": {"type": "scalar", "value": 1e-6}},
+                "tags": ["stage:demo"],
+            }
+        )
+    ]
+    Catalog.default().add_workloads(sizes, root=catalog)
+
+
+def publish_here(machine: Machine, folder: Path) -> None:
+    """Let the resolver of this demo use what was verified."""
+    from tilegym_db.errors import NotFoundError
+    from tilegym_db.store.connection import open_store
+    from tilegym_db.store.publish import publish
+
+    published = folder / "published"
+    if not published.exists():
+        (folder / "traces").mkdir(exist_ok=True)
+        published.symlink_to("traces", target_is_directory=True)
+    try:
+        with open_store(folder, read_only=True) as store:
+            report = publish(store, machine.gpu, root=folder)
+    except NotFoundError as error:
+        say(f"Nothing was published: {error}")
+        return
+    say(f"Published {report.entries} shapes for {machine.gpu}: from now on the resolver of this demo may use them.")
+
+
+# ---- demo output ----------------------------------------------------------------------------------
+# What the demo says while it works.
+
+
+def say(text: str) -> None:
+    """One line of the story, on standard output at once."""
+    typer.echo(text)
+
+
+def step(title: str, why: str) -> None:
+    """Begin a part: its name, and why it matters."""
+    say(f"\n== {title}\n{why}\n")
+
+
+@contextmanager
+def heartbeat(what: str, every_s: float = 3.0) -> Iterator[None]:
+    """Say every few seconds that something is still at work, into a pipe as well as on a terminal."""
+    done, began = threading.Event(), time.monotonic()
+
+    def beat() -> None:
+        while not done.wait(every_s):
+            say(f"   ... {what}, {time.monotonic() - began:.0f} s")
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

@@ -4,22 +4,224 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tilegym_db.cli.doctor_check import Check, check_lines
-from tilegym_db.cli.doctor_files import check_files, check_shared_tables
-from tilegym_db.cli.formats import AsArrow, AsCsv, AsJson, AsParquet, OutputFile, Wide, chosen_form, write_records
-from tilegym_db.cli.output import note, print_line, table_width
+from tilegym_db.cli.kit.formats import (
+    AsArrow,
+    AsCsv,
+    AsJson,
+    AsParquet,
+    OutputFile,
+    Wide,
+    chosen_form,
+    write_json,
+    write_records,
+)
+from tilegym_db.cli.kit.output import note, print_json, print_line, print_table, table_width
 
 if TYPE_CHECKING:
-    from tilegym_db.confinement.levels import Sandbox
-    from tilegym_db.records.peaks import GpuPeaks
+    from tilegym_db.published.installation import RejectedLine
+    from tilegym_db.records.roofline import GpuPeaks, Measured
+    from tilegym_db.sandbox.confine import Sandbox
+    from tilegym_db.store.broken_files import BrokenFiles
 
 
-def command(
+# ---- doctor check ---------------------------------------------------------------------------------
+# One line of what ``tilegym-db doctor`` found, and how it is printed.
+
+State = Literal["ok", "missing", "problem"]
+MARKS: dict[State, str] = {"ok": "ok     ", "missing": "missing", "problem": "PROBLEM"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report. ``missing`` is something optional that is not here, ``problem`` something broken."""
+
+    what: str
+    state: State
+    detail: str
+    fix: str = ""
+
+
+def check_lines(check: Check, width: int | None) -> list[str]:
+    """A check in lines of ``width`` characters; None: one line each for what it found and for its fix."""
+    import textwrap
+
+    head = f"{MARKS[check.state]}  {check.what:<11}  "
+    given = [(head, check.detail), (" " * len(head) + "fix: ", check.fix)]
+    lines = []
+    for first, text in given:
+        if text and width is None:
+            lines.append(first + text)
+        elif text and width is not None:
+            wrapper = textwrap.TextWrapper(width, initial_indent=first, subsequent_indent=" " * len(head))
+            wrapper.break_long_words = wrapper.break_on_hyphens = False
+            lines += wrapper.wrap(text)
+    return lines
+
+
+# ---- doctor files ---------------------------------------------------------------------------------
+# What ``tilegym-db doctor`` says of the files of the home folder.
+
+FILES_NAMED = 3
+
+
+def check_files() -> Iterator[Check]:
+    """Every file of measurements in the home folder can be read; says how many cannot, which, and why."""
+    from tilegym_db.paths import home
+    from tilegym_db.store.broken_files import broken_files
+
+    for found in broken_files(home()):
+        yield from files_checks(found)
+
+
+def check_shared_tables() -> Iterator[Check]:
+    """Tables that came from a team: how many serve here, and why the others do not; nothing where there are none."""
+    from tilegym_db.paths import home
+    from tilegym_db.published.shared_tables import damage_of, tables_in
+
+    tables = [replace(table, problem=damage_of(table)) for table in tables_in(home())]
+    used = [table for table in tables if table.counts]
+    if used:
+        named = sorted({f"{table.gpu} from {table.address} ({table.standing})" for table in used})
+        yield Check("team tables", "ok", f"{len(used)} serve here: {', '.join(named)}")
+    for table in tables:
+        if not table.counts:
+            why, _, fix = table.why_unused.partition(". ")
+            yield Check("team tables", "problem" if table.problem else "missing", why, fix)
+
+
+def files_checks(found: BrokenFiles) -> Iterator[Check]:
+    """What is wrong with the files of one folder; nothing where there are none, or nothing is."""
+    whole = [fault for fault in found.broken if fault.line == 0]
+    lines = [fault for fault in found.broken if fault.line != 0]
+    if whole:
+        which = "is broken and left out" if len(whole) == 1 else "are broken and left out"
+        fix = f"mend what is named, or move it out of {found.folder}; what is whole counts all the same"
+        yield Check(found.what, "problem", f"{len(whole)} of {found.read} {found.what} {which}: {_named(whole)}", fix)
+    if lines:
+        which = "has lines that are left out" if len(lines) == 1 else "have lines that are left out"
+        fix = "mend or delete the lines that are named, and leave the files where they are: their other lines count"
+        yield Check(found.what, "problem", f"{len(lines)} of {found.read} {found.what} {which}: {_named(lines)}", fix)
+    if found.cut_off:
+        count = "line was" if len(found.cut_off) == 1 else "lines were"
+        detail = f"{len(found.cut_off)} {count} cut off when the writer was killed: {_named(found.cut_off)}"
+        fix = "nothing has to be done, all other lines count: the same command does again what is lost"
+        yield Check(found.what, "missing", detail, fix)
+    if found.read < found.files:
+        left = f"{found.files - found.read} older {found.what} were not read, which takes too long here"
+        yield Check(found.what, "ok", f"{left}; tilegym-db ingest --rebuild reads them all")
+
+
+def _named(faults: Sequence[RejectedLine]) -> str:
+    parts = [f"{fault.path}: {fault.reason}" if fault.line == 0 else str(fault) for fault in faults[:FILES_NAMED]]
+    if len(faults) > FILES_NAMED:
+        parts.append(f"and {len(faults) - FILES_NAMED} more")
+    return "; ".join(part.rstrip(".") for part in parts)
+
+
+# ---- calibrate ------------------------------------------------------------------------------------
+# ``tilegym-db calibrate``: measure what the GPU of this machine can do at most.
+
+# Operands of the products that are not called after theirs; those that stay in float32 use no tensor cores.
+_OPERANDS = {"tf32": "float32", "float32": None}
+
+
+def calibrate_command(
+    gpu: Annotated[str, typer.Option(help="auto, or the GPU in this machine (h100, h200, ...).")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
+) -> None:
+    """Measure the peaks of this GPU, which speed-of-light ratios are taken against, and store them.
+
+    Takes a few seconds. Traces that exist keep the ratio that they were written with.
+    """
+    from tilegym_db.bench.machine import refuse_absent_gpu, select_machine
+
+    refuse_absent_gpu(gpu)
+    from tilegym_db.bench.calibrate import calibrate
+    from tilegym_db.store.peaks_files import save_peaks
+
+    peaks = calibrate(select_machine(gpu))
+    path = save_peaks(peaks)
+    if as_json:
+        print_json(peaks.to_dict())
+    else:
+        print_peaks(peaks)
+    note(f"stored in {path}")
+
+
+def print_peaks(peaks: GpuPeaks) -> None:
+    """One row per peak: what was measured, how far the rounds lay apart, how, and the most that the driver admits to."""
+    from tilegym_db.records.roofline import product_ceiling
+
+    bus = peaks.memory_ceiling_bytes_per_s / 1e12
+    rows: list[tuple[str, Measured, float, float | None]] = [("copy, TB/s", peaks.copy_bytes_per_s, 1e12, bus)]
+    if peaks.read_bytes_per_s is not None:
+        rows.append(("read, TB/s", peaks.read_bytes_per_s, 1e12, bus))
+    for dtype, measured in peaks.flops.items():
+        ceiling = product_ceiling(_OPERANDS.get(dtype, dtype), peaks)
+        rows.append((f"{dtype} product, TFLOP/s", measured, 1e12, ceiling / 1e12 if ceiling else None))
+    rows.append(("launch, us", peaks.launch_us, 1, None))
+    rows.append(("no launch, us", peaks.no_launch_us, 1, None))
+    typer.echo(f"{peaks.gpu_name} ({peaks.gpu}, {peaks.sm}), driver {peaks.driver}, CUDA {peaks.cuda}")
+    print_table(
+        least=("at most",),
+        prose=("how",),
+        columns=("peak", "measured", "spread", "at most", "how"),
+        rows=[
+            (name, measured.value / unit, f"{measured.spread:.1%}", ceiling, measured.how)
+            for name, measured, unit, ceiling in rows
+        ],
+    )
+
+
+# ---- version --------------------------------------------------------------------------------------
+# ``tilegym-db version``: this package and what a measurement depends on.
+
+PACKAGES = ("duckdb", "torch", "triton", "tilelang", "cuda-tile", "nvidia-cuda-tileiras", "transformers")
+
+
+def version_command(
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
+    as_parquet: AsParquet = False,
+    as_arrow: AsArrow = False,
+    output: OutputFile = None,
+) -> None:
+    """Print the version of tilegym-db and of the packages it works with."""
+    form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output)
+    versions = installed_versions()
+    if form.kind == "json":
+        write_json(form, versions)
+        return
+    if not form.is_table:
+        write_records(form, [{"package": name, "version": found} for name, found in versions.items()])
+        return
+    for name, found in versions.items():
+        typer.echo(f"{name} {found or 'not installed'}")
+
+
+def installed_versions() -> dict[str, str | None]:
+    """Distribution -> version, None where it is not installed; nothing is imported to find out."""
+    import importlib.metadata
+    import platform
+
+    import tilegym_db
+
+    versions: dict[str, str | None] = {"tilegym-db": tilegym_db.__version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def doctor_command(
     as_json: AsJson = False,
     as_csv: AsCsv = False,
     as_parquet: AsParquet = False,
@@ -142,7 +344,7 @@ def check_toolchains() -> Iterator[Check]:
 
 def check_fit() -> Iterator[Check]:
     """Installed packages that do not fit together."""
-    from tilegym_db.backends.compatibility import installed_versions, misfits, torch_requirements
+    from tilegym_db.backends.toolchains import installed_versions, misfits, torch_requirements
 
     for misfit in misfits(installed_versions(), torch_requirements()):
         yield Check("packages", "problem", misfit.detail, misfit.fix)
@@ -196,7 +398,7 @@ def check_sandbox() -> Iterator[Check]:
     """Whether workers can be confined as a promotion asks for, and what is promoted where they cannot."""
     import importlib.util
 
-    from tilegym_db.confinement.landlock import MINIMAL_VERSION, landlock_version
+    from tilegym_db.sandbox.landlock import MINIMAL_VERSION, landlock_version
 
     if importlib.util.find_spec("torch") is None:
         return
@@ -205,14 +407,14 @@ def check_sandbox() -> Iterator[Check]:
             "sandbox", "ok", "the kernel has Landlock, so workers can be confined unless a container forbids it"
         )
         return
-    from tilegym_db.verify.worker.process import best_level
+    from tilegym_db.sandbox.worker import best_level
 
     yield sandbox_check(best_level("cpu"))
 
 
 def sandbox_check(found: Sandbox) -> Check:
     """Say what a machine without Landlock does."""
-    from tilegym_db.bench.tier_policy import MIN_SANDBOX_LEVEL
+    from tilegym_db.verify.worker_handle import MIN_SANDBOX_LEVEL
 
     if found.level >= MIN_SANDBOX_LEVEL:
         return Check("sandbox", "ok", found.description)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilegym_db.cli.completion import complete_definition, complete_gpu
-from tilegym_db.cli.formats import (
+from tilegym_db.cli.kit.formats import (
     AsArrow,
     AsCsv,
     AsJson,
@@ -20,12 +20,20 @@ from tilegym_db.cli.formats import (
     write_json,
     write_records,
 )
-from tilegym_db.cli.options import Axes, Trust
-from tilegym_db.cli.output import note, print_table, spelled_map
-from tilegym_db.cli.pairs import parse_axes, parse_pairs, parse_scalars
+from tilegym_db.cli.kit.options import (
+    Axes,
+    Trust,
+    complete_definition,
+    complete_gpu,
+    parse_axes,
+    parse_pairs,
+    parse_scalars,
+)
+from tilegym_db.cli.kit.output import note, print_table, spelled_map
 
 if TYPE_CHECKING:
     from tilegym_db.resolver import Decision, Request
+
 
 NO_VERIFIED_SOLUTION = 3
 
@@ -122,8 +130,8 @@ def describe(request: Request, decision: Decision, stock: str | None) -> dict[st
 def shared_tables(gpu: str, *, trust: bool = False) -> list[dict[str, Any]]:
     """The tables of a team for a GPU slug or family: where each came from, who vouches for it, and whether it is used."""
     from tilegym_db.paths import home
+    from tilegym_db.published.shared_tables import serving, tables_in
     from tilegym_db.records.hardware import same_gpu
-    from tilegym_db.store.shared_tables import serving, tables_in
 
     found = [table for table in tables_in(home()) if same_gpu(gpu, table.gpu)]
     used = {table.snapshot.folder for table in serving(found, trust=trust)}
@@ -185,8 +193,7 @@ def candidate_records(answer: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _note_next(definition: str, gpu: str) -> None:
     """What waits for a promotion, and what to do next on this machine."""
-    from tilegym_db.cli.next_step import next_step
-    from tilegym_db.cli.reader import open_reader, unverified_note
+    from tilegym_db.cli.kit.reader import open_reader, unverified_note
     from tilegym_db.errors import StoreError
     from tilegym_db.resolver.device import default_gpu
     from tilegym_db.store.queries import best_rows, count_unverified
@@ -213,3 +220,40 @@ def _stock_label(answer: dict[str, Any]) -> str:
 def _row(mark: str, item: dict[str, Any], why: str) -> list[Any]:
     keys = ("solution", "language", "config", "latency_us", "speedup", "speedup_ci_low")
     return [mark, *(item.get(key) for key in keys), why]
+
+
+# ---- next step ------------------------------------------------------------------------------------
+# What to do where the resolver has nothing to serve: pure, and only what is possible on this machine.
+
+
+def next_step(
+    definition: str, asked: str, here: str, measured: Sequence[str] = (), waiting: int = 0, *, can_bench: bool = True
+) -> str:
+    """The next command for someone who asked about ``definition`` on the GPU ``asked``.
+
+    Args:
+        asked: a slug or a family.
+        here: the slug of this machine; ``cpu`` where it has no GPU.
+        measured: GPUs on which the definition has verified traces.
+        waiting: passes of a screen on the GPU asked for that wait for their promotion.
+        can_bench: whether PyTorch is installed here, which all measuring takes.
+    """
+    from tilegym_db.records.hardware import CPU, same_gpu
+
+    if asked == here or same_gpu(asked, here):
+        if not can_bench:
+            return "Measuring takes PyTorch, which is not installed here. Next: pip install 'tilegym-db[torch]'"
+        if waiting:
+            return f"Next, on this {here}: tilegym-db promote {definition}, then tilegym-db publish --gpu {here}."
+        return (
+            f"Next, on this {here}: tilegym-db bench {definition} --gpu {here} --promote, "
+            f"then tilegym-db publish --gpu {here}."
+        )
+    others = [gpu for gpu in measured if not same_gpu(asked, gpu)]
+    what = "has no GPU" if here == CPU else f"has a {here}"
+    absent = f"This machine {what}, so nothing can be measured for {asked} here. "
+    if any(same_gpu(asked, gpu) for gpu in measured):
+        return f"{absent}What is measured on {asked}: tilegym-db best {definition} --gpu {asked}"
+    if others:
+        return f"{absent}What is measured elsewhere: tilegym-db best {definition} --gpu {others[0]}"
+    return f"{absent}Its kernels can be compiled here all the same: tilegym-db compile {definition}"

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilegym_db.cli.formats import AsArrow, AsCsv, AsJson, AsParquet, OutputFile, Wide, chosen_form, write_records
-from tilegym_db.cli.list_imported import imported_rows, print_imported
-from tilegym_db.cli.options import OpType
-from tilegym_db.cli.output import note, print_table
-from tilegym_db.cli.selection import of_kind, select_definitions, status_of
+from tilegym_db.cli.kit.formats import (
+    AsArrow,
+    AsCsv,
+    AsJson,
+    AsParquet,
+    Form,
+    OutputFile,
+    Wide,
+    chosen_form,
+    write_records,
+)
+from tilegym_db.cli.kit.options import OpType, of_kind, select_definitions, status_of
+from tilegym_db.cli.kit.output import note, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tilegym_db.catalog import Catalog
     from tilegym_db.records import Definition
+    from tilegym_db.store.imported import DataSet, Kind, StoredRecord
 
 
 def command(
@@ -77,14 +87,14 @@ def listed_rows(
 ) -> list[dict[str, Any]]:
     """The rows of a family and status, as ``describe`` gives them; by default the Definitions, which are kept for next time."""
     from tilegym_db.paths import home
-    from tilegym_db.store.listed import keep_rows, kept_rows, state_of
+    from tilegym_db.store.fingerprints import keep_rows, kept_rows, state_of
 
     keeps = describe is None and home().is_dir()
     state = state_of(catalog) if keeps else ""
     kept = kept_rows(home(), state) if keeps else None
     if kept is not None:
         return of_kind(kept, [(row["op_type"], row["status"]) for row in kept], op_type, status)
-    from tilegym_db.catalog.parsed_sources import keeping_parsed_sources
+    from tilegym_db.catalog.record_files import keeping_parsed_sources
 
     with keeping_parsed_sources(home()):
         rows = (describe or definition_rows)(catalog, select_definitions(catalog, op_type, status))
@@ -158,7 +168,7 @@ def workload_rows(catalog: Catalog, definitions: Sequence[Definition]) -> list[d
 def promoted_rows(catalog: Catalog, definitions: Sequence[Definition]) -> list[dict[str, Any]]:
     """One row per promotion of the Definitions, with whether its trace still bears it out."""
     from tilegym_db.store.connection import open_store
-    from tilegym_db.store.loop_queries import promotion_rows
+    from tilegym_db.store.loop import promotion_rows
 
     names = {item.name for item in definitions}
     with open_store(read_only=True, catalog=catalog) as store:
@@ -176,3 +186,59 @@ def promoted_rows(catalog: Catalog, definitions: Sequence[Definition]) -> list[d
         }
         for row in found
     ]
+
+
+# ---- list imported --------------------------------------------------------------------------------
+# ``tilegym-db list --origin``: what imported data sets hold.
+
+
+def imported_rows(origin: str, kind: Kind, op_type: str | None) -> list[dict[str, Any]]:
+    """One row per record of a kind, of one data set or of ``all``.
+
+    Raises:
+        NotFoundError: no such data set.
+    """
+    from tilegym_db.paths import home
+    from tilegym_db.store.imported import data_set, data_sets
+
+    chosen = data_sets(home()) if origin == "all" else [data_set(home(), origin)]
+    return [row for found in chosen for row in _rows(found, kind, op_type)]
+
+
+def _rows(found: DataSet, kind: Kind, op_type: str | None) -> list[dict[str, Any]]:
+    families = {item.name: item.record.get("op_type") for item in found.of_kind("definition")}
+    counts: dict[tuple[str, str], int] = {}
+    for item in found.records:
+        counts[item.kind, item.definition] = counts.get((item.kind, item.definition), 0) + 1
+    return [
+        {"origin": found.origin, **_columns(item, counts, families)}
+        for item in found.of_kind(kind)
+        if op_type is None or families.get(item.definition) == op_type
+    ]
+
+
+def _columns(item: StoredRecord, counts: dict[tuple[str, str], int], families: dict[str, Any]) -> dict[str, Any]:
+    if item.kind == "definition":
+        what: dict[str, Any] = {"definition": item.name, "op_type": families[item.name]} | {
+            f"{kind}s": counts.get((kind, item.name), 0) for kind in ("solution", "workload", "trace")
+        }
+    elif item.kind == "solution":
+        spec = item.record["spec"]
+        what = {"solution": item.name, "definition": item.definition, "language": spec.get("language")}
+        what["author"] = item.record["author"]
+    else:
+        axes = ",".join(f"{name}={size}" for name, size in item.record["axes"].items())
+        what = {"workload": item.name, "definition": item.definition, "axes": axes}
+    return what | {"findings": [*item.findings]}
+
+
+def print_imported(rows: Sequence[dict[str, Any]], form: Form) -> None:
+    """A table, in which findings are counted, or records, in which they are spelled."""
+    if not form.is_table:
+        write_records(form, rows, ("origin",))
+    elif rows:
+        cells = [tuple(len(v) or None if isinstance(v, list) else v for v in row.values()) for row in rows]
+        print_table(list(rows[0]), cells, wide=form.wide)
+        note(f"{len(rows)} listed; they are foreign: shown, never ranked, published or resolved. Findings: --json")
+    else:
+        note("nothing matches.")

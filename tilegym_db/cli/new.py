@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tilegym_db.cli.formats import AsJson, file_name
-from tilegym_db.cli.new_files import write_new, write_new_file
-from tilegym_db.cli.output import note, print_json, print_table
+from tilegym_db.cli.kit.formats import AsJson, file_name
+from tilegym_db.cli.kit.output import note, print_json, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from tilegym_db.scaffold import MappedWorkloads
+
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -44,7 +46,7 @@ def new_definition(
     from tilegym_db.catalog import Catalog
     from tilegym_db.errors import ConflictError, UsageError
     from tilegym_db.scaffold import draft_definition
-    from tilegym_db.scaffold.tensors import parse_tensors
+    from tilegym_db.scaffold.definition_draft import parse_tensors
 
     check_name(name, "NAME")
     if not description.isprintable():
@@ -94,7 +96,7 @@ def new_solution(
 ) -> None:
     """Write the draft of a kernel with the signature that the operator calls; or add its stock code."""
     from tilegym_db.catalog import Catalog
-    from tilegym_db.cli.add_solution import login_name, normalise_language
+    from tilegym_db.cli.add import login_name, normalise_language
     from tilegym_db.errors import UsageError
     from tilegym_db.scaffold import draft_solution, stock_solution_files
 
@@ -158,7 +160,7 @@ def new_workload(
 ) -> None:
     """Write an operator's workloads at the sizes of a model, from its config; says what could not be mapped."""
     from tilegym_db.catalog import Catalog
-    from tilegym_db.cli.pairs import parse_axes, parse_scalars
+    from tilegym_db.cli.kit.options import parse_axes, parse_scalars
     from tilegym_db.errors import RecordError, UsageError
     from tilegym_db.scaffold import workloads_from_config
     from tilegym_db.scaffold.model_config import read_model_config
@@ -283,3 +285,59 @@ def print_purposes(folder: Path, purposes: Mapping[str, str], as_json: bool) -> 
         return
     for name, purpose in purposes.items():
         typer.echo(f"{folder / name}  {purpose}")
+
+
+# ---- new files ------------------------------------------------------------------------------------
+# Writes the files of ``tilegym-db new``, where nothing is yet.
+
+
+def write_new(folder: Path, files: Mapping[str, str]) -> None:
+    """Write a folder's files; nothing that exists is touched.
+
+    Raises:
+        ConflictError: the folder exists and is not empty.
+        StoreError: it cannot be written.
+    """
+    from tilegym_db.errors import ConflictError
+    from tilegym_db.files import write_exclusively, write_folder
+
+    if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConflictError(
+            f"{folder} exists already, and nothing was written. Choose another folder with --output.",
+            code="folder_exists",
+        )
+    contents = {name: _encoded(text) for name, text in files.items()}
+    if not os.path.lexists(folder):
+        write_folder(folder, contents)  # whole, or not at all
+        return
+    for name, content in contents.items():  # an empty folder, which may be the working directory
+        write_exclusively(folder / name, content)
+
+
+def write_new_file(path: Path, text: str) -> None:
+    """Write a file that does not exist yet.
+
+    Raises:
+        ConflictError: it exists.
+        StoreError: it cannot be written.
+    """
+    from tilegym_db.files import write_exclusively
+
+    write_exclusively(path, _encoded(text))
+
+
+def _encoded(text: str) -> bytes:
+    """UTF-8, whatever the locale.
+
+    Raises:
+        UsageError: an argument held bytes that are no UTF-8.
+    """
+    from tilegym_db.errors import UsageError
+
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        near = text[max(0, error.start - 20) : error.start]
+        raise UsageError(
+            f"an argument is not UTF-8, after {near!r}. Write it in UTF-8; nothing was written.", code="text_encoding"
+        ) from None

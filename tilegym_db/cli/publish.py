@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilegym_db.cli.completion import complete_gpu
-from tilegym_db.cli.options import Trust
-from tilegym_db.cli.output import note, print_json, print_line
+from tilegym_db.cli.kit.options import Trust, complete_gpu, regular_files
+from tilegym_db.cli.kit.output import note, print_json, print_line
 
 if TYPE_CHECKING:
     from tilegym_db.store.publish import PublishReport
 
 
-def command(
+def publish_command(
     gpu: Annotated[
         str,
         typer.Option(
@@ -40,7 +40,7 @@ def command(
     the environment.
     """
     from tilegym_db.cli.best import chosen_gpu
-    from tilegym_db.cli.reader import open_reader
+    from tilegym_db.cli.kit.reader import open_reader
     from tilegym_db.store.publish import publish_all
 
     slug = chosen_gpu(gpu)
@@ -57,9 +57,8 @@ def command(
 
 
 def _share(uri: str, gpu: str, *, as_json: bool) -> None:
-    from tilegym_db.cli.reader import open_reader
-    from tilegym_db.store.data_set import SharedDataSet
-    from tilegym_db.store.sharing import share_traces
+    from tilegym_db.cli.kit.reader import open_reader
+    from tilegym_db.store.sharing import SharedDataSet, share_traces
     from tilegym_db.store.table_exchange import share_tables
 
     data_set = SharedDataSet(uri)
@@ -106,3 +105,100 @@ def _print(report: PublishReport, *, paths: bool) -> None:
         note(f"{report.revocations} failures go along, so that other stores take those passes back too")
     for path in report.leftover:
         note(f"nothing verified is left in {path}; delete it if that is meant")
+
+
+# ---- ingest ---------------------------------------------------------------------------------------
+# ``tilegym-db ingest``: journals of traces into the database.
+
+
+def ingest_command(
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="Trace files (.jsonl); none means every journal of the store.",
+            exists=True,
+            dir_okay=False,
+            callback=regular_files,
+        ),
+    ] = None,
+    rebuild: Annotated[bool, typer.Option("--rebuild", help="Make the database anew from its journals.")] = False,
+    trust: Annotated[
+        bool,
+        typer.Option("--trust", help="Let traces count that this installation did not measure (origin 'foreign')."),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Bring journals into the database. A trace that is there already is left alone, so it can be run at any time.
+
+    Exit status 1 if a line is no trace; the others are ingested all the same.
+    """
+    from tilegym_db.errors import UsageError
+    from tilegym_db.store import connection
+    from tilegym_db.store.connection import open_store
+
+    if rebuild and files:
+        raise UsageError("--rebuild reads every journal of the store; give no files with it.", code="options_clash")
+    if rebuild and trust:
+        raise UsageError(
+            "--rebuild keeps what was trusted before; run: tilegym-db ingest --trust [FILES]", code="options_clash"
+        )
+    if rebuild:
+        report = connection.rebuild()
+    else:
+        with open_store() as store:
+            report = connection.ingest(store, files, trust=trust)
+    rejected = [str(line) for line in report.rejected]
+    if as_json:
+        print_json({"files": report.files, "added": report.added, "known": report.known, "rejected": rejected})
+    else:
+        typer.echo(f"{report.added} traces added, {report.known} known already, from {report.files} files")
+    for line in (*rejected, *report.notes):
+        note(line)
+    if rejected:
+        raise typer.Exit(1)
+
+
+# ---- sync -----------------------------------------------------------------------------------------
+# ``tilegym-db sync``: traces of a data set that a team shares into the database, and its resolver tables.
+
+
+def sync_command(
+    uri: Annotated[str, typer.Argument(help="A folder, or an address such as s3://bucket/folder.", metavar="URI")],
+    trust: Annotated[
+        bool,
+        typer.Option(
+            "--trust", help="Let the traces count, and the tables serve, that this installation did not write."
+        ),
+    ] = False,
+    tables: Annotated[
+        bool, typer.Option("--tables", help="Bring the resolver tables alone, for a machine that only serves.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Bring every trace of a shared data set into the database, and its resolver tables into the user's folder.
+
+    What is there already is left alone. Traces that other installations measured are foreign: shown, and used for nothing
+    without --trust. So are their tables: with --trust, patch(), resolve() and 'explain' use each beside what is published here; a
+    newer one of the same writer takes its place with the next 'sync --trust'. Credentials come from the environment, as for any
+    S3 tool. Exit status 1 if a file of the data set is not valid; the others are read all the same.
+    """
+    from tilegym_db.paths import home
+    from tilegym_db.store.sharing import SharedDataSet, brought_in
+    from tilegym_db.store.table_exchange import fetch_tables
+
+    data_set = SharedDataSet(uri)
+    report, rejected = brought_in(data_set, trust=trust) if not tables else (None, [])
+    found = fetch_tables(home(), data_set.place, trust=trust)
+    rejected += found.problems
+    counts = {} if report is None else {"files": report.files, "added": report.added, "known": report.known}
+    if as_json:
+        facts = {"tables": found.tables, "new_tables": found.new, "waiting_tables": found.waiting}
+        print_json({**counts, **facts, "rejected": rejected})
+    elif report is not None:
+        typer.echo(f"{report.added} traces added, {report.known} known already, from {report.files} files")
+    if not as_json and (found.tables or report is None):
+        typer.echo(f"{found.tables} resolver tables, {found.new} of them new here")
+    for line in (*rejected, *(report.notes if report is not None else ()), *found.notes(uri)):
+        note(line)
+    if rejected:
+        raise typer.Exit(1)

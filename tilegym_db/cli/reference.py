@@ -6,10 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tilegym_db.cli.commands import COMMANDS
-from tilegym_db.cli.group import EPILOG, load_command
-
-__all__ = ["FILE", "reference_text"]
+from tilegym_db.cli.commands import COMMANDS, EPILOG, load_command
 
 FILE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "cli.md"
 WIDTH = 100

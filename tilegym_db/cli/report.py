@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from tilegym_db.cli.formats import file_name
-from tilegym_db.cli.options import Trust, path_given
-from tilegym_db.cli.output import note, print_line
+from tilegym_db.cli.kit.formats import file_name
+from tilegym_db.cli.kit.options import Trust, path_given
+from tilegym_db.cli.kit.output import note, print_line
 
 app = typer.Typer(
     invoke_without_command=True,
@@ -54,10 +54,9 @@ def command(
         return
     from tilegym_db import __version__
     from tilegym_db.catalog import Catalog
-    from tilegym_db.cli.reader import open_reader
+    from tilegym_db.cli.kit.reader import open_reader
     from tilegym_db.files import write_atomically
-    from tilegym_db.report.data import read_report
-    from tilegym_db.report.page import page
+    from tilegym_db.report.page import page, read_report
 
     with open_reader(trust=trust) as store:
         data = read_report(store, Catalog.default(), since)
@@ -70,7 +69,7 @@ def command(
 def write_comparison(output: Path, runs: tuple[str, str], *, trust: bool) -> None:
     """Write the page of two runs, and say how many differences of each kind there are."""
     from tilegym_db import __version__
-    from tilegym_db.cli.reader import open_reader
+    from tilegym_db.cli.kit.reader import open_reader
     from tilegym_db.files import write_atomically
     from tilegym_db.report.run_diff import CHANGES, diff_page, read_diff
 
@@ -93,7 +92,7 @@ def weekly_command(
     """Print what changed, where each GPU stands and what is open as Markdown; without --since, of the last seven days."""
     from datetime import UTC, time, timedelta
 
-    from tilegym_db.cli.reader import open_reader
+    from tilegym_db.cli.kit.reader import open_reader
     from tilegym_db.report.weekly import weekly
 
     start = since or datetime.combine(datetime.now(UTC).date() - timedelta(days=7), time())

@@ -7,11 +7,10 @@ from typing import Annotated
 
 import typer
 
-from tilegym_db.cli.completion import complete_statement
-from tilegym_db.cli.formats import AsArrow, AsCsv, AsJson, AsParquet, OutputFile, Wide, chosen_form
-from tilegym_db.cli.options import Trust, finite_seconds
-from tilegym_db.cli.output import note, print_table
-from tilegym_db.store.views import public_views
+from tilegym_db.cli.kit.formats import AsArrow, AsCsv, AsJson, AsParquet, OutputFile, Wide, chosen_form
+from tilegym_db.cli.kit.options import Trust, complete_statement, finite_seconds
+from tilegym_db.cli.kit.output import note, print_table
+from tilegym_db.store.asking import public_views
 
 
 def command(
@@ -35,7 +34,7 @@ def command(
     trust: Trust = False,
 ) -> None:
     """Run one read-only SQL statement over the database."""
-    from tilegym_db.cli.formats import write_arrow, write_rows
+    from tilegym_db.cli.kit.formats import write_arrow, write_rows
     from tilegym_db.store.sql import run_user_query
 
     form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)
@@ -76,7 +75,7 @@ def read_statement() -> str:
         QueryError: it is in another encoding, or longer than any statement may be.
     """
     from tilegym_db.errors import QueryError
-    from tilegym_db.store.sql import MAX_STATEMENT
+    from tilegym_db.store.asking import MAX_STATEMENT
 
     stream = getattr(sys.stdin, "buffer", None)
     most = 4 * MAX_STATEMENT + 1  # bytes of the longest one

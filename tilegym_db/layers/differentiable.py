@@ -13,13 +13,11 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from tilegym_db import ops
+from tilegym_db.backends.torch_dtypes import storage_dtype
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Definition
-from tilegym_db.records.definition import GRADIENT
-from tilegym_db.verify.reference import Lifted, load_function
-from tilegym_db.verify.torch_dtypes import storage_dtype
-
-__all__ = ["differentiable", "operator"]
+from tilegym_db.records.definition_rules import GRADIENT
+from tilegym_db.verify.oracle import Lifted, load_function
 
 Function = Callable[..., Any]
 

@@ -7,8 +7,6 @@ from torch import nn
 
 from tilegym_db.layers.differentiable import differentiable, operator
 
-__all__ = ["EngramGateLayer"]
-
 _gate = differentiable("engram_gate_fwd_save", "engram_gate_backward_saved")
 _gate_alone = operator("engram_gate_fwd")  # without what a gradient needs
 

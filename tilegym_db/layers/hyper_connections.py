@@ -9,8 +9,6 @@ from torch import nn
 
 from tilegym_db.layers.differentiable import differentiable, operator
 
-__all__ = ["HyperConnection", "HyperHead", "MHCPipeline"]
-
 _expand = differentiable("mhc_expand", "mhc_expand_backward")
 _norm_fn = differentiable("mhc_norm_fn", "mhc_norm_fn_backward")
 _split_mixes = differentiable("mhc_pre_split_mixes", "mhc_pre_split_mixes_backward")

@@ -14,10 +14,7 @@ from tilegym_db.records import TILE_LANGUAGES, Definition
 from tilegym_db.records.loop import UNMEASURED, Pattern
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.database import Store
-from tilegym_db.store.loop_queries import cited_cases, cited_searches, cited_traces, traced_digests
-from tilegym_db.store.pattern_pages import read_patterns
-
-__all__ = ["architecture_findings", "copies", "definition_findings", "pattern_findings", "shared_tokens"]
+from tilegym_db.store.loop import cited_cases, cited_searches, cited_traces, read_patterns, traced_digests
 
 MOST_SHARED = 0.8
 """Of the tokens of a source in another one: above, it is a copy, and a family would share the file."""

@@ -5,31 +5,40 @@ Everything that was finished is in a journal, and is not done again by a loop th
 
 from __future__ import annotations
 
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.errors import TilegymDBError
-from tilegym_db.loop.author import run_author, wait_for_author
+from tilegym_db.errors import ConflictError, NotFoundError, RecordError, StoreError, TilegymDBError, UsageError
+from tilegym_db.files import regular_files, write_atomically, write_folder, writing
 from tilegym_db.loop.from_model import LEAST_SHARE, ModelPieces, Piece
-from tilegym_db.loop.handed_in import discarded, last_attempt, verdicts
-from tilegym_db.loop.model_state import ModelState
-from tilegym_db.loop.outcome import Outcome, unpromoted
+from tilegym_db.loop.model_state import KeepDecision, ModelState, decide, next_piece, why_stop
 from tilegym_db.loop.prompt import prompt_of
-from tilegym_db.loop.rules import KeepDecision, decide, next_piece, why_stop
+from tilegym_db.loop.status import discarded, last_attempt, verdicts
 from tilegym_db.loop.submission_catalog import withdraw
 from tilegym_db.loop.submit import submit
 from tilegym_db.loop.tasks import create_task
-from tilegym_db.loop.trial import Trial
 from tilegym_db.paths import home as default_home
-from tilegym_db.records.loop import Attempt, Coverage, Experiment, Task
-from tilegym_db.store.input_files import loop_folder
-from tilegym_db.store.loop_journals import append, journaled, loop_lock
+from tilegym_db.published.input_files import LOCK_NAME, loop_folder, trace_files
+from tilegym_db.records.base import length_prefixed_digest
+from tilegym_db.records.loop import Attempt, Coverage, Experiment, Task, identified
+from tilegym_db.records.model_run import ModelRun
+from tilegym_db.store.connection import ingest_journals, open_store
+from tilegym_db.store.journal import read_journal
+from tilegym_db.store.loop import append, journaled, loop_lock
 from tilegym_db.store.model_runs import save_model_run
-
-__all__ = ["Kernelizer", "auto_kernelize"]
+from tilegym_db.store.publish import publish, published_folder
 
 Say = Callable[[str], None]
 SUBMITTED = ".submitted"
@@ -272,3 +281,259 @@ def auto_kernelize(
     done = [] if done is None else done
     loop = Kernelizer(state, language, author, budget_s, max_attempts, home or default_home(), say, done)
     return loop.done, loop.run()
+
+
+# ---- outcome --------------------------------------------------------------------------------------
+# What an experiment of the loop ended with, and its record.
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an experiment ended with."""
+
+    decision: str
+    reason: str
+    after: Coverage | None = None
+    run: ModelRun | None = None
+    changed: dict[str, str] = field(default_factory=dict)
+
+    def experiment(self, state: ModelState, task: Task, before: Coverage, base: str, seconds: float) -> Experiment:
+        """The record of it, for the journal."""
+        now = datetime.now(UTC)
+        run = self.run
+        content = {
+            "id": identified({"task": task.id, "base": base, "at": now.isoformat()}),
+            "model": state.tag,
+            "config_digest": state.digest,
+            "gpu": state.machine.gpu,
+            "base": base,
+            "definition": task.definition,
+            "task": task.id,
+            "changed": self.changed,
+            "before": before.model_dump(),
+            "after": None if self.after is None else self.after.model_dump(),
+            "runs": () if run is None else (run.run_id,),
+            "total_speedup": None if run is None else run.total_speedup.median,
+            "total_ci_low": None if run is None else run.total_speedup.ci_low,
+            "decision": self.decision,
+            "reason": self.reason[:4000],
+            "seconds": round(seconds, 3),
+            "timestamp": now,
+        }
+        return Experiment.model_validate(content)
+
+
+def unpromoted(attempt: Attempt | None, problem: str) -> Outcome:
+    """The outcome where no kernel was promoted: the last attempt, if any, and what the author's last problem was."""
+    if problem == "timeout":
+        return Outcome("timeout", "the budget ran out before the author was done")
+    if attempt is None:
+        return Outcome("crash", problem or "the author handed nothing in")
+    gate = f"{attempt.gate}: " if attempt.gate else ""
+    return Outcome("discard", f"attempt {attempt.number} of {attempt.task} was not promoted: {gate}{attempt.reason}")
+
+
+# ---- trial ----------------------------------------------------------------------------------------
+# A change of what serves models, on trial: what was published before is kept until it is decided whether the new
+# stays.
+
+BEFORE = "before.json"
+
+
+class Trial:
+    """What is published for this user on a GPU, with the kernels of one task and without them.
+
+    Everything is on disk before it counts, so that a killed process leaves a trial that the next one goes on with.
+    """
+
+    def __init__(self, task: str, gpu: str, home: Path) -> None:
+        """Nothing is changed yet."""
+        self.folder = loop_folder(home) / "trials" / task
+        self.home, self.gpu = home, gpu
+        self.published = home / "published" / gpu
+
+    @property
+    def base(self) -> str:
+        """Digest of the table that the resolver reads now; empty where nothing is published for this user."""
+        path = self.published / LOCK_NAME
+        return length_prefixed_digest([path.read_bytes()])[:32] if path.is_file() else ""
+
+    @property
+    def served(self) -> str:
+        """Digest of all that says which kernels serve models here: what is published for this user, and in a checkout."""
+        locks = [folder / LOCK_NAME for folder in (self.published, published_folder(self.gpu))]
+        return length_prefixed_digest([path.read_bytes() if path.is_file() else b"" for path in locks])
+
+    def begin(self, before: Coverage, without: Collection[str] = ()) -> tuple[Coverage, str]:
+        """Keep what is published now, and publish what is verified; done before, it only publishes.
+
+        Args:
+            before: the coverage without the change.
+            without: digests of Solutions that are not published: earlier experiments discarded them. Those that were published
+                before the trial stay, since somebody published them after that.
+
+        Returns:
+            The coverage and the table's digest from before the trial, whoever began it.
+        """
+        if not self.folder.is_dir():
+            state = {"coverage": before.model_dump(mode="json"), "base": self.base}
+            kept = {f"published/{name}": content for name, content in _files_of(self.published).items()}
+            with writing(self.folder.parent):
+                write_folder(self.folder, {BEFORE: json.dumps(state).encode(), **kept})
+        self._publish(set(without) - self._published_before(without))
+        state = json.loads((self.folder / BEFORE).read_bytes())
+        return Coverage.model_validate(state["coverage"]), state["base"]
+
+    def keep(self) -> None:
+        """The change stays."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def undo(self) -> None:
+        """Publish again what was published before; the lock last, which vouches for the rest."""
+        kept = _files_of(self.folder / "published")
+        with writing(self.published.parent):
+            for name in _files_of(self.published).keys() - kept.keys():
+                (self.published / name).unlink(missing_ok=True)
+            for name in sorted(kept, key=lambda name: name == LOCK_NAME):
+                write_atomically(self.published / name, kept[name])
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _published_before(self, digests: Collection[str]) -> set[str]:
+        """Which Solutions were published before the trial: for this user, or in the checkout that ``publish`` writes to."""
+        folders = {self.folder / "published", published_folder(self.gpu)} - {self.published}
+        found: set[str] = set()
+        for path in [path for folder in folders for path in trace_files(folder)]:
+            content = path.read_bytes()
+            if any(digest.encode() in content for digest in digests):
+                with suppress(StoreError, RecordError):  # damaged, and not served
+                    found |= {trace.solution_digest for trace in read_journal(path).traces if trace.status == "PASSED"}
+        return found
+
+    def _publish(self, without: Collection[str]) -> None:
+        with open_store(self.home, catalog=Catalog.default()) as store:
+            ingest_journals(store)
+            try:
+                publish(store, self.gpu, own=True, without=without)
+            except NotFoundError:
+                return  # nothing verified: what was published before stays
+
+
+def _files_of(folder: Path) -> Mapping[str, bytes]:
+    """Contents by path below the folder; nothing where there is no folder."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
+    }
+
+
+# ---- author ---------------------------------------------------------------------------------------
+# Runs an author: a command that reads a prompt on stdin and leaves a kernel in the folder that it is started in.
+
+MOST_SAID = 2000
+
+
+def judge_digest(catalog: Catalog) -> str:
+    """Digest of everything that decides about a submission: this package, and the operators and workloads of the catalog."""
+    package = Path(__file__).resolve().parents[1]
+    files = sorted(path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    for root in catalog.roots:
+        files += regular_files(root, "definitions/**/*.json") + regular_files(root, "workloads/*/*.jsonl")
+    return length_prefixed_digest(part for path in files for part in (str(path).encode(), path.read_bytes()))
+
+
+def author_command(command: str) -> list[str]:
+    """The words of a command, with the program by its whole path: it is started in another folder than this one.
+
+    Raises:
+        UsageError: it is no command, or there is no such program.
+    """
+    try:
+        words = shlex.split(command)
+    except ValueError as error:  # a quotation that nothing ends
+        raise UsageError(f"--author {command!r} is no command: {error}.") from None
+    if not words or not words[0]:
+        raise UsageError(f"--author {command!r} is no command. Give a program that reads the prompt on stdin.")
+    program = shutil.which(words[0])
+    if program is None:
+        raise UsageError(
+            f"--author {command!r}: there is no program {words[0]!r}, or it may not be run. "
+            "Give its path, and make it executable."
+        )
+    return [os.path.abspath(program), *words[1:]]
+
+
+def run_author(command: str, prompt: str, folder: Path, catalog: Catalog, limit_s: float) -> str | None:
+    """Start the command in a fresh folder with the prompt on stdin, and wait for it.
+
+    Returns:
+        None where it left something to hand in, else what went wrong: ``timeout``, or how it ended.
+
+    Raises:
+        UsageError: it is no command, or cannot be started.
+        ConflictError: what judges was changed meanwhile; nothing is judged by it.
+    """
+    words, before = author_command(command), judge_digest(catalog)
+    shutil.rmtree(folder, ignore_errors=True)  # of an author that was killed
+    folder.mkdir(parents=True)
+    try:
+        process = subprocess.Popen(
+            words, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        raise UsageError(f"--author {command}: cannot be started: {error.strerror or error}.") from None
+    try:
+        said, _ = process.communicate(prompt.encode(), timeout=max(limit_s, 0.1))
+    except subprocess.TimeoutExpired:
+        return "timeout"
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if judge_digest(catalog) != before:
+        raise ConflictError(
+            "files that judge kernels (the package, definitions or workloads) changed while the author ran, so nothing "
+            "it left is judged. Restore them, and start again."
+        )
+    if process.returncode != 0:
+        return (
+            f"the author ended with status {process.returncode}: {said.decode(errors='replace')[-MOST_SAID:].strip()}"
+        )
+    return None if any(folder.iterdir()) else "the author left nothing"
+
+
+def wait_for_author(
+    prompt: str,
+    folder: Path,
+    catalog: Catalog,
+    limit_s: float,
+    is_submitted: Callable[[], bool] = lambda: False,
+    every_s: float = 2.0,
+) -> str | None:
+    """As :func:`run_author`, for a person: says where the prompt lies, and waits for a kernel.
+
+    Args:
+        prompt: written beside the folder.
+        folder: in which a ``solution.json`` is awaited.
+        catalog: what judges, beside the package.
+        limit_s: how long.
+        is_submitted: asked now and then whether a kernel was handed in, and judged, in another way.
+        every_s: so often.
+
+    Raises:
+        ConflictError: what judges was changed meanwhile; nothing is judged by it.
+    """
+    before = judge_digest(catalog)
+    folder.mkdir(parents=True, exist_ok=True)
+    page = folder.with_suffix(".md")
+    page.write_text(prompt)
+    print(f"prompt: {page}\nPut kernel.py and then solution.json into {folder}", file=sys.stderr, flush=True)
+    until = time.monotonic() + limit_s
+    while not (folder / "solution.json").is_file() and not is_submitted():
+        if time.monotonic() > until:
+            return "timeout"
+        time.sleep(every_s)
+    if judge_digest(catalog) != before:
+        raise ConflictError(
+            "files that judge kernels changed meanwhile, so nothing is judged. Restore them, and start again."
+        )
+    return None

@@ -15,34 +15,25 @@ from typing import Any
 
 import torch
 
-from tilegym_db.bench.bench_report import BenchReport
 from tilegym_db.bench.benchmark import benchmark
 from tilegym_db.bench.machine import Machine, select_machine
+from tilegym_db.bench.plan import BenchReport
 from tilegym_db.bench.run_setup import Observer
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import NotFoundError, UsageError, check_kind
-from tilegym_db.integrations.transformers.capture import random_prompt
-from tilegym_db.integrations.transformers.model_bench import (
-    ModelBenchOptions,
-    config_digest,
-    model_bench,
-    time_instance,
-)
-from tilegym_db.integrations.transformers.model_sizes import check_run_fits
-from tilegym_db.integrations.transformers.patch import patch_what_fits
-from tilegym_db.integrations.transformers.random_model import build_model, load_config
-from tilegym_db.integrations.transformers.verify_model import model_tag
 from tilegym_db.loop.from_model import Piece, kept_calls, pieces_of
+from tilegym_db.models.bench.model_bench import ModelBenchOptions, config_digest, model_bench, time_instance
+from tilegym_db.models.capture import random_prompt
+from tilegym_db.models.patch import patch_what_fits
+from tilegym_db.models.random_model import build_model, check_run_fits, load_config
+from tilegym_db.models.verify_model import model_tag
 from tilegym_db.paths import home
+from tilegym_db.published.table import load_table
 from tilegym_db.records import Workload
 from tilegym_db.records.model_run import ModelRun, Speedups
-from tilegym_db.resolver.table import load_table
-from tilegym_db.store.connection import open_store
-from tilegym_db.store.ingest import ingest
+from tilegym_db.store.connection import ingest, open_store
 from tilegym_db.store.model_runs import save_model_run, stored_model_runs
 from tilegym_db.store.publish import publish
-
-__all__ = ["FitOptions", "FitReport", "fit", "fit_config"]
 
 
 @dataclass(frozen=True)

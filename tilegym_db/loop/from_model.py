@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import json
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -12,18 +15,17 @@ import torch
 from tilegym_db.bench.machine import Machine, select_machine
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import TilegymDBError
-from tilegym_db.integrations.transformers.capture import random_prompt
-from tilegym_db.integrations.transformers.discover import discover
-from tilegym_db.integrations.transformers.patch import patch_what_fits
-from tilegym_db.integrations.transformers.piece_time import ModuleTime, module_times, time_of
-from tilegym_db.integrations.transformers.random_model import build_model, load_config
-from tilegym_db.integrations.transformers.verify_model import keep_workloads, model_tag
-from tilegym_db.loop.module_drafts import draft_of
+from tilegym_db.files import write_folder, writing
 from tilegym_db.loop.tasks import check_language, create_task
+from tilegym_db.models.capture import random_prompt
+from tilegym_db.models.gpu_time import ModuleTime, module_times, time_of
+from tilegym_db.models.patch import discover, patch_what_fits
+from tilegym_db.models.random_model import build_model, load_config
+from tilegym_db.models.verify_model import keep_workloads, model_tag
 from tilegym_db.records import Workload
 from tilegym_db.records.loop import Task
-
-__all__ = ["ModelPieces", "Piece", "kept_calls", "pieces_of", "stock_times", "tasks_from_model"]
+from tilegym_db.scaffold import draft_definition
+from tilegym_db.scaffold.definition_draft import parse_tensors
 
 LEAST_SHARE = 0.01
 """Of the model's time: what costs less is not worth a kernel."""
@@ -231,4 +233,100 @@ def _call(workload: Workload) -> Any:
         sorted(workload.dtypes.items()),
         sorted(workload.scalars().items()),
         sorted(workload.layouts.items()),
+    )
+
+
+# ---- module drafts --------------------------------------------------------------------------------
+# A draft of a Definition for modules that none describes: what was captured of their calls, and a reference to write.
+
+AXES = "MNKHDSBEFGIJLPQRTUVW"
+
+
+def draft_of(model: Any, cls: type[torch.nn.Module], inputs: torch.Tensor, folder: Path) -> Path:
+    """Write the draft of what the modules of a class compute; one that is there already is left alone.
+
+    Returns:
+        Its folder: ``definition.json`` and its texts, with a reference to be written, and ``captured.json`` with the shapes,
+        dtypes and strides of the first call and the place of the code.
+    """
+    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
+    target = folder / name
+    if target.exists():
+        return target
+    captured = _captured(model, cls, inputs)
+    letters: dict[int, str] = {}
+    files = draft_definition(
+        name,
+        "model",
+        parse_tensors("inputs", _spelled(captured["inputs"], letters) or "x[M, N]"),
+        parse_tensors("outputs", _spelled(captured["outputs"], letters) or "out[M, N]"),
+        f"What {cls.__name__} computes besides the modules in it.",
+    )
+    source = source_of(cls)
+    files["reference.py"] = f"# Source: {source}\n" + re.sub(r"(?m)^# Source:.*\n", "", files["reference.py"])
+    files["captured.json"] = json.dumps({"source": source, **captured}, indent=2) + "\n"
+    with writing(folder):
+        write_folder(target, {path: text.encode() for path, text in files.items()})
+    return target
+
+
+def _captured(model: Any, cls: type[torch.nn.Module], inputs: torch.Tensor) -> dict[str, Any]:
+    """The tensors of the first call of a module of the class: what it is given, its own weights, what it returns."""
+    module = next(item for item in model.modules() if type(item) is cls)
+    kept: dict[str, Any] = {}
+
+    def keep(owner: Any, args: Any, kwargs: Any, output: Any) -> None:
+        if not kept:
+            names = list(inspect.signature(type(owner).forward).parameters)[1:]
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            own = {key: value for key, value in owner.named_parameters(recurse=False)}
+            outputs = output if isinstance(output, tuple) else (output,)
+            kept["inputs"] = _described({**given, **own})
+            kept["outputs"] = _described({f"out{index or ''}": value for index, value in enumerate(outputs)})
+
+    hook = module.register_forward_hook(keep, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            model(inputs)
+    finally:
+        hook.remove()
+    return kept or {"inputs": {}, "outputs": {}}
+
+
+def _described(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: {
+            "shape": list(value.shape),
+            "dtype": str(value.dtype).removeprefix("torch."),
+            "strides": list(value.stride()),
+        }
+        for name, value in values.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _spelled(tensors: Mapping[str, Mapping[str, Any]], letters: dict[int, str]) -> str:
+    """``x[M, N], index[M]:int64``, with one letter for each size."""
+    parts = []
+    for name, tensor in tensors.items():
+        axes = [letters.setdefault(size, AXES[len(letters) % len(AXES)]) for size in tensor["shape"]]
+        floating = tensor["dtype"] in ("float32", "bfloat16", "float16")
+        if axes:
+            parts.append(f"{name}[{', '.join(axes)}]" + ("" if floating else f":{tensor['dtype']}"))
+    return ", ".join(parts)
+
+
+def source_of(cls: type[torch.nn.Module]) -> str:
+    """Where the code of a class lies: a permalink into the release of transformers, or the file."""
+    import transformers
+
+    file = inspect.getsourcefile(cls) or ""
+    lines, first = inspect.getsourcelines(cls)
+    package = Path(transformers.__file__).parent
+    place = f"#L{first}-L{first + len(lines) - 1}"
+    if not Path(file).is_relative_to(package):
+        return f"{file}{place}"
+    inner = Path(file).relative_to(package).as_posix()
+    return (
+        f"https://github.com/huggingface/transformers/blob/v{transformers.__version__}/src/transformers/{inner}{place}"
     )

@@ -20,8 +20,6 @@ from tilegym_db.errors import MissingPackageError
 if TYPE_CHECKING:
     from mcp.server.mcpserver import MCPServer
 
-__all__ = ["make_server", "serve"]
-
 INSTRUCTIONS = (
     "tilegym-db judges GPU kernels. Read a task's prompt, write kernel.py and solution.json, and submit both. Reference, inputs, "
     "comparison, timing and verdict are the database's."

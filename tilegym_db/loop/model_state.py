@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from tilegym_db.bench.device_lock import timing_lock
-from tilegym_db.bench.machine import Machine
+from tilegym_db.bench.machine import Machine, timing_lock
 from tilegym_db.catalog import Catalog
-from tilegym_db.integrations.transformers.capture import random_prompt
-from tilegym_db.integrations.transformers.model_bench import ModelBenchOptions, model_bench
-from tilegym_db.integrations.transformers.patch import patch_what_fits
-from tilegym_db.integrations.transformers.piece_time import time_of
-from tilegym_db.integrations.transformers.random_model import build_model, load_config
-from tilegym_db.integrations.transformers.verify_model import model_tag
-from tilegym_db.loop.from_model import ModelPieces, StockTimes, pieces_of, stock_times
-from tilegym_db.loop.rules import coverage_of
+from tilegym_db.loop.from_model import LEAST_SHARE, ModelPieces, Piece, StockTimes, pieces_of, stock_times
+from tilegym_db.models.bench.model_bench import ModelBenchOptions, model_bench
+from tilegym_db.models.capture import random_prompt
+from tilegym_db.models.gpu_time import time_of
+from tilegym_db.models.patch import patch_what_fits
+from tilegym_db.models.random_model import build_model, load_config
+from tilegym_db.models.verify_model import model_tag
 from tilegym_db.records.base import canonical_json
-from tilegym_db.records.loop import Coverage
-from tilegym_db.records.model_run import ModelRun
-
-__all__ = ["PROFILES", "ModelState"]
+from tilegym_db.records.loop import Coverage, Experiment
+from tilegym_db.records.model_run import Estimate, ModelRun
 
 PROFILES = 5
 
@@ -100,3 +96,87 @@ class ModelState:
         report = handle.report()
         failed = [f"{proof.kernel}: {proof.reason}" for proof in report.failed_proofs]
         return run, failed + [f"{failure}" for failure in report.failures]
+
+
+# ---- rules ----------------------------------------------------------------------------------------
+# What the loop over a model does next, and whether a change stays: rules over what was measured. Pure functions.
+
+LEAST_TOTAL = 0.995
+"""Lower end of the interval of the whole call's speedup: below, the model may have become slower."""
+DISCARDS_IN_A_ROW = 5
+
+
+@dataclass(frozen=True)
+class KeepDecision:
+    """Keep or discard, and why."""
+
+    decision: Literal["keep", "discard"]
+    reason: str
+
+
+def decide(before: Coverage, after: Coverage, total: Estimate, failed_proofs: Sequence[str]) -> KeepDecision:
+    """Whether a change of what serves a model stays.
+
+    Args:
+        before, after: share of the model's time in verified kernels, each over several profiles.
+        total: stock time over patched time of the whole call, from interleaved rounds.
+        failed_proofs: kernels that the model's own calls found wrong, each with the reason.
+    """
+    if failed_proofs:
+        return KeepDecision("discard", f"a proof on the model's own calls failed: {'; '.join(failed_proofs)}")
+    if before.time_of != after.time_of:
+        return KeepDecision(
+            "discard", f"coverage of {before.time_of} time and of {after.time_of} time is no comparison"
+        )
+    gained, spread = after.median - before.median, max(before.high - before.low, after.high - after.low)
+    shares = f"coverage of {after.time_of} time {before.median:.1%} -> {after.median:.1%}, spread {spread:.1%}"
+    if gained <= spread:
+        return KeepDecision("discard", f"{shares}: it rose by no more than its spread over {after.profiles} profiles")
+    if total.ci_low is None or total.ci_high is None:
+        return KeepDecision("discard", f"{shares}; too few rounds to say whether the model became slower")
+    speedup = f"the whole call {total.median:.3f}x (99% interval {total.ci_low:.3f} to {total.ci_high:.3f})"
+    if total.ci_low < LEAST_TOTAL:
+        return KeepDecision("discard", f"{shares}; {speedup}: {LEAST_TOTAL} is asked for at the lower end")
+    return KeepDecision("keep", f"{shares}; {speedup}")
+
+
+def coverage_of(shares: Sequence[float], time_of: Literal["gpu", "cpu"]) -> Coverage:
+    """The median of several profiles with the lowest and the highest."""
+    ordered = sorted(min(max(share, 0.0), 1.0) for share in shares)
+    return Coverage(
+        median=ordered[len(ordered) // 2], low=ordered[0], high=ordered[-1], profiles=len(ordered), time_of=time_of
+    )
+
+
+def next_piece(pieces: Sequence[Piece], tried: Collection[str]) -> Piece | None:
+    """The piece of stock code that costs most and that a task can be made for; None where nothing is left.
+
+    Args:
+        pieces: of the model as it is served now.
+        tried: Definitions that an experiment on this model has decided about.
+    """
+    open_ = [
+        piece
+        for piece in pieces
+        if piece.definition and piece.workloads and not piece.served and piece.definition not in tried
+    ]
+    worth = [piece for piece in open_ if piece.share >= LEAST_SHARE]
+    return min(worth, key=lambda piece: (-piece.share, piece.definition), default=None)
+
+
+def why_stop(experiments: Sequence[Experiment], seconds_left: float) -> str | None:
+    """Why the loop ends before nothing is left to do; None where it goes on.
+
+    Args:
+        experiments: of this run, in order.
+        seconds_left: of the budget.
+    """
+    if seconds_left <= 0:
+        return "the budget is spent"
+    quickest = min((one.seconds for one in experiments), default=0.0)
+    if seconds_left < quickest:
+        return f"{seconds_left:.0f} s of the budget are left, and the quickest experiment of this run took {quickest:.0f} s"
+    last = [one.decision for one in experiments[-DISCARDS_IN_A_ROW:]]
+    if len(last) == DISCARDS_IN_A_ROW and "keep" not in last:
+        return f"{DISCARDS_IN_A_ROW} experiments in a row were not kept"
+    return None

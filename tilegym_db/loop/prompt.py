@@ -12,17 +12,15 @@ from pathlib import Path
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import ConflictError
-from tilegym_db.loop.handed_in import attempts_at
+from tilegym_db.loop.status import attempts_at
 from tilegym_db.paths import home as default_home
 from tilegym_db.records import Definition, axes_key
 from tilegym_db.records.hardware import CPU, GPU_SLUGS
 from tilegym_db.records.loop import Attempt, Pattern, Task, TaskWorkload
-from tilegym_db.records.signature import called_with
+from tilegym_db.records.solution import called_with
+from tilegym_db.sandbox.scan.tables import RULES
 from tilegym_db.scaffold.solution_draft import DEPENDENCIES
-from tilegym_db.store.pattern_pages import read_patterns
-from tilegym_db.verify.scan.tables import RULES
-
-__all__ = ["prompt_of", "prompt_text"]
+from tilegym_db.store.loop import read_patterns
 
 _BOUND = re.compile(r"exceed rtol \S+ and \S+ of the row's rms")
 """How the verifier spells a bound that was exceeded: nobody is to write for it."""

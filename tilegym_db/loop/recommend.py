@@ -8,17 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.integrations.transformers.capture import random_prompt
-from tilegym_db.integrations.transformers.patch import patch_what_fits
-from tilegym_db.integrations.transformers.random_model import build_model, load_config
-from tilegym_db.integrations.transformers.verify_model import model_tag
+from tilegym_db.models.capture import random_prompt
+from tilegym_db.models.patch import patch_what_fits
+from tilegym_db.models.random_model import build_model, load_config
+from tilegym_db.models.verify_model import model_tag
 from tilegym_db.records import Workload, axes_key
 from tilegym_db.records.hardware import GPU_SLUGS, gpus_meant, parse_gpu
 from tilegym_db.records.loop import MIN_SPEEDUP
 from tilegym_db.store.connection import open_store
-from tilegym_db.store.loop_queries import model_run_rows, promotion_rows
-
-__all__ = ["Recommendation", "Recommended", "match", "recommend"]
+from tilegym_db.store.loop import model_run_rows, promotion_rows
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,11 @@ import shutil
 from pathlib import Path
 
 from tilegym_db.catalog import Catalog, SolutionFiles, writers
-from tilegym_db.catalog.broken import RECORD_NAME
-from tilegym_db.files import write_folder
-from tilegym_db.folder_locks import writing
+from tilegym_db.catalog.record_files import RECORD_NAME
+from tilegym_db.files import write_folder, writing
 from tilegym_db.paths import home as default_home
+from tilegym_db.published.input_files import loop_folder
 from tilegym_db.records import Definition, Solution
-from tilegym_db.store.input_files import loop_folder
-
-__all__ = ["candidate_name", "candidate_root", "enter", "leave", "with_candidates", "withdraw"]
 
 
 def candidate_root(home: Path | None = None) -> Path:

@@ -5,38 +5,38 @@ The same source is judged once. Measurements are kept by the store as traces, an
 
 from __future__ import annotations
 
+import hashlib
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from tilegym_db.backends.aot import compile_many
-from tilegym_db.backends.compile_jobs import CompileJob
+from tilegym_db.backends.compile_jobs import CompileJob, CompileResult
 from tilegym_db.bench.benchmark import benchmark, promote
 from tilegym_db.bench.machine import select_machine
-from tilegym_db.bench.promotions import record_promotions
+from tilegym_db.bench.promotions import BASELINES, record_promotions
 from tilegym_db.bench.run_setup import Observer
 from tilegym_db.catalog import Catalog, SolutionFiles
-from tilegym_db.errors import HardwareError, MissingPackageError
-from tilegym_db.folder_locks import hold_lock
-from tilegym_db.loop.handed_in import attempts_at
-from tilegym_db.loop.received import AttemptRefusal, folder_digest, receive, scan_refusal
+from tilegym_db.catalog.record_files import RECORD_NAME
+from tilegym_db.errors import HardwareError, MissingPackageError, RecordError, UsageError
+from tilegym_db.files import hold_lock, read_bytes
+from tilegym_db.loop.status import attempts_at
 from tilegym_db.loop.submission_catalog import candidate_name, enter, leave, with_candidates
-from tilegym_db.loop.submission_verdicts import compile_refusal, promotion_refusal, screen_refusal, unmeasured
 from tilegym_db.paths import home as default_home
-from tilegym_db.records import TILE_LANGUAGES, Definition, Trace
+from tilegym_db.published.input_files import loop_folder
+from tilegym_db.records import TILE_LANGUAGES, Definition, Trace, axes_key
+from tilegym_db.records.base import length_prefixed_digest
 from tilegym_db.records.hardware import GPU_SLUGS, TARGETS, parse_gpu, same_gpu
 from tilegym_db.records.loop import STEPS, Attempt, Step, Task, Verdict
-from tilegym_db.store.connection import open_store
-from tilegym_db.store.ingest import ingest_journals
-from tilegym_db.store.input_files import loop_folder
-from tilegym_db.store.loop_journals import append, loop_lock
-from tilegym_db.store.loop_queries import traces_of_source
+from tilegym_db.records.solution import signature_problem, why_not_timed
+from tilegym_db.sandbox.scan import hard_findings, scan_sources
+from tilegym_db.store.connection import ingest_journals, open_store
+from tilegym_db.store.loop import append, loop_lock, traces_of_source
 from tilegym_db.store.queries import read_traces
-
-__all__ = ["Submission", "submit"]
 
 LOCK_TIMEOUT_S = 1.0
 
@@ -272,4 +272,197 @@ def _promote(submission: Submission, candidate: SolutionFiles, catalog: Catalog,
         "promoted",
         trace_ids=tuple(dict.fromkeys((*submission.attempt.trace_ids, *ids))),
         promotions=tuple(promotion.id for promotion in promotions),
+    )
+
+
+# ---- received -------------------------------------------------------------------------------------
+# The first two steps of a submission: its folder is read as data, and its source is read before anything of it runs.
+
+DELIVERABLE = ("kernel.py", RECORD_NAME)
+"""What a submission consists of. Whatever else an author has written, a reference or a benchmark, has no place in a verdict."""
+
+LISTED = 8
+
+
+@dataclass(frozen=True)
+class AttemptRefusal:
+    """Why a submission goes no further: the gate that refused it, the reason, and what shows it again."""
+
+    gate: str
+    reason: str
+    command: str = ""
+
+
+def receive(folder: Path, task: Task, definition: Definition) -> SolutionFiles | AttemptRefusal:
+    """The Solution that a folder holds, or why it is none that the task asks for. Nothing of it runs.
+
+    Raises:
+        UsageError: ``folder`` is no folder.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is no folder. Give one with {' and '.join(DELIVERABLE)}.")
+    others = _others(folder)
+    if others:
+        named = ", ".join(others[:LISTED]) + (f" and {len(others) - LISTED} more" if len(others) > LISTED else "")
+        return AttemptRefusal(
+            "received",
+            f"the folder holds {named}. An author hands in {' and '.join(DELIVERABLE)} and nothing else: reference, inputs, "
+            "comparison and timing are the database's.",
+        )
+    if definition.digest != task.definition_digest:
+        return AttemptRefusal("received", f"{definition.name} changed since the task was made. Make a new task.")
+    try:
+        files = SolutionFiles.read(folder)
+        record = files.record
+        if set(files.sources) != {DELIVERABLE[0]}:
+            return AttemptRefusal(
+                "received", f"solution.json lists the sources {', '.join(files.sources)}, not kernel.py alone."
+            )
+        if (record.definition, record.spec.language) != (task.definition, task.language):
+            found = f"{record.spec.language} for {record.definition}"
+            return AttemptRefusal(
+                "received", f"it is {found}, and the task asks for {task.language} for {task.definition}."
+            )
+        if record.spec.role != "kernel" or record.spec.provides is not None:
+            return AttemptRefusal(
+                "received", "a submission has the role 'kernel' and provides nothing: baselines are the database's."
+            )
+        if record.spec.omits:
+            return AttemptRefusal(
+                "received", f"{why_not_timed('it', record.spec.omits)}. The task asks for every output."
+            )
+        record.check_against(definition)
+    except (RecordError, ValueError) as error:
+        return AttemptRefusal("received", str(error).replace(f"{folder}{os.sep}", ""))
+    problem = signature_problem(record, files.sources[record.spec.entry_path], definition)
+    return files if problem is None else AttemptRefusal("received", f"entry_point {problem}.")
+
+
+def _others(folder: Path) -> list[str]:
+    """What is neither of the two files. Hidden files and compiled Python are what tools leave behind, and nobody reads them."""
+    return sorted(
+        entry.name
+        for entry in folder.iterdir()
+        if entry.name not in (*DELIVERABLE, "__pycache__") and not entry.name.startswith(".")
+    )
+
+
+def scan_refusal(files: SolutionFiles) -> AttemptRefusal | None:
+    """What the static scan refuses of the sources."""
+    found = hard_findings(scan_sources(files.record, files.sources))
+    if not found:
+        return None
+    return AttemptRefusal(f"scan: {found[0].rule}", "\n".join(str(finding) for finding in found[:LISTED]))
+
+
+def folder_digest(folder: Path) -> str:
+    """Identity of a folder that holds no valid Solution: the names of what it holds, and the bytes of the two files."""
+    parts = [name.encode() for name in _others(folder)]
+    for name in DELIVERABLE:
+        try:
+            parts.append(hashlib.sha256(read_bytes(folder / name, "file")).digest())
+        except RecordError:
+            parts.append(b"")
+    return length_prefixed_digest(parts)
+
+
+# ---- submission verdicts --------------------------------------------------------------------------
+# What the traces of a submission say: refused, by which gate and why, or fit for the next step. Pure functions.
+
+
+def compile_refusal(results: Sequence[CompileResult]) -> AttemptRefusal | None:
+    """What a compiler refused of the submission itself; a target that it refuses altogether says nothing of that."""
+    for result in results:
+        if result.status in ("failed", "unsupported"):
+            lines = [line.strip() for line in result.log.splitlines() if line.strip()]
+            return AttemptRefusal("compile", f"{result.status}: {' '.join(lines[-3:])[:1500] or 'no reason was given'}")
+    return None
+
+
+def screen_refusal(task: Task, traces: Sequence[Trace]) -> AttemptRefusal | None:
+    """The first workload that a screen did not pass, or on which it is clearly slower than the bar.
+
+    Args:
+        task: names the workloads and the bar.
+        traces: of the submission, in the tier screen or interpreter; the newest of a workload counts.
+    """
+    newest = {trace.workload_uuid: trace for trace in sorted(traces, key=lambda trace: trace.timestamp)}
+    for item in task.workloads:
+        trace = newest.get(item.uuid)
+        if trace is None:
+            continue
+        refusal = _failure(trace)
+        if refusal is not None:
+            return refusal
+        slow = [
+            item
+            for item in (trace.performance.comparisons if trace.performance else ())
+            if item.provides in BASELINES and item.ci_high < task.min_speedup
+        ]
+        if slow:
+            worst = min(slow, key=lambda item: (item.ratio, item.other))
+            return AttemptRefusal(
+                "speed", _too_slow(trace, worst.other, worst.ratio, worst.ci_low, worst.ci_high, task)
+            )
+    return None
+
+
+def promotion_refusal(task: Task, traces: Sequence[Trace], reasons: Mapping[str, str]) -> AttemptRefusal | None:
+    """The first workload that was not promoted.
+
+    Args:
+        task: names the workloads.
+        traces: of the submission, in the promotion tier; the newest of a workload counts.
+        reasons: trace id -> why it earned no promotion.
+    """
+    newest = {trace.workload_uuid: trace for trace in sorted(traces, key=lambda trace: trace.timestamp)}
+    for item in task.workloads:
+        trace = newest.get(item.uuid)
+        if trace is None:
+            return AttemptRefusal("promotion", f"it was not measured at {axes_key(item.axes)}.")
+        refusal = _failure(trace)
+        if refusal is not None:
+            return refusal
+        if trace.trace_id in reasons:
+            return AttemptRefusal(
+                "speed", f"at {axes_key(trace.axes)}: {reasons[trace.trace_id]}{_unclear(trace, task)}"
+            )
+    return None
+
+
+def unmeasured(task: Task, traces: Collection[Trace]) -> list[str]:
+    """The workloads of a task, by uuid, that none of the traces is about."""
+    seen = {trace.workload_uuid for trace in traces}
+    return [item.uuid for item in task.workloads if item.uuid not in seen]
+
+
+def _failure(trace: Trace) -> AttemptRefusal | None:
+    if trace.status == "PASSED":
+        return None
+    gate = trace.failure.gate if trace.failure else trace.correctness.gate if trace.correctness else None
+    reason = trace.reason or trace.log.strip().splitlines()[-1]
+    command = trace.failure.command if trace.failure else ""
+    return AttemptRefusal(
+        gate or trace.status.lower(), f"{trace.status}, verifying {axes_key(trace.axes)}: {reason}", command
+    )
+
+
+def _too_slow(trace: Trace, other: str, ratio: float, low: float, high: float, task: Task) -> str:
+    return (
+        f"at {axes_key(trace.axes)}: {ratio:.3f}x over {other} (99% interval {low:.3f} to {high:.3f}), and "
+        f"{task.min_speedup:.2f}x is asked for"
+    )
+
+
+def _unclear(trace: Trace, task: Task) -> str:
+    """What is to be said where no baseline is clearly below the bar: nothing was found out about the kernel."""
+    compared = [
+        one for one in (trace.performance.comparisons if trace.performance else ()) if one.provides in BASELINES
+    ]
+    below = [one for one in compared if one.ci_low < task.min_speedup]
+    if not below or any(one.ci_high < task.min_speedup for one in below):
+        return ""
+    return (
+        ". The interval reaches the bar, so the kernel may be fast enough: this machine was too busy to tell, or the call is "
+        "too short. The same source is not judged again; a changed one is"
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tilegym_db.bench.machine import select_machine
-from tilegym_db.bench.planning import fits_a_cpu
+from tilegym_db.bench.plan import fits_a_cpu
 from tilegym_db.catalog import Catalog
 from tilegym_db.driver import driver_gpu_names
 from tilegym_db.errors import NotFoundError, UsageError
@@ -19,12 +19,8 @@ from tilegym_db.records.hardware import CPU, gpu_slug, one_gpu_meant, parse_gpu
 from tilegym_db.records.loop import MIN_SPEEDUP, MeasuredBy, Pattern, PatternReference, Task, TaskWorkload
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.database import Store
-from tilegym_db.store.loop_journals import append, journaled, loop_lock
-from tilegym_db.store.loop_queries import verified_on
-from tilegym_db.store.pattern_pages import read_patterns
+from tilegym_db.store.loop import append, journaled, loop_lock, read_patterns, verified_on
 from tilegym_db.store.queries import read_peaks, traced_gpus
-
-__all__ = ["check_language", "create_task", "find_task", "patterns_for", "unpromotable"]
 
 MOST_WORKLOADS = 16
 MOST_PATTERNS = 8

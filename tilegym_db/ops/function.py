@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.errors import UsageError
-from tilegym_db.ops.catalog_operator import REFERENCE, CatalogOperator
-from tilegym_db.ops.describe import described
-from tilegym_db.ops.in_graph import define
+from tilegym_db.errors import NoSolutionError, UsageError
+from tilegym_db.published.input_files import published_folders
+from tilegym_db.published.table import load_table
 from tilegym_db.records import Definition
+from tilegym_db.records.call import bind_call
+from tilegym_db.records.definition_parts import TensorSpec
 from tilegym_db.records.dtypes import scalar_type
-
-__all__ = ["operator_function"]
+from tilegym_db.resolver import call_site
+from tilegym_db.resolver.dispatch import Dispatcher
+from tilegym_db.resolver.hot_path import allocate_of
+from tilegym_db.verify.oracle import load_function, name_outputs
 
 # Plain code, so that a compiler can look inside. Made of the names of inputs, which are identifiers, and of nothing else.
 _TEMPLATE = """\
@@ -28,7 +36,7 @@ def {called}({parameters}, *, backend="auto"):
 
 
 def operator_function(definition: Definition, catalog: Catalog) -> Callable[..., Any]:
-    """``function(*inputs, backend="auto")`` of a Definition; see :class:`tilegym_db.ops.catalog_operator.CatalogOperator`.
+    """``function(*inputs, backend="auto")`` of a Definition; see :class:`tilegym_db.ops.function.CatalogOperator`.
 
     Raises:
         UsageError: the shape of an output does not follow from the inputs, or an input is called ``backend``.
@@ -69,3 +77,332 @@ def _annotations(definition: Definition) -> dict[str, Any]:
     count = len(definition.outputs)
     returned: Any = torch.Tensor if count == 1 else tuple[(torch.Tensor,) * count]  # type: ignore[misc]
     return {**inputs, "backend": str, "return": returned}
+
+
+# ---- describe -------------------------------------------------------------------------------------
+# What the function of an operator says of itself, out of the Definition and of what is published.
+
+
+def described(definition: Definition, catalog: Catalog) -> str:
+    """The docstring of a function: arguments, results, sizes, and the kernels that are verified for it."""
+    lines = [definition.description or definition.name, "", "Args:"]
+    lines += [f"    {name}: {text}" for name, text in arguments(definition).items()]
+    lines += ["    backend: 'auto', 'reference', or the name of a verified solution.", "", "Returns:"]
+    lines += [f"    {name}: {text}" for name, text in results(definition).items()]
+    if definition.constraints:
+        lines += ["", "Sizes:", *(f"    {text}" for text in definition.constraints)]
+    kernels = kernels_of(definition, catalog)
+    found = [f"    {gpu}: {', '.join(names)}" for gpu, names in kernels.items()]
+    return "\n".join([*lines, "", "Fastest verified kernels:", *(found or ["    none yet; the reference runs"])])
+
+
+def arguments(definition: Definition) -> dict[str, str]:
+    """Each input with its shape, dtype and description."""
+    return {name: _spelled(definition, name, spec) for name, spec in definition.inputs.items()}
+
+
+def results(definition: Definition) -> dict[str, str]:
+    """As :func:`arguments`, each output."""
+    overwritten = {target: f" ({source}, overwritten)" for source, target in definition.in_place.items()}
+    return {
+        name: _spelled(definition, name, spec) + overwritten.get(name, "") for name, spec in definition.outputs.items()
+    }
+
+
+def _spelled(definition: Definition, name: str, spec: TensorSpec) -> str:
+    dtypes = " or ".join(definition.dtypes.get(spec.dtype, (spec.dtype,)))
+    axis = definition.size_scalars.get(name)
+    if spec.is_scalar:
+        what = f"a number, {dtypes}" if axis is None else f"a number, the size of {axis}"
+    else:
+        shape = f"[{', '.join(map(str, spec.shape or ()))}]"
+        layout = f", {definition.layouts[name]}" if name in definition.layouts else ""
+        variable = f"{spec.dtype} = " if spec.dtype in definition.dtypes else ""
+        what = f"{shape} of {variable}{dtypes}{layout}"
+    return f"{what}; {spec.description}" if spec.description else what
+
+
+def kernels_of(definition: Definition, catalog: Catalog) -> dict[str, list[str]]:
+    """GPU -> the kernels that are the fastest at some published point of it, those of most points first."""
+    digests = {files.name: files.digest for files in catalog.solutions_for(definition.name)}
+    found = {}
+    for folder in published_folders(catalog):
+        table = load_table(folder.name, trust=catalog.trust_foreign)
+        if table is None or definition.name not in table.definitions:
+            continue
+        wins: Counter[str] = Counter()
+        for dtypes in table.dtypes_of(definition.name):
+            for entry in table.believed_entries(definition, dtypes):
+                serving = [
+                    candidate
+                    for candidate in entry.candidates
+                    if entry.definition_digest == definition.digest
+                    and candidate.role == "kernel"
+                    and candidate.latency_us is not None
+                    and (candidate.speedup_ci_low or 0) > 1
+                    and digests.get(candidate.solution) == candidate.solution_digest
+                ]
+                if serving:
+                    wins[min(serving, key=lambda candidate: candidate.latency_us or 0).solution] += 1
+        if wins:
+            found[folder.name] = [name for name, _ in wins.most_common()]
+    return found
+
+
+# ---- in graph -------------------------------------------------------------------------------------
+# Operators in code that is compiled or traced: ``torch.ops.tilegym_db_ops.<definition>(*inputs, backend)``.
+#
+# A compiler sees an operator with known output shapes and strides, and which inputs it overwrites; when it runs, the
+# call is decided by what it is given, as in eager mode. A call that a derivative may be asked of is traced as the
+# operations of the reference.
+
+NAMESPACE = "tilegym_db_ops"
+
+_library: list[torch.library.Library] = []
+_defined: dict[str, int] = {}
+_defining = threading.Lock()
+
+
+def define(operator: CatalogOperator) -> Callable[..., Any]:
+    """A library operator that runs an operator, under its name, or under a name with a number where that is taken.
+
+    It returns the outputs that are not written in place.
+    """
+    called = re.sub(r"\W", "_", operator.definition.name)
+    with _defining:
+        if not _library:
+            _library.append(torch.library.Library(NAMESPACE, "FRAGMENT"))  # type: ignore[no-untyped-call]
+        number = _defined[called] = _defined.get(called, -1) + 1
+    return _define(_library[0], f"{called}_{number}" if number else called, operator)
+
+
+def _define(library: torch.library.Library, called: str, operator: CatalogOperator) -> Callable[..., Any]:
+    # Kernels are chosen by strides: a compiler must hand over the layout that it promised.
+    tags = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
+    library.define(called + _schema(operator), tags=tags)  # type: ignore[no-untyped-call]
+
+    def run(*arguments: Any) -> Any:
+        outputs = operator.written(arguments[:-1], arguments[-1])
+        return None if outputs == () else outputs
+
+    def shapes(*arguments: Any) -> Any:
+        outputs = operator.allocate(*arguments[:-1])
+        return None if outputs == () else outputs
+
+    library.impl(called, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"{NAMESPACE}::{called}", shapes, lib=library)
+    defined: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), called).default
+
+    def differentiate(*arguments: Any) -> Any:
+        # The function around it asks this too, but a transform inside of compiled code can hide from it.
+        inputs: tuple[Any, ...] = arguments[:-1]
+        if operator.is_differentiated(inputs):
+            outputs = operator.written_by_reference(inputs)
+            return None if outputs == () else outputs
+        with torch._C._AutoDispatchBelowAutograd():
+            return defined(*arguments)
+
+    library.impl(called, differentiate, "Autograd")  # type: ignore[no-untyped-call]
+    return defined
+
+
+def _schema(operator: CatalogOperator) -> str:
+    definition = operator.definition
+    inputs: list[str] = []
+    for name, spec in definition.inputs.items():
+        overwritten = f"Tensor(a{len(inputs)}!)" if name in definition.in_place else "Tensor"
+        inputs.append(f"{scalar_type(spec.dtype).__name__ if spec.is_scalar else overwritten} {name}")
+    outputs = ", ".join(["Tensor"] * len(definition.written_outputs))
+    return f"({', '.join(inputs)}, str backend) -> ({outputs})"
+
+
+# ---- catalog operator -----------------------------------------------------------------------------
+# How a call of an operator is answered: by a verified kernel, else by the reference of its Definition.
+
+AUTO, REFERENCE = "auto", "reference"
+"""Backends beside the names of solutions: the fastest verified kernel, else the reference; always the reference."""
+
+_functorch_level = torch._C._functorch.peek_interpreter_stack
+
+Serve = Callable[..., Any]
+"""``serve(*inputs)``: the written outputs (None, one, or a tuple), or :data:`NOT_SERVED` with nothing done."""
+
+NOT_SERVED = object()
+
+
+def _without_autocast(like: torch.Tensor) -> AbstractContextManager[Any]:
+    return contextlib.nullcontext() if like.is_meta else torch.autocast(like.device.type, enabled=False)
+
+
+class CatalogOperator:
+    """One operator of a catalog. What is decided for a kind of call is remembered, as at a call site of a model."""
+
+    def __init__(self, definition: Definition, catalog: Catalog) -> None:
+        """Nothing is loaded before the first call.
+
+        Raises:
+            UsageError: the shape of an output does not follow from the inputs.
+        """
+        self.definition = definition
+        self.allocate = allocate_of(definition)
+        self._catalog = catalog
+        self._reference = load_function(definition.reference, definition.name)
+        self._tensors = tuple(map(list(definition.inputs).index, definition.tensor_inputs))
+        self._overwritten = tuple(map(list(definition.inputs).index, definition.in_place))
+        self._backends: dict[str, tuple[Serve, Dispatcher]] = {}
+        self._making = threading.Lock()
+
+    def __call__(self, inputs: tuple[Any, ...], backend: str = AUTO) -> Any:
+        """The outputs, in the order of the Definition; of those written in place, the inputs themselves.
+
+        Raises:
+            UsageError: an argument does not fit the Definition; the message names it.
+            NotFoundError: no such backend.
+            NoSolutionError: the solution that ``backend`` names is not verified for such a call, or not worth while.
+        """
+        if self.is_differentiated(inputs) or backend == REFERENCE:
+            self._check(inputs)
+            if backend not in (AUTO, REFERENCE):
+                raise NoSolutionError(
+                    f"{backend} has no derivative. Leave 'backend' out, or call it under torch.no_grad().",
+                    code="derivative_missing",
+                )
+            return self.by_reference(inputs)
+        return self.returned(inputs, self.written(inputs, backend))
+
+    def written(self, inputs: tuple[Any, ...], backend: str) -> Any:
+        """One output or a tuple of them, without those written in place, by a kernel or the reference; raises as a call does."""
+        serve, dispatcher = self._backends.get(backend) or self._make(backend)
+        try:
+            outputs = serve(*inputs)
+        except (AttributeError, TypeError):  # an argument of another kind has no shape, or no hash
+            self._check(inputs)
+            raise
+        if outputs is not NOT_SERVED:
+            self._tell_autograd(inputs)
+            return outputs
+        self._check(inputs)
+        if backend != AUTO:
+            reason = dispatcher.preview(inputs, self.allocate).reason
+            raise NoSolutionError(
+                f"{backend} cannot serve this call of {self.definition.name}: {reason}.", code="call_unsupported"
+            )
+        return self.written_by_reference(inputs)
+
+    def _tell_autograd(self, inputs: Sequence[Any]) -> None:
+        """That a kernel wrote into inputs: whoever saved one for a backward must not use it unnoticed."""
+        for index in self._overwritten:
+            tensor = inputs[index]
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
+
+    def returned(self, inputs: Sequence[Any], written: Any) -> Any:
+        """What a call returns, out of its inputs and the outputs that are not written in place: one, or a tuple of them."""
+        if not self.definition.in_place:
+            return written
+        values = written if isinstance(written, tuple) else (written,)
+        named = dict(zip(self.definition.written_outputs, values, strict=True))
+        given = dict(zip(self.definition.inputs, inputs, strict=True))
+        named |= {target: given[source] for source, target in self.definition.in_place.items()}
+        found = tuple(named[name] for name in self.definition.outputs)
+        return found[0] if len(found) == 1 else found
+
+    # -- the reference ------------------------------------------------------------------------------------------------
+
+    def is_differentiated(self, inputs: tuple[Any, ...]) -> bool:
+        """Whether a derivative may be asked of a call, or a transform looks at it: only plain operations answer that."""
+        if torch.is_grad_enabled():
+            for index in self._tensors:  # at every call: a generator would take as long again
+                if getattr(inputs[index], "requires_grad", False):
+                    return True
+        # Dynamo cannot read the levels; the operator that it is given asks again where it runs. What says that some thread is
+        # compiling, as is_compiling() may, is no reason to miss a derivative here.
+        return not torch.compiler.is_dynamo_compiling() and (
+            forward_ad._current_level >= 0 or _functorch_level() is not None
+        )
+
+    def by_reference(self, inputs: tuple[Any, ...]) -> Any:
+        """What a call returns, by the operations of the reference; autograd and transforms see through them."""
+        outputs = self._by_reference(inputs)
+        if torch.compiler.is_dynamo_compiling() or _functorch_level() is None:
+            outputs = self._laid_out(inputs, outputs)
+        return self.returned(inputs, outputs[0] if len(outputs) == 1 else outputs)
+
+    def written_by_reference(self, inputs: tuple[Any, ...]) -> Any:
+        """As :meth:`written`, by the operations of the reference."""
+        found = self._laid_out(inputs, self._by_reference(inputs))
+        return found[0] if len(found) == 1 else found
+
+    def _by_reference(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The outputs that are not written in place; the others are written."""
+        definition = self.definition
+        given = dict(zip(definition.inputs, inputs, strict=True))
+        own = {name: value.clone() if name in definition.in_place else value for name, value in given.items()}
+        with _without_autocast(inputs[self._tensors[0]]):  # as kernels, which know nothing of it
+            results = self._reference(*own.values())
+        found = name_outputs(definition, results, own, definition.name)
+        for source, target in definition.in_place.items():
+            given[source].copy_(found[target])
+        return tuple(found[name] for name in definition.written_outputs)
+
+    def _laid_out(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Copies, in the layout that the outputs of a kernel have: a reference may return a part of an input."""
+        made = self.allocate(*inputs)
+        likes = made if isinstance(made, tuple) else (made,)
+        return tuple(like.copy_(value) for like, value in zip(likes, outputs, strict=True))
+
+    # -- kernels ------------------------------------------------------------------------------------------------------
+
+    def _make(self, backend: str) -> tuple[Serve, Dispatcher]:
+        with self._making:
+            if backend not in self._backends:
+                dispatcher = call_site(self.definition, self._catalog, only=self._solution(backend))
+                self._backends[backend] = (self._serve(dispatcher), dispatcher)
+        return self._backends[backend]
+
+    def _solution(self, backend: str) -> str | None:
+        if backend == AUTO:
+            return None
+        files = self._catalog.solution(backend)
+        if files.record.definition != self.definition.name:
+            raise UsageError(
+                f"{backend} is a solution of {files.record.definition}, not of {self.definition.name}.",
+                code="solution_of_other_definition",
+            )
+        return backend
+
+    def _serve(self, dispatcher: Dispatcher) -> Serve:
+        if not self.definition.written_outputs:
+            attempt = dispatcher.attempt
+            return lambda *inputs: () if attempt(*inputs) else NOT_SERVED
+        growing = self.definition.serving.growing if self.definition.serving else None
+        serve = dispatcher.serving(self._checked_allocation, growing)
+
+        def answer(*inputs: Any) -> Any:
+            outputs = serve(*inputs)
+            return NOT_SERVED if outputs is None else outputs
+
+        return answer
+
+    def _checked_allocation(self, *inputs: Any) -> Any:
+        """As ``allocate``. A new kind of call is shown without memory first, and refused where it is none of this operator."""
+        if inputs[self._tensors[0]].is_meta:
+            self._check(inputs)
+        return self.allocate(*inputs)
+
+    def _check(self, inputs: tuple[Any, ...]) -> None:
+        """Raise :class:`UsageError` with the name of an argument that does not fit the Definition."""
+        for (name, spec), value in zip(self.definition.inputs.items(), inputs, strict=True):
+            wanted = scalar_type(spec.dtype) if spec.is_scalar else None
+            if wanted is not None and not _is_a(value, wanted):
+                raise UsageError(
+                    f"'{name}' of {self.definition.name} is a number of type {wanted.__name__}, not {type(value).__name__}.",
+                    code="scalar_type",
+                )
+        bind_call(self.definition, inputs)
+
+
+def _is_a(value: Any, wanted: type) -> bool:
+    if isinstance(value, bool) or wanted is bool:
+        return isinstance(value, bool) and wanted is bool
+    return isinstance(value, int if wanted is int else (int, float))

@@ -6,12 +6,10 @@ import sys
 from pathlib import Path
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.ops.describe import arguments, results
+from tilegym_db.ops.function import arguments, results
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
 from tilegym_db.records.dtypes import scalar_type
-
-__all__ = ["FILE", "page_text"]
 
 FILE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "ops.md"
 

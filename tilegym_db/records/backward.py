@@ -10,11 +10,10 @@ does not spend.
 from __future__ import annotations
 
 from tilegym_db.errors import RecordError
-from tilegym_db.records.binding import Binding
-from tilegym_db.records.definition import GRADIENT, Definition
+from tilegym_db.records.call import Binding
+from tilegym_db.records.definition import Definition
 from tilegym_db.records.definition_parts import TensorSpec
-
-__all__ = ["backward_binding", "backward_problem", "bind_forward", "differentiated", "forward_of"]
+from tilegym_db.records.definition_rules import GRADIENT
 
 
 def bind_forward(backward: Definition, forward: Definition) -> Definition:

@@ -5,27 +5,16 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import unicodedata
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Strict, ValidationError
+from pydantic_core import from_json
 
 from tilegym_db.errors import RecordError
-from tilegym_db.records.fields import MAX_TEXT, Flag, Int64, Real, longest_text, shown
-from tilegym_db.records.parsing import parse_object
-
-__all__ = [
-    "NAME_PATTERN",
-    "Flag",
-    "Int64",
-    "Real",
-    "Record",
-    "RecordPart",
-    "canonical_json",
-    "length_prefixed_digest",
-    "problems_of",
-]
+from tilegym_db.files import decode
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9_.-]{0,127}$"
 MAX_CULPRITS = 20
@@ -199,3 +188,137 @@ def problems_of(check: Callable[[], None]) -> tuple[RecordError, ...]:
     except ValueError as error:
         return (RecordError(str(error), code="value_invalid"),)
     return ()
+
+
+# ---- fields ---------------------------------------------------------------------------------------
+# The kinds of values that fields of records have: numbers that are numbers, and texts of bounded length.
+#
+# JSON tells ``4``, ``"4"`` and ``true`` apart, and so do records.
+
+MAX_TEXT = 200_000
+"""The most characters of any text in a record: sources and logs are the longest."""
+MAX_LINE = 500
+MAX_PROSE = 20_000
+_CONTROL = frozenset(("Cc", "Cs", "Zl", "Zp"))  # control characters, halves of surrogate pairs, ends of lines
+MAX_AXIS = 1 << 40
+"""The largest size of an axis: no tensor of that many bytes fits into any GPU, nor into a hundred of them."""
+
+
+def _in_64_bits(value: int) -> int:
+    if not -(1 << 63) <= value < 1 << 63:
+        raise RecordError("this whole number does not fit in 64 bits", code="number_out_of_range")
+    return value
+
+
+def _text(most: int, allowed: str) -> Callable[[str], str]:
+    def check(value: str) -> str:
+        if len(value) > most:
+            raise RecordError(
+                f"a text of {len(value)} characters; at most {most} are allowed here", code="text_too_long"
+            )
+        if value.isprintable():  # nearly every text, at once; what is printable is none of those
+            return value
+        for index, character in enumerate(value):
+            if unicodedata.category(character) in _CONTROL and character not in allowed:
+                raise RecordError(
+                    f"the character {character!r} at position {index} is not allowed here", code="character_not_allowed"
+                )
+        return value
+
+    return check
+
+
+Int64 = Annotated[int, Strict(), AfterValidator(_in_64_bits)]
+"""A whole number that the database can hold too; no text, no boolean."""
+Real = Annotated[float, Strict()]
+"""A finite number; no text, no boolean."""
+Flag = Annotated[bool, Strict()]
+"""``true`` or ``false``; no number, no text."""
+Line = Annotated[str, AfterValidator(_text(MAX_LINE, "\t"))]
+"""One short line: a tag, an author."""
+Prose = Annotated[str, AfterValidator(_text(MAX_PROSE, "\n\t"))]
+"""A description, which may have several lines."""
+
+
+def shown(text: str, most: int = 120) -> str:
+    """A text as a message may show it: on one line, and cut where it is long."""
+    clean = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: most + 1])
+    return clean if len(text) <= most else f"{clean[:most]}..."
+
+
+def longest_text(value: Any) -> tuple[str, int]:
+    """Where the longest text in a JSON value stands, and how many characters it has; keys count too."""
+    longest: tuple[Any, ...] = ()
+    size = 0
+    # An item, whether it is a key, and where it stands: its step and the place around it. A name costs more than the search.
+    open_: list[tuple[Any, bool, tuple[Any, ...]]] = [(value, False, ())]
+    while open_:
+        item, is_key, place = open_.pop()
+        if isinstance(item, str):
+            if len(item) > size:
+                longest, size = (is_key, place), len(item)
+        elif isinstance(item, dict):
+            for key, inner in item.items():
+                open_.append((str(key), True, place))
+                open_.append((inner, False, (str(key), place)))
+        elif isinstance(item, list | tuple):
+            open_ += [(inner, False, (index, place)) for index, inner in enumerate(item)]
+    if not longest:
+        return "", 0
+    is_key, place = longest
+    name = _spelled(place) or "it"
+    return f"a key of {name}" if is_key else name, size
+
+
+def _spelled(place: tuple[Any, ...]) -> str:
+    steps = []
+    while place:
+        step, place = place
+        steps.append(f"[{step}]" if isinstance(step, int) else f".{shown(step, 40)}")
+    return "".join(reversed(steps)).lstrip(".")
+
+
+# ---- parsing --------------------------------------------------------------------------------------
+# JSON as records are written in: UTF-8, no NaN, and no key twice.
+
+
+class _RepeatedKeyError(Exception):
+    """A key that one object has twice."""
+
+
+def parse_object(text: str | bytes, kind: str, source: str | Path) -> Any:
+    """The value of a JSON text.
+
+    Args:
+        text: the whole of a file, or a line of one.
+        kind: what it should be, for the message.
+        source: where it came from (a path, or ``path:line``), for the message.
+
+    Raises:
+        RecordError: it is not UTF-8 or not JSON, or an object has a key twice.
+    """
+    if isinstance(text, bytes):
+        text = decode(text, source)
+    try:
+        # Stricter than the json module: no NaN, no half of a surrogate pair, no number that takes forever to read.
+        value = from_json(text, allow_inf_nan=False)
+    except (ValueError, TypeError) as error:  # TypeError: a str that no encoding can hold
+        raise RecordError(
+            f"{source}: not valid JSON: {error}. Fix the file and run the command again.", code="json_syntax"
+        ) from None
+    try:
+        json.loads(text, object_pairs_hook=_distinct, parse_int=len, parse_float=len)
+    except _RepeatedKeyError as repeated:
+        raise RecordError(
+            f"{source}: not a valid {kind}: the key '{repeated}' occurs twice in one object. Remove one of them.",
+            code="key_repeated",
+        ) from None
+    return value
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> None:
+    seen: set[str] = set()
+    for name, _ in pairs:
+        if name in seen:
+            raise _RepeatedKeyError(shown(name))
+        seen.add(name)

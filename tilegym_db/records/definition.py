@@ -11,9 +11,8 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from tilegym_db.errors import RecordError
-from tilegym_db.records.base import NAME_PATTERN, Record, canonical_json, problems_of
+from tilegym_db.records.base import MAX_AXIS, NAME_PATTERN, Line, Prose, Record, canonical_json, problems_of, shown
 from tilegym_db.records.base import length_prefixed_digest as digest_of
-from tilegym_db.records.content_constraints import check_content_constraints
 from tilegym_db.records.definition_parts import (
     Axis,
     Cost,
@@ -25,30 +24,30 @@ from tilegym_db.records.definition_parts import (
     TensorSpec,
     Tolerance,
 )
-from tilegym_db.records.dtypes import DTYPE_BYTES, DType
-from tilegym_db.records.expressions import evaluate, evaluate_bool, evaluate_int
-from tilegym_db.records.fields import MAX_AXIS, Line, Prose, shown
-from tilegym_db.records.index_rules import check_follows, check_gathers, check_sampled
-from tilegym_db.records.input_rules import check_generators, check_joint_inputs
-from tilegym_db.records.layouts import layout_strides
-from tilegym_db.records.python_source import check_function
-from tilegym_db.records.quantised import check_codes, check_packed
-from tilegym_db.records.self_test_rules import check_self_test
-from tilegym_db.records.serving import Serving, serving_problem
-from tilegym_db.records.tensor_rules import (
-    GRADIENT,
+from tilegym_db.records.definition_rules import (
     check_backward,
+    check_codes,
     check_expressions,
+    check_follows,
+    check_gathers,
+    check_generators,
     check_in_place,
+    check_joint_inputs,
     check_layouts,
     check_optional_outputs,
+    check_packed,
+    check_sampled,
+    check_self_test,
     check_sizes,
     check_sliced_inputs,
     check_tensors,
+    check_tolerance,
 )
-from tilegym_db.records.tolerance_rules import check_tolerance
-
-__all__ = ["GRADIENT", "Definition"]
+from tilegym_db.records.dtypes import DTYPE_BYTES, DType
+from tilegym_db.records.expressions import check_content_constraints, evaluate, evaluate_bool, evaluate_int
+from tilegym_db.records.layouts import layout_strides
+from tilegym_db.records.python_source import check_function
+from tilegym_db.records.serving import Serving, serving_problem
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _VERSION = r"^(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})$"
@@ -232,7 +231,7 @@ class Definition(Record):
 
     @cached_property
     def size_scalars(self) -> dict[str, str]:
-        """Scalar input -> the axis whose size it is; see :mod:`tilegym_db.records.sizes`."""
+        """Scalar input -> the axis whose size it is; see :mod:`tilegym_db.records.call`."""
         return {axis.scalar: name for name, axis in self.axes.items() if axis.scalar is not None}
 
     def bind_axes(self, axes: Mapping[str, int]) -> dict[str, int]:

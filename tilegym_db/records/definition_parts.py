@@ -7,22 +7,8 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from tilegym_db.errors import RecordError
-from tilegym_db.records.base import RecordPart
+from tilegym_db.records.base import MAX_AXIS, Flag, Int64, Line, Prose, Real, RecordPart
 from tilegym_db.records.expressions import parse_expression
-from tilegym_db.records.fields import MAX_AXIS, Flag, Int64, Line, Prose, Real
-
-__all__ = [
-    "Axis",
-    "Cost",
-    "ExpressionText",
-    "InputGenerator",
-    "JointInputs",
-    "PlantedError",
-    "SampledOutput",
-    "SelfTest",
-    "TensorSpec",
-    "Tolerance",
-]
 
 
 def _arithmetic(text: str) -> str:

@@ -8,19 +8,6 @@ from pydantic import AfterValidator, Field
 
 from tilegym_db.errors import RecordError
 
-__all__ = [
-    "CODE_DTYPES",
-    "DTYPE_BYTES",
-    "FLOAT_DTYPES",
-    "INTEGER_DTYPES",
-    "RECORD_DTYPES",
-    "STORED_BYTES",
-    "DType",
-    "Scalar",
-    "scalar_type",
-    "short_dtype",
-]
-
 Scalar = bool | int | float | str | None
 """A value that JSON and DuckDB both hold: what a scalar input or a tunable may be."""
 

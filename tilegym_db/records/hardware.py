@@ -7,19 +7,6 @@ from collections.abc import Iterable
 
 from tilegym_db.errors import HardwareError, did_you_mean
 
-__all__ = [
-    "CPU",
-    "GPU_SLUGS",
-    "TARGETS",
-    "gpu_family",
-    "gpu_slug",
-    "gpus_meant",
-    "normalise_target",
-    "one_gpu_meant",
-    "parse_gpu",
-    "same_gpu",
-]
-
 CPU = "cpu"
 
 # slug -> compute capability. A slug tells apart what differs in speed; its first word is the family that users type.

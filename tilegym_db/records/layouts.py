@@ -15,17 +15,6 @@ from typing import Literal
 from tilegym_db.errors import RecordError
 from tilegym_db.records.expressions import evaluate_int, parse_expression
 
-__all__ = [
-    "LAYOUT_CLASSES",
-    "accepts",
-    "contiguous_strides",
-    "layout_class",
-    "layout_strides",
-    "overlap",
-    "overlap_words",
-    "parse_layout",
-]
-
 # Each class includes the ones before it.
 LAYOUT_CLASSES: tuple[str, ...] = ("contiguous", "row_contiguous", "strided")
 

@@ -11,15 +11,6 @@ from collections.abc import Mapping
 
 from tilegym_db.errors import RecordError
 
-__all__ = [
-    "check_function",
-    "forget_sources",
-    "function_parameters",
-    "headers_of_large_sources",
-    "parse_source",
-    "recall_headers",
-]
-
 LARGE = 400
 """Bytes of a source whose headers are worth keeping from one process to the next."""
 

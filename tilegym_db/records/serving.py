@@ -15,8 +15,6 @@ from tilegym_db.errors import RecordError
 from tilegym_db.records.base import Flag, Int64, Real, RecordPart
 from tilegym_db.records.definition_parts import Cost, TensorSpec
 
-__all__ = ["ModelCode", "OutputLayout", "Serving", "serving_problem"]
-
 Fingerprint = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 Identifier = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 

@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from tilegym_db.errors import RecordError
-from tilegym_db.records.base import NAME_PATTERN, Record, RecordPart, canonical_json, length_prefixed_digest
+from tilegym_db.records.base import (
+    NAME_PATTERN,
+    Flag,
+    Line,
+    Prose,
+    Record,
+    RecordPart,
+    canonical_json,
+    length_prefixed_digest,
+    shown,
+)
 from tilegym_db.records.definition import Definition
 from tilegym_db.records.definition_parts import ExpressionText
 from tilegym_db.records.dtypes import DType
 from tilegym_db.records.expressions import evaluate_bool, names_in
-from tilegym_db.records.fields import Flag, Line, Prose, shown
 from tilegym_db.records.hardware import TARGETS
 from tilegym_db.records.layouts import LAYOUT_CLASSES, accepts
-from tilegym_db.records.omitted import check_omits
-
-__all__ = [
-    "LANGUAGES",
-    "TILE_LANGUAGES",
-    "Config",
-    "Solution",
-    "SolutionSpec",
-    "Source",
-    "config_id",
-    "name_with_config",
-    "spell_config",
-]
+from tilegym_db.records.python_source import parse_source
 
 LANGUAGES: tuple[str, ...] = ("python", "triton", "tilelang", "cutile")
 TILE_LANGUAGES: tuple[str, ...] = ("triton", "tilelang", "cutile")
@@ -307,3 +305,110 @@ class Solution(Record):
         names = list(self.spec.tunables)
         for values in itertools.product(*(self.spec.tunables[name] for name in names)):
             yield dict(zip(names, values, strict=True))
+
+
+# ---- omitted --------------------------------------------------------------------------------------
+# Outputs that a caller may not want, and the Definition without those that a Solution leaves out (decision 0037).
+
+
+def check_omits(omits: Sequence[str], definition: Definition, *, role: str, layouts: Collection[str]) -> None:
+    """Raise :class:`RecordError` unless a Solution omits the last optional outputs of its Definition, in order."""
+    if not omits:
+        return
+    optional = definition.optional_outputs
+    for name in omits:
+        if name not in optional:
+            known = ", ".join(optional) or "none"
+            raise RecordError(
+                f"spec.omits names '{name}', which is no optional output of {definition.name} (optional: {known})",
+                code="omits_not_optional",
+            )
+    if tuple(optional[-len(omits) :]) != tuple(omits):
+        raise RecordError(
+            f"spec.omits must be the last optional outputs, in order ({', '.join(optional)})", code="omits_order"
+        )
+    if role == "baseline":
+        raise RecordError(
+            "spec.omits: a baseline omits nothing, since it serves whoever finds nothing else", code="omits_of_baseline"
+        )
+    for name in omits:
+        if name in layouts:
+            raise RecordError(f"spec.layouts names '{name}', which the solution omits", code="layout_of_omitted")
+
+
+def narrowed(definition: Definition, omits: Sequence[str]) -> Definition:
+    """The Definition without these outputs, as a Solution that omits them is called and judged; its digest is the whole one's.
+
+    Its cost is the whole one's too: nothing that omits an output is timed.
+    """
+    if not omits:
+        return definition
+    left_out = set(omits)
+    view = definition.model_copy(
+        update={
+            "outputs": {name: spec for name, spec in definition.outputs.items() if name not in left_out},
+            "optional_outputs": tuple(name for name in definition.optional_outputs if name not in left_out),
+            "codes": {name: rule for name, rule in definition.codes.items() if name not in left_out},
+            "layouts": {name: layout for name, layout in definition.layouts.items() if name not in left_out},
+        }
+    )
+    view.__dict__["digest"] = definition.digest  # of the operator that the verdict is about
+    return view
+
+
+def why_not_timed(name: str, omits: Sequence[str]) -> str | None:
+    """Why a Solution has no times, and with them no promotion and no rank; None where it may have."""
+    if not omits:
+        return None
+    return (
+        f"{name} omits {', '.join(omits)}: it is verified without a time, and not promoted, published or resolved, "
+        "since there is nothing yet that its times could be compared with"
+    )
+
+
+# ---- signature ------------------------------------------------------------------------------------
+# Does a Solution's entry point take what it will be given? Read off the source text; nothing is imported or run.
+
+
+def called_with(definition: Definition, *, destination_passing_style: bool) -> tuple[str, ...]:
+    """The positional arguments of ``run``: the inputs in order, then (destination passing) the outputs it writes."""
+    return (*definition.inputs, *definition.written_outputs) if destination_passing_style else tuple(definition.inputs)
+
+
+def signature_problem(record: Solution, source: bytes | str, definition: Definition) -> str | None:
+    """Why the entry point cannot be called as the Definition calls it, or None where it can.
+
+    Args:
+        record: names the function, the calling style and the tunables, which arrive as keyword arguments.
+        source: text of the entry point's file; it parses and defines the function.
+        definition: the operator.
+    """
+    function = find_function(source, record.spec.entry_function)
+    if function is None:
+        return None  # bound by an assignment or a decorator's result: only a call can tell
+    definition = narrowed(definition, record.spec.omits)
+    arguments = function.args
+    given = called_with(definition, destination_passing_style=record.spec.destination_passing_style)
+    positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+    required = len(positional) - len(arguments.defaults)
+    spelled = f"{function.name}({', '.join(positional)})"
+    if required > len(given) or (len(positional) < len(given) and arguments.vararg is None):
+        return f"{spelled} does not fit: {definition.name} calls it with ({', '.join(given)})"
+    without_default = {
+        argument.arg
+        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        if default is None
+    }
+    if without_default:
+        return f"{spelled}: keyword argument '{min(without_default)}' needs a default, since a call may leave it out"
+    accepted = {*positional[len(given) :], *(argument.arg for argument in arguments.kwonlyargs)}
+    unknown = [name for name in record.spec.tunables if name not in accepted]
+    if unknown and arguments.kwarg is None:
+        return f"{spelled} does not accept the tunable '{unknown[0]}' as a keyword argument"
+    return None
+
+
+def find_function(source: bytes | str, name: str) -> ast.FunctionDef | None:
+    """The last definition of a function at the top level of a source text."""
+    found = [node for node in parse_source(source).body if isinstance(node, ast.FunctionDef) and node.name == name]
+    return found[-1] if found else None

@@ -11,16 +11,6 @@ from dataclasses import dataclass
 from tilegym_db.records.definition import Definition
 from tilegym_db.records.definition_parts import Tolerance
 
-__all__ = [
-    "CODES_EQUAL",
-    "LIMITS",
-    "MIN_ELEMENTS_FOR_NORMS",
-    "TAU_CAP",
-    "WORST_ROW_FACTOR",
-    "Limits",
-    "limits_for",
-]
-
 MIN_ELEMENTS_FOR_NORMS = 1024
 """Below this many elements a norm over the output is too noisy to gate on; the element-wise bound stays."""
 WORST_ROW_FACTOR = 3.0

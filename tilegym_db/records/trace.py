@@ -16,22 +16,6 @@ from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.solution import Tunable
 from tilegym_db.records.workload import NAMESPACE
 
-__all__ = [
-    "STATUSES",
-    "Audit",
-    "Comparison",
-    "Correctness",
-    "FailurePoint",
-    "FuzzCases",
-    "Performance",
-    "Status",
-    "Tier",
-    "Trace",
-    "clip_log",
-    "new_run_id",
-    "new_trace_id",
-]
-
 Status = Literal[
     "PASSED",
     "INCORRECT_SHAPE",

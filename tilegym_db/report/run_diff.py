@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import jinja2
 
 from tilegym_db.errors import NotFoundError, did_you_mean
-from tilegym_db.store.queries import run_pairs as queries
+from tilegym_db.store.queries import report_rows as queries
 
 if TYPE_CHECKING:
     from tilegym_db.store.database import Store
-
-__all__ = ["CHANGES", "Difference", "RunDiff", "change_of", "diff_page", "read_diff"]
 
 Change = Literal["fails now", "slower", "faster", "passes now", "not known", "only in A", "only in B", "fails in both"]
 CHANGES: dict[Change, str] = {

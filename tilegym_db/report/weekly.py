@@ -14,8 +14,6 @@ from tilegym_db.store.queries import report_rows as queries
 if TYPE_CHECKING:
     from tilegym_db.store.database import Store
 
-__all__ = ["weekly"]
-
 FEW = 16
 """So many operators and GPUs are named one by one; of more, the short form has a row for each family and GPU."""
 SHOWN = 8

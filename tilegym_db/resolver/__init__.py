@@ -1,5 +1,7 @@
 """Which verified kernel serves a call: a published table, a pure decision, and a call site's cache."""
 
+from tilegym_db.published.entries import Candidate, Entry
+from tilegym_db.published.table import ResolverTable, load_table
 from tilegym_db.resolver.decide import Decision, Evidence, Rejection, decide, not_in_compiled_code
 from tilegym_db.resolver.request import Request, make_request
 from tilegym_db.resolver.resolve import (
@@ -9,7 +11,6 @@ from tilegym_db.resolver.resolve import (
     resolve,
     unavailable_languages,
 )
-from tilegym_db.resolver.table import Candidate, Entry, ResolverTable, load_table
 
 __all__ = [
     "Candidate",

@@ -9,40 +9,22 @@ noise and not launched later than it is done compete on latency. Where nobody is
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from tilegym_db.catalog import SolutionFiles
-from tilegym_db.records import axes_key
-from tilegym_db.records.solution import Config
-from tilegym_db.resolver.eligibility import (
-    HOST_NOISE_US,
-    MIN_BACKWARD_SPEEDUP_CI_LOW,
-    MIN_SPEEDUP_CI_LOW,
-    disqualify,
-    host_us,
-    later_launched,
-    ranked,
-    soonest_done,
-    tied,
-)
-from tilegym_db.resolver.measured_points import MeasuredPoint, find_point, outside_scalars
+from tilegym_db.published.checked import why_not_believed
+from tilegym_db.published.entries import Candidate, Entry
+from tilegym_db.published.table import ResolverTable
+from tilegym_db.records import Definition, axes_key
+from tilegym_db.records.call import is_code_selecting
+from tilegym_db.records.dtypes import Scalar
+from tilegym_db.records.solution import Config, why_not_timed
+from tilegym_db.records.trace import PROCESS_NOISE_US
 from tilegym_db.resolver.request import Request
-from tilegym_db.resolver.table import Candidate, ResolverTable
-
-__all__ = [
-    "MIN_BACKWARD_SPEEDUP_CI_LOW",
-    "MIN_SPEEDUP_CI_LOW",
-    "Decision",
-    "Evidence",
-    "Rejection",
-    "decide",
-    "judge",
-    "judge_each_serving",
-    "no_kernel",
-    "not_in_compiled_code",
-]
+from tilegym_db.store.statements import VERIFIED_TIERS
 
 MIN_COMPILED_US = 8.0
 """A shorter call is left to ``torch.compile``: most of it is the launch, which is what fusing it with its neighbours saves."""
@@ -249,3 +231,294 @@ def _fastest(eligible: Sequence[Candidate], serving: str | None) -> tuple[Candid
         else:
             lost.append(Rejection(candidate, f"slower: {times}"))
     return winner, lost
+
+
+# ---- eligibility ----------------------------------------------------------------------------------
+# Which measured candidates may serve a request, and which of them are as fast as each other. Pure: no I/O, no torch.
+
+MIN_SPEEDUP_CI_LOW = 1.02
+"""The lower end of the speedup against stock that a kernel must exceed: faster by more than noise."""
+
+MIN_BACKWARD_SPEEDUP_CI_LOW = 1.25
+"""The same for a backward. Stock code is given what the forward was given, where autograd has kept what it needs: at most it
+moves 22 bytes for 18 (swiglu_backward), which a kernel must not be credited with."""
+
+MAX_LAUNCH_RATIO = 1.1
+"""How much longer a call of a kernel may take than one of the stock code, each by the longer of its device and host time."""
+
+HOST_NOISE_US = 5.0
+"""What a host time may be off by: it depends on what else the host does. A smaller difference between two decides nothing."""
+
+
+def disqualify(candidate: Candidate, request: Request, files: SolutionFiles | None, *, exact: bool) -> str | None:
+    """Why a measured candidate may not serve the request, whatever its latency; None where it may."""
+    if files is None:
+        return "it is not in the catalog any more"
+    if candidate.solution_digest != files.digest:
+        return (
+            f"its digest differs from the catalog's source: verified {candidate.solution_digest[:12]}, "
+            f"now {files.digest[:12]}; bench and publish it again"
+        )
+    spec = files.record.spec
+    if spec.role != "kernel":
+        what = f" ({spec.provides})" if spec.provides else ""
+        return f"role {spec.role}{what}: measured to compare with, never dispatched"
+    reason = (
+        why_not_timed("it", spec.omits)
+        or _not_verified(candidate)
+        or files.record.unsupported(request.axes, request.dtypes, request.layouts, target=request.sm)
+    )
+    if reason is None and spec.language in request.unavailable:
+        reason = request.unavailable[spec.language]
+    if reason is None and not exact and not candidate.envelope_cases:
+        reason = "it was verified at the measured shape only, without fuzz cases that cover others"
+    return reason or _not_faster(
+        candidate, MIN_SPEEDUP_CI_LOW if request.definition.backward_of is None else MIN_BACKWARD_SPEEDUP_CI_LOW
+    )
+
+
+def _not_verified(candidate: Candidate) -> str | None:
+    """Why the measurement is not one to trust. Publishing leaves such out; a table may have been written by hand."""
+    if candidate.tier not in VERIFIED_TIERS:
+        return (
+            f"tier {candidate.tier or 'unknown'}: not a verified measurement; promote it (tilegym-db promote "
+            f"{candidate.solution}) and publish again"
+        )
+    if candidate.tier != "promotion":
+        return None
+    level, shipped = candidate.sandbox_level or 0, candidate.shipped_source
+    return why_not_believed(level, is_shipped=shipped, origin=candidate.origin, audience="this user")
+
+
+def _not_faster(candidate: Candidate, bar: float) -> str | None:
+    """Why the measurement does not say "faster than stock, by more than noise"."""
+    if candidate.latency_us is None or candidate.speedup_ci_low is None:
+        return "it was not compared with the stock code"
+    if candidate.speedup_ci_low > bar:
+        return None
+    ratio = f"{candidate.speedup:.2f}x" if candidate.speedup is not None else "unknown"
+    verdict = "slower than stock" if (candidate.speedup or 1.0) < 1.0 else "not faster than stock by more than noise"
+    return f"{verdict}: speedup {ratio}, CI low {candidate.speedup_ci_low:.3f} <= {bar}"
+
+
+def soonest_done(candidates: Sequence[Candidate]) -> Candidate | None:
+    """Of several ways in which models run an operator, the one whose call ends first, on the device and on the host."""
+    timed = [one for one in candidates if one.latency_us is not None and one.host_us is not None]
+    return min(timed, key=lambda one: max(one.latency_us or 0.0, one.host_us or 0.0), default=None)
+
+
+def later_launched(candidate: Candidate, stock: Candidate | None) -> str | None:
+    """Why a kernel that is faster on the device holds a model up all the same: the host is not done with it in time."""
+    if stock is None or stock.latency_us is None or stock.host_us is None:
+        return None
+    if candidate.latency_us is None or candidate.host_us is None:
+        return None
+    until = max(stock.latency_us, stock.host_us)
+    if max(candidate.latency_us, candidate.host_us) <= MAX_LAUNCH_RATIO * until + HOST_NOISE_US:
+        return None
+    return (
+        f"launch-bound: a call takes the host {candidate.host_us:.1f} us, the stock code is done after {until:.1f} us"
+    )
+
+
+def host_us(candidate: Candidate) -> float:
+    """What a call takes the host; more than anything where nobody knows."""
+    return sys.float_info.max if candidate.host_us is None else candidate.host_us
+
+
+def ranked(eligible: Sequence[Candidate]) -> list[Candidate]:
+    """By latency; the spelling decides between equal ones, so that the order of the table does not."""
+    return sorted(eligible, key=lambda candidate: (candidate.latency_us or 0.0, str(candidate)))
+
+
+def tied(ranked: Sequence[Candidate]) -> list[Candidate]:
+    """The fastest candidate and those inside its noise."""
+    return [candidate for candidate in ranked if _inside_noise(candidate, ranked[0])]
+
+
+def _inside_noise(candidate: Candidate, best: Candidate) -> bool:
+    """True where the confidence intervals overlap, or the next process may see it otherwise; a missing interval is the point."""
+    if (candidate.latency_us or 0.0) - (best.latency_us or 0.0) <= PROCESS_NOISE_US:
+        return True
+    low = candidate.ci_low_us if candidate.ci_low_us is not None else candidate.latency_us
+    high = best.ci_high_us if best.ci_high_us is not None else best.latency_us
+    return low is not None and high is not None and low <= high
+
+
+# ---- measured points ------------------------------------------------------------------------------
+# The measured point that a request is judged by: the exact one, else the nearest in log space, else the reason for
+# none.
+#
+# How far from the measured points a request may be is decided by :mod:`tilegym_db.resolver.decide`.
+#
+# This goes through all entries and is what a point means; :mod:`tilegym_db.resolver.resolve` finds exact ones sooner.
+
+CONTIGUOUS = "contiguous"
+
+
+class MeasuredPoint(NamedTuple):
+    """A measured point, whether it is the request's own, and the independent axes whose measured range the request is beyond."""
+
+    entry: Entry
+    exact: bool
+    beyond: tuple[str, ...] = ()
+
+
+def find_point(request: Request, table: ResolverTable) -> MeasuredPoint | str:
+    """The point to judge by, or why there is none."""
+    definition = request.definition
+    entries: Sequence[Entry] = table.believed_entries(definition, request.dtypes)
+    if not entries:
+        return _why_no_entries(request, table)
+    entries = [entry for entry in entries if entry.definition_digest == definition.digest]
+    if not entries:
+        return f"{definition.name} was measured on {table.gpu} under another meaning than version {definition.version}"
+    selecting = {name: request.scalars.get(name) for name in selecting_scalars(definition) if name in request.scalars}
+    entries = [entry for entry in entries if equal_scalars(entry, selecting) == len(selecting)]
+    if not entries:
+        return f"{definition.name} was not measured on {table.gpu} with these code-selecting scalars"
+    entries = [entry for entry in entries if layouts_match(entry, request.layouts, definition)]
+    if not entries:
+        spelled = ", ".join(f"{name} {layout}" for name, layout in sorted(request.layouts.items())) or "all contiguous"
+        return f"{definition.name} was not measured on {table.gpu} with these layouts ({spelled})"
+    sizes = {name: request.axes[name] for name in definition.var_axes}  # const axes are the same everywhere
+    exact = [entry for entry in entries if all(entry.axes[name] == size for name, size in sizes.items())]
+    if exact:
+        return MeasuredPoint(max(exact, key=lambda entry: equal_scalars(entry, request.scalars)), exact=True)
+    beyond = axes_beyond(definition, request.axes, request.dtypes, [entry.axes for entry in entries])
+    if isinstance(beyond, str):
+        return beyond
+    nearest = min(entries, key=lambda entry: (entry.log_distance(sizes), axes_key(dict(entry.axes))))
+    return MeasuredPoint(nearest, exact=False, beyond=beyond)
+
+
+def selecting_scalars(definition: Definition) -> tuple[str, ...]:
+    """Scalars that select code, which must be equal; a continuous one such as eps does not change what is fastest."""
+    return tuple(
+        name for name, spec in definition.inputs.items() if spec.is_scalar and is_code_selecting(definition, name)
+    )
+
+
+def outside_scalars(
+    definition: Definition, scalars: Mapping[str, Scalar], ranges: Mapping[str, tuple[float, float]]
+) -> str | None:
+    """Why a continuous scalar of a call is none that was verified; None where each lies within its range or has none."""
+    for name, value in scalars.items():
+        if name not in ranges or name in definition.size_scalars or is_code_selecting(definition, name):
+            continue
+        if not isinstance(value, int | float):
+            continue
+        low, high = ranges[name]
+        if not low <= value <= high:  # NaN is outside, too
+            return f"{name}={value:g} is outside the verified range {low:g}..{high:g}"
+    return None
+
+
+def equal_scalars(entry: Entry, scalars: Mapping[str, Scalar]) -> int:
+    """How many scalars have the value that was measured."""
+    return sum(entry.scalars.get(name) == value for name, value in scalars.items())
+
+
+def layouts_match(entry: Entry, layouts: Mapping[str, str], definition: Definition) -> bool:
+    """Verified and timed for these layouts: each tensor of the same class, outputs only where stated."""
+    for name, spec in definition.inputs.items():
+        if not spec.is_scalar and entry.layouts.get(name, CONTIGUOUS) != layouts.get(name, CONTIGUOUS):
+            return False
+    return all(
+        name not in layouts or entry.layouts.get(name, CONTIGUOUS) == layouts[name] for name in definition.outputs
+    )
+
+
+def _why_no_entries(request: Request, table: ResolverTable) -> str:
+    measured = [", ".join(f"{k}={v}" for k, v in dtypes.items()) for dtypes in table.dtypes_of(request.definition.name)]
+    if not measured:
+        return f"{request.definition.name} was not measured on {table.gpu}"
+    asked = ", ".join(f"{name}={dtype}" for name, dtype in request.dtypes.items())
+    return f"{request.definition.name} was not measured on {table.gpu} with {asked} (measured: {'; '.join(measured)})"
+
+
+# ---- reach ----------------------------------------------------------------------------------------
+# How far measured points reach: inside the range of every axis, and beyond it along axes that only repeat work. Pure.
+#
+# Whether a model has 8 or 16 heads of keys, each head is the same work: a kernel that was verified over the fuzz
+# cases, and is faster at points that differ in their heads, is no other for more of them. That is not taken on trust
+# alone. The Definition must say so of the axis, several of its sizes must have been measured, the size must be near
+# them, and the amount of work as a whole must lie inside of what was measured: below it a launch decides what is
+# faster, above it a kernel may run out of its integers.
+
+LEAST_SIZES = 2
+"""So many sizes of an axis must have been measured before it is believed that more of it is only more work."""
+FARTHEST = 4
+"""A size is at most so many times the largest that was measured, or one part in so many of the smallest."""
+
+Axes = Mapping[str, int]
+
+
+def axes_beyond(
+    definition: Definition, asked: Axes, dtypes: Mapping[str, str], points: Sequence[Axes]
+) -> tuple[str, ...] | str:
+    """The axes whose measured range a request is beyond, harmlessly; or why no point says anything about it.
+
+    Args:
+        definition: the operator.
+        asked: every axis of the request.
+        dtypes: every dtype of the request, which is that of the points.
+        points: the axes of the measured points; at least one.
+    """
+    beyond = []
+    for name in definition.var_axes:
+        sizes = {point[name] for point in points}
+        if min(sizes) <= asked[name] <= max(sizes):
+            continue
+        outside = f"{name}={asked[name]} is outside the measured range {min(sizes)}..{max(sizes)}"
+        group = _group_of(definition, name)
+        if not group:
+            return outside
+        why = _why_far(asked[name], sizes) or _why_other_ratio(name, group, asked, points)
+        if why:
+            return f"{outside}, and {why}"
+        beyond.append(name)
+    if beyond:
+        why = _why_other_work(definition, asked, dtypes, points)
+        if why:
+            return f"{beyond[0]}={asked[beyond[0]]} was not measured, and {why}"
+    return tuple(beyond)
+
+
+def _group_of(definition: Definition, name: str) -> tuple[str, ...]:
+    groups = () if definition.serving is None else definition.serving.independent
+    return next((group for group in groups if name in group), ())
+
+
+def _why_far(size: int, sizes: set[int]) -> str:
+    if len(sizes) < LEAST_SIZES:
+        return f"{len(sizes)} measured size does not show that more of it is only more work"
+    if size > FARTHEST * max(sizes) or size * FARTHEST < min(sizes):
+        return f"further from it than a factor of {FARTHEST}"
+    return ""
+
+
+def _why_other_ratio(name: str, group: Sequence[str], asked: Axes, points: Sequence[Axes]) -> str:
+    """Why the ratio of an axis to one of its group is another than those that were measured."""
+    for other in group:
+        if other == name or not asked[other]:
+            continue
+        known = [point[name] / point[other] for point in points if point[other]]
+        ratio = asked[name] / asked[other]
+        if not known or not min(known) <= ratio <= max(known):
+            measured = f"{min(known):g}..{max(known):g}" if known else "none"
+            return f"so is {name}/{other}={ratio:g} (measured: {measured})"
+    return ""
+
+
+def _why_other_work(definition: Definition, asked: Axes, dtypes: Mapping[str, str], points: Sequence[Axes]) -> str:
+    """Why the work of a request, in bytes that must move, is less or more than that of all points."""
+    work = definition.cost_of(asked, dtypes)[1]
+    known = [definition.cost_of({**asked, **point}, dtypes)[1] for point in points]
+    if min(known) <= work <= max(known):
+        return ""
+    return f"its {_megabytes(work)} MB are outside the measured {_megabytes(min(known))}..{_megabytes(max(known))} MB"
+
+
+def _megabytes(size: float) -> str:
+    return f"{size / 1e6:.3g}"

@@ -15,8 +15,6 @@ from tilegym_db.records.hardware import CPU, gpu_slug
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["common_device", "default_gpu", "device_gpu", "is_capturing", "on_device"]
-
 
 @lru_cache(maxsize=64)
 def device_gpu(device: torch.device) -> tuple[str, str]:

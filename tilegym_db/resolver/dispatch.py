@@ -5,33 +5,32 @@ included, and the scalars that select code. A key seen before costs one dict loo
 Definition, decided, loaded, and remembered. A kernel that raises is put in quarantine for its key. Whatever no verified
 kernel can serve is left to the stock code.
 
-An axis that grows by one at each call (a cache) is left out of the key: see :mod:`~tilegym_db.resolver.growing`.
+An axis that grows by one at each call (a cache) is left out of the key: see :mod:`~tilegym_db.resolver.dispatch`.
 """
 
 from __future__ import annotations
 
+import ast
+import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tilegym_db.errors import NoSolutionError, SolutionError, TilegymDBError
-from tilegym_db.records import Definition
-from tilegym_db.records.binding import Binding, bind_call
+from tilegym_db.records import Definition, axes_key
+from tilegym_db.records.call import Binding, bind_call
+from tilegym_db.records.expressions import names_in, parse_expression
 from tilegym_db.resolver import device
-from tilegym_db.resolver.allocate import Allocate, with_outputs
-from tilegym_db.resolver.bound import Bound, Preview, Spans, undoable
 from tilegym_db.resolver.decide import Decision, not_in_compiled_code
-from tilegym_db.resolver.dispatch_report import DispatchReport, KernelFailure, KeyReport
-from tilegym_db.resolver.growing import alike_span
-from tilegym_db.resolver.hot_path import compile_attempt, compile_serve, size_of
+from tilegym_db.resolver.hot_path import Allocate, compile_attempt, compile_serve, size_of, with_outputs
 from tilegym_db.resolver.loader import Launcher, load_computer, load_launcher
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MAX_KEYS", "Choose", "Dispatcher", "Preview"]
 
 MAX_KEYS = 4096
 """Keys a call site remembers; beyond that the oldest is forgotten (a server sees a new token count at every step)."""
@@ -96,7 +95,7 @@ class Dispatcher:
             allocate: the outputs for some inputs, uninitialised. Their layout may depend on what the inputs' key says and on
                 nothing else; to decide about a new key it is called with tensors on the ``meta`` device.
             growing: an axis of inputs alone that has another size at each call. What is decided for a size is kept for those
-                around it that are decided alike: see :mod:`tilegym_db.resolver.growing`.
+                around it that are decided alike: see :mod:`tilegym_db.resolver.dispatch`.
         """
         if growing is None:
 
@@ -298,3 +297,270 @@ class Dispatcher:
         failure = self._quarantined[key] = KernelFailure(self.definition.name, solution, dict(axes), text)
         warnings.warn(f"tilegym-db: {failure.summary}; stock code runs instead", RuntimeWarning, stacklevel=5)
         return failure
+
+
+# ---- bound ----------------------------------------------------------------------------------------
+# What a call site remembers of a kind of call: the launcher that serves it, and for which sizes it holds.
+
+
+class Preview(NamedTuple):
+    """What would serve a call: ``launch`` and ``kernel``, the solution and its config; or None and the reason for stock."""
+
+    launch: Launcher | None
+    kernel: str | None
+    reason: str
+
+
+class Bound:
+    """What one key is bound to; ``launch`` None means stock."""
+
+    __slots__ = (
+        "axes",
+        "calls",
+        "compute",
+        "high",
+        "kernel_calls",
+        "launch",
+        "low",
+        "reason",
+        "seen",
+        "solution",
+        "undoes",
+    )
+
+    def __init__(
+        self,
+        launch: Launcher | None,
+        reason: str,
+        solution: str | None = None,
+        axes: dict[str, int] | None = None,
+    ) -> None:
+        self.launch = launch
+        self.reason = reason
+        self.solution = solution
+        self.axes = axes or {}
+        # Instead of launch, where the caller has no outputs: gives those that the solution returns.
+        self.compute: Launcher | None = None
+        self.low, self.high = 0, sys.maxsize  # the sizes of a growing axis that this holds for
+        self.seen: set[int] = set()  # those of them that there was a call of
+        self.calls = 0
+        self.kernel_calls: int | None = None  # set when a kernel is retired; until then every call ran it
+        self.undoes = True  # a launch that raises leaves the inputs as they were
+
+    @property
+    def kernel_calls_so_far(self) -> int:
+        """Calls of this kind that ran a kernel."""
+        if self.kernel_calls is not None:
+            return self.kernel_calls
+        return 0 if self.launch is None else self.calls
+
+    def retire(self, reason: str) -> None:
+        """Leave this key to stock code from now on; the call that failed is not counted as a kernel's."""
+        self.kernel_calls = self.calls - 1
+        self.launch = None
+        self.reason = reason
+
+
+class Spans:
+    """What kinds of calls are bound to, each for spans of a growing axis.
+
+    ``recent`` has the span that the last call of a kind fell into; a cache that grows stays in it for long.
+    """
+
+    def __init__(self) -> None:
+        self.recent: dict[Any, Bound] = {}
+        self._known: dict[Any, list[Bound]] = {}
+
+    def find(self, kind: Any, size: int) -> Bound | None:
+        """What holds for a size."""
+        for bound in self._known.get(kind, ()):
+            if bound.low <= size <= bound.high:
+                self.recent[kind] = bound
+                return bound
+        return None
+
+    def add(self, kind: Any, bound: Bound) -> None:
+        """Remember what a kind is bound to."""
+        self._known[kind] = [*self._known.get(kind, ()), bound]
+        self.recent[kind] = bound
+
+    def forget(self, bound: Bound) -> None:
+        """Have it decided again where it held."""
+        self._known = {kind: [one for one in all_of if one is not bound] for kind, all_of in self._known.items()}
+        for kind in [kind for kind, one in self.recent.items() if one is bound]:
+            del self.recent[kind]
+
+
+def undoable(definition: Definition, bound: Bound, launch: Launcher) -> Launcher:
+    """A launch that can be undone, for an operator that overwrites an input; the one that follows it cannot.
+
+    Compile and argument errors show at the first launch. Keeping a copy at every launch would cost what the kernel
+    saves.
+    """
+    names = list(definition.inputs)
+    overwritten = [names.index(name) for name in definition.in_place]
+
+    def launch_with_backup(*args: Any) -> None:
+        backup = [args[index].clone() for index in overwritten]
+        try:
+            launch(*args)
+        except BaseException:
+            for index, saved in zip(overwritten, backup, strict=True):
+                args[index].copy_(saved)
+            raise
+        bound.launch, bound.undoes = launch, False
+
+    return launch_with_backup
+
+
+# ---- growing --------------------------------------------------------------------------------------
+# One decision for a span of sizes: of a cache that grows by one position a step, so that every step is a new shape.
+#
+# Deciding about a shape takes a hundred times as long as a call whose shape is known. A decision rests on the
+# measured point that is nearest in log space, and on the constraints of its candidates. The sizes of one axis for
+# which a point is the nearest are an interval, whatever the other axes are; constraints that are bounds of the axis
+# hold on an interval as well. So where both ends of a span are decided alike, the kernel is verified, declared and
+# faster at every size between them, by the rule that picks it at the ends. Only which of several such kernels is the
+# fastest may differ inside.
+#
+# A span of sizes that are left to stock code may hold some that a kernel serves, where its constraints pick out
+# scattered sizes or it was verified for one alone. Those may be left to stock too, which costs speed and nothing
+# else.
+
+
+def octave(size: int) -> tuple[int, int]:
+    """The sizes from one power of two up to the next that ``size`` lies among; a span is never longer."""
+    low = 1 << (max(size, 1).bit_length() - 1)
+    return low, 2 * low - 1
+
+
+def span_around(size: int, is_alike: Callable[[int], bool]) -> tuple[int, int]:
+    """The sizes around one, within its octave, up to which both ends are decided alike.
+
+    Args:
+        size: what was decided; not asked about again.
+        is_alike: whether another size is decided as it is. True on an interval around it; asked about 2 log2 of them at most.
+    """
+    low, high = octave(size)
+    return min(size, _farthest(size, low, is_alike)), _farthest(size, high, is_alike)
+
+
+def _farthest(inside: int, limit: int, is_alike: Callable[[int], bool]) -> int:
+    """The last size from ``inside`` towards ``limit`` that is alike, by bisection."""
+    if limit == inside or is_alike(limit):
+        return limit
+    outside = limit
+    while abs(outside - inside) > 1:
+        middle = (inside + outside) // 2
+        if is_alike(middle):
+            inside = middle
+        else:
+            outside = middle
+    return inside
+
+
+def answer(decision: Decision) -> tuple[Any, ...]:
+    """What two decisions must share to be alike: the kernel with its source and config, and the measured point it rests on."""
+    candidate, axes = decision.evidence.candidate, decision.evidence.axes
+    kernel = None if candidate is None else (str(candidate), candidate.solution_digest)
+    return kernel, decision.evidence.gpu, None if axes is None else tuple(sorted(axes.items()))
+
+
+def are_bounds_of(axis: str, definition: Definition, decision: Decision) -> bool:
+    """Whether what limits a decided kernel to some sizes of an axis are bounds, as ``L >= 2`` is and ``L % 16 == 0`` is not."""
+    own: Iterable[str] = () if decision.solution is None else decision.solution.record.spec.constraints
+    texts = (*definition.constraints, *own)
+    return all(_is_bound(parse_expression(text), axis) for text in texts if axis in names_in(text)[0])
+
+
+def _is_bound(node: ast.expr, axis: str) -> bool:
+    """Whether an expression compares the axis itself with something that does not depend on it."""
+    if not isinstance(node, ast.Compare) or len(node.ops) != 1:
+        return False
+    sides = (node.left, node.comparators[0])
+    itself = [isinstance(side, ast.Name) and side.id == axis for side in sides]
+    free = [axis not in names_in(ast.unparse(side))[0] for side in sides]
+    is_order = isinstance(node.ops[0], ast.Lt | ast.LtE | ast.Gt | ast.GtE)
+    return is_order and ((itself[0] and free[1]) or (itself[1] and free[0]))
+
+
+def alike_span(
+    axis: str, binding: Binding, decision: Decision, definition: Definition, choose: Callable[[Binding], Decision]
+) -> tuple[int, int]:
+    """The sizes of an axis around that of a call which are decided as the call is.
+
+    Args:
+        axis: of the Definition.
+        binding: the call.
+        decision: what was decided about it.
+        definition: the operator.
+        choose: decides about the same call of another size.
+    """
+    size = binding.axes[axis]
+    if not are_bounds_of(axis, definition, decision):
+        return size, size
+    picked = answer(decision)
+
+    def is_alike(other: int) -> bool:
+        try:
+            return answer(choose(replace(binding, axes={**binding.axes, axis: other}))) == picked
+        except TilegymDBError:
+            return False
+
+    return span_around(size, is_alike)
+
+
+# ---- dispatch report ------------------------------------------------------------------------------
+# What a call site did: counts per key, and the kernels that had to be put in quarantine.
+
+
+@dataclass(frozen=True)
+class KernelFailure:
+    """A kernel that could not be loaded, or raised, for one key; stock code serves that key since."""
+
+    definition: str
+    solution: str
+    axes: Mapping[str, int]
+    traceback: str
+
+    @property
+    def summary(self) -> str:
+        """One line: which kernel, where, and the exception's own last line."""
+        last = self.traceback.strip().splitlines()[-1]
+        return (
+            f"{self.solution} failed for {self.definition} at {axes_key(dict(self.axes))} and is in quarantine: {last}"
+        )
+
+
+@dataclass(frozen=True)
+class KeyReport:
+    """One kind of call (shapes, dtypes, strides, device) that was seen, and what serves it; no solution means stock.
+
+    Where calls grow, one report stands for a span of sizes; its axes are those of the call that was decided.
+    """
+
+    axes: Mapping[str, int]
+    solution: str | None
+    reason: str
+    calls: int
+    kernel_calls: int
+
+
+@dataclass(frozen=True)
+class DispatchReport:
+    """The counts of one call site. ``hits`` were served from the cache; ``kernel_calls`` ran a verified kernel."""
+
+    definition: str
+    calls: int
+    hits: int
+    misses: int
+    capture_misses: int
+    """Calls first seen while a CUDA graph was being captured; they ran stock code and were not remembered."""
+    kernel_calls: int
+    keys: tuple[KeyReport, ...]
+    failures: tuple[KernelFailure, ...]
+
+    @property
+    def stock_calls(self) -> int:
+        """Calls that were left to the stock code."""
+        return self.calls - self.kernel_calls

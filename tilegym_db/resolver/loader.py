@@ -26,8 +26,6 @@ from tilegym_db.records.solution import Config
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Launcher", "load_computer", "load_launcher", "load_verified"]
-
 Launcher = Callable[..., Any]
 """``launch(*inputs, *written_outputs)``: runs one call, writes the outputs, returns nothing of interest."""
 

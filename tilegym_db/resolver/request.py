@@ -8,13 +8,10 @@ from typing import Literal
 
 from tilegym_db.errors import RecordError, UsageError, did_you_mean
 from tilegym_db.records import Definition
-from tilegym_db.records.binding import is_code_selecting
+from tilegym_db.records.call import axes_with_scalars, is_code_selecting, scalars_with_axes
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.hardware import CPU, GPU_SLUGS, same_gpu
 from tilegym_db.records.layouts import LAYOUT_CLASSES
-from tilegym_db.records.sizes import axes_with_scalars, scalars_with_axes
-
-__all__ = ["MODES", "Mode", "Request", "compile_target", "make_request"]
 
 Mode = Literal["inference", "training"]
 MODES: tuple[Mode, ...] = ("inference", "training")

@@ -16,8 +16,6 @@ from typing import Any
 
 from tilegym_db.errors import UsageError
 
-__all__ = ["function_source", "language_of"]
-
 _PLAIN = (bool, int, float, str, bytes, type(None))
 _LANGUAGES = {"triton": "triton", "tilelang": "tilelang", "cuda.tile": "cutile"}
 

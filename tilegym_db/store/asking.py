@@ -6,22 +6,43 @@ The statement must parse as exactly one SELECT. That it cannot reach outside of 
 
 from __future__ import annotations
 
+import functools
 import math
+import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tilegym_db.errors import QueryError, QueryTimeoutError, StoreError
-from tilegym_db.store.views import public_views
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
-__all__ = ["MAX_ROWS", "MAX_STATEMENT", "VIEWS", "Asked", "QueryResult", "ask"]
+
+# ---- views ----------------------------------------------------------------------------------------
+# The names of the views that users query, read from ``views.sql``, ``imported.sql`` and ``loop.sql``: typed once,
+# there.
+
+INTERNAL_VIEWS = frozenset({"marked_traces", "standing", "newest_passes", "newest_steps", "best_per_solution"})
+"""Steps on the way to the others; they can be queried, and may change."""
+
+_NAME = re.compile(r"^CREATE OR REPLACE VIEW (\w+)", re.MULTILINE)
+
+
+@functools.cache
+def public_views() -> tuple[str, ...]:
+    """Every view that a query may be about, in the order in which they are made."""
+    text = "".join(
+        files(__package__).joinpath(name).read_text(encoding="utf-8")
+        for name in ("views.sql", "imported.sql", "loop.sql")
+    )
+    return tuple(name for name in _NAME.findall(text) if name not in INTERNAL_VIEWS)
+
 
 VIEWS = public_views()
 """What a query may be about, for help texts."""

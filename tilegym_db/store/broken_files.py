@@ -9,15 +9,13 @@ from pathlib import Path
 
 from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.files import read_bytes
+from tilegym_db.published.input_files import loop_folder
+from tilegym_db.published.installation import RejectedLine
 from tilegym_db.records.base import Record
-from tilegym_db.records.peaks import GpuPeaks
-from tilegym_db.store.input_files import loop_folder
-from tilegym_db.store.installation import RejectedLine
+from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.store.journal import CUT_OFF, read_journal
-from tilegym_db.store.loop_journals import loop_journals, rejected_lines
+from tilegym_db.store.loop import loop_journals, rejected_lines
 from tilegym_db.store.model_runs import FOLDER, read_model_run
-
-__all__ = ["BrokenFiles", "broken_files"]
 
 BUDGET_S = 1.5
 """How long files of one folder are read for; of a folder that takes longer, the oldest are left for another time."""

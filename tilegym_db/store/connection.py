@@ -10,26 +10,47 @@ half as long as everything else that a reader loads.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic_core import from_json, to_json
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.errors import StoreError
+from tilegym_db.catalog.record_files import definition_at, keeping_parsed_sources, read_source, visible
+from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.paths import home
+from tilegym_db.published.checked import Checked
+from tilegym_db.published.input_files import published_folders
+from tilegym_db.published.installation import RejectedLine
+from tilegym_db.records import Solution, axes_key
 from tilegym_db.store import statements
-from tilegym_db.store.database import Store, connect
+from tilegym_db.store.database import Store, attach, connect, is_damage, remove_database, write_ahead_log, writer_lock
 from tilegym_db.store.fingerprints import fingerprints, outdated
-from tilegym_db.store.lock import writer_lock
+from tilegym_db.store.imported import sync_imported
+from tilegym_db.store.journal import journal_files
+from tilegym_db.store.loading import (
+    IngestReport,
+    combined,
+    judge_passes,
+    load_journals,
+    load_snapshots,
+    load_traces,
+    mark_newest,
+)
+from tilegym_db.store.loop import sync_loop
+from tilegym_db.store.model_runs import load_model_runs, published_model_rows
+from tilegym_db.store.peaks_files import peaks_rows
+from tilegym_db.store.tuning import load_tuning, published_tuning_rows
 
-__all__ = [
-    "DATABASE_NAME",
-    "LOCK_TIMEOUT_S",
-    "Store",
-    "database_path",
-    "open_store",
-    "require_regular",
-    "settle",
-]
+if TYPE_CHECKING:
+    from duckdb import DuckDBPyConnection
+
+    from tilegym_db.store.database import Store
+
 
 DATABASE_NAME = "tilegym.duckdb"
 LOCK_TIMEOUT_S = 10.0
@@ -114,7 +135,6 @@ def open_store(
 
 def _create_missing(path: Path, catalog: Catalog, lock_timeout_s: float) -> bool:
     """Make the database, unless another process has made it by the time its lock is free; whether this one did."""
-    from tilegym_db.store.creation import create_database
 
     # Whoever holds the lock is likely to be making it, which takes far longer than another's use of it.
     with writer_lock(path, lock_timeout_s if lock_timeout_s < LOCK_TIMEOUT_S else CREATION_TIMEOUT_S):
@@ -125,8 +145,6 @@ def _create_missing(path: Path, catalog: Catalog, lock_timeout_s: float) -> bool
 
 
 def _open_writer(path: Path, catalog: Catalog, lock_timeout_s: float) -> Store:
-    from tilegym_db.store.creation import create_database, upgrade
-    from tilegym_db.store.refresh import refresh
 
     with ExitStack() as resources:
         resources.enter_context(writer_lock(path, lock_timeout_s))
@@ -190,3 +208,337 @@ def _checked_meta(store: Store) -> dict[str, str]:
             f"{statements.SCHEMA_VERSION}). Try: pip install --upgrade tilegym-db, or set TILEGYM_DB_HOME elsewhere."
         )
     return meta
+
+
+# ---- creation -------------------------------------------------------------------------------------
+# Making a database: a new one, one that takes the place of an older one, and what a home folder brings into it.
+
+_log = logging.getLogger(__name__)
+
+
+def upgrade(path: Path, catalog: Catalog, version: str) -> None:
+    """Make a database with older tables anew. It stays as it was until the new one, with all that it held, is whole."""
+    _log.warning(
+        "%s has the tables of an older tilegym-db (schema %s, now %d): making it anew, once.",
+        path,
+        version,
+        statements.SCHEMA_VERSION,
+    )
+    create_database(path, catalog, path, keep_traces=True)
+
+
+def create_database(
+    path: Path, catalog: Catalog, history: Path | None = None, *, keep_traces: bool = False
+) -> IngestReport:
+    """Make a whole database and move it to ``path`` in one step, so that nobody ever opens half of one.
+
+    The caller holds the writers' lock.
+
+    Args:
+        path: where it goes; the journals are those beside it.
+        catalog: its records and its shipped traces go in.
+        history: a database whose older definitions and solutions are taken over.
+        keep_traces: take over the traces of ``history`` too that neither the journals nor the shipped files hold.
+    """
+    staging = path.with_name(f".{path.name}.new")
+    try:
+        remove_database(staging)  # of a process that was killed here
+        with Store(staging, connect(staging, read_only=False, timeout_s=0.0), read_only=False) as store:
+            report = _fill(store, path, catalog, history, keep_traces)
+        write_ahead_log(path).unlink(missing_ok=True)  # it must not be replayed into the new file
+        staging.replace(path)
+    except OSError as error:
+        raise StoreError(f"cannot create {path}: {error.strerror or error}.") from None
+    finally:
+        remove_database(staging)
+    return report
+
+
+def _fill(store: Store, path: Path, catalog: Catalog, history: Path | None, keep_traces: bool) -> IngestReport:
+    wanted = fingerprints(catalog, path.parent)
+    with store.transaction("create") as connection:
+        connection.execute(statements.schema_sql())
+        connection.execute(statements.REMEMBER_META, {"key": "schema_version", "value": str(statements.SCHEMA_VERSION)})
+    shipped = refresh(store, catalog, wanted, wanted.keys())
+    journaled = load_home(store)
+    for note in journaled.notes:
+        _log.warning("%s", note)
+    if history is not None:
+        _adopt(store, history, (*statements.ADOPT_HISTORY, *([statements.ADOPT_TRACES] if keep_traces else [])))
+    with store.translated("create"):  # all of it into the one file that is moved; closing would hide a full disk
+        store.connection.execute("CHECKPOINT")
+    return combined(shipped, journaled)
+
+
+def load_home(store: Store, *, trust: bool = False) -> IngestReport:
+    """Bring in what is new beside the database: journals, runs of models, and logs of searches.
+
+    With ``trust``, journals and runs of models that nothing signed (those of older versions) count as well.
+
+    Raises:
+        StoreError: a file cannot be read, or the disk is full.
+    """
+    load_tuning(store, store.home)
+    journals = journal_files(store.home)
+    odd = [path for path in journals if not _can_be_kept(path)]
+    journaled = load_journals(store, [path for path in journals if path not in odd], trust=trust)
+    reason = "its name is not UTF-8, so the database cannot note that it was read. Rename it."
+    left_out = IngestReport(rejected=tuple(RejectedLine(path, 0, reason) for path in odd))
+    return combined(journaled, left_out, load_model_runs(store, store.home, trust=trust))
+
+
+def _can_be_kept(path: Path) -> bool:
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _adopt(store: Store, old: Path, adoptions: Iterable[str]) -> None:
+    with store.translated("take over the history of"):
+        attach(store.connection, old, "old", "READ_ONLY")
+    with store.transaction("create") as connection:
+        for statement in adoptions:
+            connection.execute(statement)
+        trust = {"trace_records": statements.ADOPT_TRUST, "model_run_records": statements.ADOPT_MODEL_RUN_TRUST}
+        for table, statement in trust.items():
+            if connection.execute(statements.HAS_OLD_TRUST, {"table": table}).fetchall()[0][0]:
+                connection.execute(statement)
+        mark_newest(connection)
+    with store.translated("create"):
+        store.connection.execute("DETACH old")
+
+
+# ---- ingest ---------------------------------------------------------------------------------------
+# From journals to the database: what is new (:func:`ingest`), or everything from scratch (:func:`rebuild`).
+
+
+def ingest(store: Store, files: Sequence[Path] | None = None, *, trust: bool = False) -> IngestReport:
+    """Bring traces, runs of models and searches into the database; those it has already are left alone.
+
+    Args:
+        store: opened for writing; being that, it holds the writers' lock.
+        files: JSONL files of traces; without any, the journals and the logs of searches beside the database that grew since
+            the last time, and the runs of models beside it.
+        trust: traces that this installation did not sign count from now on, as if they had been measured here; the column
+            ``origin`` goes on calling them foreign.
+
+    Returns:
+        Counts, and each line that is no trace. Such lines stop nothing: a killed process leaves one behind.
+
+    Raises:
+        StoreError: a file cannot be read, or the disk is full; then nothing at all was ingested.
+    """
+    if files:
+        return load_traces(store, files, trust=trust)
+    return load_home(store, trust=trust)
+
+
+def ingest_journals(store: Store) -> IngestReport:
+    """:func:`ingest` of the journals beside the database."""
+    return ingest(store)
+
+
+def rebuild(
+    path: Path | None = None, *, catalog: Catalog | None = None, lock_timeout_s: float = LOCK_TIMEOUT_S
+) -> IngestReport:
+    """Make the database anew from the catalog, its shipped traces and the journals; the old one is replaced at the end.
+
+    Older definitions and solutions are taken over where the old database can still be read. Traces that were ingested
+    from files other than journals are not.
+
+    Raises:
+        StoreError: another process has the database open, it is newer than this version, or the disk is full; the old
+            database is then left as it was.
+    """
+    path = database_path(path)
+    require_regular(path)
+    with writer_lock(path, lock_timeout_s):
+        history, notes = _history(path, lock_timeout_s)
+        catalog = catalog or Catalog.default()
+        try:
+            report = create_database(path, catalog, history)
+        except StoreError as error:  # damage further back than what opening reads
+            if history is None or not is_damage(error):
+                raise
+            report, notes = create_database(path, catalog), (_forgotten(path),)
+    return replace(report, notes=notes)
+
+
+def _history(path: Path, lock_timeout_s: float) -> tuple[Path | None, tuple[str, ...]]:
+    """The old database, settled (its write-ahead log folded in), or None with why it cannot be read."""
+    if not path.exists():
+        return None, ()
+    try:
+        settle(path, lock_timeout_s)
+    except StoreError as error:
+        if not is_damage(error):
+            raise
+        return None, (_forgotten(path),)
+    return path, ()
+
+
+def _forgotten(path: Path) -> str:
+    return f"{path} was damaged, so definitions and solutions that left the catalog are forgotten."
+
+
+# ---- refresh --------------------------------------------------------------------------------------
+# Brings in again what changed of what the database is derived from: the views' text, the catalog, peaks, and shipped
+# traces, searches and runs of models. :mod:`tilegym_db.store.fingerprints` says what changed.
+
+
+def refresh(store: Store, catalog: Catalog, wanted: dict[str, str], parts: Collection[str]) -> IngestReport:
+    """Bring ``parts`` in again.
+
+    Raises:
+        RecordError: a record of the catalog, or a file of peaks, is not valid.
+        StoreError: the disk is full.
+    """
+    refused: list[str] = []
+    checked = Checked(catalog)
+    with store.transaction("bring the catalog into") as connection:
+        if "views" in parts:
+            connection.execute(statements.views_sql())
+        if "catalog" in parts:
+            with keeping_parsed_sources(store.home):
+                _sync_catalog(connection, catalog, checked)
+        if "peaks" in parts:
+            _insert(connection, statements.SYNC_PEAKS, peaks_rows(store.home, catalog, refused))
+        if "searches" in parts:
+            rows = published_tuning_rows(catalog, store.home, refused)
+            _insert(connection, statements.SYNC_PUBLISHED_TUNING, rows)
+        if "model_runs" in parts:
+            rows = published_model_rows(catalog, store.home, refused)
+            _insert(connection, statements.SYNC_PUBLISHED_MODEL_RUNS, rows)
+        if "imported" in parts:
+            sync_imported(connection, store.home)
+        if "loop" in parts:  # after the views, which its own ask
+            sync_loop(connection, store.home, catalog)
+        if not {"catalog", "peaks"}.isdisjoint(parts) and judge_passes(connection):
+            mark_newest(connection)
+    report = IngestReport(notes=tuple(refused))
+    if "shipped_traces" in parts:  # after the catalog and the peaks, which each batch's figures are held against
+        plausible = frozenset() if store.rows(statements.HAS_RETIRED)[0]["retired"] else checked.plausible()
+        report = combined(report, load_snapshots(store, published_folders(catalog), plausible=plausible))
+    with store.transaction("bring the catalog into") as connection:
+        for part in parts:
+            connection.execute(statements.FORGET_META, {"key": part})
+            connection.execute(statements.REMEMBER_META, {"key": part, "value": wanted[part]})
+    for note in report.notes:
+        _log.warning("%s", note)
+    return report
+
+
+def _sync_catalog(connection: DuckDBPyConnection, catalog: Catalog, checked: Checked) -> None:
+    definitions, solutions = definition_rows(catalog, checked), solution_rows(catalog, checked)
+    workloads = workload_rows(catalog, checked, [row["name"] for row in definitions])
+    for statement in statements.RETIRE_RECORDS:
+        connection.execute(statement)
+    _insert(connection, statements.SYNC_DEFINITIONS, definitions)
+    _insert(connection, statements.SYNC_SOLUTIONS, solutions)
+    _insert(connection, statements.SYNC_WORKLOADS, workloads)
+
+
+def _insert(connection: DuckDBPyConnection, statements: Iterable[str], records: list[dict[str, Any]]) -> None:
+    # one JSON array as one parameter: row by row, DuckDB takes a millisecond each
+    payload = to_json(records).decode()
+    for statement in statements:
+        connection.execute(statement, {"records": payload} if "$records" in statement else None)
+
+
+# ---- catalog rows ---------------------------------------------------------------------------------
+# The catalog as rows of the database, without judging again what was judged when the package was made.
+#
+# What took a new home longest were rules that shipped records are known to keep. :mod:`tilegym_db.published.checked`
+# knows which files were valid then; one that changed, or that depends on one that did, is read and judged as a user's
+# own.
+
+Row = dict[str, Any]
+
+
+def definition_rows(catalog: Catalog, checked: Checked) -> list[Row]:
+    """Every valid Definition, by name. What is broken is left out, and named as :attr:`Catalog.definitions` does."""
+    rows = []
+    for name, path in sorted(catalog.definition_paths.items()):
+        digest = checked.definition_digest(name)
+        if digest is None:
+            try:
+                definition = catalog.definition(name)
+            except RecordError:
+                return [_definition_row(one.digest, one.to_dict()) for one in catalog.definitions.values()]
+            rows.append(_definition_row(definition.digest, definition.to_dict()))
+        else:
+            rows.append(_definition_row(digest, from_json(checked.content(path))))
+    return rows
+
+
+def solution_rows(catalog: Catalog, checked: Checked) -> list[Row]:
+    """Every valid Solution, by name. What is broken is left out, and named as :attr:`Catalog.solutions` does."""
+    rows, unknown = {}, set()
+    for name, path in catalog.solution_paths.items():
+        row = _checked_solution(path, checked)
+        if row is None:
+            unknown.add(definition_at(path))
+        else:
+            rows[name] = row
+    if unknown <= catalog.definition_paths.keys():
+        read = [files for definition in sorted(unknown) for files in catalog.solutions_for(definition)]
+    else:
+        read = list(catalog.solutions.values())
+    rows |= {files.name: _solution_row(files.record, files.digest) for files in read}
+    return [rows[name] for name in sorted(rows)]
+
+
+def workload_rows(catalog: Catalog, checked: Checked, definitions: list[str]) -> list[Row]:
+    """Every valid Workload of these Definitions. What is broken is left out and named."""
+    rows = []
+    for name in definitions:
+        records = _checked_workloads(catalog, name, checked)
+        if records is None:
+            records = [workload.to_dict() for workload in catalog.workloads_for(name)]
+        rows += [_workload_row(record) for record in records]
+    return rows
+
+
+def _checked_solution(path: Path, checked: Checked) -> Row | None:
+    if not checked.lists(path):
+        return None
+    try:
+        record = Solution.model_validate(from_json(checked.content(path)))
+        sources = {source.path: read_source(path, source.path) for source in record.sources}
+    except (RecordError, ValueError):
+        return None  # reading it as any other says what is wrong
+    return _solution_row(record, record.digest(sources)) if checked.solution(path, record, sources) else None
+
+
+def _checked_workloads(catalog: Catalog, definition: str, checked: Checked) -> list[Row] | None:
+    """The Workloads of a Definition as its files state them; None unless all of these are known to be valid."""
+    found: dict[str, Row] = {}
+    for root in catalog.roots:
+        for path in visible(root / "workloads", f"*/{definition}.jsonl"):
+            if not checked.workloads(path, definition):
+                return None
+            for record in map(from_json, checked.content(path).splitlines()):
+                found.setdefault(record["uuid"], record)
+    return list(found.values())
+
+
+def _definition_row(digest: str, record: Row) -> Row:
+    record.pop("schema_version", None)  # what is kept of a record is what it says, without defaults
+    return {key: record[key] for key in ("name", "version", "op_type")} | {"digest": digest, "record": record}
+
+
+def _solution_row(record: Solution, digest: str) -> Row:
+    return {"name": record.name, "definition": record.definition, "digest": digest, "record": record.to_dict()}
+
+
+def _workload_row(record: Row) -> Row:
+    dtypes: Mapping[str, str] = record.get("dtypes", {})
+    return {
+        "uuid": record["uuid"],
+        "definition": record["definition"],
+        "axes_key": axes_key(record["axes"]),
+        "dtypes_key": ",".join(f"{name}={dtypes[name]}" for name in sorted(dtypes)),
+        "record": record,
+    }

@@ -5,6 +5,7 @@ Everything here knows DuckDB and nothing of traces; :mod:`tilegym_db.store.conne
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
@@ -16,23 +17,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from tilegym_db.errors import StoreError
-from tilegym_db.store.lock import POLL_S
+from tilegym_db.files import POLL_S, hold_lock
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
     from tilegym_db.store.answer import Answer
 
-__all__ = [
-    "ROW_GROUP_SIZE",
-    "STORAGE_VERSION",
-    "Store",
-    "attach",
-    "connect",
-    "is_damage",
-    "remove_database",
-    "write_ahead_log",
-]
 
 STORAGE_VERSION = "v1.5.0"
 """Files are written in this format, so that DuckDB 1.5's command line and UI open them."""
@@ -275,3 +266,32 @@ def remove_database(path: Path) -> None:
 def write_ahead_log(path: Path) -> Path:
     """Where DuckDB keeps what a database file does not have yet; there is none while nobody writes."""
     return path.with_name(path.name + ".wal")
+
+
+# ---- lock -----------------------------------------------------------------------------------------
+# The writers' lock: one process at a time changes the database, and the next one waits its turn.
+
+
+@contextmanager
+def writer_lock(database: Path, timeout_s: float) -> Iterator[None]:
+    """Hold ``<database>.lock``. The kernel lets go of it when the process ends, however it ends.
+
+    Raises:
+        StoreError: another process (or another store of this one) holds it for longer than ``timeout_s`` seconds, or
+            the folder cannot be written.
+    """
+    path = database.with_name(database.name + ".lock")
+    consequence = "Nothing measured meanwhile is lost, it stays in the journals."
+    with hold_lock(path, database, max(timeout_s, 0.0), consequence):
+        yield
+
+
+# ---- json columns ---------------------------------------------------------------------------------
+# Rows of the database as Python values.
+
+
+def parsed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """``config`` and ``scalars`` come as JSON text."""
+    for row in rows:
+        row["config"], row["scalars"] = json.loads(row["config"]), json.loads(row["scalars"])
+    return rows

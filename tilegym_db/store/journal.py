@@ -22,20 +22,9 @@ from typing import Self
 from tilegym_db.errors import RecordError, StoreError, UsageError
 from tilegym_db.files import read_bytes, regular_files, sync_folder
 from tilegym_db.paths import home as default_home
+from tilegym_db.published.installation import RejectedLine, signed_line, split_line
+from tilegym_db.published.trace_set import TraceSet, is_trace_set
 from tilegym_db.records import Trace
-from tilegym_db.records.trace_set import TraceSet, is_trace_set
-from tilegym_db.store.installation import RejectedLine, signed_line, split_line
-
-__all__ = [
-    "CUT_OFF",
-    "Journal",
-    "JournalContent",
-    "RunFile",
-    "is_cut_off",
-    "journal_files",
-    "numbered_lines",
-    "read_journal",
-]
 
 CUT_OFF = "cut off in mid write"
 """How the reason begins where a line's writer was killed: what it held is lost, and nothing is wrong with the file."""

@@ -7,34 +7,27 @@ Python, which takes longer, keeps what is good, and says of each other line wher
 from __future__ import annotations
 
 import glob
+import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tilegym_db.errors import StoreError
-from tilegym_db.store import statements, trace_statements
-from tilegym_db.store.doubts import judge_passes
-from tilegym_db.store.installation import RejectedLine
+from tilegym_db.errors import RecordError, StoreError
+from tilegym_db.published.installation import RejectedLine
+from tilegym_db.published.plausible import bounds_of
+from tilegym_db.published.snapshot import Batch, Sorted, sorted_files, sorted_snapshots
+from tilegym_db.records.definition import Definition
+from tilegym_db.records.roofline import GpuPeaks
+from tilegym_db.store import statements
 from tilegym_db.store.journal import read_journal
-from tilegym_db.store.newest import mark_newest
-from tilegym_db.store.trace_origins import Batch, Sorted, sorted_files, sorted_snapshots
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
     from tilegym_db.store.database import Store
 
-__all__ = [
-    "IngestReport",
-    "combined",
-    "grown_files",
-    "load_journals",
-    "load_snapshots",
-    "load_traces",
-    "remember_files",
-]
 
 SMALL = 1 << 20
 """Bytes of a file up to which copying it takes less than having DuckDB open it."""
@@ -183,14 +176,14 @@ def _insert(store: Store, batch: Batch, files: Sequence[Path], plausible: frozen
             displaced = False
             if batch.origin != "foreign" or batch.trusted:
                 rank = {"over_trusted": batch.origin != "foreign"}
-                if connection.execute(trace_statements.HAS_DISPLACED, rank).fetchall()[0][0]:
-                    connection.execute(trace_statements.DISPLACE_TRACES, {**names, **rank})
+                if connection.execute(statements.HAS_DISPLACED, rank).fetchall()[0][0]:
+                    connection.execute(statements.DISPLACE_TRACES, {**names, **rank})
                     displaced = True
-            last = {"last": connection.execute(trace_statements.LAST_ROW).fetchall()[0][0]}
-            added = connection.execute(trace_statements.INSERT_TRACES, parameters).fetchall()[0][0]
-            repeated = connection.execute(trace_statements.COUNT_REPEATED, last).fetchall()[0][0]
+            last = {"last": connection.execute(statements.LAST_ROW).fetchall()[0][0]}
+            added = connection.execute(statements.INSERT_TRACES, parameters).fetchall()[0][0]
+            repeated = connection.execute(statements.COUNT_REPEATED, last).fetchall()[0][0]
             if repeated:
-                connection.execute(trace_statements.DELETE_REPEATED, last)
+                connection.execute(statements.DELETE_REPEATED, last)
             judge_passes(connection, last["last"], plausible if batch.origin == "shipped" else frozenset())
             if displaced:  # what a foreign trace had superseded may be the newest again
                 mark_newest(connection)
@@ -222,3 +215,100 @@ def _clean(files: Sequence[Path], target: Path) -> tuple[int, tuple[RejectedLine
     except OSError as error:
         raise StoreError(f"cannot write {target}: {error.strerror or error}. Nothing was ingested.") from None
     return count, tuple(rejected)
+
+
+# ---- doubts ---------------------------------------------------------------------------------------
+# Marks the passes in the database whose figures cannot be true (:mod:`tilegym_db.published.plausible`).
+
+
+def judge_passes(connection: DuckDBPyConnection, last: int = -1, plausible: frozenset[str] = frozenset()) -> bool:
+    """Set the column ``doubt`` of the passes behind row ``last``, by the definitions and peaks that the database holds.
+
+    Work grows with the number of different points, not of traces. ``plausible`` are the Definitions whose passes need not be
+    looked at.
+    Returns whether any of them is doubted, or was.
+    """
+    changed: int = connection.execute(statements.FORGET_DOUBTS, {"last": last}).fetchall()[0][0]
+    cursor = connection.execute(statements.POINTS_OF_PASSES, {"last": last, "plausible": sorted(plausible)})
+    names = [column[0] for column in cursor.description or ()]
+    points = [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+    if not points:
+        return changed > 0
+    definitions = _definitions(connection, {point["definition_digest"] for point in points})
+    peaks = _peaks(connection)
+    bounds = [
+        found
+        for point in points
+        if (definition := definitions.get(point["definition_digest"])) is not None
+        and (found := _bounds(definition, point, peaks.get(point["gpu"]))) is not None
+    ]
+    if bounds:
+        changed += connection.execute(statements.DOUBT, {"last": last, "bounds": json.dumps(bounds)}).fetchall()[0][0]
+    return changed > 0
+
+
+def _definitions(connection: DuckDBPyConnection, digests: set[str]) -> dict[str, Definition]:
+    rows = connection.execute(statements.DEFINITIONS_BY_DIGEST, {"digests": sorted(digests)}).fetchall()
+    found = {}
+    for digest, record in rows:
+        try:
+            found[digest] = Definition.from_json(record, f"definition {digest[:12]}")
+        except RecordError:
+            continue  # of an older version; nothing of it counts as verified
+    return found
+
+
+def _peaks(connection: DuckDBPyConnection) -> dict[str, GpuPeaks]:
+    """By GPU, what was published before what was measured here: the floor is the driver's, and the package's is locked."""
+    rows = connection.execute(statements.PEAKS_BY_GPU).fetchall()
+    return {gpu: GpuPeaks.from_json(record, f"peaks of {gpu}") for gpu, record in rows}
+
+
+def _bounds(definition: Definition, point: dict[str, Any], peaks: GpuPeaks | None) -> dict[str, Any] | None:
+    try:
+        found = bounds_of(
+            definition, point["axes"], point["dtypes"], peaks, cold_l2=point["cold_l2"], timer=point["timer"]
+        )
+    except (LookupError, ValueError, ArithmeticError):
+        return None  # axes or dtypes that this Definition does not have: no workload of it, so nothing can ask for it
+    keys = ("definition_digest", "gpu", "axes_key", "dtypes_key", "cold_l2", "timer")
+    return {**{key: point[key] for key in keys}, **vars(found)}
+
+
+# ---- newest ---------------------------------------------------------------------------------------
+# Marks the passes in the database that no newer one supersedes, so that the views read those and not every trace.
+#
+# A later measurement of the same source, config, workload and GPU supersedes an earlier one. That is settled when a
+# trace comes in: whatever takes the newer one back takes the older one back as well, since a failure takes back all
+# that was measured before it. What may change later (which source is current, what a connection trusts, which tiers
+# and sandbox levels count) is the same for a whole group, or part of its key, and left to the views. More rows than
+# the newest may be marked, but never fewer: a trace comes in marked.
+
+_PASSED = "status = 'PASSED' AND performance.latency_us IS NOT NULL AND doubt IS NULL"
+_KEY = """definition, definition_digest, solution, solution_digest, gpu, tier, sandbox_level, config_key, workload_uuid,
+        dtypes_key, axes_key, scalars_key, layouts_key, blobs_key, origin <> 'foreign' OR trusted"""
+
+# New rows, and those marked before that one of them may supersede.
+_FIND = f"""
+    CREATE OR REPLACE TEMP TABLE found_newest AS
+    SELECT arg_max(rowid, row(timestamp, trace_id)) AS id, solution_digest FROM (
+        SELECT rowid, * FROM trace_records WHERE rowid > $last AND {_PASSED}
+        UNION ALL
+        SELECT rowid, * FROM trace_records WHERE rowid <= $last AND is_newest AND {_PASSED}
+            AND solution_digest IN (SELECT solution_digest FROM trace_records WHERE rowid > $last AND {_PASSED}))
+    GROUP BY {_KEY}
+"""
+_UNMARK = """
+    UPDATE trace_records SET is_newest = false
+    WHERE is_newest AND rowid NOT IN (SELECT id FROM found_newest)
+        AND solution_digest IN (SELECT solution_digest FROM found_newest)
+"""
+_MARK = "UPDATE trace_records SET is_newest = true WHERE NOT is_newest AND rowid IN (SELECT id FROM found_newest)"
+_FORGET = "DROP TABLE found_newest"
+
+
+def mark_newest(connection: DuckDBPyConnection, last: int = -1) -> None:
+    """Set the column ``is_newest`` as the rows behind row ``last`` ask for; without it, of all."""
+    connection.execute(_FIND, {"last": last})
+    for statement in (_UNMARK, _MARK, _FORGET):
+        connection.execute(statement)

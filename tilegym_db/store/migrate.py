@@ -19,16 +19,14 @@ from typing import Any
 from tilegym_db.catalog import Catalog, read_bytes, write_atomically
 from tilegym_db.errors import NotFoundError, RecordError, TilegymDBError
 from tilegym_db.paths import home as default_home
+from tilegym_db.published.input_files import LOCK_NAME, OLD_TABLE_NAME, OLD_TUNING_NAME, TUNING_SUFFIX, trace_files
+from tilegym_db.published.snapshot import lock_folder
+from tilegym_db.published.trace_set import is_trace_set
+from tilegym_db.published.trace_set_writer import encode_traces
+from tilegym_db.published.tuning_set import encode_steps
 from tilegym_db.records import Trace
-from tilegym_db.records.trace_set import is_trace_set
-from tilegym_db.records.trace_set_encoding import encode_traces
-from tilegym_db.store.input_files import LOCK_NAME, OLD_TABLE_NAME, OLD_TUNING_NAME, TUNING_SUFFIX, trace_files
 from tilegym_db.store.journal import read_journal
-from tilegym_db.store.snapshot import lock_folder
 from tilegym_db.store.tuning import TuningStep
-from tilegym_db.store.tuning_set import encode_steps
-
-__all__ = ["migrate_folder"]
 
 
 def migrate_folder(folder: Path, catalog: Catalog | None = None, home: Path | None = None) -> list[Path]:

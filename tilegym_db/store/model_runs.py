@@ -11,30 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError
-from tilegym_db.files import read_bytes, regular_files, write_atomically
-from tilegym_db.folder_locks import writing
+from tilegym_db.files import read_bytes, regular_files, write_atomically, writing
 from tilegym_db.paths import home as default_home
-from tilegym_db.records.base import canonical_json
+from tilegym_db.published.input_files import MODELS_SUFFIX, published_model_files
+from tilegym_db.published.installation import Origin, RejectedLine, is_signed, signature
+from tilegym_db.published.snapshot import open_snapshot, read_published
+from tilegym_db.records.base import canonical_json, parse_object
 from tilegym_db.records.model_run import ModelRun
-from tilegym_db.records.parsing import parse_object
 from tilegym_db.store import statements
-from tilegym_db.store.input_files import MODELS_SUFFIX, published_model_files
-from tilegym_db.store.installation import Origin, RejectedLine, is_signed, signature
 from tilegym_db.store.journal import numbered_lines
 from tilegym_db.store.loading import IngestReport
-from tilegym_db.store.snapshot import open_snapshot, read_published
 
 if TYPE_CHECKING:
     from tilegym_db.store.database import Store
-
-__all__ = [
-    "load_model_runs",
-    "model_texts",
-    "published_model_rows",
-    "read_model_run",
-    "save_model_run",
-    "stored_model_runs",
-]
 
 FOLDER = "model_runs"
 _KEY = "signature"

@@ -11,16 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from tilegym_db.catalog import Broken, Catalog
-from tilegym_db.catalog.broken import name_once
+from tilegym_db.catalog.record_files import name_once
 from tilegym_db.errors import RecordError
-from tilegym_db.files import read_bytes, write_atomically
-from tilegym_db.folder_locks import writing
+from tilegym_db.files import read_bytes, write_atomically, writing
 from tilegym_db.paths import home as default_home
-from tilegym_db.records.peaks import GpuPeaks
-from tilegym_db.store.input_files import own_peaks_files, published_peaks_files
-from tilegym_db.store.snapshot import read_published
-
-__all__ = ["peaks_rows", "peaks_text", "save_peaks"]
+from tilegym_db.published.input_files import own_peaks_files, published_peaks_files
+from tilegym_db.published.snapshot import read_published
+from tilegym_db.records.roofline import GpuPeaks
 
 
 def save_peaks(peaks: GpuPeaks, home: Path | None = None) -> Path:

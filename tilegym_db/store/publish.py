@@ -20,17 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from tilegym_db.errors import HardwareError, NotFoundError, RecordError, StoreError
-from tilegym_db.files import write_atomically
-from tilegym_db.folder_locks import writing
+from tilegym_db.files import write_atomically, writing
 from tilegym_db.paths import home, shipped_root
-from tilegym_db.records.hardware import gpus_meant
-from tilegym_db.records.model_run import ModelRun
-from tilegym_db.records.peaks import GpuPeaks
-from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL
-from tilegym_db.records.trace_set_encoding import encode_traces
-from tilegym_db.store import queries
-from tilegym_db.store.database import Store
-from tilegym_db.store.input_files import (
+from tilegym_db.published.checked import shipped_keys
+from tilegym_db.published.input_files import (
     LOCK_NAME,
     OLD_TABLE_NAME,
     OLD_TUNING_NAME,
@@ -38,13 +31,17 @@ from tilegym_db.store.input_files import (
     TUNING_SUFFIX,
     model_files,
 )
+from tilegym_db.published.snapshot import lock_text, open_snapshot, read_published, sha256
+from tilegym_db.published.trace_set_writer import encode_traces
+from tilegym_db.published.tuning_set import encode_steps
+from tilegym_db.records.hardware import gpus_meant
+from tilegym_db.records.model_run import ModelRun
+from tilegym_db.records.roofline import GpuPeaks
+from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL
+from tilegym_db.store import queries
+from tilegym_db.store.database import Store
 from tilegym_db.store.model_runs import model_texts
 from tilegym_db.store.peaks_files import peaks_text
-from tilegym_db.store.shipped_sources import shipped_keys
-from tilegym_db.store.snapshot import lock_text, open_snapshot, read_published, sha256
-from tilegym_db.store.tuning_set import encode_steps
-
-__all__ = ["PublishReport", "publish", "publish_all", "published_folder", "trace_set_texts"]
 
 DOUBTED = "tilegym-db sql 'SELECT solution, gpu, axes, doubt FROM traces WHERE doubt IS NOT NULL'"
 """The command that shows which traces have figures that cannot be true, and why."""

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.errors import StoreError
-from tilegym_db.folder_locks import writing
-from tilegym_db.paths import home
-from tilegym_db.scratch import remove_tree
+from tilegym_db.errors import RecordError, StoreError
+from tilegym_db.files import read_bytes, write_atomically, writing
+from tilegym_db.paths import home, remove_tree
+from tilegym_db.published.input_files import FOLDER
+from tilegym_db.published.installation import KEY_NAME, signature
+from tilegym_db.published.shared_place import SharedPlace, hidden
+from tilegym_db.records.base import length_prefixed_digest
+from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL, UNTIMED_TIERS, Trace
 from tilegym_db.store import statements
+from tilegym_db.store.asking import QueryResult
 from tilegym_db.store.connection import open_store
-from tilegym_db.store.data_set import Row, SharedDataSet
 from tilegym_db.store.database import Store
-from tilegym_db.store.exchange import own_traces
-from tilegym_db.store.installation import KEY_NAME, signature
 from tilegym_db.store.loading import IngestReport, load_traces, remember_files
-from tilegym_db.store.remembered import read_own_traces, remember_own_traces, store_folder
-from tilegym_db.store.sql import QueryResult, run_user_query
-
-__all__ = ["SharedReport", "brought_in", "query_data_set", "share_traces", "sync_traces"]
+from tilegym_db.store.queries import read_traces
+from tilegym_db.store.queries.fastest import slugs
+from tilegym_db.store.sql import run_user_query
+from tilegym_db.store.statements import VERIFIED_TIERS, listed
 
 
 @dataclass
@@ -172,3 +178,291 @@ def _write(path: Path, rows: Sequence[Row]) -> None:
         path.write_text("".join(lines), encoding="utf-8")
     except OSError as error:
         raise StoreError(f"cannot write {path}: {error.strerror or error}. Nothing was ingested.") from None
+
+
+# ---- data set -------------------------------------------------------------------------------------
+# A Parquet data set of traces in a folder or an object store: append-only, and safe with any number of writers.
+#
+# A file is written once, whole, under the digest of its rows (``gpu=h200/<digest>.parquet``), so that writing the
+# same traces twice, or from two machines at once, makes the same file; readers count a trace once whatever files it
+# is in. A row has the whole trace as JSON (``record``) and the signature of the installation that measured it.
+# Credentials are those that the environment gives any S3 tool; they are neither taken from an address nor stored, and
+# never part of a message.
+
+SCHEMA_VERSION = 1
+"""Of the files. A newer version may add columns; one that changes the meaning of a column raises it."""
+VERSION_KEY = b"tilegym_db.schema_version"
+COLUMNS = ("trace_id", "definition", "solution", "workload_uuid", "tier", "status", "record", "signature")
+SUFFIX = ".parquet"
+MAX_OTHERS = 10_000
+"""Folders, and files that are not Parquet, in a folder that is a data set; a writer that was killed leaves one hidden file."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A trace as JSON, and the signature of who measured it ('' where nobody signed it)."""
+
+    record: str
+    signature: str = ""
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file of the data set: its name below the data set's address, and its size."""
+
+    name: str
+    path: str
+    size: int
+
+
+class SharedDataSet:
+    """The data set at one address: a folder, or ``s3://bucket/folder`` as ``pyarrow.fs`` reads it."""
+
+    def __init__(self, uri: str) -> None:
+        """Open it; nothing is asked of the address yet.
+
+        Raises:
+            UsageError: no address, one with credentials or without a bucket, or of a kind that pyarrow does not know.
+            StoreError: the region of the bucket cannot be asked for.
+            ModuleNotFoundError: pyarrow is not installed.
+        """
+        self.uri = uri
+        self.place = SharedPlace(uri)
+
+    def files(self) -> list[DataFile]:
+        """Every file, by name; none where nothing was written yet.
+
+        Raises:
+            StoreError: the address cannot be reached or listed to its end.
+        """
+        from pyarrow import fs
+
+        found = []
+        if self.place.is_local:
+            return self._local_files()
+        try:
+            listed = self.place.files.get_file_info(fs.FileSelector(self.place.root, recursive=True))
+        except FileNotFoundError:  # the folder; a bucket that does not exist is another error
+            return []
+        except OSError as error:
+            raise self.place.refused("list", error) from None
+        for info in listed:
+            name = os.path.relpath(info.path, self.place.root)
+            hides = any(part.startswith((".", "_")) for part in name.split("/"))
+            if info.type == fs.FileType.File and name.endswith(SUFFIX) and not hides:
+                found.append(DataFile(name, info.path, info.size))
+        return sorted(found, key=lambda file: file.name)
+
+    def _local_files(self) -> list[DataFile]:
+        """As :meth:`files`, of a folder; one that is evidently something else, such as ``/tmp``, is refused early."""
+        found, others = [], 0
+        if not os.path.isdir(self.place.root):
+            if os.path.lexists(self.place.root):
+                raise self.place.refused("list", NotADirectoryError("it is no folder"))
+            return []
+        for place, folders, names in os.walk(self.place.root, onerror=self._refuse_listing, followlinks=True):
+            folders[:] = [name for name in folders if not name.startswith((".", "_"))]
+            files = [name for name in names if name.endswith(SUFFIX) and not name.startswith((".", "_"))]
+            others += len(folders) + len(names) - len(files)
+            if others > MAX_OTHERS:
+                raise StoreError(
+                    f"{self.place.shown} is no data set: it holds more than {MAX_OTHERS:,} folders and files that are not "
+                    "Parquet. Give the folder that 'publish --to' wrote."
+                )
+            for path in (os.path.join(place, name) for name in files):
+                if os.path.isfile(path):
+                    found.append(DataFile(os.path.relpath(path, self.place.root), path, os.path.getsize(path)))
+        return sorted(found, key=lambda file: file.name)
+
+    def _refuse_listing(self, error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):  # a folder that was removed meanwhile holds nothing
+            raise self.place.refused("list", error) from None
+
+    def trace_ids(self, files: Sequence[DataFile]) -> tuple[set[str], list[str]]:
+        """What the files hold, by trace id; and of each that is no valid file, why.
+
+        Raises:
+            StoreError: as :meth:`rows`.
+        """
+        known: set[str] = set()
+        problems = []
+        for file in files:
+            table, problem = self._read(file, ["trace_id"])
+            known.update(table.column("trace_id").to_pylist() if table is not None else ())
+            problems += [problem] if problem else []
+        return known, problems
+
+    def rows(self, file: DataFile) -> tuple[list[Row], str]:
+        """The rows of a file; none and the reason where it is no valid one: cut off, or not what its name says.
+
+        Raises:
+            StoreError: it was written by a newer version, or cannot be fetched.
+        """
+        table, problem = self._read(file, ["record", "signature"])
+        if table is None:
+            return [], problem
+        columns = table.to_pydict()
+        rows = [Row(*pair) for pair in zip(columns["record"], columns["signature"], strict=True)]
+        if digest_of(rows) not in file.name:
+            return [], f"{file.name} does not hold what its name says: it was changed after it was written."
+        return rows, ""
+
+    def add(self, rows: Sequence[Row], gpu: str) -> str | None:
+        """Write rows of one GPU slug as one file, which is there whole or not at all; its name, or None where it was there.
+
+        Raises:
+            StoreError: it cannot be written; nothing of it is there then.
+        """
+        import pyarrow.parquet as parquet
+
+        rows = sorted(rows, key=lambda row: row.record)
+        name = f"gpu={gpu}/{digest_of(rows)}{SUFFIX}"
+        table = _table(rows)
+        new = self.place.add(name, lambda file: parquet.write_table(table, file, compression="zstd"))
+        return name if new else None
+
+    def _read(self, file: DataFile, columns: list[str]) -> tuple[Any, str]:
+        """The columns of a file as a table, or None and why it is no valid file."""
+        import pyarrow
+        from pyarrow import dataset
+
+        try:
+            source = dataset.dataset(file.path, filesystem=self.place.files, format="parquet")
+            version = int((source.schema.metadata or {}).get(VERSION_KEY, b"0"))
+            if version > SCHEMA_VERSION:
+                raise StoreError(
+                    f"{file.name} of {self.place.shown} was written by a newer tilegym-db (version {version} of the data set; "
+                    f"this one knows {SCHEMA_VERSION}). Nothing was read. Try: pip install --upgrade tilegym-db"
+                )
+            missing = sorted(set(columns) - set(source.schema.names))
+            if missing:
+                return None, f"{file.name} has no column {missing[0]}: it is no file of traces."
+            return source.to_table(columns=columns), ""
+        except (pyarrow.ArrowInvalid, ValueError) as error:
+            return None, f"{file.name} is no whole Parquet file: {hidden(str(error).splitlines()[0])}"
+        except OSError as error:
+            # Arrow calls a page that cannot be decoded an error of input and output as well.
+            if self.place.is_local or "Couldn't deserialize" in str(error) or "Unexpected end of stream" in str(error):
+                return None, f"{file.name} cannot be read: {hidden(str(error).splitlines()[0])}"
+            raise self.place.refused("read", error) from None
+
+
+def digest_of(rows: Sequence[Row]) -> str:
+    """What names a file: the same for the same rows, in whatever order and whoever writes them."""
+    ordered = sorted(rows, key=lambda row: row.record)
+    return length_prefixed_digest(part.encode() for row in ordered for part in (row.record, row.signature))
+
+
+def _table(rows: Sequence[Row]) -> Any:
+    import pyarrow
+
+    schema = pyarrow.schema(
+        [(name, pyarrow.string()) for name in COLUMNS], metadata={VERSION_KEY: str(SCHEMA_VERSION).encode()}
+    )
+    return pyarrow.Table.from_pylist(list(_records(rows)), schema=schema)
+
+
+def _records(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    for row in rows:
+        trace = json.loads(row.record)
+        columns = {name: trace.get(name) for name in COLUMNS}
+        yield {**columns, "record": row.record, "signature": row.signature}
+
+
+# ---- exchange -------------------------------------------------------------------------------------
+# Which traces can be told to others: those that stand verified, and failures of sources that the catalog still holds.
+
+_TOLD = f"""
+    SELECT trace_id FROM verified
+    WHERE ($gpus::VARCHAR[] IS NULL OR list_contains($gpus::VARCHAR[], gpu))
+        AND ($op_type::VARCHAR IS NULL OR op_type = $op_type)
+    UNION
+    SELECT t.trace_id FROM traces t
+    JOIN definition_records d ON d.is_current AND d.name = t.definition AND d.digest = t.definition_digest
+    JOIN solution_records s ON s.is_current AND s.name = t.solution AND s.digest = t.solution_digest
+    WHERE t.tier NOT IN ({listed(UNTIMED_TIERS)}) AND t.status <> 'PASSED'
+        AND ($gpus::VARCHAR[] IS NULL OR list_contains($gpus::VARCHAR[], t.gpu))
+        AND ($op_type::VARCHAR IS NULL OR t.op_type = $op_type)
+"""
+_OWN = f"""
+    SELECT trace_id FROM traces
+    WHERE origin = 'local' AND tier NOT IN ({listed(UNTIMED_TIERS)})
+        AND NOT (status = 'PASSED' AND tier IN ({listed(VERIFIED_TIERS)}) AND sandbox_level < {PUBLISHED_SANDBOX_LEVEL})
+        AND ($gpus::VARCHAR[] IS NULL OR list_contains($gpus::VARCHAR[], gpu))
+"""
+_UNVERIFIED = """
+    SELECT tier, count(*) AS traces FROM traces
+    WHERE status = 'PASSED' AND trace_id NOT IN (SELECT trace_id FROM verified)
+        AND ($gpus::VARCHAR[] IS NULL OR list_contains($gpus::VARCHAR[], gpu))
+        AND ($op_type::VARCHAR IS NULL OR op_type = $op_type)
+    GROUP BY tier ORDER BY tier
+"""
+
+
+def told_traces(store: Store, gpu: str | None = None, op_type: str | None = None) -> list[Trace]:
+    """The traces of one GPU slug and family, or of all, oldest first."""
+    ids = [row["trace_id"] for row in store.rows(_TOLD, {"gpus": slugs(gpu), "op_type": op_type})]
+    return sorted(read_traces(store, ids).values(), key=lambda trace: (trace.timestamp, trace.trace_id))
+
+
+def own_traces(store: Store, gpu: str | None = None) -> list[Trace]:
+    """Those that were measured here, of one GPU slug and family, or of all, oldest first.
+
+    Promotions by workers that were not confined are nobody else's to believe, and not among them.
+    """
+    ids = [row["trace_id"] for row in store.rows(_OWN, {"gpus": slugs(gpu)})]
+    return sorted(read_traces(store, ids).values(), key=lambda trace: (trace.timestamp, trace.trace_id))
+
+
+def unverified_counts(store: Store, gpu: str | None = None, op_type: str | None = None) -> dict[str, int]:
+    """Tier -> how many passes do not stand verified: superseded, taken back, or of a screen only."""
+    return {row["tier"]: row["traces"] for row in store.rows(_UNVERIFIED, {"gpus": slugs(gpu), "op_type": op_type})}
+
+
+# ---- remembered -----------------------------------------------------------------------------------
+# What this installation remembers of data sets that a team shares, so that no file is read twice: ``<home>/shared``.
+#
+# A file of a data set never changes, since its name is the digest of its rows. Everything here may be removed at any
+# time; then the files are read once more.
+
+LARGEST = 1 << 30
+
+OwnTraces = Mapping[tuple[str, int], Sequence[str]]
+"""Name and size of a file -> the traces of this installation that are in it."""
+
+
+def store_folder(home: Path, uri: str, *, trust: bool) -> Path:
+    """The folder of a store with the traces of one data set, for questions about it; apart for traces that were trusted."""
+    return home / FOLDER / f"{_digest(uri)}-v{statements.SCHEMA_VERSION}{'-trusted' if trust else ''}"
+
+
+def read_own_traces(home: Path, uri: str) -> dict[tuple[str, int], list[str]]:
+    """What :func:`remember_own_traces` wrote; nothing where that is missing or damaged."""
+    path = _path(home, uri)
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(read_bytes(path, "memory of a data set", LARGEST))
+        return {(str(name), int(size)): [str(one) for one in ids] for name, size, ids in content["files"]}
+    except (RecordError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def remember_own_traces(home: Path, uri: str, found: OwnTraces, files: Iterable[DataFile]) -> None:
+    """Write what was found in those files that the data set still has.
+
+    Raises:
+        StoreError: it cannot be written.
+    """
+    present = {(file.name, file.size) for file in files}
+    lines = [[name, size, sorted(ids)] for (name, size), ids in sorted(found.items()) if (name, size) in present]
+    with writing(home / FOLDER):
+        write_atomically(_path(home, uri), json.dumps({"uri": uri.partition("?")[0], "files": lines}).encode())
+
+
+def _path(home: Path, uri: str) -> Path:
+    return home / FOLDER / f"{_digest(uri)}.json"
+
+
+def _digest(uri: str) -> str:
+    return hashlib.sha256(uri.encode()).hexdigest()[:16]

@@ -10,12 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilegym_db.store.asking import MAX_ROWS, MAX_STATEMENT, VIEWS, QueryResult, ask
+from tilegym_db.store.asking import QueryResult, ask
 
 if TYPE_CHECKING:
     from tilegym_db.catalog import Catalog
-
-__all__ = ["MAX_ROWS", "MAX_STATEMENT", "VIEWS", "QueryResult", "run_user_query"]
 
 _LOCK_TIMEOUT_S = 10.0
 

@@ -8,19 +8,9 @@ from __future__ import annotations
 from importlib.resources import files
 from string import Template
 
-from tilegym_db.records.bars import MIN_SPEEDUP
 from tilegym_db.records.hardware import GPU_SLUGS, gpu_family
-from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL
-
-__all__ = [
-    "SCHEMA_VERSION",
-    "VERIFIED_TIERS",
-    "imported_sql",
-    "listed",
-    "loop_sql",
-    "schema_sql",
-    "views_sql",
-]
+from tilegym_db.records.loop import MIN_SPEEDUP
+from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL, STATUSES, UNTIMED_TIERS, Tier
 
 SCHEMA_VERSION = 9
 """Version of ``schema.sql``."""
@@ -156,3 +146,129 @@ INSERT_MODEL_RUNS = """INSERT INTO model_run_records BY NAME
         '[{"run_id":"VARCHAR","is_own":"BOOLEAN","origin":"VARCHAR","record":"JSON"}]'), recursive := true)"""
 SYNC_PUBLISHED_MODEL_RUNS = ("DELETE FROM model_run_records WHERE NOT is_own", INSERT_MODEL_RUNS)
 TRUST_MODEL_RUNS = "UPDATE model_run_records SET trusted = true WHERE is_own AND origin = 'foreign'"
+
+
+# ---- trace statements -----------------------------------------------------------------------------
+# The SQL that brings traces in and holds their figures against what must be true. Values reach it as bound parameters
+# only.
+
+TIERS: tuple[str, ...] = Tier.__args__  # type: ignore[attr-defined]
+
+# Nested columns have the types of schema.sql; what a line leaves out is null here and defaulted below.
+_FILES = """read_json($files, format = 'newline_delimited', columns = {
+    trace_id: 'VARCHAR', run_id: 'VARCHAR', timestamp: 'TIMESTAMPTZ',
+    definition: 'VARCHAR', definition_version: 'VARCHAR', definition_digest: 'VARCHAR', op_type: 'VARCHAR',
+    solution: 'VARCHAR', solution_digest: 'VARCHAR', language: 'VARCHAR', role: 'VARCHAR',
+    config: 'MAP(VARCHAR, JSON)', workload_uuid: 'VARCHAR', axes: 'MAP(VARCHAR, BIGINT)',
+    dtypes: 'MAP(VARCHAR, VARCHAR)', scalars: 'MAP(VARCHAR, JSON)', layouts: 'MAP(VARCHAR, VARCHAR)',
+    blobs: 'MAP(VARCHAR, VARCHAR)',
+    gpu: 'VARCHAR', gpu_name: 'VARCHAR', sm: 'VARCHAR', driver: 'VARCHAR', cuda: 'VARCHAR',
+    libs: 'MAP(VARCHAR, VARCHAR)', gpu_uuid: 'VARCHAR', host: 'VARCHAR', tier: 'VARCHAR',
+    attempt: 'BIGINT', sandbox_level: 'BIGINT',
+    evidence_level: 'VARCHAR', envelope: 'STRUCT(cases BIGINT, digest VARCHAR, seed VARCHAR, dropped VARCHAR[])',
+    status: 'VARCHAR', reason: 'VARCHAR', log: 'VARCHAR',
+    correctness: 'STRUCT(rel_fro DOUBLE, worst_row_rel DOUBLE, max_abs DOUBLE, matched_ratio DOUBLE,
+        deterministic BOOLEAN, gate VARCHAR, oracle VARCHAR, cases BIGINT)',
+    performance: 'STRUCT(latency_us DOUBLE, ci_low_us DOUBLE, ci_high_us DOUBLE, samples BIGINT, host_us DOUBLE,
+        cold_l2 BOOLEAN, timer VARCHAR, comparisons STRUCT("with" VARCHAR, provides VARCHAR, ratio DOUBLE,
+        ci_low DOUBLE, ci_high DOUBLE)[], sol_us DOUBLE, sol_ratio DOUBLE, clock_mhz BIGINT, throttled BOOLEAN)',
+    audit: 'STRUCT(wall_us DOUBLE, owned_share DOUBLE, profiled_us DOUBLE, kernels VARCHAR[], notes VARCHAR[])',
+    failure: 'STRUCT(gate VARCHAR, axes MAP(VARCHAR, BIGINT), dtypes MAP(VARCHAR, VARCHAR),
+        layouts MAP(VARCHAR, VARCHAR), contents VARCHAR, seed VARCHAR, "offset" BIGINT, output VARCHAR,
+        "index" BIGINT[], expected VARCHAR, got VARCHAR, worst_row BIGINT, command VARCHAR)'})"""
+
+# The rules of records.Trace that views and resolver rely on; NOT NULL in schema.sql takes care of the required keys.
+_IS_TRACE = f"""coalesce(
+    tier IN ({listed(TIERS)}) AND status IN ({listed(STATUSES)})
+    AND (correctness IS NOT NULL) = (status IN ('PASSED', 'INCORRECT_NUMERICAL'))
+    AND (performance IS NOT NULL) = (status = 'PASSED' AND tier NOT IN ({listed(UNTIMED_TIERS)}))
+    AND (performance IS NULL OR (performance.latency_us > 0 AND performance.ci_low_us IS NOT NULL
+        AND performance.ci_high_us IS NOT NULL AND performance.samples >= 1 AND performance.timer IS NOT NULL))
+    AND (envelope IS NULL OR (envelope.cases IS NOT NULL AND envelope.digest IS NOT NULL AND envelope.seed IS NOT NULL))
+    AND (audit IS NULL OR audit.owned_share IS NULL OR audit.owned_share BETWEEN 0 AND 1)
+    AND (failure IS NULL OR (failure.gate IS NOT NULL AND failure.axes IS NOT NULL AND failure.contents IS NOT NULL
+        AND failure.seed IS NOT NULL AND failure.command IS NOT NULL))
+    AND (status = 'PASSED' OR coalesce(reason, '') <> '' OR coalesce(log, '') <> ''), false)"""
+
+
+def _key_of(column: str) -> str:
+    """SQL that spells a map as ``records.axes_key`` does: ``name=value`` by name, joined by commas."""
+    return (
+        f"coalesce(array_to_string(list_transform(list_sort(map_keys({column})), "
+        f"lambda name: name || '=' || {column}[name]), ','), '')"
+    )
+
+
+# One pass, from file to table: a staging table would cost half as much again. A line that is no trace ends it with an
+# error, and the files are then read line by line in Python, which can say where and why.
+INSERT_TRACES = f"""
+    INSERT INTO trace_records SELECT
+        trace_id, run_id, make_timestamp(epoch_us(timestamp)),
+        definition, definition_version, definition_digest, op_type,
+        solution, solution_digest, language, coalesce(role, 'kernel'),
+        coalesce(to_json(config), '{{}}'), {_key_of("config")},
+        workload_uuid, axes, {_key_of("axes")}, coalesce(dtypes, MAP {{}}), {_key_of("dtypes")},
+        coalesce(to_json(scalars), '{{}}'), {_key_of("scalars")}, coalesce(layouts, MAP {{}}), {_key_of("layouts")},
+        coalesce(blobs, MAP {{}}), {_key_of("blobs")},
+        gpu, gpu_name, coalesce(sm, ''), coalesce(driver, ''), coalesce(cuda, ''), coalesce(libs, MAP {{}}),
+        coalesce(gpu_uuid, ''), coalesce(host, ''),
+        tier, coalesce(attempt, 0), coalesce(sandbox_level, 0), coalesce(evidence_level, 'op'),
+        envelope, status, coalesce(reason, ''), coalesce(log, ''), correctness, performance, audit, failure,
+        $origin, $trusted, NULL, status = 'PASSED' AND performance.latency_us IS NOT NULL
+    FROM {_FILES} ANTI JOIN trace_records USING (trace_id)
+    WHERE CASE WHEN {_IS_TRACE} THEN true ELSE error('not a trace') END
+"""
+
+# Who is believed displaces who is not: a foreign trace must not stand in the way of the one whose id it took.
+HAS_DISPLACED = "SELECT count(*) FROM trace_records WHERE origin = 'foreign' AND ($over_trusted OR NOT trusted)"
+DISPLACE_TRACES = """
+    DELETE FROM trace_records WHERE origin = 'foreign' AND ($over_trusted OR NOT trusted) AND trace_id IN (
+        SELECT trace_id FROM read_json($files, format = 'newline_delimited', columns = {trace_id: 'VARCHAR'}))
+"""
+COUNT_FOREIGN = "SELECT count(*) AS traces FROM trace_records WHERE origin = 'foreign' AND NOT trusted"
+
+# The points at which passes were measured, to hold their figures against what must be true there; and those that fail it.
+POINTS_OF_PASSES = """
+    SELECT DISTINCT ON (t.definition_digest, t.gpu, t.axes_key, t.dtypes_key, cold_l2, timer)
+        t.definition_digest, t.gpu, t.axes_key, t.dtypes_key, t.axes, t.dtypes,
+        coalesce(t.performance.cold_l2, false) AS cold_l2, coalesce(t.performance.timer, '') AS timer
+    FROM trace_records t WHERE t.status = 'PASSED' AND t.rowid > $last AND NOT list_contains($plausible::VARCHAR[], t.definition)
+"""
+DEFINITIONS_BY_DIGEST = """
+    SELECT DISTINCT ON (digest) digest, record FROM definition_records WHERE digest IN (SELECT unnest($digests::VARCHAR[]))
+"""
+PEAKS_BY_GPU = """
+    SELECT DISTINCT ON (gpu) gpu, record FROM peak_records ORDER BY gpu, is_own, timestamp DESC, record::VARCHAR
+"""
+FORGET_DOUBTS = "UPDATE trace_records SET doubt = NULL WHERE doubt IS NOT NULL AND rowid > $last"
+DOUBT = """
+    UPDATE trace_records t SET doubt = CASE
+        WHEN t.performance.latency_us < b.least_us THEN printf('%.4g us is below the physics floor of %.4g us',
+            t.performance.latency_us, b.least_us)
+        WHEN t.performance IS NOT NULL AND NOT t.performance.latency_us
+            BETWEEN t.performance.ci_low_us / 1.001 AND t.performance.ci_high_us * 1.001
+            THEN printf('%.4g us lies outside its own interval', t.performance.latency_us)
+        WHEN t.correctness.rel_fro > b.rel_fro THEN printf('rel_fro %.3g exceeds %.3g, which no gate lets pass',
+            t.correctness.rel_fro, b.rel_fro)
+        WHEN t.correctness.worst_row_rel > b.worst_row_rel THEN printf(
+            'worst row %.3g exceeds %.3g, which no gate lets pass', t.correctness.worst_row_rel, b.worst_row_rel)
+        ELSE printf('only %.4g of the elements match', t.correctness.matched_ratio) END
+    FROM (SELECT unnest(from_json($bounds::JSON, '[{"definition_digest":"VARCHAR","gpu":"VARCHAR","axes_key":"VARCHAR",
+        "dtypes_key":"VARCHAR","cold_l2":"BOOLEAN","timer":"VARCHAR","least_us":"DOUBLE","rel_fro":"DOUBLE",
+        "worst_row_rel":"DOUBLE","matched_ratio":"DOUBLE"}]'), recursive := true)) b
+    WHERE t.rowid > $last AND t.status = 'PASSED' AND t.definition_digest = b.definition_digest AND t.gpu = b.gpu
+        AND t.axes_key = b.axes_key AND t.dtypes_key = b.dtypes_key
+        AND coalesce(t.performance.cold_l2, false) = b.cold_l2 AND coalesce(t.performance.timer, '') = b.timer
+        AND (t.performance.latency_us < b.least_us OR t.correctness.rel_fro > b.rel_fro
+            OR NOT t.performance.latency_us
+                BETWEEN t.performance.ci_low_us / 1.001 AND t.performance.ci_high_us * 1.001
+            OR t.correctness.worst_row_rel > b.worst_row_rel OR t.correctness.matched_ratio < b.matched_ratio)
+"""
+
+# A trace may be twice in one batch, which the anti-join cannot see. New rows have the highest row ids.
+LAST_ROW = "SELECT coalesce(max(rowid), -1) FROM trace_records"
+COUNT_REPEATED = "SELECT count(*) - count(DISTINCT trace_id) FROM trace_records WHERE rowid > $last"
+DELETE_REPEATED = """
+    DELETE FROM trace_records WHERE rowid > $last
+        AND rowid NOT IN (SELECT min(rowid) FROM trace_records WHERE rowid > $last GROUP BY trace_id)
+"""

@@ -20,21 +20,12 @@ from typing import Any
 from pydantic_core import from_json
 
 from tilegym_db.errors import RecordError, StoreError
-from tilegym_db.files import RECORD_BYTES, read_bytes, write_folder
-from tilegym_db.folder_locks import writing
-from tilegym_db.records import Trace
-from tilegym_db.records.hardware import gpus_meant
-from tilegym_db.records.peaks import GpuPeaks
-from tilegym_db.records.trace_set import TraceSet
-from tilegym_db.scratch import remove_tree
-from tilegym_db.store import queries
-from tilegym_db.store.database import Store
-from tilegym_db.store.input_files import LOCK_NAME, PEAKS_NAME
-from tilegym_db.store.installation import is_signed, signature
-from tilegym_db.store.peaks_files import peaks_text
-from tilegym_db.store.publish import trace_set_texts
-from tilegym_db.store.shared_place import SharedPlace
-from tilegym_db.store.shared_tables import (
+from tilegym_db.files import RECORD_BYTES, read_bytes, write_folder, writing
+from tilegym_db.paths import remove_tree
+from tilegym_db.published.input_files import LOCK_NAME, PEAKS_NAME
+from tilegym_db.published.installation import is_signed, signature
+from tilegym_db.published.shared_place import SharedPlace
+from tilegym_db.published.shared_tables import (
     SOURCE_NAME,
     damage_of,
     folder_of,
@@ -44,9 +35,15 @@ from tilegym_db.store.shared_tables import (
     tables_in,
     trust_table,
 )
-from tilegym_db.store.snapshot import TraceLock, sha256, signed_lock
-
-__all__ = ["FetchedTables", "fetch_tables", "share_tables"]
+from tilegym_db.published.snapshot import TraceLock, sha256, signed_lock
+from tilegym_db.published.trace_set import TraceSet
+from tilegym_db.records import Trace
+from tilegym_db.records.hardware import gpus_meant
+from tilegym_db.records.roofline import GpuPeaks
+from tilegym_db.store import queries
+from tilegym_db.store.database import Store
+from tilegym_db.store.peaks_files import peaks_text
+from tilegym_db.store.publish import trace_set_texts
 
 FOLDER = "_tables"
 LOCK_VERSION = 1

@@ -18,27 +18,18 @@ from pydantic import AwareDatetime, Field
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.files import read_bytes
+from tilegym_db.published.input_files import OLD_TUNING_NAME, own_tuning_files, published_tuning_files
+from tilegym_db.published.snapshot import read_published
+from tilegym_db.published.tuning_set import decode_steps, is_tuning_set
 from tilegym_db.records.base import NAME_PATTERN, Record
 from tilegym_db.records.solution import Tunable, config_id
 from tilegym_db.records.trace import Status
 from tilegym_db.store import statements
-from tilegym_db.store.input_files import OLD_TUNING_NAME, own_tuning_files, published_tuning_files
 from tilegym_db.store.journal import RunFile, numbered_lines
 from tilegym_db.store.loading import grown_files, remember_files
-from tilegym_db.store.snapshot import read_published
-from tilegym_db.store.tuning_set import decode_steps, is_tuning_set
 
 if TYPE_CHECKING:
     from tilegym_db.store.database import Store
-
-__all__ = [
-    "Outcome",
-    "TuningLog",
-    "TuningStep",
-    "load_tuning",
-    "published_tuning_rows",
-    "read_tuning_steps",
-]
 
 Outcome = Literal["leads", "slower", "tie", "compile", "failed"]
 """``leads``: the fastest so far. ``slower`` and ``tie``: given up against another config. ``compile``: does not compile ahead

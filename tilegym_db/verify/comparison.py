@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from tilegym_db.backends.torch_dtypes import dtype_name
+from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition
-from tilegym_db.records.quantised import codes_are_exact
-from tilegym_db.records.tolerance import limits_for
-from tilegym_db.verify.distance import EXACTLY, BaseError, compare_rows
-from tilegym_db.verify.gates import check_output, is_well_conditioned, must_be_exact
-from tilegym_db.verify.indices import check_gathered
-from tilegym_db.verify.laws import check_sampled_outputs
-from tilegym_db.verify.ranking import check_ranked_outputs, followed
-from tilegym_db.verify.verdicts import OutputVerdict
-
-__all__ = ["check_lifted", "check_outputs", "check_reference", "exact_outputs", "reference_errors"]
+from tilegym_db.records.definition_rules import ROUNDING, codes_are_exact
+from tilegym_db.records.tolerance import LIMITS, Limits, limits_for
+from tilegym_db.verify.gates import (
+    EXACTLY,
+    PASSED,
+    BaseError,
+    OutputVerdict,
+    check_output,
+    compare_rows,
+    failed,
+    is_well_conditioned,
+    must_be_exact,
+    row_of_most,
+)
+from tilegym_db.verify.oracle import Lifted, evaluate_function, lift
+from tilegym_db.verify.sampling import check_sampled_outputs
 
 Outputs = Mapping[str, torch.Tensor]
 
@@ -141,3 +150,200 @@ def reference_errors(
 def exact_outputs(as_written: Outputs, truth: Outputs) -> frozenset[str]:
     """The outputs that every Solution must give exactly, on contents whose sums and products round nowhere."""
     return frozenset(name for name, value in as_written.items() if must_be_exact(value, truth[name]))
+
+
+# ---- indices --------------------------------------------------------------------------------------
+# The gate for indices: what they point at is compared, so that any choice among equal values passes.
+
+
+def check_gathered(
+    name: str, actual: torch.Tensor, oracle: torch.Tensor, source: torch.Tensor, limits: Limits | None = None
+) -> OutputVerdict:
+    """Compare indices by what they point at: any choice among equal values is right.
+
+    Indices must lie in the last axis of ``source``, be distinct in a row, and gather, one by one, what the oracle's gather.
+    A negative index of the oracle stands for "none", and must be equal.
+
+    Args:
+        name: the output's name, for the reason.
+        actual: indices ``[..., K]``.
+        oracle: the reference's indices, same shape.
+        source: the tensor pointed into, ``[..., E]``: an input as it was given, or the oracle's value of another output.
+        limits: bounds of the dtype of ``source`` where it is computed, since values that differ by its rounding may be taken
+            for one another; None where it is an input.
+    """
+    if actual.numel() == 0:
+        return PASSED
+    got_index, want_index = actual.long(), oracle.long()
+    none = want_index < 0
+    outside = torch.where(none, got_index != want_index, (got_index < 0) | (got_index >= source.shape[-1]))
+    repeated = _repeated(got_index) & ~none
+    got, want = (source.gather(-1, index.clamp(0, source.shape[-1] - 1)) for index in (got_index, want_index))
+    allowed = want.double().abs() * (limits.rtol if limits is not None else 0.0)
+    both_nan = torch.isnan(got) & torch.isnan(want) if source.dtype.is_floating_point else torch.zeros_like(none)
+    near = (got == want) | both_nan | ((got.double() - want.double()).abs() <= allowed)
+    return _verdict(
+        name,
+        actual,
+        oracle,
+        (outside, "indices point outside the row"),
+        (repeated, "indices occur twice in their row"),
+        (~near & ~none, "indices point at another value than the reference's do"),
+    )
+
+
+def check_ranked(
+    name: str, actual: torch.Tensor, ranked: torch.Tensor, limits: Limits, smallest: float, *, ordered: bool
+) -> OutputVerdict:
+    """Indices must be those of the largest ranked values of their row; any choice among equal values is right.
+
+    Values are equal where they differ by the rounding of the dtype in which they are ranked, or where both are too small to be
+    normal numbers there.
+
+    Args:
+        name: the output's name, for the reason.
+        actual: indices ``[..., K]``, distinct in a row.
+        ranked: the values, ``[..., E]`` with E >= K, in fp64.
+        limits: bounds of the dtype in which the reference as written ranks them.
+        smallest: normal number of that dtype.
+        ordered: whether they must come in descending order of their values.
+    """
+    if actual.numel() == 0:
+        return PASSED
+    index = actual.long()
+    best = ranked.topk(index.shape[-1], dim=-1)
+    outside = (index < 0) | (index >= ranked.shape[-1])
+    got = ranked.gather(-1, index.clamp(0, ranked.shape[-1] - 1))
+    order = torch.arange(index.shape[-1], device=index.device).expand_as(index)
+    if not ordered:
+        got, order = got.sort(dim=-1, descending=True)
+    both_nan = torch.isnan(got) & torch.isnan(best.values)
+    allowed = (best.values.abs() * limits.rtol).clamp_min(smallest)
+    near = (got == best.values) | both_nan | ((got - best.values).abs() <= allowed)
+    wrong = torch.zeros_like(near).scatter_(-1, order, ~near)
+    return _verdict(
+        name,
+        actual,
+        best.indices,
+        (outside, "indices point outside the row"),
+        (_repeated(index), "indices occur twice in their row"),
+        (wrong, "indices point at values that are not the largest of their row"),
+    )
+
+
+def _verdict(name: str, actual: torch.Tensor, wanted: torch.Tensor, *found: tuple[torch.Tensor, str]) -> OutputVerdict:
+    for wrong, what in found:
+        if bool(wrong.any()):
+            count = int(wrong.sum())
+            figures = (math.inf, math.inf, math.inf, 1.0 - count / actual.numel())
+            reason = f"{name}: {count} of {actual.numel()} {what}"
+            return failed("exact", reason, figures, wrong, actual, wanted, row_of_most(wrong))
+    return PASSED
+
+
+def _repeated(index: torch.Tensor) -> torch.Tensor:
+    ordered, order = index.sort(dim=-1, stable=True)
+    again = torch.zeros_like(index, dtype=torch.bool)
+    again[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
+    return torch.zeros_like(again).scatter_(-1, order, again)
+
+
+# ---- ranking --------------------------------------------------------------------------------------
+# What a router ranks, and what follows from a choice: functions of a reference that the harness evaluates beside
+# ``run``.
+#
+# A router may rank values that are neither input nor output (probabilities, scores with a bias added), so that its
+# indices can be judged by no tensor of the call. The Definition names a function of its reference that gives these
+# values (``gathers``), and one for each output that depends on which of several equal values was chosen
+# (``follows``). Both run as the oracle does, in fp64 or as they are written, on the inputs of the call, and on
+# nothing of a Solution but the indices that it chose.
+
+Inputs = Mapping[str, Any]
+
+
+def check_ranked_outputs(definition: Definition, inputs: Inputs, outputs: Outputs) -> dict[str, OutputVerdict]:
+    """A verdict for each output of indices into values that a function of the reference ranks.
+
+    Args:
+        definition: says which outputs these are.
+        inputs: what the call was given.
+        outputs: the call's, in the declared shapes.
+
+    Raises:
+        RecordError: a function of the reference raises, or gives something other than a row of values per row of indices.
+    """
+    verdicts = {}
+    for name, source in definition.gathers.items():
+        if name not in outputs or source in definition.inputs or source in definition.outputs:
+            continue
+        index, rounding = outputs[name].long(), LIMITS["float32"].rtol
+        # In the dtype in which the reference as written ranks, equal is what its rounding cannot tell apart.
+        written = _ranked(definition, source, inputs, name, torch.zeros_like(index), rounding)
+        limits, columns = LIMITS[dtype_name(written.dtype)], written.shape[-1]
+        chosen = index.clamp(0, columns - 1)  # what points outside is refused below, and indexes nothing before that
+        if definition.oracle == "as_written":
+            ranked = _ranked(definition, source, inputs, name, chosen, limits.rtol).double()
+        else:
+            with _lifted():
+                ranked = _ranked(definition, source, lift(inputs), name, chosen, limits.rtol).double()
+        smallest, ordered = float(torch.finfo(written.dtype).tiny), name not in definition.unordered
+        verdicts[name] = check_ranked(name, outputs[name], ranked, limits, smallest, ordered=ordered)
+    return verdicts
+
+
+def followed(
+    definition: Definition, inputs: Inputs, truth: Outputs, outputs: Outputs, wrong: Collection[str] = ()
+) -> dict[str, torch.Tensor]:
+    """The oracle's outputs, with those that follow from indices evaluated for the indices that a call chose.
+
+    Args:
+        definition: says which outputs follow, and by which function.
+        inputs: what the call was given.
+        truth: the oracle's outputs.
+        outputs: the call's.
+        wrong: outputs of indices that are refused already: the oracle's take their place.
+    """
+    found = dict(truth)
+    if not definition.follows or any(name not in outputs for name in definition.gathers):
+        return found
+    indices = {name: (truth if name in wrong else outputs)[name].long() for name in definition.gathers}
+    rounding = LIMITS["float32"].rtol
+    for name, function in definition.follows.items():
+        if name not in outputs:
+            continue
+        if definition.oracle == "as_written":
+            value = evaluate_function(definition, function, inputs, indices | {ROUNDING: rounding})
+        else:
+            with _lifted():
+                value = evaluate_function(definition, function, lift(inputs), indices | {ROUNDING: rounding})
+        if not isinstance(value, torch.Tensor) or value.shape != truth[name].shape:
+            raise RecordError(
+                f"{definition.name}: {function} does not give '{name}' in the shape that run gives it.",
+                code="follows_shape_differs",
+            )
+        found[name] = value
+    return found
+
+
+def _lifted() -> Any:
+    mode: Any = Lifted
+    return mode()
+
+
+def _ranked(
+    definition: Definition, function: str, inputs: Inputs, name: str, index: torch.Tensor, rounding: float
+) -> torch.Tensor:
+    value = evaluate_function(definition, function, inputs, {name: index, ROUNDING: rounding})
+    rows = index.shape[:-1]
+    if not isinstance(value, torch.Tensor) or value.shape[:-1] != rows or not value.dtype.is_floating_point:
+        found = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        raise RecordError(
+            f"{definition.name}: {function} gives {found}, not a row of values for each of {list(rows)}.",
+            code="ranking_shape_differs",
+        )
+    if value.shape[-1] < index.shape[-1]:
+        raise RecordError(
+            f"{definition.name}: {function} ranks {value.shape[-1]} values, fewer than '{name}' chooses.",
+            code="ranking_too_short",
+        )
+    return value

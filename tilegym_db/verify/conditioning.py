@@ -10,12 +10,8 @@ import torch
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition
-from tilegym_db.verify.distance import relative_error
-from tilegym_db.verify.lifting import LIFTED_DTYPES
-from tilegym_db.verify.reference import in_fp64, lift
-from tilegym_db.verify.verdicts import OutputVerdict
-
-__all__ = ["STEP", "without_uncertain"]
+from tilegym_db.verify.gates import OutputVerdict, relative_error
+from tilegym_db.verify.oracle import LIFTED_DTYPES, in_fp64, lift
 
 Outputs = Mapping[str, torch.Tensor]
 

@@ -8,20 +8,16 @@ from typing import Any
 
 import torch
 
+from tilegym_db.backends.torch_dtypes import storage_dtype
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition
 from tilegym_db.records.case import Case
-from tilegym_db.records.content_constraints import Unknown, holds
-from tilegym_db.verify.blobs import BlobReader
-from tilegym_db.verify.comparison import check_reference, exact_outputs, reference_errors
-from tilegym_db.verify.distance import BaseError
+from tilegym_db.records.expressions import Unknown, holds
+from tilegym_db.verify.comparison import check_reference, exact_outputs, followed, reference_errors
 from tilegym_db.verify.distributions import REFERENCE_MAY_FAIL
-from tilegym_db.verify.inputs import draw_inputs, draws_noise
-from tilegym_db.verify.ranking import followed
-from tilegym_db.verify.reference import as_written, oracle
-from tilegym_db.verify.torch_dtypes import storage_dtype
-
-__all__ = ["Expected", "broken_constraint", "expect"]
+from tilegym_db.verify.gates import BaseError
+from tilegym_db.verify.inputs import BlobReader, draw_inputs, draws_noise
+from tilegym_db.verify.oracle import as_written, oracle
 
 
 @dataclass(frozen=True)

@@ -3,22 +3,168 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from tilegym_db.records.tolerance import MIN_ELEMENTS_FOR_NORMS, TAU_CAP, WORST_ROW_FACTOR, Limits
-from tilegym_db.verify.codes import code_values, ordered_codes
-from tilegym_db.verify.distance import EXACTLY, BaseError, Rows, compare_rows, relative_error
-from tilegym_db.verify.share import share_problem
-from tilegym_db.verify.verdicts import PASSED, OutputVerdict, failed, row_of_most
 
-__all__ = [
-    "MIN_ELEMENTS_FOR_NORMS",
-    "OutputVerdict",
-    "check_output",
-    "is_well_conditioned",
-    "must_be_exact",
-]
+# ---- distance -------------------------------------------------------------------------------------
+# How far a result is from the oracle's, as a whole and element by element beside its bound. Pure.
+
+SHORT_ROW = 32
+"""Rows with fewer elements have no meaningful rms of their own; the median over all rows stands in."""
+NEAR_ZERO_ROW = 1e-4
+FLUSHED = 2.0**24
+"""Hardware may flush an intermediate that is subnormal in float32 to zero, and it may then be multiplied by inputs of up to
+thousands and summed over as many terms. The error of a result may therefore be this many times float32's smallest normal number,
+1.2e-38: up to 2e-31."""
+SHORT_RANGE = 1e6
+"""Dtypes that end below it keep their subnormals: float16, e4m3 and e5m2."""
+
+
+class BaseError(NamedTuple):
+    """What the reference as written is off by itself, in the output dtype.
+
+    ``rel_fro``: relative Frobenius error. ``row``: that of the worst row. ``element``: the largest error of an element, in units
+    of its bound.
+    """
+
+    rel_fro: float = 0.0
+    row: float = 0.0
+    element: float = 0.0
+
+    @property
+    def plain(self) -> BaseError:
+        """The error as a whole alone: the worst row and element widen no bound."""
+        return BaseError(self.rel_fro)
+
+
+EXACTLY = BaseError()
+"""Of a reference that rounds nothing."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A result beside the oracle's as rows of their last axis, ``[rows, columns]``, fp64; zero where either is not finite.
+
+    ``scale``: the norm of each row that its error is measured by, ``[rows]``; ``rms`` the same for an element, ``[rows, 1]``.
+    ``bound``: what each element may be off by. ``finite``: where both are finite in the output dtype, in the output's shape;
+    None where that is everywhere. ``want`` may be the oracle's own memory: nobody may write to it.
+    """
+
+    want: torch.Tensor
+    error: torch.Tensor
+    scale: torch.Tensor
+    rms: torch.Tensor
+    bound: torch.Tensor
+    finite: torch.Tensor | None
+
+    @property
+    def relative(self) -> torch.Tensor:
+        """Of each row, ``[rows]``."""
+        share = torch.linalg.vector_norm(self.error, dim=1) / self.scale
+        return torch.where(self.scale > 0, share, 0.0).nan_to_num_(nan=math.inf, posinf=math.inf)
+
+    @property
+    def rel_fro(self) -> float:
+        """Relative Frobenius error of all rows; inf where the oracle is zero and the result is not."""
+        return _ratio_of_norms(self.error, self.want)
+
+    @property
+    def base_error(self) -> BaseError:
+        """What the result is off by, where it is the reference's."""
+        of_bound = (self.error / self.bound).nan_to_num_(nan=0.0, posinf=math.inf)  # no error of no bound is none
+        return BaseError(self.rel_fro, float(self.relative.max()), float(of_bound.max()))
+
+
+def compare_rows(actual: torch.Tensor, oracle: torch.Tensor, limits: Limits) -> Rows:
+    """Every element's error and bound.
+
+    Args:
+        actual: a result in the output dtype, any strides; one element at least.
+        oracle: the oracle's, same shape.
+        limits: bounds of the output dtype.
+    """
+    finite = _finite_in_both(actual, oracle, rounded=True)
+    columns = actual.shape[-1] if actual.dim() else 1
+    want = oracle.double() if finite is None else torch.where(finite, oracle.double(), 0.0)
+    error = _absolute_error(actual, want, finite, limits.atol).reshape(-1, columns)
+    want = want.reshape(-1, columns)
+    row_norm = torch.linalg.vector_norm(want, dim=1)
+    median = row_norm.median()
+    scale = torch.maximum(row_norm, median if columns < SHORT_ROW else median * NEAR_ZERO_ROW)
+    rms = (scale / math.sqrt(columns))[:, None]
+    return Rows(want, error, scale, rms, want.abs().mul_(limits.rtol).add_(limits.a * rms), finite)
+
+
+def relative_error(actual: torch.Tensor, oracle: torch.Tensor) -> float:
+    """Relative Frobenius error over the elements that are finite in both; inf where the oracle is zero and actual is not.
+
+    What hardware may flush to zero in the dtype of ``actual`` is no error.
+    """
+    finite = _finite_in_both(actual, oracle)
+    want = oracle.double() if finite is None else torch.where(finite, oracle.double(), 0.0)
+    return _ratio_of_norms(_absolute_error(actual, want, finite), want)
+
+
+def _ratio_of_norms(error: torch.Tensor, want: torch.Tensor) -> float:
+    norm, scale = (float(torch.linalg.vector_norm(value)) for value in (error, want))
+    if scale == 0.0 or not math.isfinite(norm):
+        return 0.0 if norm == 0.0 else math.inf
+    return norm / scale
+
+
+def _finite_in_both(actual: torch.Tensor, oracle: torch.Tensor, *, rounded: bool = False) -> torch.Tensor | None:
+    """Where both are finite, and with ``rounded`` the oracle in the dtype of ``actual`` too; None where that is everywhere.
+
+    The largest number of each mostly says so at once: on a CPU, masks of everything take longer than all else in a comparison.
+    """
+    most = torch.finfo(actual.dtype if rounded else torch.float64).max
+    if not actual.numel() or (_largest(actual) < math.inf and _largest(oracle) <= most):
+        return None
+    return torch.isfinite(_wide(actual)) & torch.isfinite(_wide(oracle.to(actual.dtype) if rounded else oracle))
+
+
+def _largest(value: torch.Tensor) -> float:
+    """Of the absolute values; NaN where one is NaN."""
+    low, high = torch.aminmax(_wide(value))
+    return float(torch.maximum(low.abs(), high.abs()))
+
+
+def _wide(value: torch.Tensor) -> torch.Tensor:
+    """In a dtype that PyTorch has these operations for, which 8-bit floats are not."""
+    return value if value.element_size() > 1 else value.float()
+
+
+def _absolute_error(
+    actual: torch.Tensor, want: torch.Tensor, finite: torch.Tensor | None, atol: float = 0.0
+) -> torch.Tensor:
+    """Absolute error where both are finite, in fp64, less what no honest kernel can be blamed for.
+
+    Args:
+        actual: a result in the output dtype.
+        want: the oracle's in fp64.
+        finite: where both are finite; None for everywhere.
+        atol: up to which an error is none.
+    """
+    error = actual.to(torch.float64, copy=True).sub_(want)  # one block of memory: a new one for each step takes longer
+    if finite is not None:
+        error = torch.where(finite, error, 0.0)
+    return torch.threshold_(error.abs_(), max(_smallest_honest_error(actual.dtype), atol), 0.0)
+
+
+def _smallest_honest_error(dtype: torch.dtype) -> float:
+    """What an element may be off by where the bound itself is next to nothing: the row is zero, or close to it.
+
+    Hardware may flush what is subnormal in float32 (and so in bfloat16) to zero, and so may a kernel's terms be. It keeps the
+    subnormals of shorter dtypes, which start at 6e-5 in float16, where probabilities over a vocabulary lie: there only a step of
+    their grid is allowed.
+    """
+    finfo = torch.finfo(dtype)
+    return finfo.tiny * (finfo.eps if finfo.max < SHORT_RANGE else FLUSHED)
+
 
 MIN_ELEMENTS_FOR_EXACT = 64
 """Fewer results may all be exact by luck (a mean of three numbers), which says nothing about another kernel's luck."""
@@ -256,3 +402,182 @@ def _whole_row(row: int, actual: torch.Tensor) -> torch.Tensor:
     flagged = torch.zeros(actual.numel() // columns, columns, dtype=torch.bool, device=actual.device)
     flagged[row] = True
     return flagged.reshape(actual.shape)
+
+
+# ---- share ----------------------------------------------------------------------------------------
+# Which elements of a low-precision product may lie beyond the elementwise bound: few, spread out, and none of them
+# far.
+#
+# A sum that ends on the other side of a border between two codes moves what is computed from that code, and nothing
+# near it. What a kernel leaves out lies side by side instead: a row, a column, a tile, a head.
+
+CAP = 8.0
+"""Bounds that no element may exceed. Codes one step off moved elements of honest products by up to 4 (decision 0036)."""
+_OF_ITSELF, _OF_ROW = 0.25, 0.5
+"""However wide the bound is: what is missing altogether is off by all of itself."""
+WINDOWS = ((16, 16), (64, 1))
+"""Rows and columns of which at most half may lie beyond the bound: the smallest tile of a kernel, a piece of a column."""
+_HALF = 0.5
+_FEWEST = 64
+"""A window of fewer elements may be full of strays by chance; of few rows it is so much wider."""
+
+
+def share_problem(
+    error: torch.Tensor, bound: torch.Tensor, size: torch.Tensor, rms: torch.Tensor, share: float
+) -> tuple[str, str, torch.Tensor] | None:
+    """The gate, a sentence and the elements to show where too many lie beyond the bound, or too close together, or one too far.
+
+    Args:
+        error: absolute error, ``[rows, columns]``.
+        bound: of each element.
+        size: absolute value of the oracle.
+        rms: of each row, ``[rows, 1]``.
+        share: of the elements that must lie within the bound.
+    """
+    beyond = error > bound
+    count, total = int(beyond.sum()), beyond.numel()
+    if not count:
+        return None
+    within = 1.0 - count / total
+    reached = f"{within:.3%} of {total} elements are within the bound"
+    if within < share:
+        return "share", f"{reached}; at least {share:.4g} of them must be", beyond
+    far = error > torch.maximum(bound, torch.minimum(CAP * bound, _OF_ITSELF * size + _OF_ROW * rms))
+    if bool(far.any()):
+        return (
+            "elementwise",
+            f"{reached}, but {int(far.sum())} are off by more than {CAP:g} times that, or missing",
+            far,
+        )
+    for height, width in WINDOWS:
+        crowded = _crowded(beyond, height, width)
+        if crowded is not None:
+            (row, column), piece = crowded
+            flagged = torch.zeros_like(beyond)
+            flagged[row : row + piece.shape[0], column : column + piece.shape[1]] = piece
+            what = f"{int(piece.sum())} of the {piece.numel()} from row {row} and column {column} on are not"
+            return "share", f"{reached}, but {what}: strays must lie apart", flagged
+    return None
+
+
+def _crowded(beyond: torch.Tensor, height: int, width: int) -> tuple[tuple[int, int], torch.Tensor] | None:
+    """(first row and column, contents) of the window with most strays, where they are more than half of it."""
+    rows, columns = beyond.shape
+    height = min(height, rows)
+    width = min(max(width, _FEWEST // height), columns)
+    if height * width < min(_FEWEST, beyond.numel()):
+        return None
+    # Windows that reach over an edge are moved back inside, as a smaller one may be full by chance.
+    tops, lefts = (_starts(size, step) for size, step in ((rows, height), (columns, width)))
+    down = (tops[:, None] + torch.arange(height)).reshape(-1).to(beyond.device)
+    along = (lefts[:, None] + torch.arange(width)).reshape(-1).to(beyond.device)
+    inside = beyond[down][:, along].reshape(len(tops), height, len(lefts), width)
+    shares = inside.sum(dim=(1, 3)) / (height * width)
+    worst = int(shares.argmax())
+    top, left = divmod(worst, len(lefts))
+    if float(shares[top, left]) <= _HALF:
+        return None
+    return (int(tops[top]), int(lefts[left])), inside[top, :, left, :]
+
+
+def _starts(size: int, step: int) -> torch.Tensor:
+    return torch.cat([torch.arange(0, size - step, step), torch.tensor([size - step])])
+
+
+# ---- codes ----------------------------------------------------------------------------------------
+# Quantised formats as codes: neighbours on the number line differ by one, whatever the format's bits are.
+
+_FP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def ordered_codes(value: torch.Tensor, bits: int, *, signed_zeros: bool) -> torch.Tensor:
+    """Codes as int32 in the order of the values they stand for; two codes of 4 bits come out of each byte, the low first.
+
+    Args:
+        value: the quantised tensor.
+        bits: of a code.
+        signed_zeros: put -0 one below 0. Else both are one code: the sign of what is too small for a code depends on whether
+            products and sums are fused, since a product that underflows to 0 loses it before it is added to 0.
+    """
+    code = _split(value, bits)
+    sign = 1 << (bits - 1)
+    return torch.where(code >= sign, sign - int(signed_zeros) - code, code)
+
+
+def code_values(value: torch.Tensor, bits: int) -> torch.Tensor:
+    """The numbers that the codes stand for, as float32, laid out as :func:`ordered_codes` lays them out."""
+    if bits == 8:
+        return value.float()
+    magnitudes = torch.tensor(_FP4_MAGNITUDES, device=value.device)
+    code = _split(value, bits)
+    return magnitudes[(code & 7).long()] * torch.where(code >= 8, -1.0, 1.0)
+
+
+def _split(value: torch.Tensor, bits: int) -> torch.Tensor:
+    code = value.contiguous().view(torch.uint8).to(torch.int32)
+    return code if bits == 8 else torch.stack([code & 15, code >> 4], dim=-1).flatten(-2)
+
+
+# ---- verdicts -------------------------------------------------------------------------------------
+# What a comparison says of one output: the gate that failed, the figures, and where to look.
+
+
+@dataclass(frozen=True)
+class OutputVerdict:
+    """How one output compares with the oracle. ``gate`` names the one that failed, or is None where all hold.
+
+    ``rel_fro``, ``worst_row_rel``: relative, no unit. ``max_abs``: in the output's own units. ``reason``: for a person,
+    with the first wrong index, what was expected and what was there; the fields after it hold the same for a report.
+    ``worst_row`` counts rows over all axes but the last.
+    """
+
+    gate: str | None
+    reason: str
+    rel_fro: float
+    worst_row_rel: float
+    max_abs: float
+    matched_ratio: float
+    index: tuple[int, ...] = ()
+    expected: str = ""
+    got: str = ""
+    worst_row: int | None = None
+
+    @property
+    def passed(self) -> bool:
+        """True where every gate holds."""
+        return self.gate is None
+
+
+PASSED = OutputVerdict(None, "", 0.0, 0.0, 0.0, 1.0)
+
+
+def failed(
+    gate: str,
+    what: str,
+    figures: tuple[float, float, float, float],
+    wrong: torch.Tensor,
+    actual: torch.Tensor,
+    oracle: torch.Tensor,
+    worst_row: int,
+) -> OutputVerdict:
+    """A verdict on a failed gate that shows the first wrong element.
+
+    Args:
+        gate: which one.
+        what: the sentence for a person, without the element.
+        figures: ``rel_fro``, ``worst_row_rel``, ``max_abs`` and ``matched_ratio`` of the verdict.
+        wrong: True where an element is wrong; at least one is.
+        actual: what was there.
+        oracle: what was expected.
+        worst_row: as in the verdict.
+    """
+    index = tuple(int(i) for i in torch.nonzero(wrong)[0]) if wrong.dim() else ()
+    expected, got = (f"{float(value[index].double()):.6g}" for value in (oracle, actual))
+    reason = f"{what}; first at {list(index)}: expected {expected}, got {got}"
+    return OutputVerdict(gate, reason, *figures, index=index, expected=expected, got=got, worst_row=worst_row)
+
+
+def row_of_most(wrong: torch.Tensor) -> int:
+    """The row, counted over all axes but the last, with most elements flagged."""
+    columns = wrong.shape[-1] if wrong.dim() else 1
+    return int(wrong.reshape(-1, columns).sum(dim=1).argmax())

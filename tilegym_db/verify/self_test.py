@@ -18,19 +18,15 @@ from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.case import Case
 from tilegym_db.records.definition_parts import PlantedError, SelfTest
-from tilegym_db.records.tolerance import limits_for
+from tilegym_db.records.tolerance import MIN_ELEMENTS_FOR_NORMS, limits_for
 from tilegym_db.verify.comparison import check_lifted, check_outputs
 from tilegym_db.verify.conditioning import without_uncertain
 from tilegym_db.verify.distributions import DISTRIBUTIONS, RANGES
-from tilegym_db.verify.drawing import judge_draws
 from tilegym_db.verify.expected import Expected, broken_constraint, expect
-from tilegym_db.verify.gates import MIN_ELEMENTS_FOR_NORMS
+from tilegym_db.verify.gates import OutputVerdict
 from tilegym_db.verify.inputs import draw_inputs
-from tilegym_db.verify.reference import run_lifted, run_reference
-from tilegym_db.verify.verdicts import OutputVerdict
-from tilegym_db.verify.verifier import same_bytes
-
-__all__ = ["SelfTestFinding", "self_test", "tiny_workloads"]
+from tilegym_db.verify.oracle import run_lifted, run_reference
+from tilegym_db.verify.verifier import judge_draws, same_bytes
 
 SEEDS = (20_240_229, 77_003)
 DRAWS = 8192

@@ -6,38 +6,26 @@ Everything that decides lives here, in the harness: contents, poison, guard band
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.records import Definition, Solution
 from tilegym_db.records.case import Case
 from tilegym_db.records.tolerance import limits_for
+from tilegym_db.records.trace import Correctness, Status
+from tilegym_db.sandbox.shared_buffers import SharedBuffers, fill_with_garbage, tensor_view
+from tilegym_db.sandbox.worker import WorkerDied, WorkerProcess, WorkerTimeout
 from tilegym_db.verify.comparison import check_outputs
 from tilegym_db.verify.conditioning import without_uncertain
-from tilegym_db.verify.distance import compare_rows
-from tilegym_db.verify.drawing import judge_draws
 from tilegym_db.verify.expected import Expected
-from tilegym_db.verify.gates import OutputVerdict
-from tilegym_db.verify.outcome import Failure, Verdict, incorrect
-from tilegym_db.verify.worker.losses import WorkerDied, WorkerTimeout
-from tilegym_db.verify.worker.process import WorkerProcess
-from tilegym_db.verify.worker.shared_buffers import SharedBuffers, fill_with_garbage, tensor_view
-
-__all__ = [
-    "Failure",
-    "Verdict",
-    "call_again",
-    "check_memory",
-    "fill_slot",
-    "judge",
-    "one_call",
-    "read_outputs",
-    "same_bytes",
-    "verify_slot",
-]
+from tilegym_db.verify.gates import OutputVerdict, compare_rows
+from tilegym_db.verify.sampling import check_sampled_outputs
 
 # A comparison widens its output to fp64 several times over; one at a time bounds the memory it takes. Small ones need not wait.
 _comparing = threading.Lock()
@@ -278,3 +266,222 @@ def judge(
 def same_bytes(one: torch.Tensor, two: torch.Tensor) -> bool:
     """True where two tensors of one dtype hold the same bytes, NaN payloads and signs of zero included."""
     return bool(torch.equal(one.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8)))
+
+
+# ---- outcome --------------------------------------------------------------------------------------
+# What verifying calls found: the figures of what passed, or why it did not.
+
+CANNOT_VERIFY = (RecordError, StoreError, torch.OutOfMemoryError)
+"""A workload without an oracle, or without memory for it here: that workload's trouble, not the run's."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a Solution did not pass: the status, the gate, the case, and a sentence for whoever wrote it."""
+
+    status: Status
+    reason: str
+    log: str = ""
+    gate: str | None = None
+    correctness: Correctness | None = None
+    case: Case | None = None
+    output: str | None = None
+    """Name of the output that failed, where one was compared; ``verdict`` says how."""
+    verdict: OutputVerdict | None = None
+    excused: bool = False
+    """True where stock code in the same dtype fails the same case."""
+    no_memory: bool = False
+    """True where the GPU had no memory left, which other workers may have held."""
+
+
+@dataclass
+class Verdict:
+    """The worst figures over the cases that passed."""
+
+    rel_fro: float = 0.0
+    worst_row_rel: float = 0.0
+    max_abs: float = 0.0
+    matched_ratio: float = 1.0
+    cases: int = 0
+    deterministic: bool = True
+
+    def add(self, outputs: Mapping[str, OutputVerdict]) -> None:
+        """Take one passed case into account."""
+        self.cases += 1
+        for verdict in outputs.values():
+            self.rel_fro = max(self.rel_fro, verdict.rel_fro)
+            self.worst_row_rel = max(self.worst_row_rel, verdict.worst_row_rel)
+            self.max_abs = max(self.max_abs, verdict.max_abs)
+            self.matched_ratio = min(self.matched_ratio, verdict.matched_ratio)
+
+    def correctness(self, oracle_name: str = "fp64") -> Correctness:
+        """The figures as a Trace stores them."""
+        return Correctness(
+            rel_fro=_finite(self.rel_fro),
+            worst_row_rel=_finite(self.worst_row_rel),
+            max_abs=_finite(self.max_abs),
+            matched_ratio=self.matched_ratio,
+            deterministic=self.deterministic,
+            oracle=oracle_name,
+            cases=self.cases,
+        )
+
+
+def incorrect(
+    gate: str,
+    reason: str,
+    case: Case,
+    output: str | None = None,
+    verdicts: Mapping[str, OutputVerdict] | None = None,
+) -> Failure:
+    """A wrong result: the gate that says so, why, and the figures where an output was compared."""
+    worst = Verdict()
+    worst.add(verdicts or {})
+    if verdicts is None:
+        correctness = Correctness(gate=gate, cases=1)
+    else:
+        correctness = Correctness(
+            rel_fro=_finite(worst.rel_fro),
+            worst_row_rel=_finite(worst.worst_row_rel),
+            max_abs=_finite(worst.max_abs),
+            matched_ratio=worst.matched_ratio,
+            gate=gate,
+            cases=1,
+        )
+    verdict = verdicts[output] if verdicts and output else None
+    return Failure("INCORRECT_NUMERICAL", reason, "", gate, correctness, case, output, verdict)
+
+
+def cannot_verify(error: BaseException) -> Failure:
+    """What one of :data:`CANNOT_VERIFY` means for a workload."""
+    no_memory = isinstance(error, torch.OutOfMemoryError)
+    return Failure("UNSUPPORTED", f"cannot be verified on this machine: {error}", no_memory=no_memory)
+
+
+def not_set_up(failure: Failure) -> Failure:
+    """What it means that a worker was late, lost or in error before it was given a source: that Solution is not to blame."""
+    return replace(failure, status="UNSUPPORTED", reason=f"this machine could not set up a worker: {failure.reason}")
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+# ---- drawing --------------------------------------------------------------------------------------
+# More draws of one case: what draws at random is called again with other random numbers, and all draws are judged.
+
+DRAWS_A_CALL = 64
+"""No more calls are made than one for so many of the draws that are wanted, and no fewer than one."""
+MAX_DRAWN_AT_ONCE = 1 << 14
+"""Where the inputs have no more elements than that, a call is cheap, and more of them are made of few rows."""
+_SHARE_OF_SMALL = 16
+"""Of few rows, calls are made until there is at least this fraction (1 / 16) of the draws that are wanted."""
+PROBED_ROWS = 8
+"""Rows whose random number is changed alone, each in a call of its own: no other row may draw otherwise for that."""
+LARGEST = 1 - 2.0**-24
+"""The last float32 below 1; sums that it is multiplied with may round up to all of it."""
+
+Outputs = Mapping[str, torch.Tensor]
+
+
+def calls_for(rows: int, draws: int, elements: int) -> int:
+    """How many more calls of so many rows, with inputs of so many elements, give about so many draws."""
+    rows = max(rows, 1)
+    calls = min(-(-draws // rows), draws // DRAWS_A_CALL)
+    if elements <= MAX_DRAWN_AT_ONCE:
+        calls = max(calls, -(-draws // (rows * _SHARE_OF_SMALL)))
+    return max(1, calls)
+
+
+def judge_draws(
+    definition: Definition,
+    expected: Expected,
+    first: Outputs,
+    call: Callable[[Expected], dict[str, torch.Tensor] | Failure],
+    draws: int,
+    *,
+    deterministic: bool = True,
+) -> Failure | None:
+    """Why the draws of several calls are not those of an honest sampler, or None; at once where nothing is drawn.
+
+    One call more is given 0 and the largest number below 1 in turn: what it draws must be allowed, and is not counted. In some
+    calls the number of a single row is another one; what is not deterministic may draw otherwise without that.
+
+    Args:
+        definition: says what is drawn, from which law and which random numbers.
+        expected: the case, with which the first call was made.
+        first: what it gave.
+        call: makes a call with the inputs of a case.
+        draws: how many are wanted; 0 for none but those of the first call.
+        deterministic: the same numbers give the same draws.
+    """
+    if not definition.sampled or not draws:
+        return None
+    rows = min(first[name].numel() for name in definition.sampled)
+    if not rows:
+        return None
+    elements = sum(value.numel() for value in expected.inputs.values() if isinstance(value, torch.Tensor))
+    outputs: list[Outputs] = [first]
+    for number in range(calls_for(rows, draws, elements)):
+        found = call(_with_numbers(definition, expected, number))
+        if isinstance(found, Failure):
+            return found
+        outputs.append(found)
+    failure = _judge(definition, expected, outputs)
+    if failure is not None:
+        return failure
+    at_the_ends = call(_with_numbers(definition, expected, None))
+    if isinstance(at_the_ends, Failure):
+        return at_the_ends
+    failure = _judge(definition, expected, [at_the_ends], "support")
+    return failure or (_row_by_row(definition, expected, first, call) if deterministic else None)
+
+
+def _row_by_row(
+    definition: Definition,
+    expected: Expected,
+    first: Outputs,
+    call: Callable[[Expected], dict[str, torch.Tensor] | Failure],
+) -> Failure | None:
+    """Whether another number for one row changes what a second row draws: rows of a call must not depend on one another.
+
+    Which row a number belongs to is free, and so is how an index is found from it.
+    """
+    for name, sampled in definition.sampled.items():
+        given = expected.inputs[sampled.uniforms]
+        rows = given.numel()
+        chosen = torch.randperm(rows, generator=torch.Generator().manual_seed(expected.case.seed))[:PROBED_ROWS]
+        for row in chosen.tolist() if rows > 1 else ():
+            other = given.clone()
+            other.view(-1)[row] = (other.view(-1)[row] + 0.5) % 1
+            found = call(replace(expected, inputs={**expected.inputs, sampled.uniforms: other}))
+            if isinstance(found, Failure):
+                return found
+            changed = int((found[name] != first[name]).sum())
+            if changed > 1:
+                what = f"{name}: another random number for row {row} alone changes what {changed} rows draw"
+                return incorrect("distribution", f"{what} at {expected.case}", expected.case)
+    return None
+
+
+def _judge(
+    definition: Definition, expected: Expected, outputs: list[Outputs], gate: str | None = None
+) -> Failure | None:
+    verdicts = check_sampled_outputs(definition, expected.inputs, expected.outputs, outputs)
+    for name, verdict in verdicts.items():
+        if verdict.gate is not None and gate in (None, verdict.gate):
+            return incorrect(verdict.gate, f"{verdict.reason} at {expected.case}", expected.case, name, verdicts)
+    return None
+
+
+def _with_numbers(definition: Definition, expected: Expected, number: int | None) -> Expected:
+    """The case with other random numbers, which are a function of its seed; None for the ends of their range."""
+    inputs = dict(expected.inputs)
+    for name in {sampled.uniforms for sampled in definition.sampled.values()}:
+        given = inputs[name]
+        if number is None:
+            inputs[name] = torch.arange(given.numel(), device=given.device).remainder(2).to(given.dtype) * LARGEST
+        else:
+            generator = torch.Generator(given.device).manual_seed((expected.case.seed * 1009 + number + 1) % (1 << 62))
+            inputs[name] = torch.rand(given.shape, generator=generator, dtype=given.dtype, device=given.device)
+    return replace(expected, inputs=inputs)

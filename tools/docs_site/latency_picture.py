@@ -8,7 +8,7 @@ from statistics import geometric_mean
 from typing import Any
 from xml.sax.saxutils import escape
 
-from tilegym_db.store.line_plot import log_ticks
+from tilegym_db.store.answer import log_ticks
 
 __all__ = ["LANGUAGES", "latency_picture", "series_of"]
 

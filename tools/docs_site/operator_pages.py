@@ -10,7 +10,7 @@ from docs_site.latency_picture import latency_picture, series_of
 if TYPE_CHECKING:
     from tilegym_db.catalog import Catalog
     from tilegym_db.records import Definition, Workload
-    from tilegym_db.report.data import ReportData
+    from tilegym_db.report.page import ReportData
     from tilegym_db.store.database import Store
 
 __all__ = ["operator_files"]

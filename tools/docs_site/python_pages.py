@@ -12,9 +12,9 @@ __all__ = ["python_reference"]
 RESULTS = {
     "tilegym_db.store.database": ("Store",),
     "tilegym_db.store.answer": ("Answer",),
-    "tilegym_db.bench.bench_report": ("BenchReport",),
+    "tilegym_db.bench.plan": ("BenchReport",),
     "tilegym_db.resolver.resolve": ("Resolved",),
-    "tilegym_db.integrations.transformers.handle": ("Handle",),
+    "tilegym_db.models.handle": ("Handle",),
 }
 """What the public functions give back, and where it is defined."""
 

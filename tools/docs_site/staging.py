@@ -74,7 +74,7 @@ def import_table() -> str:
 def _operators() -> dict[str, str]:
     from tilegym_db.catalog import Catalog
     from tilegym_db.paths import shipped_root
-    from tilegym_db.report.data import read_report
+    from tilegym_db.report.page import read_report
     from tilegym_db.store.connection import open_store
 
     catalog = Catalog((shipped_root(),))

@@ -10,8 +10,8 @@ import pytest
 from raising import raises
 
 from tilegym_db.bench.benchmark import benchmark
-from tilegym_db.bench.cluster import address
-from tilegym_db.bench.cluster.address import connected, most_devices, parse_executor
+from tilegym_db.bench.devices import ray_address
+from tilegym_db.bench.devices.ray_address import connected, most_devices, parse_executor
 from tilegym_db.errors import HardwareError, MissingPackageError, UsageError
 
 
@@ -77,7 +77,7 @@ def test_a_port_that_answers_and_is_not_rays_is_refused_in_a_fresh_process(monke
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         script = (
-            "from tilegym_db.bench.cluster import address\n"
+            "from tilegym_db.bench.devices import address\n"
             f"with address.connected('127.0.0.1:{listener.getsockname()[1]}', patience_s=2.0): pass\n"
         )
         answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
@@ -108,5 +108,5 @@ def test_what_ray_says_is_told_in_a_sentence(monkeypatch, error, code, fact):
 
     monkeypatch.setattr("ray.init", refuse)
     monkeypatch.setattr("ray.is_initialized", lambda: False)
-    with raises(HardwareError, code, fact), connected(address.AUTO):
+    with raises(HardwareError, code, fact), connected(ray_address.AUTO):
         pass

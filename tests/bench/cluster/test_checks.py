@@ -6,18 +6,16 @@ import json
 
 import pytest
 
-from tilegym_db.bench.cluster.checks import doubt
-from tilegym_db.bench.gpus.messages import Order, Session
-from tilegym_db.bench.gpus.work import divide
-from tilegym_db.bench.interleaved import TimingBudget
+from tilegym_db.bench.devices.messages import Order, Session, divide
+from tilegym_db.bench.devices.places import doubt
 from tilegym_db.bench.machine import Machine
-from tilegym_db.bench.plan import Options
-from tilegym_db.bench.planning import make_plan
-from tilegym_db.bench.tier_policy import PROMOTION
-from tilegym_db.bench.tracing import RunContext
+from tilegym_db.bench.plan import Options, make_plan
+from tilegym_db.bench.run_setup import RunContext
+from tilegym_db.bench.timing import TimingBudget
 from tilegym_db.records import Trace
 from tilegym_db.records.trace import new_trace_id
 from tilegym_db.verify.verifier import Failure
+from tilegym_db.verify.worker_handle import PROMOTION
 
 MACHINE = Machine("cpu", "cpu", "a processor", libs={"torch": "2.15.0"}, host="node1")
 SIZES = ({"axes": {"M": 3, "N": 8}}, {"axes": {"M": 4, "N": 8}})

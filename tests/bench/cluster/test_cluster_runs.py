@@ -14,13 +14,12 @@ import pytest
 from raising import raises
 
 from tilegym_db.bench.benchmark import benchmark, promote
-from tilegym_db.bench.cluster.pool import _Cluster
-from tilegym_db.bench.cluster.remote import RemoteProcess
-from tilegym_db.bench.gpus.pool import JOINED
+from tilegym_db.bench.devices.places import RemoteProcess, _Cluster
+from tilegym_db.bench.devices.pool import JOINED
 from tilegym_db.bench.run_setup import Observer
 from tilegym_db.bench.tune.tune import tune
-from tilegym_db.confinement.processes import descendants
 from tilegym_db.errors import HardwareError
+from tilegym_db.sandbox.processes import descendants
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.journal import journal_files, read_journal
 

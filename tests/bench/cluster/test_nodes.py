@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from raising import raises
 
-from tilegym_db.bench.cluster.nodes import Node, chosen_kind, differs, label_of, nodes_of, refusal, slots_of
+from tilegym_db.bench.devices.places import Node, chosen_kind, differs, label_of, nodes_of, refusal, slots_of
 from tilegym_db.bench.machine import Machine
 from tilegym_db.errors import HardwareError
 

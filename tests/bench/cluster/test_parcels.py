@@ -9,16 +9,14 @@ from pathlib import Path
 import pytest
 from raising import raises
 
-from tilegym_db.bench.cluster.parcels import ParcelStore, pack
-from tilegym_db.bench.gpus.messages import Order, Session
-from tilegym_db.bench.gpus.work import divide
-from tilegym_db.bench.interleaved import TimingBudget
+from tilegym_db.bench.devices.messages import Order, Session, divide
+from tilegym_db.bench.devices.ray_parcels import ParcelStore, pack
 from tilegym_db.bench.machine import Machine
-from tilegym_db.bench.plan import Options
-from tilegym_db.bench.planning import make_plan
-from tilegym_db.bench.tier_policy import SCREEN
+from tilegym_db.bench.plan import Options, make_plan
+from tilegym_db.bench.timing import TimingBudget
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError
+from tilegym_db.verify.worker_handle import SCREEN
 
 OTHER = "def run(x, weight, factor, out):\n    out.copy_(x * (weight * factor))\n"
 BLOB = b"bytes of a file that holds an input"

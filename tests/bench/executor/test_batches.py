@@ -13,36 +13,32 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilegym_db.bench import contents
-from tilegym_db.bench.buffer_pool import BufferPool
-from tilegym_db.bench.executor import verify_batch
-from tilegym_db.bench.executor.batches import (
+from tilegym_db.bench import local_executor
+from tilegym_db.bench.local_executor import (
     BATCH_WORKLOADS,
     COMPILED_WORKLOADS,
     GPU_RUNNER_BYTES,
     SUPERVISOR_BYTES,
     Capacity,
+    LocalExecutor,
     make_definition_groups,
 )
-from tilegym_db.bench.executor.local import LocalExecutor
-from tilegym_db.bench.interleaved import TimingBudget
 from tilegym_db.bench.machine import Machine, cpu_machine
-from tilegym_db.bench.plan import DefinitionPlan, Options
-from tilegym_db.bench.planning import make_plan
-from tilegym_db.bench.runner import Runner
-from tilegym_db.bench.tier_policy import SCREEN
-from tilegym_db.bench.tracing import RunContext
-from tilegym_db.bench.verification import Verification
-from tilegym_db.bench.worker_handle import WorkerHandle
+from tilegym_db.bench.plan import DefinitionPlan, Options, make_plan
+from tilegym_db.bench.run_setup import RunContext
+from tilegym_db.bench.runner import BufferPool, Runner
+from tilegym_db.bench.timing import TimingBudget
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Definition, Trace
 from tilegym_db.records.case import Case
-from tilegym_db.verify import scan
-from tilegym_db.verify.blobs import BlobReader
+from tilegym_db.sandbox import scan
+from tilegym_db.sandbox.worker import WorkerHasNoMemory, WorkerProcess
+from tilegym_db.verify import contents
 from tilegym_db.verify.expected import Expected
+from tilegym_db.verify.inputs import BlobReader
+from tilegym_db.verify.session import Verification
 from tilegym_db.verify.verifier import Failure
-from tilegym_db.verify.worker.losses import WorkerHasNoMemory
-from tilegym_db.verify.worker.process import WorkerProcess
+from tilegym_db.verify.worker_handle import SCREEN, WorkerHandle
 
 H200 = Machine("cuda:0", "h200", "NVIDIA H200", "sm_90", memory_bytes=140 << 30)
 WIDE = Capacity(runners=16, contents_bytes=1 << 30, workloads=3)
@@ -128,13 +124,13 @@ def test_where_torch_compile_takes_part_a_batch_has_fewer_workloads(make_catalog
 
 def test_nobody_waits_for_all_contents_of_another_operator(plans, tmp_path, monkeypatch):
     drawn: list[str] = []
-    draw = verify_batch._draw
+    draw = local_executor._draw
 
     def watched(workload_run, context):
         drawn.append(workload_run.plan.definition.name)
         return draw(workload_run, context)
 
-    monkeypatch.setattr(verify_batch, "_draw", watched)
+    monkeypatch.setattr(local_executor, "_draw", watched)
     run(plans(), tmp_path / "scratch", WIDE)
     assert drawn == ["row_scale", "row_times"] * 4
 

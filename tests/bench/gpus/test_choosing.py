@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 from raising import raises
 
-from tilegym_db.bench.gpus.devices import MeasuringDevice, choose_gpus, parse_gpus, share_processors
-from tilegym_db.bench.gpus.work import MAX_LOSSES, WorkQueue, divide
+from tilegym_db.bench.devices.devices import MeasuringDevice, choose_gpus, parse_gpus, share_processors
+from tilegym_db.bench.devices.messages import MAX_LOSSES, WorkQueue, divide
 from tilegym_db.bench.machine import refuse_absent_gpu
 from tilegym_db.bench.plan import DefinitionPlan
 from tilegym_db.errors import HardwareError, UsageError

@@ -15,13 +15,13 @@ import pytest
 from raising import raises
 
 from tilegym_db.bench.benchmark import benchmark, promote
-from tilegym_db.bench.gpus.devices import cpu_slots
-from tilegym_db.bench.phases import AT_WORK, PROCESSORS, SIDE_BY_SIDE, START, TIME, VERIFY
+from tilegym_db.bench.devices.devices import cpu_slots
 from tilegym_db.bench.run_setup import Observer
 from tilegym_db.bench.tune.tune import TuneObserver, tune
 from tilegym_db.errors import HardwareError
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.journal import journal_files, read_journal
+from tilegym_db.verify.phases import AT_WORK, PROCESSORS, SIDE_BY_SIDE, START, TIME, VERIFY
 
 SIZES = tuple({"axes": {"M": rows, "N": 8}} for rows in (3, 11))
 NO_PYTHON = {"PYTHONHOME": "/nowhere"}
@@ -140,7 +140,7 @@ def test_devices_that_never_work_are_named_with_their_reason(catalog, home):
 SWALLOWS = """
 import os, queue, socket, threading, time
 from multiprocessing.connection import Connection
-from tilegym_db.bench.gpus import supervisor
+from tilegym_db.bench.devices import supervisor
 
 supervisor.GRACE_S = 0.3
 ours, theirs = socket.socketpair()
@@ -160,7 +160,7 @@ while True:
 WAITS = """
 import os, queue, signal, socket, sys, threading
 from multiprocessing.connection import Connection
-from tilegym_db.bench.gpus import supervisor
+from tilegym_db.bench.devices import supervisor
 
 ours, theirs = socket.socketpair()
 orders = queue.Queue()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tilegym_db.bench.tune.candidates import Neighbour, candidate_order, history_of, is_faulty, nearest_winners
+from tilegym_db.bench.tune.search import Neighbour, candidate_order, history_of, is_faulty, nearest_winners
 from tilegym_db.records import Definition, Solution, Workload
 from tilegym_db.records.solution import config_id
 from tilegym_db.records.trace import STATUSES

@@ -8,8 +8,7 @@ import pytest
 
 from tilegym_db.backends.compile_jobs import CompileResult
 from tilegym_db.backends.toolchains import toolchain_status
-from tilegym_db.bench.tune.candidates import ConfigCandidate
-from tilegym_db.bench.tune.compile_ahead import CompileAhead, refusal
+from tilegym_db.bench.tune.search import CompileAhead, ConfigCandidate, refusal
 from tilegym_db.catalog import Catalog
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilegym_db.bench.tune.halving import choose_winner, halve, reference_of
+from tilegym_db.bench.tune.search import choose_winner, halve, reference_of
 
 LATENCIES = st.dictionaries(st.text("abcdefgh", min_size=1, max_size=2), st.floats(5, 500), min_size=2, max_size=9)
 

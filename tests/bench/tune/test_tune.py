@@ -14,11 +14,10 @@ import pytest
 import torch
 from raising import raises
 
-from tilegym_db.bench.bench_report import BenchReport
 from tilegym_db.bench.benchmark import promote
-from tilegym_db.bench.executor.local import LocalExecutor
-from tilegym_db.bench.plan import DefinitionPlan
-from tilegym_db.bench.tune.candidates import ConfigCandidate
+from tilegym_db.bench.local_executor import LocalExecutor
+from tilegym_db.bench.plan import BenchReport, DefinitionPlan
+from tilegym_db.bench.tune.search import ConfigCandidate
 from tilegym_db.bench.tune.tune import TuneObserver, TuneReport, tune
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import UsageError
@@ -243,7 +242,9 @@ class RefusesThree:
 
 
 def test_a_config_that_does_not_compile_or_takes_the_worker_down_costs_itself_only(make_catalog, tmp_path, monkeypatch):
-    monkeypatch.setattr("tilegym_db.verify.scan.scan_sources", lambda solution, sources: ())  # it would refuse os._exit
+    monkeypatch.setattr(
+        "tilegym_db.sandbox.scan.scan_sources", lambda solution, sources: ()
+    )  # it would refuse os._exit
     monkeypatch.setattr("tilegym_db.bench.tune.tuner.CompileAhead", RefusesThree)
     space = {"tunables": {"ROWS": [9, 5, 3, 64]}}
     catalog = make_catalog(tmp_path / "catalog", {"row_scale_crashing": (CRASHING, space)}, (SIZE,))

@@ -32,9 +32,8 @@ def interpreting() -> Iterator[None]:
     """Run every launch here; undone on exit."""
     import cuda.tile as ct
 
-    from tilegym_db.backends.absent_device import pretend_device
     from tilegym_db.backends.cutile_interpreter.launching import run
-    from tilegym_db.backends.cutile_stand_ins import install_driver
+    from tilegym_db.backends.stand_ins import install_driver, pretend_device
     from tilegym_db.errors import SolutionError
 
     def launch(stream: object, grid: object, kernel: Any, kernel_args: tuple[Any, ...], /, **options: Any) -> None:

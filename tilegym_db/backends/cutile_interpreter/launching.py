@@ -13,16 +13,13 @@ from cuda.tile._bytecode.version import BytecodeVersion
 from cuda.tile._compile import compile_tile
 from cuda.tile.compilation import CallingConvention, KernelSignature
 
-from tilegym_db.backends.absent_device import check_grid
-from tilegym_db.backends.cutile_interpreter import control_ops, memory_ops, numerics, tile_ops
+from tilegym_db.backends.cutile_interpreter import tile_ops, tiles
 from tilegym_db.backends.cutile_interpreter.memory import ArrayMemory, Launch
-from tilegym_db.backends.cutile_interpreter.writer import Writer
-from tilegym_db.backends.cutile_stand_ins import as_cuda
+from tilegym_db.backends.cutile_interpreter.writer import Writer, emits
+from tilegym_db.backends.stand_ins import as_cuda, check_grid
 from tilegym_db.errors import SolutionError
 
-__all__ = ["TranslatedKernel", "compile_program", "run"]
-
-_OPERATIONS = (tile_ops, memory_ops, control_ops)  # imported for what they register
+_OPERATIONS = (tile_ops,)  # imported for what it registers
 
 
 @dataclass(frozen=True)
@@ -95,12 +92,12 @@ def _bind(program: TranslatedKernel, launch: Launch, constraints: Any, values: A
     position, scalars = 0, iter(program.scalars)
     for constraint, value in singles:
         if not isinstance(value, torch.Tensor):
-            bound.append(numerics.constant(value, next(scalars)))
+            bound.append(tiles.constant(value, next(scalars)))
             continue
         is_written = value.untyped_storage().data_ptr() in written
         bound.append(ArrayMemory(value, program.arrays[position], launch, position, is_written))
         bound.append(np.uint64(value.storage_offset()))
-        index = numerics.host_dtype(constraint.index_dtype.name)
+        index = tiles.host_dtype(constraint.index_dtype.name)
         bound.extend(map(index, (*value.shape, *value.stride())))
         position += 1
     return bound
@@ -156,3 +153,37 @@ def _constraints(constraints: Any) -> Iterator[Any]:
                 f"The cuTile interpreter has no argument like {kind.removesuffix('Constraint')}.",
                 code="not_interpreted",
             )
+
+
+# ---- control ops ----------------------------------------------------------------------------------
+# Writes what surrounds the operations on tiles: blocks of the grid, loops, branches, assertions.
+
+__all__: list[str] = []
+
+
+@emits("tile_bid")
+def _block_index(writer: Writer, op: Any) -> None:
+    writer.names[op.result_var.name] = f"block_{op.axis}"
+
+
+@emits("tile_num_blocks")
+def _block_count(writer: Writer, op: Any) -> None:
+    writer.uniform(op.result_var, f"blocks_{op.axis}")
+
+
+@emits("make_token", "join_tokens", "tile_printf")
+def _nothing(writer: Writer, op: Any) -> None:
+    """Tokens only order operations; what is printed is not a result."""
+
+
+@emits("assert")
+def _assert(writer: Writer, op: Any) -> None:
+    writer.line(f"require({writer.of(op.cond)}, {op.message!r})")
+
+
+emits("loop")(Writer.loop)
+emits("ifelse")(Writer.branch)
+emits("continue")(lambda writer, op: writer.leave("loop", op.values, "continue"))
+emits("break")(lambda writer, op: writer.leave("loop", op.values, "break"))
+emits("end_branch")(lambda writer, op: writer.leave("branch", op.outputs, ""))
+emits("return")(lambda writer, op: writer.line("return"))

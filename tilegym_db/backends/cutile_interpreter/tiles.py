@@ -9,25 +9,37 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
 from tilegym_db.errors import SolutionError
 
 __all__ = [
+    "NARROW",
     "bits_as",
     "ceil_div",
+    "constant",
+    "convert",
+    "decoder",
+    "encoder",
     "extract",
+    "flush",
     "fold",
     "fold_pairs",
     "fused_multiply_add",
+    "host_dtype",
     "insert",
+    "is_float",
     "multiply_tiles",
+    "raw_dtype",
     "require",
     "reshape",
     "reverse_square_root",
+    "rounder",
     "scan",
     "scan_pairs",
     "spread",
 ]
+
 
 Shape = tuple[int, ...]
 
@@ -151,3 +163,173 @@ def scan_pairs(
         for part, value in zip(done, last, strict=True):
             part[at] = value
     return tuple(np.moveaxis(part, 0, axis) for part in done)
+
+
+# ---- numerics -------------------------------------------------------------------------------------
+# How values of each cuTile type are held in NumPy, and how they are rounded, read from memory and written to it.
+#
+# NumPy computes in every type of cuTile but the narrow floats. A value of a narrow float is held as the float32 that
+# equals it, and an operation on it computes in float32 and rounds once, as a device does.
+
+_NATIVE: dict[str, Any] = {
+    "bool_": np.bool_,
+    **{f"{sign}int{bits}": getattr(np, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)},
+    **{f"float{bits}": getattr(np, f"float{bits}") for bits in (16, 32, 64)},
+}
+_EIGHT_BITS = {
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+    "float8_e8m0fnu": torch.float8_e8m0fnu,
+}
+NARROW = frozenset({"bfloat16", "tfloat32", *_EIGHT_BITS})
+"""Types whose values are held as float32."""
+
+_TABLES = {
+    name: torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype).float().numpy()
+    for name, dtype in _EIGHT_BITS.items()
+}
+_E8M0_BIAS_SHIFT, _E8M0_NAN = 23, 255
+
+
+def host_dtype(name: str) -> Any:
+    """The NumPy type that holds values of a cuTile type; KeyError where there is none."""
+    return np.float32 if name in NARROW else _NATIVE[name]
+
+
+def raw_dtype(name: str) -> Any:
+    """The NumPy type of the bits in memory."""
+    if name == "bfloat16":
+        return np.uint16
+    return np.uint8 if name in _EIGHT_BITS else host_dtype(name)
+
+
+def is_float(name: str) -> bool:
+    """Whether a cuTile type is a float."""
+    return name in NARROW or name.startswith("float")
+
+
+# -- bits ------------------------------------------------------------------------------------------------------------
+
+
+def decoder(name: str) -> Callable[[Any], Any] | None:
+    """Turns bits from memory into values; None where they are the same."""
+    if name == "bfloat16":
+        return lambda bits: (np.asarray(bits).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if name in _EIGHT_BITS:
+        return lambda bits: _TABLES[name][bits]
+    return None
+
+
+def encoder(name: str) -> Callable[[Any], Any] | None:
+    """Turns values into bits for memory; None where they are the same."""
+    if name == "bfloat16":
+        return lambda values: (np.asarray(values).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+    if name in _EIGHT_BITS:
+        return lambda values: _eight_bits(name, values)
+    return None
+
+
+def _eight_bits(name: str, values: Any) -> Any:
+    if name == "float8_e8m0fnu":
+        return _e8m0_bits(values, "RZ")
+    dtype = _EIGHT_BITS[name]
+    most = torch.finfo(dtype).max  # beyond, hardware gives the largest number
+    tensor = torch.from_numpy(np.array(values, dtype=np.float32, ndmin=1))
+    return tensor.clamp(-most, most).to(dtype).view(torch.uint8).numpy().reshape(np.shape(values))
+
+
+def _e8m0_bits(values: Any, mode: str) -> Any:
+    """The exponent; ``RP`` takes the next one where there is a mantissa. Nothing below zero has a code, nor an infinity."""
+    bits = np.asarray(values, dtype=np.float32).view(np.uint32)
+    exponent = bits >> np.uint32(_E8M0_BIAS_SHIFT)
+    if mode == "RP":
+        exponent = exponent + ((bits & np.uint32(0x7FFFFF)) != 0)
+    exponent = np.minimum(exponent, np.uint32(_E8M0_NAN - 1))
+    return np.where(np.isnan(values) | (np.asarray(values) < 0), np.uint32(_E8M0_NAN), exponent).astype(np.uint8)
+
+
+# -- rounding --------------------------------------------------------------------------------------------------------
+
+
+def _to_bits_kept(values: Any, dropped: int) -> Any:
+    """Float32 rounded to nearest even, with so many low bits zero."""
+    bits = np.asarray(values).view(np.uint32)
+    half = np.uint32((1 << (dropped - 1)) - 1)
+    kept = (bits + (half + ((bits >> np.uint32(dropped)) & np.uint32(1)))) & np.uint32((1 << 32) - (1 << dropped))
+    return np.where(values == values, kept, bits | np.uint32(1 << 22)).view(np.float32)
+
+
+def rounder(name: str) -> Callable[[Any], Any] | None:
+    """Rounds float32 to nearest even in a narrow float; None for a type that is not one."""
+    if name == "bfloat16":
+        return lambda values: _to_bits_kept(values, 16)
+    if name == "tfloat32":
+        return lambda values: _to_bits_kept(values, 13)
+    if name in _EIGHT_BITS:
+        return lambda values: _TABLES[name][_eight_bits(name, values)]
+    return None
+
+
+def flush(values: Any) -> Any:
+    """Subnormal float32 numbers made zeros of the same sign."""
+    tiny = np.finfo(np.float32).tiny
+    return np.where(np.abs(values) < tiny, np.copysign(np.float32(0), values), values)
+
+
+# -- casts -----------------------------------------------------------------------------------------------------------
+
+
+def convert(source: str, target: str, mode: str | None) -> Callable[[Any], Any] | None:
+    """The function of a cast, None where values stay as they are; KeyError for a rounding mode that has none here."""
+    if target == "bool_":
+        return lambda values: values != 0
+    if is_float(source) and not is_float(target):
+        return _to_integer(_NATIVE[target])
+    if target in NARROW:
+        return _to_narrow(source, target, mode)
+    if mode not in (None, "RN"):
+        raise KeyError(mode)
+    host = host_dtype(target)
+    return None if host is host_dtype(source) else lambda values: values.astype(host)
+
+
+def _to_integer(host: Any) -> Callable[[Any], Any]:
+    """Towards zero. Beyond the range, where cuTile promises nothing, what hardware gives: the ends, and zero for NaN."""
+    limits = np.iinfo(host)
+    # Ends that float64 holds: those of 64 bits are rounded inwards.
+    low, high = float(limits.min), float(limits.max) if limits.bits < 64 else np.nextafter(float(limits.max), 0)
+
+    def cast(values: Any) -> Any:
+        wide = np.where(values == values, values, 0).astype(np.float64)
+        return np.clip(wide, low, high).astype(host)
+
+    return cast
+
+
+def _to_narrow(source: str, target: str, mode: str | None) -> Callable[[Any], Any] | None:
+    if source in ("float8_e4m3fn", "float8_e5m2") and target in ("bfloat16", "tfloat32"):
+        return None
+    if target == "float8_e8m0fnu" and mode in ("RZ", "RP"):
+        return lambda values: _TABLES[target][_e8m0_bits(values.astype(np.float32), mode)]
+    if target == "bfloat16" and mode == "RZ":
+        cut = np.uint32(0xFFFF0000)
+        return lambda values: (np.asarray(values.astype(np.float32)).view(np.uint32) & cut).view(np.float32)
+    if mode not in (None, "RN") or target == "float8_e8m0fnu":
+        raise KeyError(mode)
+    narrowed = rounder(target)
+    assert narrowed is not None
+    return lambda values: narrowed(values.astype(np.float32))
+
+
+def constant(value: Any, name: str) -> Any:
+    """A Python number, or a nest of tuples of them, as a value of a type; an integer wraps."""
+    host = host_dtype(name)
+    if name == "bool_" or is_float(name):
+        held = np.asarray(value).astype(host)
+    else:
+        bits = 8 * np.dtype(host).itemsize
+        wrapped = np.asarray(value, dtype=object) & ((1 << bits) - 1)
+        held = wrapped.astype(f"uint{bits}").view(host) if np.ndim(value) else np.uint64(wrapped).astype(host)
+    narrowed = rounder(name)
+    held = held if narrowed is None else narrowed(held)
+    return held[()] if np.ndim(held) == 0 else held

@@ -11,10 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tilegym_db.backends.cutile_interpreter import numerics
+from tilegym_db.backends.cutile_interpreter import tiles
 from tilegym_db.errors import SolutionError
-
-__all__ = ["Writer", "emits", "refuse"]
 
 Emit = Callable[["Writer", Any], None]
 _EMIT: dict[str, Emit] = {}
@@ -122,7 +120,7 @@ class Writer:
 
     def rounded(self, text: str, dtype: str) -> str:
         """An expression in float32, rounded to a type that is held so."""
-        narrowed = numerics.rounder(dtype)
+        narrowed = tiles.rounder(dtype)
         return text if narrowed is None else f"{self.object(narrowed)}({text})"
 
     @contextmanager
@@ -167,7 +165,7 @@ class Writer:
         self._assign(targets, [init for _, init in kept])
         region = _Region("loop", targets, tuple(self.memories.get(var.name) for var, _ in kept))
         if op.is_for_loop:
-            at, host = self.name(op.induction_var), self.object(numerics.host_dtype(_dtype(op.induction_var)))
+            at, host = self.name(op.induction_var), self.object(tiles.host_dtype(_dtype(op.induction_var)))
             bounds = ", ".join(self.of(var) for var in (op.start, op.stop, op.step))
             self.line(f"for {at} in range({bounds}):")
             with self._indented(_Region("loop")):

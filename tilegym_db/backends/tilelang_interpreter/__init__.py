@@ -14,9 +14,9 @@ from typing import Any
 
 import tilelang  # noqa: F401 - its module of the same name as a function of it is patched below
 
-from tilegym_db.backends.absent_device import pretend_device
-from tilegym_db.backends.tilelang_interpreter.faults import KernelFault, NotInterpreted
+from tilegym_db.backends.stand_ins import pretend_device
 from tilegym_db.backends.tilelang_interpreter.kernel import InterpretedKernel
+from tilegym_db.backends.tilelang_interpreter.state import KernelFault, NotInterpreted
 
 __all__ = ["InterpretedKernel", "KernelFault", "NotInterpreted", "install", "interpreting"]
 

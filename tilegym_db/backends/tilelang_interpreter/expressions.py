@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from tilegym_db.backends.tilelang_interpreter.atomics import ATOMICS, atomic
-from tilegym_db.backends.tilelang_interpreter.faults import KernelFault, NotInterpreted
-from tilegym_db.backends.tilelang_interpreter.intrinsics import BINARY, FUNCTIONS
-from tilegym_db.backends.tilelang_interpreter.numbers import Array, convert, dtype_of, is_float, reinterpret
-from tilegym_db.backends.tilelang_interpreter.slots import Slots
-from tilegym_db.backends.tilelang_interpreter.state import State, any_active, uniform_over_threads
-from tilegym_db.backends.tilelang_interpreter.warps import REDUCTIONS, SHUFFLES, reduce_warp, shuffle
-
-__all__ = ["Expressions", "Value", "operation_of"]
+from tilegym_db.backends.tilelang_interpreter.state import (
+    Array,
+    KernelFault,
+    LaneMemory,
+    Memory,
+    NotInterpreted,
+    Slots,
+    State,
+    any_active,
+    convert,
+    dtype_of,
+    is_float,
+    reinterpret,
+    uniform_over_threads,
+    wide,
+)
 
 Value = Callable[[State], Array]
 _DIVISIONS = frozenset({"Div", "Mod", "FloorDiv", "FloorMod"})
@@ -242,3 +250,233 @@ class Expressions:
             return atomic(state, short, memory, [index(state) for index in indices], value(state))
 
         return run
+
+
+# ---- intrinsics -----------------------------------------------------------------------------------
+# Functions of TileLang that compute one value from others, by the name of the operation.
+
+
+def _narrowed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Computed in float32 or wider, then rounded once: what a device's function gives, but for its last bits."""
+
+    def call(*values: Array) -> Array:
+        dtype = values[0].dtype
+        return function(*(wide(value).astype(np.float64) for value in values)).astype(dtype)
+
+    return call
+
+
+def _maximum(one: Array, two: Array) -> Array:
+    return np.fmax(one, two) if is_float(one.dtype) else np.maximum(one, two)
+
+
+def _minimum(one: Array, two: Array) -> Array:
+    return np.fmin(one, two) if is_float(one.dtype) else np.minimum(one, two)
+
+
+def _truncated_quotient(one: Array, two: Array) -> Array:
+    if is_float(one.dtype):
+        return one / two
+    quotient = np.floor_divide(one, two)
+    return quotient + ((quotient < 0) & (quotient * two != one)).astype(quotient.dtype)
+
+
+def _fused(one: Array, two: Array, three: Array) -> Array:
+    """a b + c rounded once: two float32 have an exact product in float64, and the sum is rounded to odd before the last step."""
+    product = np.asarray(one, np.float64) * np.asarray(two, np.float64)
+    addend = np.asarray(three, np.float64)
+    total = np.asarray(product + addend)
+    part = total - product
+    error = (product - (total - part)) + (addend - part)
+    even = (total.view(np.int64) & 1) == 0
+    toward = np.where(error > 0, np.inf, -np.inf)
+    odd = np.where((error != 0) & even & np.isfinite(total), np.nextafter(total, toward), total)
+    return odd.astype(np.float32)
+
+
+BINARY: dict[str, Callable[[Any, Any], Any]] = {
+    "Add": np.add,
+    "Sub": np.subtract,
+    "Mul": np.multiply,
+    "Div": _truncated_quotient,
+    "Mod": np.fmod,
+    "FloorDiv": np.floor_divide,
+    "FloorMod": np.mod,
+    "Min": _minimum,
+    "Max": _maximum,
+    "EQ": np.equal,
+    "NE": np.not_equal,
+    "LT": np.less,
+    "LE": np.less_equal,
+    "GT": np.greater,
+    "GE": np.greater_equal,
+}
+"""Expression nodes of two operands, both evaluated."""
+
+
+def _rounded_half_away(value: Array) -> Array:
+    return np.copysign(np.floor(np.abs(value) + 0.5), value)
+
+
+_ERF = np.vectorize(math.erf, otypes=[np.float64])
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "bitwise_and": np.bitwise_and,
+    "bitwise_or": np.bitwise_or,
+    "bitwise_xor": np.bitwise_xor,
+    "bitwise_not": np.invert,
+    "shift_left": np.left_shift,
+    "shift_right": np.right_shift,
+    "fabs": np.abs,
+    "floor": _narrowed(np.floor),
+    "ceil": _narrowed(np.ceil),
+    "trunc": _narrowed(np.trunc),
+    "round": _narrowed(_rounded_half_away),
+    "nearbyint": _narrowed(np.rint),
+    "isnan": lambda value: value != value,
+    "isinf": lambda value: np.isinf(wide(value)),
+    "isfinite": lambda value: np.isfinite(wide(value)),
+    "sqrt": _narrowed(np.sqrt),
+    "rsqrt": _narrowed(lambda value: 1 / np.sqrt(value)),
+    "exp": _narrowed(np.exp),
+    "exp2": _narrowed(np.exp2),
+    "exp10": _narrowed(lambda value: 10.0**value),
+    "log": _narrowed(np.log),
+    "log2": _narrowed(np.log2),
+    "log10": _narrowed(np.log10),
+    "log1p": _narrowed(np.log1p),
+    "tanh": _narrowed(np.tanh),
+    "sigmoid": _narrowed(lambda value: 1 / (1 + np.exp(-value))),
+    "sin": _narrowed(np.sin),
+    "cos": _narrowed(np.cos),
+    "erf": _narrowed(_ERF),
+    "pow": _narrowed(np.power),
+    "fast_rcp": _narrowed(np.reciprocal),
+    "__exp": _narrowed(np.exp),
+    "__exp10": _narrowed(lambda value: 10.0**value),
+    "__log": _narrowed(np.log),
+    "__log2": _narrowed(np.log2),
+    "__log10": _narrowed(np.log10),
+    "__cos": _narrowed(np.cos),
+    "__sin": _narrowed(np.sin),
+    "__tan": _narrowed(np.tan),
+    "fmul": np.multiply,
+    "fadd": np.add,
+    "fsub": np.subtract,
+    "fdiv": np.divide,
+    "ieee_mul": lambda one, two, *_: np.multiply(one, two),
+    "ieee_add": lambda one, two, *_: np.add(one, two),
+    "ieee_sub": lambda one, two, *_: np.subtract(one, two),
+    "ieee_fdiv": lambda one, two, *_: np.divide(one, two),
+    "ieee_fmaf": lambda one, two, three, *_: _fused(one, two, three),
+    "ieee_fsqrt": lambda value, *_: _narrowed(np.sqrt)(value),
+    "ieee_frcp": lambda value, *_: _narrowed(np.reciprocal)(value),
+}
+"""Operation without its dialect -> function of its operands. Fast intrinsics are as accurate as the others here."""
+
+
+# ---- atomics --------------------------------------------------------------------------------------
+# Atomic operations: lanes take their turns in the order of their numbers.
+
+_OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {"add": np.add, "max": BINARY["Max"], "min": BINARY["Min"]}
+ATOMICS = {f"atomic_{name}{kind}_elem_op": name for name in _OPERATIONS for kind in ("", "_ret")}
+"""Operation of TileLang -> what it does with one element; those with ``ret`` give what was there before."""
+
+
+def atomic(state: State, short: str, memory: Memory, indices: Sequence[Array], value: Array) -> Array:
+    """Change elements once for each active lane; gives what each of them found."""
+    if isinstance(memory, LaneMemory):
+        raise NotInterpreted(f"{short} on registers", code="not_interpreted")
+    if state.collapsed and state.mask is not None and state.mask.shape[-1] > 1:
+        raise NotInterpreted(
+            f"{short} under a condition on the thread inside of a loop that threads share out", code="not_interpreted"
+        )
+    operation = _OPERATIONS[ATOMICS[short]]
+    address = memory.address(memory.linear(state, indices, f"{short} on"))
+    threads = (1 if state.collapsed else state.threads,)
+    shapes = [np.shape(item) for item in (address, value, state.mask) if item is not None]
+    shape = np.broadcast_shapes(*shapes, (state.blocks, *threads))
+    active = np.ones(shape, bool) if state.mask is None else np.broadcast_to(state.mask, shape)
+    where, what = np.broadcast_to(address, shape)[active], np.broadcast_to(value, shape)[active]
+    found = np.zeros(shape, memory.flat.dtype)
+    if "_ret_" not in short and operation is np.add and memory.flat.dtype.itemsize >= 4:
+        np.add.at(memory.flat, where, what)
+        return found
+    before = np.empty_like(what)
+    for number, (place, operand) in enumerate(zip(where, what, strict=True)):
+        before[number] = memory.flat[place]
+        memory.flat[place] = operation(memory.flat[place], operand)
+    found[active] = before
+    return found
+
+
+# ---- warps ----------------------------------------------------------------------------------------
+# Values that the threads of a warp exchange: permutations of lanes.
+
+WARP = 32
+
+SHUFFLES: dict[str, Callable[[Any, Any, int], tuple[Any, Any]]] = {
+    "tl.shfl_xor_sync": lambda lane, delta, width: (lane ^ delta, (lane ^ delta) // width == lane // width),
+    "tl.shfl_up_sync": lambda lane, delta, width: (lane - delta, lane % width >= delta),
+    "tl.shfl_down_sync": lambda lane, delta, width: (lane + delta, lane % width + delta < width),
+    "tl.shfl_sync": lambda lane, source, width: (lane // width * width + source % width, lane >= 0),
+}
+"""Operation -> of a lane's number, the operand and the width: whose value it gets, and whether it gets any but its own."""
+
+REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "tl.warp_reduce_sum": np.add,
+    "tl.warp_reduce_max": lambda a, b: np.fmax(a, b) if is_float(a.dtype) else np.maximum(a, b),
+    "tl.warp_reduce_min": lambda a, b: np.fmin(a, b) if is_float(a.dtype) else np.minimum(a, b),
+    "tl.warp_reduce_bitand": np.bitwise_and,
+    "tl.warp_reduce_bitor": np.bitwise_or,
+}
+
+
+def shuffle(state: State, name: str, value: Array, operand: Array, width: Array) -> Array:
+    """What each lane gets from another one of its warp.
+
+    Raises:
+        KernelFault: an active lane asks for the value of one that is not there, which is undefined.
+    """
+    _together(state, name)
+    lane = np.arange(state.threads, dtype=np.int64)
+    source, gets = SHUFFLES[name](lane, np.asarray(operand).astype(np.int64), int(width))
+    source = np.where(gets & (source >= 0), source, lane)
+    return _exchanged(state, name, value, source)
+
+
+def reduce_warp(state: State, name: str, value: Array) -> Array:
+    """The sum, or another total, over a warp, for all its lanes; added up as the device does it, in halves."""
+    _together(state, name)
+    lane = np.arange(state.threads, dtype=np.int64)
+    total = np.asarray(value)
+    for step in (16, 8, 4, 2, 1):
+        total = REDUCTIONS[name](total, _exchanged(state, name, total, lane ^ step))
+    return total
+
+
+def _together(state: State, name: str) -> None:
+    if state.collapsed:
+        raise NotInterpreted(f"{name} inside of a loop that threads share out", code="not_interpreted")
+
+
+def _exchanged(state: State, name: str, value: Array, source: Array) -> Array:
+    """The value of the source lane, which must be one of those that run this."""
+    wanted = np.ones((1, 1), bool) if state.mask is None else state.mask
+    missing = (source >= state.threads) & wanted
+    source = np.minimum(source, state.threads - 1)
+    if state.mask is not None:
+        lanes = np.broadcast_to(state.mask, (*state.mask.shape[:-1], state.threads))
+        missing = missing | (lanes & ~_taken(lanes, source))
+    if missing.any():
+        raise KernelFault(f"{name} reads from a lane that does not take part in it", code="lane_absent")
+    if np.ndim(value) == 0 or value.shape[-1] == 1:
+        return value
+    return _taken(value, source)
+
+
+def _taken(value: Array, source: Array) -> Array:
+    if source.ndim == 1:
+        return np.take(value, source, axis=-1)
+    shape = np.broadcast_shapes(value.shape, source.shape)
+    return np.take_along_axis(np.broadcast_to(value, shape), np.broadcast_to(source, shape), axis=-1)

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from tvm import tirx
 
-from tilegym_db.backends.tilelang_interpreter.expressions import Expressions
-from tilegym_db.backends.tilelang_interpreter.faults import KernelFault, NotInterpreted
-from tilegym_db.backends.tilelang_interpreter.memory import GlobalMemory
-from tilegym_db.backends.tilelang_interpreter.numbers import dtype_of, flat_memory
-from tilegym_db.backends.tilelang_interpreter.program import Program
-from tilegym_db.backends.tilelang_interpreter.slots import Slots
-from tilegym_db.backends.tilelang_interpreter.state import State
-
-__all__ = ["InterpretedKernel"]
+from tilegym_db.backends.tilelang_interpreter.expressions import REDUCTIONS, SHUFFLES, Expressions, operation_of
+from tilegym_db.backends.tilelang_interpreter.state import (
+    Array,
+    BlockMemory,
+    GlobalMemory,
+    KernelFault,
+    LaneMemory,
+    NotInterpreted,
+    Slots,
+    State,
+    dtype_of,
+    flat_memory,
+)
+from tilegym_db.backends.tilelang_interpreter.statements import Action, Statements
 
 _TORCH = {"bfloat16": torch.bfloat16, "float8_e4m3": torch.float8_e4m3fn}
 
@@ -127,3 +134,166 @@ def _evaluate(expression: Any, values: dict[Any, Any]) -> int:
         if slot < len(state.values):
             state.values[slot] = number
     return int(value(state))
+
+
+# ---- program --------------------------------------------------------------------------------------
+# A kernel as a program: compiled once from its tree, then run for one chunk of blocks after the other.
+
+MOST_LANES = 1 << 15
+MOST_ELEMENTS = 1 << 21
+"""What the buffers of a chunk of blocks hold between them, about."""
+MOST_BLOCKS = (2**31 - 1, 65535, 65535)
+MOST_THREADS = 1024
+_AXES = {f"blockIdx.{axis}": number for number, axis in enumerate("xyz")}
+
+
+class Program:
+    """The actions of a kernel and the places of its variables and buffers."""
+
+    def __init__(self, function: Any) -> None:
+        """Compile a ``T.prim_func``.
+
+        Raises:
+            NotInterpreted: it has a part that the interpreter has no rule for.
+        """
+        self.slots = Slots()
+        self.expressions = Expressions(self.slots)
+        self.statements = Statements(self.expressions, self._launch)
+        self.action = self.statements.compile(function.body)
+
+    def run(self, values: dict[Any, Any], tensors: Sequence[tuple[Any, GlobalMemory]]) -> None:
+        """Run it with the variables and tensors that its arguments bind."""
+        for variable in values:
+            self.slots.variable(variable)
+        for buffer, _ in tensors:
+            self.slots.buffer(buffer)
+        state = State(1, 1, [None] * self.slots.variables, [None] * self.slots.buffers)
+        for variable, value in values.items():
+            state.values[self.slots.variable(variable)] = value
+        for buffer, memory in tensors:
+            state.memories[self.slots.buffer(buffer)] = memory
+        with np.errstate(all="ignore"):
+            self.action(state)
+
+    def _launch(self, loop: Any) -> Action:
+        """The blocks of a launch, whose axes are nested loops."""
+        axes: list[Any] = []
+        while type(loop).__name__ == "For" and int(loop.kind) == 4:
+            tag = str(loop.thread_binding.thread_tag)
+            if tag not in _AXES:
+                raise NotInterpreted(f"no rule for a loop bound to {tag}", code="not_interpreted")
+            axes.append((_AXES[tag], self.slots.variable(loop.loop_var), self.expressions.compile(loop.extent)))
+            loop = loop.body
+        body = self.statements.compile(loop)
+        shape, allocated, cluster = _block_of(loop)
+        for buffer in allocated:
+            self.slots.buffer(buffer)  # also of those that nothing uses
+        threads = shape if _uses_threads(loop) else (1, 1, 1)
+
+        def launch(state: State) -> None:
+            sizes = [1, 1, 1]
+            for axis, _, extent in axes:
+                sizes[axis] = int(extent(state))
+            _check_launch(sizes, shape)
+            total = sizes[0] * sizes[1] * sizes[2]
+            step = _blocks_at_once(allocated, threads, cluster)
+            for start in range(0, total, step):
+                ids = np.arange(start, min(start + step, total), dtype=np.int64)[:, None]
+                chunk = self._chunk(state, len(ids), threads, allocated)
+                places = (ids % sizes[0], ids // sizes[0] % sizes[1], ids // (sizes[0] * sizes[1]))
+                for axis, slot, _ in axes:
+                    chunk.values[slot] = places[axis].astype(np.int32)
+                body(chunk)
+
+        return launch
+
+    def _chunk(self, state: State, blocks: int, threads: Sequence[int], allocated: Sequence[Any]) -> State:
+        count = threads[0] * threads[1] * threads[2]
+        chunk = State(blocks, count, list(state.values), list(state.memories))
+        lane = np.arange(count, dtype=np.int32)[None, :]
+        chunk.notes["thread 0"] = lane % threads[0]
+        chunk.notes["thread 1"] = lane // threads[0] % threads[1]
+        chunk.notes["thread 2"] = lane // (threads[0] * threads[1])
+        for buffer in allocated:
+            chunk.memories[self.slots.buffer(buffer)] = _allocate(buffer, blocks, count)
+        return chunk
+
+
+def _block_of(node: Any) -> tuple[tuple[int, int, int], list[Any], int]:
+    """Threads of a block, the buffers that it allocates, and blocks of a cluster."""
+    threads, cluster = [1, 1, 1], 1
+    buffers: list[Any] = []
+
+    def visit(part: Any) -> None:
+        nonlocal cluster
+        if type(part).__name__ != "SBlock":
+            return
+        buffers.extend(part.alloc_buffers)
+        for key, value in part.annotations.items():
+            if key == "tl.launch_threads":
+                threads[:] = [int(size) for size in value]
+            elif "cluster" in str(key):
+                cluster = int(np.prod([int(size) for size in value]))
+
+    tirx.stmt_functor.post_order_visit(node, visit)
+    return (threads[0], threads[1], threads[2]), buffers, cluster
+
+
+def _uses_threads(node: Any) -> bool:
+    """Whether anything depends on which thread computes it; else the threads of a block are one."""
+    indices: list[Any] = []
+    found = False
+
+    def bound(part: Any) -> None:
+        called = type(part).__name__ == "Bind" and type(part.value).__name__ == "Call"
+        if called and operation_of(part.value) == "tl.launch_thread_idx":
+            indices.append(part.var)
+
+    def visit(part: Any) -> None:
+        nonlocal found
+        if type(part).__name__ == "Var":
+            found |= any(part.same_as(index) for index in indices)
+        elif type(part).__name__ == "Call":
+            name = operation_of(part)
+            found |= name in SHUFFLES or name in REDUCTIONS or "atomic" in name
+
+    tirx.stmt_functor.post_order_visit(node, bound)
+    tirx.stmt_functor.post_order_visit(node, visit)
+    return found
+
+
+def _check_launch(sizes: Sequence[int], threads: Sequence[int]) -> None:
+    if 0 in sizes or any(size < 0 or size > most for size, most in zip(sizes, MOST_BLOCKS, strict=True)):
+        raise KernelFault(f"is launched with a grid of {sizes}, which a device refuses", code="grid_out_of_range")
+    if threads[0] * threads[1] * threads[2] > MOST_THREADS:
+        raise KernelFault(
+            f"is launched with {list(threads)} threads a block, more than {MOST_THREADS}", code="block_too_large"
+        )
+
+
+def _blocks_at_once(allocated: Sequence[Any], threads: Sequence[int], cluster: int) -> int:
+    count = threads[0] * threads[1] * threads[2]
+    elements = sum(
+        _elements(buffer) * (count if buffer.scope().startswith("local") and "fragment" not in buffer.scope() else 1)
+        for buffer in allocated
+    )
+    blocks = max(1, min(MOST_LANES // count, MOST_ELEMENTS // max(1, elements)))
+    return max(1, blocks // cluster) * cluster
+
+
+def _elements(buffer: Any) -> int:
+    return int(np.prod([int(size) for size in buffer.shape], dtype=np.int64))
+
+
+def _allocate(buffer: Any, blocks: int, threads: int) -> Array:
+    scope, dtype = str(buffer.scope()), dtype_of(buffer.dtype)
+    if any(type(size).__name__ != "IntImm" for size in buffer.shape):
+        raise NotInterpreted(
+            f"no rule for {buffer.name}, whose size is not known before the launch", code="not_interpreted"
+        )
+    shape = [int(size) for size in buffer.shape]
+    if scope in ("local", "local.var"):
+        return LaneMemory(str(buffer.name), shape, dtype, blocks, threads, zero=scope == "local.var")
+    if scope in ("shared", "shared.dyn", "local.fragment"):
+        return BlockMemory(str(buffer.name), shape, dtype, blocks)
+    raise NotInterpreted(f"no rule for memory of the scope {scope}", code="not_interpreted")

@@ -15,16 +15,13 @@ import torch
 
 from tilegym_db.backends.load import load_entry
 from tilegym_db.backends.toolchains import prepare_environment
+from tilegym_db.backends.torch_dtypes import storage_dtype
 from tilegym_db.bench.instruments.requests import SolutionCalls, marked_line, read_request
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.records import Definition
 from tilegym_db.records.case import Case
-from tilegym_db.records.omitted import narrowed
-from tilegym_db.verify.blobs import BlobReader
-from tilegym_db.verify.inputs import draw_inputs
-from tilegym_db.verify.torch_dtypes import storage_dtype
-
-__all__ = ["arguments_of", "main"]
+from tilegym_db.records.solution import narrowed
+from tilegym_db.verify.inputs import BlobReader, draw_inputs
 
 WARM_UP_CALLS = 3
 _profiler: Any = torch.cuda.profiler  # has no annotations

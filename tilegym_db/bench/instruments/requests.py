@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+import random
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tilegym_db.records import Config
+from tilegym_db.backends.toolchains import DEFAULT_TOOLKIT, TOOLKIT_VARIABLES, package_folders
+from tilegym_db.bench.machine import Machine
+from tilegym_db.catalog import Catalog, SolutionFiles
+from tilegym_db.errors import NotFoundError, SolutionError, ToolchainError, did_you_mean
+from tilegym_db.records import TILE_LANGUAGES, Config, Definition, Workload
+from tilegym_db.records.base import canonical_json
 from tilegym_db.records.case import Case
 from tilegym_db.records.workload import SafetensorsInput
-
-__all__ = ["MARK", "SolutionCalls", "mark_of", "marked_line", "read_request", "write_request"]
+from tilegym_db.sandbox.scan import hard_findings, scan_sources
+from tilegym_db.verify.cases import fuzz_cases
 
 MARK = "tilegym-db-call "
 """How a line of the process's own begins, among those of the tool and of the kernel."""
@@ -68,3 +78,168 @@ def mark_of(line: str) -> Mapping[str, Any] | None:
         return None
     content: Mapping[str, Any] = json.loads(line.removeprefix(MARK))
     return content
+
+
+# ---- chosen ---------------------------------------------------------------------------------------
+# Which Solutions a tool is to run, at which cases.
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A Solution, its cases, and the Workload that each takes its dtypes and scalars from."""
+
+    files: SolutionFiles
+    definition: Definition
+    cases: Sequence[Case] = ()
+    workloads: Sequence[Workload] = ()
+    in_catalog: bool = field(default=True)
+
+    @property
+    def calls(self) -> SolutionCalls:
+        """As a request has it."""
+        return SolutionCalls(
+            self.files.name, self.files.path.resolve(), self.files.digest, self.definition.name, self.cases
+        )
+
+
+def choose_solutions(
+    catalog: Catalog, names: Sequence[str], machine: Machine, language: str | None = None
+) -> list[Chosen]:
+    """The Solutions that names stand for: a Solution's, a Definition's, or a folder with a draft; without any, every kernel.
+
+    Of a Definition, and of the whole catalog, the kernels in tile languages that this GPU can run.
+
+    Raises:
+        NotFoundError: a name is none of these.
+        SolutionError: a source is one that the scan refuses.
+    """
+    chosen: dict[str, Chosen] = {}
+    for name in names or (None,):
+        for item in _named(catalog, name, machine):
+            if language is None or item.files.record.spec.language == language:
+                require_clean_source(item.files)
+                chosen.setdefault(item.files.name, item)
+    return list(chosen.values())
+
+
+def _named(catalog: Catalog, name: str | None, machine: Machine) -> list[Chosen]:
+    if name is not None and (os.sep in name or name == "."):
+        files = SolutionFiles.read(Path(name))
+        return [Chosen(files, catalog.definition(files.record.definition), in_catalog=False)]
+    if name is not None and name in catalog.solutions:
+        files = catalog.solution(name)
+        return [Chosen(files, catalog.definition(files.record.definition))]
+    if name is not None and name not in catalog.definitions:
+        hint = did_you_mean(name, [*catalog.solutions, *catalog.definitions])
+        raise NotFoundError(
+            f"'{name}' is no solution, no definition and no folder.{hint} Try: tilegym-db list", code="name_unknown"
+        )
+    wanted = catalog.solutions.values() if name is None else catalog.solutions_for(name)
+    return [
+        Chosen(files, catalog.definition(files.record.definition))
+        for files in wanted
+        if files.record.spec.language in TILE_LANGUAGES
+        and files.record.spec.role == "kernel"
+        and machine.sm in files.record.spec.target_hardware
+    ]
+
+
+def require_clean_source(files: SolutionFiles) -> None:
+    """Raise :class:`SolutionError` where the scan refuses a source: it would run outside of the sandbox."""
+    found = hard_findings(scan_sources(files.record, files.sources))
+    if found:
+        raise SolutionError(
+            f"{files.name} is not run: a tool attaches to a process outside of the sandbox, and the scan refuses {found[0]}",
+            code="scan_refused",
+        )
+
+
+def with_cases(chosen: Chosen, workloads: Sequence[Workload], count: int, seed: int) -> Chosen:
+    """The Solution with fuzz cases of its dtype bindings, about ``count`` in all, and sizes of real workloads among them."""
+    definition, record = chosen.definition, chosen.files.record
+    bindings: dict[str, Workload] = {}
+    for workload in workloads:
+        dtypes = definition.bind_dtypes(workload.dtypes)
+        if record.unsupported(definition.bind_axes(workload.axes), dtypes) is None:
+            bindings.setdefault(canonical_json([dtypes, workload.scalars()]), workload)
+    generator = random.Random(seed)
+    each = max(2, -(-count // max(len(bindings), 1)))
+    cases: list[Case] = []
+    sources: list[Workload] = []
+    for workload in bindings.values():
+        drawn = fuzz_cases(
+            definition, record, [item.axes for item in workloads], definition.bind_dtypes(workload.dtypes),
+            workload.scalars(), count=each, seed=generator.getrandbits(62),
+        )  # fmt: skip
+        cases += drawn
+        sources += [workload] * len(drawn)
+    return Chosen(chosen.files, definition, cases[:count], sources[:count], chosen.in_catalog)
+
+
+# ---- process --------------------------------------------------------------------------------------
+# Runs a tool with the process that it attaches to, and ends both.
+
+TIMEOUT_S = 1800.0
+ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def output_of(command: list[str], folder: Path) -> str:
+    """What a command prints, on both of its outputs, as it came; a command that does not end is ended."""
+    environment = {**os.environ, **ENVIRONMENT}
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    try:
+        said, _ = process.communicate(timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        said, _ = process.communicate()
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return said.decode(errors="replace")
+
+
+# ---- programs -------------------------------------------------------------------------------------
+# Where compute-sanitizer and Nsight Compute lie, and how to get the one that is missing.
+
+NSIGHT_FOLDER = Path("/opt/nvidia/nsight-compute")
+FIXES = {
+    "compute-sanitizer": "pip install nvidia-cuda-sanitizer-api, or install a CUDA toolkit, which has it in bin/",
+    "ncu": "install a CUDA toolkit or Nsight Compute (NVIDIA's package cuda-nsight-compute), which has it in bin/",
+}
+
+
+def _installed(name: str) -> Iterator[Path]:
+    """Yield where installers put a program: in the default toolkit, in Nsight's folder, in a Python package."""
+    yield DEFAULT_TOOLKIT / "bin" / name
+    if name == "ncu":
+        yield from sorted(NSIGHT_FOLDER.glob("*/ncu"), reverse=True)
+    for folder in package_folders():
+        yield from sorted(folder.glob(f"cu[0-9]*/bin/{name}"), reverse=True)
+
+
+def find_program(
+    name: str,
+    environ: Mapping[str, str] | None = None,
+    installed: Callable[[str], Iterable[Path]] = _installed,
+) -> Path:
+    """Return a program: of a CUDA toolkit that the user names, on ``PATH``, else the first one that is ``installed``.
+
+    Raises:
+        ToolchainError: it is nowhere; says how to get it.
+    """
+    environ = os.environ if environ is None else environ
+    for path in (*_named_program(name, environ), *installed(name)):
+        if path.is_file() and os.access(path, os.X_OK):
+            return path
+    raise ToolchainError(f"{name} is not installed, or not on PATH. Fix: {FIXES[name]}.", code="program_absent")
+
+
+def _named_program(name: str, environ: Mapping[str, str]) -> Iterator[Path]:
+    yield from (Path(environ[variable]) / "bin" / name for variable in TOOLKIT_VARIABLES if environ.get(variable))
+    on_path = shutil.which(name, path=environ.get("PATH", ""))
+    if on_path:
+        yield Path(on_path)

@@ -6,29 +6,31 @@ a verdict. The verdict comes from ``bench``, in processes of its own.
 
 from __future__ import annotations
 
+import math
 import random
+import re
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Literal, Self
 
-from tilegym_db.bench.buffer_pool import BufferPool
-from tilegym_db.bench.contents import WorkloadContents
-from tilegym_db.bench.device_lock import timing_lock
-from tilegym_db.bench.interleaved import TimedCandidate, TimingBudget, time_interleaved
-from tilegym_db.bench.machine import Machine, require_healthy
-from tilegym_db.bench.runner import Runner
-from tilegym_db.bench.tune.candidates import ConfigCandidate
-from tilegym_db.bench.tune.compile_ahead import CompileAhead
-from tilegym_db.bench.tune.halving import Loss, choose_winner, halve, reference_of
-from tilegym_db.bench.verification import Verified
+from tilegym_db.backends.aot import compile_many
+from tilegym_db.backends.compile_jobs import CompileJob, CompileResult
+from tilegym_db.backends.toolchains import TOOLCHAINS
+from tilegym_db.bench.machine import Machine, require_healthy, timing_lock
+from tilegym_db.bench.runner import BufferPool, Runner
+from tilegym_db.bench.timing import TimedCandidate, TimingBudget, median, paired_ratio, time_interleaved, verdict_of
 from tilegym_db.catalog import SolutionFiles
-from tilegym_db.records import Config
+from tilegym_db.records import Config, Definition, Solution, Workload, axes_key
 from tilegym_db.records.solution import config_id, spell_config
 from tilegym_db.records.trace import Status
-from tilegym_db.store.tuning import Outcome
+from tilegym_db.store.tuning import Outcome, TuningStep
+from tilegym_db.verify.contents import WorkloadContents
+from tilegym_db.verify.session import Verified
 from tilegym_db.verify.verifier import Failure
-
-__all__ = ["Search", "SearchBudget", "Step"]
 
 
 @dataclass(frozen=True)
@@ -237,3 +239,287 @@ class Search:
 
 def _times(racing: dict[str, TimedCandidate[_Lane]]) -> dict[str, list[float]]:
     return {key: candidate.rounds for key, candidate in racing.items()}
+
+
+# ---- candidates -----------------------------------------------------------------------------------
+# Which configs to try, in which order, and which not again. Pure.
+
+DEFAULTS = "the source's own defaults"
+
+
+@dataclass(frozen=True)
+class ConfigCandidate:
+    """A config to try, and why it has its place in the order."""
+
+    config: Config
+    reason: str
+
+    @property
+    def id(self) -> str:
+        """Of the config."""
+        return config_id(self.config)
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """What won on another Workload of the same Solution. ``distance`` is in log2 of the sizes."""
+
+    config: Config
+    workload: str
+    distance: float
+
+
+@dataclass(frozen=True)
+class SearchHistory:
+    """What earlier steps say about one pair: the config that leads, and those that need not be tried again, with why."""
+
+    leader: Config | None = None
+    settled: dict[str, str] = field(default_factory=dict)
+
+
+def history_of(steps: Sequence[TuningStep], failed: Mapping[str, str] | None = None) -> SearchHistory:
+    """Fold the steps of one pair, oldest first.
+
+    A config that lost to one which has failed since did not lose to anything, and is open again.
+
+    Args:
+        steps: of one Solution, Workload and GPU.
+        failed: config id -> status, of configs that have a trace which is no pass.
+    """
+    newest = {config_id(step.config): step for step in steps if step.outcome != "leads"}
+    settled = {key: f"its trace says {status}" for key, status in (failed or {}).items()}
+    settled |= {key: step.reason for key, step in newest.items() if step.outcome in ("compile", "failed")}
+    broken = set(settled)
+    for key, step in newest.items():
+        if step.outcome in ("slower", "tie") and config_id(step.against or {}) not in broken:
+            settled.setdefault(key, step.reason)
+    leaders = [step.config for step in steps if step.outcome == "leads"]
+    standing = [config for config in leaders if config_id(config) not in broken]
+    return SearchHistory(standing[-1] if standing else None, settled)
+
+
+def is_faulty(status: str) -> bool:
+    """True for a verdict that speaks for every Workload: the store then takes back every earlier pass of that config.
+
+    A config that does not compile for one shape, or does not support it, may be the fastest on another.
+    """
+    return status not in ("PASSED", "UNSUPPORTED", "COMPILE_ERROR")
+
+
+def nearest_winners(
+    definition: Definition, workload: Workload, workloads: Sequence[Workload], winners: Mapping[str, Config]
+) -> list[Neighbour]:
+    """What won on other Workloads: those of the same dtypes first, each group by distance.
+
+    Args:
+        definition: of all of them.
+        workload: the one to tune; what won on it before comes first of all, at distance 0.
+        workloads: every Workload of the Definition.
+        winners: Workload uuid -> the config that won there.
+    """
+    dtypes = definition.bind_dtypes(workload.dtypes)
+    found = []
+    for other in workloads:
+        if other.uuid in winners:
+            name = "this workload" if other.uuid == workload.uuid else axes_key(other.axes)
+            neighbour = Neighbour(winners[other.uuid], name, _distance(workload.axes, other.axes))
+            found.append((definition.bind_dtypes(other.dtypes) != dtypes, neighbour))
+    return [item for _, item in sorted(found, key=lambda pair: (pair[0], pair[1].distance, pair[1].workload))]
+
+
+def candidate_order(
+    solution: Solution, neighbours: Sequence[Neighbour], history: SearchHistory, seed: str
+) -> list[ConfigCandidate]:
+    """Everything that is left to try: the default config, what won nearby, then the rest of the space.
+
+    Args:
+        solution: declares the space.
+        neighbours: nearest first. A config that is not in the space any more is left out.
+        history: what is settled; the leader is not tried again either, others are tried against it.
+        seed: of the order of the rest. The same seed gives the same order, so that a search that was cut short goes on.
+    """
+    space = {config_id(config): config for config in solution.configs()}
+    rest = [ConfigCandidate(config, "the rest of the space, in random order") for config in space.values()]
+    random.Random(seed).shuffle(rest)
+    near = [
+        ConfigCandidate(item.config, f"won on {item.workload}")
+        for item in neighbours
+        if config_id(item.config) in space
+    ]
+    skipped = {*history.settled, *([] if history.leader is None else [config_id(history.leader)])}
+    ordered: dict[str, ConfigCandidate] = {}
+    for candidate in (ConfigCandidate({}, DEFAULTS), *near, *rest):
+        ordered.setdefault(candidate.id, candidate)
+    return [candidate for key, candidate in ordered.items() if key not in skipped]
+
+
+def _distance(this: Mapping[str, int], other: Mapping[str, int]) -> float:
+    return math.hypot(*(math.log2(max(size, 1) / max(other[name], 1)) for name, size in this.items()))
+
+
+# ---- halving --------------------------------------------------------------------------------------
+# Which configs stay in the race after some rounds, and which one wins. Pure: times in, decisions with reasons out.
+#
+# All configs are timed in the same rounds, so any two are compared by the ratios of their block medians within
+# rounds, which cancels the drift that both see.
+
+NOISE = 0.01
+"""Relative differences up to this decide nothing: a config is not changed for them."""
+
+Rounds = Mapping[str, Sequence[float]]
+"""Config id -> median microseconds of its block in each round; all took part in the same rounds."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A config that is out. ``ratio`` is the time of ``against`` over its own, so below 1 it was slower."""
+
+    config: str
+    outcome: Literal["slower", "tie"]
+    against: str
+    ratio: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The config that leads from here on, why, and what became of the others."""
+
+    winner: str
+    reason: str
+    losses: tuple[Loss, ...]
+
+
+def reference_of(rounds: Rounds, current_best: str | None) -> str:
+    """Whom to compare with: the current best where it is in the race, else the one with the lowest median."""
+    if current_best in rounds:
+        return str(current_best)
+    return min(rounds, key=lambda key: (median(rounds[key]), key))
+
+
+def halve(rounds: Rounds, current_best: str, keep: int) -> tuple[Loss, ...]:
+    """Who leaves the race now; the current best never does, since the others are compared with it.
+
+    Out are those that are slower than the leader beyond noise, and of the rest all but the ``keep`` fastest.
+
+    Args:
+        rounds: of everyone still in the race.
+        current_best: the config to beat.
+        keep: how many candidates go on.
+    """
+    ranked = _ranked(rounds, current_best)
+    leader = ranked[0]
+    losses = []
+    candidates = [key for key in ranked if key != current_best]
+    for place, key in enumerate(candidates):
+        if key == leader:
+            continue
+        ratio = paired_ratio(rounds[key], rounds[leader])
+        if verdict_of(ratio, NOISE) == "slower":
+            losses.append(Loss(key, "slower", leader, ratio.median, f"{ratio.median:.2f}x as fast as the leader"))
+        elif place >= keep:
+            reason = f"place {place + 1} of {len(candidates)}, {keep} go on"
+            losses.append(Loss(key, "slower", leader, ratio.median, reason))
+    return tuple(losses)
+
+
+def choose_winner(rounds: Rounds, current_best: str) -> Choice:
+    """The fastest candidate that beats the current best by more than noise; where none does, the current best stays."""
+    ranked = _ranked(rounds, current_best)
+    winner, reason = current_best, "no other config is faster by more than noise"
+    for key in ranked:
+        ratio = paired_ratio(rounds[key], rounds[current_best])
+        if key != current_best and verdict_of(ratio, NOISE) == "faster":
+            winner = key
+            reason = f"{ratio.median:.2f}x as fast as the one before (99% interval {ratio.low:.2f} to {ratio.high:.2f})"
+            break
+    losses = []
+    for key in ranked:
+        if key == winner:
+            continue
+        ratio = paired_ratio(rounds[key], rounds[winner])
+        if verdict_of(ratio, NOISE) == "slower":
+            losses.append(Loss(key, "slower", winner, ratio.median, f"{ratio.median:.2f}x as fast as the winner"))
+        else:
+            stays = "which was there before" if winner == current_best else "which surely beats the one before"
+            losses.append(Loss(key, "tie", winner, ratio.median, f"inside noise of the winner, {stays}"))
+    return Choice(winner, reason, tuple(losses))
+
+
+def _ranked(rounds: Rounds, current_best: str) -> list[str]:
+    """Fastest first, by the median ratio to the current best, which is first among equals."""
+    speeds = {key: paired_ratio(times, rounds[current_best]).median for key, times in rounds.items()}
+    return sorted(speeds, key=lambda key: (-speeds[key], key != current_best, key))
+
+
+# ---- compile ahead --------------------------------------------------------------------------------
+# Compiles configs in processes without a GPU, in the order in which they will be tried, while the GPU times others.
+
+
+class _StoppedError(Exception):
+    """Nobody waits for the results any more."""
+
+
+class CompileAhead:
+    """Builds one Solution for one Workload and target. A context manager: leaving it ends the compilers.
+
+    Where nothing can be compiled without a GPU (a processor, Python, a target that the records do not know), every config
+    is said to compile: the worker will find out.
+    """
+
+    def __init__(self, definition: Definition, solution: SolutionFiles, workload: Workload, target: str) -> None:
+        self._definition, self._solution, self._workload, self._target = definition, solution, workload, target
+        self._useful = target in TOOLCHAINS[solution.record.spec.language].targets
+        self._stopped = threading.Event()
+        self._results: dict[str, Future[CompileResult]] = {}
+        self._thread: threading.Thread | None = None
+
+    def start(self, candidates: Sequence[ConfigCandidate]) -> None:
+        """Begin to compile, first come first served."""
+        if not self._useful or not candidates:
+            return
+        jobs = [
+            CompileJob(self._definition, self._solution, self._workload, self._target, candidate.config)
+            for candidate in candidates
+        ]
+        self._results = {candidate.id: Future() for candidate in candidates}
+        self._thread = threading.Thread(target=self._build, args=(jobs,), daemon=True)
+        self._thread.start()
+
+    def refused(self, wave: Sequence[ConfigCandidate]) -> dict[str, str]:
+        """Config id -> the compiler's words, for those of a wave that do not compile; waits until all were tried."""
+        waiting = [(candidate.id, self._results[candidate.id]) for candidate in wave if candidate.id in self._results]
+        reasons = {key: refusal(result.result()) for key, result in waiting}
+        return {key: reason for key, reason in reasons.items() if reason is not None}
+
+    def _build(self, jobs: list[CompileJob]) -> None:
+        try:
+            compile_many(jobs, self._take)
+        except BaseException as error:  # a thread boundary: raised again where a result is waited for
+            for result in self._results.values():
+                if not result.done():
+                    result.set_exception(error)
+
+    def _take(self, job: CompileJob, result: CompileResult) -> None:
+        if self._stopped.is_set():
+            raise _StoppedError
+        self._results[config_id(job.config)].set_result(result)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join()
+
+
+def refusal(result: CompileResult) -> str | None:
+    """Why a config does not compile, or None. Only the Solution's own failure counts, not a toolchain that is missing."""
+    if result.status != "failed":
+        return None
+    lines = [line.strip() for line in result.log.splitlines() if re.search(r"\w", line)]
+    errors = [line for line in lines if re.search(r"error\b", line, re.IGNORECASE)]
+    return (errors or lines or ["the compiler said nothing"])[-1][:300]

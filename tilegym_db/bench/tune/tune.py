@@ -7,30 +7,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tilegym_db.bench.executor.local import LocalExecutor
-from tilegym_db.bench.gpus.devices import MeasuringDevice
-from tilegym_db.bench.gpus.messages import Session
-from tilegym_db.bench.gpus.places import open_pool
-from tilegym_db.bench.gpus.pool import Callbacks, DevicePool
-from tilegym_db.bench.gpus.work import WorkItem
-from tilegym_db.bench.interleaved import TimingBudget
+from tilegym_db.bench.devices.devices import MeasuringDevice
+from tilegym_db.bench.devices.messages import Session, WorkItem
+from tilegym_db.bench.devices.places import open_pool
+from tilegym_db.bench.devices.pool import Callbacks, DevicePool
+from tilegym_db.bench.local_executor import LocalExecutor
 from tilegym_db.bench.machine import Machine, leaving_processors
 from tilegym_db.bench.plan import Options, Plan, Skipped, names_of
-from tilegym_db.bench.run_setup import RunSetup, timing_budget
-from tilegym_db.bench.tier_policy import SCREEN
-from tilegym_db.bench.tracing import RunContext, attempts_of
-from tilegym_db.bench.tune.known import Known
+from tilegym_db.bench.run_setup import RunContext, RunSetup, attempts_of, timing_budget
+from tilegym_db.bench.timing import TimingBudget
 from tilegym_db.bench.tune.search import SearchBudget
-from tilegym_db.bench.tune.task import TuneTask, search
-from tilegym_db.bench.tune.tuner import Tuned
+from tilegym_db.bench.tune.tuner import Known, Tuned, TuneTask, search
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import UsageError
+from tilegym_db.paths import scratch_folder
 from tilegym_db.records import Definition, Trace, Workload, axes_key
-from tilegym_db.scratch import scratch_folder
 from tilegym_db.store.journal import Journal
 from tilegym_db.store.tuning import TuningLog, TuningStep
-
-__all__ = ["DEFAULT_BUDGET_S", "TuneObserver", "TuneReport", "tune"]
+from tilegym_db.verify.worker_handle import SCREEN
 
 DEFAULT_BUDGET_S = 60.0
 QUICK_BUDGET_S = 10.0

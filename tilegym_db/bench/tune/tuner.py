@@ -4,29 +4,35 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from tilegym_db.bench.buffer_pool import BufferPool
-from tilegym_db.bench.contents import ExpectedCache, WorkloadContents
-from tilegym_db.bench.executor.local import LocalExecutor
-from tilegym_db.bench.plan import DefinitionPlan, PairKey
-from tilegym_db.bench.runner import Runner
-from tilegym_db.bench.tier_policy import SCREEN
-from tilegym_db.bench.tracing import RunContext
-from tilegym_db.bench.tune.candidates import ConfigCandidate, SearchHistory, candidate_order, nearest_winners
-from tilegym_db.bench.tune.compile_ahead import CompileAhead
-from tilegym_db.bench.tune.known import Known
-from tilegym_db.bench.tune.search import Search, SearchBudget, Step
+from tilegym_db.bench.local_executor import LocalExecutor
+from tilegym_db.bench.plan import DefinitionPlan, DoneKey, PairKey
+from tilegym_db.bench.run_setup import RunContext, RunSetup
+from tilegym_db.bench.runner import BufferPool, Runner
+from tilegym_db.bench.tune.search import (
+    CompileAhead,
+    ConfigCandidate,
+    Search,
+    SearchBudget,
+    SearchHistory,
+    Step,
+    candidate_order,
+    history_of,
+    is_faulty,
+    nearest_winners,
+)
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.records import Config, Definition, Trace, Workload
 from tilegym_db.records.solution import config_id
-from tilegym_db.store.tuning import TuningStep
-from tilegym_db.verify.outcome import CANNOT_VERIFY, Failure, cannot_verify
-
-__all__ = ["Tuned", "Tuner"]
+from tilegym_db.store.queries import done_keys, failed_screen, tuned_configs
+from tilegym_db.store.tuning import TuningStep, read_tuning_steps
+from tilegym_db.verify.contents import ExpectedCache, WorkloadContents
+from tilegym_db.verify.verifier import CANNOT_VERIFY, Failure, cannot_verify
+from tilegym_db.verify.worker_handle import SCREEN
 
 
 @dataclass(frozen=True)
@@ -148,10 +154,12 @@ class PairSearch:
 
     @property
     def key(self) -> PairKey:
+        """Digests of Solution and Definition, and the Workload's uuid."""
         return self.solution.digest, self.tuner.definition.digest, self.workload.uuid
 
     @property
     def wants_screen(self) -> bool:
+        """True if the search found a config that is not yet screened."""
         return self.result is None and self.leader is not None
 
     def compile_ahead(self, stack: ExitStack) -> None:
@@ -280,3 +288,92 @@ class PairSearch:
             self.left,
             gain,
         )
+
+
+# ---- known ----------------------------------------------------------------------------------------
+# What earlier searches on this GPU, and this one so far, found out.
+
+
+@dataclass
+class Known:
+    """What earlier runs found out on this GPU: steps, config id -> status of what failed, screens passed, winners."""
+
+    steps: dict[PairKey, list[TuningStep]] = field(default_factory=dict)
+    failed: dict[PairKey, dict[str, str]] = field(default_factory=dict)
+    screened: set[DoneKey] = field(default_factory=set)
+    winners: dict[PairKey, Config] = field(default_factory=dict)
+    leaders: dict[PairKey, Config] = field(default_factory=dict)
+    """What leads in this run and was not screened yet: no winner, but a good first guess for a neighbour."""
+
+    @classmethod
+    def read(cls, setup: RunSetup, *, again: bool) -> Known:
+        """With ``again``, only what won: a search that starts anew still begins with that."""
+        gpu = setup.machine.gpu
+        with setup.store() as store:
+            known = cls(winners=tuned_configs(store, gpu))
+            if again:
+                return known
+            failed = failed_screen(store, gpu)
+            known.screened = done_keys(store, gpu, SCREEN.tier) - set(failed)
+        for (*pair, config), status in failed.items():
+            known.failed.setdefault((pair[0], pair[1], pair[2]), {})[config] = status
+        for step in read_tuning_steps(setup.home, gpu, setup.catalog):
+            known.steps.setdefault(step.pair, []).append(step)
+        return known
+
+    def about(self, definitions: Collection[str]) -> Known:
+        """What concerns these Definitions, by digest."""
+        return Known(
+            {pair: steps for pair, steps in self.steps.items() if pair[1] in definitions},
+            {pair: failed for pair, failed in self.failed.items() if pair[1] in definitions},
+            {key for key in self.screened if key[1] in definitions},
+            {pair: config for pair, config in self.winners.items() if pair[1] in definitions},
+        )
+
+    def history(self, pair: PairKey) -> SearchHistory:
+        """Of one pair. A config that fails on one Workload is not tried on any other of the same Definition."""
+        failed = dict(self.failed.get(pair, {}))
+        for other in {*self.failed, *self.steps}:
+            if other != pair and other[:2] == pair[:2]:
+                steps = self.steps.get(other, [])
+                said = {config_id(step.config): step.status for step in steps if step.status is not None}
+                found = {**self.failed.get(other, {}), **said}
+                failed |= {config: status for config, status in found.items() if is_faulty(status)}
+        return history_of(self.steps.get(pair, []), failed)
+
+
+# ---- task -----------------------------------------------------------------------------------------
+# One piece of a search: what is to be tuned, what is known of it, and the search itself on one device.
+
+
+@dataclass(frozen=True)
+class TuneTask:
+    """What to tune, Definition by Definition, and within which budgets.
+
+    ``attempts`` are those of the run so far, as in RunContext: a trace of a piece that is done again is another trace.
+    """
+
+    pieces: tuple[tuple[DefinitionPlan, Sequence[tuple[Workload, SolutionFiles]]], ...]
+    known: Known
+    budget: SearchBudget
+    budget_s: float
+    attempts: Mapping[tuple[str, str, str], int] = field(default_factory=dict)
+
+
+def search(task: TuneTask, executor: LocalExecutor, tell: Callable[[TuningStep | Tuned], None]) -> None:
+    """Tune all of it; every step and every result is told the moment it exists, traces go where the executor's go."""
+    traces: list[Trace] = []
+    emit = executor.emit
+
+    def keep(trace: Trace) -> None:
+        traces.append(trace)
+        emit(trace)
+
+    def remember(step: TuningStep) -> None:
+        task.known.steps.setdefault(step.pair, []).append(step)
+        tell(step)
+
+    executor.emit = keep
+    for plan, pairs in task.pieces:
+        tuner = Tuner(plan, executor, task.known, traces, remember, task.budget, task.budget_s)
+        tuner.run(pairs, tell)

@@ -21,12 +21,17 @@ if TYPE_CHECKING:
     )
     from tilegym_db.store.queries.measured import (
         Promotable,
+        count_traces,
+        definition_by_digest,
         done_keys,
         failed_screen,
+        find_traces,
         likely_fastest_of,
         promotable,
         read_peaks,
+        read_traces,
         solutions_of_run,
+        traces_of,
         tuned_configs,
     )
     from tilegym_db.store.queries.publishing import (
@@ -40,7 +45,6 @@ if TYPE_CHECKING:
         unconfined_definitions,
         verified_rows,
     )
-    from tilegym_db.store.queries.traces import count_traces, definition_by_digest, find_traces, read_traces, traces_of
 
 __all__ = [
     "Promotable",
@@ -83,6 +87,11 @@ _SUBJECTS = {
         "read_peaks",
         "solutions_of_run",
         "tuned_configs",
+        "count_traces",
+        "definition_by_digest",
+        "find_traces",
+        "read_traces",
+        "traces_of",
     ),
     "publishing": (
         "kept_back",
@@ -96,7 +105,6 @@ _SUBJECTS = {
         "verified_rows",
     ),
     "fastest": ("best_rows", "count_unverified", "leaderboard_rows", "measured_gpus", "size_rows", "traced_gpus"),
-    "traces": ("count_traces", "definition_by_digest", "find_traces", "read_traces", "traces_of"),
 }
 __getattr__ = loader(
     __name__, {name: f"{__name__}.{subject}" for subject, names in _SUBJECTS.items() for name in names}

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tilegym_db.records.hardware import GPU_SLUGS, gpus_meant
-from tilegym_db.store.queries.json_columns import parsed
+from tilegym_db.store.database import parsed
+from tilegym_db.store.queries.measured import LIKELY_FASTEST_MARGIN, LIKELY_FASTEST_US
 
 if TYPE_CHECKING:
     from tilegym_db.store.database import Store
 
-__all__ = ["best_rows", "count_unverified", "leaderboard_rows", "measured_gpus", "size_rows", "traced_gpus"]
 
 ALL_ROWS = (1 << 62) - 1
 
@@ -149,4 +149,61 @@ def traced_gpus(store: Store) -> list[str]:
 
 
 def slugs(gpu: str | None) -> list[str] | None:
+    """Return every GPU name that ``gpu`` includes (``h100`` includes ``h100-sxm``), or None for all GPUs."""
     return None if gpu is None else gpus_meant(gpu, GPU_SLUGS) or [gpu]
+
+
+# ---- solution pairs -------------------------------------------------------------------------------
+# Two solutions beside each other, at every size where both are verified.
+
+BOTH = """
+    SELECT
+        a.definition, a.gpu, a.axes_key, a.dtypes_key, a.scalars_key, a.layouts_key, a.blobs_key,
+        a.latency_us AS a_us, a.ci_low_us AS a_low_us, a.ci_high_us AS a_high_us,
+        b.latency_us AS b_us, b.ci_low_us AS b_low_us, b.ci_high_us AS b_high_us,
+        b.latency_us / a.latency_us AS ratio,
+        a.run_id = b.run_id AS same_run, a.trace_id AS a_trace, b.trace_id AS b_trace
+    FROM best_per_solution a
+    JOIN best_per_solution b ON b.definition = a.definition AND b.gpu = a.gpu AND b.dtypes_key = a.dtypes_key
+        AND b.axes_key = a.axes_key AND b.scalars_key = a.scalars_key AND b.layouts_key = a.layouts_key
+        AND b.blobs_key = a.blobs_key
+    WHERE a.solution = $a AND b.solution = $b
+        AND ($gpus::VARCHAR[] IS NULL OR list_contains($gpus::VARCHAR[], a.gpu))
+    ORDER BY a.gpu, a.dtypes_key, a.axes_key, a.scalars_key, a.layouts_key, a.blobs_key
+"""
+
+
+def rows_of_both(store: Store, a: str, b: str, gpu: str | None = None) -> list[dict[str, Any]]:
+    """One row per GPU and size where both have a verified trace; times and the ends of their intervals in microseconds.
+
+    ``ratio`` is the time of ``b`` over that of ``a``; ``same_run`` says whether both were timed in turns, in one run.
+    ``gpu`` is a slug or a family.
+    """
+    return store.rows(BOTH, {"a": a, "b": b, "gpus": slugs(gpu)})
+
+
+# ---- side by side ---------------------------------------------------------------------------------
+# Which of two solutions is faster at a size, by what was measured of both.
+
+Winner = Literal["a", "b", "neither"]
+
+
+def winner(row: Mapping[str, Any]) -> tuple[Winner, str]:
+    """Which of two is faster, and why that is known or is not.
+
+    Args:
+        row: as :func:`tilegym_db.store.queries.fastest.rows_of_both` returns it.
+    """
+    faster: Literal["a", "b"] = "a" if row["a_us"] <= row["b_us"] else "b"
+    slower = "b" if faster == "a" else "a"
+    fast, slow = row[f"{faster}_us"], row[f"{slower}_us"]
+    high, low = row[f"{faster}_high_us"], row[f"{slower}_low_us"]
+    if high is None or low is None:
+        return "neither", "a trace without an interval"
+    if high >= low:
+        return "neither", "their intervals overlap"
+    if row["same_run"]:
+        return faster, "timed in turns, intervals apart"
+    if slow <= max(fast + LIKELY_FASTEST_US, fast * (1 + LIKELY_FASTEST_MARGIN)):
+        return "neither", "of two runs, which may differ by as much"
+    return faster, "of two runs, further apart than runs are"

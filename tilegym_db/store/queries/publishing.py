@@ -7,23 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from tilegym_db.records.model_run import ModelRun
 from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL
-from tilegym_db.store.queries.json_columns import parsed
+from tilegym_db.store.database import parsed
 from tilegym_db.store.tuning import TuningStep
 
 if TYPE_CHECKING:
     from tilegym_db.store.database import Store
-
-__all__ = [
-    "kept_back",
-    "kept_back_runs",
-    "provided",
-    "publishable_model_runs",
-    "publishable_rows",
-    "publishable_steps",
-    "revoking_rows",
-    "unconfined_definitions",
-    "verified_rows",
-]
 
 _POINT = """definition, definition_version, definition_digest, op_type, dtypes, dtypes_key, axes, axes_key,
         scalars, scalars_key, layouts, layouts_key, solution, solution_digest, language, role, config, sm,

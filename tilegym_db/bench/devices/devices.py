@@ -1,0 +1,156 @@
+"""Which GPUs of this host are to measure. Pure but for :func:`find_gpus`, which asks PyTorch."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tilegym_db.driver import driver_files
+from tilegym_db.errors import HardwareError, UsageError
+from tilegym_db.records.hardware import CPU, gpu_slug, parse_gpu, same_gpu
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True)
+class MeasuringDevice:
+    """A device with a supervisor process of its own.
+
+    ``label`` is its name in progress and summaries, ``index`` its number on this host, ``gpu`` its slug, and ``environment``
+    what makes it the only device that its processes see.
+    """
+
+    label: str
+    index: int = 0
+    gpu: str = CPU
+    gpu_name: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class GpuChoice:
+    """What ``--gpus`` asks for: all, so many (``count``), or exactly these (``indices``)."""
+
+    text: str
+    count: int | None = None
+    indices: tuple[int, ...] | None = None
+
+
+def parse_gpus(text: str) -> GpuChoice:
+    """``all``, a number of GPUs (``2``), or their indices (``0,2``; ``2,`` for one of them).
+
+    Raises:
+        UsageError: it is none of these, or names a GPU twice.
+    """
+    words = [word.strip() for word in text.strip().lower().rstrip(",").split(",")]
+    if words == ["all"]:
+        return GpuChoice(text)
+    if not all(word.isascii() and word.isdigit() for word in words):
+        raise UsageError(
+            f"--gpus {text}: neither 'all', nor a number of GPUs (2), nor their indices (0,2).", code="gpus_invalid"
+        )
+    numbers = tuple(map(int, words))
+    if "," not in text:
+        if numbers[0] == 0:
+            raise UsageError(
+                "--gpus 0 asks for no GPU at all. GPU 0 alone is '--gpus 0,'; a CPU needs no --gpus.", code="gpus_zero"
+            )
+        return GpuChoice(text, count=numbers[0])
+    twice = sorted(number for number, times in Counter(numbers).items() if times > 1)
+    if twice:
+        raise UsageError(f"--gpus {text} names GPU {twice[0]} twice.", code="gpus_repeated")
+    return GpuChoice(text, indices=numbers)
+
+
+def choose_gpus(choice: GpuChoice, found: Sequence[MeasuringDevice], gpu: str = "auto") -> list[MeasuringDevice]:
+    """Those of the ``found`` GPUs that are asked for; ``gpu`` is what ``--gpu`` says. All of one kind: a plan is for one.
+
+    Raises:
+        HardwareError: there are not so many, not those, or they are of several kinds.
+    """
+    here = ", ".join(f"{device.index}: {device.gpu_name}" for device in found)
+    meant = [device for device in found if gpu == "auto" or same_gpu(parse_gpu(gpu), device.gpu)]
+    if gpu == CPU or not found:
+        why = "--gpu cpu asks for none" if gpu == CPU else "this machine has no usable GPU"
+        raise HardwareError(
+            f"--gpus {choice.text}: {why}. A CPU is measured by one process: several would disturb each other's times. "
+            "Leave --gpus out.",
+            code="gpus_without_gpu",
+        )
+    if choice.indices is not None:
+        missing = sorted(set(choice.indices) - {device.index for device in found})
+        if missing:
+            raise HardwareError(
+                f"--gpus {choice.text}: there is no GPU {missing[0]} here. This machine has {here}.",
+                code="gpu_index_unknown",
+            )
+        meant = [device for device in meant if device.index in choice.indices]
+    wanted = choice.count or len(choice.indices or meant) or 1
+    if wanted > len(meant):
+        of_kind = "" if gpu == "auto" else f" of kind {gpu}"
+        raise HardwareError(
+            f"--gpus {choice.text}: this machine has {len(meant)}{of_kind}, not {wanted}. It has {here}. Try: --gpus all",
+            code="gpus_too_few",
+        )
+    chosen = meant[:wanted]
+    kinds = sorted({device.gpu for device in chosen})
+    if len(kinds) > 1:
+        raise HardwareError(
+            f"--gpus {choice.text}: GPUs of several kinds ({here}), and times of two kinds are never compared. "
+            f"Name one with --gpu: {' or '.join(kinds)}.",
+            code="gpu_kinds_mixed",
+        )
+    return chosen
+
+
+def find_gpus() -> list[MeasuringDevice]:
+    """Every GPU that PyTorch sees here, with the variable by which a process sees it alone."""
+    if not driver_files():
+        return []
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    named = [name.strip() for name in os.environ.get(VISIBLE, "").split(",")]
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        given = named[index] if index < len(named) and named[index].startswith(("GPU-", "MIG-")) else ""
+        environment = {VISIBLE: given or f"GPU-{properties.uuid}"}
+        found.append(MeasuringDevice(f"GPU {index}", index, gpu_slug(properties.name), properties.name, environment))
+    return found
+
+
+def cpu_slots(count: int) -> list[MeasuringDevice]:
+    """So many devices that are this CPU, each with a supervisor of its own. They time in turns, but verify meanwhile: for
+    tests of everything but times."""
+    return [MeasuringDevice(f"slot {index}", index) for index in range(count)]
+
+
+def devices_of(gpus: str | Sequence[MeasuringDevice] | None, gpu: str) -> list[MeasuringDevice]:
+    """The devices that an argument ``gpus`` means; none for None.
+
+    Raises:
+        UsageError, HardwareError: as :func:`parse_gpus` and :func:`choose_gpus`.
+    """
+    if gpus is None:
+        return []
+    if isinstance(gpus, str):
+        choice = parse_gpus(gpus)
+        return choose_gpus(choice, [] if gpu == CPU else find_gpus(), gpu)
+    return list(gpus)
+
+
+def share_processors(processors: Sequence[int], count: int) -> list[tuple[int, ...]]:
+    """Blocks of neighbours, one for each of ``count`` supervisors, so that they do not take each other's processors while a
+    device is timed; one processor each, in turn, where there are fewer processors than supervisors.
+
+    Every thread pool of a supervisor and its workers is as large as its block: the maths of PyTorch, verification, fuzzing.
+    """
+    if len(processors) < count:
+        return [(processors[number % len(processors)],) for number in range(count)]
+    ends = [round(len(processors) * number / count) for number in range(count + 1)]
+    return [tuple(processors[start:end]) for start, end in itertools.pairwise(ends)]

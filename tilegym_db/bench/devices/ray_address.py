@@ -1,0 +1,178 @@
+"""Which Ray cluster is meant, and the connection to it: refused within seconds where nothing answers."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+
+from tilegym_db.bench.devices.devices import parse_gpus
+from tilegym_db.errors import HardwareError, UsageError, missing_package
+
+LOCAL, RAY = "local", "ray"
+AUTO = "auto"
+CLIENT = "ray://"
+REASON_CHARACTERS = 400
+ADDRESS_VARIABLE = "RAY_ADDRESS"
+REACH_S = 3.0
+"""A host that accepts no connection in this time does not answer."""
+CONNECT_S = 12.0
+"""Ray connects within two seconds where it does; where something else listens it tries for a minute."""
+CLIENT_CONNECT_S = 30.0
+"""For Ray's client the cluster starts a process first."""
+
+
+def names_cluster(executor: str) -> bool:
+    """Whether ``--executor`` asks for other devices than those of this host."""
+    return executor != LOCAL
+
+
+def parse_executor(text: str) -> str:
+    """The address of the cluster that ``--executor`` names.
+
+    ``ray`` is the one that ``RAY_ADDRESS`` names, else the one that runs on this machine; ``ray:HOST:PORT`` and
+    ``ray://HOST:PORT``, Ray's own client, name one.
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    if text == RAY:
+        return os.environ.get(ADDRESS_VARIABLE) or AUTO
+    address = text if text.startswith(CLIENT) else text.removeprefix(f"{RAY}:")
+    if not text.startswith(f"{RAY}:") or _host_and_port(address) is None:
+        raise UsageError(
+            f"--executor {text}: neither 'local', nor 'ray' (the cluster that RAY_ADDRESS names, or that runs here), nor an "
+            "address of one: ray:HOST:6379, or ray://HOST:10001 for Ray's client.",
+            code="executor_invalid",
+        )
+    return address
+
+
+def _host_and_port(address: str) -> tuple[str, int] | None:
+    host, _, port = address.removeprefix(CLIENT).rpartition(":")
+    return (host.strip("[]"), int(port)) if host and port.isdecimal() and int(port) < 1 << 16 else None
+
+
+def most_devices(gpus: str | None) -> int | None:
+    """How many devices ``--gpus`` allows; None for all of the cluster.
+
+    Raises:
+        UsageError: it names GPUs by their index, which only a host has.
+    """
+    if gpus is None:
+        return None
+    choice = parse_gpus(gpus)
+    if choice.indices is not None:
+        raise UsageError(
+            f"--gpus {gpus}: the GPUs of a cluster have no indices. Name a number of them, or 'all'.",
+            code="gpu_indices_refused",
+        )
+    return choice.count
+
+
+def require_ray() -> None:
+    """Raise :class:`MissingPackageError` where Ray is not installed."""
+    found = importlib.util.find_spec(RAY)
+    if found is None or found.origin is None:  # a folder of that name is no package
+        error = missing_package(RAY)
+        assert error is not None
+        raise error
+
+
+@contextlib.contextmanager
+def connected(address: str, patience_s: float | None = None) -> Iterator[None]:
+    """This process as a driver of the cluster; one that is connected already stays so.
+
+    Raises:
+        HardwareError: nothing answers there, or it refuses this driver.
+    """
+    require_ray()
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    place = _host_and_port(address)
+    if place is not None:
+        _require_listener(address, place)
+    with _kept_off_stdout():
+        _connect(address, patience_s or (CLIENT_CONNECT_S if address.startswith(CLIENT) else CONNECT_S))
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+def _require_listener(address: str, place: tuple[str, int]) -> None:
+    try:
+        socket.create_connection(place, timeout=REACH_S).close()
+    except OSError as error:
+        raise HardwareError(_no_answer(address, error.strerror or str(error)), code="cluster_silent") from None
+
+
+def _where(address: str) -> str:
+    return "on this machine" if address == AUTO else f"at {address}"
+
+
+def _no_answer(address: str, reason: str) -> str:
+    return (
+        f"--executor ray: no Ray cluster answers {_where(address)}: {reason}. Start one with 'ray start --head', or name one: "
+        "--executor ray:HOST:6379."
+    )
+
+
+def _connect(address: str, patience_s: float) -> None:
+    """In a thread, because Ray itself waits for a minute, and then ends the process, where a port answers that is not its."""
+    import ray
+    from ray.exceptions import RayError
+
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    outcome: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+    def connect() -> None:
+        try:
+            ray.init(address, log_to_driver=False, configure_logging=False)
+            outcome.put(None)
+        except (OSError, RuntimeError, ValueError, RayError) as error:
+            outcome.put(error)
+
+    threading.Thread(target=connect, daemon=True).start()
+    try:
+        error = outcome.get(timeout=patience_s)
+    except queue.Empty:
+        raise HardwareError(
+            _no_answer(address, f"nothing within {patience_s:.0f} s that Ray understands"), code="cluster_silent"
+        ) from None
+    if error is None:
+        return
+    reason = " ".join(str(error).split())[:REASON_CHARACTERS].rstrip(".")
+    if isinstance(error, OSError):
+        raise HardwareError(_no_answer(address, reason), code="cluster_silent")
+    raise HardwareError(
+        f"--executor ray: the Ray cluster {_where(address)} cannot be used from here: {reason}.",
+        code="cluster_unusable",
+    )
+
+
+@contextlib.contextmanager
+def _kept_off_stdout() -> Iterator[None]:
+    """Ray prints the end of a node, with pages of its state, on standard output, where our results go.
+
+    It has no switch for that: what prints is replaced meanwhile, where it is still called so. Losses are told by the pool.
+    """
+    from ray._private import worker
+
+    printing = getattr(worker, "print_to_stdstream", None)
+    if printing is None:
+        yield
+        return
+    worker.print_to_stdstream = lambda *told, **options: None
+    try:
+        yield
+    finally:
+        worker.print_to_stdstream = printing

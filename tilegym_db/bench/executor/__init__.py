@@ -1,1 +1,0 @@
-"""Where a plan runs: on this machine (``local``)."""

@@ -1,1 +1,0 @@
-"""Several devices of one host at work: which ones, who measures what, and a supervisor process for each."""

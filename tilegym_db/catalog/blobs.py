@@ -1,0 +1,92 @@
+"""Files that hold inputs of Workloads: where they lie below a root, and whether they still are what a Workload says."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path, PurePosixPath
+
+from tilegym_db.errors import ConflictError, RecordError
+from tilegym_db.files import read_bytes, write_atomically
+from tilegym_db.records import Workload
+from tilegym_db.records.workload import SafetensorsInput
+
+FOLDER, SUFFIX = "blob", ".safetensors"
+
+
+def find_blob(roots: Sequence[Path], name: str, spec: SafetensorsInput) -> tuple[Path, bytes]:
+    """The file that holds an input, in the first root that has it, and its bytes.
+
+    Raises:
+        RecordError: no root has it, it leads out of its root, its digest is not stated, or its bytes are not of that digest.
+    """
+    root = next((root for root in roots if (root / spec.path).is_file()), None)
+    if root is None:
+        where = " or ".join(map(str, roots)) or "no folder: none is known here"
+        raise RecordError(f"inputs.{name}: {spec.path} does not exist in {where}.", code="blob_missing")
+    path = root / spec.path
+    if not path.resolve().is_relative_to(root.resolve()):
+        raise RecordError(f"inputs.{name}: {path} is a link out of {root}.", code="link_outside")
+    content = read_bytes(path, "blob", limit=None)
+    found = hashlib.sha256(content).hexdigest()
+    if spec.sha256 is None:
+        raise RecordError(f'inputs.{name}: state what {spec.path} holds: "sha256": "{found}".', code="digest_missing")
+    if found != spec.sha256:
+        raise RecordError(
+            f"inputs.{name}: {path} is not what it was: its sha256 is {found[:12]}..., and the workload says "
+            f"{spec.sha256[:12]}....",
+            code="digest_differs",
+        )
+    return path, content
+
+
+def check_blobs(workloads: Iterable[Workload], source: Path) -> None:
+    """Raise :class:`RecordError` where a file that Workloads name could not be added from below ``source``."""
+    for name, spec in _named(workloads).values():
+        find_blob((source,), name, spec)
+
+
+def add_blobs(workloads: Iterable[Workload], source: Path | None, root: Path) -> None:
+    """Copy the files that Workloads name from below ``source`` to below ``root``; one that is there already stays.
+
+    Raises:
+        RecordError: a file is missing, is another one than the Workload says, or does not lie in ``blob/``.
+        ConflictError: the root has another file there.
+    """
+    named, roots = _named(workloads), (root,) if source is None else (source,)
+    new = {place: given for place, given in named.items() if not os.path.lexists(root / place)}
+    for place, (name, spec) in named.items():  # all of them before one is written
+        if place in new:
+            find_blob(roots, name, spec)
+        else:
+            _refuse_other(name, spec, root)
+    for place, (name, spec) in new.items():
+        write_atomically(root / place, find_blob(roots, name, spec)[1])
+
+
+def _named(workloads: Iterable[Workload]) -> dict[str, tuple[str, SafetensorsInput]]:
+    """Path -> an input that it holds, and how the Workload says so."""
+    named: dict[str, tuple[str, SafetensorsInput]] = {}
+    for workload in workloads:
+        for name, spec in workload.files().items():
+            place = PurePosixPath(spec.path)
+            if place.parts[:1] != (FOLDER,) or len(place.parts) < 2 or place.suffix != SUFFIX:
+                raise RecordError(
+                    f"inputs.{name}: {spec.path} does not lie in {FOLDER}/, or is no {SUFFIX} file.", code="blob_place"
+                )
+            _, known = named.setdefault(place.as_posix(), (name, spec))
+            if known.sha256 != spec.sha256:
+                raise RecordError(
+                    f"inputs.{name}: two workloads name {spec.path}, each with another sha256.", code="blob_clash"
+                )
+    return named
+
+
+def _refuse_other(name: str, spec: SafetensorsInput, root: Path) -> None:
+    try:
+        find_blob((root,), name, spec)
+    except RecordError as error:
+        raise ConflictError(
+            f"{str(error).rstrip('.')}. Give the file another name, or remove that one.", code="blob_exists"
+        ) from None

@@ -1,0 +1,490 @@
+"""``tilegym-db import``: bring in a data set of another project, without running any of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tilegym_db.cli.kit.formats import Wide
+from tilegym_db.cli.kit.options import path_given
+from tilegym_db.cli.kit.output import note, print_json, print_line, print_table
+
+if TYPE_CHECKING:
+    from tilegym_db.interchange.flashinfer_export import Export
+    from tilegym_db.interchange.importing import ImportReport
+    from tilegym_db.judging.judging import ComparedPair, Judgement, PairKey
+    from tilegym_db.records import Trace
+    from tilegym_db.store.imported import DataSet
+
+
+SHOWN = 20
+SHOWN_FINDINGS = 5
+
+
+def import_command(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            help="Root of the data set, or one fi_trace file; with --remove, an origin.",
+            metavar="PATH",
+            parser=path_given,
+        ),
+    ],
+    name: Annotated[str | None, typer.Option(help="What to call it; by default its folder's name.")] = None,
+    dialect: Annotated[
+        str | None,
+        typer.Option(help="flashinfer-trace, fi-trace, sol-execbench or tilegym; told from the files otherwise."),
+    ] = None,
+    replace: Annotated[bool, typer.Option("--replace", help="Take the place of what that origin held before.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Import nothing where anything is refused.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Read and report; change nothing.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove the imported data set of that origin.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Import a FlashInfer-Trace data set, fi_trace dumps of flashinfer, SOL-ExecBench problems or a TileGym inventory.
+
+    What comes in lives under its origin beside the catalog: shown, never ranked, published or resolved from. Nothing of it
+    is executed. Exit status 1 where something was refused.
+    """
+    from tilegym_db.interchange.importing import import_data_set
+
+    if remove:
+        _remove(str(path))
+        return
+    report = import_data_set(path, name=name, dialect=dialect, replace=replace, strict=strict, dry_run=dry_run)
+    if as_json:
+        print_json(_as_json(report, dry_run))
+    else:
+        _print_import(report, dry_run)
+    if report.data_set.refused:
+        raise typer.Exit(1)
+
+
+def _remove(origin: str) -> None:
+    from tilegym_db.paths import home
+    from tilegym_db.store.imported import forget_data_set, import_lock
+
+    with import_lock(home()):
+        removed, count = forget_data_set(home(), origin)
+    note(f"removed {removed}, and {count} files that nothing else held.")
+
+
+def _as_json(report: ImportReport, dry_run: bool) -> dict[str, object]:
+    from tilegym_db.store.imported import counted
+
+    found = report.data_set
+    return {
+        "origin": found.origin,
+        "dialect": found.dialect,
+        "imported": counted(found.records),
+        "files": len(found.files),
+        "changed": report.changed,
+        "dry_run": dry_run,
+        "refused": [{"file": item.path, "key": item.key, "reason": item.reason} for item in found.refused],
+        "findings": [
+            {"kind": item.kind, "name": item.name, "file": item.path, "line": item.line, "finding": finding}
+            for item in found.records
+            for finding in item.findings
+        ],
+    }
+
+
+def _print_import(report: ImportReport, dry_run: bool) -> None:
+    from tilegym_db.store.imported import counted
+
+    found = report.data_set
+    with_findings = [item for item in found.records if item.findings]
+    counts, lacking = counted(found.records), counted(with_findings)
+    print_line(f"{found.origin}: dialect {found.dialect}, {len(found.files)} files")
+    print_table(("kind", "imported", "with findings"), [(kind, counts[kind], lacking.get(kind)) for kind in counts])
+    if found.refused:
+        print_line(f"refused, for {len(found.refused)} reasons:")
+        for refusal in found.refused[:SHOWN]:
+            print_line(f"  {refusal}")
+        if len(found.refused) > SHOWN:
+            note(f"  and {len(found.refused) - SHOWN} more: --json lists them all")
+    for item in with_findings[:SHOWN_FINDINGS]:
+        where = item.path if item.line is None else f"{item.path}:{item.line}"
+        note(f"finding: {where}: {'; '.join(item.findings)}")
+    if len(with_findings) > SHOWN_FINDINGS:
+        note(f"and findings of {len(with_findings) - SHOWN_FINDINGS} more records: --json lists them all")
+    if dry_run:
+        note("nothing was changed (--dry-run).")
+    elif report.changed:
+        note(f"Next: tilegym-db list --origin {found.origin}")
+    else:
+        note("exactly this was imported before; nothing changed.")
+
+
+# ---- export ---------------------------------------------------------------------------------------
+# ``tilegym-db export``: the catalog and its verified traces for FlashInfer-Bench, or an imported data set as it was,
+# or a definition of one as a draft.
+
+FORMATS = ("flashinfer", "original", "draft")
+MOST_MIB = 1 << 20
+"""A tebibyte of blobs: more than a data set has."""
+
+Form = Annotated[
+    str,
+    typer.Argument(
+        metavar="FORMAT",
+        help="flashinfer, original (an imported data set as it was) or draft (an imported definition).",
+    ),
+]
+Folder = Annotated[
+    Path, typer.Argument(metavar="DIR", help="A folder that does not exist yet, or is empty.", parser=path_given)
+]
+Blobs = Annotated[
+    str | None,
+    typer.Option(
+        metavar="none|MIB",
+        help="MiB of all inputs that are written as files, since FlashInfer-Bench must not draw them; 64 by default.",
+    ),
+]
+LargestBlob = Annotated[
+    str | None, typer.Option(metavar="MIB", help="MiB of the inputs of one workload that are; 8 by default.")
+]
+
+
+def export_command(
+    form: Form,
+    folder: Folder,
+    gpu: Annotated[str | None, typer.Option(help="Only traces of this GPU: h200, h100-sxm, ...")] = None,
+    op_type: Annotated[str | None, typer.Option(help="Only this family: norm, activation, gemm, ...")] = None,
+    origin: Annotated[
+        str | None, typer.Option(help="An imported data set, by its origin, instead of the catalog.")
+    ] = None,
+    definition: Annotated[str | None, typer.Option(help="With draft: which definition of the data set.")] = None,
+    blobs: Blobs = None,
+    largest_blob: LargestBlob = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Write a FlashInfer-Trace data set: definitions, solutions, workloads, blobs, and verified traces.
+
+    What FlashInfer-Trace has no word for is left out; DIR/tilegym_db/export.json says what, and why. Imported records that
+    nobody edited come out byte for byte. A draft is what add-definition and add-solution take; nothing of it is run here.
+
+    Offsets, ids and inputs that belong together are drawn here, with the seed of the workload, and written as safetensors.
+    """
+    from tilegym_db.errors import UsageError
+    from tilegym_db.interchange.writing import refuse_taken
+
+    if form not in FORMATS:
+        raise UsageError(f"unknown format '{form}'; known: {', '.join(FORMATS)}.", code="format_unknown")
+    if (form != "flashinfer" or origin is not None) and (blobs is not None or largest_blob is not None):
+        raise UsageError(
+            "--blobs and --largest-blob are about the catalog's own workloads: give them with 'flashinfer' alone.",
+            code="option_unfit",
+        )
+    refuse_taken(folder)
+    is_here = _is_here(folder)
+    if form == "draft":
+        _export_draft(folder, origin, definition)
+    elif origin is not None:
+        _export_imported(form, folder, origin, op_type)
+    elif form == "original":
+        raise UsageError(
+            "'original' writes an imported data set: give it with --origin. Try: tilegym-db list --origin all",
+            code="option_missing",
+        )
+    else:
+        _print_export(_export_catalog(folder, gpu, op_type, _blob_limits(blobs, largest_blob)), folder, as_json)
+    if is_here:  # written beside it and renamed: a shell stands in the old one, which is gone
+        note('the folder you are in was replaced; enter it again: cd "$PWD"')
+
+
+def _is_here(folder: Path) -> bool:
+    try:
+        return os.path.samefile(folder, os.curdir)
+    except OSError:  # it does not exist yet
+        return False
+
+
+def _print_export(export: Export, folder: Path, as_json: bool) -> None:
+    reasons = Counter(reason for _, reason in export.left_out)
+    if as_json:
+        print_json({"folder": str(folder), "exported": export.counts, "left_out": dict(reasons.most_common())})
+        return
+    print_table(("kind", "exported"), list(export.counts.items()))
+    for reason, count in reasons.most_common():
+        note(f"left out, {count}: {reason}")
+    note(f"wrote {folder}; what is where: {folder}/tilegym_db/export.json")
+
+
+def _blob_limits(total: str | None, largest: str | None) -> tuple[int, int] | str:
+    """Bytes of all blobs and of one; or why there are none."""
+    from tilegym_db.errors import UsageError
+    from tilegym_db.interchange.export_blobs import LARGEST_MIB, MIB, TOTAL_MIB
+
+    if total == "none":
+        if largest is not None:
+            raise UsageError(
+                "--largest-blob says how large a blob may be, and --blobs none leaves blobs out: give one of them.",
+                code="options_clash",
+            )
+        return ""
+    limits = (
+        int(_mib("--blobs", total, TOTAL_MIB, " or 'none'") * MIB),
+        int(_mib("--largest-blob", largest, LARGEST_MIB) * MIB),
+    )
+    missing = [name for name in ("torch", "safetensors") if importlib.util.find_spec(name) is None]
+    if not missing:
+        return limits
+    reason = f"drawing blobs needs {' and '.join(missing)}: pip install {' '.join(missing)}"
+    if total is not None or largest is not None:
+        raise UsageError(f"{reason}; or leave their workloads out with --blobs none.", code="blob_refused")
+    return reason
+
+
+def _mib(option: str, text: str | None, default: float, other: str = "") -> float:
+    from tilegym_db.errors import UsageError
+
+    try:
+        value = default if text is None else float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= MOST_MIB:
+        raise UsageError(
+            f"{option} takes a number of MiB above 0 and at most {MOST_MIB}{other}, not '{text}'.", code="size_invalid"
+        )
+    return value
+
+
+def _export_catalog(folder: Path, gpu: str | None, op_type: str | None, limits: tuple[int, int] | str) -> Export:
+    from tilegym_db.catalog import Catalog
+    from tilegym_db.cli.kit.options import select_definitions
+    from tilegym_db.cli.kit.reader import open_reader
+    from tilegym_db.interchange.export_blobs import BlobFolder
+    from tilegym_db.interchange.flashinfer_export import build_export
+    from tilegym_db.interchange.writing import folder_beside, write_tree
+    from tilegym_db.records.hardware import parse_gpu
+    from tilegym_db.store.sharing import told_traces, unverified_counts
+
+    catalog = Catalog.default()
+    select_definitions(catalog, op_type, None)
+    chosen = None if gpu is None else parse_gpu(gpu)
+    with open_reader() as store:
+        traces = told_traces(store, chosen, op_type)
+        unverified = unverified_counts(store, chosen, op_type)
+    with folder_beside(folder) as scratch:
+        export = build_export(
+            catalog, traces, op_type, None if isinstance(limits, str) else BlobFolder(scratch, *limits)
+        )
+        write_tree(folder, export.files, export.blobs | export.drawn)
+    for tier, count in unverified.items():
+        note(f"left out, {count} passes of the tier {tier}: superseded, taken back, or never promoted")
+    if limits and isinstance(limits, str):
+        note(f"no blobs: {limits}")
+    return export
+
+
+def _export_imported(form: str, folder: Path, origin: str, op_type: str | None) -> None:
+    from tilegym_db.errors import UsageError
+    from tilegym_db.interchange.flashinfer_trace import DIALECT
+    from tilegym_db.interchange.writing import imported_files, write_tree
+    from tilegym_db.paths import home
+    from tilegym_db.store.imported import data_set
+
+    found = data_set(home(), origin)
+    if form == "flashinfer" and found.dialect != DIALECT:
+        raise UsageError(
+            f"{found.origin} is no FlashInfer-Trace data set. Try: tilegym-db export original DIR --origin {origin}",
+            code="data_set_dialect",
+        )
+    files = imported_files(found, op_type)
+    if not files:
+        raise UsageError(f"{found.origin} has nothing of op_type '{op_type}'.", code="data_set_empty")
+    write_tree(folder, files)
+    note(f"wrote {len(files)} files of {found.origin} to {folder}, byte for byte.")
+
+
+def _export_draft(folder: Path, origin: str | None, name: str | None) -> None:
+    from tilegym_db.errors import UsageError
+    from tilegym_db.interchange.drafts import STILL_TO_WRITE, draft_of
+    from tilegym_db.interchange.writing import write_tree
+    from tilegym_db.paths import home
+    from tilegym_db.store.imported import data_set
+
+    if origin is None or name is None:
+        raise UsageError(
+            "'draft' writes one definition of an imported data set: give --origin and --definition.",
+            code="option_missing",
+        )
+    draft = draft_of(data_set(home(), origin), name)
+    write_tree(folder, draft.files, draft.copies)
+    for what, reason in draft.left_out:
+        note(f"left out, {what}: {reason}")
+    if draft.judged:
+        note(f"{name}: {draft.judged}")
+    for text in draft.undrawn:
+        note(
+            f"say how inputs are drawn that hold {text}: 'input_generators' or 'joint_inputs' in {folder}/definition.json"
+        )
+    missing = " and ".join(f"{folder}/{file}" for file in STILL_TO_WRITE)
+    note(
+        f"wrote {folder}, with {len(draft.solutions)} solutions. Read {folder}/reference.py: once added, it runs unconfined."
+    )
+    note(f"Next: write {missing}, then: tilegym-db add-definition {folder}; tilegym-db check {name}")
+    for solution in draft.solutions:
+        note(f"then: tilegym-db add-solution {folder}/{solution}")
+
+
+# ---- compare foreign ------------------------------------------------------------------------------
+# ``tilegym-db compare-foreign``: the verdicts and times of an imported data set beside ours.
+
+
+def compare_foreign_command(
+    origin: Annotated[str, typer.Argument(help="An imported data set (list --origin all).")],
+    names: Annotated[list[str] | None, typer.Argument(help="Definitions or solutions; none means all.")] = None,
+    run: Annotated[bool, typer.Option("--run", help="Run its solutions here, confined, and judge them.")] = False,
+    gpu: Annotated[str, typer.Option(help="auto, cpu, or the GPU in this machine.")] = "auto",
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="With --run: at most so many workloads per definition.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+    wide: Wide = False,
+) -> None:
+    """Compare foreign verdicts with ours. With --run, imported Python, Triton and TileLang code runs in the sandbox.
+
+    The reference of the data set runs there too, never in this process. What was found is kept with the data set and is no
+    trace: it ranks nothing and is resolved nowhere. What was added to the catalog from a draft (export draft) stands beside
+    it with its trace. Exit status 1 where a verdict disagrees.
+    """
+    from tilegym_db.paths import home
+    from tilegym_db.store.imported import data_set
+
+    found = data_set(home(), origin)  # before what judges is loaded, which takes seconds
+    known = _checked_names(found, names or [])
+    from tilegym_db.judging.judging import compared, kept_judgements, summary
+
+    if run:
+        _run(found, known, gpu, limit)
+    pairs = [
+        pair
+        for pair in compared(found, kept_judgements(found), _promoted(found))
+        if not known or {pair.definition, pair.solution} & set(known)
+    ]
+    counts = summary(pairs)
+    if as_json:
+        print_json({"origin": found.origin, "summary": counts, "pairs": [_row(pair) for pair in pairs]})
+    elif pairs:
+        has_promoted = any(pair.promoted_status for pair in pairs)
+        shown = [at for at, name in enumerate(COLUMNS) if has_promoted or name not in PROMOTED]
+        rows = [_cells(pair) for pair in pairs]
+        print_table([COLUMNS[at] for at in shown], [[row[at] for at in shown] for row in rows], wide=wide)
+        note(", ".join(f"{what}: {count}" for what, count in counts.items()))
+    else:
+        note(_why_empty(found, known))
+    if any(pair.agreement in ("we fail it", "they fail it") for pair in pairs):
+        raise typer.Exit(1)
+
+
+COLUMNS = (
+    "definition",
+    "solution",
+    "workload",
+    "theirs",
+    "their us",
+    "ours",
+    "our us",
+    "promoted",
+    "promoted us",
+    "by their rule",
+    "agreement",
+    "why",
+)
+
+PROMOTED = ("promoted", "promoted us")
+"""Columns that are shown where something of the data set was added to the catalog and measured."""
+
+
+def _checked_names(found: DataSet, names: list[str]) -> list[str]:
+    from tilegym_db.errors import NotFoundError, did_you_mean
+
+    known = {item.name for item in found.records if item.kind in ("definition", "solution")}
+    for name in names:
+        if name not in known:
+            raise NotFoundError(
+                f"{found.origin} has no definition or solution '{name}'.{did_you_mean(name, known)} "
+                f"Try: tilegym-db list --origin {found.origin}",
+                code="name_unknown",
+            )
+    return names
+
+
+def _why_empty(found: DataSet, names: list[str]) -> str:
+    """Why neither side has a verdict, and what gives one."""
+    from tilegym_db.judging.judging import workloads_of
+
+    chosen = [item for item in found.of_kind("solution") if not names or {item.name, item.definition} & set(names)]
+    of = f" of {', '.join(names)}" if names else ""
+    if not chosen:
+        return f"{found.origin} has no solutions{of}, so there is nothing to run."
+    if workloads_of(found).keys().isdisjoint(item.definition for item in chosen):
+        return (
+            f"{found.origin} has no workloads{of}, so nothing can be run. Put them into the data set, then: "
+            f"tilegym-db import PATH --name {found.name} --replace"
+        )
+    return f"neither side has a verdict. Try: tilegym-db compare-foreign {' '.join([found.origin, *names])} --run"
+
+
+def _run(found: DataSet, names: list[str], gpu: str, limit: int | None) -> None:
+    from tilegym_db.bench.machine import select_machine
+    from tilegym_db.judging.judging import judge_data_set, keep_judgements
+    from tilegym_db.sandbox.worker import prepare_workers
+
+    machine = select_machine(gpu)
+    prepare_workers(machine.device)
+
+    def tell_and_keep(judgement: Judgement) -> None:
+        note(f"{judgement.solution} on {judgement.workload}: {judgement.status} {judgement.reason}"[:200])
+        keep_judgements(found, [judgement])  # at once: what comes later may fail or be interrupted
+
+    judge_data_set(found, machine, names=names, limit=limit, observer=tell_and_keep)
+
+
+def _promoted(found: DataSet) -> dict[PairKey, Trace]:
+    from tilegym_db.catalog import Catalog
+    from tilegym_db.cli.kit.reader import open_reader
+    from tilegym_db.interchange.drafts import origin_tag
+    from tilegym_db.judging.judging import promoted_pairs
+    from tilegym_db.store.sharing import told_traces
+
+    catalog = Catalog.default()
+    added = {record.op_type for record in catalog.definitions.values() if origin_tag(found) in record.tags}
+    if not added:
+        return {}
+    with open_reader() as store:
+        traces = [trace for op_type in sorted(added) for trace in told_traces(store, None, op_type)]
+    return promoted_pairs(found, catalog, traces)
+
+
+def _row(pair: ComparedPair) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {**asdict(pair), "agreement": pair.agreement, "foreign": True}
+
+
+def _cells(pair: ComparedPair) -> tuple[Any, ...]:
+    ours = pair.ours
+    rule = None if ours is None or ours.rule_passed is None else "passed" if ours.rule_passed else "failed"
+    return (
+        pair.definition,
+        pair.solution,
+        pair.workload,
+        pair.foreign_status,
+        pair.foreign_latency_us,
+        None if ours is None else ours.status,
+        None if ours is None else ours.latency_us,
+        pair.promoted_status,
+        pair.promoted_latency_us,
+        rule,
+        pair.agreement,
+        None if ours is None else ours.reason[:160],
+    )

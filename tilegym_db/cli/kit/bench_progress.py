@@ -1,0 +1,115 @@
+"""The progress bar of ``bench`` and ``tune``: what is done of what is planned, what runs now, time left. On stderr."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from tilegym_db.records.solution import spell_config
+
+if TYPE_CHECKING:
+    from tilegym_db.bench.machine import Machine
+    from tilegym_db.bench.plan import Plan
+    from tilegym_db.bench.run_setup import Observer
+    from tilegym_db.bench.tune.tune import TuneObserver
+    from tilegym_db.bench.tune.tuner import Tuned
+    from tilegym_db.records import Trace
+    from tilegym_db.store.tuning import TuningStep
+
+
+class Progress:
+    """A context manager that shows a bench run as it goes; prints plain lines where stderr is no terminal."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        """``quiet`` shows nothing at all."""
+        self._console = Console(stderr=True, quiet=quiet)
+        self._bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[done]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+        )
+        self._task = self._bar.add_task("planning", total=None, done="")
+        self._devices: dict[str, TaskID] = {}
+
+    def __enter__(self) -> Progress:
+        if self._console.is_terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    def observer(self) -> Observer:
+        """Callbacks for :func:`tilegym_db.bench.benchmark.benchmark`."""
+        from tilegym_db.bench.run_setup import Observer
+
+        return Observer(planned=self._planned, starting=self._starting, traced=self._traced, at_work=self._at_work)
+
+    def _planned(self, plan: Plan, machine: Machine) -> None:
+        self._bar.update(self._task, total=plan.pair_count)
+        self._advance(0)
+        self._console.print(
+            f"{plan.pair_count} (solution, workload) pairs on {machine.gpu_name} ({machine.gpu})", highlight=False
+        )
+
+    def _starting(self, what: str) -> None:
+        self._bar.update(self._task, description=what)
+        if not self._console.is_terminal:
+            self._console.print(what, highlight=False)
+
+    def _at_work(self, device: str, what: str) -> None:
+        """Each of several devices has a line of its own below the bar of the whole run."""
+        if device not in self._devices:
+            self._devices[device] = self._bar.add_task(device, total=None, done="")
+        self._bar.update(self._devices[device], description=f"{device}: {what}")
+        if not self._console.is_terminal and what != "idle":
+            self._console.print(f"{device}: {what}", highlight=False)
+
+    def _advance(self, by: int = 1) -> None:
+        self._bar.advance(self._task, by)
+        task = next(task for task in self._bar.tasks if task.id == self._task)
+        self._bar.update(self._task, done=f"{task.completed:.0f}/{task.total:.0f}" if task.total else "")
+
+    def _traced(self, trace: Trace) -> None:
+        self._advance()
+        if trace.status not in ("PASSED", "UNSUPPORTED"):
+            self._bar.console.print(f"{trace.solution} {trace.status}: {trace.reason}", highlight=False, markup=False)
+
+    def round_done(self, done: int, total: int) -> None:
+        """So many rounds of timing a model are done of so many."""
+        self._bar.update(
+            self._task, description="timing the model", completed=done, total=total, done=f"{done}/{total}"
+        )
+
+    def tune_observer(self) -> TuneObserver:
+        """Callbacks for :func:`tilegym_db.bench.tune.tune.tune`."""
+        from tilegym_db.bench.tune.tune import TuneObserver
+
+        return TuneObserver(
+            planned=self._tuning_planned,
+            starting=self._starting,
+            stepped=self._stepped,
+            finished=self._tuned,
+            at_work=self._at_work,
+        )
+
+    def _tuning_planned(self, pairs: int, machine: Machine) -> None:
+        self._bar.update(self._task, total=pairs)
+        self._advance(0)
+        self._console.print(
+            f"{pairs} (solution, workload) pairs to tune on {machine.gpu_name} ({machine.gpu})", highlight=False
+        )
+
+    def _stepped(self, step: TuningStep) -> None:
+        if step.outcome == "failed":
+            config = spell_config(step.config)
+            self._bar.console.print(f"{step.solution}[{config}] {step.reason}", highlight=False, markup=False)
+
+    def _tuned(self, result: Tuned) -> None:
+        self._advance()

@@ -1,0 +1,215 @@
+"""What every reader can print besides its table: JSON, CSV, Parquet and Arrow, to stdout or into a file (``-o``)."""
+
+from __future__ import annotations
+
+import csv
+import io
+import sys
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from tilegym_db.cli.kit.options import path_given
+from tilegym_db.cli.kit.output import json_text, note, plain_value, printable_lines
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+AsCsv = Annotated[bool, typer.Option("--csv", help="Print CSV with a header line.")]
+AsParquet = Annotated[bool, typer.Option("--parquet", help="Write a Parquet file.")]
+AsArrow = Annotated[bool, typer.Option("--arrow", help="Write an Arrow IPC stream.")]
+
+
+def file_name(path: Path | None) -> Path | None:
+    """A callback of paths to write to: refuse a name that no listing can show as it is.
+
+    Raises:
+        BadParameter: it holds a line break or another control character.
+    """
+    if path is not None and any(unicodedata.category(character) in _CONTROL for character in str(path)):
+        raise typer.BadParameter("a name of a file without line breaks and control characters.")
+    return path
+
+
+_CONTROL = ("Cc", "Cf", "Zl", "Zp")
+OutputFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        help="A file to write to in place of stdout.",
+        metavar="FILE",
+        parser=path_given,
+        callback=file_name,
+    ),
+]
+Wide = Annotated[bool, typer.Option("--wide", help="Every column in full, however wide the table gets.")]
+
+Kind = Literal["table", "json", "csv", "parquet", "arrow"]
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a result leaves: the kind, the file (None: stdout), and whether a table may be wider than the terminal."""
+
+    kind: Kind = "table"
+    file: Path | None = None
+    wide: bool = False
+
+    @property
+    def is_table(self) -> bool:
+        """True where a person reads it."""
+        return self.kind == "table"
+
+
+def chosen_form(
+    as_json: bool = False,
+    as_csv: bool = False,
+    as_parquet: bool = False,
+    as_arrow: bool = False,
+    output: Path | None = None,
+    wide: bool = False,
+) -> Form:
+    """The form that the options name.
+
+    Raises:
+        UsageError: more than one format; a table into a file; bytes onto a terminal; ``-o`` is no regular file.
+    """
+    from tilegym_db.errors import UsageError
+
+    given: dict[Kind, bool] = {"json": as_json, "csv": as_csv, "parquet": as_parquet, "arrow": as_arrow}
+    kinds = [kind for kind, asked in given.items() if asked]
+    if len(kinds) > 1:
+        raise UsageError(f"--{' and --'.join(kinds)} are several formats; give one of them.", code="options_clash")
+    kind: Kind = kinds[0] if kinds else "table"
+    if output is not None:
+        if kind == "table":
+            raise UsageError("-o needs a format: --json, --csv, --parquet or --arrow.", code="format_missing")
+        if output.exists() and not output.is_file():
+            raise UsageError(
+                f"-o {output}: this is no regular file. To print to stdout, leave -o out.", code="output_not_file"
+            )
+    elif kind in ("parquet", "arrow") and sys.stdout.isatty():
+        raise UsageError(
+            f"--{kind} writes bytes that no terminal can show. Give a file: -o FILE, or pipe it on.",
+            code="output_is_terminal",
+        )
+    return Form(kind, output, wide)
+
+
+def write_rows(form: Form, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Write rows in any form but a table; a nested value is JSON text in CSV, Parquet and Arrow."""
+    if form.kind == "json":
+        names = unique_names(columns)
+        write_bytes(form, (json_text([dict(zip(names, row, strict=True)) for row in rows]) + "\n").encode(**_TOTAL))
+    elif form.kind == "csv":
+        write_bytes(form, csv_text(columns, rows).encode(**_TOTAL))
+    else:
+        write_arrow(form, lambda: _arrow_table(columns, rows))
+
+
+_TOTAL: dict[str, str] = {"encoding": "utf-8", "errors": "backslashreplace"}
+
+
+def write_records(form: Form, records: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> None:
+    """:func:`write_rows` of dicts that share their keys; ``columns`` are those of a result without any."""
+    names = list(records[0]) if records else list(columns)
+    write_rows(form, names, [[record.get(name) for name in names] for record in records])
+
+
+def write_json(form: Form, value: Any) -> None:
+    """Write one JSON document of any shape."""
+    write_bytes(form, (json_text(value) + "\n").encode(**_TOTAL))
+
+
+def write_arrow(form: Form, table: Callable[[], Any]) -> None:
+    """Write what ``table`` returns, a ``pyarrow.Table``, as Parquet or as an Arrow IPC stream.
+
+    Raises:
+        UsageError: Parquet has no such type, as for intervals and unions.
+        StoreError: as :func:`write_bytes`.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    from tilegym_db.errors import UsageError
+
+    sink = io.BytesIO()
+    content = table()
+    if form.kind == "parquet":
+        try:
+            pyarrow.parquet.write_table(content, sink)
+        except pa.ArrowNotImplementedError as error:
+            raise UsageError(
+                f"Parquet cannot hold this: {error}. Cast the column in SQL, or use --arrow.",
+                code="column_not_writable",
+            ) from None
+    else:
+        with pa.ipc.new_stream(sink, content.schema) as writer:
+            writer.write_table(content)
+    write_bytes(form, sink.getvalue())
+
+
+def write_bytes(form: Form, content: bytes) -> None:
+    """Onto stdout, or into the file: written beside it and moved there, so that nobody reads half of it. A link is followed.
+
+    Raises:
+        StoreError: the file cannot be written; one that was there stays as it was.
+    """
+    from tilegym_db.files import write_atomically
+
+    if form.file is None:
+        stream = getattr(sys.stdout, "buffer", None)
+        if stream is None:
+            sys.stdout.write(content.decode(errors="replace"))
+        else:
+            sys.stdout.flush()
+            # JSON has escapes of its own; a file or a pipe gets every byte.
+            if form.kind == "csv" and sys.stdout.isatty():
+                content = printable_lines(content.decode()).encode()
+            stream.write(content)
+        return
+    write_atomically(form.file, content)
+    note(f"written to {form.file}")
+
+
+def csv_text(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """RFC 4180 text with a header line; a nested value is written as JSON."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows([_flat(cell) for cell in row] for row in rows)
+    return text.getvalue()
+
+
+def _flat(value: Any) -> Any:
+    return json_text(value, indent=None) if isinstance(value, Mapping | list | tuple) else value
+
+
+def _arrow_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Any:
+    import pyarrow as pa
+
+    arrays = []
+    for index in range(len(columns)):
+        values = [_flat(row[index]) if isinstance(row[index], Mapping) else row[index] for row in rows]
+        try:
+            arrays.append(pa.array(values))
+        except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):  # mixed types: as text, as JSON spells them
+            arrays.append(pa.array([None if value is None else str(plain_value(value)) for value in values]))
+    return pa.table(arrays, names=unique_names(columns))
+
+
+def unique_names(columns: Sequence[str]) -> list[str]:
+    """Column names that can be keys: a repeated one gets a number, so that no value is lost."""
+    taken: set[str] = set()
+    names = []
+    for column in columns:
+        name, number = column, 1
+        while name in taken:
+            number += 1
+            name = f"{column}_{number}"
+        taken.add(name)
+        names.append(name)
+    return names

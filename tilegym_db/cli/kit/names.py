@@ -1,0 +1,84 @@
+"""Names that a command is given are looked up before the harness and PyTorch are loaded, which takes seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+def refuse_unknown_names(names: Sequence[str]) -> None:
+    """Refuse at once a name that no Definition and no Solution has.
+
+    Raises:
+        NotFoundError: names the nearest ones.
+        RecordError: the record of that name is broken.
+    """
+    from tilegym_db.catalog import Catalog
+    from tilegym_db.errors import NotFoundError, did_you_mean
+
+    if not names:
+        return
+    catalog = Catalog.default()
+    known = {*catalog.definition_paths, *catalog.solution_paths}
+    for name in names:
+        if name not in known:
+            catalog.refuse_broken(name)
+            if name in OTHER_NAMES:
+                raise NotFoundError(
+                    f"{OTHER_NAMES[name].said(name)}. Try: tilegym-db show {name}", code="name_of_others"
+                )
+            hint = did_you_mean(name, known)
+            raise NotFoundError(
+                f"'{name}' is no definition and no solution.{hint} Try: tilegym-db list", code="name_unknown"
+            )
+
+
+# ---- other names ----------------------------------------------------------------------------------
+# Names that users know from TileKernels, and what they are here.
+
+
+@dataclass(frozen=True)
+class OtherName:
+    """Definitions of the catalog, or a name of the Python API where there is no Definition; and what differs."""
+
+    definitions: tuple[str, ...] = ()
+    python: str = ""
+    differs: str = ""
+
+    @property
+    def here(self) -> str:
+        """What to look for instead."""
+        return " + ".join(self.definitions) or self.python
+
+    def said(self, name: str) -> str:
+        """What ``name`` is here, in a sentence without its full stop."""
+        return f"{name} of TileKernels is {self.here} here" + (f": {self.differs}" if self.differs else "")
+
+
+OTHER_NAMES: dict[str, OtherName] = {
+    "topk_gating": OtherName(("topk_softmax",)),
+    "token_to_expert_map": OtherName(("get_fused_mapping",)),
+    "fused_expand_reduce": OtherName(
+        ("expand_to_fused", "reduce_fused"), differs="two operators, before and after the experts"
+    ),
+    "weight_normalize": OtherName(("normalize_weight",)),
+    "per_token_cast_fp8": OtherName(
+        ("per_row_cast",), differs="one scale a row; per_token_cast has one for each group of 128"
+    ),
+    "per_block_cast_fp8": OtherName(("per_block_cast",)),
+    "per_channel_cast_fp8": OtherName(("per_channel_cast",)),
+    "fused_swiglu_quant_fp8": OtherName(("swiglu_and_per_token_cast",), differs="gate and up lie in one tensor"),
+    "swiglu_forward_and_per_token_cast": OtherName(("swiglu_and_per_token_cast",)),
+    "swiglu_forward_and_per_channel_cast_and_transpose": OtherName(
+        ("swiglu_and_per_channel_cast_transpose",), differs="without a transpose it is swiglu_and_per_channel_cast"
+    ),
+    "engram_gate_forward": OtherName(("engram_gate_fwd",), differs="takes keys and values too"),
+    "engram_weight_grad": OtherName(("engram_grad_w_reduce",)),
+    "sinkhorn_normalize": OtherName(("mhc_sinkhorn",), differs="of many square matrices"),
+    "mhc_mix_split": OtherName(("mhc_pre_split_mixes",)),
+    "mhc_mix_apply": OtherName(("mhc_pre_apply_mix",)),
+    "EngramGateLayer": OtherName(python="tilegym_db.layers.EngramGateLayer"),
+    "MHCPipeline": OtherName(python="tilegym_db.layers.MHCPipeline"),
+    "benchmark_kernel": OtherName(python="tilegym_db.benchmark"),
+}
+"""By their names there."""

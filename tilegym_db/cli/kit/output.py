@@ -1,0 +1,388 @@
+"""How commands print: a table for people, JSON or CSV for programs. Results go to stdout, everything else to stderr."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import sys
+import textwrap
+import unicodedata
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import typer
+
+WIDTH_OF_A_FILE = 80
+"""Of a table that goes into a pipe or a file, unless COLUMNS says otherwise."""
+LONGEST_CELL = 2000
+NAMES_IN_A_NOTE = 6
+
+
+def note(text: str) -> None:
+    """A remark or a next step, on stderr, so that a pipe carries results only."""
+    print(printable_lines(text), file=sys.stderr, flush=True)
+
+
+def print_line(text: str) -> None:
+    """A line of a result, or several. Where lines are flushed is the stream's business: a terminal's is flushed at once."""
+    print(printable_lines(text))
+
+
+def table_width() -> int:
+    """Characters of a line: the terminal's, or ``COLUMNS``, or 80."""
+    if sys.stdout.isatty() or "COLUMNS" in os.environ:
+        return max(20, shutil.get_terminal_size((WIDTH_OF_A_FILE, 24)).columns)
+    return WIDTH_OF_A_FILE
+
+
+def print_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    *,
+    wide: bool = False,
+    least: Sequence[str] = (),
+    prose: Collection[str] = (),
+) -> None:
+    """A table in the width of the terminal; numbers are right-aligned, None is an empty cell.
+
+    Args:
+        wide: as wide as it takes, with every column.
+        least: columns to leave out first where there is no room.
+        prose: columns of sentences; each is wrapped below its row.
+    """
+
+    given = [tuple(row) for row in rows]
+    numeric = [name for index, name in enumerate(columns) if _is_numeric([row[index] for row in given])]
+    cells = [[printable(_cell(value)) for value in row] for row in given]
+    layout = lay_out(
+        [printable(name) for name in columns],
+        cells,
+        width=None if wide else table_width(),
+        numeric=numeric,
+        least=least,
+        prose=prose,
+    )
+    for line in layout.lines:
+        print_line(line)
+    if layout.dropped:
+        named, more = layout.dropped[:NAMES_IN_A_NOTE], len(layout.dropped) - NAMES_IN_A_NOTE
+        note(f"not shown: {', '.join(named)}" + (f" and {more} more" if more > 0 else "") + "; --wide shows all")
+
+
+def _is_numeric(values: Sequence[Any]) -> bool:
+    present = [value for value in values if value is not None]
+    return bool(present) and all(isinstance(value, int | float) and not isinstance(value, bool) for value in present)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return spelled_number(value)
+    if isinstance(value, Mapping):
+        return spelled_map(value)
+    if isinstance(value, list | tuple):
+        return ", ".join(_cell(item) for item in value)
+    return str(value)[:LONGEST_CELL]
+
+
+def printable(text: str) -> str:
+    """Text that cannot move a terminal's cursor: a record, a log or a name may come from anyone's file."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def printable_lines(text: str) -> str:
+    """:func:`printable` of each line."""
+    return text if text.isprintable() else "\n".join(map(printable, text.split("\n")))
+
+
+def spelled_number(value: float) -> str:
+    """Four significant digits, without an exponent where a person would not write one."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == int(value) and abs(value) < 1e15:
+        return str(int(value))
+    return f"{value:.4g}" if 1e-4 <= abs(value) < 1e4 else f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.3e}"
+
+
+def spelled_map(value: Mapping[str, Any]) -> str:
+    """``M=4096, N=4096``."""
+    return ", ".join(f"{key}={item}" for key, item in value.items())
+
+
+def spelled_call(row: Mapping[str, Any]) -> str:
+    """``M=4096,N=4096``, and of contents that a file held the start of its sha256: ``ids@0dcd504eaad7``."""
+    files = (entry.partition("=") for entry in row["blobs_key"].split(",") if entry)
+    return " ".join([row["axes_key"], *(f"{name}@{sha256[:12]}" for name, _, sha256 in files)])
+
+
+def print_json(value: Any) -> None:
+    """One JSON document. A number that JSON cannot say (NaN, infinity) is null; a date is ISO 8601."""
+    print_line(json_text(value))
+
+
+def json_text(value: Any, indent: int | None = 2) -> str:
+    """:func:`print_json`'s text."""
+    import json
+
+    text = json.dumps(plain_value(value), indent=indent, ensure_ascii=False, allow_nan=False)
+    return _MAYBE_UNPRINTABLE.sub(lambda found: _escaped(found[0]), text)
+
+
+_MAYBE_UNPRINTABLE = re.compile(r"[^\x20-\x7e\n]")
+
+
+def _escaped(character: str) -> str:
+    """As JSON may spell it too, so that a direction of writing or a control character in a record stays data."""
+    import json
+
+    return character if character.isprintable() else json.dumps(character)[1:-1]
+
+
+def plain_value(value: Any) -> Any:
+    """What JSON can hold of a value."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain_value(item) for item in value]
+    if hasattr(value, "isoformat"):
+        return value.isoformat()
+    return str(value)
+
+
+# ---- table ----------------------------------------------------------------------------------------
+# Lays a table out in a given width: what does not fit is cut in the middle, dropped, or told below its row.
+#
+# Pure: cells in, lines out. Names are cut in the middle because both their ends tell them apart.
+
+GAP = 2
+READABLE_TEXT = 24
+"""A less important column goes before any text is cut shorter than this."""
+SHORTEST_TEXT = 12
+"""Where all of those are gone, text is cut down to this before another column goes."""
+CUT = ".."
+INDENT = 4
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The lines of a table, and the columns that did not fit."""
+
+    lines: list[str] = field(default_factory=list)
+    dropped: tuple[str, ...] = ()
+
+
+def lay_out(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    width: int | None,
+    numeric: Collection[str] = (),
+    least: Sequence[str] = (),
+    prose: Collection[str] = (),
+) -> Layout:
+    """Lay out cells of one line each.
+
+    Args:
+        columns: headings.
+        rows: as many cells each.
+        width: characters of a line; None: as many as it takes.
+        numeric: columns that are right-aligned, and dropped rather than cut.
+        least: columns to drop first, the least important one first; then those on the right.
+        prose: columns of sentences: below their row, and wrapped there, where the table has a width.
+    """
+    below = [index for index, name in enumerate(columns) if name in prose and width is not None]
+    shown = [index for index in range(len(columns)) if index not in below]
+    natural = {
+        index: max([text_width(columns[index]), *(text_width(row[index]) for row in rows)], default=0)
+        for index in shown
+    }
+    readable, narrow = (
+        {
+            index: full if columns[index] in numeric else min(full, max(shortest, text_width(columns[index])))
+            for index, full in natural.items()
+        }
+        for shortest in (READABLE_TEXT, SHORTEST_TEXT)
+    )
+    if width is not None:
+        order = [columns.index(name) for name in least if name in columns]
+        shown = _kept(shown, readable, width, order)
+        shown = _kept(shown, narrow, width, [*order, *reversed(shown)])
+        sizes = _shared({index: natural[index] for index in shown}, narrow, width)
+    else:
+        sizes = natural
+    lines = [_line([columns[index] for index in shown], shown, sizes, numeric, columns)]
+    lines.append(" ".join(["-" * (sum(sizes[index] for index in shown) + GAP * (len(shown) - 1))]))
+    for row in rows:
+        lines.append(_line([row[index] for index in shown], shown, sizes, numeric, columns))
+        for index in below:
+            lines += _wrapped(row[index], width or 0)
+    dropped = tuple(name for index, name in enumerate(columns) if index not in shown and index not in below)
+    return Layout(lines, dropped)
+
+
+def _kept(shown: list[int], sizes: dict[int, int], width: int, order: Sequence[int]) -> list[int]:
+    """The columns that fit in these sizes, after dropping others in ``order``; at least one stays."""
+    kept = list(shown)
+    for index in order:
+        if len(kept) <= 1 or sum(sizes[i] for i in kept) + GAP * (len(kept) - 1) <= width:
+            break
+        if index in kept:
+            kept.remove(index)
+    return kept
+
+
+def _shared(natural: dict[int, int], narrow: dict[int, int], width: int) -> dict[int, int]:
+    """The widths: the widest columns give way first, down to their narrowest."""
+    sizes = dict(natural)
+    excess = sum(sizes.values()) + GAP * (len(sizes) - 1) - width
+    while excess > 0:
+        wide = [index for index in sizes if sizes[index] > narrow[index]]
+        if not wide:
+            (only, *_) = sizes  # one column that is wider than the line: it is cut, whatever it holds
+            sizes[only] = max(1, sizes[only] - excess) if len(sizes) == 1 else sizes[only]
+            break
+        widest = max(wide, key=lambda index: sizes[index])
+        sizes[widest] -= 1
+        excess -= 1
+    return sizes
+
+
+def _line(
+    cells: Sequence[str],
+    shown: Sequence[int],
+    sizes: dict[int, int],
+    numeric: Collection[str],
+    columns: Sequence[str],
+) -> str:
+    parts = []
+    for cell, index in zip(cells, shown, strict=True):
+        text = cut(cell, sizes[index])
+        padding = " " * (sizes[index] - text_width(text))
+        parts.append(padding + text if columns[index] in numeric else text + padding)
+    return (" " * GAP).join(parts).rstrip()
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    if not text:
+        return []
+    space = max(8, width - INDENT)
+    if text_width(text) > len(text):
+        space //= 2  # textwrap counts characters, and some here take two columns
+    return [" " * INDENT + line for line in textwrap.wrap(text, space, break_on_hyphens=False)]
+
+
+def cut(text: str, width: int) -> str:
+    """``text`` in at most ``width`` columns of a terminal, without its middle where it is longer."""
+    if text_width(text) <= width:
+        return text
+    space = width - len(CUT)
+    if space < 2:
+        return _head(text, width)
+    tail = _head(text[::-1], space // 2)[::-1]
+    return _head(text, space - text_width(tail)) + CUT + tail
+
+
+def _head(text: str, width: int) -> str:
+    taken = 0
+    for index, character in enumerate(text):
+        taken += text_width(character)
+        if taken > width:
+            return text[:index]
+    return text
+
+
+def text_width(text: str) -> int:
+    """Columns of a terminal that a text takes: two for a wide character, none for one that combines."""
+    if text.isascii():
+        return len(text)
+    return sum(
+        0 if unicodedata.combining(character) else 2 if unicodedata.east_asian_width(character) in "WF" else 1
+        for character in text
+    )
+
+
+# ---- spark ----------------------------------------------------------------------------------------
+# Latency by size in a few characters, for a terminal: one character a size, smallest first, on a scale of logarithms.
+
+Spark = Annotated[
+    bool | None,
+    typer.Option("--spark/--no-spark", help="Latency by size as a line of blocks; by default on a terminal only."),
+]
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+ASCII = "_.-~=+*#"
+"""Where the terminal cannot print blocks."""
+WIDTH = 10
+LEAST_SIZES = 3
+"""Fewer are no line."""
+
+
+def spark_wanted(asked: bool | None) -> bool:
+    """What the option says; without it, whether a person reads the output."""
+    return sys.stdout.isatty() if asked is None else asked
+
+
+def spark_line(values: Sequence[float], low: float, high: float, *, width: int = WIDTH, ramp: str | None = None) -> str:
+    """The values as one character each, at most ``width``: of more, evenly spaced ones with the first and the last.
+
+    Args:
+        values: positive, in the order of their sizes.
+        low, high: what the lowest and the highest character stand for.
+        ramp: the characters, lowest first; by default what the output can print.
+    """
+    ramp = ramp or (BLOCKS if _prints_blocks() else ASCII)
+    if len(values) > width:
+        values = [values[round(at * (len(values) - 1) / (width - 1))] for at in range(width)]
+    span = math.log(high / low) if high > low else 0.0
+    steps = [math.log(value / low) / span if span else 0.0 for value in values]
+    return "".join(ramp[min(int(step * len(ramp)), len(ramp) - 1)] for step in steps)
+
+
+def by_size(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, str], str]:
+    """(definition, GPU, solution) -> line; solutions of one operator and GPU share a scale, so that they can be compared.
+
+    Args:
+        rows: as :func:`tilegym_db.store.queries.fastest.size_rows` returns them.
+    """
+    limits: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        limits.setdefault((row["definition"], row["gpu"]), []).extend(row["latencies_us"])
+    lines = {}
+    for row in rows:
+        group = limits[row["definition"], row["gpu"]]
+        if len(row["latencies_us"]) >= LEAST_SIZES:
+            line = spark_line(row["latencies_us"], min(group), max(group))
+            lines[row["definition"], row["gpu"], row["solution"]] = line
+    return lines
+
+
+def print_by_size(rows: Sequence[Mapping[str, Any]], label: str) -> None:
+    """A line of text for each row with enough sizes: what it is of, its line, and the times at both ends."""
+    for row in rows:
+        values = row["latencies_us"]
+        if len(values) >= LEAST_SIZES:
+            ends = f"{values[0]:.4g} to {values[-1]:.4g} us at {len(values)} sizes"
+            free = table_width() - len(ends) - len(":  ")
+            what = cut(label.format(**row), max(free - WIDTH, WIDTH))
+            width = max(WIDTH, min(3 * WIDTH, free - len(what)))
+            typer.echo(f"{what}: {spark_line(values, min(values), max(values), width=width)} {ends}")
+
+
+def _prints_blocks() -> bool:
+    if os.environ.get("TERM") == "dumb":
+        return False
+    try:
+        BLOCKS.encode(sys.stdout.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True

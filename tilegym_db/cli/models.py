@@ -1,0 +1,375 @@
+"""``tilegym-db fit``: what a model needs on this machine, measured, published for this user, proved and timed."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tilegym_db.cli.kit.formats import Wide
+from tilegym_db.cli.kit.options import ConfigFile, Gpus, MachineGpu
+from tilegym_db.cli.kit.output import note, print_json, print_table, table_width
+
+if TYPE_CHECKING:
+    from tilegym_db.loop.fit import FitReport
+    from tilegym_db.models.handle import Handle
+    from tilegym_db.models.report import PatchReport
+    from tilegym_db.records.model_run import Estimate, ModelRun, ModelTiming
+
+
+LARGEST = 8
+"""So many pieces that nothing serves are named."""
+
+
+def fit_command(
+    config: ConfigFile,
+    batch: Annotated[str, typer.Option(help="Sequences; several as 1,8.", metavar="N[,N]")] = "1",
+    prompt: Annotated[str, typer.Option(help="Random tokens of each; several as 512,4096.", metavar="N[,N]")] = "512",
+    new: Annotated[int, typer.Option(help="Tokens to generate for each; 0 times the prefill alone.", min=0)] = 64,
+    gpu: MachineGpu = "auto",
+    gpus: Gpus = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    rounds: Annotated[int, typer.Option(help="Generations that count, by each way.", min=1, max=100_000)] = 10,
+    layers: Annotated[int | None, typer.Option(help="Keep only the first so many layers.", min=1)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    wide: Wide = False,
+) -> None:
+    """See the calls of a model with random weights, measure what could serve them, publish it for you, and time the model.
+
+    Nothing is downloaded. Everything is kept the moment it is measured: interrupt at any time and run it again to go on; a
+    second run measures nothing. Exit 1: a kernel failed its proof on the model, or something could not be measured.
+    """
+    from tilegym_db.bench.machine import refuse_absent_gpu
+
+    refuse_absent_gpu(gpu, gpus)
+    batches, prompts = _numbers("--batch", batch), _numbers("--prompt", prompt)
+    from tilegym_db.cli.kit.bench_progress import Progress
+    from tilegym_db.loop.fit import FitOptions, fit_config
+
+    options = FitOptions(batches, prompts, new, dtype, layers, rounds, gpus)
+    with Progress(quiet=as_json and not sys.stderr.isatty()) as progress:
+        report = fit_config(config, gpu, options, progress.observer(), progress.round_done)
+    if as_json:
+        print_json(content_of(report))
+    else:
+        print_report(report, wide=wide)
+    if report.failed or report.interrupted:
+        raise typer.Exit(1)
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    from tilegym_db.errors import UsageError
+
+    words = [word.strip() for word in text.split(",")]
+    if not all(re.fullmatch(r"0*[1-9][0-9]{0,11}", word) for word in words):
+        raise UsageError(
+            f"{option} {text}: numbers of at least 1, separated by commas, such as 1,8.", code="numbers_invalid"
+        )
+    return tuple(dict.fromkeys(map(int, words)))
+
+
+def content_of(report: FitReport) -> dict[str, Any]:
+    """JSON-ready content."""
+    return {
+        "model": report.model,
+        "gpu": report.machine.gpu,
+        "calls": [call.uuid for call in report.calls],
+        "measured": {} if report.measured is None else dict(report.measured.counts),
+        "published": report.published,
+        "served_share": round(report.served_share, 4),
+        "pieces": [piece.to_dict() for piece in report.pieces],
+        "runs": [run.model_dump(mode="json") for run in report.runs],
+        "new_runs": report.new_runs,
+        "failed": report.failed,
+        "notes": report.notes,
+    }
+
+
+def print_report(report: FitReport, *, wide: bool = False) -> None:
+    """What was measured, the share of each piece and what serves it, then the model before and after."""
+
+    counts = {} if report.measured is None else report.measured.counts
+    done = ", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "nothing that was not known"
+    note(f"{report.model}: {len(report.calls)} kinds of calls on {report.machine.gpu_name}; measured {done}")
+    if report.published:
+        note(f"published for you in {report.published}")
+    rows = [
+        (
+            piece.part,
+            f"{piece.share:.1%}",
+            piece.definition or "-",
+            "a verified kernel" if piece.served else "its own code",
+        )
+        for piece in report.pieces
+    ]
+    print_table(("part", "share", "definition", "served by"), rows, wide=wide)
+    note(f"{report.served_share:.0%} of the time of the model's own code is of parts with verified kernels")
+    open_pieces = sorted((piece for piece in report.pieces if not piece.served), key=lambda piece: -piece.share)
+    for piece in open_pieces[:LARGEST]:
+        why = piece.reason or "no verified kernel is faster here at its sizes"
+        note(f"{piece.share:.1%} {piece.part}: {why}")
+    for run in report.runs:
+        print_run(run, wide=wide)
+    for text in [*report.failed, *report.notes]:
+        note(text)
+    if report.interrupted:
+        note("interrupted; run it again to go on.")
+    elif not report.failed:
+        note("Next: tilegym_db.patch(model)")
+
+
+# ---- model bench ----------------------------------------------------------------------------------
+# ``tilegym-db model-bench``: tokens a second of a patched model against the same model as it is, and other ways to
+# run it.
+
+GIB = 1 << 30
+
+
+def model_bench_command(
+    config: ConfigFile,
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    prompt: Annotated[int, typer.Option(help="Random tokens of each sequence.")] = 512,
+    new: Annotated[int, typer.Option(help="Tokens to generate for each; 0 times the prefill alone.")] = 64,
+    gpu: MachineGpu = "auto",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    rounds: Annotated[int, typer.Option(help="Generations that count, by each way.", max=100_000)] = 10,
+    layers: Annotated[int | None, typer.Option(help="Keep only the first so many layers.")] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Prove the patch first; see verify-model.")] = False,
+    static_cache: Annotated[
+        bool, typer.Option("--static-cache", help="Also both with a static cache and compiled decoding.")
+    ] = False,
+    compile_prefill: Annotated[
+        bool, typer.Option("--compile", help="Also both under torch.compile; for the prefill alone (--new 0).")
+    ] = False,
+    beside: Annotated[
+        list[str] | None, typer.Option(help="Also a library in a process of its own: liger or tilegym; repeatable.")
+    ] = None,
+    experts: Annotated[
+        list[str] | None,
+        typer.Option(help="Also stock with its experts set to eager, batched_mm or grouped_mm; repeatable."),
+    ] = None,
+    profile: Annotated[bool, typer.Option("--profile", help="Also profile one call: GPU time by kernels.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
+    wide: Wide = False,
+) -> None:
+    """Generate with a model of random weights, stock and patched in turns, and store how long each takes.
+
+    Nothing is downloaded. Results are in the views model_runs and model_ways, with evidence level 'model':
+    tilegym-db sql "SELECT model, gpu, batch, way, tokens_per_s, speedup, reason FROM model_ways"
+
+    A way that was asked for and cannot be had is reported with its reason.
+
+    Exit 1: a kernel raised, or failed its proof; stock code ran in its place.
+    """
+    from tilegym_db.bench.machine import refuse_absent_gpu, select_machine
+
+    refuse_absent_gpu(gpu)
+    from tilegym_db.models.bench.model_bench import ModelBenchOptions, model_bench
+
+    options = ModelBenchOptions(
+        dtype=dtype, batch=batch, prompt=prompt, new=new, rounds=rounds, layers=layers, verify=verify, profile=profile,
+        with_static_cache=static_cache, with_compiled_prefill=compile_prefill, beside=tuple(beside or ()),
+        experts=tuple(experts or ()),
+    )  # fmt: skip
+    with rounds_on_stderr() as observer:
+        run, handle = model_bench(config, select_machine(gpu), options, observer)
+    _report(run, handle, as_json=as_json, wide=wide)
+
+
+def _report(run: ModelRun, handle: Handle, *, as_json: bool, wide: bool) -> None:
+    """Store and print; exit 1 where a kernel raised or failed its proof."""
+    path = _store(run)
+    if as_json:
+        print_json(run.model_dump(mode="json"))
+    else:
+        print_run(run, wide=wide)
+        note(handle.report().text(160 if wide else table_width()))
+    note(f"stored in {path}")
+    if handle.report().failures or handle.report().failed_proofs:
+        raise typer.Exit(1)
+
+
+def _store(run: ModelRun) -> Path:
+    from tilegym_db.store.connection import ingest, open_store
+    from tilegym_db.store.model_runs import save_model_run
+
+    path = save_model_run(run)
+    with open_store() as store:
+        ingest(store)
+    return path
+
+
+def print_run(run: ModelRun, *, wide: bool = False) -> None:
+    """One row per figure of stock and patched, with the ratio of both and its interval; then one per other way."""
+    from tilegym_db.records.model_run import claims_of
+
+    typer.echo(
+        f"{run.model} ({run.model_class}, {run.layers} layers, {run.parameters:,} parameters, {run.dtype}) on "
+        f"{run.gpu_name}: batch {run.batch}, prompt {run.prompt_tokens}, new {run.new_tokens}, {run.rounds} rounds"
+    )
+    print_table(("", "stock", "patched", "speedup", "99% interval", "claim"), _rows(run))
+    for reason in dict.fromkeys(claim.reason for claim in claims_of(run).values() if claim.reason):
+        note(f"no speedup is claimed: {reason}")
+    if run.ways:
+        headings = (
+            "way",
+            "first token, ms",
+            "per token, ms",
+            "tokens/s",
+            "peak GiB",
+            "faster than",
+            "99% interval",
+            "per token",
+        )
+        rows = [row for name in run.ways for row in _way_rows(run, name)]
+        print_table(headings, rows, wide=wide, least=("peak GiB", "per token, ms", "per token", "first token, ms"))
+    for name, reason in run.absent.items():
+        note(f"{name} took no part: {reason}")
+    calls = ", ".join(f"{name} {count}" for name, count in run.kernels.items()) or "none"
+    note(f"calls by kernel in one generation: {calls}")
+    if run.experts:
+        ways = ", ".join(f"{name} {count}" for name, count in run.experts.items())
+        note(f"calls of experts in one generation of stock, by transformers' implementation: {ways}")
+    note(f"{run.equal_tokens} of {run.compared_tokens} greedy tokens are those of stock")
+
+
+def _claimed(run: ModelRun, what: str, speedup: Estimate) -> tuple[str | None, str | None, str]:
+    """The cells of a speedup, its interval and what may be claimed."""
+    from tilegym_db.records.model_run import claims_of
+
+    verdict = claims_of(run)[what].verdict
+    if not run.kernels:
+        return "no kernel ran", None, verdict
+    return (*_ratio(speedup), verdict)
+
+
+def _rows(run: ModelRun) -> list[tuple[object, ...]]:
+    stock, patched = run.stock, run.patched
+    rows: list[tuple[object, ...]] = [
+        ("to first token, ms", stock.ttft_ms.median, patched.ttft_ms.median, *_claimed(run, "ttft", run.ttft_speedup))
+    ]
+    if stock.tpot_ms is not None and patched.tpot_ms is not None and run.tpot_speedup is not None:
+        rows.append(
+            (
+                "per output token, ms",
+                stock.tpot_ms.median,
+                patched.tpot_ms.median,
+                *_claimed(run, "tpot", run.tpot_speedup),
+            )
+        )
+    name = "tokens per second" if run.new_tokens else "prompt tokens per second"
+    rows.append(
+        (name, _tokens_per_s(run, stock), _tokens_per_s(run, patched), *_claimed(run, "total", run.total_speedup))
+    )
+    if stock.peak_memory_bytes is not None and patched.peak_memory_bytes is not None:
+        rows.append(("peak GiB", stock.peak_memory_bytes / GIB, patched.peak_memory_bytes / GIB, None, None, None))
+    return rows
+
+
+def _way_rows(run: ModelRun, name: str) -> list[tuple[object, ...]]:
+    """One row per way that this one is compared with; the figures in the first of them."""
+    timing = run.ways[name].timing
+    figures: tuple[object, ...] = (
+        name,
+        timing.ttft_ms.median,
+        None if timing.tpot_ms is None else timing.tpot_ms.median,
+        _tokens_per_s(run, timing),
+        None if timing.peak_memory_bytes is None else timing.peak_memory_bytes / GIB,
+    )
+    rows: list[tuple[object, ...]] = []
+    for alternative, speedups in run.ways[name].against.items():
+        ratio, interval = _ratio(speedups.total)
+        per_token = None if speedups.tpot is None else " ".join(filter(None, _ratio(speedups.tpot)))
+        rows.append((*((None,) * 5 if rows else figures), f"{alternative} {ratio}", interval, per_token))
+    return rows
+
+
+def _tokens_per_s(run: ModelRun, timing: ModelTiming) -> float:
+    """New ones, or those of the prompt where the prefill is all there is."""
+    return run.prefill_tokens_per_s(timing) if timing.tokens_per_s is None else timing.tokens_per_s
+
+
+def _ratio(estimate: Estimate) -> tuple[str, str | None]:
+    if estimate.ci_low is None:
+        return f"{estimate.median:.3f}x", None
+    return f"{estimate.median:.3f}x", f"{estimate.ci_low:.3f} to {estimate.ci_high:.3f}"
+
+
+# ---- model progress -------------------------------------------------------------------------------
+# The progress bar of ``model-bench``: rounds done of rounds to do. On stderr, and only on a terminal.
+
+
+@contextmanager
+def rounds_on_stderr() -> Iterator[Callable[[int, int], None]]:
+    """An observer to be called with (rounds done, rounds to do)."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("generating", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+# ---- verify model ---------------------------------------------------------------------------------
+# ``tilegym-db verify-model``: prove on a model's own numbers the kernels that a patch would put into it.
+
+
+def verify_model_command(
+    config: ConfigFile,
+    gpu: MachineGpu = "auto",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    prompt: Annotated[int, typer.Option(help="Random tokens of each sequence; one more is decoded.")] = 128,
+    layers: Annotated[int | None, typer.Option(help="Keep only the first so many layers.")] = None,
+    capture: Annotated[
+        bool, typer.Option("--capture", help="Keep the model's calls as workloads in your catalog.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    wide: Wide = False,
+) -> None:
+    """Patch a model with random weights, and compare each kernel with stock code on the calls that the model makes.
+
+    Nothing is downloaded. Exit 1: a kernel is further from fp64 than stock allows, and a patch with verify=True leaves it out.
+    """
+    from tilegym_db.bench.machine import refuse_absent_gpu, select_machine
+
+    refuse_absent_gpu(gpu)
+    from tilegym_db.models.report import PROOF_COLUMNS
+    from tilegym_db.models.verify_model import keep_workloads, model_tag, verify_model
+
+    device = select_machine(gpu).device
+    found = verify_model(config, device=device, dtype=dtype, batch=batch, prompt=prompt, layers=layers)
+    if as_json:
+        print_json(found.report.to_dict())
+    else:
+        print_table(PROOF_COLUMNS, found.report.proof_rows(), wide=wide, least=("allowed", "stock error", "definition"))
+        print_summary(found.report)
+    if capture:
+        kept = keep_workloads(found.workloads, model_tag(config))
+        for path in sorted({path for path, _ in kept}):
+            note(str(path))
+        names = " ".join(sorted({workload.definition for _, workload in kept}))
+        known = len(found.workloads) - len(kept)
+        note(
+            f"kept {len(kept)} workloads, {known} exist already." + (f" Next: tilegym-db bench {names}" if kept else "")
+        )
+    if found.report.failed_proofs:
+        raise typer.Exit(1)
+
+
+def print_summary(report: PatchReport) -> None:
+    """How many calls were tried and how they ended, and the sites that are left alone as a whole."""
+    proofs = [proof for site in report.sites for proof in site.proofs]
+    proved, failed = sum(proof.holds for proof in proofs), len(report.failed_proofs)
+    note(f"{proved} proved, {failed} failed, {len(proofs) - proved - failed} run stock code anyway")
+    for site in report.sites:
+        if site.reason:
+            note(f"{site.module_class} x{site.modules} stays stock: {site.reason}")
+        for way in site.own_code:
+            note(f"{site.module_class} x{site.modules}: the model's own code is {way}")

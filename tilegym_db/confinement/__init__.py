@@ -1,1 +1,0 @@
-"""Confines a process on this machine: namespaces, Landlock, a system call filter, resource limits. Knows no kernels."""

@@ -1,1 +1,0 @@
-"""Where tilegym-db meets other systems: models that run its kernels, formats it exchanges."""

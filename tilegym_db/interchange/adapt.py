@@ -1,0 +1,299 @@
+"""Foreign Definitions and Solutions in our terms, so that the harness can call them; or why it cannot. Nothing is executed."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from packaging.requirements import InvalidRequirement, Requirement
+
+from tilegym_db.errors import RecordError
+from tilegym_db.interchange import sol_execbench
+from tilegym_db.records import Definition, Solution
+from tilegym_db.records.dtypes import RECORD_DTYPES
+from tilegym_db.records.expressions import names_in
+from tilegym_db.records.solution import called_with, find_function, narrowed
+from tilegym_db.store.imported import DataSet, StoredRecord
+
+LANGUAGES = {"python": "python", "pytorch": "python", "triton": "triton", "tilelang": "tilelang", "cutile": "cutile",
+             "cuda-tile": "cutile"}  # fmt: skip
+ENTRY = "tilegym_entry.py"
+REFERENCE = "reference.py"
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A foreign Definition as ours; ``tensor_constraints`` are those that speak of more than sizes."""
+
+    definition: Definition
+    tensor_constraints: tuple[str, ...]
+    entry: str
+    """The function of the reference that computes it."""
+
+
+@dataclass(frozen=True)
+class AdaptedSolution:
+    """A foreign Solution as ours, with the bytes of its sources and of the entry point that was added."""
+
+    record: Solution
+    sources: Mapping[str, bytes]
+    added_entry: bool
+
+
+def native_name(text: str) -> str:
+    """A name that our records can have: the same one where it can be, else what is left of it and a digest."""
+    if re.fullmatch(r"[a-z0-9][a-z0-9_.-]{0,127}", text):
+        return text
+    slug = re.sub(r"[^a-z0-9_.-]+", "-", text.lower()).strip("-._")[:100] or "x"
+    return f"{slug}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def adapted_definition(found: DataSet, item: StoredRecord) -> Adapted | str:
+    """The Definition for our harness, or why there can be none."""
+    record = item.record
+    reason = _why_not(record)
+    if reason is not None:
+        return reason
+    entry = reference_entry(record["reference"])
+    in_place = {name: f"{name}_out" for name in record["outputs"] if name in record["inputs"]}
+    expressions = {name: axis["expression"] for name, axis in record["axes"].items() if axis.get("type") == "expr"}
+    sizes, on_tensors = _constraints(record, expressions)
+    outputs = [in_place.get(name, name) for name in record["outputs"]]
+    value = {
+        "name": native_name(item.name),
+        "version": "1.0.0",
+        "op_type": native_name(record.get("op_type") or "foreign"),
+        "axes": {name: _axis(axis) for name, axis in record["axes"].items() if name not in expressions},
+        "inputs": {name: _tensor(spec, expressions) for name, spec in record["inputs"].items()},
+        "outputs": {in_place.get(name, name): _tensor(spec, expressions) for name, spec in record["outputs"].items()},
+        "optional_outputs": optional_outputs(item, outputs, in_place),
+        "in_place": in_place,
+        "constraints": sizes,
+        "reference": _reference(found, item, entry),
+    }
+    try:
+        return Adapted(Definition.from_dict(value, f"{found.origin}/{item.path}"), tuple(on_tensors), entry)
+    except RecordError as error:
+        return f"cannot be a definition here: {error}"
+
+
+def _why_not(record: Mapping[str, Any]) -> str | None:
+    if not record.get("reference"):
+        return "it has no reference"
+    if not record["inputs"]:
+        return "it has no inputs"
+    for name, axis in record["axes"].items():
+        if axis.get("type") == "const" and "value" not in axis:
+            return f"the const axis '{name}' has no value"
+    for group in ("inputs", "outputs"):
+        for name, spec in record[group].items():
+            if spec["dtype"] not in RECORD_DTYPES:
+                return f"{group}.{name} has dtype {spec['dtype']}, which is none here"
+            if group == "outputs" and spec["shape"] is None:
+                return f"outputs.{name} is a Python scalar, and outputs are tensors here"
+            if spec["dtype"] == "float4_e2m1":
+                return f"{group}.{name} is float4_e2m1: its packing is not stated"
+    return None
+
+
+def why_not_by_element(dialect: str, definition: StoredRecord) -> str | None:
+    """Why a right output of a Definition may differ from its reference's in every element; None where it may not."""
+    if dialect == sol_execbench.DIALECT:
+        return None  # every Workload states a tolerance there
+    if is_drawn(definition):
+        return "samples are judged as a distribution there, and not here yet"
+    if definition.name.startswith("dsa_topk_indexer"):
+        return "indices are judged by their scores there, and not here yet"
+    return None
+
+
+def reference_entry(text: str) -> str:
+    """The function of a reference that computes it: ``run``, else the last one that it defines."""
+    names = [node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+    return "run" if "run" in names else names[-1]
+
+
+def _axis(axis: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "const", "value": axis["value"]} if "value" in axis else {"type": "var"}
+
+
+def _tensor(spec: Mapping[str, Any], expressions: Mapping[str, str]) -> dict[str, Any]:
+    shape = spec["shape"]
+    entries = None if shape is None else [_expanded(axis, expressions) for axis in shape]
+    return {"shape": entries, "dtype": spec["dtype"]}
+
+
+def _expanded(text: str, expressions: Mapping[str, str]) -> str:
+    """An axis, or the expression of an ``expr`` axis with such axes in it replaced in turn."""
+    for _ in range(len(expressions) + 1):
+        replaced = re.sub(r"[A-Za-z_]\w*", lambda m: f"({expressions[m[0]]})" if m[0] in expressions else m[0], text)
+        if replaced == text:
+            break
+        text = replaced
+    return text.strip()
+
+
+def _constraints(record: Mapping[str, Any], expressions: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Those over sizes, which shapes are drawn by, and those over contents, which drawn contents are held against."""
+    sizes: list[str] = []
+    on_tensors: list[str] = []
+    axes = set(record["axes"]) - set(expressions)
+    for text in record.get("constraints") or ():
+        try:
+            sized = _expanded(_by_axes(text, record["inputs"]), expressions)
+            if _SAME.fullmatch(sized):
+                continue  # what every call of that shape is
+            names, dtypes = names_in(sized)
+            (sizes if names <= axes and not dtypes else on_tensors).append(sized)
+        except RecordError:
+            on_tensors.append(text)
+    return sizes, on_tensors
+
+
+_SAME = re.compile(r"\s*\(?(\w+)\)?\s*==\s*\(?\1\)?\s*")
+"""``M == M``: what is left of a constraint which says of a tensor the size that its shape says."""
+
+
+def _by_axes(text: str, inputs: Mapping[str, Any]) -> str:
+    """A constraint with sizes of inputs (``indptr.shape[0]``, ``len(indptr)``) called by their axes."""
+
+    def axis(found: re.Match[str]) -> str:
+        shape = (inputs.get(found["name"]) or {}).get("shape") or ()
+        place = int(found["place"] or 0)
+        return f"({shape[place]})" if place < len(shape) else found[0]
+
+    text = re.sub(r"\b(?P<name>[A-Za-z_]\w*)\.(?:shape\[|size\()(?P<place>\d+)[\])]", axis, text)
+    return re.sub(r"\blen\((?P<name>[A-Za-z_]\w*)(?P<place>)\)", axis, text)
+
+
+def _reference(found: DataSet, item: StoredRecord, entry: str) -> str:
+    """The reference behind a ``run`` that has our signature, whatever its own is called."""
+    names = ", ".join(item.record["inputs"])
+    call = ", ".join(f"{name}={name}" for name in item.record["inputs"]) if found.dialect == "fi-trace" else names
+    text = item.record["reference"].rstrip()
+    return (
+        f"# Source: {found.origin} {item.path}\n{text}\n\n\n_imported = {entry}\n\n\n"
+        f"def run({names}):\n    return _imported({call})\n"
+    )
+
+
+def adapted_solution(
+    found: DataSet, item: StoredRecord, adapted: Adapted, omits: Sequence[str] | None = None
+) -> AdaptedSolution | str:
+    """The Solution for our harness, or why it is not run.
+
+    Args:
+        found: the data set.
+        item: the Solution's record.
+        adapted: its Definition.
+        omits: optional outputs that it does not give; None: as many as its parameters say that it has no argument for.
+    """
+    spec = item.record["spec"]
+    language = LANGUAGES.get(str(spec["language"]))
+    if language == "python" and "cuda-tile" in spec["dependencies"]:
+        language = "cutile"  # FlashInfer-Trace has no word for it, and our export says it so
+    if language is None:
+        return (
+            f"{spec['language']} is stored, shown and exported, and not run: this harness builds no C++ or CUDA sources"
+        )
+    path, function = str(spec["entry_point"]).split("::")
+    if not path.endswith(".py") or not function.isidentifier():
+        return f"its entry point {spec['entry_point']} is no function of a Python file"
+    sources = {source["path"]: source["content"].encode() for source in item.record["sources"]}
+    writes = bool(spec["destination_passing_style"])
+    if omits is None:
+        omits = without_argument(adapted.definition, sources[path], function) if writes else ()
+    definition = narrowed(adapted.definition, omits)
+    added = definition.in_place != {} or (not writes and language != "python") or found.dialect == "fi-trace"
+    if added:
+        sources[ENTRY] = _entry(definition, path, function, writes, found.dialect == "fi-trace").encode()
+        path, function, writes = ENTRY, "run", True
+    value = {
+        "name": native_name(item.name),
+        "definition": adapted.definition.name,
+        "author": item.record["author"],
+        "spec": {
+            "language": language,
+            "entry_point": f"{path}::{function}",
+            "destination_passing_style": writes,
+            "dependencies": [text for text in spec["dependencies"] if _is_installed(text)],
+            "omits": list(omits),
+        },
+        "sources": [{"path": name} for name in sources],
+    }
+    try:
+        return AdaptedSolution(Solution.from_dict(value, f"{found.origin}/{item.path}"), sources, added)
+    except RecordError as error:
+        return f"cannot be a solution here: {error}"
+
+
+def _entry(definition: Definition, path: str, function: str, writes: bool, by_keyword: bool) -> str:
+    """An entry point that writes its outputs, over one that returns them or that overwrites its inputs."""
+    module = path.removesuffix(".py").replace("/", ".")
+    inputs = list(definition.inputs)
+    given = ", ".join(f"{name}={name}" for name in inputs) if by_keyword else ", ".join(inputs)
+    outputs = ", ".join(definition.written_outputs)
+    lines = [
+        f"from .{module} import {function} as _entry\n\n",
+        f"def run({', '.join([*inputs, *definition.written_outputs])}):",
+    ]
+    if writes:
+        return "\n".join([*lines, f"    _entry({given}{', ' + outputs if outputs else ''})\n"])
+    targets = [{v: k for k, v in definition.in_place.items()}.get(name, name) for name in definition.outputs]
+    return "\n".join([
+        *lines,
+        f"    returned = _entry({given})",
+        "    values = returned if isinstance(returned, tuple | list) else (returned,)",
+        f"    for target, value in zip(({', '.join(targets)},), values, strict=True):",
+        "        if value is not target and value is not None:",
+        "            target.copy_(value)\n",
+    ])  # fmt: skip
+
+
+def _is_installed(text: str) -> bool:
+    """A dependency that is not here is left out: the source then fails by itself, and says where."""
+    try:
+        version(Requirement(text).name)
+    except (InvalidRequirement, PackageNotFoundError):
+        return False
+    return True
+
+
+# ---- foreign outputs ------------------------------------------------------------------------------
+# What foreign outputs are: drawn at random, or such that a Solution need not give them. Read off records and sources
+# alone.
+
+SPARSE_ATTENTION = "dsa_sparse_attention"
+"""How FlashInfer-Bench names the Definitions whose second output, the log-sum-exp, a Solution need not give."""
+
+
+def is_drawn(definition: StoredRecord) -> bool:
+    """Whether it gives indices of the family of samplers, which are mostly drawn; what masks or scales gives numbers."""
+    if definition.record.get("op_type") != "sampling":
+        return False
+    return any(spec["dtype"].startswith("int") for spec in definition.record["outputs"].values())
+
+
+def optional_outputs(item: StoredRecord, outputs: list[str], in_place: Mapping[str, str]) -> list[str]:
+    """The last outputs, where the record marks them or its own evaluator lets a Solution leave them out."""
+    specs = dict(zip(outputs, item.record["outputs"].values(), strict=True))
+    marked = [name for name in outputs if specs[name].get("optional") is True]
+    if not marked and item.name.startswith(SPARSE_ATTENTION) and len(outputs) == 2:
+        marked = outputs[1:]
+    last = outputs[-len(marked) :] if marked else []
+    return marked if marked == last and len(marked) < len(outputs) and not set(marked) & set(in_place.values()) else []
+
+
+def without_argument(definition: Definition, source: bytes, function: str) -> tuple[str, ...]:
+    """The optional outputs for which a function that is given its outputs has no parameter."""
+    found = find_function(source, function)
+    if found is None or found.args.vararg is not None or not definition.optional_outputs:
+        return ()
+    given = len(called_with(definition, destination_passing_style=True))
+    lacking = given - len(found.args.posonlyargs) - len(found.args.args)
+    return definition.optional_outputs[-lacking:] if 0 < lacking <= len(definition.optional_outputs) else ()

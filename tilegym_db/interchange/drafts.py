@@ -1,0 +1,345 @@
+"""An imported Definition as a draft of the user's own: what ``add-definition`` and ``add-solution`` take into the catalog.
+
+Nothing is executed here. A reference that was added runs in the harness's own process, as every other of the catalog does:
+whoever adds it has read it, and has written the self-test that every Definition is admitted with.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from tilegym_db.catalog import Catalog
+from tilegym_db.catalog.blobs import FOLDER, SUFFIX
+from tilegym_db.errors import NotFoundError, RecordError, StoreError, UsageError, did_you_mean
+from tilegym_db.interchange import sol_execbench
+from tilegym_db.interchange.adapt import Adapted, adapted_definition, adapted_solution, is_drawn, why_not_by_element
+from tilegym_db.records import Definition, Workload
+from tilegym_db.records.expressions import constraint_problem
+from tilegym_db.scaffold.definition_draft import (
+    ERRORS_FILE,
+    INDEPENDENT_FILE,
+    RECORD_FILE,
+    REFERENCE_FILE,
+    WORKLOADS_FILE,
+)
+from tilegym_db.store.imported import DataSet, StoredFile, StoredRecord, object_path
+
+STILL_TO_WRITE = (INDEPENDENT_FILE, ERRORS_FILE)
+"""Files of a draft that its user writes: another formulation, and mistakes that the comparison must catch."""
+
+WIDE_INTEGERS = {"int16": -1024, "int32": -1024, "int64": -1024, "uint32": 0}
+"""Integers of more than a byte -> the least value that FlashInfer-Bench draws of them; the bound above is 1024."""
+
+
+def origin_tag(found: DataSet) -> str:
+    """What says of a Definition which data set it comes from."""
+    return f"origin:{found.origin}"
+
+
+def imported_tag(item: StoredRecord) -> str:
+    """What says of a Workload which one of the data set it is."""
+    return f"imported:{item.name}"
+
+
+@dataclass
+class Draft:
+    """The files of a draft, the Solutions in it, and what of the data set is not in it and why."""
+
+    files: dict[str, bytes] = field(default_factory=dict)
+    copies: dict[str, Path] = field(default_factory=dict)
+    """Path in the draft -> the file of the data set that is copied there."""
+    solutions: list[str] = field(default_factory=list)
+    left_out: list[tuple[str, str]] = field(default_factory=list)
+    judged: str = ""
+    """How it is judged, where that is not element by element."""
+    undrawn: list[str] = field(default_factory=list)
+    """Constraints on contents that drawn ones do not hold until the Definition says how to draw them."""
+
+
+def draft_of(found: DataSet, name: str) -> Draft:
+    """The draft of one Definition of a data set.
+
+    Raises:
+        NotFoundError: the data set has no such Definition.
+        UsageError: it cannot be one here; says why.
+    """
+    items = {item.name: item for item in found.of_kind("definition")}
+    if name not in items:
+        hint = did_you_mean(name, items)
+        raise NotFoundError(
+            f"{found.origin} has no definition '{name}'.{hint} Try: tilegym-db list --origin {found.origin}"
+        )
+    adapted = adapted_definition(found, items[name])
+    if isinstance(adapted, str):
+        raise UsageError(f"{name}: {adapted}.")
+    reason = why_not_by_element(found.dialect, items[name])
+    drawn = reason is not None and is_drawn(items[name])
+    sampler = known_sampler(adapted.definition, Catalog.default()) if drawn else None
+    if reason is not None and not isinstance(sampler, KnownSampler):
+        more = (
+            f", and {sampler}" if sampler is not None else ". A definition of the catalog is judged element by element"
+        )
+        raise UsageError(f"{name}: {reason}{more}.")
+    for text in adapted.tensor_constraints:
+        problem = constraint_problem(text, {*adapted.definition.axes, *adapted.definition.inputs})
+        if problem is not None:
+            raise UsageError(
+                f"{name}: its constraint {problem}, so nobody could hold contents against it. "
+                f"Try: tilegym-db compare-foreign {found.origin} {name} --run"
+            )
+    draft, definition = Draft(), _record(found, adapted)
+    own_numbers = None
+    if isinstance(sampler, KnownSampler):
+        definition = Definition.from_dict(sampler_record(definition.to_dict(), sampler), name)
+        draft.judged = f"judged as a distribution, by the law of {sampler.ours.name}; its own reference is not used"
+        own_numbers = draws_itself(sampler)
+    draft.undrawn = [text for text in definition.content_constraints if not _is_drawn(definition, text)]
+    content = definition.to_dict()
+    draft.files[REFERENCE_FILE] = content.pop("reference").encode()
+    draft.files[RECORD_FILE] = (json.dumps(content, indent=2) + "\n").encode()
+    _add_workloads(draft, found, name, definition)
+    for item in found.of_kind("solution"):
+        if item.definition == name and own_numbers is not None:
+            draft.left_out.append((f"solution {item.name}", own_numbers))
+        elif item.definition == name:
+            _add_solution(draft, found, item, adapted)
+    return draft
+
+
+def _record(found: DataSet, adapted: Adapted) -> Definition:
+    """The adapted Definition with a tag for where it comes from, and inputs drawn as its own project draws them."""
+    content = adapted.definition.to_dict()
+    generators: dict[str, Any] = {}
+    for name in adapted.definition.tensor_inputs:
+        dtype = adapted.definition.inputs[name].dtype
+        if dtype in WIDE_INTEGERS:
+            generators[name] = {"kind": "integers", "low": WIDE_INTEGERS[dtype], "high": 1024}
+    for text in adapted.tensor_constraints:
+        ends = _ends(adapted.definition, text)
+        if ends is not None:
+            generators[ends[0]] = {"kind": "offsets", "low": 0, "high": ends[1], "leading": True}
+    more = {
+        "tags": ["status:draft", origin_tag(found)],
+        "input_generators": generators,
+        "content_constraints": adapted.tensor_constraints,
+    }
+    return Definition.from_dict({**content, **more}, adapted.definition.name)
+
+
+_LAST = re.compile(r"(?P<offsets>[A-Za-z_]\w*)\[-1\](?:\.item\(\))?")
+
+
+def _ends(definition: Definition, text: str) -> tuple[str, str] | None:
+    """(offsets, axis) of a constraint which says that offsets end at the size of an axis: ``total == indptr[-1].item()``."""
+    sides = [side.strip() for side in text.split("==")]
+    if len(sides) != 2:
+        return None
+    for axis, end in (sides, sides[::-1]):
+        found = _LAST.fullmatch(end)
+        spec = definition.inputs.get(found["offsets"]) if found else None
+        if found and spec is not None and axis in definition.axes and spec.dtype in WIDE_INTEGERS:
+            return found["offsets"], axis
+    return None
+
+
+def _is_drawn(definition: Definition, text: str) -> bool:
+    ends = _ends(definition, text)
+    generator = definition.input_generators.get(ends[0]) if ends else None
+    return ends is not None and generator is not None and generator.high == ends[1]
+
+
+def _add_workloads(draft: Draft, found: DataSet, name: str, definition: Definition) -> None:
+    workloads: dict[str, Workload] = {}
+    for item in found.of_kind("workload"):
+        if item.definition != name:
+            continue
+        try:
+            workload = _workload(found, item, definition)
+            workload.check_against(definition)
+            workloads.setdefault(workload.uuid, workload)
+            for spec in workload.files().values():
+                draft.copies[spec.path] = object_path(found.home, str(spec.sha256))
+        except (RecordError, StoreError) as error:
+            draft.left_out.append((f"workload {item.name}", str(error)))
+    ordered = sorted(workloads.values(), key=lambda workload: math.prod(workload.axes.values()))
+    lines = [
+        Workload.from_dict(
+            {**workload.to_dict(), "tags": [*workload.tags, *(["tiny"] if not number else [])]}
+        ).to_json()
+        for number, workload in enumerate(ordered)  # the self-test runs on the smallest
+    ]
+    draft.files[WORKLOADS_FILE] = "".join(f"{line}\n" for line in lines).encode()
+
+
+def _workload(found: DataSet, item: StoredRecord, definition: Definition) -> Workload:
+    given: Mapping[str, Any] = item.record["inputs"]
+    inputs: dict[str, dict[str, Any]] = {}
+    for name, spec in definition.inputs.items():
+        kind = given.get(name, {"type": "random"})
+        if kind["type"] == "custom":
+            raise RecordError(
+                f"inputs.{name}: comes from a function of the reference, which is never called for inputs."
+            )
+        if kind["type"] == "safetensors":
+            blob = blob_of(found, name, kind["path"], base_of(found, item))
+            found.content(blob.path)  # raises where the bytes are not those that were imported any more
+            path = f"{FOLDER}/{blob.sha256}{SUFFIX}"
+            inputs[name] = {
+                "type": "safetensors", "path": path, "tensor_key": kind["tensor_key"], "sha256": blob.sha256,
+            }  # fmt: skip
+        if spec.is_scalar and kind["type"] != "scalar":
+            raise RecordError(f"inputs.{name}: is a number, and the workload gives none.")
+        if kind["type"] == "scalar":
+            inputs[name] = {"type": "scalar", "value": kind["value"]}
+    axes = {name: size for name, size in item.record["axes"].items() if name in definition.axes}
+    content = {"definition": definition.name, "axes": axes, "inputs": inputs, "tags": [imported_tag(item)]}
+    return Workload.from_dict(content, f"workload {item.name}")
+
+
+def _add_solution(draft: Draft, found: DataSet, item: StoredRecord, adapted: Adapted) -> None:
+    solution = adapted_solution(found, item, adapted)
+    if isinstance(solution, str):
+        draft.left_out.append((f"solution {item.name}", solution))
+        return
+    folder = f"solutions/{solution.record.name}"
+    draft.files[f"{folder}/solution.json"] = (solution.record.to_json(indent=2) + "\n").encode()
+    draft.files |= {f"{folder}/{path}": content for path, content in solution.sources.items()}
+    draft.solutions.append(folder)
+
+
+# ---- foreign samplers -----------------------------------------------------------------------------
+# Foreign samplers that our judge of distributions fits, recognised by what they take and give; as Definitions that it
+# judges.
+
+PROBABILITIES, UNIFORM = "probs", "uniform"
+
+
+@dataclass(frozen=True)
+class KnownSampler:
+    """A foreign sampler: ours that has its law, and what the axes of its rows and of its vocabulary are called."""
+
+    ours: Definition
+    rows: str
+    columns: str
+    output: str
+    takes_uniform: bool
+
+
+def known_sampler(definition: Definition, catalog: Catalog) -> KnownSampler | str:
+    """The sampler that an adapted Definition is, or why it is none whose law is known here.
+
+    Args:
+        definition: with the inputs and outputs of the foreign record.
+        catalog: has the samplers of ours, whose law says how often each draws what.
+    """
+    given = tuple(name for name in definition.inputs if name not in (PROBABILITIES, UNIFORM))
+    laws = _samplers(catalog)
+    ours = laws.get(given)
+    takes_uniform = UNIFORM in definition.inputs
+    if ours is None or tuple(definition.inputs) != (PROBABILITIES, *given, *([UNIFORM] * takes_uniform)):
+        known = "; ".join(", ".join((PROBABILITIES, *names)) for names in laws)
+        return f"its inputs ({', '.join(definition.inputs)}) are those of no sampler with a known law ({known})"
+    if len(definition.outputs) != 1:
+        return f"it has {len(definition.outputs)} outputs, and a sampler has one"
+    shape = definition.inputs[PROBABILITIES].shape or ()
+    if len(shape) != 2 or not all(isinstance(entry, str) and entry in definition.axes for entry in shape):
+        return f"{PROBABILITIES} has the shape {list(shape)}, not rows by vocabulary"
+    rows, columns = map(str, shape)
+    ((output, drawn),) = definition.outputs.items()
+    if drawn.shape != (rows,) or drawn.dtype not in ("int32", "int64"):
+        return f"{output} is {drawn.dtype} {list(drawn.shape or ())}, not an index for each of {rows}"
+    for key in (PROBABILITIES, *given, *([UNIFORM] * takes_uniform)):
+        found, wanted = definition.inputs[key], ours.inputs[key]
+        stated = found.shape or ()
+        if (found.dtype, len(stated), stated[:1]) != (wanted.dtype, len(wanted.shape or ()), (rows,)):
+            return f"{key} is {found.dtype} {list(stated)}, and a law is known for {wanted.dtype}, one for each row"
+    return KnownSampler(ours, rows, columns, output, takes_uniform)
+
+
+def _samplers(catalog: Catalog) -> dict[tuple[str, ...], Definition]:
+    """What a sampler takes beside probabilities and random numbers -> the one of ours that takes just this."""
+    found = {}
+    for definition in catalog.definitions.values():
+        first, *given, last = definition.inputs if len(definition.inputs) > 1 else ("", "")
+        if definition.sampled and (first, last) == (PROBABILITIES, UNIFORM):
+            found[tuple(given)] = definition
+    return found
+
+
+def sampler_record(content: dict[str, Any], sampler: KnownSampler) -> dict[str, Any]:
+    """The content of a Definition that is judged by the law of ours, and takes a random number for each row as ours does.
+
+    Args:
+        content: of the adapted Definition; its own reference is not used, since it draws by itself.
+        sampler: what it is.
+    """
+    ours = sampler.ours.to_dict()
+    (law,) = sampler.ours.sampled.values()
+    source = ours["joint_inputs"]["source"]
+    for axis, name in (("B", sampler.rows), ("V", sampler.columns)):
+        source = source.replace(f'axes["{axis}"]', f'axes["{name}"]')
+    arguments = ", ".join((*(name for name in content["inputs"] if name != UNIFORM), UNIFORM))
+    narrower = (
+        ""
+        if content["outputs"][sampler.output]["dtype"] == "int64"
+        else f"\n\n_in_64_bits = run\n\n\ndef run({arguments}):\n    return _in_64_bits({arguments}).to(torch.int32)\n"
+    )
+    first = content["reference"].partition("\n")[0]
+    return {
+        **content,
+        "inputs": content["inputs"] | {UNIFORM: {"shape": [sampler.rows], "dtype": "float32"}},
+        "reference": f"{first}\n{ours['reference'].rstrip()}\n{narrower}",
+        "sampled": {sampler.output: {"law": law.law, "uniforms": UNIFORM}},
+        "joint_inputs": {**ours["joint_inputs"], "source": source},
+        "input_generators": {UNIFORM: {"kind": "uniform"}},
+        "independent_axes": [sampler.rows],
+        "special_values": [],
+    }
+
+
+def draws_itself(sampler: KnownSampler) -> str | None:
+    """Why the data set's own Solutions are not called here; None where they are."""
+    if sampler.takes_uniform:
+        return None
+    return (
+        "it makes its own random numbers, and a sampler is given one for each row here, so that a call repeats: "
+        f"add the argument '{UNIFORM}' behind the inputs"
+    )
+
+
+# ---- foreign blobs --------------------------------------------------------------------------------
+# Where a Workload of a data set has its tensors: the file that the data set holds under a path, or why none can be
+# used.
+
+
+def base_of(found: DataSet, item: StoredRecord) -> str:
+    """The folder that paths of tensors in a Workload or Trace start at."""
+    return PurePosixPath(item.path).parent.as_posix() if found.dialect == sol_execbench.DIALECT else ""
+
+
+def blob_of(found: DataSet, name: str, given: str, base: str = "") -> StoredFile:
+    """The file of an input.
+
+    Args:
+        found: the data set.
+        name: of the input, for messages.
+        given: the path that the Workload states.
+        base: the folder that it starts at.
+
+    Raises:
+        RecordError: the file is not there, or is none that may be used.
+    """
+    file = found.files_by_path.get(os.path.normpath(os.path.join(base, given)))
+    if file is None or file.role == "pointer":
+        what = "is not in the data set" if file is None else "is a Git LFS pointer without its content"
+        raise RecordError(f"inputs.{name}: {given} {what}; fetch it and import the data set again.")
+    if file.role == "changed":
+        raise RecordError(f"inputs.{name}: {given} was changed after the export, and is not used.")
+    return file

@@ -1,0 +1,610 @@
+"""Exports the catalog and its verified traces as a FlashInfer-Trace data set.
+
+What FlashInfer-Trace has no word for is left out with its reason, or told in ``tilegym_db/`` beside the five folders, which
+FlashInfer-Bench does not read: ``export.json`` (where everything came from, and what was left out), ``blobs.json`` (the sha256
+and seed of each blob that was drawn) and ``evidence/<gpu>/<definition>.jsonl`` (the whole trace behind each exported one, by
+the digest of its line).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tilegym_db.catalog import Catalog, SolutionFiles, stock_of
+from tilegym_db.catalog.blobs import find_blob
+from tilegym_db.errors import RecordError
+from tilegym_db.interchange.checks import FIB_DTYPES
+from tilegym_db.interchange.collecting import SIDE_FILE
+from tilegym_db.interchange.export_blobs import Blob, BlobFolder, blob_of
+from tilegym_db.records import Config, Definition, Trace, Workload
+from tilegym_db.records.expressions import evaluate_int, names_in
+from tilegym_db.records.solution import config_id, find_function, spell_config
+from tilegym_db.records.workload import RandomInput, SafetensorsInput, ScalarInput
+
+BASELINE = "baseline"
+"""The author that FlashInfer-Bench takes for what others are compared with: here the code that models run today."""
+ADAPTER = "flashinfer_entry.py"
+# What cheated has no status there; it must not be taken for a pass, and not for an honest wrong result either.
+_STATUS = {"REJECTED": "RUNTIME_ERROR"}
+_LANGUAGE = {"cutile": "python"}
+EXTRA_DEPENDENCIES = {"cutile": ["cuda-tile"]}
+
+
+def build_export(
+    catalog: Catalog,
+    traces: Sequence[Trace],
+    op_type: str | None = None,
+    blobs: BlobFolder | None = None,
+    names: Collection[str] = (),
+) -> Export:
+    """Put a data set together. Reads the catalog; writes nothing but blobs.
+
+    Args:
+        catalog: its Definitions, Solutions and Workloads.
+        traces: what stands verified, and failures (:func:`tilegym_db.store.sharing.told_traces`).
+        op_type: only this family.
+        blobs: where inputs go that FlashInfer-Bench must not draw at random, and how much of them. Without, their Workloads are
+            left out.
+        names: only these Definitions; none means all.
+
+    Raises:
+        StoreError: a blob cannot be kept.
+    """
+    export = Export()
+    by_definition: dict[str, list[Trace]] = {}
+    for trace in traces:
+        by_definition.setdefault(trace.definition, []).append(trace)
+    exporters = [
+        _Exporter(export, catalog, source, blobs)
+        for source in catalog.definitions.values()
+        if op_type in (None, source.op_type) and (not names or source.name in names)
+    ]
+    if blobs is not None:
+        blobs.choose(blob for exporter in exporters for blob in exporter.wanted())
+    for exporter in exporters:
+        exporter.run(by_definition.get(exporter.source.name, []))
+    export.seal()
+    return export
+
+
+class _Exporter:
+    """One Definition of ours on its way out."""
+
+    def __init__(self, export: Export, catalog: Catalog, source: Definition, blobs: BlobFolder | None) -> None:
+        self.export, self.source = export, source
+        self.to_write = WorkloadWriter(export, catalog, source, blobs)
+        self.solutions = {item.name: item for item in catalog.solutions_for(source.name)}
+        self.workloads = catalog.workloads_for(source.name)
+        self.items = specialised(source, self.workloads)
+        self.said: dict[str, tuple[Specialised, dict[str, Any]]] = {}
+        """Workload uuid -> the Definition it went to, and how it is written."""
+        self.written: set[str] = set()
+
+    def wanted(self) -> Iterator[Blob]:
+        """The blobs that its Workloads need, whether there will be room for them or not."""
+        for item in self.items:
+            if why_not(item) is None:
+                yield from self.to_write.wanted(item, self._workloads_of(item))
+
+    def _workloads_of(self, item: Specialised) -> list[Workload]:
+        return [workload for workload in self.workloads if item.covers(workload.axes, workload.dtypes)]
+
+    def run(self, traces: Sequence[Trace]) -> None:
+        if not self.workloads:
+            self.export.leave_out(
+                f"definition {self.source.name}", "it has no workload, so no dtypes and constants to bind"
+            )
+        for item in self.items:
+            reason = why_not(item)
+            if reason is None:
+                self._definition(item)
+            else:
+                self.export.leave_out(f"definition {item.name}", reason)
+        for trace in traces:
+            self._trace(trace)
+
+    def _definition(self, item: Specialised) -> None:
+        export, op_type = self.export, self.source.op_type
+        export.write_json(f"definitions/{op_type}/{item.name}.json", item.record())
+        export.counts["definition"] += 1
+        export.definitions[item.name] = {
+            "definition": self.source.name,
+            "version": self.source.version,
+            "digest": self.source.digest,
+            "dtypes": dict(item.dtypes),
+            "constants": dict(item.constants),
+        }
+        mine = self._workloads_of(item)
+        lines = []
+        for workload in mine:
+            written = self.to_write.written(item, workload)
+            if isinstance(written, str):
+                export.leave_out(f"workload {workload.uuid} of {item.name}", written)
+            else:
+                self.said[workload.uuid] = (item, written)
+                lines.append({"definition": item.name, "workload": written, "solution": None, "evaluation": None})
+        export.write_lines(f"workloads/{op_type}/{item.name}.jsonl", lines)
+        export.counts["workload"] += len(lines)
+        for solution in self.solutions.values():
+            omits = ", ".join(solution.record.spec.omits)
+            if omits:
+                export.leave_out(
+                    f"solution {solution.name} for {item.name}", f"it omits {omits}, which cannot be said there"
+                )
+            elif any(solution.record.unsupported(self.source.bind_axes(w.axes), item.dtypes) is None for w in mine):
+                self._solution(item, solution, {})
+            else:
+                export.leave_out(f"solution {solution.name} for {item.name}", "it serves none of its workloads")
+
+    def _solution(self, item: Specialised, solution: SolutionFiles, config: Config) -> str:
+        """Write one, where it is not there yet; its name there."""
+        record = solution.record
+        name = f"{record.name}_{item.suffix}"
+        if config:
+            name += f"_{hashlib.sha256(config_id(config).encode()).hexdigest()[:8]}"
+        if name in self.written:
+            return name
+        self.written.add(name)
+        spec = record.spec
+        sources = [
+            {"path": path, "content": content.decode() or "\n"} for path, content in sorted(solution.sources.items())
+        ]
+        entry = spec.entry_point
+        if config or self.source.in_place or _has_options(solution):
+            sources.append({"path": ADAPTER, "content": _adapter(self.source, solution, config)})
+            entry = f"{ADAPTER}::run"
+        author = BASELINE if record.name == self._baseline() else record.author
+        value = {
+            "name": name,
+            "definition": item.name,
+            "author": author,
+            "spec": {
+                "language": _LANGUAGE.get(spec.language, spec.language),
+                "target_hardware": [*spec.target_hardware],
+                "entry_point": entry,
+                "dependencies": [*spec.dependencies, *EXTRA_DEPENDENCIES.get(spec.language, ())],
+                "destination_passing_style": spec.destination_passing_style,
+            },
+            "sources": sources,
+            "description": record.description or f"{record.name} of tilegym-db.",
+        }
+        self.export.write_json(f"solutions/{author}/{self.source.op_type}/{item.name}/{name}.json", value)
+        self.export.counts["solution"] += 1
+        self.export.solutions[name] = {
+            "solution": record.name,
+            "digest": solution.digest,
+            "author": record.author,
+            "language": spec.language,
+            "role": spec.role,
+            "provides": spec.provides,
+            "config": dict(config),
+            "constraints": [*spec.constraints],
+            "adapted": entry != spec.entry_point,
+        }
+        return name
+
+    def _baseline(self) -> str | None:
+        """The one Solution of a Definition whose author is told as ``baseline``."""
+        stock = stock_of(self.solutions.values())
+        return None if stock is None else stock.name
+
+    def _trace(self, trace: Trace) -> None:
+        what = f"trace {trace.trace_id}"
+        solution, said = self.solutions.get(trace.solution), self.said.get(trace.workload_uuid)
+        if said is None or solution is None:
+            self.export.leave_out(what, "its workload or its solution is not in the export")
+        elif trace.status == "UNSUPPORTED":
+            self.export.leave_out(what, "a solution's own limit has no status there")
+        else:
+            item, workload = said
+            name = self._solution(item, solution, trace.config)
+            author = BASELINE if trace.solution == self._baseline() else solution.record.author
+            line = {
+                "definition": item.name,
+                "workload": workload,
+                "solution": name,
+                "evaluation": _evaluation(trace, is_baseline=author == BASELINE),
+            }
+            path = f"traces/{author}/{self.source.op_type}/{item.name}.jsonl"
+            (written,) = self.export.write_lines(path, [line])
+            evidence = {"line_sha256": hashlib.sha256(written).hexdigest(), "trace": trace.to_dict()}
+            self.export.write_lines(f"tilegym_db/evidence/{trace.gpu}/{self.source.name}.jsonl", [evidence])
+            self.export.counts["trace"] += 1
+
+
+def _has_options(solution: SolutionFiles) -> bool:
+    """Whether the entry point can be given more than inputs and outputs: FlashInfer-Bench counts parameters, and refuses it."""
+    spec = solution.record.spec
+    function = find_function(solution.sources[spec.entry_path], spec.entry_function)
+    return function is None or bool(function.args.kwonlyargs or function.args.defaults)
+
+
+def _adapter(source: Definition, solution: SolutionFiles, config: Config) -> str:
+    """An entry point for what FlashInfer-Bench cannot say: tunables, a chosen config, and outputs written over inputs."""
+    spec = solution.record.spec
+    module = spec.entry_path.removesuffix(".py").replace("/", ".")
+    keywords = "".join(f", {name}={value!r}" for name, value in config.items())
+    inputs = ", ".join(source.inputs)
+    lines = [
+        f'"""{solution.name} of tilegym-db as FlashInfer-Bench calls it, with {spell_config(config)}."""\n',
+        f"from .{module} import {spec.entry_function} as _entry\n\n",
+    ]
+    if spec.destination_passing_style:
+        lines.append(f"def run({inputs}, {', '.join(source.outputs)}):")
+        lines += [f"    {target}.copy_({name})" for name, target in source.in_place.items()]
+        given = [source.in_place.get(name, name) for name in source.inputs]
+        lines.append(f"    _entry({', '.join([*given, *source.written_outputs])}{keywords})\n")
+        return "\n".join(lines)
+    lines.append(f"def run({inputs}):")
+    lines += [f"    {name} = {name}.clone()" for name in source.in_place]
+    if not source.in_place:
+        return "\n".join([*lines, f"    return _entry({inputs}{keywords})\n"])
+    return "\n".join([*lines, f"    returned = _entry({inputs}{keywords})", returned_outputs(source)])
+
+
+def _evaluation(trace: Trace, *, is_baseline: bool) -> dict[str, Any]:
+    status = _STATUS.get(trace.status, trace.status)
+    reason = f"{trace.status} by tilegym-db: {trace.reason}" if trace.status != "PASSED" else ""
+    performance = trace.performance
+    correctness = trace.correctness
+    evaluation: dict[str, Any] = {
+        "status": status,
+        "environment": {
+            "hardware": trace.gpu_name or trace.gpu,
+            "libs": {**trace.libs, "driver": trace.driver, "cuda": trace.cuda},
+        },
+        "timestamp": trace.timestamp.isoformat(),
+        "log": "\n".join(part for part in (reason, trace.log) if part),
+        "correctness": None,
+        "performance": None,
+    }
+    if correctness is not None and status in ("PASSED", "INCORRECT_NUMERICAL"):
+        figures = correctness.model_dump(mode="json", exclude={"max_abs"}, exclude_none=True)
+        evaluation["correctness"] = {
+            "max_relative_error": "NaN" if correctness.worst_row_rel is None else correctness.worst_row_rel,
+            "max_absolute_error": "NaN" if correctness.max_abs is None else correctness.max_abs,
+            "extra": figures,
+        }
+    if performance is not None and status == "PASSED":
+        stock = [item.ratio for item in performance.comparisons if item.provides == "stock"]
+        ratio = min(stock) if stock else 1.0 if is_baseline else 0.0
+        latency = performance.latency_us / 1e3
+        evaluation["performance"] = {
+            "latency_ms": latency,
+            "reference_latency_ms": latency * ratio,
+            "speedup_factor": ratio,
+        }
+    return evaluation
+
+
+# ---- export workloads -----------------------------------------------------------------------------
+# Workloads on their way out: what FlashInfer-Trace has no words for, and which inputs a file holds.
+
+
+class WorkloadWriter:
+    """Those of one Definition of ours. Puts the files that they need into the export."""
+
+    def __init__(self, export: Export, catalog: Catalog, source: Definition, blobs: BlobFolder | None) -> None:
+        """Nothing is drawn yet; without ``blobs`` nothing is."""
+        self.export, self.catalog, self.source, self.blobs = export, catalog, source, blobs
+
+    def wanted(self, item: Specialised, workloads: Sequence[Workload]) -> Iterator[Blob]:
+        """The blobs that Workloads need, whether there will be room for them or not."""
+        for workload in workloads:
+            blob = self._blob(item, workload)
+            if isinstance(blob, Blob) and self._unsayable(workload) is None:
+                yield blob
+
+    def _unsayable(self, workload: Workload) -> str | None:
+        """Why a Workload has no words there, whatever its inputs hold; None where it has."""
+        strided = workload.layout_classes(self.source)
+        if strided:
+            return f"'{min(strided)}' is not contiguous, and FlashInfer-Trace has no layouts"
+        for name, given in workload.inputs.items():
+            if isinstance(given, ScalarInput) and not isinstance(given.value, bool | int | float):
+                return f"the scalar '{name}' is {given.value!r}, and FlashInfer-Trace has numbers only"
+            if isinstance(given, SafetensorsInput):
+                try:
+                    find_blob(self.catalog.roots, name, given)
+                except RecordError as error:
+                    return str(error)
+        return None
+
+    def _blob_folder(self, item: Specialised) -> str:
+        return f"blob/workloads/{self.source.op_type}/{item.name}"
+
+    def _blob(self, item: Specialised, workload: Workload) -> Blob | str | None:
+        """The blob that a Workload needs, or why nobody can say which."""
+        try:
+            return blob_of(self.source, workload, dict(item.dtypes), self._blob_folder(item), item.name)
+        except RecordError as error:
+            return str(error)
+
+    def written(self, item: Specialised, workload: Workload) -> dict[str, Any] | str:
+        """As it is written there, or why it cannot be."""
+        reason = self._unsayable(workload)
+        if reason is not None:
+            return reason
+        blob = self._blob(item, workload)
+        held: dict[str, Any] = {}
+        if isinstance(blob, Blob):
+            reason = self._draw(blob)
+            held = {name: {"type": "safetensors", "path": blob.path, "tensor_key": name} for name in blob.names}
+        elif blob is not None:
+            reason = blob
+        if reason is not None:
+            return reason
+        inputs: dict[str, Any] = {}
+        for name in self.source.inputs:
+            given = workload.inputs.get(name)
+            match given:
+                case ScalarInput():
+                    inputs[name] = {"type": "scalar", "value": given.value}
+                case SafetensorsInput():
+                    path = f"{self._blob_folder(item)}/{given.path}"
+                    self.export.blobs[path], _ = find_blob(self.catalog.roots, name, given)
+                    inputs[name] = {"type": "safetensors", "path": path, "tensor_key": given.tensor_key}
+                case _:
+                    inputs[name] = held.get(name, {"type": "random"})
+            if name not in held:
+                self._note_drawing(name, given)
+        return {"axes": item.var_axes(workload.axes), "inputs": inputs, "uuid": workload.uuid}
+
+    def _draw(self, blob: Blob) -> str | None:
+        """Put a blob into the export, or say why there is none."""
+        if self.blobs is None:
+            return blob.reason
+        if blob.path in self.blobs.refused:
+            return self.blobs.refused[blob.path]
+        try:
+            self.export.drawn[blob.path], self.export.told_blobs[blob.path] = self.blobs.write(blob, self.catalog.roots)
+        except RecordError as error:
+            return str(error)
+        return None
+
+    def _note_drawing(self, name: str, given: object) -> None:
+        generator = self.source.input_generators.get(name)
+        if isinstance(given, RandomInput) and (given.scale != 1.0 or given.seed is not None):
+            self.export.notes[f"{self.source.name}.{name}"] = f"drawn here with scale {given.scale}; there at random"
+        elif generator is not None and not isinstance(given, SafetensorsInput):
+            self.export.notes[f"{self.source.name}.{name}"] = (
+                f"drawn here by the generator {generator.kind}; there at random"
+            )
+
+
+# ---- export files ---------------------------------------------------------------------------------
+# The files of a data set on its way out, and what could not be said.
+
+
+@dataclass
+class Export:
+    """The files of a data set by path, and what could not be said, as (what, reason)."""
+
+    files: dict[str, bytes] = field(default_factory=dict)
+    blobs: dict[str, Path] = field(default_factory=dict)
+    """Path there -> file to copy."""
+    drawn: dict[str, Path] = field(default_factory=dict)
+    """Path there -> file that was drawn for it, to be copied."""
+    told_blobs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Path there -> what the side file says of a drawn blob."""
+    left_out: list[tuple[str, str]] = field(default_factory=list)
+    definitions: dict[str, dict[str, Any]] = field(default_factory=dict)
+    solutions: dict[str, dict[str, Any]] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+    counts: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(("definition", "solution", "workload", "trace", "blob"), 0)
+    )
+
+    def leave_out(self, what: str, reason: str) -> None:
+        """Remember why something is not there."""
+        self.left_out.append((what, reason))
+
+    def write_json(self, path: str, value: Any) -> None:
+        """One record as a file."""
+        self.files[path] = (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+    def write_lines(self, path: str, values: Iterable[Any]) -> list[bytes]:
+        """Records as lines, which are returned."""
+        lines = [_compact(value) for value in values]
+        if lines:
+            self.files[path] = self.files.get(path, b"") + b"".join(line + b"\n" for line in lines)
+        return lines
+
+    def seal(self) -> None:
+        """Write what was left out, and where everything came from."""
+        self.counts["blob"] = len(self.blobs) + len(self.drawn)
+        if self.told_blobs:
+            about = "drawn by tilegym-db on the CPU, each from its seed; an import refuses a blob whose sha256 differs"
+            self.write_json(SIDE_FILE, {"about": about, "blobs": self.told_blobs})
+        self.write_json(
+            "tilegym_db/export.json",
+            {
+                "counts": self.counts,
+                "reference_latency_ms": "the time of the model's own code (stock), in the same rounds; 0 where there was none",
+                "max_relative_error": "the norm of a row's error over that row's norm, the worst row; NaN where it was not taken",
+                "definitions": self.definitions,
+                "solutions": self.solutions,
+                "notes": self.notes,
+                "left_out": [{"what": what, "reason": reason} for what, reason in self.left_out],
+            },
+        )
+
+
+def _compact(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+# ---- specialise -----------------------------------------------------------------------------------
+# Our Definitions in FlashInfer-Bench's terms: one per dtype binding and per tuple of constants.
+#
+# FlashInfer-Bench knows neither dtype variables nor expressions in shapes, and it reads the variable axes of a call
+# off the shapes of its input tensors. So an axis stays variable only if a call tells it: it is an entry of an input's
+# shape, no output needs an expression of it that no input has, and it is no constant of a model (the last dimension
+# of a tensor, or one that never changes within a model whose other axes do).
+
+
+@dataclass(frozen=True)
+class Specialised:
+    """One Definition with its dtypes and constants bound."""
+
+    source: Definition
+    name: str
+    dtypes: Mapping[str, str]
+    constants: Mapping[str, int]
+
+    @property
+    def suffix(self) -> str:
+        """What tells it from the other ones of its Definition."""
+        return self.name.removeprefix(f"{self.source.name}_")
+
+    def covers(self, axes: Mapping[str, int], dtypes: Mapping[str, str]) -> bool:
+        """Whether a call of the Definition is one of this."""
+        bound = self.source.bind_axes(axes)
+        same = all(bound[name] == size for name, size in self.constants.items())
+        return same and self.source.bind_dtypes(dtypes) == dict(self.dtypes)
+
+    def axis_of(self, entry: str | int) -> tuple[str, dict[str, Any]]:
+        """The axis that an entry of a shape becomes, and how it is declared."""
+        if isinstance(entry, int):
+            return f"n{entry}", {"type": "const", "value": entry, "description": f"The number {entry}."}
+        text = entry.strip()
+        axes, _ = names_in(text)
+        if text in self.source.axes:
+            description = self.source.axes[text].description or f"Axis {text} of {self.source.name}."
+            if text in self.constants:
+                return text, {"type": "const", "value": self.constants[text], "description": description}
+            return text, {"type": "var", "description": description}
+        name = (
+            "n" + re.sub(r"\W+", "_", text).strip("_") if text[:1].isdigit() else re.sub(r"\W+", "_", text).strip("_")
+        )
+        if axes <= set(self.constants):
+            return name, {"type": "const", "value": evaluate_int(text, self.constants), "description": f"{text}."}
+        return name, {"type": "var", "description": f"{text}."}
+
+    def derived(self) -> dict[str, str]:
+        """Variable axis -> the expression of other axes that it stands for."""
+        found = {}
+        for entry in _entries(self.source, (*self.source.inputs, *self.source.outputs)):
+            name, axis = self.axis_of(entry)
+            if axis["type"] == "var" and name not in self.source.axes:
+                found[name] = str(entry).strip()
+        return found
+
+    def var_axes(self, axes: Mapping[str, int]) -> dict[str, int]:
+        """The sizes that a Workload of it states."""
+        bound = self.source.bind_axes(axes)
+        given = {name: size for name, size in bound.items() if name not in self.constants}
+        return given | {name: evaluate_int(text, bound) for name, text in self.derived().items()}
+
+    def record(self) -> dict[str, Any]:
+        """As FlashInfer-Bench writes it."""
+        source = self.source
+        axes = {name: self.axis_of(name)[1] for name in source.axes}
+        for entry in _entries(source, (*source.inputs, *source.outputs)):
+            name, axis = self.axis_of(entry)
+            axes.setdefault(name, axis)
+        derived = [f"{name} == {text}" for name, text in self.derived().items()]
+        record: dict[str, Any] = {
+            "name": self.name,
+            "op_type": source.op_type,
+            "axes": axes,
+            "inputs": {name: self._tensor(name) for name in source.inputs},
+            "outputs": {name: self._tensor(name) for name in source.outputs},
+            "reference": _returning_all(source),
+            "tags": [*source.tags],
+            "description": source.description or f"{source.name} of tilegym-db.",
+        }
+        constraints = [*source.constraints, *source.content_constraints, *derived]
+        return record | ({"constraints": constraints} if constraints else {})
+
+    def _tensor(self, name: str) -> dict[str, Any]:
+        spec = self.source.inputs.get(name) or self.source.outputs[name]
+        shape = None if spec.shape is None else [self.axis_of(entry)[0] for entry in spec.shape]
+        dtype = self.source.dtype_of(name, self.dtypes)
+        said = {"shape": shape, "dtype": dtype, "description": spec.description or f"{name} of {self.source.name}."}
+        return said | ({"optional": True} if name in self.source.optional_outputs else {})
+
+
+def _returning_all(source: Definition) -> str:
+    """The reference; one of an operator that overwrites an input may return only what it does not, and so gets a frame."""
+    if not source.in_place:
+        return source.reference
+    arguments = ", ".join(source.inputs)
+    copies = "".join(f"    {name} = {name}.clone()\n" for name in source.in_place)
+    return (
+        f"{source.reference.rstrip()}\n\n\n_as_written = run\n\n\n"
+        f"def run({arguments}):\n    # Every output, and the inputs as they were.\n{copies}"
+        f"    returned = _as_written({arguments})\n{returned_outputs(source)}"
+    )
+
+
+def returned_outputs(source: Definition) -> str:
+    """The last lines of a function that has ``returned`` and the overwritten inputs: every output, in order."""
+    values = "returned if isinstance(returned, tuple | list) else (returned,)"
+    overwritten = {target: name for name, target in source.in_place.items()}
+    settled = "".join(f"    outputs.setdefault({target!r}, {name})\n" for target, name in overwritten.items())
+    return (
+        f"    values = {values}\n"
+        f"    names = {tuple(source.outputs)!r} if len(values) == {len(source.outputs)} else {source.written_outputs!r}\n"
+        f"    outputs = dict(zip(names, values, strict=True))\n{settled}"
+        f"    return tuple(outputs[name] for name in {tuple(source.outputs)!r})\n"
+    )
+
+
+def _entries(source: Definition, tensors: Iterable[str]) -> list[str | int]:
+    specs = [source.inputs.get(name) or source.outputs[name] for name in tensors]
+    return list(dict.fromkeys(entry for spec in specs for entry in spec.shape or ()))
+
+
+def constant_axes(source: Definition, workloads: Sequence[Workload]) -> tuple[str, ...]:
+    """The axes that become constants, in the Definition's order."""
+    told = {str(entry).strip() for entry in _entries(source, source.inputs)}
+    needed = {str(entry).strip() for entry in _entries(source, source.outputs)} - told
+    hidden = {axis for entry in needed for axis in names_in(entry)[0]}
+    specs = [*source.inputs.values(), *source.outputs.values()]
+    last = {axis for spec in specs if spec.shape and len(spec.shape) > 1 for axis in names_in(str(spec.shape[-1]))[0]}
+    changing = _changing_within_a_model(workloads)
+    fixed = set(source.axes) - changing if changing else set()
+    return tuple(
+        name
+        for name, axis in source.axes.items()
+        if axis.type == "const" or name not in told or name in hidden | last | fixed
+    )
+
+
+def _changing_within_a_model(workloads: Sequence[Workload]) -> set[str]:
+    sizes: dict[tuple[str, str], set[int]] = {}
+    for workload in workloads:
+        for tag in workload.tags:
+            if tag.startswith("model:"):
+                for name, size in workload.axes.items():
+                    sizes.setdefault((tag, name), set()).add(size)
+    return {name for (_, name), found in sizes.items() if len(found) > 1}
+
+
+def specialised(source: Definition, workloads: Sequence[Workload]) -> list[Specialised]:
+    """One for each dtype binding and tuple of constants that the Workloads have, by name."""
+    constants = constant_axes(source, workloads)
+    found: dict[str, Specialised] = {}
+    for workload in workloads:
+        axes, dtypes = source.bind_axes(workload.axes), source.bind_dtypes(workload.dtypes)
+        sizes = {name: axes[name] for name in constants}
+        parts = [*dict.fromkeys(dtypes.values()), *(f"{name.lower()}{size}" for name, size in sizes.items())]
+        name = "_".join([source.name, *parts])
+        found.setdefault(name, Specialised(source, name, dtypes, sizes))
+    return [found[name] for name in sorted(found)]
+
+
+def why_not(item: Specialised) -> str | None:
+    """Why FlashInfer-Bench cannot be told this Definition; None where it can."""
+    for name in (*item.source.inputs, *item.source.outputs):
+        dtype = item.source.dtype_of(name, item.dtypes)
+        if dtype not in FIB_DTYPES:
+            return f"'{name}' has dtype {dtype}, which FlashInfer-Trace does not have"
+    return None

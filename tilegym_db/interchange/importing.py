@@ -1,0 +1,123 @@
+"""Imports a data set: tells its dialect, reads it without running anything, and keeps it beside the catalog in one step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tilegym_db.errors import RecordError, UsageError
+from tilegym_db.interchange import fi_trace_dumps, flashinfer_trace, sol_execbench, tilegym_inventory
+from tilegym_db.interchange.collecting import Collection
+from tilegym_db.paths import home as default_home
+from tilegym_db.store.imported import DataSet, add_data_set, check_addable, check_name, import_lock
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How to tell that a path holds one, and how to read it."""
+
+    name: str
+    is_this: Callable[[Path], bool]
+    read: Callable[[Path], Collection]
+
+
+# The order in which they are tried: a FlashInfer-Trace tree may hold the others' files, not the other way round.
+DIALECTS: dict[str, Dialect] = {
+    module.DIALECT: Dialect(module.DIALECT, module.is_this, module.read)
+    for module in (flashinfer_trace, tilegym_inventory, sol_execbench, fi_trace_dumps)
+}
+
+
+@dataclass(frozen=True)
+class ImportReport:
+    """What an import found; ``changed`` is false where exactly this was there before, or nothing was to be written."""
+
+    data_set: DataSet
+    changed: bool
+
+
+def recognise(path: Path) -> Dialect:
+    """The dialect of a data set.
+
+    Raises:
+        UsageError: there is nothing there, or it is in no dialect that is known.
+    """
+    if not path.exists():
+        raise UsageError(f"{path} does not exist.")
+    for dialect in DIALECTS.values():
+        if dialect.is_this(path):
+            return dialect
+    raise UsageError(
+        f"{path} is in no dialect that is known ({', '.join(DIALECTS)}). Give the root of the data set: the folder that "
+        "holds definitions/, kernel_definitions/, the folders of the problems, or the dumps."
+    )
+
+
+def import_data_set(
+    path: Path,
+    *,
+    name: str | None = None,
+    dialect: str | None = None,
+    replace: bool = False,
+    strict: bool = False,
+    dry_run: bool = False,
+    home: Path | None = None,
+) -> ImportReport:
+    """Read a data set and keep it. Nothing of it is executed, and nothing of it joins the catalog.
+
+    Args:
+        path: its root, or one file of a dump.
+        name: what to call it; by default its folder's name.
+        dialect: one of :data:`DIALECTS`, where it should not be told from the files.
+        replace: take the place of another data set of that origin.
+        strict: a refused record is an error, and nothing comes in.
+        dry_run: read and report only.
+        home: the store's folder; ``$TILEGYM_DB_HOME`` or the user data folder by default.
+
+    Raises:
+        UsageError: no such path or dialect, a name that cannot be one, or one that is taken by other content.
+        RecordError: two records have one name; nothing in it is a record; or, with ``strict``, one was refused.
+        StoreError: it cannot be kept. Nothing was changed.
+    """
+    if dialect is not None and dialect not in DIALECTS:
+        raise UsageError(f"unknown dialect '{dialect}'; known: {', '.join(DIALECTS)}.")
+    chosen = DIALECTS[dialect] if dialect else recognise(path)
+    if not path.exists():
+        raise UsageError(f"{path} does not exist.")
+    root = path.resolve()
+    folder = home or default_home()
+    if name is not None:
+        check_name(name)  # before anything is read
+    try:
+        collection = chosen.read(root)
+        found = collection.finish(default_name(root) if name is None else name, folder)
+    except OSError as error:
+        raise RecordError(
+            f"{error.filename or path}: cannot be read: {error.strerror}. Nothing was imported."
+        ) from None
+    _refuse(path, found, chosen.name, strict)
+    if dry_run:
+        check_addable(found, folder, replace=replace)
+        return ImportReport(found, False)
+    with import_lock(folder):
+        changed = add_data_set(found, collection.sources, folder, replace=replace)
+    return ImportReport(found, changed)
+
+
+def _refuse(path: Path, found: DataSet, dialect: str, strict: bool) -> None:
+    """Raise :class:`RecordError` where nothing came in, or, with ``strict``, not everything."""
+    if found.refused and (strict or not found.records):
+        some = "; ".join(str(refusal) for refusal in found.refused[:5])
+        what = "nothing in it can be imported" if not found.records else f"{len(found.refused)} refused, and --strict"
+        raise RecordError(f"{path}: {what}: {some}. Nothing was imported.")
+    if not found.records:
+        raise RecordError(f"{path}: no records of the dialect {dialect} are in it. Nothing was imported.")
+
+
+def default_name(path: Path) -> str:
+    """A name for a data set, from its folder's."""
+    return (
+        re.sub(r"[^a-z0-9_.-]+", "-", path.stem.lower() if path.is_file() else path.name.lower()).strip("-._") or "data"
+    )

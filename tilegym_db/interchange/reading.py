@@ -1,0 +1,222 @@
+"""Reads the files of a foreign data set without trusting them: JSON without repeated keys, paths that stay inside the root."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from tilegym_db.records.base import canonical_json
+from tilegym_db.store.imported import Refusal
+
+MAX_RECORD_BYTES = 64 << 20
+"""Of one file of records, or one line of traces; FlashInfer-Bench cuts its logs at 5 MiB."""
+_MAX_DEPTH = 100
+"""Of objects and lists within each other. What copies records is recursive, and has no room for much more."""
+LFS_VERSION = b"version https://git-lfs.github.com/spec/v1"
+POINTER_INSTEAD = "is a Git LFS pointer without its content: run git lfs pull in the data set, and import it again"
+LINK_OUT = (
+    "a link that leads out of the data set. A cache of the Hugging Face Hub holds nothing but such links: copy the data set "
+    "with hf download --local-dir, or cp -rL"
+)
+_MAX_POINTER_BYTES = 1024
+_MAX_HEADER_BYTES = 100 << 20
+_GIT = ".git"
+_SKIPPED = frozenset({_GIT, "__pycache__", ".cache"})
+"""Folders that belong to a tool, not to the data set."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a file of lines, without its line end."""
+
+    number: int
+    offset: int
+    content: bytes
+
+
+def walk(root: Path) -> tuple[list[tuple[str, Path]], list[Refusal]]:
+    """Every regular file below a folder as (path with '/', file), by path; and what cannot be one.
+
+    A link is read as what it leads to, where that lies inside the root.
+    """
+    found, refused = [], []
+    for folder, folders, names in os.walk(root, followlinks=False):
+        folders[:] = sorted(name for name in folders if name not in _SKIPPED)
+        for name in sorted([*names, *(item for item in folders if (Path(folder) / item).is_symlink())]):
+            file = Path(folder) / name
+            path = file.relative_to(root).as_posix()
+            if leads_out(file, root):
+                refused.append(Refusal(path, "", LINK_OUT))
+            elif not _is_text(path):
+                refused.append(Refusal(ascii(path), "", "its name is not valid UTF-8"))
+            elif file.is_file():
+                found.append((path, file))
+            elif file.is_dir():
+                refused.append(Refusal(path, "", "a link to a folder; copy the folder"))
+            else:
+                refused.append(Refusal(path, "", "a broken link, or no regular file"))
+    return sorted(found), sorted(refused, key=str)
+
+
+def leads_out(file: Path, root: Path) -> bool:
+    """Whether a file is a link to what lies outside a folder or in a ``.git``. One that leads nowhere, or to itself, is none."""
+    # Not Path.resolve, which raises for a link to itself.
+    real, real_root = Path(os.path.realpath(file)), os.path.realpath(root)
+    return not real.is_relative_to(real_root) or _GIT in real.relative_to(real_root).parts
+
+
+def spelled_otherwise(file: Path, suffix: str) -> str | None:
+    """Why a file is left out that differs from what is read in the case of its suffix only; None for any other."""
+    if file.suffix == suffix or file.suffix.lower() != suffix:
+        return None
+    return f"its name ends in {file.suffix}, and only {suffix} is read: rename it"
+
+
+def _is_text(path: str) -> bool:
+    try:
+        path.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def file_digest(file: Path) -> tuple[str, int]:
+    """sha256 and size of a file's bytes."""
+    with file.open("rb") as content:
+        digest = hashlib.file_digest(content, "sha256")
+        return digest.hexdigest(), content.tell()
+
+
+def split_lines(content: bytes) -> Iterator[Line]:
+    """The lines that hold something; empty ones are skipped, as FlashInfer-Bench does."""
+    if content.startswith(LFS_VERSION):
+        yield Line(1, 0, content)  # one thing to refuse, not a reason for each of its lines
+        return
+    offset = 0
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if line.strip():
+            yield Line(number, offset, line)
+        offset += len(line) + 1
+
+
+class _Repeated(ValueError):
+    pass
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        seen: set[str] = set()
+        raise _Repeated(next(key for key, _ in pairs if key in seen or seen.add(key)))  # type: ignore[func-returns-value]
+    return value
+
+
+def parse(content: bytes) -> tuple[dict[str, Any], str] | str:
+    """A JSON object and its digest, or why it is none.
+
+    The digest leaves white space out and keeps everything else apart: the order of keys, and the text of numbers.
+    """
+    if len(content) > MAX_RECORD_BYTES:
+        return f"has {len(content)} bytes; a record has at most {MAX_RECORD_BYTES}"
+    if content.startswith(LFS_VERSION):
+        return POINTER_INSTEAD
+    try:
+        text = content.decode("utf-8")
+        value = json.loads(text, object_pairs_hook=_object, parse_float=_finite, parse_constant=_spelled_constant)
+        exact = json.loads(text, parse_float=_number, parse_int=_number, parse_constant=_number)
+        spelled = json.dumps(exact, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    except UnicodeError as error:
+        return f"is not UTF-8 text: {error}"
+    except _Repeated as error:
+        return f"has the key '{error}' twice in one object"
+    except RecursionError:
+        return "is nested too deeply"
+    except ValueError as error:
+        return f"is not valid JSON: {error}"
+    if not isinstance(value, dict):
+        return f"is a JSON {type(value).__name__}, not an object"
+    if _is_deeper(value, _MAX_DEPTH):
+        return "is nested too deeply"
+    return value, hashlib.sha256(spelled).hexdigest()
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    level = [value]
+    for _ in range(depth):
+        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+        level = [item for items in inner for item in items]
+        if not level:
+            return False
+    return True
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text:.40} is out of range")
+    return value
+
+
+def _number(text: str) -> str:
+    return f"\0{text}"  # no JSON text can hold this without escaping it, so it is no string of the record
+
+
+def _spelled_constant(text: str) -> str:
+    return text  # NaN and Infinity as bare words are read as the texts that FlashInfer-Bench writes
+
+
+def path_problem(path: str) -> str | None:
+    """Why a path of a record cannot be one inside its data set or solution; None where it can."""
+    pure = PurePosixPath(path)
+    if not path or not pure.parts:
+        return "is empty"
+    if "\0" in path or "\\" in path:
+        return f"{path!r} is no plain path"
+    if pure.is_absolute() or ".." in pure.parts:
+        return f"{path!r} leads out of its folder"
+    if _GIT in (part.lower() for part in pure.parts):
+        return f"{path!r} leads into a repository's {_GIT}, which is no part of its content"
+    return None
+
+
+def lfs_pointer(file: Path) -> tuple[str, int] | None:
+    """The sha256 and size that a Git LFS pointer declares; None for a file that is none."""
+    if file.stat().st_size > _MAX_POINTER_BYTES:
+        return None
+    content = file.read_bytes()
+    if not content.startswith(LFS_VERSION):
+        return None
+    fields = dict(line.split(" ", 1) for line in content.decode("utf-8", "replace").splitlines() if " " in line)
+    try:
+        return fields["oid"].removeprefix("sha256:"), int(fields["size"])
+    except (KeyError, ValueError):
+        return "", 0
+
+
+def tensor_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]] | str:
+    """Key -> (dtype as safetensors spells it, shape) of a safetensors file, or why it is none. Reads the header only."""
+    size = file.stat().st_size
+    with file.open("rb") as content:
+        length = int.from_bytes(content.read(8), "little")
+        if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+            return "is no safetensors file: its header is longer than the file"
+        try:
+            header = json.loads(content.read(length))
+            return {
+                key: (str(item["dtype"]), tuple(int(entry) for entry in item["shape"]))
+                for key, item in header.items()
+                if key != "__metadata__" and item["data_offsets"][1] <= size - 8 - length
+            }
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as error:
+            return f"is no safetensors file: its header cannot be read ({error})"
+
+
+def content_digest(value: Any) -> str:
+    """sha256 of the one spelling of a value that was put together here, not read."""
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()

@@ -1,0 +1,1 @@
+"""Run and judge Solutions of imported data sets in the sandbox."""

@@ -1,0 +1,1 @@
+"""Time whole models, patched and as they are."""

@@ -1,0 +1,463 @@
+"""Times a patched model against itself as it is: interleaved, in one process, on the same weights.
+
+Two instances share every weight, and one of them is patched; each round generates with both, the first of the two in turns.
+More ways of running the model take part where they are asked for: compiled ones in this process, other libraries in theirs.
+One that cannot be had is left out, and the record says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilegym_db.bench.machine import Machine, timing_lock
+from tilegym_db.bench.timing import ClockWatch, Interval, median_interval, paired_ratio
+from tilegym_db.errors import ToolchainError, UsageError
+from tilegym_db.models.bench.generation import Generate, Generation, dynamic_cache, prefill, static_cache
+from tilegym_db.models.bench.peers import PEERS, Job, Peer
+from tilegym_db.models.capture import random_prompt
+from tilegym_db.models.gpu_time import GpuTime
+from tilegym_db.models.handle import Handle
+from tilegym_db.models.patch import patched
+from tilegym_db.models.random_model import DTYPES, build_model, check_run_fits, load_config
+from tilegym_db.models.upstream_code import KNOWN, counted_ways, wrapper_of
+from tilegym_db.models.verify_model import model_tag
+from tilegym_db.records.base import canonical_json
+from tilegym_db.records.model_run import CONTROL, MIN_ROUNDS, Estimate, ModelRun, ModelTiming, Speedups, Way
+from tilegym_db.records.trace import new_run_id
+
+
+@dataclass(frozen=True)
+class ModelBenchOptions:
+    """What to generate, and which ways of running the model take part beside stock and patched."""
+
+    dtype: str = "bfloat16"
+    """One of :data:`DTYPES`."""
+    batch: int = 1
+    """Sequences."""
+    prompt: int = 512
+    """Random tokens of each."""
+    new: int = 64
+    """Greedy tokens generated for each; 0 times the prefill alone, without ``generate``."""
+    rounds: int = 10
+    """Generations by each way that count."""
+    layers: int | None = None
+    """Keep only the first so many."""
+    verify: bool = False
+    """Prove the patch first; see :func:`~tilegym_db.models.patch.patch`."""
+    with_static_cache: bool = False
+    """Also both with a static cache and compiled decoding, as transformers compiles it."""
+    with_compiled_prefill: bool = False
+    """Also the forward of both under torch.compile, where ``new`` is 0."""
+    beside: Collection[str] = ()
+    """Also these libraries, names of :data:`~tilegym_db.models.bench.peers.PEERS`."""
+    experts: Collection[str] = ()
+    """Also stock with these implementations of its experts, names of :data:`.experts_wrapper.KNOWN`."""
+    profile: bool = False
+    """Profile one more generation of the patched model, for the handle's report."""
+    backend: str = "inductor"
+    """Of torch.compile."""
+
+    def check(self) -> None:
+        """Raise :class:`UsageError` where a value is none that can be run."""
+        if self.dtype not in DTYPES:
+            raise UsageError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}.", code="dtype_unknown")
+        if min(self.batch, self.prompt, self.rounds) < 1 or self.new < 0:
+            given = f"{self.batch}, {self.prompt}, {self.rounds}, {self.new}"
+            raise UsageError(
+                f"batch, prompt and rounds are at least 1 and new at least 0, not {given}.", code="counts_invalid"
+            )
+        unknown = sorted(set(self.beside) - set(PEERS))
+        if unknown:
+            raise UsageError(f"beside must be one of {', '.join(PEERS)}, not {unknown[0]!r}.", code="peer_unknown")
+        unknown = sorted(set(self.experts) - set(KNOWN))
+        if unknown:
+            raise UsageError(f"experts must be one of {', '.join(KNOWN)}, not {unknown[0]!r}.", code="experts_unknown")
+
+
+def model_bench(
+    path: Path, machine: Machine, options: ModelBenchOptions, observer: Observer | None = None
+) -> tuple[ModelRun, Handle]:
+    """Build a model from its config with random weights and time it, stock against patched.
+
+    Args:
+        path: config file, or folder with a ``config.json``.
+        machine: what to run on.
+        options: what to generate, and how.
+        observer: told of every round.
+
+    Returns:
+        The record, which is not stored yet, and the handle of the patch (undone already) for its report.
+
+    Raises:
+        UsageError: the config, the dtype, a library's name or a number is none that can be run.
+    """
+    options.check()
+    config = load_config(path, options.layers)
+    check_run_fits(config, machine.device, options.dtype, options.batch, options.prompt, options.new)
+    stock = build_model(config, machine.device, options.dtype)
+    ids = random_prompt(stock, options.batch, options.prompt)
+    twin = _twin_of(stock)
+    with (
+        patched(twin, verify=options.verify, **({"inputs": ids} if options.verify else {})) as handle,
+        timing_lock(machine.device),
+        contextlib.ExitStack() as processes,
+        ClockWatch(machine.device) as clocks,
+    ):
+        peers = [processes.enter_context(Peer(job)) for job in _jobs(path, machine, options)]
+        entries = _entries(Entries(stock, twin, handle, ids, options.new, options.backend), options)
+        entries.add_peers(peers)
+        race = compare(entries.ways, options.rounds, observer)
+        kernels = _kernels_of(handle, entries.ways["patched"])
+        experts = _experts_of(stock, entries.ways["stock"])
+        gpu_time = handle.profile(entries.ways["patched"]) if options.profile else GpuTime()
+        throttled = clocks.reading().throttled
+    record = {
+        "run_id": new_run_id(machine.gpu),
+        "timestamp": datetime.now(UTC),
+        "model": model_tag(path),
+        **_described(config, stock, options),
+        **_described_machine(machine),
+        **{"throttled": throttled, "kernels": kernels, "gpu_shares": _gpu_shares(gpu_time), "experts": experts},
+        "absent": entries.absent | race.absent,
+        **_figures(race, entries, options.batch * options.new, served=bool(kernels)),
+    }
+    return ModelRun.from_dict(record, f"run of {type(stock).__name__}"), handle
+
+
+def time_instance(model: Any, ids: Any, machine: Machine, rounds: int) -> tuple[Speedups, Handle]:
+    """The prefill of a model in memory, stock against a patched twin that shares its weights, in turns; nothing is stored.
+
+    Args:
+        model: a causal language model in eval mode.
+        ids: token ids [batch, tokens].
+        machine: what the model is on.
+        rounds: calls that count, by each of the two.
+
+    Returns:
+        How many times as fast the patched one is, and the handle of the patch (undone already) for its report.
+    """
+    twin = _twin_of(model)
+    with patched(twin, verify=True, inputs=ids) as handle, timing_lock(machine.device):
+        entries = Entries(model, twin, handle, ids, 0, "inductor")
+        entries.add_eager()
+        race = compare(entries.ways, rounds, None)
+        return _speedups(race, "patched", "stock", stated=bool(_kernels_of(handle, entries.ways["patched"]))), handle
+
+
+def _jobs(path: Path, machine: Machine, options: ModelBenchOptions) -> list[Job]:
+    what = (options.dtype, options.batch, options.prompt, options.new, options.layers)
+    return [Job(peer, path, machine.device, *what) for peer in dict.fromkeys(options.beside)]
+
+
+def _entries(entries: Entries, options: ModelBenchOptions) -> Entries:
+    """With all that runs in this process."""
+    entries.add_eager()
+    entries.add_static_cache(options.with_static_cache)
+    entries.add_compiled_prefill(options.with_compiled_prefill)
+    entries.add_experts(options.experts)
+    return entries
+
+
+def _twin_of(model: Any) -> Any:
+    """A second instance that shares every weight and buffer with the first."""
+    shared = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+
+
+def _described(config: Any, model: Any, options: ModelBenchOptions) -> dict[str, Any]:
+    return {
+        "dtype": options.dtype,
+        "batch": options.batch,
+        "prompt_tokens": options.prompt,
+        "new_tokens": options.new,
+        "rounds": options.rounds,
+        "proved": options.verify,
+        "model_class": type(model).__name__,
+        "config_digest": config_digest(config),
+        "layers": config.get_text_config().num_hidden_layers,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+    }
+
+
+def _described_machine(machine: Machine) -> dict[str, Any]:
+    return {
+        **{name: getattr(machine, name) for name in ("gpu", "gpu_name", "sm", "driver", "cuda", "libs")},
+        "timer": "events" if machine.is_gpu else "wall",
+    }
+
+
+def config_digest(config: Any) -> str:
+    """sha256 of what a config says of a model, whoever wrote it."""
+    content = {key: value for key, value in config.to_dict().items() if key != "transformers_version"}
+    return hashlib.sha256(canonical_json(content).encode()).hexdigest()
+
+
+def _kernels_of(handle: Handle, generate: Generate) -> dict[str, int]:
+    """Definition -> calls by kernel in one more generation."""
+    before = handle.report().hits()
+    generate()
+    return new_hits(handle, before)
+
+
+def _experts_of(stock: Any, generate: Generate) -> dict[str, int]:
+    """Implementation of experts -> calls of it in one more generation by stock."""
+    with counted_ways(stock) as ways:
+        generate()
+    return dict(ways)
+
+
+# -- the figures ------------------------------------------------------------------------------------------------------
+
+
+def _figures(race: Race, entries: Entries, tokens: int, *, served: bool) -> dict[str, Any]:
+    """Timings and speedups; where no kernel ran, that of the patched model has no interval: it claims nothing."""
+    timings = {name: _timing(generations, tokens) for name, generations in race.found.items()}
+    speedups = _speedups(race, "patched", "stock", stated=served)
+    ways = {}
+    for name in timings.keys() - set(ALWAYS):
+        alternatives = [alternative for alternative in ALTERNATIVES.get(name, ALWAYS) if alternative in timings]
+        ways[name] = Way(
+            timing=timings[name],
+            against={alternative: _speedups(race, name, alternative) for alternative in alternatives},
+            equal_tokens=_equal_tokens(race, name),
+            kernels=entries.kernels.get(name, {}),
+            library=entries.libraries.get(name, ""),
+        )
+    return {
+        "equal_tokens": _equal_tokens(race, "patched"),
+        "stock": timings["stock"].model_dump(),
+        "patched": timings["patched"].model_dump(),
+        **{f"{what}_speedup": value for what, value in speedups.model_dump().items()},
+        "ways": {name: ways[name].model_dump() for name in race.found if name in ways},
+    }
+
+
+def _gpu_shares(gpu_time: GpuTime) -> dict[str, float] | None:
+    if gpu_time.share is None:
+        return None
+    return {definition: _rounded(part) for definition, part in gpu_time.shares.items()}
+
+
+def _equal_tokens(race: Race, name: str) -> int:
+    return int((race.found["stock"][0].tokens == race.found[name][0].tokens).sum())
+
+
+def _speedups(race: Race, name: str, alternative: str, *, stated: bool = True) -> Speedups:
+    """Times of the alternative over those of a way, round by round; without intervals where they are not ``stated``."""
+    this, other = race.found[name], race.found[alternative]
+    has_steps = this[0].tpot_ms is not None
+    ratios = {
+        what: _estimate(
+            paired_ratio(*([getattr(one, f"{what}_ms") for one in side] for side in (this, other))),
+            len(this) if stated else 0,
+        )
+        for what in (("ttft", "tpot", "total") if has_steps else ("ttft", "total"))
+    }
+    return Speedups(**ratios)
+
+
+def _timing(generations: Sequence[Generation], tokens: int) -> ModelTiming:
+    total, rounds = median_interval([generation.total_ms for generation in generations]), len(generations)
+    steps = [generation.tpot_ms for generation in generations if generation.tpot_ms is not None]
+    peaks = [one.peak_memory_bytes for one in generations if one.peak_memory_bytes is not None]
+    return ModelTiming(
+        ttft_ms=_estimate(median_interval([generation.ttft_ms for generation in generations]), rounds),
+        tpot_ms=_estimate(median_interval(steps), rounds) if steps else None,
+        total_ms=_estimate(total, rounds),
+        tokens_per_s=_rounded(tokens / total.median * 1e3) if tokens else None,
+        peak_memory_bytes=max(peaks) if peaks else None,
+    )
+
+
+def _estimate(interval: Interval, rounds: int) -> Estimate:
+    """Without an interval where the rounds are too few for one."""
+    if rounds < MIN_ROUNDS:
+        return Estimate(median=_rounded(interval.median))
+    return Estimate(median=_rounded(interval.median), ci_low=_rounded(interval.low), ci_high=_rounded(interval.high))
+
+
+def _rounded(value: float) -> float:
+    """Six digits: more say nothing, and make a record hard to read."""
+    return float(f"{value:.6g}")
+
+
+# ---- race -----------------------------------------------------------------------------------------
+# The ways of running a model that a comparison is made of, and the rounds in which they take turns.
+#
+# Stock and patched always take part; compiled ways and other libraries where they are asked for. One that cannot be
+# had, or that fails on the way, is left out with its reason.
+
+WARM_UP_ROUNDS = 2
+"""Not counted: kernels are chosen, loaded and compiled there, and allocators find their size."""
+
+ALWAYS = ("stock", "patched")
+ALTERNATIVES = {
+    CONTROL: ("stock",),
+    "stock_static_cache": ("stock", "patched"),
+    "patched_static_cache": ("stock", "stock_static_cache"),
+    "stock_compiled": ("stock", "patched"),
+    "patched_compiled": ("stock", "stock_compiled"),
+}
+"""What each way in this process is compared with; a library with both that are always there."""
+
+Observer = Callable[[int, int], None]
+"""Called with (rounds done, rounds to do), warm-up included."""
+
+
+class Entries:
+    """The ways that take part, and why others do not."""
+
+    def __init__(self, stock: Any, twin: Any, handle: Handle, ids: torch.Tensor, new: int, backend: str) -> None:
+        """``twin`` is the patched one; see :func:`model_bench` for the others."""
+        self._models = {"stock": stock, "patched": twin}
+        self._handle = handle
+        self._ids = ids
+        self._new = new
+        self._backend = backend
+        self.ways: dict[str, Generate] = {}
+        self.absent: dict[str, str] = {}
+        self.kernels: dict[str, dict[str, int]] = {}
+        """Way -> Definition -> calls by kernel in its first generation."""
+        self.libraries: dict[str, str] = {}
+
+    def add_eager(self) -> None:
+        """The two that are always there, and the control."""
+        for name, model in {**self._models, CONTROL: self._models["stock"]}.items():
+            self.ways[name] = dynamic_cache(model, self._ids, self._new) if self._new else prefill(model, self._ids)
+
+    def add_static_cache(self, asked: bool) -> None:
+        """Both with a static cache and compiled steps, where there are steps."""
+        for name, model in self._models.items() if asked else ():
+            if self._new < 2:
+                self.absent[f"{name}_static_cache"] = (
+                    "what is compiled is decoding, and --new 0 or 1 has no step of it."
+                )
+                continue
+            try:
+                self._add_compiled(f"{name}_static_cache", static_cache(model, self._ids, self._new, self._backend))
+            except UsageError as error:
+                self.absent[f"{name}_static_cache"] = str(error)
+
+    def add_compiled_prefill(self, asked: bool) -> None:
+        """Both with their forward under torch.compile, where the prefill is all there is."""
+        for name, model in self._models.items() if asked else ():
+            if self._new:
+                self.absent[f"{name}_compiled"] = (
+                    "a forward that is compiled for the prompt is for the prefill alone: --new 0. For decoding: --static-cache."
+                )
+            else:
+                self._add_compiled(f"{name}_compiled", prefill(model, self._ids, self._backend))
+
+    def add_experts(self, asked: Collection[str]) -> None:
+        """Stock with other implementations of its experts than the one that it is set to."""
+        has_experts = any(wrapper_of(type(module).forward) is not None for module in self._models["stock"].modules())
+        for implementation in dict.fromkeys(asked):
+            if has_experts:
+                self.ways[f"stock_{implementation}"] = _with_experts(
+                    self._models["stock"], implementation, self.ways["stock"]
+                )
+            else:
+                self.absent[f"stock_{implementation}"] = (
+                    "the model has no experts whose implementation transformers chooses."
+                )
+
+    def add_peers(self, peers: Sequence[Peer]) -> None:
+        """Those whose processes are ready to be asked."""
+        for peer in peers:
+            name = peer.job.peer
+            try:
+                self.libraries[name] = peer.ready()
+                self.ways[name] = peer
+            except ToolchainError as error:
+                self.absent[name] = str(error)
+
+    def _add_compiled(self, name: str, generate: Generate) -> None:
+        def counted() -> Generation:
+            if name in self.kernels:
+                return generate()
+            before = self._handle.report().hits()
+            generation = generate()
+            self.kernels[name] = new_hits(self._handle, before)
+            return generation
+
+        self.ways[name] = counted
+
+
+def _with_experts(model: Any, implementation: str, generate: Generate) -> Generate:
+    """The same call while the model's experts are set to another implementation."""
+
+    def run() -> Generation:
+        own = model.config._experts_implementation
+        model.set_experts_implementation(implementation)
+        try:
+            return generate()
+        finally:
+            model.set_experts_implementation(own)
+
+    return run
+
+
+@dataclass(frozen=True)
+class Race:
+    """What came of it: the generations of each way that count, and why a way gave up."""
+
+    found: dict[str, list[Generation]] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+
+
+def compare(ways: Mapping[str, Generate], rounds: int, observer: Observer | None = None) -> Race:
+    """Generate with each way in each round and return what was counted, in :func:`balanced_orders`.
+
+    A way other than ``stock`` and ``patched`` that fails takes no further part: a library that raises, or a compiler
+    that cannot compile the model (what those raise are RuntimeErrors, as is a GPU without enough memory).
+    """
+    race = Race({name: [] for name in ways})
+    total = WARM_UP_ROUNDS + rounds
+    for index in range(total):
+        orders = balanced_orders(list(race.found))
+        for name in orders[index % len(orders)]:
+            try:
+                generation = ways[name]()
+            except (ToolchainError, RuntimeError) as error:
+                if name in ALWAYS:
+                    raise
+                race.absent[name] = f"it failed in round {index + 1}: {_first_line(error)}"
+                del race.found[name]
+                continue
+            if index >= WARM_UP_ROUNDS:
+                race.found[name].append(generation)
+        if observer is not None:
+            observer(index + 1, total)
+    return race
+
+
+def balanced_orders(names: Sequence[str]) -> list[list[str]]:
+    """Orders of which all together let every way follow every other equally often (Williams, 1949).
+
+    What ran before leaves a warm or a throttled GPU, and caches, to what comes next.
+    """
+    count = len(names)
+    zigzag = [(number + 1) // 2 if number % 2 else (count - number // 2) % count for number in range(count)]
+    rows = [[names[(place + shift) % count] for place in zigzag] for shift in range(count)]
+    return rows if count % 2 == 0 else rows + [row[::-1] for row in rows]
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    text = lines[0] if lines else type(error).__name__
+    return text if isinstance(error, ToolchainError) else f"{type(error).__name__}: {text}"
+
+
+def new_hits(handle: Handle, before: Mapping[str, int]) -> dict[str, int]:
+    """Definition -> calls by kernel since :meth:`Report.hits` was ``before``; those without any are left out."""
+    new = {name: calls - before.get(name, 0) for name, calls in handle.report().hits().items()}
+    return {name: calls for name, calls in sorted(new.items()) if calls}

@@ -1,0 +1,304 @@
+"""Keeps what a model's own code was given at its call sites, while it runs two batches and decodes two positions of each."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilegym_db.catalog import Catalog
+from tilegym_db.errors import TilegymDBError, UsageError
+from tilegym_db.models.call_site import CallSite
+from tilegym_db.records import Definition, Workload
+from tilegym_db.records.call import bind_call
+from tilegym_db.records.layouts import contiguous_strides, layout_class, layout_strides
+from tilegym_db.resolver.hot_path import Allocate
+
+PROMPT_TOKENS = 128
+SEED = 0
+BATCHES = 2
+DECODED = 2
+"""Positions after each prompt. With one alone, a kernel could keep the rotary tables of the first call of a shape."""
+ALIGNMENT_BYTES = 256
+"""What allocators align to at least: a tensor that starts elsewhere keeps its offset from it in a copy."""
+
+ModelInputs = torch.Tensor | Mapping[str, Any]
+"""Token ids [batch, tokens], or the arguments of the model's forward by name."""
+
+
+@dataclass(frozen=True)
+class CapturedCall:
+    """The first call of one kind (shapes, dtypes, strides) at a call site in one stage, ``prefill`` or ``decode``.
+
+    ``inputs`` are copies in the strides that the model passed, and the weights themselves, in the order of the Definition.
+    ``later`` are those of further calls of the kind, one of each forward: other positions, other tokens.
+    """
+
+    stage: str
+    inputs: tuple[Any, ...]
+    later: tuple[tuple[Any, ...], ...] = ()
+
+    @property
+    def all_inputs(self) -> tuple[tuple[Any, ...], ...]:
+        """Those of every call that was kept, in the order in which the model made them."""
+        return (self.inputs, *self.later)
+
+
+def captured_calls(
+    model: torch.nn.Module, sites: Sequence[CallSite], inputs: ModelInputs | None = None
+) -> list[list[CapturedCall]]:
+    """Run the model on stock code and return for each site the calls that it would have asked a kernel for.
+
+    Args:
+        model: patched, in eval mode.
+        sites: the call sites of the patch.
+        inputs: what to run; random token ids by default. Then other random ids of the same sizes, where the inputs have
+            ``input_ids`` and the model states its vocabulary. A model that generates decodes two positions each time.
+
+    Raises:
+        UsageError: the model is in training mode, or has no vocabulary to draw random token ids from.
+    """
+    if model.training:
+        raise UsageError(
+            "a patch is proved on a run of the model, which is in training mode: call model.eval() first.",
+            code="model_in_training",
+        )
+    first = random_prompt(model, 1, PROMPT_TOKENS) if inputs is None else inputs
+    given = {"input_ids": first} if isinstance(first, torch.Tensor) else first
+    recorders = [_Recorder() for _ in sites]
+    with contextlib.ExitStack() as undo:
+        for site, recorder in zip(sites, recorders, strict=True):
+            undo.enter_context(_serving(site, recorder))
+        for number in range(BATCHES):
+            batch = given if number == 0 else _with_other_tokens(model, given, SEED + number)
+            if batch is not None:
+                with _stages(model, recorders):
+                    _run(model, batch)
+    return [recorder.calls for recorder in recorders]
+
+
+def _with_other_tokens(model: torch.nn.Module, given: Mapping[str, Any], seed: int) -> Mapping[str, Any] | None:
+    """The same arguments with random ids wherever there is a token; None where there are no ids, or no vocabulary."""
+    ids, mask, size = given.get("input_ids"), given.get("attention_mask"), _vocabulary(model)
+    if not isinstance(ids, torch.Tensor) or size is None:
+        return None
+    drawn = torch.randint(1, size, tuple(ids.shape), generator=torch.Generator().manual_seed(seed)).to(ids)
+    if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
+        drawn = torch.where(mask.to(ids.device) != 0, drawn, ids)
+    return {**given, "input_ids": drawn}
+
+
+def random_prompt(model: torch.nn.Module, batch: int, tokens: int) -> torch.Tensor:
+    """Random token ids [batch, tokens], the same at every call, on the device of the model's first parameter.
+
+    Raises:
+        UsageError: the model's config states no ``vocab_size``.
+    """
+    size = _vocabulary(model)
+    if size is None:
+        raise UsageError(
+            f"{type(model).__name__} states no vocabulary; pass inputs= with what its forward takes.",
+            code="vocabulary_unknown",
+        )
+    generator = torch.Generator().manual_seed(SEED)
+    ids = torch.randint(1, size, (batch, tokens), generator=generator)
+    return ids.to(next(model.parameters()).device)
+
+
+def _vocabulary(model: torch.nn.Module) -> int | None:
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    size = getattr(text, "vocab_size", None)
+    return size if isinstance(size, int) and size >= 2 else None
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, overlaps and alignment in memory of its own."""
+    if tensor.numel() == 0:
+        return tensor.clone()
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    ahead = tensor.data_ptr() % ALIGNMENT_BYTES // tensor.element_size()
+    memory = tensor.new_empty(ahead + span)
+    memory[ahead:].copy_(tensor.as_strided((span,), (1,)))
+    return memory.as_strided(tensor.shape, tensor.stride(), ahead)
+
+
+def own_inputs(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a model's arguments for one run, which may change them, as it does a cache of keys and values.
+
+    Raises:
+        UsageError: an argument cannot be copied, such as a tensor that a graph of gradients leads to.
+    """
+    copies = {}
+    for name, value in given.items():
+        try:
+            copies[name] = copy.deepcopy(value)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise UsageError(
+                f"inputs[{name!r}], a {type(value).__name__}, is run more than once and cannot be copied: {error}. Leave it "
+                "out, or make it under torch.no_grad().",
+                code="inputs_not_copyable",
+            ) from error
+    return copies
+
+
+class _Recorder:
+    """Stands in for a site's way to kernels: keeps the first call of each kind in each forward, and stock code serves all."""
+
+    def __init__(self) -> None:
+        self._stage = ""
+        self._forward = 0
+        self._kept: dict[Any, list[tuple[Any, ...]]] = {}
+        self._last: dict[Any, int] = {}
+
+    def begin(self, stage: str) -> None:
+        """A forward of the model in that stage comes next."""
+        self._stage = stage
+        self._forward += 1
+
+    @property
+    def calls(self) -> list[CapturedCall]:
+        """What was kept, one of each kind."""
+        return [CapturedCall(stage, first, tuple(later)) for (stage, _), (first, *later) in self._kept.items()]
+
+    def __call__(self, *inputs: Any) -> None:
+        key = (self._stage, tuple(map(_kind, inputs)))
+        if self._last.get(key) != self._forward:  # further layers of the same forward share its positions
+            self._last[key] = self._forward
+            kept = tuple(copied(value) if _is_activation(value) else value for value in inputs)
+            self._kept.setdefault(key, []).append(kept)
+
+
+def _is_activation(value: Any) -> bool:
+    """Whether a model may overwrite it before it is looked at. Weights stay as they are, and those of experts are large."""
+    return isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.stride(), value.dtype, value.device
+    return value
+
+
+@contextlib.contextmanager
+def _stages(model: torch.nn.Module, recorders: Sequence[_Recorder]) -> Iterator[None]:
+    """Tell the recorders which stage runs: the model's first forward is the prefill, all others decode."""
+    stages = iter(("prefill",))
+
+    def begin(*_: Any) -> None:
+        stage = next(stages, "decode")
+        for recorder in recorders:
+            recorder.begin(stage)
+
+    hook = model.register_forward_pre_hook(begin)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextlib.contextmanager
+def _serving(site: CallSite, serve: Callable[..., Any]) -> Iterator[None]:
+    own = site.serve
+    site.serve, site.is_recorded = serve, True
+    try:
+        yield
+    finally:
+        site.serve, site.is_recorded = own, False
+
+
+def _run(model: Any, shared: Mapping[str, Any]) -> None:
+    given = own_inputs(shared)
+    with torch.no_grad():
+        if hasattr(model, "generate") and model.can_generate():
+            options = {"max_new_tokens": 1 + DECODED, "min_new_tokens": 1 + DECODED, "do_sample": False, "num_beams": 1}
+            model.generate(**given, **options, disable_compile=True)
+        else:
+            model(**given)
+
+
+# ---- workloads ------------------------------------------------------------------------------------
+# Captured calls as Workloads, so that ``bench`` measures what a model really asks for.
+
+CAPTURED = "captured"
+
+
+def workload_of(definition: Definition, call: CapturedCall, allocate: Allocate) -> Workload | None:
+    """The sizes, dtypes, scalars and strides of a captured call; None where no Workload can say them.
+
+    That is so for a call that is none of the Definition (stock code serves it), and for a tensor that overlaps itself.
+    """
+    shadows = [
+        torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        if isinstance(value, torch.Tensor)
+        else value
+        for value in call.inputs
+    ]
+    made = allocate(*shadows)
+    values = (*shadows, *(made if isinstance(made, tuple) else (made,)))
+    try:
+        binding = bind_call(definition, values)
+    except TilegymDBError:
+        return None
+    layouts = {}
+    for name, value in zip((*definition.inputs, *definition.written_outputs), values, strict=True):
+        if isinstance(value, torch.Tensor) and binding.layouts[name] != "contiguous":
+            strides = _settled_strides(value)
+            if 0 in strides:
+                return None
+            layouts[name] = f"strided({', '.join(map(str, strides))})"
+    return Workload.from_dict(
+        {
+            "definition": definition.name,
+            "axes": {name: binding.axes[name] for name in definition.var_axes},
+            "dtypes": binding.dtypes,
+            "inputs": {name: {"type": "scalar", "value": value} for name, value in binding.scalars.items()},
+            "layouts": layouts,
+            "tags": [f"stage:{call.stage}", CAPTURED],
+        }
+    )
+
+
+def _settled_strides(value: torch.Tensor) -> tuple[int, ...]:
+    """The strides, with that of a dimension of size 1, which may be anything, as if the dimensions after it were dense."""
+    dense = contiguous_strides(value.shape)
+    return tuple(own if size != 1 else step for size, own, step in zip(value.shape, value.stride(), dense, strict=True))
+
+
+def new_workloads(workloads: Iterable[Workload], catalog: Catalog, tags: Sequence[str] = ()) -> list[Workload]:
+    """Those that the catalog does not have under whatever spelling, with more tags.
+
+    Two Workloads are one where sizes, dtypes, scalars and strides agree: ``strided(S*D, 1)`` is ``strided(1024, 1)``.
+    """
+    known: dict[str, set[Any]] = {}
+    new = []
+    for workload in workloads:
+        definition = catalog.definition(workload.definition)
+        seen = known.setdefault(
+            workload.definition, {_meaning(definition, other) for other in catalog.workloads_for(workload.definition)}
+        )
+        meaning = _meaning(definition, workload)
+        if meaning not in seen:
+            seen.add(meaning)
+            new.append(workload.model_copy(update={"tags": (*tags, *workload.tags)}))
+    return new
+
+
+def _meaning(definition: Definition, workload: Workload) -> Any:
+    axes = definition.bind_axes(workload.axes)
+    layouts = {}
+    for name, text in workload.layouts.items():
+        shape = definition.shape_of(name, axes)
+        strides = layout_strides(text, shape, axes)
+        if layout_class(shape, strides) != "contiguous":
+            pairs = zip(shape, strides, strict=True)
+            layouts[name] = tuple(stride for size, stride in pairs if size != 1)
+    contents = {name: spec.model_dump_json() for name, spec in workload.inputs.items() if spec.type != "scalar"}
+    parts: tuple[dict[str, Any], ...] = (
+        axes, definition.bind_dtypes(workload.dtypes), workload.scalars(), layouts, contents,
+    )  # fmt: skip
+    return tuple(tuple(sorted(part.items())) for part in parts)

@@ -1,0 +1,375 @@
+"""How much of the GPU's time goes into verified kernels, from a profile of one call of a patched model.
+
+While it is profiled, each call site marks the stretch of host time in which it launches a kernel. The profiler numbers every
+launch and writes that number on the GPU work that came of it: what was launched within a mark, by the thread that made the
+mark, is a verified kernel's. What kernels are called plays no part.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import json
+import secrets
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from tilegym_db.models.call_site import CallSite
+
+MARK = "tilegym_db::"
+"""Before the Definition, in the name of a mark."""
+MARKS = ("user_annotation",)
+LAUNCHES = ("cuda_runtime", "cuda_driver")
+WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
+"""Functions of CUDA that launch a whole graph; newer ones of the same name have an ending."""
+NO_GPU = "there is no GPU: no GPU time was spent"
+NO_WORK = (
+    "the profiler saw no work on a GPU: the model is not on one, or CUPTI is not allowed here (in a container, it "
+    "needs permission to profile)"
+)
+
+NO_MATCH = "no launch is of a thread that made a mark, as this profiler names threads: what is whose cannot be said"
+
+
+@dataclass(frozen=True)
+class GpuTime:
+    """GPU time of one call in microseconds: kernels, copies and fills, added up over all streams.
+
+    ``replayed_us`` are replays of CUDA graphs. What was recorded into one may well be kernels of this package; in a replay
+    nothing says so, and it is not counted as theirs. ``reason`` says why there are no figures, empty where there are.
+    """
+
+    total_us: float = 0.0
+    by_definition: Mapping[str, float] = field(default_factory=dict)
+    replayed_us: float = 0.0
+    reason: str = ""
+
+    @property
+    def share(self) -> float | None:
+        """Time in verified kernels over all GPU time; None where there are no figures."""
+        return None if self.reason or not self.total_us else sum(self.by_definition.values()) / self.total_us
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Definition -> its part of all GPU time, the largest first."""
+        largest_first = sorted(self.by_definition.items(), key=lambda item: (-item[1], item[0]))
+        return {name: time_us / self.total_us for name, time_us in largest_first} if self.total_us else {}
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready content."""
+        return {
+            "total_us": self.total_us,
+            "by_definition": dict(self.by_definition),
+            "replayed_us": self.replayed_us,
+            "share": self.share,
+            "shares": self.shares,
+            "reason": self.reason,
+        }
+
+
+class _Thread(NamedTuple):
+    """Where a launch or a mark was made."""
+
+    process: Any
+    thread: Any
+
+
+def attributed(events: Iterable[Mapping[str, Any]]) -> GpuTime:
+    """Add up the GPU work of a profile, by the Definition in whose mark it was launched.
+
+    Args:
+        events: those of a trace as the profiler exports it (Chrome's format, times in microseconds). Kinds that are not
+            known are ignored.
+    """
+    marks: dict[_Thread, list[tuple[float, float, str]]] = defaultdict(list)
+    launches: dict[Any, tuple[_Thread, float, str]] = {}
+    work: list[tuple[Any, float]] = []
+    for event in events:
+        kind, name = event.get("cat"), str(event.get("name", ""))
+        if kind in MARKS and name.startswith(MARK):
+            begin = float(event["ts"])
+            marks[_thread_of(event)].append((begin, begin + float(event["dur"]), name.removeprefix(MARK)))
+        elif kind in LAUNCHES and "correlation" in event.get("args", {}):
+            launches[event["args"]["correlation"]] = (_thread_of(event), float(event["ts"]), name)
+        elif kind in WORK:
+            work.append((event.get("args", {}).get("correlation"), float(event["dur"])))
+    if not work:
+        return GpuTime(reason=NO_WORK)
+    if marks and not any(thread in marks for thread, _, _ in launches.values()):
+        return GpuTime(reason=NO_MATCH)
+    for of_thread in marks.values():
+        of_thread.sort()
+    by_definition: dict[str, float] = defaultdict(float)
+    total_us = replayed_us = 0.0
+    for correlation, duration_us in work:
+        total_us += duration_us
+        thread, at, function = launches.get(correlation, (None, 0.0, ""))
+        definition = None if thread is None else _mark_at(marks.get(thread, []), at)
+        if definition is not None:
+            by_definition[definition] += duration_us
+        elif function.startswith(GRAPH_LAUNCHES):
+            replayed_us += duration_us
+    return GpuTime(total_us, dict(sorted(by_definition.items())), replayed_us)
+
+
+def _thread_of(event: Mapping[str, Any]) -> _Thread:
+    return _Thread(event.get("pid"), event.get("tid"))
+
+
+def _mark_at(marks: Sequence[tuple[float, float, str]], moment: float) -> str | None:
+    """The Definition of the mark around a moment. Marks of one thread follow each other: a kernel calls no call site."""
+    index = bisect.bisect_right(marks, moment, key=lambda mark: mark[0]) - 1
+    if index < 0 or moment > marks[index][1]:
+        return None
+    return marks[index][2]
+
+
+Serve = Callable[..., Any]
+
+
+def _marking(definition: str, serve: Serve) -> Serve:
+    name = MARK + definition
+
+    def serve_within_a_mark(*inputs: Any) -> Any:
+        with torch.profiler.record_function(name):
+            return serve(*inputs)
+
+    return serve_within_a_mark
+
+
+@contextlib.contextmanager
+def marked(sites: Iterable[tuple[str, CallSite]]) -> Iterator[None]:
+    """Let call sites mark where they launch kernels, forward and for gradients, for the length of a ``with`` block.
+
+    Args:
+        sites: each with the name of its Definition.
+    """
+    with contextlib.ExitStack() as undo:
+        for definition, site in sites:
+            undo.callback(setattr, site, "serve", site.serve)
+            site.serve = _marking(definition, site.serve)
+            if site.training is not None:
+                undo.enter_context(site.training.served_through(_marking))
+        yield
+
+
+def profiled(call: Callable[[], Any], sites: Iterable[tuple[str, CallSite]]) -> GpuTime:
+    """Run a call twice, the second time under the profiler, and say where its GPU time went.
+
+    Args:
+        call: runs the model.
+        sites: the call sites of its patch, each with the name of its Definition.
+    """
+    if not torch.cuda.is_available():
+        return GpuTime(reason=NO_GPU)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    call()  # loads and compiles what is not yet
+    torch.cuda.synchronize()
+    with marked(sites), torch.profiler.profile(activities=activities) as profiler:
+        call()
+        torch.cuda.synchronize()
+    return attributed(exported(profiler))
+
+
+def exported(profiler: Any) -> list[Mapping[str, Any]]:
+    """The events of a profile that has ended."""
+    with tempfile.TemporaryDirectory(prefix="tilegym-db-") as folder:
+        path = Path(folder) / "profile.json"
+        profiler.export_chrome_trace(str(path))
+        events: list[Mapping[str, Any]] = json.loads(path.read_bytes())["traceEvents"]
+    return events
+
+
+# ---- piece time -----------------------------------------------------------------------------------
+# Where the time of one call of a model goes, module class by module class, and what share verified kernels have of
+# it.
+#
+# On a GPU each module marks the stretch in which its forward runs, by a name that is drawn anew for each profile, and
+# work counts for the innermost mark around its launch, by the profiler's launch numbers. On a CPU the CPU time of
+# this process counts, less that of modules within: the profiler's durations are wall time there, and on a busy host
+# say who had to wait. Names of kernels play no part.
+
+MEASUREMENTS = 3
+"""Of a model whose pieces are ranked."""
+TimeOf = Literal["gpu", "cpu"]
+
+
+@dataclass(frozen=True)
+class ModuleTime:
+    """Time that the modules of one class spent in code of their own, in one call, without that of modules within them."""
+
+    module_class: type[torch.nn.Module]
+    calls: int
+    time_us: float
+
+
+class _Mark(NamedTuple):
+    begin: float
+    end: float
+    name: str
+
+
+def time_of(model: torch.nn.Module) -> TimeOf:
+    """What a profile of a model counts: GPU time, or on a CPU the process's CPU time in its place."""
+    return "gpu" if next(model.parameters()).device.type == "cuda" else "cpu"
+
+
+def module_times(model: torch.nn.Module, call: Callable[[], Any]) -> tuple[list[ModuleTime], float]:
+    """The time of each module class in one call, the longest first; and all of it, in microseconds.
+
+    Args:
+        model: whose modules are marked.
+        call: runs it. It is called once more than it is measured: what loads or compiles at first is not counted.
+
+    Of several measurements the least time of each module counts: whatever else the machine does only adds to one.
+    """
+    call()
+    classes = {str(number): type(module) for number, module in enumerate(model.modules())}
+    measure = _gpu_times if time_of(model) == "gpu" else _cpu_times
+    measured = [measure(model, call) for _ in range(MEASUREMENTS)]
+    by_class: dict[type[torch.nn.Module], list[float]] = defaultdict(lambda: [0, 0.0])
+    for name, (calls, _) in measured[0].items():
+        by_class[classes[name]][0] += calls
+        by_class[classes[name]][1] += min(one[name][1] for one in measured)
+    found = [ModuleTime(cls, int(calls), time_us) for cls, (calls, time_us) in by_class.items()]
+    total = sum(item.time_us for item in found)
+    return sorted(found, key=lambda item: (-item.time_us, item.module_class.__name__)), total
+
+
+def _cpu_times(model: torch.nn.Module, call: Callable[[], Any]) -> dict[str, tuple[int, float]]:
+    """Number of a module -> its calls and the CPU time of this process in its own code."""
+    counts: dict[str, int] = defaultdict(int)
+    times: dict[str, float] = defaultdict(float)
+    open_: list[tuple[int, list[int]]] = []
+
+    def begin(*_: Any) -> None:
+        open_.append((time.process_time_ns(), [0]))
+
+    def ending(name: str) -> Callable[..., None]:
+        def end(*_: Any) -> None:
+            began, inner = open_.pop()
+            lasted = time.process_time_ns() - began
+            counts[name] += 1
+            times[name] += (lasted - inner[0]) / 1e3
+            if open_:
+                open_[-1][1][0] += lasted
+
+        return end
+
+    with contextlib.ExitStack() as undo:
+        for number, module in enumerate(model.modules()):
+            undo.callback(module.register_forward_pre_hook(begin).remove)
+            undo.callback(module.register_forward_hook(ending(str(number)), always_call=True).remove)
+        call()
+    return {name: (count, times[name]) for name, count in counts.items()}
+
+
+def _gpu_times(model: torch.nn.Module, call: Callable[[], Any]) -> dict[str, tuple[int, float]]:
+    """Number of a module -> its calls and the GPU time of what its own code launched."""
+    nonce, marks = secrets.token_hex(8), list[Any]()
+    with contextlib.ExitStack() as undo:
+        for number, module in enumerate(model.modules()):
+            undo.callback(module.register_forward_pre_hook(_beginning(f"{nonce}:{number}", marks)).remove)
+            undo.callback(module.register_forward_hook(_ending(marks), always_call=True).remove)
+        events = _profiled(call)
+    return {name.partition(":")[2]: found for name, found in launched_us(events, nonce).items()}
+
+
+def _beginning(name: str, marks: list[Any]) -> Callable[..., None]:
+    def begin(*_: Any) -> None:
+        mark: Any = torch.profiler.record_function(name)
+        mark.__enter__()
+        marks.append(mark)
+
+    return begin
+
+
+def _ending(marks: list[Any]) -> Callable[..., None]:
+    def end(*_: Any) -> None:
+        marks.pop().__exit__(None, None, None)
+
+    return end
+
+
+def _profiled(call: Callable[[], Any]) -> list[Mapping[str, Any]]:
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities) as profiler:
+        call()
+        torch.cuda.synchronize()
+    return exported(profiler)
+
+
+def launched_us(events: Iterable[Mapping[str, Any]], nonce: str) -> dict[str, tuple[int, float]]:
+    """Mark -> how often it was made and the microseconds of GPU work that was launched in it and in no mark within it. Pure.
+
+    Args:
+        events: of a trace as the profiler exports it.
+        nonce: what the names of marks begin with; marks of any other name are nobody's.
+    """
+    marks: list[_Mark] = []
+    launches: dict[Any, float] = {}
+    work: list[tuple[Any, float]] = []
+    for event in events:
+        kind, name = event.get("cat"), str(event.get("name", ""))
+        if kind in MARKS and name.startswith(f"{nonce}:"):
+            begin = float(event["ts"])
+            marks.append(_Mark(begin, begin + float(event["dur"]), name))
+        elif kind in LAUNCHES and "correlation" in event.get("args", {}):
+            launches[event["args"]["correlation"]] = float(event["ts"])
+        elif kind in WORK:
+            work.append((event.get("args", {}).get("correlation"), float(event["dur"])))
+    marks.sort(key=lambda mark: (mark.begin, -mark.end))
+    times, counts = _launched(marks, launches, work), Counter(mark.name for mark in marks)
+    return {name: (count, times.get(name, 0.0)) for name, count in counts.items()}
+
+
+def _launched(
+    marks: Sequence[_Mark], launches: Mapping[Any, float], work: Iterable[tuple[Any, float]]
+) -> dict[str, float]:
+    times: dict[str, float] = defaultdict(float)
+    for correlation, duration_us in work:
+        moment = launches.get(correlation)
+        index = -1 if moment is None else bisect.bisect_right(marks, moment, key=lambda mark: mark.begin) - 1
+        while index >= 0 and moment is not None and marks[index].end < moment:
+            index -= 1
+        if index >= 0:
+            times[marks[index].name] += duration_us
+    return times
+
+
+def cpu_share(call: Callable[[], Any], sites: Iterable[CallSite]) -> float:
+    """Share of this process's CPU time in a call that passes within calls which a verified kernel served.
+
+    It stands for the share of GPU time on a machine without a GPU. A call that asked for a kernel and got none counts for stock
+    code, and so does code that calls itself a kernel.
+    """
+    served = [0]
+    call()
+    with contextlib.ExitStack() as undo:
+        for site in sites:
+            undo.callback(setattr, site, "serve", site.serve)
+            site.serve = _timed(site.serve, served)
+        began = time.process_time_ns()
+        call()
+        total = time.process_time_ns() - began
+    return served[0] / total if total else 0.0
+
+
+def _timed(serve: Callable[..., Any], served: list[int]) -> Callable[..., Any]:
+    def serve_and_count(*inputs: Any) -> Any:
+        began = time.process_time_ns()
+        outputs = serve(*inputs)
+        if outputs is not None:
+            served[0] += time.process_time_ns() - began
+        return outputs
+
+    return serve_and_count

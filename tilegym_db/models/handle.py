@@ -1,0 +1,364 @@
+"""One patch on one model: what was installed where, what it did, and how it is taken away again."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tilegym_db.catalog import Catalog
+from tilegym_db.errors import UsageError
+from tilegym_db.models.call_site import IN_TRAINING, CallSite, is_patched, shadow_function, subclass
+from tilegym_db.models.capture import ModelInputs, captured_calls, workload_of
+from tilegym_db.models.found import Found, Globals, OwnCode, PartCall
+from tilegym_db.models.gpu_time import GpuTime, cpu_share, profiled
+from tilegym_db.models.operators import make_site
+from tilegym_db.models.parts import part
+from tilegym_db.models.proof import Proof, prove
+from tilegym_db.models.quantise_proof import QuantisationReport
+from tilegym_db.models.report import CallSiteReport, PatchReport
+from tilegym_db.models.upstream_code import decorated_alike, undecorated
+from tilegym_db.records import Workload
+from tilegym_db.resolver import device
+from tilegym_db.resolver.hot_path import allocate_of
+
+PATIENCE = 16
+"""Calls of each module that ask for a kernel and get none before the call site leaves the model; of a model, so many forwards."""
+SHARED = "another part of the same forward is patched"
+
+Module = torch.nn.Module
+
+
+@dataclass(eq=False)
+class _Installed:
+    """Modules that were given another class, and the call sites that share it.
+
+    Nothing is held: a copied function finds its call site through ``sys.modules``, which must not keep a dropped model's class.
+    """
+
+    ours: weakref.ref[type[Module]]
+    modules: list[weakref.ref[Module]]
+    sites: list[CallSite]
+
+
+class Handle:
+    """One patch on one model. Keep it to read the report and to undo the patch.
+
+    The patch itself lives in the classes of the modules: a model that is dropped takes it along.
+    """
+
+    def __init__(self) -> None:
+        """An empty patch; :func:`~tilegym_db.models.patch.patch` fills it."""
+        self._changed: list[tuple[Module, type[Module]]] = []
+        self._sites: list[tuple[CallSiteReport, CallSite | None]] = []
+        self._given_up: dict[CallSite, str] = {}
+        self._proofs: dict[CallSite, tuple[Proof, ...]] = {}
+        self._workloads: dict[str, Workload] = {}
+        self._gpu_time: GpuTime | None = None
+        self._quantised: QuantisationReport | None = None
+        self._undo: Callable[[], None] | None = None
+
+    def quantised(self, report: QuantisationReport, undo: Callable[[], None]) -> None:
+        """Take over a model that was quantised: reports tell of it, and :meth:`unpatch` calls ``undo`` last."""
+        self._quantised, self._undo = report, undo
+
+    def profile(self, call: Callable[[], Any]) -> GpuTime:
+        """Where the GPU time of a call goes, and how much of it into verified kernels; reports show it from then on.
+
+        Args:
+            call: runs the patched model, for instance ``lambda: model.generate(...)``. It is run twice, the second time
+                under PyTorch's profiler; not at all where there is no GPU, which the result then says.
+        """
+        self._gpu_time = profiled(call, self.sites)
+        return self._gpu_time
+
+    def cpu_share(self, call: Callable[[], Any]) -> float:
+        """Share of a call's CPU time in verified kernels; it stands for GPU time where there is no GPU."""
+        return cpu_share(call, [site for _, site in self.sites])
+
+    def kernel_calls(self, kind: str) -> int:
+        """Calls that a kernel served at the sites of one kind, without those at sites that only come before one."""
+        first = {site.before for _, site in self.sites}
+        own = [one for described, one in self._sites if one is not None and described.kind == kind and one not in first]
+        return sum(site.dispatcher.report().kernel_calls for site in own if site.dispatcher is not None)
+
+    def report(self, profile: Callable[[], Any] | None = None) -> PatchReport:
+        """Each call site: what it is, what serves it and why, how often it was called.
+
+        Args:
+            profile: a call to :meth:`profile` first.
+        """
+        if profile is not None:
+            self.profile(profile)
+        return PatchReport(tuple(self._reported(*pair) for pair in self._sites), self._gpu_time, self._quantised)
+
+    def _reported(self, described: CallSiteReport, site: CallSite | None) -> CallSiteReport:
+        if site is None or site.dispatcher is None:
+            return described
+        return replace(
+            described,
+            own_code={**described.own_code, **site.own_code},
+            reason=described.reason or self._given_up.get(site, ""),
+            counts=site.dispatcher.report(),
+            training=() if site.training is None else site.training.reports(),
+            bypassed=dict(site.bypassed),
+            proofs=self._proofs.get(site, ()),
+        )
+
+    @property
+    def sites(self) -> list[tuple[str, CallSite]]:
+        """The name of the Definition and the call site of every part that kernels may serve, in the order of the report."""
+        return [(described.definition, site) for described, site in self._sites if site is not None]
+
+    @property
+    def workloads(self) -> tuple[Workload, ...]:
+        """The kinds of calls that were captured to prove the patch, as Workloads tagged with their stage."""
+        return tuple(self._workloads.values())
+
+    def unpatch(self) -> None:
+        """Give every module its own class back, and its own weights. Safe to call twice; the report stays readable.
+
+        Raises:
+            UsageError: something else changed the class of a module after the patch. Those modules run their own code but
+                keep their class; all others are restored.
+        """
+        for _, site in self.sites:
+            site.close()
+            while site.shadows:
+                site.shadows.pop()()
+        left = [(module, ours) for module, ours in self._changed if not _restore(module, ours)]
+        self._changed = left
+        if left:
+            names = ", ".join(sorted({type(module).__name__ for module, _ in left}))
+            raise UsageError(
+                f"{len(left)} modules were given another class after they were patched ({names}): a wrapper such as FSDP or a "
+                "parametrization. They run their own code again; remove the wrapper and call unpatch() once more.",
+                code="modules_wrapped",
+            )
+        if self._undo is not None:
+            self._undo()
+
+    # -- installing ---------------------------------------------------------------------------------------------------
+
+    def add(self, group: Sequence[tuple[Found, str]], catalog: Catalog) -> None:
+        """Install what shares one forward, each part with its reason to stay stock instead."""
+        calls = []
+        for found, reason in group:
+            site = self._describe(found, reason, catalog)
+            if site is not None:
+                calls.append(PartCall(found, site))
+        if not calls:
+            return
+        modules = calls[0].found.modules
+        ours = subclass(calls[0].found.module_class, _forward(calls))
+        installed = _Installed(
+            weakref.ref(ours), [weakref.ref(module) for module in modules], [site for _, site in calls]
+        )
+        for _, site in calls:
+            site.patience, site.give_up = PATIENCE * len(modules), self._giving_up(installed)
+        for module in modules:
+            self._changed.append((module, ours))  # first, so that an interrupt in between is undone too
+            module.__class__ = ours
+
+    def _describe(self, found: Found, reason: str, catalog: Catalog) -> CallSite | None:
+        """Enter a call site into the report; returns the way to its kernels, None where it stays stock."""
+        if not reason and is_patched(found.modules[0]):
+            reason = SHARED
+        own = _own_code(found)
+        described = CallSiteReport(
+            found.kind, found.module_class.__name__, len(found.modules), found.definition, reason,
+            own_code={} if own is None else {own.way: 0},
+        )  # fmt: skip
+        if reason:
+            self._sites.append((described, None))
+            return None
+        site = make_site(catalog.definition(found.definition), catalog, None if own is None else own.call)
+        self._sites.append((described, site))
+        if found.before is not None:
+            site.before = make_site(found.before.definition, catalog)
+            self._sites.append((replace(described, definition=found.before.definition.name, own_code={}), site.before))
+        return site
+
+    def prove(self, model: Module, inputs: ModelInputs | None) -> None:
+        """Try every kernel on the model's own calls, and take those out that fail."""
+        patched = [(site, site.dispatcher) for _, site in self.sites if site.dispatcher is not None]
+        waited = [site.patience for site, _ in patched]
+        captured = captured_calls(model, [site for site, _ in patched], inputs)
+        for (site, dispatcher), calls, patience in zip(patched, captured, waited, strict=True):
+            site.patience = patience
+            allocate = allocate_of(dispatcher.definition)
+            self._proofs[site] = tuple(prove(dispatcher, allocate, call) for call in calls)
+            for proof in self._proofs[site]:
+                if proof.kernel is not None and proof.reason:
+                    dispatcher.refuse(proof.kernel, proof.reason)
+                    if site.training is not None:
+                        site.training.refuse(proof.kernel, proof.reason)
+            for call in calls:
+                workload = workload_of(dispatcher.definition, call, allocate)
+                if workload is not None:
+                    self._workloads.setdefault(workload.uuid, workload)
+
+    # -- leaving the model to itself again ----------------------------------------------------------------------------
+
+    def leave(self, never_served: Callable[[CallSiteReport], str]) -> None:
+        """Take the call sites out for which there is a reason that nothing will ever serve them."""
+        for described, site in self._sites:
+            reason = "" if site is None else never_served(described)
+            if site is not None and reason and site.give_up is not None:
+                self._given_up[site] = reason
+                site.close(reason)
+                site.give_up(site)
+
+    def _giving_up(self, installed: _Installed) -> Callable[[CallSite], int]:
+        """What a call site does whose calls ask for kernels in vain: it closes, and the last one of a forward takes it away.
+
+        Not while code that was compiled may rest on the class of a module, nor while a CUDA graph is recorded.
+        """
+        handle = weakref.ref(self)
+
+        def give_up(site: CallSite) -> int:
+            if site.is_open:
+                reasons = why_given_up(site)
+                if not reasons:
+                    return 0
+                if is_compiled_code_about() or device.is_capturing():
+                    return len(installed.modules)
+                site.close(reasons[site])
+                owner = handle()
+                if owner is not None:
+                    owner._given_up.update(reasons)
+            if not any(one.is_open for one in installed.sites):
+                _remove(installed, handle())
+            return 0
+
+        return give_up
+
+
+def _own_code(found: Found) -> OwnCode | None:
+    """What a part says of the model's own code; most parts have one way to run it, and nothing to say."""
+    ask = getattr(part(found.kind), "own_code", None)
+    answer: OwnCode | None = None if ask is None else ask(found)
+    return answer
+
+
+def _remove(installed: _Installed, handle: Handle | None) -> None:
+    ours = installed.ours()
+    for module in (reference() for reference in installed.modules):
+        if module is not None and ours is not None and type(module) is ours:
+            module.__class__ = ours.__mro__[1]
+    if handle is not None:
+        handle._changed = [(module, cls) for module, cls in handle._changed if type(module) is cls]
+
+
+def _restore(module: Module, ours: type[Module]) -> bool:
+    """Give a module back the class it had, unless its class is not the one that the patch gave it."""
+    if type(module) is ours:
+        module.__class__ = ours.__mro__[1]
+        return True
+    return not issubclass(type(module), ours)
+
+
+# -- the forward of what is patched together --------------------------------------------------------------------------
+
+
+def _forward(calls: Sequence[PartCall]) -> Callable[..., Any]:
+    """The forward that stands in for that of some modules, from the parts that share it."""
+    stock: Any = calls[0].found.module_class.forward
+    by_kind: dict[str, list[PartCall]] = {}
+    for call in calls:
+        by_kind.setdefault(call.found.kind, []).append(call)
+    made = [part(kind).forward(stock, of_kind) for kind, of_kind in by_kind.items()]
+    if not isinstance(made[0], Globals):
+        forward: Callable[..., Any] = made[0]
+        return forward
+    inference = {name: value for one in made for name, value in one.inference.items()}
+    training = {name: value for one in made for name, value in one.training.items()}
+    sites = [site for _, site in calls]
+    told = [site for one in made for site in one.told] or sites[:1]
+    shadow = _shadowed(stock, inference, sites[0])
+    return shared_forward(stock, shadow, _shadowed(stock, training, sites[0]) if training else None, told, sites)
+
+
+def _shadowed(stock: Any, replacements: dict[str, Any], owner: CallSite) -> Callable[..., Any]:
+    shadowed, forget = shadow_function(undecorated(stock), replacements)
+    owner.shadows.append(forget)
+    return decorated_alike(stock, shadowed)
+
+
+# ---- giving up ------------------------------------------------------------------------------------
+# Why a call site that asked for kernels in vain leaves a model, and whether it may leave now.
+
+NEVER_MATCHED = "none of its first {} calls could be served; it runs the model's own code"
+NEVER_FOLLOWED = "none of its first {} calls could be served by what comes after it; the model's own code runs"
+
+
+def why_given_up(site: CallSite) -> dict[CallSite, str]:
+    """The reason for a site whose patience is over, and for the one before it; empty where a kernel has served a call.
+
+    A site with another before it is asked only where that one was served, so that it may have had fewer calls.
+    """
+    counts = [] if site.dispatcher is None else [site.dispatcher.report()]
+    counts += () if site.training is None else site.training.reports()
+    if any(one.kernel_calls for one in counts):
+        return {}
+    calls = sum(one.calls for one in counts[:1])
+    if site.before is None or site.before.dispatcher is None:
+        return {site: NEVER_MATCHED.format(calls)}
+    before = site.before.dispatcher.report()
+    waited = max(calls, before.calls)
+    told = NEVER_FOLLOWED if before.kernel_calls else NEVER_MATCHED
+    return {site: NEVER_MATCHED.format(waited), site.before: told.format(waited)}
+
+
+def is_compiled_code_about() -> bool:
+    """Whether this process holds code that torch.compile made: its guards look at classes, and would have it compiled anew."""
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    made = getattr(frames, "output_codes", None)
+    return frames is not None and bool(getattr(made, "seen", True))
+
+
+# ---- shared forward -------------------------------------------------------------------------------
+# A forward whose parts are functions that it calls: the same code, with some of these functions replaced.
+
+_is_compiling = torch.compiler.is_compiling
+
+
+def shared_forward(
+    stock: Callable[..., Any],
+    shadow: Callable[..., Any],
+    training_shadow: Callable[..., Any] | None,
+    told: Sequence[CallSite],
+    sites: Sequence[CallSite],
+) -> Callable[..., Any]:
+    """Forward of attention: a shadow, the same code with another rotary or attention function, or ``stock`` itself.
+
+    Args:
+        stock: the forward of the class.
+        shadow: for modules that do not train.
+        training_shadow: for those that do, which the functions in it cannot tell by what they are given; None for stock.
+        told: the call sites that count what runs stock code as a whole.
+        sites: all of the functions in the shadows.
+    """
+    untrained = [site for site in told if training_shadow is None or site.training is None]
+
+    @functools.wraps(stock)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_compiling, training = _is_compiling(), self.training
+        is_open = sites[0].is_open or any([site.is_open for site in sites])
+        if not is_open or (training and (is_compiling or training_shadow is None)):
+            if not is_compiling:
+                for site in told:
+                    site.bypass(IN_TRAINING if training else site.closed)
+            return stock(self, *args, **kwargs)
+        if training and training_shadow is not None:
+            for site in untrained:
+                site.bypass(IN_TRAINING)
+            return training_shadow(self, *args, **kwargs)
+        return shadow(self, *args, **kwargs)
+
+    return forward

@@ -1,0 +1,37 @@
+"""The parts of a model that can be served, one module each: how it is found, what its code may compute, how that is probed, and
+the forward that asks for a kernel first.
+
+A new kind of part is a new module here, with the functions of :class:`~tilegym_db.models.found.Part`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import Any
+
+__all__ = ["PARTS", "listed", "part"]
+
+
+def _in_order(names: list[str]) -> tuple[str, ...]:
+    """By name, each after those that its ``AFTER`` names."""
+    ordered: list[str] = []
+    while names:
+        ready = next(name for name in names if set(getattr(part(name), "AFTER", ())) <= set(ordered))
+        ordered.append(ready)
+        names.remove(ready)
+    return tuple(ordered)
+
+
+def part(name: str) -> Any:
+    """The module of a part; it has the functions of :class:`~tilegym_db.models.found.Part`."""
+    return importlib.import_module(f"{__name__}.{name}")
+
+
+def listed() -> tuple[str, ...]:
+    """The names of the modules in this package, each after those that its ``AFTER`` names."""
+    return _in_order(sorted(module.name for module in pkgutil.iter_modules(__path__)))
+
+
+PARTS: tuple[str, ...] = listed()
+"""The names of the parts: what is found of one may depend on those before it."""

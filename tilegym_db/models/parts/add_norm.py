@@ -1,0 +1,169 @@
+"""A residual sum and the norm of it as one call, across two modules: a layer's forward is rewritten.
+
+A Definition says by ``serving.includes`` which norm it computes of the sum. Its first two inputs are the operands; the others are
+those of the norm, and lie where the norm keeps them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tilegym_db.models.call_site import (
+    HAS_HOOKS,
+    HELD,
+    IN_TRAINING,
+    NOT_ROWS,
+    CallSite,
+    has_hooks,
+    rows,
+    shadow_function,
+    unpatched_class,
+)
+from tilegym_db.models.found import Found, KnownCode, ModuleOfPart, Nominee, PartCall, Variants, grouped, of_class
+from tilegym_db.models.parts import norm as norm_part
+from tilegym_db.models.probe import Draw, Probe, device_of
+from tilegym_db.models.rewrite import ADD_NORM, fused_norms, is_owned, plain_forward, rewritten
+from tilegym_db.models.upstream_code import decorated_alike, without_checkpointing
+from tilegym_db.records.serving import ModelCode
+
+AFTER = ("norm",)
+"""A layer is found by the norms that were found in it."""
+OPERANDS = 2
+
+_is_compiling = torch.compiler.is_compiling
+_hooks_of_all_modules = (
+    torch.nn.modules.module._global_forward_hooks,
+    torch.nn.modules.module._global_forward_pre_hooks,
+)
+Module = torch.nn.Module
+
+
+def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[Found]:
+    """The layers that add to their residual stream and norm the sum with a norm that was found."""
+    norms = {
+        id(module): index for index, group in enumerate(others) if group.kind == "norm" for module in group.modules
+    }
+    called = of_class(_called)
+    modules = []
+    for module in model.modules():
+        if not any(id(child) in norms for child in module._modules.values()):
+            continue
+        name = next((name for name in called(module) if id(module._modules.get(name)) in norms), None)
+        if name is not None:
+            modules.append(ModuleOfPart(module, name, norms[id(module._modules[name])]))
+    return [
+        replace(found, norm=others[norms[id(getattr(found.modules[0], found.function))]])
+        for found in grouped("add_norm", modules)
+    ]
+
+
+def _called(cls: type[Module]) -> tuple[str, ...]:
+    forward = plain_forward(cls)
+    return () if forward is None else fused_norms(forward)
+
+
+def variants(found: Found, known: KnownCode) -> Variants | str:
+    """By what was found of the norm: the Definitions that include it."""
+    norm = found.norm
+    if norm is None or norm.reason or norm.nominee is None:
+        return f"its {found.function} stays stock: {'' if norm is None else norm.reason}"
+    fused = [
+        definition
+        for definition in known.definitions("add_norm")
+        if definition.serving is not None and definition.serving.includes == norm.definition
+    ]
+    if not fused:
+        return f"no definition describes a residual sum and {norm.definition} of it"
+    return Variants([Nominee(definition, _code(definition.serving.code, norm.nominee)) for definition in fused])  # type: ignore[union-attr]
+
+
+def _code(own: Sequence[ModelCode], norm: Nominee) -> ModelCode:
+    """Where the inputs lie: as the norm has them, unless the fused Definition says otherwise."""
+    return own[0] if own else norm.code
+
+
+def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
+    """Add random rows to a random residual and run the norm on the sum; returns the norm and the sum."""
+    norm = getattr(module, found.function)
+    definition, draw = nominee.definition, Draw(device_of(norm))
+    twin, x, kept = norm_part.random_norm(norm, nominee, draw, OPERANDS)
+    residual = draw(*x.shape)
+    with torch.no_grad():
+        total = residual + x
+        out = type(norm).forward(twin, total)
+    operands = dict(zip(list(definition.inputs)[:OPERANDS], (x, residual), strict=True))
+    return {**operands, **kept}, (out, total)
+
+
+def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
+    """The forward of a layer: the same code with the sum and its norm as one call, or ``stock`` itself."""
+    ((found, site),) = calls
+    plain = plain_forward(found.module_class)
+    assert plain is not None, "found by its source"
+    assert found.nominee is not None, "only what is confirmed is patched"
+    norm = getattr(found.modules[0], found.function)
+    attributes = norm_part.attributes_of(found.nominee, OPERANDS)
+    fused = add_norm_function(site, attributes, unpatched_class(norm))
+    rewrote, forget = shadow_function(rewritten(plain, found.function), {ADD_NORM: fused})
+    site.shadows.append(forget)
+    return layer_forward(stock, decorated_alike(without_checkpointing(stock), rewrote), site)
+
+
+def layer_forward(stock: Callable[..., Any], fused: Callable[..., Any], site: CallSite) -> Callable[..., Any]:
+    """Forward of a layer: ``fused`` in eager inference, else ``stock``."""
+
+    @functools.wraps(stock)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_compiling() or self.training or not site.is_open:
+            if not _is_compiling():
+                site.bypass(IN_TRAINING if self.training else site.closed)
+            return stock(self, *args, **kwargs)
+        return fused(self, *args, **kwargs)
+
+    return forward
+
+
+def add_norm_function(site: CallSite, attributes: Sequence[str], norm_class: type) -> Callable[..., Any]:
+    """``add_norm(layer, norm, residual, (hidden,)) -> (normed, total)`` for what a rewritten forward passes.
+
+    ``residual`` is only read. ``hidden`` may become the sum, since the layer's code drops it there and
+    :func:`~tilegym_db.models.rewrite.is_owned` makes sure that nobody else has it.
+
+    Args:
+        site: the call site of the fused Definition.
+        attributes: where the norm keeps the inputs after the two operands, in order; the weight is the first.
+        norm_class: of the norms that were probed, as it was without a patch.
+    """
+    names = tuple(attributes)
+
+    def fused(norm: Any, residual: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor | None:
+        matrices = rows(residual), rows(hidden)
+        if matrices[0] is None or matrices[1] is None or residual.shape != hidden.shape:
+            site.bypass(NOT_ROWS)
+            return None
+        out: torch.Tensor | None = site.serve(*matrices, *[getattr(norm, name) for name in names])
+        if out is None:
+            site.unserved()
+            return None
+        return out.view(hidden.shape)
+
+    def add_norm(layer: Any, norm: Any, residual: torch.Tensor, box: tuple[torch.Tensor]) -> Any:
+        (hidden,) = box
+        if unpatched_class(norm) is not norm_class or has_hooks(norm) or any(_hooks_of_all_modules):
+            site.bypass(HAS_HOOKS)
+        elif not site.must_run_stock(norm.training, hidden, residual, norm.weight):
+            if type(residual) is not torch.Tensor or not is_owned(box):
+                site.bypass(HELD)
+            else:
+                out = fused(norm, residual, hidden)
+                if out is not None:
+                    return out, hidden
+        total = residual + hidden
+        return norm(total), total
+
+    return add_norm

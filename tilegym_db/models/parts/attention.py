@@ -1,0 +1,297 @@
+"""The attention call of a model: its own function, or a kernel where the call is exactly one that a Definition describes.
+
+An attention forward asks transformers' registry for a function by the name that its config holds. A patched forward reads the
+registry through :class:`Interfaces`, which finds the same functions and only wraps the one that was probed. So config, registry
+and masks stay as they are: a mask is built for ``sdpa``, and its absence says that none is needed.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tilegym_db.models.call_site import AUTOCAST, CallSite
+from tilegym_db.models.found import (
+    WRAPPED,
+    Found,
+    Globals,
+    KnownCode,
+    ModuleOfPart,
+    Nominee,
+    PartCall,
+    Variants,
+    grouped,
+    names_in_code,
+    of_class,
+)
+from tilegym_db.models.probe import ROWS, Probe, device_of, drawn_inputs
+from tilegym_db.models.upstream_code import undecorated
+from tilegym_db.records import Definition
+
+AFTER = ("rope",)
+"""A forward calls its rotary function first."""
+REGISTRY = "ALL_ATTENTION_FUNCTIONS"
+SDPA, EAGER = "sdpa", "eager"
+EAGER_FUNCTION = "eager_attention_forward"
+SIZES = {"B": 2, "Hq": 4, "Hkv": 2, "S": ROWS, "L": ROWS}
+SCALE = 0.3
+"""Of the probe: the last positions of a few, with two query heads to a key head."""
+
+MASKED = "it has a mask: padding, a window within the sequence, a static cache, or a prompt in chunks"
+DROPOUT = "it drops weights at random"
+WEIGHTS = "attention weights are asked for"
+NOT_CAUSAL = "its positions may see later ones"
+FEWER_KEYS = "it has fewer keys than queries"
+NO_HEADS = "it is not given as batch, heads, positions and head size"
+OTHER_HEADS = "its query heads are not the multiple of its key heads that the module states"
+OTHER_VALUES = "its values are not as many as its keys"
+SCALE_IS_NO_NUMBER = "its scale is no number"
+OTHER_MATHS = ("position_bias", "softcap", "s_aux", "cache")
+"""Arguments that stock code takes from whoever calls the model, and that no Definition knows."""
+
+_is_compiling = torch.compiler.is_compiling
+Function = Callable[..., Any]
+Module = torch.nn.Module
+
+
+def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[Found]:
+    """Modules whose forward asks the registry of attention functions, once for each Definition of some of its calls."""
+    return attention_modules("attention", model, known, lambda forward: not has_sinks(forward))
+
+
+def attention_modules(part: str, model: Module, known: KnownCode, is_of_part: Callable[[Any], bool]) -> Iterable[Found]:
+    """Modules whose forward asks the registry and is one of the part, once for each Definition of the part, steps last."""
+    asks = of_class(lambda cls: REGISTRY in names_in_code(cls.forward) and is_of_part(cls.forward))
+    definitions = sorted(known.definitions(part), key=lambda definition: (is_decode(definition), definition.name))
+    return grouped(
+        part,
+        [
+            ModuleOfPart(module, definition.name, detail=next((one.device for one in module.parameters()), None))
+            for module in model.modules()
+            if asks(module)
+            for definition in definitions
+        ],
+    )
+
+
+def has_sinks(forward: Any) -> bool:
+    """Whether the eager function that an attention forward names reads sinks: such a model has no other attention."""
+    return "sinks" in names_in_code(eager_function(undecorated(forward)))
+
+
+def eager_function(forward: Any) -> Any:
+    """The eager attention function that an attention forward names; None where it names none."""
+    if EAGER_FUNCTION not in names_in_code(forward):
+        return None
+    return getattr(forward, "__globals__", {}).get(EAGER_FUNCTION)
+
+
+def is_decode(definition: Definition) -> bool:
+    """Whether a Definition is of single positions: its queries [B, Hq, 1, D] say so."""
+    return (next(iter(definition.inputs.values())).shape or ())[-2:-1] == (1,)
+
+
+def variants(found: Found, known: KnownCode) -> Variants | str:
+    """By the source of the function that the forward's registry has for ``sdpa``."""
+    forward: Any = undecorated(found.module_class.forward)
+    if hasattr(forward, "__wrapped__"):
+        return WRAPPED
+    return nominated(found, known, sdpa_function(forward), "the sdpa attention in its registry")
+
+
+def nominated(found: Found, known: KnownCode, function: Any, what: str) -> Variants | str:
+    """Whether a function, named ``what``, is known to compute the Definition that the site was found for."""
+    nominees = known.look_up(found.kind, function, getattr(function, "__globals__", {}), what, {})
+    if isinstance(nominees, str):
+        return nominees
+    this = [nominee for nominee in nominees if nominee.definition.name == found.function]
+    return Variants(this) if this else f"{what} is not known to compute {found.function}"
+
+
+def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
+    """Run the attention function on the last so many positions of a few, with two query heads to a key head."""
+    sdpa = sdpa_function(undecorated(type(module).forward))
+    inputs: dict[str, Any] = {**drawn_inputs(nominee.definition, SIZES, device_of(module))}
+    scalars = {name: SCALE for name, spec in nominee.definition.inputs.items() if spec.is_scalar}
+    asking = types.SimpleNamespace(num_key_value_groups=2, is_causal=True, training=False)
+    with torch.no_grad():
+        out, _ = sdpa(asking, *inputs.values(), None, dropout=0.0, scaling=SCALE)
+    return {**inputs, **scalars}, (out.transpose(1, 2),)
+
+
+def forward(stock: Any, calls: Sequence[PartCall]) -> Globals:
+    """The registry of attention functions that an attention forward is to see instead of its own."""
+    return seen_registry(stock, calls, SDPA, sdpa_function(undecorated(stock)), attention_function)
+
+
+def seen_registry(
+    stock: Any,
+    calls: Sequence[PartCall],
+    name: str,
+    function: Function,
+    serving: Callable[[Function, CallSite | None, CallSite | None], Function],
+) -> Globals:
+    """A registry with ``serving(function, prefill, decode)`` in the place of a function, which a config calls by ``name``."""
+    sites = {is_decode(_definition(found)): site for found, site in calls}
+    served = serving(function, sites.get(False), sites.get(True))
+    registry = undecorated(stock).__globals__[REGISTRY]
+    interfaces = Interfaces(registry, name, function, served, next(iter(sites.values())).bypass)
+    # What trains is whole sequences.
+    return Globals({REGISTRY: interfaces}, {}, [site for is_step, site in sites.items() if not is_step])
+
+
+def _definition(found: Found) -> Definition:
+    assert found.nominee is not None, "only what is confirmed is patched"
+    return found.nominee.definition
+
+
+def sdpa_function(forward: Any) -> Any:
+    """The function that an attention forward finds for ``sdpa`` in the registry it names; None where there is none."""
+    registry = forward.__globals__.get(REGISTRY)
+    if not hasattr(registry, "get_interface") or "get_interface" not in forward.__code__.co_names:
+        return None
+    return registry.get(SDPA)
+
+
+class Interfaces:
+    """What a patched forward sees as the registry: the same functions, and ``served`` in the place of ``stock``.
+
+    While code is compiled, and for every other attention than the one that was probed, it is the registry.
+    """
+
+    def __init__(
+        self, registry: Any, name: str, stock: Function, served: Function, bypass: Callable[[str], None]
+    ) -> None:
+        """Wrap a registry.
+
+        Args:
+            registry: the one that the forward names.
+            name: what a config calls the function.
+            stock: the function that was probed.
+            served: stands in for it.
+            bypass: is told why another function runs.
+        """
+        self._registry = registry
+        self._name = name
+        self._stock = stock
+        self._served = served
+        self._bypass = bypass
+
+    def get_interface(self, attn_implementation: str, default: Function) -> Function:
+        """As the registry's."""
+        found: Function = self._registry.get_interface(attn_implementation, default)
+        if _is_compiling():
+            return found
+        if found is self._stock:
+            return self._served
+        self._bypass(
+            f"the model's attention is {attn_implementation!r}; only {self._name!r} is known to compute a definition"
+        )
+        return found
+
+    def __getitem__(self, name: str) -> Function:
+        """As the registry's: a function that is looked up in another way is left alone."""
+        function: Function = self._registry[name]
+        return function
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the registry's."""
+        return getattr(self._registry, name)
+
+
+def attention_function(stock: Function, prefill: CallSite | None, decode: CallSite | None) -> Function:
+    """``sdpa_attention_forward`` for query [B, Hq, Sq, D], key and value [B, Hkv, Skv, D] -> ([B, Sq, Hq, D], None).
+
+    Args:
+        stock: the function itself.
+        prefill: serves whole prompts; None leaves them to stock.
+        decode: serves single positions, likewise.
+    """
+
+    def serve(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Any) -> Any:
+        is_one = query.dim() == 4 and query.shape[2] == 1
+        site = decode if is_one else prefill
+        if site is None or site.must_run_stock(module.training, query, key, value):
+            return None
+        reason = why_stock(module, query, key, options) if value.shape[:3] == key.shape[:3] else OTHER_VALUES
+        if reason:
+            site.bypass(reason)
+            return None
+        if not is_one and key.shape[2] > query.shape[2]:
+            # A static cache with nothing in it yet: causal from its start, so that stock cuts the rest off as well.
+            key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+        scaling = options.get("scaling")
+        return answer(site, query, key, value, 1.0 / math.sqrt(query.shape[3]) if scaling is None else scaling)
+
+    return served_or_stock(stock, serve)
+
+
+def answer(site: CallSite, *inputs: Any) -> torch.Tensor | None:
+    """What a kernel gives, as a model goes on with it: [B, Sq, Hq, D]; None where none serves."""
+    out = site.serve(*inputs)
+    if out is None:
+        site.unserved()
+        return None
+    laid_out: torch.Tensor = out.transpose(1, 2).contiguous()
+    return laid_out
+
+
+def served_or_stock(stock: Function, serve: Function) -> Function:
+    """An attention function: ``serve(module, query, key, value, options)`` without weights, or ``stock`` where that is None."""
+
+    @functools.wraps(stock)
+    def attention(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        # The mask comes fourth or by its name; whoever passes more than that by position means another function.
+        if len(args) <= 1:
+            mask = {"attention_mask": args[0]} if args else {}
+            out = serve(module, query, key, value, {**mask, **kwargs})
+            if out is not None:
+                return out, None
+        return stock(module, query, key, value, *args, **kwargs)
+
+    return attention
+
+
+def why_stock(module: Any, query: torch.Tensor, key: torch.Tensor, options: Mapping[str, Any]) -> str:
+    """Why a call of ``sdpa_attention_forward`` is none that a Definition describes; empty where it is one.
+
+    Stock code ignores all options but those that are looked at here. A window or a cache shows in the mask alone: transformers
+    passes none only where every query sees all keys, or all up to its own.
+
+    Args:
+        module: the attention module: how many query heads share a key head, and whether it is causal.
+        query: [B, Hq, Sq, D].
+        key: [B, Hkv, Skv, D].
+        options: the other arguments by name, the mask among them.
+    """
+    if options.get("attention_mask") is not None:
+        return MASKED
+    if torch.is_autocast_enabled(query.device.type):
+        return AUTOCAST
+    if options.get("dropout"):
+        return DROPOUT
+    if options.get("output_attentions"):
+        return WEIGHTS
+    for name in OTHER_MATHS:
+        if options.get(name) is not None:
+            return f"it is given a {name}"
+    if type(options.get("scaling")) not in (float, type(None)):
+        return SCALE_IS_NO_NUMBER
+    if query.dim() != 4 or key.dim() != 4:
+        return NO_HEADS
+    if query.shape[1] != key.shape[1] * getattr(module, "num_key_value_groups", 1):
+        return OTHER_HEADS
+    return _why_not_causal(module, query.shape[2], key.shape[2], options.get("is_causal"))
+
+
+def _why_not_causal(module: Any, queries: int, keys: int, is_causal: Any) -> str:
+    if queries == 1:  # sees every key, whatever is said of causality
+        return ""
+    if (getattr(module, "is_causal", True) if is_causal is None else is_causal) is not True:
+        return NOT_CAUSAL
+    return FEWER_KEYS if keys < queries else ""

@@ -1,0 +1,198 @@
+"""The attention of models with sinks, which is an eager function of theirs: that function, or a kernel where its mask is plain.
+
+Such models have no ``sdpa`` attention, and every call has a mask of numbers. A kernel serves a call whose mask says nothing but
+what the Definition says already: each position sees those before it, or a window of them; the position of a step sees all keys.
+So the mask is read, once for all layers that share it, which waits for the GPU; while a graph is captured, stock code runs.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from tilegym_db.models.call_site import AUTOCAST, CallSite
+from tilegym_db.models.found import WRAPPED, Found, Globals, KnownCode, Nominee, PartCall, Variants
+from tilegym_db.models.parts.attention import (
+    EAGER,
+    MASKED,
+    NO_HEADS,
+    OTHER_HEADS,
+    OTHER_VALUES,
+    SCALE,
+    SCALE_IS_NO_NUMBER,
+    SIZES,
+    WEIGHTS,
+    answer,
+    attention_modules,
+    eager_function,
+    has_sinks,
+    is_decode,
+    nominated,
+    seen_registry,
+    served_or_stock,
+)
+from tilegym_db.models.probe import Probe, device_of, drawn_inputs
+from tilegym_db.models.upstream_code import undecorated
+
+AFTER = ("rope",)
+"""A forward calls its rotary function first."""
+WINDOW = 3
+"""Of the probe: less than its positions."""
+
+NO_MASK = "it has no mask, so that its positions see later ones"
+OTHER_LENGTHS = "it has other keys than those of its queries: a static cache, or a prompt in chunks"
+CAPTURED = "its mask cannot be read while a graph is captured"
+
+Module = torch.nn.Module
+Function = Callable[..., Any]
+
+
+def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[Found]:
+    """Modules whose forward asks the registry and has an eager function with sinks, once for each Definition of its calls."""
+    return attention_modules("attention_sink", model, known, has_sinks)
+
+
+def variants(found: Found, known: KnownCode) -> Variants | str:
+    """By the source of the eager function that the forward names."""
+    forward: Any = undecorated(found.module_class.forward)
+    if hasattr(forward, "__wrapped__"):
+        return WRAPPED
+    return nominated(found, known, eager_function(forward), "its eager attention")
+
+
+def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
+    """Run the eager function on a few positions behind a window, or on the last of them, with two query heads to a key head."""
+    eager = eager_function(undecorated(type(module).forward))
+    definition = nominee.definition
+    inputs: dict[str, Any] = {**drawn_inputs(definition, SIZES, device_of(module))}
+    q, k, v, sinks = inputs.values()
+    mask = torch.zeros_like(q[:, :1, :, :1])
+    if not is_decode(definition):
+        mask = plain_mask(q.shape[2], WINDOW, q.dtype, q.device).expand(q.shape[0], 1, -1, -1)
+        inputs["window"] = WINDOW
+    asking = types.SimpleNamespace(num_key_value_groups=2, sinks=sinks, training=False)
+    with torch.no_grad():
+        out, _ = eager(asking, q, k, v, mask, scaling=SCALE, dropout=0.0)
+    return {**inputs, "scale": SCALE}, (out.transpose(1, 2),)
+
+
+def forward(stock: Any, calls: Sequence[PartCall]) -> Globals:
+    """The registry of attention functions that an attention forward is to see instead of its own."""
+    return seen_registry(stock, calls, EAGER, eager_function(undecorated(stock)), attention_function)
+
+
+def attention_function(stock: Function, prefill: CallSite | None, decode: CallSite | None) -> Function:
+    """``eager_attention_forward`` for query [B, Hq, Sq, D], key and value [B, Hkv, Skv, D] -> ([B, Sq, Hq, D], None).
+
+    Args:
+        stock: the function itself, which returns the weights besides.
+        prefill: serves whole prompts; None leaves them to stock.
+        decode: serves single positions, likewise.
+    """
+    masks = Masks()
+
+    def serve(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Any) -> Any:
+        is_one = query.dim() == 4 and query.shape[2] == 1
+        site = decode if is_one else prefill
+        if site is None or site.must_run_stock(module.training, query, key, value, module.sinks):
+            return None
+        window = _window(query, options)
+        reason = why_stock(module, query, key, value, options) or masks.why_other(
+            options.get("attention_mask"), query, key, window
+        )
+        if reason:
+            site.bypass(reason)
+            return None
+        scalars = (options["scaling"],) if is_one else (window, options["scaling"])
+        return answer(site, query, key, value, module.sinks, *scalars)
+
+    return served_or_stock(stock, serve)
+
+
+def _window(query: torch.Tensor, options: Mapping[str, Any]) -> int:
+    """How many positions one sees: all of them where the module states no window, or one that is larger."""
+    window = options.get("sliding_window")
+    return query.shape[-2] if window is None else min(window, query.shape[-2])
+
+
+def why_stock(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Mapping[str, Any]
+) -> str:
+    """Why a call of ``eager_attention_forward`` is none that a Definition describes, whatever its mask; empty where it is one.
+
+    Args:
+        module: the attention module: how many query heads share a key head, and its sinks.
+        query: [B, Hq, Sq, D].
+        key: [B, Hkv, Skv, D].
+        value: [B, Hkv, Skv, D].
+        options: the other arguments by name.
+    """
+    if torch.is_autocast_enabled(query.device.type):
+        return AUTOCAST
+    if options.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
+        return WEIGHTS
+    if type(options.get("scaling")) is not float:
+        return SCALE_IS_NO_NUMBER
+    if query.dim() != 4 or key.dim() != 4:
+        return NO_HEADS
+    if query.shape[1] != key.shape[1] * module.num_key_value_groups:
+        return OTHER_HEADS
+    return "" if value.shape == key.shape else OTHER_VALUES
+
+
+class Masks:
+    """What the masks of a model were found to say: each is read once, for all layers that are given it."""
+
+    def __init__(self) -> None:
+        """Nothing is known yet."""
+        self._known: Any = WeakTensorKeyDictionary()
+
+    def why_other(self, mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, window: int) -> str:
+        """Why a mask says more than that one position sees all keys, or each its ``window`` last ones; empty where it does not.
+
+        Args:
+            mask: [B, 1, Sq, Skv], added to the scores.
+            query: [B, Hq, Sq, D].
+            key: [B, Hkv, Skv, D].
+            window: Sq where there is none.
+        """
+        length = query.shape[2]
+        if mask is None:  # all keys are seen
+            return "" if length == 1 else NO_MASK
+        if length not in (1, key.shape[2]):
+            return OTHER_LENGTHS
+        if mask.shape != (query.shape[0], 1, length, key.shape[2]) or mask.dtype != query.dtype:
+            return MASKED
+        if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+            return CAPTURED
+        return "" if self._is_plain(mask, window) else MASKED
+
+    def _is_plain(self, mask: torch.Tensor, window: int) -> bool:
+        if mask.is_inference():  # such a tensor does not count the times that it was written to
+            return is_plain(mask, window)
+        version, known = self._known.get(mask, (None, {}))
+        if version != mask._version:
+            known = {}
+            self._known[mask] = mask._version, known
+        if window not in known:
+            known[window] = is_plain(mask, window)
+        return bool(known[window])
+
+
+def is_plain(mask: torch.Tensor, window: int) -> bool:
+    """Whether a mask [B, 1, S, S] is that of :func:`plain_mask`, or one [B, 1, 1, L] all zeros. Waits for a GPU."""
+    if mask.shape[2] == 1:
+        return not mask.any()
+    return torch.equal(mask, plain_mask(mask.shape[2], window, mask.dtype, mask.device).expand_as(mask))
+
+
+def plain_mask(length: int, window: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """[S, S]: 0 where a position sees another, one of the ``window`` last ones up to its own; else the dtype's least number."""
+    positions = torch.arange(length, dtype=torch.int32, device=device)
+    behind = positions[:, None] - positions
+    unseen = torch.full(behind.shape, torch.finfo(dtype).min, dtype=dtype, device=device)
+    return unseen.masked_fill_((behind >= 0) & (behind < window), 0.0)

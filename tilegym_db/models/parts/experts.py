@@ -1,0 +1,360 @@
+"""Experts of a mixture: the modules behind the one wrapper that transformers puts around every such class.
+
+The wrapper looks up at each call, in the model's config, which implementation is to run: ``eager``, which is the loop of the
+class itself, or a function of a registry. All of those that are known compute the same, which the probe makes sure of; so a
+kernel may serve whichever is set, and any other is left alone.
+
+The first three inputs of a Definition are what a module is called with: hidden states [M, H], ids and weights [M, K]. Every other
+input is an attribute of the module, of the same name unless ``serving.code`` says another, as is the ``activation``.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from tilegym_db.models.call_site import AUTOCAST, NOT_PLAIN, OTHER_ACTIVATION, CallSite, unpatched_class
+from tilegym_db.models.found import (
+    WRAPPED,
+    Found,
+    KnownCode,
+    ModuleOfPart,
+    Nominee,
+    OwnCode,
+    PartCall,
+    Variants,
+    grouped,
+    is_plain,
+    methods,
+    of_class,
+)
+from tilegym_db.models.parts.mlp import ACTIVATION, is_as_probed, likeness, probed_activation
+from tilegym_db.models.probe import CODES, WEIGHT_SCALES, WEIGHTS, Draw, Probe, activation, choice, device_of, single
+from tilegym_db.models.upstream_code import EAGER, implementations, of_models, way_of, wrapper_of
+from tilegym_db.records import Definition
+
+CALLED_WITH = 3
+"""Inputs of a Definition that a call gives; the others are kept by the module."""
+GATE = "_apply_gate"
+SHARDED = "its experts are spread over several GPUs"
+OWN_GATE = f"its {GATE} is replaced on the instance"
+NO_CONFIG = "it has no config that says which implementation runs"
+NOT_CALLED_SO = "it is not called with hidden states, ids and weights alone, all of them matrices"
+
+_is_compiling = torch.compiler.is_compiling
+Module = torch.nn.Module
+
+
+def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[Found]:
+    """Modules whose class has that wrapper around its forward."""
+    is_wrapped = of_class(lambda cls: wrapper_of(cls.forward) is not None)
+    return grouped(
+        "experts",
+        [
+            ModuleOfPart(module, key=id(probed_activation(module)), detail=_detail(module))
+            for module in model.modules()
+            if is_wrapped(module)
+        ],
+    )
+
+
+def _detail(module: Module) -> Any:
+    kept = [(name, type(value.data), value.dtype) for name, value in module._parameters.items() if value is not None]
+    return likeness(module), GATE in vars(module), getattr(module, "_is_expert_parallel", False), tuple(kept)
+
+
+def variants(found: Found, known: KnownCode) -> Variants | str:
+    """By the source of the loop and of what comes between the two products; the activation is for the probe to tell."""
+    wrapper = wrapper_of(found.module_class.forward)
+    if wrapper is None:
+        return WRAPPED
+    callees = {**(wrapper.eager.__globals__ if is_plain(wrapper.eager) else {}), **methods(found.module_class)}
+    nominees = known.look_up("experts", wrapper.eager, callees, "its loop over experts", {})
+    return nominees if isinstance(nominees, str) else Variants(nominees)
+
+
+def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
+    """Run every implementation with small weights; all must give the same bits."""
+    reason = _why_not(module, nominee)
+    if reason:
+        return reason
+    names = list(nominee.definition.inputs)
+    inputs = drawn_for(nominee.definition, list(_kept(nominee)), names[:CALLED_WITH], device_of(module))
+    results = {}
+    for name in implementations(type(module).forward):
+        try:
+            results[name] = _run(module, nominee, inputs, name)
+        except of_models() as error:  # anyone's code, given other sizes, or that has no kernel here
+            told = " ".join(str(error).split())
+            return f"its {name} experts cannot be probed: {type(error).__name__}: {told}"
+    first, *others = results
+    for name in others:
+        if not torch.equal(results[first], results[name]):
+            return f"probed, its {name} experts give other bits than its {first} ones"
+    kept = _kept(nominee)
+    numbers = {name: nominee.value(module, name) for name in kept if name not in inputs}
+    return {**inputs, **numbers}, (results[first],)
+
+
+def _why_not(module: Module, nominee: Nominee) -> str:
+    """Why a module cannot be served, whatever its code computes."""
+    config = getattr(module, "config", None)
+    if not hasattr(config, "_experts_implementation"):
+        return NO_CONFIG
+    if GATE in vars(module):
+        return OWN_GATE
+    if getattr(module, "_is_expert_parallel", False):
+        return SHARDED
+    for name, attribute in _kept(nominee).items():
+        if not hasattr(module, attribute):
+            return f"it has no {attribute}, which serving.code of {nominee.definition.name} names"
+        if nominee.definition.inputs[name].is_scalar:
+            reason = nominee.why_no_number(module, name)
+            if reason:
+                return reason
+            continue
+        weight = module._parameters.get(attribute)
+        if weight is None or type(weight.data) is not torch.Tensor or not weight.dtype.is_floating_point:
+            kind = type(getattr(module, attribute)).__name__ if weight is None else type(weight.data).__name__
+            dtype = "" if weight is None else f" of {weight.dtype}"
+            return f"its {attribute} is a {kind}{dtype}, not a parameter of plain floating point"
+        stated = nominee.definition.inputs[name].dtype
+        if stated not in nominee.definition.dtypes and weight.dtype != getattr(torch, stated):
+            return f"its {attribute} is a Tensor of {weight.dtype}; {nominee.definition.name} takes {stated}"
+    return ""
+
+
+def _kept(nominee: Nominee) -> dict[str, str]:
+    """Input of the Definition -> the attribute of the module that has it."""
+    return {name: nominee.attribute(name) for name in list(nominee.definition.inputs)[CALLED_WITH:]}
+
+
+def _run(module: Module, nominee: Nominee, inputs: Mapping[str, torch.Tensor], implementation: str) -> torch.Tensor:
+    """What one implementation gives with these weights; none of the module's modules is called."""
+    kept = {attribute: inputs[name] for name, attribute in _kept(nominee).items() if name in inputs}
+    twin = _twin(module, kept, num_experts=EXPERTS)
+    vars(twin)["config"] = types.SimpleNamespace(_experts_implementation=implementation)
+    name = nominee.attribute(ACTIVATION)
+    activation = getattr(module, name, None)
+    if isinstance(activation, Module):
+        vars(twin)["_modules"] = {**module._modules, name: activation.forward}  # without its hooks
+    with torch.no_grad():
+        out: torch.Tensor = type(module).forward(twin, *list(inputs.values())[:CALLED_WITH])
+    return out
+
+
+def _twin(module: Module, weights: Mapping[str, torch.Tensor], **changed: Any) -> Module:
+    """A copy of a module that shares everything but its weights."""
+    twin = copy.copy(module)
+    vars(twin).update(changed)
+    vars(twin)["_parameters"] = {**module._parameters, **weights}
+    return twin
+
+
+def own_code(found: Found) -> OwnCode:
+    """The implementation that is set, and the module's own code on the inputs of the Definition."""
+    module = found.modules[0]
+    return OwnCode(way_of(module), None if found.nominee is None else _own_call(module, found.nominee))
+
+
+def _own_call(module: Module, nominee: Nominee) -> Callable[..., Any]:
+    """That of any module of the site: weights, limits and the number of experts are those of the call."""
+    kept, cls = _kept(nominee), unpatched_class(module)
+    bare = copy.copy(module)
+    vars(bare)["_parameters"] = {}  # holds no weights: they are given
+
+    def call(*inputs: Any) -> Any:
+        weights, numbers = {}, {}
+        for (name, attribute), value in zip(kept.items(), inputs[CALLED_WITH:], strict=True):
+            if not nominee.definition.inputs[name].is_scalar:
+                weights[attribute] = value
+            elif name not in nominee.code.constants:
+                numbers[attribute] = value
+        experts = next(iter(weights.values())).shape[0]
+        return cls.forward(_twin(bare, weights, num_experts=experts, **numbers), *inputs[:CALLED_WITH])
+
+    return call
+
+
+def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
+    """The forward of experts: hidden states [M, H], ids and weights [M, K] -> [M, H]."""
+    ((found, site),) = calls
+    nominee, module, wrapper = found.nominee, found.modules[0], wrapper_of(stock)
+    assert nominee is not None, "only what is confirmed is patched"
+    assert wrapper is not None, "found by it"
+    tensors = [name for name in _kept(nominee) if not nominee.definition.inputs[name].is_scalar]
+    name = nominee.attribute(ACTIVATION)
+    activation = (name, probed_activation(module, [name])) if hasattr(module, name) else None
+    own = Own(wrapper.registry, implementations(stock), activation)
+    return experts_forward(stock, site, own, nominee, [nominee.attribute(one) for one in tensors])
+
+
+class Own(NamedTuple):
+    """What was probed of a module: implementation -> its function in the registry, and its activation by name."""
+
+    registry: Any
+    implementations: Mapping[str, Any]
+    activation: tuple[str, Any] | None
+
+    def why_other(self, module: Any) -> str:
+        """Why a module does not compute what was probed any more; empty where it does."""
+        implementation = module.config._experts_implementation
+        known = self.implementations
+        if implementation not in known or self.registry.get(implementation) is not known[implementation]:
+            return (
+                f"the model's experts are {implementation!r}; only {', '.join(known)} are known to compute a definition"
+            )
+        if GATE in module.__dict__:
+            return OWN_GATE
+        if self.activation is not None and not is_as_probed(getattr(module, self.activation[0]), self.activation[1]):
+            return OTHER_ACTIVATION
+        return ""
+
+
+def experts_forward(
+    stock: Callable[..., Any], site: CallSite, own: Own, nominee: Nominee, weights: Sequence[str]
+) -> Callable[..., Any]:
+    """As :func:`forward`.
+
+    Args:
+        stock: the forward of the class, wrapper and all.
+        site: the call site.
+        own: what was probed.
+        nominee: says where a module keeps the inputs that no call gives.
+        weights: the attributes of those that are tensors.
+    """
+    attributes, definition = _kept(nominee), nominee.definition
+    names = tuple(attributes)
+    places = [names.index(name) for name, attribute in attributes.items() if attribute in weights]
+    # Codes and their scales, to which the model's code gives no gradient either.
+    frozen = [place for place in places if definition.inputs[names[place]].dtype not in definition.dtypes]
+
+    def serve(self: Any, given: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        kept = [nominee.value(self, name) for name in names]
+        for place in frozen if torch.is_grad_enabled() else ():
+            kept[place] = kept[place].detach()
+        parameters = [kept[place] for place in places]  # each asked for once: one that is parametrized is made anew
+        if _is_compiling():
+            return traced(self, given, kept, parameters)
+        site.own_way(self.config._experts_implementation)
+        if site.must_run_stock(self.training, *given, *parameters):
+            return None
+        reason = why_stock(given, parameters) or own.why_other(self)
+        if reason:
+            site.bypass(reason)
+            return None
+        return site.ask(self.training, *given, *kept)  # type: ignore[no-any-return]
+
+    def traced(self: Any, given: Sequence[torch.Tensor], kept: list[Any], parameters: list[Any]) -> torch.Tensor | None:
+        if self.config._experts_implementation == EAGER:
+            return None  # a loop over what a router chose: nothing that a compiler could put in place of a kernel
+        operator = site.traced(self.training, given[0], *(kept[place] for place in places if place not in frozen))
+        wants_gradient = torch.is_grad_enabled() and given[-1].requires_grad
+        if operator is None or wants_gradient or why_stock(given, parameters) or own.why_other(self):
+            return None
+        return operator.call(*given, *kept, operator.name)  # type: ignore[no-any-return]
+
+    @functools.wraps(stock)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Models call experts by position. What the parameters are named differs, so that a call by keyword is for stock.
+        out = serve(self, args) if len(args) == CALLED_WITH and not kwargs else None
+        return stock(self, *args, **kwargs) if out is None else out
+
+    return forward
+
+
+def why_stock(given: Sequence[Any], weights: Sequence[Any]) -> str:
+    """Why a call is none that a kernel may be asked for; empty where it is one.
+
+    Args:
+        given: what the module was called with.
+        weights: what it keeps; others than plain tensors are quantised, or spread over several GPUs.
+    """
+    if any([type(value) is not torch.Tensor or value.dim() != 2 for value in given]):
+        return NOT_CALLED_SO
+    if any([type(weight) not in (torch.Tensor, torch.nn.Parameter) for weight in weights]):
+        return NOT_PLAIN
+    return AUTOCAST if not given[0].is_meta and torch.is_autocast_enabled(given[0].device.type) else ""
+
+
+# ---- drawn experts --------------------------------------------------------------------------------
+# Random inputs for probing the experts of a mixture: no order of adding changes a bit of what is computed of them.
+
+EXPERTS = 4
+SIZES = {"M": 6, "K": 2, "E": EXPERTS, "H": 16, "I": 8}
+"""Two choices, since the loop over experts rounds after each of them and the others after all."""
+SPREAD = 4.0
+"""Of the hidden states: so wide that a clamp of gates would show."""
+BLOCKS = 2
+"""Of FP8 codes: of scales each way."""
+FIRST_SCALE = 2.0**-8
+"""Of codes of the first product, which makes gates as wide."""
+LAST_SCALES = (0.25, 0.5, 1.0, 2.0)
+"""Powers of two: what the second product is given has scales of many bits, which these must not round."""
+
+
+def drawn_for(
+    definition: Definition, kept: Sequence[str], called_with: Sequence[str], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Every tensor of a Definition of experts, by name.
+
+    Args:
+        definition: its inputs are as the part says.
+        kept: the inputs that a module keeps.
+        called_with: hidden states, ids and weights.
+        device: where the tensors lie.
+    """
+    draw, sizes = Draw(device), {**dict.fromkeys(definition.axes, SIZES["H"]), **SIZES}
+    x, ids, weights = called_with
+    blocks = [axis.value for axis in definition.axes.values() if axis.value is not None]
+    has_codes = any(_is_code(definition, name) for name in kept)
+    if has_codes:
+        sizes.update({name: axis.value for name, axis in definition.axes.items() if axis.value is not None})
+        sizes.update(dict.fromkeys(("H", "I"), BLOCKS * max(blocks)))
+        states = activation(draw, sizes["M"], sizes["H"], max(blocks))
+    else:
+        states = SPREAD * draw(sizes["M"], sizes["H"])
+    inputs = {
+        x: states,
+        ids: draw(sizes["M"], sizes["E"]).float().argsort(dim=-1)[:, : sizes["K"]].contiguous(),
+        weights: draw(sizes["M"], sizes["K"]),
+    }
+    tensors = [name for name in kept if not definition.inputs[name].is_scalar]
+    return {**inputs, **(_codes if has_codes else _matrices)(definition, tensors, sizes, draw)}
+
+
+def _is_code(definition: Definition, name: str) -> bool:
+    return definition.inputs[name].dtype == str(CODES).removeprefix("torch.")
+
+
+def _matrices(
+    definition: Definition, names: Sequence[str], sizes: Mapping[str, int], draw: Draw
+) -> dict[str, torch.Tensor]:
+    """Weights whose every sum is of two terms, so that its rounding depends on no order of adding."""
+    found = {}
+    for name in names:
+        shape = definition.shape_of(name, sizes)
+        matrices = [draw.mixing(*shape[1:]) for _ in range(shape[0])] if len(shape) == 3 else []
+        found[name] = torch.stack(matrices) if matrices else draw(*shape)
+    return found
+
+
+def _codes(
+    definition: Definition, names: Sequence[str], sizes: Mapping[str, int], draw: Draw
+) -> dict[str, torch.Tensor]:
+    """Codes with scales, of which each output takes one."""
+    found, is_first = {}, True
+    for name in names:
+        shape = definition.shape_of(name, sizes)
+        if _is_code(definition, name):
+            matrices = [single(draw, *shape[1:]) for _ in range(shape[0])]
+            found[name] = (torch.stack(matrices) * choice(draw, WEIGHTS, *shape)).to(CODES)
+            scales, is_first = ([FIRST_SCALE * value for value in WEIGHT_SCALES] if is_first else LAST_SCALES), False
+        else:
+            found[name] = choice(draw, scales, *shape).float()
+    return found

@@ -1,0 +1,240 @@
+"""What a layer does after a sub-layer of hyper-connections, as one call: an expression of its forward is rewritten.
+
+The expression is known by a fingerprint of its own: that of a function whose parameters are the local variables in it, ``x0``,
+``x1``, ... in order of appearance. ``serving.code`` says which of them is which input, and which one holds the ``dtype`` that
+everything is computed in. Every input and output of a Definition begins with the tokens [M, ...].
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+
+from tilegym_db.models.call_site import AUTOCAST, NOT_ROWS, CallSite, shadow_function
+from tilegym_db.models.found import Found, KnownCode, ModuleOfPart, Nominee, PartCall, Variants, grouped, of_class
+from tilegym_db.models.parts.add_norm import layer_forward
+from tilegym_db.models.probe import ROWS, SIZE, Draw, Probe, device_of
+from tilegym_db.models.rewrite import parsed, plain_forward, recompiled
+from tilegym_db.models.upstream_code import (
+    decorated_alike,
+    once_per_function,
+    source_fingerprint,
+    without_checkpointing,
+)
+from tilegym_db.records import Definition
+
+AFTER = ("hyper_connection",)
+"""A layer is found by the hyper-connections that were found in it."""
+KIND = "hyper_post"
+DTYPE = "dtype"
+POST = "_tilegym_db_post"
+"""What the rewritten forward calls: ``POST(self, x0, x1, ...)``, with the local variables of the expression."""
+OTHER_DTYPE = "its layer computes in another dtype than what it is given has"
+FEWEST_LOCALS = 4
+"""In the step: the output of a sub-layer, the streams, and two coefficients, or one and a dtype."""
+STREAMS = 4
+"""In a probe."""
+
+Module = torch.nn.Module
+
+
+class LayerStep(NamedTuple):
+    """An expression of local variables: the source of a function of them, and their own names in order."""
+
+    source: str
+    variables: tuple[str, ...]
+
+
+def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[Found]:
+    """The layers that call hyper-connections."""
+    adds = of_class(_adds)
+    connections = {id(module) for group in others if group.kind in AFTER for module in group.modules}
+    return grouped(
+        KIND,
+        [
+            ModuleOfPart(module, detail=device_of(module))
+            for module in model.modules()
+            if any(id(child) in connections for child in module._modules.values()) and adds(module)
+        ],
+    )
+
+
+def _adds(cls: type[Module]) -> bool:
+    forward = plain_forward(cls)
+    return forward is not None and bool(steps(forward))
+
+
+def variants(found: Found, known: KnownCode) -> Variants | str:
+    """By the expressions in the source of the forward, of which one is enough."""
+    forward = plain_forward(found.module_class)
+    assert forward is not None, "found by its source"
+    marks = [source_fingerprint(step.source) for step in steps(forward)]
+    nominees = [
+        Nominee(definition, code)
+        for definition in known.definitions(KIND)
+        if definition.serving is not None
+        for code in definition.serving.code
+        if code.fingerprint in marks
+    ]
+    told = ", ".join(dict.fromkeys(str(mark) for mark in marks))
+    return Variants(nominees) if nominees else f"no sum in its forward is a variant that is known (fingerprint {told})"
+
+
+@once_per_function
+def steps(forward: FunctionType) -> tuple[LayerStep, ...]:
+    """The sums of local variables alone that a forward assigns or returns."""
+    function = parsed(forward)
+    if function is None:
+        return ()
+    return tuple(step for _, step in _sums(function, frozenset(forward.__code__.co_varnames)))
+
+
+def _sums(function: ast.FunctionDef, names: frozenset[str]) -> Iterator[tuple[Any, LayerStep]]:
+    """(a statement whose value it is, the step)."""
+    owner = function.args.args[0].arg
+    for statement in ast.walk(function):
+        if not isinstance(statement, ast.Assign | ast.Return) or statement.value is None:
+            continue
+        if not any(isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) for node in ast.walk(statement.value)):
+            continue
+        step = _step(statement.value, names)
+        if len(step.variables) >= FEWEST_LOCALS and owner not in step.variables:
+            yield statement, step
+
+
+def _step(value: ast.expr, names: frozenset[str]) -> LayerStep:
+    renamed = _Renamed(names)
+    renamed.visit(value)
+    text = ast.unparse(renamed.visit(ast.parse(ast.unparse(value), mode="eval").body))
+    return LayerStep(f"def step({', '.join(renamed.new.values())}):\n    return {text}\n", tuple(renamed.new))
+
+
+class _Renamed(ast.NodeTransformer):
+    """Local variables as x0, x1, ... in the order in which they appear."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
+        self.new: dict[str, str] = {}
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        if node.id not in self._names:
+            return node
+        return ast.Name(self.new.setdefault(node.id, f"x{len(self.new)}"), ctx=node.ctx)
+
+
+def own_step(forward: FunctionType, nominee: Nominee) -> tuple[Callable[..., Any], LayerStep]:
+    """The model's own code of the step, as a function of its variables."""
+    step = next(step for step in steps(forward) if source_fingerprint(step.source) == nominee.code.fingerprint)
+    scope = dict(forward.__globals__)
+    exec(compile(step.source, forward.__code__.co_filename, "exec"), scope)
+    own: Callable[..., Any] = scope["step"]
+    return own, step
+
+
+def places(nominee: Nominee) -> tuple[tuple[int, ...], int | None]:
+    """Where the inputs of the Definition are among the variables, in its order; and the dtype, where there is one."""
+    dtype = nominee.code.attributes.get(DTYPE)
+    inputs = tuple(int(nominee.attribute(name).removeprefix("x")) for name in nominee.definition.inputs)
+    return inputs, None if dtype is None else int(dtype.removeprefix("x"))
+
+
+def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
+    """Run the expression on random rows, with one leading axis more than the Definition has."""
+    forward = plain_forward(found.module_class)
+    assert forward is not None, "found by its source"
+    own, step = own_step(forward, nominee)
+    definition, draw = nominee.definition, Draw(device_of(module))
+    order, dtype = places(nominee)
+    inputs = {
+        name: draw(*definition.shape_of(name, _axes(definition))).to(_fixed(definition, name))
+        for name in definition.inputs
+    }
+    values: list[Any] = [torch.bfloat16] * len(step.variables)
+    for place, value in zip(order, inputs.values(), strict=True):
+        values[place] = value.unsqueeze(0)
+    assert dtype is None or dtype not in order, "serving.code has one variable twice"
+    with torch.no_grad():
+        return dict(inputs), (own(*values).squeeze(0),)
+
+
+def _axes(definition: Definition) -> dict[str, int]:
+    rows = next(iter(definition.inputs.values())).shape or ()
+    sizes = {rows[0]: ROWS, rows[-1]: SIZE}
+    return {name: axis.value or sizes.get(name, STREAMS) for name, axis in definition.axes.items()}
+
+
+def _fixed(definition: Definition, name: str) -> torch.dtype:
+    """The dtype that an input always has, or bf16."""
+    dtype = definition.inputs[name].dtype
+    found: torch.dtype = torch.bfloat16 if dtype in definition.dtypes else getattr(torch, dtype)
+    return found
+
+
+def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
+    """The forward of a layer: the same code with the step as one call, or ``stock`` itself."""
+    ((found, site),) = calls
+    plain, nominee = plain_forward(found.module_class), found.nominee
+    assert plain is not None, "found by its source"
+    assert nominee is not None, "only what is confirmed is patched"
+    own, _ = own_step(plain, nominee)
+    rewrote, forget = shadow_function(rewritten(plain, nominee), {POST: post_function(site, nominee, own)})
+    site.shadows.append(forget)
+    return layer_forward(stock, decorated_alike(without_checkpointing(stock), rewrote), site)
+
+
+def rewritten(forward: FunctionType, nominee: Nominee) -> FunctionType:
+    """The same function with each such expression as a call of :data:`POST`; its globals are those of ``forward``."""
+    function = parsed(forward)
+    assert function is not None, "found by its source"
+    for statement, step in _sums(function, frozenset(forward.__code__.co_varnames)):
+        if source_fingerprint(step.source) == nominee.code.fingerprint:
+            called = f"{POST}({', '.join((function.args.args[0].arg, *step.variables))})"
+            call = ast.parse(called, mode="eval").body
+            for node in ast.walk(call):
+                ast.copy_location(node, statement.value)
+            statement.value = call
+    return recompiled(forward, function)
+
+
+def post_function(site: CallSite, nominee: Nominee, own: Callable[..., Any]) -> Callable[..., Any]:
+    """``post(layer, *variables)``: what ``own(*variables)`` gives, by a kernel where one serves the call."""
+    order, dtype = places(nominee)
+    ranks = tuple(len(spec.shape or ()) for spec in nominee.definition.inputs.values())
+
+    def served(layer: Any, values: Sequence[Any]) -> torch.Tensor | None:
+        tensors = [values[place] for place in order]
+        first = tensors[0]
+        if site.must_run_stock(layer.training, *tensors):
+            return None
+        if torch.is_autocast_enabled(first.device.type):
+            site.bypass(AUTOCAST)
+            return None
+        if dtype is not None and values[dtype] != first.dtype:
+            site.bypass(OTHER_DTYPE)
+            return None
+        leading = first.shape[: first.dim() - ranks[0] + 1]
+        flat = [tokens_first(value, leading, rank) for value, rank in zip(tensors, ranks, strict=True)]
+        if any(value is None for value in flat):
+            site.bypass(NOT_ROWS)
+            return None
+        out = site.ask(layer.training, *flat)
+        return None if out is None else out.view(*leading, *out.shape[1:])
+
+    def post(layer: Any, *values: Any) -> Any:
+        out = served(layer, values)
+        return own(*values) if out is None else out
+
+    return post
+
+
+def tokens_first(value: Any, leading: Sequence[int], rank: int) -> torch.Tensor | None:
+    """A tensor [*leading, ...] as a view [M, ...] of so many dimensions; None where it is no such tensor, or no view will do."""
+    if not isinstance(value, torch.Tensor) or value.dim() != len(leading) + rank - 1:
+        return None
+    if tuple(value.shape[: len(leading)]) != tuple(leading) or not value.is_contiguous() or value.numel() == 0:
+        return None
+    return value.view(-1, *value.shape[len(leading) :])

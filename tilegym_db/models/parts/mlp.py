@@ -1,0 +1,226 @@
+"""Gated MLPs: the projections stay, what happens between them and the last one becomes one call.
+
+The inputs of a Definition are what the projections give, [M, I] each or packed in one, and ``serving.code`` says which attribute
+gives which: ``{"a": "gate_proj", "b": "up_proj", "output": "down_proj", "activation": "act_fn"}``. The activation is there where
+the module keeps one; which of them it is, the probe tells.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from tilegym_db.models.call_site import NOT_ROWS, OTHER_ACTIVATION, CallSite, are_rows, has_hooks, rows
+from tilegym_db.models.found import (
+    WRAPPED,
+    Found,
+    KnownCode,
+    ModuleOfPart,
+    Nominee,
+    PartCall,
+    Variants,
+    grouped,
+    methods,
+    of_class,
+)
+from tilegym_db.models.probe import ROWS, Probe, device_of, drawn_inputs, stock_function
+
+AFTER = ("experts",)
+"""Experts keep a ``down_proj`` too."""
+OUTPUT, ACTIVATION = "output", "activation"
+ACTIVATIONS = ("act_fn", "activation_fn")
+
+_is_compiling = torch.compiler.is_compiling
+Module = torch.nn.Module
+
+
+def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[Found]:
+    """Modules with a ``down_proj`` that are no experts behind transformers' wrapper, or whose code is stated."""
+    is_stated = of_class(lambda cls: known.is_stated("mlp", cls.forward))
+    experts = {id(module) for group in others if group.kind == "experts" for module in group.modules}
+    return grouped(
+        "mlp",
+        [
+            ModuleOfPart(module, key=id(probed_activation(module)), detail=likeness(module))
+            for module in model.modules()
+            if id(module) not in experts
+            and ("down_proj" in module._modules or "down_proj" in module._parameters or is_stated(module))
+        ],
+    )
+
+
+def probed_activation(module: Module, names: Sequence[str] = ACTIVATIONS) -> Any:
+    """What the activation of a gated MLP is known by: the class of a module, or the function itself."""
+    activation: Any = next((getattr(module, name) for name in names if hasattr(module, name)), None)
+    return type(activation) if isinstance(activation, Module) else activation
+
+
+def likeness(module: Module) -> Hashable:
+    """What modules share that one of them speaks for: settings, and an activation without weights and with the same settings."""
+    activation: Any = next((getattr(module, name) for name in ACTIVATIONS if hasattr(module, name)), None)
+    alike: Hashable = id(activation)
+    if isinstance(activation, Module) and not (activation._modules or activation._parameters or activation._buffers):
+        alike = (type(activation), _settings(activation))
+    return alike, _settings(module), device_of(module)
+
+
+def _settings(module: Module) -> Hashable:
+    """Public attributes of an instance; what is no plain value is told by its identity."""
+    own = [(name, value) for name, value in vars(module).items() if not name.startswith("_") and name != "training"]
+    plain = (bool, int, float, str, type(None))
+    return tuple(
+        (name, value if isinstance(value, plain) else id(value))
+        for name, value in sorted(own, key=lambda item: item[0])
+    )
+
+
+def variants(found: Found, known: KnownCode) -> Variants | str:
+    """By the source of the forward; the activation is for the probe to tell."""
+    cls = found.module_class
+    if hasattr(cls.forward, "__wrapped__"):
+        return WRAPPED
+    nominees = known.look_up("mlp", cls.forward, methods(cls), "its mlp forward", {})
+    if isinstance(nominees, str):
+        return nominees
+    for nominee in nominees:
+        if stock_function(nominee.definition, known.catalog) is None:
+            return f"{nominee.definition.name} has no stock solution that returns its outputs, for calls that no kernel serves"
+    return Variants(nominees)
+
+
+def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
+    """Run the module's code between random projections and a last one that gives back what it is given."""
+    definition = nominee.definition
+    projections = [nominee.attribute(name) for name in definition.inputs]
+    missing = [name for name in (*projections, nominee.attribute(OUTPUT)) if not hasattr(module, name)]
+    if missing:
+        return f"it has no {missing[0]}, which serving.code of {definition.name} names"
+    inputs = drawn_inputs(definition, {"M": ROWS}, device_of(module))
+    with torch.no_grad():
+        return dict(inputs), (_between(module, nominee, inputs),)
+
+
+def _between(module: Module, nominee: Nominee, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What the last projection of a module is given where the others give these; none of its modules is called."""
+    twin = copy.copy(module)
+    given: dict[str, Any] = {nominee.attribute(name): _giving(value) for name, value in inputs.items()}
+    given[nominee.attribute(OUTPUT)] = lambda value: value
+    activation = getattr(module, nominee.attribute(ACTIVATION), None)
+    if isinstance(activation, Module):
+        given[nominee.attribute(ACTIVATION)] = activation.forward  # without its hooks
+    vars(twin)["_modules"] = {**module._modules, **given}
+    out: torch.Tensor = type(module).forward(twin, next(iter(inputs.values())))
+    return out
+
+
+def _giving(value: torch.Tensor) -> Callable[..., torch.Tensor]:
+    return lambda _: value
+
+
+def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
+    """The forward of a gated MLP: x [..., H] -> [..., H]."""
+    ((found, site),) = calls
+    nominee, module = found.nominee, found.modules[0]
+    assert nominee is not None, "only what is confirmed is patched"
+    names = [nominee.attribute(name) for name in nominee.definition.inputs]
+    kept = nominee.attribute(ACTIVATION) if hasattr(module, nominee.attribute(ACTIVATION)) else None
+    probed = None if kept is None else probed_activation(module, [kept])
+    inputs = drawn_inputs(nominee.definition, {"M": ROWS}, device_of(module))
+    with torch.no_grad():
+        is_product = kept is not None and _is_product(
+            module, kept, list(inputs.values()), _between(module, nominee, inputs)
+        )
+    return mlp_forward(stock, site, names, nominee.attribute(OUTPUT), kept, probed, is_product=is_product)
+
+
+def _is_product(module: Module, activation: str, given: Sequence[torch.Tensor], found: torch.Tensor) -> bool:
+    """Whether what the code does is ``activation(gate) * up``."""
+    gate, up = given if len(given) == 2 else given[0].chunk(2, dim=-1)
+    function = getattr(module, activation)
+    function = function.forward if isinstance(function, Module) else function
+    return len(given) <= 2 and torch.equal(function(gate) * up, found)
+
+
+def mlp_forward(
+    stock: Callable[..., Any],
+    site: CallSite,
+    projections: Sequence[str],
+    output: str,
+    activation: str | None,
+    probed: Any,
+    *,
+    is_product: bool,
+) -> Callable[..., Any]:
+    """As :func:`forward`.
+
+    Args:
+        stock: the forward of the class.
+        site: the call site.
+        projections: attributes that give the inputs of the Definition, in order.
+        output: the attribute of the last projection.
+        activation: where the module keeps its activation; None where the code has it in itself.
+        probed: what the activation was when it was probed: the class of a module, or the function itself.
+        is_product: a call that no kernel serves is ``activation(gate) * up``; else the Definition's stock solution gives it, and
+            compiled code runs stock from the start.
+    """
+    names, product = tuple(projections), activation if is_product else None
+
+    def must_run_stock(self: Any, x: torch.Tensor) -> bool:
+        function = None if activation is None else getattr(self, activation)
+        if _is_compiling():
+            return not is_product or site.traced(self.training, x) is None or not is_as_probed(function, probed)
+        if site.must_run_stock(self.training, x):
+            return True
+        if not is_as_probed(function, probed):
+            site.bypass(OTHER_ACTIVATION)
+            return True
+        return False
+
+    @functools.wraps(stock)
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        if must_run_stock(self, x):
+            return stock(self, x)
+        given = [getattr(self, name)(x) for name in names]
+        # From here on the stock code is repeated, not called: the projections must not run twice.
+        out = _activate(site, self.training, given)
+        return getattr(self, output)(_unserved(self, site, product, given) if out is None else out)
+
+    return forward
+
+
+def _unserved(self: Any, site: CallSite, activation: str | None, given: list[torch.Tensor]) -> Any:
+    """What no kernel gives: ``activation(gate) * up`` where that is what the code does, else what the stock solution returns."""
+    if activation is None:
+        assert site.stock is not None, "without one the part is not patched"
+        return site.stock(*given)
+    gate, up = given if len(given) == 2 else given[0].chunk(2, dim=-1)
+    return getattr(self, activation)(gate) * up
+
+
+def _activate(site: CallSite, training: bool, projections: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """What is between projections [..., I] and the last one; None where stock code must do it."""
+    if _is_compiling():
+        operator = site.traced(training, *projections)
+        if operator is None or not all([are_rows(projection) for projection in projections]):
+            return None
+        traced: torch.Tensor = operator.call(*projections, operator.name)
+        return traced
+    if site.must_run_stock(training, *projections):
+        return None
+    matrices = [rows(projection) for projection in projections]
+    if any(matrix is None for matrix in matrices):
+        site.bypass(NOT_ROWS)
+        return None
+    out = site.ask(training, *matrices)
+    return None if out is None else out.view(*projections[0].shape[:-1], out.shape[-1])
+
+
+def is_as_probed(function: Any, probed: Any) -> bool:
+    """Whether an activation is what :func:`probed_activation` said of it, and calling it does no more."""
+    if not isinstance(function, Module):
+        return function is probed
+    return type(function) is probed and not has_hooks(function)

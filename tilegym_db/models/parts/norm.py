@@ -1,0 +1,164 @@
+"""Norms over the last axis: a module with a weight, called with the activation alone.
+
+The first input of a Definition is the activation [M, N]; every other input is an attribute of the module, of the same name
+unless ``serving.code`` says another.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from tilegym_db.models.call_site import NOT_ROWS, CallSite, Operator, are_rows, rows
+from tilegym_db.models.found import (
+    WRAPPED,
+    Found,
+    KnownCode,
+    ModuleOfPart,
+    Nominee,
+    PartCall,
+    Variants,
+    grouped,
+    methods,
+    names_in_code,
+    of_class,
+)
+from tilegym_db.models.probe import ROWS, Draw, Probe
+
+NORM_CALLS = (torch.rsqrt.__name__, torch.nn.functional.rms_norm.__name__)
+UNDESCRIBED = {"e6269c6dba95d139": "no definition describes a norm with a gate"}
+"""Code that is known and that no Definition describes: Qwen3-Next and Qwen3.5."""
+
+_is_compiling = torch.compiler.is_compiling
+Module = torch.nn.Module
+
+
+def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[Found]:
+    """Modules without submodules that have a vector as weight and normalise, or whose code is stated."""
+    normalises = of_class(_normalises)
+    is_stated = of_class(lambda cls: known.is_stated("norm", cls.forward))
+    modules = []
+    for module in model.modules():
+        if not module._modules and _vector(module) is not None and (normalises(module) or is_stated(module)):
+            weight: Any = _vector(module)
+            modules.append(ModuleOfPart(module, detail=(weight.shape, weight.dtype, weight.device)))
+    return grouped("norm", modules)
+
+
+def _vector(module: Module) -> torch.Tensor | None:
+    weight = module._parameters.get("weight")
+    return weight if weight is not None and weight.dim() == 1 else None
+
+
+def _normalises(cls: type[Module]) -> bool:
+    own = cls.__mro__[: cls.__mro__.index(Module)]
+    functions = [value for owner in own for value in vars(owner).values() if isinstance(value, FunctionType)]
+    return any(name in names_in_code(function) for function in functions for name in NORM_CALLS)
+
+
+def variants(found: Found, known: KnownCode) -> Variants | str:
+    """By the source of the forward. The bits must differ from those of all other norms that take the same inputs."""
+    cls = found.module_class
+    if hasattr(cls.forward, "__wrapped__"):
+        return WRAPPED
+    nominees = known.look_up("norm", cls.forward, methods(cls), "its norm forward", UNDESCRIBED)
+    if isinstance(nominees, str):
+        return nominees
+    inputs = {tuple(nominee.definition.inputs) for nominee in nominees}
+    alternatives = [definition for definition in known.definitions("norm") if tuple(definition.inputs) in inputs]
+    return Variants(nominees, alternatives)
+
+
+def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
+    """Run a norm of any size on random rows with random weights."""
+    weight: Any = module.weight
+    if type(weight.data) is not torch.Tensor or not weight.dtype.is_floating_point:
+        return f"its weight is a {type(weight.data).__name__} of {weight.dtype}, not plain floating point"
+    missing = [name for name in attributes_of(nominee) if not hasattr(module, name)]
+    if missing:
+        return f"it has no {missing[0]}, which serving.code of {nominee.definition.name} names"
+    twin, x, inputs = random_norm(module, nominee, Draw(weight.device))
+    with torch.no_grad():
+        out = type(module).forward(twin, x)
+    return {next(iter(nominee.definition.inputs)): x, **inputs}, (out,)
+
+
+def attributes_of(nominee: Nominee, activations: int = 1) -> list[str]:
+    """Where a norm keeps the inputs of its Definition that come after the activations."""
+    return [nominee.attribute(name) for name in list(nominee.definition.inputs)[activations:]]
+
+
+def random_norm(
+    module: Module, nominee: Nominee, draw: Draw, activations: int = 1
+) -> tuple[Module, torch.Tensor, dict[str, Any]]:
+    """(a copy of the norm with random weights, random rows for it, the inputs after the activations, which it keeps)."""
+    weight: Any = module.weight
+    x = draw(max(ROWS, 512 // weight.shape[0]), weight.shape[0])
+    drawn = {name: draw(*value.shape) for name, value in module._parameters.items() if value is not None}
+    twin = copy.copy(module)
+    parameters = {name: torch.nn.Parameter(value, requires_grad=False) for name, value in drawn.items()}
+    vars(twin)["_parameters"] = {**module._parameters, **parameters}
+    names = list(nominee.definition.inputs)[activations:]
+    kept = dict(zip(names, attributes_of(nominee, activations), strict=True))
+    return twin, x, {name: drawn[at] if at in drawn else getattr(module, at) for name, at in kept.items()}
+
+
+def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
+    """The forward of a norm over the last axis: x [..., N] -> [..., N]."""
+    ((found, site),) = calls
+    assert found.nominee is not None, "only what is confirmed is patched"
+    definition = found.nominee.definition
+    parameters = [
+        found.nominee.attribute(name) for name in definition.tensor_inputs if name != next(iter(definition.inputs))
+    ]
+    return norm_forward(stock, site, attributes_of(found.nominee), parameters)
+
+
+def norm_forward(
+    stock: Callable[..., Any], site: CallSite, attributes: Sequence[str], weights: Sequence[str]
+) -> Callable[..., Any]:
+    """As :func:`forward`; ``attributes`` has the inputs after x, in order, and ``weights`` those of them that are tensors."""
+    names = tuple(attributes)
+    tensors = tuple(names.index(name) for name in weights)
+
+    def serve(self: Any, x: torch.Tensor) -> torch.Tensor | None:
+        operator = None
+        kept = [getattr(self, name) for name in names]
+        given = [kept[which] for which in tensors]
+        if _is_compiling():
+            operator = site.traced(self.training, x, *given)
+            if operator is None:
+                return None
+        elif site.must_run_stock(self.training, x, *given):
+            return None
+        if x.dim() == 4 and not x.is_contiguous():
+            # Heads before tokens, in memory behind them: the rows are the same, their order does not matter.
+            heads_last = x.transpose(1, 2)
+            if heads_last.is_contiguous():
+                out = norm(self, heads_last, kept, operator)
+                return None if out is None else out.transpose(1, 2)
+        return norm(self, x, kept, operator)
+
+    def norm(self: Any, x: torch.Tensor, kept: list[Any], operator: Operator | None) -> torch.Tensor | None:
+        if operator is not None:
+            traced: torch.Tensor | None = operator.call(x, *kept, operator.name) if are_rows(x) else None
+            return traced
+        matrix = rows(x)
+        if matrix is None:
+            site.bypass(NOT_ROWS)
+            return None
+        out: torch.Tensor | None = site.ask(self.training, matrix, *kept)
+        return out if out is None or matrix is x else out.view(x.shape)
+
+    @functools.wraps(stock)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Models call norms by position. What the parameter is named differs, so that a call by keyword is for stock.
+        out = serve(self, args[0]) if len(args) == 1 and not kwargs else None
+        return stock(self, *args, **kwargs) if out is None else out
+
+    return forward

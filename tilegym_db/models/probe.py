@@ -1,0 +1,145 @@
+"""Confirms by running it which Definition a piece of a model computes: bit for bit, on random bf16 data.
+
+Always in bf16 and with random weights, whatever the model holds: in fp32, or with weights of one, variants that round at
+different places agree. What is compared with is the Definition's stock solution, the code that kernels are measured
+against, else its reference. Nothing of the model is changed, none of its hooks runs, and the global random state is untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tilegym_db.catalog import Catalog, stock_of
+from tilegym_db.errors import TilegymDBError
+from tilegym_db.records import Definition
+from tilegym_db.resolver.loader import load_verified
+from tilegym_db.verify.oracle import run_reference
+
+ROWS, SIZE = 5, 64
+SEED = 1234
+
+Probe = tuple[dict[str, Any], tuple[torch.Tensor, ...]]
+"""The inputs of a piece of a model by their names in the Definition, and what it returned for them."""
+
+
+class Draw:
+    """Random bf16 tensors on one device from a generator of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._generator = torch.Generator(device).manual_seed(SEED)
+
+    def __call__(self, *shape: int) -> torch.Tensor:
+        """The next tensor of a shape."""
+        drawn = torch.randn(shape, generator=self._generator, device=self._generator.device)
+        return drawn.to(torch.bfloat16)
+
+    def mixing(self, rows: int, columns: int) -> torch.Tensor:
+        """A matrix of -1, 0 and 1 with two entries in each row or column, whichever are more.
+
+        Products with it add two terms and a few zeros, which gives the same bits in whatever order.
+        """
+        matrix, more = torch.zeros_like(self(rows, columns)), max(rows, columns)
+        places = torch.arange(more, device=matrix.device)
+        for _ in range(2):
+            signs, row, column = self(more).sign(), *(self(size).float().argsort() for size in (rows, columns))
+            matrix[row[places % rows], column[places % columns]] = signs
+        return matrix
+
+
+def drawn_inputs(definition: Definition, sizes: Mapping[str, int], device: torch.device) -> dict[str, torch.Tensor]:
+    """Random tensors for every tensor input of a Definition; axes without a size among ``sizes`` have :data:`SIZE`."""
+    draw = Draw(device)
+    axes = {
+        name: axis.value if axis.value is not None else sizes.get(name, SIZE) for name, axis in definition.axes.items()
+    }
+    return {name: draw(*definition.shape_of(name, axes)) for name in definition.tensor_inputs}
+
+
+def matches(probe: Probe, definitions: Iterable[Definition], catalog: Catalog) -> list[str]:
+    """The names of those Definitions whose bits the probe has."""
+    inputs, returned = probe
+    return [one.name for one in definitions if _same(returned, _expected(one, inputs, catalog))]
+
+
+def device_of(module: torch.nn.Module) -> torch.device:
+    """Where a module's parameters lie, by the first of them."""
+    return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+
+
+def stock_function(definition: Definition, catalog: Catalog) -> Callable[..., Any] | None:
+    """``stock(*inputs) -> outputs`` of a Definition's stock solution; None where it has none that returns its outputs."""
+    stock = stock_of(catalog.solutions_for(definition.name))
+    if stock is None or stock.record.spec.destination_passing_style or definition.in_place:
+        return None
+    return load_verified(stock, stock.digest)
+
+
+def _expected(definition: Definition, inputs: dict[str, Any], catalog: Catalog) -> tuple[torch.Tensor, ...]:
+    """What a Definition says of the inputs, in its own order; nothing where it takes others."""
+    if set(inputs) != set(definition.inputs):
+        return ()
+    given = {name: inputs[name] for name in definition.inputs}
+    stock = stock_function(definition, catalog)
+    try:
+        if stock is None:
+            return tuple(run_reference(definition, given).values())
+        with torch.no_grad():
+            found = stock(*given.values())
+    except (TilegymDBError, RuntimeError, IndexError, TypeError):  # it takes inputs of other shapes
+        return ()
+    return found if isinstance(found, tuple) else (found,)
+
+
+def _same(returned: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> bool:
+    return len(returned) == len(expected) and all(
+        got.shape == want.shape and got.dtype == want.dtype and torch.equal(got, want)
+        for got, want in zip(returned, expected, strict=True)
+    )
+
+
+# ---- drawn codes ----------------------------------------------------------------------------------
+# Random values for probing code that casts to FP8 and multiplies codes.
+#
+# No order of adding, and no way to divide, changes a bit of what is computed of them: a kernel of the hub and PyTorch
+# operations give the same. A kernel may divide by 448 with an error of a unit in the last place, and then its scale
+# has that error. So each output is one product that bfloat16 holds exactly: with such an error it is rounded to the
+# same number.
+
+CODES = torch.float8_e4m3fn
+MANTISSA_BITS = 3
+LARGEST, SMALLEST = 448.0, 16.0
+"""Magnitudes of codes, of four bits."""
+ACTIVATION_SCALES = (0.5, 0.75, 1.0, 1.5)
+WEIGHT_SCALES = (0.5, 0.75, 1.5, 1.0)
+WEIGHTS = (1.0, 2.0, 4.0)
+"""A scale has two significant bits and a weight is a power of two, so that a product with a code of four has eight at most."""
+
+
+def activation(draw: Draw, rows: int, columns: int, width: int) -> torch.Tensor:
+    """A bf16 activation [rows, columns] whose blocks of some width have scales of few bits, and no value near a tie."""
+    shape = (rows, columns // width, width)
+    codes = (SMALLEST + (LARGEST - SMALLEST) * draw(*shape).float().abs().clamp(max=1.0)).to(CODES).float()
+    between = (
+        codes + torch.exp2(codes.log2().floor() - MANTISSA_BITS) / 4
+    )  # far from a tie, so that any cast gives the code
+    x = torch.where(codes < LARGEST, between, codes) * draw(*shape).float().sign()
+    x[..., 0] = LARGEST
+    x = x * choice(draw, ACTIVATION_SCALES, *shape[:2]).float().unsqueeze(-1)
+    return x.view(rows, columns).to(torch.bfloat16)
+
+
+def choice(draw: Draw, values: Sequence[float], *shape: int) -> torch.Tensor:
+    """One of some values everywhere, bf16."""
+    order = draw(*shape).float().flatten().argsort() % len(values)
+    return torch.tensor(values, dtype=torch.bfloat16, device=order.device)[order].view(shape)
+
+
+def single(draw: Draw, rows: int, columns: int) -> torch.Tensor:
+    """A matrix with one entry of -1 or 1 in each row."""
+    matrix = torch.zeros_like(draw(rows, columns))
+    places = draw(rows).float().argsort() % columns
+    matrix[torch.arange(rows, device=matrix.device), places] = draw(rows).sign()
+    return matrix

@@ -1,0 +1,230 @@
+"""Models from a config on disk, with random weights: nothing is downloaded, no code but that of transformers runs."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilegym_db.errors import MissingPackageError, UsageError, did_you_mean
+from tilegym_db.records.base import shown
+from tilegym_db.scaffold.model_config import check_config_sizes, typed_config
+
+DTYPES = ("bfloat16", "float16", "float32")
+SEED = 0
+VECTOR_NOISE = 0.1
+"""Standard deviation of what is added to vectors that are initialised with one value, as weights of norms are."""
+
+
+def load_config(path: Path, layers: int | None = None) -> Any:
+    """The config of a transformers model, from its JSON file or from a folder with a ``config.json``.
+
+    Args:
+        path: the file or the folder.
+        layers: keep only the first so many layers; call sites repeat from layer to layer.
+
+    Raises:
+        UsageError: there is no such file, it is no config of a known model, or it has fewer layers.
+        MissingPackageError: transformers is not installed.
+    """
+    try:
+        from transformers import CONFIG_MAPPING
+    except ImportError:
+        raise MissingPackageError(
+            "models need transformers. Try: pip install 'tilegym-db[transformers]'", code="package_absent"
+        ) from None
+    file, content = typed_config(path)
+    model_type = content["model_type"]
+    if model_type not in CONFIG_MAPPING:
+        spelled = shown(model_type)
+        what = f"model_type '{spelled}' is unknown to transformers"
+        if content.get("auto_map"):
+            what += "; its code comes with the model, and only code of transformers is run"
+        raise UsageError(
+            f"{file} is no config of a model: {what}.{did_you_mean(spelled, CONFIG_MAPPING)}", code="model_type_unknown"
+        )
+    check_config_sizes(content, file)
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        config: Any = CONFIG_MAPPING[model_type].from_dict(content)
+    except (
+        StrictDataclassError,
+        *_REFUSALS,
+    ) as error:  # what the many config classes raise for a value that they do not take
+        raise UsageError(
+            f"{file}: transformers refuses this config: {_last_line(error)}.", code="config_refused"
+        ) from None
+    if layers is not None:
+        _keep_layers(config, layers, file)
+    return config
+
+
+_REFUSALS = (
+    TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError, ImportError, RuntimeError,
+)  # fmt: skip
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1][:300].rstrip('.')}" if lines else type(error).__name__
+
+
+def _keep_layers(config: Any, layers: int, file: Path) -> None:
+    text = config.get_text_config()
+    if not 1 <= layers <= text.num_hidden_layers:
+        raise UsageError(
+            f"{file} has {text.num_hidden_layers} layers; keep 1 to so many of them, not {layers}.",
+            code="layers_out_of_range",
+        )
+    text.num_hidden_layers = layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:layers]
+
+
+def build_model(config: Any, device: str, dtype: str) -> Any:
+    """:func:`unchecked_model`, called once: a config may fit together in its layers, but not in what they compute.
+
+    Raises:
+        UsageError: there is no such model, it does not fit into the device's memory, or it cannot be called.
+    """
+    model = unchecked_model(config, device, dtype)
+    _check_runs(model, device)
+    return model
+
+
+def unchecked_model(config: Any, device: str, dtype: str) -> Any:
+    """A causal language model in eval mode with random weights, the same at every call on one kind of device.
+
+    Weights of norms are not all one, as they are in no trained model: what rounds before or after them differs only then.
+
+    Raises:
+        UsageError: the config is of a model that is no causal language model, that cannot be built, or that does not fit into
+            the device's memory.
+    """
+    from transformers import AutoModelForCausalLM
+
+    factory: Any = AutoModelForCausalLM
+    devices = [torch.device(device)] if device.startswith("cuda") else []
+    try:
+        with torch.device("meta"):  # takes no memory: says whether there can be a model, and how large it is
+            check_fits(factory.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False), device)
+    except UsageError:
+        raise
+    except _REFUSALS as error:
+        if "Unrecognized configuration class" in str(error):
+            raise UsageError(
+                f"{config.model_type} is no causal language model of transformers.", code="model_not_causal"
+            ) from None
+        raise UsageError(
+            f"transformers builds no model from this config: {_last_line(error)}.", code="model_not_built"
+        ) from None
+    with torch.random.fork_rng(devices), torch.device(device):
+        torch.manual_seed(SEED)
+        model = factory.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False).eval()
+        _widen(model, dtype)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter += VECTOR_NOISE * torch.randn_like(parameter)
+    return model
+
+
+def _widen(model: Any, dtype: str) -> None:
+    """Keep in float32 what a checkpoint of the model is loaded in whatever dtype is asked for; a config alone does not."""
+    kept = {*(model._keep_in_fp32_modules_strict or ())} if dtype != "float32" else set()
+    if dtype == "float16":
+        kept |= {*(model._keep_in_fp32_modules or ())}
+    for name, value in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if value.is_floating_point() and any(part in name for part in kept):
+            value.data = value.data.float()
+    if kept:
+        _narrow_promoting_norms(model, getattr(torch, dtype))
+
+
+def _narrow_promoting_norms(model: Any, dtype: torch.dtype) -> None:
+    """Narrow the float32 weights of norms that pass float32 on: the linear layers behind them have weights of ``dtype``.
+
+    DeepSeek-V4's norms of transformers 5.17 do so, and a checkpoint that is loaded with that release does not run in bfloat16.
+    """
+    for module in model.modules():
+        held = dict(module.named_parameters())
+        weight = held.get("weight")
+        if len(held) != 1 or weight is None or weight.dim() != 1 or weight.dtype != torch.float32:
+            continue
+        with torch.no_grad(), contextlib.suppress(*_REFUSALS):  # what takes more than a hidden state is no such norm
+            if module(torch.ones(1, len(weight), dtype=dtype, device=weight.device)).dtype == torch.float32:
+                weight.data = weight.data.to(dtype)
+
+
+def _check_runs(model: Any, device: str) -> None:
+    """Call the model with one token."""
+    try:
+        with torch.no_grad():
+            model(torch.zeros(1, 1, dtype=torch.long, device=device), use_cache=False)
+    except torch.OutOfMemoryError:
+        raise
+    except _REFUSALS as error:
+        raise UsageError(
+            f"the model of this config does not run: {_last_line(error)}.", code="model_does_not_run"
+        ) from None
+
+
+# ---- model sizes ----------------------------------------------------------------------------------
+# What does not fit into a device is refused before anything is allocated.
+
+
+def check_fits(model: torch.nn.Module, device: str) -> None:
+    """Raise :class:`UsageError` where the weights of a model on the meta device are more than a device's free memory."""
+    weights = _weights(model)
+    fix = "Keep fewer layers (--layers), or take a smaller model."
+    repeated = max(
+        (part for part in model.modules() if isinstance(part, torch.nn.ModuleList)), key=_weights, default=None
+    )
+    if weights > available_bytes(device) and repeated is not None and len(repeated) and _weights(repeated):
+        free = available_bytes(device) - (weights - _weights(repeated))
+        layers = max(0, min(len(repeated), int(free * len(repeated) // _weights(repeated))))
+        fix = f"{layers} of its {len(repeated)} layers would fit{f': --layers {layers}' if layers else ''}."
+    _check_bytes(weights, device, "the weights", fix)
+
+
+def _weights(part: torch.nn.Module) -> int:
+    """Bytes of its parameters; layers of a model are taken for equally large."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in part.parameters())
+
+
+def check_run_fits(config: Any, device: str, dtype: str, batch: int, prompt: int, new: int = 0) -> None:
+    """Raise :class:`UsageError` where not even the hidden states and the cache of a run fit into a device's free memory."""
+    text = config.get_text_config()
+    width, layers, heads = (
+        int(getattr(text, name, None) or 1) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    )
+    cached = (getattr(text, "num_key_value_heads", None) or heads) * (getattr(text, "head_dim", None) or width // heads)
+    element = getattr(torch, dtype).itemsize
+    # Token ids, hidden states of one layer; a cache of a sliding window may be smaller, so it counts once.
+    needed = batch * prompt * (8 + width * element) + batch * (prompt + new) * cached * element * (2 if layers else 0)
+    _check_bytes(needed, device, f"batch {batch}, prompt {prompt} and {new} new tokens", "Ask for fewer.")
+
+
+def _check_bytes(needed: int, device: str, what: str, fix: str) -> None:
+    free = available_bytes(device)
+    if needed > free:
+        raise UsageError(
+            f"{what} take {needed / 1e9:,.1f} GB at least, and {device} has {free / 1e9:,.1f} GB free. {fix}",
+            code="memory_short",
+        )
+
+
+def available_bytes(device: str) -> int:
+    """What is free on a device: what the driver says of a GPU, what Linux calls available of a CPU's memory."""
+    if device.startswith("cuda"):
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return 1 << 62
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0]) * 1024 if found else 1 << 62

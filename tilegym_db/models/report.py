@@ -1,0 +1,208 @@
+"""What a patched model did: one entry per call site, as data and as a table."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tilegym_db.errors import UsageError
+from tilegym_db.models.gpu_time import GpuTime
+from tilegym_db.models.proof import Proof
+from tilegym_db.models.quantise_proof import QuantisationReport
+from tilegym_db.records import axes_key
+from tilegym_db.resolver.dispatch import DispatchReport, KernelFailure
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+PROOF_COLUMNS = ("site", "definition", "stage", "call", "tried", "kernel error", "stock error", "allowed", "verdict")
+"""Errors are relative, against fp64."""
+
+
+@dataclass(frozen=True)
+class CallSiteReport:
+    """One group of modules. ``reason`` says why the site is stock as a whole; ``counts`` is None there.
+
+    ``training`` has the counts of the calls that a derivative may be asked of, forward, and those of the gradients, each under
+    its own Definition. ``bypassed`` counts by reason the calls that ran stock code without asking for a kernel: training
+    without a backward, a tracer.
+    Compiled code counts the calls that it makes to an operator of this package, as they run; stock code in it has no counters.
+    A CUDA graph counts once, when it is recorded: its replays run no Python.
+    ``proofs`` are there where the patch was made with ``verify=True``: one per kind of call that the model made.
+    ``own_code`` is what a speedup is against where the model's own code has several ways (the implementations of experts): way ->
+    eager calls that stock code ran in it, or would have run. The way that was set when the model was patched is always there.
+    """
+
+    kind: str
+    module_class: str
+    modules: int
+    definition: str
+    reason: str
+    counts: DispatchReport | None = None
+    training: tuple[DispatchReport, ...] = ()
+    bypassed: Mapping[str, int] = field(default_factory=dict)
+    proofs: tuple[Proof, ...] = ()
+    own_code: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def all_counts(self) -> tuple[DispatchReport, ...]:
+        """``counts`` and ``training``; empty where the site is stock as a whole."""
+        return () if self.counts is None else (self.counts, *self.training)
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """Every call site of a patched model, patched or not, and where its GPU time went if a call was profiled.
+
+    ``quantised`` says what became of the numbers of a model that was quantised; None for all others, which keep theirs.
+    """
+
+    sites: tuple[CallSiteReport, ...]
+    gpu_time: GpuTime | None = None
+    quantised: QuantisationReport | None = None
+
+    @property
+    def kernel_calls(self) -> int:
+        """Calls that ran a verified kernel, over all sites, those of gradients among them."""
+        return sum(self.hits().values())
+
+    def hits(self) -> dict[str, int]:
+        """Definition -> calls that ran a verified kernel. Gradients have Definitions of their own."""
+        totals: dict[str, int] = {}
+        for site in self.sites:
+            for counts in site.all_counts:
+                totals[counts.definition] = totals.get(counts.definition, 0) + counts.kernel_calls
+        return totals
+
+    @property
+    def failed_proofs(self) -> tuple[Proof, ...]:
+        """The kernels that were tried on this model and must not be used, with the reason."""
+        return tuple(proof for site in self.sites for proof in site.proofs if proof.failed)
+
+    @property
+    def failures(self) -> tuple[KernelFailure, ...]:
+        """The kernels that raised and are in quarantine since."""
+        return tuple(failure for site in self.sites for counts in site.all_counts for failure in counts.failures)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready content."""
+        profiled = {} if self.gpu_time is None else {"gpu_time": self.gpu_time.to_dict()}
+        quantised = {} if self.quantised is None else {"quantised": asdict(self.quantised)}
+        return {"sites": [asdict(site) for site in self.sites], **profiled, **quantised}
+
+    def table(self) -> Table:
+        """For a terminal: one row per call site and kind of call."""
+        from rich.table import Table
+
+        table = Table(title="call sites")
+        for heading in ("site", "definition", "call", "calls", "by kernel", "served by", "why"):
+            table.add_column(heading, justify="right" if heading in ("calls", "by kernel") else "left")
+        for site in self.sites:
+            for row in _rows(site):
+                table.add_row(f"{site.module_class} x{site.modules}", *row)
+        return table
+
+    def proof_rows(self) -> list[tuple[Any, ...]]:
+        """One row per captured call, with the columns :data:`PROOF_COLUMNS`; None where nothing was tried."""
+        return [
+            (
+                f"{site.module_class} x{site.modules}",
+                site.definition,
+                proof.stage,
+                axes_key(dict(proof.axes)),
+                proof.kernel or "stock",
+                proof.kernel_error,
+                proof.stock_error,
+                proof.allowed,
+                proof.reason or "proved",
+            )
+            for site in self.sites
+            for proof in site.proofs
+        ]
+
+    def proof_table(self) -> Table:
+        """For a terminal: :meth:`proof_rows`."""
+        from rich.table import Table
+
+        table = Table(title="proofs: relative error against fp64")
+        for heading in PROOF_COLUMNS:
+            table.add_column(heading)
+        for row in self.proof_rows():
+            cells = ("" if cell is None else f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row)
+            table.add_row(*cells)
+        return table
+
+    def gpu_table(self) -> Table:
+        """For a terminal: the GPU time of the call that was profiled, by Definition.
+
+        Raises:
+            UsageError: none was profiled.
+        """
+        from rich.table import Table
+
+        time = self.gpu_time
+        if time is None:
+            raise UsageError(
+                "no call was profiled. Try: handle.report(profile=lambda: model.generate(...))", code="nothing_profiled"
+            )
+        if time.share is None:
+            unknown = Table("GPU time of the call that was profiled")
+            unknown.add_row(time.reason)
+            return unknown
+        table = Table(title=f"GPU time: {time.share:.1%} in verified kernels")
+        for heading in ("launched by", "us", "share"):
+            table.add_column(heading, justify="left" if heading == "launched by" else "right")
+        others = time.total_us - sum(time.by_definition.values()) - time.replayed_us
+        rows = [(name, time.by_definition[name]) for name in time.shares]
+        rows += [("replays of CUDA graphs", time.replayed_us)] if time.replayed_us else []
+        for name, spent_us in [*rows, ("everything else", others), ("all", time.total_us)]:
+            table.add_row(name, f"{spent_us:.1f}", f"{spent_us / time.total_us:.1%}")
+        return table
+
+    def __str__(self) -> str:
+        """The tables as text, in the width of the terminal or of ``COLUMNS``; without either, in 160 characters."""
+        return self.text(min(160, shutil.get_terminal_size((160, 24)).columns))
+
+    def text(self, width: int) -> str:
+        """The tables as text, in lines of ``width`` characters."""
+        from rich.console import Console
+
+        console = Console(width=width)
+        with console.capture() as capture:
+            console.print(self.table())
+            if any(site.proofs for site in self.sites):
+                console.print(self.proof_table())
+            if self.gpu_time is not None:
+                console.print(self.gpu_table())
+            if self.quantised is not None:
+                console.print(self.quantised.table())
+                console.print(self.quantised.summary(), highlight=False)
+        return capture.get()
+
+
+def _rows(site: CallSiteReport) -> Sequence[tuple[str, str, str, str, str, str]]:
+    name = site.definition or site.kind
+    if site.counts is None:
+        return [(name, "", "", "", "stock", site.reason), *_own_code_rows(site, name)]
+    merged: dict[tuple[str, str, str, str], list[int]] = {}
+    for counts in site.all_counts:
+        for key in counts.keys:
+            sizes = " ".join(f"{axis}={size}" for axis, size in key.axes.items())
+            totals = merged.setdefault((counts.definition, sizes, key.solution or "stock", key.reason), [0, 0])
+            totals[0] += key.calls
+            totals[1] += key.kernel_calls
+    rows = [
+        (definition, sizes, str(calls), str(kernel_calls), solution, reason)
+        for (definition, sizes, solution, reason), (calls, kernel_calls) in merged.items()
+    ]
+    rows += [(name, "", str(calls), "0", "stock", reason) for reason, calls in site.bypassed.items()]
+    return [*(rows or [(name, "", "0", "0", "", "not called yet")]), *_own_code_rows(site, name)]
+
+
+def _own_code_rows(site: CallSiteReport, name: str) -> list[tuple[str, str, str, str, str, str]]:
+    return [
+        (name, "", str(calls) if calls else "", "", "", f"the model's own code is {way}")
+        for way, calls in site.own_code.items()
+    ]

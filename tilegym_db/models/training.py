@@ -1,0 +1,206 @@
+"""Calls that a derivative will be asked of: a kernel forward and, later, a kernel for the gradients.
+
+A call is served only where both are verified and measured for it, so that a step of training is never slower than with stock
+code. What is kept for the backward are the inputs, and the outputs that it names as saved; what stock code keeps besides is
+computed again by the kernel. An input that is overwritten before the backward is an error, as PyTorch raises it for any tensor
+that an operation has kept.
+
+Gradients that no kernel serves after all (other strides than expected, a kernel that raised) and gradients that are to be
+differentiated once more are computed by the stock solution of the backward Definition, in PyTorch operations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from tilegym_db.catalog import Catalog, stock_of
+from tilegym_db.records import Definition
+from tilegym_db.records.backward import differentiated
+from tilegym_db.records.definition_rules import GRADIENT
+from tilegym_db.resolver.dispatch import DispatchReport
+from tilegym_db.resolver.hot_path import allocate_of
+from tilegym_db.resolver.loader import load_verified
+from tilegym_db.resolver.resolve import call_site, stock_launcher
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_functorch_level = torch._C._functorch.peek_interpreter_stack
+
+
+NO_GRADIENT = "torch.no_grad() or torch.inference_mode() says that no gradient is needed"
+
+
+class Training:
+    """What a call site does in training: one way per set of inputs that want a gradient."""
+
+    def __init__(self, forward: Definition, ways: Sequence[_Way]) -> None:
+        self._names = tuple(forward.inputs)
+        self._ways = {frozenset(way.differentiated): way for way in ways}
+        self._ever_differentiated = frozenset().union(*self._ways)
+        self._maybe_for_nothing = False
+
+    def ask(self, inputs: tuple[Any, ...], *, training: bool) -> Any:
+        """The outputs of a call by a kernel, to be differentiated where grad is enabled.
+
+        Args:
+            inputs: in the Definition's shapes and order.
+            training: the module's flag. Without it nobody may want the gradients: the reports say what to do then.
+
+        Returns:
+            The outputs; None where stock code must serve the call, with nothing done; or the reason why no backward could
+            ever serve it.
+        """
+        self._maybe_for_nothing |= not training
+        wanted = frozenset(
+            index for index, value in enumerate(inputs) if isinstance(value, torch.Tensor) and value.requires_grad
+        )
+        is_recorded = torch.is_grad_enabled() and bool(wanted)
+        if not is_recorded:
+            wanted = self._wanted_later(inputs)
+        way = self._ways.get(wanted)
+        if way is None:
+            names = ", ".join(self._names[index] for index in sorted(wanted)) or "no input"
+            return f"a gradient may be asked for, and no definition gives that of {names} alone"
+        return _Call.apply(way, *inputs) if is_recorded else way.serve(*inputs)
+
+    def refuse(self, kernel: str, reason: str) -> None:
+        """Leave to stock code whatever would run this kernel forward; see :meth:`Dispatcher.refuse`."""
+        for way in self._ways.values():
+            way.forward.refuse(kernel, reason)
+
+    @contextlib.contextmanager
+    def served_through(self, wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+        """Let ``wrap(name of the Definition, serve)`` stand before every way to a kernel, for the length of a ``with`` block."""
+        own = [(way, way.serve, way.serve_gradients) for way in self._ways.values()]
+        try:
+            for way, serve, serve_gradients in own:
+                way.serve = wrap(way.forward.definition.name, serve)
+                way.serve_gradients = wrap(way.backward.definition.name, serve_gradients)
+            yield
+        finally:
+            for way, serve, serve_gradients in own:
+                way.serve, way.serve_gradients = serve, serve_gradients
+
+    def reports(self) -> tuple[DispatchReport, ...]:
+        """What was called, forward and backward; those that never were are left out."""
+        found = (dispatcher.report() for way in self._ways.values() for dispatcher in (way.forward, way.backward))
+        return tuple(self._explained(report) for report in found if report.calls)
+
+    def _explained(self, report: DispatchReport) -> DispatchReport:
+        if not self._maybe_for_nothing:
+            return report
+        keys = (replace(key, reason=f"{key.reason}; {NO_GRADIENT}") if not key.solution else key for key in report.keys)
+        return replace(report, keys=tuple(keys))
+
+    def _wanted_later(self, inputs: tuple[Any, ...]) -> frozenset[int]:
+        """What will want a gradient when this call, made without grad, is made again with it.
+
+        Checkpoints that re-enter autograd do that, and both calls must compute the same. What flows through the model wants
+        a gradient then; a weight says for itself.
+        """
+        return frozenset(
+            index
+            for index in self._ever_differentiated
+            if not isinstance(inputs[index], torch.nn.Parameter) or inputs[index].requires_grad
+        )
+
+
+class _Argument(NamedTuple):
+    """Where an argument of the backward comes from: an input or output of the forward, or the gradient of an output."""
+
+    source: Literal["input", "output", "gradient"]
+    position: int
+
+
+class _Way:
+    """A forward Definition with one of its backward Definitions."""
+
+    def __init__(self, forward: Definition, backward: Definition, catalog: Catalog) -> None:
+        inputs, outputs = list(forward.inputs), list(forward.outputs)
+        stock = stock_of(catalog.solutions_for(backward.name))
+        assert stock is not None, "asked for where there is one"
+        self.forward = call_site(forward, catalog, mode="training", backward=backward)
+        self.backward = call_site(backward, catalog, mode="training", stock=stock_launcher(backward, stock))
+        self.serve: Callable[..., Any] = self.forward.serving(allocate_of(forward))
+        self.differentiated = tuple(inputs.index(name) for name in differentiated(backward))
+        self.serve_gradients: Callable[..., Any] = self.backward.serving(allocate_of(backward))
+        self._stock = stock
+        self._arguments = [
+            _Argument("gradient", outputs.index(name.removeprefix(GRADIENT)))
+            if name.startswith(GRADIENT)
+            else _Argument("output", outputs.index(name))
+            if name in backward.saved
+            else _Argument("input", inputs.index(name))
+            for name in backward.inputs
+        ]
+        self.kept = tuple(argument for argument in self._arguments if argument.source != "gradient")
+        self.constant = tuple(
+            set(range(len(outputs))) - {which for source, which in self._arguments if source == "gradient"}
+        )
+
+    def gradients(self, kept: Mapping[_Argument, Any], grads: Sequence[Any]) -> Mapping[int, Any]:
+        """Position of an input -> its gradient, from what was kept of the call and the gradients of the outputs."""
+        given = [grads[item.position] if item.source == "gradient" else kept[item] for item in self._arguments]
+        found = None
+        if not torch.is_grad_enabled() and not _is_watched(grads):
+            found = self.serve_gradients(*given)
+        if found is None:
+            found = load_verified(self._stock, self._stock.digest)(*given)
+        return dict(zip(self.differentiated, found if isinstance(found, tuple) else (found,), strict=True))
+
+
+def _is_watched(grads: Sequence[torch.Tensor]) -> bool:
+    """Whether somebody must see PyTorch operations, or the gradients are batches in disguise."""
+    if _dispatch_modes() or _functorch_level():
+        return True
+    return any(torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads)
+
+
+class _Call(torch.autograd.Function):
+    """One call that autograd records: ``apply(way, *inputs)``."""
+
+    @staticmethod
+    def forward(ctx: Any, way: _Way, *inputs: Any) -> Any:
+        """The outputs by a kernel; None, and nothing is recorded, where stock code must serve the call."""
+        outputs = way.serve(*inputs)
+        if outputs is not None:
+            made = outputs if isinstance(outputs, tuple) else (outputs,)
+            values = {item: (inputs if item.source == "input" else made)[item.position] for item in way.kept}
+            ctx.way = way
+            ctx.numbers = {item: value for item, value in values.items() if not isinstance(value, torch.Tensor)}
+            ctx.tensors = tuple(item for item in way.kept if item not in ctx.numbers)
+            ctx.save_for_backward(*(values[item] for item in ctx.tensors))
+            ctx.mark_non_differentiable(*(made[which] for which in way.constant))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """The gradients of the inputs; with grad enabled (``create_graph``) they can be differentiated again."""
+        kept = {**ctx.numbers, **dict(zip(ctx.tensors, ctx.saved_tensors, strict=True))}
+        found = ctx.way.gradients(kept, grads)
+        wanted = ctx.needs_input_grad[1:]
+        return (None, *(found.get(which) if wanted[which] else None for which in range(len(wanted))))
+
+
+def training_of(definition: Definition, catalog: Catalog) -> Training | None:
+    """The ways that a call site of a Definition has in training; None where no Definition gives gradients of it.
+
+    Args:
+        definition: of the call site.
+        catalog: whose backward Definitions, stock code and kernels are used.
+    """
+    ways = [
+        _Way(definition, backward, catalog)
+        for backward in catalog.backwards_of(definition.name)
+        if _can_fall_back(backward, catalog)
+    ]
+    return Training(definition, ways) if ways else None
+
+
+def _can_fall_back(backward: Definition, catalog: Catalog) -> bool:
+    stock = stock_of(catalog.solutions_for(backward.name))
+    return stock is not None and not stock.record.spec.destination_passing_style

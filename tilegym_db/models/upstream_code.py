@@ -1,0 +1,303 @@
+"""A fingerprint of what a function's source does, blind to the names of its local variables.
+
+Two ``forward`` methods that differ in local names, annotations, docstrings or formatting have one fingerprint; two that
+differ in any operation, attribute, constant or parameter do not. Parameter names count because callers may pass them by
+keyword. It only nominates: a behavioural probe confirms.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import hashlib
+import inspect
+import sys
+import textwrap
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from types import CellType, CodeType, FunctionType
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+Answer = TypeVar("Answer")
+
+
+def once_per_function(ask: Callable[[FunctionType], Answer]) -> Callable[[FunctionType], Answer]:
+    """A question about the source of a function, which does not change while the function lives: asked once."""
+    answers: weakref.WeakKeyDictionary[FunctionType, Answer] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(ask)
+    def asked(function: FunctionType) -> Answer:
+        if function not in answers:
+            answers[function] = ask(function)
+        return answers[function]
+
+    return asked
+
+
+def fingerprint(function: Any) -> str | None:
+    """16 hex digits, or None where the code that runs is not to be had as source.
+
+    That is so for what is built in, generated, or wrapped: a wrapper shows the source of what it wraps and does more.
+    """
+    if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
+        return None
+    return _of_source(function)
+
+
+@once_per_function
+def _of_source(function: FunctionType) -> str | None:
+    try:
+        source = inspect.getsource(function)
+    except OSError:
+        return None
+    return source_fingerprint(source)
+
+
+def source_fingerprint(source: str) -> str | None:
+    """As :func:`fingerprint`, from the text of one function; None where it is anything else."""
+    try:
+        tree = ast.parse(textwrap.dedent(source))
+    except SyntaxError:  # a lambda in the middle of an expression, for one
+        return None
+    function = tree.body[0] if tree.body else None
+    if not isinstance(function, ast.FunctionDef):
+        return None
+    parameters = [argument.arg for argument in _arguments(function.args)]
+    normalised = _Normalise(parameters)
+    body = [normalised.visit(statement) for statement in _without_docstring(function.body)]
+    # Unparsed, not dumped: the text of a tree is the same in every Python version, its dump is not.
+    text = ast.unparse(ast.fix_missing_locations(ast.Module(body=body, type_ignores=[])))
+    defaults = [ast.unparse(value) for value in (*function.args.defaults, *function.args.kw_defaults) if value]
+    return hashlib.sha256(repr((parameters, defaults, text)).encode()).hexdigest()[:16]
+
+
+def _arguments(arguments: ast.arguments) -> list[ast.arg]:
+    extra = [item for item in (arguments.vararg, arguments.kwarg) if item is not None]
+    return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *extra]
+
+
+def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
+    first = body[0]
+    is_docstring = (
+        isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
+    )
+    return body[1:] if is_docstring else body
+
+
+class _Normalise(ast.NodeTransformer):
+    """Renames local variables in order of appearance; parameters, globals and attributes keep their names."""
+
+    def __init__(self, parameters: list[str]) -> None:
+        self._names = {name: name for name in parameters}
+        self._locals = 0
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        if isinstance(node.ctx, ast.Store) and node.id not in self._names:
+            self._names[node.id] = f"${self._locals}"  # no identifier, so that no global can have this name
+            self._locals += 1
+        return ast.Name(id=self._names.get(node.id, node.id), ctx=node.ctx)
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        # The right side is evaluated before the names on the left exist.
+        value = self.visit(node.value)
+        targets = [self.visit(target) for target in node.targets]
+        return ast.Assign(targets=targets, value=value)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        if node.value is None:
+            return ast.Pass()
+        value = self.visit(node.value)
+        return ast.Assign(targets=[self.visit(node.target)], value=value)
+
+
+# ---- decorators -----------------------------------------------------------------------------------
+# Decorators of transformers whose part in a forward is known: what is under them, and other code under the same ones.
+#
+# ``deprecate_kwarg`` renames arguments that callers pass by an older name. What is patched goes on taking these
+# names, so it gets the model's own decorator around it. The wrapper for gradient checkpointing does nothing outside
+# of training.
+
+
+def undecorated(forward: Any) -> Any:
+    """What a forward is under the decorators that rename its arguments; ``forward`` itself where it has none."""
+    while _renames(forward):
+        forward = forward.__wrapped__
+    return forward
+
+
+def decorated_alike(forward: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` under the decorators that :func:`undecorated` takes off ``forward``."""
+    if not _renames(forward):
+        return function
+    inner = decorated_alike(forward.__wrapped__, function)
+    cells = tuple(CellType(inner) if _holds(cell, forward.__wrapped__) else cell for cell in forward.__closure__)
+    around = FunctionType(forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, cells)
+    around.__kwdefaults__ = forward.__kwdefaults__
+    return functools.update_wrapper(around, inner)
+
+
+def without_checkpointing(forward: Any) -> Any:
+    """A layer's forward out of the wrapper for gradient checkpointing; ``forward`` itself where it has none."""
+    if isinstance(forward, FunctionType) and forward.__code__ in _checkpointing_codes():
+        return getattr(forward, "__wrapped__", None)
+    return forward
+
+
+def is_renaming(decorator: ast.expr, scope: Mapping[str, Any]) -> bool:
+    """Whether a decorator in a function's source is one that renames arguments; ``scope`` has the globals of the function."""
+    match decorator:
+        case ast.Call(func=ast.Name(id=name)):
+            made_by = getattr(scope.get(name), "__code__", None)
+            return made_by is not None and made_by is getattr(_deprecate_kwarg(), "__code__", None)
+    return False
+
+
+def _renames(forward: Any) -> bool:
+    return (
+        isinstance(forward, FunctionType)
+        and forward.__code__ in _renaming_codes()
+        and any(_holds(cell, getattr(forward, "__wrapped__", None)) for cell in forward.__closure__ or ())
+    )
+
+
+def _holds(cell: CellType, value: Any) -> bool:
+    return cell.cell_contents is value and value is not None
+
+
+@cache
+def _renaming_codes() -> frozenset[CodeType]:
+    return wrapper_codes(_deprecate_kwarg())
+
+
+def _deprecate_kwarg() -> Any:
+    try:
+        from transformers.utils.deprecation import deprecate_kwarg
+    except ImportError:
+        return None
+    return deprecate_kwarg
+
+
+@cache
+def _checkpointing_codes() -> frozenset[CodeType]:
+    try:
+        from transformers.modeling_layers import GradientCheckpointingLayer
+    except ImportError:
+        return frozenset()
+    defined = vars(GradientCheckpointingLayer).get("__init_subclass__")
+    return frozenset(_codes_in(getattr(getattr(defined, "__func__", None), "__code__", None)))
+
+
+def wrapper_codes(decorator: Any) -> frozenset[CodeType]:
+    """The code of the wrappers that a decorator with arguments puts around functions: two functions deep in it."""
+    made = _codes_in(getattr(decorator, "__code__", None))
+    return frozenset(inner for code in made for inner in _codes_in(code))
+
+
+def _codes_in(code: CodeType | None) -> Iterator[CodeType]:
+    """The code of the functions that a function defines."""
+    return (const for const in getattr(code, "co_consts", ()) if isinstance(const, CodeType))
+
+
+# ---- foreign errors -------------------------------------------------------------------------------
+# What other people's code raises: that of models, and of what loads kernels from a hub.
+
+BUILT_IN: tuple[type[Exception], ...] = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    BufferError,
+    ImportError,
+    LookupError,
+    NameError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+OF_PACKAGES = (
+    ("triton.errors", "TritonError"),
+    ("httpx", "HTTPError"),
+    ("httpx2", "HTTPError"),
+    ("huggingface_hub.errors", "CacheNotFound"),
+    ("huggingface_hub.errors", "CorruptedCacheException"),
+)
+"""Derive from ``Exception`` alone. Named by module: a package that is not loaded has raised nothing."""
+
+
+def of_models() -> tuple[type[Exception], ...]:
+    """The classes to catch around code of a model that may not run here, among them those of packages that are loaded."""
+    classes = [getattr(sys.modules.get(module), name, None) for module, name in OF_PACKAGES]
+    return (*BUILT_IN, *(one for one in classes if isinstance(one, type) and issubclass(one, Exception)))
+
+
+# ---- experts wrapper ------------------------------------------------------------------------------
+# The wrapper that transformers puts around every class of experts, and the implementations that it chooses from.
+#
+# At each call it looks up in the config of the module which of them runs: ``eager``, the loop of the class itself, or
+# a function of a registry.
+
+EAGER = "eager"
+KNOWN = (EAGER, "batched_mm", "grouped_mm")
+"""The implementations that are PyTorch operations. Those of the kernels hub are nobody's stock code."""
+
+
+class Wrapper(NamedTuple):
+    """What the wrapper around a forward chooses from: the loop of the class, and a registry of functions."""
+
+    eager: Any
+    registry: Any
+
+
+def wrapper_of(forward: Any) -> Wrapper | None:
+    """What transformers' wrapper of experts is around; None for any other forward.
+
+    A quantiser puts the wrapper around its class again for every layer: the loop is what the innermost one is around.
+    """
+    found: Wrapper | None = None
+    while getattr(forward, "__code__", None) in _wrapping_codes() and hasattr(forward, "__wrapped__"):
+        held = [cell.cell_contents for cell in forward.__closure__ or ()]
+        registry = next((value for value in held if hasattr(value, "get_interface")), None)
+        if registry is None or (found is not None and registry is not found.registry):
+            return None
+        forward = forward.__wrapped__
+        found = Wrapper(forward, registry)
+    return found
+
+
+@cache
+def _wrapping_codes() -> frozenset[Any]:
+    """The code of that wrapper."""
+    try:
+        from transformers.integrations.moe import use_experts_implementation as decorator
+    except ImportError:
+        return frozenset()
+    return frozenset(code for code in wrapper_codes(decorator) if code.co_name == "forward")
+
+
+def implementations(forward: Any) -> dict[str, Any]:
+    """The known implementations that a wrapped forward can run -> the function in its registry; the loop itself has none."""
+    wrapper = wrapper_of(forward)
+    assert wrapper is not None, "found by it"
+    return {name: wrapper.registry.get(name) for name in KNOWN if name == EAGER or name in wrapper.registry}
+
+
+def way_of(module: torch.nn.Module) -> str:
+    """The implementation that a module of experts is set to."""
+    return str(getattr(getattr(module, "config", None), "_experts_implementation", None))
+
+
+@contextlib.contextmanager
+def counted_ways(model: torch.nn.Module) -> Iterator[Mapping[str, int]]:
+    """Implementation -> calls of the model's experts in a ``with`` block; empty for a model without experts."""
+    counts: Counter[str] = Counter()
+    with contextlib.ExitStack() as undo:
+        for module in model.modules():
+            if wrapper_of(type(module).forward) is not None:
+                hook = module.register_forward_pre_hook(lambda module, _: counts.update([way_of(module)]))
+                undo.callback(hook.remove)
+        yield counts

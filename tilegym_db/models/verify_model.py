@@ -1,0 +1,65 @@
+"""Proves a patch on a model with random weights, and keeps the calls that it makes as Workloads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tilegym_db.catalog import Catalog
+from tilegym_db.errors import UsageError
+from tilegym_db.models.capture import new_workloads, random_prompt
+from tilegym_db.models.patch import patched
+from tilegym_db.models.random_model import DTYPES, build_model, check_run_fits, load_config
+from tilegym_db.models.report import PatchReport
+from tilegym_db.paths import home
+from tilegym_db.records import Workload
+
+
+@dataclass(frozen=True)
+class VerifiedModel:
+    """What came of it: the report with its proofs, and the kinds of calls that the model made."""
+
+    report: PatchReport
+    workloads: tuple[Workload, ...]
+
+
+def verify_model(
+    path: Path, *, device: str, dtype: str, batch: int, prompt: int, layers: int | None = None
+) -> VerifiedModel:
+    """Build a model from its config, patch it with ``verify=True``, and take the patch away again.
+
+    Args:
+        path: config file, or folder with a ``config.json``.
+        device: torch's name of it.
+        dtype: one of :data:`DTYPES`.
+        batch: sequences.
+        prompt: random tokens of each; two steps of decoding follow.
+        layers: keep only the first so many.
+
+    Raises:
+        UsageError: the config, the dtype or a size is none that can be run.
+    """
+    if dtype not in DTYPES:
+        raise UsageError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}.", code="dtype_unknown")
+    if batch < 1 or prompt < 1:
+        raise UsageError(f"batch and prompt are at least 1, not {batch} and {prompt}.", code="counts_invalid")
+    config = load_config(path, layers)
+    check_run_fits(config, device, dtype, batch, prompt)
+    model = build_model(config, device, dtype)
+    with patched(model, verify=True, inputs=random_prompt(model, batch, prompt)) as handle:
+        return VerifiedModel(handle.report(), handle.workloads)
+
+
+def keep_workloads(workloads: tuple[Workload, ...], model: str) -> list[tuple[Path, Workload]]:
+    """Append those that no catalog has to the user's own, tagged with the model; returns them and their files.
+
+    The user's catalog also where a checkout could be written: what one model happened to call is no shipped record.
+    """
+    catalog = Catalog.default()
+    return catalog.add_workloads(new_workloads(workloads, catalog, [f"model:{model}"]), root=home() / "catalog")
+
+
+def model_tag(path: Path) -> str:
+    """What a config is called by: its folder's name, or the file's without the ending, in lower case."""
+    named = path.resolve().parent if path.name == "config.json" else path.resolve()
+    return (named.name if named.is_dir() else named.stem).lower()

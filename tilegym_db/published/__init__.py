@@ -1,0 +1,1 @@
+"""Shipped and published measurements: write, lock, trust, read, merge."""

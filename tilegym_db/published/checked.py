@@ -1,0 +1,232 @@
+"""Which shipped files were judged when the package was made: ``workloads/checked-records.json``.
+
+It names each file that was valid, with a digest of all that this depends on: its content, that of its sources, of its Definition,
+and of the forward of a Definition that has one. A file of traces is on it where every figure was plausible by its Definition and
+the published peaks. What is not on the list, or has another digest, is judged anew, which costs time and nothing else.
+``python tools/write_checked_records.py`` writes the list. Only the database is filled by it: ``check``, and all that runs or
+serves a kernel, judges every record itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic_core import from_json
+
+from tilegym_db.catalog import Catalog
+from tilegym_db.errors import RecordError
+from tilegym_db.files import read_bytes
+from tilegym_db.paths import shipped_root
+from tilegym_db.published.input_files import PEAKS_NAME, published_folders, trace_files
+from tilegym_db.published.snapshot import open_snapshot
+from tilegym_db.records import Solution
+from tilegym_db.records.base import length_prefixed_digest
+from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL
+
+MAX_BYTES = 8 << 20
+_NOTHING: Mapping[str, Any] = {"definitions": {}, "files": {}}
+
+
+def checked_file() -> Path:
+    """The list that comes with the package."""
+    return shipped_root() / "workloads" / "checked-records.json"
+
+
+class Checked:
+    """The list, asked about the files of one catalog. Files are read once."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        """For a catalog whose first root is what was shipped."""
+        self._catalog = catalog
+        self._root = shipped_root()
+        self._contents: dict[Path, bytes] = {}
+        self._keys: dict[str, str] = {}
+
+    def content(self, path: Path) -> bytes:
+        """The bytes of a file.
+
+        Raises:
+            RecordError: it cannot be read.
+        """
+        if path not in self._contents:
+            self._contents[path] = read_bytes(path, "record")
+        return self._contents[path]
+
+    def lists(self, path: Path) -> bool:
+        """Whether a file is on the list, changed or not."""
+        return str(path) in self._files
+
+    def definition_digest(self, name: str) -> str | None:
+        """The digest of a Definition that is known to be valid; None for another."""
+        known = self._listed["definitions"].get(name)
+        return known[1] if known and known[0] == self.definition_key(name) else None
+
+    def solution(self, path: Path, record: Solution, sources: Mapping[str, bytes]) -> bool:
+        """Whether a Solution is known to be valid."""
+        return self._is(path, lambda: self.solution_key(path, record, sources))
+
+    def workloads(self, path: Path, definition: str) -> bool:
+        """Whether every line of a file is known to be a Workload of this Definition, as it is written."""
+        return self._is(path, lambda: self.workloads_key(path, definition))
+
+    def plausible(self) -> frozenset[str]:
+        """The Definitions of whose shipped traces none can be doubted."""
+        keys = self.trace_keys()
+        return frozenset(
+            name
+            for name, of in keys.items()
+            if all(self._files.get(str(path)) == key != "" for path, key in of.items())
+        )
+
+    # -- what validity depends on ------------------------------------------------------------------------------------
+
+    def definition_key(self, name: str) -> str:
+        """A digest of the file of a Definition, and of that of its forward; '' where there is none or it cannot be read."""
+        if name not in self._keys:
+            self._keys[name] = self._definition_key(name)
+        return self._keys[name]
+
+    def _definition_key(self, name: str) -> str:
+        path = self._catalog.definition_paths.get(name)
+        if path is None or not path.is_relative_to(self._root):
+            return ""
+        try:
+            content = self.content(path)
+            forward = from_json(content).get("backward_of")
+            of_forward = self._catalog.definition_paths.get(forward)
+            return _key(path.name, content, self.content(of_forward) if of_forward else b"")
+        except (RecordError, ValueError, AttributeError, TypeError):
+            return ""
+
+    def solution_key(self, path: Path, record: Solution, sources: Mapping[str, bytes]) -> str:
+        """A digest of the record of a Solution, of its sources, and of its Definition."""
+        parts = (part for name in sorted(sources) for part in (name.encode(), sources[name]))
+        return self._of_definition(record.definition, self.content(path), *parts)
+
+    def workloads_key(self, path: Path, definition: str) -> str:
+        """A digest of a file of Workloads and of their Definition."""
+        try:
+            return self._of_definition(definition, self.content(path))
+        except RecordError:
+            return ""
+
+    def trace_keys(self) -> dict[str, dict[Path, str]]:
+        """Definition -> its shipped files of traces, each with a digest of it, of all published peaks, and of the Definition."""
+        folders = published_folders(self._catalog)
+        if not all(folder.is_relative_to(self._root) for folder in folders):
+            return {}  # other peaks were published, which count where they are newer
+        try:
+            locks = {folder: open_snapshot(folder, self._root).files for folder in folders}
+        except RecordError:
+            return {}
+        peaks = "".join(files.get(PEAKS_NAME, "") for files in locks.values()).encode()
+        found: dict[str, dict[Path, str]] = {}
+        for folder, files in locks.items():
+            for path in trace_files(folder):
+                locked = files.get(path.relative_to(folder).as_posix(), "").encode()
+                found.setdefault(path.stem, {})[path] = self._of_definition(path.stem, locked, peaks)
+        return found
+
+    def _of_definition(self, name: str, *parts: bytes) -> str:
+        key = self.definition_key(name)
+        return _key(key, *parts) if key else ""
+
+    # -- the list ----------------------------------------------------------------------------------------------------
+
+    def _is(self, path: Path, key: Callable[[], str]) -> bool:
+        expected = self._files.get(str(path))
+        return expected is not None and expected == key()
+
+    @cached_property
+    def _files(self) -> Mapping[str, str]:
+        return {f"{self._root}/{name}": key for name, key in self._listed["files"].items()}
+
+    @cached_property
+    def _listed(self) -> Mapping[str, Any]:
+        try:
+            content = from_json(read_bytes(checked_file(), "list of checked records", MAX_BYTES))
+        except (RecordError, ValueError):
+            return _NOTHING
+        return content if _is_list(content) else _NOTHING
+
+
+def _is_list(content: Any) -> bool:
+    if not isinstance(content, dict) or not all(isinstance(content.get(key), dict) for key in _NOTHING):
+        return False
+    pairs = content["definitions"].values()
+    return all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
+
+
+def _key(name: str, *parts: bytes) -> str:
+    return length_prefixed_digest([name.encode(), *parts])[:32]
+
+
+# ---- shipped sources ------------------------------------------------------------------------------
+# Which sources the package ships, by their digests: those on its list of checked records, as they were when it was
+# made.
+#
+# A checkout holds a developer's own kernels too. They are on that list once ``tools/write_checked_records.py`` wrote
+# it, which is part of releasing them.
+
+
+def shipped_keys(definitions: Iterable[str]) -> frozenset[str]:
+    """The :func:`~tilegym_db.published.checked.source_key` of every shipped Solution of some Definitions, by their names."""
+    path = checked_file()
+    try:
+        stamp = path.stat().st_mtime_ns
+    except OSError:  # no list, no shipped source
+        return frozenset()
+    return frozenset().union(*(_keys(path, stamp, name) for name in definitions))
+
+
+@lru_cache(maxsize=1024)
+def _keys(path: Path, _stamp: int, definition: str) -> frozenset[str]:
+    catalog = Catalog((path.parents[1],))
+    checked = Checked(catalog)
+    record = catalog.definitions.get(definition)
+    if record is None:
+        return frozenset()
+    return frozenset(  # what is listed of a Solution covers the file of its Definition
+        source_key(record.digest, files.digest)
+        for files in catalog.solutions_for(definition)
+        if checked.solution(catalog.solution_paths[files.name], files.record, files.sources)
+    )
+
+
+# ---- confinement rule -----------------------------------------------------------------------------
+# What a pass is worth by how its worker was confined, to whom, and whose source it ran. Pure.
+
+Audience = Literal["this user", "others"]
+"""Who would be served: the user of the machine that measured, or whoever a published file reaches."""
+
+
+def why_not_believed(level: int, *, is_shipped: bool, origin: str = "local", audience: Audience) -> str | None:
+    """Why a promoted pass may not serve; None where it may.
+
+    A worker that is not confined could have reached what judged it. Sources that the package ships were promoted confined by
+    whoever released it, or at least read by them; on a machine that confines nobody they may serve its own user, and nobody else.
+
+    Args:
+        level: the sandbox level on the trace.
+        is_shipped: definition and source are, by their digests, of those that the package ships.
+        origin: who vouches for the trace: ``shipped``, ``local``, or ``foreign``.
+        audience: who would be served.
+    """
+    if level >= PUBLISHED_SANDBOX_LEVEL:
+        return None
+    why = f"sandbox level {level}: its worker could have reached what judged it"
+    if level < 1:
+        return why
+    if not is_shipped:
+        return f"{why}, and its source is not one that the package ships"
+    if origin != "local" or audience != "this user":
+        return f"{why}, so it serves the user of the machine that measured it, and nobody else"
+    return None
+
+
+def source_key(definition_digest: str, solution_digest: str) -> str:
+    """What a Definition and a source of it are known by together."""
+    return f"{definition_digest}/{solution_digest}"

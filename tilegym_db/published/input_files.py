@@ -1,0 +1,136 @@
+"""The files that the database is derived from, in the catalog's roots and in the home folder. Names only; nothing is read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tilegym_db.catalog.record_files import solution_folders
+from tilegym_db.files import regular_files
+from tilegym_db.paths import home as default_home
+
+if TYPE_CHECKING:
+    from tilegym_db.catalog import Catalog
+
+LOCK_NAME = "traces.lock.json"
+OLD_TABLE_NAME = "resolver.json"
+"""One table for all Definitions of a GPU, as it was published before there were trace sets."""
+
+PEAKS_NAME = "peaks.json"
+"""Name of the file of a GPU's published peaks, beside its resolver table."""
+
+MODELS_SUFFIX = ".models.jsonl"
+"""Published runs of whole models on a GPU, one a line, lie in ``<model>.models.jsonl``."""
+
+OLD_MODELS_NAME = "models.jsonl"
+"""One file for all models, as it was published before that; still read."""
+
+TUNING_SUFFIX = ".tuning.jsonl"
+"""Published steps of searches lie beside the traces of their Definition, in ``<definition>.tuning.jsonl``."""
+
+OLD_TUNING_NAME = "tuning.jsonl"
+"""One file for all Definitions of a GPU, as it was published before that; still read."""
+
+_RECORD_FILES = ("definitions/*/*.json", "workloads/*/*.jsonl")
+
+
+# -- of a catalog -----------------------------------------------------------------------------------------------------
+
+
+def record_files(catalog: Catalog) -> list[Path]:
+    """Definitions, Solutions with their sources, and Workloads."""
+    found = [path for root in catalog.roots for pattern in _RECORD_FILES for path in root.glob(pattern)]
+    for root in catalog.roots:
+        for folder in solution_folders(root):
+            for place, folders, names in os.walk(folder):  # one that cannot be entered holds nothing that is read
+                folders[:] = [name for name in folders if name != "__pycache__"]
+                found += [Path(place) / name for name in names]
+    return found
+
+
+def published_folders(catalog: Catalog) -> list[Path]:
+    """The published traces that come with a catalog, one folder a GPU."""
+    return sorted(path for root in catalog.roots for path in root.glob("traces/*") if path.is_dir())
+
+
+def is_trace_file(name: str) -> bool:
+    """Whether a file of one GPU's published folder holds traces: ``<op_type>/<definition>.jsonl``, by its path in that folder."""
+    return "/" in name and name.endswith(".jsonl") and not name.endswith(TUNING_SUFFIX)
+
+
+def trace_files(folder: Path) -> list[Path]:
+    """The files of traces of one GPU's published folder."""
+    return [path for path in regular_files(folder, "*/*.jsonl") if is_trace_file(path.relative_to(folder).as_posix())]
+
+
+def shipped_traces(catalog: Catalog) -> list[Path]:
+    """The published traces that come with a catalog."""
+    return [path for folder in published_folders(catalog) for path in trace_files(folder)]
+
+
+def shipped_locks(catalog: Catalog) -> list[Path]:
+    """What says of the published files of a catalog what they must be."""
+    return [folder / LOCK_NAME for folder in published_folders(catalog)]
+
+
+def published_peaks_files(catalog: Catalog) -> list[Path]:
+    """The peaks that come with a catalog, one file a GPU."""
+    return sorted(path for root in catalog.roots for path in root.glob(f"traces/*/{PEAKS_NAME}"))
+
+
+def published_model_files(catalog: Catalog) -> list[Path]:
+    """The runs of whole models that come with a catalog, one file a model and GPU."""
+    return [path for folder in published_folders(catalog) for path in model_files(folder)]
+
+
+def model_files(folder: Path) -> list[Path]:
+    """The files of runs of whole models in one GPU's published folder."""
+    return [path for name in (OLD_MODELS_NAME, f"*{MODELS_SUFFIX}") for path in regular_files(folder, name)]
+
+
+def published_tuning_files(catalog: Catalog) -> list[Path]:
+    """The steps of searches that come with a catalog, one file a Definition and GPU."""
+    names = (f"*/*{TUNING_SUFFIX}", OLD_TUNING_NAME)
+    return sorted(path for folder in published_folders(catalog) for name in names for path in folder.glob(name))
+
+
+def pattern_files(catalog: Catalog) -> list[Path]:
+    """List the pages of patterns, one a language and root; a user's pages lie in the overlay."""
+    return [path for root in catalog.roots for path in regular_files(root / "docs" / "patterns", "*.md")]
+
+
+# -- of a home folder -------------------------------------------------------------------------------------------------
+
+
+def own_peaks_files(home: Path) -> list[Path]:
+    """Every calibration made on this machine, oldest first."""
+    return regular_files(home / "peaks", "*.json")
+
+
+def own_tuning_files(home: Path) -> list[Path]:
+    """The log of every search on this machine."""
+    return regular_files(home / "tuning", "*.jsonl")
+
+
+def loop_folder(home: Path | None = None) -> Path:
+    """Where the loop keeps its journals and what was submitted."""
+    return (home or default_home()) / "loop"
+
+
+def loop_files(home: Path, catalog: Catalog) -> list[Path]:
+    """The journals of the loop, and the pages of patterns."""
+    return [*regular_files(loop_folder(home), "*.jsonl"), *pattern_files(catalog)]
+
+
+def imported_folder(home: Path) -> Path:
+    """Where data sets of other projects are kept."""
+    return home / "imported"
+
+
+def imported_manifests(home: Path) -> list[Path]:
+    """The manifests of all imported data sets, by path."""
+    return regular_files(imported_folder(home), "*/*/manifest.json")
+
+
+FOLDER = "shared"

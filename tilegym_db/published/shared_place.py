@@ -1,0 +1,164 @@
+"""A folder or an object store that several machines write to: its address, and files that are there whole or not at all.
+
+Credentials are those that the environment gives any S3 tool; they are neither taken from an address nor stored, and never part of
+a message.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from tilegym_db.errors import StoreError, UsageError
+from tilegym_db.records.base import shown
+
+SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID")
+SCHEMES = ("s3", "file")
+"""What is tested. PyArrow knows more, and tries some of them again and again for a quarter of an hour."""
+
+
+class SharedPlace:
+    """A folder, or ``s3://bucket/folder`` as ``pyarrow.fs`` reads it.
+
+    ``files`` is its file system, ``root`` the place in that, ``is_local`` whether it is a folder of this machine.
+    """
+
+    def __init__(self, uri: str) -> None:
+        """Open it; nothing is asked of the address yet.
+
+        Raises:
+            UsageError: no address, one with credentials or without a bucket, or of a kind that pyarrow does not know.
+            StoreError: the region of the bucket cannot be asked for.
+            ModuleNotFoundError: pyarrow is not installed.
+        """
+        from pyarrow import fs
+
+        self.uri = uri
+        parts = urlsplit(uri)
+        if parts.username or parts.password or any(word in parts.query for word in ("access_key", "secret_key")):
+            raise UsageError(
+                "an address of a data set has no credentials in it: they come from the environment (AWS_ACCESS_KEY_ID, "
+                "AWS_SECRET_ACCESS_KEY, AWS_PROFILE), as for any S3 tool."
+            )
+        if not uri.strip():
+            raise UsageError("a data set is a folder or an address such as s3://bucket/folder, not ''.")
+        if "://" in uri and parts.scheme not in SCHEMES:
+            raise UsageError(
+                f"'{hidden(uri)}' is no address of a data set: it is a folder, or starts with "
+                f"{' or '.join(f'{scheme}://' for scheme in SCHEMES)}."
+            )
+        if parts.scheme == "s3" and not parts.netloc:
+            raise UsageError(f"'{hidden(uri)}' names no bucket: an address is s3://bucket/folder.")
+        try:
+            self.files, self.root = fs.FileSystem.from_uri(uri if "://" in uri else os.path.abspath(uri))
+        except (ValueError, TypeError) as error:
+            raise UsageError(f"'{uri}' is no address of a data set: {hidden(str(error))}.") from None
+        except OSError as error:  # pyarrow asks for the region of a bucket
+            raise StoreError(f"cannot reach '{hidden(uri)}': {hidden(str(error))}.") from None
+        self.is_local = isinstance(self.files, fs.LocalFileSystem)
+
+    @property
+    def shown(self) -> str:
+        """The address, for messages."""
+        return self.uri.partition("?")[0]
+
+    @property
+    def identity(self) -> str:
+        """The address, the same from whatever folder it was given."""
+        return self.root if self.is_local else self.shown
+
+    def names(self, folder: str) -> list[str]:
+        """The files below a folder of it, by name; none where there is no such folder.
+
+        Raises:
+            StoreError: it cannot be reached or listed to its end.
+        """
+        from pyarrow import fs
+
+        where = f"{self.root}/{folder}"
+        try:
+            listed = self.files.get_file_info(fs.FileSelector(where, recursive=True))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise self.refused("list", error) from None
+        found = [os.path.relpath(info.path, where) for info in listed if info.type == fs.FileType.File]
+        return sorted(name for name in found if not any(part.startswith(".") for part in name.split("/")))
+
+    def read(self, name: str, limit: int) -> bytes | None:
+        """The first ``limit`` bytes of a file; None where there is none.
+
+        Raises:
+            StoreError: it cannot be read.
+        """
+        try:
+            with self.files.open_input_stream(f"{self.root}/{name}") as stream:
+                return bytes(stream.read(limit))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise self.refused("read", error) from None
+
+    def add(self, name: str, save: Callable[[Any], Any]) -> bool:
+        """Have ``save`` write a file, unless there is one of that name; whether it did.
+
+        Raises:
+            StoreError: it cannot be written; nothing of it is there then.
+        """
+        from pyarrow import fs
+
+        path = f"{self.root}/{name}"
+        if self._asked("read", lambda: self.files.get_file_info(path)).type == fs.FileType.File:
+            return False
+        self._asked("write to", lambda: self._write(path, save))
+        return True
+
+    def _write(self, path: str, save: Callable[[Any], Any]) -> None:
+        if not self.is_local:
+            # An object appears when its upload is complete. A writer that dies before that leaves nothing that is listed.
+            with self.files.open_output_stream(path) as stream:
+                save(stream)
+            return
+        folder = os.path.dirname(path)
+        os.makedirs(folder, exist_ok=True)
+        beside = f"{folder}/.{secrets.token_hex(8)}.part"
+        try:
+            with open(beside, "wb") as file:
+                save(file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, path)
+        finally:
+            if os.path.exists(beside):
+                os.unlink(beside)
+
+    def _asked(self, what: str, function: Callable[[], Any]) -> Any:
+        try:
+            return function()
+        except OSError as error:
+            raise self.refused(what, error) from None
+
+    def refused(self, what: str, error: OSError) -> StoreError:
+        """Why something could not be done there, and what to look at."""
+        reason = hidden(str(error)).rstrip(".")
+        if self.is_local:
+            reason = hidden(error.strerror or str(error)).rstrip(".")
+            return StoreError(
+                f"cannot {what} {shown(self.shown, 400)}: {reason}. Nothing was changed here. Give a folder that can be read "
+                "and, to share traces, written."
+            )
+        return StoreError(
+            f"cannot {what} {self.shown}: {reason}. Nothing was changed here. Check that the address exists and that the "
+            "environment has the credentials for it (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY or AWS_PROFILE; "
+            "AWS_ENDPOINT_URL for another service)."
+        )
+
+
+def hidden(text: str, environment: Mapping[str, str] = os.environ) -> str:
+    """A message without the credentials of the environment, which a service may repeat in what it answers."""
+    for value in filter(None, (environment.get(name) for name in SECRETS)):
+        text = text.replace(value, "***")
+    return text

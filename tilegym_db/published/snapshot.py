@@ -1,0 +1,317 @@
+"""What was published for one GPU, and who vouches for it: ``traces/<gpu>/`` with the digests of its files in a lock.
+
+The lock of the package's own traces is part of the package. Any other lock counts only with the signature of this
+installation: a folder from elsewhere is foreign, and is used only when the user says so. A file that is not what the lock says
+is not used at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+from pydantic_core import to_json
+
+from tilegym_db.catalog import read_bytes, write_atomically
+from tilegym_db.errors import RecordError, StoreError
+from tilegym_db.paths import shipped_root
+from tilegym_db.published.input_files import LOCK_NAME, OLD_TABLE_NAME, trace_files
+from tilegym_db.published.installation import Origin, RejectedLine, is_signed, signature, split_line
+from tilegym_db.published.trace_set import TraceSet, is_trace_set
+from tilegym_db.records.base import NAME_PATTERN, Record, canonical_json
+
+_SHA256 = r"^[0-9a-f]{64}$"
+
+
+class TraceLock(Record):
+    """The files of one GPU's published traces, and what they must be."""
+
+    kind: ClassVar[str] = "trace lock"
+
+    schema_version: Literal[1] = 1
+    gpu: str = Field(pattern=NAME_PATTERN)
+    sm: str = ""
+    published: str
+    """When one of the files last changed, in UTC."""
+    files: dict[str, str]
+    """Path below the GPU's folder -> sha256 of the content."""
+    signature: str | None = Field(default=None, pattern=_SHA256)
+    """Of the rest, by the installation that published; the package's own has none."""
+
+    @property
+    def signed_content(self) -> bytes:
+        """What the signature covers."""
+        content = self.to_dict()
+        content.pop("signature", None)
+        return canonical_json(content).encode()
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The published files of one GPU. ``files`` is empty where nobody says what they should be."""
+
+    folder: Path
+    gpu: str
+    sm: str
+    published: str
+    origin: Origin
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    def read(self, path: Path, what: str = "published file") -> bytes:
+        """The content of a file of the folder.
+
+        Raises:
+            RecordError: it is not what the lock says, or cannot be read.
+        """
+        content = read_bytes(path, what)
+        name = path.relative_to(self.folder).as_posix()
+        if not self.files and self.origin == "foreign":
+            return content
+        if name not in self.files:
+            raise RecordError(
+                f"{path} is not used: {self.folder / LOCK_NAME} does not list it, so tilegym-db did not publish it. "
+                "Delete it, or bring it in as a foreign file: tilegym-db ingest --trust FILE"
+            )
+        if sha256(content) != self.files[name]:
+            raise RecordError(
+                f"{path} is not used: it was changed after it was published (its sha256 is not the one in "
+                f"{self.folder / LOCK_NAME}). Restore it, or publish again."
+            )
+        return content
+
+    @property
+    def how_to_trust(self) -> str:
+        """Why a foreign folder is not used, and what to do about it."""
+        why = "its lock is not signed by this installation" if self.files else f"it has no {LOCK_NAME}"
+        return (
+            f"{self.folder} is foreign: {why}. If you trust where it came from, bring it in with: "
+            f"tilegym-db ingest --trust {self.folder}/*/*.jsonl, and publish again"
+        )
+
+
+def open_snapshot(folder: Path, home: Path) -> Snapshot:
+    """The published files of ``traces/<gpu>``; the key is that of the home folder.
+
+    Raises:
+        RecordError: the lock is not valid, or of a newer version.
+    """
+    path = folder / LOCK_NAME
+    if not path.is_file():
+        old = _old_table_head(folder / OLD_TABLE_NAME)
+        return Snapshot(folder, old.get("gpu", folder.name), old.get("sm", ""), old.get("published", ""), "foreign")
+    lock = TraceLock.from_json(read_bytes(path, "trace lock"), path)
+    return Snapshot(folder, lock.gpu, lock.sm, lock.published, _origin(folder, lock, home), lock.files)
+
+
+def _origin(folder: Path, lock: TraceLock, home: Path) -> Origin:
+    if folder.parent.resolve() == (shipped_root() / "traces").resolve():
+        return "shipped"
+    is_own = lock.signature is not None and is_signed(home, "lock", lock.signed_content, lock.signature)
+    return "local" if is_own else "foreign"
+
+
+def lock_text(folder: Path, gpu: str, sm: str, published: str, files: Mapping[str, str], home: Path) -> str:
+    """The text of a lock; signed, unless the folder is the package's own."""
+    lock = TraceLock(gpu=gpu, sm=sm, published=published, files=dict(sorted(files.items())))
+    if folder.parent.resolve() != (shipped_root() / "traces").resolve():
+        lock = signed_lock(lock, home)
+    return lock.to_json(indent=1) + "\n"
+
+
+def signed_lock(lock: TraceLock, home: Path) -> TraceLock:
+    """The lock with the signature of this installation."""
+    return lock.model_copy(update={"signature": signature(home, "lock", lock.signed_content)})
+
+
+def sha256(content: bytes) -> str:
+    """The digest that locks state."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def read_published(path: Path, folder: Path, home: Path, refused: list[str], *, trust: bool = False) -> bytes | None:
+    """The content of a file of ``traces/<gpu>`` that somebody vouches for; None, with the reason in ``refused``, for another."""
+    try:
+        snapshot = open_snapshot(folder, home)
+        if snapshot.origin == "foreign" and not trust:
+            raise RecordError(f"{path} is not used: {snapshot.how_to_trust}.")
+        return snapshot.read(path)
+    except RecordError as error:
+        refused.append(str(error))
+        return None
+
+
+def lock_folder(folder: Path, home: Path, *, gpu: str, sm: str, published: str) -> None:
+    """Write the lock of a folder as it lies: its owner vouches for every file of it.
+
+    Raises:
+        StoreError: the folder cannot be written.
+    """
+    files = {
+        path.relative_to(folder).as_posix(): sha256(path.read_bytes())
+        for path in folder.rglob("*.json*")
+        if path.name != LOCK_NAME
+    }
+    write_atomically(folder / LOCK_NAME, lock_text(folder, gpu, sm, published, files, home).encode())
+
+
+def _old_table_head(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    known = content if isinstance(content, dict) else {}
+    return {key: known[key] for key in ("gpu", "sm", "published") if isinstance(known.get(key), str)}
+
+
+# ---- trace origins --------------------------------------------------------------------------------
+# Sorts files of traces by who vouches for them, before they go into the database in bulk.
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Files of whole traces, one a line, that all have one origin."""
+
+    origin: Origin
+    trusted: bool
+    files: tuple[Path, ...]
+    lines: int
+    sources: Mapping[Path, Path] = field(default_factory=dict)
+    """Where the lines of a file that was made for this came from; the line's number is the same."""
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """Batches, and what was no trace or is not used, and why."""
+
+    batches: tuple[Batch, ...] = ()
+    rejected: tuple[RejectedLine, ...] = ()
+    refused: tuple[str, ...] = ()
+
+
+class _Sorter:
+    """Collects batches; lines that have to be moved go to files of ``scratch``."""
+
+    def __init__(self, home: Path, scratch: Path, trust: bool) -> None:
+        self.home, self.scratch, self.trust = home, scratch, trust
+        self._files: dict[tuple[Origin, bool], list[Path]] = {}
+        self._lines: dict[tuple[Origin, bool], int] = {}
+        self._numbers = itertools.count()
+        self._sources: dict[Path, Path] = {}
+
+    def add(self, path: Path, origin: Origin, lines: int, *, trusted: bool | None = None) -> None:
+        key: tuple[Origin, bool] = (origin, origin == "foreign" and (self.trust if trusted is None else trusted))
+        self._files.setdefault(key, []).append(path)
+        self._lines[key] = self._lines.get(key, 0) + lines
+
+    def write(self, lines: Iterable[bytes], origin: Origin, source: Path, *, trusted: bool | None = None) -> None:
+        content = b"".join(lines)
+        count = sum(not line.isspace() for line in content.splitlines())
+        if count:
+            path = self.scratch / f"{next(self._numbers)}.jsonl"
+            try:
+                path.write_bytes(content)
+            except OSError as error:
+                raise StoreError(f"cannot write {path}: {error.strerror or error}. Nothing was ingested.") from None
+            self._sources[path] = source
+            self.add(path, origin, count, trusted=trusted)
+
+    def batches(self) -> tuple[Batch, ...]:
+        # Who is believed first: what follows then finds its ids taken.
+        order = sorted(self._files, key=lambda key: (("shipped", "local", "foreign").index(key[0]), not key[1]))
+        return tuple(Batch(*key, tuple(self._files[key]), self._lines[key], self._sources) for key in order)
+
+
+def sorted_files(files: Sequence[Path], home: Path, scratch: Path, *, trust: bool) -> Sorted:
+    """Journals and other files that the user names, by the signature of every line.
+
+    A trace set that this installation or the package published is what its lock says; any other is foreign.
+
+    Raises:
+        StoreError: a file cannot be read.
+    """
+    sorter = _Sorter(home, scratch, trust)
+    rejected: list[RejectedLine] = []
+    for path in files:
+        if path.exists() and not path.is_file():  # a FIFO would be waited for
+            raise StoreError(f"cannot read {path}: it is no regular file. Nothing was ingested.")
+        try:
+            with path.open("rb") as file:
+                if is_trace_set(file.read(64)):
+                    problems = _add_sets(sorter, [path], path.parent.parent)
+                    rejected += [RejectedLine(path, 1, text.removeprefix(f"{path}: ")) for text in problems]
+                    continue
+                file.seek(0)
+                signed = [_is_own(line, home) for line in file if not line.isspace()]
+        except OSError as error:
+            raise StoreError(f"cannot read {path}: {error.strerror or error}. Nothing was ingested.") from None
+        if all(signed) or not any(signed):
+            sorter.add(path, "local" if signed and all(signed) else "foreign", len(signed))
+        else:
+            own = (line if _is_own(line, home) else b"\n" for line in _whole_lines(path))
+            others = (b"\n" if _is_own(line, home) else line for line in _whole_lines(path))
+            sorter.write(own, "local", path)
+            sorter.write(others, "foreign", path)
+    return Sorted(sorter.batches(), rejected=tuple(rejected))
+
+
+def sorted_snapshots(folders: Iterable[Path], home: Path, scratch: Path, *, trust: bool) -> Sorted:
+    """The traces of published folders (``traces/<gpu>``), by who vouches for each folder.
+
+    A folder that is not valid, or a file that is not what the lock says, is left out with the reason.
+    """
+    sorter = _Sorter(home, scratch, trust)
+    refused: list[str] = []
+    for folder in folders:
+        refused += _add_sets(sorter, trace_files(folder), folder)
+    return Sorted(sorter.batches(), refused=tuple(refused))
+
+
+def _add_sets(sorter: _Sorter, paths: Sequence[Path], folder: Path) -> list[str]:
+    """Take files of a published folder in; returns why not, where they cannot be."""
+    if not paths:
+        return []
+    try:
+        snapshot = open_snapshot(folder, sorter.home)
+    except RecordError as error:
+        return [str(error)]
+    if sorter.trust and snapshot.origin == "foreign":
+        snapshot = Snapshot(folder, snapshot.gpu, snapshot.sm, snapshot.published, "foreign")
+    return [problem for path in paths for problem in _add_set(sorter, path, snapshot)]
+
+
+def _add_set(sorter: _Sorter, path: Path, snapshot: Snapshot) -> list[str]:
+    try:
+        content = snapshot.read(path, "trace set")
+        if not is_trace_set(content):
+            sorter.add(path, snapshot.origin, sum(not line.isspace() for line in content.splitlines()))
+            return []
+        parsed = TraceSet.parse(content, path)
+        traces = list(parsed.traces())
+    except RecordError as error:
+        return [str(error)]
+    # What this installation published without having measured it, it had been told to trust.
+    borrowed = parsed.foreign_runs if snapshot.origin == "local" else frozenset()
+    sorter.write((_line(trace) for trace in traces if trace["run_id"] not in borrowed), snapshot.origin, path)
+    sorter.write((_line(trace) for trace in traces if trace["run_id"] in borrowed), "foreign", path, trusted=True)
+    return []
+
+
+def _line(trace: dict[str, object]) -> bytes:
+    return to_json(trace) + b"\n"
+
+
+def _is_own(line: bytes, home: Path) -> bool:
+    content, claimed = split_line(line)
+    return claimed is not None and is_signed(home, "trace", content, claimed)
+
+
+def _whole_lines(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        for line in file:
+            yield line if line.endswith(b"\n") else line + b"\n"

@@ -1,0 +1,494 @@
+"""The published snapshot the resolver reads: per GPU, which verified solution took how long at which measured point.
+
+A snapshot is a folder, written by ``tilegym-db publish``: one trace set per Definition, and a lock with the digest of each.
+Serving reads these files and never the live database: they do not change under a running model and need no database engine.
+A Definition's set is read when that Definition is first asked for, so that loading costs the same however many there are.
+What neither came with the package nor was published by this installation is not read, unless the caller trusts it.
+Tables that came from a shared data set (:mod:`tilegym_db.published.shared_tables`) add to it, as far as they are trusted.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic_core import from_json
+
+from tilegym_db.errors import RecordError
+from tilegym_db.paths import home, shipped_root
+from tilegym_db.published.entries import (
+    Candidate,
+    DtypesKey,
+    Entry,
+    MeasuredEntries,
+    dtypes_key,
+    entries_of,
+    scalar_hull,
+)
+from tilegym_db.published.input_files import LOCK_NAME, OLD_TABLE_NAME, PEAKS_NAME, is_trace_file, trace_files
+from tilegym_db.published.plausible import bounds_of, why_implausible
+from tilegym_db.published.shared_tables import SharedTable, serving, tables_folder, tables_in
+from tilegym_db.published.snapshot import Snapshot, open_snapshot
+from tilegym_db.published.trace_set import TraceSet, is_trace_set
+from tilegym_db.records import Definition
+from tilegym_db.records.hardware import gpus_meant
+from tilegym_db.records.roofline import GpuPeaks
+from tilegym_db.records.solution import config_id
+
+_log = logging.getLogger(__name__)
+
+
+class ResolverTable:
+    """The entries of one GPU, by Definition and dtypes."""
+
+    def __init__(
+        self,
+        gpu: str,
+        sm: str,
+        published: str,
+        loaders: Mapping[str, Callable[[], MeasuredEntries]],
+        source: str,
+        peaks: Callable[[], GpuPeaks | None] = lambda: None,
+    ) -> None:
+        """A table that reads a Definition's entries when they are asked for; ``source`` names it in error messages."""
+        self.gpu = gpu
+        self.sm = sm
+        self.published = published
+        self.source = source
+        self._loaders = dict(loaders)
+        self.load_peaks = peaks
+        self._loaded: dict[str, MeasuredEntries] = {}
+        self._entries: dict[tuple[str, DtypesKey], tuple[Entry, ...]] = {}
+        self.indexes: dict[Any, Any] = {}
+        """Derived from the entries by :mod:`tilegym_db.resolver.resolve`; they live as long as the table."""
+
+    @classmethod
+    def from_entries(
+        cls, gpu: str, sm: str, published: str, entries: list[dict[str, Any]], source: str, origin: str = "local"
+    ) -> Self:
+        """A table of parsed JSON ``entries``, as ``resolver.json`` had them; ``source`` is the file, for error messages."""
+        grouped: dict[str, list[dict[str, Any]]] = {}
+        for raw in entries:
+            grouped.setdefault(raw["definition"], []).append(raw)
+
+        def loader(raws: list[dict[str, Any]]) -> Callable[[], MeasuredEntries]:
+            return lambda: measured_of_old(raws, source, origin)
+
+        return cls(gpu, sm, published, {name: loader(raws) for name, raws in grouped.items()}, source)
+
+    @property
+    def size(self) -> int:
+        """How many entries there are; reads all of them."""
+        return sum(1 for _ in self)
+
+    @property
+    def definitions(self) -> tuple[str, ...]:
+        """The Definitions that have a set of traces."""
+        return tuple(sorted(self._loaders))
+
+    def loader_of(self, definition: str) -> Callable[[], MeasuredEntries]:
+        """What reads the entries of one of :attr:`definitions`."""
+        return self._loaders[definition]
+
+    def scalar_hull(self, definition: str) -> Mapping[str, tuple[float, float]]:
+        """Scalar -> the smallest and largest number among the points of a Definition: what its candidates were verified with."""
+        return self._measured(definition).scalars
+
+    def dtypes_of(self, definition: str) -> tuple[Mapping[str, str], ...]:
+        """The dtype bindings that a Definition was measured with."""
+        return tuple(dict(key) for key in self._measured(definition).by_dtypes)
+
+    def entries(self, definition: str, dtypes: Mapping[str, str]) -> tuple[Entry, ...]:
+        """Every measured point of a Definition under one dtype binding."""
+        key = definition, dtypes_key(dtypes)
+        known = self._entries.get(key)
+        if known is None:
+            load = self._measured(definition).by_dtypes.get(key[1])
+            known = self._entries[key] = () if load is None else load()
+        return known
+
+    def believed_entries(self, definition: Definition, dtypes: Mapping[str, str]) -> tuple[Entry, ...]:
+        """As :meth:`entries`, without candidates whose figures cannot be true of this Definition."""
+        key = definition.digest, dtypes_key(dtypes)
+        known = self.indexes.get(key)
+        if known is None:
+            known = self.indexes[key] = tuple(
+                self._believed(entry, definition) for entry in self.entries(definition.name, dtypes)
+            )
+        found: tuple[Entry, ...] = known
+        return found
+
+    def _believed(self, entry: Entry, definition: Definition) -> Entry:
+        if entry.definition_digest != definition.digest:
+            return entry  # of another meaning, and never served
+        kept = tuple(item for item in entry.candidates if self._doubt(item, entry, definition) is None)
+        return entry if len(kept) == len(entry.candidates) else replace(entry, candidates=kept)
+
+    def _doubt(self, candidate: Candidate, entry: Entry, definition: Definition) -> str | None:
+        if candidate.latency_us is None:
+            return None
+        figures = dict(candidate.figures)
+        cold, timer = figures.pop("cold_l2", False), figures.pop("timer", "")
+        bounds = bounds_of(definition, entry.axes, entry.dtypes, self._peaks, cold_l2=cold, timer=timer)
+        times = {
+            "latency_us": candidate.latency_us,
+            "ci_low_us": candidate.ci_low_us,
+            "ci_high_us": candidate.ci_high_us,
+        }
+        errors = {name: figures.get(name) for name in ("rel_fro", "worst_row_rel", "matched_ratio")}
+        doubt = why_implausible(bounds, **times, **errors)
+        if doubt is not None:
+            _log.warning("%s: %s of %s is not used: %s", self.source, candidate, entry.definition, doubt)
+        return doubt
+
+    @property
+    def _peaks(self) -> GpuPeaks | None:
+        if "peaks" not in self.indexes:
+            self.indexes["peaks"] = self.load_peaks()
+        peaks: GpuPeaks | None = self.indexes["peaks"]
+        return peaks
+
+    def __iter__(self) -> Iterator[Entry]:
+        """Every entry, Definition by Definition."""
+        for definition in self.definitions:
+            for dtypes in self.dtypes_of(definition):
+                yield from self.entries(definition, dtypes)
+
+    def _measured(self, definition: str) -> MeasuredEntries:
+        known = self._loaded.get(definition)
+        if known is None:
+            known = self._loaded[definition] = (
+                self._loaders[definition]() if definition in self._loaders else MeasuredEntries({}, {})
+            )
+        return known
+
+
+def table_folder(gpu: str, *, trust: bool = False) -> Path | None:
+    """The snapshot of a GPU slug or family: one published on this machine wins over the shipped one of the same GPU.
+
+    A foreign one is passed over, with a warning, unless ``trust``.
+    """
+    places = (home() / "published", shipped_root() / "traces")
+    published = [path for place in places for path in sorted(place.glob("*")) if _is_published(path)]
+    for slug in gpus_meant(gpu, (path.name for path in published)):
+        for path in published:
+            if path.name == slug and (trust or _is_vouched_for(path)):
+                return path
+    return None
+
+
+def _is_published(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (LOCK_NAME, OLD_TABLE_NAME)) or bool(trace_files(folder))
+
+
+def _is_vouched_for(folder: Path) -> bool:
+    snapshot = open_snapshot(folder, home())
+    if snapshot.origin == "foreign":
+        _log.warning("%s. Until then nothing in it is served.", snapshot.how_to_trust)
+    return snapshot.origin != "foreign"
+
+
+def load_table(gpu: str, *, trust: bool = False) -> ResolverTable | None:
+    """The published table of a GPU, or None where nothing was published for it. Kept until the snapshot changes.
+
+    Args:
+        gpu: a slug or a family.
+        trust: read also what neither came with the package nor was published by this installation.
+
+    Raises:
+        RecordError: a file is not what was published, or was written by a newer version.
+    """
+    folder = table_folder(gpu, trust=trust)
+    shared = _shared_tables(gpu if folder is None else folder.name, trust)
+    stamps = () if folder is None else tuple(_stamp(folder / name) for name in (LOCK_NAME, OLD_TABLE_NAME))
+    if not shared:
+        return None if folder is None else _cached_table(folder, trust, stamps)
+    places = tuple(table.snapshot.folder for table in shared)
+    return _cached_with_shared(folder, trust, (*stamps, *(_stamp(path / LOCK_NAME) for path in places)), places)
+
+
+def _shared_tables(gpu: str, trust: bool) -> list[SharedTable]:
+    """The tables of a team that may serve a GPU slug, or the first slug of a family that there are any of."""
+    there = serving((table for slug in _shared_slugs(gpu) for table in tables_in(home(), slug)), trust=trust)
+    slugs = gpus_meant(gpu, (table.gpu for table in there))
+    return [table for table in there if table.gpu == slugs[0]] if slugs else []
+
+
+def _shared_slugs(gpu: str) -> list[str]:
+    try:
+        names = os.listdir(tables_folder(home()))
+    except OSError:  # there are none
+        return []
+    return gpus_meant(gpu, names)
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return 0, 0
+    return stat.st_mtime_ns, stat.st_size
+
+
+@lru_cache(maxsize=8)
+def _cached_table(folder: Path, trust: bool, _stamps: tuple[tuple[int, int], ...]) -> ResolverTable:
+    return read_folder(folder, trust=trust)
+
+
+@lru_cache(maxsize=8)
+def _cached_with_shared(
+    folder: Path | None, trust: bool, _stamps: tuple[tuple[int, int], ...], shared: tuple[Path, ...]
+) -> ResolverTable:
+    """The published table of a folder with what tables of a team add to it; those never change."""
+    base = None if folder is None else read_folder(folder, trust=trust)
+    own = {} if folder is None else _set_files(_snapshot_of(folder, trust))
+    snapshots = [open_snapshot(path, home()) for path in shared]
+    sets = [_set_files(snapshot) for snapshot in snapshots]
+    loaders = {name: base.loader_of(name) for name in base.definitions} if base is not None else {}
+    for name in {name for one in sets for name in one}:
+        added = [one[name] for one in sets if name in one]
+        loaders[name] = partial(merged_entries, loaders.get(name), own.get(name), added)
+
+    def peaks() -> GpuPeaks | None:
+        found = base.load_peaks() if base is not None else None
+        return found or next(filter(None, map(_peaks_of_team, snapshots)), None)
+
+    tables: list[ResolverTable | Snapshot] = [*([base] if base is not None else []), *snapshots]
+    date = max(table.published for table in tables)
+    sources = ", ".join(str(path) for path in (folder, *shared) if path is not None)
+    return ResolverTable(tables[0].gpu, tables[0].sm, date, loaders, sources, peaks)
+
+
+def read_folder(folder: Path, *, trust: bool = False) -> ResolverTable:
+    """The table of one published folder (``traces/<gpu>``); arguments and errors as for :func:`load_table`."""
+    snapshot = _snapshot_of(folder, trust)
+    old = folder / OLD_TABLE_NAME
+    if old.is_file() and (OLD_TABLE_NAME in snapshot.files or not trace_files(folder)):
+        parts = parts_of_old(snapshot.read(old, "resolver table"), old)
+        return ResolverTable.from_entries(*parts, str(old), snapshot.origin)
+    return _table_of_sets(snapshot)
+
+
+def _snapshot_of(folder: Path, trust: bool) -> Snapshot:
+    snapshot = open_snapshot(folder, home())
+    return replace(snapshot, files={}) if trust and snapshot.origin == "foreign" else snapshot
+
+
+def _table_of_sets(snapshot: Snapshot) -> ResolverTable:
+    loaders = {name: file.entries for name, file in _set_files(snapshot).items()}
+    return ResolverTable(
+        snapshot.gpu, snapshot.sm, snapshot.published, loaders, str(snapshot.folder), lambda: _peaks_of(snapshot)
+    )
+
+
+def _set_files(snapshot: Snapshot) -> dict[str, SetFile]:
+    """The trace sets of a folder, by Definition."""
+    names = snapshot.files or [path.relative_to(snapshot.folder).as_posix() for path in trace_files(snapshot.folder)]
+    paths = [snapshot.folder / name for name in names if is_trace_file(name)]
+    return {path.stem: SetFile(snapshot, path) for path in paths}
+
+
+def _peaks_of(snapshot: Snapshot) -> GpuPeaks | None:
+    path = snapshot.folder / PEAKS_NAME
+    return GpuPeaks.from_json(snapshot.read(path, "peaks"), path) if path.is_file() else None
+
+
+def _peaks_of_team(snapshot: Snapshot) -> GpuPeaks | None:
+    """As :func:`_peaks_of`; a file that is not what its lock says bounds nothing, and stops nothing."""
+    try:
+        return _peaks_of(snapshot)
+    except RecordError as error:
+        _log.warning("the peaks of a table of a team are passed over: %s", error)
+        return None
+
+
+# ---- merged ---------------------------------------------------------------------------------------
+# What tables of a team add to the published one, Definition by Definition: points, and candidates at points that both
+# have.
+#
+# The published table comes first: where it has a source and config at a point, another's time of that counts for
+# nothing. A failure takes earlier passes of its source back, whichever of the tables either is in, as it does in the
+# database.
+
+
+@dataclass(frozen=True)
+class SetFile:
+    """The trace set of a Definition in a folder that was published or came from a team."""
+
+    snapshot: Snapshot
+    path: Path
+
+    def content(self) -> bytes:
+        """Its bytes.
+
+        Raises:
+            RecordError: it is not what the lock says.
+        """
+        return self.snapshot.read(self.path, "trace set")
+
+    def entries(self) -> MeasuredEntries:
+        """Its entries, with the origin of the folder; raises as :meth:`content`, and where it is no trace set."""
+        return entries_of(self.content(), self.path, self.snapshot.origin)
+
+
+def merged_entries(
+    published: Callable[[], MeasuredEntries] | None, own: SetFile | None, shared: Sequence[SetFile]
+) -> MeasuredEntries:
+    """The entries of one Definition from the published table and those of a team.
+
+    A file of a team that is not what its lock says is left out with a warning; one of the published table is an error, as ever.
+
+    Args:
+        published: what the published table has, if it has the Definition.
+        own: the file that this comes from; None for a table of the old layout.
+        shared: of tables that may serve, the newest first.
+    """
+    first = [published()] if published is not None else []
+    sets = [TraceSet.parse(own.content(), own.path)] if own is not None and is_trace_set(own.content()) else []
+    added = []
+    for file in shared:
+        try:
+            measured, parsed = file.entries(), TraceSet.parse(file.content(), file.path)
+        except RecordError as error:
+            _log.warning("a table of a team is passed over: %s", error)
+            continue
+        added.append(measured)
+        sets.append(parsed)
+    lost = taken_back(sets)
+    groups = first + added
+    keys = dict.fromkeys(key for measured in groups for key in measured.by_dtypes)
+    by_dtypes = {key: partial(_joined, groups, key, lost) for key in keys}
+    return MeasuredEntries(by_dtypes, groups[0].scalars if groups else {})
+
+
+def taken_back(sets: Iterable[TraceSet]) -> frozenset[str]:
+    """Ids of the passes that a later failure of the same source takes back, by the rule of the view ``revocations``."""
+    sets = list(sets)
+    if not any(_revokes(facts) for one in sets for facts in one.header.facts):
+        return frozenset()
+    traces = [trace for one in sets for trace in one.traces()]
+    failures = [trace for trace in traces if _revokes(trace)]
+    return frozenset(
+        trace["trace_id"]
+        for trace in traces
+        if trace["status"] == "PASSED" and any(_takes_back(failure, trace) for failure in failures)
+    )
+
+
+def _revokes(said: dict[str, Any]) -> bool:
+    return said.get("status") not in ("PASSED", "UNSUPPORTED") and said.get("tier") != "interpreter"
+
+
+def _takes_back(failure: dict[str, Any], passed: dict[str, Any]) -> bool:
+    source = ("definition_digest", "solution_digest", "gpu")
+    if any(failure[name] != passed[name] for name in source) or _time(failure) < _time(passed):
+        return False
+    if failure["status"] == "COMPILE_ERROR" and failure["workload_uuid"] != passed["workload_uuid"]:
+        return False
+    is_cheat = failure["status"] == "REJECTED"
+    return is_cheat or config_id(failure.get("config", {})) == config_id(passed.get("config", {}))
+
+
+def _time(trace: dict[str, Any]) -> datetime:
+    return datetime.fromisoformat(trace["timestamp"])
+
+
+def _joined(groups: Sequence[MeasuredEntries], key: DtypesKey, lost: frozenset[str]) -> tuple[Entry, ...]:
+    points: dict[str, Entry] = {}
+    for measured in groups:
+        load = measured.by_dtypes.get(key)
+        for entry in load() if load is not None else ():
+            candidates = [_ranged(one, measured) for one in entry.candidates if one.trace_id not in lost]
+            where = _point(entry)
+            known = points.get(where)
+            if known is not None:
+                has = {_source(one) for one in known.candidates}
+                candidates = [*known.candidates, *(one for one in candidates if _source(one) not in has)]
+                candidates.sort(key=lambda one: (one.latency_us or 0.0, one.trace_id or ""))
+            points[where] = replace(known or entry, candidates=tuple(candidates))
+    return tuple(entry for entry in points.values() if entry.candidates)
+
+
+def _ranged(candidate: Candidate, measured: MeasuredEntries) -> Candidate:
+    """Of before ranges were recorded (decision 0024): verified with the numbers of its own table, not of others."""
+    return candidate if candidate.scalar_ranges is not None else replace(candidate, scalar_ranges=measured.scalars)
+
+
+def _source(candidate: Candidate) -> tuple[str, str, str]:
+    return candidate.solution, candidate.solution_digest, config_id(candidate.config)
+
+
+def _point(entry: Entry) -> str:
+    parts = entry.axes, entry.scalars, entry.layouts
+    return json.dumps([entry.definition_digest, *(sorted(part.items()) for part in parts)], default=str)
+
+
+# ---- old entries ----------------------------------------------------------------------------------
+# Entries of ``resolver.json``, the one table for all Definitions of a GPU that was published before there were trace
+# sets.
+
+VERSION = 2
+
+WRITE_ANEW = "Write it anew: tilegym-db publish --gpu GPU"
+
+
+def parts_of_old(text: bytes, path: Path) -> tuple[str, str, str, list[dict[str, Any]]]:
+    """GPU, target, date and entries of a file.
+
+    Raises:
+        RecordError: it is none, or was written by a newer version.
+    """
+    try:
+        content = from_json(text, cache_strings="all")
+    except ValueError as error:
+        raise RecordError(
+            f"{path}: cannot read this resolver table: {error}. {WRITE_ANEW}", code="table_unreadable"
+        ) from None
+    version = content.get("schema_version") if isinstance(content, dict) else None
+    if isinstance(version, int) and version > VERSION:
+        raise RecordError(
+            f"{path}: schema_version {version} was written by a newer tilegym-db (this one reads {VERSION}). "
+            "Upgrade tilegym-db, or publish again with this version.",
+            code="version_newer",
+        )
+    try:
+        return content["gpu"], content["sm"], content["published"], content["entries"]
+    except (TypeError, KeyError) as error:
+        raise RecordError(
+            f"{path}: not a resolver table: {error} is missing or wrong. {WRITE_ANEW}", code="table_invalid"
+        ) from None
+
+
+def measured_of_old(raws: list[dict[str, Any]], source: str, origin: str) -> MeasuredEntries:
+    """The entries of one Definition; ``source`` is the file, for error messages.
+
+    Raises:
+        RecordError: one is not valid.
+    """
+    return _old_entries([_old_entry(raw, source, origin) for raw in raws])
+
+
+def _old_entries(entries: list[Entry]) -> MeasuredEntries:
+    grouped: dict[DtypesKey, list[Entry]] = {}
+    for entry in entries:
+        grouped.setdefault(dtypes_key(entry.dtypes), []).append(entry)
+    by_dtypes = {key: partial(tuple, found) for key, found in grouped.items()}
+    return MeasuredEntries(by_dtypes, scalar_hull(entry.scalars for entry in entries))
+
+
+def _old_entry(raw: dict[str, Any], source: str, origin: str) -> Entry:
+    try:
+        candidates = tuple(
+            Candidate(**{"origin": origin, **candidate, "shipped_source": False}) for candidate in raw["candidates"]
+        )
+        return Entry(**{**raw, "candidates": candidates})
+    except (TypeError, KeyError) as error:
+        what = f"an entry of {raw.get('definition')} is not valid: {error}"
+        raise RecordError(f"{source}: {what}. {WRITE_ANEW}", code="table_entry_invalid") from None

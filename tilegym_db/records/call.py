@@ -1,0 +1,322 @@
+"""From real arguments to axes, dtypes, layouts and scalars: what a call of a Definition is a call *of*.
+
+The shapes of a Definition are axes and small expressions of them (``2*I``); a call gives their values. Reading the axes
+off a call means solving those expressions, and checking that every other shape agrees. Works on shapes, strides and
+dtype names only, so that the verifier, the resolver and the model integrations share it without sharing a framework.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tilegym_db.errors import RecordError, UsageError
+from tilegym_db.records.definition import Definition
+from tilegym_db.records.definition_rules import is_packed
+from tilegym_db.records.dtypes import Scalar
+from tilegym_db.records.expressions import evaluate, evaluate_int, names_in, parse_expression
+from tilegym_db.records.layouts import layout_class
+
+# Frameworks store these record dtypes in another type's clothes: two 4-bit codes lie in one byte.
+_STORED_AS: dict[str, tuple[str, ...]] = {"float4_e2m1": ("uint8", "float4_e2m1fn_x2")}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a tensor argument looks like from outside: sizes, strides in elements, and the record name of its dtype."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, tensor: Any) -> TensorInfo:
+        """Describe anything with ``shape``, ``stride()`` and ``dtype``, as a PyTorch tensor has."""
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype).rpartition(".")[2])
+
+
+@dataclass(frozen=True)
+class Binding:
+    """A call in the Definition's terms.
+
+    ``layouts`` has the class of every tensor that was given, contiguous ones included, so that "contiguous" and "not
+    stated" can be told apart for outputs.
+    """
+
+    axes: dict[str, int]
+    dtypes: dict[str, str]
+    layouts: dict[str, str]
+    scalars: dict[str, Scalar]
+
+
+def bind_call(definition: Definition, values: Sequence[Any]) -> Binding:
+    """Bind positional arguments: every input in order, then optionally every written output.
+
+    Raises:
+        UsageError: not that many arguments, or they do not fit the Definition; see :func:`bind_arguments`.
+    """
+    names = (*definition.inputs, *definition.written_outputs)
+    if len(values) not in (len(definition.inputs), len(names)):
+        raise UsageError(
+            f"{definition.name} takes ({', '.join(definition.inputs)}), optionally followed by its outputs "
+            f"({', '.join(definition.written_outputs) or 'none'}); got {len(values)} arguments.",
+            code="argument_count",
+        )
+    given = {
+        name: TensorInfo.of(value) if hasattr(value, "stride") and hasattr(value, "dtype") else value
+        for name, value in zip(names, values, strict=False)
+    }
+    return bind_arguments(definition, given)
+
+
+def bind_arguments(definition: Definition, arguments: Mapping[str, TensorInfo | Scalar]) -> Binding:
+    """The axes, dtypes, layouts and scalars of a call.
+
+    Args:
+        definition: the operator called.
+        arguments: every input by name, and any of the outputs; a tensor as :class:`TensorInfo`, a scalar as itself.
+
+    Raises:
+        UsageError: an argument is missing, is no tensor where one is needed (or the reverse), its rank, size or dtype
+            does not fit, or an axis cannot be told from the shapes. The message names the argument.
+    """
+    tensors: dict[str, TensorInfo] = {}
+    scalars: dict[str, Scalar] = {}
+    for name, spec in {**definition.inputs, **definition.outputs}.items():
+        if name not in arguments:
+            if name in definition.inputs:
+                raise UsageError(f"{definition.name} needs the argument '{name}'.", code="argument_missing")
+            continue
+        value = arguments[name]
+        if isinstance(value, TensorInfo):
+            if spec.is_scalar:
+                raise UsageError(
+                    f"'{name}' of {definition.name} is a Python number, not a tensor.", code="scalar_expected"
+                )
+            tensors[name] = value
+        elif not spec.is_scalar:
+            raise UsageError(
+                f"'{name}' of {definition.name} is a tensor, not {type(value).__name__}.", code="tensor_expected"
+            )
+        elif value is not None and not isinstance(value, bool | int | float | str):
+            raise UsageError(
+                f"'{name}' of {definition.name} is a Python number, not {type(value).__name__}.", code="scalar_expected"
+            )
+        else:
+            scalars[name] = value
+    axes = solve_axes(definition, {name: tensor.shape for name, tensor in tensors.items()}, scalars)
+    for name in definition.layouts.keys() & tensors.keys():
+        _check_strides(definition, name, tensors[name], axes)
+    layouts = {name: layout_class(tensor.shape, tensor.strides) for name, tensor in tensors.items()}
+    dtypes = solve_dtypes(definition, {name: tensor.dtype for name, tensor in tensors.items()})
+    return Binding(axes, dtypes, layouts, scalars)
+
+
+def _check_strides(definition: Definition, name: str, tensor: TensorInfo, axes: Mapping[str, int]) -> None:
+    """Raise :class:`UsageError` for other strides than those that the Definition says; a dimension of size 1 has any."""
+    want = definition.strides_of(name, axes)
+    if 0 not in tensor.shape and any(
+        size > 1 and found != step for size, found, step in zip(tensor.shape, tensor.strides, want, strict=True)
+    ):
+        text = definition.layouts[name]
+        raise UsageError(
+            f"'{name}' of {definition.name} must have the strides {want} ({text}), not {tensor.strides}.",
+            code="strides_differ",
+        )
+
+
+def is_code_selecting(definition: Definition, scalar: str) -> bool:
+    """True for a scalar whose value changes which code runs (a flag, a window), false for a continuous one (eps).
+
+    False as well for one that is the size of an axis: its axis says all about it.
+    """
+    if scalar in definition.size_scalars:
+        return False
+    choices = definition.dtypes.get(definition.inputs[scalar].dtype, (definition.inputs[scalar].dtype,))
+    return not all(choice.startswith(("float", "bfloat")) for choice in choices)
+
+
+def solve_dtypes(definition: Definition, dtypes: Mapping[str, str]) -> dict[str, str]:
+    """The dtype of every dtype variable, from the dtypes of the tensors by name."""
+    bound: dict[str, str] = {}
+    for name, found in dtypes.items():
+        declared = (definition.inputs.get(name) or definition.outputs[name]).dtype
+        if declared in definition.dtypes:
+            want = bound.setdefault(declared, _record_dtype(found, definition.dtypes[declared]))
+        else:
+            want = declared
+        if found != want and found not in _STORED_AS.get(want, ()):
+            raise UsageError(f"'{name}' of {definition.name} must be {want}, not {found}.", code="dtype_differs")
+    try:
+        return definition.bind_dtypes(bound)
+    except RecordError as error:
+        raise UsageError(str(error), code=error.code) from None
+
+
+def _record_dtype(found: str, choices: Sequence[str]) -> str:
+    return next((choice for choice in choices if found in _STORED_AS.get(choice, ())), found)
+
+
+def solve_axes(
+    definition: Definition, shapes: Mapping[str, Sequence[int]], scalars: Mapping[str, Scalar] | None = None
+) -> dict[str, int]:
+    """Every axis with its size, from the shapes of the tensors and the scalars that are sizes, by name.
+
+    A dimension given as ``N`` binds it; one given as an expression with a single unknown axis is solved where ``+``,
+    ``-`` and ``*`` can be undone (``2*I`` of size 8 gives I = 4), and ``//`` in a packed row, whose codes fill whole bytes
+    (:func:`~tilegym_db.records.definition_rules.check_packed`); the rest only checks.
+
+    Raises:
+        UsageError: shapes that contradict the Definition or each other, or that leave an axis open.
+    """
+    axes = {name: axis.value for name, axis in definition.axes.items() if axis.value is not None}
+    axes |= sizes_of_scalars(definition, scalars or {})
+    pending = list(_dimensions(definition, shapes))
+    while pending:
+        left = []
+        for entry, size, where, packed in pending:
+            if not _settle(entry, size, where, axes):
+                left.append((entry, size, where, packed))
+        if len(left) == len(pending) and not any(_settle(*item[:3], axes, packed=True) for item in left if item[3]):
+            entry, size, where, _ = left[0]
+            raise UsageError(
+                f"cannot tell the axes of {definition.name} apart: {where} has size {size} = {entry}.",
+                code="axis_ambiguous",
+            )
+        pending = left
+    try:
+        return definition.bind_axes(axes)
+    except RecordError as error:
+        raise UsageError(str(error), code=error.code) from None
+
+
+def _dimensions(
+    definition: Definition, shapes: Mapping[str, Sequence[int]]
+) -> Sequence[tuple[str | int, int, str, bool]]:
+    """(entry of the Definition, size found, where, whether it is a row of packed codes) of every dimension."""
+    found = []
+    for name, shape in shapes.items():
+        spec = definition.inputs.get(name) or definition.outputs[name]
+        entries, packed = spec.shape or (), is_packed(spec, definition.dtypes)
+        if len(entries) != len(shape):
+            spelled = ", ".join(str(entry) for entry in entries)
+            raise UsageError(
+                f"'{name}' of {definition.name} has {len(entries)} dimensions [{spelled}], not {len(shape)} "
+                f"(its shape is {list(shape)}).",
+                code="rank_differs",
+            )
+        for index, (entry, size) in enumerate(zip(entries, shape, strict=True)):
+            is_row = packed and index == len(entries) - 1
+            found.append((entry, int(size), f"{definition.name}: dimension {index} of '{name}'", is_row))
+    return found
+
+
+def _settle(entry: str | int, size: int, where: str, axes: dict[str, int], *, packed: bool = False) -> bool:
+    """Check a dimension whose axes are known, or bind the one that is not; False where it must wait for others."""
+    if isinstance(entry, str) and entry.isidentifier() and axes.setdefault(entry, size) == size:
+        return True  # a plain axis, as nearly every dimension is: nothing to take apart
+    unknown = set() if isinstance(entry, int) else set(names_in(entry)[0]) - set(axes)
+    if unknown:
+        value = _invert(parse_expression(str(entry)), size, axes, packed) if len(unknown) == 1 else None
+        if value is None:
+            return False
+        axes[unknown.pop()] = value
+    want = evaluate_int(entry, axes)
+    if want != size:
+        spelled = f"{entry} = {want}" if str(entry) != str(want) else str(want)
+        raise UsageError(f"{where} has size {size}, but must be {spelled}.", code="size_differs")
+    return True
+
+
+def _invert(node: ast.expr, target: int, axes: Mapping[str, int], packed: bool) -> int | None:
+    """The value of the one unknown name in ``node`` that makes it ``target``, rounded down; None where not unique.
+
+    ``packed`` says that divisions leave no rest.
+
+    The caller evaluates the whole expression afterwards, so that a value that does not divide is still refused.
+    """
+    if isinstance(node, ast.Name):
+        return target
+    if not isinstance(node, ast.BinOp):
+        return None
+    left, right = _known(node.left, axes), _known(node.right, axes)
+    match node.op:
+        case ast.Add() if left is not None:
+            return _invert(node.right, target - left, axes, packed)
+        case ast.Add() if right is not None:
+            return _invert(node.left, target - right, axes, packed)
+        case ast.Sub() if left is not None:
+            return _invert(node.right, left - target, axes, packed)
+        case ast.Sub() if right is not None:
+            return _invert(node.left, target + right, axes, packed)
+        case ast.Mult() if left:
+            return _invert(node.right, target // left, axes, packed)
+        case ast.Mult() if right:
+            return _invert(node.left, target // right, axes, packed)
+        case ast.FloorDiv() if right and packed:
+            return _invert(node.left, target * right, axes, packed)
+    return None
+
+
+def _known(node: ast.expr, axes: Mapping[str, int]) -> int | None:
+    """The value of a part of an expression, where all its axes are known."""
+    text = ast.unparse(node)
+    if names_in(text)[0] - set(axes):
+        return None
+    value = evaluate(text, axes)
+    return int(value) if value == int(value) else None
+
+
+# ---- sizes ----------------------------------------------------------------------------------------
+# Sizes that no shape shows: axes that are the value of a whole-number scalar (K of a top-k, a block size, an
+# alignment).
+#
+# Such an axis is one like any other: a Workload states its size, constraints, cost and shapes name it, fuzz cases
+# vary it, and measured points are compared by it. The scalar always has the axis's size.
+
+
+def sizes_of_scalars(definition: Definition, scalars: Mapping[str, Scalar]) -> dict[str, int]:
+    """Axis -> size, for every axis whose scalar is among those given.
+
+    Raises:
+        UsageError: such a scalar is no whole number, or is negative.
+    """
+    sizes: dict[str, int] = {}
+    for scalar, axis in definition.size_scalars.items():
+        if scalar not in scalars:
+            continue
+        value = scalars[scalar]
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise UsageError(
+                f"'{scalar}' of {definition.name} is the size of axis '{axis}': a whole number, not {value!r}.",
+                code="size_scalar_invalid",
+            )
+        sizes[axis] = value
+    return sizes
+
+
+def axes_with_scalars(definition: Definition, axes: Mapping[str, int], scalars: Mapping[str, Scalar]) -> dict[str, int]:
+    """The axes of a call, with those that only a scalar states.
+
+    Raises:
+        UsageError: an axis and its scalar contradict each other.
+    """
+    sizes = sizes_of_scalars(definition, scalars)
+    for axis, size in sizes.items():
+        if axes.get(axis, size) != size:
+            scalar = definition.axes[axis].scalar
+            raise UsageError(
+                f"axis {axis}={axes[axis]} of {definition.name} is the scalar '{scalar}', which is {size}.",
+                code="size_scalar_differs",
+            )
+    return {**axes, **sizes}
+
+
+def scalars_with_axes(
+    definition: Definition, scalars: Mapping[str, Scalar], axes: Mapping[str, int]
+) -> dict[str, Scalar]:
+    """The scalars of a call whose sizes are known: those that are a size have that of their axis."""
+    sizes = {scalar: axes[axis] for scalar, axis in definition.size_scalars.items() if axis in axes}
+    return {**scalars, **sizes}

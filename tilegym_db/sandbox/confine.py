@@ -1,0 +1,467 @@
+"""Confines the calling process, a worker that has not yet loaded anything it could not be trusted with.
+
+The order matters: what takes privileges comes first, the system call filter last. A level is had in full or not at all: where
+the kernel refuses a part of it, :class:`SandboxError` says which, and the worker does not start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import resource
+import stat
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tilegym_db.sandbox.landlock import SIGNAL_SCOPE_VERSION, grants_for, landlock_version, restrict_files
+from tilegym_db.sandbox.limits import Confinement, ProcWrites, ResourceBounds, WorkerSpec
+from tilegym_db.sandbox.processes import tasks_of_user
+from tilegym_db.sandbox.system_calls import (
+    NUMBERS,
+    Processor,
+    SandboxError,
+    attach_mount,
+    clone_mount,
+    drop_capabilities,
+    forgo_capabilities,
+    invoke,
+    mount,
+    prctl,
+    set_mount_attributes,
+    this_processor,
+    unshare,
+)
+
+_SET_DUMPABLE, _NO_NEW_PRIVILEGES = 4, 38
+
+
+_WORKERS_BESIDE = 4
+"""So many workers may reach their bound of threads before one that shares their user is refused its own."""
+
+
+def confine(spec: WorkerSpec, environ: Mapping[str, str], user: int | None) -> dict[str, Any]:
+    """Apply a level to this process, for good.
+
+    Args:
+        spec: the worker's.
+        environ: its environment, for the folders of compilers.
+        user: who to become; None to stay.
+
+    Returns:
+        What was applied, for the harness: the level, the user, and the process id (in its own namespace, at level 3).
+
+    Raises:
+        SandboxError: which part the kernel refused.
+    """
+    level = spec.confinement.level
+    _die_first()
+    _limit(spec.bounds, user)
+    applied: dict[str, Any] = {"level": level, "user": os.getuid() if user is None else user, "process": os.getpid()}
+    if level < 2:
+        return applied
+    prctl(_NO_NEW_PRIVILEGES, 1)
+    with contextlib.suppress(
+        SandboxError
+    ):  # only root may, and whoever may not cannot regain any either, by the line above
+        forgo_capabilities()
+    if user is not None:
+        become_user(user)
+    drop_capabilities()
+    prctl(_SET_DUMPABLE, 1)  # its own folder below /proc shall be its own
+    restrict_files(grants_for(spec, environ))
+    install_filter(
+        FilterOptions(
+            shared_processes=level < 3,
+            protected=spec.protected,
+            writable_attributes=level >= 3,
+            unix_sockets=spec.confinement.unix_sockets,
+        )
+    )
+    return applied
+
+
+def _die_first() -> None:
+    """Be the first that the kernel kills when memory runs out."""
+    with contextlib.suppress(OSError):  # a container may forbid it
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _limit(bounds: ResourceBounds, user: int | None) -> None:
+    """Resource limits. Address space has none: CUDA reserves more of it than there is memory."""
+    _lower(resource.RLIMIT_CORE, 0)
+    _lower(resource.RLIMIT_FSIZE, bounds.disk_bytes)
+    _lower(resource.RLIMIT_NOFILE, bounds.open_files)
+    # It counts all threads of the user, wherever they come from, those of workers that start later too; root is not bound
+    # by it.
+    threads = bounds.threads if user is not None else tasks_of_user(os.getuid()) + _WORKERS_BESIDE * bounds.threads
+    _lower(resource.RLIMIT_NPROC, threads)
+
+
+def _lower(limit: int, value: int) -> None:
+    _, hard = resource.getrlimit(limit)
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(limit, (value, value))
+
+
+# ---- levels ---------------------------------------------------------------------------------------
+# The levels of confinement, and which of them a machine has: found out by trying, from the highest down.
+
+_PROC_WRITES: tuple[ProcWrites, ...] = ("self", "all")
+
+
+def choices(device: str) -> list[Confinement]:
+    """What is tried, best first.
+
+    Writes anywhere below ``/proc`` are for where the kernel's own part of it cannot be written to: at level 3 it is mounted
+    read-only, and at level 2 only root could.
+    """
+    sockets = device != "cpu"
+    tried = [
+        Confinement(3, own_user, writes, unix_sockets=sockets) for own_user in (True, False) for writes in _PROC_WRITES
+    ]
+    tried += [
+        Confinement(2, proc_writes=writes, unix_sockets=sockets)
+        for writes in _PROC_WRITES
+        if writes == "self" or os.geteuid() != 0
+    ]
+    return [*tried, Confinement(1)]
+
+
+@dataclass(frozen=True)
+class Sandbox:
+    """The best sandbox of a machine: its level, what that is in words, and why nothing better is available."""
+
+    confinement: Confinement
+    description: str
+    reasons: tuple[str, ...]
+
+    @property
+    def level(self) -> int:
+        """1, 2 or 3."""
+        return self.confinement.level
+
+
+def find_sandbox(
+    tried: Sequence[Confinement], start: Callable[[int, Confinement], int], refused: tuple[type[Exception], ...]
+) -> Sandbox:
+    """The first confinement in which a process starts.
+
+    Args:
+        tried: best first.
+        start: starts one under the confinement with that number, ends it, and gives the user that it ran as.
+        refused: what ``start`` raises where it does not start.
+
+    Raises:
+        Exception: of ``refused``, where it does not start in the last one either.
+    """
+    reasons: list[str] = []
+    for number, choice in enumerate(tried):
+        try:
+            return Sandbox(choice, _describe(choice, start(number, choice)), tuple(reasons))
+        except refused as error:
+            if choice == tried[-1]:
+                raise
+            reasons.append(f"{_name(choice)} is not available: {_last_line(str(error))}")
+    raise AssertionError("the last choice either starts or raises")
+
+
+def _name(choice: Confinement) -> str:
+    user = {True: " with a user of its own", False: " with the same user"}[choice.own_user] if choice.level == 3 else ""
+    return f"level {choice.level}{user}{_proc(choice)}"
+
+
+def _last_line(text: str) -> str:
+    return text.strip().splitlines()[-1][:300]
+
+
+def _proc(choice: Confinement) -> str:
+    return ", writes below /proc" if choice.proc_writes == "all" else ""
+
+
+def _describe(choice: Confinement, user: int) -> str:
+    if choice.level == 1:
+        return "level 1: a session of its own, a scrubbed environment and resource limits"
+    version = landlock_version()
+    parts = f"Landlock {version}, a system call filter, no capabilities, resource limits, a scrubbed environment"
+    parts += _proc(choice)
+    if choice.level == 2:
+        signals = (
+            ""
+            if version >= SIGNAL_SCOPE_VERSION
+            else "; signals to other processes of the user are only partly refused"
+        )
+        return f"level 2: {parts}{signals}"
+    who = f"user {user} of its own" if choice.own_user else f"user {user} without capabilities"
+    return f"level 3: process, mount, network and IPC namespaces, {who}, {parts}"
+
+
+# ---- namespaces -----------------------------------------------------------------------------------
+# Level 3: namespaces of its own for processes, mounts, network and IPC, and a user that owns nothing. Takes root.
+#
+# No user namespaces: CUDA does not start in some of them.
+
+_NEW_MOUNTS, _NEW_IPC, _NEW_PROCESSES, _NEW_NETWORK = 0x00020000, 0x08000000, 0x20000000, 0x40000000
+_NO_SUID, _NO_DEVICES, _NO_PROGRAMS, _BIND, _RECURSIVE, _PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
+_READ_ONLY_ATTRIBUTE, _NO_SUID_ATTRIBUTE = 1, 2
+
+# The parts of /proc that belong to the kernel and not to a process.
+_KERNEL_PARTS = ("sys", "sysrq-trigger", "irq", "bus", "fs", "acpi", "scsi", "mtrr")
+_LEAST_PROCESS_LIMIT = 400  # the kernel reserves 300 numbers
+_LIMIT_IS_PER_NAMESPACE = (6, 14)
+_READABLE_CHECK_LIMIT = 10_000
+_USERS_FROM, _MOST_USERS = 1 << 16, 1 << 31
+
+
+def new_process_namespace() -> None:
+    """The next child is the first process of a namespace of its own; with it, everything in there dies."""
+    try:
+        unshare(_NEW_PROCESSES)
+    except SandboxError as error:
+        raise SandboxError(f"a process namespace of its own takes root: {error}", code="namespace_refused") from None
+
+
+def isolate_view(folder: Path, visible: Iterable[Path], bounds: ResourceBounds, *, reveal: bool, shm: bool) -> None:
+    """Give this process, the first of its namespace, mounts of its own: all read-only but its folder, and a new ``/proc``.
+
+    Args:
+        folder: the scratch folder, which stays writable.
+        visible: what must be reachable by any user if ``reveal``.
+        bounds: for the size of ``/dev/shm`` and, where the kernel can, the number of threads.
+        reveal: hide the contents of every folder that other users cannot enter but that leads to something visible (a home
+            folder with a Python in it), and show only that.
+        shm: mount a ``/dev/shm`` of its own.
+    """
+    unshare(_NEW_MOUNTS | _NEW_NETWORK | _NEW_IPC)
+    mount("none", "/", None, _RECURSIVE | _PRIVATE)
+    own = clone_mount(str(folder))
+    if reveal:
+        _reveal([*visible, folder])
+    set_mount_attributes("/", _READ_ONLY_ATTRIBUTE | _NO_SUID_ATTRIBUTE)
+    attach_mount(own, str(folder))
+    _mount_proc(bounds)
+    if shm and Path("/dev/shm").is_dir():
+        options = f"size={bounds.memory_bytes // 4},mode=1777"
+        mount("tmpfs", "/dev/shm", "tmpfs", _NO_SUID | _NO_DEVICES | _NO_PROGRAMS, options)
+    os.chdir(folder)
+
+
+def _mount_proc(bounds: ResourceBounds) -> None:
+    mount("proc", "/proc", "proc", _NO_SUID | _NO_DEVICES | _NO_PROGRAMS)
+    version = tuple(int("".join(filter(str.isdigit, part)) or 0) for part in os.uname().release.split(".")[:2])
+    if version >= _LIMIT_IS_PER_NAMESPACE:  # before that it would be the whole machine's
+        limit = max(_LEAST_PROCESS_LIMIT, bounds.threads)
+        Path("/proc/sys/kernel/pid_max").write_text(str(limit))
+    for name in _KERNEL_PARTS:
+        path = f"/proc/{name}"
+        if os.path.exists(path):
+            mount(path, path, None, _BIND | _RECURSIVE)
+            set_mount_attributes(path, _READ_ONLY_ATTRIBUTE)
+
+
+def _reveal(paths: Iterable[Path]) -> None:
+    """Put an empty folder over each one that others cannot enter, and in it only the given paths."""
+    hidden_by: dict[Path, list[Path]] = {}
+    for path in dict.fromkeys(path.resolve() for path in paths if path.exists()):
+        closed = next((ancestor for ancestor in reversed(path.parents) if not _lets_others_in(ancestor)), None)
+        if closed is not None:
+            hidden_by.setdefault(closed, []).append(path)
+    for closed, hidden in hidden_by.items():
+        outermost = [path for path in hidden if not any(path != other and other in path.parents for other in hidden)]
+        clones = [(path, path.is_dir(), clone_mount(str(path))) for path in outermost]
+        mount("tmpfs", str(closed), "tmpfs", _NO_SUID | _NO_DEVICES, "mode=0711,size=1m")
+        for path, is_folder, clone in clones:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(exist_ok=True) if is_folder else path.touch()
+            attach_mount(clone, str(path))
+
+
+def _lets_others_in(folder: Path) -> bool:
+    return bool(folder.stat().st_mode & stat.S_IXOTH)
+
+
+def choose_user(supervisor: int) -> int:
+    """A user number that nobody else has: by the supervisor's process id, within what this system can map."""
+    _, _, count = (int(text) for text in Path("/proc/self/uid_map").read_text().split()[:3])
+    most = min(count, _MOST_USERS) - 2
+    return most - supervisor % (most - _USERS_FROM if most > 2 * _USERS_FROM else most // 4)
+
+
+def is_readable_by_others(path: Path) -> bool:
+    """True if every user who gets to this path can read it and all that is in it."""
+    waiting, checked = [path], 0
+    while waiting:
+        current = waiting.pop()
+        checked += 1
+        mode = current.stat().st_mode
+        needed = stat.S_IROTH | (stat.S_IXOTH if stat.S_ISDIR(mode) else 0)
+        if mode & needed != needed or checked > _READABLE_CHECK_LIMIT:
+            return False
+        if stat.S_ISDIR(mode):
+            waiting += current.iterdir()
+    return True
+
+
+def become_user(user: int) -> None:
+    """Drop to a user and a group of the same number, with no other groups."""
+    try:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+    except OSError as error:
+        raise SandboxError(f"cannot become user {user}: {error}", code="user_refused") from None
+
+
+# ---- seccomp --------------------------------------------------------------------------------------
+# The system call filter: what a Solution and its compilers have no use for is refused by the kernel.
+#
+# The program is built by hand, as classic BPF. Calls of another processor's convention (32-bit, x32) would have other
+# numbers: they end the process.
+
+Instruction = tuple[int, int, int, int]
+"""Operation, jump if true, jump if false, constant."""
+
+_NETWORK = ("socket", "connect", "bind", "listen", "accept", "accept4")
+
+# Reading and changing other processes, the kernel, mounts, the clock; names and memory that outlive the process.
+_REFUSED = (
+    *("ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "process_mrelease", "pidfd_getfd", "kcmp"),
+    *("move_pages", "migrate_pages", "bpf", "perf_event_open", "userfaultfd", "memfd_secret", "fanotify_init"),
+    *("add_key", "request_key", "keyctl", "shmget", "msgget", "semget", "mq_open"),
+    *("mount", "umount2", "pivot_root", "chroot", "move_mount", "open_tree", "open_tree_attr", "fsopen", "fsconfig"),
+    *("fsmount", "fspick", "mount_setattr", "unshare", "setns", "open_by_handle_at", "name_to_handle_at"),
+    *("kexec_load", "kexec_file_load", "init_module", "finit_module", "delete_module", "reboot", "swapon", "swapoff"),
+    *("acct", "quotactl", "quotactl_fd", "syslog", "vhangup", "sethostname", "setdomainname", "iopl", "ioperm"),
+    *("settimeofday", "clock_settime", "adjtimex", "clock_adjtime", "tkill"),
+)
+
+# libraries try these first and have another way where the kernel does not know them
+_UNKNOWN = ("clone3", "io_uring_setup", "io_uring_enter", "io_uring_register")
+
+# The attributes of files, which Landlock does not guard. Linkers and copying tools set them on what they wrote; they are told
+# that it worked, as under fakeroot.
+_ATTRIBUTES = (
+    *("chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat"),
+    *("utime", "utimes", "futimesat", "utimensat"),
+)
+_EXTENDED_ATTRIBUTES = (
+    *("setxattr", "lsetxattr", "fsetxattr", "setxattrat", "file_setattr"),
+    *("removexattr", "lremovexattr", "fremovexattr", "removexattrat"),
+)
+# All of a worker's processes stay in one process group, which can be killed at one stroke, however fast they fork.
+_GROUPS = ("setsid", "setpgid")
+
+# What may be done to oneself (0) but not to another process of the same user: call -> its argument that names the process.
+_ONESELF_ONLY = {
+    "prlimit64": 0,
+    "sched_setaffinity": 0,
+    "sched_setscheduler": 0,
+    "sched_setparam": 0,
+    "sched_setattr": 0,
+    "setpriority": 1,
+    "ioprio_set": 1,
+}
+_SIGNALS = ("kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
+
+_NEW_NAMESPACES = 0x7E020000  # the CLONE_NEW... flags that clone takes
+_UNIX_FAMILY = 1
+_SEQUENCED_PACKETS, _SOCKET_KIND = 5, 0xF  # the other bits of a socket's type are flags
+_X32 = 0x40000000
+
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
+_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
+_ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
+_SET_FILTER = 1
+
+
+@dataclass(frozen=True)
+class FilterOptions:
+    """What differs between levels and kernels.
+
+    ``shared_processes``: other processes of the user can be named (no process namespace of its own), so that calls which name
+    one are filtered. ``protected``: the process (positive) and group (negative) ids that may get no signal.
+    ``writable_attributes``: attributes of files are guarded elsewhere. ``unix_sockets``: allow packet sockets of the machine
+    itself (SOCK_SEQPACKET) that listen, without which CUDA does not start (error 304). None may connect.
+    """
+
+    shared_processes: bool = True
+    protected: tuple[int, ...] = ()
+    writable_attributes: bool = False
+    unix_sockets: bool = False
+
+
+def build_filter(machine: Processor, options: FilterOptions) -> list[Instruction]:
+    """The program for one processor."""
+    program = [
+        (_LOAD, 0, 0, _ARCHITECTURE),
+        (_EQUAL, 1, 0, machine.audit_code),
+        (_RETURN, 0, 0, _KILL),
+        (_LOAD, 0, 0, _NUMBER),
+        (_AT_LEAST, 0, 1, _X32),
+        (_RETURN, 0, 0, _KILL),
+    ]
+    for names, error in _plain_rules(options):
+        for number in _numbers(machine, names):
+            program += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERROR | error)]
+    for number in _numbers(machine, ("clone",)):
+        program += _on_argument(number, 0, [(_ANY_BIT, 0, 1, _NEW_NAMESPACES)], errno.EPERM)
+    if options.unix_sockets:
+        for number in _numbers(machine, ("socket",)):
+            program += _on_argument(number, 0, [(_EQUAL, 1, 0, _UNIX_FAMILY)], errno.EPERM)
+            # A datagram socket would need no connection to reach another process.
+            program += _on_argument(
+                number, 1, [(_AND, 0, 0, _SOCKET_KIND), (_EQUAL, 1, 0, _SEQUENCED_PACKETS)], errno.EPERM
+            )
+    if options.shared_processes:
+        for name, position in _ONESELF_ONLY.items():
+            for number in _numbers(machine, (name,)):
+                program += _on_argument(number, position, [(_EQUAL, 1, 0, 0)], errno.EPERM)
+        for number in _numbers(machine, _SIGNALS):
+            for process in options.protected:
+                program += _on_argument(number, 0, [(_EQUAL, 0, 1, process & 0xFFFFFFFF)], errno.EPERM)
+    return [*program, (_RETURN, 0, 0, _ALLOW)]
+
+
+def _plain_rules(options: FilterOptions) -> list[tuple[tuple[str, ...], int]]:
+    rules = [(_REFUSED, errno.EPERM), (_UNKNOWN, errno.ENOSYS)]
+    rules.append((("connect",) if options.unix_sockets else _NETWORK, errno.EPERM))
+    if not options.writable_attributes:
+        rules += [(_ATTRIBUTES, 0), (_EXTENDED_ATTRIBUTES, errno.ENOTSUP)]
+    if options.shared_processes:
+        rules += [(_GROUPS, 0), (("pidfd_send_signal",), errno.ENOSYS)]
+    return rules
+
+
+def _numbers(machine: Processor, names: Iterable[str]) -> list[int]:
+    return [number for name in names if (number := NUMBERS[name][machine.column]) is not None]
+
+
+def _on_argument(number: int, position: int, test: list[Instruction], error: int) -> list[Instruction]:
+    """Refuse a call if the test of its argument (the low 32 bits of it) says so, by not jumping."""
+    body = [(_LOAD, 0, 0, _ARGUMENTS + 8 * position), *test, (_RETURN, 0, 0, _ERROR | error), (_LOAD, 0, 0, _NUMBER)]
+    return [(_EQUAL, 0, len(body), number), *body]
+
+
+class _Instruction(ctypes.Structure):
+    _fields_ = (("code", ctypes.c_uint16), ("yes", ctypes.c_uint8), ("no", ctypes.c_uint8), ("k", ctypes.c_uint32))
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_uint16), ("instructions", ctypes.POINTER(_Instruction)))
+
+
+def install_filter(options: FilterOptions) -> None:
+    """Filter the calls of this process and its children, for good. ``no_new_privs`` must be set.
+
+    Raises:
+        SandboxError: the kernel has no filters, or the processor is unknown.
+    """
+    program = build_filter(this_processor(), options)
+    instructions = (_Instruction * len(program))(*(_Instruction(*instruction) for instruction in program))
+    try:
+        invoke("seccomp", _SET_FILTER, 0, ctypes.byref(_Program(len(program), instructions)))
+    except SandboxError as error:
+        raise SandboxError(f"the system call filter cannot be installed: {error}", code="seccomp_refused") from None

@@ -1,0 +1,516 @@
+"""The worker process: loads one Solution and calls it on shared memory when the harness says so.
+
+Untrusted from the moment a Solution is loaded. It never sees the oracle, the seeds or the store; what it answers is only
+used as described in :mod:`tilegym_db.sandbox.protocol`. The supervisor calls :func:`main` in a process that is confined by
+then; standard output and error belong to the Solution and go to a log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from tilegym_db.sandbox import protocol
+from tilegym_db.sandbox.protocol import KernelUse, sum_uses
+
+RECOMPILE_LIMIT = 64
+"""Graphs that torch.compile may keep for one function. Its own limit of 8 is less than the shapes, strides, offsets and modes
+(inference or not) of one promotion, and a function that must be one graph raises beyond it."""
+
+
+class Worker:
+    """State of one worker: the loaded entry point and the attached buffers."""
+
+    def __init__(self, device: str) -> None:
+        """Prepare for one device, ``cpu`` or ``cuda:<n>``."""
+        self.device = device
+        self.entry: Callable[..., Any] | None = None
+        self.config: dict[str, Any] = {}
+        self.returns = False
+        self.release: Callable[[], None] | None = None
+        self.slots: list[dict[str, Any]] = []
+        self.order: list[str] = []
+        self.outputs: list[str] = []
+        self.in_place: dict[str, str] = {}
+        self.timer: Any = None
+        self.profiler: Any = None
+        self.state_watch: Any = None
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def prepare(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Take hold of clocks and of the profiler, before a Solution can replace them."""
+        from tilegym_db.sandbox.timing import BlockTimer
+
+        self.timer = BlockTimer(self.device)
+        self.state_watch = StateWatch()
+        if request["profile"] and self.device != "cpu":
+            self.profiler = KernelProfiler()
+        return {}
+
+    def load(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Import the Solution of a record, if its digest is the one announced."""
+        from pathlib import Path
+
+        import torch
+
+        from tilegym_db.backends.compile_cache import use_own_folders
+        from tilegym_db.backends.load import load_entry
+        from tilegym_db.backends.toolchains import TOOLCHAINS, prepare_environment
+        from tilegym_db.catalog import SolutionFiles
+        from tilegym_db.errors import SolutionError
+        from tilegym_db.sandbox.interpreters import INTERPRETERS
+
+        if self.device != "cpu":
+            torch.cuda.set_device(self.device)
+        files = SolutionFiles.read(Path(request["record"]))
+        if files.digest != request["digest"]:
+            raise SolutionError(
+                f"the source of {files.name} changed on disk while it was being measured", code="source_changed"
+            )
+        prepare_environment(files.record.spec.language)
+        use_own_folders()
+        if request.get("interpret"):
+            INTERPRETERS[files.record.spec.language].install()
+        if files.uses_torch_compile:
+            torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+        packages = [TOOLCHAINS[files.record.spec.language].package, *request["libraries"]]
+        self.state_watch.begin(packages, compiles=files.uses_torch_compile)
+        self.entry = load_entry(files)
+        self.returns = not files.record.spec.destination_passing_style
+        self.order, self.outputs = request["inputs"], request["outputs"]
+        self.in_place = request["in_place"]
+        return {}
+
+    def attach(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Map the buffers and build the arguments of every slot."""
+        from tilegym_db.sandbox.shared_buffers import attach, tensor_of_its_own
+
+        self.detach({})
+        memory, plan, self.release = attach(request["buffers"], request["descriptors"][0])
+        self.config = request["config"]
+        for index in range(request["buffers"]["slots"]):
+            slot = memory[index * plan.size : (index + 1) * plan.size]
+            tensors = {tensor.name: tensor_of_its_own(slot, tensor) for tensor in plan.tensors}
+            self.slots.append({**request["scalars"], **tensors})
+        return {}
+
+    def detach(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Forget the buffers."""
+        self.slots = []
+        if self.release is not None:
+            self.release()
+            self.release = None
+            self._give_back_memory()
+        return {}
+
+    def call(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Call the Solution once on one slot and wait for it; a returned value is copied to the slot's outputs.
+
+        With ``as_in_model`` it is called as a model does: in inference mode, on allocations of PyTorch's own, which bring what
+        lies in the slot and take back everything that is there afterwards. ``without_gradients`` is how models generate.
+        """
+        import torch
+
+        slot = self.slots[request["slot"]]
+        if not request.get("as_in_model"):
+            with torch.no_grad() if request.get("without_gradients") else contextlib.nullcontext():
+                mismatch = self._copy_returned(slot, self._bound(slot)())
+        else:
+            with torch.inference_mode():
+                own = {name: _copied(value) for name, value in slot.items()}
+                mismatch = self._copy_returned(own, self._bound(own)())
+                self._synchronize()
+                for name, value in own.items():
+                    if isinstance(value, torch.Tensor):
+                        slot[name].copy_(value)
+        self._synchronize()
+        return {"mismatch": mismatch} if mismatch else {}
+
+    def repeat(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Call the Solution over and over on the slots listed, as a model does that has run for a while."""
+        import torch
+
+        calls = [self._bound(self.slots[index]) for index in request["slots"]]
+        with torch.inference_mode():
+            for number in range(request["count"]):
+                calls[number % len(calls)]()
+        self._synchronize()
+        return {}
+
+    def scalars(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Other numbers for the calls that follow on these slots."""
+        for slot in self.slots:
+            slot.update(request["scalars"])
+        return {}
+
+    def state(self, request: dict[str, Any]) -> dict[str, Any]:
+        """What is another one in this process than before the Solution was loaded."""
+        return {"changes": self.state_watch.changes()}
+
+    def run(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Call the Solution once on each slot listed, behind a busy device, and answer when all of it is done.
+
+        The harness's clock runs meanwhile. With no slots it is the null call, which costs what asking costs. Returned
+        values are copied to the outputs at once, so that their memory is used again as it is while timing.
+        """
+        import torch
+
+        calls = [(slot, self._bound(slot)) for slot in (self.slots[index] for index in request["slots"])]
+        self.timer.occupy(request["busy_us"])
+        with torch.inference_mode():  # as models are served; blocks are timed without
+            for slot, call in calls:
+                self._copy_returned(slot, call())
+        self._synchronize()
+        return {}
+
+    def time(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Time one call on each of the slots listed, in that order."""
+        slots = {index: self.slots[index] for index in request["slots"]}
+        pristine = {index: {name: slot[name].clone() for name in self.in_place} for index, slot in slots.items()}
+
+        def restore(index: int) -> None:
+            for name, value in pristine[index].items():
+                slots[index][name].copy_(value)
+
+        def finish(index: int, returned: Any) -> None:
+            self._copy_returned(slots[index], returned)
+
+        calls = {index: self._bound(slot) for index, slot in slots.items()}
+        samples = self.timer.time(request["slots"], calls, restore, finish)
+        return {
+            "device_us": [sample.device_us for sample in samples],
+            "host_us": [sample.host_us for sample in samples],
+        }
+
+    def profile(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Everything that runs on the device because of one call on each slot listed, also on other streams or later."""
+        calls = [self._bound(self.slots[index]) for index in request["slots"]]
+        activities = self.profiler.activities(calls)
+        return {"activities": [vars(activity) for activity in activities]}
+
+    # -- details ------------------------------------------------------------------------------------------------------
+
+    def _bound(self, slot: dict[str, Any]) -> Callable[[], Any]:
+        assert self.entry is not None
+        entry, config = self.entry, self.config
+        names = self.order if self.returns else [*self.order, *self.outputs]
+        arguments = [slot[name] for name in names]
+        return lambda: entry(*arguments, **config)
+
+    def _copy_returned(self, slot: dict[str, Any], returned: Any) -> dict[str, str] | None:
+        return copy_returned(returned, slot, self.outputs) if self.returns else None
+
+    def _give_back_memory(self) -> None:
+        if self.device != "cpu":
+            import torch
+
+            torch.cuda.empty_cache()  # the next workload needs it
+
+    def _synchronize(self) -> None:
+        if self.device != "cpu":
+            import torch
+
+            torch.cuda.synchronize()
+
+    def serve(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Answer one request; whatever the Solution raises becomes part of the answer."""
+        handlers = {
+            "prepare": self.prepare,
+            "load": self.load,
+            "attach": self.attach,
+            "detach": self.detach,
+            "call": self.call,
+            "run": self.run,
+            "time": self.time,
+            "profile": self.profile,
+            "repeat": self.repeat,
+            "scalars": self.scalars,
+            "state": self.state,
+        }
+        try:
+            return {"id": request["id"], "ok": True, **handlers[request["op"]](request)}
+        except Exception as error:  # the boundary to untrusted code: recorded whole, judged by the harness
+            kind = "compile" if is_compile_error(error) else "memory" if is_memory_error(error) else "runtime"
+            text = "".join(traceback.format_exception(error, limit=-8))
+            return {"id": request["id"], "ok": False, "kind": kind, "error": text[-8000:]}
+
+
+def _copied(value: Any) -> Any:
+    """A tensor's contents in memory of its own, with the same strides; anything else as it is."""
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
+
+
+def _end_with(harness: int) -> None:
+    """Follow a harness that was killed: a call that hangs would otherwise keep its device for ever."""
+
+    def watch(sleep: Callable[[float], None] = time.sleep) -> None:
+        while os.getppid() == harness:
+            sleep(0.5)
+        os.killpg(0, signal.SIGKILL)  # with every compiler that was started here
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main(channel: int, device: str) -> None:
+    """Serve requests until the harness closes the channel.
+
+    Args:
+        channel: descriptor of the socket to the harness.
+        device: ``cpu`` or ``cuda:<n>``.
+    """
+    _end_with(os.getppid())
+    worker = Worker(device)
+    with contextlib.closing(protocol.Channel(channel)) as harness:
+        # Imports are the slow part of a start; done before the first request, a spare worker is warm.
+        import torch
+
+        if device != "cpu":
+            try:
+                torch.zeros(1, device=device)
+            except RuntimeError as error:
+                if not is_memory_error(error):
+                    raise
+                harness.send({"id": 0, "ok": False, "kind": "memory"})
+                raise
+        harness.send({"id": 0, "ok": True})
+        while (request := harness.receive()) is not None and request["op"] != "exit":
+            harness.send(worker.serve(request))
+
+
+# ---- answers --------------------------------------------------------------------------------------
+# What a worker answers about a call: what is wrong with the values it returned, or which kind of error stopped it.
+
+# How the languages' own compile errors are told from errors while running: by the class names along the exception chain.
+COMPILE_ERROR_NAMES = ("Compil", "TileSyntax", "TileType", "TileValue", "TileUnsupported", "OutOfResources", "PTXAS")
+
+
+def is_compile_error(error: BaseException) -> bool:
+    """Whether an error, or what caused it, is a compiler's."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if any(part in type(seen).__name__ for part in COMPILE_ERROR_NAMES):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def is_memory_error(error: BaseException) -> bool:
+    """Whether the GPU had no memory left, which other processes may have taken."""
+    import torch
+
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    # What CUDA itself says where not even a context fits.
+    return isinstance(error, torch.AcceleratorError) and "out of memory" in str(error)
+
+
+def copy_returned(returned: Any, slot: Mapping[str, Any], outputs: Sequence[str]) -> dict[str, str] | None:
+    """Copy what a call returned to the outputs of its slot; where it does not fit, the kind of misfit and a sentence.
+
+    Args:
+        returned: one tensor, or several in a tuple or a list.
+        slot: name -> tensor of the buffers.
+        outputs: names of the outputs, in order.
+    """
+    import torch
+
+    values = returned if isinstance(returned, tuple | list) else (returned,)
+    if len(values) != len(outputs):
+        return {"kind": "shape", "what": f"{len(values)} values returned, {len(outputs)} expected"}
+    for name, value in zip(outputs, values, strict=True):
+        target = slot[name]
+        if type(value) is not torch.Tensor:
+            return {"kind": "shape", "what": f"{name} is a {type(value).__name__}, not a plain tensor"}
+        if value.shape != target.shape:
+            return {"kind": "shape", "what": f"{name} has shape {list(value.shape)}, expected {list(target.shape)}"}
+        if value.dtype != target.dtype:
+            return {"kind": "dtype", "what": f"{name} has dtype {value.dtype}, expected {target.dtype}"}
+        if value.device != target.device:
+            return {"kind": "shape", "what": f"{name} is on {value.device}, expected {target.device}"}
+        target.copy_(value)
+    return None
+
+
+# ---- process state --------------------------------------------------------------------------------
+# What a call may leave behind in its process for everybody who calls after it: switches, generators, environment,
+# modules.
+#
+# The worker takes a snapshot before a Solution is loaded, when its language is, and compares; the harness refuses a
+# Solution that changed anything. In a model the same kernel shares its process with code that depends on all of it:
+# one that draws from PyTorch's own generator changes which tokens are sampled after it.
+
+Snapshot = dict[str, str]
+
+# The toolchains set variables of their own when they compile, and read them again.
+_OF_TOOLCHAINS = ("TRITON", "TORCH", "TILELANG", "TVM", "CUDA", "CUTILE", "PYTORCH", "KMP", "OMP", "NVIDIA", "CUPTI")
+# What torch.compile changes for good when it first compiles. What uses it is a baseline, and never serves a model.
+_OF_TORCH_COMPILE = ("recursion limit", "the environment", "warnings.filters")
+_TINY = 1e-40  # subnormal in float32: zero where denormals are flushed
+
+
+def _backends() -> Snapshot:
+    """Every readable switch below ``torch.backends`` that is a plain value, by its dotted name."""
+    found: Snapshot = {}
+    for library in ("cuda.matmul", "cudnn", "mkldnn", "opt_einsum"):
+        module: Any = torch.backends
+        for part in library.split("."):
+            module = getattr(module, part)
+        for name in ("enabled", "benchmark", "deterministic", "allow_tf32", "allow_fp16_reduced_precision_reduction"):
+            found[f"torch.backends.{library}.{name}"] = str(getattr(module, name, None))
+        name = "allow_bf16_reduced_precision_reduction"
+        found[f"torch.backends.{library}.{name}"] = str(getattr(module, name, None))
+    cuda: Any = torch.backends.cuda
+    for name in ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled"):
+        found[f"torch.backends.cuda.{name}"] = str(getattr(cuda, name)())
+    return found
+
+
+_SWITCHES: dict[str, Callable[[], object]] = {
+    "torch.is_grad_enabled": torch.is_grad_enabled,
+    "torch.is_inference_mode_enabled": torch.is_inference_mode_enabled,
+    "torch.get_default_dtype": torch.get_default_dtype,
+    "torch.get_default_device": torch.get_default_device,
+    "torch.get_num_threads": torch.get_num_threads,
+    "torch.get_num_interop_threads": torch.get_num_interop_threads,
+    "torch.get_float32_matmul_precision": torch.get_float32_matmul_precision,
+    "torch.are_deterministic_algorithms_enabled": torch.are_deterministic_algorithms_enabled,
+    "torch.is_deterministic_algorithms_warn_only_enabled": torch.is_deterministic_algorithms_warn_only_enabled,
+    "torch.is_anomaly_enabled": torch.is_anomaly_enabled,
+    "torch.is_autocast_enabled": lambda: [torch.is_autocast_enabled(device) for device in ("cpu", "cuda")],
+    "torch.get_autocast_dtype": lambda: [torch.get_autocast_dtype(device) for device in ("cpu", "cuda")],
+    "denormals are kept": lambda: bool((torch.tensor([_TINY]) * torch.ones(1)).item()),
+    "working directory": os.getcwd,
+    "recursion limit": sys.getrecursionlimit,
+    "switch interval": sys.getswitchinterval,
+    "trace function": lambda: (sys.gettrace(), sys.getprofile()),
+}
+
+
+def switches() -> Snapshot:
+    """What nothing may change, loading and compiling included."""
+    return {name: str(read()) for name, read in _SWITCHES.items()} | _backends()
+
+
+def traces_of_calls() -> Snapshot:
+    """What importing a language may change, and a Solution may not: generators, environment, filters of warnings."""
+    found = {
+        "torch's random state": _digest(torch.get_rng_state().numpy().tobytes()),
+        "Python's random state": _digest(repr(random.getstate()).encode()),
+        "warnings.filters": _digest(repr(_filters()).encode()),
+        "the environment": str(sorted((k, v) for k, v in os.environ.items() if not k.startswith(_OF_TOOLCHAINS))),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        found["CUDA's random state"] = _digest(torch.cuda.get_rng_state().numpy().tobytes())
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        found["numpy's random state"] = _digest(repr(numpy.random.get_state()).encode())
+    return found
+
+
+class StateWatch:
+    """The process before a Solution was loaded, compared with the process whenever somebody asks."""
+
+    def __init__(self) -> None:
+        """Take the snapshot of switches, which not even a language may change."""
+        self._before, self._ignored = switches(), frozenset[str]()
+
+    def begin(self, packages: Iterable[str], *, compiles: bool) -> None:
+        """Import what a language's sources import, and take the snapshot of the rest.
+
+        Args:
+            packages: what the sources import: their language, and reviewed libraries, which may set up the process for themselves
+                when they are imported. Where one cannot be imported, loading the Solution says so.
+            compiles: the Solution uses torch.compile.
+        """
+        for package in packages:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(package)
+        self._before |= traces_of_calls()
+        self._ignored = frozenset(_OF_TORCH_COMPILE if compiles else ())
+
+    def changes(self) -> list[str]:
+        """One sentence for each thing that is another one now."""
+        after = switches() | traces_of_calls()
+        return changes({name: value for name, value in self._before.items() if name not in self._ignored}, after)
+
+
+def _filters() -> list[object]:
+    """The filters for Python's own kinds of warnings; a library that is imported late may add some for kinds of its own."""
+    return [entry for entry in warnings.filters if entry[2].__module__ == "builtins"]
+
+
+def changes(before: Snapshot, after: Snapshot) -> list[str]:
+    """One sentence for each thing that is another one now."""
+    return [
+        f"{name} is {after[name][:80]} after calls and was {value[:80]} before"
+        for name, value in before.items()
+        if name in after and after[name] != value
+    ]
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+# ---- profiling ------------------------------------------------------------------------------------
+# What runs on the device during a call, as CUPTI reports it: every kernel, copy and cleared block, on any stream,
+# added up.
+#
+# The profiler is set up before a Solution is loaded; it lives in the same process all the same, so what it says can
+# convict a Solution but is not the only thing that acquits it (``docs/trust.md``).
+
+_profile: Any = profile
+_synchronize = torch.cuda.synchronize
+_sleep = time.sleep
+
+LINGER_S = 0.02
+"""How long to wait after the calls for work that was put off until after the return."""
+
+
+class KernelProfiler:
+    """Records device activities; the first session of a process takes seconds and misses events, so one is spent here."""
+
+    def __init__(self) -> None:
+        """Start CUPTI once."""
+        self.activities([lambda: torch.zeros(1, device="cuda")])
+
+    def activities(self, calls: Sequence[Callable[[], Any]]) -> list[KernelUse]:
+        """Make the calls, wait for them and a little longer, and add up what ran on the device."""
+        _synchronize()
+        with _profile(activities=[ProfilerActivity.CUDA]) as session:
+            for call in calls:
+                call()
+            _synchronize()
+            _sleep(LINGER_S)
+            _synchronize()
+        return uses_of_events(session.profiler.kineto_results.events())
+
+
+def uses_of_events(events: Iterable[Any]) -> list[KernelUse]:
+    """Add up the events of the device in a profile; events of the host are left out."""
+    on_device = DeviceType.CUDA
+    return sum_uses(
+        (event.name(), event.duration_ns() / 1e3, event.device_resource_id())
+        for event in events
+        if event.device_type() == on_device
+    )

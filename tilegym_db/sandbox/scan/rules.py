@@ -1,0 +1,562 @@
+"""The walk that applies the rules for every language to one source."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable
+
+from tilegym_db.sandbox.scan.names import FUNCTIONS, Context, NameBinding, ScanReport, Scope, ScopedVisitor, is_external
+from tilegym_db.sandbox.scan.tables import LISTED_ROOTS, OPERATOR_MAKERS, WORDS, import_rule, words
+
+LONG_CONSTANT = 2000
+DANGEROUS_KEYS = {
+    "tl.device_compile_flags": "compiler-flags",
+    "compile_flags": "compiler-flags",
+    "extern_libs": "native-extension",
+}
+TAKES_CLASSES = words("builtins.isinstance builtins.issubclass typing.cast typing.TypeVar typing.NewType")
+TENSOR_CLASS = re.compile(r"torch\.(\w*Tensor|(nn\.)?(parameter\.)?\w*Parameter)(\..*)?")
+
+
+class Checker(ScopedVisitor):
+    """Judges one source by every rule that does not depend on the language being a tile language."""
+
+    def __init__(self, context: Context) -> None:
+        """Walk with ``context``, whose scope is the module's."""
+        self.context, self.report = context, context.report
+        self._strings_as_statements = {
+            id(node.value) for node in ast.walk(context.module.tree) if isinstance(node, ast.Expr)
+        }
+        self._types_seen: set[ast.AST] = set()
+        self._own_roots = {name.partition(".")[0] for name in context.names.modules}
+
+    @property
+    def scope(self) -> Scope:
+        """The scope that is walked; the rules see the same one."""
+        return self.context.scope
+
+    @scope.setter
+    def scope(self, value: Scope) -> None:
+        self.context.scope = value
+
+    def open_scope(self, node: ast.AST) -> Scope:  # noqa: D102
+        return self.context.module.scopes[node]
+
+    def run(self) -> None:
+        """Judge the whole source."""
+        self.visit_all(self.context.module.tree.body)
+
+    # -- imports ------------------------------------------------------------------------------------------------------
+
+    def visit_Import(self, node: ast.Import) -> None:  # noqa: D102
+        for alias in node.names:
+            self._check_import(node, alias.name)
+            self._check_class_import(node, alias.name)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:  # noqa: D102
+        for alias in node.names:
+            if alias.name == "*" and not self._is_own_import(node):
+                self.report.add(node, "star-import", f"from {'.' * node.level}{node.module or ''} import *")
+            self._check_class_import(node, f"{node.module}.{alias.name}")
+        if node.level:
+            self._check_relative(node)
+        elif node.module is not None and self._check_import(node, node.module):
+            for alias in node.names:
+                self.context.check_path(node, f"{node.module}.{alias.name}", imported=True)
+
+    def _is_own_import(self, node: ast.ImportFrom) -> bool:
+        return bool(node.level) or (node.module or "").partition(".")[0] in self._own_roots
+
+    def _check_import(self, node: ast.stmt, name: str) -> bool:
+        """Judge an absolute import; True where its members are worth a look."""
+        # Once loaded, a Solution no longer finds its own files by their plain names: a later import means another module.
+        if name.partition(".")[0] in self._own_roots and self.scope.function() is None:
+            return False
+        rule = import_rule(name, self.context.language, self.context.declared)
+        if rule is not None:
+            self.report.add(node, rule, f"imports {name}")
+            if name.partition(".")[0] not in LISTED_ROOTS or rule not in ("imports-os", "imports-library"):
+                return False
+        return self.context.check_path(node, name, imported=True)
+
+    def _check_class_import(self, node: ast.stmt, path: str) -> None:
+        if self.scope.is_class and self.context.is_module(path):
+            self.report.add(node, "module-as-value", f"imports {path} as an attribute of a class")
+
+    def _check_relative(self, node: ast.ImportFrom) -> None:
+        modules = self.context.names.modules
+        base = self.context.module.absolute(node.level, node.module)
+        for alias in node.names:
+            if base not in modules and f"{base}.{alias.name}".lstrip(".") not in modules:
+                what = f"imports {alias.name} from {'.' * node.level}{node.module or ''}, which is no source of this solution"
+                self.report.add(node, "unlisted-source", what)
+
+    # -- names and attributes -----------------------------------------------------------------------------------------
+
+    def visit_Name(self, node: ast.Name) -> None:  # noqa: D102
+        if not isinstance(node.ctx, ast.Load):
+            if node.id in WORDS["hooks"] and (self.scope.is_class or self.scope.parent is None):
+                self.report.add(node, "object-hooks", f"defines {node.id}")
+            return
+        if node.id in ("__builtins__", "__loader__", "__spec__", "__annotations__", "__path__", "__class__"):
+            self.report.add(node, "namespace-access", f"uses {node.id}")
+        self._judge(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:  # noqa: D102
+        resolved = bool(self.context.resolve(node))
+        if isinstance(node.ctx, ast.Load):
+            self._judge(node)
+        else:
+            check_attribute_store(self.context, node)
+        root: ast.expr = node
+        harmless_class = False
+        while isinstance(root, ast.Attribute):  # the chain was judged as one path; its names are judged each
+            if not (root.attr == "__class__" and harmless_class):
+                own = is_own(self.context, root.value)
+                self.context.check_attribute_name(root, root.attr, resolved=resolved, own=own)
+            harmless_class = root.attr in ("__name__", "__qualname__")  # x.__class__.__name__ is a string
+            root = root.value
+        if harmless_class:
+            self.context.may_hold_class.add(root)
+        self.context.may_hold_module.add(root)
+        bindings = self.context.names.bindings(root, self.scope)
+        if not (resolved and bindings and all(binding.path is not None for binding in bindings)):
+            self.visit(root)  # else it is an import, judged where it stands
+
+    def _judge(self, node: ast.expr) -> None:
+        for path in sorted(self.context.resolve(node)):
+            if path == "builtins.getattr" and node not in self.context.may_hold_module:
+                self.report.add(node, "dynamic-attribute", "passes getattr around")
+            self.context.check_path(node, path)
+            self.context.check_escape(node, path)
+
+    def visit_Constant(self, node: ast.Constant) -> None:  # noqa: D102
+        value = node.value
+        is_long = isinstance(value, str | bytes) and len(value) > LONG_CONSTANT
+        if is_long and id(node) not in self._strings_as_statements:
+            self.report.add(node, "long-constant", f"a constant of {len(value)} characters")  # type: ignore[arg-type]
+        if isinstance(value, str) and value in DANGEROUS_KEYS:
+            self.report.add(node, DANGEROUS_KEYS[value], f"uses the key '{value}'")
+
+    # -- statements ---------------------------------------------------------------------------------------------------
+
+    def visit_Assign(self, node: ast.Assign) -> None:  # noqa: D102
+        if all(isinstance(target, ast.Name) for target in node.targets) and not self.scope.is_class:
+            self.context.allow_module(node.value)
+        elif not all(isinstance(target, ast.Name) for target in node.targets):
+            self._check_classes([node.value])
+        self.generic_visit(node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:  # noqa: D102
+        check_augmented_name(self.context, node)
+        self.generic_visit(node)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:  # noqa: D102
+        check_texts(self.context, node.annotation, self._types_seen)
+        if isinstance(node.target, ast.Name) and not self.scope.is_class:
+            self.context.allow_module(node.value)
+        self.generic_visit(node)
+
+    def visit_NamedExpr(self, node: ast.NamedExpr) -> None:  # noqa: D102
+        for path in sorted(self.context.resolve(node.value)):
+            self.context.check_escape(node, path)
+        self.context.allow_module(node.value)
+        self.visit(node.value)
+
+    def visit_Compare(self, node: ast.Compare) -> None:  # noqa: D102
+        if all(isinstance(operator, ast.Is | ast.IsNot) for operator in node.ops):
+            self.context.allow_module(node.left)  # 'module is None' gives nothing away
+        self.context.may_hold_class |= {node.left, *node.comparators}
+        if all(isinstance(operator, ast.In | ast.NotIn) for operator in node.ops):
+            check_environment_item(self.context, node, node.comparators[0], node.left)
+        self.generic_visit(node)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:  # noqa: D102
+        check_environment_item(self.context, node, node.value, node.slice)
+        self.context.may_hold_class.add(node.slice)  # Union[torch.Tensor, int]
+        if not isinstance(node.ctx, ast.Load):
+            check_item_store(self.context, node)
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:  # noqa: D102
+        check_call(self.context, node)
+        check_mutating_call(self.context, node)
+        if self.context.resolve(node.func) & TAKES_CLASSES:
+            self.context.may_hold_class |= {*node.args, *(item.value for item in node.keywords)}
+        else:
+            self._check_classes([*node.args, *(item.value for item in node.keywords)])
+        self.generic_visit(node)
+
+    def _check_classes(self, values: Iterable[ast.expr | None]) -> None:
+        for value in values:
+            self.context.check_class(value)
+
+    def visit_Tuple(self, node: ast.Tuple | ast.List | ast.Set) -> None:  # noqa: D102
+        if node not in self.context.may_hold_class:
+            self._check_classes(node.elts)
+        self.generic_visit(node)
+
+    visit_List = visit_Set = visit_Tuple
+
+    def visit_Dict(self, node: ast.Dict) -> None:  # noqa: D102
+        self._check_classes([*node.keys, *node.values])
+        self.generic_visit(node)
+
+    def visit_Return(self, node: ast.Return | ast.Yield) -> None:  # noqa: D102
+        self._check_classes([node.value])
+        self.generic_visit(node)
+
+    visit_Yield = visit_Return
+
+    def visit_MatchClass(self, node: ast.MatchClass) -> None:  # noqa: D102
+        for name in node.kwd_attrs:  # 'case object(__globals__=g)' reads an attribute
+            self.context.check_attribute_name(node, name, resolved=False)
+        self.generic_visit(node)
+
+    def visit_FormattedValue(self, node: ast.FormattedValue) -> None:  # noqa: D102
+        self.context.may_hold_class.add(node.value)
+        self.generic_visit(node)
+
+    def visit_Match(self, node: ast.Match) -> None:  # noqa: D102
+        self._check_classes([node.subject])
+        self.generic_visit(node)
+
+    def visit_Global(self, node: ast.Global | ast.Nonlocal) -> None:  # noqa: D102
+        self.report.add(node, "keeps-state", f"rebinds {', '.join(node.names)} outside the function")
+
+    visit_Nonlocal = visit_Global
+
+    def visit_Try(self, node: ast.Try | ast.TryStar) -> None:  # noqa: D102
+        self.report.add(node, "try", "catches errors")
+        self.generic_visit(node)
+
+    visit_TryStar = visit_Try
+
+    def visit_annotation(self, node: ast.expr) -> None:
+        """A type is not used: nothing can read it back, for what could is refused. Unless it computes something."""
+        if any(isinstance(part, ast.Call | ast.NamedExpr | ast.Lambda) for part in ast.walk(node)):
+            self.visit(node)
+        check_texts(self.context, node, self._types_seen)
+
+    # -- definitions --------------------------------------------------------------------------------------------------
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:  # noqa: D102
+        if node.name in WORDS["hooks"] or (self.scope.parent is None and node.name == "__getattr__"):
+            self.report.add(node, "object-hooks", f"defines {node.name}")
+        for default in [*node.args.defaults, *node.args.kw_defaults]:
+            is_container = isinstance(default, ast.Call) and self.context.resolve(default.func) & WORDS["containers"]
+            self._check_classes([default])
+            if is_container or isinstance(default, ast.Dict | ast.List | ast.Set):
+                self.report.add(node, "keeps-state", f"gives {node.name} a mutable default, which outlives the call")
+        super().visit_FunctionDef(node)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:  # noqa: D102
+        for path in sorted(path for base in node.bases for path in self.context.resolve(base)):
+            if TENSOR_CLASS.fullmatch(path):
+                self.report.add(node, "tensor-subclass", f"derives {node.name} from {path}")
+            elif path == "builtins.type":
+                self.report.add(node, "object-hooks", f"defines {node.name} as a metaclass")
+        super().visit_ClassDef(node)
+
+
+# ---- calls ----------------------------------------------------------------------------------------
+# Rules about calls: computed attributes, the environment, raw device code, operators, flags for compilers.
+
+EXTERN_CALLS = frozenset({"tilelang.language.call_extern", "tilelang.language.call_pure_extern"})
+DEVICE_INTRINSIC = re.compile(r"__(?!libc|xpg|nss|gconv)[a-z][a-z0-9_]*")
+"""What ``T.call_extern`` may name: intrinsics of CUDA. Other names are also those of functions of the C library."""
+
+
+FLAG_ARGUMENTS = ("compile_flags", "nvcc_flags")
+SAFE_FLAG = re.compile(
+    r"-O[0-3]|-G|-lineinfo|-D\w+(=\w+)?|-?-use_fast_math|-?-(fmad|ftz|prec-div|prec-sqrt)=(true|false)"
+    r"|-?-maxrregcount=\d+|-?-ptxas-options=-[vO][0-3]?|-?-expt-(relaxed-constexpr|extended-lambda)"
+)
+READS_ATTRIBUTES = re.compile(r"\{[^{}:!]*[.\[]")
+"""A field of ``str.format`` that reads an attribute or item: ``{0.__globals__}``."""
+
+CLASS_MAKERS = words(
+    "collections.namedtuple enum.Enum enum.IntEnum enum.StrEnum enum.Flag enum.IntFlag typing.NamedTuple typing.TypedDict"
+)
+HARMLESS_VARIABLES = frozenset({"TRITON_INTERPRET"})
+"""What a kernel may ask: nothing that differs between a worker, whose environment is scrubbed, and a model."""
+
+
+def check_call(context: Context, node: ast.Call) -> None:
+    """Every rule about one call."""
+    paths = context.resolve(node.func)
+    count = len(node.args) + len(node.keywords)
+    if paths & {"builtins.getattr", "builtins.hasattr"} and node.args:
+        _check_getattr(context, node, reads="builtins.getattr" in paths)
+    if _is_attention_operator(context, node.func):
+        context.called_operators.add(node.func)
+    if "builtins.type" in paths and count > 1:
+        context.report.add(node, "class-factory", "calls type() with three arguments")
+    elif "builtins.type" in paths and node not in context.may_hold_class:
+        context.report.add(
+            node, "class-factory", "uses the class that type() returns otherwise than to compare or name it"
+        )
+    if "cuda.tile.launch" in paths and node.args and isinstance(_literal(context, node.args[0]), ast.Constant):
+        context.report.add(node, "stream-or-graph", "launches on a stream given by number")
+    if isinstance(node.func, ast.Attribute) and node.func.attr == "format":
+        text = context.text(node.func.value)
+        if text is not None and not READS_ATTRIBUTES.search(text):
+            context.plain_formats.add(node.func)
+    if "torch.compile" in paths and any(keyword.arg in (None, "options") for keyword in node.keywords):
+        context.report.add(node, "compiler-flags", "gives torch.compile options")
+    if paths & CLASS_MAKERS and any(keyword.arg in (None, "module", "qualname") for keyword in node.keywords):
+        context.report.add(node, "class-factory", "gives a class another module")
+    if "functools.wraps" in paths and count > 1:
+        context.report.add(node, "dynamic-attribute", "gives functools.wraps a list of attributes to set")
+    if "types.SimpleNamespace" in paths and (node.args or any(keyword.arg is None for keyword in node.keywords)):
+        context.report.add(node, "dynamic-attribute", "gives SimpleNamespace names that cannot be known")
+    if paths & EXTERN_CALLS and not _names_an_intrinsic(context, node):
+        context.report.add(node, "native-extension", "gives T.call_extern a name that is no intrinsic of CUDA")
+    if paths & OPERATOR_MAKERS and _is_torch_operator(context, node):
+        context.report.add(node, "dispatch-override", "registers an operator whose name is computed or torch's own")
+    if paths & {"os.getenv", "os.environ.get"}:
+        _check_variable(context, node, node.args[0] if node.args else None)
+    _check_keywords(context, node)
+
+
+def _is_attention_operator(context: Context, function: ast.expr) -> bool:
+    """Whether python code calls an attention operator by its whole name, from what ``import torch`` alone binds."""
+    if context.language != "python" or not context.resolve(function) or not isinstance(function, ast.Attribute):
+        return False
+    root: ast.expr = function
+    while isinstance(root, ast.Attribute):
+        root = root.value
+    bindings = context.names.bindings(root, context.scope)
+    is_torch = bool(bindings) and all(binding.path == "torch" for binding in bindings)
+    return is_torch and context.resolve(function) <= WORDS["attention-operators"]
+
+
+def _literal(context: Context, node: ast.expr) -> ast.expr | None:
+    return context.names.literal(node, context.scope)
+
+
+def check_environment_item(context: Context, node: ast.AST, mapping: ast.expr, name: ast.expr) -> None:
+    """``os.environ[name]`` and ``name in os.environ``."""
+    if "os.environ" in context.resolve(mapping):
+        context.may_hold_module.add(mapping)
+        _check_variable(context, node, name)
+
+
+def _check_variable(context: Context, node: ast.AST, name: ast.expr | None) -> None:
+    text = context.text(name)
+    if text is None:
+        context.report.add(node, "environment", "reads a variable whose name is computed")
+    elif text not in HARMLESS_VARIABLES:
+        context.report.add(node, "environment", f"reads {text}")
+
+
+def _check_getattr(context: Context, node: ast.Call, *, reads: bool) -> None:
+    context.may_hold_module |= {node.func, node.args[0]}
+    name = context.names.attribute(node, context.scope)
+    if not reads:
+        return
+    if name is None:
+        context.report.add(node, "dynamic-attribute", "calls getattr with a name that is computed")
+        return
+    paths = context.resolve(node)
+    for path in sorted(paths):
+        context.check_path(node, path)
+        context.check_escape(node, path)
+    context.check_attribute_name(node, name, resolved=bool(paths))
+
+
+def _names_an_intrinsic(context: Context, node: ast.Call) -> bool:
+    text = context.text(node.args[1]) if len(node.args) > 1 else None
+    return text is not None and DEVICE_INTRINSIC.fullmatch(text) is not None
+
+
+def _is_torch_operator(context: Context, node: ast.Call) -> bool:
+    name = context.text(node.args[0]) if node.args else None
+    return name is None or name.partition("::")[0] in WORDS["torch-namespaces"]
+
+
+def _check_keywords(context: Context, node: ast.Call) -> None:
+    for keyword in node.keywords:
+        if keyword.arg == "extern_libs" and not _is_none(keyword.value):
+            context.report.add(node, "native-extension", "links an external device library (extern_libs)")
+        if keyword.arg in FLAG_ARGUMENTS and not _are_safe_flags(_literal(context, keyword.value)):
+            context.report.add(node, "compiler-flags", f"gives {keyword.arg} that are not on the list of harmless ones")
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def _are_safe_flags(node: ast.expr | None) -> bool:
+    flags = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
+    return all(
+        isinstance(flag, ast.Constant)
+        and (flag.value is None or (isinstance(flag.value, str) and SAFE_FLAG.fullmatch(flag.value)))
+        for flag in flags
+    )
+
+
+# ---- stores ---------------------------------------------------------------------------------------
+# Rules about what a source changes: other modules, objects made elsewhere, and state that outlives a call.
+
+
+def check_attribute_store(context: Context, node: ast.Attribute) -> None:
+    """``x.name = ...`` and everything else that sets or deletes an attribute."""
+    for path in sorted(context.resolve(node.value)):
+        if not path.startswith(".") or context.is_module(path):
+            context.report.add(node, "foreign-assignment", f"changes {path.lstrip('.')}.{node.attr}")
+            return
+    if node.attr in WORDS["hooks"] or (node.attr.startswith("__") and node.attr.endswith("__")):
+        context.report.add(node, "object-hooks", f"sets {node.attr}")
+    elif _is_decorated(context, node.value):
+        context.report.add(node, "foreign-assignment", f"sets .{node.attr} of what a decorator returned")
+    elif is_own(context, node.value):
+        _note_state(context, node, node.value)
+    elif node.attr != "block_shape":  # how the autotuner of Triton tells tensor descriptors their tile
+        made = ast.unparse(node.value)[:40]
+        rule = "private-member" if node.attr.startswith("_") else "keeps-state"
+        context.report.add(node, rule, f"sets .{node.attr} of {made}, which was made elsewhere")
+
+
+def check_item_store(context: Context, node: ast.Subscript) -> None:
+    """``x[...] = ...`` and everything else that sets or deletes an item."""
+    for path in sorted(context.resolve(node.value)):
+        if is_external(path):
+            context.report.add(node, "foreign-assignment", f"changes an item of {path}")
+    _note_state(context, node, node.value)
+
+
+def check_mutating_call(context: Context, node: ast.Call) -> None:
+    """``x.append(...)`` and its like, on containers of other modules or of this one."""
+    function = node.func
+    if not isinstance(function, ast.Attribute) or function.attr not in WORDS["mutators"]:
+        return
+    for path in sorted(context.resolve(function.value)):
+        if is_external(path) and not context.is_module(path):
+            context.report.add(node, "foreign-assignment", f"changes {path} with .{function.attr}()")
+    _note_state(context, node, function.value)
+
+
+def _note_state(context: Context, node: ast.AST, container: ast.expr) -> None:
+    """Note where a function changes a container, class or function of its module."""
+    root = container
+    while isinstance(root, ast.Attribute | ast.Subscript):
+        root = root.value
+    if not isinstance(root, ast.Name) or context.scope.function() is None:
+        return
+    is_global = context.scope.holder(root.id) is context.module.scope
+    if is_global and not any(is_external(path) for path in context.resolve(root)):
+        context.report.add(node, "keeps-state", f"changes {root.id}, which outlives the call")
+
+
+def check_augmented_name(context: Context, node: ast.AugAssign) -> None:
+    """``x += ...`` where ``x`` is a container of another module: it changes in place."""
+    if isinstance(node.target, ast.Name):
+        for path in sorted(context.resolve(node.target)):
+            if is_external(path) and not path.startswith("math."):
+                context.report.add(node, "foreign-assignment", f"changes {path} in place")
+
+
+def _is_decorated(context: Context, node: ast.expr) -> bool:
+    """True for a function under a decorator: then it is an object of the decorator's, such as a kernel."""
+    bound = [binding.node for binding in context.names.bindings(node, context.scope)]
+    return any(isinstance(item, ast.FunctionDef) and item.decorator_list for item in bound)
+
+
+def is_own(context: Context, node: ast.expr) -> bool:
+    """True for ``self`` (the first parameter of a method), own functions and classes, and instances of own classes."""
+    bindings = context.names.bindings(node, context.scope)
+    return bool(bindings) and all(_is_own_binding(context, binding) for binding in bindings)
+
+
+def _is_own_binding(context: Context, binding: NameBinding) -> bool:
+    if isinstance(binding.node, ast.arg):
+        return _is_self(context, binding.node)
+    if isinstance(binding.value, ast.Call) and binding.scope is not None:
+        made = context.names.bindings(binding.value.func, binding.scope)
+        return any(isinstance(item.node, ast.ClassDef) for item in made)
+    return isinstance(binding.node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+
+
+def _is_self(context: Context, argument: ast.arg) -> bool:
+    """True for the first parameter of a function that stands directly in a class."""
+    scope = context.scope.holder(argument.arg)
+    if scope is None or scope.parent is None or not scope.parent.is_class or not isinstance(scope.node, FUNCTIONS):
+        return False
+    return argument in [*scope.node.args.posonlyargs, *scope.node.args.args][:1]
+
+
+# ---- annotations ----------------------------------------------------------------------------------
+# Texts in annotations: they may name a type and do nothing else.
+
+NOT_EVALUATED = words("typing.Annotated typing.Literal typing_extensions.Annotated typing_extensions.Literal")
+
+
+def check_texts(context: Context, node: ast.expr, seen: set[ast.AST]) -> None:
+    """Refuse a text in an annotation that would do more than name a type, were somebody to evaluate it.
+
+    ``seen`` holds the names whose value was judged already.
+    """
+    if isinstance(node, ast.Subscript) and context.resolve(node.value) & NOT_EVALUATED:
+        parts = node.slice.elts[:1] if isinstance(node.slice, ast.Tuple) else []
+    else:
+        parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
+    for part in parts:
+        check_texts(context, part, seen)
+    if isinstance(node, ast.Constant) and isinstance(node.value, str) and not _names_a_type(node.value):
+        context.report.add(node, "dynamic-code", f"annotates with the text '{node.value[:40]}'")
+    if isinstance(node, ast.JoinedStr | ast.BinOp) and _is_computed_text(context, node):
+        context.report.add(node, "dynamic-code", "annotates with a computed text")
+    for binding in context.names.bindings(node, context.scope) if node not in seen else ():
+        seen.add(node)
+        if isinstance(binding.value, ast.Constant | ast.Subscript | ast.JoinedStr | ast.BinOp | ast.Name):
+            check_texts(context, binding.value, seen)
+
+
+def _is_computed_text(context: Context, node: ast.expr) -> bool:
+    """True for an f-string, and for a sum or the like of texts; sums of sizes stand in annotations of TileLang."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+        return False
+    parts = [part for part in ast.walk(node) if isinstance(part, ast.expr)]
+    return any(isinstance(part, ast.JoinedStr) or context.text(part) is not None for part in parts)
+
+
+def _names_a_type(text: str) -> bool:
+    """Whether a text is no Python, or only names, their members and unions, whose names no HARD rule refuses."""
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return True
+    plain = (
+        ast.Expression,
+        ast.Name,
+        ast.Attribute,
+        ast.Subscript,
+        ast.Tuple,
+        ast.List,
+        ast.BinOp,
+        ast.BitOr,
+        ast.Load,
+    )
+    return all(isinstance(part, (*plain, ast.Constant)) for part in ast.walk(tree)) and "__" not in text
+
+
+# ---- texts ----------------------------------------------------------------------------------------
+# A rule about all texts of a source together: assembler that reads clocks or counts launches.
+
+CLOCK_REGISTER = re.compile(r"%\s*(clock|globaltimer|gridid|pm\d)")
+"""Special registers of PTX that tell a kernel when it runs, or as which launch."""
+LONGEST = 16
+
+
+def check_assembler(tree: ast.AST, report: ScanReport) -> None:
+    """Refuse texts that name such a register, also where one is put together from parts that follow one another."""
+    before = ""
+    texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    for node in sorted(texts, key=lambda text: (text.lineno, text.col_offset)):
+        joined = before + str(node.value)
+        found = CLOCK_REGISTER.search(joined)
+        if found:
+            report.add(node, "imports-clock", "names a register that tells the time or counts launches")
+        before = "" if found else joined[-LONGEST:]

@@ -1,0 +1,404 @@
+"""Scans the sources of one Solution: parses them, follows names across files, applies every rule."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import PurePosixPath
+
+from tilegym_db.records import TILE_LANGUAGES, Solution
+from tilegym_db.sandbox.scan.names import (
+    FUNCTIONS,
+    Context,
+    Module,
+    Names,
+    ScanReport,
+    Scope,
+    ScopedVisitor,
+    every_argument,
+)
+from tilegym_db.sandbox.scan.rules import Checker, check_assembler
+from tilegym_db.sandbox.scan.tables import (
+    FORBIDDEN,
+    KNOWN_ROOTS,
+    OPERATOR_MAKERS,
+    RULES,
+    WORDS,
+    Finding,
+    Severity,
+    distribution_roots,
+    is_torch_compute,
+)
+
+MAX_SOURCE_BYTES = 1 << 20
+INERT_SUFFIXES = frozenset({".md", ".txt", ".json"})
+HIDDEN = re.compile("[\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def scan_sources(solution: Solution, sources: Mapping[str, bytes]) -> tuple[Finding, ...]:
+    """Everything that the rules find in the sources of a Solution, by path and line; empty where all is well.
+
+    Nothing is imported, run or read from disk.
+
+    Args:
+        solution: its language and dependencies decide which imports and which rules hold.
+        sources: path -> bytes, as the catalog read them.
+    """
+    reports = {path: ScanReport(path) for path in sources}
+    modules = _parse(sources, reports, distribution_roots(solution.spec.dependencies))
+    try:
+        _judge(solution, modules, reports)
+    except RecursionError:
+        _refuse(reports, "is nested too deeply to walk")
+    except ValueError as error:  # from Names: meanings without end
+        _refuse(reports, str(error))
+    found = [finding for report in reports.values() for finding in report.findings.values()]
+    return tuple(sorted(found, key=lambda finding: (finding.path, finding.line, finding.column, finding.rule)))
+
+
+def hard_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Those that refuse the Solution."""
+    return tuple(finding for finding in findings if finding.severity is Severity.HARD)
+
+
+def soft_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Those that are noted with its traces."""
+    return tuple(finding for finding in findings if finding.severity is Severity.SOFT)
+
+
+def rule_table() -> str:
+    """The rules as a Markdown table, for the documentation."""
+    lines = ["| rule | severity | catches | why |", "|---|---|---|---|"]
+    lines += [f"| {rule.name} | {rule.severity} | {rule.catches} | {rule.why} |" for rule in RULES.values()]
+    return "\n".join(lines)
+
+
+def _refuse(reports: Mapping[str, ScanReport], what: str) -> None:
+    for report in reports.values():
+        report.add(None, "unparsable-source", what)
+
+
+def _parse(
+    sources: Mapping[str, bytes], reports: Mapping[str, ScanReport], declared: frozenset[str]
+) -> dict[str, Module]:
+    """Dotted name -> module, of every source that can be read; reports the others."""
+    modules = {}
+    for path, content in sources.items():
+        pure = PurePosixPath(path)
+        if pure.suffix != ".py":
+            if pure.suffix not in INERT_SUFFIXES:
+                reports[path].add(None, "unscanned-source", f"'{path}' is not Python")
+            continue
+        root = pure.parts[0].removesuffix(".py")
+        if root in KNOWN_ROOTS or root in declared:
+            reports[path].add(None, "shadowed-module", f"'{root}' is the name of another module")
+        tree = _parse_one(content, reports[path])
+        if tree is not None:
+            parts = pure.with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+            modules[name] = Module(path, name, tree)
+    return modules
+
+
+def _parse_one(content: bytes, report: ScanReport) -> ast.Module | None:
+    """The syntax tree of one source, read exactly as the interpreter will read it."""
+    try:
+        if len(content) > MAX_SOURCE_BYTES:
+            raise ValueError(f"is larger than {MAX_SOURCE_BYTES} bytes")
+        encoding, _ = tokenize.detect_encoding(BytesIO(content).readline)
+        if encoding not in ("utf-8", "utf-8-sig"):
+            raise ValueError(f"declares the encoding {encoding}")
+        lines = content.decode(encoding).splitlines()
+        tree = ast.parse(content)
+    except SyntaxError as error:
+        report.add_at(error.lineno or 0, error.offset or 0, "unparsable-source", f"is not valid Python ({error.msg})")
+        return None
+    except (ValueError, RecursionError, MemoryError) as error:
+        report.add(None, "unparsable-source", str(error) or "is nested too deeply to parse")
+        return None
+    for number, line in enumerate(lines, start=1):
+        if HIDDEN.search(line):
+            report.add_at(number, 0, "hidden-text", "contains bidirectional control characters")
+    return tree
+
+
+def _judge(solution: Solution, modules: Mapping[str, Module], reports: Mapping[str, ScanReport]) -> None:
+    names = Names(modules)
+    language = solution.spec.language
+    declared = distribution_roots(solution.spec.dependencies)
+    own = own_names(modules.values()), own_operators(modules.values(), names)
+    for module in modules.values():
+        Checker(Context(module, names, language, declared, reports[module.path], module.scope, *own)).run()
+        check_assembler(module.tree, reports[module.path])
+    surveys = [survey(module, names) for module in modules.values()]
+    for found, handler, what in fallbacks(surveys):
+        reports[found.module.path].add(handler, "except-fallback", what)
+    if language not in TILE_LANGUAGES:
+        return
+    device = device_functions(surveys)
+    for found in surveys:
+        for use in found.uses:
+            if use.anywhere or use.function not in device:
+                reports[found.module.path].add(use.node, use.rule, use.what)
+    if surveys and not any(found.makes_kernel for found in surveys):
+        reports[solution.spec.entry_path].add(None, "no-kernel", f"no source makes a {language} kernel")
+
+
+# ---- compute --------------------------------------------------------------------------------------
+# Where a Solution computes with torch: refused in tile languages outside kernels, and in every ``except`` handler.
+
+ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.FloorDiv, ast.Mod)
+
+
+@dataclass(frozen=True)
+class Use:
+    """One place that computes or copies with torch."""
+
+    node: ast.AST
+    rule: str
+    what: str
+    function: ast.AST | None
+    """The innermost function around it."""
+    anywhere: bool
+    """True for a member of torch by name: no kernel has a use for it. Methods and operators are fine inside kernels."""
+
+
+class Survey(ScopedVisitor):
+    """What one source does with torch, which of its functions name which others, and whether it makes a kernel."""
+
+    def __init__(self, module: Module, names: Names) -> None:
+        """Nothing is walked yet: see :func:`survey`."""
+        self.module, self.names, self.scope = module, names, module.scope
+        self.uses: list[Use] = []
+        self.named: dict[ast.AST | None, set[ast.AST]] = defaultdict(set)
+        """Function (None: the module itself) -> the Solution's functions that it names."""
+        self.handlers: dict[ast.ExceptHandler, tuple[list[Use], dict[ast.AST, str]]] = {}
+        """``except`` handler -> what it does with torch, and the functions that it names."""
+        self.makes_kernel = False
+        self._handlers_around: list[ast.ExceptHandler] = []
+        self._tensors = _tensor_names(module, names)
+
+    def open_scope(self, node: ast.AST) -> Scope:  # noqa: D102
+        return self.module.scopes[node]
+
+    def visit_annotation(self, node: ast.expr) -> None:
+        """A type computes nothing."""
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:  # noqa: D102
+        self.visit(node.target)
+        if node.value is not None:
+            self.visit(node.value)
+
+    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:  # noqa: D102
+        self.handlers[node] = ([], {})
+        self._handlers_around.append(node)
+        self.visit_all(node.body)
+        self._handlers_around.pop()
+
+    def visit_Name(self, node: ast.Name) -> None:  # noqa: D102
+        if not isinstance(node.ctx, ast.Load):
+            return
+        self._judge(node)
+        for binding in self.names.bindings(node, self.scope):
+            if isinstance(binding.node, FUNCTIONS):
+                self.named[self._function].add(binding.node)
+                for handler in self._handlers_around:
+                    self.handlers[handler][1][binding.node] = node.id
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:  # noqa: D102
+        if not isinstance(node.ctx, ast.Load):
+            self.visit(node.value)
+            return
+        if self._judge(node):
+            return
+        if node.attr in WORDS["compute-methods"]:
+            self._add(node, "torch-compute", f"calls .{node.attr}() outside a kernel")
+        elif node.attr in WORDS["copy-methods"]:
+            self._add(node, "copies-with-torch", f"calls .{node.attr}()")
+        self.visit(node.value)
+
+    def visit_BinOp(self, node: ast.BinOp) -> None:  # noqa: D102
+        self._arithmetic(node, node.op, (node.left, node.right))
+        self.generic_visit(node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:  # noqa: D102
+        self._arithmetic(node, node.op, (node.target, node.value))
+        self.generic_visit(node)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> None:  # noqa: D102
+        if isinstance(node.op, ast.USub):
+            self._arithmetic(node, ast.Sub(), (node.operand,))
+        self.generic_visit(node)
+
+    @property
+    def _function(self) -> ast.AST | None:
+        around = self.scope.function()
+        return around.node if around is not None else None
+
+    def _judge(self, node: ast.expr) -> bool:
+        """Note what a name or attribute stands for; True where that is known."""
+        paths = self.names.resolve(node, self.scope)
+        self.makes_kernel |= bool(paths & WORDS["kernel-makers"])
+        for path in sorted(paths):
+            if is_torch_compute(path) and path not in self.module.imported:  # a module computes nothing by itself
+                self._add(node, "torch-compute", f"uses {path}", anywhere=True)
+        return bool(paths)
+
+    def _arithmetic(self, node: ast.AST, operator: ast.operator, operands: Iterable[ast.expr]) -> None:
+        if isinstance(operator, ast.MatMult):
+            self._add(node, "tensor-arithmetic", "multiplies matrices with @ outside a kernel")
+        elif isinstance(operator, ARITHMETIC):
+            for operand in operands:
+                holder = self.scope.holder(operand.id) if isinstance(operand, ast.Name) else None
+                if isinstance(operand, ast.Name) and holder is not None and (holder, operand.id) in self._tensors:
+                    self._add(node, "tensor-arithmetic", f"computes with the tensor {operand.id} outside a kernel")
+                    return
+
+    def _add(self, node: ast.AST, rule: str, what: str, *, anywhere: bool = False) -> None:
+        use = Use(node, rule, what, self._function, anywhere)
+        self.uses.append(use)
+        for handler in self._handlers_around:
+            self.handlers[handler][0].append(use)
+
+
+class _Tensors(ScopedVisitor):
+    """Finds names that are certainly tensors: annotated so, or asked for what only tensors know."""
+
+    def __init__(self, module: Module, names: Names) -> None:
+        self.module, self.names, self.scope = module, names, module.scope
+        self.found: set[tuple[Scope, str]] = set()
+
+    def open_scope(self, node: ast.AST) -> Scope:
+        scope = self.module.scopes[node]
+        if isinstance(node, FUNCTIONS):
+            for argument in every_argument(node.args):
+                if "torch.Tensor" in self.names.resolve(argument.annotation, self.scope):
+                    self.found.add((scope, argument.arg))
+        return scope
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        if node.attr in WORDS["tensor-marks"] and isinstance(node.value, ast.Name):
+            holder = self.scope.holder(node.value.id)
+            if holder is not None:
+                self.found.add((holder, node.value.id))
+        self.generic_visit(node)
+
+
+def _tensor_names(module: Module, names: Names) -> set[tuple[Scope, str]]:
+    visitor = _Tensors(module, names)
+    visitor.visit_all(module.tree.body)
+    return visitor.found
+
+
+def survey(module: Module, names: Names) -> Survey:
+    """Walk one source."""
+    found = Survey(module, names)
+    found.visit_all(module.tree.body)
+    return found
+
+
+def device_functions(surveys: Iterable[Survey]) -> set[ast.AST]:
+    """Functions that run on the GPU: kernels, what is defined in them, and what nothing but such functions names.
+
+    A function that host code names as well counts as host code. So does the body of a ``tilelang.jit`` function: it is
+    Python that builds a kernel.
+    """
+    callers: dict[ast.AST, set[ast.AST | None]] = defaultdict(set)
+    around: dict[ast.AST, ast.AST | None] = {}
+    device: set[ast.AST] = set()
+    for found in surveys:
+        for caller, called in found.named.items():
+            for function in called - {caller}:
+                callers[function].add(caller)
+        for node, scope in found.module.scopes.items():
+            if isinstance(node, ast.FunctionDef) and scope.parent is not None:
+                outer = scope.parent.function()
+                around[node] = outer.node if outer is not None else None
+                if _is_kernel(node, scope.parent, found.names):
+                    device.add(node)
+    pending = True
+    while pending:
+        more = {
+            node
+            for node, outer in around.items()
+            if node not in device and (outer in device or (callers[node] and callers[node] <= device))
+        }
+        device |= more
+        pending = bool(more)
+    return device
+
+
+def _is_kernel(node: ast.FunctionDef, scope: Scope, names: Names) -> bool:
+    called = (item.func if isinstance(item, ast.Call) else item for item in node.decorator_list)
+    return any(names.resolve(decorator, scope) & WORDS["device-decorators"] for decorator in called)
+
+
+def fallbacks(surveys: Iterable[Survey]) -> Iterator[tuple[Survey, ast.ExceptHandler, str]]:
+    """Every ``except`` handler that computes with torch, itself or through functions of the Solution, and how."""
+    surveys = list(surveys)
+    every = [use for found in surveys for use in found.uses if use.rule != "copies-with-torch"]
+    computing = {use.function for use in every if use.function is not None}
+    pending = True
+    while pending:
+        named = ((caller, called) for found in surveys for caller, called in found.named.items())
+        more = {caller for caller, called in named if caller is not None and called & computing} - computing
+        computing |= more
+        pending = bool(more)
+    for found in surveys:
+        for handler, (uses, names) in found.handlers.items():
+            computes = next((use.what for use in uses if use.rule != "copies-with-torch"), None)
+            named_one = next((name for function, name in names.items() if function in computing), None)
+            if computes is not None:
+                yield found, handler, f"{computes}, after an error"
+            elif named_one is not None:
+                yield found, handler, f"calls {named_one}, which computes with torch, after an error"
+
+
+# ---- own ------------------------------------------------------------------------------------------
+# What a Solution's sources define themselves: attributes of their classes and modules, and operators.
+
+FIELDS = ("namedtuple", "NamedTuple", "SimpleNamespace", "TypedDict", "Enum", "IntEnum")
+
+
+def own_names(modules: Iterable[Module]) -> frozenset[str]:
+    """Every attribute that a class or module of the sources gives a value to; none that is refused everywhere."""
+    found: set[str] = set()
+    for module in modules:
+        for scope in module.scopes.values():
+            if scope.is_class or scope.parent is None:
+                found |= scope.bindings.keys()
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+                found.add(node.attr)
+            elif isinstance(node, ast.Call):
+                found.update(_fields(node))
+    return frozenset(found - FORBIDDEN.keys())
+
+
+def _fields(node: ast.Call) -> Iterator[str]:
+    """The fields of ``namedtuple("Tile", "rows columns")`` and its like."""
+    called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", None)
+    if called in FIELDS:
+        yield from (keyword.arg for keyword in node.keywords if keyword.arg)
+        texts = (part.value for part in ast.walk(node) if isinstance(part, ast.Constant))
+        yield from (name for text in texts if isinstance(text, str) for name in re.findall(r"\w+", text))
+
+
+def own_operators(modules: Iterable[Module], names: Names) -> frozenset[str]:
+    """The paths of the operators that the sources register: ``torch.ops.mine.scale`` and its overload ``default``."""
+    found: set[str] = set()
+    for module in modules:
+        for scope in module.scopes.values():
+            for node in ast.walk(scope.node) if scope.parent is None else ():
+                if isinstance(node, ast.Call) and names.resolve(node.func, scope) & OPERATOR_MAKERS and node.args:
+                    text = names.text(node.args[0], scope) or ""
+                    space, _, name = text.partition("::")
+                    found |= (
+                        {f"torch.ops.{space}{end}" for end in ("", f".{name}", f".{name}.default")} if name else set()
+                    )
+    return frozenset(found)

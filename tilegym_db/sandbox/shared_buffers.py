@@ -1,0 +1,370 @@
+"""Memory that the harness shares with a worker: the inputs and outputs of one call, and nothing else.
+
+An buffers is one dedicated allocation, passed to workers as a file descriptor: anonymous memory on the CPU, an exported block of
+device memory on a GPU. It holds one or more slots; each slot holds every tensor of one call, at its own address, with guard
+bytes around each.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import mmap
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilegym_db.backends.torch_dtypes import storage_dtype
+from tilegym_db.errors import StoreError
+from tilegym_db.records import Definition
+from tilegym_db.records.case import Case
+
+GUARD_BYTES = 4096
+ALIGNMENT = 512
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """Where one tensor lies in a slot. ``offset`` and ``span`` in bytes, ``strides`` in elements."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    span: int
+
+
+@dataclass(frozen=True)
+class SlotPlan:
+    """The tensors of one call, and the size of a slot that holds them with their guard bands, in bytes."""
+
+    inputs: tuple[TensorPlan, ...]
+    outputs: tuple[TensorPlan, ...]
+    size: int
+
+    @property
+    def tensors(self) -> tuple[TensorPlan, ...]:
+        """Inputs, then outputs."""
+        return self.inputs + self.outputs
+
+    def to_message(self) -> dict[str, Any]:
+        """JSON for the worker."""
+        return {
+            "size": self.size,
+            "inputs": [vars(tensor) for tensor in self.inputs],
+            "outputs": [vars(tensor) for tensor in self.outputs],
+        }
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> SlotPlan:
+        """The inverse of :meth:`to_message`."""
+
+        def tensors(key: str) -> tuple[TensorPlan, ...]:
+            return tuple(
+                TensorPlan(**{**item, "shape": tuple(item["shape"]), "strides": tuple(item["strides"])})
+                for item in message[key]
+            )
+
+        return cls(tensors("inputs"), tensors("outputs"), message["size"])
+
+
+def plan_slot(definition: Definition, case: Case) -> SlotPlan:
+    """Lay out the tensors of one call: 512-byte aligned plus the case's offset, 4 KiB of guard around each."""
+    offset = GUARD_BYTES
+
+    def place(name: str) -> TensorPlan:
+        nonlocal offset
+        dtype = definition.dtype_of(name, case.dtypes)
+        shape, strides = definition.shape_of(name, case.axes), case.strides(definition, name)
+        elements = 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+        span = elements * storage_dtype(dtype).itemsize
+        start = offset + case.offset * storage_dtype(dtype).itemsize
+        plan = TensorPlan(name, dtype, shape, strides, start, span)
+        offset = -(-(start + span + GUARD_BYTES) // ALIGNMENT) * ALIGNMENT
+        return plan
+
+    inputs = tuple(place(name) for name in definition.tensor_inputs)
+    outputs = tuple(place(name) for name in definition.written_outputs)
+    return SlotPlan(inputs, outputs, offset)
+
+
+def tensor_view(slot: torch.Tensor, plan: TensorPlan) -> torch.Tensor:
+    """The planned tensor as a strided view of a slot's bytes."""
+    dtype = storage_dtype(plan.dtype)
+    flat = slot[plan.offset : plan.offset + plan.span].view(dtype)
+    return flat.as_strided(plan.shape, plan.strides)
+
+
+def tensor_of_its_own(slot: torch.Tensor, plan: TensorPlan) -> torch.Tensor:
+    """As :func:`tensor_view`, with a storage that begins where the tensor does, as that of any tensor of a model.
+
+    A view says by its storage offset that it lies in shared memory, and so that it is judged.
+    """
+    if plan.span == 0:
+        return tensor_view(slot, plan)
+    # Nothing else leaves the offset behind. The guard band behind it belongs to the storage: what is written there shows. A
+    # tensor off its alignment has an offset, as in a model: PyTorch's own attention tells by it, and would read misaligned.
+    start, itemsize = plan.offset // ALIGNMENT * ALIGNMENT, storage_dtype(plan.dtype).itemsize
+    span = torch.utils.dlpack.from_dlpack(slot[start : plan.offset + plan.span + GUARD_BYTES])
+    whole = span[: span.numel() // itemsize * itemsize].view(storage_dtype(plan.dtype))
+    return whole.as_strided(plan.shape, plan.strides, (plan.offset - start) // itemsize)
+
+
+def fill_with_garbage(memory: torch.Tensor) -> None:
+    """Random bytes, in place. ``memory``: 1-D uint8. Where it is aligned eight are drawn at a time."""
+    words = memory.numel() // 8 * 8 if memory.storage_offset() % 8 == 0 else 0
+    memory[:words].view(torch.int64).random_(-(1 << 63), None)
+    memory[words:].random_(0, 256)
+
+
+class SharedBuffers:
+    """One shared allocation with ``slots`` equal slots. Close it when its workers have detached."""
+
+    def __init__(self, plan: SlotPlan, slots: int, device: str) -> None:
+        """Allocate.
+
+        Args:
+            plan: the layout of each slot.
+            slots: how many.
+            device: ``cpu`` or ``cuda:<n>``.
+
+        Raises:
+            StoreError: there is not that much memory.
+        """
+        self.plan = plan
+        self.slots = slots
+        self.device = device
+        size = plan.size * slots
+        self.memory: torch.Tensor
+        self.descriptor: int
+        self._release: Callable[[], None]
+        export = _export_host_memory if device == "cpu" else export_memory
+        self.memory, self.descriptor, self._release = export(size, device)
+
+    def slot(self, index: int) -> torch.Tensor:
+        """The bytes of one slot, guard bands included."""
+        return self.memory[index * self.plan.size : (index + 1) * self.plan.size]
+
+    def tensor(self, index: int, name: str) -> torch.Tensor:
+        """One tensor of one slot."""
+        plan = next(tensor for tensor in self.plan.tensors if tensor.name == name)
+        return tensor_view(self.slot(index), plan)
+
+    def settle(self) -> None:
+        """Wait until everything written here has arrived: a worker's stream knows nothing of this process's streams."""
+        if self.device != "cpu":
+            torch.cuda.synchronize(self.device)
+
+    def to_message(self) -> dict[str, Any]:
+        """What a worker needs to attach, besides the descriptor."""
+        return {
+            "device": self.device,
+            "size": self.memory.numel(),
+            "slots": self.slots,
+            "plan": self.plan.to_message(),
+        }
+
+    def close(self) -> None:
+        """Give the memory back; safe to call twice. The tensors taken from the buffers must no longer be used."""
+        if self.descriptor >= 0:
+            self.memory, self.descriptor = torch.empty(0, dtype=torch.uint8), -1
+            self._release()
+
+    def __enter__(self) -> SharedBuffers:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def attach(message: Mapping[str, Any], descriptor: int) -> tuple[torch.Tensor, SlotPlan, Callable[[], None]]:
+    """Worker side: (all bytes, slot plan, a function that detaches). Closes the descriptor."""
+    plan = SlotPlan.from_message(message["plan"])
+    try:
+        if message["device"] == "cpu":
+            return _map_host_memory(descriptor, message["size"]), plan, lambda: None
+        memory, release = import_memory(descriptor, message["size"], message["device"])
+        return memory, plan, release
+    finally:
+        os.close(descriptor)
+
+
+def _export_host_memory(size: int, device: str) -> tuple[torch.Tensor, int, Callable[[], None]]:
+    descriptor = os.memfd_create("tilegym-db", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        os.close(descriptor)
+        raise StoreError(
+            f"cannot allocate {size} bytes of shared memory: {error}.", code="shared_memory_full"
+        ) from None
+    # A worker that shrank it would end the harness with SIGBUS.
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return _map_host_memory(descriptor, size), descriptor, lambda: os.close(descriptor)
+
+
+def _map_host_memory(descriptor: int, size: int) -> torch.Tensor:
+    # The mapping lives as long as a tensor refers to it; there is nothing to release by hand.
+    return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+
+
+# ---- shared cuda ----------------------------------------------------------------------------------
+# Device memory that two processes share by a file descriptor: allocate and export, import and map.
+#
+# The driver's virtual memory API is used, not CUDA IPC: a descriptor gives access to this one allocation and nothing
+# beside it, the memory lives as long as anyone maps it, whatever the other process does, and each process maps it
+# like its own (``docs/decisions/timing.md``, 0007 has the measurements).
+
+Release = Callable[[], None]
+
+# Values of the driver's enumerations.
+_PINNED, _ON_DEVICE, _READ_WRITE, _AS_DESCRIPTOR, _MINIMUM = 1, 1, 3, 1, 0
+
+_Size = ctypes.c_size_t
+_Pointer = ctypes.c_ulonglong
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("kind", ctypes.c_int), ("device", ctypes.c_int))
+
+
+class _AllocationFlags(ctypes.Structure):
+    _fields_ = (
+        ("compression", ctypes.c_ubyte),
+        ("rdma", ctypes.c_ubyte),
+        ("usage", ctypes.c_ushort),
+        ("reserved", ctypes.c_ubyte * 4),
+    )
+
+
+class _AllocationProperties(ctypes.Structure):
+    _fields_ = (
+        ("kind", ctypes.c_int),
+        ("handle_kinds", ctypes.c_int),
+        ("location", _Location),
+        ("windows_metadata", ctypes.c_void_p),
+        ("flags", _AllocationFlags),
+    )
+
+
+class _Access(ctypes.Structure):
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+class _DeviceBytes:
+    """Raw device memory with the interface that ``torch.as_tensor`` reads."""
+
+    def __init__(self, pointer: int, size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "version": 3,
+            "strides": None,
+        }
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(function: str, *arguments: Any) -> None:
+    code = getattr(_driver(), function)(*arguments)
+    if code != 0:
+        raise StoreError(f"{function} failed with CUDA driver error {code}.", code="cuda_call_failed")
+
+
+def _properties(index: int) -> _AllocationProperties:
+    properties = _AllocationProperties()
+    properties.kind = _PINNED
+    properties.handle_kinds = _AS_DESCRIPTOR
+    properties.location = _Location(_ON_DEVICE, index)
+    return properties
+
+
+def _index(device: str) -> int:
+    return torch.device(device).index or 0
+
+
+def export_memory(size: int, device: str) -> tuple[torch.Tensor, int, Release]:
+    """Allocate device memory and a descriptor that another process can map it by.
+
+    Args:
+        size: bytes wanted; the allocation is rounded up to the driver's granularity.
+        device: ``cuda:<n>``.
+
+    Returns:
+        The bytes as a tensor, the descriptor, and a function that gives both back.
+
+    Raises:
+        StoreError: the driver refuses.
+    """
+    index = _index(device)
+    with torch.cuda.device(index):
+        torch.cuda.synchronize()  # creates the context
+        properties = _properties(index)
+        step = _Size()
+        _call("cuMemGetAllocationGranularity", ctypes.byref(step), ctypes.byref(properties), _MINIMUM)
+        whole = -(-max(size, 1) // step.value) * step.value
+        handle = _Pointer()
+        try:
+            _call("cuMemCreate", ctypes.byref(handle), _Size(whole), ctypes.byref(properties), _Pointer(0))
+        except StoreError:
+            torch.cuda.empty_cache()  # what PyTorch keeps for itself may be all that is missing
+            _call("cuMemCreate", ctypes.byref(handle), _Size(whole), ctypes.byref(properties), _Pointer(0))
+        descriptor = ctypes.c_int(-1)
+        _call("cuMemExportToShareableHandle", ctypes.byref(descriptor), handle, _AS_DESCRIPTOR, _Pointer(0))
+        memory, unmap = _map(handle, size, whole, index)
+
+    def release() -> None:
+        unmap()
+        os.close(descriptor.value)
+
+    return memory, descriptor.value, release
+
+
+def import_memory(descriptor: int, size: int, device: str) -> tuple[torch.Tensor, Release]:
+    """Map memory that another process exported; the descriptor may be closed afterwards.
+
+    Returns:
+        The bytes as a tensor, and a function that unmaps them.
+
+    Raises:
+        StoreError: the driver refuses.
+    """
+    index = _index(device)
+    with torch.cuda.device(index):
+        torch.cuda.synchronize()
+        handle, step, properties = _Pointer(), _Size(), _properties(index)
+        _call("cuMemGetAllocationGranularity", ctypes.byref(step), ctypes.byref(properties), _MINIMUM)
+        _call(
+            "cuMemImportFromShareableHandle",
+            ctypes.byref(handle),
+            ctypes.c_void_p(descriptor),
+            ctypes.c_int(_AS_DESCRIPTOR),
+        )
+        return _map(handle, size, -(-max(size, 1) // step.value) * step.value, index)
+
+
+def _map(handle: _Pointer, size: int, whole: int, index: int) -> tuple[torch.Tensor, Release]:
+    address = _Pointer()
+    _call("cuMemAddressReserve", ctypes.byref(address), _Size(whole), _Size(0), _Pointer(0), _Pointer(0))
+    _call("cuMemMap", address, _Size(whole), _Size(0), handle, _Pointer(0))
+    access = _Access(_Location(_ON_DEVICE, index), _READ_WRITE)
+    _call("cuMemSetAccess", address, _Size(whole), ctypes.byref(access), _Size(1))
+    _call("cuMemRelease", handle)  # the mapping keeps the memory alive
+    memory = torch.as_tensor(_DeviceBytes(address.value, size), device=f"cuda:{index}")
+
+    def unmap() -> None:
+        with torch.cuda.device(index):
+            torch.cuda.synchronize()
+            _call("cuMemUnmap", address, _Size(whole))
+            _call("cuMemAddressFree", address, _Size(whole))
+
+    return memory, unmap

@@ -1,0 +1,521 @@
+"""The harness's end of a worker: start it confined, ask with a deadline, end it with everything it started.
+
+Between the two stands the :mod:`~tilegym_db.sandbox.fork_server`, which does the confining, the watching and the ending.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import secrets
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tilegym_db.errors import TilegymDBError
+from tilegym_db.paths import home, remove_tree, scratch_folder
+from tilegym_db.sandbox import protocol
+from tilegym_db.sandbox.confine import Sandbox, choices, find_sandbox
+from tilegym_db.sandbox.fork_server import SUPERVISOR_CHANNEL
+from tilegym_db.sandbox.limits import Confinement, ResourceBounds, WorkerSpec, available_processors
+from tilegym_db.sandbox.processes import descendants, kill_descendants, processor_us, queued_us
+from tilegym_db.sandbox.protocol import Reply, storable
+from tilegym_db.sandbox.supervisor_process import (
+    ForkServerLost,
+    SupervisorProcess,
+    start_fork_server,
+    start_supervisor,
+)
+
+START_TIMEOUT_S = 180.0
+END_TIMEOUT_S = 12.0
+
+
+class WorkerProcess:
+    """One worker. Starts at once and imports in the background; the first request waits until it is ready."""
+
+    def __init__(
+        self,
+        device: str,
+        folder: Path,
+        environment: Mapping[str, str] | None = None,
+        *,
+        readable: Sequence[Path] = (),
+        level: int | Confinement | None = None,
+        bounds: ResourceBounds | None = None,
+        script: Path | None = None,
+        compile_cache: Path | None = None,
+    ) -> None:
+        """Start the process.
+
+        Args:
+            device: ``cpu`` or ``cuda:<n>``.
+            folder: its private scratch folder (caches, HOME), the only one that it may write to; created, and removed by
+                :meth:`close`.
+            environment: variables to add, such as those of an interpreter.
+            readable: what it may read besides interpreter, packages and compilers: the Solution's folder.
+            level: of the sandbox; by default the best that this machine has for the device, which the first call finds out.
+            bounds: how much of the machine it may take; by default :meth:`ResourceBounds.of_machine`.
+            script: run this Python file in place of the worker's own program.
+            compile_cache: folder of :mod:`tilegym_db.backends.compile_cache`, for a Solution that uses torch.compile: the
+                worker can read it, and comes from a process that has loaded it.
+        """
+        if level is None:
+            level = best_level(device).confinement
+        self.device = device
+        self.folder = folder.resolve()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._ready = False
+        self._sandbox: Mapping[str, Any] | None = None
+        self._ending: Ending | None = None
+        self._lock = threading.Lock()
+        self._channel = RequestChannel()
+        with self._channel.other as channel:
+            self._supervisor = self._start_supervisor(environment or {}, channel.fileno(), compile_cache)
+            # Only now: the fork server has made the folder if it was missing, and removed it if it was spoilt.
+            begun_with = [compile_cache] if compile_cache is not None and compile_cache.is_dir() else []
+            spec = self._spec(
+                Confinement(level) if isinstance(level, int) else level,
+                bounds or ResourceBounds.of_machine(),
+                (*readable, *([script] if script else []), *begun_with),
+                script,
+            )
+            self._supervisor.tell(spec.to_json().encode() + b"\n")
+
+    def _spec(
+        self, confinement: Confinement, bounds: ResourceBounds, readable: Sequence[Path], script: Path | None
+    ) -> WorkerSpec:
+        supervisor = self._supervisor
+        return WorkerSpec(
+            confinement=confinement,
+            bounds=bounds,
+            device=self.device,
+            folder=str(self.folder),
+            channel=SUPERVISOR_CHANNEL,
+            readable=tuple(str(path.resolve()) for path in readable),
+            hidden=(str(home()),),
+            script=str(script.resolve()) if script else None,
+            protected=(
+                *(-1, os.getpid(), -os.getpgrp(), supervisor.fork_server, -supervisor.fork_server),
+                *(supervisor.pid, -supervisor.pid),
+            ),
+        )
+
+    def _start_supervisor(
+        self, extra: Mapping[str, str], channel: int, compile_cache: Path | None
+    ) -> SupervisorProcess:
+        common = common_environment(self.device)
+        environment = common | own_environment(self.folder) | dict(extra)
+        try:
+            return start_supervisor(environment, common, self.folder, channel, compile_cache)
+        except ForkServerLost as error:
+            raise WorkerDied(str(error), code="fork_server_lost") from None
+
+    @property
+    def supervisor_pid(self) -> int:
+        """The process id of the supervisor, which is the worker's parent."""
+        return self._supervisor.pid
+
+    @property
+    def fork_server_pid(self) -> int:
+        """The process id of the fork server that the supervisor stems from."""
+        return self._supervisor.fork_server
+
+    @property
+    def alive(self) -> bool:
+        """True while the process runs."""
+        return self._ending is None and not self._supervisor.has_ended()
+
+    def processor_use(self) -> tuple[float, float]:
+        """Microseconds so far of the worker and of all that lives of what it started.
+
+        On a processor; and ready to run without one, the harness's own threads, which wait for the worker, included.
+        """
+        running = descendants(self._supervisor.pid)
+        return processor_us(running), queued_us([*running, os.getpid()])
+
+    @property
+    def sandbox_level(self) -> int:
+        """The level that this worker really has, by the word of the code that confined it. Waits until it is.
+
+        Raises:
+            WorkerTimeout: it did not start in time.
+            WorkerDied: it cannot be confined like that here; the message says what the kernel refused.
+        """
+        return int(self._introduction()["level"])
+
+    @property
+    def runs_as(self) -> int:
+        """The user that the worker runs as. Waits and raises like :attr:`sandbox_level`."""
+        return int(self._introduction()["user"])
+
+    def _introduction(self) -> Mapping[str, Any]:
+        if self._sandbox is None:
+            self._sandbox = self._receive(0, time.monotonic() + START_TIMEOUT_S, START_TIMEOUT_S).get("sandbox")
+            if self._sandbox is None:
+                raise self._died("did not say how it is confined", "confinement_unknown")
+        return self._sandbox
+
+    def wait_until_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Return when the worker has imported what it needs; raises like :meth:`request`."""
+        if not self._ready:
+            self._introduction()
+            begun = self._receive(0, time.monotonic() + timeout_s, timeout_s)
+            if Reply(bool(begun.get("ok")), begun).no_memory:
+                self.kill()
+                raise WorkerHasNoMemory("the GPU had no memory left for the worker to start", code="gpu_memory_full")
+            self._ready = True
+
+    def request(self, op: str, *, timeout_s: float, descriptors: Sequence[int] = (), **content: Any) -> Reply:
+        """Ask, and wait for the answer to this very request.
+
+        Args:
+            op: what the worker is to do.
+            timeout_s: seconds for sending and answering.
+            descriptors: open files that the worker gets a copy of, in its ``request["descriptors"]``.
+            **content: the rest of the request.
+
+        Raises:
+            WorkerTimeout: no answer in ``timeout_s`` seconds; the worker has been killed.
+            WorkerDied: the process ended or sent something else than the answer; it has been killed.
+        """
+        try:
+            self.wait_until_ready()
+            deadline = time.monotonic() + timeout_s
+            number = secrets.randbits(53)
+            line = protocol.encode({"id": number, "op": op, **content})
+            with self._ending_where_it_breaks(timeout_s):
+                self._channel.send(line, descriptors, deadline)
+            message = self._receive(number, deadline, timeout_s)
+        except KeyboardInterrupt:
+            self.kill()  # nobody waits for its answer any more, and the next request must not get it
+            raise
+        return Reply(bool(message.get("ok")), message)
+
+    def _receive(self, expected: int, deadline: float, timeout_s: float) -> dict[str, Any]:
+        with self._ending_where_it_breaks(timeout_s):
+            return self._channel.receive(expected, deadline)
+
+    @contextlib.contextmanager
+    def _ending_where_it_breaks(self, timeout_s: float) -> Iterator[None]:
+        try:
+            yield
+        except ChannelTimeout:
+            raise self._timed_out(timeout_s) from None
+        except ChannelBroken as error:
+            raise self._died(str(error), error.code) from None
+
+    def _timed_out(self, timeout_s: float) -> WorkerTimeout:
+        tail = self._end().tail
+        return WorkerTimeout(f"no answer within {timeout_s:g} s{tail}", code="worker_timeout")
+
+    def _died(self, how: str, code: str) -> WorkerDied:
+        # Its channel closes a moment before the supervisor has seen its end.
+        if how == "ended" and not self._supervisor.has_ended(1.0):
+            how, code = "closed its channel", "channel_closed"
+        ending = self._end()
+        if ending.reason:
+            return WorkerDied(f"the worker was ended: {ending.reason}{ending.tail}", code="worker_was_ended")
+        by = ending.signalled if how == "ended" else ""
+        return WorkerDied(f"the worker {how}{by} (exit status {ending.code}){ending.tail}", code=code)
+
+    def kill(self) -> None:
+        """End the worker and every process that it started, whatever they do. Safe to call from any thread, and twice."""
+        self._end()
+
+    def _end(self) -> Ending:
+        with self._lock:
+            if self._ending is None:
+                self._ending = self._end_now()
+        return self._ending
+
+    def _end_now(self) -> Ending:
+        printed = self._supervisor.finish(END_TIMEOUT_S)
+        if printed is None:
+            while kill_descendants(self._supervisor.pid):
+                time.sleep(0.002)
+            printed = self._supervisor.kill()
+        ending = read_ending(printed)
+        if ending is None:
+            # The supervisor could not even start, and said why, or was killed, as the machine or a worker at level 1 may do.
+            self._kill_group()
+            ending = Ending.of(None, "", printed.decode(errors="replace"))
+        return ending
+
+    def _kill_group(self) -> None:
+        """Kill what a supervisor that was killed has left; at level 3 the kernel has done that."""
+        if self._sandbox is not None and self._sandbox["level"] < 3:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._sandbox["process"], signal.SIGKILL)
+
+    def close(self) -> None:
+        """Kill the worker and remove its folder. Safe to call twice."""
+        self.kill()
+        self._channel.close()
+        self._supervisor.close()
+        remove_tree(self.folder)
+
+
+def prepare_workers(device: str) -> None:
+    """Begin with what the first worker for a device would have to wait for; returns at once."""
+    start_fork_server(common_environment(device))
+
+
+_sandboxes: dict[str, Sandbox] = {}
+_trying = threading.Lock()
+
+
+def best_level(device: str) -> Sandbox:
+    """The best sandbox in which a worker for this device starts: imports PyTorch and, on a GPU, starts CUDA.
+
+    Tried once per process and device; that takes as long as a worker takes to start, for each level tried.
+
+    Raises:
+        WorkerDied: not even an unconfined worker starts; the message says why.
+        WorkerTimeout: not even that, in time.
+    """
+    with _trying:
+        if device not in _sandboxes:
+            with scratch_folder() as folder:
+                start = functools.partial(_try_level, device, folder)
+                _sandboxes[device] = find_sandbox(choices(device), start, (WorkerDied, WorkerTimeout))
+        return _sandboxes[device]
+
+
+def _try_level(device: str, folder: Path, number: int, choice: Confinement) -> int:
+    """The user that a worker under that confinement runs as."""
+    worker = WorkerProcess(device, folder / str(number), level=choice)
+    try:
+        worker.wait_until_ready()
+        return worker.runs_as
+    finally:
+        worker.close()
+
+
+# ---- request channel ------------------------------------------------------------------------------
+# The harness's end of the socket to a worker: one request out, the answer to that very request in, by a deadline.
+
+
+class ChannelBroken(TilegymDBError):
+    """The other end is gone or says what it should not; the message completes "the worker ..."."""
+
+    code = "channel_broken"
+
+
+class ChannelTimeout(Exception):
+    """The deadline passed."""
+
+
+class RequestChannel:
+    """One socket, and what has arrived of a message that is not whole yet."""
+
+    def __init__(self) -> None:
+        """Make a pair of sockets; the worker's is :attr:`other`, to be closed when the worker has it."""
+        self._socket, self.other = socket.socketpair()
+        self._socket.setblocking(False)
+        self._buffer = b""
+
+    def close(self) -> None:
+        """Close this end. Safe to call twice."""
+        self._socket.close()
+
+    def send(self, line: bytes, descriptors: Sequence[int], deadline: float) -> None:
+        """Send a request, with copies of open files.
+
+        Args:
+            line: as :func:`protocol.encode` gives it.
+            descriptors: of the files.
+            deadline: of ``time.monotonic()``.
+
+        Raises:
+            ChannelBroken: the worker is gone, or has sent something that it was not asked for.
+            ChannelTimeout: it did not take the request in time.
+        """
+        if self._buffer or self._says_something():
+            raise ChannelBroken("sent something that it was not asked for", code="message_unasked")
+        rest = memoryview(line)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, selectors.EVENT_WRITE)
+            while rest:
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    raise ChannelTimeout
+                try:
+                    sent = socket.send_fds(self._socket, [rest], list(descriptors))
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    raise ChannelBroken("is gone", code="worker_gone") from None
+                rest, descriptors = rest[sent:], ()
+
+    def receive(self, expected: int, deadline: float) -> dict[str, Any]:
+        """The next message, which must be the answer to request number ``expected``.
+
+        Raises:
+            ChannelBroken: it is another, or none, or breaks the protocol.
+            ChannelTimeout: none came before ``deadline``, of ``time.monotonic()``.
+        """
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, selectors.EVENT_READ)
+            while b"\n" not in self._buffer:
+                remaining = deadline - time.monotonic()
+                if remaining <= 0 or not selector.select(remaining):
+                    raise ChannelTimeout
+                try:
+                    piece = self._socket.recv(1 << 16)  # files that a worker sends along are dropped by the kernel
+                except OSError:
+                    piece = b""
+                if not piece:
+                    raise ChannelBroken("ended", code="worker_ended")
+                self._buffer += piece
+                if len(self._buffer) > 2 * protocol.MAX_LINE:
+                    raise ChannelBroken("sent an endless message", code="message_too_long")
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        try:
+            message = protocol.decode(line)
+        except protocol.ProtocolError as error:
+            raise ChannelBroken(f"broke the protocol: {error}", code=error.code) from None
+        if message["id"] != expected:
+            raise ChannelBroken("answered another request than the one that it was asked", code="answer_mismatched")
+        return message
+
+    def _says_something(self) -> bool:
+        try:
+            return bool(self._socket.recv(1, socket.MSG_PEEK))
+        except BlockingIOError:
+            return False
+        except OSError:
+            return False  # it is gone, as sending will find out
+
+
+# ---- ending ---------------------------------------------------------------------------------------
+# How a worker ended, as its supervisor reports it.
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What is known of an ended worker; ``code`` None where the supervisor could not say. Negative is a signal."""
+
+    code: int | None
+    reason: str
+    tail: str
+
+    @classmethod
+    def of(cls, code: int | None, reason: str, output: str) -> Ending:
+        """From what the supervisor says, made fit to be stored and shown."""
+        tail = storable(output).strip()
+        return cls(code, storable(reason), f"; its last output:\n{tail}" if tail else "")
+
+    @property
+    def signalled(self) -> str:
+        """Which signal ended it, to follow "ended"; empty where none did."""
+        return f" by {_signal_name(-self.code)}" if self.code is not None and self.code < 0 else ""
+
+
+def read_ending(printed: bytes) -> Ending | None:
+    """From all that the supervisor printed; None where its report is not among it."""
+    try:
+        report = json.loads(printed.splitlines()[-1])
+        code, reason, tail = report["code"], report["reason"], report["tail"]
+        if report["leftover"]:
+            reason += f"{'; ' if reason else ''}some of its processes could not be ended"
+    except (ValueError, TypeError, KeyError, IndexError):
+        return None
+    return Ending.of(code, reason, tail)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+# ---- losses ---------------------------------------------------------------------------------------
+# The ways in which a worker is lost, as the harness learns of them.
+
+
+class WorkerDied(TilegymDBError):
+    """The worker ended, was ended because it exceeded a bound, or broke the protocol, before it answered."""
+
+    code = "worker_ended"
+
+
+class WorkerHasNoMemory(WorkerDied):
+    """The GPU had no memory left for another process: other workers, or other programs, have it."""
+
+    code = "gpu_memory_full"
+
+
+class WorkerTimeout(TilegymDBError):
+    """The worker did not answer in time and was killed."""
+
+    code = "worker_timeout"
+
+
+# ---- environment ----------------------------------------------------------------------------------
+# The environment of workers: what they get of the user's, what all of a device have in common, and their own folders.
+
+# What a compiler or the CUDA driver needs to find itself; nothing else of the user's environment reaches a Solution.
+KEPT_VARIABLES = (
+    "PATH",
+    "LD_LIBRARY_PATH",
+    "PYTHONPATH",
+    "CUDA_HOME",
+    "CUDA_PATH",
+    "CUDA_VISIBLE_DEVICES",
+    "NVIDIA_VISIBLE_DEVICES",
+    "VIRTUAL_ENV",
+    "LANG",
+    "LC_ALL",
+)
+
+
+def common_environment(device: str) -> dict[str, str]:
+    """What the environments of all workers for a device have in common."""
+    environment = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
+    package_root = str(Path(__file__).resolve().parents[2])
+    paths = [package_root, *environment.get("PYTHONPATH", "").split(os.pathsep)]
+    environment |= {
+        "PYTHONPATH": os.pathsep.join(path for path in dict.fromkeys(paths) if path),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": str(processors()),
+    }
+    if device == "cpu":
+        # Threads that wait for each other sleep rather than spin, or their processor time would say nothing.
+        environment["OMP_WAIT_POLICY"] = "PASSIVE"
+        # The C library keeps what is freed. By itself it gives memory back to the system, or not, depending on what was freed
+        # before, and then a call takes four times as long for the pages that it has to be given again.
+        environment["MALLOC_MMAP_THRESHOLD_"] = str(32 << 20)
+        environment["MALLOC_TRIM_THRESHOLD_"] = str(1 << 40)
+    return environment
+
+
+def processors() -> int:
+    """How many processors the maths of one worker may use at once: OMP_NUM_THREADS, or all that this process may use."""
+    available = available_processors()
+    asked_for = os.environ.get("OMP_NUM_THREADS", "")
+    return min(int(asked_for), available) if asked_for.isdigit() and int(asked_for) else available
+
+
+def own_environment(folder: Path) -> dict[str, str]:
+    """The variables that name a worker's own folders, all below its scratch folder."""
+    caches = folder / "cache"
+    return {
+        "HOME": str(folder),
+        "USER": "worker",  # a user of its own has no entry in the system's list, where libraries would look it up
+        "TMPDIR": str(folder),
+        "TRITON_CACHE_DIR": str(caches / "triton"),
+        "TILELANG_CACHE_DIR": str(caches / "tilelang"),
+        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+        "CUDA_CACHE_PATH": str(caches / "cuda"),
+        "CUDA_TILE_CACHE_DIR": str(caches / "cutile"),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # its pool of compiling processes finds no GPU inside the sandbox
+    }

@@ -1,0 +1,373 @@
+"""The journals of the loop, ``<home>/loop/<kind>s.jsonl``, and the database's copy of them.
+
+A line is written whole and synced while the folder's lock is held; a process that is killed leaves at most a torn last line,
+which readers name and pass over, and the next writer ends. What numbers records (attempts, promotions) reads and appends under
+one lock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import tomllib
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tilegym_db.catalog import Catalog
+from tilegym_db.errors import RecordError, StoreError
+from tilegym_db.files import decode, read_bytes, writing
+from tilegym_db.published.input_files import loop_folder, pattern_files
+from tilegym_db.published.installation import RejectedLine
+from tilegym_db.records.base import Record
+from tilegym_db.records.loop import Attempt, Experiment, Pattern, Promotion, Task
+from tilegym_db.store import statements
+from tilegym_db.store.journal import CUT_OFF, RunFile, is_cut_off, numbered_lines
+
+if TYPE_CHECKING:
+    from duckdb import DuckDBPyConnection
+
+    from tilegym_db.catalog import Catalog
+    from tilegym_db.store.database import Store
+
+
+_log = logging.getLogger(__name__)
+
+R = TypeVar("R", bound=Record)
+
+JOURNALED: tuple[type[Record], ...] = (Task, Attempt, Promotion, Experiment)
+
+_INSERT = """INSERT INTO loop_records
+    SELECT unnest(from_json($records::JSON, '[{"kind":"VARCHAR","line":"BIGINT","record":"JSON"}]'), recursive := true)"""
+
+
+@contextmanager
+def loop_lock(home: Path | None = None) -> Iterator[None]:
+    """Hold the lock of the journals, so that what is read stays true until a record that builds on it is appended.
+
+    Raises:
+        StoreError: another process holds it for a minute, or the folder cannot be written.
+    """
+    with writing(loop_folder(home)):
+        yield
+
+
+def append(record: Record, home: Path | None = None) -> None:
+    """Write one record at the end of its journal and wait until it is on disk. The caller holds :func:`loop_lock`.
+
+    Raises:
+        StoreError: the disk is full or gone; the journal then ends with its last whole line.
+    """
+    with RunFile("loop", _stem(type(record)), home) as journal:
+        journal.append_line(record.to_json().encode() + b"\n")
+
+
+def journaled(kind: type[R], home: Path | None = None) -> list[R]:
+    """Every record of a kind, in the order in which they were written. A line that is none is passed over.
+
+    Raises:
+        StoreError: the journal cannot be read.
+    """
+    return [record for _, record in _numbered(kind, _path(kind, home))]
+
+
+def _numbered(kind: type[R], path: Path) -> Iterator[tuple[int, R]]:
+    for number, found in _lines(kind, path):
+        if not isinstance(found, RejectedLine):
+            yield number, found
+        elif not found.reason.startswith(CUT_OFF):
+            _warn_once(str(found))
+        elif found.reason != CUT_OFF:  # else a later writer ended it, and it was told then
+            _warn_once(f"{found}, and what follows is written after it.")
+
+
+def _lines(kind: type[R], path: Path) -> Iterator[tuple[int, R | RejectedLine]]:
+    """Number and record of each line, or why it is none."""
+    if not os.path.lexists(path):
+        return
+    try:
+        content = read_bytes(path, "journal", limit=None)
+    except RecordError as error:
+        raise StoreError(str(error)) from None
+    for number, line, finished in numbered_lines(content):
+        try:
+            yield number, kind.from_json(line, f"{path}:{number}")
+        except RecordError as error:
+            reason = str(error).removeprefix(f"{path}:{number}: ")
+            if not finished:
+                reason = f"{CUT_OFF}: this record is lost"
+            elif is_cut_off(line, finished=finished):
+                reason = CUT_OFF
+            yield number, RejectedLine(path, number, reason)
+
+
+def loop_journals(home: Path) -> dict[Path, type[Record]]:
+    """The journals that there are, each with what its lines are."""
+    paths = {_path(kind, home): kind for kind in JOURNALED}
+    return {path: kind for path, kind in paths.items() if os.path.lexists(path)}
+
+
+def rejected_lines(kind: type[Record], path: Path) -> list[RejectedLine]:
+    """The lines of a journal that are no record, and why.
+
+    Raises:
+        StoreError: it cannot be read.
+    """
+    return [found for _, found in _lines(kind, path) if isinstance(found, RejectedLine)]
+
+
+@cache
+def _warn_once(text: str) -> None:
+    """A journal is read several times by one command, and every other second by one that waits."""
+    _log.warning("%s", text)
+
+
+def _stem(kind: type[Record]) -> str:
+    return f"{kind.kind}s"
+
+
+def _path(kind: type[Record], home: Path | None) -> Path:
+    return loop_folder(home) / f"{_stem(kind)}.jsonl"
+
+
+# -- the database's copy ----------------------------------------------------------------------------------------------
+
+
+def sync_loop(connection: DuckDBPyConnection, home: Path, catalog: Catalog) -> None:
+    """Bring every record of the loop into ``loop_records``, in place of what was there."""
+    connection.execute(statements.loop_sql())
+    connection.execute("DELETE FROM loop_records")
+    rows: list[dict[str, Any]] = []
+    for kind in JOURNALED:
+        try:
+            found = [*_numbered(kind, _path(kind, home))]
+        except StoreError as error:  # stops what is about the loop, and nothing else
+            _warn_once(f"left out: {error}")
+            continue
+        rows += [{"kind": kind.kind, "line": number, "record": _plain(record)} for number, record in found]
+    patterns, refused = read_patterns(catalog)
+    for reason in refused:
+        _log.warning("%s", reason)
+    rows += [{"kind": "pattern", "line": 0, "record": _plain(pattern)} for pattern in patterns]
+    connection.execute(_INSERT, {"records": json.dumps(rows, ensure_ascii=False)})
+
+
+def _plain(record: Record) -> dict[str, Any]:
+    return record.model_dump(mode="json")
+
+
+def latest(attempts: Sequence[Attempt]) -> dict[tuple[str, int], Attempt]:
+    """(task, number) -> the newest line of that attempt, in the order in which they were received."""
+    return {(attempt.task, attempt.number): attempt for attempt in attempts}
+
+
+# ---- loop queries ---------------------------------------------------------------------------------
+# The questions that the loop asks of the store: one named text and one function each, with bound parameters.
+
+VERIFIED_ON = """
+    SELECT workload_uuid, solution, role, trace_id, latency_us, sol_us FROM best_per_solution
+    WHERE gpu = $gpu AND definition = $definition AND list_contains($uuids::VARCHAR[], workload_uuid)
+    ORDER BY workload_uuid, latency_us, trace_id
+"""
+VERIFIED_BASELINES = """
+    SELECT definition_digest, workload_uuid, gpu, solution, latency_us FROM best_per_solution
+    WHERE role = 'baseline' AND list_contains($digests::VARCHAR[], definition_digest)
+"""
+PROMOTIONS = """
+    FROM promotions
+    WHERE ($definition IS NULL OR definition = $definition)
+        AND ($gpus::VARCHAR[] IS NULL OR list_contains($gpus::VARCHAR[], gpu))
+    ORDER BY id
+"""
+TASKS = "FROM tasks WHERE $prefix IS NULL OR starts_with(id, $prefix) ORDER BY created, id"
+TRACES_OF_SOURCE = """
+    SELECT trace_id FROM traces
+    WHERE solution_digest = $digest AND definition_digest = $definition_digest AND gpu = $gpu
+        AND list_contains($uuids::VARCHAR[], workload_uuid) AND list_contains($tiers::VARCHAR[], tier)
+        AND is_counted(origin, trusted)
+    ORDER BY timestamp, trace_id
+"""
+CITED_TRACES = """
+    SELECT
+        c.trace_id, t.trace_id IS NOT NULL AS is_here, t.status,
+        EXISTS (FROM revocations r WHERE r.definition_digest = t.definition_digest
+            AND r.solution_digest = t.solution_digest AND r.gpu = t.gpu AND r.revoked_at >= t.timestamp
+            AND coalesce(r.config_key, t.config_key) = t.config_key
+            AND coalesce(r.workload_uuid, t.workload_uuid) = t.workload_uuid) AS is_revoked
+    FROM (SELECT unnest($trace_ids::VARCHAR[]) AS trace_id) c LEFT JOIN traces t ON t.trace_id = c.trace_id
+"""
+MODEL_RUNS = """
+    SELECT run_id, origin, gpu, dtype, batch, prompt_tokens, new_tokens, speedup, speedup_ci_low, speedup_ci_high, evidence_level
+    FROM model_runs WHERE model = $model AND list_contains($gpus::VARCHAR[], gpu) AND is_counted(origin, trusted)
+    ORDER BY timestamp DESC
+"""
+TRACED_DIGESTS = "SELECT DISTINCT definition, definition_digest FROM trace_records WHERE is_counted(origin, trusted)"
+CITED_CASES = """
+    SELECT gpu || '/' || solution || '/' || axes_key AS case_name,
+        bool_or(trace_id IN (SELECT trace_id FROM verified)) AS is_verified
+    FROM traces WHERE status = 'PASSED' AND tier = 'promotion'
+        AND list_contains($cases::VARCHAR[], gpu || '/' || solution || '/' || axes_key)
+    GROUP BY ALL
+"""
+CITED_SEARCHES = "SELECT DISTINCT gpu || '/' || solution AS search FROM searches"
+
+
+def verified_on(store: Store, definition: str, gpu: str, uuids: list[str]) -> list[dict[str, Any]]:
+    """The fastest verified trace of each Solution on each of some Workloads, by Workload, the fastest first."""
+    return store.rows(VERIFIED_ON, {"definition": definition, "gpu": gpu, "uuids": uuids})
+
+
+def verified_baselines(
+    store: Store, definition_digests: Collection[str]
+) -> dict[tuple[str, str, str], dict[str, float]]:
+    """Of some Definitions: digest, Workload and GPU -> baseline -> its verified latency in microseconds there."""
+    found: dict[tuple[str, str, str], dict[str, float]] = {}
+    for row in store.rows(VERIFIED_BASELINES, {"digests": [*definition_digests]}):
+        case = row["definition_digest"], row["workload_uuid"], row["gpu"]
+        found.setdefault(case, {})[row["solution"]] = row["latency_us"]
+    return found
+
+
+def promotion_rows(store: Store, definition: str | None = None, gpus: list[str] | None = None) -> list[dict[str, Any]]:
+    """Every promotion with what may be said of it now, by id."""
+    return store.rows(PROMOTIONS, {"definition": definition, "gpus": gpus})
+
+
+def task_rows(store: Store, prefix: str | None = None) -> list[dict[str, Any]]:
+    """The tasks, or those whose id begins so, in the order in which they were made."""
+    return store.rows(TASKS, {"prefix": prefix})
+
+
+def traces_of_source(
+    store: Store, digest: str, definition_digest: str, gpu: str, uuids: list[str], tiers: Collection[str]
+) -> list[str]:
+    """The ids of what was measured of one source on some Workloads in some tiers, under whatever name, oldest first."""
+    rows = store.rows(
+        TRACES_OF_SOURCE,
+        {"digest": digest, "definition_digest": definition_digest, "gpu": gpu, "uuids": uuids, "tiers": [*tiers]},
+    )
+    return [row["trace_id"] for row in rows]
+
+
+def model_run_rows(store: Store, model: str, gpus: list[str]) -> list[dict[str, Any]]:
+    """What was measured of a model itself, newest first."""
+    return store.rows(MODEL_RUNS, {"model": model, "gpus": gpus})
+
+
+def traced_digests(store: Store) -> dict[str, set[str]]:
+    """Definition -> the digests of it that traces which count are about."""
+    found: dict[str, set[str]] = {}
+    for row in store.rows(TRACED_DIGESTS):
+        found.setdefault(row["definition"], set()).add(row["definition_digest"])
+    return found
+
+
+def cited_traces(store: Store, trace_ids: list[str]) -> list[dict[str, Any]]:
+    """For each id: whether the trace is here, its status, and whether a later failure took it back."""
+    return store.rows(CITED_TRACES, {"trace_ids": trace_ids})
+
+
+def cited_cases(store: Store, cases: list[str]) -> dict[str, bool]:
+    """``GPU/SOLUTION/AXES`` -> whether today's source is verified there, of those that ever passed a promotion."""
+    return {row["case_name"]: row["is_verified"] for row in store.rows(CITED_CASES, {"cases": cases})}
+
+
+def cited_searches(store: Store) -> set[str]:
+    """``GPU/SOLUTION`` of every search over configs that is recorded with today's sources."""
+    return {row["search"] for row in store.rows(CITED_SEARCHES)}
+
+
+# ---- pattern pages --------------------------------------------------------------------------------
+# The pattern base: the pages ``docs/patterns/<language>.md`` of the catalog's roots, one section a pattern.
+#
+# A section begins with its title as a heading of the second level. A block of TOML follows, with the ``name`` of the
+# pattern and the keys of :class:`~tilegym_db.records.loop.Pattern`. The advice comes after it.
+
+_SECTION = re.compile(
+    r"\A## (?P<title>[^\n]+)\n\s*```toml\n(?P<keys>.*?)^```\n(?P<text>.*)\Z", re.DOTALL | re.MULTILINE
+)
+_LINE = re.compile(r"^(?:(?P<fence>```)|(?P<heading>## ))", re.MULTILINE)
+
+
+def read_patterns(catalog: Catalog) -> tuple[list[Pattern], list[str]]:
+    """Read the patterns, sorted by id, and the reason for each section or page that is left out.
+
+    If two pages have a pattern of the same id, that of the first root counts.
+    """
+    found: dict[str, Pattern] = {}
+    refused: list[str] = []
+    for path in pattern_files(catalog):
+        try:
+            sections = _sections(path)
+        except RecordError as error:
+            refused.append(str(error))
+            continue
+        names: set[str] = set()
+        for line, section in sections:
+            try:
+                pattern = _pattern(section, path.stem, f"{path}:{line}")
+                if pattern.id in names:
+                    raise RecordError(
+                        f"{path}:{line}: the page has a pattern {pattern.id} already. Choose another name."
+                    )
+            except RecordError as error:
+                refused.append(str(error))
+            else:
+                names.add(pattern.id)
+                found.setdefault(pattern.id, pattern)
+    return [found[name] for name in sorted(found)], refused
+
+
+def _sections(path: Path) -> list[tuple[int, str]]:
+    """Cut a page at its headings of the second level: line number and text of each section.
+
+    Raises:
+        RecordError: the page cannot be read, or has no section; names the file.
+    """
+    text = decode(read_bytes(path, "pattern"), path)
+    starts, fenced = [], False
+    for match in _LINE.finditer(text):
+        if match["fence"]:
+            fenced = not fenced
+        elif not fenced:
+            starts.append(match.start())
+    if not starts:
+        raise RecordError(
+            f"{path}: a page of patterns has a section '## TITLE' for each of them; this one has no section."
+        )
+    ends = [*starts[1:], len(text)]
+    return [(text.count("\n", 0, start) + 1, text[start:end]) for start, end in zip(starts, ends, strict=True)]
+
+
+def _pattern(section: str, language: str, place: str) -> Pattern:
+    """Make the pattern of a section.
+
+    Raises:
+        RecordError: the section has no block of TOML, or the record is not valid; names the file and the line.
+    """
+    parts = _SECTION.match(section.rstrip() + "\n")
+    if parts is None:
+        raise RecordError(f"{place}: a pattern begins with '## TITLE', a block ```toml with its keys, and ```.")
+    try:
+        keys = tomllib.loads(parts["keys"])
+    except tomllib.TOMLDecodeError as error:
+        raise RecordError(f"{place}: its keys are not valid TOML: {error}.") from None
+    taken = sorted(keys.keys() & {"digest", "id", "language", "text", "title"})
+    if taken:
+        raise RecordError(f"{place}: {taken[0]!r} follows from the page. Leave it out of the keys.")
+    return Pattern.from_dict(
+        {
+            **{key: value for key, value in keys.items() if key != "name"},
+            "id": f"{language}/{keys.get('name', '')}",
+            "language": language,
+            "title": parts["title"].strip(),
+            "digest": hashlib.sha256(section.strip().encode()).hexdigest(),
+            "text": parts["text"].strip(),
+        },
+        place,
+    )

@@ -1,0 +1,355 @@
+"""Runs a Definition's reference: as written, or lifted to fp64 to serve as the oracle."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tilegym_db.errors import RecordError
+from tilegym_db.records import Definition
+from tilegym_db.records.expressions import names_in
+from tilegym_db.records.python_source import function_parameters
+
+# ---- slicing --------------------------------------------------------------------------------------
+# Evaluates a reference slice by slice along axes whose slices do not depend on each other, to bound the memory it
+# takes.
+
+ORACLE_BYTES = 4 << 30
+"""Default budget of one evaluation, inputs and outputs in fp64 and what lies between them together."""
+
+_BYTES_PER_ELEMENT = 8 * 4
+"""An element in fp64, and as much again three times for the intermediate results that are alive with it."""
+
+Inputs = Mapping[str, Any]
+Outputs = dict[str, torch.Tensor]
+
+
+def sliced(
+    definition: Definition, inputs: Inputs, run: Callable[[Definition, Inputs], Outputs], *, budget_bytes: int
+) -> Outputs:
+    """Every output of ``run``, put together from halves of the inputs, of halves of these, until each fits the budget.
+
+    The memory of an evaluation is estimated from the elements of its inputs and outputs, and of one slice of each sliced input.
+    Along which of the Definition's ``independent_axes`` to halve is decided by what it saves; the whole is evaluated where none
+    can be halved any more.
+
+    Args:
+        definition: says which axes are independent.
+        inputs: input name -> tensor or scalar.
+        run: evaluates the reference.
+        budget_bytes: of one evaluation.
+    """
+    sizes = _axis_sizes(definition, inputs)
+    if _estimate(definition, inputs, sizes) <= budget_bytes:
+        return run(definition, inputs)
+    axis = max(
+        (name for name in _divisible_axes(definition) if sizes.get(name, 0) > 1),
+        key=lambda name: _elements_along(definition, inputs, name),
+        default=None,
+    )
+    if axis is None:
+        return run(definition, inputs)
+    half = sizes[axis] // 2
+    parts = [
+        sliced(definition, _part(definition, inputs, axis, start, length), run, budget_bytes=budget_bytes)
+        for start, length in ((0, half), (half, sizes[axis] - half))
+    ]
+    return {
+        name: torch.cat([part[name] for part in parts], dim=_dimension(spec.shape, axis))
+        for name, spec in definition.outputs.items()
+    }
+
+
+def _divisible_axes(definition: Definition) -> list[str]:
+    """The independent axes that every output has, and that no tensor has in an expression or twice."""
+    specs = [spec for spec in (*definition.inputs.values(), *definition.outputs.values()) if spec.shape]
+    entangled = {
+        name
+        for spec in specs
+        for entry in spec.shape or ()
+        if isinstance(entry, str)
+        for name in names_in(entry)[0]
+        if entry != name or (spec.shape or ()).count(entry) > 1
+    }
+    return [
+        axis
+        for axis in definition.independent_axes
+        if axis not in entangled and all(axis in (spec.shape or ()) for spec in definition.outputs.values())
+    ]
+
+
+def _axis_sizes(definition: Definition, inputs: Inputs) -> dict[str, int]:
+    stated = {axis: inputs[scalar] for scalar, axis in definition.size_scalars.items()}
+    return stated | {
+        entry: size
+        for name, spec in definition.inputs.items()
+        for entry, size in zip(spec.shape or (), getattr(inputs[name], "shape", ()), strict=True)
+        if isinstance(entry, str)
+    }
+
+
+def _estimate(definition: Definition, inputs: Inputs, sizes: Mapping[str, int]) -> int:
+    given = sum(int(inputs[name].numel()) // _slices(definition, sizes, name) for name in definition.tensor_inputs)
+    made = 0
+    for spec in definition.outputs.values():
+        elements = 1
+        for entry in spec.shape or ():
+            # An output's own expression (ceil_div(H, G)) is of a scale or an index: small beside what it belongs to.
+            elements *= entry if isinstance(entry, int) else sizes.get(entry, 1)
+        made += elements
+    return (given + made) * _BYTES_PER_ELEMENT
+
+
+def _slices(definition: Definition, sizes: Mapping[str, int], name: str) -> int:
+    """How many slices an input is taken in, of which one is widened at a time."""
+    return max(1, sizes.get(definition.sliced_inputs.get(name, ""), 1))
+
+
+def _elements_along(definition: Definition, inputs: Inputs, axis: str) -> int:
+    return sum(
+        inputs[name].numel() for name in definition.tensor_inputs if axis in (definition.inputs[name].shape or ())
+    )
+
+
+def _part(definition: Definition, inputs: Inputs, axis: str, start: int, length: int) -> dict[str, Any]:
+    part = dict(inputs)
+    for name, spec in definition.inputs.items():
+        if axis in (spec.shape or ()):  # a reference may count on contiguous inputs
+            part[name] = inputs[name].narrow(_dimension(spec.shape, axis), start, length).contiguous()
+    return part
+
+
+def _dimension(shape: tuple[str | int, ...] | None, axis: str) -> int:
+    return (shape or ()).index(axis)
+
+
+@functools.lru_cache(maxsize=512)
+def load_function(source: str, where: str, name: str = "run") -> Callable[..., Any]:
+    """The function, ``run`` or another, that a reference's source text defines.
+
+    Raises:
+        RecordError: the text raises when it is executed; carries the last lines of the traceback.
+    """
+    scope: dict[str, Any] = {}  # without a __name__: torch.compile of PyTorch 2.11 would import the module of that name
+    try:
+        # Definitions are reviewed records, admitted by the self-test; a Solution's source never takes this road.
+        exec(compile(source, where, "exec"), scope)
+    except (Exception, SystemExit) as error:
+        raise RecordError(
+            f"{where}: the reference raises when it is loaded: {error!r}.", code="reference_load_failed"
+        ) from None
+    function: Callable[..., Any] = scope[name]
+    return function
+
+
+def run_reference(definition: Definition, inputs: Inputs, *, source: str | None = None, label: str = "") -> Outputs:
+    """Every output of the Definition by name, in-place ones included, computed as the reference is written.
+
+    Args:
+        definition: the Definition.
+        inputs: input name -> tensor or scalar. Tensors are never modified: in-place ones are copied first.
+        source: another text that defines ``run``, such as the self-test's independent formulation.
+        label: what an error calls that text.
+
+    Raises:
+        RecordError: the reference raises, or returns another number of outputs, shape or kind than declared.
+    """
+    where = f"{definition.name}: {label or ('reference' if source is None else 'alternative formulation')}"
+    function = load_function(source or definition.reference, where)
+    given = {
+        name: value.clone() if name in definition.in_place and isinstance(value, torch.Tensor) else value
+        for name, value in inputs.items()
+    }
+    try:
+        with torch.no_grad():
+            returned = function(*(given[name] for name in definition.inputs))
+    except (Exception, SystemExit):
+        raise RecordError(f"{where} raises:\n{traceback.format_exc(limit=-3)}", code="reference_raises") from None
+    return name_outputs(definition, returned, given, where)
+
+
+def evaluate_function(definition: Definition, name: str, inputs: Inputs, known: Inputs) -> Any:
+    """What a function of the reference beside ``run`` returns for some inputs.
+
+    Args:
+        definition: its reference defines the function.
+        name: of the function, which takes the inputs in order.
+        inputs: input name -> tensor or scalar.
+        known: further parameters by name; the function is given those that it takes.
+
+    Raises:
+        RecordError: the function raises.
+    """
+    where = f"{definition.name}: {name} of the reference"
+    function = load_function(definition.reference, where, name)
+    more = [parameter for parameter in function_parameters(definition.reference, name) or () if parameter in known]
+    try:
+        with torch.no_grad():
+            return function(*(inputs[given] for given in definition.inputs), **{key: known[key] for key in more})
+    except (Exception, SystemExit):
+        raise RecordError(f"{where} raises:\n{traceback.format_exc(limit=-3)}", code="reference_raises") from None
+
+
+def name_outputs(definition: Definition, returned: Any, given: Inputs, where: str) -> Outputs:
+    """Match what a function returned with the Definition's outputs.
+
+    A function may return every output, or only those that are not written in place.
+    """
+    values = returned if isinstance(returned, tuple | list) else (returned,)
+    replaced = {target: source for source, target in definition.in_place.items()}
+    names: Iterable[str]
+    if len(values) == len(definition.outputs):
+        names = definition.outputs
+    elif len(values) == len(definition.written_outputs):
+        names = definition.written_outputs
+    else:
+        raise RecordError(
+            f"{where} returns {len(values)} values; {definition.name} has outputs {', '.join(definition.outputs)}.",
+            code="output_count_differs",
+        )
+    outputs = dict(zip(names, values, strict=True))
+    for target, source in replaced.items():
+        outputs.setdefault(target, given[source])
+    for name, value in outputs.items():
+        if not isinstance(value, torch.Tensor):
+            raise RecordError(
+                f"{where} returns a {type(value).__name__} for '{name}', not a tensor.", code="output_not_tensor"
+            )
+    return {name: outputs[name] for name in definition.outputs}
+
+
+def run_lifted(definition: Definition, inputs: Inputs, *, source: str | None = None, label: str = "") -> Outputs:
+    """As :func:`run_reference`, with every floating input and every cast in the reference lifted to fp64.
+
+    Of ``sliced_inputs`` each slice is lifted when the reference takes it.
+
+    Raises:
+        RecordError: as :func:`run_reference`; the reference takes more of a sliced input than one slice.
+    """
+    whole, slices = {}, []
+    for name, value in inputs.items():
+        axis = definition.sliced_inputs.get(name)
+        if axis is not None and isinstance(value, torch.Tensor) and value.dtype in LIFTED_DTYPES:
+            slices.append(SlicedInput(name, value, (definition.inputs[name].shape or ()).index(axis)))
+        else:
+            whole[name] = value
+    lifted = lift(whole)
+    mode: Any = Lifted
+    with mode(slices):
+        return run_reference(
+            definition, {name: lifted.get(name, value) for name, value in inputs.items()}, source=source, label=label
+        )
+
+
+def lift(inputs: Inputs) -> dict[str, Any]:
+    """Inputs with every floating-point tensor in fp64."""
+    return {
+        name: value.double() if isinstance(value, torch.Tensor) and value.dtype in LIFTED_DTYPES else value
+        for name, value in inputs.items()
+    }
+
+
+def as_written(definition: Definition, inputs: Inputs, *, budget_bytes: int = ORACLE_BYTES) -> Outputs:
+    """The outputs of the reference in the dtypes it is given, as :func:`run_reference`, but in slices as :func:`oracle`."""
+    return sliced(definition, inputs, run_reference, budget_bytes=budget_bytes)
+
+
+def oracle(definition: Definition, inputs: Inputs, *, budget_bytes: int = ORACLE_BYTES) -> Outputs:
+    """The outputs that a Solution is compared with: fp64 on the same quantised bits, or as written for quantisers.
+
+    Args:
+        definition: evaluated slice by slice along its ``independent_axes`` where that saves memory.
+        inputs: input name -> tensor or scalar.
+        budget_bytes: what an evaluation may take, by the estimate of :func:`sliced`.
+    """
+    if definition.oracle == "as_written":
+        return as_written(definition, inputs, budget_bytes=budget_bytes)
+    return in_fp64(definition, inputs, budget_bytes=budget_bytes)
+
+
+def in_fp64(definition: Definition, inputs: Inputs, *, budget_bytes: int = ORACLE_BYTES) -> Outputs:
+    """The outputs of the reference as :func:`run_lifted`, but in slices as :func:`oracle`."""
+    return sliced(definition, inputs, run_lifted, budget_bytes=budget_bytes)
+
+
+# ---- lifting --------------------------------------------------------------------------------------
+# Lifts the reference of an operator to fp64: what it is given, every cast it makes, and of weights of experts one at
+# a time.
+
+LIFTED_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+
+@dataclass(frozen=True)
+class SlicedInput:
+    """An input that is left as it is until the reference takes a slice of it, ``value[index]`` along ``dimension``."""
+
+    name: str
+    value: torch.Tensor
+    dimension: int
+
+
+class Lifted(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Turns every floating-point dtype that the code inside asks for into float64.
+
+    A reference restates a model's own code, which casts down and up between steps; lifted, those casts round nothing, so
+    the result differs from the mathematical one by fp64 rounding only.
+
+    The weights of all experts in fp64 are four times as large as the layer itself. Of a sliced input only what is selected is
+    lifted, and anything else that is done with it is an error, as it would take the whole.
+    """
+
+    def __init__(self, slices: Sequence[SlicedInput] = ()) -> None:
+        """Prepare.
+
+        Args:
+            slices: inputs that the reference takes one slice at a time.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._slices = tuple(slices)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operator with any floating ``dtype`` argument replaced.
+
+        Raises:
+            TypeError: the operator takes a sliced input as a whole.
+        """
+        kwargs = dict(kwargs or {})
+        if self._slices and (taken := self._sliced_among((*args, *kwargs.values()))) is not None:
+            return self._slice(taken, func, args)
+        if kwargs.get("dtype") in LIFTED_DTYPES:
+            kwargs["dtype"] = torch.float64
+        return func(*(torch.float64 if _is_float_dtype(value) else value for value in args), **kwargs)
+
+    def _sliced_among(self, values: Sequence[Any]) -> SlicedInput | None:
+        for value in values:
+            parts = value if isinstance(value, list | tuple) else (value,)
+            for part in parts:
+                for item in self._slices:
+                    if part is item.value:
+                        return item
+        return None
+
+    def _slice(self, taken: SlicedInput, func: Any, args: tuple[Any, ...]) -> torch.Tensor:
+        dimension = args[1] if len(args) > 1 else None
+        if func is not torch.ops.aten.select.int or dimension not in (
+            taken.dimension,
+            taken.dimension - taken.value.dim(),
+        ):
+            raise TypeError(
+                f"'{taken.name}' is one of sliced_inputs: take one slice at a time ({taken.name}[e], of dimension "
+                f"{taken.dimension}), as {func} needs the whole in fp64"
+            )
+        slice_: torch.Tensor = func(*args)
+        return slice_.double()
+
+
+def _is_float_dtype(value: Any) -> bool:
+    return isinstance(value, torch.dtype) and value in LIFTED_DTYPES

@@ -1,1 +1,0 @@
-"""The untrusted side: the worker process that loads and calls a Solution, and what the harness shares with it."""
