@@ -111,26 +111,26 @@ def test_export_draws_what_may_not_be_drawn_there(cli: Callable[..., Any], home:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "cause", "fact"),
     [
-        (["--blobs", "some"], "--blobs takes a number of MiB above 0 and at most 1048576 or 'none', not 'some'."),
-        (["--blobs", "0"], "--blobs takes a number"),
-        (["--blobs", "-1"], "--blobs takes a number"),
-        (["--blobs", "nan"], "--blobs takes a number"),
-        (["--blobs", "inf"], "--blobs takes a number"),
-        (["--blobs", ""], "--blobs takes a number"),
-        (["--largest-blob", "none"], "--largest-blob takes a number of MiB above 0 and at most 1048576, not 'none'."),
-        (["--largest-blob", "1e9"], "--largest-blob takes a number"),
-        (["--blobs", "none", "--largest-blob", "1"], "--blobs none that there are none"),
-        (["--blobs", "1", "--origin", "theirs"], "are about the catalog's own workloads"),
+        (["--blobs", "some"], "size_invalid", "1048576 or 'none'"),
+        (["--blobs", "0"], "size_invalid", "--blobs"),
+        (["--blobs", "-1"], "size_invalid", "--blobs"),
+        (["--blobs", "nan"], "size_invalid", "--blobs"),
+        (["--blobs", "inf"], "size_invalid", "--blobs"),
+        (["--blobs", ""], "size_invalid", "--blobs"),
+        (["--largest-blob", "none"], "size_invalid", "1048576"),
+        (["--largest-blob", "1e9"], "size_invalid", "--largest-blob"),
+        (["--blobs", "none", "--largest-blob", "1"], "options_clash", "--blobs none"),
+        (["--blobs", "1", "--origin", "theirs"], "option_unfit", "--blobs"),
     ],
 )
 def test_a_limit_of_blobs_that_is_none_is_refused(
-    cli: Callable[..., Any], home: Path, tmp_path: Path, options: list[str], message: str
+    cli: Callable[..., Any], home: Path, tmp_path: Path, options: list[str], cause: str, fact: str
 ) -> None:
     result = cli("export", "flashinfer", tmp_path / "out", *options)
-    assert result.code == 2
-    assert message in " ".join(result.err.split())
+    assert (result.code, result.cause) == (2, cause)
+    assert fact in " ".join(result.err.split())
     assert not (tmp_path / "out").exists()
 
 
@@ -146,7 +146,7 @@ def test_an_export_without_torch_says_what_blobs_need(
     given = ("export", "flashinfer", tmp_path / "out", "--op-type", "engram")
     result = cli(*given, "--blobs", "1")
     assert result.code == 2
-    assert "drawing blobs needs safetensors: pip install safetensors; or leave" in " ".join(result.err.split())
+    assert "pip install safetensors" in " ".join(result.err.split())
     result = cli(*given)
     assert result.code == 0
     assert "no blobs: drawing blobs needs safetensors" in result.err
@@ -213,7 +213,7 @@ def test_what_is_no_folder_is_not_called_one_that_is_not_empty(kind, cli, row_sc
     elif kind == "a link to nothing":
         place.symlink_to("nowhere")
     result = cli("export", "flashinfer", place)
-    assert (result.code, f"{place} exists and is no folder. Export into a new folder." in result.err) == (2, True)
+    assert (result.code, str(place) in result.err) == (2, True)
 
 
 def test_the_working_directory_is_exported_into_where_it_is_empty(cli, row_scale, tmp_path, monkeypatch):

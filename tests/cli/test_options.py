@@ -48,7 +48,7 @@ def test_a_comma_within_brackets_is_part_of_a_value():
         ("M=1e3", "number_not_whole"),
         ("M=1_000", "number_not_whole"),
         ("M=\N{ARABIC-INDIC DIGIT FOUR}", "number_not_whole"),
-        ("M=", "number_not_whole"),
+        ("M=", "pair_invalid"),
     ],
 )
 def test_what_is_no_size_is_refused(text, code):

@@ -7,10 +7,20 @@ from typing import Any
 import pytest
 from torch.autograd import DeviceType
 
-from tilegym_db.bench.audit import CLIPPED, judge_ownership, kernel_names, own_kernel
+from tilegym_db.bench.audit import judge_ownership, kernel_names, own_kernel
 from tilegym_db.records import Solution
 from tilegym_db.sandbox.program import KernelProfiler, Worker, uses_of_events
-from tilegym_db.sandbox.protocol import MAX_KINDS, MAX_LINE, MAX_NAME, OTHERS, KernelUse, decode, encode, sum_uses
+from tilegym_db.sandbox.protocol import (
+    CLIPPED,
+    MAX_KINDS,
+    MAX_LINE,
+    MAX_NAME,
+    OTHERS,
+    KernelUse,
+    decode,
+    encode,
+    sum_uses,
+)
 
 SOURCE = {
     "kernel.py": b"@triton.jit(debug=True)\ndef _norm(): pass\n@tilelang.jit\ndef norm():\n    @T.prim_func\n"

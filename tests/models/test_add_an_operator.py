@@ -350,7 +350,7 @@ def test_the_parts_are_the_files_of_their_package() -> None:
 def test_no_operator_is_named_in_the_code_that_serves_them() -> None:
     names, found = set(Catalog((shipped_root(),)).definitions), {}
     package = Path(tilegym_db.__file__).parent
-    for path in sorted([*(package / "integrations").rglob("*.py"), *(package / "resolver").rglob("*.py")]):
+    for path in sorted([*(package / "models").rglob("*.py"), *(package / "resolver").rglob("*.py")]):
         constants = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
         if names & {value for value in constants if isinstance(value, str)}:
             found[path.name] = sorted(names & constants)
