@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-from full_run import pages_of
 from run_docs import FENCE, ROOT, Pages, Runner, Step, differs, normalised, rewritten, steps_of
+from sample import pages_of
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
