@@ -112,6 +112,7 @@ def test_a_device_that_never_works_leaves_its_work_to_another_until_ctrl_c_which
     assert supervisors() == []
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_searches_on_two_slots_find_the_same_winner_and_a_second_run_tries_nothing(home, make_catalog):
     tunable = (BLOCKED, {"tunables": {"ROWS": [1, 48, 7]}})
