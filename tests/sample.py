@@ -4,7 +4,7 @@ A test of shipped records has the mark ``records``, which names the parameters t
 documentation is such a record. A test of many cases of one kind has the mark ``sweep``. ``make test-all`` runs every one.
 ``make test`` runs
 
-* the records whose own files differ from those of the base, up to ``MAX_CHANGED``;
+* the records whose own files differ from those of the base, up to ``MAX_CHANGED`` and ``MAX_CHANGED_PAGES``;
 * one of ``ONE_OF`` other records, or one of ``ONE_OF_CHANGED`` if the code that judges differs from that of the base;
 * one of eight cases of a sweep, or of ``sweep(n)``: at least one.
 
@@ -26,6 +26,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, date, datetime, timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ ONE_OF = 16
 ONE_OF_CHANGED = 8
 ONE_OF_CASES = 8
 MAX_CHANGED = 24
+MAX_CHANGED_PAGES = 2
+"""A page's commands take up to a minute."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +103,10 @@ class Sample:
         if self.everything:
             return f"shipped records: all {len(self.records)}, and every case of a sweep"
         one_of = ONE_OF_CHANGED if self.judge_changed else ONE_OF
-        parts = [f"shipped records: one of {one_of} (TILEGYM_DB_SAMPLE={self.day} repeats this sample)"]
+        why = ", as the code that judges changed" if self.judge_changed else ""
+        parts = [f"shipped records: one of {one_of}{why} (TILEGYM_DB_SAMPLE={self.day} repeats this sample)"]
         if self.base:
-            parts.append(f"{len(self._changed_in_turn())} of {len(self.changed)} that changed since {self.base[:8]}")
+            parts.append(f"{len(self.changed_in_turn)} of {len(self.changed)} that changed since {self.base[:8]}")
         else:
             parts.append("no base to find the changed ones by")
         return ", ".join([*parts, "'make test-all' tries every one"])
@@ -118,7 +122,7 @@ class Sample:
     def tries(self, keys: Iterable[str]) -> bool:
         """Tell if a test of these records runs."""
         one_of = ONE_OF_CHANGED if self.judge_changed else ONE_OF
-        return self.everything or any(key in self._changed_in_turn() or self._has_its_turn(key, one_of) for key in keys)
+        return self.everything or any(key in self.changed_in_turn or self._has_its_turn(key, one_of) for key in keys)
 
     def cases(self, count: int, one_of: int = ONE_OF_CASES) -> range:
         """Return the numbers of the cases that a sweep runs.
@@ -131,9 +135,16 @@ class Sample:
     def _ordinal(self) -> int:
         return date.fromisoformat(self.day).toordinal()
 
-    def _changed_in_turn(self) -> set[str]:
-        one_of = -(-len(self.changed) // MAX_CHANGED)
-        return {key for number, key in enumerate(sorted(self.changed)) if (number + self._ordinal) % one_of == 0}
+    @cached_property
+    def changed_in_turn(self) -> frozenset[str]:
+        """The changed records that are tried: of many, as many as the limit, others every day."""
+        pages = sorted(key for key in self.changed if key.startswith("page:"))
+        others = sorted(self.changed.difference(pages))
+        found: set[str] = set()
+        for keys, limit in ((pages, MAX_CHANGED_PAGES), (others, MAX_CHANGED)):
+            one_of = max(1, -(-len(keys) // limit))
+            found.update(keys[self._ordinal % one_of :: one_of])
+        return frozenset(found)
 
     def _has_its_turn(self, key: str, one_of: int) -> bool:
         return (int(_sha256(key.encode())[:16], 16) + self._ordinal) % one_of == 0

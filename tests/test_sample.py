@@ -17,6 +17,7 @@ from sample import (
     COMPILERS,
     JUDGES,
     MAX_CHANGED,
+    MAX_CHANGED_PAGES,
     ONE_OF,
     ONE_OF_CHANGED,
     ROOT,
@@ -67,6 +68,13 @@ def test_more_changed_records_than_the_limit_take_turns() -> None:
     assert set.union(*map(tried, choices)) >= changed
     for choice in choices:
         assert f" {MAX_CHANGED} of {3 * MAX_CHANGED} that changed since a commit" in choice.header()
+
+
+def test_changed_pages_have_a_limit_of_their_own() -> None:
+    pages = {f"page:docs/{number}.md": "" for number in range(9)}
+    choice = replace(NOW, records=RECORDS | pages, changed=frozenset([*pages, "solution:kernel_7"]))
+    assert "solution:kernel_7" in choice.changed_in_turn
+    assert 0 < len(choice.changed_in_turn) - 1 <= MAX_CHANGED_PAGES
 
 
 def test_a_test_of_several_records_runs_if_one_is_tried() -> None:

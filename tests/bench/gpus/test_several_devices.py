@@ -59,6 +59,7 @@ def catalog(home, make_catalog):
     return make_catalog(home / "catalog", {"row_scale_wrong": WRONG}, SIZES)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_supervisor_killed_in_the_middle_loses_nothing_and_repeats_nothing(catalog, home):
     at_work: list[tuple[str, str]] = []
