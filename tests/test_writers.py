@@ -137,6 +137,7 @@ def landed(place: Place, name: str, key: str) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", STEPWISE)
 def test_a_writer_that_is_killed_at_any_moment_loses_nothing_and_its_work_can_be_done_again(
     name: str, place: Place, moments: list[int]
