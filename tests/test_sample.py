@@ -222,7 +222,7 @@ def test_another_compiler_is_another_judge(name: str, changed: bool, two_checkou
     assert judge_changed(before, now) is changed
 
 
-def test_the_table_of_what_judges_names_folders_and_pins_that_exist() -> None:
+def test_the_tables_of_judges_name_what_exists() -> None:
     pinned = {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()}
     assert [name for name in JUDGES if not any((ROOT / "tilegym_db" / name).glob("*.py"))] == []
     assert set(COMPILERS) <= pinned
