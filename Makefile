@@ -10,14 +10,26 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VERSIONS ?= oldest
-PYTEST := -n 2 --dist loadfile --no-loadscope-reorder
-# Collecting the tests takes longer than the few that run alone: only their files are read.
-ALONE := -m alone $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
-# Without caches of bytecode every one of hundreds of processes would compile every module anew, and pytest rewrite every test.
+# Files with slow tests come first (tests/conftest.py), so neither process waits long for the other, and fixtures of a module are made once.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+DAILY := not alone and not nightly
+# Collecting the tests takes longer than the few that run alone, so pytest reads only their files.
+ALONE := $(BIN)/python -m pytest -m alone $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
+# Without caches of bytecode each of hundreds of processes would compile every module anew, and pytest rewrite every test.
 unexport PYTHONDONTWRITEBYTECODE
-# A test that fails runs once more when the others are done, with nothing beside it. What passes then depends on load or on the tests
-# before it: it is listed, and to be mended. What fails twice fails the command.
-RETRY := || { test $$? -eq 1 && echo "the tests that failed, once more:" && $(BIN)/python -m pytest --last-failed --last-failed-no-failures none -v; }
+# The checks run beside the tests and are printed after them. A test that fails runs once more when all else is done, if AGAIN is set.
+# A test that passes then depends on load or on the tests before it: the summary lists it, and its author mends it.
+define CHECKS_AND_TESTS
+@log=$$(mktemp); $(MAKE) --no-print-directory check >$$log 2>&1 & checks=$$!; \
+$(1); tests=$$?; \
+wait $$checks; checks=$$?; echo "==== checks ===="; cat $$log; rm -f $$log; \
+if test $$tests -eq 1 -a -n "$(AGAIN)"; then \
+  echo "==== tests that failed, once more: mend those that the summary lists as PASSED ===="; \
+  $(BIN)/python -m pytest --last-failed --last-failed-no-failures none -m "$(DAILY)" -rpfE; tests=$$?; \
+fi; \
+if test $$tests -ne 0; then echo "==== tests failed ===="; fi; if test $$checks -ne 0; then echo "==== checks failed ===="; fi; \
+test $$tests -eq 0 -a $$checks -eq 0
+endef
 UV_INSTALL := $(BIN)/uv pip install --python $(BIN)/python -c constraints.txt
 
 .DEFAULT_GOAL := help
@@ -47,19 +59,18 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install ## check, compile, bench, query and patch, end to end, in a few minutes
 	$(BIN)/tilegym-db demo
 
-test: check ## 'check', then every test of the package and those of shipped records that changed
-	$(BIN)/python -m pytest $(PYTEST) -m "not alone" $(RETRY)
-	$(BIN)/python -m pytest $(ALONE) $(RETRY)
+test: AGAIN := yes
+test: install ## the checks, and beside them the tests: of shipped records those that changed, and today's sample
+	$(call CHECKS_AND_TESTS,$(PYTEST) -m "$(DAILY)")
 
-test-all: check ## 'check', then every test; before a release, and when what judges has changed
-	$(BIN)/python -m pytest $(PYTEST) -m "not alone" --all-records
-	$(BIN)/python -m pytest $(ALONE)
+test-all: install ## the checks and every test, those that measure time last: nightly, and before a release
+	$(call CHECKS_AND_TESTS,{ $(PYTEST) -m "not alone" --all-records; beside=$$?; $(ALONE) && (exit $$beside); })
 
 bounds: install ## the tests with the oldest versions that pyproject.toml allows; VERSIONS=newest for the newest
 	@test "$(VERSIONS)" = oldest -o "$(VERSIONS)" = newest || { echo "VERSIONS is oldest or newest, not '$(VERSIONS)'"; exit 2; }
 	$(BIN)/uv venv -q --allow-existing --python $(BIN)/python .venv-$(VERSIONS)
 	$(BIN)/uv pip install -q --python .venv-$(VERSIONS)/bin/python $(if $(filter oldest,$(VERSIONS)),--resolution lowest-direct) -e '.[all,dev]'
-	.venv-$(VERSIONS)/bin/python -m pytest $(PYTEST) -m "not alone"
+	$(subst $(BIN)/,.venv-$(VERSIONS)/bin/,$(PYTEST)) -m "$(DAILY)"
 
 check: install ## format, lint, types, layer contracts and records; runs no test
 	@$(MAKE) --no-print-directory -j 2 check-types check-rest

@@ -17,22 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
 import pytest
-from full_run import (
-    CHOICE,
-    MARK,
-    STATE,
-    SWEEP,
-    Choice,
-    beyond_the_sample,
-    check_marks,
-    digest_of_test,
-    file_of,
-    is_by_hand,
-    is_whole,
-    judge_digest,
-    record_digests,
-    records_of,
-)
+from sample import SAMPLE, Sample, beyond_the_sample, check_marks, is_by_hand
 
 from tilegym_db.paths import use_root
 
@@ -69,75 +54,32 @@ KERNEL = "def run(x, weight, factor, out):\n    out.copy_((x.float() * weight.fl
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    help_text = (
-        "try every shipped record and every case of a sweep, not only what changed since the last such run and a sample"
-    )
+    help_text = "try every shipped record and every case of a sweep, not only those that changed and a sample"
     parser.addoption("--all-records", action="store_true", help=help_text)
 
 
-class Outcomes:
-    """What came of each test of records, in the process that all reports arrive in."""
-
-    def __init__(self) -> None:
-        self.found: list[tuple[str, str, list[str]]] = []
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        properties = dict(report.user_properties)
-        if MARK in properties and (report.when == "call" or report.outcome != "passed"):
-            self.found.append((report.outcome, *properties[MARK]))
-
-
-OUTCOMES = pytest.StashKey[Outcomes]()
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose what to try of the shipped records before any test is collected: worker processes must choose the same."""
-    config.stash[CHOICE] = Choice.of_checkout(everything=config.option.all_records)
-    config.stash[OUTCOMES] = Outcomes()
-    config.pluginmanager.register(config.stash[OUTCOMES])
+    """Choose the sample before any test is collected; worker processes are given the one of the first process."""
+    given = getattr(config, "workerinput", {}).get("sample")
+    everything = config.option.all_records
+    config.stash[SAMPLE] = Sample.from_json(given) if given else Sample.of_checkout(everything=everything)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Give a worker process of pytest-xdist the sample."""
+    node.workerinput["sample"] = node.config.stash[SAMPLE].to_json()
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    choice = config.stash[CHOICE]
-    same = sum(choice.last.records.get(key) == digest for key, digest in choice.records.items())
-    if choice.judge != choice.last.judge:
-        return f"shipped records: all {len(choice.records)} are tried"
-    return (
-        f"shipped records: {len(choice.records) - same} are not as in the last whole run and are tried, and a sample "
-        f"of {same} others ('make test-all' tries every one)"
-    )
-
-
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Remember what passed in a run of everything that came to its end."""
-    config, choice = session.config, session.config.stash[CHOICE]
-    if (
-        exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-        or hasattr(config, "workerinput")
-        or not is_whole(config)
-    ):
-        return
-    if (judge_digest(), record_digests()) != (choice.judge, choice.records):
-        print(f"\n{STATE.name} is not written: the checkout changed under the run", file=sys.stderr)
-        return
-    choice.remembered(config.stash[OUTCOMES].found).write()
+    return config.stash[SAMPLE].header()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    choice = config.stash[CHOICE]
-    left_out = [] if is_by_hand(config) else beyond_the_sample(items, choice)
-    check_marks(items, choice)
-    for item in items:
-        keys = records_of(item, choice)
-        test = file_of(item)
-        known = keys or item.get_closest_marker(SWEEP)
-        if known and item.get_closest_marker("alone"):
-            raise pytest.UsageError(f"{item.nodeid}: a whole run is known without the tests that run alone.")
-        if keys and not choice.tries(keys, test, digest_of_test(item.path)):
-            left_out.append(item)
-        item.user_properties += [(MARK, (test, sorted(keys)))] if known else []
-    leave_out(config, items, left_out)
-    # Files go to whoever is free: one that takes minutes must not be the last, with everybody waiting for it.
+    sample = config.stash[SAMPLE]
+    check_marks(items, sample)
+    leave_out(config, items, [] if is_by_hand(config) else beyond_the_sample(items, sample))
+    # Files go to the worker that is free: a file that takes minutes must not be the last, with the other worker idle.
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
     if not HAS_GPU:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import writing
-from full_run import commit
+from sample import SAMPLE
 from writing import BY_TIME, WRITERS, Place
 
 from tilegym_db.catalog import Catalog, SolutionFiles
@@ -27,7 +27,7 @@ from tilegym_db.store.tuning import TuningStep
 
 MOMENTS = 20
 ONE_OF = 5
-"""One of so many moments is tried, which ones changes with the commit; every one in a run of everything."""
+"""One of so many moments is tried, which ones changes with the day; every one in a run of everything."""
 STEPWISE = [name for name in WRITERS if name not in BY_TIME]
 
 
@@ -44,8 +44,7 @@ def place(row_scale: Path, home: Path) -> Place:
 @pytest.fixture
 def moments(pytestconfig: pytest.Config) -> list[int]:
     """The moments of 1 to ``MOMENTS`` that this run tries."""
-    every = list(range(1, MOMENTS + 1))
-    return every if pytestconfig.option.all_records else every[int(commit() or "0", 16) % ONE_OF :: ONE_OF]
+    return [number + 1 for number in pytestconfig.stash[SAMPLE].cases(MOMENTS, ONE_OF)]
 
 
 def check_whole(place: Place) -> None:
@@ -138,6 +137,7 @@ def landed(place: Place, name: str, key: str) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", STEPWISE)
 def test_a_writer_that_is_killed_at_any_moment_loses_nothing_and_its_work_can_be_done_again(
     name: str, place: Place, moments: list[int]

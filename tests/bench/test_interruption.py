@@ -124,6 +124,7 @@ def launch(environment, tmp_path) -> Iterator[Callable[..., tuple[int, Callable[
         yield start
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_kills_at_random_moments_lose_no_finished_trace_and_the_next_run_goes_on(
     launch, home, make_catalog, tmp_path, pytestconfig

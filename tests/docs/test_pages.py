@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-from full_run import pages_of
 from run_docs import FENCE, ROOT, Pages, Runner, Step, differs, normalised, rewritten, steps_of
+from sample import pages_of
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
@@ -30,10 +30,15 @@ PAGES = (
 )
 FASTER = ("docs/how-to/your-own-operator.md", "docs/python-api.md", "README.md")
 """Pages on which a kernel must be known to be faster, and what begins with the home that one of them left."""
+FIRST = ("docs/how-to/write-a-kernel.md", "docs/python-api.md", "README.md")
+"""Pages that a newcomer follows first."""
 GIVEN = [
-    pytest.param(name, marks=pytest.mark.alone if name in FASTER else pytest.mark.records("name")) for name in PAGES
+    pytest.param(
+        name, marks=() if name in FIRST else pytest.mark.alone if name in FASTER else pytest.mark.records("name")
+    )
+    for name in PAGES
 ]
-"""The others where they have changed, and in their turn."""
+"""The others if they have changed, and in their turn."""
 
 
 @pytest.fixture(scope="module")

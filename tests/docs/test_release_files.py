@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 
+import pytest
 import yaml
 from marked_blocks import ROOT
 
@@ -40,7 +41,13 @@ def test_a_release_runs_every_program_that_tries_an_installation():
         options = [word for word in shlex.split(command) if word.startswith("--")]
         told = subprocess.run([sys.executable, program, "--help"], capture_output=True, text=True, check=True, cwd=ROOT)
         assert [option for option in options if option not in told.stdout] == []
-    assert {"empty-machine", "surroundings", "first-steps"} == set(jobs["attach"]["needs"])
+    assert {"everything", "empty-machine", "surroundings", "first-steps"} == set(jobs["attach"]["needs"])
+
+
+@pytest.mark.parametrize(("workflow", "job"), [("release.yml", "everything"), ("nightly.yml", "everything")])
+def test_every_test_runs_nightly_and_before_a_release(workflow: str, job: str):
+    jobs = yaml.safe_load((ROOT / ".github/workflows" / workflow).read_text())["jobs"]
+    assert "make test-all" in [step.get("run") for step in jobs[job]["steps"]]
 
 
 def test_surroundings_that_cannot_be_made_are_told_and_are_no_result():

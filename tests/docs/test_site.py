@@ -31,6 +31,7 @@ def text_of(page: Path) -> str:
     return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", page.read_text()))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_every_operator_has_a_page_with_its_axes_and_mistakes(site: Path):
     for name, definition in CATALOG.definitions.items():
@@ -41,6 +42,7 @@ def test_every_operator_has_a_page_with_its_axes_and_mistakes(site: Path):
             assert all(error.why.split("`")[0].split("'")[0] in page for error in definition.self_test.planted_errors)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_an_operators_page_shows_the_times_that_sql_gives(site: Path, tmp_path: Path):
     with open_store(tmp_path, read_only=True, catalog=CATALOG) as store:
@@ -54,6 +56,7 @@ def test_an_operators_page_shows_the_times_that_sql_gives(site: Path, tmp_path: 
     assert 'alt="Latency by size of softmax on h200' in (site / "operators" / "softmax" / "softmax.html").read_text()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_references_have_every_command_and_every_public_name(site: Path):
     commands = (site / "reference" / "cli.html").read_text()
@@ -63,6 +66,7 @@ def test_the_references_have_every_command_and_every_public_name(site: Path):
     assert set(tilegym_db.__all__) <= found
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_every_page_of_the_documentation_is_reached_from_the_first(site: Path):
     reached, waiting = set(), [site / "index.html"]

@@ -115,6 +115,7 @@ def test_a_kernel_that_a_client_submits_is_run_in_the_sandbox_and_judged(home: P
     assert "INCORRECT_NUMERICAL" in row["reason"]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_client_has_a_model_profiled_and_reads_the_tasks_it_is_worth(home: Path, tmp_path: Path) -> None:

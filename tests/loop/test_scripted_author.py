@@ -25,6 +25,14 @@ from tilegym_db.store.loop import promotion_rows
 HandIn = Callable[..., Path]
 
 
+def test_a_wrong_kernel_is_refused_and_its_author_told(task: Task, hand_in: HandIn) -> None:
+    wrong = submit(task, hand_in(WRONG))
+    assert (wrong.number, wrong.verdict, wrong.stage) == (1, "refused", "compiled")
+    assert "INCORRECT_NUMERICAL" in wrong.reason
+    assert "INCORRECT_NUMERICAL" in prompt_of(task)
+    assert [one["verdict"] for one in attempts_of(task)] == ["refused"]
+
+
 @pytest.mark.alone
 def test_a_wrong_kernel_a_slow_one_and_a_good_one(task: Task, hand_in: HandIn, home: Path) -> None:
     wrong = submit(task, hand_in(WRONG))

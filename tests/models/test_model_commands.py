@@ -356,8 +356,7 @@ def asked(question: str) -> Any:
     return json.loads(invoke(sql.command, question, "--json").stdout)
 
 
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_compiled_ways_run_kernels_and_are_compared_with_what_is_compiled_too(
     backend: str, kernels: Catalog, config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

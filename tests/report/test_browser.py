@@ -18,7 +18,7 @@ from tilegym_db.store.database import Store
 from tilegym_db.store.model_runs import save_model_run
 from tilegym_db.store.queries.report_rows import model_rows
 
-pytestmark = [needs_chromium, pytest.mark.slow]
+pytestmark = [needs_chromium, pytest.mark.slow, pytest.mark.nightly]
 
 TABLES = ("kernels", "gpus", "coverage", "open", "changes", "solutions")
 SORTED = """name => {

@@ -60,6 +60,7 @@ def catalog(home, make_catalog):
     return make_catalog(home / "catalog", {"row_scale_wrong": WRONG}, SIZES)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_supervisor_killed_in_the_middle_loses_nothing_and_repeats_nothing(catalog, home):
     at_work: list[tuple[str, str]] = []
@@ -113,6 +114,7 @@ def test_a_device_that_never_works_leaves_its_work_to_another_until_ctrl_c_which
     assert supervisors() == []
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_searches_on_two_slots_find_the_same_winner_and_a_second_run_tries_nothing(home, make_catalog):
     tunable = (BLOCKED, {"tunables": {"ROWS": [1, 48, 7]}})

@@ -290,6 +290,7 @@ def started(home: Path) -> subprocess.Popen[bytes]:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_search_that_is_killed_goes_on_where_it_stopped(home, make_catalog):
     space = {"ROWS": [1, 3, 32], "TAG": [0, 1]}
