@@ -101,7 +101,8 @@ class Collection:
             if first is not None:
                 raise RecordError(
                     f"{self.root / path}: the {kind} '{name}' is in {first[0]} too. Rename or remove one of them; "
-                    "nothing was imported."
+                    "nothing was imported.",
+                    code="record_repeated",
                 )
         definition = name if kind == "definition" else str(record["definition"])
         self.records.append(

@@ -74,11 +74,12 @@ def draft_of(found: DataSet, name: str) -> Draft:
     if name not in items:
         hint = did_you_mean(name, items)
         raise NotFoundError(
-            f"{found.origin} has no definition '{name}'.{hint} Try: tilegym-db list --origin {found.origin}"
+            f"{found.origin} has no definition '{name}'.{hint} Try: tilegym-db list --origin {found.origin}",
+            code="definition_unknown",
         )
     adapted = adapted_definition(found, items[name])
     if isinstance(adapted, str):
-        raise UsageError(f"{name}: {adapted}.")
+        raise UsageError(f"{name}: {adapted}.", code="definition_not_adaptable")
     reason = why_not_by_element(found.dialect, items[name])
     drawn = reason is not None and is_drawn(items[name])
     sampler = known_sampler(adapted.definition, Catalog.default()) if drawn else None
@@ -86,13 +87,14 @@ def draft_of(found: DataSet, name: str) -> Draft:
         more = (
             f", and {sampler}" if sampler is not None else ". A definition of the catalog is judged element by element"
         )
-        raise UsageError(f"{name}: {reason}{more}.")
+        raise UsageError(f"{name}: {reason}{more}.", code="judged_otherwise")
     for text in adapted.tensor_constraints:
         problem = constraint_problem(text, {*adapted.definition.axes, *adapted.definition.inputs})
         if problem is not None:
             raise UsageError(
-                f"{name}: its constraint {problem}, so nobody could hold contents against it. "
-                f"Try: tilegym-db compare-foreign {found.origin} {name} --run"
+                f"{name}: its constraint {problem}, so no contents can be checked against it. "
+                f"Try: tilegym-db compare-foreign {found.origin} {name} --run",
+                code="constraint_unchecked",
             )
     draft, definition = Draft(), _record(found, adapted)
     own_numbers = None
@@ -185,7 +187,8 @@ def _workload(found: DataSet, item: StoredRecord, definition: Definition) -> Wor
         kind = given.get(name, {"type": "random"})
         if kind["type"] == "custom":
             raise RecordError(
-                f"inputs.{name}: comes from a function of the reference, which is never called for inputs."
+                f"inputs.{name}: comes from a function of the reference, which is never called for inputs.",
+                code="input_by_function",
             )
         if kind["type"] == "safetensors":
             blob = blob_of(found, name, kind["path"], base_of(found, item))
@@ -195,7 +198,7 @@ def _workload(found: DataSet, item: StoredRecord, definition: Definition) -> Wor
                 "type": "safetensors", "path": path, "tensor_key": kind["tensor_key"], "sha256": blob.sha256,
             }  # fmt: skip
         if spec.is_scalar and kind["type"] != "scalar":
-            raise RecordError(f"inputs.{name}: is a number, and the workload gives none.")
+            raise RecordError(f"inputs.{name}: is a number, and the workload gives none.", code="scalar_missing")
         if kind["type"] == "scalar":
             inputs[name] = {"type": "scalar", "value": kind["value"]}
     axes = {name: size for name, size in item.record["axes"].items() if name in definition.axes}
@@ -339,7 +342,9 @@ def blob_of(found: DataSet, name: str, given: str, base: str = "") -> StoredFile
     file = found.files_by_path.get(os.path.normpath(os.path.join(base, given)))
     if file is None or file.role == "pointer":
         what = "is not in the data set" if file is None else "is a Git LFS pointer without its content"
-        raise RecordError(f"inputs.{name}: {given} {what}; fetch it and import the data set again.")
+        raise RecordError(
+            f"inputs.{name}: {given} {what}; fetch it and import the data set again.", code="blob_missing"
+        )
     if file.role == "changed":
-        raise RecordError(f"inputs.{name}: {given} was changed after the export, and is not used.")
+        raise RecordError(f"inputs.{name}: {given} was changed after the export, and is not used.", code="blob_changed")
     return file

@@ -94,7 +94,8 @@ class BlobFolder:
             target.write_bytes(content)
         except OSError as error:
             raise StoreError(
-                f"cannot keep {blob.path} of {len(content)} bytes: {error.strerror or error}. Nothing was exported."
+                f"cannot keep {blob.path} of {len(content)} bytes: {error.strerror or error}. Nothing was exported.",
+                code="write_failed",
             ) from None
         return target, {
             "sha256": digest,
@@ -184,5 +185,7 @@ def drawn_together(blob: Blob, roots: Sequence[Path]) -> dict[str, torch.Tensor]
     try:
         drawn = draw_inputs(part, case, "cpu", blobs=BlobReader(roots))
     except (RuntimeError, MemoryError) as error:  # what torch raises for a size that it cannot allocate
-        raise RecordError(f"{source.name}: its inputs cannot be drawn: {str(error).partition(chr(10))[0]}") from None
+        raise RecordError(
+            f"{source.name}: its inputs cannot be drawn: {str(error).partition(chr(10))[0]}", code="inputs_not_drawable"
+        ) from None
     return {name: drawn[name].contiguous() for name in blob.names}  # type: ignore[union-attr]

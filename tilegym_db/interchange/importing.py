@@ -45,13 +45,14 @@ def recognise(path: Path) -> Dialect:
         UsageError: there is nothing there, or it is in no dialect that is known.
     """
     if not path.exists():
-        raise UsageError(f"{path} does not exist.")
+        raise UsageError(f"{path} does not exist.", code="data_set_missing")
     for dialect in DIALECTS.values():
         if dialect.is_this(path):
             return dialect
     raise UsageError(
         f"{path} is in no dialect that is known ({', '.join(DIALECTS)}). Give the root of the data set: the folder that "
-        "holds definitions/, kernel_definitions/, the folders of the problems, or the dumps."
+        "holds definitions/, kernel_definitions/, the folders of the problems, or the dumps.",
+        code="dialect_unrecognised",
     )
 
 
@@ -82,10 +83,10 @@ def import_data_set(
         StoreError: it cannot be kept. Nothing was changed.
     """
     if dialect is not None and dialect not in DIALECTS:
-        raise UsageError(f"unknown dialect '{dialect}'; known: {', '.join(DIALECTS)}.")
+        raise UsageError(f"unknown dialect '{dialect}'; known: {', '.join(DIALECTS)}.", code="dialect_unknown")
     chosen = DIALECTS[dialect] if dialect else recognise(path)
     if not path.exists():
-        raise UsageError(f"{path} does not exist.")
+        raise UsageError(f"{path} does not exist.", code="data_set_missing")
     root = path.resolve()
     folder = home or default_home()
     if name is not None:
@@ -95,7 +96,7 @@ def import_data_set(
         found = collection.finish(default_name(root) if name is None else name, folder)
     except OSError as error:
         raise RecordError(
-            f"{error.filename or path}: cannot be read: {error.strerror}. Nothing was imported."
+            f"{error.filename or path}: cannot be read: {error.strerror}. Nothing was imported.", code="file_unreadable"
         ) from None
     _refuse(path, found, chosen.name, strict)
     if dry_run:
@@ -111,9 +112,11 @@ def _refuse(path: Path, found: DataSet, dialect: str, strict: bool) -> None:
     if found.refused and (strict or not found.records):
         some = "; ".join(str(refusal) for refusal in found.refused[:5])
         what = "nothing in it can be imported" if not found.records else f"{len(found.refused)} refused, and --strict"
-        raise RecordError(f"{path}: {what}: {some}. Nothing was imported.")
+        raise RecordError(f"{path}: {what}: {some}. Nothing was imported.", code="records_refused")
     if not found.records:
-        raise RecordError(f"{path}: no records of the dialect {dialect} are in it. Nothing was imported.")
+        raise RecordError(
+            f"{path}: no records of the dialect {dialect} are in it. Nothing was imported.", code="records_missing"
+        )
 
 
 def default_name(path: Path) -> str:

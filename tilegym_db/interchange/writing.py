@@ -22,11 +22,11 @@ def refuse_taken(folder: Path) -> None:
     """
     try:
         if os.path.lexists(folder) and not folder.is_dir():
-            raise UsageError(f"{folder} exists and is no folder. Export into a new folder.")
+            raise UsageError(f"{folder} exists and is no folder. Export into a new folder.", code="folder_irregular")
         if folder.is_dir() and any(folder.iterdir()):
-            raise UsageError(f"{folder} exists and is not empty. Export into a new folder.")
+            raise UsageError(f"{folder} exists and is not empty. Export into a new folder.", code="folder_occupied")
     except OSError as error:
-        raise StoreError(_cannot_write(folder, error)) from None
+        raise StoreError(_cannot_write(folder, error), code="write_failed") from None
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def folder_beside(folder: Path) -> Iterator[Path]:
             beside.mkdir(parents=True, exist_ok=True)
             scratch = stack.enter_context(scratch_folder(beside))
         except OSError as error:
-            raise StoreError(_cannot_write(folder, error)) from None
+            raise StoreError(_cannot_write(folder, error), code="write_failed") from None
         yield scratch
 
 

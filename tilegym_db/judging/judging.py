@@ -145,7 +145,7 @@ def _check_constraints(task: _Task, inputs: Mapping[str, Any]) -> tuple[str, ...
     for text in task.adapted.tensor_constraints:
         try:
             if not holds(text, {**task.adapted.definition.bind_axes(_own_axes(task)), **inputs}):
-                raise RecordError(f"the contents break the constraint {text}.")
+                raise RecordError(f"the contents break the constraint {text}.", code="content_constraint_broken")
         except Unknown:
             unchecked.append(text)
     return tuple(unchecked)
@@ -397,12 +397,15 @@ def draw_contents(
         shape, dtype = definition.shape_of(name, axes), storage_dtype(spec.dtype)
         if given["type"] == "custom":
             raise RecordError(
-                f"inputs.{name}: comes from a function of the reference, which is not asked for inputs here."
+                f"inputs.{name}: comes from a function of the reference, which is not asked for inputs here.",
+                code="input_by_function",
             )
         if given["type"] == "scalar":
             values[name] = given["value"]
         elif spec.is_scalar:
-            raise RecordError(f"inputs.{name}: is a Python scalar, and the workload gives no value.")
+            raise RecordError(
+                f"inputs.{name}: is a Python scalar, and the workload gives no value.", code="scalar_missing"
+            )
         elif given["type"] == "safetensors":
             values[name] = _read(found, name, given, shape, dtype, base).to(device)
         else:
@@ -410,7 +413,9 @@ def draw_contents(
                 drawn = _random(spec.dtype, dtype, shape, _seed(seed, name), device)
             except RuntimeError as error:  # what torch raises for a size that it cannot allocate
                 first = str(error).partition("\n")[0]
-                raise RecordError(f"inputs.{name}: {list(shape)} {spec.dtype} cannot be drawn: {first}") from None
+                raise RecordError(
+                    f"inputs.{name}: {list(shape)} {spec.dtype} cannot be drawn: {first}", code="inputs_not_drawable"
+                ) from None
             is_probability = name == "probs" and definition.op_type == "sampling"
             values[name] = torch.softmax(drawn.float(), -1).to(dtype) if is_probability else drawn
     return values
@@ -442,14 +447,17 @@ def _read(
         from safetensors import SafetensorError
         from safetensors.torch import load
     except ImportError:
-        raise RecordError(f"inputs.{name}: reading {path} needs safetensors: pip install safetensors.") from None
+        raise RecordError(
+            f"inputs.{name}: reading {path} needs safetensors: pip install safetensors.", code="package_absent"
+        ) from None
     try:
         tensor: torch.Tensor = load(found.content(path))[given["tensor_key"]]
     except (SafetensorError, KeyError) as error:
-        raise RecordError(f"inputs.{name}: {path} cannot be read: {error}.") from None
+        raise RecordError(f"inputs.{name}: {path} cannot be read: {error}.", code="blob_unreadable") from None
     if tuple(tensor.shape) != shape or tensor.dtype != dtype:
         raise RecordError(
-            f"inputs.{name}: {path} holds {list(tensor.shape)} {tensor.dtype}, the definition says {list(shape)} {dtype}."
+            f"inputs.{name}: {path} holds {list(tensor.shape)} {tensor.dtype}, the definition says {list(shape)} {dtype}.",
+            code="tensor_differs",
         )
     return tensor.contiguous()
 

@@ -449,14 +449,18 @@ def author_command(command: str) -> list[str]:
     try:
         words = shlex.split(command)
     except ValueError as error:  # a quotation that nothing ends
-        raise UsageError(f"--author {command!r} is no command: {error}.") from None
+        raise UsageError(f"--author {command!r} is no command: {error}.", code="command_invalid") from None
     if not words or not words[0]:
-        raise UsageError(f"--author {command!r} is no command. Give a program that reads the prompt on stdin.")
+        raise UsageError(
+            f"--author {command!r} is no command. Give a program that reads the prompt on stdin.",
+            code="command_invalid",
+        )
     program = shutil.which(words[0])
     if program is None:
         raise UsageError(
             f"--author {command!r}: there is no program {words[0]!r}, or it may not be run. "
-            "Give its path, and make it executable."
+            "Give its path, and make it executable.",
+            code="program_absent",
         )
     return [os.path.abspath(program), *words[1:]]
 
@@ -480,7 +484,9 @@ def run_author(command: str, prompt: str, folder: Path, catalog: Catalog, limit_
             start_new_session=True,
         )  # fmt: skip
     except OSError as error:
-        raise UsageError(f"--author {command}: cannot be started: {error.strerror or error}.") from None
+        raise UsageError(
+            f"--author {command}: cannot be started: {error.strerror or error}.", code="process_not_started"
+        ) from None
     try:
         said, _ = process.communicate(prompt.encode(), timeout=max(limit_s, 0.1))
     except subprocess.TimeoutExpired:
@@ -492,7 +498,8 @@ def run_author(command: str, prompt: str, folder: Path, catalog: Catalog, limit_
     if judge_digest(catalog) != before:
         raise ConflictError(
             "files that judge kernels (the package, definitions or workloads) changed while the author ran, so nothing "
-            "it left is judged. Restore them, and start again."
+            "it left is judged. Restore them, and start again.",
+            code="judge_changed",
         )
     if process.returncode != 0:
         return (
@@ -534,6 +541,7 @@ def wait_for_author(
         time.sleep(every_s)
     if judge_digest(catalog) != before:
         raise ConflictError(
-            "files that judge kernels changed meanwhile, so nothing is judged. Restore them, and start again."
+            "files that judge kernels changed during the wait, so nothing is judged. Restore them, and start again.",
+            code="judge_changed",
         )
     return None

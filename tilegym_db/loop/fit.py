@@ -151,16 +151,19 @@ def fit(
         HardwareError: workers cannot be confined here and the package ships none of the kernels: nothing could be published.
     """
     if not isinstance(model, torch.nn.Module):
-        raise UsageError(f"fit takes a model, a torch.nn.Module, not {type(model).__name__}.")
+        raise UsageError(f"fit takes a model, a torch.nn.Module, not {type(model).__name__}.", code="argument_type")
     check_kind(inputs, torch.Tensor, "fit takes token ids, a torch.Tensor")
     if inputs.dim() != 2 or inputs.numel() == 0 or inputs.dtype not in (torch.int64, torch.int32) or rounds < 1:
         shape, dtype = list(inputs.shape), str(inputs.dtype).removeprefix("torch.")
         raise UsageError(
-            f"fit takes token ids [batch, tokens] and at least 1 round, not {shape} of {dtype} and {rounds}."
+            f"fit takes token ids [batch, tokens] and at least 1 round, not {shape} of {dtype} and {rounds}.",
+            code="tokens_invalid",
         )
     devices = {parameter.device.type for parameter in model.parameters()}
     if len(devices) != 1:
-        raise UsageError(f"fit takes a model on one device, not on {', '.join(sorted(devices)) or 'none'}.")
+        raise UsageError(
+            f"fit takes a model on one device, not on {', '.join(sorted(devices)) or 'none'}.", code="devices_mixed"
+        )
     machine = select_machine("auto" if devices == {"cuda"} else "cpu")
     report = _fit(model, [inputs], name or type(model).__name__.lower(), machine, gpus, observer)
     if not report.interrupted:
@@ -185,7 +188,10 @@ def _fit(
         captured += handle.workloads
     report = FitReport(tag, machine, kept_calls(captured, tag))
     if not report.calls:
-        raise UsageError(f"{tag} makes no call that a definition describes; nothing can be measured for it.")
+        raise UsageError(
+            f"{tag} makes no call that a definition describes; nothing can be measured for it.",
+            code="calls_undescribed",
+        )
     kernels = runnable_kernels(Catalog.default(), {call.definition for call in report.calls}, machine)
     if kernels:
         _measure(report, kernels, gpus, observer)

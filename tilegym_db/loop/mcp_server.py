@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tilegym_db
-from tilegym_db.errors import MissingPackageError
+from tilegym_db.errors import MissingPackageError, TilegymDBError
 
 if TYPE_CHECKING:
     from mcp.server.mcpserver import MCPServer
@@ -44,7 +44,9 @@ def make_server(allow_submit: bool) -> MCPServer:
     try:
         from mcp.server.mcpserver import MCPServer
     except ImportError:
-        raise MissingPackageError("the server needs the package mcp. Try: pip install 'tilegym-db[mcp]'") from None
+        raise MissingPackageError(
+            "the server needs the package mcp. Try: pip install 'tilegym-db[mcp]'", code="package_absent"
+        ) from None
     server = MCPServer("tilegym-db", instructions=INSTRUCTIONS, version=tilegym_db.__version__)
     for tool in READERS + (WRITERS if allow_submit else ()):
         server.add_tool(tool)
@@ -55,7 +57,7 @@ async def _command(*arguments: str, answers: Sequence[int] = (0,)) -> str:
     """Standard output of one command.
 
     Raises:
-        ValueError: it ended with a status that is no answer; with what it said.
+        TilegymDBError: it ended with a status that is no answer; with what it said.
     """
     import anyio  # comes with mcp
 
@@ -63,7 +65,9 @@ async def _command(*arguments: str, answers: Sequence[int] = (0,)) -> str:
     done = await anyio.run_process(command, stdin=subprocess.DEVNULL, check=False)
     if done.returncode not in answers:
         said = (done.stderr or done.stdout).decode(errors="replace").strip()
-        raise ValueError(said.splitlines()[-1] if said else f"it ended with status {done.returncode}")
+        raise TilegymDBError(
+            said.splitlines()[-1] if said else f"it ended with status {done.returncode}", code="command_failed"
+        )
     return done.stdout.decode()
 
 

@@ -38,14 +38,16 @@ def prompt_of(task: Task, catalog: Catalog | None = None, home: Path | None = No
     definition = catalog.definition(task.definition)
     if definition.digest != task.definition_digest:
         raise ConflictError(
-            f"{task.definition} changed since task {task.id} was made. Make a new one: tilegym-db task create {task.definition}"
+            f"{task.definition} changed since task {task.id} was made. Make a new one: tilegym-db task create {task.definition}",
+            code="definition_changed",
         )
     patterns = {item.id: item for item in read_patterns(catalog)[0]}
     for reference in task.patterns:
         if reference.id not in patterns or patterns[reference.id].digest != reference.digest:
             raise ConflictError(
                 f"the pattern {reference.id} changed since task {task.id} was made. "
-                f"Make a new one: tilegym-db task create {task.definition}"
+                f"Make a new one: tilegym-db task create {task.definition}",
+                code="pattern_changed",
             )
     return prompt_text(task, definition, attempts_at(task, home), [patterns[item.id] for item in task.patterns])
 

@@ -129,7 +129,8 @@ def submit(
     catalog, home = catalog or Catalog.default(), home or default_home()
     if gpu is not None and gpu != "auto" and not same_gpu(parse_gpu(gpu), task.gpu):
         raise HardwareError(
-            f"--gpu {gpu}: task {task.id} is for {task.gpu}. Make one for {gpu}: tilegym-db task create"
+            f"--gpu {gpu}: task {task.id} is for {task.gpu}. Make one for {gpu}: tilegym-db task create",
+            code="gpu_of_task_differs",
         )
     definition = catalog.definition(task.definition)
     lock = loop_folder(home) / f"{task.id}.lock"
@@ -204,7 +205,9 @@ def _compile(submission: Submission, candidate: SolutionFiles, catalog: Catalog)
     results = compile_many(jobs)
     missing = next((result.log for result in results if result.status == "toolchain-missing"), None)
     if missing is not None:
-        raise MissingPackageError(f"{candidate.record.spec.language} cannot be compiled here: {missing}")
+        raise MissingPackageError(
+            f"{candidate.record.spec.language} cannot be compiled here: {missing}", code="toolchain_missing"
+        )
     return compile_refusal(results)
 
 
@@ -300,7 +303,7 @@ def receive(folder: Path, task: Task, definition: Definition) -> SolutionFiles |
         UsageError: ``folder`` is no folder.
     """
     if not folder.is_dir():
-        raise UsageError(f"{folder} is no folder. Give one with {' and '.join(DELIVERABLE)}.")
+        raise UsageError(f"{folder} is no folder. Give one with {' and '.join(DELIVERABLE)}.", code="folder_missing")
     others = _others(folder)
     if others:
         named = ", ".join(others[:LISTED]) + (f" and {len(others) - LISTED} more" if len(others) > LISTED else "")

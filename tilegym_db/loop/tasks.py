@@ -94,16 +94,20 @@ def check_language(language: str) -> None:
         UsageError: names those there are.
     """
     if language not in LANGUAGES:
-        raise UsageError(f"unknown language {language!r}; known: {', '.join(LANGUAGES)}.")
+        raise UsageError(f"unknown language {language!r}; known: {', '.join(LANGUAGES)}.", code="language_unknown")
 
 
 def _check_request(language: str, min_speedup: float) -> None:
     check_language(language)
     if min_speedup < MIN_SPEEDUP:
-        raise UsageError(f"--min-speedup {min_speedup:g}: a promotion needs {MIN_SPEEDUP:.2f}, so no bar is lower.")
+        raise UsageError(
+            f"--min-speedup {min_speedup:g}: a promotion needs {MIN_SPEEDUP:.2f}, so no bar is lower.",
+            code="bar_too_low",
+        )
     if not min_speedup <= MOST_SPEEDUP:  # nor is NaN
         raise UsageError(
-            f"--min-speedup {min_speedup:g}: a bar is a number from {MIN_SPEEDUP:.2f} to {MOST_SPEEDUP:g}."
+            f"--min-speedup {min_speedup:g}: a bar is a number from {MIN_SPEEDUP:.2f} to {MOST_SPEEDUP:g}.",
+            code="bar_out_of_range",
         )
 
 
@@ -133,9 +137,10 @@ def find_task(prefix: str, home: Path | None = None) -> Task:
         NotFoundError: none does, or several do.
     """
     found = {task.id: task for task in journaled(Task, home) if task.id.startswith(prefix)} if prefix else {}
-    if len(found) != 1:
-        what = "several tasks begin" if found else "no task begins"
-        raise NotFoundError(f"{what} with '{prefix}'. Try: tilegym-db task status")
+    if not found:
+        raise NotFoundError(f"no task begins with '{prefix}'. Try: tilegym-db task status", code="task_unknown")
+    if len(found) > 1:
+        raise NotFoundError(f"several tasks begin with '{prefix}'. Try: tilegym-db task status", code="task_ambiguous")
     return next(iter(found.values()))
 
 
@@ -171,11 +176,16 @@ def _workloads(
     else:
         chosen = [item for item in known if _matches(item, (asked,) if isinstance(asked, str) else asked)]
     if not chosen:
-        raise UsageError(f"{_none_fits(definition, gpu, asked)} Try: tilegym-db list --workloads")
+        raise UsageError(
+            f"{_none_fits(definition, gpu, asked)} Try: tilegym-db list --workloads", code="workload_unmatched"
+        )
     if len(chosen) > MOST_WORKLOADS and asked is None:
         return sorted(chosen, key=lambda item: _size(definition, item))[:: -(-len(chosen) // MOST_WORKLOADS)]
     if len(chosen) > MOST_WORKLOADS:
-        raise UsageError(f"{len(chosen)} workloads match, and a task has at most {MOST_WORKLOADS}. Narrow --workload.")
+        raise UsageError(
+            f"{len(chosen)} workloads match, and a task has at most {MOST_WORKLOADS}. Narrow --workload.",
+            code="workloads_too_many",
+        )
     return sorted(chosen, key=lambda item: _size(definition, item))
 
 

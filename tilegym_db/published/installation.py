@@ -73,7 +73,9 @@ def _read_key(home: Path) -> bytes | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise StoreError(f"cannot read the key of this installation, {path}: {error.strerror or error}.") from None
+        raise StoreError(
+            f"cannot read the key of this installation, {path}: {error.strerror or error}.", code="file_unreadable"
+        ) from None
 
 
 @lru_cache(maxsize=8)
@@ -81,11 +83,12 @@ def _cached_key(path: Path, _mtime_ns: int, _inode: int) -> bytes:
     try:
         key = read_bytes(path, "key of this installation", MAX_KEY_BYTES)
     except RecordError as error:
-        raise StoreError(str(error)) from None
+        raise StoreError(str(error), code=error.code) from None
     if len(key) != KEY_BYTES:
         raise StoreError(
             f"{path} is damaged: it has {len(key)} bytes and not {KEY_BYTES}. Restore it, or delete it: then what was "
-            "measured here before counts as foreign (tilegym-db ingest --trust)."
+            "measured here before counts as foreign (tilegym-db ingest --trust).",
+            code="key_damaged",
         )
     return key
 
@@ -108,11 +111,15 @@ def _make_key(home: Path) -> bytes:
     except OSError as error:
         raise StoreError(
             f"cannot write the key of this installation, {path}: {error.strerror or error}. "
-            "Make its folder writable, or set TILEGYM_DB_HOME to one that is."
+            "Make its folder writable, or set TILEGYM_DB_HOME to one that is.",
+            code="write_failed",
         ) from None
     key = _read_key(home)
     if key is None:
-        raise StoreError(f"the key of this installation, {path}, went away while it was made. Run the command again.")
+        raise StoreError(
+            f"the key of this installation, {path}, went away while it was made. Run the command again.",
+            code="key_gone",
+        )
     return key
 
 

@@ -41,23 +41,31 @@ class SharedPlace:
         if parts.username or parts.password or any(word in parts.query for word in ("access_key", "secret_key")):
             raise UsageError(
                 "an address of a data set has no credentials in it: they come from the environment (AWS_ACCESS_KEY_ID, "
-                "AWS_SECRET_ACCESS_KEY, AWS_PROFILE), as for any S3 tool."
+                "AWS_SECRET_ACCESS_KEY, AWS_PROFILE), as for any S3 tool.",
+                code="address_with_credentials",
             )
         if not uri.strip():
-            raise UsageError("a data set is a folder or an address such as s3://bucket/folder, not ''.")
+            raise UsageError(
+                "a data set is a folder or an address such as s3://bucket/folder, not ''.", code="address_empty"
+            )
         if "://" in uri and parts.scheme not in SCHEMES:
             raise UsageError(
                 f"'{hidden(uri)}' is no address of a data set: it is a folder, or starts with "
-                f"{' or '.join(f'{scheme}://' for scheme in SCHEMES)}."
+                f"{' or '.join(f'{scheme}://' for scheme in SCHEMES)}.",
+                code="address_invalid",
             )
         if parts.scheme == "s3" and not parts.netloc:
-            raise UsageError(f"'{hidden(uri)}' names no bucket: an address is s3://bucket/folder.")
+            raise UsageError(
+                f"'{hidden(uri)}' names no bucket: an address is s3://bucket/folder.", code="bucket_missing"
+            )
         try:
             self.files, self.root = fs.FileSystem.from_uri(uri if "://" in uri else os.path.abspath(uri))
         except (ValueError, TypeError) as error:
-            raise UsageError(f"'{uri}' is no address of a data set: {hidden(str(error))}.") from None
+            raise UsageError(
+                f"'{uri}' is no address of a data set: {hidden(str(error))}.", code="address_invalid"
+            ) from None
         except OSError as error:  # pyarrow asks for the region of a bucket
-            raise StoreError(f"cannot reach '{hidden(uri)}': {hidden(str(error))}.") from None
+            raise StoreError(f"cannot reach '{hidden(uri)}': {hidden(str(error))}.", code="place_unreachable") from None
         self.is_local = isinstance(self.files, fs.LocalFileSystem)
 
     @property
@@ -148,12 +156,14 @@ class SharedPlace:
             reason = hidden(error.strerror or str(error)).rstrip(".")
             return StoreError(
                 f"cannot {what} {shown(self.shown, 400)}: {reason}. Nothing was changed here. Give a folder that can be read "
-                "and, to share traces, written."
+                "and, to share traces, written.",
+                code="place_refused",
             )
         return StoreError(
             f"cannot {what} {self.shown}: {reason}. Nothing was changed here. Check that the address exists and that the "
             "environment has the credentials for it (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY or AWS_PROFILE; "
-            "AWS_ENDPOINT_URL for another service)."
+            "AWS_ENDPOINT_URL for another service).",
+            code="place_refused",
         )
 
 

@@ -145,7 +145,9 @@ def _read(folder: Path, writer: str, home: Path) -> SharedTable:
         address = _address(folder)
         snapshot = open_snapshot(folder, home)
         if snapshot.gpu != folder.parent.name or not snapshot.files:
-            raise RecordError(f"{folder / LOCK_NAME}: not the lock of a table of {folder.parent.name}.")
+            raise RecordError(
+                f"{folder / LOCK_NAME}: not the lock of a table of {folder.parent.name}.", code="lock_of_other_table"
+            )
         return SharedTable(snapshot, writer, address, _is_trusted(folder, home))
     except RecordError as error:
         return SharedTable(Snapshot(folder, folder.parent.name, "", "", "foreign"), writer, address, False, str(error))
@@ -156,7 +158,9 @@ def _address(folder: Path) -> str:
     try:
         return str(json.loads(read_bytes(path, "source of a shared table"))["address"])
     except (ValueError, LookupError, TypeError) as error:
-        raise RecordError(f"{path}: it does not say where this table came from: {error}.") from None
+        raise RecordError(
+            f"{path}: it does not say where this table came from: {error}.", code="table_source_unknown"
+        ) from None
 
 
 def _is_trusted(folder: Path, home: Path) -> bool:

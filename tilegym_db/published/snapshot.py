@@ -76,12 +76,14 @@ class Snapshot:
         if name not in self.files:
             raise RecordError(
                 f"{path} is not used: {self.folder / LOCK_NAME} does not list it, so tilegym-db did not publish it. "
-                "Delete it, or bring it in as a foreign file: tilegym-db ingest --trust FILE"
+                "Delete it, or bring it in as a foreign file: tilegym-db ingest --trust FILE",
+                code="file_unlisted",
             )
         if sha256(content) != self.files[name]:
             raise RecordError(
                 f"{path} is not used: it was changed after it was published (its sha256 is not the one in "
-                f"{self.folder / LOCK_NAME}). Restore it, or publish again."
+                f"{self.folder / LOCK_NAME}). Restore it, or publish again.",
+                code="file_changed",
             )
         return content
 
@@ -139,7 +141,7 @@ def read_published(path: Path, folder: Path, home: Path, refused: list[str], *, 
     try:
         snapshot = open_snapshot(folder, home)
         if snapshot.origin == "foreign" and not trust:
-            raise RecordError(f"{path} is not used: {snapshot.how_to_trust}.")
+            raise RecordError(f"{path} is not used: {snapshot.how_to_trust}.", code="snapshot_foreign")
         return snapshot.read(path)
     except RecordError as error:
         refused.append(str(error))
@@ -217,7 +219,9 @@ class _Sorter:
             try:
                 path.write_bytes(content)
             except OSError as error:
-                raise StoreError(f"cannot write {path}: {error.strerror or error}. Nothing was ingested.") from None
+                raise StoreError(
+                    f"cannot write {path}: {error.strerror or error}. Nothing was ingested.", code="write_failed"
+                ) from None
             self._sources[path] = source
             self.add(path, origin, count, trusted=trusted)
 
@@ -239,7 +243,7 @@ def sorted_files(files: Sequence[Path], home: Path, scratch: Path, *, trust: boo
     rejected: list[RejectedLine] = []
     for path in files:
         if path.exists() and not path.is_file():  # a FIFO would be waited for
-            raise StoreError(f"cannot read {path}: it is no regular file. Nothing was ingested.")
+            raise StoreError(f"cannot read {path}: it is no regular file. Nothing was ingested.", code="file_irregular")
         try:
             with path.open("rb") as file:
                 if is_trace_set(file.read(64)):
@@ -249,7 +253,9 @@ def sorted_files(files: Sequence[Path], home: Path, scratch: Path, *, trust: boo
                 file.seek(0)
                 signed = [_is_own(line, home) for line in file if not line.isspace()]
         except OSError as error:
-            raise StoreError(f"cannot read {path}: {error.strerror or error}. Nothing was ingested.") from None
+            raise StoreError(
+                f"cannot read {path}: {error.strerror or error}. Nothing was ingested.", code="file_unreadable"
+            ) from None
         if all(signed) or not any(signed):
             sorter.add(path, "local" if signed and all(signed) else "foreign", len(signed))
         else:

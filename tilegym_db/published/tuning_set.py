@@ -115,7 +115,9 @@ def decode_steps(content: bytes, source: Path) -> Iterator[dict[str, Any]]:
             time = (time or head.runs[row[0]][1].astimezone(UTC)) + timedelta(microseconds=row[1])
             yield _decoded(head, row, time)
         except (ValueError, TypeError, LookupError, OverflowError) as error:
-            raise RecordError(f"{source}:{number}: not a step: {error}. Publish it again.") from None
+            raise RecordError(
+                f"{source}:{number}: not a step: {error}. Publish it again.", code="step_invalid"
+            ) from None
 
 
 def _decoded(head: TuningSetHeader, row: list[Any], time: datetime) -> dict[str, Any]:

@@ -110,6 +110,7 @@ def _meant(run: str, known: Sequence[str]) -> str:
     found = [name for name in known if name.startswith(run)]
     if len(found) == 1:
         return found[0]
-    problem = f"{len(found)} runs begin with '{run}'" if found else f"no run '{run}'"
     newest = f" The newest: {', '.join(known[:3])}." if known else " The store has none."
-    raise NotFoundError(f"{problem}.{did_you_mean(run, known) if not found else ''}{newest}")
+    if found:
+        raise NotFoundError(f"{len(found)} runs begin with '{run}'.{newest}", code="run_ambiguous")
+    raise NotFoundError(f"no run '{run}'.{did_you_mean(run, known)}{newest}", code="run_unknown")

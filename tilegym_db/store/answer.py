@@ -86,7 +86,7 @@ def required(module: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError:
         error = missing_package(module) or MissingPackageError(
-            f"{module} is not installed. Try: pip install '{module}'"
+            f"{module} is not installed. Try: pip install '{module}'", code="package_absent"
         )
         raise error from None
 
@@ -150,7 +150,7 @@ def line_plot(columns: Sequence[str], rows: Sequence[Sequence[Any]], x: str, y: 
     """
     for name in filter(None, (x, y, line)):
         if name not in columns:
-            raise UsageError(f"no column '{name}'; the answer has {', '.join(columns)}.")
+            raise UsageError(f"no column '{name}'; the answer has {', '.join(columns)}.", code="column_unknown")
     at = {name: columns.index(name) for name in filter(None, (x, y, line))}
     lines: dict[str, list[Point]] = {}
     for row in rows:
@@ -158,9 +158,11 @@ def line_plot(columns: Sequence[str], rows: Sequence[Sequence[Any]], x: str, y: 
         if pair[0] is not None and pair[1] is not None:
             lines.setdefault(y if line is None else str(row[at[line]]), []).append((pair[0], pair[1]))
     if not lines:
-        raise UsageError(f"no row has a number in both '{x}' and '{y}'.")
+        raise UsageError(f"no row has a number in both '{x}' and '{y}'.", code="plot_empty")
     if len(lines) > MOST_LINES:
-        raise UsageError(f"{len(lines)} lines, and {MOST_LINES} can be told apart. Narrow the question.")
+        raise UsageError(
+            f"{len(lines)} lines, and {MOST_LINES} can be told apart. Narrow the question.", code="plot_lines_too_many"
+        )
     return LinePlot(x, y, {name: sorted(points) for name, points in lines.items()})
 
 

@@ -155,7 +155,8 @@ def interruptible(
         while not done.wait(min(_WAKE_S, max(0.0, deadline - time.monotonic()))):
             if time.monotonic() >= deadline:
                 raise QueryTimeoutError(
-                    f"the query was stopped after {timeout_s:g} s. Give it more time, or ask for less: WHERE, LIMIT."
+                    f"the query was stopped after {timeout_s:g} s. Give it more time, or ask for less: WHERE, LIMIT.",
+                    code="query_timeout",
                 )
     except BaseException:
         _stop(connection, done)
@@ -164,7 +165,7 @@ def interruptible(
         if isinstance(error, duckdb.InterruptException):
             raise KeyboardInterrupt from None
         if isinstance(error, duckdb.Error):
-            raise QueryError(_refusal(error)) from None
+            raise _refusal(error) from None
         raise error
     return answers[0]
 
@@ -189,21 +190,24 @@ def check_open(store: Asked) -> None:
     try:
         store.connection.cursor().close()
     except duckdb.ConnectionException:
-        raise StoreError(f"{store.path} was closed. Open it anew to ask again.") from None
+        raise StoreError(f"{store.path} was closed. Open it anew to ask again.", code="store_closed") from None
 
 
 def check_text(text: str) -> None:
     """Raise :class:`QueryError` for a statement that is too long, or that no encoding can hold."""
     if not isinstance(text, str):
-        raise QueryError(f"a statement is a text, not {type(text).__name__}.")
+        raise QueryError(f"a statement is a text, not {type(text).__name__}.", code="statement_type")
     if len(text) > MAX_STATEMENT:
-        raise QueryError(f"this statement has {len(text):,} characters; sql takes {MAX_STATEMENT:,} at most.")
+        raise QueryError(
+            f"this statement has {len(text):,} characters; sql takes {MAX_STATEMENT:,} at most.",
+            code="statement_too_long",
+        )
     if "\0" in text:
-        raise QueryError("this statement holds a NUL character. Is it in another encoding than UTF-8?")
+        raise QueryError("this statement holds a NUL character. Is it in another encoding than UTF-8?", code="text_nul")
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise QueryError("this statement is not valid UTF-8. Save it in that encoding.") from None
+        raise QueryError("this statement is not valid UTF-8. Save it in that encoding.", code="text_encoding") from None
 
 
 def _fetched(cursor: Any) -> list[tuple[Any, ...]]:
@@ -211,7 +215,9 @@ def _fetched(cursor: Any) -> list[tuple[Any, ...]]:
     while chunk := cursor.fetchmany(_CHUNK):
         rows += chunk
         if len(rows) > MAX_ROWS:
-            raise QueryError(f"the answer has more than {MAX_ROWS:,} rows. Add LIMIT, or aggregate.")
+            raise QueryError(
+                f"the answer has more than {MAX_ROWS:,} rows. Add LIMIT, or aggregate.", code="answer_too_long"
+            )
     return rows
 
 
@@ -222,28 +228,38 @@ def check_single_read(connection: DuckDBPyConnection, text: str) -> None:
     try:
         statements = connection.extract_statements(text)
     except duckdb.Error as error:
-        raise QueryError(_refusal(error)) from None
+        raise _refusal(error) from None
     if len(statements) != 1:
         count = "no statement" if not statements else f"{len(statements)} statements"
-        raise QueryError(f"sql takes one SELECT statement, and this is {count}.")
+        raise QueryError(f"sql takes one SELECT statement, and this is {count}.", code="statement_count")
     kind = statements[0].type
     if kind == duckdb.StatementType.MULTI:
-        raise QueryError("PIVOT needs its values spelled out here: PIVOT ... ON column IN (value, ...) USING ...")
+        raise QueryError(
+            "PIVOT needs its values spelled out here: PIVOT ... ON column IN (value, ...) USING ...",
+            code="pivot_without_values",
+        )
     if kind != duckdb.StatementType.SELECT:
-        raise QueryError(f"sql only reads: one SELECT statement, not {kind.name}. Views: {', '.join(VIEWS)}.")
+        raise QueryError(
+            f"sql only reads: one SELECT statement, not {kind.name}. Views: {', '.join(VIEWS)}.",
+            code="statement_not_select",
+        )
 
 
 def check_fetchable(columns: Sequence[str], types: Sequence[str]) -> None:
     """Raise :class:`QueryError` for a column that DuckDB hands to Python only with a package we do not depend on."""
     for name, kind in zip(columns, types, strict=True):
         if "TIME ZONE" in kind:
-            raise QueryError(f"column '{name}' is a {kind}; write CAST(... AS TIMESTAMP), in UTC.")
+            raise QueryError(
+                f"column '{name}' is a {kind}; write CAST(... AS TIMESTAMP), in UTC.", code="column_unfetchable"
+            )
 
 
-def _refusal(error: Exception) -> str:
+def _refusal(error: Exception) -> QueryError:
     text = str(error).strip()
     if "disabled by configuration" in text:
-        return f"sql reads the database and no files. Views: {', '.join(VIEWS)}. DuckDB said: {text}"
+        return QueryError(
+            f"sql reads the database and no files. Views: {', '.join(VIEWS)}. DuckDB said: {text}", code="files_refused"
+        )
     if text.startswith("Catalog Error: Table"):
-        return f"{text}\nViews: {', '.join(VIEWS)}."
-    return text
+        return QueryError(f"{text}\nViews: {', '.join(VIEWS)}.", code="view_unknown")
+    return QueryError(text, code="query_refused")

@@ -72,12 +72,14 @@ def require_regular(path: Path) -> None:
     """
     if "?" in str(path):
         raise StoreError(
-            f"{path}: DuckDB ends the name of a file at a question mark. Choose another folder with TILEGYM_DB_HOME."
+            f"{path}: DuckDB ends the name of a file at a question mark. Choose another folder with TILEGYM_DB_HOME.",
+            code="path_unfit",
         )
     if path.exists() and not path.is_file():
         raise StoreError(
             f"{path} is no regular file, and the database belongs there. Move it away, or choose another folder with "
-            "TILEGYM_DB_HOME."
+            "TILEGYM_DB_HOME.",
+            code="file_irregular",
         )
 
 
@@ -117,7 +119,9 @@ def open_store(
         try:
             _open_writer(path, catalog, lock_timeout_s).close()
         except StoreError as error:
-            raise StoreError(f"{path} was written by an older tilegym-db and must be made anew, but {error}") from error
+            raise StoreError(
+                f"{path} was written by an older tilegym-db and must be made anew, but {error}", code=error.code
+            ) from error
         store, meta = _connect(path, True, lock_timeout_s, catalog.trust_foreign)
     outdated_parts = outdated(meta, fingerprints(catalog, path.parent))
     if not outdated_parts:
@@ -199,13 +203,17 @@ def _checked_meta(store: Store) -> dict[str, str]:
         StoreError: not a database of this package, or one whose tables this version does not know.
     """
     if not any(row["table_name"] == "meta" for row in store.rows(statements.TABLE_NAMES)):
-        raise StoreError(f"{store.path} is not a tilegym-db database. Move it away, or set TILEGYM_DB_HOME elsewhere.")
+        raise StoreError(
+            f"{store.path} is not a tilegym-db database. Move it away, or set TILEGYM_DB_HOME elsewhere.",
+            code="store_foreign",
+        )
     meta = {row["key"]: row["value"] for row in store.rows(statements.META)}
     version = int(meta["schema_version"])
     if version > statements.SCHEMA_VERSION:
         raise StoreError(
             f"{store.path} was written by a newer version of tilegym-db (schema {version}; this one knows "
-            f"{statements.SCHEMA_VERSION}). Try: pip install --upgrade tilegym-db, or set TILEGYM_DB_HOME elsewhere."
+            f"{statements.SCHEMA_VERSION}). Try: pip install --upgrade tilegym-db, or set TILEGYM_DB_HOME elsewhere.",
+            code="version_newer",
         )
     return meta
 
@@ -248,7 +256,7 @@ def create_database(
         write_ahead_log(path).unlink(missing_ok=True)  # it must not be replayed into the new file
         staging.replace(path)
     except OSError as error:
-        raise StoreError(f"cannot create {path}: {error.strerror or error}.") from None
+        raise StoreError(f"cannot create {path}: {error.strerror or error}.", code="write_failed") from None
     finally:
         remove_database(staging)
     return report

@@ -53,30 +53,57 @@ _WRITER: _Settings = {**_BASE, "storage_compatibility_version": STORAGE_VERSION}
 # What a reader runs may come from a user: it reaches the database and nothing else, not even to spill.
 _READER: _Settings = {**_BASE, "enable_external_access": "false", "temp_directory": ""}
 
-# What marks an error of DuckDB, first match counts, and how it is told.
-_MARKS: dict[str, tuple[str, ...]] = {
-    "locked": ("Could not set lock",),
-    "open here": ("Unique file handle conflict", "different configuration"),
-    "full": ("No space left", "File too large", "Disk quota"),
-    "denied": ("Permission denied", "Read-only file system"),
-    "newer": ("created with a newer version",),
-    "foreign": ("external extensions", "sqlite_scanner"),  # DuckDB would read a database of SQLite by an extension
-    "damaged": ("not a valid DuckDB database", "Corrupt", "corrupt", "checksum", "Could not read enough bytes"),
-    "other": ("",),
-}
-_MESSAGES = {
-    "locked": "{path} is locked: {holder} has it open. Close that program or wait for it to finish, and try again.",
-    "open here": "{path} is locked: this process has it open already. Close that store first.",
-    "full": "cannot {action} {path}: the disk is full. Nothing was changed; free some space or set TILEGYM_DB_HOME to "
-    "another disk, and run the command again.",
-    "denied": "cannot {action} {path}: {cause}. Make the file and its folder writable, or set TILEGYM_DB_HOME to a "
-    "folder that is.",
-    "newer": "{path} was written by a newer DuckDB than the one installed. Try: pip install --upgrade duckdb",
-    "foreign": "{path} is a database of another program. Move it away, or set TILEGYM_DB_HOME elsewhere.",
-    "damaged": "cannot {action} {path}: {cause} The journals beside it hold the traces; make it anew with: "
-    "tilegym-db ingest --rebuild",
-    "other": "cannot {action} {path}: {cause}",
-}
+
+@dataclass(frozen=True)
+class _Trouble:
+    """A cause of DuckDB's errors: the message for it, its code, and marks in DuckDB's own text."""
+
+    message: str
+    marks: tuple[str, ...] = ()
+    code: str = field(kw_only=True)
+
+
+_TROUBLES = (  # the first that matches counts
+    _Trouble(
+        "{path} is locked: {holder} has it open. Close that program or wait for it to finish, and try again.",
+        ("Could not set lock",),
+        code="store_locked",
+    ),
+    _Trouble(
+        "{path} is locked: this process has it open already. Close that store first.",
+        ("Unique file handle conflict", "different configuration"),
+        code="store_open_here",
+    ),
+    _Trouble(
+        "cannot {action} {path}: the disk is full. Nothing was changed; free some space or set TILEGYM_DB_HOME to "
+        "another disk, and run the command again.",
+        ("No space left", "File too large", "Disk quota"),
+        code="disk_full",
+    ),
+    _Trouble(
+        "cannot {action} {path}: {cause}. Make the file and its folder writable, or set TILEGYM_DB_HOME to a folder "
+        "that is.",
+        ("Permission denied", "Read-only file system"),
+        code="write_failed",
+    ),
+    _Trouble(
+        "{path} was written by a newer DuckDB than the one installed. Try: pip install --upgrade duckdb",
+        ("created with a newer version",),
+        code="duckdb_newer",
+    ),
+    _Trouble(
+        "{path} is a database of another program. Move it away, or set TILEGYM_DB_HOME elsewhere.",
+        ("external extensions", "sqlite_scanner"),  # DuckDB would read a database of SQLite by an extension
+        code="store_foreign",
+    ),
+    _Trouble(
+        "cannot {action} {path}: {cause} The journals beside it hold the traces; make it anew with: "
+        "tilegym-db ingest --rebuild",
+        ("not a valid DuckDB database", "Corrupt", "corrupt", "checksum", "Could not read enough bytes"),
+        code="store_damaged",
+    ),
+)
+_OTHER_TROUBLE = _Trouble("cannot {action} {path}: {cause}", code="store_failed")
 _HOLDER = re.compile(r"lock is held in (?P<program>.+?) \(PID (?P<pid>\d+)\)")
 
 
@@ -127,7 +154,7 @@ class Store:
         import duckdb
 
         if self.read_only:
-            raise StoreError(f"cannot {action} {self.path}: it was opened read-only.")
+            raise StoreError(f"cannot {action} {self.path}: it was opened read-only.", code="store_read_only")
         with self.translated(action):
             self.connection.execute("BEGIN")
             try:
@@ -142,7 +169,9 @@ class Store:
     def translated(self, action: str) -> Iterator[None]:
         """DuckDB's errors inside the block become :class:`StoreError`."""
         if os.getpid() != self._pid:
-            raise StoreError(f"{self.path} was opened before a fork; open it anew in this process.")
+            raise StoreError(
+                f"{self.path} was opened before a fork; open it anew in this process.", code="store_forked"
+            )
         with translated(self.path, action):
             yield
 
@@ -233,18 +262,16 @@ def translated(path: Path, action: str) -> Iterator[None]:
 
 
 def explained(error: Exception, path: Path, action: str) -> StoreError:
-    """The :class:`StoreError` that says what a DuckDB error means for the one who ran the command."""
+    """Return the :class:`StoreError` that says what a DuckDB error means for the user of the command."""
     text = str(error)
-    return StoreError(_MESSAGES[_kind(text)].format(path=path, action=action, cause=_cause(text), holder=_holder(text)))
+    trouble = next((each for each in _TROUBLES if any(mark in text for mark in each.marks)), _OTHER_TROUBLE)
+    message = trouble.message.format(path=path, action=action, cause=_cause(text), holder=_holder(text))
+    return StoreError(message, code=trouble.code)
 
 
 def is_damage(error: StoreError) -> bool:
-    """True where the file itself is the trouble, so that only making it anew helps."""
-    return error.__cause__ is not None and _kind(str(error.__cause__)) == "damaged"
-
-
-def _kind(text: str) -> str:
-    return next((kind for kind, marks in _MARKS.items() if any(mark in text for mark in marks)), "other")
+    """Return True if the file itself is damaged, so that only making it anew helps."""
+    return error.code == "store_damaged"
 
 
 def _cause(text: str) -> str:

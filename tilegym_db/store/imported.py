@@ -45,7 +45,9 @@ def import_lock(home: Path, timeout_s: float = LOCK_TIMEOUT_S) -> AbstractContex
 def check_name(name: str) -> None:
     """Raise :class:`UsageError` for what cannot name a data set."""
     if not _NAME.fullmatch(name):
-        raise UsageError(f"'{name}' cannot name a data set: lower-case letters, digits, '.', '_' and '-' can.")
+        raise UsageError(
+            f"'{name}' cannot name a data set: lower-case letters, digits, '.', '_' and '-' can.", code="name_invalid"
+        )
 
 
 def check_addable(found: DataSet, home: Path, *, replace: bool = False) -> None:
@@ -70,7 +72,8 @@ def _refuse_other(found: DataSet, earlier: bytes, text: bytes) -> None:
     if earlier != text:
         raise UsageError(
             f"{found.origin} was imported before with other content. Add --replace to put this in its place, "
-            "or --name to keep both."
+            "or --name to keep both.",
+            code="data_set_exists",
         )
 
 
@@ -190,11 +193,16 @@ def _keep(source: Path, file: StoredFile, home: Path) -> None:
             out.flush()
             os.fsync(out.fileno())
         if digest.hexdigest() != file.sha256:
-            raise StoreError(f"{source} changed while it was imported. Nothing was added; run the command again.")
+            raise StoreError(
+                f"{source} changed while it was imported. Nothing was added; run the command again.",
+                code="source_changed",
+            )
         os.chmod(temporary, 0o444)
         os.replace(temporary, target)
     except OSError as error:
-        raise StoreError(f"cannot keep {source}: {error.strerror or error}. Nothing was added.") from None
+        raise StoreError(
+            f"cannot keep {source}: {error.strerror or error}. Nothing was added.", code="write_failed"
+        ) from None
     finally:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)
@@ -302,9 +310,14 @@ def read_object(home: Path, file: StoredFile) -> bytes:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise StoreError(f"{path} ({file.path}) cannot be read: {error.strerror}. Import the data set again.") from None
+        raise StoreError(
+            f"{path} ({file.path}) cannot be read: {error.strerror}. Import the data set again.", code="file_unreadable"
+        ) from None
     if hashlib.sha256(content).hexdigest() != file.sha256:
-        raise StoreError(f"{path} ({file.path}) is not what was imported. Remove it and import the data set again.")
+        raise StoreError(
+            f"{path} ({file.path}) is not what was imported. Remove it and import the data set again.",
+            code="object_changed",
+        )
     return content
 
 
@@ -364,11 +377,12 @@ def manifest_of(home: Path, origin: str) -> Path:
     paths = {_origin(path): path for path in imported_manifests(home)}
     fitting = [known for known in paths if origin in (known, known.partition(":")[2])]
     if len(fitting) > 1:
-        raise UsageError(f"'{origin}' may be {' or '.join(fitting)}; give the whole origin.")
+        raise UsageError(f"'{origin}' may be {' or '.join(fitting)}; give the whole origin.", code="data_set_ambiguous")
     if not fitting:
         names = ", ".join(paths) or "none"
         raise NotFoundError(
-            f"no imported data set '{origin}'.{did_you_mean(origin, paths)} Imported: {names}. Try: tilegym-db import PATH"
+            f"no imported data set '{origin}'.{did_you_mean(origin, paths)} Imported: {names}. Try: tilegym-db import PATH",
+            code="data_set_unknown",
         )
     return paths[fitting[0]]
 
@@ -381,7 +395,9 @@ def _read_data_set(path: Path, home: Path) -> DataSet:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         if manifest["version"] != MANIFEST_VERSION:
-            raise StoreError(f"{path} was written by another version of tilegym-db. Import the data set again.")
+            raise StoreError(
+                f"{path} was written by another version of tilegym-db. Import the data set again.", code="version_other"
+            )
         # Not splitlines: it also splits at U+2028, U+2029 and U+0085, which stand unescaped within a record.
         lines = (path.parent / manifest["records_file"]).read_bytes().split(b"\n")
         return DataSet(
@@ -394,7 +410,8 @@ def _read_data_set(path: Path, home: Path) -> DataSet:
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StoreError(
-            f"{path}: this imported data set cannot be read ({error}). Import it again with --replace."
+            f"{path}: this imported data set cannot be read ({error}). Import it again with --replace.",
+            code="manifest_damaged",
         ) from None
 
 

@@ -52,7 +52,10 @@ class RunFile:
 
     def __init__(self, folder: str, run_id: str, home: Path | None = None) -> None:
         if not _RUN_ID.fullmatch(run_id):
-            raise UsageError(f"run id {run_id!r} must be letters, digits, '_', '.' or '-', and at most 128 of them.")
+            raise UsageError(
+                f"run id {run_id!r} must be letters, digits, '_', '.' or '-', and at most 128 of them.",
+                code="run_id_invalid",
+            )
         self.home = home or default_home()
         self.path = self.home / folder / f"{run_id}.jsonl"
         self._descriptor = _open_for_append(self.path)
@@ -72,7 +75,8 @@ class RunFile:
                 os.ftruncate(self._descriptor, end)
             raise StoreError(
                 f"cannot append to {self.path}: {error.strerror}. This line is lost, earlier ones are safe; "
-                "free some space or set TILEGYM_DB_HOME to another disk, and run the command again to resume."
+                "free some space or set TILEGYM_DB_HOME to another disk, and run the command again to resume.",
+                code="write_failed",
             ) from None
 
     def close(self) -> None:
@@ -109,7 +113,9 @@ class Journal(RunFile):
         try:
             line = signed_line(self.home, trace.to_json())
         except ValueError as error:
-            raise RecordError(f"trace {trace.trace_id} of '{trace.solution}' is not plain JSON: {error}.") from None
+            raise RecordError(
+                f"trace {trace.trace_id} of '{trace.solution}' is not plain JSON: {error}.", code="json_unholdable"
+            ) from None
         self.append_line(line)
 
 
@@ -122,14 +128,15 @@ def _open_for_append(path: Path) -> int:
         sync_folder(path.parent)
     except BlockingIOError:
         raise StoreError(
-            f"{path} is being written by another process. Wait for that run, or start a new one."
+            f"{path} is being written by another process. Wait for that run, or start a new one.", code="journal_locked"
         ) from None
     except OSError as error:
         if descriptor >= 0:
             os.close(descriptor)
         raise StoreError(
             f"cannot write the journal {path}: {error.strerror or error}. Make its folder writable, "
-            "or set TILEGYM_DB_HOME to one that is."
+            "or set TILEGYM_DB_HOME to one that is.",
+            code="write_failed",
         ) from None
     return descriptor
 
@@ -182,7 +189,7 @@ def read_journal(path: Path) -> JournalContent:
     try:
         content = read_bytes(path, "journal", limit=None)
     except RecordError as error:
-        raise StoreError(str(error)) from None
+        raise StoreError(str(error), code=error.code) from None
     if is_trace_set(content):
         return JournalContent(tuple(Trace.from_dict(trace, path) for trace in TraceSet.parse(content, path).traces()))
     traces: list[Trace] = []

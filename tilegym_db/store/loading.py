@@ -131,22 +131,28 @@ def _load(store: Store, found: Sorted, scratch: Path, plausible: frozenset[str] 
 
 
 def _load_batch(store: Store, batch: Batch, whole: Path, plausible: frozenset[str]) -> IngestReport:
-    added = _insert(store, batch, _joined(batch.files, whole), plausible)
+    added = _insert(store, batch, joined(batch.files, whole), plausible)
     if added is not None:
         return IngestReport(len(batch.files), added, batch.lines - added)
     lines, rejected = _clean(batch.files, whole)
     added = _insert(store, batch, [whole], plausible)
     if added is None:
         names = ", ".join(str(path) for path in batch.files)
-        raise StoreError(f"the traces of {names} hold a value that the database cannot. Nothing was ingested.")
+        raise StoreError(
+            f"the traces of {names} hold a value that the database cannot. Nothing was ingested.",
+            code="value_unstorable",
+        )
     named = tuple(replace(line, path=batch.sources.get(line.path, line.path)) for line in rejected)
     return IngestReport(len(batch.files), added, lines - added, named)
 
 
-def _joined(files: Sequence[Path], target: Path) -> Sequence[Path]:
-    """The same lines in fewer files: small ones as one, ``target``. DuckDB takes 2 ms to open one, and a tenth to read it."""
+def joined(files: Sequence[Path], target: Path, small_bytes: int = SMALL) -> Sequence[Path]:
+    """Write small files as one, ``target``, and return it with the large ones.
+
+    DuckDB takes 2 ms to open a file, and a tenth of that to read it.
+    """
     try:
-        small = [path for path in files if path.suffix == ".jsonl" and path.stat().st_size <= SMALL]
+        small = [path for path in files if path.suffix == ".jsonl" and path.stat().st_size <= small_bytes]
         with target.open("wb") as out:
             for path in small:
                 content = path.read_bytes()
@@ -213,7 +219,9 @@ def _clean(files: Sequence[Path], target: Path) -> tuple[int, tuple[RejectedLine
                 count += len(content.traces)
                 out.writelines(trace.to_json() + "\n" for trace in content.traces)
     except OSError as error:
-        raise StoreError(f"cannot write {target}: {error.strerror or error}. Nothing was ingested.") from None
+        raise StoreError(
+            f"cannot write {target}: {error.strerror or error}. Nothing was ingested.", code="write_failed"
+        ) from None
     return count, tuple(rejected)
 
 

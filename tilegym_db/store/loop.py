@@ -93,7 +93,7 @@ def _lines(kind: type[R], path: Path) -> Iterator[tuple[int, R | RejectedLine]]:
     try:
         content = read_bytes(path, "journal", limit=None)
     except RecordError as error:
-        raise StoreError(str(error)) from None
+        raise StoreError(str(error), code=error.code) from None
     for number, line, finished in numbered_lines(content):
         try:
             yield number, kind.from_json(line, f"{path}:{number}")
@@ -313,7 +313,8 @@ def read_patterns(catalog: Catalog) -> tuple[list[Pattern], list[str]]:
                 pattern = _pattern(section, path.stem, f"{path}:{line}")
                 if pattern.id in names:
                     raise RecordError(
-                        f"{path}:{line}: the page has a pattern {pattern.id} already. Choose another name."
+                        f"{path}:{line}: the page has a pattern {pattern.id} already. Choose another name.",
+                        code="pattern_repeated",
                     )
             except RecordError as error:
                 refused.append(str(error))
@@ -338,7 +339,8 @@ def _sections(path: Path) -> list[tuple[int, str]]:
             starts.append(match.start())
     if not starts:
         raise RecordError(
-            f"{path}: a page of patterns has a section '## TITLE' for each of them; this one has no section."
+            f"{path}: a page of patterns has a section '## TITLE' for each of them; this one has no section.",
+            code="pattern_missing",
         )
     ends = [*starts[1:], len(text)]
     return [(text.count("\n", 0, start) + 1, text[start:end]) for start, end in zip(starts, ends, strict=True)]
@@ -352,14 +354,16 @@ def _pattern(section: str, language: str, place: str) -> Pattern:
     """
     parts = _SECTION.match(section.rstrip() + "\n")
     if parts is None:
-        raise RecordError(f"{place}: a pattern begins with '## TITLE', a block ```toml with its keys, and ```.")
+        raise RecordError(
+            f"{place}: a pattern begins with '## TITLE', a block ```toml with its keys, and ```.", code="pattern_syntax"
+        )
     try:
         keys = tomllib.loads(parts["keys"])
     except tomllib.TOMLDecodeError as error:
-        raise RecordError(f"{place}: its keys are not valid TOML: {error}.") from None
+        raise RecordError(f"{place}: its keys are not valid TOML: {error}.", code="toml_syntax") from None
     taken = sorted(keys.keys() & {"digest", "id", "language", "text", "title"})
     if taken:
-        raise RecordError(f"{place}: {taken[0]!r} follows from the page. Leave it out of the keys.")
+        raise RecordError(f"{place}: {taken[0]!r} follows from the page. Leave it out of the keys.", code="key_of_page")
     return Pattern.from_dict(
         {
             **{key: value for key, value in keys.items() if key != "name"},

@@ -69,7 +69,7 @@ def _table(path: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = json.loads(path.read_bytes()) if path.is_file() else {}
     except (OSError, ValueError) as error:
-        raise RecordError(f"{path}: cannot read this resolver table: {error}.") from None
+        raise RecordError(f"{path}: cannot read this resolver table: {error}.", code="table_unreadable") from None
     return content
 
 
@@ -83,7 +83,7 @@ def _provides(table: dict[str, Any], catalog: Catalog) -> dict[str, str | None]:
 def _as_set(path: Path, provides: dict[str, str | None]) -> str:
     content = read_journal(path)
     if content.rejected:
-        raise RecordError(f"{content.rejected[0]} Nothing was changed.")
+        raise RecordError(f"{content.rejected[0]} Nothing was changed.", code="journal_line_invalid")
     return encode_traces([trace.to_dict() for trace in content.traces], provides)
 
 
@@ -110,7 +110,10 @@ def _place(step: TuningStep, folder: Path, catalog: Catalog) -> tuple[str, str]:
         for trace in _first_traces(folder):
             if trace.definition_digest == step.definition_digest:
                 return trace.op_type, trace.definition
-    raise RecordError(f"{folder / OLD_TUNING_NAME}: no Definition is known for a step of '{step.solution}'.")
+    raise RecordError(
+        f"{folder / OLD_TUNING_NAME}: no Definition is known for a step of '{step.solution}'.",
+        code="definition_unknown",
+    )
 
 
 def _first_traces(folder: Path) -> Iterable[Trace]:

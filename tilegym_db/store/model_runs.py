@@ -81,7 +81,7 @@ def load_model_runs(store: Store, home: Path, *, trust: bool = False) -> IngestR
         try:
             run, origin = read_model_run(path, home)
             if run.run_id != path.stem:
-                raise RecordError(f"run_id '{run.run_id}' does not match the file's name.")
+                raise RecordError(f"run_id '{run.run_id}' does not match the file's name.", code="record_misplaced")
             rows.append(_row(run, origin, is_own=True))
         except RecordError as error:
             rejected.append(RejectedLine(path, 1, str(error).removeprefix(f"{path}: ")))
@@ -119,7 +119,7 @@ def _published(path: Path, home: Path, refused: list[str]) -> Iterator[dict[str,
         try:
             run = ModelRun.from_json(line, f"{path}:{number}")
             if run.gpu != path.parent.name:
-                raise RecordError(f"{path}:{number}: not used: it is a run on '{run.gpu}'.")
+                raise RecordError(f"{path}:{number}: not used: it is a run on '{run.gpu}'.", code="record_misplaced")
             yield _row(run, origin, is_own=False)
         except RecordError as error:
             refused.append(str(error))

@@ -102,7 +102,7 @@ def publish(
         StoreError: the folder cannot be written, or ``store`` is behind the catalog.
     """
     if store.stale is not None:
-        raise StoreError(f"cannot publish: {store.stale}")
+        raise StoreError(f"cannot publish: {store.stale}", code="store_stale")
     gpu = _one_gpu(gpu, queries.traced_gpus(store))
     users = home() / "published" / gpu
     folder = users if own else published_folder(gpu, root)
@@ -112,7 +112,7 @@ def publish(
     failures = queries.revoking_rows(store, gpu)
     left_out = _left_out(store, gpu, shipped)
     if not rows and not failures:
-        raise NotFoundError(_nothing_to_publish(store, gpu, left_out))
+        raise _nothing_to_publish(store, gpu, left_out)
     contents = {folder / name: text for name, text in trace_set_texts(store, [*rows, *failures]).items()}
     peaks = queries.read_peaks(store, gpu, own=True)
     if peaks is not None and _may_replace(peaks, _published_peaks(folder, store.home)):
@@ -154,7 +154,8 @@ def _one_gpu(asked: str, traced: list[str]) -> str:
     slugs = gpus_meant(asked, traced)
     if len(slugs) > 1:
         raise HardwareError(
-            f"'{asked}' means {' and '.join(slugs)} here; publish them one by one, or with publish_all."
+            f"'{asked}' means {' and '.join(slugs)} here; publish them one by one, or with publish_all.",
+            code="gpu_ambiguous",
         )
     return slugs[0] if slugs else asked
 
@@ -233,14 +234,15 @@ def _runs_left_out(store: Store, gpu: str) -> dict[str, int]:
     return {RUNS_KEPT_BACK[reason]: count for reason, count in queries.kept_back_runs(store, gpu).items()}
 
 
-def _nothing_to_publish(store: Store, gpu: str, left_out: Mapping[str, int]) -> str:
+def _nothing_to_publish(store: Store, gpu: str, left_out: Mapping[str, int]) -> NotFoundError:
     if left_out:
         reasons = "; ".join(f"{count}: {reason}" for reason, count in left_out.items())
-        return f"nothing on '{gpu}' can be published. Left out: {reasons}."
+        return NotFoundError(f"nothing on '{gpu}' can be published. Left out: {reasons}.", code="nothing_to_publish")
     measured = ", ".join(queries.measured_gpus(store)) or "none"
-    return (
+    return NotFoundError(
         f"no verified trace on '{gpu}' (GPUs with one: {measured}). "
-        "Measure first, on that GPU: tilegym-db bench --promote"
+        "Measure first, on that GPU: tilegym-db bench --promote",
+        code="traces_missing",
     )
 
 

@@ -102,7 +102,8 @@ def sync_traces(
     if not files:
         raise StoreError(
             f"there are no traces at {data_set.uri}. The first to share some writes them: "
-            f"tilegym-db publish --gpu auto --to {data_set.uri}"
+            f"tilegym-db publish --gpu auto --to {data_set.uri}",
+            code="data_set_empty",
         )
     names = {Path(f"{data_set.uri}/{file.name}"): file for file in files}
     known = {row["path"] for row in store.rows(statements.INGESTED_FILES)}
@@ -149,7 +150,10 @@ def query_data_set(
     with writing(folder.parent):
         problems = _renewed(folder, data_set, catalog, trust=trust)
     if problems:
-        raise StoreError(f"{problems[0]} Remove it from the data set, or sync what is valid: tilegym-db sync {uri}")
+        raise StoreError(
+            f"{problems[0]} Remove it from the data set, or sync what is valid: tilegym-db sync {uri}",
+            code="data_set_damaged",
+        )
     return run_user_query(text, path=folder, catalog=catalog, as_arrow=as_arrow, timeout_s=timeout_s)
 
 
@@ -177,7 +181,9 @@ def _write(path: Path, rows: Sequence[Row]) -> None:
     try:
         path.write_text("".join(lines), encoding="utf-8")
     except OSError as error:
-        raise StoreError(f"cannot write {path}: {error.strerror or error}. Nothing was ingested.") from None
+        raise StoreError(
+            f"cannot write {path}: {error.strerror or error}. Nothing was ingested.", code="write_failed"
+        ) from None
 
 
 # ---- data set -------------------------------------------------------------------------------------
@@ -218,15 +224,19 @@ class DataFile:
 class SharedDataSet:
     """The data set at one address: a folder, or ``s3://bucket/folder`` as ``pyarrow.fs`` reads it."""
 
-    def __init__(self, uri: str) -> None:
+    def __init__(self, uri: str, *, max_others: int = MAX_OTHERS) -> None:
         """Open it; nothing is asked of the address yet.
+
+        Args:
+            uri: the address.
+            max_others: a folder with more files of other kinds is no data set.
 
         Raises:
             UsageError: no address, one with credentials or without a bucket, or of a kind that pyarrow does not know.
             StoreError: the region of the bucket cannot be asked for.
             ModuleNotFoundError: pyarrow is not installed.
         """
-        self.uri = uri
+        self.uri, self.max_others = uri, max_others
         self.place = SharedPlace(uri)
 
     def files(self) -> list[DataFile]:
@@ -264,10 +274,11 @@ class SharedDataSet:
             folders[:] = [name for name in folders if not name.startswith((".", "_"))]
             files = [name for name in names if name.endswith(SUFFIX) and not name.startswith((".", "_"))]
             others += len(folders) + len(names) - len(files)
-            if others > MAX_OTHERS:
+            if others > self.max_others:
                 raise StoreError(
-                    f"{self.place.shown} is no data set: it holds more than {MAX_OTHERS:,} folders and files that are not "
-                    "Parquet. Give the folder that 'publish --to' wrote."
+                    f"{self.place.shown} is no data set: it holds more than {self.max_others:,} folders and files that are not "
+                    "Parquet. Give the folder that 'publish --to' wrote.",
+                    code="data_set_not_one",
                 )
             for path in (os.path.join(place, name) for name in files):
                 if os.path.isfile(path):
@@ -332,7 +343,8 @@ class SharedDataSet:
             if version > SCHEMA_VERSION:
                 raise StoreError(
                     f"{file.name} of {self.place.shown} was written by a newer tilegym-db (version {version} of the data set; "
-                    f"this one knows {SCHEMA_VERSION}). Nothing was read. Try: pip install --upgrade tilegym-db"
+                    f"this one knows {SCHEMA_VERSION}). Nothing was read. Try: pip install --upgrade tilegym-db",
+                    code="version_newer",
                 )
             missing = sorted(set(columns) - set(source.schema.names))
             if missing:

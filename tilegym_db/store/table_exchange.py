@@ -63,7 +63,7 @@ def share_tables(store: Store, place: SharedPlace, gpu: str) -> list[str]:
         StoreError: the data set cannot be reached or written, or ``store`` is behind the catalog.
     """
     if store.stale is not None:
-        raise StoreError(f"cannot share a resolver table: {store.stale}")
+        raise StoreError(f"cannot share a resolver table: {store.stale}", code="store_stale")
     slugs = gpus_meant(gpu, queries.traced_gpus(store))
     return [name for slug in slugs for name in _share_table(store, place, slug)]
 
@@ -209,13 +209,18 @@ def _checked_table(home: Path, place: SharedPlace, gpu: str, name: str, digest: 
     """
     content = _fetched(place, f"{FOLDER}/{name}")
     if sha256(content) != digest:
-        raise RecordError("it does not hold what its name says: it was changed after it was written.")
+        raise RecordError(
+            "it does not hold what its name says: it was changed after it was written.", code="lock_differs"
+        )
     held = _held(home, gpu)
     files = {LOCK_NAME: content, SOURCE_NAME: json.dumps({"address": place.identity}).encode()}
     for path, expected in _files_of(content, gpu).items():
         data = held.get((path, expected)) or _fetched(place, f"{FOLDER}/gpu={gpu}/{_blob(path, expected)}")
         if sha256(data) != expected:
-            raise RecordError(f"{path} is not what the lock says: it is cut off, or was changed after it was written.")
+            raise RecordError(
+                f"{path} is not what the lock says: it is cut off, or was changed after it was written.",
+                code="file_changed",
+            )
         _check_content(path, data, gpu)
         files[path] = data
     return files
@@ -224,9 +229,12 @@ def _checked_table(home: Path, place: SharedPlace, gpu: str, name: str, digest: 
 def _fetched(place: SharedPlace, name: str) -> bytes:
     content = place.read(name, RECORD_BYTES + 1)
     if content is None:
-        raise RecordError(f"{name} is not there.")
+        raise RecordError(f"{name} is not there.", code="file_missing")
     if len(content) > RECORD_BYTES:
-        raise RecordError(f"{name} is larger than {RECORD_BYTES >> 20} MiB, so it is no part of a resolver table.")
+        raise RecordError(
+            f"{name} is larger than {RECORD_BYTES >> 20} MiB, so it is no part of a resolver table.",
+            code="file_too_large",
+        )
     return content
 
 
@@ -245,22 +253,24 @@ def _files_of(content: bytes, gpu: str) -> Mapping[str, str]:
     try:
         version = from_json(content).get("schema_version")
     except (ValueError, AttributeError) as error:
-        raise RecordError(f"not a lock: {error}.") from None
+        raise RecordError(f"not a lock: {error}.", code="lock_damaged") from None
     if isinstance(version, int) and version > LOCK_VERSION:
         raise RecordError(
             f"written by a newer tilegym-db (version {version} of the lock; this one knows {LOCK_VERSION}). "
-            "Try: pip install --upgrade tilegym-db"
+            "Try: pip install --upgrade tilegym-db",
+            code="version_newer",
         )
     lock = TraceLock.from_json(content, "its lock")
     wrong = [path for path in lock.files if path != PEAKS_NAME and _SET.fullmatch(path) is None]
     if lock.gpu != gpu or not lock.files or wrong:
         raise RecordError(
-            f"its lock is not one of a resolver table of {gpu}{f': it names {wrong[0]!r}' if wrong else ''}."
+            f"its lock is not one of a resolver table of {gpu}{f': it names {wrong[0]!r}' if wrong else ''}.",
+            code="lock_of_other_table",
         )
     try:
         datetime.strptime(lock.published, _TIME)
     except ValueError as error:
-        raise RecordError(f"its lock does not say when it was written: {error}.") from None
+        raise RecordError(f"its lock does not say when it was written: {error}.", code="lock_time_invalid") from None
     return lock.files
 
 
@@ -271,6 +281,6 @@ def _check_content(path: str, content: bytes, gpu: str) -> None:
     parsed = TraceSet.parse(content, path)
     of = parsed.header
     if (of.gpu, f"{of.op_type}/{of.definition}.jsonl") != (gpu, path):
-        raise RecordError(f"{path} holds traces of {of.definition} on {of.gpu}.")
+        raise RecordError(f"{path} holds traces of {of.definition} on {of.gpu}.", code="record_misplaced")
     for trace in parsed.traces():
         Trace.from_parsed(trace, path)

@@ -149,7 +149,7 @@ def _read(path: Path) -> bytes:
     try:
         return read_bytes(path, "log of a search", limit=None)
     except RecordError as error:
-        raise StoreError(str(error)) from None
+        raise StoreError(str(error), code=error.code) from None
 
 
 def _steps(path: Path, content: bytes) -> Iterator[TuningStep]:
