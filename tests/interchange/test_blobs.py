@@ -23,6 +23,7 @@ from foreign_sets import (
     trace,
     workload,
 )
+from raising import raises
 from safetensors.torch import load, load_file, save
 
 from tilegym_db.catalog import Catalog
@@ -253,13 +254,13 @@ def written(shipped: Catalog, folder: Path, limit: int | None = None) -> None:
 
 
 def test_a_full_disk_leaves_nothing_behind(shipped: Catalog, tmp_path: Path) -> None:
-    with full_disk(512), pytest.raises(StoreError, match=r"cannot keep blob/.*Nothing was exported"):
+    with full_disk(512), raises(StoreError, "write_failed", "blob/"):
         written(shipped, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_that_fills_up_after_the_blobs_leaves_nothing_behind(shipped: Catalog, tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"cannot write .*out: .*Nothing was added"):
+    with raises(StoreError, "write_failed", str(tmp_path / "out")):
         written(shipped, tmp_path / "out", 512)
     assert list(tmp_path.iterdir()) == []
 
@@ -268,10 +269,9 @@ def test_a_place_that_cannot_be_written_is_named_before_anything_is_drawn(tmp_pa
     (tmp_path / "file").write_text("")
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "mine").write_text("keep")
-    reason = r"cannot write .*file/out: .*Nothing was exported"
-    with pytest.raises(StoreError, match=reason), folder_beside(tmp_path / "file" / "out"):
+    with raises(StoreError, "write_failed", "file/out"), folder_beside(tmp_path / "file" / "out"):
         pytest.fail("nothing can be written there")
-    with pytest.raises(UsageError, match="not empty"), folder_beside(tmp_path / "taken"):
+    with raises(UsageError, "folder_occupied", "taken"), folder_beside(tmp_path / "taken"):
         pytest.fail("it holds something")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "taken"]
 
@@ -371,7 +371,7 @@ def test_a_blob_that_is_not_what_its_workload_says_is_refused_by_file_and_key(
     assert (refusal.path, refusal.key) == (f"{WORKLOADS}:1", key)
     assert reason in refusal.reason
     assert [item.name for item in found.of_kind("workload")] == ["w-2"]
-    with pytest.raises(RecordError, match="--strict"):
+    with raises(RecordError, "records_refused", "--strict"):
         import_data_set(tree.root, name="strict", strict=True)
     write_tree(tmp_path / "again", imported_files(data_set(home, "small")))
     kept = Tree(tmp_path / "again").bytes()
@@ -384,9 +384,8 @@ def test_a_blob_of_a_problem_is_held_against_its_definition(new_tree: Callable[[
     tree = new_tree("sol").write("one/definition.json", definition()).write("one/workload.jsonl", lines(given))
     tree.write("one/x.safetensors", save({"x": torch.ones(8, 8)}))
     (refusal,) = import_data_set(tree.root).data_set.refused
-    assert str(refusal) == (
-        "one/workload.jsonl:1: workload.inputs.x: one/x.safetensors holds shape [8, 8], the definition says [4, 8]"
-    )
+    assert (refusal.path, refusal.key) == ("one/workload.jsonl:1", "workload.inputs.x")
+    assert all(fact in refusal.reason for fact in ("one/x.safetensors", "[8, 8]", "[4, 8]"))
 
 
 def test_a_blob_that_was_changed_is_not_computed_on_through_a_trace_either(tree: Tree, home: Path) -> None:
@@ -400,7 +399,7 @@ def test_a_blob_that_was_changed_is_not_computed_on_through_a_trace_either(tree:
     ((item, base),) = workloads_of(found)["scale_n8"]
     adapted = adapted_definition(found, found.of_kind("definition")[0])
     assert isinstance(adapted, Adapted)
-    with pytest.raises(RecordError, match=r"inputs.x: blob/.* was changed after the export, and is not used"):
+    with raises(RecordError, "blob_changed", "inputs.x", BLOB):
         draw_contents(found, adapted.definition, item, 0, "cpu", base)
 
 

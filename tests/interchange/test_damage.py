@@ -21,8 +21,9 @@ from foreign_sets import (
     trace,
     workload,
 )
+from raising import raises
 
-from tilegym_db.errors import RecordError, StoreError, TilegymDBError, UsageError
+from tilegym_db.errors import RecordError, StoreError, UsageError
 from tilegym_db.interchange.importing import import_data_set
 from tilegym_db.store.imported import data_set, data_sets, forget_data_set, import_lock
 
@@ -122,7 +123,7 @@ def test_damage_is_refused_by_file_and_key_and_the_rest_comes_in(tree: Tree, hom
     assert reason in refusals[0].reason
     assert not any(item.path == path and place == path for item in found.records)
     assert found.records
-    with pytest.raises(RecordError, match="--strict"):
+    with raises(RecordError, "records_refused", "--strict"):
         import_data_set(tree.root, name="strict", strict=True)
     assert [item.name for item in data_sets(home)] == ["small"]
 
@@ -136,19 +137,20 @@ def twice(tree: Tree, kind: str) -> Tree:
     return tree.write(target, tree.bytes()[source])
 
 
-ERRORS: dict[str, tuple[Callable[[Tree], object], type[TilegymDBError], str]] = {
-    "definition twice": (lambda tree: twice(tree, "definition"), RecordError, "'scale_n8' is in .*too"),
-    "solution twice": (lambda tree: twice(tree, "solution"), RecordError, "'scale_torch' is in .*too"),
+# What is done to a data set -> the code of the error, and what its message names.
+ERRORS: dict[str, tuple[Callable[[Tree], object], str, str]] = {
+    "definition twice": (lambda tree: twice(tree, "definition"), "record_repeated", "'scale_n8'"),
+    "solution twice": (lambda tree: twice(tree, "solution"), "record_repeated", "'scale_torch'"),
     "nothing valid": (lambda tree: [tree.write(path, "{}") for path in (DEFINITION, SOLUTION, WORKLOADS, TRACES)],
-                      RecordError, "nothing in it can be imported"),
+                      "records_refused", DEFINITION),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ERRORS)
 def test_an_error_changes_nothing(tree: Tree, home: Path, kind: str) -> None:
-    damage, error, message = ERRORS[kind]
+    damage, code, name = ERRORS[kind]
     damage(tree)
-    with pytest.raises(error, match=message):
+    with raises(RecordError, code, name):
         import_data_set(tree.root)
     assert not list(home.rglob("manifest.json"))
     assert not list(home.rglob("objects"))
@@ -219,14 +221,14 @@ def test_a_blob_that_is_a_link_out_is_refused(tree: Tree, home: Path, tmp_path: 
 
 def test_a_data_set_in_no_known_dialect_is_an_error(tmp_path: Path, home: Path) -> None:
     (tmp_path / "a.txt").write_text("hello")
-    with pytest.raises(UsageError, match="no dialect that is known"):
+    with raises(UsageError, "dialect_unrecognised", str(tmp_path)):
         import_data_set(tmp_path)
 
 
 def test_other_content_under_a_taken_name_needs_to_be_told(tree: Tree, home: Path) -> None:
     import_data_set(tree.root)
     tree.write(TRACES, lines(trace(), trace()))
-    with pytest.raises(UsageError, match="--replace"):
+    with raises(UsageError, "data_set_exists", "--replace"):
         import_data_set(tree.root)
     assert len(data_set(home, "small").of_kind("trace")) == 1
     assert import_data_set(tree.root, replace=True).changed
@@ -234,7 +236,7 @@ def test_other_content_under_a_taken_name_needs_to_be_told(tree: Tree, home: Pat
 
 
 def test_two_imports_at_once_take_turns(tree: Tree, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with import_lock(home), pytest.raises(StoreError, match="locked"), import_lock(home, timeout_s=0.0):
+    with import_lock(home), raises(StoreError, "store_locked"), import_lock(home, timeout_s=0.0):
         pass
 
 
@@ -243,7 +245,7 @@ def test_changed_bytes_in_the_store_are_noticed(tree: Tree, home: Path) -> None:
     target = next((home / "imported" / "objects").rglob(found.files_by_path[DEFINITION].sha256))
     target.chmod(0o644)
     target.write_bytes(b"{}")
-    with pytest.raises(StoreError, match="not what was imported"):
+    with raises(StoreError, "object_changed", DEFINITION):
         data_set(home, "small").content(DEFINITION)
 
 
@@ -287,7 +289,8 @@ def test_a_data_set_that_cannot_be_read_is_warned_of_once_and_can_be_removed(
 def test_a_number_that_no_database_holds_is_refused(tree: Tree, home: Path) -> None:
     tree.write(TRACES, lines(trace()).replace("0.001", "1e999"))
     found = import_data_set(tree.root).data_set
-    assert [item.reason for item in found.refused] == ["is not valid JSON: the number 1e999 is out of range"]
+    (refusal,) = found.refused
+    assert "1e999" in refusal.reason
 
 
 def test_nothing_is_executed_on_import(tree: Tree, home: Path, tmp_path: Path) -> None:
@@ -301,7 +304,7 @@ def test_nothing_is_executed_on_import(tree: Tree, home: Path, tmp_path: Path) -
 @pytest.mark.parametrize("name", ["", "Upper", "a/b", "../x", ".a", "a" * 65, "a\n", "\N{SNOWMAN}"])
 def test_a_dry_run_refuses_a_name_that_the_import_would_refuse(tree: Tree, home: Path, name: str) -> None:
     for dry_run in (True, False):
-        with pytest.raises(UsageError, match="cannot name a data set"):
+        with raises(UsageError, "name_invalid"):
             import_data_set(tree.root, name=name, dry_run=dry_run)
 
 
@@ -310,6 +313,6 @@ def test_a_dry_run_refuses_what_was_imported_before_with_other_content(tree: Tre
     import_data_set(tree.root, name="one", dry_run=True)
     tree.write(DEFINITION, definition(description="another"))
     for dry_run in (True, False):
-        with pytest.raises(UsageError, match="--replace"):
+        with raises(UsageError, "data_set_exists", "--replace"):
             import_data_set(tree.root, name="one", dry_run=dry_run)
     import_data_set(tree.root, name="one", dry_run=True, replace=True)

@@ -20,6 +20,7 @@ from foreign_sets import (
     solution,
     workload,
 )
+from raising import raises
 from safetensors.torch import save
 
 from tilegym_db.catalog import Catalog
@@ -117,21 +118,22 @@ def test_a_constraint_on_the_shapes_of_inputs_is_one_on_axes(tree: Tree, home: P
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("text", "name"),
     [
-        ("x.tolist() == 2", r"uses '.tolist'"),
-        ("y[0] == 2", "uses 'y', which is no axis and no input"),
-        ("x.item().__class__ == 1", "uses '.__class__'"),
+        ("x.tolist() == 2", "'.tolist'"),
+        ("y[0] == 2", "'y'"),
+        ("x.item().__class__ == 1", "'.__class__'"),
     ],
 )
 def test_a_constraint_that_nobody_can_evaluate_is_refused_and_says_what_judges_it(
-    tree: Tree, home: Path, text: str, reason: str
+    tree: Tree, home: Path, text: str, name: str
 ) -> None:
     tree.write(DEFINITION, definition(constraints=["M >= 1", text]))
     found = imported(tree)
-    with pytest.raises(UsageError, match=f"{reason}.*compare-foreign flashinfer-trace:small scale_n8 --run"):
+    command = "tilegym-db compare-foreign flashinfer-trace:small scale_n8 --run"
+    with raises(UsageError, "constraint_unchecked", name, command):
         draft_of(found, "scale_n8")
-    with pytest.raises(NotFoundError, match="Did you mean 'scale_n8'"):
+    with raises(NotFoundError, "definition_unknown", "'scale_n8'"):
         draft_of(found, "scale_n9")
 
 
@@ -179,15 +181,15 @@ def test_a_file_that_the_store_no_longer_has_as_it_was_leaves_its_workload_out(t
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"name": "top_k_sampling_from_probs_v8", **DRAWN}, "judged as a distribution.*those of no sampler"),
-        ({"name": "dsa_topk_indexer_fp8_h64"}, "judged by their scores"),
+        ({"name": "top_k_sampling_from_probs_v8", **DRAWN}, "sampler"),
+        ({"name": "dsa_topk_indexer_fp8_h64"}, "scores"),
     ],
 )
 def test_what_no_element_is_judged_by_becomes_no_draft(
     tree: Tree, home: Path, changes: dict[str, Any], reason: str
 ) -> None:
     tree.write(DEFINITION, definition(**changes))
-    with pytest.raises(UsageError, match=reason):
+    with raises(UsageError, "judged_otherwise", changes["name"], reason):
         draft_of(imported(tree), changes["name"])
 
 

@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
+from raising import raises
 
 from tilegym_db.backends.toolchains import lacking_dependency
 from tilegym_db.catalog import Catalog
@@ -205,6 +205,6 @@ def test_adapted_entries_of_an_operator_that_overwrites_give_every_output(export
 
 def test_an_export_never_writes_over_what_is_there(export: Export, tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("keep")
-    with pytest.raises(UsageError, match="not empty"):
+    with raises(UsageError, "folder_occupied", str(tmp_path)):
         write_tree(tmp_path, export.files)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from foreign_sets import Tree, lines, of_workload, solution
+from raising import raises
 
 from tilegym_db.bench.benchmark import benchmark
 from tilegym_db.catalog import Catalog
@@ -91,10 +92,10 @@ def test_a_sampler_of_a_known_law_becomes_a_draft_that_this_law_judges(
 @pytest.mark.parametrize(
     ("record", "words"),
     [
-        (sampler("top_p", "top_k"), "those of no sampler with a known law"),
-        (sampler("temperature"), "those of no sampler with a known law"),
-        (sampler(), "those of no sampler with a known law"),
-        (sampler("top_k", output={"shape": ["batch", "vocab"]}), "not an index for each of batch"),
+        (sampler("top_p", "top_k"), "sampler"),
+        (sampler("temperature"), "sampler"),
+        (sampler(), "sampler"),
+        (sampler("top_k", output={"shape": ["batch", "vocab"]}), "batch"),
         (
             sampler("top_k", inputs={**sampler("top_k")["inputs"], "top_k": {"shape": None, "dtype": "int32"}}),
             "top_k is",
@@ -108,7 +109,7 @@ def test_a_sampler_of_a_known_law_becomes_a_draft_that_this_law_judges(
 def test_what_has_another_form_is_refused_with_what_is_in_its_way(
     tree: Tree, home: Path, record: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(UsageError, match=words):
+    with raises(UsageError, "judged_otherwise", words):
         draft(tree, record)
 
 

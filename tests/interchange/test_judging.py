@@ -21,6 +21,7 @@ from foreign_sets import (
     trace,
     workload,
 )
+from raising import raises
 from safetensors.torch import save_file
 
 from tilegym_db.errors import RecordError
@@ -118,7 +119,7 @@ def test_an_input_that_cannot_be_allocated_is_named(tree: Tree, home: Path) -> N
     tree.write("definitions/scale/scale_n8.json", definition(inputs=inputs))
     found, given, _ = adapted(tree)
     assert isinstance(given, Adapted)
-    with pytest.raises(RecordError, match=r"inputs.x: \[1099511627776, 1099511627776\] float32 cannot be drawn"):
+    with raises(RecordError, "inputs_not_drawable", "inputs.x", "[1099511627776, 1099511627776] float32"):
         draw_contents(found, given.definition, workload(m=1 << 40), 0, "cpu")
 
 

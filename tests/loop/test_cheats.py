@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from loop_authors import GOOD
+from raising import raises
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import ConflictError, HardwareError, UsageError
@@ -78,12 +79,12 @@ def test_a_submission_that_omits_an_output_is_refused(task: Task, hand_in: HandI
 def test_another_language_or_gpu_than_was_asked_for_is_refused(task: Task, hand_in: HandIn) -> None:
     spec = {"language": "triton", "entry_point": "kernel.py::run"}
     assert "it is triton for row_scale" in submit(task, hand_in(GOOD, spec=spec)).reason
-    with pytest.raises(HardwareError, match="is for cpu"):
+    with raises(HardwareError, "gpu_of_task_differs", "h200", "cpu"):
         submit(task, hand_in(GOOD), gpu="h200")
 
 
 def test_a_bar_below_that_of_promotions_is_refused(operator: Path) -> None:
-    with pytest.raises(UsageError, match=r"needs 1\.10, so no bar is lower"):
+    with raises(UsageError, "bar_too_low", "1.10"):
         create_task("row_scale", language="python", gpu="cpu", min_speedup=1.0)
 
 
@@ -102,7 +103,7 @@ def test_an_author_who_edits_what_judges_stops_the_loop(operator: Path, tmp_path
     script = tmp_path / "author.py"
     script.write_text(f"import pathlib\npathlib.Path({str(definition)!r}).write_text({edited!r})\n")
     command = shlex.join([sys.executable, str(script)])
-    with pytest.raises(ConflictError, match="changed while the author ran"):
+    with raises(ConflictError, "judge_changed"):
         run_author(command, "a prompt", tmp_path / "work", Catalog.default(), 60.0)
 
 

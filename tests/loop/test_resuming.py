@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from killed_process import killed
 from loop_authors import GOOD
+from raising import raises
 
-from tilegym_db.errors import HardwareError, StoreError
+from tilegym_db.errors import HardwareError, RecordError, StoreError
 from tilegym_db.files import hold_lock
 from tilegym_db.loop import submit as submit_module
 from tilegym_db.loop.status import tasks_table
@@ -95,15 +96,16 @@ def test_a_line_at_the_end_that_was_cut_off_is_named_once(
     assert tasks_table() == []
     assert journaled(Task, home) == []
     told = [record.getMessage() for record in caplog.records]
-    assert told == [f"{path}:1: cut off in mid write: this record is lost, and what follows is written after it."]
+    (line,) = told
+    assert line.startswith(f"{path}:1: cut off")
 
 
 def test_two_processes_do_not_judge_submissions_to_one_task_at_once(task: Task, hand_in: HandIn, home: Path) -> None:
     lock = loop_folder(home) / f"{task.id}.lock"
-    with hold_lock(lock, lock, 1.0, ""), pytest.raises(StoreError, match="was not received"):
+    with hold_lock(lock, lock, 1.0, ""), raises(StoreError, "store_locked", lock.name):
         submit(task, hand_in(GOOD))
 
 
 def test_a_task_whose_content_was_edited_is_no_task(task: Task) -> None:
-    with pytest.raises(ValueError, match="does not match the content"):
+    with raises(RecordError, "id_differs", task.id):
         Task.from_dict({**task.model_dump(mode="json"), "language": "triton"})

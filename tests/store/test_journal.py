@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from raising import raises
 
 from tilegym_db.errors import RecordError, StoreError, UsageError
 from tilegym_db.store.journal import Journal, journal_files, read_journal
@@ -85,7 +86,7 @@ def test_a_full_disk_leaves_the_journal_with_whole_lines(home, trace, file_size_
     with Journal("run-1", home) as journal:
         journal.append(trace())
         size = journal.path.stat().st_size
-        with file_size_limit(size + 100), pytest.raises(StoreError, match=r"run-1.jsonl.*TILEGYM_DB_HOME"):
+        with file_size_limit(size + 100), raises(StoreError, "write_failed", "run-1.jsonl", "TILEGYM_DB_HOME"):
             journal.append(trace())
         assert journal.path.stat().st_size == size
         journal.append(trace())
@@ -94,12 +95,12 @@ def test_a_full_disk_leaves_the_journal_with_whole_lines(home, trace, file_size_
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match=r"file/home/runs.*TILEGYM_DB_HOME"):
+    with raises(StoreError, "write_failed", "file/home/runs", "TILEGYM_DB_HOME"):
         Journal("run-1", tmp_path / "file" / "home")
 
 
 def test_one_run_has_one_writer(home):
-    with Journal("run-1", home), pytest.raises(StoreError, match="written by another process"):
+    with Journal("run-1", home), raises(StoreError, "journal_locked", "run-1.jsonl"):
         Journal("run-1", home)
     Journal("run-1", home).close()
 
@@ -111,7 +112,7 @@ def test_a_run_that_measured_nothing_leaves_no_journal(home):
 
 @pytest.mark.parametrize("run_id", ["", "../x", "a/b", ".hidden", "x" * 200])
 def test_a_run_id_names_a_file_in_the_folder(home, run_id):
-    with pytest.raises(UsageError, match="run id"):
+    with raises(UsageError, "run_id_invalid"):
         Journal(run_id, home)
 
 
@@ -120,13 +121,13 @@ def test_infinity_is_refused_before_anything_is_written(home, trace):
     bad = good.model_copy(update={"correctness": good.correctness.model_copy(update={"max_abs": float("inf")})})
     with Journal("run-1", home) as journal:
         journal.append(good)
-        with pytest.raises(RecordError, match="scale_triton"):
+        with raises(RecordError, "json_unholdable", "scale_triton"):
             journal.append(bad)
     assert read_journal(journal.path).traces == (good,)
 
 
 def test_an_unreadable_journal_is_a_store_error(tmp_path: Path):
-    with pytest.raises(StoreError, match=f"{os.fspath(tmp_path)}: cannot read this journal: it is a folder"):
+    with raises(StoreError, "file_irregular", os.fspath(tmp_path)):
         read_journal(tmp_path)
 
 

