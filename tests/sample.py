@@ -47,10 +47,10 @@ KINDS = ("definition", "solution", "traces", "cheat", "page")
 
 MARK = "records"
 SWEEP = "sweep"
-ONE_OF = 16
-ONE_OF_CHANGED = 8
+ONE_OF = 32
+ONE_OF_CHANGED = 16
 ONE_OF_CASES = 8
-MAX_CHANGED = 24
+MAX_CHANGED = 16
 MAX_CHANGED_PAGES = 2
 """A page's commands take up to a minute."""
 

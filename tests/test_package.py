@@ -100,6 +100,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return scripts
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_installed_wheel_works_without_the_repository(installed: Path, tmp_path: Path, home: Path):
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -35,7 +35,7 @@ from sample import (
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
 
-RECORDS = {f"solution:kernel_{number}": f"digest {number}" for number in range(400)}
+RECORDS = {f"solution:kernel_{number}": f"digest {number}" for number in range(1600)}
 NOW = Sample("2026-11-28", RECORDS, base="a commit")
 
 

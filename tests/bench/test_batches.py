@@ -243,6 +243,7 @@ def test_a_fresh_worker_that_ends_before_it_is_timed_costs_its_own_workload_alon
     assert all("this machine could not set up a worker" in reason for reason in unsupported), unsupported
 
 
+@pytest.mark.nightly
 def test_the_memory_of_contents_that_could_not_be_drawn_is_free_for_the_others(plans, tmp_path, monkeypatch):
     expect, drawn, still_there = contents.expect, [], []
 

@@ -92,6 +92,7 @@ def test_a_client_lists_tools_creates_a_task_submits_a_kernel_and_reads_the_verd
     assert status["verdict"] == "refused" if isinstance(status, dict) else status[0]["verdict"] == "refused"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_kernel_that_a_client_submits_is_run_in_the_sandbox_and_judged(home: Path) -> None:

@@ -77,7 +77,7 @@ def targets(graphs: list[torch.fx.GraphModule]) -> list[list[str]]:
     return [[str(node.target) for node in graph.graph.nodes if "tilegym_db" in str(node.target)] for graph in graphs]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", SERVED)
 def test_one_graph_calls_a_kernel_at_every_site_for_any_number_of_tokens(
     name: str, kernels: Catalog, logits: Any, build: Any, prompt: Any
@@ -94,7 +94,7 @@ def test_one_graph_calls_a_kernel_at_every_site_for_any_number_of_tokens(
     assert handle.report().hits() == {op: 3 * count for op, count in SERVED[name].items()}
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", ["gemma3", "phi3"])
 def test_lowered_graphs_have_the_operators_too(
     name: str, kernels: Catalog, logits: Any, build: Any, prompt: Any
@@ -107,7 +107,7 @@ def test_lowered_graphs_have_the_operators_too(
     assert handle.report().hits() == SERVED[name]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", ["gemma3", "phi3"])
 def test_what_would_be_left_to_stock_is_lowered_to_stock_operations(
     name: str, shop: Any, logits: Any, build: Any, prompt: Any
@@ -240,7 +240,7 @@ def test_a_failing_kernel_is_answered_with_stock_code_in_the_layout_that_was_pro
     assert handle.report().kernel_calls == 0
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("training", [True, False])
 def test_gradients_of_compiled_code_are_those_of_stock(
     training: bool, poison: Catalog, build: Any, prompt: Any
@@ -259,7 +259,7 @@ def test_gradients_of_compiled_code_are_those_of_stock(
     assert all(torch.equal(got, want) for got, want in zip(found, stock, strict=True))
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("way", ["vmap", "grad", "jvp", "autocast"])
 def test_transforms_inside_compiled_code_see_the_models_own_code_or_slices_of_it(
     way: str, kernels: Catalog, build: Any

@@ -270,6 +270,7 @@ print(json.dumps({"errors": errors, "hits": handle.report().hits()}))
 """
 
 
+@pytest.mark.nightly
 def test_a_model_trains_on_the_triton_kernels_themselves(shop: Any) -> None:
     """In a process of its own, in which the interpreter of Triton runs them on the CPU."""
     shop.offer(rounding="triton", ops=("rms_norm", "swiglu", "rope_neox", *BACKWARDS))

@@ -46,6 +46,7 @@ def ask(worker: WorkerProcess) -> dict[str, object]:
     return dict(worker.request("call", timeout_s=150).content)
 
 
+@pytest.mark.nightly
 def test_a_worker_with_a_compile_cache_builds_only_its_own_kernel(start, folder):
     body = "result = torch.compile(lambda x: x * 3 + 1)(torch.ones(8)).tolist()\n"
     found = ask(start(f"{body}answer(began_with=began_with, built=built(), result=result)", compile_cache=folder))
@@ -54,6 +55,7 @@ def test_a_worker_with_a_compile_cache_builds_only_its_own_kernel(start, folder)
     assert found["built"] == [".so"]  # without the compile cache, a precompiled header (.gch) as well
 
 
+@pytest.mark.nightly
 def test_a_header_that_was_not_made_for_it_is_built_in_the_workers_own_folder(start, folder):
     body = (
         "torch._inductor.config.cpp.simdlen = 1\n"  # other flags
