@@ -93,7 +93,7 @@ def published(definition: Definition, case: Case, table: ResolverTable | None, f
         candidate
         for entry in entries
         if entry.definition_digest == definition.digest
-        and all(entry.axes[name] == case.axes[name] for name in definition.var_axes)
+        and all(entry.call.axes[name] == case.axes[name] for name in definition.var_axes)
         and layouts_match(entry, layouts_of(definition, case), definition)
         for candidate in entry.candidates
         if candidate.solution_digest == files.digest and candidate.tier in VERIFIED_TIERS and candidate.latency_us

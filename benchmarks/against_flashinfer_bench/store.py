@@ -34,6 +34,7 @@ from benchmarks.against_flashinfer_bench.dataset import their_definition, their_
 from benchmarks.store_scale import DEFINITIONS, GPUS, LANGUAGES, trace_lines, write_catalog
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Workload
+from tilegym_db.records.call import Call
 
 MODULE = "benchmarks.against_flashinfer_bench.store"
 GPU = GPUS[0]
@@ -211,7 +212,9 @@ def measure_ours(folder: Path, repeats: int) -> dict[str, Any]:
         found = 0
         for number in range(LOOKUPS):
             definition, axes, dtypes, scalars = calls[number % len(calls)]
-            request = make_request(definition, axes=axes, dtypes=dtypes, scalars=scalars, gpu=GPU, sm="sm_90")
+            request = make_request(
+                definition, Call(definition.name, axes, dtypes, scalars=scalars), gpu=GPU, sm="sm_90"
+            )
             found += decide(request, table, solutions[definition.name]).evidence.axes == axes
         return found
 

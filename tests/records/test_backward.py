@@ -9,8 +9,8 @@ from raising import raises
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition
-from tilegym_db.records.backward import backward_binding, backward_problem, differentiated
-from tilegym_db.records.call import Binding
+from tilegym_db.records.backward import backward_call, backward_problem, differentiated
+from tilegym_db.records.call import Call
 
 ROWS = {"shape": ["M", "N"], "dtype": "T"}
 COLUMNS = {"shape": ["N"], "dtype": "T"}
@@ -91,12 +91,13 @@ def test_other_definitions_keep_their_meaning(forward: Definition, backward: Any
 
 
 def test_the_call_of_a_backward_is_known_at_the_forward(backward: Any) -> None:
-    call = Binding(
+    call = Call(
+        "forward",
         axes={"M": 4, "N": 8},
         dtypes={"T": "float32"},
         layouts={"x": "row_contiguous", "weight": "contiguous", "out": "strided"},
         scalars={"factor": 2.0},
     )
-    asked = backward_binding(backward(), call)
+    asked = backward_call(backward(), call)
     assert (asked.axes, asked.dtypes, asked.scalars) == (call.axes, call.dtypes, call.scalars)
     assert asked.layouts == {"weight": "contiguous", "grad_out": "strided"}

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tilegym_db.errors import UsageError
+from tilegym_db.records.call import Call
 from tilegym_db.resolver import Decision, Request, call_site, decide, load_table, make_request, resolve
 from tilegym_db.resolver.decide import not_in_compiled_code
 
@@ -17,7 +18,9 @@ from tilegym_db.resolver.decide import not_in_compiled_code
 def ask(shop: Any, *, definition: str = "scale_rows", axes: dict[str, int] | None = None, **changes: Any) -> Request:
     if definition == "scale_rows":
         changes = {"dtypes": {"T": "bfloat16"}, **changes}
-    return make_request(shop.definition(definition), axes=axes or {"M": 4, "N": 8}, **{"gpu": "h200", **changes})
+    parts = {name: changes.pop(name) for name in ("dtypes", "layouts", "scalars") if name in changes}
+    call = Call(definition, axes or {"M": 4, "N": 8}, **parts)
+    return make_request(shop.definition(definition), call, **{"gpu": "h200", **changes})
 
 
 def decide_in(shop: Any, request: Request) -> Decision:
@@ -317,7 +320,7 @@ def test_a_scalar_that_selects_code_must_match(shop: Any) -> None:
     shop.publish([shop.entry("halves", {"M": 4, "I": 8}, [shop.candidate(files)], scalars={"swap": True})], gpu="h200")
     request = ask(shop, definition="halves", axes={"M": 4, "I": 8}, scalars={"swap": True})
     assert decide_in(shop, request).solution is not None
-    decision = decide_in(shop, replace(request, scalars={"swap": False}))
+    decision = decide_in(shop, replace(request, call=replace(request.call, scalars={"swap": False})))
     assert decision.solution is None
     assert "code-selecting scalars" in decision.evidence.reason
 
@@ -353,7 +356,7 @@ def test_what_omits_an_output_serves_no_call_whatever_was_published_of_it(shop: 
     shop.add("with_total", "with_total_stock", whole, role="baseline", provides="stock")
     part = shop.add("with_total", "with_total_part", "def run(x, out):\n    out.copy_(3 * x)\n", omits=["total"])
     shop.publish([shop.entry("with_total", {"M": 4}, [shop.candidate(part, 1.0, host_us=1.0)])])
-    request = make_request(shop.definition("with_total"), axes={"M": 4}, gpu="cpu")
+    request = make_request(shop.definition("with_total"), Call("with_total", {"M": 4}), gpu="cpu")
     decision = decide_in(shop, request)
     assert decision.solution is None
     assert "it omits total: it is verified without a time" in reasons(decision)["with_total_part"]

@@ -12,6 +12,7 @@ from tilegym_db.catalog import SolutionFiles
 from tilegym_db.errors import UsageError
 from tilegym_db.published.table import ResolverTable
 from tilegym_db.records import Definition, Solution
+from tilegym_db.records.call import Call
 from tilegym_db.resolver import Decision, decide, make_request
 from tilegym_db.resolver.decide import outside_scalars
 from tilegym_db.resolver.resolve import PointIndex, index_of
@@ -138,7 +139,14 @@ def long_way(
 ) -> Decision | None:
     """None where the call is refused."""
     try:
-        request = make_request(DEFINITION, **call, gpu=table.gpu, sm="sm_90", serving=serving, unavailable=unavailable)
+        request = make_request(
+            DEFINITION,
+            Call(DEFINITION.name, **call),
+            gpu=table.gpu,
+            sm="sm_90",
+            serving=serving,
+            unavailable=unavailable,
+        )
     except UsageError:
         return None
     return decide(request, table, SOLUTIONS)
@@ -161,10 +169,10 @@ def test_a_look_up_is_the_long_way_made_short(data: st.DataObject) -> None:
     for table in tables.values():
         index = index_of(DEFINITION, table, SOLUTIONS, sm="sm_90", unavailable=unavailable)
         for _ in range(5):
-            call = data.draw(calls([vars(entry) for entry in table]))
+            call = data.draw(calls([vars(entry.call) for entry in table]))
             serving = data.draw(st.sampled_from([None, *SOLUTIONS, "unknown"]))
             expected = long_way(call, table, serving, unavailable)
-            found = index.find(**call, serving=serving)
+            found = index.find(Call(DEFINITION.name, **call), serving)
             if found is not None:
                 assert found == expected
             elif expected is not None and is_spelled_out(call) and not is_outside(call, table):
@@ -217,17 +225,17 @@ CALL: dict[str, Any] = {
 
 def test_a_measured_point_is_found_with_a_reason_for_every_candidate() -> None:
     index = PointIndex(DEFINITION, table_of(verified("plain")), SOLUTIONS, sm="sm_90", unavailable={})
-    decision = index.find(**CALL)
+    decision = index.find(Call(DEFINITION.name, **CALL))
     assert decision is not None
     assert decision.solution is SOLUTIONS["plain"]
     assert {str(candidate) for candidate, _ in decision.rejected} == {"any", "elsewhere", "rows", "stock"}
-    assert index.find(**{**CALL, "axes": {"M": 4, "H": 2, "I": 2}}) is decision
+    assert index.find(Call(DEFINITION.name, **{**CALL, "axes": {"M": 4, "H": 2, "I": 2}})) is decision
 
 
 def test_what_is_serving_of_a_tie_keeps_its_place() -> None:
     table = table_of(verified("plain"), verified("any", latency_us=10.0))
     index = PointIndex(DEFINITION, table, SOLUTIONS, sm="sm_90", unavailable={})
-    picked = {name: index.find(**CALL, serving=name) for name in ("any", "plain", "rows")}
+    picked = {name: index.find(Call(DEFINITION.name, **CALL), name) for name in ("any", "plain", "rows")}
     assert [decision.solution.name for decision in picked.values() if decision and decision.solution] == [
         "any", "plain", "any",
     ]  # fmt: skip
@@ -250,8 +258,8 @@ def test_of_points_that_differ_in_a_continuous_scalar_the_equal_one_decides() ->
     table = ResolverTable.from_entries("h200", "sm_90", "2026-11-21", found, "a table")
     index = PointIndex(DEFINITION, table, SOLUTIONS, sm="sm_90", unavailable={})
     for eps, name in ((1e-6, "any"), (1e-5, "plain"), (5e-6, "any")):
-        decision = index.find(**{**CALL, "scalars": {"swap": False, "eps": eps}})
+        decision = index.find(Call(DEFINITION.name, **{**CALL, "scalars": {"swap": False, "eps": eps}}))
         assert decision is not None
         assert decision.solution is SOLUTIONS[name]
     # What nobody verified is no point of the index: each candidate is judged by the range that it was verified in.
-    assert index.find(**{**CALL, "scalars": {"swap": False, "eps": 1.0}}) is None
+    assert index.find(Call(DEFINITION.name, **{**CALL, "scalars": {"swap": False, "eps": 1.0}})) is None

@@ -9,6 +9,7 @@ import pytest
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
+from tilegym_db.records.call import Call
 from tilegym_db.resolver import Decision, decide, load_table, make_request
 from tilegym_db.resolver.decide import axes_beyond
 
@@ -40,7 +41,7 @@ def decide_heads(shop: Any) -> Any:
     def ask(axes: dict[str, int], **changes: Any) -> Decision:
         entries = [shop.entry("heads", point, [shop.candidate(kernel, **changes)]) for point in POINTS]
         shop.publish(entries, gpu="h200")
-        request = make_request(shop.definition("heads"), axes=axes, gpu="h200")
+        request = make_request(shop.definition("heads"), Call("heads", axes), gpu="h200")
         return decide(request, load_table("h200"), {kernel.name: kernel})
 
     return ask
@@ -146,9 +147,12 @@ def test_the_rotation_of_a_model_with_as_many_key_heads_as_query_heads_is_served
     definition = SHIPPED.definition("rope_neox")
     request = make_request(
         definition,
-        axes={"B": 1, "Hq": 16, "Hkv": 16, "S": 2048, "D": 128, "Bc": 1},
-        dtypes={"T": "bfloat16"},
-        layouts={"q": "row_contiguous", "k": "row_contiguous"},
+        Call(
+            "rope_neox",
+            axes={"B": 1, "Hq": 16, "Hkv": 16, "S": 2048, "D": 128, "Bc": 1},
+            dtypes={"T": "bfloat16"},
+            layouts={"q": "row_contiguous", "k": "row_contiguous"},
+        ),
         gpu="h200",
     )
     solutions = {files.name: files for files in SHIPPED.solutions_for("rope_neox")}

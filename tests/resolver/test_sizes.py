@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tilegym_db.errors import UsageError
+from tilegym_db.records.call import Call
 from tilegym_db.resolver import make_request
 from tilegym_db.resolver.hot_path import allocate_of
 from tilegym_db.resolver.resolve import resolve
@@ -36,7 +37,7 @@ def published(shop):
 def test_a_call_is_served_without_outputs_to_read_its_size_from(published):
     z, out = torch.randn(8, 16), torch.zeros(8, 4)
     resolved = resolve("best", like=(z, 4), gpu="cpu", catalog=published.catalog)
-    assert (resolved.request.axes, resolved.solution.name) == ({"M": 8, "E": 16, "K": 4}, "best_kernel")
+    assert (resolved.request.call.axes, resolved.solution.name) == ({"M": 8, "E": 16, "K": 4}, "best_kernel")
     resolved(z, 4, out)
     assert torch.equal(out, z.topk(4).values)
     assert resolved.report().calls == 1
@@ -52,7 +53,7 @@ def test_a_call_is_served_without_outputs_to_read_its_size_from(published):
 )
 def test_axis_and_scalar_are_one_size_in_a_request(published, call):
     resolved = resolve("best", **call, gpu="cpu", catalog=published.catalog)
-    assert (resolved.request.axes["K"], resolved.request.scalars["top_k"]) == (4, 4)
+    assert (resolved.request.call.axes["K"], resolved.request.call.scalars["top_k"]) == (4, 4)
     assert resolved.solution.name == "best_kernel"
 
 
@@ -79,7 +80,7 @@ def test_each_size_is_a_call_of_its_own_at_a_call_site(published):
 def test_a_request_that_contradicts_itself_is_refused(published):
     definition = published.definition("best")
     with pytest.raises(UsageError, match=r"K=4.*'top_k'"):
-        make_request(definition, axes={"M": 8, "E": 16, "K": 4}, scalars={"top_k": 2}, gpu="cpu")
+        make_request(definition, Call(definition.name, {"M": 8, "E": 16, "K": 4}, scalars={"top_k": 2}), gpu="cpu")
 
 
 def test_outputs_are_allocated_by_the_scalar(published):

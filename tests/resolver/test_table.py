@@ -14,6 +14,7 @@ from tilegym_db.paths import shipped_root
 from tilegym_db.published.entries import Entry
 from tilegym_db.published.input_files import LOCK_NAME
 from tilegym_db.published.table import load_table
+from tilegym_db.records.call import Call
 
 
 def test_nothing_published_is_no_table(shop: Any) -> None:
@@ -94,7 +95,7 @@ def test_an_entry_with_an_unknown_key_is_refused(shop: Any) -> None:
 
 
 def test_distance_is_in_octaves() -> None:
-    entry = Entry("d", "1.0.0", "", "toy", {"M": 8, "N": 64}, ())
+    entry = Entry(Call("d", {"M": 8, "N": 64}), "1.0.0", "", "toy", ())
     assert entry.log_distance({"M": 8, "N": 64}) == 0
     assert entry.log_distance({"M": 32, "N": 64}) == pytest.approx(2)
     assert entry.log_distance({"M": 4, "N": 128}) == pytest.approx(2**0.5)
@@ -108,4 +109,4 @@ def test_published_tables_of_the_checkout_are_valid(monkeypatch: pytest.MonkeyPa
             assert table is not None
             assert table.gpu == folder.name
             assert table.definitions
-            assert {entry.definition for entry in table} == set(table.definitions)
+            assert {entry.call.definition for entry in table} == set(table.definitions)

@@ -75,7 +75,9 @@ def test_the_resolver_table_lists_candidates_by_latency(opened, write_traces, tr
     assert table.published.endswith("Z")
     assert (table.gpu, table.sm) == ("h200", "sm_90")
     entries = [asdict(entry) for entry in table]
-    assert [(entry["definition"], entry["axes"]["M"], len(entry["candidates"])) for entry in entries] == [
+    assert [
+        (entry["call"]["definition"], entry["call"]["axes"]["M"], len(entry["candidates"])) for entry in entries
+    ] == [
         ("scale", 1, 1),
         ("scale", 4096, 2),
         ("shift", 4096, 1),
@@ -89,14 +91,16 @@ def test_the_resolver_table_lists_candidates_by_latency(opened, write_traces, tr
         "timer": "events",
     }
     assert decode == {
-        "definition": "scale",
+        "call": {
+            "definition": "scale",
+            "axes": {"M": 1, "N": 4096},
+            "dtypes": {"T": "bfloat16"},
+            "layouts": {},
+            "scalars": {"eps": 1e-5},
+        },
         "definition_version": "1.0.0",
         "definition_digest": catalog.definition("scale").digest,
         "op_type": "norm",
-        "dtypes": {"T": "bfloat16"},
-        "axes": {"M": 1, "N": 4096},
-        "scalars": {"eps": 1e-5},
-        "layouts": {},
     }
     assert candidate == {
         "solution": "scale_triton",
@@ -171,7 +175,7 @@ def test_what_a_later_failure_took_back_is_published_no_more(opened, write_trace
     folder = tmp_path / "traces" / "h200"
     assert report.left_out["a later failure took the pass back"] == 1
     assert (report.entries, report.revocations, report.leftover) == (2, 1, ())
-    assert {entry.definition for entry in table_of(tmp_path, ship)} == {"scale"}
+    assert {entry.call.definition for entry in table_of(tmp_path, ship)} == {"scale"}
     assert read_journal(folder / "activation" / "shift.jsonl").traces == (failure,)
 
 

@@ -73,7 +73,7 @@ class Team:
         if table is None:
             return {}
         entries = table.believed_entries(Catalog((self.root,)).definition(definition), BFLOAT16)
-        return {entry.axes["M"]: [f"{one.solution} {one.origin}" for one in entry.candidates] for entry in entries}
+        return {entry.call.axes["M"]: [f"{one.solution} {one.origin}" for one in entry.candidates] for entry in entries}
 
 
 @pytest.fixture(params=["folder", "s3"])

@@ -255,6 +255,7 @@ def build_llama(layers: int = 2) -> Any:
 
 def explain_sites(config: Any, catalog: Catalog, *, tokens: int) -> list[tuple[Any, ...]]:
     """What the resolver gives each call site of such a model, for one prompt and for one new token: rows of a table."""
+    from tilegym_db.records.call import Call
     from tilegym_db.resolver import decide_request, make_request
 
     heads = {"Hq": config.num_attention_heads, "Hkv": config.num_key_value_heads, "D": config.head_dim}
@@ -269,7 +270,7 @@ def explain_sites(config: Any, catalog: Catalog, *, tokens: int) -> list[tuple[A
         ]
         for name, axes, layouts in sites:
             definition = catalog.definition(name)
-            request = make_request(definition, axes=axes, dtypes={"T": "bfloat16"}, layouts=layouts, gpu=REFERENCE_GPU)
+            request = make_request(definition, Call(name, axes, {"T": "bfloat16"}, layouts), gpu=REFERENCE_GPU)
             decision, _ = decide_request(request, catalog)
             chosen = "stock" if decision.solution is None else decision.solution.name
             found = decision.evidence.candidate

@@ -63,6 +63,7 @@ def command(
 ) -> None:
     """Say which solution the resolver picks for a call, and why not each of the others. Exit 3: stock code runs."""
     from tilegym_db.catalog import Catalog, stock_of
+    from tilegym_db.records.call import Call
     from tilegym_db.resolver import decide_request, make_request, unavailable_languages
 
     form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)
@@ -70,10 +71,13 @@ def command(
     slug, target = _device(gpu)
     request = make_request(
         catalog.definition(name),
-        axes=parse_axes("--axes", axes),
-        dtypes=parse_pairs("--dtype", dtype),
-        scalars=parse_scalars("--scalar", scalar),
-        layouts=parse_pairs("--layout", layout),
+        Call(
+            name,
+            axes=parse_axes("--axes", axes),
+            dtypes=parse_pairs("--dtype", dtype),
+            layouts=parse_pairs("--layout", layout),
+            scalars=parse_scalars("--scalar", scalar),
+        ),
         gpu=slug,
         sm=target,
         mode=mode,
@@ -105,10 +109,10 @@ def describe(request: Request, decision: Decision, stock: str | None) -> dict[st
     evidence, chosen = decision.evidence, decision.evidence.candidate
     return {
         "definition": request.definition.name,
-        "axes": dict(request.axes),
-        "dtypes": dict(request.dtypes),
-        "scalars": dict(request.scalars),
-        "layouts": dict(request.layouts),
+        "axes": dict(request.call.axes),
+        "dtypes": dict(request.call.dtypes),
+        "scalars": dict(request.call.scalars),
+        "layouts": dict(request.call.layouts),
         "gpu": request.gpu,
         "mode": request.mode,
         "solution": decision.solution.name if decision.solution else None,

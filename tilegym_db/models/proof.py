@@ -16,7 +16,7 @@ import torch
 from tilegym_db.errors import TilegymDBError
 from tilegym_db.models.capture import CapturedCall, copied
 from tilegym_db.records import Definition
-from tilegym_db.records.call import Binding, bind_call
+from tilegym_db.records.call import Call, bind_call
 from tilegym_db.records.tolerance import LIMITS
 from tilegym_db.resolver.dispatch import Dispatcher
 from tilegym_db.resolver.hot_path import Allocate
@@ -125,7 +125,7 @@ def _same_outputs(outputs: Outputs, others: Outputs) -> bool:
     return all(_same_bits(value, others[name]) for name, value in outputs.items())
 
 
-def _axes(definition: Definition, call: CapturedCall) -> dict[str, int]:
+def _axes(definition: Definition, call: CapturedCall) -> Mapping[str, int]:
     try:
         return bind_call(definition, call.inputs).axes
     except TilegymDBError:  # no call of the Definition, which is what the preview's reason says
@@ -133,7 +133,7 @@ def _axes(definition: Definition, call: CapturedCall) -> dict[str, int]:
 
 
 def _compared(
-    definition: Definition, call: CapturedCall, binding: Binding, kernel: str, outputs: Outputs, stock: Outputs
+    definition: Definition, call: CapturedCall, binding: Call, kernel: str, outputs: Outputs, stock: Outputs
 ) -> Proof:
     inputs = dict(zip(definition.inputs, call.inputs, strict=True))
     truth = oracle(definition, inputs)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from tilegym_db.errors import RecordError
 from tilegym_db.published.checked import shipped_keys, source_key
 from tilegym_db.published.trace_set import NANO, RATIO, Point, TraceSet, is_trace_set
+from tilegym_db.records.call import Call
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.solution import Config, name_with_config
 from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL, new_trace_id
@@ -59,19 +60,15 @@ class Candidate:
 class Entry:
     """One measured point: a Definition at concrete axes, dtypes, scalars and layouts, with its verified candidates."""
 
-    definition: str
+    call: Call
     definition_version: str
     definition_digest: str
     op_type: str
-    axes: Mapping[str, int]
     candidates: tuple[Candidate, ...]
-    dtypes: Mapping[str, str] = field(default_factory=dict)
-    scalars: Mapping[str, Scalar] = field(default_factory=dict)
-    layouts: Mapping[str, str] = field(default_factory=dict)
 
     def log_distance(self, axes: Mapping[str, int]) -> float:
         """Euclidean distance between two points in log2 of the axis sizes: 1.0 is one axis off by a factor of two."""
-        return math.hypot(*(math.log2(max(size, 1) / max(self.axes[name], 1)) for name, size in axes.items()))
+        return math.hypot(*(math.log2(max(size, 1) / max(self.call.axes[name], 1)) for name, size in axes.items()))
 
 
 DtypesKey = tuple[tuple[str, str], ...]
@@ -134,13 +131,9 @@ def _entries(parsed: TraceSet, places: _Rows, origin: str) -> tuple[Entry, ...]:
     for point, identity, candidates in grouped.values():
         candidates = [_with_source_known(one, identity) for one in candidates]
         candidates.sort(key=lambda item: (item.latency_us, item.trace_id))
-        where: dict[str, Any] = {
-            "axes": point.axes,
-            "dtypes": point.dtypes,
-            "scalars": point.scalars,
-            "layouts": point.layouts,
-        }
-        entries.append(Entry(**identity, **where, candidates=tuple(candidates)))
+        call = Call(identity["definition"], point.axes, point.dtypes, point.layouts, point.scalars)
+        about = {name: value for name, value in identity.items() if name != "definition"}
+        entries.append(Entry(call, **about, candidates=tuple(candidates)))
     return tuple(entries)
 
 

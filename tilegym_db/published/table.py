@@ -38,6 +38,7 @@ from tilegym_db.published.shared_tables import SharedTable, serving, tables_fold
 from tilegym_db.published.snapshot import Snapshot, open_snapshot
 from tilegym_db.published.trace_set import TraceSet, is_trace_set
 from tilegym_db.records import Definition
+from tilegym_db.records.call import Call
 from tilegym_db.records.hardware import gpus_meant
 from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.records.solution import config_id
@@ -136,7 +137,7 @@ class ResolverTable:
             return None
         figures = dict(candidate.figures)
         cold, timer = figures.pop("cold_l2", False), figures.pop("timer", "")
-        bounds = bounds_of(definition, entry.axes, entry.dtypes, self._peaks, cold_l2=cold, timer=timer)
+        bounds = bounds_of(definition, entry.call.axes, entry.call.dtypes, self._peaks, cold_l2=cold, timer=timer)
         times = {
             "latency_us": candidate.latency_us,
             "ci_low_us": candidate.ci_low_us,
@@ -145,7 +146,7 @@ class ResolverTable:
         errors = {name: figures.get(name) for name in ("rel_fro", "worst_row_rel", "matched_ratio")}
         doubt = why_implausible(bounds, **times, **errors)
         if doubt is not None:
-            _log.warning("%s: %s of %s is not used: %s", self.source, candidate, entry.definition, doubt)
+            _log.warning("%s: %s of %s is not used: %s", self.source, candidate, entry.call.definition, doubt)
         return doubt
 
     @property
@@ -426,7 +427,7 @@ def _source(candidate: Candidate) -> tuple[str, str, str]:
 
 
 def _point(entry: Entry) -> str:
-    parts = entry.axes, entry.scalars, entry.layouts
+    parts = entry.call.axes, entry.call.scalars, entry.call.layouts
     return json.dumps([entry.definition_digest, *(sorted(part.items()) for part in parts)], default=str)
 
 
@@ -478,9 +479,9 @@ def measured_of_old(raws: list[dict[str, Any]], source: str, origin: str) -> Mea
 def _old_entries(entries: list[Entry]) -> MeasuredEntries:
     grouped: dict[DtypesKey, list[Entry]] = {}
     for entry in entries:
-        grouped.setdefault(dtypes_key(entry.dtypes), []).append(entry)
+        grouped.setdefault(dtypes_key(entry.call.dtypes), []).append(entry)
     by_dtypes = {key: partial(tuple, found) for key, found in grouped.items()}
-    return MeasuredEntries(by_dtypes, scalar_hull(entry.scalars for entry in entries))
+    return MeasuredEntries(by_dtypes, scalar_hull(entry.call.scalars for entry in entries))
 
 
 def _old_entry(raw: dict[str, Any], source: str, origin: str) -> Entry:
@@ -488,7 +489,9 @@ def _old_entry(raw: dict[str, Any], source: str, origin: str) -> Entry:
         candidates = tuple(
             Candidate(**{"origin": origin, **candidate, "shipped_source": False}) for candidate in raw["candidates"]
         )
-        return Entry(**{**raw, "candidates": candidates})
+        known = {name: raw[name] for name in ("definition", "axes", "dtypes", "layouts", "scalars") if name in raw}
+        about = {name: value for name, value in raw.items() if name not in known}
+        return Entry(Call(**known), **{**about, "candidates": candidates})
     except (TypeError, KeyError) as error:
         what = f"an entry of {raw.get('definition')} is not valid: {error}"
         raise RecordError(f"{source}: {what}. {WRITE_ANEW}", code="table_entry_invalid") from None

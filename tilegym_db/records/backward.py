@@ -10,7 +10,7 @@ does not spend.
 from __future__ import annotations
 
 from tilegym_db.errors import RecordError
-from tilegym_db.records.call import Binding
+from tilegym_db.records.call import Call
 from tilegym_db.records.definition import Definition
 from tilegym_db.records.definition_parts import TensorSpec
 from tilegym_db.records.definition_rules import GRADIENT
@@ -95,7 +95,7 @@ def _differs(where: str, spec: TensorSpec, twin: TensorSpec | None, forward: Def
     return ""
 
 
-def backward_binding(backward: Definition, call: Binding) -> Binding:
+def backward_call(backward: Definition, call: Call) -> Call:
     """The call that will be made of a backward Definition after a call of the forward one, as far as can be known then.
 
     The gradients that come in are taken to lie in memory as the outputs do: that is what PyTorch gives back for most of
@@ -106,7 +106,8 @@ def backward_binding(backward: Definition, call: Binding) -> Binding:
         layout = call.layouts.get(name.removeprefix(GRADIENT) if name.startswith(GRADIENT) else name)
         if layout is not None:
             layouts[name] = layout
-    return Binding(
+    return Call(
+        backward.name,
         axes={name: size for name, size in call.axes.items() if name in backward.axes},
         dtypes={name: dtype for name, dtype in call.dtypes.items() if name in backward.dtypes},
         layouts=layouts,

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tilegym_db.errors import RecordError, UsageError
+from tilegym_db.records.base import canonical_json
 from tilegym_db.records.definition import Definition
 from tilegym_db.records.definition_rules import is_packed
 from tilegym_db.records.dtypes import Scalar
@@ -38,20 +39,46 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
-class Binding:
-    """A call in the Definition's terms.
+class Call:
+    """A call of an operator: everything that a kernel is asked for.
 
-    ``layouts`` has the class of every tensor that was given, contiguous ones included, so that "contiguous" and "not
-    stated" can be told apart for outputs.
+    ``layouts`` has a layout class, or the strides, per tensor. A tensor that it does not name is contiguous; an output that it
+    does not name may lie in memory in any way.
     """
 
-    axes: dict[str, int]
-    dtypes: dict[str, str]
-    layouts: dict[str, str]
-    scalars: dict[str, Scalar]
+    definition: str
+    """The name of the operator's Definition."""
+    axes: Mapping[str, int]
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    layouts: Mapping[str, str] = field(default_factory=dict)
+    scalars: Mapping[str, Scalar] = field(default_factory=dict)
+
+    def key(self) -> str:
+        """Return the text that equal calls share, whatever the order of their names."""
+        parts = (self.axes, self.dtypes, self.layouts, self.scalars)
+        return canonical_json([self.definition, *(dict(part) for part in parts)])
+
+    def bind(self, definition: Definition) -> Call:
+        """Return the call with const axes, single dtypes and the scalars that are sizes filled in.
+
+        Raises:
+            UsageError: an axis or dtype is missing, unknown or not allowed, or an axis and its scalar differ.
+        """
+        axes = axes_with_scalars(definition, self.axes, self.scalars)
+        try:
+            bound, dtypes = definition.bind_axes(axes), definition.bind_dtypes(self.dtypes)
+        except RecordError as error:
+            raise UsageError(str(error), code=error.code) from None
+        return Call(
+            definition.name, bound, dtypes, dict(self.layouts), scalars_with_axes(definition, self.scalars, bound)
+        )
+
+    def cost(self, definition: Definition) -> tuple[float, float]:
+        """Return the floating-point operations and the bytes of the bound call, 0 and 0 if the Definition states no cost."""
+        return definition.cost_of(self.axes, self.dtypes)
 
 
-def bind_call(definition: Definition, values: Sequence[Any]) -> Binding:
+def bind_call(definition: Definition, values: Sequence[Any]) -> Call:
     """Bind positional arguments: every input in order, then optionally every written output.
 
     Raises:
@@ -71,7 +98,7 @@ def bind_call(definition: Definition, values: Sequence[Any]) -> Binding:
     return bind_arguments(definition, given)
 
 
-def bind_arguments(definition: Definition, arguments: Mapping[str, TensorInfo | Scalar]) -> Binding:
+def bind_arguments(definition: Definition, arguments: Mapping[str, TensorInfo | Scalar]) -> Call:
     """The axes, dtypes, layouts and scalars of a call.
 
     Args:
@@ -111,7 +138,7 @@ def bind_arguments(definition: Definition, arguments: Mapping[str, TensorInfo | 
         _check_strides(definition, name, tensors[name], axes)
     layouts = {name: layout_class(tensor.shape, tensor.strides) for name, tensor in tensors.items()}
     dtypes = solve_dtypes(definition, {name: tensor.dtype for name, tensor in tensors.items()})
-    return Binding(axes, dtypes, layouts, scalars)
+    return Call(definition.name, axes, dtypes, layouts, scalars)
 
 
 def _check_strides(definition: Definition, name: str, tensor: TensorInfo, axes: Mapping[str, int]) -> None:

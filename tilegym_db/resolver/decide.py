@@ -143,7 +143,7 @@ def _sort_out(
         verified = candidate.scalar_ranges
         if verified is None:  # published before ranges were recorded (decision 0024)
             verified = table.scalar_hull(request.definition.name)
-        reason = reason or outside_scalars(request.definition, request.scalars, verified)
+        reason = reason or outside_scalars(request.definition, request.call.scalars, verified)
         if reason is None:
             eligible.append(candidate)
         else:
@@ -161,7 +161,7 @@ def _conclude(
     rejected: Sequence[Rejection],
     serving: str | None,
 ) -> Decision:
-    axes, where = point.entry.axes, _where(point, table)
+    axes, where = point.entry.call.axes, _where(point, table)
     if not eligible:
         reason = f"no verified solution is faster than stock at {where}"
         return Decision(None, {}, Evidence("stock", reason, table.gpu, table.published, axes), tuple(rejected))
@@ -186,7 +186,7 @@ def _whose_word(winner: Candidate) -> str:
 
 
 def _where(point: MeasuredPoint, table: ResolverTable) -> str:
-    return f"{axes_key(dict(point.entry.axes))} on {table.gpu}"
+    return f"{axes_key(dict(point.entry.call.axes))} on {table.gpu}"
 
 
 def _stock(
@@ -266,7 +266,7 @@ def disqualify(candidate: Candidate, request: Request, files: SolutionFiles | No
     reason = (
         why_not_timed("it", spec.omits)
         or _not_verified(candidate)
-        or files.record.unsupported(request.axes, request.dtypes, request.layouts, target=request.sm)
+        or files.record.unsupported(request.call.axes, request.call.dtypes, request.call.layouts, target=request.sm)
     )
     if reason is None and spec.language in request.unavailable:
         reason = request.unavailable[spec.language]
@@ -367,28 +367,32 @@ class MeasuredPoint(NamedTuple):
 def find_point(request: Request, table: ResolverTable) -> MeasuredPoint | str:
     """The point to judge by, or why there is none."""
     definition = request.definition
-    entries: Sequence[Entry] = table.believed_entries(definition, request.dtypes)
+    entries: Sequence[Entry] = table.believed_entries(definition, request.call.dtypes)
     if not entries:
         return _why_no_entries(request, table)
     entries = [entry for entry in entries if entry.definition_digest == definition.digest]
     if not entries:
         return f"{definition.name} was measured on {table.gpu} under another meaning than version {definition.version}"
-    selecting = {name: request.scalars.get(name) for name in selecting_scalars(definition) if name in request.scalars}
+    selecting = {
+        name: request.call.scalars.get(name) for name in selecting_scalars(definition) if name in request.call.scalars
+    }
     entries = [entry for entry in entries if equal_scalars(entry, selecting) == len(selecting)]
     if not entries:
         return f"{definition.name} was not measured on {table.gpu} with these code-selecting scalars"
-    entries = [entry for entry in entries if layouts_match(entry, request.layouts, definition)]
+    entries = [entry for entry in entries if layouts_match(entry, request.call.layouts, definition)]
     if not entries:
-        spelled = ", ".join(f"{name} {layout}" for name, layout in sorted(request.layouts.items())) or "all contiguous"
+        spelled = (
+            ", ".join(f"{name} {layout}" for name, layout in sorted(request.call.layouts.items())) or "all contiguous"
+        )
         return f"{definition.name} was not measured on {table.gpu} with these layouts ({spelled})"
-    sizes = {name: request.axes[name] for name in definition.var_axes}  # const axes are the same everywhere
-    exact = [entry for entry in entries if all(entry.axes[name] == size for name, size in sizes.items())]
+    sizes = {name: request.call.axes[name] for name in definition.var_axes}  # const axes are the same everywhere
+    exact = [entry for entry in entries if all(entry.call.axes[name] == size for name, size in sizes.items())]
     if exact:
-        return MeasuredPoint(max(exact, key=lambda entry: equal_scalars(entry, request.scalars)), exact=True)
-    beyond = axes_beyond(definition, request.axes, request.dtypes, [entry.axes for entry in entries])
+        return MeasuredPoint(max(exact, key=lambda entry: equal_scalars(entry, request.call.scalars)), exact=True)
+    beyond = axes_beyond(definition, request.call.axes, request.call.dtypes, [entry.call.axes for entry in entries])
     if isinstance(beyond, str):
         return beyond
-    nearest = min(entries, key=lambda entry: (entry.log_distance(sizes), axes_key(dict(entry.axes))))
+    nearest = min(entries, key=lambda entry: (entry.log_distance(sizes), axes_key(dict(entry.call.axes))))
     return MeasuredPoint(nearest, exact=False, beyond=beyond)
 
 
@@ -416,16 +420,16 @@ def outside_scalars(
 
 def equal_scalars(entry: Entry, scalars: Mapping[str, Scalar]) -> int:
     """How many scalars have the value that was measured."""
-    return sum(entry.scalars.get(name) == value for name, value in scalars.items())
+    return sum(entry.call.scalars.get(name) == value for name, value in scalars.items())
 
 
 def layouts_match(entry: Entry, layouts: Mapping[str, str], definition: Definition) -> bool:
     """Verified and timed for these layouts: each tensor of the same class, outputs only where stated."""
     for name, spec in definition.inputs.items():
-        if not spec.is_scalar and entry.layouts.get(name, CONTIGUOUS) != layouts.get(name, CONTIGUOUS):
+        if not spec.is_scalar and entry.call.layouts.get(name, CONTIGUOUS) != layouts.get(name, CONTIGUOUS):
             return False
     return all(
-        name not in layouts or entry.layouts.get(name, CONTIGUOUS) == layouts[name] for name in definition.outputs
+        name not in layouts or entry.call.layouts.get(name, CONTIGUOUS) == layouts[name] for name in definition.outputs
     )
 
 
@@ -433,7 +437,7 @@ def _why_no_entries(request: Request, table: ResolverTable) -> str:
     measured = [", ".join(f"{k}={v}" for k, v in dtypes.items()) for dtypes in table.dtypes_of(request.definition.name)]
     if not measured:
         return f"{request.definition.name} was not measured on {table.gpu}"
-    asked = ", ".join(f"{name}={dtype}" for name, dtype in request.dtypes.items())
+    asked = ", ".join(f"{name}={dtype}" for name, dtype in request.call.dtypes.items())
     return f"{request.definition.name} was not measured on {table.gpu} with {asked} (measured: {'; '.join(measured)})"
 
 

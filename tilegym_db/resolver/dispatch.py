@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tilegym_db.errors import NoSolutionError, SolutionError, TilegymDBError
 from tilegym_db.records import Definition, axes_key
-from tilegym_db.records.call import Binding, bind_call
+from tilegym_db.records.call import Call, bind_call
 from tilegym_db.records.expressions import names_in, parse_expression
 from tilegym_db.resolver import device
 from tilegym_db.resolver.decide import Decision, not_in_compiled_code
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 MAX_KEYS = 4096
 """Keys a call site remembers; beyond that the oldest is forgotten (a server sees a new token count at every step)."""
 
-Choose = Callable[[Binding, "torch.device", str | None], Decision]
-"""(binding, device, name of the solution that served this call site last) -> Decision."""
+Choose = Callable[[Call, "torch.device", str | None], Decision]
+"""(call, device, name of the solution that served this call site last) -> Decision."""
 
 
 class Dispatcher:
@@ -133,8 +133,8 @@ class Dispatcher:
         Nothing is loaded, remembered or counted.
         """
         try:
-            binding = bind_call(self.definition, with_outputs(inputs, allocate))
-            decision = self.choose(binding, where, self._serving)
+            call = bind_call(self.definition, with_outputs(inputs, allocate))
+            decision = self.choose(call, where, self._serving)
         except TilegymDBError:
             return False
         if decision.solution is None or str(decision.evidence.candidate) in self._refused:
@@ -230,18 +230,18 @@ class Dispatcher:
             return Bound(None, where)
         given = args if allocate is None else with_outputs(args, allocate)
         try:
-            binding = bind_call(self.definition, given)
-            decision = self.choose(binding, where, self._serving)
+            call = bind_call(self.definition, given)
+            decision = self.choose(call, where, self._serving)
         except TilegymDBError as error:  # not a call that the database knows; stock code may well serve it
             bound = Bound(None, str(error))
             if growing is not None:
                 bound.low = bound.high = growing[1]
             return bound
         promised = None if allocate is None else given[len(self.definition.inputs) :]
-        bound = self._load(key, where, binding, decision, promised)
+        bound = self._load(key, where, call, decision, promised)
         if growing is not None:
             bound.low, bound.high = alike_span(
-                growing[0], binding, decision, self.definition, lambda other: self.choose(other, where, self._serving)
+                growing[0], call, decision, self.definition, lambda other: self.choose(other, where, self._serving)
             )
         return bound
 
@@ -249,26 +249,26 @@ class Dispatcher:
         self,
         key: Any,
         where: torch.device,
-        binding: Binding,
+        call: Call,
         decision: Decision,
         promised: Sequence[torch.Tensor] | None,
     ) -> Bound:
         candidate = decision.evidence.candidate
         if decision.solution is None or candidate is None:
-            return Bound(None, decision.evidence.reason, axes=binding.axes)
+            return Bound(None, decision.evidence.reason, axes=call.axes)
         if str(candidate) in self._refused:
-            return Bound(None, self._refused[str(candidate)], axes=binding.axes)
+            return Bound(None, self._refused[str(candidate)], axes=call.axes)
         verified = decision.solution, decision.config, candidate.solution_digest
         returns = not decision.solution.record.spec.destination_passing_style and not self.definition.in_place
         try:
             launch = load_launcher(self.definition, *verified)
             compute = load_computer(*verified, promised) if promised is not None and returns else None
         except TilegymDBError as error:
-            failure = self._quarantine(key, str(candidate), binding.axes, error)
-            return Bound(None, failure.summary, axes=binding.axes)
+            failure = self._quarantine(key, str(candidate), call.axes, error)
+            return Bound(None, failure.summary, axes=call.axes)
         self._serving = candidate.solution
         launch = device.on_device(launch, where)
-        bound = Bound(launch, decision.evidence.reason, str(candidate), binding.axes)
+        bound = Bound(launch, decision.evidence.reason, str(candidate), call.axes)
         if self.definition.in_place:
             bound.launch = undoable(self.definition, bound, launch)
         elif compute is not None:
@@ -292,7 +292,7 @@ class Dispatcher:
                 code="in_place_failed",
             ) from error
 
-    def _quarantine(self, key: Any, solution: str, axes: dict[str, int], error: Exception) -> KernelFailure:
+    def _quarantine(self, key: Any, solution: str, axes: Mapping[str, int], error: Exception) -> KernelFailure:
         text = "".join(traceback.format_exception(error))
         failure = self._quarantined[key] = KernelFailure(self.definition.name, solution, dict(axes), text)
         warnings.warn(f"tilegym-db: {failure.summary}; stock code runs instead", RuntimeWarning, stacklevel=5)
@@ -333,7 +333,7 @@ class Bound:
         launch: Launcher | None,
         reason: str,
         solution: str | None = None,
-        axes: dict[str, int] | None = None,
+        axes: Mapping[str, int] | None = None,
     ) -> None:
         self.launch = launch
         self.reason = reason
@@ -485,25 +485,25 @@ def _is_bound(node: ast.expr, axis: str) -> bool:
 
 
 def alike_span(
-    axis: str, binding: Binding, decision: Decision, definition: Definition, choose: Callable[[Binding], Decision]
+    axis: str, call: Call, decision: Decision, definition: Definition, choose: Callable[[Call], Decision]
 ) -> tuple[int, int]:
     """The sizes of an axis around that of a call which are decided as the call is.
 
     Args:
         axis: of the Definition.
-        binding: the call.
+        call: the call.
         decision: what was decided about it.
         definition: the operator.
         choose: decides about the same call of another size.
     """
-    size = binding.axes[axis]
+    size = call.axes[axis]
     if not are_bounds_of(axis, definition, decision):
         return size, size
     picked = answer(decision)
 
     def is_alike(other: int) -> bool:
         try:
-            return answer(choose(replace(binding, axes={**binding.axes, axis: other}))) == picked
+            return answer(choose(replace(call, axes={**call.axes, axis: other}))) == picked
         except TilegymDBError:
             return False
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tilegym_db.errors import RecordError, UsageError, did_you_mean
+from tilegym_db.errors import UsageError, did_you_mean
 from tilegym_db.records import Definition
-from tilegym_db.records.call import axes_with_scalars, is_code_selecting, scalars_with_axes
+from tilegym_db.records.call import Call, is_code_selecting
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.hardware import CPU, GPU_SLUGS, same_gpu
 from tilegym_db.records.layouts import LAYOUT_CLASSES
@@ -22,11 +22,8 @@ class Request:
     """One call to serve. Build it with :func:`make_request`, which checks it."""
 
     definition: Definition
-    axes: Mapping[str, int]
-    dtypes: Mapping[str, str]
-    scalars: Mapping[str, Scalar]
-    layouts: Mapping[str, str]
-    """Layout class per tensor. An input not named is contiguous; an output not named is whatever was measured."""
+    call: Call
+    """The call, bound: const axes and single dtypes are filled in."""
     gpu: str
     sm: str
     """The device's ``sm_XX``, or ``cpu``."""
@@ -39,43 +36,25 @@ class Request:
 
 def make_request(
     definition: Definition,
+    call: Call,
     *,
-    axes: Mapping[str, int],
     gpu: str,
     sm: str | None = None,
-    dtypes: Mapping[str, str] | None = None,
-    layouts: Mapping[str, str] | None = None,
-    scalars: Mapping[str, Scalar] | None = None,
     mode: str = "inference",
     serving: str | None = None,
     unavailable: Mapping[str, str] | None = None,
 ) -> Request:
-    """A checked request: const axes and single-choice dtypes filled in, everything else as the Definition wants it.
+    """Return a checked request: the call bound, and everything as the Definition wants it.
 
     Raises:
         UsageError: an axis, dtype, layout or scalar is missing, unknown or not allowed; the message names it.
     """
     if mode not in MODES:
         raise UsageError(f"mode must be {' or '.join(MODES)}, not {mode!r}.", code="mode_unknown")
-    axes = axes_with_scalars(definition, axes, scalars or {})
-    try:
-        bound_axes, bound_dtypes = definition.bind_axes(axes), definition.bind_dtypes(dtypes or {})
-    except RecordError as error:
-        raise UsageError(str(error), code=error.code) from None
-    _check_layouts(definition, layouts or {})
-    _check_scalars(definition, scalars or {})
-    return Request(
-        definition=definition,
-        axes=bound_axes,
-        dtypes=bound_dtypes,
-        scalars=scalars_with_axes(definition, scalars or {}, bound_axes),
-        layouts=dict(layouts or {}),
-        gpu=gpu,
-        sm=sm or compile_target(gpu),
-        mode=mode,
-        serving=serving,
-        unavailable=dict(unavailable or {}),
-    )
+    bound = call.bind(definition)
+    _check_layouts(definition, call.layouts)
+    _check_scalars(definition, call.scalars)
+    return Request(definition, bound, gpu, sm or compile_target(gpu), mode, serving, dict(unavailable or {}))
 
 
 def compile_target(gpu: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from tilegym_db.catalog import Catalog, SolutionFiles, stock_of
@@ -13,8 +12,8 @@ from tilegym_db.errors import NoSolutionError, UsageError, check_kind
 from tilegym_db.published.entries import Entry
 from tilegym_db.published.table import ResolverTable, load_table
 from tilegym_db.records import Definition
-from tilegym_db.records.backward import backward_binding
-from tilegym_db.records.call import Binding, bind_call
+from tilegym_db.records.backward import backward_call
+from tilegym_db.records.call import Call, bind_call
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.hardware import parse_gpu
 from tilegym_db.records.layouts import LAYOUT_CLASSES
@@ -111,10 +110,10 @@ def resolve(
     check_kind(gpu or "", str, "gpu is the name of a GPU, a text")
     catalog = (catalog or Catalog.default()).trusting(trust)
     record = _record(definition, catalog)
-    binding = _binding(record, like, axes=axes, dtypes=dtypes, layouts=layouts, scalars=scalars)
+    call = _call(record, like, axes=axes, dtypes=dtypes, layouts=layouts, scalars=scalars)
     slug, target = _gpu(gpu, like)
     unavailable = unavailable_languages(catalog.solutions_for(record.name)) if _is_this_machine(gpu) else None
-    request = make_request(record, **vars(binding), gpu=slug, sm=target, mode=mode, unavailable=unavailable)
+    request = make_request(record, call, gpu=slug, sm=target, mode=mode, unavailable=unavailable)
     decision, solutions = decide_request(request, catalog)
     stock = stock_of(solutions.values())
     chosen = decision.solution or stock
@@ -124,12 +123,12 @@ def resolve(
     return Resolved(request, chosen, decision.config, decision.evidence, decision.rejected, dispatcher)
 
 
-def _binding(record: Definition, like: Sequence[Any] | None, **given: Mapping[str, Any] | None) -> Binding:
+def _call(record: Definition, like: Sequence[Any] | None, **given: Mapping[str, Any] | None) -> Call:
     """What a call is: read from real arguments, or as given."""
     if like is None:
         for name, values in given.items():
             check_kind(values or {}, Mapping, f"{name} is a mapping of names to values")
-        return Binding(**{name: dict(values or {}) for name, values in given.items()})
+        return Call(record.name, **{name: dict(values or {}) for name, values in given.items()})
     if any(given.values()):
         raise UsageError(
             "give either like=(real arguments) or axes, dtypes, layouts and scalars, not both.", code="options_clash"
@@ -161,12 +160,10 @@ def _decide_backward(request: Request, catalog: Catalog) -> Decision | None:
     backward = _backward(request.definition, catalog, request.mode)
     if backward is None:
         return None
-    call = Binding(dict(request.axes), dict(request.dtypes), dict(request.layouts), dict(request.scalars))
-    gradients = backward_binding(backward, call)
     try:
         asked = make_request(
             backward,
-            **vars(gradients),
+            backward_call(backward, request.call),
             gpu=request.gpu,
             sm=request.sm,
             mode=request.mode,
@@ -220,28 +217,28 @@ def _chooser(
     tables: dict[str, ResolverTable | None] = {}  # what is published later must not change a running model
     indexes: dict[str, PointIndex] = {}
 
-    def choose(binding: Binding, device: torch.device, serving: str | None) -> Decision:
+    def choose(call: Call, device: torch.device, serving: str | None) -> Decision:
         gpu, target = device_gpu(device)
         if gpu not in tables:
             table = tables[gpu] = load_table(gpu, trust=catalog.trust_foreign)
             if table is not None:
                 indexes[gpu] = index_of(definition, table, solutions, sm=target, unavailable=unavailable)
-        after = after_it(binding, device)
+        after = after_it(call, device)
         leads_back = after is not None and after.solution is not None
         if gpu in indexes and (mode == "inference" or definition.backward_of is not None or leads_back):
-            known = indexes[gpu].find(**vars(binding), serving=serving)
+            known = indexes[gpu].find(call, serving)
             if known is not None:
                 return known
         request = make_request(
-            definition, **vars(binding), gpu=gpu, sm=target, mode=mode, serving=serving, unavailable=unavailable
+            definition, call, gpu=gpu, sm=target, mode=mode, serving=serving, unavailable=unavailable
         )
         return decide(request, tables[gpu], solutions, after)
 
-    def after_it(binding: Binding, device: torch.device) -> Decision | None:
+    def after_it(call: Call, device: torch.device) -> Decision | None:
         if backward is None or choose_backward is None:
             return None
         try:
-            return choose_backward(backward_binding(backward, binding), device, None)
+            return choose_backward(backward_call(backward, call), device, None)
         except UsageError as error:
             return no_kernel(str(error), device_gpu(device)[0])
 
@@ -328,7 +325,6 @@ point depends on, with the first that a Solution does not read as its reason."""
 _NOTHING_SPECIAL: _Special = ()
 _CLASSES = frozenset(LAYOUT_CLASSES)
 _SCALAR_TYPES = frozenset({bool, int, float, str, type(None)})
-NOTHING_STATED: Mapping[str, Any] = MappingProxyType({})
 
 
 class _Measured:
@@ -339,8 +335,20 @@ class _Measured:
     def __init__(self, entry: Entry, request: Request) -> None:
         self.entry = entry
         self.request = request
-        self.plain = not _special(entry.layouts)
+        self.plain = not _special(entry.call.layouts)
         self.decisions: dict[_Special, dict[str | None, Decision]] = {}
+
+
+def _call_at(entry: Entry, definition: Definition, scalars: Mapping[str, Scalar]) -> Call:
+    """Return the call that a measured point is of, as a model makes it: var axes and the layouts of inputs."""
+    axes, layouts = entry.call.axes, entry.call.layouts
+    return Call(
+        definition.name,
+        axes={name: axes[name] for name in definition.var_axes if name in axes},
+        dtypes=entry.call.dtypes,
+        layouts={name: layouts[name] for name in definition.tensor_inputs if name in layouts},
+        scalars=scalars,
+    )
 
 
 class PointIndex:
@@ -394,17 +402,14 @@ class PointIndex:
 
     def _add(self, entry: Entry, sm: str, unavailable: Mapping[str, str]) -> None:
         definition = self._definition
-        selecting = {name: entry.scalars.get(name) for name in self._selecting}
+        selecting = {name: entry.call.scalars.get(name) for name in self._selecting}
         # NaN equals nothing, and a dictionary would find it by its identity.
         if entry.definition_digest != definition.digest or any(value != value for value in selecting.values()):
             return
         try:
             request = make_request(
                 definition,
-                axes={name: entry.axes[name] for name in definition.var_axes if name in entry.axes},
-                dtypes=entry.dtypes,
-                layouts={name: entry.layouts[name] for name in definition.tensor_inputs if name in entry.layouts},
-                scalars=selecting,
+                _call_at(entry, definition, selecting),
                 gpu=self._table.gpu,
                 sm=sm,
                 unavailable=unavailable,
@@ -412,31 +417,25 @@ class PointIndex:
         except UsageError:
             return  # nor can a call be like that
         measured = _Measured(entry, request)
-        self._judge(measured, _special(request.layouts))
+        self._judge(measured, _special(request.call.layouts))
         for names in self._axis_names.values():
-            sizes = tuple(request.axes[name] for name in names)
-            key = sizes, tuple(request.dtypes.values()), tuple(selecting.values())
+            sizes = tuple(request.call.axes[name] for name in names)
+            key = sizes, tuple(request.call.dtypes.values()), tuple(selecting.values())
             self._points.setdefault(key, []).append(measured)
 
     def _judge(self, measured: _Measured, special: _Special) -> dict[str | None, Decision]:
-        request = replace(measured.request, layouts=dict(special))
+        request = replace(measured.request, call=replace(measured.request.call, layouts=dict(special)))
         found = judge_each_serving(MeasuredPoint(measured.entry, exact=True), request, self._table, self._solutions)
         measured.decisions[special] = found
         return found
 
-    def find(
-        self,
-        axes: Mapping[str, int],
-        dtypes: Mapping[str, str],
-        layouts: Mapping[str, str] = NOTHING_STATED,
-        scalars: Mapping[str, Scalar] = NOTHING_STATED,
-        serving: str | None = None,
-    ) -> Decision | None:
+    def find(self, call: Call, serving: str | None = None) -> Decision | None:
         """What :func:`~tilegym_db.resolver.decide.decide` says of a call in inference, where a point is exactly that call.
 
         The arguments are those of :func:`~tilegym_db.resolver.request.make_request`. None says nothing about them: the call may
         be a mistake, be spelled with fewer dtypes than there are, or lie between the points.
         """
+        axes, dtypes, scalars = call.axes, call.dtypes, call.scalars
         names = self._axis_names.get(len(axes))
         if names is None or len(dtypes) != len(self._dtype_names) or not scalars.keys() <= self._scalars:
             return None
@@ -461,7 +460,7 @@ class PointIndex:
         if scalars and outside_scalars(self._definition, scalars, self._ranges):
             return None
         points = self._points.get((sizes, chosen, selecting))
-        return None if points is None else self._at(points, layouts, scalars, serving)
+        return None if points is None else self._at(points, call.layouts, scalars, serving)
 
     def _at(
         self,
@@ -577,13 +576,11 @@ def _at(
     unavailable: Mapping[str, str],
 ) -> str:
     """Why even a call that is exactly a measured point gets no kernel; empty where it does."""
+    scalars = entry.call.scalars
     try:
         request = make_request(
             definition,
-            axes={name: entry.axes[name] for name in definition.var_axes if name in entry.axes},
-            dtypes=entry.dtypes,
-            layouts={name: layout for name, layout in entry.layouts.items() if name in definition.tensor_inputs},
-            scalars={name: value for name, value in entry.scalars.items() if name in definition.inputs},
+            _call_at(entry, definition, {name: scalars[name] for name in definition.inputs if name in scalars}),
             gpu=table.gpu,
             sm=sm,
             unavailable=unavailable,
